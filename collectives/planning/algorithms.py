@@ -1,0 +1,218 @@
+"""All-reduce algorithms: which chunk is combined or copied from where to where.
+
+Each takes a topology and returns an `Algorithm`; none knows of bytes, signals or devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+from collectives.errors import PlanError
+from collectives.planning.embed import Edge, Embedding, embed
+from collectives.planning.lower import Algorithm, Copy, Reduce, Round
+from collectives.planning.trees import Tree, binary_tree, two_trees
+from collectives.planning.trees import chain as chain_tree
+from topology import Topology, load
+
+
+def _levels(tree: Tree) -> list[list[int]]:
+    """Interior ranks, level by level from the root."""
+    level = {tree.root: 0}
+    for child, parent in tree.edges:
+        level[child] = level[parent] + 1
+    interior = [r for r in tree.top_down if tree.children(r)]
+    return [[r for r in interior if level[r] == d] for d in range(tree.depth)]
+
+
+def reduce_up(trees: Sequence[Tree]) -> tuple[Round, ...]:
+    """Tree t reduces chunk t on channel 2t, deepest level first."""
+    return tuple(
+        tuple(Reduce(tree.children(r), r, t, 2 * t) for r in level)
+        for t, tree in enumerate(trees)
+        for level in reversed(_levels(tree))
+    )
+
+
+def broadcast_down(trees: Sequence[Tree]) -> tuple[Round, ...]:
+    """Tree t hands chunk t down on channel 2t + 1, from the root."""
+    return tuple(
+        tuple(Copy(r, tree.children(r), t, 2 * t + 1) for r in level)
+        for t, tree in enumerate(trees)
+        for level in _levels(tree)
+    )
+
+
+def over_trees(
+    name: str, topology: Topology, trees: Sequence[Tree], overlap: bool,
+    embedding: Embedding | None = None,
+) -> Algorithm:  # fmt: skip
+    """All-reduce over trees; chunk c belongs to tree c mod T.
+
+    With `overlap` a chunk goes down as soon as its root has it, while later chunks still rise
+    (C-Cube, section III-C); without, every tree finishes all its reduces before its first
+    broadcast (figure 6(b)).
+    """
+    size = len(topology.gpus)
+    if embedding is None:
+        edges = [Edge(t, a, b) for t, tree in enumerate(trees) for a, b in tree.edges]
+        embedding = embed(topology, edges, size)
+    placed = tuple(tree.relabel(embedding.rank_of) for tree in trees)
+    detours = {}
+    for (t, a, b), middle in embedding.via.items():
+        child, parent = embedding.rank_of[a], embedding.rank_of[b]
+        detours[2 * t, child, parent] = middle
+        detours[2 * t + 1, parent, child] = middle
+    up, down = reduce_up(placed), broadcast_down(placed)
+    return Algorithm(
+        name,
+        size,
+        len(placed),
+        (up + down,) if overlap else (up, down),
+        placed,
+        detours,
+        embedding.exclusive,
+        notes=(embedding.note,) if embedding.note else (),
+    )
+
+
+def chain(topology: Topology) -> Algorithm:
+    """One path through all GPUs, up and down at once (what NCCL runs inside a node)."""
+    return over_trees("chain", topology, [chain_tree(len(topology.gpus))], overlap=True)
+
+
+def tree(topology: Topology) -> Algorithm:
+    """One binary tree: reduce, then broadcast (C-Cube figure 6(a))."""
+    return over_trees("tree", topology, [binary_tree(len(topology.gpus))], overlap=False)
+
+
+def overlapped_tree(topology: Topology) -> Algorithm:
+    """One binary tree, reduce and broadcast overlapped (C-Cube figure 6(c))."""
+    return over_trees("overlapped_tree", topology, [binary_tree(len(topology.gpus))], overlap=True)
+
+
+def double_tree(topology: Topology) -> Algorithm:
+    """Two binary trees: reduce, then broadcast (C-Cube figure 6(b), its baseline B)."""
+    return over_trees("double_tree", topology, two_trees(len(topology.gpus)), overlap=False)
+
+
+def overlapped_double_tree(topology: Topology) -> Algorithm:
+    """Two binary trees on links of their own, overlapped (C-Cube figure 6(d), its C1)."""
+    trees = two_trees(len(topology.gpus))
+    return over_trees("overlapped_double_tree", topology, trees, overlap=True)
+
+
+# C-Cube figure 10: the trees and detours it uses on the DGX-1's numbering.
+_CCUBE_TREES = (
+    Tree((0, 2, 4, 2, 0, 6, 4, 6)),  # 0 - 4 - {2 - {1, 3}, 6 - {5, 7}}
+    Tree((3, 1, 3, 5, 7, 1, 7, 5)),  # the same with 0/1, 2/3, 4/5 and 6/7 exchanged
+)
+_CCUBE_DETOURS = {(0, 2, 4): 0, (1, 3, 5): 1}  # (tree, child, parent): forwarder
+
+
+def ccube_dgx1(topology: Topology) -> Algorithm:
+    """The double tree of the C-Cube paper on the DGX-1 with V100 (its section IV-A, figure 10).
+
+    Rooted at GPU 0 and GPU 1; 2 - 4 goes over GPU 0 and 3 - 5 over GPU 1; the double links 2 - 3
+    and 6 - 7 carry both trees in opposite roles. On a DGX-1 whose GPUs are numbered otherwise the
+    trees are carried over by isomorphism. Raises PlanError on any other machine.
+    """
+    paper = load("dgx1-v100")
+    # `mine[g]` is this machine's rank of the paper's GPU g
+    if paper.links == topology.links and paper.gpus == topology.gpus:
+        mine = list(range(8))
+    else:
+        mapping = paper.isomorphic_to(topology) if len(topology.gpus) == 8 else None
+        if mapping is None:
+            raise PlanError(
+                f"ccube_dgx1 is the C-Cube paper's plan for dgx1-v100; {topology.name} is wired "
+                "differently: use overlapped_double_tree"
+            )
+        mine = [topology.gpus.index(mapping[g]) for g in range(8)]
+    via = {key: mine[middle] for key, middle in _CCUBE_DETOURS.items()}
+    embedding = Embedding(tuple(mine), via)
+    return over_trees("ccube_dgx1", topology, _CCUBE_TREES, overlap=True, embedding=embedding)
+
+
+def ring(topology: Topology) -> Algorithm:
+    """Reduce-scatter and all-gather round one ring: 2(P - 1) steps of N/P.
+
+    Chunk c starts on the rank after its owner and is complete on rank c; a group has one chunk
+    for each rank, and a rank keeps one stream, so its sends follow one another.
+    """
+    size = len(topology.gpus)
+    edges = [Edge(0, i, (i + 1) % size, one_way=True) for i in range(size)]
+    embedding = embed(topology, edges, size)
+    at = embedding.rank_of
+    rounds: list[Round] = []
+    for step in range(size - 1):
+        rounds.append(tuple(
+            Reduce((at[i],), at[(i + 1) % size], (i - step - 1) % size, 0) for i in range(size)
+        ))  # fmt: skip
+    for step in range(size - 1):
+        rounds.append(tuple(
+            Copy(at[i], (at[(i + 1) % size],), (i - step) % size, 0) for i in range(size)
+        ))  # fmt: skip
+    detours = {(0, at[a], at[b]): middle for (_, a, b), middle in embedding.via.items()}
+    return Algorithm(
+        "ring", size, size, (tuple(rounds),), (), detours, embedding.exclusive,
+        notes=(embedding.note,) if embedding.note else (),
+    )  # fmt: skip
+
+
+def two_shot(topology: Topology) -> Algorithm:
+    """Rank r reduces chunk r of everyone's input, then hands the result to everyone.
+
+    P stars, in effect: two steps deep. Every pair of ranks exchanges data.
+    """
+    size = len(topology.gpus)
+    others = [tuple((r + i) % size for i in range(1, size)) for r in range(size)]
+    stars = tuple(Tree((r,) * size) for r in range(size))
+    edges = [Edge(r, o, r) for r in range(size) for o in others[r]]
+    embedding = embed(topology, edges, size, relabel=False)  # all positions are alike
+    detours = {}
+    for (r, o, _), middle in embedding.via.items():
+        detours[r, o, r] = middle
+        detours[size + r, r, o] = middle
+    gather = tuple(Reduce(others[r], r, r, r) for r in range(size) if others[r])
+    scatter = tuple(Copy(r, others[r], r, size + r) for r in range(size) if others[r])
+    return Algorithm(
+        "two_shot", size, size, ((gather, scatter),), stars, detours, embedding.exclusive,
+        notes=(embedding.note,) if embedding.note else (),
+    )  # fmt: skip
+
+
+ALGORITHMS: dict[str, Callable[[Topology], Algorithm]] = {
+    "two_shot": two_shot,
+    "overlapped_double_tree": overlapped_double_tree,
+    "double_tree": double_tree,
+    "overlapped_tree": overlapped_tree,
+    "tree": tree,
+    "chain": chain,
+    "ring": ring,
+    "ccube_dgx1": ccube_dgx1,
+}
+"""By name. Where the cost model sees no difference, `auto` takes the first."""
+
+
+def broadcast(topology: Topology, root: int) -> Algorithm:
+    """One binary tree rooted at `root`, chunks pipelined down it."""
+    size = len(topology.gpus)
+    if not 0 <= root < size:
+        raise PlanError(f"root {root} is not a rank; ranks are 0 to {size - 1}")
+    rooted = binary_tree(size).relabel([(r + root) % size for r in range(size)])
+    edges = [Edge(0, parent, child, one_way=True) for child, parent in rooted.edges]
+    embedding = embed(topology, edges, size, relabel=False)  # the root is the caller's choice
+    detours = {(1, a, b): middle for (_, a, b), middle in embedding.via.items()}
+    return Algorithm(
+        "tree", size, 1, (broadcast_down([rooted]),), (rooted,), detours, embedding.exclusive,
+        collective="broadcast", root=root,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=512)
+def algorithm_for(name: str, topology: Topology) -> Algorithm:
+    """The named all-reduce algorithm on this topology; the searches are done once."""
+    if name not in ALGORITHMS:
+        raise PlanError(f"unknown algorithm {name!r}; choose from auto, {', '.join(ALGORITHMS)}")
+    return ALGORITHMS[name](topology)

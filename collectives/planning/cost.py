@@ -1,0 +1,109 @@
+"""How long a plan takes, in closed form, and how many chunks make it shortest.
+
+N bytes over T trees in K chunks; alpha a s a step; b bytes/s of one link. A chunk step over an
+exclusive link takes a + s/b with s = N/K bytes. With k = K/T chunks a tree and depth d (a detour
+counts as one level more), exactly:
+
+    reduce, or broadcast                 k + d - 1 steps
+    all-reduce, one after the other      2 (k + d - 1)
+    all-reduce, overlapped               k + 2d - 1
+    ring over P ranks, g rounds          2 (P - 1) g
+
+C-Cube's equations 3 to 6 write log(P) + K for k + d - 1; its equation 7, the overlapped time, keeps
+the K that is best for the baseline (equation 4), which is not the best one for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+
+from collectives.planning.plan import ALIGN, Op, Plan
+from collectives.runtime.simulate import simulate
+from topology import Topology, Vertex
+
+MEMORY_CHUNK = 64 << 10
+"""Bytes: a chunk that ranks on one memory hand on stays in a core's own cache."""
+MAX_CHUNKS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """All that the closed forms need: `fill + per_group * g` chunk steps for g groups of chunks.
+
+    `alpha_s` and `bandwidth` (bytes/s) are the slowest link's; `load` is the time in s the busiest
+    link needs for one byte of the message, however well it is pipelined.
+    """
+
+    stride: int
+    fill: int
+    per_group: int
+    alpha_s: float
+    bandwidth: float
+    load: float
+
+    def seconds(self, nbytes: int, num_chunks: int) -> float:
+        """Exact for exclusive, equal links and full groups; an estimate where links are shared.
+
+        A shared link is busy for the whole message, and the pipeline fills and drains around it.
+        """
+        step = self.alpha_s + nbytes / num_chunks / self.bandwidth
+        groups = -(-num_chunks // self.stride)
+        piped = (self.fill + self.per_group * groups) * step
+        return max(piped, self.load * nbytes + self.fill * step)
+
+    def best_chunks(self, nbytes: int, largest: int | None = None) -> int:
+        """The number of chunks, in whole groups, with the least `seconds`.
+
+        g groups take (f + p g)(a + N / (S g b)), least at g = sqrt(f N / (p S b a)): for the
+        overlapped tree K = sqrt((2d - 1) b N / a) in the paper's b = 1/bandwidth. `largest` (bytes
+        of a chunk) asks for more where small chunks are better for other reasons.
+        """
+        most = max(1, min(MAX_CHUNKS, -(-nbytes // ALIGN)) // self.stride)
+        ideal = float(most)
+        if self.alpha_s > 0:
+            per_step = self.per_group * self.stride * self.bandwidth * self.alpha_s
+            ideal = math.sqrt(self.fill * nbytes / per_step)
+        near = {min(most, max(1, g)) for g in (math.floor(ideal), math.ceil(ideal))}
+        groups = min(near, key=lambda g: (self.seconds(nbytes, g * self.stride), g))
+        if largest:
+            groups = min(most, max(groups, -(-nbytes // (largest * self.stride))))
+        return groups * self.stride
+
+
+def shape_of(plan: Plan, topology: Topology) -> Shape:
+    """A plan's shape, counted on the plan itself: simulated with steps of 1 s and no bytes."""
+    if not plan.connections:
+        return Shape(plan.stride, 0, 1, 0.0, math.inf, 0.0)
+    unit = replace(
+        topology, links=tuple(replace(link, latency_us=1e6) for link in topology.links)
+    )
+    one, two, three = (
+        round(simulate(plan.with_chunks(g * plan.stride), unit, 0).seconds) for g in (1, 2, 3)
+    )
+    per_group = three - two
+    load: dict[tuple[Vertex, Vertex], float] = defaultdict(float)
+    sends = (s for stream in plan.streams for body in stream.phases for s in body)
+    for step in sends:
+        if step.op is not Op.SEND:
+            continue
+        crossed = [ends for i in step.connections for ends in plan.connections[i].links]
+        for ends, times in Counter(crossed).items():
+            link = topology.by_ends[ends]
+            times = 1 if link.kind == "memory" else times  # stored once, read by all
+            load[ends] += times / (plan.stride * link.bandwidth * link.count)
+    used = [topology.by_ends[ends] for c in plan.connections for ends in c.links]
+    return Shape(
+        plan.stride,
+        two - 2 * per_group,
+        per_group,
+        max(link.latency_us for link in used) * 1e-6,
+        min(link.bandwidth for link in used),
+        max(load.values()),
+    )
+
+
+def largest_chunk(topology: Topology) -> int | None:
+    """The largest chunk in bytes that suits the machine, or None where only the model decides."""
+    return MEMORY_CHUNK if any(link.kind == "memory" for link in topology.links) else None

@@ -1,0 +1,254 @@
+"""From what moves (`Algorithm`) to who does what when (`Plan`).
+
+The only place that invents signals and waits: an algorithm says which chunk is combined or copied
+from where to where, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from collectives.errors import PlanError
+from collectives.planning.plan import Connection, Op, Plan, Step, Stream
+from collectives.planning.trees import Tree
+from topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """`dst`'s chunk becomes itself combined with those of `srcs`, in that order."""
+
+    srcs: tuple[int, ...]
+    dst: int
+    chunk: int
+    channel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The chunk of each of `dsts` becomes `src`'s."""
+
+    src: int
+    dsts: tuple[int, ...]
+    chunk: int
+    channel: int
+
+
+Move = Reduce | Copy
+Round = tuple[Move, ...]
+"""Moves that happen at once: each reads what was there before the round."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What moves, for one group of `stride` chunks; the plan repeats it for every group.
+
+    `phases` are lists of rounds; a stream finishes one phase for all chunks before it starts the
+    next, and that is the whole difference between a baseline and an overlapped tree. Moves of
+    different channels run at once; moves of one channel at a rank run in list order. `detours`
+    maps (channel, src, dst) to the rank that forwards; other moves go straight.
+    """
+
+    name: str
+    size: int
+    stride: int
+    phases: tuple[tuple[Round, ...], ...]
+    trees: tuple[Tree, ...] = ()
+    detours: Mapping[tuple[int, int, int], int] = field(default_factory=dict)
+    exclusive: bool = True
+    collective: str = "allreduce"
+    root: int = 0
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "detours", MappingProxyType(dict(self.detours)))
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What depends on the size of the message: how many chunks, and how many slots for them."""
+
+    num_chunks: int
+    slots: int = 4
+
+
+_Key = tuple[int, int]  # (rank, channel): names a stream
+
+
+@dataclass
+class _Value:
+    """Who last touched one rank's chunk while the moves are walked in order."""
+
+    writer: _Key | None = None  # the stream that produced the value; None: the caller
+    readers: list[_Key] = field(default_factory=list)  # streams that sent it since
+    holds: int = 0  # bit r: rank r's contribution is in it
+
+
+class _Lowering:
+    def __init__(self, algorithm: Algorithm, topology: Topology) -> None:
+        self.algorithm, self.topology = algorithm, topology
+        self.bodies: dict[_Key, list[list[Step]]] = {}
+        self.connections: dict[Connection, int] = {}
+        self.values = {
+            (r, c): _Value(holds=1 << r)
+            for r in range(algorithm.size)
+            for c in range(algorithm.stride)
+        }
+        moves = (m for phase in algorithm.phases for rnd in phase for m in rnd)
+        self.next_channel = 1 + max((m.channel for m in moves), default=-1)
+        self.forwarders: dict[tuple[_Key, _Key, int], tuple[int, int]] = {}
+        self.phase = 0
+
+    def emit(
+        self, key: _Key, op: Op, connections: tuple[int, ...], chunk: int,
+        source: int | None = None, last: bool = False,
+    ) -> None:  # fmt: skip
+        phases = self.bodies.setdefault(key, [[] for _ in self.algorithm.phases])
+        phases[self.phase].append(Step(op, connections, chunk, source, last))
+
+    def connect(self, src: _Key, dst: _Key) -> int:
+        """The connection between two streams, made at its first use."""
+        hop: tuple[int | str, ...] = ()
+        if src[0] != dst[0]:
+            gpus = self.topology.gpus
+            a, b = gpus[src[0]], gpus[dst[0]]
+            hop = self.topology.hops.get((a, b), ())
+            if not hop:
+                raise PlanError(
+                    f"{self.algorithm.name} moves data from GPU {a} to GPU {b}, but "
+                    f"{self.topology.name} has no link between them and the algorithm no detour"
+                )
+        connection = Connection(*src, *dst, hop)
+        return self.connections.setdefault(connection, len(self.connections))
+
+    def first_hop(self, src: _Key, dst: _Key, chunk: int, channel: int) -> tuple[int, int]:
+        """(connection the sender writes, connection the receiver reads); sets up forwarding."""
+        via = self.algorithm.detours.get((channel, src[0], dst[0]))
+        if via is None:
+            direct = self.connect(src, dst)
+            return direct, direct
+        route = (src, dst, via)
+        if route not in self.forwarders:
+            key = (via, self.next_channel)
+            self.next_channel += 1
+            self.forwarders[route] = self.connect(src, key), self.connect(key, dst)
+        return self.forwarders[route]
+
+    def send(self, src: int, dsts: tuple[_Key, ...], chunk: int, channel: int) -> list[int]:
+        """Emit one send to all of `dsts`; returns the connection that each receiver reads."""
+        value = self.values[src, chunk]
+        key = value.writer or (src, channel)  # where the value was made: no signal needed
+        hops = [self.first_hop(key, dst, chunk, channel) for dst in dsts]
+        for out, _ in hops:
+            self.emit(key, Op.WAIT, (out,), chunk)
+        self.emit(key, Op.SEND, tuple(out for out, _ in hops), chunk)
+        for out, _ in hops:
+            self.emit(key, Op.SIGNAL, (out,), chunk)
+        value.readers.append(key)
+        for out, last in hops:
+            if out != last:  # the forwarder passes its slot on
+                middle = self.connection(out)
+                via = (middle.dst, middle.dst_channel)
+                self.emit(via, Op.WAIT, (out,), chunk)
+                self.emit(via, Op.WAIT, (last,), chunk)
+                self.emit(via, Op.SEND, (last,), chunk, source=out)
+                self.emit(via, Op.SIGNAL, (last,), chunk)
+                self.emit(via, Op.SIGNAL, (out,), chunk)
+        return [last for _, last in hops]
+
+    def connection(self, index: int) -> Connection:
+        return next(c for c, i in self.connections.items() if i == index)
+
+    def receive(self, dst: _Key, incoming: list[int], chunk: int, op: Op, holds: int) -> None:
+        """Emit the waits, the REDUCE or COPY, and the slot-free signals."""
+        value = self.values[dst[0], chunk]
+        for index in incoming:
+            self.emit(dst, Op.WAIT, (index,), chunk)
+        self.order(value, dst, chunk, holds)
+        everyone = (1 << self.algorithm.size) - 1
+        held = value.holds | holds if op is Op.REDUCE else holds
+        last = op is Op.REDUCE and held == everyone
+        self.emit(dst, op, tuple(incoming), chunk, last=last)
+        for index in incoming:
+            self.emit(dst, Op.SIGNAL, (index,), chunk)
+        self.values[dst[0], chunk] = _Value(dst, [], held)
+
+    def order(self, value: _Value, dst: _Key, chunk: int, holds: int) -> None:
+        """Make `dst`, about to write a chunk, wait for this rank's other streams that touched it.
+
+        One that sent the value once needs no wait if what arrives now contains the contribution
+        it sent: then the arrival itself proves that the send is over.
+        """
+        rank = dst[0]
+        others = [k for k in dict.fromkeys([*value.readers, value.writer]) if k and k != dst]
+        proven = len(value.readers) == 1 and holds >> rank & 1 == 1
+        if proven:
+            return  # its writer is its only reader: `send` puts both into one stream
+        for other in others:
+            index = self.connect(other, dst)
+            self.emit(other, Op.SIGNAL, (index,), chunk)
+            self.emit(dst, Op.WAIT, (index,), chunk)
+
+    def run(self) -> None:
+        for self.phase, rounds in enumerate(self.algorithm.phases):
+            for rnd in rounds:
+                arrivals = []
+                for move in rnd:
+                    c, ch = move.chunk, move.channel
+                    if isinstance(move, Reduce):
+                        key = (move.dst, ch)
+                        held = [self.values[s, c].holds for s in move.srcs]
+                        incoming = [self.send(s, (key,), c, ch)[0] for s in move.srcs]
+                        total = 0
+                        for mask in held:
+                            total |= mask
+                        arrivals.append((key, incoming, c, Op.REDUCE, total))
+                    else:
+                        held_src = self.values[move.src, c].holds
+                        keys = tuple((d, ch) for d in move.dsts)
+                        for key, index in zip(keys, self.send(move.src, keys, c, ch), strict=True):
+                            arrivals.append((key, [index], c, Op.COPY, held_src))
+                for arrival in arrivals:
+                    self.receive(*arrival)
+
+
+def lower(algorithm: Algorithm, topology: Topology, tuning: Tuning) -> Plan:
+    """The plan of an algorithm on a topology.
+
+    Rank r is `topology.gpus[r]`. A send runs in the stream that produced the value it sends (in
+    its move's channel where that is the caller's), so that most order needs no signal; where two
+    streams of one rank touch a chunk, the later waits for the earlier. The streams follow one
+    global order, chunk group by chunk group and round by round, in which every wait comes after
+    the signal it waits for; each stream keeps that order, so with one slot or more no cycle of
+    waits can arise. `verify` checks the result all the same. Raises PlanError where a move has no
+    link and no detour, or the topology has another number of GPUs.
+    """
+    if algorithm.size != len(topology.gpus):
+        raise PlanError(
+            f"{algorithm.name} is for {algorithm.size} ranks; {topology.name} has "
+            f"{len(topology.gpus)} GPUs"
+        )
+    lowering = _Lowering(algorithm, topology)
+    lowering.run()
+    order = sorted(lowering.bodies)
+    once = {(min(a, b), via, max(a, b)) for (_, a, b), via in algorithm.detours.items()}
+    return Plan(
+        algorithm=algorithm.name,
+        collective=algorithm.collective,
+        size=algorithm.size,
+        num_chunks=tuning.num_chunks,
+        stride=algorithm.stride,
+        slots=tuning.slots,
+        connections=tuple(lowering.connections),
+        streams=tuple(
+            Stream(rank, channel, tuple(map(tuple, lowering.bodies[rank, channel])))
+            for rank, channel in order
+        ),
+        trees=algorithm.trees,
+        detours=tuple(sorted(once)),
+        exclusive=algorithm.exclusive,
+        root=algorithm.root,
+        notes=algorithm.notes,
+    )

@@ -1,0 +1,312 @@
+"""The plan: what each rank does, in order, on each channel. Frozen data; knows nothing of bytes.
+
+A plan is a set of *streams*, one for each (rank, channel) that has work, and *connections*
+between them. A stream repeats its steps for every group of `stride` chunks, so the plan's size
+does not depend on the number of chunks. A connection is an ordered queue from one stream to
+another: a ring of `slots` buffers at the receiver, and two counters, data-ready and slot-free.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.errors import PlanError
+from collectives.planning.trees import Tree
+from topology import Vertex
+
+ALIGN = 16  # chunk boundaries, bytes: a GPU moves 16 bytes at once
+
+
+class Op(IntEnum):
+    """The verbs. Their values are the device encoding: append, never renumber."""
+
+    SEND = 0
+    """Write the own chunk (or a slot of `source`: forwarding) into the next slot of each
+    connection named; all links are used at once, and the data is read once."""
+    REDUCE = 1
+    """Own chunk = own chunk combined with the next slot of each connection, in that order."""
+    COPY = 2
+    """Own chunk = the next slot of the connection: the final value."""
+    SIGNAL = 3
+    """Raise a counter of the connection: data-ready at its sender, slot-free at its receiver."""
+    WAIT = 4
+    """Until the other end has signalled: slot-free at the sender, data-ready at the receiver."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One verb. `chunk` counts from the first chunk of the stream's current group."""
+
+    op: Op
+    connections: tuple[int, ...]
+    chunk: int
+    source: int | None = None
+    """SEND only: the connection whose slot is passed on."""
+    last: bool = False
+    """REDUCE only: this completes the chunk (an average divides here)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """From one stream to another, over the vertices of `path`.
+
+    Between two streams of one rank it carries no data (`path` is empty), only order.
+    """
+
+    src: int
+    src_channel: int
+    dst: int
+    dst_channel: int
+    path: tuple[Vertex, ...] = ()
+
+    @property
+    def local(self) -> bool:
+        return self.src == self.dst
+
+    @property
+    def links(self) -> tuple[tuple[Vertex, Vertex], ...]:
+        return tuple(zip(self.path, self.path[1:], strict=False))
+
+    def __str__(self) -> str:
+        via = "".join(f" over {v}" for v in self.path[1:-1])
+        channels = f"ch {self.src_channel}"
+        if self.dst_channel != self.src_channel:
+            channels += f" -> ch {self.dst_channel}"
+        return f"{self.src} -> {self.dst} {channels}{via}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The work of one rank on one channel: for each phase, the steps repeated for every group."""
+
+    rank: int
+    channel: int
+    phases: tuple[tuple[Step, ...], ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A collective, ready to be verified, simulated or run.
+
+    `num_chunks` is the total over all trees; groups of `stride` chunks repeat the same steps, and
+    a step whose chunk would be `num_chunks` or more does nothing. `exclusive` claims that no
+    directed link carries more connections than it has physical links. `root` matters to a
+    broadcast only.
+    """
+
+    algorithm: str
+    collective: str
+    size: int
+    num_chunks: int
+    stride: int
+    slots: int
+    connections: tuple[Connection, ...]
+    streams: tuple[Stream, ...]
+    trees: tuple[Tree, ...] = ()
+    detours: tuple[tuple[int, int, int], ...] = ()
+    exclusive: bool = True
+    root: int = 0
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value in (("num_chunks", self.num_chunks), ("stride", self.stride),
+                            ("slots", self.slots), ("size", self.size)):  # fmt: skip
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise PlanError(f"{name} must be an integer of at least 1, not {value!r}")
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.algorithm, self.size, self.num_chunks, self.streams))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def groups(self) -> int:
+        """How often each phase repeats."""
+        return -(-self.num_chunks // self.stride)
+
+    @property
+    def link_use(self) -> dict[tuple[Vertex, Vertex], int]:
+        """Physical links taken on each directed link: one for each connection that crosses it."""
+        return dict(Counter(link for c in self.connections for link in c.links))
+
+    def with_chunks(self, num_chunks: int) -> Plan:
+        """The same plan over another number of chunks."""
+        return replace(self, num_chunks=num_chunks)
+
+    def steps(self, stream: Stream) -> Iterator[tuple[int, int, Step]]:
+        """(position in the stream's code, chunk, step) for every step that is carried out."""
+        base = 0
+        for body in stream.phases:
+            for first in range(0, self.num_chunks, self.stride):
+                for at, step in enumerate(body, base):
+                    if first + step.chunk < self.num_chunks:
+                        yield at, first + step.chunk, step
+            base += len(body)
+
+    def chunk_bounds(self, nbytes: int) -> list[tuple[int, int]]:
+        """[start, stop) of each chunk in a buffer of `nbytes`; late chunks may be empty."""
+        per = self.chunk_bytes(nbytes)
+        return [
+            (min(c * per, nbytes), min((c + 1) * per, nbytes)) for c in range(self.num_chunks)
+        ]
+
+    def chunk_bytes(self, nbytes: int) -> int:
+        """Bytes of a full chunk: the least multiple of 16 that lets all chunks cover `nbytes`."""
+        return -(-nbytes // (self.num_chunks * ALIGN)) * ALIGN
+
+    # ---- forms -----------------------------------------------------------------------------
+    def describe(self, stream: Stream, step: Step) -> str:
+        """One line that names peers, not connection numbers."""
+
+        def peer(index: int) -> int:
+            c = self.connections[index]
+            return c.dst if (c.src, c.src_channel) == (stream.rank, stream.channel) else c.src
+
+        peers = ",".join(str(peer(i)) for i in step.connections)
+        word = step.op.name.lower() + (" last" if step.last else "")
+        slot = "" if step.source is None else f" from slot of {peer(step.source)}"
+        return f"{word:<11} peer {peers:<9} chunk +{step.chunk}{slot}"
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.collective} by {self.algorithm}: {self.size} ranks, {self.num_chunks} chunks "
+            f"in groups of {self.stride}, {self.slots} slots a connection, "
+            + ("exclusive links" if self.exclusive else "shared links")
+        ]
+        for i, tree in enumerate(self.trees):
+            lines.append(f"tree {i}: root {tree.root}, depth {tree.depth}, parents {tree.parent}")
+        lines += [f"detour {a} - {b} over {via}" for a, via, b in self.detours]
+        lines += [f"note: {note}" for note in self.notes]
+        for stream in self.streams:
+            lines.append(f"rank {stream.rank} channel {stream.channel}")
+            for i, body in enumerate(stream.phases):
+                if not body:
+                    continue
+                if len(stream.phases) > 1:
+                    lines.append(f"  phase {i}")
+                lines += [f"    {self.describe(stream, step)}" for step in body]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Stable JSON: equal plans give equal text, and `from_json` gives back an equal plan."""
+        data: dict[str, Any] = {
+            "format": "linkweave-plan",
+            "version": 1,
+            "algorithm": self.algorithm,
+            "collective": self.collective,
+            "size": self.size,
+            "num_chunks": self.num_chunks,
+            "stride": self.stride,
+            "slots": self.slots,
+            "exclusive": self.exclusive,
+            "root": self.root,
+            "notes": self.notes,
+            "trees": [tree.parent for tree in self.trees],
+            "detours": self.detours,
+            "connections": [
+                [c.src, c.src_channel, c.dst, c.dst_channel, c.path] for c in self.connections
+            ],
+            "streams": [
+                [s.rank, s.channel, [[_step_out(step) for step in body] for body in s.phases]]
+                for s in self.streams
+            ],
+        }
+        return json.dumps(data)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read `to_json`'s form. The result is not yet verified. Raises PlanError."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(
+                f"plan JSON: line {error.lineno} column {error.colno}: {error.msg}"
+            ) from None
+        if not isinstance(data, dict) or data.get("format") != "linkweave-plan":
+            raise PlanError('plan JSON needs "format": "linkweave-plan" at the top')
+        if data.get("version") != 1:
+            raise PlanError(f"plan JSON: version {data.get('version')!r} is unknown; known: 1")
+        try:
+            return Plan(
+                algorithm=data["algorithm"],
+                collective=data["collective"],
+                size=data["size"],
+                num_chunks=data["num_chunks"],
+                stride=data["stride"],
+                slots=data["slots"],
+                connections=tuple(Connection(*c[:4], tuple(c[4])) for c in data["connections"]),
+                streams=tuple(
+                    Stream(rank, channel, tuple(tuple(map(_step_in, body)) for body in phases))
+                    for rank, channel, phases in data["streams"]
+                ),
+                trees=tuple(Tree(tuple(parent)) for parent in data["trees"]),
+                detours=tuple((a, via, b) for a, via, b in data["detours"]),
+                exclusive=data["exclusive"],
+                root=data["root"],
+                notes=tuple(data["notes"]),
+            )
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise PlanError(f"plan JSON is malformed: {type(error).__name__}: {error}") from None
+
+    def encode(self, rank: int) -> NDArray[np.int32]:
+        """One rank's part as the int32 array that interpreter kernels read.
+
+        `[num_streams, num_phases]`, then a row of `num_phases + 1` code offsets for each stream
+        (phase p is `code[offset[p]:offset[p + 1]]`, counted from the start of the array), then
+        the code: for each step `op, chunk, last, source or -1, n, connection * n`.
+        """
+        mine = [s for s in self.streams if s.rank == rank]
+        phases = max((len(s.phases) for s in mine), default=1)
+        table: list[int] = []
+        code: list[int] = []
+        base = 2 + len(mine) * (phases + 1)
+        for stream in mine:
+            for body in stream.phases:
+                table.append(base + len(code))
+                for s in body:
+                    source = -1 if s.source is None else s.source
+                    code += [s.op, s.chunk, s.last, source, len(s.connections), *s.connections]
+            table += [base + len(code)] * (phases + 1 - len(stream.phases))
+        return np.array([len(mine), phases, *table, *code], dtype=np.int32)
+
+
+def route_of(plan: Plan) -> Mapping[int, int]:
+    """For each connection that carries data, the rank whose own chunk it carries.
+
+    Differs from the connection's `src` on detours, where a slot is passed on.
+    """
+    origin = {i: c.src for i, c in enumerate(plan.connections) if not c.local}
+    passed = {
+        out: step.source
+        for stream in plan.streams
+        for body in stream.phases
+        for step in body
+        if step.op is Op.SEND and step.source is not None
+        for out in step.connections
+    }
+    for index in origin:
+        at = index
+        while at in passed:
+            at = passed[at]
+        origin[index] = plan.connections[at].src
+    return origin
+
+
+def _step_out(step: Step) -> list[Any]:
+    return [step.op.name, list(step.connections), step.chunk, step.source, step.last]
+
+
+def _step_in(row: list[Any]) -> Step:
+    name, connections, chunk, source, last = row
+    return Step(Op[name], tuple(connections), chunk, source, last)

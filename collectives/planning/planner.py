@@ -1,0 +1,97 @@
+"""Which plan for which message: `plan_allreduce`."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+
+from collectives.errors import PlanError
+from collectives.planning.algorithms import ALGORITHMS, algorithm_for, broadcast
+from collectives.planning.cost import Shape, largest_chunk, shape_of
+from collectives.planning.lower import Tuning, lower
+from collectives.planning.plan import Plan
+from collectives.planning.verify import verify
+from topology import Topology
+
+
+@lru_cache(maxsize=512)
+def _template(topology: Topology, algorithm: str) -> tuple[Plan, Shape]:
+    """A plan of one group of chunks, to be given its number of chunks, and its shape."""
+    program = algorithm_for(algorithm, topology)
+    plan = lower(program, topology, Tuning(num_chunks=program.stride))
+    return plan, shape_of(plan, topology)
+
+
+@lru_cache(maxsize=4096)
+def _verified(topology: Topology, plan: Plan) -> Plan:
+    verify(plan, topology)
+    return plan
+
+
+@lru_cache(maxsize=64)
+def candidates(topology: Topology) -> tuple[str, ...]:
+    """Names of the algorithms that this machine can run, in the order of preference."""
+    able = []
+    for name in ALGORITHMS:
+        try:
+            _template(topology, name)
+        except PlanError:
+            continue
+        able.append(name)
+    if not able:
+        raise PlanError(f"no algorithm runs on {topology.name}: its GPUs are not connected")
+    return tuple(able)
+
+
+def predict(topology: Topology, nbytes: int, algorithm: str) -> tuple[float, int]:
+    """(seconds, chunks) of an algorithm at its best number of chunks, by the closed forms."""
+    _, shape = _template(topology, algorithm)
+    chunks = shape.best_chunks(nbytes, largest_chunk(topology))
+    return shape.seconds(nbytes, chunks), chunks
+
+
+def choose(topology: Topology, nbytes: int) -> str:
+    """The algorithm with the least predicted time; the first named of equals.
+
+    `LINKWEAVE_ALGORITHM` overrides the choice.
+    """
+    if forced := os.environ.get("LINKWEAVE_ALGORITHM"):
+        if forced not in ALGORITHMS:
+            raise PlanError(
+                f"LINKWEAVE_ALGORITHM={forced!r} is no algorithm; choose from "
+                + ", ".join(ALGORITHMS)
+            )
+        return forced
+    return min(candidates(topology), key=lambda name: predict(topology, nbytes, name)[0])
+
+
+def plan_allreduce(
+    topology: Topology, nbytes: int, algorithm: str = "auto", num_chunks: int | None = None
+) -> Plan:
+    """A verified all-reduce plan for a message of `nbytes` on this topology.
+
+    `num_chunks` (the total over all trees) is chosen by the cost model where it is None. Pure and
+    cached. Raises PlanError for an unknown algorithm, one that the machine cannot run, or sizes
+    that make no sense.
+    """
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
+        raise PlanError(f"nbytes must be an integer of at least 0, not {nbytes!r}")
+    if algorithm == "auto":
+        algorithm = choose(topology, nbytes)
+    template, _ = _template(topology, algorithm)
+    if num_chunks is None:
+        num_chunks = predict(topology, nbytes, algorithm)[1]
+    return _verified(topology, template.with_chunks(num_chunks))
+
+
+def plan_broadcast(topology: Topology, nbytes: int, root: int) -> Plan:
+    """A verified broadcast plan: one binary tree from `root`, chunks pipelined."""
+    template, shape = _broadcast_template(topology, root)
+    chunks = shape.best_chunks(nbytes, largest_chunk(topology))
+    return _verified(topology, template.with_chunks(chunks))
+
+
+@lru_cache(maxsize=512)
+def _broadcast_template(topology: Topology, root: int) -> tuple[Plan, Shape]:
+    plan = lower(broadcast(topology, root), topology, Tuning(num_chunks=1))
+    return plan, shape_of(plan, topology)

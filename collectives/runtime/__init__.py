@@ -1,0 +1,1 @@
+"""Machines that run a plan, one small file each."""

@@ -1,0 +1,158 @@
+"""Named machines: one function a machine, its wiring drawn in the comment above it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+
+from topology.errors import TopologyError
+from topology.graph import Link, Topology, Vertex
+
+NVLINK = 25_000_000_000  # nominal bytes/s of one NVLink 2/3/4, one direction (NVIDIA data sheets)
+NVLINK1 = 20_000_000_000  # NVLink 1, P100
+PCIE = 12_000_000_000  # what a PCIe 3.0 x16 port sustains (NCCL's own figure, src/graph/topo.h)
+MEMORY = 20_000_000_000  # copied bytes/s through one machine's memory, all ranks together
+MAX_N = 4096
+
+
+def _both(
+    a: Vertex, b: Vertex, bandwidth: int, count: int = 1, latency_us: float = 5.0,
+    kind: str = "nvlink",
+) -> tuple[Link, Link]:  # fmt: skip
+    return (
+        Link(a, b, bandwidth, count, latency_us, kind),
+        Link(b, a, bandwidth, count, latency_us, kind),
+    )
+
+
+def _machine(
+    name: str, n: int, pairs: Iterable[tuple[Link, Link]], *assumptions: str
+) -> Topology:
+    links = tuple(sorted((link for pair in pairs for link in pair), key=_order))
+    return Topology(name, tuple(range(n)), links, assumptions)
+
+
+def _order(link: Link) -> tuple[str, str]:
+    return (_padded(link.src), _padded(link.dst))
+
+
+def _padded(vertex: Vertex) -> str:
+    return f"{vertex:06d}" if isinstance(vertex, int) else vertex
+
+
+# The hybrid cube mesh: two fully joined quads, and each GPU joined to its twin in the other.
+#      0 1 2 3 4 5 6 7
+#   0  . 1 1 2 2 . . .
+#   1  1 . 2 1 . 2 . .
+#   2  1 2 . 2 . . 1 .
+#   3  2 1 2 . . . . 1
+#   4  2 . . . . 1 1 2
+#   5  . 2 . . 1 . 2 1
+#   6  . . 1 . 1 2 . 2
+#   7  . . . 1 2 1 2 .
+_CUBE_MESH = {
+    (0, 1): 1, (0, 2): 1, (0, 3): 2, (0, 4): 2, (1, 2): 2, (1, 3): 1, (1, 5): 2, (2, 3): 2,
+    (2, 6): 1, (3, 7): 1, (4, 5): 1, (4, 6): 1, (4, 7): 2, (5, 6): 2, (5, 7): 1, (6, 7): 2,
+}  # fmt: skip
+_NVLINK_ONLY = "NVLink only: paths over PCIe and the host are left out"
+
+
+def dgx1_v100() -> Topology:
+    """DGX-1 with V100: 24 NVLinks of 25 GB/s, six a GPU, in the hybrid cube mesh."""
+    pairs = (_both(a, b, NVLINK, count) for (a, b), count in _CUBE_MESH.items())
+    return _machine("dgx1-v100", 8, pairs, _NVLINK_ONLY)
+
+
+def dgx1_p100() -> Topology:
+    """DGX-1 with P100: the same pairs, all single, 20 GB/s."""
+    pairs = (_both(a, b, NVLINK1) for a, b in _CUBE_MESH)
+    return _machine("dgx1-p100", 8, pairs, _NVLINK_ONLY)
+
+
+def _switched(name: str, n: int, ports: int) -> Topology:
+    pairs = (_both(g, "nvswitch", NVLINK, ports) for g in range(n))
+    return _machine(name, n, pairs, "the NVSwitch planes are drawn as one non-blocking switch")
+
+
+def dgx2() -> Topology:
+    """16 V100, six links each into NVSwitch."""
+    return _switched("dgx2", 16, 6)
+
+
+def dgx_a100() -> Topology:
+    """8 A100, twelve links each into NVSwitch."""
+    return _switched("dgx-a100", 8, 12)
+
+
+def dgx_h100() -> Topology:
+    """8 H100, eighteen links each into NVSwitch; in-switch reduction is not modelled."""
+    return _switched("dgx-h100", 8, 18)
+
+
+def mesh(n: int) -> Topology:
+    """Every pair joined by one 25 GB/s link."""
+    pairs = (_both(a, b, NVLINK) for a in range(n) for b in range(a + 1, n))
+    return _machine(f"mesh-{n}", n, pairs)
+
+
+def ring(n: int) -> Topology:
+    """Each GPU joined to the next by one 25 GB/s link, the last to the first."""
+    ends = {(min(a, b), max(a, b)) for a in range(n) for b in [(a + 1) % n] if a != b}
+    return _machine(f"ring-{n}", n, (_both(a, b, NVLINK) for a, b in sorted(ends)))
+
+
+def pcie(n: int) -> Topology:
+    """GPUs on 12 GB/s ports, four to a switch; each switch reaches the host by one such port."""
+    pairs = [_both(g, f"switch{g // 4}", PCIE, kind="pcie") for g in range(n)]
+    if n > 4:
+        switches = range((n + 3) // 4)
+        pairs += [_both(f"switch{s}", "host", PCIE, kind="pcie") for s in switches]
+    return _machine(f"pcie-{n}", n, pairs)
+
+
+def cpu(n: int) -> Topology:
+    """N processes on one memory: all traffic crosses the same store -> load path."""
+    port = [
+        link
+        for r in range(n)
+        for link in (
+            Link(r, "store", MEMORY, 1, 1.0, "memory"),
+            Link("load", r, MEMORY, 1, 1.0, "memory"),
+        )
+    ]
+    bus = Link("store", "load", MEMORY, 1, 1.0, "memory")
+    return Topology(
+        f"cpu-{n}",
+        tuple(range(n)),
+        tuple(sorted([*port, bus], key=_order)) if n > 1 else (),
+        ("memory copies 20 GB/s over all ranks together, 1 us a step: not measured here",),
+    )
+
+
+_FIXED: dict[str, Callable[[], Topology]] = {
+    "dgx1-v100": dgx1_v100,
+    "dgx1-p100": dgx1_p100,
+    "dgx2": dgx2,
+    "dgx-a100": dgx_a100,
+    "dgx-h100": dgx_h100,
+}
+_SIZED: dict[str, Callable[[int], Topology]] = {
+    "mesh": mesh, "ring": ring, "pcie": pcie, "cpu": cpu,
+}  # fmt: skip
+
+NAMES = (*_FIXED, *(f"{family}-N" for family in _SIZED))
+
+
+@lru_cache(maxsize=256)
+def machine(name: str) -> Topology | None:
+    """The machine of that name, or None if it is no machine's name."""
+    if name in _FIXED:
+        return _FIXED[name]()
+    found = re.fullmatch(r"(\w+)-(-?\d+)", name)
+    if not found or found[1] not in _SIZED:
+        return None
+    n = int(found[2])
+    if not 1 <= n <= MAX_N:
+        raise TopologyError(f"{name}: the number of GPUs must be from 1 to {MAX_N}, not {n}")
+    return _SIZED[found[1]](n)
