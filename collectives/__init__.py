@@ -1,0 +1,74 @@
+"""linkweave's public face: plan, prove, simulate and run collectives.
+
+Planning and simulating need neither torch nor a GPU; what runs is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from collectives import _siblings as _siblings
+from collectives.errors import (
+    CollectiveAborted,
+    CollectiveError,
+    CollectiveTimeout,
+    PlanError,
+    TopologyError,
+)
+from collectives.planning.plan import Plan
+from collectives.planning.planner import plan_allreduce
+from collectives.planning.verify import verify
+from collectives.runtime.simulate import Timeline, simulate
+
+if TYPE_CHECKING:
+    from collectives.communicator import Communicator, Work
+    from collectives.default import shutdown
+    from collectives.launch import init, spawn
+
+__all__ = [
+    "CollectiveAborted", "CollectiveError", "CollectiveTimeout", "Communicator", "Plan",
+    "PlanError", "Timeline", "TopologyError", "Work", "allreduce", "barrier", "broadcast", "empty",
+    "init", "plan_allreduce", "shutdown", "simulate", "spawn", "verify",
+]  # fmt: skip
+
+_RUNNING = {
+    "Communicator": "communicator",
+    "Work": "communicator",
+    "init": "launch",
+    "spawn": "launch",
+    "shutdown": "default",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RUNNING:
+        raise AttributeError(f"module 'collectives' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"collectives.{_RUNNING[name]}"), name)
+
+
+def _default() -> Communicator:
+    from collectives.default import get_default
+
+    return get_default()
+
+
+def allreduce(x: Any, op: str = "sum", async_op: bool = False) -> Work | None:
+    """`Communicator.allreduce` on the default communicator."""
+    return _default().allreduce(x, op, async_op)
+
+
+def broadcast(x: Any, root: int = 0, async_op: bool = False) -> Work | None:
+    """`Communicator.broadcast` on the default communicator."""
+    return _default().broadcast(x, root, async_op)
+
+
+def barrier() -> None:
+    """`Communicator.barrier` on the default communicator."""
+    _default().barrier()
+
+
+def empty(shape: Any, dtype: Any = "float32") -> Any:
+    """`Communicator.empty` on the default communicator."""
+    return _default().empty(shape, dtype)

@@ -77,10 +77,10 @@ class Topology:
     def __post_init__(self) -> None:
         if not self.gpus:
             raise TopologyError(f"{self.name}: a topology needs at least one GPU")
-        if len(set(self.gpus)) != len(self.gpus):
-            raise TopologyError(f"{self.name}: a GPU is listed twice in {self.gpus}")
         if any(isinstance(g, bool) or not isinstance(g, int) or g < 0 for g in self.gpus):
             raise TopologyError(f"{self.name}: GPU numbers must be integers >= 0, not {self.gpus}")
+        if len(set(self.gpus)) != len(self.gpus):
+            raise TopologyError(f"{self.name}: a GPU is listed twice in {self.gpus}")
         known, seen = set(self.gpus), set()
         for link in self.links:
             for end in (link.src, link.dst):
@@ -226,7 +226,9 @@ class Topology:
                     f'{where}: links[{i}] must be an object with "src", "dst", "bandwidth" and '
                     f'optionally "count", "latency_us", "kind"; got {entry!r}'
                 ) from None
-        return Topology(data["name"], tuple(data["gpus"]), tuple(links), tuple(map(str, assumptions)))
+        return Topology(
+            data["name"], tuple(data["gpus"]), tuple(links), tuple(map(str, assumptions))
+        )
 
     def cell(self, src: int, dst: int) -> str:
         """How the matrix shows the way from one GPU to another: NV2, PCI, MEM, X or - (no hop)."""

@@ -28,7 +28,7 @@ def load(spec: str | os.PathLike[str] | Topology) -> Topology:
     if found := machine(text):
         return found
     path = Path(text)
-    if path.is_file():
+    if os.path.isfile(text):
         try:
             return Topology.from_json(path.read_text(), where=text)
         except UnicodeDecodeError:

@@ -26,9 +26,7 @@ def _both(
     )
 
 
-def _machine(
-    name: str, n: int, pairs: Iterable[tuple[Link, Link]], *assumptions: str
-) -> Topology:
+def _machine(name: str, n: int, pairs: Iterable[tuple[Link, Link]], *assumptions: str) -> Topology:
     links = tuple(sorted((link for pair in pairs for link in pair), key=_order))
     return Topology(name, tuple(range(n)), links, assumptions)
 

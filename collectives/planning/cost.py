@@ -37,8 +37,8 @@ class Shape:
     """
 
     stride: int
-    fill: int
-    per_group: int
+    fill: float
+    per_group: float
     alpha_s: float
     bandwidth: float
     load: float
@@ -57,14 +57,17 @@ class Shape:
         """The number of chunks, in whole groups, with the least `seconds`.
 
         g groups take (f + p g)(a + N / (S g b)), least at g = sqrt(f N / (p S b a)): for the
-        overlapped tree K = sqrt((2d - 1) b N / a) in the paper's b = 1/bandwidth. `largest` (bytes
-        of a chunk) asks for more where small chunks are better for other reasons.
+        overlapped tree K = sqrt((2d - 1) b N / a) in the paper's b = 1/bandwidth. Where links are
+        shared, more groups pay until the pipeline takes as long as the busiest link's load.
+        `largest` (bytes of a chunk) asks for more where small chunks are better for other reasons.
         """
         most = max(1, min(MAX_CHUNKS, -(-nbytes // ALIGN)) // self.stride)
         ideal = float(most)
         if self.alpha_s > 0:
             per_step = self.per_group * self.stride * self.bandwidth * self.alpha_s
             ideal = math.sqrt(self.fill * nbytes / per_step)
+            spare = self.load - self.per_group / (self.stride * self.bandwidth)
+            ideal = max(ideal, spare * nbytes / (self.per_group * self.alpha_s))
         near = {min(most, max(1, g)) for g in (math.floor(ideal), math.ceil(ideal))}
         groups = min(near, key=lambda g: (self.seconds(nbytes, g * self.stride), g))
         if largest:
@@ -76,13 +79,15 @@ def shape_of(plan: Plan, topology: Topology) -> Shape:
     """A plan's shape, counted on the plan itself: simulated with steps of 1 s and no bytes."""
     if not plan.connections:
         return Shape(plan.stride, 0, 1, 0.0, math.inf, 0.0)
-    unit = replace(
-        topology, links=tuple(replace(link, latency_us=1e6) for link in topology.links)
-    )
-    one, two, three = (
-        round(simulate(plan.with_chunks(g * plan.stride), unit, 0).seconds) for g in (1, 2, 3)
-    )
-    per_group = three - two
+    unit = replace(topology, links=tuple(replace(link, latency_us=1e6) for link in topology.links))
+
+    def steps(groups: int) -> int:
+        return round(simulate(plan.with_chunks(groups * plan.stride), unit, 0).seconds)
+
+    first = steps(1)
+    per_group = (steps(4) - first) / 3
+    if steps(2) - first != per_group:  # groups that overlap unevenly repeat every 2, 3 or 4
+        per_group = (steps(13) - first) / 12
     load: dict[tuple[Vertex, Vertex], float] = defaultdict(float)
     sends = (s for stream in plan.streams for body in stream.phases for s in body)
     for step in sends:
@@ -96,7 +101,7 @@ def shape_of(plan: Plan, topology: Topology) -> Shape:
     used = [topology.by_ends[ends] for c in plan.connections for ends in c.links]
     return Shape(
         plan.stride,
-        two - 2 * per_group,
+        max(0.0, first - per_group),
         per_group,
         max(link.latency_us for link in used) * 1e-6,
         min(link.bandwidth for link in used),

@@ -278,9 +278,7 @@ class _Search:
         return Embedding(tuple(best), via, False, note)
 
 
-def embed(
-    topology: Topology, edges: Sequence[Edge], size: int, relabel: bool = True
-) -> Embedding:
+def embed(topology: Topology, edges: Sequence[Edge], size: int, relabel: bool = True) -> Embedding:
     """Positions 0..size-1 on ranks 0..size-1 of the topology.
 
     Without `relabel` position i stays on rank i and only ways are chosen. Deterministic. Exact for the sizes that matter (8 GPUs, up to two detours); a bounded search
@@ -298,4 +296,3 @@ def embed(
     if relabel and size <= 64 and (found := search.exclusive()):
         return found
     return search.least_congested(_SWAPS if relabel else 0)
-

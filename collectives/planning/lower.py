@@ -71,7 +71,7 @@ class Tuning:
     """What depends on the size of the message: how many chunks, and how many slots for them."""
 
     num_chunks: int
-    slots: int = 4
+    slots: int = 2
 
 
 _Key = tuple[int, int]  # (rank, channel): names a stream

@@ -157,9 +157,7 @@ class Plan:
     def chunk_bounds(self, nbytes: int) -> list[tuple[int, int]]:
         """[start, stop) of each chunk in a buffer of `nbytes`; late chunks may be empty."""
         per = self.chunk_bytes(nbytes)
-        return [
-            (min(c * per, nbytes), min((c + 1) * per, nbytes)) for c in range(self.num_chunks)
-        ]
+        return [(min(c * per, nbytes), min((c + 1) * per, nbytes)) for c in range(self.num_chunks)]
 
     def chunk_bytes(self, nbytes: int) -> int:
         """Bytes of a full chunk: the least multiple of 16 that lets all chunks cover `nbytes`."""
@@ -264,7 +262,8 @@ class Plan:
 
         `[num_streams, num_phases]`, then a row of `num_phases + 1` code offsets for each stream
         (phase p is `code[offset[p]:offset[p + 1]]`, counted from the start of the array), then
-        the code: for each step `op, chunk, last, source or -1, n, connection * n`.
+        the code: for each step `op, chunk, flag, source or -1, n, connection * n`. The flag is
+        `last` for a REDUCE; for SIGNAL and WAIT it is 1 at the connection's sender, else 0.
         """
         mine = [s for s in self.streams if s.rank == rank]
         phases = max((len(s.phases) for s in mine), default=1)
@@ -276,12 +275,16 @@ class Plan:
                 table.append(base + len(code))
                 for s in body:
                     source = -1 if s.source is None else s.source
-                    code += [s.op, s.chunk, s.last, source, len(s.connections), *s.connections]
+                    flag = s.last
+                    if s.op in (Op.SIGNAL, Op.WAIT):
+                        c = self.connections[s.connections[0]]
+                        flag = (c.src, c.src_channel) == (stream.rank, stream.channel)
+                    code += [s.op, s.chunk, flag, source, len(s.connections), *s.connections]
             table += [base + len(code)] * (phases + 1 - len(stream.phases))
         return np.array([len(mine), phases, *table, *code], dtype=np.int32)
 
 
-def route_of(plan: Plan) -> Mapping[int, int]:
+def origins(plan: Plan) -> Mapping[int, int]:
     """For each connection that carries data, the rank whose own chunk it carries.
 
     Differs from the connection's `src` on detours, where a slot is passed on.
@@ -301,6 +304,25 @@ def route_of(plan: Plan) -> Mapping[int, int]:
             at = passed[at]
         origin[index] = plan.connections[at].src
     return origin
+
+
+def pushed(plan: Plan) -> list[int]:
+    """For each connection, the rank that copies from it if its sender is the origin, else -1.
+
+    On one memory such a sender may write the receiver's chunk itself.
+    """
+    first = origins(plan)
+    copies = {
+        i
+        for stream in plan.streams
+        for body in stream.phases
+        for step in body
+        if step.op is Op.COPY
+        for i in step.connections
+    }
+    return [
+        c.dst if i in copies and first[i] == c.src else -1 for i, c in enumerate(plan.connections)
+    ]
 
 
 def _step_out(step: Step) -> list[Any]:

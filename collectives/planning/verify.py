@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.errors import PlanError
-from collectives.planning.plan import Op, Plan
+from collectives.planning.form import check_form, check_links, in_step
+from collectives.planning.plan import Op, Plan, pushed
 from collectives.planning.walk import Visit, walk
 from topology import Topology
 
@@ -32,19 +33,18 @@ def verify(plan: Plan, topology: Topology, expand: bool = False) -> None:
     two accesses depends on the difference of their groups, not on g. `slots + 2` groups contain
     every such difference up to the reuse of a slot, after which slots, counters and waits are
     those of a group before, shifted. The walk keeps the number of chunks modulo the stride, so a
-    last group that is cut short is walked as it is. Between phases a stream goes on without
-    waiting, which shifts nothing.
+    last group that is cut short is walked as it is. Across phases the difference of groups is not
+    bounded, so a plan that signals in a later phase than it waits is walked in full.
     """
-    _check_streams(plan)
-    _check_links(plan, topology)
-    short = plan if expand else shortened(plan)
-    _Proof(short).run()
+    check_form(plan)
+    check_links(plan, topology)
+    _Proof(plan if expand else shortened(plan)).run()
 
 
 def shortened(plan: Plan) -> Plan:
     """The plan on the fewest chunks that prove it for all (see `verify`)."""
     enough = plan.stride * (plan.slots + 2)
-    if plan.num_chunks <= enough + plan.stride:
+    if plan.num_chunks <= enough + plan.stride or not in_step(plan):
         return plan
     return plan.with_chunks(enough + (plan.num_chunks - enough) % plan.stride)
 
@@ -52,62 +52,15 @@ def shortened(plan: Plan) -> Plan:
 def races(plan: Plan, direct: bool = False) -> list[str]:
     """Unordered pairs of accesses, in words; empty if there are none.
 
-    With `direct`, receivers read the sender's own chunk where it lies instead of a slot, which is
-    how ranks on one memory may run a plan: then a caller must not reuse its buffer before all
+    With `direct`, no slots are used, which is how ranks on one memory may run a plan: a REDUCE
+    reads the chunks it is sent where they lie, a SEND to a COPY writes the receiver's chunk, and
+    the COPY does nothing (see `plan.pushed`). Then a caller must not reuse its buffer before all
     ranks are done, so the reuse is ordered after the end of every stream.
     """
     proof = _Proof(shortened(plan), direct)
     walk(proof.plan, proof.visit)
     proof.caller_reuses()
     return proof.races
-
-
-def _check_streams(plan: Plan) -> None:
-    keys = [(s.rank, s.channel) for s in plan.streams]
-    if len(set(keys)) != len(keys):
-        raise PlanError("two streams share a rank and a channel")
-    for stream in plan.streams:
-        if not 0 <= stream.rank < plan.size:
-            raise PlanError(f"a stream is of rank {stream.rank}; the plan has {plan.size} ranks")
-        for body in stream.phases:
-            for at, step in enumerate(body):
-                if not 0 <= step.chunk < plan.stride or not step.connections:
-                    raise PlanError(
-                        f"rank {stream.rank} channel {stream.channel} step {at}: {step.op.name} "
-                        f"needs a connection and a chunk below the stride {plan.stride}, not "
-                        f"{step.chunk}"
-                    )
-
-
-def _check_links(plan: Plan, topology: Topology) -> None:
-    if plan.size != len(topology.gpus):
-        raise PlanError(
-            f"the plan is for {plan.size} ranks; {topology.name} has {len(topology.gpus)} GPUs"
-        )
-    for connection in plan.connections:
-        if connection.local:
-            continue
-        ends = (topology.gpus[connection.src], topology.gpus[connection.dst])
-        if (*connection.path[:1], *connection.path[-1:]) != ends:
-            raise PlanError(
-                f"connection {connection} runs over {connection.path}, which does not lead from "
-                f"GPU {ends[0]} to GPU {ends[1]}"
-            )
-        for link in connection.links:
-            if link not in topology.by_ends:
-                raise PlanError(
-                    f"connection {connection}: {topology.name} has no link {link[0]}->{link[1]}"
-                )
-        if passed := [v for v in connection.path[1:-1] if isinstance(v, int)]:
-            raise PlanError(f"connection {connection}: hardware does not route through {passed}")
-    if plan.exclusive:
-        for (a, b), used in sorted(plan.link_use.items(), key=str):
-            has = topology.by_ends[a, b].count
-            if used > has:
-                raise PlanError(
-                    f"the plan claims exclusive links, but {used} connections take link {a}->{b}, "
-                    f"which has {has}"
-                )
 
 
 _Access = tuple[int, int, str]  # (clock index, time, words)
@@ -122,6 +75,7 @@ class _Proof:
 
     def __init__(self, plan: Plan, direct: bool = False) -> None:
         self.plan, self.direct = plan, direct
+        self.pushed = pushed(plan) if direct else []
         streams = len(plan.streams)
         self.clock: NDArray[np.int32] = np.zeros((streams, streams + plan.size), np.int32)
         for i, stream in enumerate(plan.streams):
@@ -131,6 +85,7 @@ class _Proof:
         self.free: list[list[NDArray[np.int32]]] = [[] for _ in range(n)]
         self.taken_ready, self.taken_free = [0] * n, [0] * n
         self.holds: dict[tuple[object, ...], int] = {}
+        self.chunk_in: dict[tuple[object, ...], int] = {}
         self.wrote: dict[tuple[object, ...], _Access] = {}
         self.read: dict[tuple[object, ...], list[_Access]] = {}
         self.origin: dict[tuple[int, int], tuple[tuple[object, ...], _Access]] = {}
@@ -171,15 +126,23 @@ class _Proof:
         else:
             self.read.setdefault(cell, []).append(access)
 
+    def same_chunk(self, slot: tuple[object, ...], visit: Visit) -> None:
+        if (found := self.chunk_in[slot]) != visit.chunk:
+            raise PlanError(f"{visit} takes a slot that holds chunk {found}")
+
     def take(self, index: int, number: int, visit: Visit) -> None:
         """A receiver reads a slot; with `direct`, the chunk it was sent from, as it was then."""
         if not self.direct:
             self.touch(("slot", index, number), visit, write=False)
             return
+        if self.pushed[index] >= 0:
+            return
         cell, version = self.origin[index, number]
         self.touch(cell, visit, write=False)
         if self.wrote[cell] != version:
-            self.races.append(f"{visit} reads {cell} after it was written by: {self.wrote[cell][2]}")
+            self.races.append(
+                f"{visit} reads {cell} after it was written by: {self.wrote[cell][2]}"
+            )
 
     def visit(self, visit: Visit) -> None:
         step, plan, i = visit.step, self.plan, visit.index
@@ -210,18 +173,25 @@ class _Proof:
                     cell = ("slot", step.source, visit.source_slot)
                     origin = self.origin[step.source, visit.source_slot]
                 held = self.holds[cell]
+                if step.source is not None:
+                    self.same_chunk(cell, visit)
                 if not self.direct:
                     self.touch(cell, visit, write=False)
                 for index, number in zip(step.connections, visit.slots, strict=True):
                     self.origin[index, number] = origin
                     self.holds["slot", index, number] = held
+                    self.chunk_in["slot", index, number] = visit.chunk
                     if not self.direct:
                         self.touch(("slot", index, number), visit, write=True)
+                    elif self.pushed[index] >= 0:
+                        self.touch(own, visit, write=False)
+                        self.touch(("chunk", self.pushed[index], visit.chunk), visit, write=True)
             case Op.REDUCE | Op.COPY:
                 total = self.holds[own] if step.op is Op.REDUCE else 0
                 for index, number in zip(step.connections, visit.slots, strict=True):
                     self.take(index, number, visit)
                     held = self.holds["slot", index, number]
+                    self.same_chunk(("slot", index, number), visit)
                     if total & held:
                         raise PlanError(
                             f"{visit} counts ranks {_ranks(total & held)} twice (connection "
@@ -236,14 +206,13 @@ class _Proof:
                         + "marked as the last one of its chunk"
                     )
                 self.holds[own] = total
-                self.touch(own, visit, write=True)
+                if not (self.direct and self.pushed[step.connections[0]] >= 0):
+                    self.touch(own, visit, write=True)
 
     def caller_reuses(self) -> None:
         """The call returns on a rank when its own streams (direct: all streams) are done."""
         for rank in range(self.plan.size):
-            home = [
-                i for i, s in enumerate(self.plan.streams) if self.direct or s.rank == rank
-            ]
+            home = [i for i, s in enumerate(self.plan.streams) if self.direct or s.rank == rank]
             end = self.clock[home].max(axis=0) if home else self.clock.max(axis=0, initial=0)
             if not home:
                 end = np.ones_like(end)
@@ -259,5 +228,3 @@ class _Proof:
 
 def _ranks(mask: int) -> Sequence[int]:
     return [r for r in range(mask.bit_length()) if mask >> r & 1]
-
-

@@ -138,7 +138,7 @@ def walk(plan: Plan, visit: Callable[[Visit], None], seed: int | None = None) ->
         for index in order:
             while advance(index):
                 moved = True
-                if pick:
+                if pick and pick.random() < 0.5:
                     break
     _no_one_waits(plan, heads)
     for i, connection in enumerate(plan.connections):

@@ -149,16 +149,16 @@ def simulate(plan: Plan, topology: Topology, nbytes: int) -> Timeline:
                 stored: set[tuple[Vertex, Vertex]] = set()
                 for i in step.connections:
                     wire, nb = wires[i], size_of[chunk]
-                    for link, lane, per_byte, memory in wire.lanes:
+                    fresh = [k for k in wire.lanes if not (k[3] and k[0] in stored)]
+                    begin = max([now, *(lane_free[k[:2]] for k in fresh)])
+                    for link, lane, per_byte, memory in fresh:
                         if memory:
-                            if link in stored:
-                                continue
                             stored.add(link)
-                        lane_free[link, lane] = max(lane_free[link, lane], now) + nb * per_byte
+                        lane_free[link, lane] = begin + nb * per_byte
                         busy[link] += nb * per_byte
                     spent = nb * wire.per_byte
-                    sends.append(Send(i, chunk, now, now + spent, now + spent + wire.alpha))
-                    done = max(done, now + spent + wire.alpha)
+                    sends.append(Send(i, chunk, begin, begin + spent, begin + spent + wire.alpha))
+                    done = max(done, begin + spent + wire.alpha)
                 heads[index] = next(programs[index], None)
                 serial += 1
                 heapq.heappush(queue, (done, serial, index))

@@ -1,0 +1,137 @@
+"""Other libraries' all-reduce, driven in the same run: gloo in our processes, MPI in its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.timing import schedule
+
+
+class Gloo:
+    """Two torch.distributed gloo groups over the ranks: threads under SCHED_BATCH, and default."""
+
+    def __init__(self, rank: int, size: int, store: str, batch: bool) -> None:
+        import torch.distributed as dist
+
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self.dist = dist
+        schedule(False)  # a group's threads take over the policy of the thread that makes it
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size
+        )
+        self.default = dist.group.WORLD
+        schedule(batch)
+        self.batch: Any = dist.new_group(backend="gloo")
+
+    def allreduce(self, array: np.ndarray[Any, Any], group: Any) -> None:
+        import torch
+
+        self.dist.all_reduce(torch.from_numpy(array), group=group)
+
+    def close(self) -> None:
+        self.dist.destroy_process_group()
+
+
+def mpi_launcher() -> Path | None:
+    """The mpiexec beside this interpreter, or on PATH; None where MPI or mpi4py is missing."""
+    if find_spec("mpi4py") is None:
+        return None
+    beside = Path(sys.executable).parent / "mpiexec"
+    if beside.exists():
+        return beside
+    found = shutil.which("mpiexec")
+    return Path(found) if found else None
+
+
+class Mpi:
+    """`size` MPI processes that time an all-reduce when asked and are stopped otherwise."""
+
+    def __init__(self, launcher: Path, size: int) -> None:
+        env = dict(os.environ)
+        env["I_MPI_FABRICS"] = "shm"
+        env["OMPI_ALLOW_RUN_AS_ROOT"] = env["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+        env["OMPI_MCA_mpi_yield_when_idle"] = "1"
+        env["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
+        self.log = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(
+            [str(launcher), "-n", str(size), sys.executable, "-m", "bench.mpi_rank"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
+            cwd=Path(__file__).parent.parent, env=env, start_new_session=True,
+        )  # fmt: skip
+        hello = self._line()
+        if not hello.startswith("ready "):
+            self.close()
+            raise OSError(f"MPI did not start: {hello or self._errors()}")
+        _, name, *pids = hello.split("\t")
+        self.name = name
+        self.pids = [int(p) for p in pids]
+        self.pause()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def _errors(self) -> str:
+        self.log.seek(0)
+        return self.log.read().decode(errors="replace")[-500:]
+
+    def _signal(self, number: int) -> None:
+        for pid in self.pids:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+    def pause(self) -> None:
+        """Idle MPI ranks spin; stopped they leave the cores to the others."""
+        self._signal(signal.SIGSTOP)
+
+    def time(self, nbytes: int, iterations: int) -> tuple[list[float], int]:
+        """(seconds of each iteration, slowest rank; wrong elements)."""
+        self._signal(signal.SIGCONT)
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{nbytes} {iterations}\n")
+        self.process.stdin.flush()
+        words = self._line().split()
+        self.pause()
+        if not words:
+            raise OSError(f"MPI failed: {self._errors()}")
+        return [float(w) for w in words[1:]], int(words[0])
+
+    def close(self) -> None:
+        self._signal(signal.SIGCONT)
+        if self.process.stdin:
+            self.process.stdin.close()
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self.log.close()
+
+
+def timed(
+    call: Callable[[], None], prepare: Callable[[], None], meet: Callable[[], None],
+    iterations: int,
+) -> list[float]:  # fmt: skip
+    """Seconds of each call on this rank; the input is rewritten and all ranks meet before each."""
+    found = []
+    for _ in range(iterations):
+        prepare()
+        meet()
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    return found

@@ -1,0 +1,81 @@
+"""Scheduling, and the state of the machine that a figure was measured in."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from kernels.atomics import load_acquire, store_release
+
+NEAR_NS = 350  # flag round trip below which two cores share a cache that is close
+
+
+def schedule(batch: bool) -> None:
+    """SCHED_BATCH (no wake-up preemption) or the default policy, for the calling thread."""
+    os.sched_setscheduler(0, os.SCHED_BATCH if batch else os.SCHED_OTHER, os.sched_param(0))
+
+
+@njit(nogil=True, cache=True)
+def _ping(mine, theirs, first, rounds):  # type: ignore[no-untyped-def]
+    for k in range(1, rounds + 1):
+        if first:
+            store_release(mine, k)
+        while load_acquire(theirs) < k:
+            pass
+        if not first:
+            store_release(mine, k)
+
+
+def round_trip_ns(comm: Any, rounds: int = 2000) -> float:
+    """Flag round trip between the first two cores, in ns (0 with one rank or one core).
+
+    Collective: ranks 0 and 1 are pinned for it and let go again; the others wait.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    result = np.zeros(1, np.float64)
+    if comm.size > 1 and len(cores) > 1:
+        words = comm.empty(32, "int64")
+        words[:] = 0
+        addresses = np.zeros(comm.size, np.int64)
+        addresses[comm.rank] = comm.offset_of(words)
+        comm.allreduce(addresses)
+        if comm.rank < 2:
+            os.sched_setaffinity(0, {cores[comm.rank]})
+            mine, theirs = (comm.address_at(int(addresses[r])) for r in (comm.rank, 1 - comm.rank))
+            _ping(mine, theirs, comm.rank == 0, 1)
+            start = time.perf_counter()
+            _ping(mine, theirs, comm.rank == 0, rounds)
+            result[0] = (time.perf_counter() - start) / rounds * 1e9
+            os.sched_setaffinity(0, cores)
+        comm.barrier()
+        comm.allreduce(result, "max")
+    return float(result[0])
+
+
+def machine() -> dict[str, Any]:
+    """What a figure depends on beside the code."""
+    model = ""
+    try:
+        with open("/proc/cpuinfo") as info:
+            model = next((x.split(":")[1].strip() for x in info if "model name" in x), "")
+    except OSError:
+        pass
+    versions = {}
+    for name in ("torch", "numpy", "numba", "mpi4py", "impi-rt", "openmpi", "mpich"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "versions": versions,
+    }

@@ -1,0 +1,294 @@
+"""Starting ranks: `spawn` makes processes, `init` finds those that exist."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from collectives.communicator import Communicator, topology_for
+from collectives.default import set_default
+from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
+from collectives.runtime.arena import Arena
+from collectives.runtime.diagnose import DIED, RAISED
+from collectives.runtime.shm import compile_kernels
+from topology import Topology
+
+_GRACE = 5.0  # seconds that the other ranks have to end after one has failed
+
+
+def spawn(
+    fn: Callable[..., Any],
+    nprocs: int,
+    topology: Topology | str = "auto",
+    args: Sequence[Any] = (),
+    device: str = "cpu",
+    virtual: bool = False,
+    timeout: float = 30.0,
+    order: str = "fastest",
+) -> list[Any]:
+    """Run `fn(rank, *args)` in `nprocs` processes with the default communicator ready.
+
+    Returns the results by rank (they must pickle). The first failing rank's exception is raised
+    again with its rank; the others are stopped, none is left. Processes are forked, which keeps
+    closures and loaded modules, unless this process runs other threads or has used CUDA: then
+    they are started afresh and `fn` must pickle. torch gets one thread a rank.
+    """
+    if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
+        raise CollectiveError(f"nprocs must be an integer of at least 1, not {nprocs!r}")
+    if device != "cpu" or virtual:
+        raise CollectiveError(
+            f"device={device!r}, virtual={virtual}: only ranks on the CPU are supported"
+        )
+    topo = topology_for(topology, nprocs)
+    context: Any = mp.get_context("fork" if _fork_is_safe() else "spawn")
+    if context.get_start_method() == "fork":
+        compile_kernels()  # so that the forked ranks find the machine code in memory
+    fd = Arena.create(nprocs)
+    ranks: list[_Rank] = []
+    try:
+        for rank in range(nprocs):
+            ours, theirs = context.Pipe(duplex=False)
+            job = (fn, args, rank, nprocs, topo, timeout, order, Arena.path(fd), os.getpid())
+            process = context.Process(target=_child, args=(theirs, job), daemon=False)
+            process.start()
+            theirs.close()
+            ranks.append(_Rank(rank, process, ours))
+        return _gather(ranks, fd, nprocs)
+    finally:
+        for r in ranks:
+            r.end()
+        os.close(fd)
+
+
+class _Rank:
+    """A child process as its parent sees it."""
+
+    def __init__(self, rank: int, process: Any, results: Connection) -> None:
+        self.rank, self.process, self.results = rank, process, results
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.done = False
+
+    def collect(self) -> None:
+        """Read what the child sent, or find out how it died."""
+        try:
+            ok, payload = self.results.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            code = self.process.exitcode
+            how = (
+                f"was killed by {signal.Signals(-code).name}"
+                if code < 0
+                else (f"exited with status {code} without a result")
+            )
+            self.error = CollectiveError(f"rank {self.rank} (process {self.process.pid}) {how}")
+        except Exception as error:  # a result whose class cannot be rebuilt here
+            self.error = CollectiveError(f"rank {self.rank}'s result cannot be read: {error!r}")
+        else:
+            if ok:
+                self.value = payload
+            else:
+                error, text = payload
+                error.add_note(f"rank {self.rank}:\n{text}")
+                self.error = error
+        self.done = True
+
+    def end(self) -> None:
+        """Leave no process behind."""
+        if self.process.is_alive() and not self.done:
+            self.process.kill()
+        self.process.join(_GRACE)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.results.close()
+
+
+def _gather(ranks: list[_Rank], fd: int, size: int) -> list[Any]:
+    waiting = {r.results: r for r in ranks}
+    first: _Rank | None = None
+    deadline: float | None = None
+    while waiting:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = wait(list(waiting), left)
+        if not ready:
+            break
+        for results in ready:
+            r = waiting.pop(results)  # type: ignore[index]
+            r.collect()
+            if r.error is None:
+                continue
+            # a rank that only stopped because of another's failure is not the cause
+            if first is None or (_consequence(first.error) and not _consequence(r.error)):
+                first = r
+            if deadline is None:
+                deadline = time.monotonic() + _GRACE
+                _abort(fd, size, r)
+    if first is not None and first.error is not None:
+        raise first.error
+    return [r.value for r in ranks]
+
+
+def _consequence(error: BaseException | None) -> bool:
+    return isinstance(error, CollectiveAborted | CollectiveTimeout)
+
+
+def _abort(fd: int, size: int, failed: _Rank) -> None:
+    """Tell the others through the arena, so that they stop waiting at once."""
+    try:
+        died = failed.process.exitcode is not None and failed.process.exitcode < 0
+        header = [1, failed.rank, DIED if died else RAISED, failed.rank]
+        current = int.from_bytes(os.pread(fd, 8, 0), sys.byteorder)
+        if not current:
+            body = b"".join(v.to_bytes(8, sys.byteorder) for v in header[1:])
+            os.pwrite(fd, body, 8)
+            os.pwrite(fd, header[0].to_bytes(8, sys.byteorder), 0)
+    except OSError:
+        pass  # the ranks' own deadline remains
+
+
+def _child(results: Connection, job: tuple[Any, ...]) -> None:
+    fn, args, rank, size, topo, timeout, order, path, parent = job
+    _die_with(parent)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)  # ranks share the cores; a forked OpenMP pool would hang
+    communicator = None
+    try:
+        communicator = Communicator(Arena.attach(path, size, rank), topo, timeout, order)
+        set_default(communicator)
+        answer: tuple[bool, Any] = (True, fn(rank, *args))
+        payload = pickle.dumps(answer)
+    except BaseException as error:
+        if communicator is not None:
+            communicator.abort(RAISED)
+        payload = _failure(error, traceback.format_exc())
+    try:
+        results.send_bytes(payload)
+        results.close()
+    finally:
+        if communicator is not None:
+            communicator.close()
+        set_default(None)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # no atexit handlers of the parent, no joins of its threads
+
+
+def _failure(error: BaseException, text: str) -> bytes:
+    """The exception pickled, or its text where it does not pickle."""
+    try:
+        payload = pickle.dumps((False, (error, text)))
+        pickle.loads(payload)
+    except Exception:
+        stand_in = CollectiveError(f"{type(error).__name__}: {error}")
+        payload = pickle.dumps((False, (stand_in, text)))
+    return payload
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent dies: no orphans."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _fork_is_safe() -> bool:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        return False
+    return threading.active_count() == 1
+
+
+def init(
+    topology: Topology | str = "auto", timeout: float = 30.0, order: str = "fastest"
+) -> Communicator:
+    """Join the ranks of this job and make theirs the default communicator.
+
+    Inside an initialised torch.distributed group its ranks are the ranks; else under torchrun
+    (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) the ranks that it started; else this process
+    alone. All ranks must be on one machine. Raises CollectiveError.
+    """
+    rank, size, store = _rendezvous(timeout)
+    fd = -1
+    try:
+        if rank == 0:
+            fd = Arena.create(size)
+            _publish(store, {"path": Arena.path(fd), "host": socket.gethostname()})
+        found = _look_up(store, rank)
+        if found["host"] != socket.gethostname():
+            raise CollectiveError(
+                f"rank {rank} is on {socket.gethostname()}, rank 0 on {found['host']}: CPU ranks "
+                "must share one machine"
+            )
+        communicator = Communicator(
+            Arena.attach(found["path"], size, rank), topology, timeout, order
+        )
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    set_default(communicator)
+    return communicator
+
+
+_generation = iter(range(1 << 30))  # makes the key of each `init` of this process its own
+
+
+def _publish(store: Any, value: dict[str, str]) -> None:
+    store["value"] = value
+    if store["store"] is not None:
+        store["store"].set(store["key"], pickle.dumps(value))
+
+
+def _look_up(store: Any, rank: int) -> dict[str, str]:
+    if rank == 0:
+        found: dict[str, str] = store["value"]
+        return found
+    try:
+        found = pickle.loads(store["store"].get(store["key"]))
+    except Exception as error:
+        raise CollectiveTimeout(
+            f"rank {rank} waits for rank 0 to set up the shared memory: {error}", rank=rank, peer=0
+        ) from None
+    return found
+
+
+def _rendezvous(timeout: float) -> tuple[int, int, dict[str, Any]]:
+    """(rank, size, the store through which rank 0 tells the others where the memory is)."""
+    box: dict[str, Any] = {"store": None, "key": f"linkweave/arena/{next(_generation)}"}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available():
+        dist = torch.distributed
+        if dist.is_initialized():
+            box["store"] = dist.distributed_c10d._get_default_store()
+            return dist.get_rank(), dist.get_world_size(), box
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return 0, 1, box
+    try:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except ValueError:
+        raise CollectiveError(
+            f"RANK={os.environ['RANK']!r} and WORLD_SIZE={os.environ['WORLD_SIZE']!r} must be "
+            "integers"
+        ) from None
+    if size == 1:
+        return rank, size, box
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    box["store"] = store
+    return rank, size, box

@@ -1,0 +1,122 @@
+"""What `verify` can see without carrying a plan out: its form, and the links it takes."""
+
+from __future__ import annotations
+
+from collectives.errors import PlanError
+from collectives.planning.plan import Op, Plan, Step, Stream
+from topology import Topology
+
+COLLECTIVES = ("allreduce", "broadcast")
+
+
+def check_form(plan: Plan) -> None:
+    """Raise PlanError unless every number of the plan is one that means something."""
+    if plan.collective not in COLLECTIVES:
+        raise PlanError(
+            f"unknown collective {plan.collective!r}; choose from {', '.join(COLLECTIVES)}"
+        )
+    if not _whole(plan.root) or not 0 <= plan.root < plan.size:
+        raise PlanError(f"root {plan.root!r} is not a rank; ranks are 0 to {plan.size - 1}")
+    for c in plan.connections:
+        if not all(map(_whole, (c.src, c.src_channel, c.dst, c.dst_channel))) or not (
+            0 <= c.src < plan.size and 0 <= c.dst < plan.size
+        ):
+            raise PlanError(f"connection {c} does not join ranks of the plan's {plan.size}")
+    keys = [(s.rank, s.channel) for s in plan.streams]
+    for stream in plan.streams:
+        if (
+            not _whole(stream.rank)
+            or not _whole(stream.channel)
+            or not (0 <= stream.rank < plan.size)
+        ):
+            raise PlanError(f"a stream is of rank {stream.rank}; the plan has {plan.size} ranks")
+    if len(set(keys)) != len(keys):
+        raise PlanError("two streams share a rank and a channel")
+    for stream in plan.streams:
+        at = 0
+        for body in stream.phases:
+            for step in body:
+                if wrong := _wrong(plan, step):
+                    raise PlanError(f"{_place(stream, at)}: {step.op.name} {wrong}")
+                at += 1
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _place(stream: Stream, at: int) -> str:
+    return f"rank {stream.rank} channel {stream.channel} step {at}"
+
+
+def _wrong(plan: Plan, step: Step) -> str:
+    """What is wrong with a step, or nothing."""
+    named = (*step.connections, *(() if step.source is None else (step.source,)))
+    if not all(map(_whole, (*named, step.chunk))):
+        return "needs whole numbers"
+    if not 0 <= step.chunk < plan.stride or not step.connections:
+        return f"needs a connection and a chunk below the stride {plan.stride}, not {step.chunk}"
+    if bad := [i for i in named if not 0 <= i < len(plan.connections)]:
+        return f"names connection {bad[0]}; the plan has {len(plan.connections)}"
+    if len(set(named)) != len(named):
+        return "names a connection twice"
+    if step.op in (Op.WAIT, Op.SIGNAL, Op.COPY) and len(named) != 1:
+        return f"takes one connection only, not {len(named)}"
+    if step.op in (Op.SEND, Op.REDUCE, Op.COPY):
+        if any(plan.connections[i].local for i in named):
+            return "moves data over a connection that is only for order"
+        if step.op is not Op.SEND and step.source is not None:
+            return "has a source, which only a SEND may have"
+    return ""
+
+
+def check_links(plan: Plan, topology: Topology) -> None:
+    """Raise PlanError unless every connection runs over links that exist, and are its own."""
+    if plan.size != len(topology.gpus):
+        raise PlanError(
+            f"the plan is for {plan.size} ranks; {topology.name} has {len(topology.gpus)} GPUs"
+        )
+    for connection in plan.connections:
+        if connection.local:
+            continue
+        ends = (topology.gpus[connection.src], topology.gpus[connection.dst])
+        if (*connection.path[:1], *connection.path[-1:]) != ends:
+            raise PlanError(
+                f"connection {connection} runs over {connection.path}, which does not lead from "
+                f"GPU {ends[0]} to GPU {ends[1]}"
+            )
+        for link in connection.links:
+            if link not in topology.by_ends:
+                raise PlanError(
+                    f"connection {connection}: {topology.name} has no link {link[0]}->{link[1]}"
+                )
+        if passed := [v for v in connection.path[1:-1] if isinstance(v, int)]:
+            raise PlanError(f"connection {connection}: hardware does not route through {passed}")
+    if plan.exclusive:
+        for (a, b), used in sorted(plan.link_use.items(), key=str):
+            has = topology.by_ends[a, b].count
+            if used > has:
+                raise PlanError(
+                    f"the plan claims exclusive links, but {used} connections take link {a}->{b}, "
+                    f"which has {has}"
+                )
+
+
+def in_step(plan: Plan) -> bool:
+    """Whether no WAIT stands in an earlier phase than a SIGNAL it waits for."""
+    raised: dict[tuple[int, bool], int] = {}
+    waited: dict[tuple[int, bool], int] = {}
+    for stream in plan.streams:
+        for phase, body in enumerate(stream.phases):
+            for step in body:
+                if step.op not in (Op.SIGNAL, Op.WAIT):
+                    continue
+                i = step.connections[0]
+                c = plan.connections[i]
+                sender = (c.src, c.src_channel) == (stream.rank, stream.channel)
+                if step.op is Op.SIGNAL:
+                    raised[i, sender] = max(raised.get((i, sender), 0), phase)
+                else:
+                    key = (i, not sender)
+                    waited[key] = min(waited.get(key, phase), phase)
+    return all(raised.get(key, 0) <= phase for key, phase in waited.items())

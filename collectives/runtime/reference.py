@@ -1,0 +1,103 @@
+"""The reference: a plan carried out one step at a time on NumPy arrays. It defines the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.errors import CollectiveError
+from collectives.planning.plan import Op, Plan
+from collectives.planning.walk import Visit, walk
+
+Array = NDArray[Any]
+
+OPS = ("sum", "avg", "min", "max", "prod")
+DTYPES = (
+    "float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64",
+)  # fmt: skip
+
+
+def run(
+    plan: Plan, inputs: Sequence[Array], op: str = "sum", seed: int | None = None,
+    bfloat16: bool = False,
+) -> list[Array]:  # fmt: skip
+    """What each rank's buffer holds after the plan; `inputs` are one array a rank, untouched.
+
+    Own value first, then the named connections in plan order. 16-bit floats are combined in
+    float32 and rounded once for each REDUCE; integers wrap; min and max propagate NaN; avg
+    divides in the REDUCE that completes a chunk. With `bfloat16` the arrays are uint16 bit
+    patterns. `seed` picks another legal order of steps. Raises CollectiveError.
+    """
+    if len(inputs) != plan.size:
+        raise CollectiveError(f"the plan is for {plan.size} ranks, not {len(inputs)} inputs")
+    buffers = [np.ascontiguousarray(x).reshape(-1).copy() for x in inputs]
+    first = buffers[0]
+    if any(b.shape != first.shape or b.dtype != first.dtype for b in buffers):
+        raise CollectiveError("all inputs must have one shape and dtype")
+    size = first.dtype.itemsize
+    bounds = [(a // size, b // size) for a, b in plan.chunk_bounds(first.nbytes)]
+    slots: dict[tuple[int, int], Array] = {}
+
+    def visit(v: Visit) -> None:
+        if v.step.op is Op.SIGNAL or v.step.op is Op.WAIT:
+            return
+        own = buffers[v.stream.rank][slice(*bounds[v.chunk])]
+        if v.step.op is Op.SEND:
+            data = own
+            if v.step.source is not None:
+                data = slots[v.step.source, v.source_slot]
+            for key in zip(v.step.connections, v.slots, strict=True):
+                slots[key] = data.copy()
+            return
+        arrived = [slots[key] for key in zip(v.step.connections, v.slots, strict=True)]
+        if v.step.op is Op.COPY:
+            own[...] = arrived[0]
+        else:
+            divisor = plan.size if op == "avg" and v.step.last else 1
+            own[...] = combine(own, arrived, op, divisor, bfloat16)
+
+    with np.errstate(all="ignore"):  # overflow and NaN are results here, not accidents
+        walk(plan, visit, seed)
+    return [b.reshape(x.shape) for b, x in zip(buffers, inputs, strict=True)]
+
+
+def combine(
+    own: Array, others: Sequence[Array], op: str, divisor: int = 1, bfloat16: bool = False
+) -> Array:
+    """One REDUCE: `own` combined with `others` in order, then divided, then rounded once."""
+    if op not in OPS:
+        raise CollectiveError(f"unknown op {op!r}; choose from {', '.join(OPS)}")
+    step = {"min": np.minimum, "max": np.maximum, "prod": np.multiply}.get(op, np.add)
+    dtype = own.dtype
+    total = _widen(own, bfloat16)
+    for other in others:
+        total = step(total, _widen(other, bfloat16))
+    if divisor != 1:
+        if dtype.kind in "iu" and not bfloat16:
+            raise CollectiveError(f"avg is not defined for {dtype}; use sum")
+        total = total / total.dtype.type(divisor)
+    if bfloat16:
+        return to_bfloat16(total)
+    return total.astype(dtype)
+
+
+def _widen(x: Array, bfloat16: bool) -> Array:
+    if bfloat16:
+        return from_bfloat16(x)
+    return x.astype(np.float32) if x.dtype == np.float16 else x
+
+
+def from_bfloat16(bits: Array) -> Array:
+    """float32 values of uint16 bfloat16 patterns."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_bfloat16(x: Array) -> Array:
+    """float32 values rounded to nearest even, as uint16 patterns; a NaN stays a quiet NaN."""
+    bits = x.astype(np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    quiet = (bits >> 16) | 0x40
+    return np.where((bits & 0x7FFFFFFF) > 0x7F800000, quiet, rounded).astype(np.uint16)

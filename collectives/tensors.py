@@ -1,0 +1,85 @@
+"""torch tensors and NumPy arrays as the runtimes see them; torch is imported only if it is used."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from collectives.errors import CollectiveError
+from collectives.runtime.reference import DTYPES
+from collectives.runtime.shm import Buffer
+
+
+def is_torch(x: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def dtype_name(x: Any) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def as_buffer(x: Any) -> tuple[Buffer, Callable[[], None]]:
+    """The memory of `x`, and what must be called once the collective has filled it.
+
+    A non-contiguous tensor is worked on in a contiguous copy that is copied back. Raises
+    CollectiveError for what is no tensor, a dtype that is not supported, a read-only array, or a
+    tensor on another device than the CPU.
+    """
+    if is_torch(x):
+        if x.device.type != "cpu":
+            raise CollectiveError(f"this communicator runs on the CPU; the tensor is on {x.device}")
+        if x.layout is not sys.modules["torch"].strided:
+            raise CollectiveError(f"a dense tensor is needed, not one of layout {x.layout}")
+        x = x.detach()
+    elif isinstance(x, np.ndarray):
+        if not x.flags.writeable:
+            raise CollectiveError("the array is read-only; a collective writes its result into it")
+        if not x.dtype.isnative:
+            raise CollectiveError(f"dtype {x.dtype} is not in this machine's byte order")
+    else:
+        raise CollectiveError(
+            f"a torch tensor or a NumPy array is needed, not {type(x).__module__}."
+            f"{type(x).__qualname__}"
+        )
+    name = dtype_name(x)
+    if name not in DTYPES:
+        raise CollectiveError(f"unsupported dtype {name}; choose from {', '.join(DTYPES)}")
+    if is_torch(x):
+        if x.is_contiguous():
+            whole, done = x, _nothing
+        else:
+            whole = x.contiguous()
+            done = _copy_back(x, whole)
+        item = x.element_size()
+        return Buffer(whole.data_ptr(), whole.numel() * item, name, item), _keep(whole, done)
+    if x.flags.c_contiguous:
+        whole, done = x, _nothing
+    else:
+        whole = np.ascontiguousarray(x)
+        done = _copy_back(x, whole)
+    buffer = Buffer(int(whole.ctypes.data), int(whole.nbytes), name, int(x.itemsize))
+    return buffer, _keep(whole, done)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _copy_back(to: Any, source: Any) -> Callable[[], None]:
+    def copy() -> None:
+        to[...] = source
+
+    return copy
+
+
+def _keep(owner: Any, done: Callable[[], None]) -> Callable[[], None]:
+    """`done`, holding on to the memory's owner until it has run."""
+
+    def finish(owner: Any = owner) -> None:
+        done()
+
+    return finish

@@ -1,0 +1,1 @@
+"""How a machine does it: kernels for GPUs and their Numba twins for CPUs."""

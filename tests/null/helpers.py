@@ -1,0 +1,223 @@
+"""What several tests share: renumbered machines, random trees, plans and their mutants."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from collectives.errors import PlanError
+from collectives.planning.algorithms import (
+    broadcast_down,
+    over_trees,
+    reduce_up,
+    ring,
+    two_shot,
+)
+from collectives.planning.embed import Embedding
+from collectives.planning.lower import Algorithm, Move, Reduce, Tuning, lower
+from collectives.planning.plan import Connection, Op, Plan, Step, Stream
+from collectives.planning.trees import Tree
+from collectives.planning.verify import verify
+from topology import Topology, Vertex, load
+
+
+def renumbered(topology: Topology, to: Sequence[int], name: str = "renumbered") -> Topology:
+    """The same machine with GPU g called `to[g]`."""
+
+    def end(vertex: Vertex) -> Vertex:
+        return to[vertex] if isinstance(vertex, int) else vertex
+
+    links = tuple(replace(link, src=end(link.src), dst=end(link.dst)) for link in topology.links)
+    return Topology(name, topology.gpus, links)
+
+
+def random_tree(size: int, rng: random.Random) -> Tree:
+    """Each rank, in a random order, hangs under one that came before it."""
+    order = rng.sample(range(size), size)
+    parent = list(range(size))
+    for at, rank in enumerate(order[1:], 1):
+        parent[rank] = rng.choice(order[:at])
+    return Tree(tuple(parent))
+
+
+def random_detours(trees: Sequence[Tree], size: int, rng: random.Random, share: float) -> Embedding:
+    """Positions stay where they are; about `share` of the edges go over a random third rank."""
+    via = {}
+    for t, tree in enumerate(trees):
+        for child, parent in tree.edges:
+            others = [r for r in range(size) if r not in (child, parent)]
+            if others and rng.random() < share:
+                via[t, child, parent] = rng.choice(others)
+    return Embedding(tuple(range(size)), via, exclusive=False)
+
+
+def _over_random_trees(topology: Topology, rng: random.Random) -> Algorithm:
+    size = len(topology.gpus)
+    trees = [random_tree(size, rng) for _ in range(rng.randint(1, 3 if size < 6 else 1))]
+    embedding = random_detours(trees, size, rng, share=rng.choice((0, 0, 0.3)))
+    return over_trees("random trees", topology, trees, rng.random() < 0.5, embedding)
+
+
+def _scattered(topology: Topology, rng: random.Random) -> Algorithm:
+    """Trees whose every move has a random channel, so that one stream serves several chunks."""
+
+    def anywhere(move: Move) -> Move:
+        return replace(move, channel=rng.randrange(3))
+
+    size = len(topology.gpus)
+    trees = tuple(random_tree(size, rng) for _ in range(rng.randint(1, 2)))
+    up = tuple(tuple(map(anywhere, moves)) for moves in reduce_up(trees))
+    down = tuple(tuple(map(anywhere, moves)) for moves in broadcast_down(trees))
+    phases = (up + down,) if rng.random() < 0.5 else (up, down)
+    return Algorithm("scattered", size, len(trees), phases, trees, exclusive=False)
+
+
+def _one_shot(topology: Topology, rng: random.Random) -> Algorithm:
+    """Everyone reduces everyone's chunk: a rank's own is read by many of its streams."""
+    size = len(topology.gpus)
+    ranks = range(size)
+    channel = [rng.randrange(size) for _ in ranks]
+    moves = [Reduce(tuple(s for s in ranks if s != r), r, 0, channel[r]) for r in ranks]
+    return Algorithm("one shot", size, 1, ((tuple(moves),),), exclusive=False)
+
+
+def _butterfly(topology: Topology, rng: random.Random) -> Algorithm:
+    """Ranks exchange all they have with the one 1, then 2 away, on random channels."""
+    ranks = range(len(topology.gpus))
+    rounds = tuple(
+        tuple(Reduce((r ^ far,), r, 0, rng.randrange(3)) for r in ranks) for far in (1, 2)
+    )
+    return Algorithm("butterfly", len(ranks), 1, (rounds,), exclusive=False)
+
+
+def random_plan(seed: int) -> tuple[Plan, Topology]:
+    """A right plan on a small mesh, and the mesh; small, so that all its mutants can be tried."""
+    rng = random.Random(seed)
+    largest, make = {
+        5: (5, _scattered),
+        6: (4, _butterfly),
+        7: (4, _one_shot),
+        8: (4, lambda topology, _: ring(topology)),
+        9: (4, lambda topology, _: two_shot(topology)),
+    }.get(seed % 10, (7, _over_random_trees))
+    size = rng.choice([n for n in (2, 3, 3, 3, 4, 4, 4, 5, 5, 6, 7) if n <= largest])
+    size = 4 if make is _butterfly else size
+    topology = load(f"mesh-{size}")
+    algorithm = make(topology, rng)
+    groups = rng.randint(1, 4 if size < 6 else 2)
+    missing = rng.randrange(algorithm.stride) if groups > 1 else 0  # the last group is cut short
+    tuning = Tuning(groups * algorithm.stride - missing, slots=rng.randint(1, 3))
+    return lower(algorithm, topology, tuning), topology
+
+
+def caught(plan: Plan, topology: Topology, expand: bool = True) -> bool:
+    """Whether `verify` refuses the plan; any exception but PlanError is an error of its own."""
+    try:
+        verify(plan, topology, expand)
+    except PlanError:
+        return True
+    return False
+
+
+Place = tuple[int, int, int]
+"""(stream, phase, position in the phase's body) of a step."""
+
+
+def places(plan: Plan) -> Iterator[tuple[Place, Step]]:
+    for s, stream in enumerate(plan.streams):
+        for p, body in enumerate(stream.phases):
+            for at, step in enumerate(body):
+                yield (s, p, at), step
+
+
+def edited(plan: Plan, s: int, p: int, body: Sequence[Step]) -> Plan:
+    """The plan with another body for phase p of stream s."""
+    stream = plan.streams[s]
+    phases = (*stream.phases[:p], tuple(body), *stream.phases[p + 1 :])
+    streams = (*plan.streams[:s], replace(stream, phases=phases), *plan.streams[s + 1 :])
+    return replace(plan, streams=streams)
+
+
+def without(plan: Plan, place: Place) -> Plan:
+    s, p, at = place
+    body = plan.streams[s].phases[p]
+    return edited(plan, s, p, body[:at] + body[at + 1 :])
+
+
+def swapped(plan: Plan, place: Place, other: int) -> Plan:
+    """The step there and the one at position `other` of the same body change places."""
+    s, p, at = place
+    body = list(plan.streams[s].phases[p])
+    body[at], body[other] = body[other], body[at]
+    return edited(plan, s, p, body)
+
+
+def guarded(plan: Plan, place: Place) -> int | None:
+    """Where the access stands that the WAIT at `place` guards; None if it is no WAIT.
+
+    Of a connection that carries data: the next SEND, REDUCE or COPY of its body that uses the
+    connection. Of one that only orders two streams of a rank: the next REDUCE or COPY.
+    """
+    s, p, at = place
+    body = plan.streams[s].phases[p]
+    if body[at].op is not Op.WAIT:
+        return None
+    (index,) = body[at].connections
+    for later in range(at + 1, len(body)):
+        step = body[later]
+        if plan.connections[index].local:
+            if step.op in (Op.REDUCE, Op.COPY):
+                return later
+        elif step.op in (Op.SEND, Op.REDUCE, Op.COPY) and index in (
+            *step.connections,
+            step.source,
+        ):
+            return later
+    raise AssertionError(f"a WAIT that guards nothing: {plan.streams[s]} step {at}")
+
+
+# ---- plans written by hand -----------------------------------------------------------------
+
+
+def hop(src: int, src_channel: int, dst: int, dst_channel: int = 0) -> Connection:
+    """A connection over the link between two ranks of a mesh; of order only within one rank."""
+    path = (src, dst) if src != dst else ()
+    return Connection(src, src_channel, dst, dst_channel, path)
+
+
+def step(op: Op, *connections: int, chunk: int = 0, **rest: Any) -> Step:
+    return Step(op, connections, chunk, **rest)
+
+
+def send(index: int, chunk: int = 0, source: int | None = None) -> list[Step]:
+    return [
+        step(Op.WAIT, index, chunk=chunk),
+        step(Op.SEND, index, chunk=chunk, source=source),
+        step(Op.SIGNAL, index, chunk=chunk),
+    ]
+
+
+def receive(op: Op, index: int, chunk: int = 0, last: bool = False) -> list[Step]:
+    return [
+        step(Op.WAIT, index, chunk=chunk),
+        step(op, index, chunk=chunk, last=last),
+        step(Op.SIGNAL, index, chunk=chunk),
+    ]
+
+
+def by_hand(
+    connections: Sequence[Connection],
+    streams: Mapping[tuple[int, int], Sequence[Sequence[Step]]],
+    num_chunks: int = 1,
+    stride: int = 1,
+    slots: int = 2,
+) -> Plan:
+    """A plan of the streams {(rank, channel): [steps of phase 0, steps of phase 1, ...]}."""
+    made = tuple(Stream(*key, tuple(map(tuple, bodies))) for key, bodies in streams.items())
+    size = 1 + max(rank for rank, _ in streams)
+    return Plan(
+        "by hand", "allreduce", size, num_chunks, stride, slots, tuple(connections), made,
+        exclusive=False,
+    )  # fmt: skip

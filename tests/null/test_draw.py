@@ -1,0 +1,155 @@
+"""Pictures: files appear, and say what they must. How they look is for eyes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from collectives.planning.planner import plan_allreduce, plan_broadcast
+from topology import Link, Topology, TopologyError, load
+from topology.draw import draw
+
+pytest.importorskip("matplotlib")
+
+KINDS = ["dgx1-v100", "dgx1-p100", "dgx2", "dgx-a100", "mesh-5", "ring-9", "pcie-6", "cpu-3"]
+
+
+def svg(path: Path, topology: Topology, algorithm: str | None = None) -> str:
+    plan = None if algorithm is None else plan_allreduce(topology, 1 << 20, algorithm)
+    draw(topology, [path / "picture.svg"], plan)
+    return (path / "picture.svg").read_text()
+
+
+def texts(picture: str) -> list[str]:
+    """Matplotlib writes text as outlines, and what they say as a comment."""
+    return re.findall(r"<!-- (.*?) -->", picture)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_names_machine_gpus_and_switches(name: str, tmp_path: Path) -> None:
+    topology = load(name)
+    found = texts(svg(tmp_path, topology))
+    assert {*map(str, topology.gpus), *topology.switches} <= set(found)
+    assert any(text.startswith(f"{name}: {len(topology.gpus)} ") for text in found)
+
+
+def test_png_and_svg_at_once(tmp_path: Path) -> None:
+    draw(load("ring-3"), [tmp_path / "a.png", str(tmp_path / "b.svg")])
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert "</svg>" in (tmp_path / "b.svg").read_text()
+
+
+def test_title_and_legend_say_what_a_line_is(tmp_path: Path) -> None:
+    found = texts(svg(tmp_path, load("dgx1-v100")))
+    assert "dgx1-v100: 8 GPUs, 24 links" in found
+    assert "one line: one NVLink, 25 GB/s each way" in found
+    assert found.count("x2") == 8  # the double links
+
+
+def test_counts_beyond_three_are_numbers(tmp_path: Path) -> None:
+    found = texts(svg(tmp_path, load("dgx-a100")))
+    assert found.count("x12") == 8
+    assert "a line marked x12: 12 NVLinks of 25 GB/s each way" in found
+
+
+@pytest.mark.parametrize(
+    ("name", "algorithm"),
+    [
+        ("dgx1-v100", "overlapped_double_tree"),
+        ("dgx1-v100", "ccube_dgx1"),
+        ("dgx1-p100", "overlapped_double_tree"),
+        ("ring-5", "overlapped_tree"),
+        ("ring-4", "two_shot"),
+        ("dgx1-v100", "ring"),
+        ("pcie-5", "overlapped_double_tree"),
+    ],
+)
+def test_dashed_exactly_where_the_plan_detours(name: str, algorithm: str, tmp_path: Path) -> None:
+    topology = load(name)
+    detours = plan_allreduce(topology, 1 << 20, algorithm).detours
+    picture = svg(tmp_path, topology, algorithm)
+    keys = [text for text in texts(picture) if text.startswith("dashed")]
+    assert ("stroke-dasharray" in picture) == bool(keys) == bool(detours)
+    ends = re.compile(r"dashed: detour (\d+) to (\d+) over GPU (\d+)")
+    drawn = {tuple(map(int, found.groups())) for key in keys if (found := ends.fullmatch(key))}
+    assert {(min(a, b), via, max(a, b)) for a, b, via in drawn} == set(detours)
+
+
+def test_paper_detours_belong_to_their_trees(tmp_path: Path) -> None:
+    picture = svg(tmp_path, load("dgx1-v100"), "ccube_dgx1")
+    found = texts(picture)
+    assert "tree 0: root GPU 0 (ringed), depth 3" in found
+    assert "tree 1: root GPU 1 (ringed), depth 3" in found
+    assert "dashed: detour 2 to 4 over GPU 0" in found  # from child to parent
+    assert "dashed: detour 3 to 5 over GPU 1" in found
+    dashed = [style for style in re.findall(r'style="([^"]*)"', picture) if "dasharray" in style]
+    colors = {color[0] for style in dashed if (color := re.search(r"stroke: #\w+", style))}
+    assert len(colors) == 2  # the two trees differ
+
+
+def test_one_tree_detours_where_the_other_goes_straight(tmp_path: Path) -> None:
+    """On adjacent GPUs only the plan's connections tell which tree detours."""
+    found = texts(svg(tmp_path, load("dgx1-p100"), "overlapped_double_tree"))
+    assert sum(text.startswith("dashed") for text in found) == 2
+
+
+def test_subset_speaks_of_gpus_not_ranks(tmp_path: Path) -> None:
+    topology = load("dgx1-v100").subset([7, 5, 4, 6])
+    found = texts(svg(tmp_path, topology, "tree"))
+    root = plan_allreduce(topology, 1 << 20, "tree").trees[0].root
+    assert any(f"root GPU {topology.gpus[root]} " in text for text in found)
+    assert {"4", "5", "6", "7"} <= set(found)
+    assert not {"0", "1", "2", "3"} & set(found)
+
+
+def test_renumbered_dgx1_is_laid_out_as_one(tmp_path: Path) -> None:
+    new = [3, 7, 1, 0, 6, 2, 5, 4]
+    straight = load("dgx1-v100")
+    links = tuple(Link(new[k.src], new[k.dst], k.bandwidth, k.count)
+                  for k in straight.links
+                  if isinstance(k.src, int) and isinstance(k.dst, int))  # fmt: skip
+    picture = svg(tmp_path, Topology("other", straight.gpus, links))
+    size = re.compile(r'viewBox="([^"]*)"')
+    assert size.findall(picture) == size.findall(svg(tmp_path, straight))
+
+
+def test_broadcast_detours(tmp_path: Path) -> None:
+    topology = load("ring-5")
+    plan = plan_broadcast(topology, 1 << 20, 0)
+    draw(topology, [tmp_path / "picture.svg"], plan)
+    keys = [t for t in texts((tmp_path / "picture.svg").read_text()) if t.startswith("dashed")]
+    assert len(keys) == len(plan.detours) > 0
+
+
+@pytest.mark.parametrize("name", ["mesh-1", "cpu-1", "pcie-1", "ring-2"])
+@pytest.mark.filterwarnings("error")
+def test_smallest(name: str, tmp_path: Path) -> None:
+    assert "0" in texts(svg(tmp_path, load(name)))
+
+
+def test_equal_every_time(tmp_path: Path) -> None:
+    topology = load("mesh-4")
+    first, second = (svg(tmp_path, topology, "overlapped_double_tree") for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("name", ["picture.pdf", "picture"])
+def test_other_suffixes_are_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
+    with pytest.raises(TopologyError, match=rf"{name}: can only draw to \.svg and \.png files"):
+        draw(load("ring-3"), [tmp_path / "good.svg", tmp_path / name])
+    assert not list(tmp_path.iterdir())
+
+
+def test_plan_for_another_machine(tmp_path: Path) -> None:
+    plan = plan_allreduce(load("ring-4"), 1 << 20, "chain")
+    with pytest.raises(TopologyError, match="ring-3 has not the 4 GPUs"):
+        draw(load("ring-3"), [tmp_path / "picture.svg"], plan)
+
+
+def test_importing_stays_free_of_matplotlib() -> None:
+    code = "import sys, topology, topology.draw; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

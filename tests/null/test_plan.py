@@ -1,0 +1,346 @@
+"""Plans: every algorithm for every size, their forms, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collectives.errors import CollectiveError, PlanError
+from collectives.planning.algorithms import ALGORITHMS, algorithm_for
+from collectives.planning.lower import Tuning, lower
+from collectives.planning.plan import Op, Plan, Step
+from collectives.planning.planner import candidates, plan_allreduce, plan_broadcast
+from collectives.planning.verify import verify
+from collectives.runtime import reference
+from topology import Topology, load
+
+GENERAL = [name for name in ALGORITHMS if name != "ccube_dgx1"]
+SLOW = ("mesh-11", "mesh-12", "mesh-14", "mesh-15", "mesh-16")
+MACHINES = [
+    pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+    for name in (f"{family}-{n}" for family in ("mesh", "cpu") for n in range(1, 18))
+]
+GOLDEN = Path(__file__).parents[1] / "golden" / "dgx1-v100-overlapped_double_tree.txt"
+
+
+def made(name: str, topology: Topology, num_chunks: int, slots: int = 4) -> Plan:
+    """Lowered anew: not one that `plan_allreduce` has verified before."""
+    return lower(algorithm_for(name, topology), topology, Tuning(num_chunks, slots))
+
+
+def check_sum(plan: Plan) -> None:
+    """The plan's result is the exact sum on every rank, in two orders of carrying it out."""
+    numel = 2 * plan.num_chunks + 1  # some chunks full, the rest empty
+    inputs = [np.arange(numel, dtype=np.int64) * 1000**2 + 7**r for r in range(plan.size)]
+    total = sum(inputs)
+    for seed in (None, 1):
+        for out in reference.run(plan, inputs, seed=seed):
+            np.testing.assert_array_equal(out, total)
+
+
+@pytest.mark.parametrize("machine", [*MACHINES, "dgx1-v100", "dgx1-p100"])
+def test_every_algorithm_is_proved_in_short_form(machine: str) -> None:
+    topo = load(machine)
+    assert set(GENERAL) <= set(candidates(topo))
+    for name in GENERAL:
+        plan = made(name, topo, 1000, slots=4 if len(topo.gpus) <= 8 else 1)
+        assert plan.size == len(topo.gpus)
+        verify(plan, topo)
+
+
+SMALL = [f"{family}-{n}" for family in ("mesh", "cpu") for n in range(1, 9)]
+
+
+@pytest.mark.parametrize("machine", [*SMALL, "dgx1-v100"])
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 5, 8, 13, 64])
+def test_every_algorithm_is_proved_in_full(machine: str, num_chunks: int) -> None:
+    topo = load(machine)
+    for name in GENERAL:
+        plan = made(name, topo, num_chunks)
+        verify(plan, topo, expand=True)
+        if num_chunks <= 5:
+            check_sum(plan)
+
+
+def test_the_papers_plan_is_proved_in_full() -> None:
+    for num_chunks in (1, 2, 3, 5, 8, 13, 64):
+        plan = made("ccube_dgx1", load("dgx1-v100"), num_chunks)
+        verify(plan, load("dgx1-v100"), expand=True)
+        check_sum(plan)
+
+
+def connected(topology: Topology, gpus: Sequence[int]) -> bool:
+    reached = [gpus[0]]
+    for a in reached:  # grows while it is walked
+        reached += [b for b in gpus if b not in reached and (a, b) in topology.by_ends]
+    return len(reached) == len(gpus)
+
+
+PARTS = {2: 16, 3: 32, 4: 56, 5: 56, 6: 28, 7: 8, 8: 1}  # 197 in all, as in design.md section 4
+
+
+@pytest.mark.parametrize(
+    ("size", "parts"),
+    [
+        pytest.param(*item, marks=pytest.mark.slow if item[0] in (5, 6) else ())
+        for item in PARTS.items()
+    ],
+)
+def test_any_connected_gpus_of_the_dgx1_get_a_plan(size: int, parts: int) -> None:
+    """nccl#301: a subset without an NVLink ring must not fall back to something slow, or fail."""
+    topo = load("dgx1-v100")
+    planned = 0
+    for gpus in combinations(range(8), size):
+        if connected(topo, gpus):
+            part = topo.subset(gpus)
+            plan = plan_allreduce(part, 1 << 20)
+            verify(plan, part)
+            planned += 1
+    assert planned == parts
+
+
+@pytest.mark.parametrize("machine", ["mesh-7", "dgx1-v100", "cpu-5"])
+@pytest.mark.parametrize("root", [0, 4])
+def test_broadcast_hands_out_the_roots_data(machine: str, root: int) -> None:
+    topo = load(machine)
+    plan = plan_broadcast(topo, 1 << 20, root).with_chunks(5)
+    verify(plan, topo, expand=True)
+    inputs = [np.full(17, r, dtype=np.int64) for r in range(plan.size)]
+    assert all((out == root).all() for out in reference.run(plan, inputs))
+    with pytest.raises(PlanError, match=rf"root {plan.size} is not a rank; ranks are 0 to"):
+        plan_broadcast(topo, 1 << 20, plan.size)
+
+
+# ---- forms ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("machine", ["mesh-1", "mesh-6", "dgx1-v100", "dgx1-p100", "cpu-3"])
+def test_json_gives_back_an_equal_plan(machine: str) -> None:
+    topo = load(machine)
+    for name in candidates(topo):
+        plan = plan_allreduce(topo, 1 << 20, name)
+        again = Plan.from_json(plan.to_json())
+        assert again == plan
+        assert hash(again) == hash(plan)
+        assert again.to_json() == plan.to_json()
+        assert str(again) == str(plan)
+        assert again.link_use == plan.link_use
+
+
+def decode(plan: Plan, rank: int) -> list[list[list[Step]]]:
+    """The layout that `Plan.encode` documents, read back."""
+    array = plan.encode(rank)
+    assert array.dtype == np.int32
+    data = array.tolist()
+    count, phases = data[:2]
+    mine = [s for s in plan.streams if s.rank == rank]
+    streams = []
+    read = 2 + count * (phases + 1)
+    for s in range(count):
+        row = data[2 + s * (phases + 1) :][: phases + 1]
+        bodies = []
+        for start, stop in pairwise(row):
+            assert start == read
+            steps, at = [], start
+            while at < stop:
+                op, chunk, flag, source, n = data[at : at + 5]
+                connections = tuple(data[at + 5 : at + 5 + n])
+                at += 5 + n
+                assert flag in (0, 1)
+                if op in (Op.SIGNAL, Op.WAIT):
+                    c = plan.connections[connections[0]]
+                    assert flag == ((c.src, c.src_channel) == (rank, mine[s].channel))
+                steps.append(
+                    Step(Op(op), connections, chunk, None if source == -1 else source,
+                         op == Op.REDUCE and flag == 1)
+                )  # fmt: skip
+            assert at == stop
+            read = stop
+            bodies.append(steps)
+        streams.append(bodies)
+    assert read == len(data)
+    return streams
+
+
+@pytest.mark.parametrize("machine", ["mesh-1", "mesh-6", "dgx1-v100", "dgx1-p100", "cpu-3"])
+def test_the_device_encoding_reads_back(machine: str) -> None:
+    topo = load(machine)
+    for name in candidates(topo):
+        plan = plan_allreduce(topo, 1 << 20, name)
+        for rank in range(plan.size):
+            streams = [s for s in plan.streams if s.rank == rank]
+            assert decode(plan, rank) == [[list(body) for body in s.phases] for s in streams]
+
+
+def test_the_device_encodings_numbers() -> None:
+    assert [op.value for op in (Op.SEND, Op.REDUCE, Op.COPY, Op.SIGNAL, Op.WAIT)] == [0, 1, 2, 3, 4]
+    chain = made("chain", load("mesh-2"), 3)
+    assert [len(s.phases) for s in chain.streams] == [1] * len(chain.streams)
+    # the leaf: wait for a slot, send, say so | wait for the result, take it, free its slot
+    up, down = 0, 1
+    assert chain.encode(1).tolist() == [
+        2, 1, 6, 24, 24, 42,
+        4, 0, 1, -1, 1, up, 0, 0, 0, -1, 1, up, 3, 0, 1, -1, 1, up,
+        4, 0, 0, -1, 1, down, 2, 0, 0, -1, 1, down, 3, 0, 0, -1, 1, down,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*GENERAL, "ccube_dgx1"])
+def test_a_plan_does_not_grow_with_its_chunks(name: str) -> None:
+    few = made(name, load("dgx1-v100"), 10)
+    many = made(name, load("dgx1-v100"), 10_000)
+    assert many == few.with_chunks(10_000)
+    assert many.streams == few.streams and many.connections == few.connections
+    assert [many.encode(r).tolist() for r in range(8)] == [few.encode(r).tolist() for r in range(8)]
+    assert len(many.to_json()) == len(few.to_json()) + len("10000") - len("10")
+    assert many.with_chunks(10) == few
+
+
+def test_steps_repeat_phase_by_phase_and_leave_out_what_is_past_the_end() -> None:
+    plan = made("double_tree", load("mesh-4"), 5)  # two trees: groups of 2, the last cut short
+    assert (plan.groups, plan.stride) == (3, 2)
+    for stream in plan.streams:
+        want, base = [], 0
+        for body in stream.phases:
+            want += [
+                (base + at, 2 * g + step.chunk, step)
+                for g in range(3)
+                for at, step in enumerate(body)
+                if 2 * g + step.chunk < 5
+            ]
+            base += len(body)
+        assert list(plan.steps(stream)) == want
+
+
+@settings(deadline=None, max_examples=300)
+@given(nbytes=st.integers(0, 1 << 40), num_chunks=st.integers(1, 300))
+def test_chunks_cover_the_buffer_in_order(nbytes: int, num_chunks: int) -> None:
+    plan = Plan("a", "allreduce", 1, num_chunks, 1, 1, (), ())
+    bounds = plan.chunk_bounds(nbytes)
+    assert len(bounds) == num_chunks
+    assert bounds[0][0] == 0 and bounds[-1][1] == nbytes
+    assert all(a[1] == b[0] for a, b in pairwise(bounds))
+    assert all(stop % 16 == 0 or stop == nbytes for _, stop in bounds)
+    sizes = [stop - start for start, stop in bounds]
+    full = plan.chunk_bytes(nbytes)
+    assert full % 16 == 0
+    count = nbytes // full if full else 0  # full ones, one that is cut short, empty ones
+    rest = [nbytes - count * full] if count < num_chunks else []
+    assert sizes == [full] * count + rest + [0] * (num_chunks - count - len(rest))
+    assert (full - 16) * num_chunks < nbytes or nbytes == 0, "chunks are larger than they need be"
+
+
+def test_the_text_form_is_the_golden_file() -> None:
+    text = str(plan_allreduce(load("dgx1-v100"), 1 << 20, "overlapped_double_tree", 8)) + "\n"
+    if os.environ.get("UPDATE_GOLDEN") == "1":
+        GOLDEN.write_text(text)
+    assert text == GOLDEN.read_text()
+
+
+# ---- choice and refusals -------------------------------------------------------------------
+
+
+def test_the_environment_overrides_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    topo = load("mesh-6")
+    free = plan_allreduce(topo, 1 << 10).algorithm
+    for name in GENERAL:
+        monkeypatch.setenv("LINKWEAVE_ALGORITHM", name)
+        assert plan_allreduce(topo, 1 << 10).algorithm == name
+        assert plan_allreduce(topo, 1 << 10, "chain").algorithm == "chain", "only auto asks"
+    monkeypatch.setenv("LINKWEAVE_ALGORITHM", "")
+    assert plan_allreduce(topo, 1 << 10).algorithm == free
+    monkeypatch.setenv("LINKWEAVE_ALGORITHM", "rings")
+    with pytest.raises(PlanError, match="LINKWEAVE_ALGORITHM='rings' is no algorithm; choose from"):
+        plan_allreduce(topo, 1 << 10)
+
+
+def test_auto_takes_the_fastest_it_has() -> None:
+    from collectives.planning.planner import predict
+
+    for machine in ("dgx1-v100", "mesh-5", "cpu-8", "pcie-8"):
+        topo = load(machine)
+        for nbytes in (0, 1 << 10, 1 << 20, 1 << 28):
+            chosen = predict(topo, nbytes, plan_allreduce(topo, nbytes).algorithm)[0]
+            assert chosen == min(predict(topo, nbytes, name)[0] for name in candidates(topo))
+
+
+def test_an_unknown_algorithm_is_told_the_choices() -> None:
+    with pytest.raises(PlanError) as told:
+        plan_allreduce(load("mesh-4"), 1 << 20, "rnig")
+    assert "unknown algorithm 'rnig'" in str(told.value)
+    assert all(name in str(told.value) for name in ("auto", *ALGORITHMS))
+    assert isinstance(told.value, CollectiveError)
+
+
+@pytest.mark.parametrize("nbytes", [-1, True, 1.5, "1M", None])
+def test_sizes_that_make_no_sense_are_refused(nbytes: object) -> None:
+    with pytest.raises(PlanError, match=r"nbytes must be an integer of at least 0, not "):
+        plan_allreduce(load("mesh-4"), nbytes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_chunks", [0, -3, True, 2.0, "8"])
+def test_chunk_counts_that_make_no_sense_are_refused(num_chunks: object) -> None:
+    with pytest.raises(PlanError, match=r"num_chunks must be an integer of at least 1, not "):
+        plan_allreduce(load("mesh-4"), 1 << 20, "tree", num_chunks)  # type: ignore[arg-type]
+
+
+def test_a_plan_needs_the_size_it_was_made_for() -> None:
+    with pytest.raises(PlanError, match="ring is for 4 ranks; mesh-5 has 5 GPUs"):
+        lower(algorithm_for("ring", load("mesh-4")), load("mesh-5"), Tuning(4))
+
+
+def test_malformed_plan_json_is_refused() -> None:
+    good = json.loads(made("tree", load("mesh-3"), 2).to_json())
+    with pytest.raises(PlanError, match="plan JSON: line 1 column 2: "):
+        Plan.from_json("{")
+    for change, words in (
+        ({"format": "x"}, 'needs "format": "linkweave-plan"'),
+        ({"version": 7}, "version 7 is unknown; known: 1"),
+        ({"slots": 0}, "slots must be an integer of at least 1, not 0"),
+        ({"streams": [[0, 0]]}, "malformed: ValueError"),
+        ({"streams": [[0, 0, [[["JUMP", [0], 0, None, False]]]]]}, "malformed: KeyError: 'JUMP'"),
+        ({"trees": [[1, 0]]}, "one root"),
+        ({"connections": [[0, 0]]}, "malformed: IndexError"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            Plan.from_json(json.dumps({**good, **change}))
+    for key in good.keys() - {"format", "version"}:
+        with pytest.raises(PlanError, match=f"malformed: KeyError: '{key}'"):
+            Plan.from_json(json.dumps({k: v for k, v in good.items() if k != key}))
+
+
+WRONG = [
+    ("connections", 0, 0, 99),
+    ("connections", 0, 0, None),
+    ("connections", 0, 2, "1"),
+    ("streams", 0, 0, None),
+    ("streams", 0, 1, []),
+    ("streams", 0, 2, 0, 0, 1, ["0"]),
+    ("streams", 0, 2, 0, 0, 1, [1.5]),
+    ("streams", 0, 2, 0, 0, 1, [99]),
+    ("streams", 0, 2, 0, 0, 2, None),
+    ("streams", 0, 2, 0, 0, 2, 0.5),
+    ("streams", 0, 2, 0, 1, 3, "0"),
+    ("collective", "allgather"),
+]
+
+
+@pytest.mark.parametrize("path", WRONG, ids=lambda path: "-".join(map(str, path)))
+def test_a_plan_read_with_wrong_values_inside_never_passes(path: tuple) -> None:
+    """Plans come from files: whatever stands in one, the answer is a PlanError."""
+    data = json.loads(made("overlapped_tree", load("mesh-3"), 2).to_json())
+    *way, last, value = path
+    at = data
+    for key in way:
+        at = at[key]
+    at[last] = value
+    with pytest.raises(PlanError):
+        verify(Plan.from_json(json.dumps(data)), load("mesh-3"))

@@ -1,0 +1,386 @@
+"""The simulator against closed forms: counted steps, exact times, bytes that add up."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from collectives.errors import PlanError
+from collectives.planning.algorithms import ALGORITHMS, algorithm_for
+from collectives.planning.cost import Shape, shape_of
+from collectives.planning.lower import Algorithm, Copy, Tuning, lower
+from collectives.planning.plan import Op, Plan
+from collectives.planning.planner import candidates, plan_allreduce
+from collectives.planning.verify import verify
+from collectives.runtime.simulate import Timeline, simulate
+from tests.null.helpers import by_hand, hop, places, random_plan, receive, send, without
+from topology import Link, Topology, load
+
+CHUNK = 16 * 12_500  # bytes; 8 us over one 25 GB/s link
+ALPHA_S = 5e-6
+STEP_S = ALPHA_S + CHUNK / 25e9  # one chunk step on a named NVLink machine
+
+
+def exactly(seconds: float) -> object:
+    return pytest.approx(seconds, rel=1e-9, abs=0)
+
+
+def made(name: str, topology: Topology, num_chunks: int, slots: int = 4) -> Plan:
+    return lower(algorithm_for(name, topology), topology, Tuning(num_chunks, slots))
+
+
+def unit_steps(topology: Topology) -> Topology:
+    """A chunk step takes one second, whatever it carries over exclusive links."""
+    links = tuple(replace(link, latency_us=1e6) for link in topology.links)
+    return replace(topology, name=f"unit {topology.name}", links=links)
+
+
+def deepest(algorithm: Algorithm) -> int:
+    """Hops on the longest way from a leaf to its root; a detour is two."""
+    most = 0
+    for t, tree in enumerate(algorithm.trees):
+        hops = {tree.root: 0}
+        for child, parent in tree.edges:
+            hops[child] = hops[parent] + 1 + ((2 * t, child, parent) in algorithm.detours)
+        most = max(most, *hops.values())
+    return most
+
+
+ONE_TREE = ["chain", "tree", "overlapped_tree"]
+TWO_TREES = ["double_tree", "overlapped_double_tree"]
+EXCLUSIVE = [
+    *((f"mesh-{p}", name) for p in (2, 3, 4, 5, 8, 13) for name in ONE_TREE),
+    *((f"mesh-{p}", name) for p in (6, 7, 8, 9) for name in TWO_TREES),
+    *(("dgx1-v100", name) for name in (*ONE_TREE, *TWO_TREES, "ccube_dgx1")),
+    *(("dgx2", name) for name in (*ONE_TREE, *TWO_TREES)),
+]
+
+
+@pytest.mark.parametrize(("machine", "name"), EXCLUSIVE)
+def test_trees_take_the_counted_steps(machine: str, name: str) -> None:
+    topo = load(machine)
+    algorithm = algorithm_for(name, topo)
+    assert algorithm.exclusive
+    d, trees = deepest(algorithm), len(algorithm.trees)
+    if machine.startswith("mesh") and name == "chain":
+        assert d == len(topo.gpus) - 1
+    for k in (1, 2, 5, 16):  # chunks of one tree
+        steps = 2 * (k + d - 1) if name in ("tree", "double_tree") else k + 2 * d - 1
+        plan = made(name, topo, k * trees)
+        timeline = simulate(plan, topo, k * trees * CHUNK)
+        assert timeline.seconds == exactly(steps * STEP_S)
+        assert timeline.algbw == exactly(k * trees * CHUNK / (steps * STEP_S))
+        assert simulate(plan, topo, 0).seconds == exactly(steps * ALPHA_S)
+
+
+@pytest.mark.parametrize("machine", [*(f"mesh-{p}" for p in (2, 3, 5, 8)), "dgx1-v100", "ring-6"])
+def test_a_ring_takes_twice_all_but_one_steps_a_group(machine: str) -> None:
+    topo = load(machine)
+    p = len(topo.gpus)
+    for groups in (1, 3):
+        timeline = simulate(made("ring", topo, groups * p), topo, groups * p * CHUNK)
+        assert timeline.seconds == exactly(2 * (p - 1) * groups * STEP_S)
+
+
+def starts(timeline: Timeline, downward: bool) -> list[float]:
+    """When sends of the broadcast (odd channels), or of the reduction, start."""
+    channel = [c.dst_channel for c in timeline.plan.connections]
+    return [s.start for s in timeline.sends if (channel[s.connection] % 2 == 1) == downward]
+
+
+def test_figure_5_of_c_cube() -> None:
+    """Four nodes, four chunks: 10 steps, reduced after 5; overlapped 7, going down in the third."""
+    topo = unit_steps(load("mesh-4"))
+    conventional = simulate(made("tree", topo, 4), topo, 0)
+    overlapped = simulate(made("overlapped_tree", topo, 4), topo, 0)
+    assert (conventional.seconds, overlapped.seconds) == (10, 7)
+    assert max(starts(conventional, downward=False)) == 4
+    assert min(starts(conventional, downward=True)) == 5
+    assert min(starts(overlapped, downward=True)) == 2
+    assert conventional.first_chunk_seconds == 7
+    assert overlapped.first_chunk_seconds == 4
+    # the same in bytes alone: no latency, a chunk's bytes take one second
+    wires = tuple(replace(k, latency_us=0, bandwidth=CHUNK) for k in load("mesh-4").links)
+    slow = replace(load("mesh-4"), links=wires)
+    assert simulate(made("tree", topo, 4), slow, 4 * CHUNK).seconds == exactly(10)
+    assert simulate(made("overlapped_tree", topo, 4), slow, 4 * CHUNK).seconds == exactly(7)
+
+
+def test_each_rank_has_its_first_chunk_when_the_chain_reaches_it() -> None:
+    topo = unit_steps(load("mesh-5"))
+    timeline = simulate(made("chain", topo, 9), topo, 0)
+    root = timeline.plan.trees[0].root
+    parent = timeline.plan.trees[0].parent
+    assert timeline.first_chunk_by_rank[root] == 4
+    for rank in range(5):
+        if rank != root:
+            assert (
+                timeline.first_chunk_by_rank[rank] == timeline.first_chunk_by_rank[parent[rank]] + 1
+            )
+    assert timeline.first_chunk_seconds == 8
+
+
+def test_overlap_on_the_dgx1_is_worth_what_the_paper_measured() -> None:
+    """C-Cube measured 1.75 at 64 MB; both at the number of chunks that is best for them."""
+    topo = load("dgx1-v100")
+
+    def ratio(nbytes: int) -> float:
+        both = (plan_allreduce(topo, nbytes, name) for name in TWO_TREES)
+        baseline, overlapped = (simulate(plan, topo, nbytes).seconds for plan in both)
+        return baseline / overlapped
+
+    assert 1.7 <= ratio(64 << 20) <= 1.95
+    assert 1.8 <= ratio(256 << 20) <= 2.0
+    plans = (plan_allreduce(topo, 64 << 20, name, 256) for name in TWO_TREES)
+    baseline, overlapped = (simulate(plan, topo, 64 << 20) for plan in plans)
+    assert baseline.first_chunk_seconds >= 10 * overlapped.first_chunk_seconds
+
+
+# ---- the closed forms of cost.py ---------------------------------------------------------------
+
+MACHINES = ["dgx1-v100", "dgx1-p100", "mesh-2", "mesh-5", "mesh-8", "ring-5", "pcie-4", "pcie-8"]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_best_number_of_chunks_is_the_best(machine: str) -> None:
+    topo = load(machine)
+    for name in candidates(topo):
+        plan = made(name, topo, algorithm_for(name, topo).stride)
+        shape = shape_of(plan, topo)
+        for nbytes in (16, 1000, 1 << 16, 1 << 20, 5 << 20):
+            best = shape.best_chunks(nbytes)
+            assert best % shape.stride == 0
+            most = max(shape.stride, min(400, -(-nbytes // 16)))
+            tried = (
+                range(1, most + 1)
+                if plan.exclusive
+                else range(shape.stride, most + 1, shape.stride)
+            )
+            least = min(shape.seconds(nbytes, k) for k in tried)
+            assert shape.seconds(nbytes, best) <= least * (1 + 1e-12), (name, nbytes, best)
+
+
+def test_no_chunk_is_smaller_than_the_alignment() -> None:
+    shape = shape_of(made("chain", load("mesh-4"), 1), load("mesh-4"))
+    free = replace(shape, alpha_s=0.0)  # where starting is free, as many as there can be
+    assert [free.best_chunks(n) for n in (0, 1, 16, 17, 160, 1 << 30)] == [1, 1, 1, 2, 10, 8192]
+    assert shape.best_chunks(1 << 20, largest=1 << 16) >= 16
+
+
+@pytest.mark.parametrize(
+    ("machine", "name", "fill", "per_group"),
+    [
+        ("mesh-5", "chain", 2 * 4 - 1, 1),
+        ("mesh-8", "tree", 2 * (3 - 1), 2),
+        ("dgx1-v100", "overlapped_double_tree", 2 * 3 - 1, 1),
+        ("dgx1-v100", "double_tree", 2 * (3 - 1), 2),
+        ("dgx1-v100", "ring", 0, 2 * 7),
+    ],
+)
+def test_a_shape_is_the_closed_form(machine: str, name: str, fill: int, per_group: int) -> None:
+    topo = load(machine)
+    plan = made(name, topo, 64)
+    shape = shape_of(plan, topo)
+    assert (shape.stride, shape.fill, shape.per_group) == (plan.stride, fill, per_group)
+    assert shape.alpha_s == pytest.approx(ALPHA_S) and shape.bandwidth == 25e9
+    groups = 64 / plan.stride
+    step = ALPHA_S + (1 << 20) / 64 / 25e9
+    assert shape.seconds(1 << 20, 64) == pytest.approx((fill + per_group * groups) * step)
+
+
+@pytest.mark.parametrize("machine", ["dgx1-v100", "dgx1-p100", "dgx2", "mesh-8", "ring-8"])
+def test_predictions_for_exclusive_links_are_what_is_simulated(machine: str) -> None:
+    topo = load(machine)
+    seen = 0
+    for name in candidates(topo):
+        plan = plan_allreduce(topo, 1 << 20, name)
+        if not plan.exclusive:
+            continue
+        shape = shape_of(plan, topo)
+        for nbytes in (1 << 16, 1 << 20, 1 << 26):
+            k = shape.best_chunks(nbytes)
+            simulated = simulate(plan.with_chunks(k), topo, nbytes).seconds
+            assert simulated == pytest.approx(shape.seconds(nbytes, k), rel=0.01), (name, nbytes)
+        seen += 1
+    assert seen >= 2
+
+
+GPUS = [(0, 1, 2), (0, 1, 4), (0, 1, 2, 4), (0, 1, 3, 7), (0, 1, 2, 3, 7), (0, 1, 2, 3, 4, 5, 6)]
+
+
+@pytest.mark.parametrize("gpus", GPUS)
+def test_predictions_hold_for_rings_with_detours(gpus: tuple[int, ...]) -> None:
+    """A detour can make the steady state alternate: the average over groups counts, not two."""
+    topo = load("dgx1-v100").subset(gpus)
+    plan = made("ring", topo, len(gpus))
+    shape = shape_of(plan, topo)
+    assert shape.fill >= 0
+    for groups in (1, 4, 40):
+        k = groups * plan.stride
+        simulated = simulate(plan.with_chunks(k), topo, k * CHUNK).seconds
+        assert shape.seconds(k * CHUNK, k) == pytest.approx(simulated, rel=0.02)
+
+
+# ---- bytes and links ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "machine", ["dgx1-v100", "dgx1-p100", "mesh-5", "pcie-5", "cpu-5", "ring-5"]
+)
+def test_links_are_busy_for_the_bytes_that_cross_them(machine: str) -> None:
+    topo = load(machine)
+    for name in candidates(topo):
+        plan = plan_allreduce(topo, 1 << 20, name, 24)
+        nbytes = 1_000_000  # the last chunk is cut short
+        timeline = simulate(plan, topo, nbytes)
+        moved: dict = defaultdict(int)
+        for stream in plan.streams:
+            for _, chunk, step in plan.steps(stream):
+                if step.op is not Op.SEND:
+                    continue
+                start, stop = plan.chunk_bounds(nbytes)[chunk]
+                crossed = [ends for i in step.connections for ends in plan.connections[i].links]
+                once = [ends for ends in crossed if topo.by_ends[ends].kind == "memory"]
+                rest = [ends for ends in crossed if topo.by_ends[ends].kind != "memory"]
+                for ends in [*set(once), *rest]:
+                    moved[ends] += stop - start
+        assert set(moved) == set(timeline.utilisation)
+        for ends, share in timeline.utilisation.items():
+            assert 0 < share <= 1 + 1e-9, (name, ends)
+            link = topo.by_ends[ends]
+            carried = share * timeline.seconds * link.count * link.bandwidth
+            assert carried == pytest.approx(moved[ends], rel=1e-9)
+        if machine in ("mesh-5", "dgx1-v100") and not plan.detours:
+            assert sum(moved.values()) == 2 * (len(topo.gpus) - 1) * nbytes
+
+
+def two_senders(count: int) -> tuple[Plan, Topology]:
+    """Rank 1 sends chunk 0 on one channel and chunk 1 on another; rank 0 answers likewise."""
+    connections = [hop(1, 0, 0, 0), hop(1, 1, 0, 1), hop(0, 0, 1, 2), hop(0, 1, 1, 3)]
+    streams = {}
+    for c in (0, 1):
+        streams[0, c] = [[*receive(Op.REDUCE, c, c, last=True), *send(2 + c, c)]]
+        streams[1, c] = [send(c, c)]
+        streams[1, 2 + c] = [receive(Op.COPY, 2 + c, c)]
+    links = tuple(Link(a, b, 10**9, count, 0.0) for a, b in ((0, 1), (1, 0)))
+    return by_hand(connections, streams, num_chunks=2, stride=2), Topology("two", (0, 1), links)
+
+
+def test_two_connections_on_one_lane_take_turns() -> None:
+    nbytes = 2 * CHUNK
+    once = CHUNK / 1e9
+    plan, wide = two_senders(count=2)
+    verify(plan, wide, expand=True)
+    assert simulate(plan, wide, nbytes).seconds == exactly(2 * once)
+    _, narrow = two_senders(count=1)
+    timeline = simulate(plan, narrow, nbytes)
+    up = [s for s in timeline.sends if s.connection < 2]
+    assert [(s.start, s.end) for s in up] == [
+        (0, exactly(once)), (exactly(once), exactly(2 * once))
+    ]  # fmt: skip
+    # the first goes down while the second goes up, then the second alone
+    assert timeline.seconds == exactly(3 * once)
+    assert timeline.utilisation == {(1, 0): exactly(2 / 3), (0, 1): exactly(2 / 3)}
+    assert simulate(plan, wide, nbytes).utilisation == {(1, 0): exactly(0.5), (0, 1): exactly(0.5)}
+
+
+def test_one_send_to_many_over_one_link_takes_turns_too() -> None:
+    """Three copies of a chunk cannot cross one port in the time of one."""
+    topo = load("pcie-4")
+    moves = (((Copy(0, (1, 2, 3), 0, 0),),),)
+    star = Algorithm("star", 4, 1, moves, exclusive=False, collective="broadcast")
+    timeline = simulate(lower(star, topo, Tuning(1)), topo, 12 * 10**6)
+    assert timeline.utilisation[0, "switch0"] <= 1
+    assert timeline.seconds >= 3e-3
+
+
+# ---- edges ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [n for n in ALGORITHMS if n != "ccube_dgx1"])
+def test_any_number_of_slots_is_right_and_fewer_are_not_faster(name: str) -> None:
+    topo = load("mesh-6")
+    times = []
+    for slots in (1, 2, 3, 8):
+        plan = made(name, topo, 37, slots)
+        verify(plan, topo, expand=True)
+        times.append(simulate(plan, topo, 37 * CHUNK).seconds)
+    if plan.exclusive:
+        assert times == sorted(times, reverse=True)
+
+
+@pytest.mark.parametrize("machine", ["mesh-1", "cpu-1", "pcie-1", "ring-1"])
+def test_one_rank_takes_no_time(machine: str) -> None:
+    topo = load(machine)
+    for name in candidates(topo):
+        timeline = simulate(plan_allreduce(topo, 1 << 20, name), topo, 1 << 20)
+        assert timeline.seconds == timeline.algbw == timeline.first_chunk_seconds == 0
+        assert timeline.utilisation == {} and timeline.sends == ()
+
+
+def test_no_bytes_take_only_latency() -> None:
+    topo = load("dgx1-v100")
+    timeline = simulate(plan_allreduce(topo, 0, "tree"), topo, 0)
+    assert timeline.plan.num_chunks == 1
+    assert timeline.seconds == exactly(2 * timeline.plan.trees[0].depth * ALPHA_S)
+    assert timeline.algbw == 0 and set(timeline.utilisation.values()) == {0}
+    with pytest.raises(PlanError, match="a message has 0 bytes or more, not -1"):
+        simulate(timeline.plan, topo, -1)
+
+
+@pytest.mark.parametrize("seed", range(0, 200, 10))
+def test_a_simulation_repeats_itself(seed: int) -> None:
+    plan, topo = random_plan(seed)
+    first, second = (simulate(Plan.from_json(plan.to_json()), topo, 10**6) for _ in range(2))
+    assert first == second
+    assert first.seconds == max(s.end for s in first.sends)
+    assert all(0 < t <= first.seconds for t in first.first_chunk_by_rank)
+
+
+@pytest.mark.parametrize("machine", ["dgx1-p100", "pcie-5", "cpu-4"])
+def test_the_trace_is_chromes(machine: str, tmp_path) -> None:
+    topo = load(machine)
+    plan = plan_allreduce(topo, 1 << 20, "overlapped_double_tree")
+    timeline = simulate(plan, topo, 1 << 20)
+    timeline.save_trace(tmp_path / "trace.json")
+    data = json.loads((tmp_path / "trace.json").read_text())
+    rows = {e["tid"]: e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"}
+    sends = [e for e in data["traceEvents"] if e["ph"] == "X"]
+    assert {e["ph"] for e in data["traceEvents"]} == {"M", "X"}
+    carrying = [i for i, c in enumerate(plan.connections) if not c.local]
+    assert sorted(rows.values()) == sorted(str(plan.connections[i]) for i in carrying)
+    assert len(sends) == len(carrying) * plan.num_chunks / 2
+    assert {(e["tid"], e["args"]["chunk"]) for e in sends} == {
+        (tid, chunk)
+        for tid in rows
+        for chunk in {e["args"]["chunk"] for e in sends if e["tid"] == tid}
+    }
+    for event in sends:
+        assert event["ts"] >= 0 and event["dur"] >= 0
+        assert (
+            event["ts"] + event["dur"]
+            <= event["args"]["seen_us"]
+            <= timeline.seconds * 1e6 * (1 + 1e-9)
+        )
+    for tid in rows:  # one connection carries one chunk after the other
+        spans = sorted((e["ts"], e["dur"]) for e in sends if e["tid"] == tid)
+        for (ts, dur), (after, _) in pairwise(spans):
+            assert ts + dur <= after * (1 + 1e-9)
+
+
+def test_what_cannot_run_is_refused() -> None:
+    plan, topo = random_plan(0)
+    with pytest.raises(PlanError, match="the plan hangs in the simulator; verify"):
+        s, p, at = next(place for place, step in places(plan) if step.op is Op.SEND)
+        simulate(without(plan, (s, p, at + 1)), topo, 100)  # sent, and nobody told
+    with pytest.raises(PlanError, match=r"ring-5 has no link \d->\d"):
+        simulate(made("two_shot", load("mesh-5"), 5), load("ring-5"), 100)
+
+
+def test_a_shape_of_nothing_takes_no_time() -> None:
+    assert shape_of(made("tree", load("mesh-1"), 1), load("mesh-1")).seconds(1 << 30, 4) == 0
+    assert isinstance(shape_of(made("tree", load("mesh-2"), 1), load("mesh-2")), Shape)

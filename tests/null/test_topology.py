@@ -1,0 +1,372 @@
+"""Machines: what is wired, what is refused, and that nothing changes once it is made."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from dataclasses import FrozenInstanceError
+from itertools import pairwise, permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.null.helpers import renumbered
+from topology import NAMES, CollectiveError, Link, Topology, TopologyError, load
+
+# design.md section 4; real dumps agree (notes/collectives.md section 3)
+DGX1 = (
+    "0: 1x1 2x1 3x2 4x2 | 1: 0x1 2x2 3x1 5x2 | 2: 0x1 1x2 3x2 6x1 | 3: 0x2 1x1 2x2 7x1 | "
+    "4: 0x2 5x1 6x1 7x2 | 5: 1x2 4x1 6x2 7x1 | 6: 2x1 4x1 5x2 7x2 | 7: 3x1 4x2 5x1 6x2"
+)
+TABLE = {
+    (int(row.split(":")[0]), int(cell[0])): int(cell[2])
+    for row in DGX1.split(" | ")
+    for cell in row.split(": ")[1].split()
+}
+GB = 10**9
+NAMED = [
+    "dgx1-v100", "dgx1-p100", "dgx2", "dgx-a100", "dgx-h100",
+    *(f"{family}-{n}" for family in ("mesh", "ring", "pcie", "cpu") for n in (*range(1, 10), 17)),
+]  # fmt: skip
+
+
+def wires(topology: Topology) -> dict[tuple[int | str, int | str], tuple[int, int]]:
+    return {(k.src, k.dst): (k.count, k.bandwidth) for k in topology.links}
+
+
+def both_ways(pairs: set[tuple[int | str, int | str]], count: int, bandwidth: int) -> dict:
+    return {e: (count, bandwidth) for a, b in pairs for e in ((a, b), (b, a))}
+
+
+def test_dgx1_v100_has_the_links_of_the_table() -> None:
+    topo = load("dgx1-v100")
+    assert wires(topo) == {ends: (count, 25 * GB) for ends, count in TABLE.items()}
+    assert sum(count for count, _ in wires(topo).values()) == 2 * 24
+    for gpu in range(8):
+        assert sum(link.count for link in topo.links if link.src == gpu) == 6
+        assert sum(link.count for link in topo.links if link.dst == gpu) == 6
+
+
+def test_dgx1_p100_has_the_same_pairs_all_single() -> None:
+    assert wires(load("dgx1-p100")) == dict.fromkeys(TABLE, (1, 20 * GB))
+    assert len(TABLE) == 2 * 16
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "ports"), [("dgx2", 16, 6), ("dgx-a100", 8, 12), ("dgx-h100", 8, 18)]
+)
+def test_switched_machines_have_their_ports(name: str, gpus: int, ports: int) -> None:
+    topo = load(name)
+    assert topo.gpus == tuple(range(gpus))
+    assert topo.switches == ("nvswitch",)
+    assert wires(topo) == both_ways({(g, "nvswitch") for g in range(gpus)}, ports, 25 * GB)
+
+
+@pytest.mark.parametrize("n", range(1, 10))
+def test_sized_machines(n: int) -> None:
+    every = {(a, b) for a in range(n) for b in range(a)}
+    around = {(g, (g + 1) % n) for g in range(n - 1 if n == 2 else n)} if n > 1 else set()
+    ports = {(g, f"switch{g // 4}") for g in range(n)}
+    uplinks = {(f"switch{g // 4}", "host") for g in range(n)} if n > 4 else set()
+    memory = {(r, "store") for r in range(n)} | {("load", r) for r in range(n)}
+    memory = memory | {("store", "load")} if n > 1 else set()
+    assert wires(load(f"mesh-{n}")) == both_ways(every, 1, 25 * GB)
+    assert wires(load(f"ring-{n}")) == both_ways(around, 1, 25 * GB)
+    assert wires(load(f"pcie-{n}")) == both_ways(ports | uplinks, 1, 12 * GB)
+    assert wires(load(f"cpu-{n}")) == dict.fromkeys(memory, (1, 20 * GB))
+    for family in ("mesh", "ring", "pcie", "cpu"):
+        assert load(f"{family}-{n}").gpus == tuple(range(n))
+        assert load(f"{family}-{n}").name == f"{family}-{n}"
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_json_gives_back_an_equal_machine(name: str) -> None:
+    topo = load(name)
+    again = Topology.from_json(topo.to_json())
+    assert again == topo
+    assert hash(again) == hash(topo)
+    assert again.to_json() == topo.to_json()
+
+
+VERTEX = st.one_of(st.integers(0, 3), st.sampled_from(["a", "b", "host"]))
+LINK = st.builds(
+    lambda ends, **rest: Link(*ends, **rest),
+    st.tuples(VERTEX, VERTEX).filter(lambda e: e[0] != e[1]),
+    bandwidth=st.integers(1, 10**13),
+    count=st.integers(1, 40),
+    latency_us=st.one_of(st.integers(0, 99), st.floats(0, 1e6)),
+    kind=st.sampled_from(["nvlink", "pcie", "memory", "network"]),
+)
+LINKS = st.lists(LINK, max_size=8, unique_by=lambda k: (k.src, k.dst))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.text(), st.permutations(range(4)), LINKS, st.lists(st.text(), max_size=2))
+def test_any_machine_survives_json(
+    name: str, gpus: list[int], links: list[Link], assumptions: list[str]
+) -> None:
+    topo = Topology(name, tuple(gpus), tuple(links), tuple(assumptions))
+    assert Topology.from_json(topo.to_json()) == topo
+
+
+def test_matrix_of_the_dgx1() -> None:
+    lines = str(load("dgx1-v100")).splitlines()
+    assert lines[0] == "dgx1-v100: 8 GPUs, 48 directed links"
+    assert lines[1].split() == [f"GPU{g}" for g in range(8)]
+    for a in range(8):
+        cells = ["X" if a == b else f"NV{TABLE[a, b]}" if (a, b) in TABLE else "-"
+                 for b in range(8)]  # fmt: skip
+        assert lines[2 + a].split() == [f"GPU{a}", *cells]
+    assert len({len(line) for line in lines[1:10]}) == 1, "columns do not line up"
+    assert lines[10:] == ["assumed: NVLink only: paths over PCIe and the host are left out"]
+
+
+@pytest.mark.parametrize(
+    ("name", "summary", "cell"),
+    [
+        ("dgx2", "dgx2: 16 GPUs, 192 directed links, 1 switches", "NV6"),
+        ("pcie-5", "pcie-5: 5 GPUs, 14 directed links, 3 switches", "PCI"),
+        ("cpu-3", "cpu-3: 3 GPUs, 7 directed links, 2 switches", "MEM"),
+        ("mesh-3", "mesh-3: 3 GPUs, 6 directed links", "NV1"),
+    ],
+)
+def test_matrix_names_the_kind_of_way(name: str, summary: str, cell: str) -> None:
+    lines = str(load(name)).splitlines()
+    n = len(load(name).gpus)
+    assert lines[0] == summary
+    for a in range(n):
+        assert lines[2 + a].split()[1:] == [cell] * a + ["X"] + [cell] * (n - a - 1)
+
+
+def test_load_takes_a_name_a_path_a_text_or_a_topology(tmp_path) -> None:
+    topo = load("dgx1-v100")
+    path = tmp_path / "machine.json"
+    path.write_text(topo.to_json())
+    assert load(path) == load(str(path)) == load(topo.to_json()) == topo
+    assert load("\n  " + topo.to_json()) == topo
+    assert load(topo) is topo
+    assert load("auto") == load(f"cpu-{os.cpu_count()}")
+
+
+@pytest.mark.parametrize("name", ["dgx1-v100", "pcie-9", "dgx2", "cpu-4"])
+def test_a_subset_keeps_numbers_order_and_wires(name: str) -> None:
+    topo = load(name)
+    some = topo.subset([3, 0, 2])
+    assert some.gpus == (3, 0, 2)
+    assert some.name == f"{name}[3,0,2]"
+    gone = set(topo.gpus) - {0, 2, 3}
+    kept = {e: w for e, w in wires(topo).items() if not gone & set(e)}
+    assert wires(some) == kept
+    assert topo.subset(topo.gpus) is topo
+    assert some.subset([2]).gpus == (2,)
+    with pytest.raises(TopologyError, match=rf"{name}\[3,0,2\] has no GPU 1; it has \[3, 0, 2\]"):
+        some.subset([1])
+
+
+def test_subset_errors() -> None:
+    mesh = load("mesh-4")
+    with pytest.raises(TopologyError, match=r"mesh-4 has no GPU 9; it has \[0, 1, 2, 3\]"):
+        mesh.subset([0, 9])
+    with pytest.raises(TopologyError, match=r"mesh-4\[1,1\]: a GPU is listed twice in \(1, 1\)"):
+        mesh.subset([1, 1])
+    with pytest.raises(TopologyError, match="needs at least one GPU"):
+        mesh.subset([])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_renumbered_dgx1_is_recognised(seed: int) -> None:
+    topo = load("dgx1-v100")
+    other = renumbered(topo, random.Random(seed).sample(range(8), 8))
+    mapping = topo.isomorphic_to(other)
+    assert mapping is not None and sorted(mapping) == sorted(mapping.values()) == list(range(8))
+    moved = {(mapping[a], mapping[b]): count for (a, b), count in TABLE.items()}
+    assert moved == {(k.src, k.dst): k.count for k in other.links}
+
+
+def test_machines_that_differ_are_not_isomorphic() -> None:
+    v100, p100 = load("dgx1-v100"), load("dgx1-p100")
+    assert v100.isomorphic_to(p100) is None
+    assert p100.isomorphic_to(v100) is None
+    assert v100.isomorphic_to(load("mesh-8")) is None
+    assert v100.isomorphic_to(v100.subset(range(7))) is None
+    # a switch is no GPU: a star over a switch is not a star over a GPU
+    star = Topology("star", (0, 1, 2), tuple(
+        Link(*e, 25 * GB) for leaf in (1, 2) for e in ((0, leaf), (leaf, 0))
+    ))  # fmt: skip
+    switched = Topology("switched", (1, 2), tuple(
+        Link(*e, 25 * GB) for leaf in (1, 2) for e in (("s", leaf), (leaf, "s"))
+    ))  # fmt: skip
+    assert star.isomorphic_to(switched) is None
+
+
+@pytest.mark.parametrize("name", [n for n in NAMED if not n.endswith("-17")])
+def test_hops_are_shortest_and_never_pass_a_gpu(name: str) -> None:
+    topo = load(name)
+    best: dict[tuple[int, int], int] = {}
+    for ends in permutations(topo.gpus, 2):
+        for between in range(len(topo.switches) + 1):
+            ways = ((ends[0], *mid, ends[1]) for mid in permutations(topo.switches, between))
+            if any(all(e in topo.by_ends for e in pairwise(w)) for w in ways):
+                best[ends] = between + 2
+                break
+    assert {ends: len(path) for ends, path in topo.hops.items()} == best
+    for (a, b), path in topo.hops.items():
+        assert (path[0], path[-1]) == (a, b)
+        assert all(isinstance(v, str) for v in path[1:-1])
+        assert all(e in topo.by_ends for e in pairwise(path))
+
+
+def test_no_hop_where_only_a_gpu_could_pass_it_on() -> None:
+    assert sorted(load("ring-4").hops) == [
+        (0, 1), (0, 3), (1, 0), (1, 2), (2, 1), (2, 3), (3, 0), (3, 2)
+    ]  # fmt: skip
+    assert (0, 5) not in load("dgx1-v100").hops
+    one_way = Topology("one way", (0, 1), (Link(0, 1, GB),))
+    assert dict(one_way.hops) == {(0, 1): (0, 1)}
+
+
+BAD_LINK = [
+    ({"bandwidth": 0}, "link 0->1: bandwidth 0 and count 1 must be positive"),
+    ({"bandwidth": -5}, "bandwidth -5 and count 1 must be positive"),
+    ({"bandwidth": "fast"}, "link 0->1: bandwidth must be a number, not 'fast'"),
+    ({"bandwidth": 2.5e10}, "bandwidth must be a"),
+    ({"bandwidth": True}, "bandwidth must be a number, not True"),
+    ({"bandwidth": None}, "bandwidth must be a number, not None"),
+    ({"count": 0}, "count 0 must be positive"),
+    ({"count": 1.5}, "count must be a"),
+    ({"count": True}, "count must be a number, not True"),
+    ({"latency_us": -1}, "latency_us -1 finite and not negative"),
+    ({"latency_us": float("nan")}, "latency_us nan finite"),
+    ({"latency_us": float("inf")}, "latency_us inf finite"),
+    ({"latency_us": "slow"}, "latency_us must be a number, not 'slow'"),
+    ({"kind": "string"}, "unknown kind 'string'; choose from nvlink, pcie, memory, network"),
+    ({"src": True}, "link True->1: src must be a GPU number or a switch name"),
+    ({"dst": 1.0}, "link 0->1.0: dst must be a GPU number or a switch name"),
+    ({"src": None}, "src must be a GPU number"),
+    ({"dst": [1]}, "dst must be a GPU number"),
+    ({"dst": 0}, "link 0->0 joins a vertex to itself"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), BAD_LINK)
+def test_a_bad_link_is_refused_made_or_read(change: dict, words: str) -> None:
+    good = {"src": 0, "dst": 1, "bandwidth": 25 * GB}
+    with pytest.raises(TopologyError, match=words.replace("'", ".")):
+        Link(**{**good, **change})
+    data = {"format": "linkweave-topology", "version": 1, "name": "m", "gpus": [0, 1]}
+    text = json.dumps({**data, "links": [{**good, **change}]})
+    with pytest.raises(TopologyError, match=words.replace("'", ".")):
+        load(text)
+
+
+ONE = Link(0, 1, GB)
+BAD_MACHINE = [
+    ((), (), "m: a topology needs at least one GPU"),
+    ((0, 0), (), r"m: a GPU is listed twice in \(0, 0\)"),
+    ((0, -1), (), r"m: GPU numbers must be integers >= 0, not \(0, -1\)"),
+    ((True,), (), "GPU numbers must be integers >= 0"),
+    ((0.0,), (), "GPU numbers must be integers >= 0"),
+    (("a",), (), "GPU numbers must be integers >= 0"),
+    ((0,), (ONE,), r"m: link 0->1 names GPU 1, which is not among \[0\]"),
+    ((1, 2), (ONE,), r"m: link 0->1 names GPU 0, which is not among \[1, 2\]"),
+    ((0, 1), (ONE, ONE), "m: two entries for link 0->1; merge them into one with a count"),
+    ((0, 1), (ONE, Link(0, 1, 2 * GB)), "two entries for link 0->1"),
+]
+
+
+@pytest.mark.parametrize(("gpus", "links", "words"), BAD_MACHINE)
+def test_a_machine_that_contradicts_itself_is_refused(
+    gpus: tuple, links: tuple, words: str
+) -> None:
+    with pytest.raises(TopologyError, match=words):
+        Topology("m", gpus, links)
+
+
+WELL_FORMED = {"format": "linkweave-topology", "version": 1, "name": "m", "gpus": [0], "links": []}
+NEEDS = r'links\[0\] must be an object with "src", "dst", "bandwidth"'
+BAD_JSON = [
+    ({"format": "other"}, 'needs "format": "linkweave-topology" at the top'),
+    ({"version": 2}, "version 2 is unknown; known: 1"),
+    ({"version": None}, "version None is unknown; known: 1"),
+    ({"name": 3}, '"name" must be a str'),
+    ({"gpus": 8}, '"gpus" must be a list'),
+    ({"gpus": ["a"]}, "GPU numbers must be integers >= 0"),
+    ({"gpus": [1.5]}, "GPU numbers must be integers >= 0"),
+    ({"gpus": [[0]]}, "GPU numbers must be integers >= 0"),
+    ({"gpus": [{}]}, "GPU numbers must be integers >= 0"),
+    ({"links": {}}, '"links" must be a list'),
+    ({"links": [3]}, NEEDS + ".*got 3"),
+    ({"links": ["abc"]}, NEEDS),
+    ({"links": [[0, 1, 25]]}, NEEDS),
+    ({"links": [{"src": 0, "dst": 1}]}, NEEDS),
+    ({"links": [{"src": 0, "dst": 1, "bandwidth": 5, "colour": 1}]}, NEEDS + ".*colour"),
+    ({"assumptions": "none"}, '"assumptions" must be a list'),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), BAD_JSON)
+def test_json_of_another_shape_is_refused(change: dict, words: str) -> None:
+    assert load(json.dumps(WELL_FORMED)).gpus == (0,)
+    with pytest.raises(TopologyError, match=words):
+        load(json.dumps({**WELL_FORMED, **change}))
+
+
+def test_malformed_json_names_file_line_and_column(tmp_path) -> None:
+    with pytest.raises(TopologyError, match=r"topology JSON: line 2 column 9: Expecting value"):
+        load('{"a": 1,\n "b":   }')
+    path = tmp_path / "broken.json"
+    path.write_text('{"format":\n\n  oops}')
+    with pytest.raises(TopologyError, match=r"broken\.json: line 3 column 3: Expecting value"):
+        load(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(TopologyError, match=r"broken\.json: not a text file"):
+        load(path)
+
+
+@pytest.mark.parametrize("name", ["dgx9", "mesh", "mesh-x", "mesh-1.5", "", "torus-4", "/", "a\0b"])
+def test_an_unknown_machine_is_told_the_choices(name: str) -> None:
+    with pytest.raises(TopologyError) as told:
+        load(name)
+    for choice in NAMES:
+        assert choice in str(told.value)
+    assert f"unknown machine {name!r}" in str(told.value)
+
+
+@pytest.mark.parametrize("name", ["mesh-0", "ring-0", "cpu--1", "pcie-5000"])
+def test_a_machine_of_no_or_too_many_gpus_is_refused(name: str) -> None:
+    with pytest.raises(TopologyError, match=rf"{name}: the number of GPUs must be from 1 to 4096"):
+        load(name)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param("x" * 5000, id="longer than a file name may be"),
+        pytest.param("some words\n" * 500, id="a text of no known form"),
+        pytest.param(b"mesh-2", id="bytes"),
+    ],
+)
+def test_no_text_makes_load_raise_anything_else(spec) -> None:
+    with pytest.raises(TopologyError):
+        load(spec)
+
+
+def test_a_machine_does_not_change() -> None:
+    topo = load("mesh-3")
+    for target, field in (
+        (topo, "name"),
+        (topo, "gpus"),
+        (topo, "links"),
+        (topo.links[0], "count"),
+    ):
+        with pytest.raises(FrozenInstanceError):
+            setattr(target, field, None)
+    assert isinstance(topo.links, tuple) and isinstance(topo.gpus, tuple)
+    assert len({topo, Topology.from_json(topo.to_json())}) == 1
+    assert topo != load("mesh-4")
+
+
+def test_topology_errors_are_of_the_one_family() -> None:
+    assert issubclass(TopologyError, CollectiveError)

@@ -1,0 +1,550 @@
+"""The verifier: right plans pass, and no mutant that could give a wrong result does."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from collectives.errors import PlanError
+from collectives.planning.algorithms import ALGORITHMS, algorithm_for
+from collectives.planning.lower import Algorithm, Copy, Reduce, Tuning, lower
+from collectives.planning.plan import Connection, Op, Plan
+from collectives.planning.verify import races, shortened, verify
+from collectives.planning.walk import Visit, walk
+from collectives.runtime import reference
+from collectives.runtime.simulate import simulate
+from tests.null.helpers import (
+    by_hand,
+    caught,
+    edited,
+    guarded,
+    hop,
+    places,
+    random_plan,
+    receive,
+    send,
+    step,
+    swapped,
+    without,
+)
+from topology import load
+
+SEEDS = range(200)
+REDUCE, COPY, SEND, WAIT, SIGNAL = Op.REDUCE, Op.COPY, Op.SEND, Op.WAIT, Op.SIGNAL
+
+
+def inputs_of(plan: Plan) -> list[np.ndarray]:
+    """Every rank, chunk and element adds something of its own to the sum."""
+    numel = 2 * plan.num_chunks
+    return [np.arange(numel, dtype=np.int64) * 1_000_003 + 11**r for r in range(plan.size)]
+
+
+def is_right(plan: Plan, seeds: Sequence[int | None] = (None, 1, 2, 3)) -> bool:
+    """The exact sum on all ranks, in several legal orders of carrying the plan out."""
+    inputs = inputs_of(plan)
+    total = sum(inputs)
+    for seed in seeds:
+        if any((out != total).any() for out in reference.run(plan, inputs, seed=seed)):
+            return False
+    return True
+
+
+# ---- random plans and their mutants ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_plans_pass_and_are_right(seed: int) -> None:
+    plan, topo = random_plan(seed)
+    verify(plan, topo, expand=True)
+    assert is_right(plan)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_dropped_step_is_caught(seed: int) -> None:
+    plan, topo = random_plan(seed)
+    missed = [(at, s) for at, s in places(plan) if not caught(without(plan, at), topo)]
+    assert not missed
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_wait_after_what_it_guards_is_caught(seed: int) -> None:
+    plan, topo = random_plan(seed)
+    missed = [
+        (at, s)
+        for at, s in places(plan)
+        if (access := guarded(plan, at)) is not None and not caught(swapped(plan, at, access), topo)
+    ]
+    assert not missed
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_any_other_swap_is_caught_or_right(seed: int) -> None:
+    """Some of the neighbours, and some swaps of any two steps of a body."""
+    plan, topo = random_plan(seed)
+    rng = random.Random(seed)
+    pairs = []
+    for (s, p, at), _ in places(plan):
+        if at + 1 < len(plan.streams[s].phases[p]) and rng.random() < 0.15:
+            pairs.append(((s, p, at), at + 1))
+    for (s, p, at), _ in rng.sample(list(places(plan)), 8):
+        pairs.append(((s, p, at), rng.randrange(len(plan.streams[s].phases[p]))))
+    mutants = [(pair, swapped(plan, *pair)) for pair in pairs]
+    assert not [pair for pair, m in mutants if not caught(m, topo) and not is_right(m)]
+
+
+@pytest.mark.parametrize("seed", range(0, 200, 5))
+def test_a_change_to_any_step_is_caught_or_right(seed: int) -> None:
+    plan, topo = random_plan(seed)
+    rng = random.Random(seed)
+    wrong = []
+    for (s, p, at), old in rng.sample(list(places(plan)), 8):
+        body = list(plan.streams[s].phases[p])
+        change = {
+            "connection": {"connections": (rng.randrange(len(plan.connections)),)},
+            "one more": {"connections": (*old.connections, rng.randrange(len(plan.connections)))},
+            "chunk": {"chunk": rng.randrange(plan.stride)},
+            "verb": {"op": rng.choice(list(Op))},
+            "source": {"source": rng.randrange(len(plan.connections))},
+        }
+        for what, values in change.items():
+            body[at] = replace(old, **values)
+            mutant = edited(plan, s, p, body)
+            if not caught(mutant, topo) and not is_right(mutant):
+                wrong.append((what, s, p, at))
+        body[at] = old
+        mutant = edited(plan, s, p, [*body[: at + 1], *body[at:]])  # done twice
+        if not caught(mutant, topo) and not is_right(mutant):
+            wrong.append(("twice", s, p, at))
+    assert not wrong
+
+
+# ---- order, and the short form ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(0, 200, 5))
+def test_the_order_of_the_walk_does_not_matter(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, topo = random_plan(seed)
+    todo = Counter((i, at, c) for i, s in enumerate(plan.streams) for at, c, _ in plan.steps(s))
+    rng = random.Random(seed)
+    mutants = [without(plan, rng.choice(list(places(plan)))[0])]
+    for (s, p, at), _ in rng.sample(list(places(plan)), 6):
+        mutants.append(swapped(plan, (s, p, at), max(at - 1, 0)))
+    verdicts = [caught(m, topo) for m in (plan, *mutants)]
+    assert not verdicts[0]
+    for other in range(3):
+        seen: list[Visit] = []
+        walk(plan, seen.append, seed=other)
+        assert Counter((v.index, v.at, v.chunk) for v in seen) == todo
+        monkeypatch.setattr("collectives.planning.verify.walk", partial(walk, seed=other))
+        assert [caught(m, topo) for m in (plan, *mutants)] == verdicts
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", [n for n in ALGORITHMS if n != "ccube_dgx1"])
+def test_the_short_form_has_the_verdict_of_the_long_one(name: str, slots: int) -> None:
+    topo = load("mesh-5")
+    algorithm = algorithm_for(name, topo)
+    groups = slots + 4
+    plan = lower(algorithm, topo, Tuning(groups * algorithm.stride + 1, slots))
+    assert shortened(plan).num_chunks < plan.num_chunks
+    assert shortened(plan).num_chunks % plan.stride == plan.num_chunks % plan.stride
+    verify(plan, topo)
+    verify(plan, topo, expand=True)
+    rng = random.Random(f"{name} {slots}")
+    for (s, p, at), _ in rng.sample(list(places(plan)), 10):
+        body = plan.streams[s].phases[p]
+        for mutant in (
+            without(plan, (s, p, at)),
+            swapped(plan, (s, p, at), (at + 1) % len(body)),
+            swapped(plan, (s, p, at), rng.randrange(len(body))),
+        ):
+            assert caught(mutant, topo, expand=False) == caught(mutant, topo, expand=True)
+
+
+@pytest.mark.parametrize("seed", range(0, 200, 4))
+def test_random_plans_have_one_verdict_in_both_forms(seed: int) -> None:
+    plan, topo = random_plan(seed)
+    rng = random.Random(seed)
+    plan = plan.with_chunks(plan.stride * (plan.slots + 5) + rng.randrange(plan.stride))
+    for (s, p, at), _ in rng.sample(list(places(plan)), 6):
+        mutant = swapped(plan, (s, p, at), rng.randrange(len(plan.streams[s].phases[p])))
+        assert caught(mutant, topo, expand=False) == caught(mutant, topo, expand=True)
+
+
+def late_reader(num_chunks: int, slots: int) -> Plan:
+    """Rank 2 takes rank 0's chunks, which come over rank 1, only after all of rank 1's own, which
+    come over rank 0 after all that rank 0 sends: right until the slots on the way are full."""
+    connections = [
+        hop(0, 0, 1, 0), hop(1, 0, 2, 0), hop(1, 1, 0, 0), hop(0, 0, 2, 0), hop(2, 0, 0, 1),
+        hop(2, 0, 1, 2),
+    ]  # fmt: skip
+    forward = [step(WAIT, 2), *send(3, source=2), step(SIGNAL, 2)]
+    both = [step(WAIT, 4), step(WAIT, 5), step(SEND, 4, 5), step(SIGNAL, 4), step(SIGNAL, 5)]
+    return by_hand(
+        connections,
+        {
+            (0, 0): [send(0), forward],
+            (0, 1): [[], [], receive(COPY, 4)],
+            (1, 0): [[step(WAIT, 0), *send(1, source=0), step(SIGNAL, 0)]],
+            (1, 1): [send(2)],
+            (1, 2): [[], [], receive(COPY, 5)],
+            (2, 0): [receive(REDUCE, 3), receive(REDUCE, 1, last=True), both],
+        },
+        num_chunks=num_chunks,
+        slots=slots,
+    )
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_a_hang_that_takes_many_groups_is_found_in_the_short_form_too(slots: int) -> None:
+    topo = load("mesh-3")
+    verify(late_reader(1, slots), topo, expand=True)
+    assert is_right(late_reader(2 * slots, slots))
+    for num_chunks in range(2 * slots + 1, 2 * slots + 40, 3):
+        with pytest.raises(PlanError, match="the plan hangs"):
+            verify(late_reader(num_chunks, slots), topo, expand=True)
+        with pytest.raises(PlanError):
+            verify(late_reader(num_chunks, slots), topo)
+
+
+# ---- ranks on one memory, without slots -------------------------------------------
+
+
+def run_direct(plan: Plan, seed: int | None) -> list[np.ndarray]:
+    """No slots: a REDUCE reads where the sender's data lies, a SEND to a COPY writes there."""
+    steps = [s for _, s in places(plan)]
+    copied = {i for s in steps if s.op is COPY for i in s.connections}
+    passed_on = {i for s in steps if s.source is not None for i in s.connections}
+    written = copied - passed_on
+    buffers = inputs_of(plan)
+    bounds = plan.chunk_bounds(buffers[0].nbytes)
+    lies: dict[tuple[int, int], np.ndarray] = {}
+
+    def chunk(rank: int, number: int) -> np.ndarray:
+        start, stop = bounds[number]
+        return buffers[rank][start // 8 : stop // 8]
+
+    def visit(v: Visit) -> None:
+        own, source = chunk(v.stream.rank, v.chunk), v.step.source
+        for key in zip(v.step.connections, v.slots, strict=False):  # no slots: SIGNAL and WAIT
+            if v.step.op is SEND:
+                lies[key] = own if source is None else lies[source, v.source_slot]
+                if key[0] in written:
+                    chunk(plan.connections[key[0]].dst, v.chunk)[...] = own
+            elif v.step.op is REDUCE:
+                own += lies[key]
+            elif key[0] not in written:
+                own[...] = lies[key]
+
+    walk(plan, visit, seed)
+    return buffers
+
+
+def test_plans_without_direct_races_need_no_slots() -> None:
+    kinds = Counter()
+    for seed in SEEDS:
+        plan, _ = random_plan(seed)
+        total = sum(inputs_of(plan))
+        orders = (None, 1, 2, 3)
+        wrong = any((out != total).any() for order in orders for out in run_direct(plan, order))
+        safe = not races(plan, direct=True)
+        assert not races(plan)
+        assert not (safe and wrong), seed
+        kinds[safe] += 1
+    assert kinds[True] >= 100 and kinds[False] >= 10
+    for name in ("tree", "two_shot", "overlapped_double_tree"):
+        topo = load("cpu-6")
+        assert not races(lower(algorithm_for(name, topo), topo, Tuning(13)), direct=True)
+
+
+# ---- plans that are wrong by hand, and what is said of them -----------------------------------
+
+PAIR = [hop(1, 0, 0), hop(0, 0, 1, 1)]
+
+
+def pair(**streams: list) -> Plan:
+    """Rank 1 sends up, rank 0 reduces and sends back; `r0`, `r1up` and `r1down` replace a part."""
+    parts = {
+        "r0": [*receive(REDUCE, 0, last=True), *send(1)],
+        "r1up": send(0),
+        "r1down": receive(COPY, 1),
+        **streams,
+    }
+    keys = {"r0": (0, 0), "r1up": (1, 0), "r1down": (1, 1)}
+    return by_hand(PAIR, {keys[name]: [body] for name, body in parts.items()})
+
+
+def test_the_pair_itself_is_right() -> None:
+    verify(pair(), load("mesh-2"))
+    assert is_right(pair())
+
+
+WRONG_PAIRS = {
+    "twice": (
+        {"r0": [*receive(REDUCE, 0, last=True), *receive(REDUCE, 0), *send(1)],
+         "r1up": [*send(0), *send(0)]},
+        r"rank 0 channel 0 step 4: REDUCE of chunk 0 counts ranks \[1\] twice \(connection 1 -> 0",
+    ),
+    "not marked last": (
+        {"r0": [*receive(REDUCE, 0), *send(1)]},
+        r"REDUCE of chunk 0 covers ranks \[0, 1\], yet it is not marked as the last one",
+    ),
+    "handed on too early": (
+        {"r0": [*send(1), *receive(REDUCE, 0, last=True)]},
+        "race: rank 1 channel 1 .* COPY of chunk 0 is not ordered after: rank 1 channel 0 .* SEND",
+    ),
+    "in another's stream": (
+        {"r1up": [*receive(COPY, 1), *send(0)], "r1down": []},
+        "connection 1 does not end here",
+    ),
+    "one sent too many": (
+        {"r1up": [*send(0), *send(0)]},
+        "connection 1 -> 0 ch 0: 2 sent, but 1 read",
+    ),
+    "read before its wait": (
+        {"r0": [step(REDUCE, 0, last=True), step(WAIT, 0), step(SIGNAL, 0), *send(1)]},
+        r"step 0 \(REDUCE of chunk 0\): reads connection 1 -> 0 ch 0 without a WAIT for its data",
+    ),
+    "written before its wait": (
+        {"r1up": [step(SEND, 0), step(WAIT, 0), step(SIGNAL, 0)]},
+        r"rank 1 .* \(SEND of chunk 0\): writes connection 1 -> 0 ch 0 without a WAIT for a free",
+    ),
+    "announced before it is sent": (
+        {"r1up": [step(WAIT, 0), step(SIGNAL, 0), step(SEND, 0)]},
+        "signals data on connection 1 -> 0 ch 0 before sending it",
+    ),
+    "freed before it is read": (
+        {"r1down": [step(WAIT, 1), step(SIGNAL, 1), step(COPY, 1)]},
+        "frees a slot of connection 0 -> 1 ch 0 -> ch 1 before reading it",
+    ),
+    "sent the wrong way": ({"r0": [step(SEND, 0)]}, "sends on connection 0, which it receives"),
+    "read the wrong way": ({"r1up": [step(REDUCE, 0)]}, "reads connection 0, which it sends"),
+    "no such connection": ({"r1up": send(7)}, "connection 7 does not end here"),
+    "forwards what it does not get": (
+        {"r0": [*receive(REDUCE, 0, last=True), step(WAIT, 1), step(SEND, 1, source=1)]},
+        r"forwards a slot it does not receive \(1\)",
+    ),
+    "chunk outside its group": (
+        {"r1up": send(0, chunk=1)},
+        "rank 1 channel 0 step 0: WAIT needs a connection and a chunk below the stride 1, not 1",
+    ),
+    "no connection": ({"r1up": [step(WAIT)]}, "WAIT needs a connection"),
+    "waits twice at once": ({"r0": [step(WAIT, 0, 0)]}, "."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG_PAIRS)
+def test_a_wrong_pair_is_told_what_is_wrong(what: str) -> None:
+    parts, words = WRONG_PAIRS[what]
+    with pytest.raises(PlanError, match=words):
+        verify(pair(**parts), load("mesh-2"))
+
+
+def test_a_rank_left_out_is_named() -> None:
+    plan = by_hand(PAIR, {
+        (0, 0): [[*receive(REDUCE, 0), *send(1)]],
+        (1, 0): [send(0)],
+        (1, 1): [receive(COPY, 1)],
+        (2, 0): [[]],
+    })  # fmt: skip
+    words = r"rank 0 ends with chunk 0 combined over ranks \[0, 1\], not over \[0, 1, 2\]"
+    with pytest.raises(PlanError, match=words):
+        verify(plan, load("mesh-3"))
+    (s, p, at), old = next(x for x in places(plan) if x[1].op is REDUCE)
+    body = list(plan.streams[s].phases[p])
+    body[at] = replace(old, last=True)
+    with pytest.raises(PlanError, match=r"covers ranks \[0, 1\], yet it is marked as the last one"):
+        verify(edited(plan, s, p, body), load("mesh-3"))
+
+
+def test_a_hang_names_who_waits_for_whom() -> None:
+    connections = [hop(0, 0, 1), hop(1, 0, 0)]
+    body = {0: [*receive(REDUCE, 1, last=True), *send(0)], 1: [*receive(REDUCE, 0), *send(1)]}
+    with pytest.raises(PlanError) as told:
+        verify(by_hand(connections, {(r, 0): [body[r]] for r in body}), load("mesh-2"))
+    assert str(told.value) == (
+        "the plan hangs: rank 0 channel 0 step 0 waits for a data of chunk 0 from rank 1; "
+        "rank 1 channel 0 step 0 waits for a data of chunk 0 from rank 0"
+    )
+    around = [hop(r, 0, (r + 1) % 6) for r in range(6)]  # each waits for the one before it
+    plan = by_hand(around, {(r, 0): [receive(REDUCE, (r - 1) % 6)] for r in range(6)})
+    with pytest.raises(PlanError, match=r"waits for .* from rank 5; .*; and 2 more$"):
+        verify(plan, load("mesh-6"))
+    full = by_hand([hop(1, 0, 0)], {(0, 0): [[]], (1, 0): [send(0)]}, num_chunks=3)
+    with pytest.raises(PlanError, match="waits for a slot of chunk 2 from rank 0"):
+        verify(full, load("mesh-2"))
+
+
+def made(name: str, machine: str) -> Plan:
+    topo = load(machine)
+    return lower(algorithm_for(name, topo), topo, Tuning(4))
+
+
+def test_links_are_checked_against_the_machine() -> None:
+    plan = made("chain", "mesh-4")
+    with pytest.raises(PlanError, match=r"the plan is for 4 ranks; mesh-5 has 5 GPUs"):
+        verify(plan, load("mesh-5"))
+    with pytest.raises(PlanError, match=r"connection \d -> \d ch .*: ring-5 has no link \d->\d"):
+        verify(made("two_shot", "mesh-5"), load("ring-5"))
+    with pytest.raises(PlanError, match=r"the plan claims exclusive links, but 2 connections take "
+                       r"link \d->\d, which has 1"):  # fmt: skip
+        verify(replace(made("two_shot", "mesh-4"), exclusive=True), load("mesh-4"))
+
+    def over(*path: int) -> Plan:
+        return replace(plan, connections=(Connection(2, 0, 0, 0, path), *plan.connections))
+
+    with pytest.raises(PlanError, match=r"hardware does not route through \[1\]"):
+        verify(over(2, 1, 0), load("ring-4"))
+    with pytest.raises(
+        PlanError, match=r"runs over \(2, 1\), which does not lead from GPU 2 to GPU 0"
+    ):
+        verify(over(2, 1), load("ring-4"))
+    with pytest.raises(PlanError, match=r"runs over \(\), which does not lead from GPU 2 to GPU 0"):
+        verify(over(), load("ring-4"))
+
+
+def test_streams_are_checked() -> None:
+    plan = pair()
+    with pytest.raises(PlanError, match="two streams share a rank and a channel"):
+        verify(replace(plan, streams=(*plan.streams, plan.streams[0])), load("mesh-2"))
+    with pytest.raises(PlanError, match="a stream is of rank 2; the plan has 2 ranks"):
+        stray = replace(plan.streams[0], rank=2)
+        verify(replace(plan, streams=(*plan.streams, stray)), load("mesh-2"))
+
+
+ONE_SHOT = [hop(0, 1, 1), hop(1, 1, 0), hop(0, 1, 0), hop(1, 1, 1)]  # two of data, two of order
+
+
+def exchange(ordered: bool) -> Plan:
+    """Both ranks send on channel 1 and reduce on channel 0, which must wait for the send."""
+    streams = {}
+    for rank in (0, 1):
+        tell, hear = [step(SIGNAL, 2 + rank)], [step(WAIT, 2 + rank)]
+        take = receive(REDUCE, 1 - rank, last=True)
+        streams[rank, 1] = [[*send(rank), *(tell if ordered else [])]]
+        streams[rank, 0] = [[*(hear if ordered else []), *take]]
+    return by_hand(ONE_SHOT, streams)
+
+
+def test_two_streams_of_a_rank_must_be_ordered() -> None:
+    verify(exchange(ordered=True), load("mesh-2"))
+    with pytest.raises(PlanError) as told:
+        verify(exchange(ordered=False), load("mesh-2"))
+    first = r"race: rank 1 channel 0 step 1: REDUCE of chunk 0 is not ordered after: " \
+            r"rank 1 channel 1 step 1: SEND of chunk 0"  # fmt: skip
+    assert str(told.value).replace("rank 0", "rank 1").startswith(first)
+    assert str(told.value).endswith("(and 1 more)")
+    assert not is_right(exchange(ordered=False), seeds=range(20))
+
+
+def test_chunks_are_not_mixed_up() -> None:
+    """Rank 0 takes for chunk 1 what rank 1 sent as chunk 0: all ranks are in, once, and wrong."""
+
+    def mixed(first: int, second: int) -> Plan:
+        takes = [*receive(REDUCE, 0, first, last=True), *receive(REDUCE, 0, second, last=True)]
+        return by_hand(
+            PAIR,
+            {
+                (0, 0): [[*takes, *send(1, 0), *send(1, 1)]],
+                (1, 0): [[*send(0, 0), *send(0, 1)]],
+                (1, 1): [[*receive(COPY, 1, 0), *receive(COPY, 1, 1)]],
+            },
+            num_chunks=2,
+            stride=2,
+        )
+
+    verify(mixed(0, 1), load("mesh-2"))
+    assert not is_right(mixed(1, 0))
+    with pytest.raises(PlanError):
+        verify(mixed(1, 0), load("mesh-2"))
+
+
+def test_a_forwarder_does_not_mix_up_chunks() -> None:
+    """Rank 2 passes rank 1's chunk 0 on as chunk 1, and rank 0 takes it as that."""
+    topo = load("mesh-3")
+    rounds = (
+        tuple(Reduce((1,), 0, c, 0) for c in (0, 1)),
+        tuple(Reduce((2,), 0, c, 0) for c in (0, 1)),
+        tuple(Copy(0, (1, 2), c, 1) for c in (0, 1)),
+    )
+    detours = {(0, 1, 0): 2}
+    plan = lower(Algorithm("by hand", 3, 2, (rounds,), (), detours, False), topo, Tuning(2))
+    verify(plan, topo)
+    assert is_right(plan)
+    ((place, forward),) = [x for x in places(plan) if x[1].source is not None and not x[1].chunk]
+    theirs = {*forward.connections, forward.source}
+    for s, stream in enumerate(plan.streams):
+        if s == place[0] or stream.rank == 0:
+            body = [
+                replace(x, chunk=1 - x.chunk) if theirs & set(x.connections) else x
+                for x in stream.phases[0]
+            ]
+            plan = edited(plan, s, 0, body)
+    assert not is_right(plan)
+    with pytest.raises(PlanError):
+        verify(plan, topo)
+
+
+def test_a_copy_takes_one_value() -> None:
+    """Rank 2 copies from two connections that hold {0} and {1, 2}: only the first would count."""
+    connections = [
+        hop(1, 0, 0), hop(2, 0, 0), hop(0, 0, 1, 1), hop(0, 0, 2, 1), hop(2, 3, 1, 3),
+        hop(1, 3, 2, 1), hop(1, 0, 1, 3), hop(1, 3, 1, 1), hop(2, 0, 2, 1), hop(2, 3, 2, 1),
+    ]  # fmt: skip
+    gather = [step(WAIT, 0), step(WAIT, 1), step(REDUCE, 0, 1, last=True),
+              step(SIGNAL, 0), step(SIGNAL, 1)]  # fmt: skip
+    partly = [step(WAIT, 4), step(WAIT, 6), step(REDUCE, 4), step(SIGNAL, 4), *send(5)]
+    halves = [*(step(WAIT, i) for i in (3, 5, 8, 9)), step(COPY, 3, 5), step(SIGNAL, 3),
+              step(SIGNAL, 5)]  # fmt: skip
+    plan = by_hand(
+        connections,
+        {
+            (0, 0): [[*send(3), *gather, *send(2)]],
+            (1, 0): [[*send(0), step(SIGNAL, 6)]],
+            (1, 1): [[step(WAIT, 2), step(WAIT, 7), step(COPY, 2), step(SIGNAL, 2)]],
+            (1, 3): [[*partly, step(SIGNAL, 7)]],
+            (2, 0): [[*send(1), step(SIGNAL, 8)]],
+            (2, 1): [halves],
+            (2, 3): [[*send(4), step(SIGNAL, 9)]],
+        },
+    )
+    assert not is_right(plan)
+    with pytest.raises(PlanError):
+        verify(plan, load("mesh-3"))
+
+
+def test_order_within_a_rank_carries_no_data() -> None:
+    take = [*receive(REDUCE, 0, last=True), step(WAIT, 2), step(REDUCE, 2), *send(1)]
+    plan = by_hand(
+        [*PAIR, hop(0, 5, 0, 0)],
+        {
+            (0, 0): [take],
+            (0, 5): [[step(SIGNAL, 2)]],
+            (1, 0): [send(0)],
+            (1, 1): [receive(COPY, 1)],
+        },
+    )
+    with pytest.raises(PlanError):
+        verify(plan, load("mesh-2"))
+
+
+def test_what_the_verifier_accepts_the_simulator_can_run() -> None:
+    """One step that waits for, and one that signals, several connections: both know it or none."""
+    take = [step(WAIT, 0, 1), step(REDUCE, 0, 1, last=True), step(SIGNAL, 0, 1)]
+    give = [step(WAIT, 2, 3), step(SEND, 2, 3), step(SIGNAL, 2, 3)]
+    plan = by_hand(
+        [hop(1, 0, 0), hop(2, 0, 0), hop(0, 0, 1, 1), hop(0, 0, 2, 1)],
+        {
+            (0, 0): [[*take, *give]],
+            (1, 0): [send(0)], (1, 1): [receive(COPY, 2)],
+            (2, 0): [send(1)], (2, 1): [receive(COPY, 3)],
+        },
+    )  # fmt: skip
+    if not caught(plan, load("mesh-3")):
+        assert simulate(plan, load("mesh-3"), 1000).seconds > 0
