@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import numpy as np
 
 import collectives
 from bench.peers import Gloo, Mpi, mpi_launcher, timed
-from bench.timing import NEAR_NS, round_trip_ns, schedule
+from bench.timing import NEAR_NS, machine, round_trip_ns, schedule
 from collectives.default import get_default
 from collectives.planning.planner import choose, predict
 from topology import Topology
@@ -62,10 +63,10 @@ def sizes(begin: int, end: int, factor: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def run(settings: Settings, progress: Callable[[int], None] = lambda done: None) -> list[Row]:
+def run(settings: Settings, progress: Callable[[list[Row]], None] = lambda rows: None) -> list[Row]:
     """Measure every size; all libraries take turns within each round.
 
-    `progress` is called with the number of sizes done. Raises CollectiveError.
+    `progress` is called with the rows of each size. Raises CollectiveError.
     """
     launcher = mpi_launcher() if settings.peers else None
     mpi = Mpi(launcher, settings.ranks) if launcher else None
@@ -81,7 +82,7 @@ def run(settings: Settings, progress: Callable[[int], None] = lambda done: None)
                     timeout=120.0,
                 )  # fmt: skip
                 rows += found[0]
-                progress(i + 1)
+                progress(found[0])
     finally:
         os.sched_setscheduler(0, before, os.sched_param(0))
         if mpi:
@@ -100,7 +101,7 @@ def _rank(rank: int, size: int, settings: Settings, store: str, mpi: Mpi | None)
     private, shared = np.empty(count, np.float32), comm.empty(count)
     iterations = max(2, min(20, BUDGET_BYTES // max(size * 8, 1)))
 
-    def libraries() -> Iterator[tuple[str, Any, Callable[[], None], Callable[[], None], bool]]:
+    def libraries() -> Iterator[tuple[str, Any, Callable[[], Any], Callable[[], None], bool]]:
         """(name, buffer, call, meeting point, batch)"""
         yield "linkweave", private, lambda: comm.allreduce(private), comm.barrier, settings.batch
         yield (
@@ -176,11 +177,9 @@ def _rows(
     return rows
 
 
-def as_json(settings: Settings, rows: list[Row]) -> dict[str, Any]:
-    """What is written beside a figure so that it can be measured again."""
-    from bench.timing import machine
-
-    return {
+def as_json_text(settings: Settings, rows: list[Row]) -> str:
+    """The figures, with what is needed to measure them again."""
+    report = {
         "benchmark": "allreduce",
         "ranks": settings.ranks,
         "topology": settings.topology.name,
@@ -189,3 +188,4 @@ def as_json(settings: Settings, rows: list[Row]) -> dict[str, Any]:
         "machine": machine(),
         "rows": [asdict(row) for row in rows],
     }
+    return json.dumps(report, indent=1)

@@ -123,7 +123,7 @@ class Mpi:
 
 
 def timed(
-    call: Callable[[], None], prepare: Callable[[], None], meet: Callable[[], None],
+    call: Callable[[], Any], prepare: Callable[[], None], meet: Callable[[], None],
     iterations: int,
 ) -> list[float]:  # fmt: skip
     """Seconds of each call on this rank; the input is rewritten and all ranks meet before each."""

@@ -33,7 +33,7 @@ class Shape:
     """All that the closed forms need: `fill + per_group * g` chunk steps for g groups of chunks.
 
     `alpha_s` and `bandwidth` (bytes/s) are the slowest link's; `load` is the time in s the busiest
-    link needs for one byte of the message, however well it is pipelined.
+    link needs for one byte of the message (summed over phases), however well it is pipelined.
     """
 
     stride: int
@@ -46,19 +46,20 @@ class Shape:
     def seconds(self, nbytes: int, num_chunks: int) -> float:
         """Exact for exclusive, equal links and full groups; an estimate where links are shared.
 
-        A shared link is busy for the whole message, and the pipeline fills and drains around it.
+        (f + p g)(a + N / (S g b)) for g groups is N p / (S b) + (f + p g) a + f N / (S g b): the
+        whole message at the pipeline's rate, the start-ups, and the bytes that fill and drain it.
+        Where a link is shared, its load sets the rate instead.
         """
-        step = self.alpha_s + nbytes / num_chunks / self.bandwidth
         groups = -(-num_chunks // self.stride)
-        piped = (self.fill + self.per_group * groups) * step
-        return max(piped, self.load * nbytes + self.fill * step)
+        rate = max(self.load, self.per_group / (self.stride * self.bandwidth))
+        startups = (self.fill + self.per_group * groups) * self.alpha_s
+        return rate * nbytes + startups + self.fill * nbytes / num_chunks / self.bandwidth
 
     def best_chunks(self, nbytes: int, largest: int | None = None) -> int:
         """The number of chunks, in whole groups, with the least `seconds`.
 
         g groups take (f + p g)(a + N / (S g b)), least at g = sqrt(f N / (p S b a)): for the
-        overlapped tree K = sqrt((2d - 1) b N / a) in the paper's b = 1/bandwidth. Where links are
-        shared, more groups pay until the pipeline takes as long as the busiest link's load.
+        overlapped tree K = sqrt((2d - 1) b N / a) in the paper's b = 1/bandwidth.
         `largest` (bytes of a chunk) asks for more where small chunks are better for other reasons.
         """
         most = max(1, min(MAX_CHUNKS, -(-nbytes // ALIGN)) // self.stride)
@@ -66,8 +67,6 @@ class Shape:
         if self.alpha_s > 0:
             per_step = self.per_group * self.stride * self.bandwidth * self.alpha_s
             ideal = math.sqrt(self.fill * nbytes / per_step)
-            spare = self.load - self.per_group / (self.stride * self.bandwidth)
-            ideal = max(ideal, spare * nbytes / (self.per_group * self.alpha_s))
         near = {min(most, max(1, g)) for g in (math.floor(ideal), math.ceil(ideal))}
         groups = min(near, key=lambda g: (self.seconds(nbytes, g * self.stride), g))
         if largest:
@@ -88,25 +87,30 @@ def shape_of(plan: Plan, topology: Topology) -> Shape:
     per_group = (steps(4) - first) / 3
     if steps(2) - first != per_group:  # groups that overlap unevenly repeat every 2, 3 or 4
         per_group = (steps(13) - first) / 12
-    load: dict[tuple[Vertex, Vertex], float] = defaultdict(float)
-    sends = (s for stream in plan.streams for body in stream.phases for s in body)
-    for step in sends:
-        if step.op is not Op.SEND:
-            continue
-        crossed = [ends for i in step.connections for ends in plan.connections[i].links]
-        for ends, times in Counter(crossed).items():
-            link = topology.by_ends[ends]
-            times = 1 if link.kind == "memory" else times  # stored once, read by all
-            load[ends] += times / (plan.stride * link.bandwidth * link.count)
     used = [topology.by_ends[ends] for c in plan.connections for ends in c.links]
+    phases = max(len(stream.phases) for stream in plan.streams)
     return Shape(
         plan.stride,
         max(0.0, first - per_group),
         per_group,
         max(link.latency_us for link in used) * 1e-6,
         min(link.bandwidth for link in used),
-        max(load.values()),
+        sum(_load(plan, topology, phase) for phase in range(phases)),
     )
+
+
+def _load(plan: Plan, topology: Topology, phase: int) -> float:
+    """Seconds a byte of the message that the phase's busiest link needs."""
+    load: dict[tuple[Vertex, Vertex], float] = defaultdict(float)
+    for step in (s for stream in plan.streams for body in stream.phases[phase:][:1] for s in body):
+        if step.op is not Op.SEND:
+            continue
+        crossed = [ends for i in step.connections for ends in plan.connections[i].links]
+        for ends, times in Counter(crossed).items():
+            link = topology.by_ends[ends]
+            copies = 1 if link.kind == "memory" else times  # stored once, read by all
+            load[ends] += copies / (plan.stride * link.bandwidth * link.count)
+    return max(load.values(), default=0.0)
 
 
 def largest_chunk(topology: Topology) -> int | None:

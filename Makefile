@@ -1,0 +1,33 @@
+# `make demo` and `make test` each work as the only command in a fresh clone.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test test-all lint clean
+.DELETE_ON_ERROR:
+
+# torch first and at this version: a range could take a build with gigabytes of CUDA packages
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	$(PIP) --constraint constraints.txt setuptools==80.9.0
+	$(PIP) --constraint constraints.txt --no-build-isolation --editable ".[test]"
+	touch $@
+
+demo: $(VENV)/installed
+	$(VENV)/bin/linkweave demo
+
+test: lint
+	$(PY) -m pytest -m "not slow"
+
+test-all: lint
+	$(PY) -m pytest
+
+lint: $(VENV)/installed
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+clean:
+	rm -rf $(VENV) out

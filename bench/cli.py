@@ -1,0 +1,222 @@
+"""The `linkweave` command."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+import collectives
+import topology
+from collectives import CollectiveError
+from collectives.planning.planner import candidates, choose
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, rich_markup_mode=None,
+    help="Collectives planned over the wires: see a machine, plan, simulate, measure.",
+)  # fmt: skip
+bench = typer.Typer(no_args_is_help=True, help="Measure on this machine; results are checked.")
+app.add_typer(bench, name="bench")
+console = Console(stderr=True)
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "64M": binary units K, M, G, an optional B. Raises CollectiveError."""
+    found = re.fullmatch(r"(\d+)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if not found:
+        raise CollectiveError(f"a size is like 1024, 64K, 16M or 1G, not {text!r}")
+    return int(found[1]) * _UNITS[found[2].upper()]
+
+
+def human(nbytes: int) -> str:
+    """64 MiB, as people say it."""
+    for unit in ("G", "M", "K"):
+        if nbytes >= _UNITS[unit] and nbytes % _UNITS[unit] == 0:
+            return f"{nbytes // _UNITS[unit]} {unit}iB"
+    return f"{nbytes} bytes"
+
+
+TopologyOption = Annotated[
+    str, typer.Option("--topology", "--topo", "-t", help="Machine's name or JSON file.")
+]
+SizeOption = Annotated[str, typer.Option("--size", "-s", help="Message in bytes: 64K, 16M, 1G.")]
+AlgorithmOption = Annotated[str, typer.Option("--algorithm", "-a", help="auto, or a name.")]
+ChunksOption = Annotated[
+    int | None, typer.Option("--chunks", "-k", help="Chunks over all trees; default: the model's.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
+
+
+@app.command()
+def topo(
+    name: Annotated[str, typer.Argument(help="Machine's name, JSON file, or auto.")],
+    svg: Annotated[Path | None, typer.Option(help="Draw the machine to this SVG file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the machine to this PNG file.")] = None,
+    plan: Annotated[
+        str | None, typer.Option(help="Draw the trees of this algorithm over the links.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print how a machine is wired; draw it with --svg or --png."""
+    machine = topology.load(name)
+    if as_json:
+        print(machine.to_json())
+    else:
+        print(machine)
+    paths = [p for p in (svg, png) if p]
+    if plan and not paths:
+        raise CollectiveError("--plan draws: give --svg FILE or --png FILE as well")
+    if paths:
+        drawn = collectives.plan_allreduce(machine, 1 << 26, plan) if plan else None
+        with console.status("drawing"):
+            topology.draw(machine, paths, drawn)
+        for path in paths:
+            console.print(f"drawn: {path}", highlight=False)
+
+
+@app.command()
+def plan(
+    size: SizeOption,
+    topo: TopologyOption = "auto",
+    algorithm: AlgorithmOption = "auto",
+    chunks: ChunksOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the verified plan for a message: what each rank does, step by step."""
+    machine, nbytes = topology.load(topo), parse_size(size)
+    made = collectives.plan_allreduce(machine, nbytes, algorithm, chunks)
+    print(made.to_json() if as_json else made)
+
+
+@app.command()
+def simulate(
+    size: SizeOption,
+    topo: TopologyOption = "auto",
+    algorithm: AlgorithmOption = "all",
+    chunks: ChunksOption = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a Chrome trace (one algorithm only).")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict the time of a message; of all algorithms, unless one is named."""
+    machine, nbytes = topology.load(topo), parse_size(size)
+    chosen = choose(machine, nbytes)
+    names = candidates(machine) if algorithm == "all" else (algorithm,)
+    if trace and len(names) > 1:
+        raise CollectiveError("--trace needs one algorithm: name it with --algorithm")
+    rows: list[dict[str, Any]] = []
+    with Progress(console=console, transient=True) as progress:
+        for name in progress.track(names, description="simulating"):
+            made = collectives.plan_allreduce(machine, nbytes, name, chunks)
+            line = collectives.simulate(made, machine, nbytes)
+            rows.append(
+                {
+                    "algorithm": made.algorithm,
+                    "chunks": made.num_chunks,
+                    "time_us": line.seconds * 1e6,
+                    "algbw_gbs": line.algbw / 1e9,
+                    "first_chunk_us": line.first_chunk_seconds * 1e6,
+                    "busiest_link": max(line.utilisation.values(), default=0.0),
+                    "exclusive": made.exclusive,
+                    "detours": len(made.detours),
+                }
+            )
+            if trace:
+                line.save_trace(trace)
+    rows.sort(key=lambda row: row["time_us"])
+    if as_json:
+        print(json.dumps({"topology": machine.name, "size": nbytes, "auto": chosen, "rows": rows}))
+        return
+    print(f"{human(nbytes)} on {machine.name}; auto takes {chosen}")
+    print(f"{'algorithm':24}{'chunks':>7}{'time us':>12}{'algbw GB/s':>12}"
+          f"{'first chunk us':>16}{'busiest link':>14}{'detours':>9}")  # fmt: skip
+    for r in rows:
+        print(f"{r['algorithm']:24}{r['chunks']:7}{r['time_us']:12.1f}{r['algbw_gbs']:12.2f}"
+              f"{r['first_chunk_us']:16.1f}{r['busiest_link']:14.0%}{r['detours']:9}"
+              + ("" if r["exclusive"] else "  shared links"))  # fmt: skip
+
+
+@bench.command()
+def allreduce(
+    ranks: Annotated[int, typer.Option("-n", "--ranks", help="CPU ranks.")] = 8,
+    begin: Annotated[str, typer.Option("-b", help="Smallest message.")] = "1K",
+    end: Annotated[str, typer.Option("-e", help="Largest message.")] = "64M",
+    factor: Annotated[int, typer.Option("-f", help="Factor between sizes.")] = 4,
+    rounds: Annotated[int, typer.Option("-r", help="Rounds in which all libraries take turns.")] = 5,
+    topo: TopologyOption = "auto",
+    batch: Annotated[
+        bool, typer.Option("--batch/--no-batch", help="Everyone under SCHED_BATCH.")
+    ] = True,
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="gloo and MPI beside.")] = True,
+    out: Annotated[Path | None, typer.Option(help="Write the figures as JSON.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """All-reduce of float32 over CPU ranks, beside gloo and MPI (where mpi4py is installed)."""
+    from bench.allreduce import Settings, as_json_text, run, sizes
+    from bench.report import header, line
+    from collectives.communicator import topology_for
+
+    low, high = parse_size(begin), parse_size(end)
+    for flag, value, least in (("-n", ranks, 1), ("-f", factor, 2), ("-r", rounds, 1)):
+        if value < least:
+            raise CollectiveError(f"{flag} must be at least {least}, not {value}")
+    if not 4 <= low <= high:
+        raise CollectiveError(f"-b {begin} and -e {end}: sizes from 4 bytes up, -b not above -e")
+    settings = Settings(ranks, sizes(low, high, factor), topology_for(topo, ranks), rounds, batch,
+                        peers)  # fmt: skip
+    if not as_json:
+        print(header(settings))
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("measuring", total=len(settings.sizes))
+
+        def done(rows: list[Any]) -> None:
+            progress.advance(task)
+            if not as_json:
+                for row in rows:
+                    progress.console.file.flush()
+                    print(line(row), flush=True)
+
+        rows = run(settings, done)
+    text = as_json_text(settings, rows)
+    if as_json:
+        print(text)
+    if out:
+        out.write_text(text + "\n")
+    if wrong := sum(row.wrong for row in rows):
+        raise CollectiveError(f"{wrong} elements were wrong")
+
+
+@app.command()
+def demo(
+    ranks: Annotated[int, typer.Option("-n", "--ranks", help="Data-parallel CPU ranks.")] = 8,
+    epochs: Annotated[int, typer.Option(help="Passes over the training digits.")] = 12,
+    out: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("out"),
+    as_json: JsonOption = False,
+) -> None:
+    """Train a CNN on handwritten digits, gradients over the DGX-1's double tree."""
+    from bench.demo import run, summary
+
+    result = run(ranks, epochs, out)
+    print(json.dumps(result) if as_json else summary(result))
+
+
+def main() -> None:
+    """Entry point: errors of ours are one line and exit status 2."""
+    try:
+        app(standalone_mode=True)
+    except CollectiveError as error:
+        print(f"linkweave: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()
