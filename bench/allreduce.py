@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,34 +102,26 @@ def _rank(rank: int, size: int, settings: Settings, store: str, mpi: Mpi | None)
     private, shared = np.empty(count, np.float32), comm.empty(count)
     iterations = max(2, min(20, BUDGET_BYTES // max(size * 8, 1)))
 
-    def libraries() -> Iterator[tuple[str, Any, Callable[[], Any], Callable[[], None], bool]]:
-        """(name, buffer, call, meeting point, batch)"""
-        yield "linkweave", private, lambda: comm.allreduce(private), comm.barrier, settings.batch
-        yield (
-            "linkweave empty",
-            shared,
-            lambda: comm.allreduce(shared),
-            comm.barrier,
-            settings.batch,
-        )
+    def libraries() -> Iterator[tuple[str, Any, Callable[[], Any], bool]]:
+        """(name, buffer, call, whether under SCHED_BATCH)"""
+        yield "linkweave", private, partial(comm.allreduce, private), settings.batch
+        yield "linkweave empty", shared, partial(comm.allreduce, shared), settings.batch
         if gloo is not None:
-            yield ("gloo", private, lambda: gloo.allreduce(private, gloo.batch), comm.barrier,
-                   settings.batch)  # fmt: skip
-            if settings.batch:
-                yield ("gloo default", private,
-                       lambda: gloo.allreduce(private, gloo.default), comm.barrier, False)  # fmt: skip
+            yield "gloo", private, partial(gloo.allreduce, private, gloo.batch), settings.batch
+        if gloo is not None and settings.batch:
+            yield "gloo default", private, partial(gloo.allreduce, private, gloo.default), False
 
     found: dict[str, list[list[float]]] = {}
     wrong: dict[str, int] = {}
     states = [round_trip_ns(comm)]
     for number in range(settings.rounds + 1):  # round 0 checks and warms up
-        for name, buffer, call, meet, batch in libraries():
+        for name, buffer, call, batch in libraries():
             schedule(batch)
 
             def prepare(buffer: Any = buffer) -> None:
                 buffer[:] = mine
 
-            times = np.array(timed(call, prepare, meet, iterations if number else 1))
+            times = np.array(timed(call, prepare, comm.barrier, iterations if number else 1))
             schedule(settings.batch)
             bad = np.array([int((buffer != want).sum())], np.int64)
             comm.allreduce(bad)

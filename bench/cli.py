@@ -151,7 +151,9 @@ def allreduce(
     begin: Annotated[str, typer.Option("-b", help="Smallest message.")] = "1K",
     end: Annotated[str, typer.Option("-e", help="Largest message.")] = "64M",
     factor: Annotated[int, typer.Option("-f", help="Factor between sizes.")] = 4,
-    rounds: Annotated[int, typer.Option("-r", help="Rounds in which all libraries take turns.")] = 5,
+    rounds: Annotated[
+        int, typer.Option("-r", help="Rounds in which all libraries take turns.")
+    ] = 5,
     topo: TopologyOption = "auto",
     batch: Annotated[
         bool, typer.Option("--batch/--no-batch", help="Everyone under SCHED_BATCH.")

@@ -11,12 +11,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import track
+
 import collectives
 import topology
 from collectives import CollectiveError
 from collectives.default import get_default
-from rich.console import Console
-from rich.progress import track
 
 MACHINE = "dgx1-v100"
 ALGORITHM = "overlapped_double_tree"

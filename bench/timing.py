@@ -22,7 +22,7 @@ def schedule(batch: bool) -> None:
 
 
 @njit(nogil=True, cache=True)
-def _ping(mine, theirs, first, rounds):  # type: ignore[no-untyped-def]
+def _ping(mine, theirs, first, rounds):
     for k in range(1, rounds + 1):
         if first:
             store_release(mine, k)

@@ -13,7 +13,7 @@ def check(names: tuple[str, ...] = ("topology", "kernels", "bench")) -> None:
     for name in names:
         ours = HOME / name
         spec = find_spec(name)
-        where = list(spec.submodule_search_locations or [spec.origin]) if spec else []
+        where = [*(spec.submodule_search_locations or ()), spec.origin or ""] if spec else []
         if not any(w and Path(w).resolve() == ours for w in where):
             found = where[0] if where else "nothing"
             raise ImportError(

@@ -334,7 +334,7 @@ def _bytes_of(buffer: Buffer) -> Any:
 
     if not buffer.nbytes:
         return np.empty(0, np.uint8)
-    raw = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.address)
+    raw: Any = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.address)
     return np.frombuffer(raw, np.uint8)
 
 

@@ -98,9 +98,9 @@ class _Rank:
             if ok:
                 self.value = payload
             else:
-                error, text = payload
-                error.add_note(f"rank {self.rank}:\n{text}")
-                self.error = error
+                self.error, text = payload
+                assert self.error is not None
+                self.error.add_note(f"rank {self.rank}:\n{text}")
         self.done = True
 
     def end(self) -> None:
@@ -115,7 +115,7 @@ class _Rank:
 
 
 def _gather(ranks: list[_Rank], fd: int, size: int) -> list[Any]:
-    waiting = {r.results: r for r in ranks}
+    waiting: dict[Any, _Rank] = {r.results: r for r in ranks}
     first: _Rank | None = None
     deadline: float | None = None
     while waiting:
@@ -124,7 +124,7 @@ def _gather(ranks: list[_Rank], fd: int, size: int) -> list[Any]:
         if not ready:
             break
         for results in ready:
-            r = waiting.pop(results)  # type: ignore[index]
+            r = waiting.pop(results)
             r.collect()
             if r.error is None:
                 continue

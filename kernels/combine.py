@@ -23,22 +23,22 @@ SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64, types
 
 
 @njit(inline="always")
-def _sum(a, b):  # type: ignore[no-untyped-def]
+def _sum(a, b):
     return a + b
 
 
 @njit(inline="always")
-def _prod(a, b):  # type: ignore[no-untyped-def]
+def _prod(a, b):
     return a * b
 
 
 @njit(inline="always")
-def _min(a, b):  # type: ignore[no-untyped-def]
+def _min(a, b):
     return b if (b < a or b != b) else a
 
 
 @njit(inline="always")
-def _max(a, b):  # type: ignore[no-untyped-def]
+def _max(a, b):
     return b if (b > a or b != b) else a
 
 
@@ -53,7 +53,7 @@ _HALVES: dict[str, Any] = {
 
 
 def _native(step: Any, zero: Any, average: bool) -> Callable[..., None]:
-    def kernel(dst, table, m, n, divisor):  # type: ignore[no-untyped-def]
+    def kernel(dst, table, m, n, divisor):
         own = carray(pointer(dst, zero), n)
         for start in range(0, n, BLOCK):
             stop = min(start + BLOCK, n)
@@ -81,7 +81,7 @@ def _native(step: Any, zero: Any, average: bool) -> Callable[..., None]:
 def _half(step: Any, widen: Any, narrow: Any, average: bool) -> Callable[..., None]:
     bits = np.uint16(0)
 
-    def kernel(dst, table, m, n, divisor):  # type: ignore[no-untyped-def]
+    def kernel(dst, table, m, n, divisor):
         own = carray(pointer(dst, bits), n)
         total = np.empty(BLOCK, np.uint32)
         other = np.empty(BLOCK, np.uint32)

@@ -11,13 +11,13 @@ from numba import njit
 
 
 @njit(inline="always")
-def widen_bfloat16(src, dst):  # type: ignore[no-untyped-def]
+def widen_bfloat16(src, dst):
     for i in range(src.size):
         dst[i] = np.uint32(src[i]) << np.uint32(16)
 
 
 @njit(inline="always")
-def narrow_bfloat16(src, dst):  # type: ignore[no-untyped-def]
+def narrow_bfloat16(src, dst):
     for i in range(dst.size):
         x = src[i]
         up = (x + np.uint32(0x7FFF) + ((x >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
@@ -27,7 +27,7 @@ def narrow_bfloat16(src, dst):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def widen_float16(src, dst):  # type: ignore[no-untyped-def]
+def widen_float16(src, dst):
     floats = dst.view(np.float32)
     for i in range(src.size):
         dst[i] = (np.uint32(src[i]) & np.uint32(0x7FFF)) << np.uint32(13)
@@ -41,7 +41,7 @@ def widen_float16(src, dst):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def narrow_float16(src, dst):  # type: ignore[no-untyped-def]
+def narrow_float16(src, dst):
     floats = src.view(np.float32)
     for i in range(dst.size):
         x = src[i]

@@ -52,7 +52,7 @@ SENT, RAISED, GRANTED, READ, FREED, TAKEN = range(6)
 
 
 @njit(inline="always")
-def ring(bells):  # type: ignore[no-untyped-def]
+def ring(bells):
     """Wake every rank of these bells that sleeps; call after the stores they may wait for."""
     fence()
     for i in range(bells.size):
@@ -62,8 +62,8 @@ def ring(bells):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def copy_out(dst, src, nbytes, streaming):  # type: ignore[no-untyped-def]
-    """Copy to private memory; a large message's result goes past the caches: nobody reads it yet."""
+def copy_out(dst, src, nbytes, streaming):
+    """Copy to private memory; a large message goes past the caches: nobody reads it yet."""
     if streaming:
         head = min(-dst & 63, nbytes)
         copy_bytes(dst, src, head)
@@ -73,14 +73,14 @@ def copy_out(dst, src, nbytes, streaming):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def interpret(code, call, flag, bells, slot, origin, pushed, cursor, at, peers, table):  # type: ignore[no-untyped-def]
+def interpret(code, call, flag, bells, slot, origin, pushed, cursor, at, peers, table):
     """Run until all streams are done (DONE), nothing moves (IDLE) or someone aborts (ABORTED).
 
     `flag` [connections, 2]: addresses of the data-ready and slot-free counters; `bells`: addresses
     of the other ranks' bells; `slot`, `origin`, `pushed` [connections]: address of the first slot,
-    rank whose data it carries, rank whose chunk it may write (or -1); `cursor` [connections, 6]; `at` [streams, 3]: phase, group, place in the
-    code (state between calls of an unfinished run; all zero at first); `table`: scratch for as
-    many addresses as ranks.
+    rank whose data it carries, rank whose chunk it may write (or -1); `cursor` [connections, 6];
+    `at` [streams, 3]: phase, group, place in the code (state between calls of an unfinished run;
+    all zero at first); `table`: scratch for as many addresses as ranks.
 
     With DIRECT all buffers lie in shared memory at `peers` [ranks], and no slot is used: a REDUCE
     reads the chunks of the ranks that the data comes from; a SEND over a connection that is
@@ -199,7 +199,7 @@ def interpret(code, call, flag, bells, slot, origin, pushed, cursor, at, peers, 
 
 
 @njit(nogil=True, cache=True)
-def await_counters(counters, value, own_bell, abort):  # type: ignore[no-untyped-def]
+def await_counters(counters, value, own_bell, abort):
     """Wait until the int64 at each address of `counters` is at least `value`.
 
     Returns DONE, IDLE (as `interpret`) or ABORTED.
@@ -230,13 +230,13 @@ def await_counters(counters, value, own_bell, abort):  # type: ignore[no-untyped
 
 
 @njit(nogil=True, cache=True)
-def raise_counter(address, value, bells):  # type: ignore[no-untyped-def]
+def raise_counter(address, value, bells):
     """Store `value` with release and wake every rank in `bells` (addresses) that sleeps."""
     store_release(address, value)
     ring(bells)
 
 
 @njit(nogil=True, cache=True)
-def read_counter(address):  # type: ignore[no-untyped-def]
+def read_counter(address):
     """The int64 at `address`, with acquire."""
     return load_acquire(address)

@@ -6,4 +6,13 @@ from topology.graph import Link, Topology, Vertex
 from topology.loading import load
 from topology.machines import NAMES
 
-__all__ = ["NAMES", "CollectiveError", "Link", "Topology", "TopologyError", "Vertex", "draw", "load"]
+__all__ = [
+    "NAMES",
+    "CollectiveError",
+    "Link",
+    "Topology",
+    "TopologyError",
+    "Vertex",
+    "draw",
+    "load",
+]

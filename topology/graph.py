@@ -12,7 +12,7 @@ from typing import Any
 from topology.errors import TopologyError
 
 Vertex = int | str
-"""A GPU (or CPU rank) is an int; anything that only passes traffic on (a switch, a bus) is a str."""
+"""A GPU (or CPU rank) is an int; what only passes traffic on (a switch, a bus) is a str."""
 
 KINDS = {"nvlink": "NV", "pcie": "PCI", "memory": "MEM", "network": "NET"}
 """Kinds of link, and how the matrix abbreviates them."""

@@ -260,10 +260,10 @@ class _Search:
         if loaded is None:
             gpus = self.topology.gpus
             edge = next(
-                e for e in self.edges if self.wires(e, best, None) is None and not any(
-                    self.wires(e, best, m) for m in range(self.size)
-                    if m not in (best[e.a], best[e.b]))
-            )  # fmt: skip
+                e
+                for e in self.edges
+                if not any(self.wires(e, best, m) for m in (None, *range(self.size)))
+            )
             raise PlanError(
                 f"{self.topology.name}: GPUs {gpus[best[edge.a]]} and {gpus[best[edge.b]]} are "
                 "not joined, and no GPU next to both can forward between them; try ring or chain"
@@ -281,8 +281,9 @@ class _Search:
 def embed(topology: Topology, edges: Sequence[Edge], size: int, relabel: bool = True) -> Embedding:
     """Positions 0..size-1 on ranks 0..size-1 of the topology.
 
-    Without `relabel` position i stays on rank i and only ways are chosen. Deterministic. Exact for the sizes that matter (8 GPUs, up to two detours); a bounded search
-    beyond. Raises PlanError where some edge has no way at all.
+    Without `relabel` position i stays on rank i and only ways are chosen. Deterministic. Complete
+    for the machines that matter (8 GPUs, up to two detours), a bounded search beyond. Raises
+    PlanError where some edge has no way at all.
     """
     if size != len(topology.gpus):
         raise PlanError(f"a shape of {size} positions does not fit {len(topology.gpus)} GPUs")

@@ -192,7 +192,8 @@ class _Lowering:
             self.emit(dst, Op.WAIT, (index,), chunk)
 
     def run(self) -> None:
-        for self.phase, rounds in enumerate(self.algorithm.phases):
+        for phase, rounds in enumerate(self.algorithm.phases):
+            self.phase = phase
             for rnd in rounds:
                 arrivals = []
                 for move in rnd:

@@ -243,7 +243,7 @@ class Plan:
                 num_chunks=data["num_chunks"],
                 stride=data["stride"],
                 slots=data["slots"],
-                connections=tuple(Connection(*c[:4], tuple(c[4])) for c in data["connections"]),
+                connections=tuple(map(_connection_in, data["connections"])),
                 streams=tuple(
                     Stream(rank, channel, tuple(tuple(map(_step_in, body)) for body in phases))
                     for rank, channel, phases in data["streams"]
@@ -327,6 +327,11 @@ def pushed(plan: Plan) -> list[int]:
 
 def _step_out(step: Step) -> list[Any]:
     return [step.op.name, list(step.connections), step.chunk, step.source, step.last]
+
+
+def _connection_in(row: list[Any]) -> Connection:
+    src, src_channel, dst, dst_channel, path = row
+    return Connection(src, src_channel, dst, dst_channel, tuple(path))
 
 
 def _step_in(row: list[Any]) -> Step:

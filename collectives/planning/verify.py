@@ -148,7 +148,8 @@ class _Proof:
         step, plan, i = visit.step, self.plan, visit.index
         clock = self.clock[i]
         clock[i] += 1
-        own = ("chunk", visit.stream.rank, visit.chunk)
+        own: tuple[object, ...] = ("chunk", visit.stream.rank, visit.chunk)
+        cell: tuple[object, ...]
         me = (visit.stream.rank, visit.stream.channel)
         match step.op:
             case Op.SIGNAL | Op.WAIT:
@@ -167,7 +168,7 @@ class _Proof:
                             np.maximum(clock, self.free[index][nth], out=clock)
             case Op.SEND:
                 if step.source is None:
-                    cell: tuple[object, ...] = own
+                    cell = own
                     origin = (own, self.wrote[own])
                 else:
                     cell = ("slot", step.source, visit.source_slot)

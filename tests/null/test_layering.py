@@ -99,7 +99,7 @@ def test_a_right_arrow_passes(file: str, source: str) -> None:
         "import topology",
         "import collectives.planning.planner",
         "import collectives.planning.planner as p, topology as t; "
-         "p.plan_allreduce(t.load('dgx1-v100'), 1 << 20)",
+        "p.plan_allreduce(t.load('dgx1-v100'), 1 << 20)",
     ],
 )
 def test_planning_needs_nothing_heavy(statement: str) -> None:

@@ -225,7 +225,7 @@ def test_predictions_hold_for_rings_with_detours(gpus: tuple[int, ...]) -> None:
         assert shape.seconds(k * CHUNK, k) == pytest.approx(simulated, rel=0.02)
 
 
-# ---- bytes and links ------------------------------------------------------------------------------
+# ---- bytes and links ----------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_one_send_to_many_over_one_link_takes_turns_too() -> None:
     assert timeline.seconds >= 3e-3
 
 
-# ---- edges ------------------------------------------------------------------------------------------
+# ---- edges ----------------------------------------
 
 
 @pytest.mark.parametrize("name", [n for n in ALGORITHMS if n != "ccube_dgx1"])

@@ -325,17 +325,17 @@ WRONG_PAIRS = {
     ),
     "sent the wrong way": ({"r0": [step(SEND, 0)]}, "sends on connection 0, which it receives"),
     "read the wrong way": ({"r1up": [step(REDUCE, 0)]}, "reads connection 0, which it sends"),
-    "no such connection": ({"r1up": send(7)}, "connection 7 does not end here"),
+    "no such connection": ({"r1up": send(7)}, "WAIT names connection 7; the plan has 2"),
     "forwards what it does not get": (
         {"r0": [*receive(REDUCE, 0, last=True), step(WAIT, 1), step(SEND, 1, source=1)]},
-        r"forwards a slot it does not receive \(1\)",
+        "SEND names a connection twice",
     ),
     "chunk outside its group": (
         {"r1up": send(0, chunk=1)},
         "rank 1 channel 0 step 0: WAIT needs a connection and a chunk below the stride 1, not 1",
     ),
     "no connection": ({"r1up": [step(WAIT)]}, "WAIT needs a connection"),
-    "waits twice at once": ({"r0": [step(WAIT, 0, 0)]}, "."),
+    "waits twice at once": ({"r0": [step(WAIT, 0, 0)]}, "WAIT names a connection twice"),
 }  # fmt: skip
 
 
