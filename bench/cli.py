@@ -19,6 +19,7 @@ from collectives.planning.planner import candidates, choose
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode=None,
+    pretty_exceptions_enable=False,
     help="Collectives planned over the wires: see a machine, plan, simulate, measure.",
 )  # fmt: skip
 bench = typer.Typer(no_args_is_help=True, help="Measure on this machine; results are checked.")
@@ -177,15 +178,16 @@ def allreduce(
                         peers)  # fmt: skip
     if not as_json:
         print(header(settings))
-    with Progress(console=console, transient=True) as progress:
+    # no refreshing thread: `spawn` forks only where this process runs no other thread
+    with Progress(console=console, transient=True, auto_refresh=False) as progress:
         task = progress.add_task("measuring", total=len(settings.sizes))
+        progress.refresh()
 
         def done(rows: list[Any]) -> None:
-            progress.advance(task)
             if not as_json:
                 for row in rows:
-                    progress.console.file.flush()
                     print(line(row), flush=True)
+            progress.update(task, advance=1, refresh=True)
 
         rows = run(settings, done)
     text = as_json_text(settings, rows)
@@ -212,10 +214,10 @@ def demo(
 
 
 def main() -> None:
-    """Entry point: errors of ours are one line and exit status 2."""
+    """Entry point: errors in what was asked for are one line and exit status 2."""
     try:
         app(standalone_mode=True)
-    except CollectiveError as error:
+    except (CollectiveError, OSError) as error:
         print(f"linkweave: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

@@ -60,7 +60,13 @@ def spawn(
             ours, theirs = context.Pipe(duplex=False)
             job = (fn, args, rank, nprocs, topo, timeout, order, Arena.path(fd), os.getpid())
             process = context.Process(target=_child, args=(theirs, job), daemon=False)
-            process.start()
+            try:
+                process.start()
+            except (AttributeError, TypeError, pickle.PicklingError) as error:
+                raise CollectiveError(
+                    "this process runs other threads (or has used CUDA), so ranks cannot be "
+                    f"forked and what they run must pickle: {error}"
+                ) from None
             theirs.close()
             ranks.append(_Rank(rank, process, ours))
         return _gather(ranks, fd, nprocs)

@@ -1,0 +1,146 @@
+"""The command as a newcomer uses it, and the README's own words."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import topology
+from bench.cli import human, parse_size
+from collectives import CollectiveError, Plan, plan_allreduce, verify
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "bench.cli", *words],
+        cwd=ROOT, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+
+
+def test_topo_prints_the_matrix_and_draws(tmp_path: Path) -> None:
+    svg, png = tmp_path / "a.svg", tmp_path / "a.png"
+    done = command(
+        "topo", "dgx1-v100", "--svg", str(svg), "--png", str(png), "--plan", "ccube_dgx1"
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(topology.load("dgx1-v100")) in done.stdout
+    assert "tree 1" in svg.read_text() and png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_topo_json_reads_back() -> None:
+    done = command("topo", "pcie-8", "--json")
+    assert topology.load(done.stdout) == topology.load("pcie-8")
+
+
+def test_plan_json_is_the_verified_plan() -> None:
+    done = command("plan", "--topo", "dgx1-p100", "--size", "64M", "--json")
+    machine = topology.load("dgx1-p100")
+    plan = Plan.from_json(done.stdout)
+    verify(plan, machine)
+    assert plan == plan_allreduce(machine, 64 << 20)
+
+
+def test_simulate_lists_all_and_traces_one(tmp_path: Path) -> None:
+    done = command("simulate", "--topo", "dgx1-v100", "--size", "1M", "--json")
+    rows = json.loads(done.stdout)["rows"]
+    assert {"overlapped_double_tree", "double_tree", "ring"} <= {r["algorithm"] for r in rows}
+    assert [r["time_us"] for r in rows] == sorted(r["time_us"] for r in rows)
+    trace = tmp_path / "t.json"
+    done = command("simulate", "-t", "mesh-4", "-s", "64K", "-a", "ring", "--trace", str(trace))
+    assert done.returncode == 0 and json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["topo", "dgx9"], "unknown machine 'dgx9': no such file, and no such name; names are"),
+        (["topo", "mesh-0"], "must be from 1 to 4096, not 0"),
+        (["topo", "dgx2", "--png", "/nowhere/x.png"], "/nowhere/x.png"),
+        (["topo", "dgx2", "--png", "x.jpeg"], "x.jpeg"),
+        (["topo", "{\n oops}"], "topology JSON: line 2 column 2"),
+        (["topo", "dgx2", "--plan", "ring"], "--plan draws: give --svg FILE or --png FILE"),
+        (["plan", "-t", "dgx2", "-s", "-5"], "a size is like 1024, 64K, 16M or 1G, not '-5'"),
+        (["plan", "-t", "dgx2", "-s", "1M", "-a", "rong"], "unknown algorithm 'rong'; choose from"),
+        (["plan", "-t", "dgx2", "-s", "1M", "-a", "ccube_dgx1"], "dgx2 is wired differently"),
+        (
+            ["plan", "-t", "dgx2", "-s", "1M", "-k", "0"],
+            "num_chunks must be an integer of at least",
+        ),
+        (["bench", "allreduce", "-n", "9", "-t", "dgx1-v100"], "has 8 GPUs, fewer than the 9"),
+        (["bench", "allreduce", "-f", "1"], "-f must be at least 2, not 1"),
+        (["demo", "--epochs", "0"], "--epochs must be at least 1, not 0"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_two(words: list[str], said: str) -> None:
+    done = command(*words)
+    assert done.returncode == 2
+    assert said in done.stderr and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("linkweave: ")
+
+
+def test_sizes() -> None:
+    assert [parse_size(t) for t in ("0", "7", "64K", "64kib", "16M", "1GB")] == [
+        0, 7, 65536, 65536, 16 << 20, 1 << 30,
+    ]  # fmt: skip
+    assert [human(n) for n in (7, 1024, 3 << 20, 1 << 30)] == ["7 bytes", "1 KiB", "3 MiB", "1 GiB"]
+    with pytest.raises(CollectiveError, match="not '1T'"):
+        parse_size("1T")
+
+
+def test_bench_checks_and_writes_json(tmp_path: Path) -> None:
+    out = tmp_path / "b.json"
+    done = command("bench", "allreduce", "-n", "3", "-b", "1K", "-e", "4K", "-r", "1",
+                   "--out", str(out))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert {r["size"] for r in rows} == {1024, 4096}
+    assert {"linkweave", "linkweave empty", "gloo", "gloo default"} <= {r["library"] for r in rows}
+    assert all(r["wrong"] == 0 and r["time_us"] > 0 for r in rows)
+    assert "#wrong" in done.stdout and "busbw" in done.stdout
+
+
+def test_the_demo_learns(tmp_path: Path) -> None:
+    done = command("demo", "-n", "2", "--epochs", "6", "--out", str(tmp_path), "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["accuracy"] > 0.8
+    assert result["largest_difference"] < 1e-3
+    assert Path(result["picture"]).read_bytes().startswith(b"\x89PNG")
+
+
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+def test_the_readmes_examples_run(block: str, tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(block)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=100,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+@pytest.mark.parametrize("words", re.findall(r"^linkweave (.*)$", README, re.MULTILINE))
+def test_the_readmes_commands_exist(words: str) -> None:
+    parts = [w for w in words.split() if w != "\\"]
+    if parts[0] in ("bench", "demo"):  # run above, smaller
+        parts = [*parts[: 2 if parts[0] == "bench" else 1], "--help"]
+    done = command(*parts)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(autouse=True)
+def _clean_up() -> object:
+    yield
+    for name in ("dgx1.svg", "dgx1.png", "ring.json"):
+        (ROOT / name).unlink(missing_ok=True)

@@ -1,0 +1,156 @@
+"""Plans carried out by real processes on shared memory against the reference, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import collectives
+from collectives import PlanError, plan_allreduce
+from collectives.default import get_default
+from collectives.planning.algorithms import ALGORITHMS
+from collectives.planning.plan import Op, Plan
+from collectives.runtime import reference
+from collectives.runtime.shm import SLOT_BYTES, Buffer
+from kernels import interpret as kernel
+from tests.null.helpers import by_hand, hop, random_plan, receive, send
+from topology import load
+
+SIZES = (0, 1, 2, 3, 17, 1009, 4096)
+
+
+def values(rank: int, n: int, salt: int = 0) -> np.ndarray:
+    """Sums that round differently in every order."""
+    rng = np.random.default_rng([rank, n, salt])
+    return (rng.standard_normal(n) * 10.0 ** rng.integers(-3, 4, n)).astype(np.float32)
+
+
+def misaligned(x: np.ndarray) -> np.ndarray:
+    """A copy that begins 4 bytes past a 64-byte boundary."""
+    raw = np.empty(x.nbytes + 128, np.uint8)
+    start = -raw.ctypes.data % 64 + 4
+    y = raw[start : start + x.nbytes].view(x.dtype)
+    y[...] = x
+    return y
+
+
+def buffer_of(x: np.ndarray) -> Buffer:
+    return Buffer(int(x.ctypes.data), x.nbytes, str(x.dtype), x.itemsize)
+
+
+def test_codes_are_the_plans() -> None:
+    for op in Op:
+        assert getattr(kernel, op.name) == op.value
+    assert len(Op) == 5
+    fields = "OWN NBYTES CHUNK_BYTES NUM_CHUNKS STRIDE SLOTS SLOT_BYTES ITEM COMBINE DIVISOR DIRECT"
+    fields += " ABORT BELL STREAMING"
+    places = [getattr(kernel, name) for name in fields.split()]
+    assert places == list(range(kernel.CALL_FIELDS))
+
+
+def test_layout_of_the_code() -> None:
+    plan = by_hand(
+        [hop(0, 0, 1)],
+        {(0, 0): [send(0)], (1, 0): [receive(Op.REDUCE, 0, last=True)]},
+    )
+    assert plan.encode(0).tolist() == [
+        1, 1, 4, 22,
+        4, 0, 1, -1, 1, 0,
+        0, 0, 0, -1, 1, 0,
+        3, 0, 1, -1, 1, 0,
+    ]  # fmt: skip
+    assert plan.encode(1).tolist() == [
+        1, 1, 4, 22,
+        4, 0, 0, -1, 1, 0,
+        1, 0, 1, -1, 1, 0,
+        3, 0, 0, -1, 1, 0,
+    ]  # fmt: skip
+
+
+def run_plans(rank: int, plans: list[Plan]) -> list[bytes]:
+    """Each plan on each size, twice over one region, so that its counters go on."""
+    runtime: Any = get_default()._runtime
+    results = []
+    for salt, plan in enumerate(plans):
+        region = runtime.prepare(plan)
+        for n in SIZES:
+            for again in range(2):
+                x = misaligned(values(rank, n, salt + 100 * again))
+                runtime.run(plan, region, buffer_of(x), "sum")
+                results.append(x.tobytes())
+    return results
+
+
+def test_random_plans() -> None:
+    by_size: dict[int, list[Plan]] = {}
+    for seed in range(24):
+        plan, _ = random_plan(seed)
+        assert plan.chunk_bytes(4 * max(SIZES)) <= SLOT_BYTES
+        by_size.setdefault(plan.size, []).append(plan)
+    assert len(by_size) >= 3
+    for size, plans in by_size.items():
+        got = collectives.spawn(run_plans, size, args=(plans,))
+        at = 0
+        for salt, plan in enumerate(plans):
+            for n in SIZES:
+                for again in range(2):
+                    inputs = [values(r, n, salt + 100 * again) for r in range(size)]
+                    want = reference.run(plan, inputs)
+                    for r in range(size):
+                        assert got[r][at] == want[r].tobytes(), (plan.algorithm, salt, n, r)
+                    at += 1
+
+
+LENGTHS = (1, 2, 5, 8, 1009, 30_011, 70_000)
+
+
+def through_the_face(rank: int, names: list[str]) -> list[bytes]:
+    """Private buffers, shared ones, a mix of both, and the private ones once more."""
+    comm = get_default()
+    chosen = ""
+    comm._algorithm = lambda nbytes: chosen  # type: ignore[method-assign]
+    results = []
+    for chosen in names:  # noqa: B007
+        comm._plans.clear()
+        for n in LENGTHS:
+            for kind in ("private", "shared", "mixed", "private"):
+                x = values(rank, n)
+                if kind == "shared" or (kind == "mixed" and rank % 2):
+                    y = comm.empty(n + 1)[1:]
+                    y[...] = x
+                    x = y
+                comm.allreduce(x)
+                results.append(x.tobytes())
+    return results
+
+
+@pytest.mark.parametrize("name", ["dgx1-v100", *(f"cpu-{n}" for n in (1, 2, 3, 5, 7, 8))])
+def test_named_algorithms(name: str) -> None:
+    topology = load(name)
+    size = len(topology.gpus)
+    names = []
+    for algorithm in ALGORITHMS:
+        try:
+            plan_allreduce(topology, 4, algorithm)
+        except PlanError:
+            continue
+        names.append(algorithm)
+    assert len(names) >= 7 and ("ccube_dgx1" in names) == (name == "dgx1-v100")
+    got = collectives.spawn(through_the_face, size, topology, args=(names,))
+    at = 0
+    for algorithm in names:
+        for n in LENGTHS:
+            inputs = [values(r, n) for r in range(size)]
+            nbytes = 4 * n
+            plan = plan_allreduce(topology, nbytes, algorithm)
+            chunks = -(-nbytes // SLOT_BYTES)
+            if chunks > plan.num_chunks:
+                chunks = -(-chunks // plan.stride) * plan.stride
+                plan = plan_allreduce(topology, nbytes, algorithm, chunks)
+            want = reference.run(plan, inputs)[0].tobytes()
+            for kind in range(4):
+                for r in range(size):
+                    assert got[r][at] == want, (algorithm, n, kind, r)
+                at += 1
