@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,13 +64,26 @@ def run(
     return [b.reshape(x.shape) for b, x in zip(buffers, inputs, strict=True)]
 
 
+def _min(a: Array, b: Array) -> Array:
+    return np.where((b < a) | np.not_equal(b, b), b, a)  # b != b: a NaN wins
+
+
+def _max(a: Array, b: Array) -> Array:
+    return np.where((b > a) | np.not_equal(b, b), b, a)
+
+
+_STEPS: dict[str, Callable[[Array, Array], Array]] = {
+    "sum": np.add, "avg": np.add, "prod": np.multiply, "min": _min, "max": _max,
+}  # fmt: skip
+
+
 def combine(
     own: Array, others: Sequence[Array], op: str, divisor: int = 1, bfloat16: bool = False
 ) -> Array:
     """One REDUCE: `own` combined with `others` in order, then divided, then rounded once."""
     if op not in OPS:
         raise CollectiveError(f"unknown op {op!r}; choose from {', '.join(OPS)}")
-    step = {"min": np.minimum, "max": np.maximum, "prod": np.multiply}.get(op, np.add)
+    step = _STEPS[op]
     dtype = own.dtype
     total = _widen(own, bfloat16)
     for other in others:

@@ -1,0 +1,316 @@
+"""Ranks that die, stop, raise or never come: the others say so, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import collectives
+from collectives import CollectiveAborted, CollectiveError, CollectiveTimeout
+from collectives.default import get_default
+from collectives.runtime.arena import _Heap
+
+BIG = 16 << 20  # float32s: 64 MiB, far longer under way than the fuse of `kill_in_the_middle`
+
+
+def children() -> set[int]:
+    """Processes whose parent is this one."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == os.getpid():
+            found.add(int(stat.parent.name))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No file, no process; and the next job runs."""
+    shm, before = set(os.listdir("/dev/shm")), children()
+    yield
+    assert set(os.listdir("/dev/shm")) == shm
+    assert children() <= before
+    assert collectives.spawn(total, 3) == [3.0] * 3
+
+
+def total(rank: int) -> float:
+    x = np.full(5, rank, np.float32)
+    collectives.allreduce(x)
+    return float(x[0])
+
+
+def telling(path: str, rank: int, call: Callable[[], Any]) -> None:
+    """Make the call; write what it raised, and when, to a file of the rank."""
+    try:
+        call()
+    except CollectiveError as error:
+        fields = [getattr(error, f, None) for f in ("rank", "peer", "channel", "step", "chunk")]
+        text = f"{type(error).__name__}|{time.monotonic()}|{fields}|{error}"
+        Path(path, f"{rank}").write_text(text)
+        raise
+
+
+def told(path: Path, ranks: set[int]) -> dict[int, tuple[str, float, list[Any], str]]:
+    assert {int(p.name) for p in path.iterdir() if p.name.isdigit()} == ranks
+    out = {}
+    for r in ranks:
+        kind, when, fields, text = (path / f"{r}").read_text().split("|", 3)
+        values = [None if f == "None" else int(f) for f in fields.strip("[]").split(", ")]
+        out[r] = kind, float(when), values, text
+    return out
+
+
+def kill_before(rank: int, path: str, signum: int) -> None:
+    x = np.ones(1000, np.float32)
+    collectives.allreduce(x)
+    if rank == 2:
+        Path(path, "when").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signum)
+    telling(path, rank, lambda: collectives.allreduce(x))
+
+
+def test_killed_before_a_call(tmp_path: Path) -> None:
+    with pytest.raises(CollectiveError, match=r"rank 2 \(process \d+\) was killed by SIGKILL"):
+        collectives.spawn(kill_before, 4, args=(str(tmp_path), signal.SIGKILL), timeout=20)
+    died = float((tmp_path / "when").read_text())
+    for rank, (kind, when, fields, text) in told(tmp_path, {0, 1, 3}).items():
+        assert kind == "CollectiveAborted" and when - died < 3
+        assert fields[:2] == [rank, 2], text
+        assert re.search(r"rank 2 \(process \d+\) died", text), text
+
+
+def kill_in_the_middle(rank: int, path: str) -> None:
+    comm = get_default()
+    x = np.ones(BIG, np.float32)
+    comm.allreduce(x)  # plans, compiles and touches the memory
+    if rank == 1:
+
+        def fuse() -> None:
+            region = next(iter(comm._plans.values()))[1]
+            before = region.cursor.sum()
+            while region.cursor.sum() == before:
+                time.sleep(0.0005)
+            Path(path, "when").write_text(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=fuse, daemon=True).start()
+    telling(path, rank, lambda: [comm.allreduce(x) for _ in range(200)])
+
+
+def test_killed_in_the_middle(tmp_path: Path) -> None:
+    with pytest.raises(CollectiveError, match=r"rank 1 \(process \d+\) was killed by SIGKILL"):
+        collectives.spawn(kill_in_the_middle, 4, args=(str(tmp_path),), timeout=20)
+    died = float((tmp_path / "when").read_text())
+    for rank, (kind, when, fields, text) in told(tmp_path, {0, 2, 3}).items():
+        assert kind == "CollectiveAborted" and when - died < 4
+        assert re.search(r"rank 1 \(process \d+\) died", text), text
+        assert fields[0] == rank, text
+        if "chunk" in text:
+            assert None not in fields, text
+            assert f"rank {rank} waits for" in text and f"chunk {fields[4]}" in text, text
+            assert f"channel {fields[2]}" in text and f"rank {fields[1]}" in text, text
+
+
+def test_stopped_rank(tmp_path: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(CollectiveTimeout, match="waits for rank 2 to make its call") as info:
+        collectives.spawn(kill_before, 4, args=(str(tmp_path), signal.SIGSTOP), timeout=1)
+    assert info.value.peer == 2 and info.value.rank in (0, 1, 3)
+    stopped = float((tmp_path / "when").read_text())
+    reports = told(tmp_path, {0, 1, 3})
+    assert any(kind == "CollectiveTimeout" for kind, *_ in reports.values())
+    for _, when, _, text in reports.values():
+        assert 0.9 < when - stopped < 2.5 and "rank 2" in text
+    assert time.monotonic() - start < 10  # the deadline, and the grace before it is killed
+
+
+def never_comes(rank: int, path: str) -> None:
+    x = np.ones(10, np.float32)
+    collectives.allreduce(x)
+    if rank == 0:
+        time.sleep(60)
+    start = time.monotonic()
+    try:
+        telling(path, rank, lambda: collectives.allreduce(x))
+    finally:
+        Path(path, f"took-{rank}").write_text(str(time.monotonic() - start))
+
+
+def test_never_comes(tmp_path: Path) -> None:
+    with pytest.raises(CollectiveTimeout, match=r"waits for rank 0 .* for 1\.5 s") as info:
+        collectives.spawn(never_comes, 3, args=(str(tmp_path),), timeout=1.5)
+    assert info.value.rank in (1, 2) and info.value.peer == 0
+    for rank, (_, _, fields, _) in told(tmp_path, {1, 2}).items():
+        assert fields[:2] == [rank, 0]
+        assert 1.4 < float((tmp_path / f"took-{rank}").read_text()) < 2.5
+
+
+class Odd(Exception):
+    def __init__(self, a: int, b: int) -> None:  # pickles, but cannot be rebuilt
+        super().__init__(f"odd {a} {b}")
+
+
+def failing(rank: int, how: str) -> Any:
+    if rank == 1:
+        if how == "raise":
+            raise ZeroDivisionError("nothing to share")
+        if how == "local":
+
+            class Local(Exception):
+                pass
+
+            raise Local("of no module")
+        if how == "odd":
+            raise Odd(1, 2)
+        if how == "result":
+            return lambda: None
+        if how == "exit":
+            os._exit(3)
+    collectives.barrier()
+    return rank
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "words"),
+    [
+        ("raise", ZeroDivisionError, "nothing to share"),
+        ("local", CollectiveError, "Local: of no module"),
+        ("odd", CollectiveError, "Odd: odd 1 2"),
+        ("result", Exception, "(?i)pickle"),
+        ("exit", CollectiveError, r"rank 1 \(process \d+\) exited with status 3"),
+    ],
+)
+def test_a_rank_that_fails(how: str, kind: type[Exception], words: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(kind, match=words) as info:
+        collectives.spawn(failing, 3, args=(how,))
+    assert not isinstance(info.value, CollectiveAborted)
+    if how != "exit":
+        notes = "".join(info.value.__notes__)
+        assert "rank 1:" in notes and "Traceback" in notes
+    assert time.monotonic() - start < 4
+
+
+def test_a_failed_job_leaves_no_descriptors() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            collectives.spawn(failing, 3, args=("raise",))
+    assert len(os.listdir("/proc/self/fd")) <= before  # without waiting for the collector
+
+
+def all_killed(rank: int) -> None:
+    collectives.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_all_killed() -> None:
+    with pytest.raises(CollectiveError, match="was killed by SIGKILL"):
+        collectives.spawn(all_killed, 4)
+
+
+PARENT = """
+import os, sys, time, collectives
+def fn(rank):
+    open(os.path.join(sys.argv[1], str(os.getpid())), "w").close()
+    collectives.barrier()
+    time.sleep(60)
+collectives.spawn(fn, 3)
+"""
+
+
+def test_parent_killed(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(Path(collectives.__file__).parent.parent)}
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], env=env)
+    deadline = time.monotonic() + 30
+    while len(list(tmp_path.iterdir())) < 3 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    pids = [int(p.name) for p in tmp_path.iterdir()]
+    assert len(pids) == 3
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 5
+    while any(map(running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not [pid for pid in pids if running(pid)]
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def slow_forwarder(rank: int) -> list[float]:
+    """Rank 2 takes its time after all have met: it compiles, say, or its core is busy."""
+    runtime: Any = get_default()._runtime
+    run = runtime.run
+
+    def slow(*args: Any) -> None:
+        if rank == 2:
+            time.sleep(0.6)
+        run(*args)
+
+    runtime.run = slow
+    x = np.full(4, rank, np.float32)
+    collectives.broadcast(x, 0)
+    return x.tolist()
+
+
+def test_a_rank_that_has_finished_has_not_died() -> None:
+    """The root is done, and gone, before the last ranks have its data."""
+    assert collectives.spawn(slow_forwarder, 4) == [[0.0] * 4] * 4
+
+
+def test_the_heap_is_used_by_two_threads() -> None:
+    """A list's call may allocate on the worker's thread while the user frees a tensor."""
+    heap = _Heap(1 << 30)
+    spans = [heap.take(128) for _ in range(400)]
+    for start in spans[::2]:
+        heap.give(start)
+    wrong: list[Any] = []
+    live: set[int] = set()
+    lock = threading.Lock()
+
+    def work() -> None:
+        for _ in range(4000):
+            try:
+                start = heap.take(128)
+                with lock:
+                    if start in live:
+                        wrong.append(start)
+                        return
+                    live.add(start)
+                with lock:
+                    live.discard(start)
+                heap.give(start)
+            except Exception as error:
+                wrong.append(error)
+                return
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
