@@ -174,6 +174,8 @@ def allreduce(
             raise CollectiveError(f"{flag} must be at least {least}, not {value}")
     if not 4 <= low <= high:
         raise CollectiveError(f"-b {begin} and -e {end}: sizes from 4 bytes up, -b not above -e")
+    if out:
+        out.touch()  # an unwritable path is told before the measurement, not after
     settings = Settings(ranks, sizes(low, high, factor), topology_for(topo, ranks), rounds, batch,
                         peers)  # fmt: skip
     if not as_json:

@@ -37,6 +37,7 @@ def run(ranks: int, epochs: int, out: Path) -> dict[str, Any]:
             f"the demo needs torch and scikit-learn, and {error.name} is missing: pip install "
             "torch==2.13.0, then pip install scikit-learn"
         ) from None
+    out.mkdir(parents=True, exist_ok=True)  # told before the training, not after
     data = load_digits()
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -46,7 +47,6 @@ def run(ranks: int, epochs: int, out: Path) -> dict[str, Any]:
     result["ranks"], result["epochs"] = ranks, epochs
     result["seconds"] = time.perf_counter() - start
     result["predictions"] = _predict(result["gradient_bytes"])
-    out.mkdir(parents=True, exist_ok=True)
     machine = topology.load(MACHINE)
     plan = collectives.plan_allreduce(machine, result["gradient_bytes"], ALGORITHM)
     result["picture"] = str(out / "dgx1-double-tree.png")

@@ -6,8 +6,11 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import index
 from types import TracebackType
 from typing import Any
 from zlib import crc32
@@ -22,14 +25,29 @@ from collectives.runtime.arena import Arena
 from collectives.runtime.diagnose import CLOSED
 from collectives.runtime.reference import DTYPES, OPS
 from collectives.runtime.shm import SLOT_BYTES, Buffer, Region, ShmRuntime
-from collectives.tensors import as_buffer, dtype_name
+from collectives.tensors import as_buffer
 from topology import Topology, load
 
 log = logging.getLogger("linkweave")
 
 ORDERS = ("fastest", "fixed")
-_KINDS = ("allreduce", "broadcast", "barrier")
+_KINDS = ("allreduce", "broadcast", "barrier", "refused")
 _FIXED_ORDER = "overlapped_tree"  # one tree: every element is added in the same order
+
+
+_NOTHING = Buffer(0, 0, "uint8", 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """One rank's side of a call; all but the buffer's address must agree between ranks."""
+
+    kind: str
+    buffer: Buffer
+    op: str = "sum"
+    root: int = 0
+    algorithm: str = "tree"
+    layout: int = 0  # of a list: a checksum of its tensors' sizes
 
 
 class Work:
@@ -68,8 +86,8 @@ class Communicator:
         self.topology = topology_for(topology, self.size)
         if order not in ORDERS:
             raise CollectiveError(f"unknown order {order!r}; choose from {', '.join(ORDERS)}")
-        if not timeout > 0 or math.isinf(timeout):
-            raise CollectiveError(f"timeout must be a positive number of seconds, not {timeout}")
+        if not isinstance(timeout, int | float) or not timeout > 0 or math.isinf(timeout):
+            raise CollectiveError(f"timeout must be a positive number of seconds, not {timeout!r}")
         self.order = order
         self._arena = arena
         self._runtime = ShmRuntime(arena, timeout)
@@ -81,7 +99,7 @@ class Communicator:
         self._lock = threading.Lock()
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None
-        self._call("barrier", Buffer(0, 0, "uint8", 1))  # all have mapped the arena
+        self._call(_Request("barrier", _NOTHING))  # all have mapped the arena
         arena.watch()
 
     @property
@@ -100,22 +118,17 @@ class Communicator:
         Raises CollectiveError for bad input or calls that differ between ranks, CollectiveTimeout
         and CollectiveAborted where a peer does not come.
         """
-        if op not in OPS:
-            raise CollectiveError(f"unknown op {op!r}; choose from {', '.join(OPS)}")
         if isinstance(x, list | tuple):
             return self._submit(async_op, self._allreduce_list, list(x), op)
-        self._check_op(x, op)
         return self._submit(async_op, self._in_place, "allreduce", x, op, 0)
 
     def broadcast(self, x: Any, root: int = 0, async_op: bool = False) -> Work | None:
         """Copy `root`'s `x` over everyone's, in place. Same tensors and errors as `allreduce`."""
-        if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self.size:
-            raise CollectiveError(f"root {root!r} is not a rank; ranks are 0 to {self.size - 1}")
         return self._submit(async_op, self._in_place, "broadcast", x, "sum", root)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
-        self._submit(False, self._call, "barrier", Buffer(0, 0, "uint8", 1))
+        self._submit(False, self._call, _Request("barrier", _NOTHING))
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """An uninitialised tensor in memory that all ranks share: collectives need not stage it.
@@ -124,8 +137,11 @@ class Communicator:
         rank passes one of these. Freed when the tensor and its views are.
         """
         self._check_open()
-        dims = (shape,) if isinstance(shape, int) else tuple(shape)
-        if any(isinstance(d, bool) or not isinstance(d, int) or d < 0 for d in dims):
+        try:
+            dims = tuple(map(index, shape if isinstance(shape, Iterable) else (shape,)))
+        except TypeError:
+            dims = (-1,)
+        if any(d < 0 for d in dims):
             raise CollectiveError(f"a shape is made of integers >= 0, not {shape!r}")
         torch_dtype = type(dtype).__module__ == "torch"
         name = str(dtype).removeprefix("torch.") if torch_dtype else _numpy_name(dtype)
@@ -162,6 +178,7 @@ class Communicator:
         self._closed = True
         if self._broken is None and self._calls_differ():
             self._runtime.give_up(CLOSED)  # a peer is in a call that this rank will never make
+        self._runtime.close()
         self._arena.close()
 
     def __enter__(self) -> Communicator:
@@ -193,9 +210,29 @@ class Communicator:
                 f"this communicator failed before ({self._broken}); make a new one"
             )
 
-    def _check_op(self, x: Any, op: str) -> None:
-        if op == "avg" and hasattr(x, "dtype") and "int" in dtype_name(x):
-            raise CollectiveError(f"avg is not defined for {dtype_name(x)}; use sum")
+    def _request(self, kind: str, buffer: Buffer, op: str, root: int, layout: int = 0) -> _Request:
+        """What this rank is about to ask for. Raises CollectiveError where that is no sense."""
+        if op not in OPS:
+            raise CollectiveError(f"unknown op {op!r}; choose from {', '.join(OPS)}")
+        if op == "avg" and "int" in buffer.dtype:
+            raise CollectiveError(f"avg is not defined for {buffer.dtype}; use sum")
+        if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self.size:
+            raise CollectiveError(f"root {root!r} is not a rank; ranks are 0 to {self.size - 1}")
+        algorithm = self._algorithm(buffer.nbytes) if kind == "allreduce" else "tree"
+        return _Request(kind, buffer, op, root, algorithm, layout)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Bad arguments of one rank are told to the others, whose calls must not pair up wrong."""
+        try:
+            yield
+        except CollectiveError as error:
+            try:
+                self._call(_Request("refused", _NOTHING))
+            except CollectiveError as others:
+                if self._broken:
+                    raise others from error
+            raise error
 
     def _submit(self, async_op: bool, function: Any, *args: Any) -> Work | None:
         self._check_open()
@@ -212,53 +249,58 @@ class Communicator:
         return None
 
     def _in_place(self, kind: str, x: Any, op: str, root: int) -> None:
-        buffer, done = as_buffer(x)
-        self._call(kind, buffer, op, root)
+        with self._telling():
+            buffer, done = as_buffer(x)
+            request = self._request(kind, buffer, op, root)
+        self._call(request)
         done()
 
     def _allreduce_list(self, tensors: list[Any], op: str) -> None:
-        if not tensors:
-            raise CollectiveError("allreduce needs at least one tensor in its list")
-        names = sorted({dtype_name(x) for x in tensors if hasattr(x, "dtype")})
-        buffers = [as_buffer(x) for x in tensors]
-        if len(names) > 1:
-            raise CollectiveError(f"the tensors of one call need one dtype, not {names}")
-        for x in tensors:
-            self._check_op(x, op)
-        total = sum(b.nbytes for b, _ in buffers)
-        flat = self.empty(total, "uint8")
+        with self._telling():
+            if not tensors:
+                raise CollectiveError("allreduce needs at least one tensor in its list")
+            buffers = [as_buffer(x) for x in tensors]
+            names = sorted({b.dtype for b, _ in buffers})
+            if len(names) > 1:
+                raise CollectiveError(f"the tensors of one call need one dtype, not {names}")
+            total = sum(b.nbytes for b, _ in buffers)
+            flat = self.empty(total, "uint8")
+            first = buffers[0][0]
+            whole = Buffer(int(flat.ctypes.data), total, first.dtype, first.itemsize)
+            layout = crc32(repr([b.nbytes for b, _ in buffers]).encode())
+            request = self._request("allreduce", whole, op, 0, layout)
         views, at = [], 0
         for buffer, _ in buffers:
             views.append(flat[at : at + buffer.nbytes])
             at += buffer.nbytes
         for view, (buffer, _) in zip(views, buffers, strict=True):
             view[...] = _bytes_of(buffer)
-        first = buffers[0][0]
-        whole = Buffer(int(flat.ctypes.data), total, first.dtype, first.itemsize)
-        self._call("allreduce", whole, op)
+        self._call(request)
         for view, (buffer, done) in zip(views, buffers, strict=True):
             _bytes_of(buffer)[...] = view
             done()
 
-    def _call(self, kind: str, buffer: Buffer, op: str = "sum", root: int = 0) -> None:
+    def _call(self, request: _Request) -> None:
         with self._lock:
             self._check_open()
             try:
-                self._agree_and_run(kind, buffer, op, root)
+                self._agree_and_run(request)
             except _Mismatch as error:
                 raise CollectiveError(str(error)) from None
             except BaseException as error:
                 self._broken = f"{type(error).__name__}: {error}"
                 raise
 
-    def _agree_and_run(self, kind: str, buffer: Buffer, op: str, root: int) -> None:
+    def _agree_and_run(self, request: _Request) -> None:
+        kind, buffer, op, root = request.kind, request.buffer, request.op, request.root
         self._calls += 1
         call = self._calls
         settings = crc32(f"{self.topology.to_json()}{self.order}".encode()) if call == 1 else 0
-        algorithm = self._algorithm(buffer.nbytes) if kind == "allreduce" else "tree"
+        algorithm = request.algorithm
         said = (
             _KINDS.index(kind), OPS.index(op), DTYPES.index(buffer.dtype),
             buffer.nbytes // buffer.itemsize, root, list(ALGORITHMS).index(algorithm), settings,
+            request.layout,
         )  # fmt: skip
         offset = self._arena.offset_of(buffer.address, buffer.nbytes)
         self._runtime.post(call, (*said, offset))
@@ -269,7 +311,8 @@ class Communicator:
             # every rank sees all notices, so every rank raises, and all may go on
             self._runtime.finish(call)
             raise _Mismatch(_difference(call, theirs))
-        if kind == "barrier" or buffer.nbytes == 0 or self.size == 1:
+        if buffer.nbytes == 0 or self.size == 1:
+            self._runtime.done(call)
             return
         plan, region = self._plan(kind, buffer.nbytes, algorithm, root)
         offsets = rows[:, words]
@@ -278,6 +321,7 @@ class Communicator:
             self._runtime.finish(call)
         else:
             self._runtime.run(plan, region, buffer, op)
+            self._runtime.done(call)
 
     def _algorithm(self, nbytes: int) -> str:
         if nbytes not in self._algorithms:
@@ -299,7 +343,7 @@ class Communicator:
                 if kind == "allreduce":
                     plan = plan_allreduce(self.topology, nbytes, algorithm, chunks)
                 else:
-                    plan = plan.with_chunks(chunks)
+                    plan = plan_broadcast(self.topology, nbytes, root, chunks)
             self._plans[key] = plan, self._runtime.prepare(plan)
             log.info("%s of %d bytes: %s, %d chunks", kind, nbytes, algorithm, plan.num_chunks)
         return self._plans[key]
@@ -308,12 +352,17 @@ class Communicator:
 def _difference(call: int, notices: list[tuple[int, ...]]) -> str:
     """What the ranks asked for, where they differ."""
     groups: dict[str, list[int]] = {}
-    for peer, (kind, op, dtype, count, root, algorithm, settings) in enumerate(notices):
+    for peer, notice in enumerate(notices):
+        kind, op, dtype, count, root, algorithm, settings, layout = notice
         words = _KINDS[kind]
+        if words == "refused":
+            words = "refused its arguments"
         if words == "allreduce":
             words += f"({count} x {DTYPES[dtype]}, {OPS[op]}, {list(ALGORITHMS)[algorithm]})"
         elif words == "broadcast":
             words += f"({count} x {DTYPES[dtype]}, root {root})"
+        if layout:
+            words += f" as a list of sizes {layout:08x}"
         if settings:
             words += f" with settings {settings:08x}"
         groups.setdefault(words, []).append(peer)

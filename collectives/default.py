@@ -11,8 +11,10 @@ _default: Communicator | None = None
 
 
 def set_default(communicator: Communicator | None) -> None:
-    """Make it the one that the module functions use."""
+    """Make it the one that the module functions use; a former one is closed."""
     global _default
+    if _default is not None and _default is not communicator:
+        _default.close()
     _default = communicator
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -118,6 +119,7 @@ class _Rank:
             self.process.kill()
             self.process.join()
         self.results.close()
+        self.process.close()
 
 
 def _gather(ranks: list[_Rank], fd: int, size: int) -> list[Any]:
@@ -135,7 +137,7 @@ def _gather(ranks: list[_Rank], fd: int, size: int) -> list[Any]:
             if r.error is None:
                 continue
             # a rank that only stopped because of another's failure is not the cause
-            if first is None or (_consequence(first.error) and not _consequence(r.error)):
+            if first is None or _consequence(r.error) < _consequence(first.error):
                 first = r
             if deadline is None:
                 deadline = time.monotonic() + _GRACE
@@ -145,8 +147,9 @@ def _gather(ranks: list[_Rank], fd: int, size: int) -> list[Any]:
     return [r.value for r in ranks]
 
 
-def _consequence(error: BaseException | None) -> bool:
-    return isinstance(error, CollectiveAborted | CollectiveTimeout)
+def _consequence(error: BaseException | None) -> int:
+    """How far from the cause an error is: a timeout may be, an abort always is another's doing."""
+    return 2 if isinstance(error, CollectiveAborted) else isinstance(error, CollectiveTimeout)
 
 
 def _abort(fd: int, size: int, failed: _Rank) -> None:
@@ -173,8 +176,13 @@ def _child(results: Connection, job: tuple[Any, ...]) -> None:
     try:
         communicator = Communicator(Arena.attach(path, size, rank), topo, timeout, order)
         set_default(communicator)
-        answer: tuple[bool, Any] = (True, fn(rank, *args))
-        payload = pickle.dumps(answer)
+        value = fn(rank, *args)
+        try:
+            payload = pickle.dumps((True, value))
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            raise CollectiveError(
+                f"rank {rank}'s result, a {type(value).__qualname__}, does not pickle: {error}"
+            ) from None
     except BaseException as error:
         if communicator is not None:
             communicator.abort(RAISED)
@@ -233,7 +241,7 @@ def init(
         if rank == 0:
             fd = Arena.create(size)
             _publish(store, {"path": Arena.path(fd), "host": socket.gethostname()})
-        found = _look_up(store, rank)
+        found = _look_up(store, rank, timeout)
         if found["host"] != socket.gethostname():
             raise CollectiveError(
                 f"rank {rank} is on {socket.gethostname()}, rank 0 on {found['host']}: CPU ranks "
@@ -258,11 +266,12 @@ def _publish(store: Any, value: dict[str, str]) -> None:
         store["store"].set(store["key"], pickle.dumps(value))
 
 
-def _look_up(store: Any, rank: int) -> dict[str, str]:
+def _look_up(store: Any, rank: int, timeout: float) -> dict[str, str]:
     if rank == 0:
         found: dict[str, str] = store["value"]
         return found
     try:
+        store["store"].wait([store["key"]], timedelta(seconds=timeout))
         found = pickle.loads(store["store"].get(store["key"]))
     except Exception as error:
         raise CollectiveTimeout(
@@ -289,12 +298,21 @@ def _rendezvous(timeout: float) -> tuple[int, int, dict[str, Any]]:
             f"RANK={os.environ['RANK']!r} and WORLD_SIZE={os.environ['WORLD_SIZE']!r} must be "
             "integers"
         ) from None
+    if not 0 <= rank < size:
+        raise CollectiveError(f"RANK={rank} must be from 0 to WORLD_SIZE - 1 = {size - 1}")
     if size == 1:
         return rank, size, box
-    from datetime import timedelta
-
+    if missing := [v for v in ("MASTER_ADDR", "MASTER_PORT") if v not in os.environ]:
+        raise CollectiveError(f"RANK and WORLD_SIZE are set, but {missing[0]} is not")
     import torch.distributed as dist
 
-    store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    except (RuntimeError, ValueError) as error:  # torch's DistError family derives from these
+        raise CollectiveTimeout(
+            f"rank {rank} cannot meet the other {size - 1} ranks at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {error}",
+            rank=rank,
+        ) from None
     box["store"] = store
     return rank, size, box

@@ -45,6 +45,12 @@ def as_buffer(x: Any) -> tuple[Buffer, Callable[[], None]]:
             f"a torch tensor or a NumPy array is needed, not {type(x).__module__}."
             f"{type(x).__qualname__}"
         )
+    strides = x.stride() if is_torch(x) else x.strides
+    if any(step == 0 and size > 1 for step, size in zip(strides, x.shape, strict=True)):
+        raise CollectiveError(
+            f"a tensor of shape {tuple(x.shape)} whose elements share memory (it was expanded) "
+            "cannot be written in place"
+        )
     name = dtype_name(x)
     if name not in DTYPES:
         raise CollectiveError(f"unsupported dtype {name}; choose from {', '.join(DTYPES)}")

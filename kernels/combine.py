@@ -22,37 +22,46 @@ BLOCK = 2048  # elements: with float32 three operands are 24 KiB, inside a 32 Ki
 SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64, types.float64)
 
 
-@njit(inline="always")
-def _sum(a, b):
-    return a + b
-
-
-@njit(inline="always")
-def _prod(a, b):
-    return a * b
-
-
-@njit(inline="always")
-def _min(a, b):
-    return b if (b < a or b != b) else a
-
-
-@njit(inline="always")
-def _max(a, b):
-    return b if (b > a or b != b) else a
-
-
-_STEPS: dict[str, Any] = {"sum": _sum, "avg": _sum, "prod": _prod, "min": _min, "max": _max}
+# What a kernel closes over is numbers only: then its cached code is found again by other processes.
+SUM, PROD, MIN, MAX = range(4)
+FLOAT16, BFLOAT16 = range(2)
+_STEPS = {"sum": SUM, "avg": SUM, "prod": PROD, "min": MIN, "max": MAX}
+_HALVES = {"float16": FLOAT16, "bfloat16": BFLOAT16}
 _NATIVE: dict[str, Any] = {
     name: getattr(np, name)(0) for name in ("float32", "float64", "int8", "uint8", "int32", "int64")
 }
-_HALVES: dict[str, Any] = {
-    "float16": (widen_float16, narrow_float16),
-    "bfloat16": (widen_bfloat16, narrow_bfloat16),
-}
 
 
-def _native(step: Any, zero: Any, average: bool) -> Callable[..., None]:
+@njit(inline="always")
+def _apply(step, a, b):
+    if step == SUM:
+        return a + b
+    if step == PROD:
+        return a * b
+    if step == MIN:
+        return b if (b < a or b != b) else a  # b != b: a NaN wins
+    return b if (b > a or b != b) else a
+
+
+@njit(inline="always")
+def _widen(half, src, dst):
+    if half == FLOAT16:
+        widen_float16(src, dst)
+    else:
+        widen_bfloat16(src, dst)
+
+
+@njit(inline="always")
+def _narrow(half, src, dst):
+    if half == FLOAT16:
+        narrow_float16(src, dst)
+    else:
+        narrow_bfloat16(src, dst)
+
+
+def _native(step: int, zero: Any, average: bool) -> Callable[..., None]:
+    single = isinstance(zero, np.float32)
+
     def kernel(dst, table, m, n, divisor):
         own = carray(pointer(dst, zero), n)
         for start in range(0, n, BLOCK):
@@ -63,22 +72,20 @@ def _native(step: Any, zero: Any, average: bool) -> Callable[..., None]:
                 b = carray(pointer(load(table + 8 * j), zero), n)[start:stop]
                 c = carray(pointer(load(table + 8 * j + 8), zero), n)[start:stop]
                 for i in range(a.size):
-                    a[i] = step(step(a[i], b[i]), c[i])
+                    a[i] = _apply(step, _apply(step, a[i], b[i]), c[i])
                 j += 2
             if j < m:
                 b = carray(pointer(load(table + 8 * j), zero), n)[start:stop]
                 for i in range(a.size):
-                    a[i] = step(a[i], b[i])
+                    a[i] = _apply(step, a[i], b[i])
             if average and divisor != 1.0:
                 for i in range(a.size):
-                    a[i] = a[i] / type_of(divisor)
-        return
+                    a[i] = a[i] / (np.float32(divisor) if single else divisor)
 
-    type_of = {np.float32: types.float32}.get(type(zero), types.float64)
     return kernel
 
 
-def _half(step: Any, widen: Any, narrow: Any, average: bool) -> Callable[..., None]:
+def _half(step: int, half: int, average: bool) -> Callable[..., None]:
     bits = np.uint16(0)
 
     def kernel(dst, table, m, n, divisor):
@@ -90,16 +97,15 @@ def _half(step: Any, widen: Any, narrow: Any, average: bool) -> Callable[..., No
         for start in range(0, n, BLOCK):
             stop = min(start + BLOCK, n)
             size = stop - start
-            widen(own[start:stop], total)
+            _widen(half, own[start:stop], total)
             for j in range(m):
-                widen(carray(pointer(load(table + 8 * j), bits), n)[start:stop], other)
+                _widen(half, carray(pointer(load(table + 8 * j), bits), n)[start:stop], other)
                 for i in range(size):
-                    a[i] = step(a[i], b[i])
+                    a[i] = _apply(step, a[i], b[i])
             if average and divisor != 1.0:
                 for i in range(size):
                     a[i] = a[i] / np.float32(divisor)
-            narrow(total, own[start:stop])
-        return
+            _narrow(half, total, own[start:stop])
 
     return kernel
 
@@ -108,7 +114,7 @@ def _half(step: Any, widen: Any, narrow: Any, average: bool) -> Callable[..., No
 def _compiled(dtype: str, op: str) -> Any:
     step, average = _STEPS[op], op == "avg"
     if dtype in _HALVES:
-        kernel = _half(step, *_HALVES[dtype], average)
+        kernel = _half(step, _HALVES[dtype], average)
     else:
         kernel = _native(step, _NATIVE[dtype], average)
     return cfunc(SIGNATURE, cache=True)(kernel)

@@ -89,11 +89,14 @@ def plan_allreduce(
     return _verified(topology, template.with_chunks(num_chunks))
 
 
-def plan_broadcast(topology: Topology, nbytes: int, root: int) -> Plan:
+def plan_broadcast(
+    topology: Topology, nbytes: int, root: int, num_chunks: int | None = None
+) -> Plan:
     """A verified broadcast plan: one binary tree from `root`, chunks pipelined."""
     template, shape = _broadcast_template(topology, root)
-    chunks = shape.best_chunks(nbytes, largest_chunk(topology))
-    return _verified(topology, template.with_chunks(chunks))
+    if num_chunks is None:
+        num_chunks = shape.best_chunks(nbytes, largest_chunk(topology))
+    return _verified(topology, template.with_chunks(num_chunks))
 
 
 @lru_cache(maxsize=512)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import mmap
 import os
 import select
+import threading
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -162,7 +164,7 @@ class Arena:
         try:
             self._map.close()
         except BufferError:
-            pass  # tensors of `empty` still lie in it
+            pass  # tensors of `empty` still lie in it: it goes with the last of them
 
 
 class _Heap:
@@ -171,17 +173,25 @@ class _Heap:
     def __init__(self, nbytes: int) -> None:
         self._free: list[tuple[int, int]] = [(0, nbytes)]
         self._used: dict[int, int] = {}
+        self._returned: deque[int] = deque()  # by finalizers, which run anywhere
+        self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> int:
         need = -(-nbytes // 128) * 128
-        for i, (start, length) in enumerate(self._free):
-            if length >= need:
-                self._free[i : i + 1] = [(start + need, length - need)] if length > need else []
-                self._used[start] = need
-                return start
+        with self._lock:
+            while self._returned:
+                self._merge(self._returned.popleft())
+            for i, (start, length) in enumerate(self._free):
+                if length >= need:
+                    self._free[i : i + 1] = [(start + need, length - need)] if length > need else []
+                    self._used[start] = need
+                    return start
         raise CollectiveError(f"no {nbytes} bytes left in this rank's shared heap")
 
     def give(self, start: int) -> None:
+        self._returned.append(start)
+
+    def _merge(self, start: int) -> None:
         spans = sorted([*self._free, (start, self._used.pop(start))])
         merged: list[tuple[int, int]] = []
         for begin, length in spans:

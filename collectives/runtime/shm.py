@@ -71,11 +71,13 @@ class ShmRuntime:
         self._peers = peers
         self._mine = control[self.rank]
         self._call = np.zeros(kernel.CALL_FIELDS, np.int64)
+        self._current = 0  # number of the call that is under way
         self._table = np.zeros(max(self.size, 1), np.int64)
 
     # ---- meeting -----------------------------------------------------------------------------
     def post(self, call: int, words: Sequence[int]) -> None:
         """Say what this rank's call number `call` is."""
+        self._current = call
         self._notices[call % 2][self.rank, : len(words)] = words
         kernel.raise_counter(self._mine + POSTED, call, self._peer_bells)
 
@@ -88,8 +90,12 @@ class ShmRuntime:
         """How far each peer's calls have come."""
         return [int(kernel.read_counter(a)) for a in self._posted]
 
+    def done(self, call: int) -> None:
+        """This rank needs nothing more for its call number `call`, and nobody needs it."""
+        kernel.raise_counter(self._mine + FINISHED, call, self._peer_bells[:0])
+
     def finish(self, call: int) -> None:
-        """Until every rank has finished its call number `call` as well."""
+        """Wait until every rank has finished its call number `call` as well."""
         kernel.raise_counter(self._mine + FINISHED, call, self._peer_bells)
         self._await(self._finished, call, "to finish its call")
 
@@ -143,7 +149,7 @@ class ShmRuntime:
             waits = blocked(plan, self.rank, at)
             if not waits:
                 return f"rank {self.rank} was inside a step", {"rank": self.rank}
-            dead = self.arena.dead()
+            dead = self._dead()
             first = next((w for w in waits if w.peer in dead), waits[0])
             return str(first), first.fields()
 
@@ -204,7 +210,7 @@ class ShmRuntime:
     def _check(self, status: int, start: float, where: Any) -> None:
         """Raise if someone gave up, a peer died or the deadline has passed."""
         if status == kernel.IDLE:
-            if dead := self.arena.dead():
+            if dead := self._dead():
                 self.give_up(DIED, dead[0])
             elif time.monotonic() - start < self.timeout:
                 return
@@ -213,6 +219,15 @@ class ShmRuntime:
                 self.give_up(TIMED_OUT, fields.get("peer"))
                 raise CollectiveTimeout(f"{words} for {self.timeout:g} s", **fields)
         self.raise_aborted(where)
+
+    def _dead(self) -> list[int]:
+        """Peers that ended before they were done with this call; later they may."""
+        finished = dict(zip(self._peers, self._finished, strict=True))
+        return [p for p in self.arena.dead() if kernel.read_counter(finished[p]) < self._current]
+
+    def close(self) -> None:
+        """Let go of the shared memory."""
+        self._notices.clear()
 
     def raise_aborted(self, where: Any = None) -> None:
         """Raise CollectiveAborted in the words of whoever gave up first."""

@@ -1,0 +1,270 @@
+"""What users call: every dtype and op, every kind of bad input, several ways to start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import collectives
+from collectives import CollectiveError
+from collectives.default import get_default
+
+ROOT = Path(__file__).parents[2]
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16,
+          torch.int8, torch.uint8, torch.int32, torch.int64]  # fmt: skip
+
+
+def error_of(call: Any, *args: Any, **kwargs: Any) -> str:
+    try:
+        call(*args, **kwargs)
+    except CollectiveError as error:
+        return str(error)
+    return ""
+
+
+def _every_dtype(rank: int) -> None:
+    comm = get_default()
+    size = comm.size
+    for dtype in DTYPES:
+        for op, want in {
+            "sum": sum(range(1, size + 1)),
+            "max": size,
+            "min": 1,
+            "prod": int(np.prod(range(1, size + 1))),
+            "avg": (size + 1) / 2,
+        }.items():
+            for count in (0, 1, 257):
+                x = torch.full((count,), rank + 1, dtype=dtype)
+                if op == "avg" and not dtype.is_floating_point:
+                    assert "avg is not defined for" in error_of(comm.allreduce, x, op)
+                    continue
+                comm.allreduce(x, op)
+                assert (x == torch.tensor(want).to(dtype)).all(), (dtype, op, count)
+
+
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_every_dtype_and_op(size: int) -> None:
+    collectives.spawn(_every_dtype, size)
+
+
+def _shapes(rank: int) -> None:
+    comm = get_default()
+    total = sum(range(comm.size))
+    grid = torch.full((40, 30), float(rank))
+    comm.allreduce(grid.t())
+    assert (grid == total).all()
+    wide = np.full((50, 6), rank, np.int32)
+    comm.allreduce(wide[::2, 1:4])
+    assert (wide[::2, 1:4] == total).all() and (wide[1::2] == rank).all()
+    scalar = torch.tensor(float(rank))
+    comm.allreduce(scalar)
+    assert scalar == total
+    parts = [torch.full((n,), float(rank)) for n in (3, 0, 1000, 1)]
+    comm.allreduce(parts)
+    assert all((p == total).all() for p in parts)
+    works = [comm.allreduce(np.full(n, rank, np.float64), async_op=True) for n in (5, 50_000)]
+    late = np.full(9, rank, np.float64)
+    comm.allreduce(late)
+    assert all(w.done() for w in works) and (late == total).all()
+    for root in range(comm.size):
+        for x in (np.full(100_003, rank, np.int64), comm.empty(70_001, torch.bfloat16)):
+            x[:] = rank
+            comm.broadcast(x, root)
+            assert (x == root).all()
+    comm.barrier()
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_shapes_lists_order_and_broadcast(size: int) -> None:
+    collectives.spawn(_shapes, size)
+
+
+def _memory(rank: int) -> None:
+    comm = get_default()
+    first = comm.offset_of(comm.empty(1000))
+    for dtype in ("int8", np.float16, torch.float16, torch.bfloat16):
+        x = comm.empty((3, 5), dtype)
+        assert tuple(x.shape) == (3, 5) and comm.offset_of(x) == first  # freed and used again
+        del x
+    view = comm.empty(10)[2:4]
+    assert comm.offset_of(view) == first + 8 and comm.offset_of(np.ones(3)) == -1
+    del view
+    for bad in (-1, 2.5, "x", (2, -3)):
+        assert "a shape is made of integers >= 0" in error_of(comm.empty, bad)
+    assert "unsupported dtype complex64" in error_of(comm.empty, 3, np.complex64)
+
+
+def test_shared_memory_is_given_back() -> None:
+    collectives.spawn(_memory, 2)
+
+
+def _fixed(rank: int) -> list[bytes]:
+    values = np.random.default_rng(rank).standard_normal(300_000).astype(np.float32)
+    found = []
+    for count in (1, 1000, 300_000):
+        x = values[:count].copy()
+        collectives.allreduce(x)
+        found.append(x[:1000].tobytes())
+    return found
+
+
+def test_a_fixed_order_gives_the_same_bits_for_every_size() -> None:
+    for one, thousand, many in collectives.spawn(_fixed, 5, order="fixed"):
+        assert one == many[:4] and thousand == many
+
+
+def _all_wrong(rank: int) -> None:
+    comm = get_default()
+    read_only = np.ones(3, np.float32)
+    read_only.flags.writeable = False
+    for words, call in {
+        "unknown op 'mean'; choose from sum, avg, min, max, prod": lambda: comm.allreduce(
+            np.ones(2), "mean"
+        ),
+        "unsupported dtype complex64; choose from float32": lambda: comm.allreduce(
+            np.ones(2, np.complex64)
+        ),
+        "read-only": lambda: comm.allreduce(read_only),
+        "not builtins.float": lambda: comm.allreduce([1.0, 2.0]),
+        "need one dtype, not ['float32', 'float64']": lambda: comm.allreduce(
+            [torch.ones(2), torch.ones(2, dtype=torch.float64)]
+        ),
+        "at least one tensor": lambda: comm.allreduce([]),
+        "elements share memory": lambda: comm.allreduce(torch.ones(1).expand(4)),
+        "root 9 is not a rank; ranks are 0 to 2": lambda: comm.broadcast(np.ones(2), 9),
+        "root True is not a rank": lambda: comm.broadcast(np.ones(2), True),
+        "not one of layout": lambda: comm.allreduce(torch.eye(3).to_sparse()),
+    }.items():
+        assert words in error_of(call), words
+    x = np.full(5, rank)
+    comm.allreduce(x)
+    assert (x == 3).all()
+
+
+def test_bad_input_is_refused_and_leaves_the_ranks_in_step() -> None:
+    collectives.spawn(_all_wrong, 3)
+
+
+def _one_differs(rank: int) -> list[str]:
+    comm = get_default()
+    odd = rank == 1
+    said = [
+        error_of(comm.allreduce, np.ones(4 if odd else 5, np.float32)),
+        error_of(comm.allreduce, np.ones(4, np.float64 if odd else np.float32)),
+        error_of(comm.allreduce, np.ones(4), "max" if odd else "sum"),
+        error_of(comm.barrier) if odd else error_of(comm.broadcast, np.ones(4), 2),
+        error_of(comm.allreduce, [np.ones(3), np.ones(5)] if odd else [np.ones(5), np.ones(3)]),
+        error_of(comm.allreduce, np.ones(4, np.complex64 if odd else np.float32)),
+    ]
+    x = np.full(5, rank)
+    comm.allreduce(x)
+    assert (x == 3).all()
+    return said
+
+
+def test_what_differs_between_ranks_is_an_error_on_every_rank() -> None:
+    for rank, said in enumerate(collectives.spawn(_one_differs, 3)):
+        count, dtype, op, kind, layout, refused = said
+        assert "ranks [0, 2]: allreduce(5 x float32, sum, two_shot)" in count
+        assert "ranks [1]: allreduce(4 x float32, sum, two_shot)" in count
+        assert "ranks [1]: allreduce(4 x float64" in dtype
+        assert "ranks [1]: allreduce(4 x float64, max" in op
+        assert "ranks [0, 2]: broadcast(4 x float64, root 2); ranks [1]: barrier" in kind
+        assert "as a list of sizes" in layout
+        told = "unsupported dtype complex64" if rank == 1 else "ranks [1]: refused its arguments"
+        assert told in refused
+
+
+def test_bad_settings() -> None:
+    for words, kwargs in {
+        "nprocs must be an integer of at least 1, not 0": {"nprocs": 0},
+        "unknown machine 'dgx9'": {"topology": "dgx9"},
+        "dgx1-v100 has 8 GPUs, fewer than the 9 ranks": {"nprocs": 9, "topology": "dgx1-v100"},
+        "unknown order 'any'; choose from fastest, fixed": {"order": "any"},
+        "timeout must be a positive number of seconds, not 0": {"timeout": 0},
+        "only ranks on the CPU are supported": {"device": "cuda:0"},
+    }.items():
+        arguments = {"nprocs": 2, **kwargs}
+        with pytest.raises(CollectiveError, match=words):
+            collectives.spawn(print, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(CollectiveError, match=r"call collectives.init\(\) first"):
+        collectives.allreduce(np.ones(3))
+
+
+def test_init_alone_is_one_rank() -> None:
+    x = np.arange(5.0)
+    with collectives.init() as comm:
+        assert (comm.rank, comm.size) == (0, 1)
+        collectives.allreduce(x, "avg")
+    collectives.shutdown()
+    assert (x == np.arange(5.0)).all()
+
+
+SCRIPT = """
+import torch, torch.distributed as dist, collectives
+{group}
+comm = collectives.init(timeout=20)
+x = torch.full((1001,), float(comm.rank))
+collectives.allreduce(x)
+assert (x == 3).all(), x
+print("fine", comm.rank, comm.size)
+collectives.shutdown()
+{end}
+"""
+
+
+@pytest.mark.parametrize("group", ["", "dist.init_process_group('gloo')"])
+def test_under_torchrun(group: str, tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(
+        SCRIPT.format(group=group, end="dist.destroy_process_group()" if group else "")
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3",
+         str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("fine") == 3
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "must be integers"),
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5 must be from 0 to WORLD_SIZE - 1 = 1"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not"),
+    ],
+)
+def test_a_broken_environment(
+    env: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CollectiveError, match=words):
+        collectives.init(timeout=2)
+
+
+@pytest.mark.parametrize("name", ["kernels", "topology", "bench"])
+def test_a_foreign_package_of_the_same_name_is_named(name: str, tmp_path: Path) -> None:
+    foreign = tmp_path / name
+    foreign.mkdir()
+    (foreign / "__init__.py").write_text("")
+    done = subprocess.run(
+        [sys.executable, "-c", "import collectives"], cwd=tmp_path, capture_output=True, text=True,
+        env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+    )  # fmt: skip
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError") and str(foreign) in last and str(ROOT / name) in last
+    assert "uninstall it" in last
