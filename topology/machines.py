@@ -115,16 +115,16 @@ def cpu(n: int) -> Topology:
         link
         for r in range(n)
         for link in (
-            Link(r, "store", MEMORY, 1, 1.0, "memory"),
-            Link("load", r, MEMORY, 1, 1.0, "memory"),
+            Link(r, "store", MEMORY, 1, 0.4, "memory"),
+            Link("load", r, MEMORY, 1, 0.4, "memory"),
         )
     ]
-    bus = Link("store", "load", MEMORY, 1, 1.0, "memory")
+    bus = Link("store", "load", MEMORY, 1, 0.4, "memory")
     return Topology(
         f"cpu-{n}",
         tuple(range(n)),
         tuple(sorted([*port, bus], key=_order)) if n > 1 else (),
-        ("memory copies 20 GB/s over all ranks together, 1 us a step: not measured here",),
+        ("memory copies 20 GB/s over all ranks together, 0.4 us a step: not measured here",),
     )
 
 

@@ -24,7 +24,7 @@ SLOT_BYTES = MEMORY_CHUNK
 DIRECT_SLOTS = 16
 """How far a sender may run ahead where no slot is used: memory does not limit it then."""
 STREAM_BYTES = 4 << 20
-"""A message from which on results go past the caches: they would only push out what is needed."""
+"""A message from which on copies go past the caches (see `kernels.interpret.move`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class ShmRuntime:
         call[kernel.DIRECT] = direct is not None
         call[kernel.ABORT] = self.arena.base
         call[kernel.BELL] = self._bells[self.rank]
-        call[kernel.STREAMING] = buffer.nbytes >= STREAM_BYTES
+        call[kernel.STREAMING] = direct is None and buffer.nbytes >= STREAM_BYTES
         peers = self._table if direct is None else direct + self.arena.base
         at = np.zeros((region.streams, 3), np.int64)
         before, start = -1, time.monotonic()
