@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from operator import index
 from types import TracebackType
 from typing import Any
@@ -21,6 +20,7 @@ from collectives.errors import CollectiveError, CollectiveTimeout
 from collectives.planning.algorithms import ALGORITHMS
 from collectives.planning.plan import Plan
 from collectives.planning.planner import choose, plan_allreduce, plan_broadcast
+from collectives.request import KINDS, NOTHING, Request, difference
 from collectives.runtime.arena import Arena
 from collectives.runtime.diagnose import CLOSED
 from collectives.runtime.reference import DTYPES, OPS
@@ -31,23 +31,7 @@ from topology import Topology, load
 log = logging.getLogger("linkweave")
 
 ORDERS = ("fastest", "fixed")
-_KINDS = ("allreduce", "broadcast", "barrier", "refused")
 _FIXED_ORDER = "overlapped_tree"  # one tree: every element is added in the same order
-
-
-_NOTHING = Buffer(0, 0, "uint8", 1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """One rank's side of a call; all but the buffer's address must agree between ranks."""
-
-    kind: str
-    buffer: Buffer
-    op: str = "sum"
-    root: int = 0
-    algorithm: str = "tree"
-    layout: int = 0  # of a list: a checksum of its tensors' sizes
 
 
 class Work:
@@ -99,7 +83,7 @@ class Communicator:
         self._lock = threading.Lock()
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None
-        self._call(_Request("barrier", _NOTHING))  # all have mapped the arena
+        self._call(Request("barrier", NOTHING))  # all have mapped the arena
         arena.watch()
 
     @property
@@ -128,7 +112,7 @@ class Communicator:
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
-        self._submit(False, self._call, _Request("barrier", _NOTHING))
+        self._submit(False, self._call, Request("barrier", NOTHING))
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """An uninitialised tensor in memory that all ranks share: collectives need not stage it.
@@ -210,7 +194,7 @@ class Communicator:
                 f"this communicator failed before ({self._broken}); make a new one"
             )
 
-    def _request(self, kind: str, buffer: Buffer, op: str, root: int, layout: int = 0) -> _Request:
+    def _request(self, kind: str, buffer: Buffer, op: str, root: int, layout: int = 0) -> Request:
         """What this rank is about to ask for. Raises CollectiveError where that is no sense."""
         if op not in OPS:
             raise CollectiveError(f"unknown op {op!r}; choose from {', '.join(OPS)}")
@@ -219,7 +203,7 @@ class Communicator:
         if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self.size:
             raise CollectiveError(f"root {root!r} is not a rank; ranks are 0 to {self.size - 1}")
         algorithm = self._algorithm(buffer.nbytes) if kind == "allreduce" else "tree"
-        return _Request(kind, buffer, op, root, algorithm, layout)
+        return Request(kind, buffer, op, root, algorithm, layout)
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -228,7 +212,7 @@ class Communicator:
             yield
         except CollectiveError as error:
             try:
-                self._call(_Request("refused", _NOTHING))
+                self._call(Request("refused", NOTHING))
             except CollectiveError as others:
                 if self._broken:
                     raise others from error
@@ -280,7 +264,7 @@ class Communicator:
             _bytes_of(buffer)[...] = view
             done()
 
-    def _call(self, request: _Request) -> None:
+    def _call(self, request: Request) -> None:
         with self._lock:
             self._check_open()
             try:
@@ -291,14 +275,14 @@ class Communicator:
                 self._broken = f"{type(error).__name__}: {error}"
                 raise
 
-    def _agree_and_run(self, request: _Request) -> None:
+    def _agree_and_run(self, request: Request) -> None:
         kind, buffer, op, root = request.kind, request.buffer, request.op, request.root
         self._calls += 1
         call = self._calls
         settings = crc32(f"{self.topology.to_json()}{self.order}".encode()) if call == 1 else 0
         algorithm = request.algorithm
         said = (
-            _KINDS.index(kind), OPS.index(op), DTYPES.index(buffer.dtype),
+            KINDS.index(kind), OPS.index(op), DTYPES.index(buffer.dtype),
             buffer.nbytes // buffer.itemsize, root, list(ALGORITHMS).index(algorithm), settings,
             request.layout,
         )  # fmt: skip
@@ -310,7 +294,7 @@ class Communicator:
             theirs = [tuple(row) for row in rows[:, :words].tolist()]
             # every rank sees all notices, so every rank raises, and all may go on
             self._runtime.finish(call)
-            raise _Mismatch(_difference(call, theirs))
+            raise _Mismatch(difference(call, theirs))
         if buffer.nbytes == 0 or self.size == 1:
             self._runtime.done(call)
             return
@@ -347,27 +331,6 @@ class Communicator:
             self._plans[key] = plan, self._runtime.prepare(plan)
             log.info("%s of %d bytes: %s, %d chunks", kind, nbytes, algorithm, plan.num_chunks)
         return self._plans[key]
-
-
-def _difference(call: int, notices: list[tuple[int, ...]]) -> str:
-    """What the ranks asked for, where they differ."""
-    groups: dict[str, list[int]] = {}
-    for peer, notice in enumerate(notices):
-        kind, op, dtype, count, root, algorithm, settings, layout = notice
-        words = _KINDS[kind]
-        if words == "refused":
-            words = "refused its arguments"
-        if words == "allreduce":
-            words += f"({count} x {DTYPES[dtype]}, {OPS[op]}, {list(ALGORITHMS)[algorithm]})"
-        elif words == "broadcast":
-            words += f"({count} x {DTYPES[dtype]}, root {root})"
-        if layout:
-            words += f" as a list of sizes {layout:08x}"
-        if settings:
-            words += f" with settings {settings:08x}"
-        groups.setdefault(words, []).append(peer)
-    asked = "; ".join(f"ranks {peers}: {words}" for words, peers in groups.items())
-    return f"the ranks' call number {call} differs: {asked}"
 
 
 class _Mismatch(Exception):
