@@ -15,6 +15,7 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
+from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError, CollectiveTimeout
 from collectives.planning.algorithms import ALGORITHMS
@@ -134,14 +135,14 @@ class Communicator:
         item = 2 if name == "bfloat16" else np.dtype(name).itemsize
         nbytes = math.prod(dims) * item
         offset, memory = self._arena.allocate(nbytes)
-        owner = memory.view(_Owned)
-        weakref.finalize(owner, self._arena.free, offset)
+        block = _Block(memory)
+        weakref.finalize(block, self._arena.free, offset)
+        array = np.asarray(block)
         if torch_dtype:
             import torch
 
-            flat = torch.from_numpy(owner.view(np.ndarray))
-            return flat.view(dtype).reshape(dims)
-        return owner.view(np.ndarray).view(name).reshape(dims)
+            return torch.from_numpy(array).view(dtype).reshape(dims)
+        return array.view(name).reshape(dims)
 
     def offset_of(self, x: Any) -> int:
         """Where a tensor of `empty` lies in the shared memory, in bytes; -1 for any other."""
@@ -337,8 +338,16 @@ class _Mismatch(Exception):
     """Ranks asked for different things; nothing has moved."""
 
 
-class _Owned(np.ndarray):
-    """A block of the arena; when the last view of it goes, the block is free again."""
+class _Block:
+    """A block of the arena; when the last array over it goes, the block is free again.
+
+    Not an array itself: NumPy makes a view of a view refer to the first one's memory, and would
+    let go of what lies between.
+    """
+
+    def __init__(self, memory: NDArray[np.uint8]) -> None:
+        self._memory = memory  # which keeps the mapping
+        self.__array_interface__ = memory.__array_interface__
 
 
 def _bytes_of(buffer: Buffer) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,24 @@ def _memory(rank: int) -> None:
 
 def test_shared_memory_is_given_back() -> None:
     collectives.spawn(_memory, 2)
+
+
+def _kept(rank: int) -> None:
+    comm = get_default()
+    made = [comm.empty(n, dtype) for n in (100, 0, 7) for dtype in ("int64", torch.int64)]
+    made += [comm.empty((8, 8), dtype)[2:3] for dtype in ("int64", torch.int64)]  # only a view
+    for i, x in enumerate(made):
+        x[:] = i
+    gc.collect()
+    comm.empty(500, "int64")[:] = -1  # takes none of the places that are still looked at
+    for i, x in enumerate(made):
+        assert (x == i).all(), (i, x)
+    spans = sorted((comm.offset_of(x), x.nbytes) for x in made if x.nbytes)
+    assert all(a + n <= b for (a, n), (b, _) in pairwise(spans))
+
+
+def test_shared_memory_stays_while_any_view_of_it_lives() -> None:
+    collectives.spawn(_kept, 2)
 
 
 def _fixed(rank: int) -> list[bytes]:
