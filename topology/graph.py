@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
 
 from topology.errors import TopologyError
+from topology.routes import Vertex, between, connects, routes
 
-Vertex = int | str
-"""A GPU (or CPU rank) is an int; what only passes traffic on (a switch, a bus) is a str."""
-
-KINDS = {"nvlink": "NV", "pcie": "PCI", "memory": "MEM", "network": "NET"}
-"""Kinds of link, and how the matrix abbreviates them."""
+KINDS = {
+    "nvlink": ("NVLink", "NVLinks"),
+    "pcie": ("PCIe link", "PCIe links"),
+    "host": ("PCIe link to a CPU", "PCIe links to CPUs"),
+    "socket": ("link between CPUs", "links between CPUs"),
+    "network": ("network link", "network links"),
+    "memory": ("memory path", "memory paths"),
+}
+"""Kinds of link, and what people call one and several of them."""
 
 _FORMAT = "linkweave-topology"
 
@@ -61,27 +64,48 @@ class Link:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Who a GPU is: numbers change with CUDA_VISIBLE_DEVICES, these do not.
+
+    `bus_id` is like "0000:06:00.0", in lower case; `sm` the compute capability times ten (70 for
+    a V100). An empty text, or 0, is not known.
+    """
+
+    gpu: int
+    bus_id: str = ""
+    uuid: str = ""
+    model: str = ""
+    sm: int = 0
+
+
 @dataclass(frozen=True, eq=True)
 class Topology:
     """A machine: GPUs, switches between them, directed links.
 
-    Rank r of a plan is `gpus[r]`; a subset keeps its GPUs' numbers. What a reader had to assume
-    stands in `assumptions`. Raises TopologyError where it contradicts itself.
+    Rank r of a plan is `gpus[r]`; a subset keeps its GPUs' numbers. `forwarders` are GPUs that
+    have no rank and only pass traffic on. What a reader had to assume stands in `assumptions`.
+    Raises TopologyError where it contradicts itself.
     """
 
     name: str
     gpus: tuple[int, ...]
     links: tuple[Link, ...]
     assumptions: tuple[str, ...] = ()
+    devices: tuple[Device, ...] = ()
+    forwarders: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.gpus:
             raise TopologyError(f"{self.name}: a topology needs at least one GPU")
-        if any(isinstance(g, bool) or not isinstance(g, int) or g < 0 for g in self.gpus):
-            raise TopologyError(f"{self.name}: GPU numbers must be integers >= 0, not {self.gpus}")
-        if len(set(self.gpus)) != len(self.gpus):
-            raise TopologyError(f"{self.name}: a GPU is listed twice in {self.gpus}")
-        known, seen = set(self.gpus), set()
+        gpus = (*self.gpus, *self.forwarders)
+        if any(isinstance(g, bool) or not isinstance(g, int) or g < 0 for g in gpus):
+            raise TopologyError(f"{self.name}: GPU numbers must be integers >= 0, not {gpus}")
+        if len(set(gpus)) != len(gpus):
+            raise TopologyError(f"{self.name}: a GPU is listed twice in {gpus}")
+        if stray := [d.gpu for d in self.devices if d.gpu not in gpus]:
+            raise TopologyError(f"{self.name}: a device is of GPU {stray[0]}, not among {gpus}")
+        known, seen = set(gpus), set()
         for link in self.links:
             for end in (link.src, link.dst):
                 if isinstance(end, int) and end not in known:
@@ -115,73 +139,91 @@ class Topology:
         return tuple(dict.fromkeys(end for end in ends if isinstance(end, str)))
 
     @cached_property
-    def _out(self) -> Mapping[Vertex, tuple[Vertex, ...]]:
-        out: dict[Vertex, list[Vertex]] = {}
-        for link in self.links:
-            out.setdefault(link.src, []).append(link.dst)
-        return {v: tuple(sorted(w, key=str)) for v, w in out.items()}
+    def fabric(self) -> tuple[Link, ...]:
+        """The links that collectives use: NVLinks alone where they connect the GPUs, else all.
+
+        Of all links, those that lead nowhere (a NIC of a single machine) are left out.
+        """
+        nvlinks = tuple(link for link in self.links if link.kind == "nvlink")
+        if connects([(k.src, k.dst) for k in nvlinks], self.gpus):
+            return nvlinks
+        ways = between([(k.src, k.dst) for k in self.links], (*self.gpus, *self.forwarders))
+        return tuple(link for link in self.links if (link.src, link.dst) in ways)
 
     @cached_property
     def hops(self) -> Mapping[tuple[int, int], tuple[Vertex, ...]]:
-        """For each ordered pair of GPUs that hardware joins: the vertices passed, ends included.
+        """For each ordered pair of GPUs that the fabric joins: the vertices passed, ends included.
 
         A hop crosses switches but never another GPU: hardware does not route through GPUs.
-        Fewest links first; ties by vertex name, so the choice is stable.
+        NVLink where it joins the two, else the fewest links; ties by vertex name.
         """
-        found: dict[tuple[int, int], tuple[Vertex, ...]] = {}
-        for src in self.gpus:
-            queue: deque[tuple[Vertex, ...]] = deque([(src,)])
-            seen: set[Vertex] = {src}
-            while queue:
-                path = queue.popleft()
-                for nxt in self._out.get(path[-1], ()):
-                    if nxt in seen:
-                        continue
-                    seen.add(nxt)
-                    if isinstance(nxt, int):
-                        found[src, nxt] = (*path, nxt)
-                    else:
-                        queue.append((*path, nxt))
+        return self._routes(self.fabric)
+
+    @cached_property
+    def ways(self) -> Mapping[tuple[int, int], tuple[Vertex, ...]]:
+        """As `hops`, but over all links: what `nvidia-smi topo -m` would show."""
+        return self.hops if self.fabric == self.links else self._routes(self.links)
+
+    def _routes(self, links: Iterable[Link]) -> Mapping[tuple[int, int], tuple[Vertex, ...]]:
+        ends = [(link.src, link.dst) for link in links]
+        fast = [e for e in ends if self.by_ends[e].kind == "nvlink"]
+        found = routes(fast, self.gpus)
+        if len(fast) < len(ends):
+            found = {**routes(ends, self.gpus), **found}
         return found
 
-    def subset(self, gpus: Iterable[int]) -> Topology:
-        """The same machine with these GPUs only, in this order (rank r is the r-th of them)."""
-        chosen = tuple(gpus)
-        if missing := [g for g in chosen if g not in self.gpus]:
-            raise TopologyError(f"{self.name} has no GPU {missing[0]}; it has {list(self.gpus)}")
-        if chosen == self.gpus:
+    def subset(self, gpus: Iterable[int], forwarders: Iterable[int] = ()) -> Topology:
+        """The same machine with these GPUs only, in this order (rank r is the r-th of them).
+
+        `forwarders` stay as well, without a rank: traffic may pass them.
+        """
+        chosen, helpers = tuple(gpus), tuple(forwarders)
+        known = (*self.gpus, *self.forwarders)
+        if missing := [g for g in (*chosen, *helpers) if g not in known]:
+            raise TopologyError(f"{self.name} has no GPU {missing[0]}; it has {list(known)}")
+        if (chosen, helpers) == (self.gpus, self.forwarders):
             return self
-        keep = set(chosen)
+        keep = {*chosen, *helpers}
         links = tuple(
             link
             for link in self.links
             if all(isinstance(end, str) or end in keep for end in (link.src, link.dst))
         )
         name = f"{self.name}[{','.join(map(str, chosen))}]"
-        return Topology(name, chosen, links, self.assumptions)
+        if helpers:
+            name += f" over {','.join(map(str, helpers))}"
+        devices = tuple(device for device in self.devices if device.gpu in keep)
+        return Topology(name, chosen, links, self.assumptions, devices, helpers)
+
+    def find(self, bus_id: str = "", uuid: str = "") -> int:
+        """The GPU with this PCI bus id or UUID. Raises TopologyError if there is none."""
+        for device in self.devices:
+            if (uuid and device.uuid == uuid) or (bus_id and device.bus_id == bus_id.lower()):
+                return device.gpu
+        raise TopologyError(
+            f"{self.name} has no GPU {uuid or bus_id}; it knows "
+            f"{', '.join(d.uuid or d.bus_id for d in self.devices) or 'none by UUID or bus id'}"
+        )
 
     def isomorphic_to(self, other: Topology) -> dict[int, int] | None:
         """A renumbering of this machine's GPUs that turns it into `other`, or None.
 
-        Links must agree in kind, count and bandwidth; names, latencies and numbering are free.
+        The fabrics are compared: their links must agree in kind, count and bandwidth. Names,
+        latencies, numbering and the host beneath a machine that NVLink connects are free.
         """
-        import networkx as nx  # only here: planning and loading stay free of it
+        from topology.symmetry import mappings
 
-        def graph(topo: Topology) -> Any:
-            g = nx.DiGraph()
-            g.add_nodes_from((v, {"gpu": isinstance(v, int)}) for v in topo.gpus + topo.switches)
-            for link in topo.links:
-                g.add_edge(link.src, link.dst, wire=(link.kind, link.count, link.bandwidth))
-            return g
+        mapping = next(mappings(self, other), None)
+        return None if mapping is None else dict(mapping)
 
-        matcher = nx.algorithms.isomorphism.DiGraphMatcher(
-            graph(self),
-            graph(other),
-            node_match=lambda a, b: a["gpu"] == b["gpu"],
-            edge_match=lambda a, b: a["wire"] == b["wire"],
-        )
-        mapping = next(matcher.isomorphisms_iter(), None)
-        return None if mapping is None else {g: mapping[g] for g in self.gpus}
+    def automorphisms(self) -> Iterator[Mapping[int, int]]:
+        """Every renumbering of the GPUs that leaves the fabric as it is, the identity included.
+
+        Lazy: behind a switch of n ports there are n! of them.
+        """
+        from topology.symmetry import mappings
+
+        return mappings(self, self)
 
     def to_json(self) -> str:
         """Stable JSON that `topology.load` reads back to an equal value."""
@@ -193,6 +235,8 @@ class Topology:
                 "gpus": list(self.gpus),
                 "links": [asdict(link) for link in self.links],
                 "assumptions": list(self.assumptions),
+                "devices": [asdict(device) for device in self.devices],
+                "forwarders": list(self.forwarders),
             },
             indent=1,
         )
@@ -214,41 +258,59 @@ class Topology:
         for key, kind in shape.items():
             if not isinstance(data.get(key), kind):
                 raise TopologyError(f'{where}: "{key}" must be a {kind.__name__}')
-        assumptions = data.get("assumptions", [])
-        if not isinstance(assumptions, list):
-            raise TopologyError(f'{where}: "assumptions" must be a list')
-        links = []
+        for key in ("assumptions", "devices", "forwarders"):
+            if not isinstance(data.setdefault(key, []), list):
+                raise TopologyError(f'{where}: "{key}" must be a list')
+        links, devices = [], []
         for i, entry in enumerate(data["links"]):
             try:
                 links.append(Link(**entry))
             except TypeError:
                 raise TopologyError(
                     f'{where}: links[{i}] must be an object with "src", "dst", "bandwidth" and '
-                    f'optionally "count", "latency_us", "kind"; got {entry!r}'
+                    f'optionally "count", "latency_us", "kind"; got {_brief(entry)}'
+                ) from None
+        for i, entry in enumerate(data["devices"]):
+            try:
+                devices.append(Device(**entry))
+            except TypeError:
+                raise TopologyError(
+                    f'{where}: devices[{i}] must be an object with "gpu" and optionally "bus_id", '
+                    f'"uuid", "model", "sm"; got {_brief(entry)}'
                 ) from None
         return Topology(
-            data["name"], tuple(data["gpus"]), tuple(links), tuple(map(str, assumptions))
-        )
+            data["name"], tuple(data["gpus"]), tuple(links), tuple(map(str, data["assumptions"])),
+            tuple(devices), tuple(data["forwarders"]),
+        )  # fmt: skip
 
     def cell(self, src: int, dst: int) -> str:
-        """How the matrix shows the way from one GPU to another: NV2, PCI, MEM, X or - (no hop)."""
+        """How the matrix shows the way from one GPU to another, in nvidia-smi's words.
+
+        NV2 (two NVLinks), PIX (one PCIe switch), PXB (several), PHB (a CPU), SYS (several CPUs),
+        NET (a network), MEM (one memory), X (itself) or - (no way but through GPUs).
+        """
         if src == dst:
             return "X"
-        path = self.hops.get((src, dst))
+        path = self.ways.get((src, dst))
         if path is None:
             return "-"
         links = [self.by_ends[ends] for ends in zip(path, path[1:], strict=False)]
-        narrow = min(links, key=lambda k: k.bandwidth * k.count)
-        return KINDS[narrow.kind] + (str(narrow.count) if narrow.kind == "nvlink" else "")
+        kinds = {link.kind for link in links}
+        if kinds == {"nvlink"}:
+            return f"NV{min(link.count for link in links)}"
+        for kind, cell in (
+            ("network", "NET"), ("memory", "MEM"), ("socket", "SYS"), ("host", "PHB"),
+        ):  # fmt: skip
+            if kind in kinds:
+                return cell
+        return "PIX" if len(links) == 2 else "PXB"
 
     def __str__(self) -> str:
-        width = max(5, *(len(f"GPU{g}") + 1 for g in self.gpus))
-        rows = [" " * width + "".join(f"GPU{g}".rjust(width) for g in self.gpus)]
-        for a in self.gpus:
-            cells = "".join(self.cell(a, b).rjust(width) for b in self.gpus)
-            rows.append(f"GPU{a}".ljust(width) + cells)
-        lanes = sum(link.count for link in self.links)
-        summary = f"{self.name}: {len(self.gpus)} GPUs, {lanes} directed links"
-        if self.switches:
-            summary += f", {len(self.switches)} switches"
-        return "\n".join([summary, *rows, *(f"assumed: {a}" for a in self.assumptions)])
+        from topology.text import describe
+
+        return describe(self)
+
+
+def _brief(entry: object) -> str:
+    text = repr(entry)
+    return text if len(text) <= 200 else f"{text[:200]}..."

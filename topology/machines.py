@@ -7,16 +7,18 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 from topology.errors import TopologyError
-from topology.graph import Link, Topology, Vertex
+from topology.graph import Link, Topology
+from topology.routes import Vertex
 
 NVLINK = 25_000_000_000  # nominal bytes/s of one NVLink 2/3/4, one direction (NVIDIA data sheets)
 NVLINK1 = 20_000_000_000  # NVLink 1, P100
 PCIE = 12_000_000_000  # what a PCIe 3.0 x16 port sustains (NCCL's own figure, src/graph/topo.h)
+QPI = 6_000_000_000  # between two Broadwell sockets (the same source)
 MEMORY = 20_000_000_000  # copied bytes/s through one machine's memory, all ranks together
 MAX_N = 4096
 
 
-def _both(
+def both(
     a: Vertex, b: Vertex, bandwidth: int, count: int = 1, latency_us: float = 5.0,
     kind: str = "nvlink",
 ) -> tuple[Link, Link]:  # fmt: skip
@@ -27,12 +29,13 @@ def _both(
 
 
 def _machine(name: str, n: int, pairs: Iterable[tuple[Link, Link]], *assumptions: str) -> Topology:
-    links = tuple(sorted((link for pair in pairs for link in pair), key=_order))
+    links = ordered(link for pair in pairs for link in pair)
     return Topology(name, tuple(range(n)), links, assumptions)
 
 
-def _order(link: Link) -> tuple[str, str]:
-    return (_padded(link.src), _padded(link.dst))
+def ordered(links: Iterable[Link]) -> tuple[Link, ...]:
+    """Links by their ends: GPUs by number, then switches by name."""
+    return tuple(sorted(links, key=lambda link: (_padded(link.src), _padded(link.dst))))
 
 
 def _padded(vertex: Vertex) -> str:
@@ -53,23 +56,30 @@ _CUBE_MESH = {
     (0, 1): 1, (0, 2): 1, (0, 3): 2, (0, 4): 2, (1, 2): 2, (1, 3): 1, (1, 5): 2, (2, 3): 2,
     (2, 6): 1, (3, 7): 1, (4, 5): 1, (4, 6): 1, (4, 7): 2, (5, 6): 2, (5, 7): 1, (6, 7): 2,
 }  # fmt: skip
-_NVLINK_ONLY = "NVLink only: paths over PCIe and the host are left out"
+_PCIE_FIGURES = "PCIe at 12 GB/s a port, 6 GB/s between the CPUs: NCCL's figures, not measured"
+
+
+def _dgx1(name: str, nvlinks: Iterable[tuple[Link, Link]]) -> Topology:
+    """Beneath the NVLinks, two GPUs share a PCIe switch, and two switches a CPU."""
+    pairs = list(nvlinks)
+    pairs += [both(g, f"switch{g // 2}", PCIE, kind="pcie") for g in range(8)]
+    pairs += [both(f"switch{s}", f"cpu{s // 2}", PCIE, kind="host") for s in range(4)]
+    pairs.append(both("cpu0", "cpu1", QPI, kind="socket"))
+    return _machine(name, 8, pairs, _PCIE_FIGURES)
 
 
 def dgx1_v100() -> Topology:
     """DGX-1 with V100: 24 NVLinks of 25 GB/s, six a GPU, in the hybrid cube mesh."""
-    pairs = (_both(a, b, NVLINK, count) for (a, b), count in _CUBE_MESH.items())
-    return _machine("dgx1-v100", 8, pairs, _NVLINK_ONLY)
+    return _dgx1("dgx1-v100", (both(a, b, NVLINK, n) for (a, b), n in _CUBE_MESH.items()))
 
 
 def dgx1_p100() -> Topology:
     """DGX-1 with P100: the same pairs, all single, 20 GB/s."""
-    pairs = (_both(a, b, NVLINK1) for a, b in _CUBE_MESH)
-    return _machine("dgx1-p100", 8, pairs, _NVLINK_ONLY)
+    return _dgx1("dgx1-p100", (both(a, b, NVLINK1) for a, b in _CUBE_MESH))
 
 
 def _switched(name: str, n: int, ports: int) -> Topology:
-    pairs = (_both(g, "nvswitch", NVLINK, ports) for g in range(n))
+    pairs = (both(g, "nvswitch", NVLINK, ports) for g in range(n))
     return _machine(name, n, pairs, "the NVSwitch planes are drawn as one non-blocking switch")
 
 
@@ -90,22 +100,22 @@ def dgx_h100() -> Topology:
 
 def mesh(n: int) -> Topology:
     """Every pair joined by one 25 GB/s link."""
-    pairs = (_both(a, b, NVLINK) for a in range(n) for b in range(a + 1, n))
+    pairs = (both(a, b, NVLINK) for a in range(n) for b in range(a + 1, n))
     return _machine(f"mesh-{n}", n, pairs)
 
 
 def ring(n: int) -> Topology:
     """Each GPU joined to the next by one 25 GB/s link, the last to the first."""
     ends = {(min(a, b), max(a, b)) for a in range(n) for b in [(a + 1) % n] if a != b}
-    return _machine(f"ring-{n}", n, (_both(a, b, NVLINK) for a, b in sorted(ends)))
+    return _machine(f"ring-{n}", n, (both(a, b, NVLINK) for a, b in sorted(ends)))
 
 
 def pcie(n: int) -> Topology:
     """GPUs on 12 GB/s ports, four to a switch; each switch reaches the host by one such port."""
-    pairs = [_both(g, f"switch{g // 4}", PCIE, kind="pcie") for g in range(n)]
+    pairs = [both(g, f"switch{g // 4}", PCIE, kind="pcie") for g in range(n)]
     if n > 4:
         switches = range((n + 3) // 4)
-        pairs += [_both(f"switch{s}", "host", PCIE, kind="pcie") for s in switches]
+        pairs += [both(f"switch{s}", "host", PCIE, kind="host") for s in switches]
     return _machine(f"pcie-{n}", n, pairs)
 
 
@@ -123,7 +133,7 @@ def cpu(n: int) -> Topology:
     return Topology(
         f"cpu-{n}",
         tuple(range(n)),
-        tuple(sorted([*port, bus], key=_order)) if n > 1 else (),
+        ordered([*port, bus]) if n > 1 else (),
         ("memory copies 20 GB/s over all ranks together, 0.4 us a step: not measured here",),
     )
 

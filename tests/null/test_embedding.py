@@ -28,7 +28,7 @@ EDGES = [edge for tree in TREES for edge in tree.items()]
 
 
 def lanes(name: str) -> dict[Pair, int]:
-    return {(link.src, link.dst): link.count for link in load(name).links}
+    return {(link.src, link.dst): link.count for link in load(name).fabric}
 
 
 def claim(left: dict[Pair, int], ways: Sequence[Pair]) -> dict[Pair, int] | None:

@@ -36,21 +36,34 @@ def wires(topology: Topology) -> dict[tuple[int | str, int | str], tuple[int, in
     return {(k.src, k.dst): (k.count, k.bandwidth) for k in topology.links}
 
 
+def nvlinks(name: str) -> dict[tuple[int | str, int | str], tuple[int, int]]:
+    return {e: w for e, w in wires(load(name)).items() if load(name).by_ends[e].kind == "nvlink"}
+
+
 def both_ways(pairs: set[tuple[int | str, int | str]], count: int, bandwidth: int) -> dict:
     return {e: (count, bandwidth) for a, b in pairs for e in ((a, b), (b, a))}
 
 
 def test_dgx1_v100_has_the_links_of_the_table() -> None:
     topo = load("dgx1-v100")
-    assert wires(topo) == {ends: (count, 25 * GB) for ends, count in TABLE.items()}
-    assert sum(count for count, _ in wires(topo).values()) == 2 * 24
+    assert nvlinks("dgx1-v100") == {ends: (count, 25 * GB) for ends, count in TABLE.items()}
+    assert {(k.src, k.dst): (k.count, k.bandwidth) for k in topo.fabric} == nvlinks("dgx1-v100")
+    assert sum(count for count, _ in nvlinks("dgx1-v100").values()) == 2 * 24
     for gpu in range(8):
-        assert sum(link.count for link in topo.links if link.src == gpu) == 6
-        assert sum(link.count for link in topo.links if link.dst == gpu) == 6
+        assert sum(link.count for link in topo.fabric if link.src == gpu) == 6
+        assert sum(link.count for link in topo.fabric if link.dst == gpu) == 6
+
+
+@pytest.mark.parametrize("name", ["dgx1-v100", "dgx1-p100"])
+def test_beneath_the_nvlinks_two_gpus_share_a_switch_and_two_switches_a_cpu(name: str) -> None:
+    ports = {(g, f"switch{g // 2}") for g in range(8)}
+    ports |= {(f"switch{s}", f"cpu{s // 2}") for s in range(4)}
+    pcie = {e: w for e, w in wires(load(name)).items() if e not in nvlinks(name)}
+    assert pcie == both_ways(ports, 1, 12 * GB) | both_ways({("cpu0", "cpu1")}, 1, 6 * GB)
 
 
 def test_dgx1_p100_has_the_same_pairs_all_single() -> None:
-    assert wires(load("dgx1-p100")) == dict.fromkeys(TABLE, (1, 20 * GB))
+    assert nvlinks("dgx1-p100") == dict.fromkeys(TABLE, (1, 20 * GB))
     assert len(TABLE) == 2 * 16
 
 
@@ -97,7 +110,7 @@ LINK = st.builds(
     bandwidth=st.integers(1, 10**13),
     count=st.integers(1, 40),
     latency_us=st.one_of(st.integers(0, 99), st.floats(0, 1e6)),
-    kind=st.sampled_from(["nvlink", "pcie", "memory", "network"]),
+    kind=st.sampled_from(["nvlink", "pcie", "host", "socket", "memory", "network"]),
 )
 LINKS = st.lists(LINK, max_size=8, unique_by=lambda k: (k.src, k.dst))
 
@@ -113,23 +126,25 @@ def test_any_machine_survives_json(
 
 def test_matrix_of_the_dgx1() -> None:
     lines = str(load("dgx1-v100")).splitlines()
-    assert lines[0] == "dgx1-v100: 8 GPUs, 48 directed links"
+    assert lines[0] == (
+        "dgx1-v100: 8 GPUs, 24 NVLinks, 8 PCIe links, 1 link between CPUs, 4 PCIe links to CPUs"
+    )
     assert lines[1].split() == [f"GPU{g}" for g in range(8)]
     for a in range(8):
-        cells = ["X" if a == b else f"NV{TABLE[a, b]}" if (a, b) in TABLE else "-"
+        cells = ["X" if a == b else f"NV{TABLE[a, b]}" if (a, b) in TABLE else "SYS"
                  for b in range(8)]  # fmt: skip
         assert lines[2 + a].split() == [f"GPU{a}", *cells]
     assert len({len(line) for line in lines[1:10]}) == 1, "columns do not line up"
-    assert lines[10:] == ["assumed: NVLink only: paths over PCIe and the host are left out"]
+    assert [line.split(":")[0] for line in lines[10:]] == ["assumed"]
 
 
 @pytest.mark.parametrize(
     ("name", "summary", "cell"),
     [
-        ("dgx2", "dgx2: 16 GPUs, 192 directed links, 1 switches", "NV6"),
-        ("pcie-5", "pcie-5: 5 GPUs, 14 directed links, 3 switches", "PCI"),
-        ("cpu-3", "cpu-3: 3 GPUs, 7 directed links, 2 switches", "MEM"),
-        ("mesh-3", "mesh-3: 3 GPUs, 6 directed links", "NV1"),
+        ("dgx2", "dgx2: 16 GPUs, 96 NVLinks", "NV6"),
+        ("pcie-4", "pcie-4: 4 GPUs, 4 PCIe links", "PIX"),
+        ("cpu-3", "cpu-3: 3 CPU ranks, 7 memory paths one way", "MEM"),
+        ("mesh-3", "mesh-3: 3 GPUs, 3 NVLinks", "NV1"),
     ],
 )
 def test_matrix_names_the_kind_of_way(name: str, summary: str, cell: str) -> None:
@@ -182,7 +197,7 @@ def test_renumbered_dgx1_is_recognised(seed: int) -> None:
     mapping = topo.isomorphic_to(other)
     assert mapping is not None and sorted(mapping) == sorted(mapping.values()) == list(range(8))
     moved = {(mapping[a], mapping[b]): count for (a, b), count in TABLE.items()}
-    assert moved == {(k.src, k.dst): k.count for k in other.links}
+    assert moved == {(k.src, k.dst): k.count for k in other.fabric}
 
 
 def test_machines_that_differ_are_not_isomorphic() -> None:
@@ -211,8 +226,10 @@ def test_hops_are_shortest_and_never_pass_a_gpu(name: str) -> None:
             if any(all(e in topo.by_ends for e in pairwise(w)) for w in ways):
                 best[ends] = between + 2
                 break
-    assert {ends: len(path) for ends, path in topo.hops.items()} == best
-    for (a, b), path in topo.hops.items():
+    assert {ends: len(path) for ends, path in topo.ways.items()} == best
+    nvlinked = {e for e, path in topo.ways.items() if topo.by_ends[path[:2]].kind == "nvlink"}
+    assert set(topo.hops) == (nvlinked if topo.fabric != topo.links and nvlinked else set(best))
+    for (a, b), path in [*topo.hops.items(), *topo.ways.items()]:
         assert (path[0], path[-1]) == (a, b)
         assert all(isinstance(v, str) for v in path[1:-1])
         assert all(e in topo.by_ends for e in pairwise(path))
@@ -241,7 +258,7 @@ BAD_LINK = [
     ({"latency_us": float("nan")}, "latency_us nan finite"),
     ({"latency_us": float("inf")}, "latency_us inf finite"),
     ({"latency_us": "slow"}, "latency_us must be a number, not 'slow'"),
-    ({"kind": "string"}, "unknown kind 'string'; choose from nvlink, pcie, memory, network"),
+    ({"kind": "string"}, "unknown kind 'string'; choose from nvlink, pcie, host, socket"),
     ({"src": True}, "link True->1: src must be a GPU number or a switch name"),
     ({"dst": 1.0}, "link 0->1.0: dst must be a GPU number or a switch name"),
     ({"src": None}, "src must be a GPU number"),

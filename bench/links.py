@@ -1,0 +1,195 @@
+"""`linkweave bench links`: bytes/s and latency between every two GPUs, or CPU ranks.
+
+The JSON it writes is laid over nominal figures by `topology.load(..., measured=FILE)`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+import collectives
+import topology
+from collectives import CollectiveError
+from collectives.default import get_default
+from kernels.atomics import copy_bytes, load_acquire, sched_yield, store_release
+from topology.measured import LinkFigures, PairFigure
+
+NBYTES = 16 << 20  # of one copy between CPU ranks: more than a core's own caches hold
+GPU_NBYTES = 256 << 20
+PINGS = 2000
+
+Progress = Callable[[], None]
+
+
+def pairs(ranks: int) -> Iterator[tuple[int, int]]:
+    """Every ordered pair, in the order they are measured."""
+    return permutations(range(ranks), 2)
+
+
+def gpus() -> int:
+    """How many GPUs torch can use here; 0 without torch or GPUs."""
+    try:
+        import torch
+    except ImportError:
+        return 0
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def measure_cpu(ranks: int, rounds: int, progress: Progress = lambda: None) -> LinkFigures:
+    """Between processes on this machine's memory: medians over `rounds`, each copy checked.
+
+    A pair's bandwidth is that of rank src writing into rank dst's shared memory while all others
+    wait; `together` that of all ranks writing to their next at once, in sum. Latency is half of a
+    flag's round trip.
+    """
+    found = collectives.spawn(_cpu_rank, ranks, args=(rounds,))[0]
+    progress()
+    figures, together = found
+    return LinkFigures(tuple(figures), (), together, f"cpu-{ranks}")
+
+
+@njit(nogil=True, cache=True)
+def _copy(dst, src, nbytes):
+    copy_bytes(dst, src, nbytes)
+
+
+@njit(nogil=True, cache=True)
+def _ping(mine, theirs, first, base, rounds):
+    for k in range(base + 1, base + rounds + 1):
+        if first:
+            store_release(mine, k)
+        spins = 0
+        while load_acquire(theirs) < k:
+            spins += 1
+            if spins > 1000:  # the other may need this core
+                sched_yield()
+        if not first:
+            store_release(mine, k)
+
+
+def _cpu_rank(rank: int, rounds: int) -> tuple[list[PairFigure], float | None]:
+    comm = get_default()
+    size = comm.size
+    source = np.arange(NBYTES // 8, dtype=np.int64) ^ (rank << 40)
+    buffer, words = comm.empty(NBYTES // 8, "int64"), comm.empty(32, "int64")
+    buffer[:] = 0
+    words[:] = 0
+    at = np.zeros((2, size), np.int64)
+    at[0, rank], at[1, rank] = comm.offset_of(buffer), comm.offset_of(words)
+    comm.allreduce(at)
+    _ping(comm.address_at(int(at[1, rank])), comm.address_at(int(at[1, rank])), True, 0, 1)
+    words[:] = 0
+
+    def copy_to(dst: int) -> float:
+        start = time.perf_counter()
+        _copy(comm.address_at(int(at[0, dst])), source.ctypes.data, NBYTES)
+        return time.perf_counter() - start
+
+    figures: list[PairFigure] = []
+    base = 0
+    for src, dst in pairs(size):
+        seconds = np.zeros(2)
+        comm.barrier()
+        if rank == src:
+            copy_to(dst)  # touches every page
+            seconds[0] = statistics.median(copy_to(dst) for _ in range(rounds))
+        comm.barrier()
+        if rank == dst:
+            wrong = int(np.count_nonzero(buffer ^ (np.arange(NBYTES // 8) ^ (src << 40))))
+            if wrong:
+                raise CollectiveError(f"{wrong} words from rank {src} arrived wrong at rank {dst}")
+        if rank in (src, dst):
+            mine, theirs = (comm.address_at(int(at[1, r])) for r in (rank, src + dst - rank))
+            trips = []
+            for _ in range(rounds):
+                start = time.perf_counter()
+                _ping(mine, theirs, rank == src, base, PINGS)
+                trips.append((time.perf_counter() - start) / PINGS / 2)
+                base += PINGS
+            if rank == src:
+                seconds[1] = statistics.median(trips)
+        bases = np.array([base])
+        comm.allreduce(bases, "max")
+        base = int(bases[0])
+        words[0] = base  # everyone's next flag starts above all that were raised
+        comm.barrier()
+        comm.allreduce(seconds, "max")
+        figures.append(PairFigure(src, dst, NBYTES / seconds[0], seconds[1] * 1e6))
+    return figures, _together(comm, copy_to, rounds)
+
+
+def _together(comm: Any, copy_to: Callable[[int], float], rounds: int) -> float | None:
+    """Bytes/s over all ranks while each writes to the next."""
+    if comm.size == 1:
+        return None
+    rates = []
+    for _ in range(rounds):
+        comm.barrier()
+        start = time.perf_counter()
+        copy_to((comm.rank + 1) % comm.size)
+        comm.barrier()  # the slowest one's time
+        slowest = np.array([time.perf_counter() - start])
+        comm.allreduce(slowest, "max")
+        rates.append(comm.size * NBYTES / float(slowest[0]))
+    return statistics.median(rates)
+
+
+def measure_gpu(rounds: int, progress: Progress = lambda: None) -> LinkFigures:
+    """Between the GPUs that CUDA shows: copies of 256 MiB, checked, and of 16 bytes.
+
+    Latency is a small copy's share of a long chain of them, launch included. GPUs without peer
+    access are measured through the host, as they would be used. Raises CollectiveError if a copy
+    arrives wrong.
+    """
+    import torch
+
+    machine = topology.load("auto")
+    figures = []
+    for src, dst in pairs(len(machine.gpus)):
+        with torch.cuda.device(src):
+            one = torch.arange(GPU_NBYTES // 8, device=f"cuda:{src}") ^ (src << 40)
+            other = torch.zeros_like(one, device=f"cuda:{dst}")
+
+            def timed(count: int, repeat: int, one: Any = one, other: Any = other) -> float:
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                for _ in range(repeat):
+                    other[:count].copy_(one[:count], non_blocking=True)
+                end.record()
+                end.synchronize()
+                return begin.elapsed_time(end) / 1e3 / repeat
+
+            timed(len(one), 1)
+            rate = GPU_NBYTES / statistics.median(timed(len(one), 4) for _ in range(rounds))
+            latency = statistics.median(timed(2, 200) for _ in range(rounds))
+            if not torch.equal(other.to(one.device), one):
+                raise CollectiveError(f"a copy from GPU {src} arrived wrong at GPU {dst}")
+        figures.append(PairFigure(src, dst, rate, latency * 1e6))
+        progress()
+    return LinkFigures(tuple(figures), machine.devices, None, machine.name)
+
+
+def table(figures: LinkFigures) -> str:
+    """Two matrices: GB/s, and us."""
+    ranks = sorted({p.src for p in figures.pairs} | {p.dst for p in figures.pairs})
+    by_ends = {(p.src, p.dst): p for p in figures.pairs}
+    lines = []
+    for title, value in (
+        ("GB/s, row to column", lambda p: f"{p.bandwidth / 1e9:8.2f}"),
+        ("us, row to column", lambda p: f"{p.latency_us:8.2f}"),
+    ):
+        lines += [title, " " * 4 + "".join(f"{r:8}" for r in ranks)]
+        lines += [
+            f"{a:4}" + "".join(value(by_ends[a, b]) if a != b else f"{'-':>8}" for b in ranks)
+            for a in ranks
+        ]
+    if figures.together:
+        lines.append(f"all at once: {figures.together / 1e9:.2f} GB/s")
+    return "\n".join(lines)

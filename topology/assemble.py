@@ -1,0 +1,231 @@
+"""A machine from what is told of each pair of its devices: by nvidia-smi, and by NVML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+
+from topology import speeds
+from topology.errors import TopologyError
+from topology.graph import Device, Link, Topology
+from topology.machines import both, dgx1_p100, ordered
+from topology.routes import Vertex
+
+Pair = tuple[Vertex, Vertex]
+
+PIX, PXB, PHB, NODE, SYS = range(1, 6)
+"""How far apart two devices are on PCIe: one switch, several, a CPU's bridge, its bridges, CPUs."""
+
+
+@dataclass
+class Told:
+    """What a source says. GPUs are ints, NICs texts; pairs are given once, in any order.
+
+    `level` has no entry for a pair whose NVLinks hide it. `numa` and `ports` (NVLinks into a
+    switch) are for GPUs of which they are known; CPUs' names follow a `numa` that is a number.
+    """
+
+    name: str
+    devices: Sequence[Device]
+    nics: Sequence[str] = ()
+    nvlinks: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    level: Mapping[Pair, int] = field(default_factory=dict)
+    numa: Mapping[int, str] = field(default_factory=dict)
+    ports: Mapping[int, int] = field(default_factory=dict)
+    assumptions: Sequence[str] = ()
+
+
+def assemble(told: Told) -> Topology:
+    """The machine: NVLinks, NVSwitch, and a PCIe tree that agrees with the levels.
+
+    PHB and NODE are not told apart: both cross one CPU. Raises TopologyError where the NVLinks
+    contradict each other.
+    """
+    assumed = list(told.assumptions)
+    sm = {d.gpu: d.sm for d in told.devices}
+    links = _nvlinks(told, sm, assumed)
+    links += _pcie_tree(told, sm, assumed)
+    gpus = tuple(d.gpu for d in told.devices)
+    machine = Topology(told.name, gpus, ordered(links), tuple(assumed), tuple(told.devices))
+    if any(sm.values()):
+        return machine
+    return _without_models(machine)
+
+
+def _without_models(machine: Topology) -> Topology:
+    """Say what speeds were taken; the wiring of a DGX-1 with P100 betrays its GPUs."""
+    nvlinks = [k for k in machine.links if k.kind == "nvlink"]
+    pcie = f"PCIe ports as {speeds.PCIE / 1e9:g} GB/s (generation 3)"
+    if not nvlinks:
+        return replace(machine, assumptions=(
+            *machine.assumptions, f"GPU model not told: {pcie}"
+        ))  # fmt: skip
+    p100 = dgx1_p100()
+    slow = p100.fabric[0].bandwidth
+    slower = tuple(replace(k, bandwidth=slow) if k.kind == "nvlink" else k for k in machine.links)
+    if len(nvlinks) == len(p100.fabric) and all(k.count == 1 for k in nvlinks):
+        as_p100 = replace(machine, links=slower, assumptions=(
+            *machine.assumptions,
+            f"GPU model not told: wired as a DGX-1 with P100, so NVLinks are taken as "
+            f"{slow / 1e9:g} GB/s each way (NVLink 1), {pcie}",
+        ))  # fmt: skip
+        if as_p100.isomorphic_to(p100):
+            return as_p100
+    return replace(machine, assumptions=(
+        *machine.assumptions,
+        f"GPU model not told: NVLinks taken as {speeds.NVLINK / 1e9:g} GB/s each way "
+        f"(NVLink 2 to 4), {pcie}",
+    ))  # fmt: skip
+
+
+def _nvlinks(told: Told, sm: Mapping[int, int], assumed: list[str]) -> list[Link]:
+    def rate(gpu: int) -> int:
+        return speeds.nvlink(sm[gpu]) if sm[gpu] else speeds.NVLINK
+
+    links: list[Link] = []
+    ports = dict(told.ports)
+    for members in _groups(sm, [pair for pair, n in told.nvlinks.items() if n]):
+        group = [g for g in members if isinstance(g, int)]
+        counts = {p: n for p, n in told.nvlinks.items() if p[0] in group and n}
+        degree = {g: sum(n for p, n in counts.items() if g in p) for g in group}
+        busiest = max(group, key=lambda g: degree[g])
+        if degree[busiest] <= speeds.MOST_NVLINKS:
+            for (a, b), n in counts.items():
+                links += both(a, b, min(rate(a), rate(b)), n)
+            continue
+        own = {g: max(n for p, n in counts.items() if g in p) for g in group}
+        for a, b in combinations(group, 2):
+            n = counts.get((a, b), counts.get((b, a), 0))
+            if n != min(own[a], own[b]):
+                raise TopologyError(
+                    f"{told.name}: GPU {busiest} would have {degree[busiest]} NVLinks, but no GPU "
+                    f"has more than {speeds.MOST_NVLINKS}, and an NVSwitch would join GPU {a} and "
+                    f"GPU {b} by {min(own[a], own[b])}, not {n}"
+                )
+        ports.update(own)
+        assumed.append(
+            f"an NVSwitch joins GPUs {', '.join(map(str, group))}: as direct links GPU {busiest} "
+            f"would have {degree[busiest]}"
+        )
+    for gpu, n in ports.items():
+        links += both(gpu, "nvswitch", rate(gpu), n)
+    return links
+
+
+def _pcie_tree(told: Told, sm: Mapping[int, int], assumed: list[str]) -> list[Link]:
+    devices: list[Vertex] = [*sm, *told.nics]
+    level = _levels(told, devices, assumed)
+
+    def within(most: int, members: Sequence[Vertex]) -> list[list[Vertex]]:
+        inside = set(members)
+        near = [p for p, far in level.items() if far <= most and inside.issuperset(p)]
+        return _groups(members, near)
+
+    def port(vertex: Vertex) -> int:
+        return speeds.pcie_port(sm[vertex]) if isinstance(vertex, int) else speeds.NETWORK
+
+    links: list[Link] = []
+    switches = 0
+
+    def attach(members: Sequence[Vertex], to: str, most: int, kind: str) -> int:
+        """Hang devices under a vertex, beneath the switches that they share; the widest port."""
+        nonlocal switches
+        widest = 0
+        for group in within(most, members):
+            if len(group) == 1:
+                v = group[0]
+                bandwidth, kind_ = port(v), kind if isinstance(v, int) else "network"
+                links.extend(both(v, to, bandwidth, kind=kind_))
+                uplink = bandwidth if isinstance(v, int) else speeds.PCIE
+            elif most > PIX and len(within(PIX, group)) == 1:
+                uplink = attach(group, to, PIX, kind)
+            else:
+                switch = f"switch{switches}"
+                switches += 1
+                uplink = attach(group, switch, most - 1, "pcie")
+                links.extend(both(switch, to, uplink, kind=kind))
+            widest = max(widest, uplink)
+        return widest
+
+    cpus = within(NODE, devices)
+    names = _cpu_names(cpus, told.numa)
+    for name, members in zip(names, cpus, strict=True):
+        attach(members, name, PXB, "host")
+    for a, b in combinations(names, 2):
+        links += both(a, b, speeds.SOCKETS, kind="socket")
+    if len(names) > 1:
+        assumed.append(f"CPU model not told: {speeds.SOCKETS / 1e9:g} GB/s between CPUs")
+    if told.nics:
+        assumed.append(f"speed of the NICs not told: {speeds.NETWORK / 1e9:g} GB/s each")
+    return links
+
+
+def _levels(told: Told, devices: Sequence[Vertex], assumed: list[str]) -> dict[Pair, int]:
+    """The levels of all pairs, those that NVLinks hide among them.
+
+    PCIe is a tree, so no two devices are further apart than the larger of their distances to a
+    third: a hidden pair is as near as the told ones bring it, and a told one no further.
+    """
+    nearest: dict[Pair, int] = {}
+    for far in range(PIX, SYS + 1):
+        for group in _groups(devices, [p for p, level in told.level.items() if level <= far]):
+            for pair in combinations(group, 2):
+                nearest.setdefault(pair, far)
+    told_level = {**told.level, **{(b, a): far for (a, b), far in told.level.items()}}
+    numa = told.numa
+    if any(
+        far == SYS and isinstance(a, int) and isinstance(b, int) and numa.get(a) == numa.get(b)
+        for (a, b), far in told.level.items()
+    ):
+        numa = {}  # a job bound to a few CPUs sees all GPUs near them
+    hidden, how = 0, set()
+    for a, b in combinations(devices, 2):
+        if (a, b) in told_level:
+            continue
+        hidden += 1
+        nodes = [numa.get(v, "") if isinstance(v, int) else "" for v in (a, b)]
+        if nearest.get((a, b), SYS) < SYS:
+            how.add("devices near them")
+        elif all(nodes):
+            nearest[a, b] = NODE if nodes[0] == nodes[1] else SYS
+            how.add("their NUMA nodes and CPUs")
+        elif (a, b) not in nearest:
+            nearest[a, b] = NODE
+            how.add("nothing: taken as one CPU's")
+    if hidden:
+        assumed.append(
+            "PCIe between GPUs that NVLinks join is not told: inferred from "
+            + (" and ".join(sorted(how)) or "other devices")
+        )
+    loose = [p for p, far in nearest.items() if told_level.get(p, far) > far]
+    if loose:
+        a, b = (f"GPU{v}" if isinstance(v, int) else v for v in loose[0])
+        assumed.append(
+            f"{len(loose)} pairs ({a}, {b}) are said to be further apart on PCIe than a third "
+            "device allows: taken as nearer"
+        )
+    return nearest
+
+
+def _cpu_names(cpus: Sequence[Sequence[Vertex]], numa: Mapping[int, str]) -> list[str]:
+    """By NUMA node where each CPU's GPUs agree on one of their own, else in order."""
+    nodes = [{numa.get(v, "") for v in members if isinstance(v, int)} for members in cpus]
+    told = [next(iter(n)) for n in nodes if len(n) == 1]
+    if len(told) == len(cpus) == len(set(told)) and all(t.isdigit() for t in told):
+        return [f"cpu{int(t)}" for t in told]
+    return [f"cpu{i}" for i in range(len(cpus))]
+
+
+def _groups(
+    members: Iterable[Vertex], joined: Iterable[tuple[Vertex, Vertex]]
+) -> list[list[Vertex]]:
+    """The members in connected groups, in their own order."""
+    import networkx as nx
+
+    listed = list(members)
+    graph = nx.Graph(joined)
+    graph.add_nodes_from(listed)
+    place = {v: i for i, v in enumerate(listed)}
+    groups = [sorted(group, key=place.__getitem__) for group in nx.connected_components(graph)]
+    return sorted(groups, key=lambda group: place[group[0]])

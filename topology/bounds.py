@@ -1,0 +1,273 @@
+"""The best that any collective can do on a machine's links, whatever its algorithm.
+
+Links are used point to point: switches pass messages on, but neither reduce nor copy them. N is the
+size in bytes of a rank's input to all-reduce, reduce-scatter and broadcast, and of all-gather's
+output; algbw is N over the time. kappa(S) is the least capacity that separates the ranks S from the
+other ranks, switches and forwarders being on either side: a minimum cut.
+
+All-reduce: over r parts of the ranks, at least 2 (r - 1) N bytes pass from part to part, and no
+routing lets through more than the sum of kappa over the parts (for two-way links twice what Lovasz
+and Cherkassky's theorem on free multiflows allows), so
+
+    algbw <= sum of kappa(P_i) / (2 (r - 1))        for every partition P_1 ... P_r.
+
+Where links join GPUs directly the sum is twice the links across, the right side is the bound of
+Nash-Williams and Tutte on packing spanning trees, and packed trees reach it. kappa is submodular,
+so the least right side is found by Dinkelbach's iteration on the Dilworth truncation of kappa
+(Frank; Cunningham 1985), with minimum cuts only, in integers and Fractions. Links that are wider
+one way are taken at the worse of both directions, and at the narrowest cut.
+
+All-gather (and reduce-scatter with all links reversed): what S holds must leave it, so
+algbw <= P kappa(S) / |S| for every S that is not all ranks (Zhao et al., ForestColl, 2024).
+Broadcast: algbw <= kappa(S) for every S with the root (Edmonds 1973).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+from topology.cuts import Cut, Network
+from topology.errors import TopologyError
+from topology.graph import Link, Topology
+from topology.routes import Vertex
+from topology.text import gpu_list, number, vertex
+
+COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast")
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """No algorithm takes less than `seconds_per_byte` * N on this machine.
+
+    `parts` are the ranks between which the traffic is held up, `bottleneck` the same in words, and
+    `over` the kinds of link that were counted. `links` is algbw in units of one link, where all
+    links that were counted are equal: 24/7 on a DGX-1 with V100.
+    """
+
+    collective: str
+    seconds_per_byte: Fraction
+    parts: tuple[tuple[int, ...], ...]
+    bottleneck: str
+    over: str
+    links: Fraction | None
+
+    @property
+    def algbw(self) -> float:
+        """Bytes/s; infinite where nothing has to move."""
+        return float(1 / self.seconds_per_byte) if self.seconds_per_byte else float("inf")
+
+    def __str__(self) -> str:
+        if not self.seconds_per_byte:
+            return f"{self.collective}: {self.bottleneck}"
+        units = f" = {self.links} link{'s'[: self.links != 1]}" if self.links else ""
+        return (
+            f"{self.collective}: at most {self.algbw / 1e9:.4g} GB/s{units} over {self.over}; "
+            f"bottleneck: {self.bottleneck}"
+        )
+
+
+def allreduce_bound(topology: Topology) -> float:
+    """The best possible algbw of an all-reduce in bytes/s."""
+    return bound(topology, "allreduce").algbw
+
+
+@lru_cache(maxsize=1024)
+def bound(topology: Topology, collective: str = "allreduce", root: int | None = None) -> Bound:
+    """The best possible time of a collective on the topology's fabric, and what holds it up.
+
+    `root` is the rank that a broadcast starts from: without one, the worst of all. Raises
+    TopologyError for another collective or root, or GPUs that nothing connects.
+    """
+    if collective not in COLLECTIVES:
+        raise TopologyError(f"no bound for {collective!r}; choose from {', '.join(COLLECTIVES)}")
+    ranks = topology.gpus
+    if root is not None and (collective != "broadcast" or not 0 <= root < len(ranks)):
+        raise TopologyError(
+            f"root {root}: only a broadcast has one, a rank from 0 to {len(ranks) - 1}"
+        )
+    over = _kinds(topology.fabric)
+    if len(ranks) == 1:
+        return Bound(collective, Fraction(0), (), "nothing: one rank has all", over, None)
+    if any(link.kind == "memory" for link in topology.fabric):
+        return _memory_bound(topology, collective, over)
+    there = {(k.src, k.dst): k.bandwidth * k.count for k in topology.fabric}
+    back = {(b, a): capacity for (a, b), capacity in there.items()}
+    if collective == "allreduce":
+        found = [_partition(Network(ranks, there))]
+        if there != back:
+            found.append(_partition(Network(ranks, back)))
+            found += [_rooted(ranks, way, ranks[0]) for way in (there, back)]
+    elif collective == "broadcast":
+        roots = ranks if root is None else (ranks[root],)
+        if root is None and there == back:  # then a cut that spares one root is one for another
+            roots = ranks[:1]
+        found = [_rooted(ranks, there, r) for r in roots]
+    else:
+        found = [_gathered(Network(ranks, there if collective == "allgather" else back))]
+    algbw, cuts = min(found, key=lambda pair: pair[0])
+    if not algbw:
+        lost = sorted(set(ranks) & cuts[0].side, key=ranks.index)
+        raise TopologyError(
+            f"{topology.name}: no link leads from GPU {gpu_list(lost)} to the other GPUs"
+        )
+    widths = {k.bandwidth for k in topology.fabric}
+    return Bound(
+        collective, 1 / algbw, tuple(_ranks_of(cut, ranks) for cut in cuts),
+        _words(topology, cuts), over, algbw / widths.pop() if len(widths) == 1 else None,
+    )  # fmt: skip
+
+
+Found = tuple[Fraction, list[Cut]]
+
+
+def _partition(network: Network) -> Found:
+    """The least sum of kappa(P_i) / (2 (r - 1)) over partitions of the ranks, and its parts."""
+    ranks = network.ranks
+    low: dict[Vertex, Fraction | int] = dict.fromkeys(ranks, -network.everything)
+    cuts = [
+        network.least(members[0], low, inside=members[:1])
+        for members in network.alike
+        for _ in members
+    ]
+    while True:
+        best = Fraction(sum(cut.capacity for cut in cuts), 2 * (len(cuts) - 1))
+        finer = _truncation(network, 2 * best)
+        if len(finer) == 1 or sum(cut.capacity for cut in finer) >= 2 * best * (len(finer) - 1):
+            return best, _of_each_rank(network, low) if len(cuts) == len(ranks) else cuts
+        cuts = finer
+
+
+def _of_each_rank(network: Network, low: Mapping[Vertex, Fraction | int]) -> list[Cut]:
+    return [network.least(rank, low, inside=[rank]) for rank in network.ranks]
+
+
+def _truncation(network: Network, price: Fraction) -> list[Cut]:
+    """The coarsest partition with the least sum of kappa(P_i) - price.
+
+    That sum is the most that weights of all ranks can come to, if no S weighs more than
+    kappa(S) - price. They are raised set by set of like ranks, each until it can rise no further;
+    the sets that then weigh exactly as much as they may are the parts.
+    """
+    low: dict[Vertex, Fraction | int] = dict.fromkeys(network.ranks, -network.everything)
+    weights = dict(low)
+    for members in network.alike:
+        one, like = members[0], set(members)
+        level = Fraction(network.least(one, low, inside=[one]).capacity) - price  # if alone
+        while True:
+            weights.update(dict.fromkeys(members, level))
+            cut = network.least(one, weights, inside=[one])
+            inside = cut.side.intersection(network.ranks)
+            excess = sum((weights[r] for r in inside), price) - cut.capacity
+            if excess <= 0:
+                break
+            level -= Fraction(excess) / len(inside & like)
+    parts: list[Cut] = []
+    left = list(network.ranks)
+    while left:
+        parts.append(network.least(left[0], weights, inside=left[:1]))
+        left = [rank for rank in left if rank not in parts[-1].side]
+    return parts
+
+
+def _gathered(network: Network) -> Found:
+    """P times the least kappa(S) / |S| over sets S of ranks, but not all of them."""
+    ranks, size = set(network.ranks), len(network.ranks)
+    heads = [members[0] for members in network.alike]
+    full: dict[Vertex, Fraction | int] = dict.fromkeys(network.ranks, network.everything)
+    cuts = [network.least(head, full, outside=[head]) for head in heads]
+    cut = min(cuts, key=lambda c: c.capacity)
+    share = Fraction(cut.capacity, size - 1)
+    while True:
+        tried = [network.least(h, dict.fromkeys(ranks, share), outside=[h]) for h in heads]
+        better = [(Fraction(c.capacity, held), c) for c in tried if (held := len(ranks & c.side))]
+        least, found = min(better, key=lambda pair: pair[0], default=(share, cut))
+        if least >= share:
+            return size * share, [cut]
+        share, cut = least, found
+
+
+def _rooted(
+    ranks: Sequence[int], capacities: Mapping[tuple[Vertex, Vertex], int], root: int
+) -> Found:
+    """The least kappa(S) over sets S that hold the root, but not all ranks."""
+    network = Network(ranks, capacities, apart=[root])
+    heads = [members[0] for members in network.alike if root not in members]
+    cuts = [network.least(head, {}, inside=[root], outside=[head]) for head in heads]
+    cut = min(cuts, key=lambda c: c.capacity)
+    return Fraction(cut.capacity), [cut]
+
+
+def _memory_bound(topology: Topology, collective: str, over: str) -> Bound:
+    """One memory that all ranks share: what is stored once, all can load.
+
+    To combine P inputs, P - 1 have to be loaded by another rank; a result, or a rank's own data,
+    has to cross once for all the others.
+    """
+    size = len(topology.gpus)
+    bus = min(link.bandwidth * link.count for link in topology.fabric)
+    times = {"allreduce": size, "reduce_scatter": size - 1, "allgather": 1, "broadcast": 1}
+    words = "the memory that all ranks share"
+    return Bound(collective, Fraction(times[collective], bus), (topology.gpus,), words, over, None)
+
+
+def _ranks_of(cut: Cut, ranks: Sequence[int]) -> tuple[int, ...]:
+    return tuple(rank for rank in ranks if rank in cut.side)
+
+
+def _kinds(links: Sequence[Link]) -> str:
+    kinds = {link.kind for link in links}
+    pcie = kinds & {"pcie", "host", "socket"}
+    named = [
+        word
+        for word, there in (
+            ("NVLink", "nvlink" in kinds), ("PCIe", bool(pcie)),
+            ("the network", "network" in kinds), ("memory", "memory" in kinds),
+        ) if there
+    ]  # fmt: skip
+    return " and ".join(filter(None, (", ".join(named[:-1]), *named[-1:])))
+
+
+def _words(topology: Topology, cuts: Sequence[Cut]) -> str:
+    """What holds the traffic up: "each GPU's six links", "the three links between 0-3 and 4-7"."""
+    ranks = topology.gpus
+    groups = [_ranks_of(cut, ranks) for cut in cuts]
+    crossing = [
+        [k for k in topology.fabric if k.src in cut.side and k.dst not in cut.side] for cut in cuts
+    ]
+    counts = [sum(link.count for link in links) for links in crossing]
+    if len(cuts) > 2:
+        if len(set(counts)) == len({len(group) for group in groups}) == 1:
+            if len(groups[0]) == 1:
+                return f"each GPU's {_links(counts[0])}"
+            return f"the {_links(counts[0])} of each of {len(groups)} groups: {_some(groups)}"
+        across = {(k.src, k.dst): k.count for links in crossing for k in links}
+        n = sum(
+            count for (a, b), count in across.items() if (b, a) not in across or str(a) < str(b)
+        )
+        return f"the {_links(n)} between {_some(groups)}"
+    side = min(groups[0], tuple(g for g in ranks if g not in groups[0]), key=len)
+    rest = [g for g in ranks if g not in side]
+    if len(side) == 1 and all(isinstance(k.dst, int) for k in crossing[0]):
+        degrees = Counter(k.src for k in topology.fabric for _ in range(k.count))
+        who = "each" if len(set(degrees.values())) == 1 else "GPU " + str(side[0])
+        return f"{who}{' GPU' if who == 'each' else ''}'s {_links(counts[0])}"
+    between = f"the {_links(counts[0])} between {gpu_list(side)} and {gpu_list(rest)}"
+    if all(isinstance(v, int) for k in crossing[0] for v in (k.src, k.dst)):
+        return between
+    return f"{between} ({_some([f'{vertex(k.src)}-{vertex(k.dst)}' for k in crossing[0]])})"
+
+
+def _links(n: int) -> str:
+    return f"{number(n)} link{'s'[: n != 1]}"
+
+
+def _some(things: Sequence[tuple[int, ...] | str]) -> str:
+    """All of a few, the first of many."""
+    words = [t if isinstance(t, str) else gpu_list(t) for t in things]
+    if len(words) > 8:
+        words = [*words[:3], f"{len(words) - 3} more"]
+    return " and ".join([*[", ".join(words[:-1])][: len(words) - 1], words[-1]])

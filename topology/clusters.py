@@ -1,0 +1,198 @@
+"""Several nodes of one machine, joined by NICs.
+
+In words, as `topology.load` reads them (what is not given has the default shown):
+
+    16 x dgx-a100  nics=rail  nic=24GB/s  leaf=8  oversubscription=1  latency=5us
+
+`nics=rail`: each GPU (or each PCIe switch with GPUs, or each NIC of a machine read from a file) has
+its NIC, and the NICs of one place in all nodes share a switch of their own, a rail. `nics=1`: one
+NIC a node, all on one network. `leaf=8` ends such a switch at 8 nodes: the leaves of all rails meet
+in one spine, by uplinks that carry what their nodes can send, divided by `oversubscription` ("3:1",
+"2", "3/2"). Without it, each rail's switch takes all nodes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+from topology import speeds
+from topology.errors import TopologyError
+from topology.graph import Link, Topology
+from topology.machines import MAX_N, both, ordered
+from topology.routes import Vertex
+
+_HEAD = re.compile(r"(\d{1,6})\s*[x*]\s+(\S+)\s*(.*)", re.IGNORECASE | re.DOTALL)
+_RATE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)\s*(GB/s|Gb/s|Gbit/s)", re.IGNORECASE)
+_KEYS = ("nics", "nic", "leaf", "oversubscription", "latency")
+
+
+def cluster(
+    machine: Topology,
+    nodes: int,
+    nics: str = "rail",
+    nic: int = 2 * speeds.NETWORK,
+    leaf: int | None = None,
+    oversubscription: Fraction | int = 1,
+    latency_us: float = 5.0,
+    name: str | None = None,
+) -> Topology:
+    """`nodes` copies of a machine on one network.
+
+    GPU g of node i is number i * (GPUs of a node) + g; a switch s of it is called "node{i}.s".
+    `nic` is bytes/s of a NIC each way (a NIC that the machine's own file told is as fast as it
+    says), `leaf` the number of nodes a leaf switch joins. Raises TopologyError for arguments that
+    make no sense, and for more than 4,096 GPUs.
+    """
+    size = len(machine.gpus)
+    if not nodes >= 1 or nodes * size > MAX_N:
+        raise TopologyError(
+            f"{nodes} nodes of {machine.name} with {size} GPUs each: from 1 node to {MAX_N} GPUs"
+        )
+    if nics not in ("rail", "1"):
+        raise TopologyError(f'nics={nics!r}: choose "rail" (one for each GPU) or "1" (one a node)')
+    if nic <= 0 or (leaf is not None and leaf < 1) or oversubscription <= 0:
+        raise TopologyError(
+            f"nic {nic}, leaf {leaf} and oversubscription {oversubscription} must be positive"
+        )
+    if any(link.kind in ("memory", "network") for link in machine.fabric):
+        raise TopologyError(f"{machine.name} cannot be a node: its GPUs share memory or a network")
+    inner, ports = _node(machine, nics, nic, latency_us)
+    place = {g: i for i, g in enumerate(machine.gpus)}
+    links: list[Link] = []
+    for i in range(nodes):
+
+        def there(v: Vertex, i: int = i) -> Vertex:
+            return i * size + place[v] if isinstance(v, int) else f"node{i}.{v}"
+
+        links += [replace(k, src=there(k.src), dst=there(k.dst)) for k in inner]
+    per_leaf = nodes if leaf is None else leaf
+    uplinks: dict[str, int] = {}
+    for i in range(nodes):
+        for r, (port, bandwidth) in enumerate(ports):
+            switch = f"rail{r}" if len(ports) > 1 else "net"
+            if per_leaf < nodes:
+                switch = f"{switch}.leaf{i // per_leaf}"
+                uplinks[switch] = uplinks.get(switch, 0) + bandwidth
+            links += both(f"node{i}.{port}", switch, bandwidth, latency_us=latency_us,
+                          kind="network")  # fmt: skip
+    for switch, total in uplinks.items():
+        bandwidth = max(1, int(total / Fraction(oversubscription)))
+        links += both(switch, "spine", bandwidth, latency_us=latency_us, kind="network")
+    return Topology(
+        name or f"{nodes} x {machine.name}",
+        tuple(range(nodes * size)),
+        ordered(links if nodes > 1 else [k for k in links if k.kind != "network"]),
+        machine.assumptions,
+    )
+
+
+def _node(
+    machine: Topology, nics: str, nic: int, latency_us: float
+) -> tuple[list[Link], list[tuple[str, int]]]:
+    """A node's own links, and its NICs with their bandwidth: told ones, else new ones."""
+    inner = [k for k in machine.links if k.kind != "network"]
+    told = {k.src: k for k in machine.links if k.kind == "network" and isinstance(k.src, str)
+            and _ends(machine, k.src)}  # fmt: skip
+    near = [k for k in machine.links if k.kind in ("pcie", "host") and isinstance(k.src, int)]
+    if told:
+        chosen = list(told.values())[: None if nics == "rail" else 1]
+        inner += [k for c in chosen for k in (c, machine.by_ends[c.dst, c.src])]
+        return inner, [(str(c.src), c.bandwidth) for c in chosen]
+    if nics == "rail":
+        hosts: Sequence[Vertex] = machine.gpus
+        if near:  # one for each PCIe switch; a GPU straight under a CPU has its own
+            hosts = list(dict.fromkeys(k.dst if k.kind == "pcie" else k.src for k in near))
+    elif near:
+        hosts = [_root(machine, near[0].dst)]
+    else:
+        hosts = ["host"]
+        inner += [k for g in machine.gpus for k in both(g, "host", nic, kind="host")]
+    names = [f"nic{i}" for i in range(len(hosts))]
+    for host, name in zip(hosts, names, strict=True):
+        inner += both(host, name, nic, latency_us=latency_us, kind="pcie")
+    return inner, [(name, nic) for name in names]
+
+
+def _ends(machine: Topology, v: Vertex) -> bool:
+    return sum(k.src == v for k in machine.links) == 1
+
+
+def _root(machine: Topology, at: Vertex) -> Vertex:
+    """Up from a PCIe switch to its CPU."""
+    up = [
+        k.dst for k in machine.links if k.src == at and k.kind == "host" and isinstance(k.dst, str)
+    ]
+    return up[0] if up and any(k.src == at and k.kind == "pcie" for k in machine.links) else at
+
+
+def looks_like_cluster(text: str) -> bool:
+    """Whether the text starts with "N x machine"."""
+    return bool(_HEAD.match(_plain(text)))
+
+
+def _plain(text: str) -> str:
+    return " ".join(re.sub(r"#.*", "", line).strip() for line in text.splitlines()).strip()
+
+
+def parse_cluster(
+    text: str, load: Callable[[str], Topology], where: str = "", name: str | None = None
+) -> Topology:
+    """Read the words above. `load` makes a machine of its name or path; `where` starts errors."""
+    plain = _plain(text)
+    head = _HEAD.match(plain)
+    if head is None:
+        raise TopologyError(
+            f'{where}a cluster is like "16 x dgx-a100 nics=rail", not {plain[:80]!r}'
+        )
+    given: dict[str, str] = {}
+    for word in head[3].split():
+        key, equals, value = word.partition("=")
+        if not equals or key not in _KEYS:
+            raise TopologyError(
+                f"{where}{word[:80]!r} in a cluster's description; known are "
+                + ", ".join(f"{k}=" for k in _KEYS)
+            )
+        if key in given:
+            raise TopologyError(f"{where}{key}= is given twice")
+        given[key] = value
+    return cluster(
+        load(head[2]),
+        int(head[1]),
+        nics=given.get("nics", "rail"),
+        nic=_rate(given.get("nic", "24GB/s"), where),
+        leaf=_whole(given["leaf"], where) if "leaf" in given else None,
+        oversubscription=_ratio(given.get("oversubscription", "1"), where),
+        latency_us=_microseconds(given.get("latency", "5us"), where),
+        name=name or plain,
+    )
+
+
+def _rate(text: str, where: str) -> int:
+    found = _RATE.fullmatch(text)
+    if not found or not float(found[1]):
+        raise TopologyError(f"{where}nic={text!r}: a rate is like 25GB/s or 200Gb/s")
+    bits = found[2].lower() != "gb/s" or found[2] == "Gb/s"
+    return int(Fraction(found[1]) * speeds.GB / (8 if bits else 1))
+
+
+def _whole(text: str, where: str) -> int:
+    if not re.fullmatch(r"\d{1,6}", text):
+        raise TopologyError(f"{where}leaf={text!r}: must be a number of nodes")
+    return int(text)
+
+
+def _ratio(text: str, where: str) -> Fraction:
+    found = re.fullmatch(r"(\d{1,6})(?:[:/](\d{1,6}))?", text)
+    if not found or not int(found[1]) or (found[2] and not int(found[2])):
+        raise TopologyError(f"{where}oversubscription={text!r}: a ratio is like 2, 3:1 or 3/2")
+    return Fraction(int(found[1]), int(found[2] or 1))
+
+
+def _microseconds(text: str, where: str) -> float:
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)us", text)
+    if not found:
+        raise TopologyError(f"{where}latency={text!r}: must be like 5us")
+    return float(found[1])

@@ -1,0 +1,186 @@
+"""Minimum cuts of a network, exact in integers, on as few vertices as its symmetry leaves.
+
+Vertices that look alike from a chosen rank (one colour of a stable colouring in which that rank has
+a colour of its own) are merged, and the arcs between two merged sets add up. Minimum cuts between
+merged vertices stay the same: a cut of the merged network is a cut of the whole; and a flow
+through it, split over the arcs in proportion to their capacities, is a flow through the whole, as
+every vertex of a colour has the same capacity to, and from, every other colour. So a cluster of a
+thousand GPUs needs networks of a dozen vertices.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from math import lcm
+
+import numpy as np
+
+from topology.routes import Vertex
+from topology.symmetry import Wiring, colour_of
+
+_S, _T = -1, -2  # source and sink, beside the merged vertices 0, 1, ...
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A set of vertices, and the capacity that leads out of it."""
+
+    side: frozenset[Vertex]
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """The network as one rank sees it, with like vertices merged."""
+
+    members: tuple[tuple[Vertex, ...], ...]
+    arcs: Mapping[tuple[int, int], int]
+
+
+class Network:
+    """Directed integer capacities between vertices, some of which are ranks.
+
+    `alike` are sets of ranks that see equal networks: what holds of one member's cuts holds of all,
+    where weights are equal within each set. A rank in `apart` is alone in its set.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        capacities: Mapping[tuple[Vertex, Vertex], int],
+        apart: Collection[int] = (),
+    ) -> None:
+        self.ranks = tuple(ranks)
+        ends = (v for arc in capacities for v in arc)
+        self.vertices: tuple[Vertex, ...] = tuple(dict.fromkeys((*self.ranks, *ends)))
+        self._out: dict[Vertex, list[tuple[Vertex, int]]] = {v: [] for v in self.vertices}
+        for (a, b), capacity in capacities.items():
+            self._out[a].append((b, capacity))
+        self._wiring = Wiring(self.vertices, [(a, b, c) for (a, b), c in capacities.items()])
+        marks: dict[Vertex, str] = dict.fromkeys(self.ranks, "rank")
+        marks |= {g: f"rank {g}" for g in apart}
+        self._colours = self._wiring.refine(colour_of(marks.get(v, "") for v in self.vertices))
+        self._views: dict[int, _View] = {}
+        self.everything = 1 + sum(capacities.values())  # more than any cut
+
+    @cached_property
+    def alike(self) -> list[tuple[int, ...]]:
+        """The ranks, in sets of like ones."""
+        while True:
+            sets: dict[tuple[int, bytes, bytes], list[int]] = {}
+            for rank in self.ranks:
+                seen = self._wiring.single_out(self._colours, rank)
+                colours, counts = np.unique(seen, return_counts=True)
+                own = int(self._colours[self._wiring.index[rank]])
+                sets.setdefault((own, colours.tobytes(), counts.tobytes()), []).append(rank)
+            if len(sets) == len({own for own, _, _ in sets}):
+                return [tuple(members) for members in sets.values()]
+            marks: dict[Vertex, str] = {
+                rank: repr(key) for key, members in sets.items() for rank in members
+            }
+            self._colours = self._wiring.refine(
+                colour_of(marks.get(v, repr(c)) for v, c in zip(self.vertices, self._colours,
+                                                                strict=True))
+            )  # fmt: skip
+
+    def _view(self, rank: int) -> _View:
+        if rank not in self._views:
+            assert self.alike  # which settles the colours
+            groups: dict[int, list[Vertex]] = {}
+            colours = self._wiring.single_out(self._colours, rank)
+            for v, colour in zip(self.vertices, colours, strict=True):
+                groups.setdefault(int(colour), []).append(v)
+            place = {v: i for i, members in enumerate(groups.values()) for v in members}
+            arcs: dict[tuple[int, int], int] = {}
+            for i, members in enumerate(groups.values()):
+                for v, capacity in self._out[members[0]]:  # every member has the same
+                    if place[v] != i:
+                        arcs[i, place[v]] = arcs.get((i, place[v]), 0) + capacity * len(members)
+            self._views[rank] = _View(tuple(map(tuple, groups.values())), arcs)
+        return self._views[rank]
+
+    def least(
+        self,
+        rank: int,
+        weights: Mapping[Vertex, Fraction | int],
+        inside: Collection[int] = (),
+        outside: Collection[int] = (),
+    ) -> Cut:
+        """The largest set S with the least capacity out of S minus the weights of S's ranks.
+
+        S holds `inside` and nothing of `outside`; both may name `rank` and ranks apart. Weights
+        must be equal within each of `alike`'s sets.
+        """
+        view = self._view(rank)
+        scale = lcm(*(Fraction(w).denominator for w in weights.values()))
+        residual: dict[int, dict[int, int]] = {_S: {}, _T: {}}
+        for i, members in enumerate(view.members):
+            residual[i] = {}
+            first = members[0]
+            if first not in self._ranks:
+                continue
+            gain = int(weights.get(first, 0) * scale) * len(members)
+            if first in inside:
+                residual[_S][i] = _ENDLESS
+            elif gain > 0:
+                residual[_S][i] = gain
+            if first in outside:
+                residual[i][_T] = _ENDLESS
+            elif gain < 0:
+                residual[i][_T] = -gain
+        for (i, j), capacity in view.arcs.items():
+            residual[i][j] = capacity * scale
+        _saturate(residual)
+        beyond = _reaching(residual)
+        kept = [i for i in range(len(view.members)) if i not in beyond]
+        leaving = sum(c for (i, j), c in view.arcs.items() if i not in beyond and j in beyond)
+        return Cut(frozenset(v for i in kept for v in view.members[i]), leaving)
+
+    @cached_property
+    def _ranks(self) -> frozenset[int]:
+        return frozenset(self.ranks)
+
+
+_ENDLESS = 1 << 200  # more than any sum of capacities
+
+
+def _saturate(residual: dict[int, dict[int, int]]) -> None:
+    """Push all the flow there is from source to sink, along shortest ways (Edmonds and Karp)."""
+    while True:
+        came: dict[int, int] = {_S: _S}
+        queue = deque([_S])
+        while queue and _T not in came:
+            i = queue.popleft()
+            for j, left in residual[i].items():
+                if left and j not in came:
+                    came[j] = i
+                    queue.append(j)
+        if _T not in came:
+            return
+        way = [_T]
+        while way[-1] != _S:
+            way.append(came[way[-1]])
+        steps = list(zip(way[1:], way, strict=False))
+        flow = min(residual[i][j] for i, j in steps)
+        for i, j in steps:
+            residual[i][j] -= flow
+            residual[j][i] = residual[j].get(i, 0) + flow
+
+
+def _reaching(residual: dict[int, dict[int, int]]) -> set[int]:
+    """What can still reach the sink."""
+    into: dict[int, list[int]] = {}
+    for i, out in residual.items():
+        for j, left in out.items():
+            if left:
+                into.setdefault(j, []).append(i)
+    seen, todo = {_T}, [_T]
+    while todo:
+        fresh = [i for i in into.get(todo.pop(), ()) if i not in seen]
+        seen.update(fresh)
+        todo += fresh
+    return seen

@@ -1,0 +1,214 @@
+"""This machine's GPUs and their links, asked of the driver (NVML); without any, its CPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from topology import speeds
+from topology.assemble import NODE, PHB, PIX, PXB, SYS, Told, assemble
+from topology.errors import TopologyError
+from topology.graph import Device, Topology
+from topology.machines import machine
+from topology.routes import Vertex
+
+# nvmlGpuTopologyLevel_t; INTERNAL is two GPUs on one board, behind one bridge
+_LEVELS = {0: PIX, 10: PIX, 20: PXB, 30: PHB, 40: NODE, 50: SYS}
+
+
+def detect(environ: Mapping[str, str] = os.environ, nvml: Any = None) -> Topology:
+    """The GPUs that CUDA shows to this process, numbered as CUDA does; else `cpu-N` of its cores.
+
+    `CUDA_VISIBLE_DEVICES` chooses and orders them, by index, UUID or the start of one. What a
+    container or a virtual machine hides is told in `assumptions`. `nvml` stands in for the module
+    pynvml. Raises TopologyError for a driver that is there but does not answer.
+    """
+    if nvml is None:
+        try:
+            import pynvml
+        except ImportError:
+            return _cpus("nvidia-ml-py is not installed, so GPUs were not looked for")
+        nvml = pynvml
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        hidden = _hidden_devices()
+        if not hidden and _absent(nvml, error):
+            return _cpus("")
+        raise TopologyError(
+            f"the GPU driver does not answer: {error}"
+            + (f"; yet there is {hidden}: is the driver's library missing from this container?"
+               if hidden else "")
+        ) from None  # fmt: skip
+    try:
+        found = _devices(nvml)
+        shown, notes = _visible(found, environ)
+        if not shown:
+            return _cpus("; ".join(notes) or "the driver has no GPU")
+        return _machine(nvml, shown, notes)
+    except nvml.NVMLError as error:
+        raise TopologyError(
+            f"the GPU driver failed while its links were asked for: {error}"
+        ) from None
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _cpus(why: str) -> Topology:
+    cores = len(os.sched_getaffinity(0))
+    found = machine(f"cpu-{cores}")
+    assert found is not None
+    return replace(found, assumptions=(*found.assumptions, why)) if why else found
+
+
+def _absent(nvml: Any, error: Exception) -> bool:
+    """Whether there simply is no driver."""
+    absent = (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
+    return getattr(error, "value", None) in absent
+
+
+def _hidden_devices() -> str:
+    return next((f"/dev/{n}" for n in ("nvidia0", "nvidiactl") if os.path.exists(f"/dev/{n}")), "")
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def bus_id(pci: Any) -> str:
+    """NVML's "00000000:06:00.0" as Linux writes it, "0000:06:00.0"; empty for what is hidden."""
+    whole = _text(pci.busId).strip("\0 ").lower()
+    domain, _, rest = whole.partition(":")
+    return f"{int(domain, 16):04x}:{rest}" if rest and rest.isprintable() else ""
+
+
+def _devices(nvml: Any) -> list[tuple[Any, Device]]:
+    found = []
+    for i in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(i)
+        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+        device = Device(
+            i, bus_id(nvml.nvmlDeviceGetPciInfo(handle)), _text(nvml.nvmlDeviceGetUUID(handle)),
+            _text(nvml.nvmlDeviceGetName(handle)), 10 * major + minor,
+        )  # fmt: skip
+        found.append((handle, device))
+    return found
+
+
+def _visible(
+    found: list[tuple[Any, Device]], environ: Mapping[str, str]
+) -> tuple[list[tuple[Any, Device]], list[str]]:
+    """The devices that CUDA shows, in its order, renumbered from 0; and what there is to say."""
+    notes: list[str] = []
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    by_bus = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    if not by_bus and len({d.model for _, d in found}) > 1:
+        notes.append(
+            "GPUs of several models: CUDA numbers them fastest first unless "
+            "CUDA_DEVICE_ORDER=PCI_BUS_ID; here they are in the order of their bus ids"
+        )
+    chosen = list(found)
+    if listed is not None:
+        chosen = []
+        for word in filter(None, (w.strip() for w in listed.split(","))):
+            match = [
+                pair for i, pair in enumerate(found)
+                if (word == str(i) if word.isdigit() else
+                    word.startswith("GPU-") and pair[1].uuid.startswith(word))
+            ]  # fmt: skip
+            if len(match) != 1 or match[0] in chosen:
+                notes.append(
+                    f"CUDA_VISIBLE_DEVICES={listed}: {word!r} is no (further) GPU of the "
+                    f"{len(found)} here, so CUDA hides it and all after it"
+                )
+                break
+            chosen += match
+        if len(chosen) < len(found):
+            notes.append(f"CUDA_VISIBLE_DEVICES={listed} shows {len(chosen)} of {len(found)} GPUs")
+    return [
+        (h, Device(i, d.bus_id, d.uuid, d.model, d.sm)) for i, (h, d) in enumerate(chosen)
+    ], notes
+
+
+def _machine(nvml: Any, shown: list[tuple[Any, Device]], notes: list[str]) -> Topology:
+    nvlinks: dict[tuple[int, int], int] = {}
+    ports: dict[int, int] = {}
+    level: dict[tuple[Vertex, Vertex], int] = {}
+    numa: dict[int, str] = {}
+    by_bus = {d.bus_id: d.gpu for _, d in shown if d.bus_id}
+    for handle, device in shown:
+        lost: dict[str, int] = {}
+        for remote in _remotes(nvml, handle):
+            if remote in by_bus:
+                ends = (device.gpu, by_bus[remote])
+                nvlinks[ends] = nvlinks.get(ends, 0) + 1
+            elif remote == "switch":
+                ports[device.gpu] = ports.get(device.gpu, 0) + 1
+            else:
+                lost[remote] = lost.get(remote, 0) + 1
+        for remote, n in lost.items():
+            notes.append(
+                f"{n} NVLinks of GPU {device.gpu} lead to {remote or 'a device'}, which is hidden "
+                "from this process"
+            )
+        if mig := _mig(nvml, handle):
+            notes.append(f"GPU {device.gpu} is in MIG mode{mig}: no peer access, no NVLink")
+        if node := _numa(device.bus_id):
+            numa[device.gpu] = node
+    for a, b in [p for p in nvlinks if p[0] < p[1]]:
+        if nvlinks[a, b] != nvlinks.get((b, a)):
+            raise TopologyError(
+                f"the driver tells of {nvlinks[a, b]} NVLinks from GPU {a} to GPU {b}, and of "
+                f"{nvlinks.get((b, a), 0)} back: is a link down? (nvidia-smi nvlink -s)"
+            )
+    for i, (one, here) in enumerate(shown):
+        for two, there in shown[:i]:
+            common = nvml.nvmlDeviceGetTopologyCommonAncestor(one, two)
+            level[there.gpu, here.gpu] = _LEVELS.get(common, SYS)
+    pairs = {p: n for p, n in nvlinks.items() if p[0] < p[1]}
+    told = Told(
+        "auto", [d for _, d in shown], nvlinks=pairs, level=level, numa=numa, ports=ports,
+        assumptions=notes,
+    )  # fmt: skip
+    return assemble(told)
+
+
+def _remotes(nvml: Any, handle: Any) -> list[str]:
+    """Where each NVLink that is up leads: a bus id, "switch", or nothing for what is hidden."""
+    remotes = []
+    for link in range(speeds.MOST_NVLINKS):
+        try:
+            if nvml.nvmlDeviceGetNvLinkState(handle, link) != nvml.NVML_FEATURE_ENABLED:
+                continue
+            kind = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)
+            if kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+                remotes.append("switch")
+            else:
+                remotes.append(bus_id(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link)))
+        except nvml.NVMLError as error:
+            if error.value in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_INVALID_ARGUMENT):
+                continue  # this GPU has fewer links
+            raise
+    return remotes
+
+
+def _mig(nvml: Any, handle: Any) -> str:
+    try:
+        current, pending = nvml.nvmlDeviceGetMigMode(handle)
+    except nvml.NVMLError:
+        return ""  # a GPU that knows no MIG
+    if current != 1:
+        return ""
+    return "" if pending == current else " (until the next reset)"
+
+
+def _numa(bus: str) -> str:
+    """The NUMA node of a PCI device; empty if Linux does not know."""
+    try:
+        with open(f"/sys/bus/pci/devices/{bus}/numa_node") as file:
+            node = int(file.read())
+    except (OSError, ValueError):
+        return ""
+    return str(node) if node >= 0 else ""

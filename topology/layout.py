@@ -1,0 +1,326 @@
+"""Where things stand in a picture: seats for GPUs, boxes for switches, ways for links.
+
+Points are complex numbers, so that turning and scaling is arithmetic.
+"""
+
+from __future__ import annotations
+
+import cmath
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from topology.graph import Link, Topology
+from topology.machines import dgx1_p100, dgx1_v100
+from topology.routes import Vertex
+
+RADIUS = 0.22  # of a GPU's circle; a unit of length is 1.5 inches at most
+GAP = 0.1  # between parallel lines
+BOX = 0.17  # half the height of a switch
+_STEP = 1.1  # from one layer of switches to the next
+_RAIL = 0.5  # from one network switch to the next
+# Two quads face to face, the outer GPUs further from the axis than the inner ones: the four lines
+# between twins are then parallel, and none runs through another GPU.
+_CUBE = (-2.2 + 1.35j, -0.8 + 0.6j, -0.8 - 0.6j, -2.2 - 1.35j,
+         2.2 + 1.35j, 0.8 + 0.6j, 0.8 - 0.6j, 2.2 - 1.35j)  # fmt: skip
+
+
+@dataclass
+class Layout:
+    """Centres of GPUs, and lower left and upper right corners of switches.
+
+    `rows` are GPUs in a row: direct links between them are arcs away from the switches, which lie
+    above the row (-1: the arcs hang below) or beneath it (1).
+    """
+
+    seats: dict[int, complex]
+    boxes: dict[str, tuple[complex, complex]] = field(default_factory=dict)
+    rows: dict[int, int] = field(default_factory=dict)
+    ports: dict[tuple[str, str], float] = field(default_factory=dict)  # where a line meets both
+    passed: set[Vertex] = field(default_factory=set)  # boxes beneath which lines to others run
+    captions: list[tuple[complex, str]] = field(default_factory=list)
+
+    def anchor(self, vertex: Vertex) -> complex:
+        return self.seats[vertex] if isinstance(vertex, int) else sum(self.boxes[vertex]) / 2
+
+    def curve(self, src: Vertex, dst: Vertex, place: float = 0) -> list[complex]:
+        """From one to the other, `place` parallel lines aside: the same side in both directions."""
+        a, b = self.anchor(src), self.anchor(dst)
+        pull, spread = (a + b) / 2, 0j  # control points are pull + spread and pull - spread
+        if isinstance(src, int) and isinstance(dst, int):
+            if bend := self.rows.get(src):
+                pull, spread = pull + bend * 4j / 3 * arc_depth(abs(a - b)), (a - b) / 3
+            elif len(self.seats) > 8 and abs(a - b) > 1.3:
+                pull *= 0.8  # on a large circle a straight line would graze the GPU that it skips
+        elif isinstance(src, str) and isinstance(dst, str) and abs(a.imag - b.imag) < BOX:
+            a, b = self._facing(src, dst)  # two CPUs side by side
+            pull = (a + b) / 2
+            if self._blocked(a, b):
+                a, b = self.anchor(src) + BOX * 1j, self.anchor(dst) + BOX * 1j
+                pull, spread = (a + b) / 2 + 0.25j * math.sqrt(abs(a - b)), (a - b) / 4
+        else:
+            x = self._meeting(src, dst)
+            a, b = complex(x, a.imag), complex(x, b.imag)
+            pull = (a + b) / 2
+        aside = GAP * place * 1j * (b - a) / abs(b - a) * (1 if str(src) < str(dst) else -1)
+        return bend_through(a + aside, pull + spread + aside, pull - spread + aside, b + aside)
+
+    def _facing(self, src: str, dst: str) -> tuple[complex, complex]:
+        (a0, a1), (b0, b1) = self.boxes[src], self.boxes[dst]
+        y = (a0 + a1).imag / 2
+        if a0.real < b0.real:
+            return complex(a1.real, y), complex(b0.real, y)
+        return complex(a0.real, y), complex(b1.real, y)
+
+    def _blocked(self, a: complex, b: complex) -> bool:
+        low, high = sorted((a.real, b.real))
+        return any(
+            p.imag < a.imag < q.imag and low < (p + q).real / 2 < high
+            for p, q in self.boxes.values()
+        )
+
+    def _meeting(self, src: Vertex, dst: Vertex) -> float:
+        """The x of the upright line between two of which one is a box."""
+        for ends in ((src, dst), (dst, src)):
+            if isinstance(ends[0], str) and isinstance(ends[1], str) and ends in self.ports:
+                return self.ports[ends]
+        a, b = self.anchor(src), self.anchor(dst)
+        spans = [self.boxes.get(str(v), (p, p)) for v, p in ((src, a), (dst, b))]
+        left, right = min(spans, key=lambda span: (span[1] - span[0]).real)
+        # between a box above the GPUs and one below, the line stands beyond the last GPU
+        return (
+            right.real - 0.4
+            if a.imag * b.imag < 0 and not self._joins_gpu(src, dst)
+            else ((left + right).real / 2)
+        )
+
+    @staticmethod
+    def _joins_gpu(src: Vertex, dst: Vertex) -> bool:
+        return isinstance(src, int) or isinstance(dst, int)
+
+
+def bend_through(a: complex, b: complex, c: complex, d: complex) -> list[complex]:
+    """A cubic Bezier curve."""
+    ways = [(1 - i / 120, i / 120) for i in range(121)]
+    return [s * s * (s * a + 3 * t * b) + t * t * (3 * s * c + t * d) for s, t in ways]
+
+
+def arc_depth(distance: float) -> float:
+    """How far an arc between two GPUs hangs below their row."""
+    return 0.42 * math.pow(distance, 0.7)
+
+
+def lay_out(topology: Topology, arcs: bool) -> Layout:
+    """A layout for the topology's fabric; `arcs` between GPUs will be drawn even without links."""
+    links = topology.fabric
+    switches = [v for link in links for v in (link.src, link.dst) if isinstance(v, str)]
+    if switches:
+        return _in_rows(topology, links, arcs)
+    gpus = topology.gpus
+    for whole in (dgx1_v100(), dgx1_p100()):
+        if len(gpus) == 8 and (seat := topology.isomorphic_to(whole)):
+            same = links == whole.fabric  # then not one of its symmetries
+            return Layout({g: _CUBE[g if same else seat[g]] for g in gpus})
+    everyone = (*gpus, *topology.forwarders)
+    radius, turn = max(1.25, 0.19 * len(everyone)), cmath.exp(-1j * math.tau / len(everyone))
+    return Layout({g: radius * 1j * turn**i for i, g in enumerate(everyone)})
+
+
+def nodes_of(topology: Topology) -> list[tuple[int, ...]]:
+    """The GPUs of each node: what stays together without the network."""
+    import networkx as nx
+
+    graph = nx.Graph((k.src, k.dst) for k in topology.links if k.kind != "network")
+    graph.add_nodes_from(topology.gpus)
+    groups = [
+        tuple(g for g in topology.gpus if g in part) for part in nx.connected_components(graph)
+    ]
+    return sorted((g for g in groups if g), key=lambda g: topology.gpus.index(g[0]))
+
+
+def _in_rows(topology: Topology, links: Sequence[Link], arcs: bool) -> Layout:
+    """One machine in one row; the nodes of a cluster in two, with the network between them."""
+    nodes = nodes_of(topology)
+    if len(nodes) == 1:
+        return _row(topology.gpus, links, arcs, cluster=False)
+    local = [k for k in links if k.kind != "network"]
+    own = [_row(gpus, _near(local, gpus), arcs, cluster=True) for gpus in nodes]
+    columns = math.ceil(len(nodes) / 2) if len(nodes) > 2 else len(nodes)
+    width = 1.2 + max(_span(one)[1] - _span(one)[0] for one in own)
+    net = dict.fromkeys(
+        v for k in links if k.kind == "network" for v in (k.src, k.dst)
+        if isinstance(v, str) and not any(v in one.boxes for one in own)
+    )  # fmt: skip
+    top = max(b.imag for one in own for _, b in one.boxes.values())
+    middle = top + 0.5 + _RAIL * (len(net) - 1) / 2 + BOX
+    whole = Layout({})
+    for i, one in enumerate(own):
+        row, column = divmod(i, columns)
+        shift = column * width - _span(one)[0]
+        low, high = _span(one)
+        one.captions = [(complex((low + high) / 2, _bottom(one, local) - 0.3), f"node {i}")]
+        _place(whole, one, shift, 2 * middle if row else None)
+    low, high = _span(whole)
+    for i, name in enumerate(net):
+        y = middle + _RAIL * (i - (len(net) - 1) / 2)
+        whole.boxes[name] = (complex(low, y - BOX), complex(high, y + BOX))
+    whole.passed = set(net)
+    crossing = [k for k in links if k.src in net and k.dst in net and str(k.src) < str(k.dst)]
+    for i, k in enumerate(crossing):  # beside the nodes, so that no other line is near
+        whole.ports[str(k.src), str(k.dst)] = high + 0.25 + 0.2 * i
+    if crossing:
+        for name in net:
+            a, b = whole.boxes[name]
+            whole.boxes[name] = (a, b + 0.3 + 0.2 * len(crossing))
+    return whole
+
+
+def _near(links: Iterable[Link], gpus: Sequence[int]) -> list[Link]:
+    """The links of one node."""
+    listed = list(links)
+    inside: set[Vertex] = set(gpus)
+    grown = True
+    while grown:
+        more = {v for k in listed if k.src in inside or k.dst in inside for v in (k.src, k.dst)}
+        grown = not more <= inside
+        inside |= more
+    return [k for k in listed if k.src in inside]
+
+
+def _place(whole: Layout, one: Layout, shift: float, mirror: float | None) -> None:
+    """Add a node's layout, moved aside and, if asked, turned upside down."""
+
+    def moved(p: complex) -> complex:
+        return complex(p.real + shift, p.imag if mirror is None else mirror - p.imag)
+
+    whole.seats |= {g: moved(p) for g, p in one.seats.items()}
+    for name, (a, b) in one.boxes.items():
+        ys = sorted((moved(a).imag, moved(b).imag))
+        whole.boxes[name] = (complex(moved(a).real, ys[0]), complex(moved(b).real, ys[1]))
+    whole.rows |= {g: bend if mirror is None else -bend for g, bend in one.rows.items()}
+    whole.ports |= {ends: x + shift for ends, x in one.ports.items()}
+    whole.captions += [(moved(at), caption) for at, caption in one.captions]
+
+
+def _bottom(layout: Layout, links: Iterable[Link]) -> float:
+    """The lowest that anything of a node hangs."""
+    reach = [
+        -arc_depth(abs(layout.seats[k.src] - layout.seats[k.dst])) for k in links
+        if isinstance(k.src, int) and isinstance(k.dst, int) and k.src in layout.seats
+    ]  # fmt: skip
+    return min([-RADIUS, *reach, *(a.imag for a, _ in layout.boxes.values())])
+
+
+def _span(layout: Layout) -> tuple[float, float]:
+    xs = [p.real + d for p in layout.seats.values() for d in (-RADIUS, RADIUS)]
+    xs += [p.real for box in layout.boxes.values() for p in box]
+    return min(xs), max(xs)
+
+
+def _row(gpus: Sequence[int], links: Sequence[Link], arcs: bool, cluster: bool) -> Layout:
+    """GPUs side by side; each switch a bar over what it joins, CPUs above PCIe switches.
+
+    What only hands down to GPUs, and an NVSwitch beside a PCIe tree, is a bar below them.
+    """
+    layout = Layout({g: complex(i) for i, g in enumerate(_by_tree(gpus, links))})
+    direct = [k for k in links if isinstance(k.src, int) and isinstance(k.dst, int)]
+    arcs = arcs or bool(direct)
+    reach = max((abs(layout.seats[k.src] - layout.seats[k.dst]) for k in direct), default=0.0)  # type: ignore[index]
+    room = arc_depth(len(gpus) - 1 if arcs and not direct else reach) if arcs else 0.0
+    switches = list(dict.fromkeys(v for k in links for v in (k.src, k.dst) if isinstance(v, str)))
+    fed = {k.dst for k in links if isinstance(k.src, int)}
+    below = {k.src for k in links if isinstance(k.dst, int)} - fed
+    if any(k.kind != "nvlink" for k in links) and not direct:
+        below |= {v for v in switches if all(k.kind == "nvlink" for k in links if v == k.src)}
+    layout.rows = dict.fromkeys(gpus, -1)
+    beyond = 0.8 if any(k.src in fed and k.dst in below for k in links) else 0.0
+    level = _levels(switches, links)
+    nics = [v for v in switches if cluster and _is_nic(v, links)]
+    for switch in sorted((v for v in switches if v not in nics), key=lambda v: level[v]):
+        near = [v for k in links if switch in (k.src, k.dst) for v in (k.src, k.dst)]
+        joined = [layout.seats[v] for v in near if isinstance(v, int)]
+        joined += [
+            sum(layout.boxes[v]) / 2 for v in near
+            if isinstance(v, str) and v in layout.boxes and level[v] < level[switch]
+        ]  # fmt: skip
+        xs = [p.real for p in joined or layout.seats.values()]
+        low, high = min(xs) - 0.3, max(xs) + 0.3 + beyond
+        step = -_STEP if switch in below else _STEP
+        y = step - room if step < 0 else step * level[switch]
+        while _taken(layout, low, high, y):
+            y += step
+        layout.boxes[switch] = complex(low, y - BOX), complex(high, y + BOX)
+    if nics:
+        _add_nics(layout, nics, links)
+    return layout
+
+
+def _by_tree(gpus: Sequence[int], links: Sequence[Link]) -> list[int]:
+    """The GPUs in their own order, but those of one CPU, and of one PCIe switch, side by side."""
+    up = {k.src: k.dst for k in links if k.kind in ("pcie", "host") and isinstance(k.dst, str)
+          and (isinstance(k.src, int) or k.kind == "host")}  # fmt: skip
+    first: dict[Vertex, int] = {}
+    keys: dict[int, tuple[int, int, int]] = {}
+    for i, g in enumerate(gpus):
+        switch = up.get(g, g)
+        cpu = up.get(switch, switch)
+        keys[g] = (first.setdefault(cpu, i), first.setdefault(switch, i), i)
+    return sorted(gpus, key=keys.__getitem__)
+
+
+def _is_nic(v: str, links: Sequence[Link]) -> bool:
+    """A switch that, without the network, is a dead end."""
+    return len({k.dst for k in links if k.src == v}) == 1
+
+
+def _levels(switches: Sequence[str], links: Sequence[Link]) -> dict[str, int]:
+    """1 for what joins GPUs; a CPU is above the switches that lead to it."""
+    level = dict.fromkeys(switches, 1)
+    for _ in switches:
+        for k in links:
+            if isinstance(k.src, str) and isinstance(k.dst, str) and _above(k, links):
+                level[k.dst] = max(level[k.dst], min(level[k.src] + 1, len(switches)))
+    return level
+
+
+def _above(link: Link, links: Sequence[Link]) -> bool:
+    """Whether the link leads up: from a PCIe switch to a CPU or to a switch further from GPUs."""
+    if link.kind == "host":
+        return any(k.src == link.src and k.kind == "pcie" for k in links)
+    if link.kind == "pcie":
+        return any(k.src == link.src and isinstance(k.dst, int) for k in links) and not any(
+            k.src == link.dst and isinstance(k.dst, int) for k in links
+        )
+    return False
+
+
+def _taken(layout: Layout, low: float, high: float, y: float) -> bool:
+    return any(
+        abs(y - (a + b).imag / 2) < 2.5 * BOX and low < b.real and a.real < high
+        for a, b in layout.boxes.values()
+    )
+
+
+def _add_nics(layout: Layout, nics: Sequence[str], links: Sequence[Link]) -> None:
+    """NICs over all else, each straight above a free place of what it hangs under."""
+    top = max([0.0, *(b.imag for _, b in layout.boxes.values())])
+    for nic in nics:
+        host = next(k.dst for k in links if k.src == nic)
+        if isinstance(host, int):
+            xs = [layout.seats[host].real]
+        else:
+            a, b = layout.boxes[host]
+            xs = [(a + b).real / 2, a.real + 0.1, b.real - 0.1, a.real + 0.4, b.real - 0.4]
+        floor = layout.anchor(host).imag
+        free = [
+            x for x in xs
+            if not any(p.real - 0.05 < x < q.real + 0.05 and floor + BOX < (p + q).imag / 2
+                       for v, (p, q) in layout.boxes.items() if v != host)
+            and not _taken(layout, x - 0.3, x + 0.3, top + _STEP)
+        ]  # fmt: skip
+        x = (free or xs)[0]
+        layout.boxes[nic] = (
+            complex(x - 0.32, top + _STEP - BOX), complex(x + 0.32, top + _STEP + BOX)
+        )  # fmt: skip
+        if isinstance(host, str):
+            layout.ports[host, nic] = x

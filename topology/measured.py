@@ -1,0 +1,212 @@
+"""Measured figures, laid over a machine's nominal ones.
+
+Two sources: what `linkweave bench links` writes, and what NVIDIA's p2pBandwidthLatencyTest prints
+(its one-way bandwidth and latency with peer access). Both measure pairs of GPUs, so a link that
+several pairs share is given the most that any of them moved over it, and the least latency.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from math import isfinite
+
+from topology.errors import TopologyError
+from topology.graph import Device, Link, Topology
+from topology.routes import Vertex
+
+FORMAT = "linkweave-links"
+_P2P_BANDWIDTH = re.compile(r"Unidirectional P2P=Enabled Bandwidth.*Matrix \(GB/s\)")
+_P2P_LATENCY = re.compile(r"P2P=Enabled Latency.*Matrix \(us\)")
+
+
+@dataclass(frozen=True, slots=True)
+class PairFigure:
+    """What one GPU (or CPU rank) moves to another: bytes/s alone, and us for a small message."""
+
+    src: int
+    dst: int
+    bandwidth: float
+    latency_us: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFigures:
+    """What was measured between pairs, and on what.
+
+    `pairs` name GPUs by their number in `devices` (or, without devices, in CUDA's order);
+    `together` is the bytes/s of all ranks at once where they share one memory, else None.
+    """
+
+    pairs: tuple[PairFigure, ...]
+    devices: tuple[Device, ...] = ()
+    together: float | None = None
+    machine: str = ""
+
+    def to_json(self) -> str:
+        """Stable JSON that `topology.load(..., measured=...)` reads."""
+        return json.dumps({"format": FORMAT, "version": 1, **asdict(self)}, indent=1)
+
+
+def looks_like_p2p(text: str) -> bool:
+    """Whether this is p2pBandwidthLatencyTest's output."""
+    return bool(_P2P_BANDWIDTH.search(text))
+
+
+def overlay(topology: Topology, text: str, where: str) -> Topology:
+    """The same machine with measured figures. GPUs are matched by UUID or bus id where both know.
+
+    Raises TopologyError for a text of another kind, GPUs that the machine has not, and figures that
+    are no positive numbers.
+    """
+    if looks_like_p2p(text):
+        figures = _parse_p2p(text, where)
+    elif text.lstrip("\ufeff \t\r\n").startswith("{"):
+        figures = _parse_json(text, where)
+    else:
+        raise TopologyError(
+            f"{where}: neither the JSON of linkweave bench links nor what "
+            "p2pBandwidthLatencyTest prints"
+        )
+    number, note = _matched(topology, figures, where)
+    best: dict[tuple[Vertex, Vertex], float] = {}
+    least: dict[tuple[Vertex, Vertex], float] = {}
+    for pair in figures.pairs:
+        src, dst = number[pair.src], number[pair.dst]
+        if src not in topology.gpus or dst not in topology.gpus:
+            continue  # of a larger machine than this subset
+        if (src, dst) not in topology.ways:
+            raise TopologyError(
+                f"{where}: has a figure for GPU {src} to GPU {dst}, which nothing joins in "
+                f"{topology.name}"
+            )
+        for ends in pairwise(topology.ways[src, dst]):
+            best[ends] = max(best.get(ends, 0.0), pair.bandwidth)
+            if pair.latency_us is not None:
+                least[ends] = min(least.get(ends, pair.latency_us), pair.latency_us)
+    bus = ("store", "load")
+    if figures.together and bus in best:
+        best[bus] = figures.together
+
+    def measured(link: Link) -> Link:
+        ends = (link.src, link.dst)
+        if ends not in best:
+            return link
+        each = max(1, round(best[ends] / link.count))
+        return replace(link, bandwidth=each, latency_us=least.get(ends, link.latency_us))
+
+    links = tuple(map(measured, topology.links))
+    rest = sum((k.src, k.dst) not in best for k in topology.fabric)
+    notes = [f"figures measured ({where}){note}"]
+    if rest:
+        notes.append(f"{rest} of {len(topology.fabric)} links were not measured: nominal figures")
+    return replace(topology, links=links, assumptions=(*topology.assumptions, *notes))
+
+
+def _matched(topology: Topology, figures: LinkFigures, where: str) -> tuple[Mapping[int, int], str]:
+    """The machine's number of each measured GPU, and a word on how it was found."""
+    used = {g for pair in figures.pairs for g in (pair.src, pair.dst)}
+    told = {d.gpu: d for d in figures.devices}
+    known = [d for d in topology.devices if d.uuid or d.bus_id]
+    number: dict[int, int] = {}
+    for g in sorted(used):
+        device = told.get(g)
+        if device and known and (device.uuid or device.bus_id):
+            same = [d.gpu for d in known if (d.uuid and d.uuid == device.uuid)
+                    or (d.bus_id and d.bus_id == device.bus_id)]  # fmt: skip
+            if not same:
+                raise TopologyError(
+                    f"{where}: measured GPU {device.uuid or device.bus_id} is not in "
+                    f"{topology.name}, which has " + ", ".join(d.uuid or d.bus_id for d in known)
+                )
+            number[g] = same[0]
+        else:
+            number[g] = g
+    matched = all(g in told and known for g in used)
+    strangers = [g for g in number.values() if g not in (*topology.gpus, *topology.forwarders)]
+    if strangers and not set(topology.gpus) <= used:
+        raise TopologyError(
+            f"{where}: has figures for GPU {strangers[0]}; {topology.name} has "
+            f"{list(topology.gpus)}"
+        )
+    memory = any(link.kind == "memory" for link in topology.links)
+    return number, "" if matched or memory else ", GPUs matched by their numbers"
+
+
+def _figure(src: object, dst: object, bandwidth: object, latency: object, at: str) -> PairFigure:
+    for name, gpu in (("src", src), ("dst", dst)):
+        if isinstance(gpu, bool) or not isinstance(gpu, int) or gpu < 0:
+            raise TopologyError(f"{at}: {name} must be a GPU's number, not {gpu!r}")
+    if src == dst:
+        raise TopologyError(f"{at}: src and dst are both {src}")
+    for name, value, may_lack in (("bandwidth", bandwidth, False), ("latency_us", latency, True)):
+        if value is None and may_lack:
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not isfinite(value) or value <= 0 or value > 1e18:  # type: ignore[arg-type,operator]
+            raise TopologyError(f"{at}: {name} must be a positive number, not {value!r}")
+    return PairFigure(src, dst, bandwidth, latency)  # type: ignore[arg-type]
+
+
+def _parse_json(text: str, where: str) -> LinkFigures:
+    try:
+        data = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise TopologyError(f"{where}: {error}") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != 1:
+        raise TopologyError(f'{where}: needs "format": "{FORMAT}" and "version": 1 at the top')
+    listed, devices = data.get("pairs"), data.get("devices", [])
+    if not isinstance(listed, list) or not isinstance(devices, list):
+        raise TopologyError(f'{where}: "pairs" and "devices" must be lists')
+    pairs = []
+    for i, entry in enumerate(listed):
+        at = f"{where}: pairs[{i}]"
+        if not isinstance(entry, dict):
+            raise TopologyError(f"{at} must be an object, not {entry!r}")
+        pairs.append(_figure(entry.get("src"), entry.get("dst"), entry.get("bandwidth"),
+                             entry.get("latency_us"), at))  # fmt: skip
+    together = data.get("together")
+    if together is not None:
+        together = _figure(0, 1, together, None, f"{where}: together").bandwidth
+    try:
+        return LinkFigures(tuple(pairs), tuple(Device(**d) for d in devices), together)
+    except TypeError:
+        raise TopologyError(
+            f'{where}: each of "devices" must have "gpu" and may have "bus_id", "uuid", "model" '
+            'and "sm"'
+        ) from None
+
+
+def _parse_p2p(text: str, where: str) -> LinkFigures:
+    lines = text.splitlines()
+    bandwidth = dict(_matrix(lines, _P2P_BANDWIDTH, where))
+    latency = dict(_matrix(lines, _P2P_LATENCY, where))
+    pairs = [
+        _figure(a, b, gbs * 1e9, latency.get((a, b)), f"{where}: {a} to {b}")
+        for (a, b), gbs in bandwidth.items()
+        if a != b
+    ]
+    return LinkFigures(tuple(pairs))
+
+
+def _matrix(
+    lines: list[str], title: re.Pattern[str], where: str
+) -> Iterator[tuple[tuple[int, int], float]]:
+    """The cells of the matrix under a title."""
+    at = next((i for i, line in enumerate(lines) if title.search(line)), None)
+    if at is None:
+        return
+    columns = [int(c) for c in re.findall(r"\d+", lines[at + 1])] if at + 1 < len(lines) else []
+    for offset, row in enumerate(columns):
+        i = at + 2 + offset
+        words = lines[i].split() if i < len(lines) else []
+        numeric = all(re.fullmatch(r"\d+(?:\.\d+)?", word) for word in words)
+        if len(words) != len(columns) + 1 or not numeric or words[0] != str(row):
+            raise TopologyError(
+                f"{where}: line {i + 1}: expected the row of GPU {row} with {len(columns)} "
+                "figures: was the text cut short?"
+            )
+        yield from (((row, c), float(w)) for c, w in zip(columns, words[1:], strict=True))

@@ -1,0 +1,219 @@
+"""Read what `nvidia-smi topo -m` prints, however it was pasted.
+
+    $ (nvidia-smi -L; nvidia-smi topo -m) > machine.txt
+
+With the GPUs' list (-L) in the same text, their models and UUIDs are known as well.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from topology import speeds
+from topology.assemble import NODE, PHB, PIX, PXB, SYS, Told, assemble
+from topology.errors import TopologyError
+from topology.graph import Device, Topology
+from topology.routes import Vertex
+
+_LEVELS = {"PIX": PIX, "PXB": PXB, "PHB": PHB, "NODE": NODE, "SYS": SYS, "SOC": SYS}
+_CELL = re.compile(r"X|NV\d{1,3}|" + "|".join(_LEVELS))
+_AFFINITIES = re.compile(r"(?:(?:CPU|NUMA) Affinity|GPU NUMA ID).*", re.IGNORECASE)
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_LISTED = re.compile(r"GPU (\d+): (.+?) \(UUID: (GPU-[0-9a-fA-F-]+)\)")
+_MIG = re.compile(r"MIG\b", re.IGNORECASE)
+_GPU = re.compile(r"GPU(\d{1,4})")
+_NUMA = re.compile(r"\d+(?:[-,]\d+)*")
+_MOST = 1024  # devices; a text with more is not of one machine
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    word: str
+    line: int
+    column: int
+
+    def __str__(self) -> str:
+        return f"line {self.line} column {self.column}"
+
+
+def looks_like_smi(text: str) -> bool:
+    """Whether some line starts with a GPU's label, and a matrix may follow."""
+    return any(_GPU.match(_bare(line)) for line in text.splitlines())
+
+
+def _bare(line: str) -> str:
+    return _ANSI.sub("", line).lstrip(" \t#>|$")
+
+
+def parse_smi(text: str, name: str = "nvidia-smi") -> Topology:
+    """The machine that the matrix shows.
+
+    PCIe is drawn from the levels (PIX, PXB, PHB, NODE, SYS) and the NICs' columns, the speeds from
+    the GPUs' models where `nvidia-smi -L` is in the text; `assumptions` say what was not told.
+    Raises TopologyError, with line and column, for a matrix that is cut short or contradicts
+    itself.
+    """
+    lines = [_ANSI.sub("", line) for line in text.splitlines()]
+    start, columns = _header(lines, name)
+    cells, numa, assumed = _rows(lines, start, columns, name)
+    missing = [c for c in columns if c not in cells and _GPU.fullmatch(c)]
+    if missing:
+        raise TopologyError(
+            f"{name}: line {len(lines)}: the matrix ends without the rows of {', '.join(missing)}, "
+            "which are in its header: was the text cut short?"
+        )
+    if unmatched := [c for c in columns if c not in cells]:
+        assumed.append(f"no rows for {', '.join(unmatched)}: taken from their columns")
+    nvlinks: dict[tuple[int, int], int] = {}
+    level: dict[tuple[Vertex, Vertex], int] = {}
+    for i, a in enumerate(columns):
+        for b in columns[:i]:
+            cell = _agreed(cells, a, b, name)
+            if cell is None:
+                continue
+            one, other = _vertex(b), _vertex(a)
+            if cell.word.startswith("NV"):
+                if not (isinstance(one, int) and isinstance(other, int)):
+                    raise TopologyError(f"{name}: {cell}: {a} and {b} cannot have NVLinks")
+                nvlinks[one, other] = int(cell.word[2:])
+            else:
+                level[one, other] = _LEVELS[cell.word]
+    gpus = [c for c in columns if _GPU.fullmatch(c)]
+    devices = _devices([int(c[3:]) for c in gpus], text, name, assumed)
+    nics = [c for c in columns if not _GPU.fullmatch(c)]
+    return assemble(Told(name, devices, nics, nvlinks, level, numa, assumptions=assumed))
+
+
+def _vertex(label: str) -> Vertex:
+    found = _GPU.fullmatch(label)
+    return int(found[1]) if found else label
+
+
+def _header(lines: list[str], name: str) -> tuple[int, list[str]]:
+    """The index of the line after the header, and the header's devices."""
+    for i, line in enumerate(lines):
+        bare = _bare(line)
+        if not _GPU.match(bare):
+            continue
+        cut = _AFFINITIES.sub("", bare)
+        columns = re.findall(r"GPU\d+|[A-Za-z][\w.:-]*", cut)
+        if len(columns) > 1 and _CELL.fullmatch(columns[1]):
+            raise TopologyError(
+                f"{name}: line {i + 1}: the row of {columns[0]} comes before any header with the "
+                "columns' names: was the text's beginning cut off?"
+            )
+        if len(columns) > _MOST:
+            raise TopologyError(f"{name}: line {i + 1}: {len(columns)} devices; at most {_MOST}")
+        twice = [c for c in columns if columns.count(c) > 1]
+        if twice:
+            raise TopologyError(f"{name}: line {i + 1}: {twice[0]} is named twice in the header")
+        return i + 1, columns
+    raise TopologyError(f"{name}: no line starts with GPU0: not the output of nvidia-smi topo -m")
+
+
+def _rows(
+    lines: list[str], start: int, columns: list[str], name: str
+) -> tuple[dict[str, dict[str, _Cell]], dict[int, str], list[str]]:
+    """Cells by row and column, NUMA nodes by GPU, and what was passed over."""
+    cells: dict[str, dict[str, _Cell]] = {}
+    numa: dict[int, str] = {}
+    assumed: list[str] = []
+    mig = 0
+    for i, line in enumerate(lines[start:], start):
+        bare = _bare(line)
+        label = next((c for c in columns if re.match(re.escape(c) + r"(?!\w)", bare)), None)
+        if label is None:
+            if not bare.strip() and not cells:
+                continue
+            if _MIG.match(bare):
+                mig += 1
+                continue
+            if _GPU.match(bare):
+                raise TopologyError(
+                    f"{name}: line {i + 1}: a row of {bare.split()[0]}, which the header lacks"
+                )
+            break  # a blank line, the legend, or whatever follows the matrix
+        if label in cells:
+            raise TopologyError(f"{name}: line {i + 1}: a second row of {label}")
+        at = len(line) - len(bare) + len(label)
+        found, end = _cells(line, i + 1, at, label, columns, name)
+        cells[label] = found
+        if node := _numa(line[end:]):
+            gpu = _vertex(label)
+            if isinstance(gpu, int):
+                numa[gpu] = node
+    if mig:
+        assumed.append(f"{mig} rows of MIG devices passed over: they have no peer access")
+    return cells, numa, assumed
+
+
+def _cells(
+    line: str, at_line: int, at: int, label: str, columns: list[str], name: str
+) -> tuple[dict[str, _Cell], int]:
+    """The cells of a row, and where in the line they end."""
+    found: dict[str, _Cell] = {}
+    for word in re.finditer(r"\S+", line[at:]):
+        if len(found) == len(columns):
+            break
+        column = columns[len(found)]
+        cell = _Cell(word[0], at_line, at + word.start() + 1)
+        if not _CELL.fullmatch(cell.word) or (cell.word == "X") != (column == label):
+            raise TopologyError(
+                f"{name}: {cell}: {label} to {column} is {cell.word[:40]!r}; expected "
+                + ("X, as they are the same" if column == label else
+                   "NV and a number, or " + ", ".join(_LEVELS))
+            )  # fmt: skip
+        found[column] = cell
+    if len(found) < len(columns):
+        raise TopologyError(
+            f"{name}: line {at_line} column {len(line) + 1}: the row of {label} ends after "
+            f"{len(found)} of {len(columns)} cells: was the text cut short?"
+        )
+    last = found[columns[-1]]
+    return found, last.column - 1 + len(last.word)
+
+
+def _numa(tail: str) -> str:
+    """The NUMA node in what follows the cells; empty if it is not told.
+
+    The fields are CPU affinity, NUMA affinity and, with recent drivers, the GPU's own NUMA node.
+    """
+    fields = [f.strip() for f in (tail.split("\t") if "\t" in tail else re.split(r" {2,}", tail))]
+    while fields and not fields[0]:
+        fields.pop(0)
+    node = fields[1] if len(fields) > 1 else ""
+    if len(fields) == 3 and not node:  # two tabs between the columns
+        node = fields[2]
+    if _NUMA.fullmatch(node):
+        return node
+    # the CPUs will do: GPUs with the same ones are at the same place
+    return f"CPUs {fields[0]}" if fields and _NUMA.fullmatch(fields[0]) else ""
+
+
+def _agreed(cells: dict[str, dict[str, _Cell]], a: str, b: str, name: str) -> _Cell | None:
+    """What the matrix says of two devices; both halves must say the same."""
+    one, other = cells.get(a, {}).get(b), cells.get(b, {}).get(a)
+    if one and other and one.word != other.word:
+        raise TopologyError(
+            f"{name}: {one} says {one.word} for {a} to {b}, but {other} says {other.word} for the "
+            "way back"
+        )
+    return one or other
+
+
+def _devices(gpus: list[int], text: str, name: str, assumed: list[str]) -> list[Device]:
+    listed = {int(g): (model, uuid) for g, model, uuid in _LISTED.findall(text)}
+    if strangers := [g for g in gpus if g not in listed] if listed else []:
+        raise TopologyError(
+            f"{name}: the matrix has GPU{strangers[0]}, but the list of GPUs in the same text has "
+            f"only {', '.join(map(str, listed))}"
+        )
+    devices = []
+    for g in gpus:
+        model, uuid = listed.get(g, ("", ""))
+        sm = speeds.compute_capability(model)
+        if model and not sm:
+            assumed.append(f"{model}: unknown model, taken for one with NVLink 2 to 4")
+        devices.append(Device(g, uuid=uuid, model=model, sm=sm))
+    return devices

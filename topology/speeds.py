@@ -1,0 +1,95 @@
+"""How fast links are, where a text says only what they are. Bytes/s, each way, nominal.
+
+NVLink: NVIDIA's data sheets. PCIe, CPUs and networks: what NCCL reckons with (src/graph/topo.h and
+topo.cc, June 2026): PCIe generation 3 x16 moves 12 GB/s, and later ones twice that each.
+"""
+
+from __future__ import annotations
+
+import re
+
+GB = 10**9
+
+_NVLINK = {
+    60: 20 * GB,  # P100, NVLink 1
+    70: 25 * GB,  # V100, NVLink 2
+    80: 25 * GB,  # A100, A30, NVLink 3
+    86: 14_062_500_000,  # A40, A6000, RTX 3090: NVLink 3 at 14.0625 GB/s a link
+    90: 25 * GB,  # H100, H200, GH200, NVLink 4
+    100: 50 * GB,  # B200, GB200, NVLink 5
+}
+_MODELS = (  # of nvidia-smi -L and NVML; the first that fits
+    (r"P100", 60), (r"V100|Titan V", 70), (r"A100|A800|A30\b", 80),
+    (r"A40\b|A6000|A5000|A4500|RTX 3090", 86), (r"H100|H800|H200|H20\b|GH200", 90),
+    (r"B100|B200|B300|GB200|GB300", 100),
+)  # fmt: skip
+_PCIE_OF = {60: 3, 70: 3, 80: 4, 86: 4, 90: 5, 100: 5}  # generation of the GPU's own port
+MOST_NVLINKS = 18  # of any GPU so far
+
+NVLINK = 25 * GB  # where the GPU is not known: NVLink 2, 3 and 4 have the same
+PCIE = 12 * GB
+NETWORK = 12 * GB  # 100 Gbit/s, as NCCL reckons it
+SOCKETS = 10 * GB  # between two CPUs: Skylake's
+
+_GTS = {"2.5": 15, "5": 30, "8": 60, "16": 120, "32": 240, "64": 480}  # NCCL: 100 Mbit/s a lane
+
+
+def nvlink(sm: int) -> int:
+    """One NVLink of a GPU of this compute capability (times ten)."""
+    known = [generation for generation in _NVLINK if generation <= sm]
+    return _NVLINK[max(known)] if known else NVLINK
+
+
+def generation(bandwidth: int) -> int:
+    """The compute capability whose NVLinks are nearest to this one."""
+    return min(_NVLINK, key=lambda sm: (abs(_NVLINK[sm] - bandwidth), sm))
+
+
+def compute_capability(model: str) -> int:
+    """70 of "Tesla V100-SXM2-16GB"; 0 where the model is not known."""
+    return next((sm for pattern, sm in _MODELS if re.search(pattern, model, re.IGNORECASE)), 0)
+
+
+def pcie_port(sm: int) -> int:
+    """The PCIe x16 port of such a GPU; generation 3 where it is not known."""
+    return PCIE << (_PCIE_OF.get(sm, 3) - 3)
+
+
+def pcie(link_speed: str, width: int) -> int | None:
+    """A PCIe link as Linux and NCCL write it, "8 GT/s" or "16.0 GT/s PCIe", and its lanes.
+
+    None if the speed is not one of PCIe's.
+    """
+    found = re.match(r"(\d+(?:\.\d+)?) GT/s", link_speed)
+    lane = _GTS.get(found[1].removesuffix(".0")) if found else None
+    return None if lane is None else lane * (width or 16) * GB // 80
+
+
+def pcie_as_written(bandwidth: int) -> tuple[str, int]:
+    """The (link_speed, link_width) whose bandwidth is nearest to this one."""
+    every = [(f"{gts} GT/s", width) for gts in _GTS for width in (16, 8, 4, 2, 1)]
+    return min(every, key=lambda link: abs((pcie(*link) or 0) - bandwidth))
+
+
+_CPUS = (  # vendor, least model of family 6, bandwidth between two of them
+    ("GenuineIntel", 0xCF, 40 * GB), ("GenuineIntel", 0x8F, 22 * GB),
+    ("GenuineIntel", 0x55, 10 * GB), ("GenuineIntel", 0, 6 * GB),
+    ("AuthenticAMD", 0, 16 * GB),
+)  # fmt: skip
+
+
+def sockets(arch: str, vendor: str, family: int, model: int) -> int | None:
+    """Between two CPUs of this kind (attributes as in NCCL's XML); None where it is not known."""
+    if arch == "ppc64":
+        return 32 * GB
+    if arch == "arm64":
+        return 6 * GB
+    if vendor == "GenuineIntel" and family != 6:
+        model = 0
+    return next((b for v, least, b in _CPUS if v == vendor and model >= least), None)
+
+
+def cpu_as_written(bandwidth: int) -> tuple[str, int, int]:
+    """The (vendor, family, model) whose bandwidth is nearest to this one."""
+    vendor, model, _ = min(_CPUS, key=lambda cpu: abs(cpu[2] - bandwidth))
+    return vendor, 6 if vendor == "GenuineIntel" else 25, model or 0x4F
