@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +16,7 @@ from rich.progress import Progress
 
 import collectives
 import topology
+from bench.machine import comparison, parse_gpus, report
 from collectives import CollectiveError
 from collectives.planning.planner import candidates, choose
 
@@ -46,36 +49,58 @@ def human(nbytes: int) -> str:
 
 
 TopologyOption = Annotated[
-    str, typer.Option("--topology", "--topo", "-t", help="Machine's name or JSON file.")
+    str, typer.Option("--topology", "--topo", "-t", help="Machine's name, a file, or auto.")
 ]
 SizeOption = Annotated[str, typer.Option("--size", "-s", help="Message in bytes: 64K, 16M, 1G.")]
 AlgorithmOption = Annotated[str, typer.Option("--algorithm", "-a", help="auto, or a name.")]
 ChunksOption = Annotated[
     int | None, typer.Option("--chunks", "-k", help="Chunks over all trees; default: the model's.")
 ]
+MeasuredOption = Annotated[
+    str | None,
+    typer.Option(help="Lay these figures over: bench links' JSON, p2pBandwidthLatencyTest's text."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 
 
 @app.command()
 def topo(
-    name: Annotated[str, typer.Argument(help="Machine's name, JSON file, or auto.")],
+    name: Annotated[
+        str, typer.Argument(help="Machine's name, a file (any kind), '4 x NAME', or auto.")
+    ],
     svg: Annotated[Path | None, typer.Option(help="Draw the machine to this SVG file.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the machine to this PNG file.")] = None,
     plan: Annotated[
         str | None, typer.Option(help="Draw the trees of this algorithm over the links.")
     ] = None,
+    gpus: Annotated[
+        str | None, typer.Option(help="Only these GPUs, like 0,1,4-7; the bound is theirs.")
+    ] = None,
+    measured: MeasuredOption = None,
+    compare: Annotated[
+        str | None, typer.Option(help="Say whether that machine is wired alike, or what differs.")
+    ] = None,
+    xml: Annotated[
+        Path | None, typer.Option(help="Write the machine in NCCL's form (NCCL_TOPO_FILE).")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print how a machine is wired; draw it with --svg or --png."""
-    machine = topology.load(name)
-    if as_json:
+    """Print how a machine is wired, and the best possible collectives on it; draw it."""
+    machine = topology.load(name, measured)
+    if gpus is not None:
+        machine = machine.subset(parse_gpus(gpus))
+    if plan and not (svg or png):
+        raise CollectiveError("--plan draws: give --svg FILE or --png FILE as well")
+    if compare is not None:
+        print(comparison(machine, topology.load(compare)))
+    elif as_json:
         print(machine.to_json())
     else:
-        print(machine)
-    paths = [p for p in (svg, png) if p]
-    if plan and not paths:
-        raise CollectiveError("--plan draws: give --svg FILE or --png FILE as well")
-    if paths:
+        print(report(machine))
+    if xml:
+        xml.write_text(topology.to_nccl_xml(machine))
+        console.print(f"written: {xml}", highlight=False)
+    if paths := [p for p in (svg, png) if p]:
         drawn = collectives.plan_allreduce(machine, 1 << 26, plan) if plan else None
         with console.status("drawing"):
             topology.draw(machine, paths, drawn)
@@ -144,6 +169,48 @@ def simulate(
         print(f"{r['algorithm']:24}{r['chunks']:7}{r['time_us']:12.1f}{r['algbw_gbs']:12.2f}"
               f"{r['first_chunk_us']:16.1f}{r['busiest_link']:14.0%}{r['detours']:9}"
               + ("" if r["exclusive"] else "  shared links"))  # fmt: skip
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Check what this machine can do: driver, peer access, IPC, shared memory, containers."""
+    from collectives.runtime.doctor import examine
+
+    checks = examine()
+    if as_json:
+        print(json.dumps([asdict(check) for check in checks]))
+    else:
+        print("\n".join(map(str, checks)))
+    if any(check.state == "problem" for check in checks):
+        raise SystemExit(1)
+
+
+@bench.command()
+def links(
+    ranks: Annotated[
+        int | None, typer.Option("-n", "--ranks", help="CPU ranks, instead of this machine's GPUs.")
+    ] = None,
+    rounds: Annotated[int, typer.Option("-r", help="Rounds; medians are given.")] = 5,
+    out: Annotated[Path | None, typer.Option(help="Write the figures as JSON.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Bandwidth and latency between every two GPUs, or (without any) every two CPU ranks."""
+    from bench.links import gpus, measure_cpu, measure_gpu, table
+
+    if rounds < 1 or (ranks is not None and ranks < 2):
+        raise CollectiveError(f"-r {rounds} must be at least 1, and -n {ranks} at least 2")
+    if out:
+        out.touch()
+    devices = gpus() if ranks is None else 0
+    if devices > 1:
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("measuring", total=devices * (devices - 1))
+            figures = measure_gpu(rounds, lambda: progress.update(task, advance=1))
+    else:
+        figures = measure_cpu(ranks or max(2, os.cpu_count() or 2), rounds)
+    print(figures.to_json() if as_json else f"{figures.machine}\n{table(figures)}")
+    if out:
+        out.write_text(figures.to_json() + "\n")
 
 
 @bench.command()

@@ -258,16 +258,17 @@ def _words(topology: Topology, cuts: Sequence[Cut]) -> str:
     between = f"the {_links(counts[0])} between {gpu_list(side)} and {gpu_list(rest)}"
     if all(isinstance(v, int) for k in crossing[0] for v in (k.src, k.dst)):
         return between
-    return f"{between} ({_some([f'{vertex(k.src)}-{vertex(k.dst)}' for k in crossing[0]])})"
+    ways = [sorted((k.src, k.dst), key=lambda v: isinstance(v, str)) for k in crossing[0]]
+    return f"{between} ({_some([f'{vertex(a)}-{vertex(b)}' for a, b in ways], most=2)})"
 
 
 def _links(n: int) -> str:
     return f"{number(n)} link{'s'[: n != 1]}"
 
 
-def _some(things: Sequence[tuple[int, ...] | str]) -> str:
+def _some(things: Sequence[tuple[int, ...] | str], most: int = 8) -> str:
     """All of a few, the first of many."""
     words = [t if isinstance(t, str) else gpu_list(t) for t in things]
-    if len(words) > 8:
-        words = [*words[:3], f"{len(words) - 3} more"]
+    if len(words) > most:
+        words = [*words[: min(most, 3)], f"{len(words) - min(most, 3)} more"]
     return " and ".join([*[", ".join(words[:-1])][: len(words) - 1], words[-1]])

@@ -182,8 +182,7 @@ def _remotes(nvml: Any, handle: Any) -> list[str]:
         try:
             if nvml.nvmlDeviceGetNvLinkState(handle, link) != nvml.NVML_FEATURE_ENABLED:
                 continue
-            kind = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)
-            if kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+            if _is_switch(nvml, handle, link):
                 remotes.append("switch")
             else:
                 remotes.append(bus_id(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link)))
@@ -192,6 +191,16 @@ def _remotes(nvml: Any, handle: Any) -> list[str]:
                 continue  # this GPU has fewer links
             raise
     return remotes
+
+
+def _is_switch(nvml: Any, handle: Any, link: int) -> bool:
+    try:
+        kind = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)
+    except nvml.NVMLError as error:
+        if error.value == nvml.NVML_ERROR_FUNCTION_NOT_FOUND:
+            return False  # a driver from before NVSwitch
+        raise
+    return bool(kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH)
 
 
 def _mig(nvml: Any, handle: Any) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -13,14 +16,16 @@ import pytest
 import topology
 from bench.cli import human, parse_size
 from collectives import CollectiveError, Plan, plan_allreduce, verify
+from topology.measured import LinkFigures, PairFigure
 
 ROOT = Path(__file__).parents[2]
 
 
-def command(*words: str) -> subprocess.CompletedProcess[str]:
+def command(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "bench.cli", *words],
-        cwd=ROOT, capture_output=True, text=True, timeout=100,
+        cwd=cwd, capture_output=True, text=True, timeout=100,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
 
 
@@ -37,6 +42,60 @@ def test_topo_prints_the_matrix_and_draws(tmp_path: Path) -> None:
 def test_topo_json_reads_back() -> None:
     done = command("topo", "pcie-8", "--json")
     assert topology.load(done.stdout) == topology.load("pcie-8")
+
+
+def test_topo_prints_links_bound_and_bottleneck() -> None:
+    lines = command("topo", "dgx1-v100").stdout.splitlines()
+    assert "  GPU 0 - GPU 3    NVLink              2 x 25 GB/s = 50 GB/s  5 us" in lines
+    assert "plans and bounds use 32 of the 58 directed links" in lines
+    assert lines[-4] == (
+        "allreduce: at most 85.71 GB/s = 24/7 links over NVLink; bottleneck: each GPU's six links"
+    )
+
+
+def test_topo_of_some_gpus_has_their_bound() -> None:
+    lines = command("topo", "dgx1-v100", "--gpus", "0-3,7").stdout.splitlines()
+    assert lines[0].startswith("dgx1-v100[0,1,2,3,7]: 5 GPUs")
+    assert lines[-4].endswith("at most 25 GB/s = 1 link over NVLink; bottleneck: GPU 7's one link")
+
+
+def test_topo_compares() -> None:
+    same = command("topo", "mesh-4", "--compare", "mesh-4").stdout
+    assert same == "mesh-4 is isomorphic to mesh-4, with the GPUs numbered alike\n"
+    other = command("topo", "dgx1-p100", "--compare", "dgx1-v100").stdout.splitlines()
+    assert other[:3] == [
+        "dgx1-p100 and dgx1-v100 are wired differently:",
+        "16 NVLinks of 20 GB/s against 0",
+        "0 NVLinks of 25 GB/s against 24",
+    ]
+    assert "  GPU 0 to GPU 3: NV1 against NV2" in other
+
+
+def test_topo_writes_nccls_form(tmp_path: Path) -> None:
+    path = tmp_path / "dgx1.xml"
+    assert command("topo", "dgx1-v100", "--xml", str(path)).returncode == 0
+    assert topology.load(path).isomorphic_to(topology.load("dgx1-v100"))
+
+
+def test_bench_links_measures_what_load_reads(tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    done = command("bench", "links", "-n", "3", "-r", "2", "--out", str(path))
+    assert done.returncode == 0, done.stderr
+    assert "GB/s, row to column" in done.stdout and "all at once" in done.stdout
+    pairs = json.loads(path.read_text())["pairs"]
+    assert [(p["src"], p["dst"]) for p in pairs] == list(permutations(range(3), 2))
+    assert all(p["bandwidth"] > 1e8 and 0.01 < p["latency_us"] < 1e4 for p in pairs)
+    machine = topology.load("cpu-3", measured=path)
+    best = max(p["bandwidth"] for p in pairs if p["src"] == 1)
+    assert machine.by_ends[1, "store"].bandwidth == round(best)
+
+
+def test_doctor_reports() -> None:
+    done = command("doctor", "--json")
+    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    assert checks["shared memory"]["state"] == checks["peer processes"]["state"] == "ok"
+    assert done.returncode == any(c["state"] == "problem" for c in checks.values())
+    assert "peer processes   can open" in command("doctor").stdout
 
 
 def test_plan_json_is_the_verified_plan() -> None:
@@ -65,6 +124,12 @@ def test_simulate_lists_all_and_traces_one(tmp_path: Path) -> None:
         (["topo", "dgx2", "--png", "/nowhere/x.png"], "/nowhere/x.png"),
         (["topo", "dgx2", "--png", "x.jpeg"], "x.jpeg"),
         (["topo", "{\n oops}"], "topology JSON: line 2 column 2"),
+        (["topo", "dgx2", "--gpus", "0,x"], "--gpus is like 0,1,4-7, not '0,x'"),
+        (["topo", "dgx2", "--gpus", "3-99"], "dgx2 has no GPU 16"),
+        (["topo", "dgx2", "--measured", "none.json"], "measured figures: no file 'none.json'"),
+        (["topo", "2 x dgx2 nics=3"], "nics='3': choose"),
+        (["topo", "--xml", "x.xml", "40 x dgx2"], "an NCCL topology is of one node"),
+        (["bench", "links", "-n", "1"], "-n 1 at least 2"),
         (["topo", "dgx2", "--plan", "ring"], "--plan draws: give --svg FILE or --png FILE"),
         (["plan", "-t", "dgx2", "-s", "-5"], "a size is like 1024, 64K, 16M or 1G, not '-5'"),
         (["plan", "-t", "dgx2", "-s", "1M", "-a", "rong"], "unknown algorithm 'rong'; choose from"),
@@ -131,16 +196,11 @@ def test_the_readmes_examples_run(block: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", re.findall(r"^linkweave (.*)$", README, re.MULTILINE))
-def test_the_readmes_commands_exist(words: str) -> None:
-    parts = [w for w in words.split() if w != "\\"]
+def test_the_readmes_commands_exist(words: str, tmp_path: Path) -> None:
+    parts = shlex.split(words)
     if parts[0] in ("bench", "demo"):  # run above, smaller
         parts = [*parts[: 2 if parts[0] == "bench" else 1], "--help"]
-    done = command(*parts)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.fixture(autouse=True)
-def _clean_up() -> object:
-    yield
-    for name in ("dgx1.svg", "dgx1.png", "ring.json"):
-        (ROOT / name).unlink(missing_ok=True)
+    pairs = (PairFigure(a, b, 1e10, 0.5) for a, b in permutations(range(4), 2))
+    (tmp_path / "links.json").write_text(LinkFigures(tuple(pairs)).to_json())
+    done = command(*parts, cwd=tmp_path)
+    assert done.returncode == (1 if "problem " in done.stdout else 0), done.stderr

@@ -1,0 +1,51 @@
+"""What `linkweave topo` prints of a machine."""
+
+from __future__ import annotations
+
+import re
+
+from collectives import CollectiveError
+from topology import Topology, bound
+from topology.bounds import COLLECTIVES
+from topology.compare import compare, in_words
+from topology.errors import TopologyError
+from topology.text import link_table
+
+
+def report(machine: Topology) -> str:
+    """Matrix, links, and the best possible collectives with what holds them up."""
+    lines = [str(machine), "", "links:", *(f"  {line}" for line in link_table(machine) or ["none"])]
+    fabric = len(machine.fabric)
+    if fabric < len(machine.links):
+        lines.append(f"plans and bounds use {fabric} of the {len(machine.links)} directed links")
+    return "\n".join([*lines, "", *bounds(machine)])
+
+
+def bounds(machine: Topology) -> list[str]:
+    """A line for each collective; what is missing, where GPUs are not connected."""
+    try:
+        return [str(bound(machine, collective)) for collective in COLLECTIVES]
+    except TopologyError as error:
+        return [f"no bound: {error}"]
+
+
+def comparison(one: Topology, other: Topology) -> str:
+    """Whether they are wired alike, with the renumbering, and what differs."""
+    mapping, differences = compare(one, other)
+    if mapping is None:
+        return "\n".join([f"{one.name} and {other.name} are wired differently:", *differences])
+    lines = [f"{one.name} is isomorphic to {other.name}, {in_words(mapping)}"]
+    if differences:
+        lines += ["what collectives leave out differs:", *differences]
+    return "\n".join(lines)
+
+
+def parse_gpus(text: str) -> list[int]:
+    """0,1,4-7 as numbers. Raises CollectiveError."""
+    gpus: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
+        if not found or int(found[2] or found[1]) < int(found[1]):
+            raise CollectiveError(f"--gpus is like 0,1,4-7, not {text!r}")
+        gpus += range(int(found[1]), int(found[2] or found[1]) + 1)
+    return gpus
