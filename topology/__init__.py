@@ -8,7 +8,7 @@ from topology.errors import CollectiveError, TopologyError
 from topology.graph import Device, Link, Topology
 from topology.loading import load
 from topology.machines import NAMES
-from topology.nccl_xml import to_nccl_xml
+from topology.nccl_write import to_nccl_xml
 from topology.routes import Vertex
 
 __all__ = [

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
@@ -85,7 +85,9 @@ def bound(topology: Topology, collective: str = "allreduce", root: int | None = 
     if collective not in COLLECTIVES:
         raise TopologyError(f"no bound for {collective!r}; choose from {', '.join(COLLECTIVES)}")
     ranks = topology.gpus
-    if root is not None and (collective != "broadcast" or not 0 <= root < len(ranks)):
+    if root is not None and (
+        collective != "broadcast" or isinstance(root, bool) or not 0 <= root < len(ranks)
+    ):
         raise TopologyError(
             f"root {root}: only a broadcast has one, a rank from 0 to {len(ranks) - 1}"
         )
@@ -97,22 +99,28 @@ def bound(topology: Topology, collective: str = "allreduce", root: int | None = 
     there = {(k.src, k.dst): k.bandwidth * k.count for k in topology.fabric}
     back = {(b, a): capacity for (a, b), capacity in there.items()}
     if collective == "allreduce":
-        found = [_partition(Network(ranks, there))]
+        found = [narrowest_partition(Network(ranks, there))]
         if there != back:
-            found.append(_partition(Network(ranks, back)))
-            found += [_rooted(ranks, way, ranks[0]) for way in (there, back)]
+            found.append(_inward(narrowest_partition(Network(ranks, back))))
+            found.append(_rooted(ranks, there, ranks[0]))
+            found.append(_inward(_rooted(ranks, back, ranks[0])))
     elif collective == "broadcast":
         roots = ranks if root is None else (ranks[root],)
         if root is None and there == back:  # then a cut that spares one root is one for another
             roots = ranks[:1]
         found = [_rooted(ranks, there, r) for r in roots]
+    elif collective == "allgather":
+        found = [_gathered(Network(ranks, there))]
     else:
-        found = [_gathered(Network(ranks, there if collective == "allgather" else back))]
+        found = [_inward(_gathered(Network(ranks, back)))]
     algbw, cuts = min(found, key=lambda pair: pair[0])
     if not algbw:
-        lost = sorted(set(ranks) & cuts[0].side, key=ranks.index)
+        lost, inward = _ranks_of(cuts[0], ranks), cuts[0].inward
+        if 2 * len(lost) > len(ranks):  # the others are easier to name
+            lost, inward = tuple(g for g in ranks if g not in lost), not inward
+        way = "to GPU {} from" if inward else "from GPU {} to"
         raise TopologyError(
-            f"{topology.name}: no link leads from GPU {gpu_list(lost)} to the other GPUs"
+            f"{topology.name}: no link leads {way.format(gpu_list(lost))} the other GPUs"
         )
     widths = {k.bandwidth for k in topology.fabric}
     return Bound(
@@ -124,7 +132,12 @@ def bound(topology: Topology, collective: str = "allreduce", root: int | None = 
 Found = tuple[Fraction, list[Cut]]
 
 
-def _partition(network: Network) -> Found:
+def _inward(found: Found) -> Found:
+    """What was found with all links reversed, as it is with them the right way round."""
+    return found[0], [replace(cut, inward=True) for cut in found[1]]
+
+
+def narrowest_partition(network: Network) -> Found:
     """The least sum of kappa(P_i) / (2 (r - 1)) over partitions of the ranks, and its parts."""
     ranks = network.ranks
     low: dict[Vertex, Fraction | int] = dict.fromkeys(ranks, -network.everything)
@@ -235,9 +248,7 @@ def _words(topology: Topology, cuts: Sequence[Cut]) -> str:
     """What holds the traffic up: "each GPU's six links", "the three links between 0-3 and 4-7"."""
     ranks = topology.gpus
     groups = [_ranks_of(cut, ranks) for cut in cuts]
-    crossing = [
-        [k for k in topology.fabric if k.src in cut.side and k.dst not in cut.side] for cut in cuts
-    ]
+    crossing = [[k for k in topology.fabric if _crosses(k, cut)] for cut in cuts]
     counts = [sum(link.count for link in links) for links in crossing]
     if len(cuts) > 2:
         if len(set(counts)) == len({len(group) for group in groups}) == 1:
@@ -251,15 +262,20 @@ def _words(topology: Topology, cuts: Sequence[Cut]) -> str:
         return f"the {_links(n)} between {_some(groups)}"
     side = min(groups[0], tuple(g for g in ranks if g not in groups[0]), key=len)
     rest = [g for g in ranks if g not in side]
-    if len(side) == 1 and all(isinstance(k.dst, int) for k in crossing[0]):
-        degrees = Counter(k.src for k in topology.fabric for _ in range(k.count))
-        who = "each" if len(set(degrees.values())) == 1 else "GPU " + str(side[0])
-        return f"{who}{' GPU' if who == 'each' else ''}'s {_links(counts[0])}"
+    if len(side) == 1 and all(side[0] in (k.src, k.dst) for k in crossing[0]):
+        degree = Counter(k.src for k in topology.fabric for _ in range(k.count))
+        alike = len({degree[g] for g in ranks}) == 1
+        return f"{'each GPU' if alike else f'GPU {side[0]}'}'s {_links(counts[0])}"
     between = f"the {_links(counts[0])} between {gpu_list(side)} and {gpu_list(rest)}"
     if all(isinstance(v, int) for k in crossing[0] for v in (k.src, k.dst)):
         return between
     ways = [sorted((k.src, k.dst), key=lambda v: isinstance(v, str)) for k in crossing[0]]
     return f"{between} ({_some([f'{vertex(a)}-{vertex(b)}' for a, b in ways], most=2)})"
+
+
+def _crosses(link: Link, cut: Cut) -> bool:
+    src, dst = (link.dst, link.src) if cut.inward else (link.src, link.dst)
+    return src in cut.side and dst not in cut.side
 
 
 def _links(n: int) -> str:

@@ -25,7 +25,7 @@ from topology.machines import MAX_N, both, ordered
 from topology.routes import Vertex
 
 _HEAD = re.compile(r"(\d{1,6})\s*[x*]\s+(\S+)\s*(.*)", re.IGNORECASE | re.DOTALL)
-_RATE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)\s*(GB/s|Gb/s|Gbit/s)", re.IGNORECASE)
+_RATE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)\s*(GB/s|Gb/s|Gbit/s)")
 _KEYS = ("nics", "nic", "leaf", "oversubscription", "latency")
 
 
@@ -59,6 +59,10 @@ def cluster(
         )
     if any(link.kind in ("memory", "network") for link in machine.fabric):
         raise TopologyError(f"{machine.name} cannot be a node: its GPUs share memory or a network")
+    if machine.forwarders:
+        raise TopologyError(f"{machine.name} cannot be a node: it has forwarders without a rank")
+    if leaf is None and oversubscription != 1:
+        raise TopologyError("oversubscription is of the leaves' uplinks: give leaf as well")
     inner, ports = _node(machine, nics, nic, latency_us)
     place = {g: i for i, g in enumerate(machine.gpus)}
     links: list[Link] = []
@@ -174,8 +178,7 @@ def _rate(text: str, where: str) -> int:
     found = _RATE.fullmatch(text)
     if not found or not float(found[1]):
         raise TopologyError(f"{where}nic={text!r}: a rate is like 25GB/s or 200Gb/s")
-    bits = found[2].lower() != "gb/s" or found[2] == "Gb/s"
-    return int(Fraction(found[1]) * speeds.GB / (8 if bits else 1))
+    return int(Fraction(found[1]) * speeds.GB / (1 if found[2] == "GB/s" else 8))
 
 
 def _whole(text: str, where: str) -> int:

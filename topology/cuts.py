@@ -27,10 +27,11 @@ _S, _T = -1, -2  # source and sink, beside the merged vertices 0, 1, ...
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A set of vertices, and the capacity that leads out of it."""
+    """A set of vertices, and the capacity that leads out of it (or, with `inward`, into it)."""
 
     side: frozenset[Vertex]
     capacity: int
+    inward: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,8 @@ class Network:
         """
         view = self._view(rank)
         scale = lcm(*(Fraction(w).denominator for w in weights.values()))
+        heavy = sum((abs(Fraction(w)) for w in weights.values()), Fraction(0))
+        endless = int((self.everything + heavy) * scale) + 1
         residual: dict[int, dict[int, int]] = {_S: {}, _T: {}}
         for i, members in enumerate(view.members):
             residual[i] = {}
@@ -125,11 +128,11 @@ class Network:
                 continue
             gain = int(weights.get(first, 0) * scale) * len(members)
             if first in inside:
-                residual[_S][i] = _ENDLESS
+                residual[_S][i] = endless
             elif gain > 0:
                 residual[_S][i] = gain
             if first in outside:
-                residual[i][_T] = _ENDLESS
+                residual[i][_T] = endless
             elif gain < 0:
                 residual[i][_T] = -gain
         for (i, j), capacity in view.arcs.items():
@@ -143,9 +146,6 @@ class Network:
     @cached_property
     def _ranks(self) -> frozenset[int]:
         return frozenset(self.ranks)
-
-
-_ENDLESS = 1 << 200  # more than any sum of capacities
 
 
 def _saturate(residual: dict[int, dict[int, int]]) -> None:

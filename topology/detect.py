@@ -74,7 +74,7 @@ def _hidden_devices() -> str:
 
 
 def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def bus_id(pci: Any) -> str:
@@ -153,11 +153,11 @@ def _machine(nvml: Any, shown: list[tuple[Any, Device]], notes: list[str]) -> To
                 f"{n} NVLinks of GPU {device.gpu} lead to {remote or 'a device'}, which is hidden "
                 "from this process"
             )
-        if mig := _mig(nvml, handle):
-            notes.append(f"GPU {device.gpu} is in MIG mode{mig}: no peer access, no NVLink")
+        if _in_mig_mode(nvml, handle):
+            notes.append(f"GPU {device.gpu} is in MIG mode: no peer access, no NVLink")
         if node := _numa(device.bus_id):
             numa[device.gpu] = node
-    for a, b in [p for p in nvlinks if p[0] < p[1]]:
+    for a, b in nvlinks:
         if nvlinks[a, b] != nvlinks.get((b, a)):
             raise TopologyError(
                 f"the driver tells of {nvlinks[a, b]} NVLinks from GPU {a} to GPU {b}, and of "
@@ -203,14 +203,12 @@ def _is_switch(nvml: Any, handle: Any, link: int) -> bool:
     return bool(kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH)
 
 
-def _mig(nvml: Any, handle: Any) -> str:
+def _in_mig_mode(nvml: Any, handle: Any) -> bool:
     try:
-        current, pending = nvml.nvmlDeviceGetMigMode(handle)
+        current, _ = nvml.nvmlDeviceGetMigMode(handle)
     except nvml.NVMLError:
-        return ""  # a GPU that knows no MIG
-    if current != 1:
-        return ""
-    return "" if pending == current else " (until the next reset)"
+        return False  # a GPU that knows no MIG
+    return bool(current)
 
 
 def _numa(bus: str) -> str:

@@ -21,6 +21,7 @@ KINDS = {
 """Kinds of link, and what people call one and several of them."""
 
 _FORMAT = "linkweave-topology"
+_FASTEST, _MOST_LINKS = 10**15, 10**6
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,11 @@ class Link:
                 f"{where}: bandwidth {self.bandwidth} and count {self.count} must be positive, "
                 f"latency_us {self.latency_us} finite and not negative"
             )
+        if self.bandwidth > _FASTEST or self.count > _MOST_LINKS:
+            raise TopologyError(
+                f"{where}: bandwidth {self.bandwidth:.3g} and count {self.count:.3g} are at most "
+                f"{_FASTEST:.0e} bytes/s and {_MOST_LINKS}"
+            )
         if self.kind not in KINDS:
             raise TopologyError(
                 f"{where}: unknown kind {self.kind!r}; choose from {', '.join(KINDS)}"
@@ -77,6 +83,14 @@ class Device:
     uuid: str = ""
     model: str = ""
     sm: int = 0
+
+    def __post_init__(self) -> None:
+        for name, number in (("gpu", self.gpu), ("sm", self.sm)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+                raise TopologyError(f"device: {name} must be an integer >= 0, not {number!r}")
+        for name, text in (("bus_id", self.bus_id), ("uuid", self.uuid), ("model", self.model)):
+            if not isinstance(text, str):
+                raise TopologyError(f"device of GPU {self.gpu}: {name} must be text, not {text!r}")
 
 
 @dataclass(frozen=True, eq=True)
@@ -250,6 +264,8 @@ class Topology:
             raise TopologyError(
                 f"{where}: line {error.lineno} column {error.colno}: {error.msg}"
             ) from None
+        except (ValueError, RecursionError) as error:  # a number, or a nest, of thousands
+            raise TopologyError(f"{where}: {error}") from None
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
             raise TopologyError(f'{where}: needs "format": "{_FORMAT}" at the top')
         if data.get("version") != 1:
@@ -273,6 +289,8 @@ class Topology:
         for i, entry in enumerate(data["devices"]):
             try:
                 devices.append(Device(**entry))
+            except TopologyError as error:
+                raise TopologyError(f"{where}: devices[{i}]: {error}") from None
             except TypeError:
                 raise TopologyError(
                     f'{where}: devices[{i}] must be an object with "gpu" and optionally "bus_id", '

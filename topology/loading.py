@@ -50,6 +50,7 @@ def _load(spec: str | os.PathLike[str]) -> Topology:
     text = os.fspath(spec)
     if not isinstance(text, str):
         raise TopologyError(f"a topology is named by text or a path, not {spec!r}")
+    text = text.removeprefix("\ufeff")
     if text == "auto":
         return detect()
     if not _is_text(text):

@@ -157,7 +157,7 @@ def machine(name: str) -> Topology | None:
     """The machine of that name, or None if it is no machine's name."""
     if name in _FIXED:
         return _FIXED[name]()
-    found = re.fullmatch(r"(\w+)-(-?\d+)", name)
+    found = re.fullmatch(r"(\w+)-(-?\d{1,18})", name)
     if not found or found[1] not in _SIZED:
         return None
     n = int(found[2])

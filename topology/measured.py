@@ -12,15 +12,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from math import isfinite
 
 from topology.errors import TopologyError
 from topology.graph import Device, Link, Topology
 from topology.routes import Vertex
 
 FORMAT = "linkweave-links"
-_P2P_BANDWIDTH = re.compile(r"Unidirectional P2P=Enabled Bandwidth.*Matrix \(GB/s\)")
-_P2P_LATENCY = re.compile(r"P2P=Enabled Latency.*Matrix \(us\)")
+_P2P_BANDWIDTH = re.compile(r"Unidirectional P2P=Enabled Bandwidth[^\n]{0,40}Matrix \(GB/s\)")
+_P2P_LATENCY = re.compile(r"P2P=Enabled Latency[^\n]{0,40}Matrix \(us\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,34 +105,37 @@ def overlay(topology: Topology, text: str, where: str) -> Topology:
     return replace(topology, links=links, assumptions=(*topology.assumptions, *notes))
 
 
-def _matched(topology: Topology, figures: LinkFigures, where: str) -> tuple[Mapping[int, int], str]:
-    """The machine's number of each measured GPU, and a word on how it was found."""
-    used = {g for pair in figures.pairs for g in (pair.src, pair.dst)}
-    told = {d.gpu: d for d in figures.devices}
+def _matched(
+    topology: Topology, figures: LinkFigures, where: str
+) -> tuple[Mapping[int, int | None], str]:
+    """The machine's number of each measured GPU, and a word on how it was found.
+
+    None for a GPU that the machine has not, as long as all that it has were measured: figures of a
+    whole machine serve a subset.
+    """
+    used = sorted({g for pair in figures.pairs for g in (pair.src, pair.dst)})
+    told = {d.gpu: d for d in figures.devices if d.uuid or d.bus_id}
     known = [d for d in topology.devices if d.uuid or d.bus_id]
-    number: dict[int, int] = {}
-    for g in sorted(used):
-        device = told.get(g)
-        if device and known and (device.uuid or device.bus_id):
-            same = [d.gpu for d in known if (d.uuid and d.uuid == device.uuid)
-                    or (d.bus_id and d.bus_id == device.bus_id)]  # fmt: skip
-            if not same:
-                raise TopologyError(
-                    f"{where}: measured GPU {device.uuid or device.bus_id} is not in "
-                    f"{topology.name}, which has " + ", ".join(d.uuid or d.bus_id for d in known)
-                )
-            number[g] = same[0]
+    everyone = (*topology.gpus, *topology.forwarders)
+    number: dict[int, int | None] = {}
+    for g in used:
+        if g in told and known:
+            same = (d.gpu for d in known if (d.uuid and d.uuid == told[g].uuid)
+                    or (d.bus_id and d.bus_id == told[g].bus_id))  # fmt: skip
+            number[g] = next(same, None)
         else:
-            number[g] = g
-    matched = all(g in told and known for g in used)
-    strangers = [g for g in number.values() if g not in (*topology.gpus, *topology.forwarders)]
-    if strangers and not set(topology.gpus) <= used:
+            number[g] = g if g in everyone else None
+    lost = [g for g in used if number[g] is None]
+    if lost and not set(topology.gpus) <= set(number.values()):
+        name = (told[lost[0]].uuid or told[lost[0]].bus_id) if lost[0] in told else str(lost[0])
+        has = [d.uuid or d.bus_id for d in known] if lost[0] in told and known else everyone
         raise TopologyError(
-            f"{where}: has figures for GPU {strangers[0]}; {topology.name} has "
-            f"{list(topology.gpus)}"
+            f"{where}: has figures for GPU {name}, which is not in {topology.name}; it has "
+            + ", ".join(map(str, has))
         )
     memory = any(link.kind == "memory" for link in topology.links)
-    return number, "" if matched or memory else ", GPUs matched by their numbers"
+    by_identity = bool(known) and all(g in told for g in used)
+    return number, "" if by_identity or memory else ", GPUs matched by their numbers"
 
 
 def _figure(src: object, dst: object, bandwidth: object, latency: object, at: str) -> PairFigure:
@@ -146,15 +148,15 @@ def _figure(src: object, dst: object, bandwidth: object, latency: object, at: st
         if value is None and may_lack:
             continue
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not isfinite(value) or value <= 0 or value > 1e18:  # type: ignore[arg-type,operator]
-            raise TopologyError(f"{at}: {name} must be a positive number, not {value!r}")
+        if not number or not 0 < value <= 1e18:  # type: ignore[operator]
+            raise TopologyError(f"{at}: {name} must be a positive number, not {value!r:.80}")
     return PairFigure(src, dst, bandwidth, latency)  # type: ignore[arg-type]
 
 
 def _parse_json(text: str, where: str) -> LinkFigures:
     try:
         data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise TopologyError(f"{where}: {error}") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != 1:
         raise TopologyError(f'{where}: needs "format": "{FORMAT}" and "version": 1 at the top')
@@ -173,6 +175,8 @@ def _parse_json(text: str, where: str) -> LinkFigures:
         together = _figure(0, 1, together, None, f"{where}: together").bandwidth
     try:
         return LinkFigures(tuple(pairs), tuple(Device(**d) for d in devices), together)
+    except TopologyError as error:
+        raise TopologyError(f"{where}: {error}") from None
     except TypeError:
         raise TopologyError(
             f'{where}: each of "devices" must have "gpu" and may have "bus_id", "uuid", "model" '
@@ -199,11 +203,13 @@ def _matrix(
     at = next((i for i, line in enumerate(lines) if title.search(line)), None)
     if at is None:
         return
-    columns = [int(c) for c in re.findall(r"\d+", lines[at + 1])] if at + 1 < len(lines) else []
+    columns = (
+        [int(c) for c in re.findall(r"\b\d{1,6}\b", lines[at + 1])] if at + 1 < len(lines) else []
+    )
     for offset, row in enumerate(columns):
         i = at + 2 + offset
         words = lines[i].split() if i < len(lines) else []
-        numeric = all(re.fullmatch(r"\d+(?:\.\d+)?", word) for word in words)
+        numeric = all(re.fullmatch(r"\d{1,12}(?:\.\d{1,12})?", word) for word in words)
         if len(words) != len(columns) + 1 or not numeric or words[0] != str(row):
             raise TopologyError(
                 f"{where}: line {i + 1}: expected the row of GPU {row} with {len(columns)} "

@@ -1,4 +1,4 @@
-"""NCCL's topology files: what NCCL_TOPO_DUMP_FILE writes and NCCL_TOPO_FILE reads.
+"""Read NCCL's topology files: what NCCL_TOPO_DUMP_FILE writes.
 
 The schema is that of NCCL's src/graph/xml.cc and topo.cc, version 1: `system` holds `cpu` (one a
 NUMA node), which holds `pci` bridges and devices, which hold `gpu` (with `nvlink` and `c2c`) or
@@ -7,12 +7,10 @@ NUMA node), which holds `pci` bridges and devices, which hold `gpu` (with `nvlin
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
-from xml.sax.saxutils import quoteattr
+from itertools import combinations, pairwise
 
 from topology import speeds
 from topology.errors import TopologyError
@@ -21,9 +19,9 @@ from topology.machines import both, ordered
 from topology.routes import Vertex
 from topology.xml_tree import Element, parse_xml
 
-_GPU_CLASS, _SWITCH_CLASS, _CPU_CLASS = "0x03", "0x068000", "0x068001"
-_HIDDEN = "fffffff:ffff:ff"  # what NCCL writes for an NVLink target that it cannot see
+_GPU_CLASS, _CPU_CLASS = "0x03", "0x068001"
 _MOST_COUNT = 1 << 30
+_MOST = {"cpu": 64, "gpu": 1024, "net": 4096}
 
 
 def parse_nccl_xml(text: str, name: str = "NCCL topology") -> Topology:
@@ -58,9 +56,9 @@ class _Gpu:
 @dataclass
 class _Reader:
     name: str
-    links: list[Link] = field(default_factory=list)
+    links: dict[tuple[Vertex, Vertex], Link] = field(default_factory=dict)
     gpus: list[_Gpu] = field(default_factory=list)
-    names: set[str] = field(default_factory=lambda: {"nvswitch"})
+    names: Counter[str] = field(default_factory=lambda: Counter({"nvswitch": 1}))
     assumed: list[str] = field(default_factory=list)
     cpu: str = ""  # beneath which we are
     switches: int = 0
@@ -80,6 +78,10 @@ class _Reader:
             raise self.fail(element, f"{key}={found} is out of all proportion")
         return found
 
+    def add(self, links: Sequence[Link]) -> None:
+        """Of two links between the same ends the later holds: chip to chip, beside PCIe."""
+        self.links |= {(link.src, link.dst): link for link in links}
+
     def text(self, element: Element, key: str) -> str:
         if not (value := element.attributes.get(key, "")):
             raise self.fail(element, f"needs {key}")
@@ -98,6 +100,10 @@ class _Reader:
                 f"{self.name} has no <gpu> elements: {hint}dump the whole topology there with "
                 "NCCL_TOPO_DUMP_FILE"
             )
+        tags = Counter(e.tag for e in root.walk())
+        for tag, most in _MOST.items():
+            if tags[tag] > most:
+                raise TopologyError(f"{self.name}: {tags[tag]} <{tag}> elements; at most {most}")
         cpus = list(root.all("cpu"))
         if len({cpu.attributes.get("host_hash") for cpu in cpus}) > 1:
             raise TopologyError(f"{self.name} is of several hosts: give one host's, as a node")
@@ -107,22 +113,27 @@ class _Reader:
             if at in named:
                 raise self.fail(cpu, f"comes twice with numaid {at[3:]}")
             named.append(at)
-        self.names.update(named)
+        self.names.update(dict.fromkeys(named, 1))
         for cpu, self.cpu in zip(cpus, named, strict=True):
             self.below(cpu, self.cpu, "host")
         rate = [self.socket(cpu) for cpu in cpus]
         for (a, x), (b, y) in combinations(zip(named, rate, strict=True), 2):
-            self.links += both(a, b, min(x, y), kind="socket")
-        numbers = [gpu.device.gpu for gpu in self.gpus]
-        for gpu in self.gpus:
-            if numbers.count(gpu.device.gpu) > 1:
-                raise self.fail(gpu.element, f"comes twice with dev {gpu.device.gpu}")
+            self.add(both(a, b, min(x, y), kind="socket"))
         self.gpus.sort(key=lambda gpu: gpu.device.gpu)
+        for one, gpu in pairwise(self.gpus):
+            if one.device.gpu == gpu.device.gpu:
+                raise self.fail(gpu.element, f"comes twice with dev {gpu.device.gpu}")
         self.nvlinks()
-        devices = tuple(gpu.device for gpu in self.gpus)
+        return self.machine()
+
+    def machine(self) -> Topology:
+        """GPUs that have no rank, where others have one, only pass traffic on, as in NCCL."""
+        numbers = [gpu.device.gpu for gpu in self.gpus]
+        ranked = [g.device.gpu for g in self.gpus if "rank" in g.element.attributes] or numbers
+        passing = tuple(g for g in numbers if g not in ranked)
         return Topology(
-            self.name, tuple(d.gpu for d in devices), ordered(self.links),
-            tuple(dict.fromkeys(self.assumed)), devices,
+            self.name, tuple(ranked), ordered(self.links.values()),
+            tuple(dict.fromkeys(self.assumed)), tuple(g.device for g in self.gpus), passing,
         )  # fmt: skip
 
     def socket(self, cpu: Element) -> int:
@@ -159,19 +170,18 @@ class _Reader:
                 f"{speeds.PCIE / 1e9:g} GB/s"
             )
         for gpu in gpus:
-            found = Device(
-                self.number(gpu, "dev"), bus_id if len(gpus) == 1 else "", sm=self.number(gpu, "sm")
-            )
-            if found.gpu < 0:
-                raise self.fail(gpu, f"has dev {found.gpu}; devices count from 0")
+            dev, sm = self.number(gpu, "dev"), self.number(gpu, "sm")
+            if dev < 0 or sm < 0:
+                raise self.fail(gpu, f"has dev {dev} and sm {sm}; neither can be negative")
+            found = Device(dev, bus_id if len(gpus) == 1 else "", sm=sm)
             self.gpus.append(_Gpu(gpu, found, self.cpu))
-            self.links += both(found.gpu, at, bandwidth, kind=kind)
+            self.add(both(found.gpu, at, bandwidth, kind=kind))
         for nic in nics:
             self.nets(nic, at, bandwidth)
         if not gpus and not nics:
             switch = self.fresh(f"switch{self.switches}")
             self.switches += 1
-            self.links += both(switch, at, bandwidth, kind=kind)
+            self.add(both(switch, at, bandwidth, kind=kind))
             self.below(pci, switch, "pcie")
 
     def nets(self, nic: Element, at: str, port: int | None) -> None:
@@ -182,18 +192,25 @@ class _Reader:
             if mbps <= 0:
                 self.assumed.append(f"speed of the NICs not told: {speed / 1e9:g} GB/s each")
             name = self.fresh(net.attributes.get("name") or f"net{self.number(net, 'dev', 0)}")
-            self.links += both(name, at, min(speed, port or speed), kind="network")
+            self.add(both(name, at, min(speed, port or speed), kind="network"))
 
     def fresh(self, wanted: str) -> str:
         """A name for a vertex that no other has."""
-        name = next(n for n in (wanted, *(f"{wanted}.{i}" for i in range(2, len(self.names) + 3)))
-                    if n not in self.names)  # fmt: skip
-        self.names.add(name)
+        name = wanted
+        while self.names[name]:
+            self.names[wanted] += 1
+            name = f"{wanted}.{self.names[wanted]}"
+        self.names[name] += 1
         return name
 
     def nvlinks(self) -> None:
         """GPU to GPU; to NVSwitches, drawn as one; to CPUs; and chip to chip."""
-        by_bus = {gpu.device.bus_id: gpu.device.gpu for gpu in self.gpus if gpu.device.bus_id}
+        by_bus: dict[str, int] = {}
+        for gpu in self.gpus:
+            if (bus := gpu.device.bus_id) and by_bus.setdefault(bus, gpu.device.gpu) != (
+                gpu.device.gpu
+            ):
+                raise self.fail(gpu.element, f"shares busid {bus} with GPU {by_bus[bus]}")
         rate = {gpu.device.gpu: speeds.nvlink(gpu.device.sm) for gpu in self.gpus}
         direct: dict[tuple[int, int], tuple[int, Element]] = {}
         for gpu in self.gpus:
@@ -215,12 +232,12 @@ class _Reader:
                 else:
                     counts["cpu" if kind == _CPU_CLASS else "nvswitch"] += n
             for to, n in counts.items():
-                self.replace(both(me, gpu.at if to == "cpu" else to, rate[me], n))
+                self.add(both(me, gpu.at if to == "cpu" else to, rate[me], n))
             for link in gpu.element.all("c2c"):
                 each, n = self.number(link, "bw") * 10**6, self.number(link, "count")
                 if each <= 0 or n <= 0:
                     raise self.fail(link, f"has bw {each // 10**6} and count {n}")
-                self.replace(both(me, gpu.at, each, n, kind="host"))
+                self.add(both(me, gpu.at, each, n, kind="host"))
         for (a, b), (n, element) in direct.items():
             back = direct.get((b, a), (0, element))[0]
             if n != back:
@@ -228,133 +245,4 @@ class _Reader:
                     element, f"joins GPU {a} to GPU {b} by {n} NVLinks, but back there are {back}"
                 )
             if a < b:
-                self.links += both(a, b, min(rate[a], rate[b]), n)
-
-    def replace(self, links: Sequence[Link]) -> None:
-        """Add links; a slower one between the same ends, PCIe beside chip to chip, gives way."""
-        for link in links:
-            self.links = [k for k in self.links if (k.src, k.dst) != (link.src, link.dst)]
-            self.links.append(link)
-
-
-def to_nccl_xml(topology: Topology) -> str:
-    """The machine in NCCL's form, for NCCL_TOPO_FILE.
-
-    CPUs are the vertices that end a "socket" link, or a "host" link that starts elsewhere; a
-    machine that has none gets one with all GPUs beneath it. Bus ids, CPU models and classes that
-    are not known are made up. PCIe speeds are the nearest that exist. Raises TopologyError for more
-    than one node.
-    """
-    return "\n".join(_Writer(topology).lines()) + "\n"
-
-
-class _Writer:
-    def __init__(self, topology: Topology) -> None:
-        self.topology = topology
-        self.down: dict[Vertex, list[Link]] = {}
-        self.cpus = _cpus(topology)
-        self.seen: set[Vertex] = set(self.cpus)
-        hosts = [k for k in topology.links if k.kind in ("host", "pcie", "network")]
-        for link in hosts:
-            self.down.setdefault(link.src, []).append(link)
-        known = {d.gpu: d for d in topology.devices}
-        if len(topology.gpus) > 128:
-            raise TopologyError(
-                f"{topology.name} has {len(topology.gpus)} GPUs: an NCCL topology is of one node"
-            )
-        self.devices = {
-            g: known.get(g) or Device(g) for g in (*topology.gpus, *topology.forwarders)
-        }
-        taken = {d.bus_id for d in known.values()}
-        made_up = (f"0000:{i:02x}:00.0" for i in range(1, 1 << 16))
-        free = (bus for bus in made_up if bus not in taken)
-        self.bus = {g: d.bus_id or next(free) for g, d in self.devices.items()}
-        self.free = free
-
-    def lines(self) -> Iterator[str]:
-        yield '<system version="1">'
-        orphans = [g for g in self.devices if not self.host_links(g)]
-        for i, cpu in enumerate(self.cpus or ["cpu0"]):
-            vendor, family, model = speeds.cpu_as_written(self.socket(cpu))
-            numa = re.sub(r".*?(\d+)$", r"\1", cpu) if re.search(r"\d$", cpu) else str(i)
-            yield (
-                f'  <cpu numaid="{numa}" affinity="" arch="x86_64" vendor="{vendor}" '
-                f'familyid="{family}" modelid="{model}">'
-            )
-            yield from self.below(cpu, "    ")
-            if i == 0:
-                for g in orphans:
-                    yield from self.gpu(g, speeds.PCIE, "    ")
-            yield "  </cpu>"
-        yield "</system>"
-        if lost := [g for g in self.devices if g not in self.seen]:
-            raise TopologyError(
-                f"{self.topology.name}: GPU {lost[0]} hangs under no CPU, as NCCL's form needs"
-            )
-
-    def host_links(self, gpu: int) -> list[Link]:
-        return [k for k in self.down.get(gpu, ()) if k.kind in ("host", "pcie")]
-
-    def socket(self, cpu: str) -> int:
-        rates = [k.bandwidth for k in self.topology.links if k.kind == "socket" and k.src == cpu]
-        return max(rates, default=speeds.SOCKETS)
-
-    def below(self, vertex: str, indent: str) -> Iterator[str]:
-        for link in self.down.get(vertex, ()):
-            child = link.dst
-            if child in self.seen:
-                continue
-            self.seen.add(child)
-            if isinstance(child, int):
-                yield from self.gpu(child, link.bandwidth, indent, link)
-            elif link.kind == "network":
-                yield from self.nic(child, link, indent)
-            else:
-                yield f"{indent}<pci {self.slot(next(self.free), '0x060400', link.bandwidth)}>"
-                yield from self.below(child, indent + "  ")
-                yield f"{indent}</pci>"
-
-    def slot(self, bus: str, class_: str, bandwidth: int) -> str:
-        speed, width = speeds.pcie_as_written(bandwidth)
-        return f'busid="{bus}" class="{class_}" link_speed="{speed}" link_width="{width}"'
-
-    def gpu(self, g: int, bandwidth: int, indent: str, link: Link | None = None) -> Iterator[str]:
-        self.seen.add(g)
-        nvlinks = [k for k in self.topology.links if k.src == g and k.kind == "nvlink"]
-        sm = self.devices[g].sm or speeds.generation(max((k.bandwidth for k in nvlinks), default=0))
-        yield f"{indent}<pci {self.slot(self.bus[g], '0x030200', bandwidth)}>"
-        yield f'{indent}  <gpu dev="{g}" sm="{sm}" rank="{g}" gdr="1">'
-        for k in nvlinks:
-            if isinstance(k.dst, int):
-                target, class_ = self.bus[k.dst], "0x030200"
-            else:
-                target, class_ = _HIDDEN, _CPU_CLASS if k.dst in self.cpus else _SWITCH_CLASS
-            yield f'{indent}    <nvlink target="{target}" count="{k.count}" tclass="{class_}"/>'
-        if link and (
-            link.count > 1 or speeds.pcie(*speeds.pcie_as_written(bandwidth)) != bandwidth
-        ):
-            yield f'{indent}    <c2c bw="{bandwidth // 10**6}" count="{link.count}"/>'
-        yield f"{indent}  </gpu>"
-        yield f"{indent}</pci>"
-
-    def nic(self, name: str, link: Link, indent: str) -> Iterator[str]:
-        port = self.slot(next(self.free), "0x020000", max(link.bandwidth, speeds.PCIE))
-        yield f"{indent}<pci {port}>"
-        dev = sum(isinstance(v, str) and v not in self.cpus for v in self.seen)
-        yield f"{indent}  <nic>"
-        yield (
-            f'{indent}    <net name={quoteattr(name)} dev="{dev}" latency="0" '
-            f'speed="{link.bandwidth * 8 // 10**6}" port="1" guid="0x{dev:x}" maxconn="128" '
-            'gdr="1"/>'
-        )
-        yield f"{indent}  </nic>"
-        yield f"{indent}</pci>"
-
-
-def _cpus(topology: Topology) -> list[str]:
-    """The vertices that are CPUs: what sockets join, and what a "host" link leads to."""
-    ends = {k.src for k in topology.links if k.kind == "socket"}
-    pcie = {v for k in topology.links if k.kind == "pcie" for v in (k.src, k.dst)}
-    ends |= {k.dst for k in topology.links if k.kind == "host"} - pcie
-    return [v for v in dict.fromkeys(k.src for k in topology.links) if v in ends
-            and isinstance(v, str)]  # fmt: skip
+                self.add(both(a, b, min(rate[a], rate[b]), n))

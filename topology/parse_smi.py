@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 
 from topology import speeds
 from topology.assemble import NODE, PHB, PIX, PXB, SYS, Told, assemble
@@ -17,14 +18,18 @@ from topology.graph import Device, Topology
 from topology.routes import Vertex
 
 _LEVELS = {"PIX": PIX, "PXB": PXB, "PHB": PHB, "NODE": NODE, "SYS": SYS, "SOC": SYS}
-_CELL = re.compile(r"X|NV\d{1,3}|" + "|".join(_LEVELS))
+_CELL = re.compile(r"X|NV[1-9]\d{0,2}|" + "|".join(_LEVELS))
 _AFFINITIES = re.compile(r"(?:(?:CPU|NUMA) Affinity|GPU NUMA ID).*", re.IGNORECASE)
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_LISTED = re.compile(r"GPU (\d+): (.+?) \(UUID: (GPU-[0-9a-fA-F-]+)\)")
+_LISTED = re.compile(
+    r"^\s*GPU (\d{1,6}): (.{1,100}?) \(UUID: (GPU-[0-9a-fA-F-]{1,64})\)", re.MULTILINE
+)
 _MIG = re.compile(r"MIG\b", re.IGNORECASE)
-_GPU = re.compile(r"GPU(\d{1,4})")
-_NUMA = re.compile(r"\d+(?:[-,]\d+)*")
-_MOST = 1024  # devices; a text with more is not of one machine
+_GPU = re.compile(r"GPU(\d{1,6})")
+_RESERVED = re.compile(r"(?:cpu|switch|nvswitch|host)\d*")  # our own names for vertices
+_NUMA = re.compile(r"\d{1,6}(?:[-,]\d{1,6})*")
+_MOST = 256  # devices; a text with more is not of one machine
+_LONGEST = 64  # characters of a device's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,25 +96,43 @@ def _vertex(label: str) -> Vertex:
 
 
 def _header(lines: list[str], name: str) -> tuple[int, list[str]]:
-    """The index of the line after the header, and the header's devices."""
-    for i, line in enumerate(lines):
-        bare = _bare(line)
-        if not _GPU.match(bare):
-            continue
-        cut = _AFFINITIES.sub("", bare)
-        columns = re.findall(r"GPU\d+|[A-Za-z][\w.:-]*", cut)
-        if len(columns) > 1 and _CELL.fullmatch(columns[1]):
-            raise TopologyError(
-                f"{name}: line {i + 1}: the row of {columns[0]} comes before any header with the "
-                "columns' names: was the text's beginning cut off?"
-            )
-        if len(columns) > _MOST:
-            raise TopologyError(f"{name}: line {i + 1}: {len(columns)} devices; at most {_MOST}")
-        twice = [c for c in columns if columns.count(c) > 1]
-        if twice:
-            raise TopologyError(f"{name}: line {i + 1}: {twice[0]} is named twice in the header")
-        return i + 1, columns
-    raise TopologyError(f"{name}: no line starts with GPU0: not the output of nvidia-smi topo -m")
+    """The index of the line after the header, and the header's devices.
+
+    The header is the first line that starts with a GPU's label and has a row right after it.
+    """
+    starts = [(i, _bare(line)) for i, line in enumerate(lines) if _GPU.match(_bare(line))]
+    filled = [i for i, line in enumerate(lines) if line.strip(" \t#>|$\r")]
+    after = dict(pairwise(filled))
+    chosen: int | None = None
+    for i, bare in starts:
+        if _is_row(bare):
+            if chosen is None:
+                raise TopologyError(
+                    f"{name}: line {i + 1}: the row of {bare.split()[0]} comes before any header "
+                    "with the columns' names: was the text's beginning cut off?"
+                )
+            break
+        if chosen is None or _is_row(_bare(lines[after.get(i, i)])):
+            chosen = i
+    if chosen is None:
+        raise TopologyError(
+            f"{name}: no line starts with GPU0: not the output of nvidia-smi topo -m"
+        )
+    where = f"{name}: line {chosen + 1}"
+    columns = re.findall(r"GPU\d+|[A-Za-z][\w.:-]*", _AFFINITIES.sub("", _bare(lines[chosen])))
+    if len(columns) > _MOST:
+        raise TopologyError(f"{where}: {len(columns)} devices; at most {_MOST}")
+    if twice := [c for c in columns if columns.count(c) > 1]:
+        raise TopologyError(f"{where}: {twice[0]} is named twice in the header")
+    for column in columns:
+        if len(column) > _LONGEST or _RESERVED.fullmatch(column):
+            raise TopologyError(f"{where}: {column[:_LONGEST]!r} cannot be a device's name here")
+    return chosen + 1, columns
+
+
+def _is_row(bare: str) -> bool:
+    words = bare.split(maxsplit=2)
+    return len(words) > 1 and bool(_CELL.fullmatch(words[1]))
 
 
 def _rows(
@@ -120,12 +143,15 @@ def _rows(
     numa: dict[int, str] = {}
     assumed: list[str] = []
     mig = 0
+    known = set(columns)
     for i, line in enumerate(lines[start:], start):
         bare = _bare(line)
-        label = next((c for c in columns if re.match(re.escape(c) + r"(?!\w)", bare)), None)
+        label = next((w for w in bare.split(maxsplit=1)[:1] if w in known), None)
+        if len(cells) == len(columns):
+            break  # what follows the matrix
         if label is None:
-            if not bare.strip() and not cells:
-                continue
+            if not bare.strip():
+                continue  # pasted with empty lines between
             if _MIG.match(bare):
                 mig += 1
                 continue
@@ -133,7 +159,7 @@ def _rows(
                 raise TopologyError(
                     f"{name}: line {i + 1}: a row of {bare.split()[0]}, which the header lacks"
                 )
-            break  # a blank line, the legend, or whatever follows the matrix
+            break  # the legend, or whatever follows the matrix
         if label in cells:
             raise TopologyError(f"{name}: line {i + 1}: a second row of {label}")
         at = len(line) - len(bare) + len(label)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +37,7 @@ class Wiring:
         self, vertices: Sequence[Vertex], arcs: Iterable[tuple[Vertex, Vertex, Hashable]]
     ) -> None:
         self.index = {v: i for i, v in enumerate(vertices)}
+        self.size = len(self.index)
         listed = list(arcs)
         self.src = np.array([self.index[a] for a, _, _ in listed], np.int64)
         self.dst = np.array([self.index[b] for _, b, _ in listed], np.int64)
@@ -59,58 +62,87 @@ class Wiring:
         """The refinement once this vertex has a colour of its own."""
         changed = colours.copy()
         i = self.index[vertex]
-        changed[i] = _mix(changed[i : i + 1] + _ODD)[0]
+        serial = np.array([len(np.unique(colours))], np.uint64)  # no two choices give one colour
+        changed[i] = _mix(changed[i : i + 1] + _ODD * serial)[0]
         return self.refine(changed)
 
 
 def colour_of(marks: Iterable[str]) -> Colours:
     """A colour for each mark, the same wherever the mark is."""
-    import hashlib
-
     return np.array(
         [int.from_bytes(hashlib.blake2b(m.encode(), digest_size=8).digest()) for m in marks],
         np.uint64,
     )
 
 
-def _coloured(topology: Topology) -> tuple[dict[Vertex, int], Any]:
-    """Each vertex of the fabric with its colour, and the fabric as a networkx graph."""
-    import networkx as nx  # only here: planning and loading stay free of it
+@dataclass(frozen=True)
+class _Coloured:
+    """A fabric to be matched: its wiring, its arcs by ends, and which vertices are ranks."""
 
-    links = topology.fabric
-    ends = (end for link in links for end in (link.src, link.dst))
-    vertices = list(dict.fromkeys((*topology.gpus, *ends)))
-    wiring = Wiring(vertices, [(k.src, k.dst, (k.kind, k.count, k.bandwidth)) for k in links])
-    ranks = set(topology.gpus)
-    start = colour_of(
-        "rank" if v in ranks else "forwarder" if isinstance(v, int) else "switch" for v in vertices
-    )
-    colours = dict(zip(vertices, map(int, wiring.refine(start)), strict=True))
-    graph = nx.DiGraph()
-    graph.add_nodes_from((v, {"colour": colours[v]}) for v in vertices)
-    for link in links:
-        graph.add_edge(link.src, link.dst, wire=(link.kind, link.count, link.bandwidth))
-    return colours, graph
+    wiring: Wiring
+    arcs: Mapping[tuple[Vertex, Vertex], Hashable]
+    ranks: frozenset[int]
+
+    @staticmethod
+    def of(topology: Topology) -> tuple[_Coloured, Colours]:
+        ranks = frozenset(topology.gpus)
+        arcs = {(k.src, k.dst): (k.kind, k.count, k.bandwidth) for k in topology.fabric}
+        vertices = list(dict.fromkeys((*topology.gpus, *(v for ends in arcs for v in ends))))
+        wiring = Wiring(vertices, [(a, b, wire) for (a, b), wire in arcs.items()])
+        start = colour_of(
+            "rank" if v in ranks else "forwarder" if isinstance(v, int) else "switch"
+            for v in vertices
+        )
+        return _Coloured(wiring, arcs, ranks), wiring.refine(start)
 
 
 def mappings(one: Topology, other: Topology) -> Iterator[Mapping[int, int]]:
-    """Every renumbering of `one`'s GPUs that turns its fabric into `other`'s, once each."""
-    import networkx as nx
+    """Every renumbering of `one`'s GPUs that turns its fabric into `other`'s, once each.
 
-    mine, graph = _coloured(one)
-    theirs, wanted = _coloured(other)
-    if sorted(mine.values()) != sorted(theirs.values()):
+    Individualisation and refinement: of the smallest set of GPUs that still look alike, one is
+    singled out, and matched in turn with each that looks like it on the other side.
+    """
+    mine, colours = _Coloured.of(one)
+    theirs, wanted = _Coloured.of(other)
+    if mine.wiring.size != theirs.wiring.size or len(mine.arcs) != len(theirs.arcs):
         return
-    matcher = nx.algorithms.isomorphism.DiGraphMatcher(
-        graph,
-        wanted,
-        node_match=lambda a, b: a["colour"] == b["colour"],
-        edge_match=lambda a, b: a["wire"] == b["wire"],
-    )
-    seen: set[tuple[int, ...]] = set()
-    for found in matcher.isomorphisms_iter():
-        mapping = {g: found[g] for g in one.gpus}
-        images = tuple(mapping.values())
-        if images not in seen:  # switches may be exchanged while the GPUs stay
-            yield mapping
-        seen.add(images)
+    # a stack, not a recursion: a cluster needs more choices than Python has frames
+    todo = [(colours, wanted)]
+    while todo:
+        here, there = todo.pop()
+        if not np.array_equal(np.sort(here), np.sort(there)):
+            continue
+        chosen = _undecided(mine, here)
+        if chosen is None:
+            if (found := _matched(mine, here, theirs, there)) is not None:
+                yield found
+            continue
+        like = here[mine.wiring.index[chosen]]
+        mates = [v for v, i in theirs.wiring.index.items() if there[i] == like]
+        if chosen not in mine.ranks:
+            mates = mates[:1]  # the ranks are settled: any match of what is left will do
+        next_here = mine.wiring.single_out(here, chosen)
+        todo += [(next_here, theirs.wiring.single_out(there, v)) for v in reversed(mates)]
+
+
+def _undecided(side: _Coloured, colours: Colours) -> Vertex | None:
+    """A vertex that is not alone in its colour, of the smallest such colour; ranks first."""
+    unique, inverse, counts = np.unique(colours, return_inverse=True, return_counts=True)
+    if len(unique) == len(colours):
+        return None
+    size = counts[inverse]
+    candidates = [(v not in side.ranks, int(size[i]), i) for v, i in side.wiring.index.items()
+                  if size[i] > 1]  # fmt: skip
+    return list(side.wiring.index)[min(candidates)[2]]
+
+
+def _matched(
+    one: _Coloured, here: Colours, other: _Coloured, there: Colours
+) -> Mapping[int, int] | None:
+    """The mapping by colours, all different, if it really carries every link over."""
+    by_colour = {int(there[i]): v for v, i in other.wiring.index.items()}
+    to = {v: by_colour[int(here[i])] for v, i in one.wiring.index.items()}
+    if any(other.arcs.get((to[a], to[b])) != wire for (a, b), wire in one.arcs.items()):
+        return None
+    return {v: w for v, w in to.items() if v in one.ranks and isinstance(v, int)
+            and isinstance(w, int)}  # fmt: skip

@@ -108,8 +108,9 @@ def _shared_memory(here: System) -> Iterator[Check]:
     size, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
     detail = f"{size / GIB:.3g} GiB, {free / GIB:.3g} free"
     if size < GIB:
-        yield Check("/dev/shm", "warning", detail, "linkweave does not use it; for NCCL and torch's "
-                    "data loaders start the container with --shm-size=8g or --ipc=host")  # fmt: skip
+        yield Check("/dev/shm", "warning", detail,
+                    "linkweave does not use it; for NCCL and torch's data loaders start the "
+                    "container with --shm-size=8g or --ipc=host")  # fmt: skip
     else:
         yield Check("/dev/shm", "ok", detail)
 

@@ -6,10 +6,10 @@ from itertools import combinations
 
 import pytest
 
+from tests.null.helpers import renumbered
 from topology import Topology, load
 from topology.layout import RADIUS, Layout, lay_out, nodes_of
 from topology.text import cables
-from tests.null.helpers import renumbered
 
 SPECS = [
     "dgx1-v100", "dgx1-p100", "mesh-6", "mesh-12", "ring-9", "dgx2", "dgx-a100", "pcie-4",

@@ -1,0 +1,556 @@
+"""The best that a collective can do: exact values, against brute force and against plans."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from functools import cache
+from itertools import chain, combinations, product
+
+import networkx as nx
+import pytest
+
+import collectives
+from collectives.planning.planner import candidates
+from tests.null.helpers import renumbered
+from topology import Link, Topology, TopologyError, Vertex, allreduce_bound, bound, load
+from topology.bounds import COLLECTIVES
+
+GB = 10**9
+Capacities = Mapping[tuple[Vertex, Vertex], int]
+Kappa = Callable[[frozenset[int]], int]
+
+
+def algbw(topology: Topology, collective: str = "allreduce", root: int | None = None) -> Fraction:
+    return 1 / bound(topology, collective, root).seconds_per_byte
+
+
+def capacities(links: Sequence[Link]) -> dict[tuple[Vertex, Vertex], int]:
+    return {(k.src, k.dst): k.bandwidth * k.count for k in links}
+
+
+def both(a: Vertex, b: Vertex, bandwidth: int, count: int = 1, kind: str = "nvlink") -> list[Link]:
+    return [Link(*ends, bandwidth, count, kind=kind) for ends in ((a, b), (b, a))]
+
+
+# ---- values derived by hand -----------------------------------------------------------------
+
+# In links of the machine: all-reduce; all-gather and reduce-scatter; broadcast. Where P alike ranks
+# with k links each hold the traffic up one by one: P k / 2 (P - 1), P k / (P - 1), k.
+F = Fraction
+IN_LINKS = [
+    ("dgx1-v100", F(24, 7), F(48, 7), 6),  # 8 GPUs with 6 links: 48/14; two quads: 8
+    ("dgx1-p100", F(16, 7), F(32, 7), 4),  # 8 with 4: 32/14; two quads: 4
+    ("dgx2", F(16, 5), F(32, 5), 6),  # 16 with 6 into the switch: 96/30
+    ("dgx-a100", F(48, 7), F(96, 7), 12),  # 8 with 12: 96/14
+    ("dgx-h100", F(72, 7), F(144, 7), 18),  # 8 with 18: 144/14
+    ("pcie-4", F(2, 3), F(4, 3), 1),  # 4 with one port: 4/6
+    ("pcie-5", F(5, 8), F(5, 4), 1),  # 5 with one port: 5/8; the four against the fifth: 1
+    ("pcie-8", F(4, 7), F(8, 7), 1),  # 8 with one port: 8/14; {0-3}, 4, 5, 6, 7: 5/8; quads: 1
+    ("pcie-9", F(9, 16), F(9, 8), 1),  # three switches
+    ("mesh-2", F(1), F(2), 1),
+    ("ring-2", F(1), F(2), 1),  # one cable, not two
+    # N with N - 1 links: N (N - 1) / 2 (N - 1)
+    *((f"mesh-{n}", F(n, 2), F(n), n - 1) for n in range(3, 13)),
+    # N with 2 links: 2 N / 2 (N - 1); an arc of them has 2 links as well
+    *((f"ring-{n}", F(n, n - 1), F(2 * n, n - 1), 2) for n in range(3, 13)),
+]
+
+
+@pytest.mark.parametrize(("name", "allreduce", "allgather", "broadcast"), IN_LINKS)
+def test_values_in_links(
+    name: str, allreduce: Fraction, allgather: Fraction, broadcast: int
+) -> None:
+    topo = load(name)
+    (width,) = {link.bandwidth for link in topo.fabric}
+    expected = zip(COLLECTIVES, (allreduce, allgather, allgather, broadcast), strict=True)
+    for collective, links in expected:
+        found = bound(topo, collective)
+        assert found.links == links
+        assert found.seconds_per_byte == 1 / Fraction(links * width)
+        assert found.algbw == pytest.approx(float(links * width), rel=1e-15)
+    assert allreduce_bound(topo) == bound(topo).algbw
+
+
+@pytest.mark.parametrize("n", range(2, 12))
+def test_one_memory_for_all_ranks(n: int) -> None:
+    """N ranks combine N inputs: N - 1 are loaded by another rank, and the result by all at once."""
+    topo = load(f"cpu-{n}")
+    times = {"allreduce": n, "allgather": 1, "reduce_scatter": n - 1, "broadcast": 1}
+    for collective, crossed in times.items():
+        found = bound(topo, collective)
+        assert found.seconds_per_byte == Fraction(crossed, 20 * GB)
+        assert (found.over, found.links) == ("memory", None)
+        assert found.bottleneck == "the memory that all ranks share"
+    slow = tuple(replace(k, bandwidth=GB) if k.src == "store" else k for k in topo.links)
+    assert algbw(replace(topo, links=slow)) == Fraction(GB, n)
+
+
+@pytest.mark.parametrize("name", ["mesh-1", "ring-1", "pcie-1", "cpu-1", "1 x mesh-1"])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_one_rank_has_nothing_to_wait_for(name: str, collective: str) -> None:
+    found = bound(load(name), collective)
+    assert found.seconds_per_byte == 0
+    assert found.algbw == float("inf")
+    assert str(found) == f"{collective}: nothing: one rank has all"
+
+
+def test_broadcast_from_each_root() -> None:
+    # GPU 2 can send 5 GB/s and receive 3; the others exchange 7 each way
+    links = (*both(0, 1, 7 * GB), Link(2, 0, 5 * GB), Link(1, 2, 3 * GB))
+    topo = Topology("triangle", (0, 1, 2), links)
+    assert algbw(topo, "broadcast", 0) == 3 * GB  # into 2
+    assert algbw(topo, "broadcast", 1) == 3 * GB
+    assert algbw(topo, "broadcast", 2) == 5 * GB  # out of 2
+    assert algbw(topo, "broadcast") == 3 * GB
+    some = topo.subset([2, 1, 0])  # the root is a rank, not a GPU's number
+    assert algbw(some, "broadcast", 0) == 5 * GB
+
+
+# ---- against all partitions and all cuts -----------------------------------------------------
+
+
+def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
+    """All ways to part the items, the one whole among them."""
+    if not items:
+        yield []
+        return
+    for rest in partitions(items[1:]):
+        yield [[items[0]], *rest]
+        for i, part in enumerate(rest):
+            yield [*rest[:i], [items[0], *part], *rest[i + 1 :]]
+
+
+def proper(ranks: Sequence[int]) -> Iterator[frozenset[int]]:
+    sizes = range(1, len(ranks))
+    return map(frozenset, chain.from_iterable(combinations(ranks, n) for n in sizes))
+
+
+def by_flow(capacity: Capacities, ranks: Sequence[int]) -> Kappa:
+    """The least capacity from some ranks to the others, as a maximum flow."""
+    graph = nx.DiGraph()
+    graph.add_nodes_from([*ranks, "from", "to"])
+    for (a, b), c in capacity.items():
+        graph.add_edge(a, b, capacity=c)
+
+    @cache
+    def kappa(side: frozenset[int]) -> int:
+        ends = [("from", r) if r in side else (r, "to") for r in ranks]
+        graph.add_edges_from(ends)  # no capacity: without limit
+        value = nx.maximum_flow_value(graph, "from", "to")
+        graph.remove_edges_from(ends)
+        return value
+
+    return kappa
+
+
+def by_sides(capacity: Capacities, ranks: Sequence[int]) -> Kappa:
+    """The same, with each switch tried on either side."""
+    switches = sorted({v for arc in capacity for v in arc if v not in ranks}, key=str)
+    groups = [
+        {s for s, taken in zip(switches, choice, strict=True) if taken}
+        for choice in product((False, True), repeat=len(switches))
+    ]
+
+    def kappa(side: frozenset[int]) -> int:
+        return min(
+            sum(c for (a, b), c in capacity.items()
+                if (a in side or a in g) and b not in side and b not in g)
+            for g in groups
+        )  # fmt: skip
+
+    return cache(kappa)
+
+
+def least_allreduce(kappa: Kappa, ranks: Sequence[int]) -> Fraction:
+    whole = frozenset(ranks)
+
+    def into(side: frozenset[int]) -> int:
+        return kappa(whole - side)
+
+    values = [Fraction(kappa(s)) for s in proper(ranks)]  # all of S's sum has to leave S
+    for parts in partitions(ranks):
+        if (r := len(parts)) > 1:
+            for way in (kappa, into):
+                values.append(Fraction(sum(way(frozenset(p)) for p in parts), 2 * (r - 1)))
+    return min(values)
+
+
+def least(kappa: Kappa, ranks: Sequence[int], collective: str) -> Fraction:
+    size, whole = len(ranks), frozenset(ranks)
+    if collective == "allreduce":
+        return least_allreduce(kappa, ranks)
+    if collective == "allgather":  # what S holds has to leave S
+        return min(Fraction(size * kappa(s), len(s)) for s in proper(ranks))
+    if collective == "reduce_scatter":  # what S is to have has to enter S
+        return min(Fraction(size * kappa(whole - s), len(s)) for s in proper(ranks))
+    return min(Fraction(kappa(s)) for s in proper(ranks))  # of the worst root
+
+
+DGX1_SUBSETS = [some for n in range(2, 9) for some in combinations(range(8), n)]
+
+
+@pytest.mark.timeout(30)
+def test_every_subset_of_the_dgx1_against_all_partitions() -> None:
+    assert len(DGX1_SUBSETS) == 247
+    dgx1 = load("dgx1-v100")
+    over = []
+    for some in DGX1_SUBSETS:
+        topo = dgx1.subset(some)
+        nvlinks = capacities([k for k in topo.links if k.kind == "nvlink"])
+        graph = nx.Graph(nvlinks.keys())
+        graph.add_nodes_from(some)
+        joined = nx.is_connected(graph)
+        over.append(joined)
+        kappa = by_sides(nvlinks if joined else capacities(topo.links), some)
+        assert algbw(topo) == least_allreduce(kappa, some), some
+        if joined:  # of trees in a graph (Nash-Williams, Tutte): links across over parts - 1
+            across = min(
+                Fraction(sum(sum(c for (a, b), c in nvlinks.items() if a in p and b not in p)
+                             for p in map(set, parts)) // 2, len(parts) - 1)
+                for parts in partitions(some) if len(parts) > 1
+            )  # fmt: skip
+            assert algbw(topo) == across
+    # unconnected by NVLink: the twelve pairs without a link, and no two pairs of those together
+    assert (over.count(False), over[:28].count(False)) == (UNJOINED, 12)
+
+
+UNJOINED = sum(
+    not nx.is_connected(nx.Graph(
+        [(a, b) for a, b in combinations(some, 2) if a // 4 == b // 4 or b - a == 4]
+        + [(a, a) for a in some]
+    ))
+    for some in DGX1_SUBSETS
+)  # fmt: skip
+
+
+@pytest.mark.timeout(10)
+def test_every_subset_of_the_dgx1_takes_seconds() -> None:
+    bound.cache_clear()
+    for some in DGX1_SUBSETS:
+        assert 0 < allreduce_bound(load("dgx1-v100").subset(some)) < float("inf")
+
+
+def random_network(seed: int, two_way: bool) -> Topology:
+    """Two to five ranks, switches and forwarders; a tree that joins all, and more links."""
+    rng = random.Random(seed)
+    names = rng.sample(range(30), 7)
+    ranks, helpers = names[: rng.randint(2, 5)], names[5 : 5 + rng.choice((0, 0, 1, 2))]
+    vertices: list[Vertex] = [*ranks, *helpers, *"abc"[: rng.randint(0, 3)]]
+    rng.shuffle(vertices)
+    ends = [(rng.choice(vertices[:i]), vertices[i]) for i in range(1, len(vertices))]
+    ends += [tuple(rng.sample(vertices, 2)) for _ in range(rng.randint(0, 2 * len(vertices)))]
+    links: dict[tuple[Vertex, Vertex], Link] = {}
+    for a, b in ends:
+        width, count = rng.randint(1, 6), rng.randint(1, 3)
+        links[a, b] = Link(a, b, width, count)
+        if not two_way:
+            width, count = rng.randint(1, 6), rng.randint(1, 3)
+        if two_way or rng.random() < 0.9:
+            links[b, a] = Link(b, a, width, count)
+    return Topology(f"random {seed}", tuple(ranks), tuple(links.values()), (), (), tuple(helpers))
+
+
+@pytest.mark.parametrize("two_way", [True, False])
+@pytest.mark.parametrize("batch", range(5))
+def test_random_networks_against_brute_force(batch: int, two_way: bool) -> None:
+    for seed in range(100 * batch, 100 * batch + 16):
+        topo = random_network(seed, two_way)
+        kappa = by_flow(capacities(topo.links), topo.gpus)
+        for collective in COLLECTIVES:
+            expected = least(kappa, topo.gpus, collective)
+            if expected:
+                assert algbw(topo, collective) == expected, (seed, collective)
+            else:
+                with pytest.raises(TopologyError, match=f"random {seed}: no link leads"):
+                    bound(topo, collective)
+        for rank, gpu in enumerate(topo.gpus):
+            from_it = min(kappa(s) for s in proper(topo.gpus) if gpu in s)
+            if from_it:
+                assert algbw(topo, "broadcast", rank) == from_it, (seed, rank)
+
+
+def test_the_two_brute_forces_agree() -> None:
+    for seed in range(12):
+        topo = random_network(seed, two_way=False)
+        capacity = capacities(topo.links)
+        flow, sides = by_flow(capacity, topo.gpus), by_sides(capacity, topo.gpus)
+        assert all(flow(s) == sides(s) for s in proper(topo.gpus))
+
+
+def test_gathering_waits_for_the_worst_of_several_groups() -> None:
+    """0-3 has two links out; its halves four each, 4-7 four, and all of them lead to 8 and 9."""
+    groups = [(0, 1), (2, 3), (4, 5, 6, 7), (8, 9)]
+    links = [k for group in groups for a, b in combinations(group, 2) for k in both(a, b, 20)]
+    links += [*both(0, 2, 3), *both(0, 8, 1), *both(2, 9, 1), *both(4, 8, 2), *both(5, 9, 2)]
+    topo = Topology("groups", tuple(range(10)), tuple(links))
+    kappa = by_sides(capacities(links), topo.gpus)
+    for collective in ("allgather", "reduce_scatter"):
+        # what the six others hold has to reach 0-3: 10 * 2 / 6; to reach a half: 10 * 4 / 8
+        assert algbw(topo, collective) == least(kappa, topo.gpus, collective) == Fraction(10, 3)
+
+
+def test_alike_ranks_in_unlike_places() -> None:
+    """Regular graphs whose vertices one round of counting neighbours cannot tell apart."""
+    hexagon = [(i, (i + 1) % 6) for i in range(6)]
+    triangles = [(6, 7), (7, 8), (6, 8), (9, 10), (10, 11), (9, 11)]
+    for hub_ends in (range(12), (0, 6), (0, 6, 9), (0, 1, 6, 7, 9, 10)):
+        links = [k for a, b in hexagon + triangles for k in both(a, b, 3)]
+        links += [k for g in hub_ends for k in both(g, "hub", 2)]
+        some = [0, 3, 6, 7, 9]  # five with ranks, all others pass on
+        rest = tuple(g for g in range(12) if g not in some)
+        topo = Topology("regular", tuple(some), tuple(links), (), (), rest)
+        if len(set(hub_ends) & {9, 10, 11}):
+            kappa = by_flow(capacities(links), some)
+            for collective in COLLECTIVES:
+                assert algbw(topo, collective) == least(kappa, some, collective)
+        else:
+            with pytest.raises(TopologyError, match=r"GPU 9 (to|from)|GPU 0,3,6-7 (to|from)"):
+                bound(topo)
+
+
+# ---- no plan is faster -----------------------------------------------------------------------
+
+SOME_DGX1 = [(0, 1), (0, 3), (0, 5), (0, 1, 2), (1, 4, 6), (0, 1, 2, 3), (0, 3, 5, 6), (2, 3, 5),
+             (0, 1, 4, 5), (0, 1, 2, 3, 4, 5), (1, 2, 3, 4, 5, 6, 7)]  # fmt: skip
+RUN = ["dgx1-v100", "dgx1-p100", "dgx-a100", "mesh-5", "ring-6", "pcie-8", "pcie-5", "cpu-4",
+       "cpu-2", "2 x mesh-3 nic=6GB/s", *SOME_DGX1]  # fmt: skip
+
+
+@pytest.mark.parametrize("which", RUN, ids=str)
+def test_no_plan_is_faster(which: str | tuple[int, ...]) -> None:
+    topo = load(which) if isinstance(which, str) else load("dgx1-v100").subset(which)
+    free = replace(topo, links=tuple(replace(k, latency_us=0) for k in topo.links))
+    most = allreduce_bound(topo)
+    assert allreduce_bound(free) == most
+    nbytes, best = 1 << (26 if topo.name.startswith("cpu") else 30), 0.0  # small chunks there
+    for name in candidates(topo):
+        plan = collectives.plan_allreduce(topo, nbytes, name)
+        for machine in (topo, free):
+            reached = collectives.simulate(plan, machine, nbytes).algbw
+            assert reached <= most * (1 + 1e-9), name
+            best = max(best, reached)
+    assert best > most / 20  # of the same order, so the comparison says something
+
+
+# ---- what may not matter ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["dgx1-v100", "pcie-8", "ring-7", "dgx-a100", "2 x dgx1-p100"])
+def test_renumbering_changes_no_value(name: str) -> None:
+    topo = load(name)
+    rng = random.Random(7)
+    for _ in range(3):
+        other = renumbered(topo, rng.sample(topo.gpus, len(topo.gpus)))
+        for collective in COLLECTIVES:
+            assert algbw(other, collective) == algbw(topo, collective)
+
+
+@pytest.mark.parametrize("name", ["dgx1-v100", "dgx2", "pcie-9", "cpu-3", "3 x dgx1-p100 nics=1"])
+def test_json_keeps_the_bound(name: str) -> None:
+    topo = load(name)
+    again = load(topo.to_json())
+    helped = topo.subset(topo.gpus[:2], topo.gpus[2:])
+    for collective in COLLECTIVES:
+        bound.cache_clear()
+        first = bound(topo, collective)
+        bound.cache_clear()
+        assert bound(again, collective) == first
+        assert bound(load(helped.to_json()), collective) == bound(helped, collective)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_wider_link_never_lowers_a_bound(seed: int) -> None:
+    topo = random_network(seed, two_way=True)
+    for i, link in enumerate(topo.links):
+        wider = (*topo.links[:i], replace(link, count=link.count + 1), *topo.links[i + 1 :])
+        for collective in COLLECTIVES:
+            assert algbw(replace(topo, links=wider), collective) >= algbw(topo, collective)
+
+
+@pytest.mark.parametrize("name", ["dgx1-v100", "pcie-6", "ring-5"])
+def test_all_widths_times_three_is_the_bound_times_three(name: str) -> None:
+    topo = load(name)
+    wide = replace(topo, links=tuple(replace(k, bandwidth=3 * k.bandwidth) for k in topo.links))
+    for collective in COLLECTIVES:
+        assert algbw(wide, collective) == 3 * algbw(topo, collective)
+        assert bound(wide, collective).links == bound(topo, collective).links
+
+
+# ---- forwarders ------------------------------------------------------------------------------
+
+
+def test_forwarders_that_help() -> None:
+    dgx1 = load("dgx1-v100")
+    # 0 and 1: one NVLink. Over 2: 0-2 has one, 2-1 two. Over 3: 0-3 has two, 3-1 one, 3-2 two.
+    assert algbw(dgx1.subset([0, 1])) == 25 * GB
+    assert algbw(dgx1.subset([0, 1], [2])) == 50 * GB
+    assert algbw(dgx1.subset([0, 1], [2, 3])) == 100 * GB
+    assert algbw(dgx1.subset([0, 1], [2, 3, 4, 5, 6, 7])) == 150 * GB  # two more over 4 and 5
+    # 0 and 5: no NVLink, and 6 GB/s between the CPUs. Over 1 the one of 0-1, over 4 that of 4-5.
+    assert algbw(dgx1.subset([0, 5])) == 6 * GB
+    assert algbw(dgx1.subset([0, 5], [1])) == 25 * GB
+    assert algbw(dgx1.subset([0, 5], [1, 4])) == 50 * GB
+    assert bound(dgx1.subset([0, 1], [2])).over == "NVLink"
+
+
+def test_forwarders_never_lower_the_bound() -> None:
+    dgx1, rng = load("dgx1-v100"), random.Random(1)
+    raised = 0
+    for some in DGX1_SUBSETS:
+        rest = [g for g in range(8) if g not in some]
+        helpers = rng.sample(rest, rng.randint(0, len(rest)))
+        topo, helped = dgx1.subset(some), dgx1.subset(some, helpers)
+        kappa = by_sides(capacities(helped.fabric), some) if len(helped.fabric) < 20 else None
+        if kappa and len(some) < 5:
+            assert algbw(helped) == least_allreduce(kappa, some)
+        for collective in COLLECTIVES:
+            assert algbw(helped, collective) >= algbw(topo, collective), (some, helpers)
+        raised += algbw(helped) > algbw(topo)
+    assert raised > 50
+
+
+# ---- words -----------------------------------------------------------------------------------
+
+
+def quads(between: int, within: int) -> Topology:
+    """Two fully joined quads of `within` links a pair, joined by `between` single links."""
+    pairs = [(a + q, b + q, within) for q in (0, 4) for a, b in combinations(range(4), 2)]
+    pairs += [(g, g + 4, 1) for g in range(between)]
+    links = tuple(k for a, b, n in pairs for k in both(a, b, 25 * GB, n))
+    return Topology("quads", tuple(range(8)), links)
+
+
+def test_words_for_every_gpu() -> None:
+    found = bound(load("dgx1-v100"))
+    assert found.bottleneck == "each GPU's six links"
+    assert found.parts == tuple((g,) for g in range(8))
+    assert found.over == "NVLink"
+    assert str(found) == (
+        "allreduce: at most 85.71 GB/s = 24/7 links over NVLink; bottleneck: each GPU's six links"
+    )
+    assert bound(load("dgx-h100")).bottleneck == "each GPU's 18 links"
+    assert bound(load("mesh-2")).bottleneck == "each GPU's one link"
+
+
+def test_words_for_two_halves() -> None:
+    # halves: 3; all apart: (2 * 6 * 6 + 6) / 14 > 3 with double links within the quads
+    found = bound(quads(3, 2))
+    assert found.links == 3
+    assert found.bottleneck == "the three links between 0-3 and 4-7"
+    assert set(found.parts) == {(0, 1, 2, 3), (4, 5, 6, 7)}
+    assert str(found).startswith("allreduce: at most 75 GB/s = 3 links over NVLink; ")
+    for collective, links in (("allgather", 6), ("reduce_scatter", 6), ("broadcast", 3)):
+        assert bound(quads(3, 2), collective).links == links
+        words = bound(quads(3, 2), collective).bottleneck
+        assert re.fullmatch("the three links between (0-3 and 4-7|4-7 and 0-3)", words)
+    # with single links within, all apart is less: (2 * 12 + 2 * 3) / 14
+    assert bound(quads(3, 1)).links == Fraction(15, 7)
+    assert bound(quads(3, 1)).bottleneck == "the 15 links between " + ("0, 1, 2, 3, 4, 5, 6 and 7")
+
+
+def test_words_for_one_weak_gpu() -> None:
+    mesh = load("mesh-4")
+    weak = Topology("weak", (0, 1, 2, 3, 4), (*mesh.links, *both(2, 4, 25 * GB)))
+    for collective in ("allreduce", "broadcast"):
+        found = bound(weak, collective)
+        assert found.links == 1
+        assert found.bottleneck == "GPU 4's one link"
+        assert str(found).startswith(f"{collective}: at most 25 GB/s = 1 link over NVLink; ")
+    assert bound(weak, "allgather").links == Fraction(5, 4)
+
+
+def test_words_for_a_pcie_uplink() -> None:
+    topo = load("pcie-8")
+    links = tuple(replace(k, bandwidth=2 * GB) if k.kind == "host" else k for k in topo.links)
+    found = bound(replace(topo, links=links))
+    assert found.seconds_per_byte == Fraction(1, 2 * GB)
+    assert found.bottleneck in (
+        "the one link between 0-3 and 4-7 (switch0-host)",
+        "the one link between 0-3 and 4-7 (host-switch1)",
+    )
+    assert (found.over, found.links) == ("PCIe", None)
+
+
+def test_words_count_the_links_that_hold_it_up() -> None:
+    """One way has three links, the other one: the one is what all collectives but one wait for."""
+    links = (Link(0, 1, 4 * GB, 3), Link(1, 0, 4 * GB, 1))
+    topo = Topology("askew", (0, 1), links)
+    for collective, n in (("allreduce", 1), ("allgather", 2), ("reduce_scatter", 2),
+                          ("broadcast", 1)):  # fmt: skip
+        assert bound(topo, collective).links == n
+        assert "one link" in bound(topo, collective).bottleneck, collective
+
+
+def test_words_for_groups_and_kinds() -> None:
+    found = bound(load("3 x mesh-4 nic=1GB/s"))  # 3 nodes with 4 GB/s: 12/4
+    assert found.seconds_per_byte == Fraction(1, 3 * GB)
+    assert found.bottleneck == "the four links of each of 3 groups: 0-3, 4-7 and 8-11"
+    assert found.over == "NVLink, PCIe and the network"
+    assert bound(load("dgx1-v100").subset([0, 1, 6])).over == "NVLink and PCIe"
+    assert bound(load("dgx1-v100").subset([0, 5])).over == "PCIe"
+
+
+# ---- what is refused -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_gpus_that_nothing_joins(collective: str) -> None:
+    links = (*both(0, 1, GB), *both(2, 3, GB), *both(3, 4, GB))
+    topo = Topology("apart", (0, 1, 2, 3, 4), links)
+    with pytest.raises(TopologyError, match=r"apart: no link .* GPU (0-1|2-4) .* the other GPUs"):
+        bound(topo, collective)
+    with pytest.raises(TopologyError, match=r"no link .* GPU [01] "):
+        bound(Topology("loose", (0, 1), ()), collective)
+
+
+def test_a_way_in_but_none_out() -> None:
+    topo = Topology("one way", (0, 1, 2), (*both(0, 1, GB), Link(1, 2, GB)))
+    assert algbw(topo, "broadcast", 0) == GB
+    for collective in COLLECTIVES:
+        with pytest.raises(TopologyError, match="no link leads from GPU 2 to the other GPUs"):
+            bound(topo, collective)
+
+
+def test_unknown_collectives_and_roots() -> None:
+    topo = load("mesh-3")
+    with pytest.raises(TopologyError, match="no bound for 'alltoall'; choose from allreduce, allg"):
+        bound(topo, "alltoall")
+    for root in (-1, 3):
+        with pytest.raises(TopologyError, match=f"root {root}: .* a rank from 0 to 2"):
+            bound(topo, "broadcast", root)
+    for collective in ("allreduce", "allgather", "reduce_scatter"):
+        with pytest.raises(TopologyError, match="root 0: only a broadcast has one"):
+            bound(topo, collective, 0)
+
+
+# ---- large clusters --------------------------------------------------------------------------
+
+# A node's NICs are the least: 128 nodes with n NICs of 24 GB/s, 128 n 24 / 2 (128 - 1) GB/s.
+# The leaves' uplinks of 16 nodes carry half of what these send, 8 such groups: 8 * 1536 / 14 GB/s.
+LARGE = [
+    ("128 x dgx-h100 leaf=16 oversubscription=2", F(12288 * GB, 127), "eight"),  # a NIC a GPU
+    ("128 x dgx1-v100", F(6144 * GB, 127), "four"),  # a NIC a PCIe switch
+]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("spec", "value", "nics"), LARGE)
+def test_a_thousand_gpus(spec: str, value: Fraction, nics: str) -> None:
+    topo = load(spec)
+    assert len(topo.gpus) == 1024
+    found = bound(topo)
+    assert 1 / found.seconds_per_byte == value
+    assert found.bottleneck.startswith(f"the {nics} links of each of 128 groups: 0-7, 8-15, ")
+    assert [len(part) for part in found.parts] == [8] * 128
+
+
+@pytest.mark.timeout(60)
+def test_a_thousand_gpus_behind_narrow_leaves() -> None:
+    # 8 groups of 16 nodes with 8 rails of 16 * 24 / 32 = 12 GB/s: 8 * 96 / 14
+    topo = load("128 x dgx-h100 leaf=16 oversubscription=32")
+    assert algbw(topo) == F(8 * 96 * GB, 14)
+    assert bound(topo).bottleneck.startswith("the eight links of each of 8 groups: 0-127, 128-255")

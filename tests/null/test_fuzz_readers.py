@@ -1,0 +1,186 @@
+"""Whatever text the readers are given: a machine, or a TopologyError, within a second."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+import traceback
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.null.fixtures import DUMPS, GRAPH_FILE, P2P, SMI, VENDOR_FILES, coloured, listed
+from topology import Topology, TopologyError, load
+from topology.nccl_write import to_nccl_xml
+
+LONGEST = 1.0  # seconds for one text; most take a few milliseconds
+MINUTES = 10  # of the long run
+
+LINKS = """{"format": "linkweave-links", "version": 1, "machine": "", "together": 5e9, "pairs":
+[{"src": 0, "dst": 1, "bandwidth": 2e10, "latency_us": 1.5}, {"src": 1, "dst": 0, "bandwidth": 1}],
+"devices": [{"gpu": 0, "bus_id": "0000:06:00.0", "uuid": "GPU-0"}, {"gpu": 1}]}"""
+CLUSTERS = (
+    "16 x dgx-a100  nics=rail  nic=24GB/s  leaf=8  oversubscription=3:1  latency=5us",
+    "# a cluster\n4 x pcie-8 # four nodes\n  nics=1\n  nic=200Gb/s\n  oversubscription=3/2\n",
+    "2 x dgx1-v100",
+)
+FORMS: dict[str, Sequence[str]] = {
+    "smi": [*SMI.values(), coloured(SMI["quad"]), listed("Tesla V100-SXM2", 4, 2) + SMI["cloud"]],
+    "xml": [*DUMPS.values(), VENDOR_FILES["aws"], GRAPH_FILE],
+    "json": [load(SMI["mixed"]).to_json(), load(DUMPS["a100x4"]).to_json()],
+    "cluster": CLUSTERS,
+    "p2p": [P2P],
+    "links": [LINKS],
+}
+WORDS = [
+    "", " ", "\t", "\n", "\r\n", "\0", "\x1b[4m", "\u2028", "\ufeff", "\ud800", "é", "٣", "²", "X",
+    "GPU0", "GPU7", "GPU99999", "NV1", "NV999", "PIX", "SYS", "SOC", "N/A", "mlx5_0", "MIG 1g",
+    "CPU Affinity", "NUMA Affinity", "0", "-1", "1e400", "nan", "9" * 30, "9" * 400, "9" * 5000,
+    "<", ">", "/>", "&lt;", "&a;", "<!DOCTYPE a>", "<![CDATA[", "<cpu numaid='0'>", "</cpu>",
+    "<gpu/>", "<nic><net/></nic>", "<c2c/>", 'count="2"', '"', "'", "{", "}", "[", "]", ",", ":",
+    "null", "true", "[" * 5000, "[]", "{}", '"src": 0', '"kind": "pcie"', "=", "x", "#",
+    "leaf=0", "nic=0GB/s", "3:0", "D\\D",
+    "algbw  busbw", "Unidirectional P2P=Enabled Bandwidth Matrix (GB/s)", "%", "$ ", "1.5", "inf",
+]  # fmt: skip
+
+Edit = tuple[str, int, int, str]
+"""(what is done, where, to how many characters, words or lines, the word that is put in)."""
+KINDS = (
+    "delete", "insert", "replace", "duplicate", "move", "cut", "replace words", "replace words",
+    "move words", "delete lines", "duplicate lines", "move lines",
+)  # fmt: skip
+
+
+def edited(text: str, edits: Sequence[Edit]) -> str:
+    for kind, at, length, word in edits:
+        what, _, unit = kind.partition(" ")
+        pattern = {"words": r"\w+|\W", "lines": r".*\n?"}.get(unit, r"(?s).")
+        parts = re.findall(pattern, text)
+        at %= len(parts) + 1
+        before, there, after = parts[:at], parts[at : at + length], parts[at + length :]
+        new = {
+            "delete": [*before, *after],
+            "insert": [*before, word, *there, *after],
+            "replace": [*before, word, *after],
+            "duplicate": [*before, *there, *there, *after],
+            "move": [*before, *after, *there],
+            "cut": before,
+        }[what]
+        text = "".join(new)
+    return text
+
+
+def read(form: str, text: str) -> None:
+    """Read it; a machine that is made must be sound, and can be written and read again."""
+    try:
+        made = load("mesh-4", measured="\n" + text) if form in ("p2p", "links") else load(text)
+    except TopologyError:
+        return
+    assert Topology.from_json(made.to_json()) == made
+    if form in ("smi", "xml"):
+        try:
+            again = to_nccl_xml(made)
+        except TopologyError:
+            return
+        assert load(again).gpus == tuple(sorted(made.gpus))
+
+
+EDITS = st.lists(
+    st.tuples(
+        st.sampled_from(KINDS),
+        st.integers(0, 8000),
+        st.one_of(st.integers(0, 8), st.integers(0, 300)),
+        st.one_of(st.sampled_from(WORDS), st.text(max_size=8)),
+    ),
+    min_size=1,
+    max_size=4,
+)
+QUICK = settings(
+    max_examples=1000, deadline=1000 * LONGEST, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_texts_are_read_as_they_are(form: str) -> None:
+    for text in FORMS[form]:
+        read(form, text)
+    assert edited("abc\ndef\n", [("replace", 1, 3, "X"), ("duplicate lines", 0, 1, "")]) == (
+        "aXdef\naXdef\n"
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_edited_texts_are_read_or_refused(form: str) -> None:
+    @QUICK
+    @given(st.sampled_from(FORMS[form]), EDITS)
+    def attempt(text: str, edits: Sequence[Edit]) -> None:
+        read(form, edited(text, edits))
+
+    attempt()
+
+
+@QUICK
+@given(st.sampled_from(sorted(FORMS)), st.lists(st.one_of(st.sampled_from(WORDS), st.text())))
+def test_random_texts_are_read_or_refused(form: str, words: Sequence[str]) -> None:
+    read(form, "".join(words))
+    read(form, "\n".join(words))
+
+
+def test_a_reader_that_breaks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(text: str, name: str) -> Topology:
+        raise KeyError(text)
+
+    monkeypatch.setattr("topology.loading.parse_smi", broken)
+    with pytest.raises(KeyError):
+        read("smi", SMI["quad"])
+    assert _failure(lambda: read("smi", SMI["quad"])).startswith("KeyError at test_fuzz_readers.py")
+    assert _failure(lambda: time.sleep(1.01 * LONGEST)) == "slower than 1.0 s"
+    assert _failure(lambda: read("xml", DUMPS["a100x4"])) == ""
+
+
+def _case(seed: int) -> tuple[str, str]:
+    """The form and text of a number."""
+    rng = random.Random(seed)
+    form = rng.choice(sorted(FORMS))
+    some = [
+        (
+            rng.choice(KINDS),
+            rng.randrange(8000),
+            rng.choice((1, 2, 3, 8, 40, 300)),
+            rng.choice(WORDS),
+        )
+        for _ in range(rng.choice((1, 1, 2, 3, 6)))
+    ]
+    return form, edited(rng.choice(FORMS[form]), some)
+
+
+def _failure(attempt: Callable[[], None]) -> str:
+    """Where and how it fails, or how slow it is; empty if all is well."""
+    start = time.perf_counter()
+    try:
+        attempt()
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{type(error).__name__} at {last.filename.rsplit('/', 1)[-1]}:{last.lineno}"
+    taken = time.perf_counter() - start
+    return f"slower than {LONGEST} s" if taken > LONGEST else ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(MINUTES * 60 + 120)
+def test_ten_minutes_of_edited_texts() -> None:
+    until, seed = time.monotonic() + MINUTES * 60, random.SystemRandom().randrange(1 << 40)
+    found: dict[str, tuple[int, int]] = {}
+    first = seed
+    while time.monotonic() < until:
+        form, text = _case(seed)
+        if told := _failure(lambda form=form, text=text: read(form, text)):
+            found[f"{form}: {told}"] = (seed, 1 + found.get(f"{form}: {told}", (0, 0))[1])
+        seed += 1
+    print(f"{seed - first} texts")
+    assert not found, "what fails: (number for _case, times)\n" + "\n".join(
+        f"{what}: {case}" for what, case in sorted(found.items())
+    )
