@@ -92,11 +92,18 @@ def topo(
     if plan and not (svg or png):
         raise CollectiveError("--plan draws: give --svg FILE or --png FILE as well")
     if compare is not None:
-        print(comparison(machine, topology.load(compare)))
+        other = topology.load(compare)
+        if as_json:
+            mapping, differences = topology.compare(machine, other)
+            print(json.dumps({"mapping": mapping, "differences": differences}))
+        else:
+            print(comparison(machine, other))
     elif as_json:
         print(machine.to_json())
     else:
-        print(report(machine))
+        with console.status("bounding"):
+            text = report(machine)
+        print(text)
     if xml:
         xml.write_text(topology.to_nccl_xml(machine))
         console.print(f"written: {xml}", highlight=False)
@@ -197,8 +204,10 @@ def links(
     """Bandwidth and latency between every two GPUs, or (without any) every two CPU ranks."""
     from bench.links import gpus, measure_cpu, measure_gpu, table
 
-    if rounds < 1 or (ranks is not None and ranks < 2):
-        raise CollectiveError(f"-r {rounds} must be at least 1, and -n {ranks} at least 2")
+    if rounds < 1:
+        raise CollectiveError(f"-r must be at least 1, not {rounds}")
+    if ranks is not None and ranks < 2:
+        raise CollectiveError(f"-n must be at least 2, not {ranks}")
     if out:
         out.touch()
     devices = gpus() if ranks is None else 0

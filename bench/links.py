@@ -15,10 +15,10 @@ import numpy as np
 from numba import njit
 
 import collectives
-import topology
 from collectives import CollectiveError
 from collectives.default import get_default
 from kernels.atomics import copy_bytes, load_acquire, sched_yield, store_release
+from topology import Device
 from topology.measured import LinkFigures, PairFigure
 
 NBYTES = 16 << 20  # of one copy between CPU ranks: more than a core's own caches hold
@@ -150,9 +150,13 @@ def measure_gpu(rounds: int, progress: Progress = lambda: None) -> LinkFigures:
     """
     import torch
 
-    machine = topology.load("auto")
+    devices = []
+    for i in range(gpus()):
+        properties = torch.cuda.get_device_properties(i)  # in torch's order, which is CUDA's
+        sm = 10 * properties.major + properties.minor
+        devices.append(Device(i, uuid=f"GPU-{properties.uuid}", model=properties.name, sm=sm))
     figures = []
-    for src, dst in pairs(len(machine.gpus)):
+    for src, dst in pairs(len(devices)):
         with torch.cuda.device(src):
             one = torch.arange(GPU_NBYTES // 8, device=f"cuda:{src}") ^ (src << 40)
             other = torch.zeros_like(one, device=f"cuda:{dst}")
@@ -173,7 +177,7 @@ def measure_gpu(rounds: int, progress: Progress = lambda: None) -> LinkFigures:
                 raise CollectiveError(f"a copy from GPU {src} arrived wrong at GPU {dst}")
         figures.append(PairFigure(src, dst, rate, latency * 1e6))
         progress()
-    return LinkFigures(tuple(figures), machine.devices, None, machine.name)
+    return LinkFigures(tuple(figures), tuple(devices), None, "GPUs")
 
 
 def table(figures: LinkFigures) -> str:

@@ -150,6 +150,10 @@ def _pcie_tree(told: Told, sm: Mapping[int, int], assumed: list[str]) -> list[Li
 
     cpus = within(NODE, devices)
     names = _cpu_names(cpus, told.numa)
+    for v in (group[0] for group in cpus if not any(isinstance(v, int) for v in group)):
+        assumed.append(f"{v} is near no GPU: drawn under a CPU of its own")
+    if NODE in told.level.values():
+        assumed.append("NODE (several bridges of one CPU) is drawn as one CPU, PHB")
     for name, members in zip(names, cpus, strict=True):
         attach(members, name, PXB, "host")
     for a, b in combinations(names, 2):
@@ -192,7 +196,7 @@ def _levels(told: Told, devices: Sequence[Vertex], assumed: list[str]) -> dict[P
             how.add("their NUMA nodes and CPUs")
         elif (a, b) not in nearest:
             nearest[a, b] = NODE
-            how.add("nothing: taken as one CPU's")
+            how.add("nothing else, so taken as one CPU's")
     if hidden:
         assumed.append(
             "PCIe between GPUs that NVLinks join is not told: inferred from "

@@ -24,7 +24,6 @@ Broadcast: algbw <= kappa(S) for every S with the root (Edmonds 1973).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -36,6 +35,7 @@ from topology.graph import Link, Topology
 from topology.routes import Vertex
 from topology.text import gpu_list, number, vertex
 
+_FEW = 64  # ranks whose ports are compared one by one
 COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast")
 
 
@@ -43,6 +43,8 @@ COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast")
 class Bound:
     """No algorithm takes less than `seconds_per_byte` * N on this machine.
 
+    On CPU ranks (`over` is "memory") it is what the cost model makes of copies through one memory,
+    not a bound: a rank may add up what it reads without copying it first.
     `parts` are the ranks between which the traffic is held up, `bottleneck` the same in words, and
     `over` the kinds of link that were counted. `links` is algbw in units of one link, where all
     links that were counted are equal: 24/7 on a DGX-1 with V100.
@@ -63,6 +65,10 @@ class Bound:
     def __str__(self) -> str:
         if not self.seconds_per_byte:
             return f"{self.collective}: {self.bottleneck}"
+        if self.over == "memory":
+            return (
+                f"{self.collective}: about {self.algbw / 1e9:.4g} GB/s by the model of one memory"
+            )
         units = f" = {self.links} link{'s'[: self.links != 1]}" if self.links else ""
         return (
             f"{self.collective}: at most {self.algbw / 1e9:.4g} GB/s{units} over {self.over}; "
@@ -96,12 +102,11 @@ def bound(topology: Topology, collective: str = "allreduce", root: int | None = 
         return Bound(collective, Fraction(0), (), "nothing: one rank has all", over, None)
     if any(link.kind == "memory" for link in topology.fabric):
         return _memory_bound(topology, collective, over)
-    there = {(k.src, k.dst): k.bandwidth * k.count for k in topology.fabric}
-    back = {(b, a): capacity for (a, b), capacity in there.items()}
+    there, back = _capacities(topology), _capacities(topology, reverse=True)
     if collective == "allreduce":
-        found = [narrowest_partition(Network(ranks, there))]
+        found = [narrowest_partition(_network(topology))]
         if there != back:
-            found.append(_inward(narrowest_partition(Network(ranks, back))))
+            found.append(_inward(narrowest_partition(_network(topology, reverse=True))))
             found.append(_rooted(ranks, there, ranks[0]))
             found.append(_inward(_rooted(ranks, back, ranks[0])))
     elif collective == "broadcast":
@@ -110,9 +115,9 @@ def bound(topology: Topology, collective: str = "allreduce", root: int | None = 
             roots = ranks[:1]
         found = [_rooted(ranks, there, r) for r in roots]
     elif collective == "allgather":
-        found = [_gathered(Network(ranks, there))]
+        found = [_gathered(_network(topology))]
     else:
-        found = [_inward(_gathered(Network(ranks, back)))]
+        found = [_inward(_gathered(_network(topology, reverse=True)))]
     algbw, cuts = min(found, key=lambda pair: pair[0])
     if not algbw:
         lost, inward = _ranks_of(cuts[0], ranks), cuts[0].inward
@@ -122,11 +127,27 @@ def bound(topology: Topology, collective: str = "allreduce", root: int | None = 
         raise TopologyError(
             f"{topology.name}: no link leads {way.format(gpu_list(lost))} the other GPUs"
         )
-    widths = {k.bandwidth for k in topology.fabric}
+    widths = {({"host": "pcie"}.get(k.kind, k.kind), k.bandwidth) for k in topology.fabric}
     return Bound(
         collective, 1 / algbw, tuple(_ranks_of(cut, ranks) for cut in cuts),
-        _words(topology, cuts), over, algbw / widths.pop() if len(widths) == 1 else None,
+        _words(topology, cuts), over, algbw / widths.pop()[1] if len(widths) == 1 else None,
     )  # fmt: skip
+
+
+def _capacities(topology: Topology, reverse: bool = False) -> dict[tuple[Vertex, Vertex], int]:
+    return {
+        (k.dst, k.src) if reverse else (k.src, k.dst): k.bandwidth * k.count
+        for k in topology.fabric
+    }
+
+
+@lru_cache(maxsize=16)
+def _network(topology: Topology, reverse: bool = False) -> Network:
+    """Kept, as finding the ranks that are alike takes longest, and serves several collectives."""
+    there = _capacities(topology)
+    if reverse and _capacities(topology, reverse=True) == there:
+        return _network(topology)
+    return Network(topology.gpus, _capacities(topology, reverse))
 
 
 Found = tuple[Fraction, list[Cut]]
@@ -250,24 +271,34 @@ def _words(topology: Topology, cuts: Sequence[Cut]) -> str:
     groups = [_ranks_of(cut, ranks) for cut in cuts]
     crossing = [[k for k in topology.fabric if _crosses(k, cut)] for cut in cuts]
     counts = [sum(link.count for link in links) for links in crossing]
+    direct = all(isinstance(v, int) for links in crossing for k in links for v in (k.src, k.dst))
     if len(cuts) > 2:
-        if len(set(counts)) == len({len(group) for group in groups}) == 1:
-            if len(groups[0]) == 1:
-                return f"each GPU's {_links(counts[0])}"
+        alike = len({(len(g), n, c.capacity) for g, n, c in zip(groups, counts, cuts, strict=True)})
+        own = all(
+            len(group) == 1 and all(group[0] in (k.src, k.dst) for k in links)
+            for group, links in zip(groups, crossing, strict=True)
+        )
+        if alike == 1 and own:
+            return f"each GPU's {_links(counts[0])}"
+        if alike == 1 and len(groups[0]) > 1:
             return f"the {_links(counts[0])} of each of {len(groups)} groups: {_some(groups)}"
         across = {(k.src, k.dst): k.count for links in crossing for k in links}
-        n = sum(
-            count for (a, b), count in across.items() if (b, a) not in across or str(a) < str(b)
-        )
-        return f"the {_links(n)} between {_some(groups)}"
+        once = {
+            (a, b): n for (a, b), n in across.items() if (b, a) not in across or str(a) < str(b)
+        }
+        if direct:
+            return f"the {_links(sum(once.values()))} between {_some(groups)}"
+        named = [f"{vertex(a)}-{vertex(b)}" for a, b in once]
+        return f"what leads out of {_some(groups)} ({_some(named, most=4)})"
     side = min(groups[0], tuple(g for g in ranks if g not in groups[0]), key=len)
     rest = [g for g in ranks if g not in side]
     if len(side) == 1 and all(side[0] in (k.src, k.dst) for k in crossing[0]):
-        degree = Counter(k.src for k in topology.fabric for _ in range(k.count))
-        alike = len({degree[g] for g in ranks}) == 1
+        ports = [(k.src, k.bandwidth, k.count) for k in topology.fabric]
+        width = {g: sorted((b, n) for v, b, n in ports if v == g) for g in ranks[:_FEW]}
+        alike = len(ranks) <= _FEW and all(w == width[side[0]] for w in width.values())
         return f"{'each GPU' if alike else f'GPU {side[0]}'}'s {_links(counts[0])}"
     between = f"the {_links(counts[0])} between {gpu_list(side)} and {gpu_list(rest)}"
-    if all(isinstance(v, int) for k in crossing[0] for v in (k.src, k.dst)):
+    if direct:
         return between
     ways = [sorted((k.src, k.dst), key=lambda v: isinstance(v, str)) for k in crossing[0]]
     return f"{between} ({_some([f'{vertex(a)}-{vertex(b)}' for a, b in ways], most=2)})"

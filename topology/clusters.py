@@ -24,7 +24,7 @@ from topology.graph import Link, Topology
 from topology.machines import MAX_N, both, ordered
 from topology.routes import Vertex
 
-_HEAD = re.compile(r"(\d{1,6})\s*[x*]\s+(\S+)\s*(.*)", re.IGNORECASE | re.DOTALL)
+_HEAD = re.compile(r"(\d{1,6})\s*[x*]\s*([^\s=]+)\s*(.*)", re.IGNORECASE | re.DOTALL)
 _RATE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)\s*(GB/s|Gb/s|Gbit/s)")
 _KEYS = ("nics", "nic", "leaf", "oversubscription", "latency")
 
@@ -115,8 +115,10 @@ def _node(
         hosts = ["host"]
         inner += [k for g in machine.gpus for k in both(g, "host", nic, kind="host")]
     names = [f"nic{i}" for i in range(len(hosts))]
+    switches = {k.dst for k in near if k.kind == "pcie"}
     for host, name in zip(hosts, names, strict=True):
-        inner += both(host, name, nic, latency_us=latency_us, kind="pcie")
+        kind = "host" if isinstance(host, str) and host not in switches else "pcie"
+        inner += both(host, name, nic, latency_us=latency_us, kind=kind)
     return inner, [(name, nic) for name in names]
 
 

@@ -149,9 +149,10 @@ def _machine(nvml: Any, shown: list[tuple[Any, Device]], notes: list[str]) -> To
             else:
                 lost[remote] = lost.get(remote, 0) + 1
         for remote, n in lost.items():
+            where = remote or "what the driver does not tell"
             notes.append(
-                f"{n} NVLinks of GPU {device.gpu} lead to {remote or 'a device'}, which is hidden "
-                "from this process"
+                f"{n} NVLinks of GPU {device.gpu} lead to {where}, which is hidden from this "
+                "process"
             )
         if _in_mig_mode(nvml, handle):
             notes.append(f"GPU {device.gpu} is in MIG mode: no peer access, no NVLink")
@@ -182,14 +183,19 @@ def _remotes(nvml: Any, handle: Any) -> list[str]:
         try:
             if nvml.nvmlDeviceGetNvLinkState(handle, link) != nvml.NVML_FEATURE_ENABLED:
                 continue
+        except nvml.NVMLError as error:
+            if error.value in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_INVALID_ARGUMENT):
+                continue  # this GPU has fewer links
+            raise
+        try:
             if _is_switch(nvml, handle, link):
                 remotes.append("switch")
             else:
                 remotes.append(bus_id(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link)))
         except nvml.NVMLError as error:
-            if error.value in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_INVALID_ARGUMENT):
-                continue  # this GPU has fewer links
-            raise
+            if error.value not in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_INVALID_ARGUMENT):
+                raise
+            remotes.append("")  # it is up, but what it leads to is not told
     return remotes
 
 

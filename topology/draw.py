@@ -214,7 +214,11 @@ class _Picture:
                          facecolor="#f6f0e0", **style)  # fmt: skip
             node, _, inner = name.rpartition(".")
             short = inner if node.startswith("node") and "." not in node else name
-            self.text((a + b) / 2, short, 8 if (b - a).real > 0.8 else 6.5, zorder=7)
+            at = (a + b) / 2
+            if name in self.layout.passed:  # where no line passes: between the columns of nodes
+                xs = [p.real for p in self.layout.seats.values()]
+                at = complex((min(xs) + max(xs)) / 2, at.imag)
+            self.text(at, short, 8 if (b - a).real > 0.8 else 6.5, zorder=7)
         for at, caption in self.layout.captions:
             self.text(at, caption, 9, zorder=5, color="#555555")
 

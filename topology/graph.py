@@ -21,7 +21,7 @@ KINDS = {
 """Kinds of link, and what people call one and several of them."""
 
 _FORMAT = "linkweave-topology"
-_FASTEST, _MOST_LINKS = 10**15, 10**6
+_FASTEST, _MOST_LINKS, _SLOWEST_US = 10**15, 10**6, 1e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +54,32 @@ class Link:
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or (integer and not isinstance(value, int)):
                 raise TopologyError(f"{where}: {name} must be a number, not {value!r}")
-        if self.bandwidth <= 0 or self.count <= 0 or not 0 <= self.latency_us < float("inf"):
+        if self.bandwidth <= 0 or self.count <= 0 or not 0 <= self.latency_us <= _SLOWEST_US:
             raise TopologyError(
                 f"{where}: bandwidth {self.bandwidth} and count {self.count} must be positive, "
                 f"latency_us {self.latency_us} finite and not negative"
             )
         if self.bandwidth > _FASTEST or self.count > _MOST_LINKS:
             raise TopologyError(
-                f"{where}: bandwidth {self.bandwidth:.3g} and count {self.count:.3g} are at most "
-                f"{_FASTEST:.0e} bytes/s and {_MOST_LINKS}"
+                f"{where}: bandwidth is at most {_FASTEST:.0e} bytes/s, and count {_MOST_LINKS}"
             )
         if self.kind not in KINDS:
             raise TopologyError(
                 f"{where}: unknown kind {self.kind!r}; choose from {', '.join(KINDS)}"
             )
+
+    @property
+    def lanes(self) -> int:
+        """How many messages pass side by side, each over one physical link.
+
+        Between a GPU and a switch it is 1: messages are striped over all links of the port.
+        """
+        return self.count if isinstance(self.src, int) and isinstance(self.dst, int) else 1
+
+    @property
+    def lane_bandwidth(self) -> int:
+        """Bytes/s of one lane."""
+        return self.bandwidth * self.count // self.lanes
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +98,8 @@ class Device:
 
     def __post_init__(self) -> None:
         for name, number in (("gpu", self.gpu), ("sm", self.sm)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            whole = isinstance(number, int) and not isinstance(number, bool)
+            if not whole or not 0 <= number < 1e9:
                 raise TopologyError(f"device: {name} must be an integer >= 0, not {number!r}")
         for name, text in (("bus_id", self.bus_id), ("uuid", self.uuid), ("model", self.model)):
             if not isinstance(text, str):
@@ -113,7 +126,7 @@ class Topology:
         if not self.gpus:
             raise TopologyError(f"{self.name}: a topology needs at least one GPU")
         gpus = (*self.gpus, *self.forwarders)
-        if any(isinstance(g, bool) or not isinstance(g, int) or g < 0 for g in gpus):
+        if any(isinstance(g, bool) or not isinstance(g, int) or not 0 <= g < 1e9 for g in gpus):
             raise TopologyError(f"{self.name}: GPU numbers must be integers >= 0, not {gpus}")
         if len(set(gpus)) != len(gpus):
             raise TopologyError(f"{self.name}: a GPU is listed twice in {gpus}")
@@ -304,7 +317,8 @@ class Topology:
     def cell(self, src: int, dst: int) -> str:
         """How the matrix shows the way from one GPU to another, in nvidia-smi's words.
 
-        NV2 (two NVLinks), PIX (one PCIe switch), PXB (several), PHB (a CPU), SYS (several CPUs),
+        NV2 (two NVLinks), PIX (one PCIe switch), PXB (several), PHB (a CPU; NODE, its several
+        bridges, is not told apart), SYS (several CPUs),
         NET (a network), MEM (one memory), X (itself) or - (no way but through GPUs).
         """
         if src == dst:

@@ -63,9 +63,14 @@ def _load(spec: str | os.PathLike[str]) -> Topology:
     elif made := _parse_known(text, "", None):
         return made
     raise TopologyError(
-        f"unknown machine {_short(text)!r}: no such file, and no such name; names are "
+        f"unknown machine {_short(text)!r}: {'a folder, no' if _is_folder(text) else 'no such'} "
+        "file, and no such name; names are "
         f"{', '.join(NAMES)}, N x NAME"
     )
+
+
+def _is_folder(text: str) -> bool:
+    return not _is_text(text) and os.path.isdir(text)
 
 
 def _short(text: str) -> str:

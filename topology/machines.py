@@ -78,9 +78,12 @@ def dgx1_p100() -> Topology:
     return _dgx1("dgx1-p100", (both(a, b, NVLINK1) for a, b in _CUBE_MESH))
 
 
+SWITCH_PLANES = "the NVSwitch planes are drawn as one non-blocking switch"
+
+
 def _switched(name: str, n: int, ports: int) -> Topology:
     pairs = (both(g, "nvswitch", NVLINK, ports) for g in range(n))
-    return _machine(name, n, pairs, "the NVSwitch planes are drawn as one non-blocking switch")
+    return _machine(name, n, pairs, SWITCH_PLANES)
 
 
 def dgx2() -> Topology:

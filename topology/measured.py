@@ -1,8 +1,10 @@
 """Measured figures, laid over a machine's nominal ones.
 
 Two sources: what `linkweave bench links` writes, and what NVIDIA's p2pBandwidthLatencyTest prints
-(its one-way bandwidth and latency with peer access). Both measure pairs of GPUs, so a link that
-several pairs share is given the most that any of them moved over it, and the least latency.
+(its one-way bandwidth and latency with peer access). Both measure pairs of GPUs, one at a time, so
+a link that several pairs share is given the most that any of them moved over it, and the least
+latency. It may carry more when several pairs use it at once: a bound on such figures is only as
+true as they are.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from topology.graph import Device, Link, Topology
 from topology.routes import Vertex
 
 FORMAT = "linkweave-links"
+_ABOVE = 1.1  # times its nominal speed, a link is not measured
 _P2P_BANDWIDTH = re.compile(r"Unidirectional P2P=Enabled Bandwidth[^\n]{0,40}Matrix \(GB/s\)")
 _P2P_LATENCY = re.compile(r"P2P=Enabled Latency[^\n]{0,40}Matrix \(us\)")
 
@@ -58,8 +61,9 @@ def looks_like_p2p(text: str) -> bool:
 def overlay(topology: Topology, text: str, where: str) -> Topology:
     """The same machine with measured figures. GPUs are matched by UUID or bus id where both know.
 
-    Raises TopologyError for a text of another kind, GPUs that the machine has not, and figures that
-    are no positive numbers.
+    Raises TopologyError for a text of another kind, GPUs that the machine has not, figures that are
+    no positive numbers, and figures of another machine: of CPU ranks for GPUs, or beyond what a
+    link can carry.
     """
     if looks_like_p2p(text):
         figures = _parse_p2p(text, where)
@@ -69,6 +73,11 @@ def overlay(topology: Topology, text: str, where: str) -> Topology:
         raise TopologyError(
             f"{where}: neither the JSON of linkweave bench links nor what "
             "p2pBandwidthLatencyTest prints"
+        )
+    memory = any(link.kind == "memory" for link in topology.links)
+    if figures.machine and figures.machine.startswith("cpu-") != memory:
+        raise TopologyError(
+            f"{where}: figures of {figures.machine}, which are not of {topology.name}'s kind"
         )
     number, note = _matched(topology, figures, where)
     best: dict[tuple[Vertex, Vertex], float] = {}
@@ -87,7 +96,8 @@ def overlay(topology: Topology, text: str, where: str) -> Topology:
             if pair.latency_us is not None:
                 least[ends] = min(least.get(ends, pair.latency_us), pair.latency_us)
     bus = ("store", "load")
-    if figures.together and bus in best:
+    same_size = figures.machine in ("", f"cpu-{len(topology.gpus)}")
+    if figures.together and bus in best and same_size:
         best[bus] = figures.together
 
     def measured(link: Link) -> Link:
@@ -95,14 +105,23 @@ def overlay(topology: Topology, text: str, where: str) -> Topology:
         if ends not in best:
             return link
         each = max(1, round(best[ends] / link.count))
+        if link.kind == "nvlink" and each > _ABOVE * link.bandwidth:
+            raise TopologyError(
+                f"{where}: {best[ends] / 1e9:.4g} GB/s from {link.src} to {link.dst}, whose "
+                f"{link.count} NVLinks carry {link.count * link.bandwidth / 1e9:g}: figures of "
+                "another machine, or of GPUs numbered otherwise?"
+            )
         return replace(link, bandwidth=each, latency_us=least.get(ends, link.latency_us))
 
     links = tuple(map(measured, topology.links))
     rest = sum((k.src, k.dst) not in best for k in topology.fabric)
-    notes = [f"figures measured ({where}){note}"]
+    notes = [f"measured: {where}{note}"]
+    kept = topology.assumptions
     if rest:
         notes.append(f"{rest} of {len(topology.fabric)} links were not measured: nominal figures")
-    return replace(topology, links=links, assumptions=(*topology.assumptions, *notes))
+    else:  # what was nominal is no longer assumed
+        kept = tuple(told for told in kept if "not measured" not in told)
+    return replace(topology, links=links, assumptions=(*kept, *notes))
 
 
 def _matched(
@@ -140,7 +159,7 @@ def _matched(
 
 def _figure(src: object, dst: object, bandwidth: object, latency: object, at: str) -> PairFigure:
     for name, gpu in (("src", src), ("dst", dst)):
-        if isinstance(gpu, bool) or not isinstance(gpu, int) or gpu < 0:
+        if isinstance(gpu, bool) or not isinstance(gpu, int) or not 0 <= gpu < 1e9:
             raise TopologyError(f"{at}: {name} must be a GPU's number, not {gpu!r}")
     if src == dst:
         raise TopologyError(f"{at}: src and dst are both {src}")
@@ -170,11 +189,20 @@ def _parse_json(text: str, where: str) -> LinkFigures:
             raise TopologyError(f"{at} must be an object, not {entry!r}")
         pairs.append(_figure(entry.get("src"), entry.get("dst"), entry.get("bandwidth"),
                              entry.get("latency_us"), at))  # fmt: skip
+    if not pairs:
+        raise TopologyError(f'{where}: "pairs" is empty')
+    ends = [(pair.src, pair.dst) for pair in pairs]
+    if len(set(ends)) < len(ends):
+        twice = next(e for e in ends if ends.count(e) > 1)
+        raise TopologyError(f"{where}: two figures for {twice[0]} to {twice[1]}")
+    machine = data.get("machine", "")
+    if not isinstance(machine, str):
+        raise TopologyError(f'{where}: "machine" must be text')
     together = data.get("together")
     if together is not None:
         together = _figure(0, 1, together, None, f"{where}: together").bandwidth
     try:
-        return LinkFigures(tuple(pairs), tuple(Device(**d) for d in devices), together)
+        return LinkFigures(tuple(pairs), tuple(Device(**d) for d in devices), together, machine)
     except TopologyError as error:
         raise TopologyError(f"{where}: {error}") from None
     except TypeError:

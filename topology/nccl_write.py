@@ -23,10 +23,12 @@ def to_nccl_xml(topology: Topology) -> str:
     CPUs are the vertices called "cpu..." or "host..."; what hangs under none is put under a first
     one. Bus ids, CPU models and classes that are not known are made up; PCIe speeds are the nearest
     that exist; forwarders are GPUs without a rank. Raises TopologyError for a cluster, CPU ranks,
-    or names that NCCL could not hold.
+    measured NVLinks, or names that NCCL could not hold.
     """
     kinds = {link.kind for link in topology.fabric}
-    if len(topology.gpus) > MOST_GPUS or kinds & {"network", "memory"}:
+    if "memory" in kinds:
+        raise TopologyError(f"{topology.name} has CPU ranks: an NCCL topology is of GPUs")
+    if len(topology.gpus) > MOST_GPUS or "network" in kinds:
         raise TopologyError(
             f"{topology.name} has {len(topology.gpus)} GPUs: an NCCL topology is of one node "
             f"with GPUs, at most {MOST_GPUS}"
@@ -110,7 +112,7 @@ class _Writer:
 
     def gpu(self, g: int, link: Link | None, indent: str) -> Iterator[str]:
         nvlinks = self.nvlinks.get(g, [])
-        sm = self.devices[g].sm or speeds.generation(max((k.bandwidth for k in nvlinks), default=0))
+        sm = self.generation(g, nvlinks)
         port = link.bandwidth if link and link.kind != "nvlink" else speeds.PCIE
         rank = f' rank="{self.topology.gpus.index(g)}"' if g in self.topology.gpus else ""
         yield f"{indent}<pci {self.slot(self.bus[g], '0x030200', port)}>"
@@ -126,6 +128,18 @@ class _Writer:
             yield f'{indent}    <c2c bw="{port // 10**6}" count="{link.count}"/>'
         yield f"{indent}  </gpu>"
         yield f"{indent}</pci>"
+
+    def generation(self, g: int, nvlinks: list[Link]) -> int:
+        """The compute capability, from which NCCL takes the NVLinks' speed."""
+        rates = {k.bandwidth for k in nvlinks}
+        sm = self.devices[g].sm or speeds.generation(max(rates, default=speeds.NVLINK))
+        if odd := [rate for rate in rates if rate != speeds.nvlink(sm)]:
+            raise TopologyError(
+                f"{self.topology.name}: GPU {g} has NVLinks of {odd[0] / 1e9:g} GB/s; NCCL's form "
+                "knows them by the GPU's generation only: write the machine without measured "
+                "figures"
+            )
+        return sm
 
     def nic(self, name: str, link: Link, indent: str) -> Iterator[str]:
         if len(name) > LONGEST_VALUE:

@@ -15,7 +15,7 @@ from itertools import combinations, pairwise
 from topology import speeds
 from topology.errors import TopologyError
 from topology.graph import Device, Link, Topology
-from topology.machines import both, ordered
+from topology.machines import SWITCH_PLANES, both, ordered
 from topology.routes import Vertex
 from topology.xml_tree import Element, parse_xml
 
@@ -231,6 +231,8 @@ class _Reader:
                     )
                 else:
                     counts["cpu" if kind == _CPU_CLASS else "nvswitch"] += n
+            if counts["nvswitch"]:
+                self.assumed.append(SWITCH_PLANES)
             for to, n in counts.items():
                 self.add(both(me, gpu.at if to == "cpu" else to, rate[me], n))
             for link in gpu.element.all("c2c"):

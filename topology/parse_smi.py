@@ -240,6 +240,9 @@ def _devices(gpus: list[int], text: str, name: str, assumed: list[str]) -> list[
         model, uuid = listed.get(g, ("", ""))
         sm = speeds.compute_capability(model)
         if model and not sm:
-            assumed.append(f"{model}: unknown model, taken for one with NVLink 2 to 4")
+            assumed.append(
+                f"{model}: unknown model, any NVLinks taken as {speeds.NVLINK / 1e9:g} GB/s, PCIe "
+                f"as {speeds.PCIE / 1e9:g} GB/s"
+            )
         devices.append(Device(g, uuid=uuid, model=model, sm=sm))
     return devices

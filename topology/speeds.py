@@ -19,11 +19,12 @@ _NVLINK = {
     100: 50 * GB,  # B200, GB200, NVLink 5
 }
 _MODELS = (  # of nvidia-smi -L and NVML; the first that fits
-    (r"P100", 60), (r"V100|Titan V", 70), (r"A100|A800|A30\b", 80),
-    (r"A40\b|A6000|A5000|A4500|RTX 3090", 86), (r"H100|H800|H200|H20\b|GH200", 90),
-    (r"B100|B200|B300|GB200|GB300", 100),
+    (r"\bP100\b", 60), (r"\bV100S?\b|Titan V\b", 70), (r"\bT4\b|RTX 20\d0|Quadro RTX", 75),
+    (r"\b(A100|A800|A30)\b", 80), (r"\b(A40|A10|RTX A\d000|RTX 30\d0)\b", 86),
+    (r"\b(L40S?|L4|L20|RTX 40\d0|RTX \d000 Ada)\b", 89), (r"\bG?(H100|H800|H200|H20)\b", 90),
+    (r"\bG?(B100|B200|B300)\b", 100), (r"\bRTX (PRO|50\d0)\b", 120),
 )  # fmt: skip
-_PCIE_OF = {60: 3, 70: 3, 80: 4, 86: 4, 90: 5, 100: 5}  # generation of the GPU's own port
+_PCIE_OF = {60: 3, 80: 4, 90: 5}  # PCIe generation of GPUs of this compute capability and later
 MOST_NVLINKS = 18  # of any GPU so far
 
 NVLINK = 25 * GB  # where the GPU is not known: NVLink 2, 3 and 4 have the same
@@ -52,7 +53,8 @@ def compute_capability(model: str) -> int:
 
 def pcie_port(sm: int) -> int:
     """The PCIe x16 port of such a GPU; generation 3 where it is not known."""
-    return PCIE << (_PCIE_OF.get(sm, 3) - 3)
+    known = [since for since in _PCIE_OF if since <= sm]
+    return PCIE << (_PCIE_OF[max(known)] - 3) if known else PCIE
 
 
 def pcie(link_speed: str, width: int) -> int | None:

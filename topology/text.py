@@ -35,7 +35,9 @@ def describe(topology: Topology) -> str:
         lines += matrix(topology)
     else:
         lines.append(f"(matrix left out: more than {WIDEST} GPUs)")
-    return "\n".join([*lines, *(f"assumed: {a}" for a in topology.assumptions)])
+    for told in topology.assumptions:
+        lines.append(told if told.startswith("measured: ") else f"assumed: {told}")
+    return "\n".join(lines)
 
 
 def summary(topology: Topology) -> str:
@@ -44,7 +46,7 @@ def summary(topology: Topology) -> str:
     for link, back in cables(topology.links):
         count[link.kind, back] += link.count
     n = len(topology.gpus)
-    noun = "CPU rank" if any(kind == "memory" for kind, _ in count) else "GPU"
+    noun = "CPU rank" if _noun(topology) == "rank" else "GPU"
     parts = [f"{n} {noun}{'s'[: n != 1]}"]
     if topology.forwarders:
         parts.append(f"forwarding over GPU {gpu_list(topology.forwarders)}")
@@ -71,13 +73,17 @@ def cables(links: Sequence[Link]) -> Iterator[tuple[Link, bool]]:
 
 def matrix(topology: Topology) -> list[str]:
     """The lines of a matrix as `nvidia-smi topo -m` prints it, by `Topology.cell`."""
-    gpus = topology.gpus
-    width = max(5, *(len(f"GPU{g}") + 1 for g in gpus))
-    rows = [" " * width + "".join(f"GPU{g}".rjust(width) for g in gpus)]
-    for a in gpus:
-        cells = "".join(topology.cell(a, b).rjust(width) for b in gpus)
-        rows.append(f"GPU{a}".ljust(width) + cells)
+    names = {g: f"{_noun(topology)}{g}" for g in topology.gpus}
+    width = max(5, *(len(name) + 1 for name in names.values()))
+    rows = [" " * width + "".join(name.rjust(width) for name in names.values())]
+    for a, name in names.items():
+        cells = "".join(topology.cell(a, b).rjust(width) for b in names)
+        rows.append(name.ljust(width) + cells)
     return rows
+
+
+def _noun(topology: Topology) -> str:
+    return "rank" if any(link.kind == "memory" for link in topology.links) else "GPU"
 
 
 def link_table(topology: Topology) -> list[str]:
@@ -87,7 +93,8 @@ def link_table(topology: Topology) -> list[str]:
     if len(every) <= LONGEST:
         for link, back in every:
             arrow = "-" if back else "->"
-            rows.append((f"{vertex(link.src)} {arrow} {vertex(link.dst)}", *_figures(link)))
+            ends = f"{vertex(link.src)} {arrow} {vertex(link.dst)}"
+            rows.append((ends.replace("GPU", _noun(topology)), *_figures(link)))
     else:
         sorts = Counter((_sort(k.src), _sort(k.dst), back, *_figures(k)) for k, back in every)
         for (a, b, back, *figures), n in sorts.items():
@@ -99,7 +106,7 @@ def link_table(topology: Topology) -> list[str]:
 def _figures(link: Link) -> tuple[str, str, str]:
     one = f"{link.bandwidth / 1e9:g} GB/s"
     rate = f"{link.count} x {one} = {link.count * link.bandwidth / 1e9:g} GB/s"
-    return KINDS[link.kind][0], rate if link.count > 1 else one, f"{link.latency_us:g} us"
+    return KINDS[link.kind][0], rate if link.count > 1 else one, f"{link.latency_us:.3g} us"
 
 
 def vertex(v: Vertex) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from collectives.runtime.cuda_driver import CudaDriver, CudaError
-from topology import TopologyError
+from topology import TopologyError, load
 from topology.detect import detect
 
 GIB = 1 << 30
@@ -174,7 +174,8 @@ def _gpus(here: System) -> Iterator[Check]:
                     "capabilities compute and utility")  # fmt: skip
         return
     if not machine.devices:
-        why = "; ".join(a for a in machine.assumptions[1:] if a)
+        plain = load(f"cpu-{len(machine.gpus)}").assumptions
+        why = "; ".join(a for a in machine.assumptions if a not in plain)
         if devices or loaded:
             yield Check("GPU driver", "problem", f"{', '.join(devices) or 'a driver is loaded'}, "
                         f"but no GPU is shown{': ' + why if why else ''}",
@@ -221,8 +222,9 @@ def _cuda(here: System, gpus: int) -> Iterator[Check]:
         if lacking:
             yield Check(name, "warning", f"not on GPU {', '.join(map(str, lacking))}", remedy)
         else:
-            yield Check(name, "ok", "on all GPUs; processes must share one PID namespace"
-                        if name == "IPC (legacy)" else "on all GPUs")  # fmt: skip
+            yield Check(name, "ok", "supported by all GPUs, not tried; processes must share one "
+                        "PID namespace" if name == "IPC (legacy)" else
+                        "supported by all GPUs, not tried")  # fmt: skip
 
 
 def _peers(driver: CudaDriver, count: int) -> Iterator[Check]:

@@ -554,3 +554,24 @@ def test_a_thousand_gpus_behind_narrow_leaves() -> None:
     topo = load("128 x dgx-h100 leaf=16 oversubscription=32")
     assert algbw(topo) == F(8 * 96 * GB, 14)
     assert bound(topo).bottleneck.startswith("the eight links of each of 8 groups: 0-127, 128-255")
+
+
+def test_words_do_not_blame_the_gpus_for_what_lies_behind_them() -> None:
+    """GPUs 0 and 1 under one CPU, GPU 2 under another: its cut is the link between the CPUs."""
+    ports = [
+        k
+        for g, cpu in ((0, "cpu0"), (1, "cpu0"), (2, "cpu1"))
+        for k in (Link(g, cpu, 12 * GB, 1, 5.0, "host"), Link(cpu, g, 12 * GB, 1, 5.0, "host"))
+    ]
+    socket = [
+        Link(a, b, 10 * GB, 1, 5.0, "socket") for a, b in (("cpu0", "cpu1"), ("cpu1", "cpu0"))
+    ]
+    found = bound(Topology("sockets", (0, 1, 2), (*ports, *socket)))
+    assert found.algbw == 8.5e9  # (12 + 12 + 10) / 4
+    assert (
+        found.bottleneck.startswith("what leads out of 0, 1 and 2 (") and "cpu" in found.bottleneck
+    )
+
+
+def test_on_one_memory_it_is_a_model_and_no_bound() -> None:
+    assert str(bound(load("cpu-4"))) == "allreduce: about 5 GB/s by the model of one memory"

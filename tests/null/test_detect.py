@@ -410,3 +410,15 @@ def test_auto_asks_the_installed_binding(monkeypatch: pytest.MonkeyPatch) -> Non
     topo: Topology = load("auto")
     assert [d.uuid for d in topo.devices] == ["GPU-b01-11", "GPU-a00-11"]
     assert len(find_machine({}).gpus) == 8
+
+
+@pytest.mark.parametrize(
+    "function", ["nvmlDeviceGetNvLinkRemotePciInfo", "nvmlDeviceGetNvLinkRemoteDeviceType"]
+)
+def test_nvlinks_whose_far_end_is_not_told_are_noted(function: str) -> None:
+    driver = Driver(load("dgx1-v100"))
+    driver.fails = {function: 3}  # not supported
+    found = found_by(driver)
+    assert not [k for k in found.links if k.kind == "nvlink"]
+    told = "6 NVLinks of GPU 0 lead to what the driver does not tell, which is hidden"
+    assert any(note.startswith(told) for note in found.assumptions)

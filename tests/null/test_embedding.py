@@ -19,7 +19,7 @@ from tests.null.helpers import renumbered
 from topology import Link, Topology, load
 
 Pair = tuple[int, int]
-# NCCL's two trees of eight: child -> parent (notes/collectives.md section 4)
+# NCCL's two trees of eight: child -> parent (src/graph/trees.cc)
 TREES = (
     {1: 2, 2: 4, 3: 2, 4: 0, 5: 6, 6: 4, 7: 6},
     {0: 1, 1: 3, 2: 1, 3: 7, 4: 5, 5: 3, 6: 5},
@@ -117,7 +117,7 @@ def test_two_detours_use_every_link_of_the_p100s_once() -> None:
 
 
 def test_how_many_labellings_fit_with_detours() -> None:
-    """design.md section 4: 1,308 in all; 420 where only pairs with no link at all detour."""
+    """1,308 in all; 420 where only pairs with no link at all detour."""
     cap = lanes("dgx1-v100")
     taken = strict = 0
     for label in permutations(range(8)):

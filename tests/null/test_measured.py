@@ -93,7 +93,7 @@ P2P_LATENCY = {
     ("switch0", 0): 2.74, (1, "switch0"): 2.77, ("switch0", 2): 2.77, (2, "switch0"): 2.72,
     ("switch0", 1): 2.72,
 }  # fmt: skip
-MEASURED = "figures measured (measured figures)"
+MEASURED = "measured: measured figures"
 BY_NUMBER = f"{MEASURED}, GPUs matched by their numbers"
 
 
@@ -130,7 +130,7 @@ def test_p2p_text_of_a_file(tmp_path: Path) -> None:
     path.write_text(P2P.replace("\n", "\r\n"))
     topo = load(four(), measured=path)
     assert topo.links == load(four(), measured=P2P).links
-    assert topo.assumptions[-1] == f"figures measured ({path}), GPUs matched by their numbers"
+    assert topo.assumptions[-1] == f"measured: {path}, GPUs matched by their numbers"
     with pytest.raises(TopologyError, match=r"no file '/no/such\.txt'"):
         load(four(), measured="/no/such.txt")
 
@@ -188,8 +188,29 @@ def test_p2p_text_of_another_machine() -> None:
         load(five, measured=P2P)
     with pytest.raises(TopologyError, match="a figure for GPU 0 to GPU 2, which nothing joins"):
         load("ring-4", measured=P2P)
-    some = load("mesh-5", measured=P2P)
+    with pytest.raises(
+        TopologyError, match=r"48\.34 GB/s from 0 to 1, whose 1 NVLinks carry 25: fig"
+    ):
+        load("mesh-5", measured=P2P)
+    twice = tuple(replace(link, count=2) for link in load("mesh-5").links)
+    some = load(replace(load("mesh-5"), links=twice), measured=P2P)
     assert some.assumptions[-1] == "8 of 20 links were not measured: nominal figures"
+
+
+def test_figures_of_another_kind_of_machine() -> None:
+    pair = (PairFigure(0, 1, 1e10),)
+    with pytest.raises(TopologyError, match="figures of cpu-2, which are not of mesh-2's kind"):
+        load("mesh-2", measured=LinkFigures(pair, machine="cpu-2").to_json())
+    with pytest.raises(TopologyError, match="figures of GPUs, which are not of cpu-2's kind"):
+        load("cpu-2", measured=LinkFigures(pair, machine="GPUs").to_json())
+    five = LinkFigures(pair, together=5e9, machine="cpu-5").to_json()
+    assert load("cpu-2", measured=five).by_ends["store", "load"].bandwidth == 10 * GB  # not 5
+
+
+def test_a_pair_measured_twice_is_refused() -> None:
+    pair = (PairFigure(0, 1, 1e10), PairFigure(0, 1, 2e10))
+    with pytest.raises(TopologyError, match="two figures for 0 to 1"):
+        load("mesh-2", measured=LinkFigures(pair).to_json())
 
 
 # ---- JSON ------------------------------------------------------------------------------------
@@ -214,7 +235,7 @@ def test_json_of_a_file_with_latencies(tmp_path: Path) -> None:
     topo = load(four(), measured=path)
     assert latencies(topo)[2, 3] == 2.375
     assert latencies(topo)[3, "switch0"] == 3.0
-    assert topo.assumptions[-1].startswith(f"figures measured ({path})")
+    assert topo.assumptions[-1].startswith(f"measured: {path}")
 
 
 @pytest.mark.parametrize("identity", ["uuid", "bus_id", "both"])
@@ -289,9 +310,8 @@ def test_links_that_were_not_measured_stay_and_are_told() -> None:
     assert topo.assumptions == (
         "drawn", BY_NUMBER, "6 of 8 links were not measured: nominal figures"
     )  # fmt: skip
-    none = load(four(), measured=figures({}))
-    assert none.links == four().links
-    assert none.assumptions[-1] == "8 of 8 links were not measured: nominal figures"
+    with pytest.raises(TopologyError, match='"pairs" is empty'):
+        load(four(), measured=figures({}))
 
 
 def test_figures_are_of_all_parallel_links_and_never_nothing() -> None:

@@ -540,3 +540,9 @@ def test_a_form_that_lacks_something_is_noticed() -> None:
         assert broken != text
         with pytest.raises(AssertionError):
             check_form(broken)
+
+
+def test_measured_nvlinks_are_not_written_as_another_gpus() -> None:
+    slower = tuple(replace(k, bandwidth=24_200_000_000) for k in load("mesh-2").links)
+    with pytest.raises(TopologyError, match=r"GPU 0 has NVLinks of 24.2 GB/s; NCCL's form knows"):
+        to_nccl_xml(replace(load("mesh-2"), links=slower))

@@ -84,7 +84,7 @@ def connected(topology: Topology, gpus: Sequence[int]) -> bool:
     return len(reached) == len(gpus)
 
 
-PARTS = {2: 16, 3: 32, 4: 56, 5: 56, 6: 28, 7: 8, 8: 1}  # 197 in all, as in design.md section 4
+PARTS = {2: 16, 3: 32, 4: 56, 5: 56, 6: 28, 7: 8, 8: 1}  # 197 in all
 
 
 @pytest.mark.parametrize(

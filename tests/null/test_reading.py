@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -217,11 +218,12 @@ def test_measured_figures_are_laid_over(tmp_path: Path) -> None:
     path = tmp_path / "p2p.log"
     path.write_bytes(P2P.replace("\n", "\r\n").encode("utf-16"))
     for figures in (P2P, path):
-        made = load("mesh-4", measured=figures)
+        twice = tuple(replace(link, count=2) for link in load("mesh-4").links)
+        made = load(replace(load("mesh-4"), links=twice), measured=figures)
         each = {(k.src, k.dst): (k.bandwidth, k.latency_us) for k in made.links}
-        assert each[0, 1] == (48_340_000_000, 2.24)
-        assert each[2, 1] == (9_670_000_000, 2.72)
-        assert each[2, 3] == (38_300_000_000, 1.80)
+        assert each[0, 1] == (24_170_000_000, 2.24)
+        assert each[2, 1] == (4_835_000_000, 2.72)
+        assert each[2, 3] == (19_150_000_000, 1.80)
     assert str(path) in " ".join(made.assumptions)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.null.helpers import renumbered
 from topology import NAMES, CollectiveError, Link, Topology, TopologyError, load
 
-# design.md section 4; real dumps agree (notes/collectives.md section 3)
+# links by GPU: "other x count"; dumps of real machines agree
 DGX1 = (
     "0: 1x1 2x1 3x2 4x2 | 1: 0x1 2x2 3x1 5x2 | 2: 0x1 1x2 3x2 6x1 | 3: 0x2 1x1 2x2 7x1 | "
     "4: 0x2 5x1 6x1 7x2 | 5: 1x2 4x1 6x2 7x1 | 6: 2x1 4x1 5x2 7x2 | 7: 3x1 4x2 5x1 6x2"
@@ -387,3 +387,13 @@ def test_a_machine_does_not_change() -> None:
 
 def test_topology_errors_are_of_the_one_family() -> None:
     assert issubclass(TopologyError, CollectiveError)
+
+
+@pytest.mark.parametrize("change", ["bandwidth", "count", "latency_us"])
+def test_figures_beyond_all_measure_are_refused(change: str) -> None:
+    link = {"src": 0, "dst": 1, "bandwidth": 25 * GB, change: 10**400}
+    data = {"format": "linkweave-topology", "version": 1, "name": "m", "gpus": [0, 1]}
+    with pytest.raises(TopologyError, match="link 0->1: "):
+        load(json.dumps({**data, "links": [link]}))
+    with pytest.raises(TopologyError, match="GPU numbers must be integers >= 0"):
+        load(json.dumps({**data, "gpus": [0, 10**400], "links": []}))

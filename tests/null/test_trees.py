@@ -51,7 +51,7 @@ def test_odd_sizes_only_rank_0_is_interior_twice(size: int) -> None:
 
 
 def test_trees_of_eight_are_nccls() -> None:
-    """notes/collectives.md section 4, from NCCL's src/graph/trees.cc."""
+    """As in NCCL, src/graph/trees.cc."""
     one = {1: 2, 2: 4, 3: 2, 4: 0, 5: 6, 6: 4, 7: 6}
     two = {0: 1, 1: 3, 2: 1, 3: 7, 4: 5, 5: 3, 6: 5}
     first, second = two_trees(8)

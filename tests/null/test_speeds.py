@@ -1,0 +1,54 @@
+"""Which GPU has which links, by its model's name or compute capability."""
+
+from __future__ import annotations
+
+import pytest
+
+from topology import speeds
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("model", "sm", "nvlink", "pcie"),
+    [
+        ("Tesla P100-SXM2-16GB", 60, 20, 12),
+        ("Tesla V100-SXM2-32GB", 70, 25, 12),
+        ("Tesla T4", 75, 25, 12),
+        ("NVIDIA A100-SXM4-80GB", 80, 25, 24),
+        ("NVIDIA A30", 80, 25, 24),
+        ("NVIDIA RTX A6000", 86, 14.0625, 24),
+        ("NVIDIA L40S", 89, 14.0625, 24),
+        ("NVIDIA GeForce RTX 4090", 89, 14.0625, 24),
+        ("NVIDIA H100 80GB HBM3", 90, 25, 48),
+        ("NVIDIA GH200 480GB", 90, 25, 48),
+        ("NVIDIA B200", 100, 50, 48),
+        ("NVIDIA GB200", 100, 50, 48),
+        ("NVIDIA GeForce RTX 5090", 120, 50, 48),
+    ],
+)
+def test_models(model: str, sm: int, nvlink: float, pcie: int) -> None:
+    assert speeds.compute_capability(model) == sm
+    assert speeds.nvlink(sm) == nvlink * GB
+    assert speeds.pcie_port(sm) == pcie * GB
+
+
+@pytest.mark.parametrize("model", ["Quadro P1000", "NVIDIA RTX 1000", "Radeon", "", "XA1000"])
+def test_models_that_only_look_alike(model: str) -> None:
+    assert speeds.compute_capability(model) == 0
+    assert speeds.pcie_port(0) == speeds.PCIE
+
+
+@pytest.mark.parametrize(
+    ("speed", "width", "rate"),
+    [("8 GT/s", 16, 12), ("8.0 GT/s PCIe", 8, 6), ("16.0 GT/s PCIe", 16, 24), ("32 GT/s", 16, 48),
+     ("2.5 GT/s", 1, 0.1875), ("16 GT/s", 0, 24)],
+)  # fmt: skip
+def test_pcie_as_it_is_written(speed: str, width: int, rate: float) -> None:
+    assert speeds.pcie(speed, width) == rate * GB
+    assert speeds.pcie(*speeds.pcie_as_written(int(rate * GB))) == rate * GB
+
+
+def test_unknown_speeds() -> None:
+    assert speeds.pcie("fast", 16) is None and speeds.pcie("7 GT/s", 16) is None
+    assert speeds.sockets("x86_64", "Other", 6, 85) is None
