@@ -16,9 +16,10 @@ from rich.progress import Progress
 
 import collectives
 import topology
-from bench.machine import comparison, parse_gpus, report
+from bench.machine import comparison, explanation_json, parse_gpus, report
 from collectives import CollectiveError
-from collectives.planning.planner import candidates, choose
+from collectives.planning.explain import size_text
+from collectives.planning.planner import candidates, choose, predict
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode=None,
@@ -40,19 +41,13 @@ def parse_size(text: str) -> int:
     return int(found[1]) * _UNITS[found[2].upper()]
 
 
-def human(nbytes: int) -> str:
-    """64 MiB, as people say it."""
-    for unit in ("G", "M", "K"):
-        if nbytes >= _UNITS[unit] and nbytes % _UNITS[unit] == 0:
-            return f"{nbytes // _UNITS[unit]} {unit}iB"
-    return f"{nbytes} bytes"
-
-
 TopologyOption = Annotated[
     str, typer.Option("--topology", "--topo", "-t", help="Machine's name, a file, or auto.")
 ]
 SizeOption = Annotated[str, typer.Option("--size", "-s", help="Message in bytes: 64K, 16M, 1G.")]
-AlgorithmOption = Annotated[str, typer.Option("--algorithm", "-a", help="auto, or a name.")]
+AlgorithmOption = Annotated[
+    str, typer.Option("--algorithm", "--force", "-a", help="auto, or a name.")
+]
 ChunksOption = Annotated[
     int | None, typer.Option("--chunks", "-k", help="Chunks over all trees; default: the model's.")
 ]
@@ -121,11 +116,27 @@ def plan(
     topo: TopologyOption = "auto",
     algorithm: AlgorithmOption = "auto",
     chunks: ChunksOption = None,
+    explain: Annotated[
+        bool, typer.Option(help="Print what was compared and why, instead of the plan.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the verified plan for a message: what each rank does, step by step."""
+    """Print the verified plan for a message, step by step; or, with --explain, why it is chosen."""
     machine, nbytes = topology.load(topo), parse_size(size)
+    if explain:
+        with console.status("comparing"):
+            told = collectives.explain(machine, nbytes)
+        print(explanation_json(told) if as_json else told)
+        return
     made = collectives.plan_allreduce(machine, nbytes, algorithm, chunks)
+    if algorithm != "auto":
+        auto = choose(machine, nbytes)
+        (seconds, _), (best, _) = (predict(machine, nbytes, name) for name in (algorithm, auto))
+        if seconds > 1.02 * best:
+            console.print(
+                f"warning: {algorithm} is predicted to take {seconds / best:.2f} times as long as "
+                f"{auto}, which auto would take", highlight=False, soft_wrap=True,
+            )  # fmt: skip
     print(made.to_json() if as_json else made)
 
 
@@ -169,7 +180,7 @@ def simulate(
     if as_json:
         print(json.dumps({"topology": machine.name, "size": nbytes, "auto": chosen, "rows": rows}))
         return
-    print(f"{human(nbytes)} on {machine.name}; auto takes {chosen}")
+    print(f"{size_text(nbytes)} on {machine.name}; auto takes {chosen}")
     print(f"{'algorithm':24}{'chunks':>7}{'time us':>12}{'algbw GB/s':>12}"
           f"{'first chunk us':>16}{'busiest link':>14}{'detours':>9}")  # fmt: skip
     for r in rows:

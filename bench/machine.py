@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import asdict
 
-from collectives import CollectiveError
+from collectives import CollectiveError, Explanation
 from topology import Topology, bound
 from topology.bounds import COLLECTIVES
 from topology.compare import compare, in_words
@@ -38,6 +40,16 @@ def comparison(one: Topology, other: Topology) -> str:
     if differences:
         lines += ["what collectives leave out differs:", *differences]
     return "\n".join(lines)
+
+
+def explanation_json(told: Explanation) -> str:
+    """The comparison as JSON: bytes, seconds, and shares of the bound."""
+    rows = [{**asdict(row), "busiest": row.busiest and [*row.busiest]} for row in told.rows]
+    return json.dumps({
+        "topology": told.topology, "size": told.nbytes, "auto": told.choice,
+        "reason": told.reason, "bound": told.bound.algbw, "bottleneck": told.bottleneck,
+        "rows": rows, "refused": dict(told.refused), "crossovers": told.crossovers,
+    })  # fmt: skip
 
 
 def parse_gpus(text: str) -> list[int]:

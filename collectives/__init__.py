@@ -15,6 +15,7 @@ from collectives.errors import (
     PlanError,
     TopologyError,
 )
+from collectives.planning.explain import Explanation, explain
 from collectives.planning.plan import Plan
 from collectives.planning.planner import plan_allreduce
 from collectives.planning.verify import verify
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
     from collectives.launch import init, spawn
 
 __all__ = [
-    "CollectiveAborted", "CollectiveError", "CollectiveTimeout", "Communicator", "Plan",
-    "PlanError", "Timeline", "TopologyError", "Work", "allreduce", "barrier", "broadcast", "empty",
-    "init", "plan_allreduce", "shutdown", "simulate", "spawn", "verify",
+    "CollectiveAborted", "CollectiveError", "CollectiveTimeout", "Communicator", "Explanation",
+    "Plan", "PlanError", "Timeline", "TopologyError", "Work", "allreduce", "barrier", "broadcast",
+    "empty", "explain", "init", "plan_allreduce", "shutdown", "simulate", "spawn", "verify",
 ]  # fmt: skip
 
 _RUNNING = {

@@ -10,7 +10,10 @@ from functools import lru_cache
 
 from collectives.errors import PlanError
 from collectives.planning.embed import Edge, Embedding, embed
+from collectives.planning.exchange import halving_doubling, recursive_doubling
 from collectives.planning.lower import Algorithm, Copy, Reduce, Round
+from collectives.planning.packing import pack
+from collectives.planning.shares import pair_capacity
 from collectives.planning.trees import Tree, binary_tree, two_trees
 from collectives.planning.trees import chain as chain_tree
 from topology import Topology, load
@@ -102,6 +105,25 @@ def overlapped_double_tree(topology: Topology) -> Algorithm:
     return over_trees("overlapped_double_tree", topology, trees, overlap=True)
 
 
+def packed_trees(topology: Topology) -> Algorithm:
+    """As many overlapped spanning trees as the links hold: the bound, for large messages.
+
+    Reduce up and broadcast down at once take each link of a tree once in each direction; packing is
+    by matroid union, on links split into equal shares (Nash-Williams 1961, Edmonds 1965).
+    """
+    size = len(topology.gpus)
+    if size == 1:
+        return over_trees("packed_trees", topology, [chain_tree(1)], overlap=True)
+    if any(link.kind == "memory" for link in topology.fabric):
+        raise PlanError(
+            f"packed_trees packs links, and the ranks of {topology.name} share one memory: use "
+            "two_shot"
+        )
+    trees = pack(size, *pair_capacity(topology))
+    placed = Embedding(tuple(range(size)), exclusive=False)
+    return over_trees("packed_trees", topology, trees, overlap=True, embedding=placed)
+
+
 # C-Cube figure 10: the trees and detours it uses on the DGX-1's numbering.
 _CCUBE_TREES = (
     Tree((0, 2, 4, 2, 0, 6, 4, 6)),  # 0 - 4 - {2 - {1, 3}, 6 - {5, 7}}
@@ -184,12 +206,15 @@ def two_shot(topology: Topology) -> Algorithm:
 
 ALGORITHMS: dict[str, Callable[[Topology], Algorithm]] = {
     "two_shot": two_shot,
+    "packed_trees": packed_trees,
     "overlapped_double_tree": overlapped_double_tree,
     "double_tree": double_tree,
     "overlapped_tree": overlapped_tree,
     "tree": tree,
     "chain": chain,
     "ring": ring,
+    "recursive_doubling": recursive_doubling,
+    "halving_doubling": halving_doubling,
     "ccube_dgx1": ccube_dgx1,
 }
 """By name. Where the cost model sees no difference, `auto` takes the first."""

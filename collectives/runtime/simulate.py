@@ -83,15 +83,25 @@ class _Wire:
     per_byte: float
 
 
+@dataclass(slots=True)
+class _Going:
+    """A send under way: the connections it has yet to begin, and when the begun ones are over."""
+
+    left: list[int]
+    done: float
+    stored: set[tuple[Vertex, Vertex]] = field(default_factory=set)
+
+
 def simulate(plan: Plan, topology: Topology, nbytes: int) -> Timeline:
     """The time of a verified plan for a message of `nbytes`.
 
-    A send starts when its stream and one physical link (lane) on every link of its path are free;
+    A send starts when its stream and one lane (`Link.lanes`) on every link of its path are free;
     it holds the stream for alpha + bytes/bandwidth and each lane for bytes/bandwidth. Where a link
     has a lane for every connection, each has its own; otherwise connection i of a link takes lane
-    i mod count, first come first served. A send to several connections crosses a memory link they
-    share once (all read what is stored once) and any other link once for each. Signals and
-    arithmetic take no time. Deterministic.
+    i mod lanes, first come first served (a switch's port is one lane, as wide as all its links).
+    A send to several connections starts on each as that one is free and holds its stream until the
+    last is over; it crosses a memory link that they share once (all read what is stored once) and
+    any other link once for each. Signals and arithmetic take no time. Deterministic.
     Raises PlanError where the plan hangs or the topology lacks a link.
     """
     if nbytes < 0:
@@ -112,6 +122,7 @@ def simulate(plan: Plan, topology: Topology, nbytes: int) -> Timeline:
     }
     first = [0.0] * plan.size
     sends: list[Send] = []
+    sending: dict[int, _Going] = {}  # streams within a send that has not begun on all its ways
     programs = [plan.steps(s) for s in plan.streams]
     heads = [next(p, None) for p in programs]
     heap = [(0.0, i) for i in range(len(programs)) if heads[i] is not None]
@@ -139,26 +150,30 @@ def simulate(plan: Plan, topology: Topology, nbytes: int) -> Timeline:
                     serial += 1
                     heapq.heappush(queue, (now, serial, parked))
             elif step.op is Op.SEND:
-                lanes = [lane[:2] for i in step.connections for lane in wires[i].lanes]
-                start = max([now, *(lane_free[k] for k in lanes)])
-                if start > now:  # others may ask for the lane before it is free: queue again
-                    serial += 1
-                    heapq.heappush(queue, (start, serial, index))
-                    break
-                done = now
-                stored: set[tuple[Vertex, Vertex]] = set()
-                for i in step.connections:
+                going = sending.pop(index, None) or _Going(list(step.connections), now)
+                waits: list[float] = []
+                for i in list(going.left):
                     wire, nb = wires[i], size_of[chunk]
-                    fresh = [k for k in wire.lanes if not (k[3] and k[0] in stored)]
+                    fresh = [k for k in wire.lanes if not (k[3] and k[0] in going.stored)]
                     begin = max([now, *(lane_free[k[:2]] for k in fresh)])
+                    if begin > now:  # others may ask for the lane before it is free: ask again
+                        waits.append(begin)
+                        continue
+                    going.left.remove(i)
                     for link, lane, per_byte, memory in fresh:
                         if memory:
-                            stored.add(link)
+                            going.stored.add(link)
                         lane_free[link, lane] = begin + nb * per_byte
                         busy[link] += nb * per_byte
                     spent = nb * wire.per_byte
                     sends.append(Send(i, chunk, begin, begin + spent, begin + spent + wire.alpha))
-                    done = max(done, begin + spent + wire.alpha)
+                    going.done = max(going.done, begin + spent + wire.alpha)
+                if waits:
+                    sending[index] = going
+                    serial += 1
+                    heapq.heappush(queue, (min(waits), serial, index))
+                    break
+                done = going.done
                 heads[index] = next(programs[index], None)
                 serial += 1
                 heapq.heappush(queue, (done, serial, index))
@@ -170,7 +185,7 @@ def simulate(plan: Plan, topology: Topology, nbytes: int) -> Timeline:
     if any(head is not None for head in heads):
         raise PlanError("the plan hangs in the simulator; verify(plan, topology) says where")
     for link in busy:
-        busy[link] /= topology.by_ends[link].count
+        busy[link] /= topology.by_ends[link].lanes
     return Timeline(plan, nbytes, end, tuple(first), busy, tuple(sends))
 
 
@@ -185,7 +200,7 @@ def _wires(plan: Plan, topology: Topology) -> list[_Wire]:
                 raise PlanError(f"{topology.name} has no link {ends[0]}->{ends[1]}")
             link = topology.by_ends[ends]
             lanes.append(
-                (ends, taken[ends] % link.count, 1 / link.bandwidth, link.kind == "memory")
+                (ends, taken[ends] % link.lanes, 1 / link.lane_bandwidth, link.kind == "memory")
             )
             taken[ends] += 1
             links.append(link)
@@ -193,7 +208,7 @@ def _wires(plan: Plan, topology: Topology) -> list[_Wire]:
             _Wire(
                 tuple(lanes),
                 max((k.latency_us for k in links), default=0.0) * 1e-6,
-                max((1 / k.bandwidth for k in links), default=0.0),
+                max((1 / k.lane_bandwidth for k in links), default=0.0),
             )
         )
     return wires

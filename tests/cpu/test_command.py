@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import topology
-from bench.cli import human, parse_size
+from bench.cli import parse_size
 from collectives import CollectiveError, Plan, plan_allreduce, verify
+from collectives.planning.explain import size_text
 from topology.measured import LinkFigures, PairFigure
 
 ROOT = Path(__file__).parents[2]
@@ -106,6 +107,23 @@ def test_plan_json_is_the_verified_plan() -> None:
     assert plan == plan_allreduce(machine, 64 << 20)
 
 
+def test_plan_explains_itself() -> None:
+    done = command("plan", "-t", "dgx1-v100", "-s", "8K", "--explain")
+    lines = done.stdout.splitlines()
+    assert lines[0] == "all-reduce of 8 KiB on dgx1-v100: recursive_doubling"
+    assert "start-ups decide" in lines[1] and "24/7 links" in lines[2]
+    assert lines[-1].startswith("auto takes recursive_doubling from 1 KiB, ")
+    told = json.loads(command("plan", "-t", "mesh-3", "-s", "8K", "--explain", "--json").stdout)
+    assert told["auto"] == told["rows"][0]["algorithm"] and "ccube_dgx1" in told["refused"]
+
+
+def test_a_forced_algorithm_says_what_it_costs() -> None:
+    done = command("plan", "-t", "dgx1-v100", "-s", "8K", "--force", "ring")
+    assert done.returncode == 0 and "ring" in done.stdout
+    assert "ring is predicted to take 4.41 times as long as recursive_doubling" in done.stderr
+    assert command("plan", "-t", "dgx1-v100", "-s", "8K").stderr == ""
+
+
 def test_simulate_lists_all_and_traces_one(tmp_path: Path) -> None:
     done = command("simulate", "--topo", "dgx1-v100", "--size", "1M", "--json")
     rows = json.loads(done.stdout)["rows"]
@@ -155,7 +173,8 @@ def test_sizes() -> None:
     assert [parse_size(t) for t in ("0", "7", "64K", "64kib", "16M", "1GB")] == [
         0, 7, 65536, 65536, 16 << 20, 1 << 30,
     ]  # fmt: skip
-    assert [human(n) for n in (7, 1024, 3 << 20, 1 << 30)] == ["7 bytes", "1 KiB", "3 MiB", "1 GiB"]
+    sizes = [size_text(n) for n in (7, 1024, 3 << 20, 1 << 30)]
+    assert sizes == ["7 bytes", "1 KiB", "3 MiB", "1 GiB"]
     with pytest.raises(CollectiveError, match="not '1T'"):
         parse_size("1T")
 

@@ -36,6 +36,11 @@ def made(name: str, topology: Topology, num_chunks: int, slots: int = 4) -> Plan
     return lower(algorithm_for(name, topology), topology, Tuning(num_chunks, slots))
 
 
+def general(machine: str) -> list[str]:
+    """The algorithms that run on such a machine: on one memory there are no links to pack."""
+    return [name for name in GENERAL if name != "packed_trees" or not machine.startswith("cpu")]
+
+
 def check_sum(plan: Plan) -> None:
     """The plan's result is the exact sum on every rank, in two orders of carrying it out."""
     numel = 2 * plan.num_chunks + 1  # some chunks full, the rest empty
@@ -49,8 +54,8 @@ def check_sum(plan: Plan) -> None:
 @pytest.mark.parametrize("machine", [*MACHINES, "dgx1-v100", "dgx1-p100"])
 def test_every_algorithm_is_proved_in_short_form(machine: str) -> None:
     topo = load(machine)
-    assert set(GENERAL) <= set(candidates(topo))
-    for name in GENERAL:
+    assert set(general(machine)) <= set(candidates(topo))
+    for name in general(machine):
         plan = made(name, topo, 1000, slots=4 if len(topo.gpus) <= 8 else 1)
         assert plan.size == len(topo.gpus)
         verify(plan, topo)
@@ -63,7 +68,7 @@ SMALL = [f"{family}-{n}" for family in ("mesh", "cpu") for n in range(1, 9)]
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 5, 8, 13, 64])
 def test_every_algorithm_is_proved_in_full(machine: str, num_chunks: int) -> None:
     topo = load(machine)
-    for name in GENERAL:
+    for name in general(machine):
         plan = made(name, topo, num_chunks)
         verify(plan, topo, expand=True)
         if num_chunks <= 5:

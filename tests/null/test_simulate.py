@@ -56,7 +56,6 @@ EXCLUSIVE = [
     *((f"mesh-{p}", name) for p in (2, 3, 4, 5, 8, 13) for name in ONE_TREE),
     *((f"mesh-{p}", name) for p in (6, 7, 8, 9) for name in TWO_TREES),
     *(("dgx1-v100", name) for name in (*ONE_TREE, *TWO_TREES, "ccube_dgx1")),
-    *(("dgx2", name) for name in (*ONE_TREE, *TWO_TREES)),
 ]
 
 
@@ -192,7 +191,7 @@ def test_a_shape_is_the_closed_form(machine: str, name: str, fill: int, per_grou
     assert shape.seconds(1 << 20, 64) == pytest.approx((fill + per_group * groups) * step)
 
 
-@pytest.mark.parametrize("machine", ["dgx1-v100", "dgx1-p100", "dgx2", "mesh-8", "ring-8"])
+@pytest.mark.parametrize("machine", ["dgx1-v100", "dgx1-p100", "mesh-8", "ring-8"])
 def test_predictions_for_exclusive_links_are_what_is_simulated(machine: str) -> None:
     topo = load(machine)
     seen = 0
@@ -254,7 +253,8 @@ def test_links_are_busy_for_the_bytes_that_cross_them(machine: str) -> None:
             link = topo.by_ends[ends]
             carried = share * timeline.seconds * link.count * link.bandwidth
             assert carried == pytest.approx(moved[ends], rel=1e-9)
-        if machine in ("mesh-5", "dgx1-v100") and not plan.detours:
+        least = name != "recursive_doubling"  # which sends all it has in every round
+        if machine in ("mesh-5", "dgx1-v100") and not plan.detours and least:
             assert sum(moved.values()) == 2 * (len(topo.gpus) - 1) * nbytes
 
 

@@ -1,0 +1,147 @@
+"""Why the planner chose as it did: what it compared, how far each is from what the links allow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+
+from collectives.errors import PlanError
+from collectives.planning.algorithms import ALGORITHMS
+from collectives.planning.planner import candidates, check_nbytes, choose, plan_allreduce, predict
+from collectives.runtime.simulate import Timeline, simulate
+from topology import Bound, Topology, Vertex, bound
+
+SIZES = tuple(1 << i for i in range(10, 31))
+"""Messages in bytes, 1 KiB to 1 GiB, for which the choice is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One algorithm at its best number of chunks, simulated.
+
+    `share` is algbw over the bound (0 where nothing moves), `crowd` the most connections that take
+    turns on one lane of a link (1: every connection has its own), `busiest` the link with the most
+    work and the share of the time it carries bytes.
+    """
+
+    algorithm: str
+    num_chunks: int
+    seconds: float
+    first_chunk_seconds: float
+    share: float
+    detours: int
+    crowd: int
+    busiest: tuple[tuple[Vertex, Vertex], float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What was compared for one message; rows are the fastest first."""
+
+    topology: str
+    nbytes: int
+    rows: tuple[Row, ...]
+    refused: tuple[tuple[str, str], ...]
+    """Algorithms that cannot run here, and why."""
+    choice: str
+    reason: str
+    bound: Bound
+    crossovers: tuple[tuple[int, str], ...]
+    """From which size in bytes on `auto` takes which algorithm."""
+
+    @property
+    def bottleneck(self) -> str:
+        """What holds up even the best possible algorithm."""
+        return self.bound.bottleneck
+
+    def __str__(self) -> str:
+        lines = [
+            f"all-reduce of {size_text(self.nbytes)} on {self.topology}: {self.choice}",
+            self.reason,
+            str(self.bound),
+            "",
+            f"{'algorithm':24}{'chunks':>7}{'time us':>12}{'first chunk us':>16}{'of bound':>10}"
+            f"{'detours':>9}{'a lane':>8}  busiest link",
+        ]
+        for r in self.rows:
+            ends = f"{r.busiest[0][0]}->{r.busiest[0][1]} {r.busiest[1]:.0%}" if r.busiest else "-"
+            lines.append(
+                f"{r.algorithm:24}{r.num_chunks:7}{r.seconds * 1e6:12.1f}"
+                f"{r.first_chunk_seconds * 1e6:16.1f}{r.share:10.1%}{r.detours:9}{r.crowd:8}"
+                f"  {ends}"
+            )
+        lines += [f"{name}: {why}" for name, why in self.refused]
+        spans = ", ".join(f"{name} from {size_text(size)}" for size, name in self.crossovers)
+        return "\n".join([*lines, "", f"auto takes {spans}"])
+
+
+def size_text(nbytes: int) -> str:
+    """64 MiB, as people say it."""
+    for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if nbytes >= 1 << shift and nbytes % (1 << shift) == 0:
+            return f"{nbytes >> shift} {unit}"
+    return f"{nbytes} bytes"
+
+
+def explain(topology: Topology, nbytes: int) -> Explanation:
+    """Compare all algorithms for a message of `nbytes`, and say why one is chosen.
+
+    Raises PlanError for a size that makes no sense, TopologyError where GPUs are not connected.
+    """
+    check_nbytes(nbytes)
+    best = bound(topology)
+    rows, refused = [], []
+    able = candidates(topology)
+    for name in ALGORITHMS:
+        if name in able:
+            rows.append(_row(topology, nbytes, name, best))
+        else:
+            try:
+                plan_allreduce(topology, nbytes, name)
+            except PlanError as error:
+                refused.append((name, str(error)))
+    choice = choose(topology, nbytes)
+    rows.sort(key=lambda row: (row.seconds, row.algorithm != choice))
+    return Explanation(
+        topology.name, nbytes, tuple(rows), tuple(refused), choice,
+        _reason(rows, choice, nbytes), best, _crossovers(topology),
+    )  # fmt: skip
+
+
+def _row(topology: Topology, nbytes: int, name: str, best: Bound) -> Row:
+    _, chunks = predict(topology, nbytes, name)
+    plan = plan_allreduce(topology, nbytes, name, chunks)
+    line: Timeline = simulate(plan, topology, nbytes)
+    crowd = max(
+        (-(-used // topology.by_ends[ends].lanes) for ends, used in plan.link_use.items()),
+        default=0,
+    )
+    work = line.utilisation
+    busiest = max(work.items(), key=lambda item: item[1], default=None)
+    share = line.algbw * float(best.seconds_per_byte)
+    return Row(
+        name, plan.num_chunks, line.seconds, line.first_chunk_seconds, share, len(plan.detours),
+        crowd, busiest,
+    )  # fmt: skip
+
+
+def _reason(rows: list[Row], choice: str, nbytes: int) -> str:
+    mine = next(row for row in rows if row.algorithm == choice)
+    others = [row for row in rows if row.algorithm != choice]
+    if not others or not mine.seconds:
+        return f"{choice}: there is nothing to choose between"
+    rival = others[0]
+    factor = rival.seconds / mine.seconds
+    ahead = f"{factor:.2f} times faster than {rival.algorithm}"
+    if factor < 1.005:
+        return f"{choice} and {rival.algorithm} take the same time; the first named is taken"
+    if mine.share > 0.5:
+        return f"{choice} moves bytes at {mine.share:.0%} of what the links can carry, {ahead}"
+    if rival.first_chunk_seconds > mine.seconds or nbytes < 1 << 20:
+        return f"the message is small, so start-ups decide: {choice} has the fewest, {ahead}"
+    return f"{choice} is {ahead}"
+
+
+def _crossovers(topology: Topology) -> tuple[tuple[int, str], ...]:
+    chosen = ((choose(topology, size), size) for size in SIZES)
+    return tuple((next(group)[1], name) for name, group in groupby(chosen, key=lambda c: c[0]))

@@ -1,0 +1,101 @@
+"""How much each pair of GPUs should exchange, where links are shared or of several speeds.
+
+Trees are packed into links between pairs of ranks. Where messages pass switches, or links differ in
+speed, the rates of the pairs come first: a linear program (HiGHS) that raises the bound of the
+pairs' network as far as the machine's links allow. The bound has a constraint for every partition
+of the ranks; those that matter are found one by one, by the exact bound of each solution.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from collectives.planning.packing import Pair
+from topology import Topology, Vertex
+from topology.bounds import narrowest_partition
+from topology.cuts import Network
+
+_ROUNDS = 60
+_FINE = 1 << 20  # rates are rounded down to this part of the largest
+
+
+def pair_capacity(topology: Topology) -> tuple[dict[Pair, int], int]:
+    """What each pair of ranks a < b may send each other each way, and what one message can take.
+
+    Both in one unit: link counts, and 1, where equal links join GPUs directly; else rates from the
+    linear program. Pairs that exchange nothing are left out.
+    """
+    rank = {g: r for r, g in enumerate(topology.gpus)}
+    fabric = topology.fabric
+    widths = {k.bandwidth for k in fabric}
+    direct = all(isinstance(v, int) and v in rank for k in fabric for v in (k.src, k.dst))
+    if direct and len(widths) == 1 and _two_way(topology):
+        counts = {(rank[k.src], rank[k.dst]): k.count for k in fabric}  # type: ignore[index]
+        return {(a, b): n for (a, b), n in counts.items() if a < b}, 1
+    rates = _rates(topology)
+    unit = max(1, max(rates.values()) // _FINE)
+    lane = min(
+        topology.by_ends[link].lane_bandwidth
+        for a, b in rates for path in [topology.hops[topology.gpus[a], topology.gpus[b]]]
+        for link in zip(path, path[1:], strict=False)
+    )  # fmt: skip
+    return {pair: rate // unit for pair, rate in rates.items() if rate >= unit}, lane // unit
+
+
+def _two_way(topology: Topology) -> bool:
+    return all(
+        (back := topology.by_ends.get((k.dst, k.src))) and back.count == k.count
+        for k in topology.fabric
+    )
+
+
+def _rates(topology: Topology) -> dict[Pair, int]:
+    """Bytes/s each way for each pair that hardware joins, greatest for the bottleneck."""
+    from scipy.optimize import linprog
+    from scipy.sparse import csr_array
+
+    gpus, size = topology.gpus, len(topology.gpus)
+    pairs = [
+        (a, b) for b in range(size) for a in range(b)
+        if (gpus[a], gpus[b]) in topology.hops and (gpus[b], gpus[a]) in topology.hops
+    ]  # fmt: skip
+    crossing: dict[tuple[Vertex, Vertex], list[int]] = {}
+    for i, (a, b) in enumerate(pairs):
+        for ends in ((gpus[a], gpus[b]), (gpus[b], gpus[a])):
+            path = topology.hops[ends]
+            for link in zip(path, path[1:], strict=False):
+                crossing.setdefault(link, []).append(i)
+    scale = max(k.bandwidth * k.count for k in topology.fabric)
+    rows: list[dict[int, float]] = []
+    limits: list[float] = []
+    for link, users in crossing.items():
+        rows.append(dict.fromkeys(users, 1.0))
+        limits.append(topology.by_ends[link].bandwidth * topology.by_ends[link].count / scale)
+    parts: list[tuple[int, ...]] = [(r,) for r in range(size)]
+    goal = len(pairs)  # the last column is the bound
+    best: dict[Pair, int] = {}
+    reached = Fraction(-1)
+    for _ in range(_ROUNDS):
+        part_of = {r: i for i, part in enumerate(parts) for r in part}
+        across = [i for i, (a, b) in enumerate(pairs) if part_of[a] != part_of[b]]
+        rows.append({**dict.fromkeys(across, -1.0), goal: float(len(parts) - 1)})
+        limits.append(0.0)
+        data = [v for row in rows for v in row.values()]
+        columns = [c for row in rows for c in row]
+        starts = [0]
+        for row in rows:
+            starts.append(starts[-1] + len(row))
+        matrix = csr_array((data, columns, starts), shape=(len(rows), goal + 1))
+        cost = [1e-6] * goal + [-1.0]  # of equal solutions, one that moves little
+        solution = linprog(cost, A_ub=matrix, b_ub=limits, bounds=(0, None), method="highs")
+        rates = {p: int(x * scale) for p, x in zip(pairs, solution.x, strict=False) if x > 1e-9}
+        there: dict[tuple[Vertex, Vertex], int] = {
+            ends: rate for (a, b), rate in rates.items() for ends in ((a, b), (b, a)) if rate
+        }
+        value, cuts = narrowest_partition(Network(range(size), there))
+        if value > reached:
+            best, reached = rates, value
+        if float(value) >= solution.x[goal] * scale * (1 - 1e-6):
+            break
+        parts = [tuple(r for r in range(size) if r in cut.side) for cut in cuts]
+    return best

@@ -1,0 +1,62 @@
+"""Exchanges between pairs of ranks: few start-ups, any number of ranks, the same bits on all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from collectives.planning.planner import plan_allreduce
+from collectives.planning.verify import verify
+from collectives.runtime.reference import run
+from collectives.runtime.simulate import simulate
+from topology import load
+
+BOTH = ["recursive_doubling", "halving_doubling"]
+
+
+@pytest.mark.parametrize("size", range(1, 18))
+@pytest.mark.parametrize("name", BOTH)
+def test_any_number_of_ranks_ends_with_the_sum_and_the_same_bits(name: str, size: int) -> None:
+    topo = load(f"mesh-{size}")
+    plan = plan_allreduce(topo, 4096, name, 24)
+    verify(plan, topo)
+    whole = [np.arange(501) * 1000 + 7**r for r in range(size)]
+    assert all((out == sum(whole)).all() for out in run(plan, whole))
+    rng = np.random.default_rng(size)
+    outs = run(plan, [rng.standard_normal(501).astype(np.float32) for _ in range(size)])
+    assert len({out.tobytes() for out in outs}) == 1
+
+
+@pytest.mark.parametrize(("size", "rounds"), [(2, 1), (4, 2), (8, 3), (16, 4), (6, 4), (9, 5)])
+def test_start_ups(size: int, rounds: int) -> None:
+    """log2 of the power of two below, and two more for the ranks beyond it."""
+    topo = load(f"mesh-{size}")
+    plan = plan_allreduce(topo, 0, "recursive_doubling", 1)
+    assert simulate(plan, topo, 0).seconds == pytest.approx(rounds * 5e-6, rel=1e-9)
+    twice = rounds if size & (size - 1) else 2 * rounds
+    both = plan_allreduce(topo, 0, "halving_doubling", plan.num_chunks * 64)
+    more = 2 * (size.bit_length() - 1) + (2 if size & (size - 1) else 0)
+    assert simulate(both, topo, 0).seconds >= max(twice, more) * 5e-6 * (1 - 1e-9)
+
+
+def test_on_the_dgx1_every_exchange_has_a_link() -> None:
+    topo = load("dgx1-v100")
+    plan = plan_allreduce(topo, 8192)
+    assert plan.algorithm == "recursive_doubling" and plan.detours == ()
+    assert simulate(plan, topo, 8192).seconds == pytest.approx(3 * (5e-6 + 8192 / 25e9), rel=1e-9)
+
+
+def test_small_messages_are_four_times_faster_than_round_a_ring() -> None:
+    topo = load("dgx1-v100")
+    mine, ring = (
+        simulate(plan_allreduce(topo, 8192, name), topo, 8192).seconds for name in ("auto", "ring")
+    )
+    assert ring > 4 * mine
+
+
+def test_halving_moves_no_more_than_a_ring() -> None:
+    topo = load("mesh-8")
+    plan = plan_allreduce(topo, 1 << 20, "halving_doubling", 8)
+    line = simulate(plan, topo, 1 << 20)
+    moved = sum((send.free - send.start) * 25e9 for send in line.sends)
+    assert moved == pytest.approx(8 * 2 * 7 / 8 * (1 << 20), rel=1e-9)

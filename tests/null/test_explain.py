@@ -1,0 +1,55 @@
+"""The planner's own account of its choice."""
+
+from __future__ import annotations
+
+import pytest
+
+import collectives
+from collectives.errors import PlanError
+from collectives.planning.explain import SIZES
+from collectives.planning.planner import candidates, choose
+from topology import allreduce_bound, load
+
+
+@pytest.mark.parametrize(("name", "nbytes"), [("mesh-4", 1 << 20), ("dgx1-p100", 8192)])
+def test_rows_are_what_is_planned_and_simulated(name: str, nbytes: int) -> None:
+    topo = load(name)
+    told = collectives.explain(topo, nbytes)
+    assert {row.algorithm for row in told.rows} == set(candidates(topo))
+    assert [r.seconds for r in told.rows] == sorted(r.seconds for r in told.rows)
+    assert told.choice == told.rows[0].algorithm == choose(topo, nbytes)
+    for row in told.rows:
+        plan = collectives.plan_allreduce(topo, nbytes, row.algorithm, row.num_chunks)
+        line = collectives.simulate(plan, topo, nbytes)
+        assert (row.seconds, row.first_chunk_seconds) == (line.seconds, line.first_chunk_seconds)
+        assert row.share == pytest.approx(line.algbw / allreduce_bound(topo), rel=1e-12)
+        assert row.share <= 1 and row.detours == len(plan.detours)
+
+
+def test_crossovers_follow_the_choice() -> None:
+    topo = load("mesh-3")
+    told = collectives.explain(topo, 1 << 20)
+    assert told.crossovers[0][0] == SIZES[0]
+    for size in SIZES:
+        name = [name for start, name in told.crossovers if start <= size][-1]
+        assert name == choose(topo, size)
+
+
+def test_what_cannot_run_is_told_with_the_reason() -> None:
+    told = collectives.explain(load("mesh-3"), 1024)
+    refused = dict(told.refused)
+    assert "mesh-3 is wired differently" in refused["ccube_dgx1"]
+    assert refused["ccube_dgx1"] in str(told)
+
+
+def test_words() -> None:
+    text = str(collectives.explain(load("dgx1-v100"), 8192))
+    assert "start-ups decide: recursive_doubling has the fewest" in text
+    assert "bottleneck: each GPU's six links" in text
+    alone = collectives.explain(load("mesh-1"), 1024)
+    assert "nothing to choose between" in alone.reason
+
+
+def test_bad_sizes_are_refused() -> None:
+    with pytest.raises(PlanError, match="nbytes must be an integer of at least 0"):
+        collectives.explain(load("mesh-2"), -1)

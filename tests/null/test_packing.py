@@ -1,0 +1,151 @@
+"""Trees packed into links: disjoint, as many as the bound allows, and as fast as it says."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from fractions import Fraction
+from itertools import combinations
+
+import pytest
+
+from collectives.errors import PlanError
+from collectives.planning.packing import pack, rooted, spanning_forests
+from collectives.planning.planner import candidates, plan_allreduce, predict
+from collectives.planning.shares import pair_capacity
+from collectives.planning.verify import verify
+from collectives.runtime.simulate import simulate
+from topology import Topology, allreduce_bound, bound, load
+from topology.bounds import narrowest_partition
+from topology.cuts import Network
+
+GIB = 1 << 30
+
+
+def connected_subsets() -> list[Topology]:
+    """Every three or more GPUs of the DGX-1V that NVLinks connect."""
+    dgx1 = load("dgx1-v100")
+    some = (dgx1.subset(s) for k in range(3, 9) for s in combinations(range(8), k))
+    return [topo for topo in some if all(link.kind == "nvlink" for link in topo.fabric)]
+
+
+def strength(size: int, capacity: dict[tuple[int, int], int]) -> Fraction:
+    arcs = {ends: c for (a, b), c in capacity.items() for ends in ((a, b), (b, a))}
+    return narrowest_partition(Network(range(size), arcs))[0]
+
+
+def random_multigraph(seed: int) -> tuple[int, dict[tuple[int, int], int]]:
+    rng = random.Random(seed)
+    size = rng.randint(2, 7)
+    chain = {(i, i + 1): rng.randint(1, 3) for i in range(size - 1)}  # so that it is connected
+    extra = {p: rng.randint(1, 3) for p in combinations(range(size), 2) if rng.random() < 0.5}
+    return size, {**chain, **extra}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_as_many_disjoint_spanning_trees_as_tutte_allows(seed: int) -> None:
+    size, capacity = random_multigraph(seed)
+    edges = [(a, b, i) for (a, b), n in capacity.items() for i in range(n)]
+    count = int(strength(size, capacity))
+    forests = spanning_forests(size, edges, count + 1)
+    used = [edge for forest in forests for edge in forest]
+    assert len(set(used)) == len(used) and set(used) <= set(edges)
+    whole = spanning_forests(size, edges, count)
+    assert all(len(forest) == size - 1 for forest in whole)
+    assert all(len(rooted(size, forest).top_down) == size for forest in whole)
+    assert sum(map(len, forests)) < (count + 1) * (size - 1), "one more tree cannot fit"
+
+
+def test_a_forest_has_no_circle() -> None:
+    edges = [(0, 1, 0), (1, 2, 0), (0, 2, 0), (0, 1, 1)]
+    for count in (1, 2, 3):
+        for forest in spanning_forests(3, edges, count):
+            assert len(forest) <= 2 and len({e[:2] for e in forest}) == len(forest)
+
+
+def test_rooted_where_it_is_least_deep() -> None:
+    tree = rooted(5, [(0, 1), (1, 2), (2, 3), (3, 4)])
+    assert (tree.root, tree.depth) == (2, 2)
+
+
+def test_every_connected_subset_of_the_dgx1_is_packed_to_its_bound() -> None:
+    subsets = connected_subsets()
+    assert len(subsets) == 181
+    for topo in subsets:
+        size = len(topo.gpus)
+        capacity, widest = pair_capacity(topo)
+        trees = pack(size, capacity, widest)
+        use = Counter((min(e), max(e)) for tree in trees for e in tree.edges)
+        share = max(Fraction(n, capacity[pair]) for pair, n in use.items())  # trees on a link
+        reached = len(trees) / share / bound(topo).links
+        assert Fraction(99, 100) <= reached <= 1, topo.name
+
+
+@pytest.mark.parametrize(
+    "gpus", [range(8), (1, 2, 3, 5, 6, 7), (0, 1, 3, 4, 5), (0, 3, 4), (0, 1, 2)]
+)
+def test_simulated_within_five_percent_of_the_bound(gpus: tuple[int, ...]) -> None:
+    topo = load("dgx1-v100").subset(gpus)
+    plan = plan_allreduce(topo, GIB, "packed_trees")
+    verify(plan, topo)
+    line = simulate(plan, topo, GIB)
+    assert 0.95 * allreduce_bound(topo) < line.algbw <= allreduce_bound(topo)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_subset_simulated_within_five_percent_of_the_bound() -> None:
+    for topo in connected_subsets():
+        line = simulate(plan_allreduce(topo, GIB, "packed_trees"), topo, GIB)
+        assert 0.95 * allreduce_bound(topo) < line.algbw <= allreduce_bound(topo), topo.name
+
+
+@pytest.mark.parametrize(
+    "name", ["dgx1-v100", "dgx1-p100", "dgx2", "dgx-a100", "dgx-h100", "pcie-8"]
+)
+def test_auto_is_within_five_percent_of_the_bound(name: str) -> None:
+    topo = load(name)
+    line = simulate(plan_allreduce(topo, GIB), topo, GIB)
+    assert 0.95 * allreduce_bound(topo) < line.algbw <= allreduce_bound(topo)
+
+
+def test_one_and_a_half_times_the_double_tree_at_64_mib() -> None:
+    topo = load("dgx1-v100")
+    mine, trees = (
+        simulate(plan_allreduce(topo, 64 << 20, name), topo, 64 << 20).seconds
+        for name in ("auto", "overlapped_double_tree")
+    )
+    assert trees > 1.5 * mine
+
+
+@pytest.mark.parametrize("name", ["dgx-a100", "pcie-5", "pcie-8"])
+def test_shared_links_are_shared_out_to_the_bound(name: str) -> None:
+    topo = load(name)
+    capacity, _ = pair_capacity(topo)
+    unit = bound(topo).seconds_per_byte * strength(len(topo.gpus), capacity)
+    load_of: Counter[tuple[int | str, int | str]] = Counter()
+    for (a, b), rate in capacity.items():
+        for ends in ((a, b), (b, a)):
+            path = topo.hops[ends]
+            load_of.update(dict.fromkeys(zip(path, path[1:], strict=False), rate))
+    worst = max(
+        Fraction(n, topo.by_ends[k].bandwidth * topo.by_ends[k].count) for k, n in load_of.items()
+    )
+    assert Fraction(999, 1000) < unit / worst <= 1  # reaches the bound when links are just full
+
+
+@pytest.mark.parametrize("name", ["dgx1-v100", "dgx-a100", "mesh-3"])
+def test_the_choice_is_never_beaten_by_more_than_two_percent(name: str) -> None:
+    topo = load(name)
+    for nbytes in (1 << 10, 1 << 16, 1 << 20, 1 << 24):
+        auto = simulate(plan_allreduce(topo, nbytes), topo, nbytes).seconds
+        for other in candidates(topo):
+            chunks = predict(topo, nbytes, other)[1]
+            for factor in (0.25, 0.5, 1, 2, 4):
+                tried = plan_allreduce(topo, nbytes, other, max(1, int(chunks * factor)))
+                assert auto <= 1.02 * simulate(tried, topo, nbytes).seconds, (nbytes, other)
+
+
+def test_packing_one_memory_is_refused() -> None:
+    with pytest.raises(PlanError, match="the ranks of cpu-4 share one memory: use two_shot"):
+        plan_allreduce(load("cpu-4"), 1024, "packed_trees")
