@@ -67,6 +67,10 @@ def _native(step: int, zero: Any, average: bool) -> Callable[..., None]:
         for start in range(0, n, BLOCK):
             stop = min(start + BLOCK, n)
             a = own[start:stop]
+            if m < 0:  # one operand, which comes before the own value
+                b = carray(pointer(load(table), zero), n)[start:stop]
+                for i in range(a.size):
+                    a[i] = _apply(step, b[i], a[i])
             j = 0
             while j + 1 < m:  # two operands a pass: half the passes over the block
                 b = carray(pointer(load(table + 8 * j), zero), n)[start:stop]
@@ -98,6 +102,10 @@ def _half(step: int, half: int, average: bool) -> Callable[..., None]:
             stop = min(start + BLOCK, n)
             size = stop - start
             _widen(half, own[start:stop], total)
+            if m < 0:
+                _widen(half, carray(pointer(load(table), bits), n)[start:stop], other)
+                for i in range(size):
+                    a[i] = _apply(step, b[i], a[i])
             for j in range(m):
                 _widen(half, carray(pointer(load(table + 8 * j), bits), n)[start:stop], other)
                 for i in range(size):
@@ -124,6 +132,7 @@ def combine_address(dtype: str, op: str) -> int:
     """Address of `void(dst, table, m, n, divisor)`.
 
     It combines `n` elements at `dst` in place with those at the `m` addresses in the int64 array
-    at `table`, in order, and divides by `divisor` where the op is "avg".
+    at `table`, in order, and divides by `divisor` where the op is "avg". With m = -1 there is one
+    address, and its values come first.
     """
     return int(_compiled(dtype, op).address)

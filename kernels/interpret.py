@@ -170,9 +170,10 @@ def interpret(code, call, flag, bells, slot, origin, pushed, cursor, at, peers, 
                                 elif pushed[c] < 0:
                                     copy_bytes(own + start, table[0], size)
                             elif size:
-                                divisor = float(call[DIVISOR]) if code[pc + 2] else 1.0
+                                divisor = float(call[DIVISOR]) if code[pc + 2] & 1 else 1.0
                                 call_combine(
-                                    call[COMBINE], own + start, table.ctypes.data, n,
+                                    call[COMBINE], own + start, table.ctypes.data,
+                                    -1 if code[pc + 2] & 2 else n,  # own value second
                                     size // call[ITEM], divisor,
                                 )  # fmt: skip
                     moved = True

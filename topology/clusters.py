@@ -134,6 +134,29 @@ def _root(machine: Topology, at: Vertex) -> Vertex:
     return up[0] if up and any(k.src == at and k.kind == "pcie" for k in machine.links) else at
 
 
+def nodes_of(topology: Topology) -> list[tuple[int, ...]]:
+    """The GPUs of each node: what stays together without the network."""
+    near: dict[Vertex, list[Vertex]] = {}
+    for link in topology.links:
+        if link.kind != "network":
+            near.setdefault(link.src, []).append(link.dst)
+            near.setdefault(link.dst, []).append(link.src)
+    nodes: list[tuple[int, ...]] = []
+    placed: set[Vertex] = set()
+    for gpu in topology.gpus:
+        if gpu in placed:
+            continue
+        group: set[Vertex] = {gpu}
+        todo: list[Vertex] = [gpu]
+        while todo:
+            fresh = set(near.get(todo.pop(), ())) - group
+            group |= fresh
+            todo += fresh
+        placed |= group
+        nodes.append(tuple(g for g in topology.gpus if g in group))
+    return nodes
+
+
 def looks_like_cluster(text: str) -> bool:
     """Whether the text starts with "N x machine"."""
     return bool(_HEAD.match(_plain(text)))

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from topology.clusters import nodes_of
 from topology.graph import Link, Topology
 from topology.machines import dgx1_p100, dgx1_v100
 from topology.routes import Vertex
@@ -124,18 +125,6 @@ def lay_out(topology: Topology, arcs: bool) -> Layout:
     everyone = (*gpus, *topology.forwarders)
     radius, turn = max(1.25, 0.19 * len(everyone)), cmath.exp(-1j * math.tau / len(everyone))
     return Layout({g: radius * 1j * turn**i for i, g in enumerate(everyone)})
-
-
-def nodes_of(topology: Topology) -> list[tuple[int, ...]]:
-    """The GPUs of each node: what stays together without the network."""
-    import networkx as nx
-
-    graph = nx.Graph((k.src, k.dst) for k in topology.links if k.kind != "network")
-    graph.add_nodes_from(topology.gpus)
-    groups = [
-        tuple(g for g in topology.gpus if g in part) for part in nx.connected_components(graph)
-    ]
-    return sorted((g for g in groups if g), key=lambda g: topology.gpus.index(g[0]))
 
 
 def _in_rows(topology: Topology, links: Sequence[Link], arcs: bool) -> Layout:

@@ -11,12 +11,17 @@ from functools import lru_cache
 from collectives.errors import PlanError
 from collectives.planning.embed import Edge, Embedding, embed
 from collectives.planning.exchange import halving_doubling, recursive_doubling
+from collectives.planning.hierarchical import hierarchical
 from collectives.planning.lower import Algorithm, Copy, Reduce, Round
 from collectives.planning.packing import pack
 from collectives.planning.shares import pair_capacity
 from collectives.planning.trees import Tree, binary_tree, two_trees
 from collectives.planning.trees import chain as chain_tree
 from topology import Topology, load
+from topology.routes import connects
+
+MOST_PAIRED = 128
+"""Ranks of an algorithm in which every two exchange data."""
 
 
 def _levels(tree: Tree) -> list[list[int]]:
@@ -74,8 +79,6 @@ def over_trees(
         (up + down,) if overlap else (up, down),
         placed,
         detours,
-        embedding.exclusive,
-        notes=(embedding.note,) if embedding.note else (),
     )
 
 
@@ -119,8 +122,13 @@ def packed_trees(topology: Topology) -> Algorithm:
             f"packed_trees packs links, and the ranks of {topology.name} share one memory: use "
             "two_shot"
         )
+    gpus = topology.gpus
+    ends = [(link.src, link.dst) for link in topology.fabric]
+    if not connects(ends, gpus):
+        lost = next(g for g in gpus if not connects(ends, (gpus[0], g)))
+        raise PlanError(f"{topology.name}: GPUs {gpus[0]} and {lost} are not joined by any links")
     trees = pack(size, *pair_capacity(topology))
-    placed = Embedding(tuple(range(size)), exclusive=False)
+    placed = Embedding(tuple(range(size)))
     return over_trees("packed_trees", topology, trees, overlap=True, embedding=placed)
 
 
@@ -177,17 +185,19 @@ def ring(topology: Topology) -> Algorithm:
         ))  # fmt: skip
     detours = {(0, at[a], at[b]): middle for (_, a, b), middle in embedding.via.items()}
     return Algorithm(
-        "ring", size, size, (tuple(rounds),), (), detours, embedding.exclusive,
-        notes=(embedding.note,) if embedding.note else (),
+        "ring", size, size, (tuple(rounds),), (), detours,
     )  # fmt: skip
 
 
 def two_shot(topology: Topology) -> Algorithm:
     """Rank r reduces chunk r of everyone's input, then hands the result to everyone.
 
-    P stars, in effect: two steps deep. Every pair of ranks exchanges data.
+    P stars, in effect: two steps deep. Every pair of ranks exchanges data; PlanError for more
+    than 128 ranks.
     """
     size = len(topology.gpus)
+    if size > MOST_PAIRED:
+        raise PlanError(f"two_shot joins every pair of ranks: at most {MOST_PAIRED}, not {size}")
     others = [tuple((r + i) % size for i in range(1, size)) for r in range(size)]
     stars = tuple(Tree((r,) * size) for r in range(size))
     edges = [Edge(r, o, r) for r in range(size) for o in others[r]]
@@ -199,8 +209,7 @@ def two_shot(topology: Topology) -> Algorithm:
     gather = tuple(Reduce(others[r], r, r, r) for r in range(size) if others[r])
     scatter = tuple(Copy(r, others[r], r, size + r) for r in range(size) if others[r])
     return Algorithm(
-        "two_shot", size, size, ((gather, scatter),), stars, detours, embedding.exclusive,
-        notes=(embedding.note,) if embedding.note else (),
+        "two_shot", size, size, ((gather, scatter),), stars, detours,
     )  # fmt: skip
 
 
@@ -215,6 +224,7 @@ ALGORITHMS: dict[str, Callable[[Topology], Algorithm]] = {
     "ring": ring,
     "recursive_doubling": recursive_doubling,
     "halving_doubling": halving_doubling,
+    "hierarchical": hierarchical,
     "ccube_dgx1": ccube_dgx1,
 }
 """By name. Where the cost model sees no difference, `auto` takes the first."""
@@ -230,7 +240,7 @@ def broadcast(topology: Topology, root: int) -> Algorithm:
     embedding = embed(topology, edges, size, relabel=False)  # the root is the caller's choice
     detours = {(1, a, b): middle for (_, a, b), middle in embedding.via.items()}
     return Algorithm(
-        "tree", size, 1, (broadcast_down([rooted]),), (rooted,), detours, embedding.exclusive,
+        "tree", size, 1, (broadcast_down([rooted]),), (rooted,), detours,
         collective="broadcast", root=root,
     )  # fmt: skip
 

@@ -36,8 +36,6 @@ class Embedding:
 
     rank_of: tuple[int, ...]
     via: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    exclusive: bool = True
-    note: str = ""
 
 
 class _Search:
@@ -268,14 +266,8 @@ class _Search:
                 f"{self.topology.name}: GPUs {gpus[best[edge.a]]} and {gpus[best[edge.b]]} are "
                 "not joined, and no GPU next to both can forward between them; try ring or chain"
             )
-        use, via = loaded
-        worst = max(use, key=lambda k: (use[k] / self.capacity[k], str(k)))
-        note = (
-            "no labelling with exclusive links was found; the least congested one puts "
-            f"{use[worst]} connections on link {worst[0]}->{worst[1]}, which has "
-            f"{self.capacity[worst]}"
-        )
-        return Embedding(tuple(best), via, False, note)
+        _, via = loaded
+        return Embedding(tuple(best), via)
 
 
 def embed(topology: Topology, edges: Sequence[Edge], size: int, relabel: bool = True) -> Embedding:

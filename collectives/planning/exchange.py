@@ -39,15 +39,14 @@ def _finish(
 ) -> Algorithm:  # fmt: skip
     return Algorithm(
         name, len(topology.gpus), stride, (tuple(rounds),), (), _detours(embedding, channels),
-        exclusive=False, notes=(embedding.note,) if embedding.note else (),
     )  # fmt: skip
 
 
 def recursive_doubling(topology: Topology) -> Algorithm:
     """In round i ranks 2^i apart exchange all they have: log2 P start-ups, for small messages.
 
-    Both partners combine the same two values, and all operators commute, so the bits are the same
-    on all ranks (Thakur, Rabenseifner, Gropp 2005, section 4.2).
+    Both partners combine the same two values in the same order, so the bits are the same on all
+    ranks (Thakur, Rabenseifner, Gropp 2005, section 4.2).
     """
     size = len(topology.gpus)
     cube, embedding = _cube(topology)
@@ -56,7 +55,9 @@ def recursive_doubling(topology: Topology) -> Algorithm:
     if size > cube:
         rounds.append(tuple(Reduce((at[p],), at[p - cube], 0, 0) for p in range(cube, size)))
     for i, d in enumerate(_distances(size)):
-        rounds.append(tuple(Reduce((at[p ^ d],), at[p], 0, i + 1) for p in range(cube)))
+        rounds.append(tuple(
+            Reduce((at[p ^ d],), at[p], 0, i + 1, behind=bool(p & d)) for p in range(cube)
+        ))  # fmt: skip
     last = len(rounds)
     if size > cube:
         rounds.append(tuple(Copy(at[p - cube], (at[p],), 0, last) for p in range(cube, size)))

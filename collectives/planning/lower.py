@@ -6,7 +6,8 @@ from where to where, and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -18,12 +19,17 @@ from topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """`dst`'s chunk becomes itself combined with those of `srcs`, in that order."""
+    """`dst`'s chunk becomes itself combined with those of `srcs`, in that order.
+
+    With `behind` (and one source) the source's value comes first: two ranks that exchange values
+    then combine them in the same order, and have the same bits whatever the operator.
+    """
 
     srcs: tuple[int, ...]
     dst: int
     chunk: int
     channel: int
+    behind: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +63,8 @@ class Algorithm:
     phases: tuple[tuple[Round, ...], ...]
     trees: tuple[Tree, ...] = ()
     detours: Mapping[tuple[int, int, int], int] = field(default_factory=dict)
-    exclusive: bool = True
     collective: str = "allreduce"
     root: int = 0
-    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "detours", MappingProxyType(dict(self.detours)))
@@ -103,10 +107,10 @@ class _Lowering:
 
     def emit(
         self, key: _Key, op: Op, connections: tuple[int, ...], chunk: int,
-        source: int | None = None, last: bool = False,
+        source: int | None = None, last: bool = False, behind: bool = False,
     ) -> None:  # fmt: skip
         phases = self.bodies.setdefault(key, [[] for _ in self.algorithm.phases])
-        phases[self.phase].append(Step(op, connections, chunk, source, last))
+        phases[self.phase].append(Step(op, connections, chunk, source, last, behind))
 
     def connect(self, src: _Key, dst: _Key) -> int:
         """The connection between two streams, made at its first use."""
@@ -161,7 +165,9 @@ class _Lowering:
     def connection(self, index: int) -> Connection:
         return next(c for c, i in self.connections.items() if i == index)
 
-    def receive(self, dst: _Key, incoming: list[int], chunk: int, op: Op, holds: int) -> None:
+    def receive(
+        self, dst: _Key, incoming: list[int], chunk: int, op: Op, holds: int, behind: bool = False
+    ) -> None:
         """Emit the waits, the REDUCE or COPY, and the slot-free signals."""
         value = self.values[dst[0], chunk]
         for index in incoming:
@@ -170,7 +176,7 @@ class _Lowering:
         everyone = (1 << self.algorithm.size) - 1
         held = value.holds | holds if op is Op.REDUCE else holds
         last = op is Op.REDUCE and held == everyone
-        self.emit(dst, op, tuple(incoming), chunk, last=last)
+        self.emit(dst, op, tuple(incoming), chunk, last=last, behind=behind)
         for index in incoming:
             self.emit(dst, Op.SIGNAL, (index,), chunk)
         self.values[dst[0], chunk] = _Value(dst, [], held)
@@ -205,12 +211,12 @@ class _Lowering:
                         total = 0
                         for mask in held:
                             total |= mask
-                        arrivals.append((key, incoming, c, Op.REDUCE, total))
+                        arrivals.append((key, incoming, c, Op.REDUCE, total, move.behind))
                     else:
                         held_src = self.values[move.src, c].holds
                         keys = tuple((d, ch) for d in move.dsts)
                         for key, index in zip(keys, self.send(move.src, keys, c, ch), strict=True):
-                            arrivals.append((key, [index], c, Op.COPY, held_src))
+                            arrivals.append((key, [index], c, Op.COPY, held_src, False))
                 for arrival in arrivals:
                     self.receive(*arrival)
 
@@ -234,6 +240,7 @@ def lower(algorithm: Algorithm, topology: Topology, tuning: Tuning) -> Plan:
     lowering = _Lowering(algorithm, topology)
     lowering.run()
     order = sorted(lowering.bodies)
+    shared = _most_shared(lowering.connections, topology)
     once = {(min(a, b), via, max(a, b)) for (_, a, b), via in algorithm.detours.items()}
     return Plan(
         algorithm=algorithm.name,
@@ -249,7 +256,22 @@ def lower(algorithm: Algorithm, topology: Topology, tuning: Tuning) -> Plan:
         ),
         trees=algorithm.trees,
         detours=tuple(sorted(once)),
-        exclusive=algorithm.exclusive,
+        exclusive=not shared,
         root=algorithm.root,
-        notes=algorithm.notes,
+        notes=(f"{algorithm.name} {shared}",) if shared else (),
+    )
+
+
+def _most_shared(connections: Iterable[Connection], topology: Topology) -> str:
+    """The link with the most connections for its number of physical links, if these are fewer."""
+    use = Counter(link for connection in connections for link in connection.links)
+    if not use:
+        return ""
+    crowd = {link: n / topology.by_ends[link].count for link, n in use.items()}
+    worst = max(use, key=lambda link: (crowd[link], str(link)))
+    if crowd[worst] <= 1:
+        return ""
+    a, b = worst
+    return (
+        f"puts {use[worst]} connections on link {a}->{b}, which has {topology.by_ends[worst].count}"
     )

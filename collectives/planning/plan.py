@@ -53,6 +53,8 @@ class Step:
     """SEND only: the connection whose slot is passed on."""
     last: bool = False
     """REDUCE only: this completes the chunk (an average divides here)."""
+    behind: bool = False
+    """REDUCE of one connection only: the rank's own value comes second, not first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,7 @@ class Plan:
 
         peers = ",".join(str(peer(i)) for i in step.connections)
         word = step.op.name.lower() + (" last" if step.last else "")
+        word += " behind" if step.behind else ""
         slot = "" if step.source is None else f" from slot of {peer(step.source)}"
         return f"{word:<11} peer {peers:<9} chunk +{step.chunk}{slot}"
 
@@ -263,7 +266,8 @@ class Plan:
         `[num_streams, num_phases]`, then a row of `num_phases + 1` code offsets for each stream
         (phase p is `code[offset[p]:offset[p + 1]]`, counted from the start of the array), then
         the code: for each step `op, chunk, flag, source or -1, n, connection * n`. The flag is
-        `last` for a REDUCE; for SIGNAL and WAIT it is 1 at the connection's sender, else 0.
+        `last + 2 * behind` for a REDUCE; for SIGNAL and WAIT it is 1 at the connection's sender,
+        else 0.
         """
         mine = [s for s in self.streams if s.rank == rank]
         phases = max((len(s.phases) for s in mine), default=1)
@@ -275,7 +279,7 @@ class Plan:
                 table.append(base + len(code))
                 for s in body:
                     source = -1 if s.source is None else s.source
-                    flag = s.last
+                    flag = s.last + 2 * s.behind
                     if s.op in (Op.SIGNAL, Op.WAIT):
                         c = self.connections[s.connections[0]]
                         flag = (c.src, c.src_channel) == (stream.rank, stream.channel)
@@ -326,7 +330,8 @@ def pushed(plan: Plan) -> list[int]:
 
 
 def _step_out(step: Step) -> list[Any]:
-    return [step.op.name, list(step.connections), step.chunk, step.source, step.last]
+    return [step.op.name, list(step.connections), step.chunk, step.source, step.last,
+            step.behind]  # fmt: skip
 
 
 def _connection_in(row: list[Any]) -> Connection:
@@ -335,5 +340,5 @@ def _connection_in(row: list[Any]) -> Connection:
 
 
 def _step_in(row: list[Any]) -> Step:
-    name, connections, chunk, source, last = row
-    return Step(Op[name], tuple(connections), chunk, source, last)
+    name, connections, chunk, source, last, behind = row
+    return Step(Op[name], tuple(connections), chunk, source, last, behind)

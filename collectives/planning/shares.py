@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from collectives.errors import PlanError
 from collectives.planning.packing import Pair
 from topology import Topology, Vertex
 from topology.bounds import narrowest_partition
 from topology.cuts import Network
 
 _ROUNDS = 60
+_MOST = 64  # GPUs; the program has a rate for every pair
 _FINE = 1 << 20  # rates are rounded down to this part of the largest
 
 
@@ -32,6 +34,11 @@ def pair_capacity(topology: Topology) -> tuple[dict[Pair, int], int]:
     if direct and len(widths) == 1 and _two_way(topology):
         counts = {(rank[k.src], rank[k.dst]): k.count for k in fabric}  # type: ignore[index]
         return {(a, b): n for (a, b), n in counts.items() if a < b}, 1
+    if len(topology.gpus) > _MOST:
+        raise PlanError(
+            f"sharing out {topology.name}'s links is for at most {_MOST} GPUs, not "
+            f"{len(topology.gpus)}: use hierarchical"
+        )
     rates = _rates(topology)
     unit = max(1, max(rates.values()) // _FINE)
     lane = min(
@@ -76,10 +83,12 @@ def _rates(topology: Topology) -> dict[Pair, int]:
     best: dict[Pair, int] = {}
     reached = Fraction(-1)
     for _ in range(_ROUNDS):
-        part_of = {r: i for i, part in enumerate(parts) for r in part}
-        across = [i for i, (a, b) in enumerate(pairs) if part_of[a] != part_of[b]]
-        rows.append({**dict.fromkeys(across, -1.0), goal: float(len(parts) - 1)})
-        limits.append(0.0)
+        for groups in [parts, *([part] for part in parts if len(parts) > 2)]:
+            part_of = {r: i for i, part in enumerate(groups) for r in part}  # the rest: one more
+            across = [i for i, (a, b) in enumerate(pairs) if part_of.get(a) != part_of.get(b)]
+            count = len(groups) + (len(part_of) < size)
+            rows.append({**dict.fromkeys(across, -1.0), goal: float(count - 1)})
+            limits.append(0.0)
         data = [v for row in rows for v in row.values()]
         columns = [c for row in rows for c in row]
         starts = [0]

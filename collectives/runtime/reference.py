@@ -26,7 +26,8 @@ def run(
 ) -> list[Array]:  # fmt: skip
     """What each rank's buffer holds after the plan; `inputs` are one array a rank, untouched.
 
-    Own value first, then the named connections in plan order. 16-bit floats are combined in
+    Own value first (second, if the step says `behind`), then the named connections in plan order.
+    16-bit floats are combined in
     float32 and rounded once for each REDUCE; integers wrap; min and max propagate NaN; avg
     divides in the REDUCE that completes a chunk. With `bfloat16` the arrays are uint16 bit
     patterns. `seed` picks another legal order of steps. Raises CollectiveError.
@@ -57,7 +58,10 @@ def run(
             own[...] = arrived[0]
         else:
             divisor = plan.size if op == "avg" and v.step.last else 1
-            own[...] = combine(own, arrived, op, divisor, bfloat16)
+            values = [own, *arrived]
+            if v.step.behind:
+                values.reverse()
+            own[...] = combine(values[0], values[1:], op, divisor, bfloat16)
 
     with np.errstate(all="ignore"):  # overflow and NaN are results here, not accidents
         walk(plan, visit, seed)

@@ -50,6 +50,30 @@ def run(dtype: str, op: str, own: np.ndarray, others: list[np.ndarray], divisor:
     return dst.copy()
 
 
+@pytest.mark.parametrize("op", ["sum", "avg", "min", "max", "prod"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int32"])
+def test_the_own_value_may_come_second(dtype: str, op: str) -> None:
+    """Seen where the order of two equal values matters: zeros of both signs under min and max."""
+    if dtype == "int32" and op == "avg":
+        return
+    rng = np.random.default_rng(3)
+    zeros = np.array([0.0, -0.0, 2.0, -3.0], np.float16)
+    bits = {"bfloat16": np.array([0, 0x8000, 0x4000, 0xC040], np.uint16)}
+    pool = bits[dtype] if dtype in bits else zeros.astype(dtype)
+    own, other = (rng.choice(pool, 1003) for _ in range(2))
+    dst = own.copy()
+    table = np.array([other.ctypes.data], np.int64)
+    divisor = 2 if op == "avg" else 1
+    KERNEL(combine_address(dtype, op))(
+        dst.ctypes.data, table.ctypes.data, -1, own.size, float(divisor)
+    )
+    want = reference.combine(other, [own], op, divisor, dtype == "bfloat16")
+    assert dst.tobytes() == want.tobytes()
+    first = reference.combine(own, [other], op, divisor, dtype == "bfloat16")
+    if op in ("min", "max") and dtype != "int32":
+        assert first.tobytes() != want.tobytes(), "the order would not be seen"
+
+
 def is_nan(x: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "bfloat16":
         return (x & 0x7FFF) > 0x7F80

@@ -103,6 +103,29 @@ def test_random_plans() -> None:
                     at += 1
 
 
+def exchange(rank: int, plan: Plan) -> list[bytes]:
+    """Smallest of zeros of both signs, where it shows who comes first."""
+    runtime: Any = get_default()._runtime
+    region = runtime.prepare(plan)
+    results = []
+    for op in ("min", "max"):
+        x = np.where(np.random.default_rng(rank).random(999) < 0.5, 0.0, -0.0).astype(np.float32)
+        runtime.run(plan, region, buffer_of(x), op)
+        results.append(x.tobytes())
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_partners_combine_in_one_order(size: int) -> None:
+    plan = plan_allreduce(load(f"mesh-{size}"), 4096, "recursive_doubling", 3)
+    got = collectives.spawn(exchange, size, args=(plan,))
+    assert all(rank == got[0] for rank in got)
+    zeros = [np.where(np.random.default_rng(r).random(999) < 0.5, 0.0, -0.0) for r in range(size)]
+    inputs = [z.astype(np.float32) for z in zeros]
+    for at, op in enumerate(("min", "max")):
+        assert got[0][at] == reference.run(plan, inputs, op)[0].tobytes()
+
+
 LENGTHS = (1, 2, 5, 8, 1009, 30_011, 70_000)
 
 

@@ -50,7 +50,7 @@ def random_detours(trees: Sequence[Tree], size: int, rng: random.Random, share: 
             others = [r for r in range(size) if r not in (child, parent)]
             if others and rng.random() < share:
                 via[t, child, parent] = rng.choice(others)
-    return Embedding(tuple(range(size)), via, exclusive=False)
+    return Embedding(tuple(range(size)), via)
 
 
 def _over_random_trees(topology: Topology, rng: random.Random) -> Algorithm:
@@ -71,7 +71,7 @@ def _scattered(topology: Topology, rng: random.Random) -> Algorithm:
     up = tuple(tuple(map(anywhere, moves)) for moves in reduce_up(trees))
     down = tuple(tuple(map(anywhere, moves)) for moves in broadcast_down(trees))
     phases = (up + down,) if rng.random() < 0.5 else (up, down)
-    return Algorithm("scattered", size, len(trees), phases, trees, exclusive=False)
+    return Algorithm("scattered", size, len(trees), phases, trees)
 
 
 def _one_shot(topology: Topology, rng: random.Random) -> Algorithm:
@@ -80,7 +80,7 @@ def _one_shot(topology: Topology, rng: random.Random) -> Algorithm:
     ranks = range(size)
     channel = [rng.randrange(size) for _ in ranks]
     moves = [Reduce(tuple(s for s in ranks if s != r), r, 0, channel[r]) for r in ranks]
-    return Algorithm("one shot", size, 1, ((tuple(moves),),), exclusive=False)
+    return Algorithm("one shot", size, 1, ((tuple(moves),),))
 
 
 def _butterfly(topology: Topology, rng: random.Random) -> Algorithm:
@@ -89,7 +89,7 @@ def _butterfly(topology: Topology, rng: random.Random) -> Algorithm:
     rounds = tuple(
         tuple(Reduce((r ^ far,), r, 0, rng.randrange(3)) for r in ranks) for far in (1, 2)
     )
-    return Algorithm("butterfly", len(ranks), 1, (rounds,), exclusive=False)
+    return Algorithm("butterfly", len(ranks), 1, (rounds,))
 
 
 def random_plan(seed: int) -> tuple[Plan, Topology]:

@@ -27,6 +27,19 @@ def test_any_number_of_ranks_ends_with_the_sum_and_the_same_bits(name: str, size
     assert len({out.tobytes() for out in outs}) == 1
 
 
+@pytest.mark.parametrize("size", [2, 3, 6, 8])
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("op", ["min", "max", "sum"])
+def test_zeros_and_nans_have_the_same_bits_on_all_ranks(name: str, size: int, op: str) -> None:
+    """-0 and 0 are equal, and NaNs differ in their payload: the order of two values matters."""
+    plan = plan_allreduce(load(f"mesh-{size}"), 4096, name, size)
+    nan = np.array([0x7FC00001, 0x7FC00002, 0xFFC00003], np.uint32).view(np.float32)
+    values = np.array([0.0, -0.0, *nan, 1.0], np.float32)
+    rng = np.random.default_rng(size)
+    outs = run(plan, [rng.choice(values, 400) for _ in range(size)], op)
+    assert len({out.tobytes() for out in outs}) == 1
+
+
 @pytest.mark.parametrize(("size", "rounds"), [(2, 1), (4, 2), (8, 3), (16, 4), (6, 4), (9, 5)])
 def test_start_ups(size: int, rounds: int) -> None:
     """log2 of the power of two below, and two more for the ranks beyond it."""

@@ -8,7 +8,8 @@ import pytest
 
 from tests.null.helpers import renumbered
 from topology import Topology, load
-from topology.layout import RADIUS, Layout, lay_out, nodes_of
+from topology.clusters import nodes_of
+from topology.layout import RADIUS, Layout, lay_out
 from topology.text import cables
 
 SPECS = [

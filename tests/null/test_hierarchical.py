@@ -1,0 +1,63 @@
+"""Clusters: slices inside the nodes, two trees over the nodes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from collectives.errors import PlanError
+from collectives.planning.planner import choose, plan_allreduce
+from collectives.planning.verify import verify
+from collectives.runtime.reference import run
+from collectives.runtime.simulate import simulate
+from topology import allreduce_bound, load
+
+CLUSTERS = [
+    "2 x mesh-1", "3 x mesh-2", "5 x mesh-3", "2 x pcie-5 nics=1", "4 x pcie-4", "2 x dgx-a100",
+    "3 x dgx1-v100",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", CLUSTERS)
+def test_proved_and_summed(spec: str) -> None:
+    topo = load(spec)
+    plan = plan_allreduce(topo, 1 << 16, "hierarchical", 2 * 2 * len(topo.gpus))
+    verify(plan, topo)
+    inputs = [np.arange(301) * 1000 + 3**r for r in range(len(topo.gpus))]
+    assert all((out == sum(inputs)).all() for out in run(plan, inputs))
+
+
+def test_between_nodes_only_gpus_of_one_place_talk() -> None:
+    topo = load("4 x mesh-3")
+    plan = plan_allreduce(topo, 1 << 20, "hierarchical")
+    for c in plan.connections:
+        if not c.local and c.src // 3 != c.dst // 3:
+            assert c.src % 3 == c.dst % 3
+
+
+@pytest.mark.parametrize("spec", ["2 x dgx-a100", "16 x mesh-1"])
+def test_large_messages_pass_the_network_near_the_bound(spec: str) -> None:
+    topo = load(spec)
+    line = simulate(plan_allreduce(topo, 1 << 30, "hierarchical"), topo, 1 << 30)
+    assert 0.7 * allreduce_bound(topo) < line.algbw <= allreduce_bound(topo)
+
+
+def test_auto_takes_it_on_rails() -> None:
+    topo = load("2 x dgx-a100")
+    assert choose(topo, 1 << 26) == "hierarchical"
+
+
+def test_other_machines_are_refused() -> None:
+    with pytest.raises(PlanError, match="mesh-4 has one node"):
+        plan_allreduce(load("mesh-4"), 1024, "hierarchical")
+    uneven = load("2 x mesh-2").subset([0, 1, 2])
+    with pytest.raises(PlanError, match=r"has nodes of \[1, 2\] GPUs"):
+        plan_allreduce(uneven, 1024, "hierarchical")
+
+
+def test_what_would_join_every_pair_is_left_to_it_on_large_clusters() -> None:
+    topo = load("33 x mesh-4 nics=1")
+    with pytest.raises(PlanError, match="two_shot joins every pair of ranks: at most 128, not 132"):
+        plan_allreduce(topo, 1024, "two_shot")
+    with pytest.raises(PlanError, match="is for at most 64 GPUs, not 132: use hierarchical"):
+        plan_allreduce(topo, 1024, "packed_trees")
