@@ -150,7 +150,7 @@ def _rows(
     state = f"near {near}/{len(states)}, {np.median(states):.0f} ns"
     # a map of GPUs gives the plan, but says nothing of this machine's time
     model = None
-    if any(link.kind == "memory" for link in settings.topology.links):
+    if settings.topology.on_memory:
         model = predict(settings.topology, size, choose(settings.topology, size))[0] * 1e6
     gloo = [float(np.median(t)) for t in found.get("gloo", [])]
     rows = []

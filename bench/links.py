@@ -15,9 +15,10 @@ import numpy as np
 from numba import njit
 
 import collectives
+from bench.timing import ping
 from collectives import CollectiveError
 from collectives.default import get_default
-from kernels.atomics import copy_bytes, load_acquire, sched_yield, store_release
+from kernels.atomics import copy_bytes
 from topology import Device
 from topology.measured import LinkFigures, PairFigure
 
@@ -60,20 +61,6 @@ def _copy(dst, src, nbytes):
     copy_bytes(dst, src, nbytes)
 
 
-@njit(nogil=True, cache=True)
-def _ping(mine, theirs, first, base, rounds):
-    for k in range(base + 1, base + rounds + 1):
-        if first:
-            store_release(mine, k)
-        spins = 0
-        while load_acquire(theirs) < k:
-            spins += 1
-            if spins > 1000:  # the other may need this core
-                sched_yield()
-        if not first:
-            store_release(mine, k)
-
-
 def _cpu_rank(rank: int, rounds: int) -> tuple[list[PairFigure], float | None]:
     comm = get_default()
     size = comm.size
@@ -84,7 +71,7 @@ def _cpu_rank(rank: int, rounds: int) -> tuple[list[PairFigure], float | None]:
     at = np.zeros((2, size), np.int64)
     at[0, rank], at[1, rank] = comm.offset_of(buffer), comm.offset_of(words)
     comm.allreduce(at)
-    _ping(comm.address_at(int(at[1, rank])), comm.address_at(int(at[1, rank])), True, 0, 1)
+    ping(comm.address_at(int(at[1, rank])), comm.address_at(int(at[1, rank])), True, 0, 1)
     words[:] = 0
 
     def copy_to(dst: int) -> float:
@@ -110,7 +97,7 @@ def _cpu_rank(rank: int, rounds: int) -> tuple[list[PairFigure], float | None]:
             trips = []
             for _ in range(rounds):
                 start = time.perf_counter()
-                _ping(mine, theirs, rank == src, base, PINGS)
+                ping(mine, theirs, rank == src, base, PINGS)
                 trips.append((time.perf_counter() - start) / PINGS / 2)
                 base += PINGS
             if rank == src:

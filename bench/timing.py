@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from kernels.atomics import load_acquire, store_release
+from kernels.atomics import load_acquire, sched_yield, store_release
 
 NEAR_NS = 350  # flag round trip below which two cores share a cache that is close
 
@@ -22,12 +22,16 @@ def schedule(batch: bool) -> None:
 
 
 @njit(nogil=True, cache=True)
-def _ping(mine, theirs, first, rounds):
-    for k in range(1, rounds + 1):
+def ping(mine, theirs, first, base, rounds):
+    """Raise the flag at `mine` from `base` on, in turns with the peer who raises `theirs`."""
+    for k in range(base + 1, base + rounds + 1):
         if first:
             store_release(mine, k)
+        spins = 0
         while load_acquire(theirs) < k:
-            pass
+            spins += 1
+            if spins > 1000:  # the other may need this core
+                sched_yield()
         if not first:
             store_release(mine, k)
 
@@ -48,9 +52,9 @@ def round_trip_ns(comm: Any, rounds: int = 2000) -> float:
         if comm.rank < 2:
             os.sched_setaffinity(0, {cores[comm.rank]})
             mine, theirs = (comm.address_at(int(addresses[r])) for r in (comm.rank, 1 - comm.rank))
-            _ping(mine, theirs, comm.rank == 0, 1)
+            ping(mine, theirs, comm.rank == 0, 0, 1)
             start = time.perf_counter()
-            _ping(mine, theirs, comm.rank == 0, rounds)
+            ping(mine, theirs, comm.rank == 0, 0, rounds)
             result[0] = (time.perf_counter() - start) / rounds * 1e9
             os.sched_setaffinity(0, cores)
         comm.barrier()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
@@ -10,7 +10,7 @@ from topology import speeds
 from topology.errors import TopologyError
 from topology.graph import Device, Link, Topology
 from topology.machines import both, dgx1_p100, ordered
-from topology.routes import Vertex
+from topology.routes import Vertex, groups
 
 Pair = tuple[Vertex, Vertex]
 
@@ -81,12 +81,11 @@ def _without_models(machine: Topology) -> Topology:
 
 def _nvlinks(told: Told, sm: Mapping[int, int], assumed: list[str]) -> list[Link]:
     def rate(gpu: int) -> int:
-        return speeds.nvlink(sm[gpu]) if sm[gpu] else speeds.NVLINK
+        return speeds.nvlink(sm[gpu])
 
     links: list[Link] = []
     ports = dict(told.ports)
-    for members in _groups(sm, [pair for pair, n in told.nvlinks.items() if n]):
-        group = [g for g in members if isinstance(g, int)]
+    for group in groups(sm, [pair for pair, n in told.nvlinks.items() if n]):
         counts = {p: n for p, n in told.nvlinks.items() if p[0] in group and n}
         degree = {g: sum(n for p, n in counts.items() if g in p) for g in group}
         busiest = max(group, key=lambda g: degree[g])
@@ -120,7 +119,7 @@ def _pcie_tree(told: Told, sm: Mapping[int, int], assumed: list[str]) -> list[Li
     def within(most: int, members: Sequence[Vertex]) -> list[list[Vertex]]:
         inside = set(members)
         near = [p for p, far in level.items() if far <= most and inside.issuperset(p)]
-        return _groups(members, near)
+        return groups(members, near)
 
     def port(vertex: Vertex) -> int:
         return speeds.pcie_port(sm[vertex]) if isinstance(vertex, int) else speeds.NETWORK
@@ -173,7 +172,7 @@ def _levels(told: Told, devices: Sequence[Vertex], assumed: list[str]) -> dict[P
     """
     nearest: dict[Pair, int] = {}
     for far in range(PIX, SYS + 1):
-        for group in _groups(devices, [p for p, level in told.level.items() if level <= far]):
+        for group in groups(devices, [p for p, level in told.level.items() if level <= far]):
             for pair in combinations(group, 2):
                 nearest.setdefault(pair, far)
     told_level = {**told.level, **{(b, a): far for (a, b), far in told.level.items()}}
@@ -219,17 +218,3 @@ def _cpu_names(cpus: Sequence[Sequence[Vertex]], numa: Mapping[int, str]) -> lis
     if len(told) == len(cpus) == len(set(told)) and all(t.isdigit() for t in told):
         return [f"cpu{int(t)}" for t in told]
     return [f"cpu{i}" for i in range(len(cpus))]
-
-
-def _groups(
-    members: Iterable[Vertex], joined: Iterable[tuple[Vertex, Vertex]]
-) -> list[list[Vertex]]:
-    """The members in connected groups, in their own order."""
-    import networkx as nx
-
-    listed = list(members)
-    graph = nx.Graph(joined)
-    graph.add_nodes_from(listed)
-    place = {v: i for i, v in enumerate(listed)}
-    groups = [sorted(group, key=place.__getitem__) for group in nx.connected_components(graph)]
-    return sorted(groups, key=lambda group: place[group[0]])

@@ -100,7 +100,7 @@ def bound(topology: Topology, collective: str = "allreduce", root: int | None = 
     over = _kinds(topology.fabric)
     if len(ranks) == 1:
         return Bound(collective, Fraction(0), (), "nothing: one rank has all", over, None)
-    if any(link.kind == "memory" for link in topology.fabric):
+    if topology.on_memory:
         return _memory_bound(topology, collective, over)
     there, back = _capacities(topology), _capacities(topology, reverse=True)
     if collective == "allreduce":
@@ -144,10 +144,10 @@ def _capacities(topology: Topology, reverse: bool = False) -> dict[tuple[Vertex,
 @lru_cache(maxsize=16)
 def _network(topology: Topology, reverse: bool = False) -> Network:
     """Kept, as finding the ranks that are alike takes longest, and serves several collectives."""
-    there = _capacities(topology)
-    if reverse and _capacities(topology, reverse=True) == there:
+    capacities = _capacities(topology, reverse)
+    if reverse and capacities == _capacities(topology):
         return _network(topology)
-    return Network(topology.gpus, _capacities(topology, reverse))
+    return Network(topology.gpus, capacities)
 
 
 Found = tuple[Fraction, list[Cut]]

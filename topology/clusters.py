@@ -22,7 +22,7 @@ from topology import speeds
 from topology.errors import TopologyError
 from topology.graph import Link, Topology
 from topology.machines import MAX_N, both, ordered
-from topology.routes import Vertex
+from topology.routes import Vertex, groups
 
 _HEAD = re.compile(r"(\d{1,6})\s*[x*]\s*([^\s=]+)\s*(.*)", re.IGNORECASE | re.DOTALL)
 _RATE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)\s*(GB/s|Gb/s|Gbit/s)")
@@ -136,25 +136,9 @@ def _root(machine: Topology, at: Vertex) -> Vertex:
 
 def nodes_of(topology: Topology) -> list[tuple[int, ...]]:
     """The GPUs of each node: what stays together without the network."""
-    near: dict[Vertex, list[Vertex]] = {}
-    for link in topology.links:
-        if link.kind != "network":
-            near.setdefault(link.src, []).append(link.dst)
-            near.setdefault(link.dst, []).append(link.src)
-    nodes: list[tuple[int, ...]] = []
-    placed: set[Vertex] = set()
-    for gpu in topology.gpus:
-        if gpu in placed:
-            continue
-        group: set[Vertex] = {gpu}
-        todo: list[Vertex] = [gpu]
-        while todo:
-            fresh = set(near.get(todo.pop(), ())) - group
-            group |= fresh
-            todo += fresh
-        placed |= group
-        nodes.append(tuple(g for g in topology.gpus if g in group))
-    return nodes
+    local = [(k.src, k.dst) for k in topology.links if k.kind != "network"]
+    nodes = groups(topology.gpus, local)
+    return [tuple(g for g in node if isinstance(g, int)) for node in nodes]
 
 
 def looks_like_cluster(text: str) -> bool:

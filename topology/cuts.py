@@ -19,7 +19,7 @@ from math import lcm
 
 import numpy as np
 
-from topology.routes import Vertex
+from topology.routes import Vertex, neighbours, reach
 from topology.symmetry import Wiring, colour_of
 
 _S, _T = -1, -2  # source and sink, beside the merged vertices 0, 1, ...
@@ -138,7 +138,8 @@ class Network:
         for (i, j), capacity in view.arcs.items():
             residual[i][j] = capacity * scale
         _saturate(residual)
-        beyond = _reaching(residual)
+        open_ = ((j, i) for i, out in residual.items() for j, left in out.items() if left)
+        beyond = reach(neighbours(open_), _T)  # what can still reach the sink
         kept = [i for i in range(len(view.members)) if i not in beyond]
         leaving = sum(c for (i, j), c in view.arcs.items() if i not in beyond and j in beyond)
         return Cut(frozenset(v for i in kept for v in view.members[i]), leaving)
@@ -169,18 +170,3 @@ def _saturate(residual: dict[int, dict[int, int]]) -> None:
         for i, j in steps:
             residual[i][j] -= flow
             residual[j][i] = residual[j].get(i, 0) + flow
-
-
-def _reaching(residual: dict[int, dict[int, int]]) -> set[int]:
-    """What can still reach the sink."""
-    into: dict[int, list[int]] = {}
-    for i, out in residual.items():
-        for j, left in out.items():
-            if left:
-                into.setdefault(j, []).append(i)
-    seen, todo = {_T}, [_T]
-    while todo:
-        fresh = [i for i in into.get(todo.pop(), ()) if i not in seen]
-        seen.update(fresh)
-        todo += fresh
-    return seen

@@ -89,7 +89,7 @@ def _title(topology: Topology, plan: PlanLike | None) -> str:
     counts: Counter[str] = Counter()
     for link, _ in cables(topology.fabric):
         counts[link.kind] += link.count
-    ranks = "CPU rank" if "memory" in counts else "GPU"
+    ranks = "CPU rank" if topology.on_memory else "GPU"
     n = len(topology.gpus)
     parts = [f"{n} {ranks}{'s'[: n != 1]}"]
     parts += [f"{count} {KINDS[kind][count != 1]}" for kind, count in counts.items()]

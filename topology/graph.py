@@ -178,6 +178,11 @@ class Topology:
         return tuple(link for link in self.links if (link.src, link.dst) in ways)
 
     @cached_property
+    def on_memory(self) -> bool:
+        """Whether these are CPU ranks, which share one memory."""
+        return any(link.kind == "memory" for link in self.links)
+
+    @cached_property
     def hops(self) -> Mapping[tuple[int, int], tuple[Vertex, ...]]:
         """For each ordered pair of GPUs that the fabric joins: the vertices passed, ends included.
 

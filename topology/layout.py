@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from topology.clusters import nodes_of
 from topology.graph import Link, Topology
 from topology.machines import dgx1_p100, dgx1_v100
-from topology.routes import Vertex
+from topology.routes import Vertex, neighbours, reach
 
 RADIUS = 0.22  # of a GPU's circle; a unit of length is 1.5 inches at most
 GAP = 0.1  # between parallel lines
@@ -133,7 +133,12 @@ def _in_rows(topology: Topology, links: Sequence[Link], arcs: bool) -> Layout:
     if len(nodes) == 1:
         return _row(topology.gpus, links, arcs, cluster=False)
     local = [k for k in links if k.kind != "network"]
-    own = [_row(gpus, _near(local, gpus), arcs, cluster=True) for gpus in nodes]
+    near = neighbours((k.src, k.dst) for k in local)
+    parts = [reach(near, gpus[0]) for gpus in nodes]
+    own = [
+        _row(gpus, [k for k in local if k.src in part], arcs, cluster=True)
+        for gpus, part in zip(nodes, parts, strict=True)
+    ]
     columns = math.ceil(len(nodes) / 2) if len(nodes) > 2 else len(nodes)
     width = 1.2 + max(_span(one)[1] - _span(one)[0] for one in own)
     net = dict.fromkeys(
@@ -162,18 +167,6 @@ def _in_rows(topology: Topology, links: Sequence[Link], arcs: bool) -> Layout:
             a, b = whole.boxes[name]
             whole.boxes[name] = (a, b + 0.3 + 0.2 * len(crossing))
     return whole
-
-
-def _near(links: Iterable[Link], gpus: Sequence[int]) -> list[Link]:
-    """The links of one node."""
-    listed = list(links)
-    inside: set[Vertex] = set(gpus)
-    grown = True
-    while grown:
-        more = {v for k in listed if k.src in inside or k.dst in inside for v in (k.src, k.dst)}
-        grown = not more <= inside
-        inside |= more
-    return [k for k in listed if k.src in inside]
 
 
 def _place(whole: Layout, one: Layout, shift: float, mirror: float | None) -> None:

@@ -6,14 +6,12 @@ import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 
+from topology import speeds
 from topology.errors import TopologyError
 from topology.graph import Link, Topology
 from topology.routes import Vertex
 
-NVLINK = 25_000_000_000  # nominal bytes/s of one NVLink 2/3/4, one direction (NVIDIA data sheets)
-NVLINK1 = 20_000_000_000  # NVLink 1, P100
-PCIE = 12_000_000_000  # what a PCIe 3.0 x16 port sustains (NCCL's own figure, src/graph/topo.h)
-QPI = 6_000_000_000  # between two Broadwell sockets (the same source)
+NVLINK1 = speeds.nvlink(60)
 MEMORY = 20_000_000_000  # copied bytes/s through one machine's memory, all ranks together
 MAX_N = 4096
 
@@ -62,15 +60,15 @@ _PCIE_FIGURES = "PCIe at 12 GB/s a port, 6 GB/s between the CPUs: NCCL's figures
 def _dgx1(name: str, nvlinks: Iterable[tuple[Link, Link]]) -> Topology:
     """Beneath the NVLinks, two GPUs share a PCIe switch, and two switches a CPU."""
     pairs = list(nvlinks)
-    pairs += [both(g, f"switch{g // 2}", PCIE, kind="pcie") for g in range(8)]
-    pairs += [both(f"switch{s}", f"cpu{s // 2}", PCIE, kind="host") for s in range(4)]
-    pairs.append(both("cpu0", "cpu1", QPI, kind="socket"))
+    pairs += [both(g, f"switch{g // 2}", speeds.PCIE, kind="pcie") for g in range(8)]
+    pairs += [both(f"switch{s}", f"cpu{s // 2}", speeds.PCIE, kind="host") for s in range(4)]
+    pairs.append(both("cpu0", "cpu1", speeds.QPI, kind="socket"))
     return _machine(name, 8, pairs, _PCIE_FIGURES)
 
 
 def dgx1_v100() -> Topology:
     """DGX-1 with V100: 24 NVLinks of 25 GB/s, six a GPU, in the hybrid cube mesh."""
-    return _dgx1("dgx1-v100", (both(a, b, NVLINK, n) for (a, b), n in _CUBE_MESH.items()))
+    return _dgx1("dgx1-v100", (both(a, b, speeds.NVLINK, n) for (a, b), n in _CUBE_MESH.items()))
 
 
 def dgx1_p100() -> Topology:
@@ -82,7 +80,7 @@ SWITCH_PLANES = "the NVSwitch planes are drawn as one non-blocking switch"
 
 
 def _switched(name: str, n: int, ports: int) -> Topology:
-    pairs = (both(g, "nvswitch", NVLINK, ports) for g in range(n))
+    pairs = (both(g, "nvswitch", speeds.NVLINK, ports) for g in range(n))
     return _machine(name, n, pairs, SWITCH_PLANES)
 
 
@@ -103,22 +101,22 @@ def dgx_h100() -> Topology:
 
 def mesh(n: int) -> Topology:
     """Every pair joined by one 25 GB/s link."""
-    pairs = (both(a, b, NVLINK) for a in range(n) for b in range(a + 1, n))
+    pairs = (both(a, b, speeds.NVLINK) for a in range(n) for b in range(a + 1, n))
     return _machine(f"mesh-{n}", n, pairs)
 
 
 def ring(n: int) -> Topology:
     """Each GPU joined to the next by one 25 GB/s link, the last to the first."""
     ends = {(min(a, b), max(a, b)) for a in range(n) for b in [(a + 1) % n] if a != b}
-    return _machine(f"ring-{n}", n, (both(a, b, NVLINK) for a, b in sorted(ends)))
+    return _machine(f"ring-{n}", n, (both(a, b, speeds.NVLINK) for a, b in sorted(ends)))
 
 
 def pcie(n: int) -> Topology:
     """GPUs on 12 GB/s ports, four to a switch; each switch reaches the host by one such port."""
-    pairs = [both(g, f"switch{g // 4}", PCIE, kind="pcie") for g in range(n)]
+    pairs = [both(g, f"switch{g // 4}", speeds.PCIE, kind="pcie") for g in range(n)]
     if n > 4:
         switches = range((n + 3) // 4)
-        pairs += [both(f"switch{s}", "host", PCIE, kind="host") for s in switches]
+        pairs += [both(f"switch{s}", "host", speeds.PCIE, kind="host") for s in switches]
     return _machine(f"pcie-{n}", n, pairs)
 
 

@@ -74,8 +74,7 @@ def overlay(topology: Topology, text: str, where: str) -> Topology:
             f"{where}: neither the JSON of linkweave bench links nor what "
             "p2pBandwidthLatencyTest prints"
         )
-    memory = any(link.kind == "memory" for link in topology.links)
-    if figures.machine and figures.machine.startswith("cpu-") != memory:
+    if figures.machine and figures.machine.startswith("cpu-") != topology.on_memory:
         raise TopologyError(
             f"{where}: figures of {figures.machine}, which are not of {topology.name}'s kind"
         )
@@ -152,9 +151,8 @@ def _matched(
             f"{where}: has figures for GPU {name}, which is not in {topology.name}; it has "
             + ", ".join(map(str, has))
         )
-    memory = any(link.kind == "memory" for link in topology.links)
     by_identity = bool(known) and all(g in told for g in used)
-    return number, "" if by_identity or memory else ", GPUs matched by their numbers"
+    return number, "" if by_identity or topology.on_memory else ", GPUs matched by their numbers"
 
 
 def _figure(src: object, dst: object, bandwidth: object, latency: object, at: str) -> PairFigure:

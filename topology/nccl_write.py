@@ -26,7 +26,7 @@ def to_nccl_xml(topology: Topology) -> str:
     measured NVLinks, or names that NCCL could not hold.
     """
     kinds = {link.kind for link in topology.fabric}
-    if "memory" in kinds:
+    if topology.on_memory:
         raise TopologyError(f"{topology.name} has CPU ranks: an NCCL topology is of GPUs")
     if len(topology.gpus) > MOST_GPUS or "network" in kinds:
         raise TopologyError(

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 Vertex = int | str
 """A GPU (or CPU rank) is an int; what only passes traffic on (a switch, a bus) is a str."""
 
 Ends = tuple[Vertex, Vertex]
-
-
-def _out(links: Iterable[Ends]) -> dict[Vertex, list[Vertex]]:
-    out: dict[Vertex, list[Vertex]] = {}
-    for src, dst in links:
-        out.setdefault(src, []).append(dst)
-    for reached in out.values():
-        reached.sort(key=str)
-    return out
+V = TypeVar("V", bound=Hashable)
 
 
 def routes(
@@ -27,7 +20,8 @@ def routes(
 
     A way crosses switches but no other GPU. Ties go by the vertices' names, so it is stable.
     """
-    out, wanted = _out(links), set(gpus)
+    out = {v: sorted(near, key=str) for v, near in neighbours(links).items()}
+    wanted = set(gpus)
     found: dict[tuple[int, int], tuple[Vertex, ...]] = {}
     for src in gpus:
         queue: deque[tuple[Vertex, ...]] = deque([(src,)])
@@ -47,17 +41,39 @@ def routes(
 
 def connects(links: Sequence[Ends], gpus: Sequence[int]) -> bool:
     """Whether every one of the GPUs can send to every other, through switches and GPUs alike."""
-    return all(set(gpus) <= _reach(way, gpus[0]) for way in (links, [(b, a) for a, b in links]))
+    ways = (links, [(b, a) for a, b in links])
+    return all(set(gpus) <= reach(neighbours(way), gpus[0]) for way in ways)
 
 
-def _reach(links: Iterable[Ends], start: Vertex) -> set[Vertex]:
-    out = _out(links)
+def neighbours(links: Iterable[tuple[V, V]]) -> dict[V, list[V]]:
+    """What each vertex leads to."""
+    out: dict[V, list[V]] = {}
+    for src, dst in links:
+        out.setdefault(src, []).append(dst)
+    return out
+
+
+def reach(near: Mapping[V, Iterable[V]], start: V) -> set[V]:
+    """All that can be reached from a vertex, itself included."""
     seen, todo = {start}, [start]
     while todo:
-        fresh = [v for v in out.get(todo.pop(), ()) if v not in seen]
-        seen.update(fresh)
+        fresh = set(near.get(todo.pop(), ())) - seen
+        seen |= fresh
         todo += fresh
     return seen
+
+
+def groups(members: Iterable[V], joined: Iterable[tuple[V, V]]) -> list[list[V]]:
+    """The members that are joined, directly or over others, together; in their own order."""
+    near = neighbours(ends for a, b in joined for ends in ((a, b), (b, a)))
+    found: list[list[V]] = []
+    placed: dict[V, list[V]] = {}
+    for member in members:
+        if member not in placed:
+            found.append([])
+            placed |= dict.fromkeys(reach(near, member), found[-1])
+        placed[member].append(member)
+    return found
 
 
 def between(links: Sequence[Ends], gpus: Collection[int]) -> set[Ends]:

@@ -7,6 +7,7 @@ topo.cc, June 2026): PCIe generation 3 x16 moves 12 GB/s, and later ones twice t
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 GB = 10**9
 
@@ -30,15 +31,15 @@ MOST_NVLINKS = 18  # of any GPU so far
 NVLINK = 25 * GB  # where the GPU is not known: NVLink 2, 3 and 4 have the same
 PCIE = 12 * GB
 NETWORK = 12 * GB  # 100 Gbit/s, as NCCL reckons it
-SOCKETS = 10 * GB  # between two CPUs: Skylake's
+QPI = 6 * GB  # between two Broadwell CPUs
+SOCKETS = 10 * GB  # between two CPUs that are not known: Skylake's
 
 _GTS = {"2.5": 15, "5": 30, "8": 60, "16": 120, "32": 240, "64": 480}  # NCCL: 100 Mbit/s a lane
 
 
 def nvlink(sm: int) -> int:
     """One NVLink of a GPU of this compute capability (times ten)."""
-    known = [generation for generation in _NVLINK if generation <= sm]
-    return _NVLINK[max(known)] if known else NVLINK
+    return _since(_NVLINK, sm, NVLINK)
 
 
 def generation(bandwidth: int) -> int:
@@ -53,8 +54,12 @@ def compute_capability(model: str) -> int:
 
 def pcie_port(sm: int) -> int:
     """The PCIe x16 port of such a GPU; generation 3 where it is not known."""
-    known = [since for since in _PCIE_OF if since <= sm]
-    return PCIE << (_PCIE_OF[max(known)] - 3) if known else PCIE
+    return PCIE << (_since(_PCIE_OF, sm, 3) - 3)
+
+
+def _since(table: Mapping[int, int], sm: int, unknown: int) -> int:
+    """The entry of the latest generation that is not after this one."""
+    return table[max(g for g in table if g <= sm)] if sm >= min(table) else unknown
 
 
 def pcie(link_speed: str, width: int) -> int | None:
@@ -75,7 +80,7 @@ def pcie_as_written(bandwidth: int) -> tuple[str, int]:
 
 _CPUS = (  # vendor, least model of family 6, bandwidth between two of them
     ("GenuineIntel", 0xCF, 40 * GB), ("GenuineIntel", 0x8F, 22 * GB),
-    ("GenuineIntel", 0x55, 10 * GB), ("GenuineIntel", 0, 6 * GB),
+    ("GenuineIntel", 0x55, SOCKETS), ("GenuineIntel", 0, QPI),
     ("AuthenticAMD", 0, 16 * GB),
 )  # fmt: skip
 

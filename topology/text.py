@@ -83,7 +83,7 @@ def matrix(topology: Topology) -> list[str]:
 
 
 def _noun(topology: Topology) -> str:
-    return "rank" if any(link.kind == "memory" for link in topology.links) else "GPU"
+    return "rank" if topology.on_memory else "GPU"
 
 
 def link_table(topology: Topology) -> list[str]:

@@ -24,13 +24,9 @@ MOST_PAIRED = 128
 """Ranks of an algorithm in which every two exchange data."""
 
 
-def _levels(tree: Tree) -> list[list[int]]:
-    """Interior ranks, level by level from the root."""
-    level = {tree.root: 0}
-    for child, parent in tree.edges:
-        level[child] = level[parent] + 1
-    interior = [r for r in tree.top_down if tree.children(r)]
-    return [[r for r in interior if level[r] == d] for d in range(tree.depth)]
+def _interior(tree: Tree) -> list[list[int]]:
+    """Ranks with children, level by level from the root."""
+    return [[r for r in level if tree.children(r)] for level in tree.levels[:-1]]
 
 
 def reduce_up(trees: Sequence[Tree]) -> tuple[Round, ...]:
@@ -38,7 +34,7 @@ def reduce_up(trees: Sequence[Tree]) -> tuple[Round, ...]:
     return tuple(
         tuple(Reduce(tree.children(r), r, t, 2 * t) for r in level)
         for t, tree in enumerate(trees)
-        for level in reversed(_levels(tree))
+        for level in reversed(_interior(tree))
     )
 
 
@@ -47,7 +43,7 @@ def broadcast_down(trees: Sequence[Tree]) -> tuple[Round, ...]:
     return tuple(
         tuple(Copy(r, tree.children(r), t, 2 * t + 1) for r in level)
         for t, tree in enumerate(trees)
-        for level in _levels(tree)
+        for level in _interior(tree)
     )
 
 
@@ -117,7 +113,7 @@ def packed_trees(topology: Topology) -> Algorithm:
     size = len(topology.gpus)
     if size == 1:
         return over_trees("packed_trees", topology, [chain_tree(1)], overlap=True)
-    if any(link.kind == "memory" for link in topology.fabric):
+    if topology.on_memory:
         raise PlanError(
             f"packed_trees packs links, and the ranks of {topology.name} share one memory: use "
             "two_shot"

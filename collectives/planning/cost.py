@@ -152,4 +152,4 @@ def _load(plan: Plan, topology: Topology, phase: int) -> float:
 
 def largest_chunk(topology: Topology) -> int | None:
     """The largest chunk in bytes that suits the machine, or None where only the model decides."""
-    return MEMORY_CHUNK if any(link.kind == "memory" for link in topology.links) else None
+    return MEMORY_CHUNK if topology.on_memory else None

@@ -285,7 +285,7 @@ def embed(topology: Topology, edges: Sequence[Edge], size: int, relabel: bool = 
     if all(search.claim(use, search.wires(e, identity, None)) for e in search.edges):
         return Embedding(tuple(identity))
     # every labelling of a bus is the same, so where one is not exclusive, none is
-    relabel = relabel and not any(link.kind == "memory" for link in topology.links)
+    relabel = relabel and not topology.on_memory
     if relabel and size <= 64 and (found := search.exclusive()):
         return found
     return search.least_congested(_SWAPS if relabel else 0)

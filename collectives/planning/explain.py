@@ -7,7 +7,7 @@ from itertools import groupby
 
 from collectives.errors import PlanError
 from collectives.planning.algorithms import ALGORITHMS
-from collectives.planning.planner import candidates, check_nbytes, choose, plan_allreduce, predict
+from collectives.planning.planner import candidates, choose, plan_allreduce, predict
 from collectives.runtime.simulate import Timeline, simulate
 from topology import Bound, Topology, Vertex, bound
 
@@ -88,8 +88,8 @@ def explain(topology: Topology, nbytes: int) -> Explanation:
 
     Raises PlanError for a size that makes no sense, TopologyError where GPUs are not connected.
     """
-    check_nbytes(nbytes)
     best = bound(topology)
+    choice = plan_allreduce(topology, nbytes).algorithm
     rows, refused = [], []
     able = candidates(topology)
     for name in ALGORITHMS:
@@ -100,7 +100,6 @@ def explain(topology: Topology, nbytes: int) -> Explanation:
                 plan_allreduce(topology, nbytes, name)
             except PlanError as error:
                 refused.append((name, str(error)))
-    choice = choose(topology, nbytes)
     rows.sort(key=lambda row: (row.seconds, row.algorithm != choice))
     return Explanation(
         topology.name, nbytes, tuple(rows), tuple(refused), choice,

@@ -53,16 +53,11 @@ def hierarchical(topology: Topology) -> Algorithm:
 
 def _between(at: list[list[int]], tree: Tree, t: int, stride: int) -> list[Round]:
     """Tree t over the nodes, for chunk t of every slice: up, deepest level first, and down."""
-    level = {tree.root: 0}
-    for child, parent in tree.edges:
-        level[child] = level[parent] + 1
-    inner = [n for n in tree.top_down if tree.children(n)]
     up: list[Round] = []
     down: list[Round] = []
-    for depth in range(tree.depth):
-        here = [n for n in inner if level[n] == depth]
+    for level in tree.levels[:-1]:
         reduces, copies = [], []
-        for n in here:
+        for n in filter(tree.children, level):
             for g, mine in enumerate(at[n]):
                 chunk, children = 2 * g + t, tuple(at[c][g] for c in tree.children(n))
                 reduces.append(Reduce(children, mine, chunk, stride + chunk))

@@ -115,12 +115,6 @@ def _fastest(topology: Topology, nbytes: int) -> str:
     return names[best[1]]
 
 
-def check_nbytes(nbytes: int) -> None:
-    """Raise PlanError unless it is a number of bytes."""
-    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
-        raise PlanError(f"nbytes must be an integer of at least 0, not {nbytes!r}")
-
-
 def plan_allreduce(
     topology: Topology, nbytes: int, algorithm: str = "auto", num_chunks: int | None = None
 ) -> Plan:
@@ -130,7 +124,8 @@ def plan_allreduce(
     cached. Raises PlanError for an unknown algorithm, one that the machine cannot run, or sizes
     that make no sense.
     """
-    check_nbytes(nbytes)
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
+        raise PlanError(f"nbytes must be an integer of at least 0, not {nbytes!r}")
     if algorithm == "auto":
         algorithm = choose(topology, nbytes)
     return _planned(topology, nbytes, algorithm, num_chunks)

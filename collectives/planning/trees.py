@@ -59,12 +59,17 @@ class Tree:
         return tuple((r, self.parent[r]) for r in self.top_down[1:])
 
     @cached_property
+    def levels(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks by their distance from the root, nearest first."""
+        found: list[tuple[int, ...]] = [(self.root,)]
+        while below := tuple(c for r in found[-1] for c in self.children(r)):
+            found.append(below)
+        return tuple(found)
+
+    @property
     def depth(self) -> int:
         """Edges on the longest way to the root."""
-        level = {self.root: 0}
-        for child, parent in self.edges:
-            level[child] = level[parent] + 1
-        return max(level.values())
+        return len(self.levels) - 1
 
     def relabel(self, rank_of: Sequence[int]) -> Tree:
         """The same tree with position i held by rank `rank_of[i]`."""
