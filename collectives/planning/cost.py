@@ -27,8 +27,8 @@ from topology import Topology, Vertex
 MEMORY_CHUNK = 64 << 10
 """Bytes: a chunk that ranks on one memory hand on stays in a core's own cache."""
 MAX_CHUNKS = 8192
-_SENDS = 9_000  # simulated to tell how long a group takes, over at most so many groups:
-_GROUPS = 36
+_SENDS = 40_000  # simulated to tell how long a group takes, over at most so many groups:
+_GROUPS = 128
 
 
 @dataclass(frozen=True, slots=True)

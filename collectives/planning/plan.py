@@ -165,13 +165,18 @@ class Plan:
         """Bytes of a full chunk: the least multiple of 16 that lets all chunks cover `nbytes`."""
         return -(-nbytes // (self.num_chunks * ALIGN)) * ALIGN
 
+    def sends_on(self, stream: Stream, connection: int) -> bool:
+        """Whether the stream is the connection's sender (else its receiver)."""
+        c = self.connections[connection]
+        return (c.src, c.src_channel) == (stream.rank, stream.channel)
+
     # ---- forms -----------------------------------------------------------------------------
     def describe(self, stream: Stream, step: Step) -> str:
         """One line that names peers, not connection numbers."""
 
         def peer(index: int) -> int:
             c = self.connections[index]
-            return c.dst if (c.src, c.src_channel) == (stream.rank, stream.channel) else c.src
+            return c.dst if self.sends_on(stream, index) else c.src
 
         peers = ",".join(str(peer(i)) for i in step.connections)
         word = step.op.name.lower() + (" last" if step.last else "")
@@ -260,8 +265,15 @@ class Plan:
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise PlanError(f"plan JSON is malformed: {type(error).__name__}: {error}") from None
 
-    def encode(self, rank: int) -> NDArray[np.int32]:
-        """One rank's part as the int32 array that interpreter kernels read.
+    @cached_property
+    def _streams_of(self) -> Mapping[int, list[Stream]]:
+        found: dict[int, list[Stream]] = {}
+        for stream in self.streams:
+            found.setdefault(stream.rank, []).append(stream)
+        return found
+
+    def encode(self, rank: int | None = None) -> NDArray[np.int32]:
+        """One rank's part (or all of it) as the int32 array that interpreter kernels read.
 
         `[num_streams, num_phases]`, then a row of `num_phases + 1` code offsets for each stream
         (phase p is `code[offset[p]:offset[p + 1]]`, counted from the start of the array), then
@@ -269,7 +281,7 @@ class Plan:
         `last + 2 * behind` for a REDUCE; for SIGNAL and WAIT it is 1 at the connection's sender,
         else 0.
         """
-        mine = [s for s in self.streams if s.rank == rank]
+        mine = self.streams if rank is None else self._streams_of.get(rank, [])
         phases = max((len(s.phases) for s in mine), default=1)
         table: list[int] = []
         code: list[int] = []
@@ -281,8 +293,7 @@ class Plan:
                     source = -1 if s.source is None else s.source
                     flag = s.last + 2 * s.behind
                     if s.op in (Op.SIGNAL, Op.WAIT):
-                        c = self.connections[s.connections[0]]
-                        flag = (c.src, c.src_channel) == (stream.rank, stream.channel)
+                        flag = self.sends_on(stream, s.connections[0])
                     code += [s.op, s.chunk, flag, source, len(s.connections), *s.connections]
             table += [base + len(code)] * (phases + 1 - len(stream.phases))
         return np.array([len(mine), phases, *table, *code], dtype=np.int32)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import heapq
 import json
 import os
-from collections import defaultdict, deque
+from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from collectives.errors import PlanError
 from collectives.planning.plan import Op, Plan
+from kernels.timeline import compiled_play, play
 from topology import Link, Topology, Vertex
+
+_SHORT = 40_000  # steps carried out: beyond, the loop is compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +41,12 @@ class Timeline:
     seconds: float
     first_chunk_by_rank: tuple[float, ...]
     busy: dict[tuple[Vertex, Vertex], float] = field(repr=False)
-    sends: tuple[Send, ...] = field(repr=False)
+    rows: tuple[NDArray[Any], ...] = field(repr=False, compare=False)
+    """The fields of all sends, one array each, in order of their start."""
+
+    @cached_property
+    def sends(self) -> tuple[Send, ...]:
+        return tuple(map(Send, *(row.tolist() for row in self.rows)))
 
     @property
     def algbw(self) -> float:
@@ -73,25 +85,6 @@ class Timeline:
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
 
 
-@dataclass(frozen=True, slots=True)
-class _Wire:
-    """What a connection's sends cost: the lanes they hold, and how long."""
-
-    lanes: tuple[tuple[tuple[Vertex, Vertex], int, float, bool], ...]
-    """(link, lane, seconds a byte, whether it is memory) for each link passed."""
-    alpha: float
-    per_byte: float
-
-
-@dataclass(slots=True)
-class _Going:
-    """A send under way: the connections it has yet to begin, and when the begun ones are over."""
-
-    left: list[int]
-    done: float
-    stored: set[tuple[Vertex, Vertex]] = field(default_factory=set)
-
-
 def simulate(plan: Plan, topology: Topology, nbytes: int) -> Timeline:
     """The time of a verified plan for a message of `nbytes`.
 
@@ -101,114 +94,106 @@ def simulate(plan: Plan, topology: Topology, nbytes: int) -> Timeline:
     i mod lanes, first come first served (a switch's port is one lane, as wide as all its links).
     A send to several connections starts on each as that one is free and holds its stream until the
     last is over; it crosses a memory link that they share once (all read what is stored once) and
-    any other link once for each. Signals and arithmetic take no time. Deterministic.
+    any other link once for each. Signals and arithmetic take no time. Deterministic; long plans
+    are carried out by machine code, to the same bits.
     Raises PlanError where the plan hangs or the topology lacks a link.
     """
     if nbytes < 0:
         raise PlanError(f"a message has 0 bytes or more, not {nbytes}")
+    steps = sum(len(body) for stream in plan.streams for body in stream.phases) * plan.groups
+    return _simulate(plan, topology, nbytes, compiled=steps > _SHORT)
+
+
+def _simulate(plan: Plan, topology: Topology, nbytes: int, compiled: bool) -> Timeline:
     wires = _wires(plan, topology)
-    bounds = plan.chunk_bounds(nbytes)
-    size_of = [stop - start for start, stop in bounds]
-    ends = [((c.src, c.src_channel), (c.dst, c.dst_channel)) for c in plan.connections]
-    n = len(plan.connections)
-    free = [[0.0] * plan.slots if not c.local else None for c in plan.connections]
-    tokens: list[tuple[deque[float], deque[float]]] = [
-        (deque(f) if (f := free[i]) else deque(), deque()) for i in range(n)
-    ]  # (slot-free times for the sender, data-ready times for the receiver)
-    waiting: dict[tuple[int, int], int] = {}  # (connection, side) -> stream parked there
-    lane_free: dict[tuple[tuple[Vertex, Vertex], int], float] = defaultdict(float)
-    busy: dict[tuple[Vertex, Vertex], float] = {
-        link: 0.0 for c in plan.connections for link in c.links
-    }
-    first = [0.0] * plan.size
-    sends: list[Send] = []
-    sending: dict[int, _Going] = {}  # streams within a send that has not begun on all its ways
-    programs = [plan.steps(s) for s in plan.streams]
-    heads = [next(p, None) for p in programs]
-    heap = [(0.0, i) for i in range(len(programs)) if heads[i] is not None]
-    serial = len(heap)
-    queue = [(time, i, i) for time, i in heap]  # (time, serial, stream): a total order
-    end = 0.0
-    while queue:
-        now, _, index = heapq.heappop(queue)
-        stream = plan.streams[index]
-        me = (stream.rank, stream.channel)
-        while (head := heads[index]) is not None:
-            _, chunk, step = head
-            if step.op is Op.WAIT:
-                side = 0 if me == ends[step.connections[0]][0] else 1
-                token = tokens[step.connections[0]][side]
-                if not token:
-                    waiting[step.connections[0], side] = index
-                    break
-                now = max(now, token.popleft())
-            elif step.op is Op.SIGNAL:
-                i = step.connections[0]
-                side = 1 if me == ends[i][0] else 0
-                tokens[i][side].append(now)
-                if (parked := waiting.pop((i, side), None)) is not None:
-                    serial += 1
-                    heapq.heappush(queue, (now, serial, parked))
-            elif step.op is Op.SEND:
-                going = sending.pop(index, None) or _Going(list(step.connections), now)
-                waits: list[float] = []
-                for i in list(going.left):
-                    wire, nb = wires[i], size_of[chunk]
-                    fresh = [k for k in wire.lanes if not (k[3] and k[0] in going.stored)]
-                    begin = max([now, *(lane_free[k[:2]] for k in fresh)])
-                    if begin > now:  # others may ask for the lane before it is free: ask again
-                        waits.append(begin)
-                        continue
-                    going.left.remove(i)
-                    for link, lane, per_byte, memory in fresh:
-                        if memory:
-                            going.stored.add(link)
-                        lane_free[link, lane] = begin + nb * per_byte
-                        busy[link] += nb * per_byte
-                    spent = nb * wire.per_byte
-                    sends.append(Send(i, chunk, begin, begin + spent, begin + spent + wire.alpha))
-                    going.done = max(going.done, begin + spent + wire.alpha)
-                if waits:
-                    sending[index] = going
-                    serial += 1
-                    heapq.heappush(queue, (min(waits), serial, index))
-                    break
-                done = going.done
-                heads[index] = next(programs[index], None)
-                serial += 1
-                heapq.heappush(queue, (done, serial, index))
-                break
-            elif chunk == 0:
-                first[stream.rank] = now
-            heads[index] = next(programs[index], None)
-        end = max(end, now)
-    if any(head is not None for head in heads):
+    signals, sends, stored = _room(plan, wires)
+    given = np.zeros(len(signals), np.int64)
+    given[::2] = [0 if c.local else plan.slots for c in plan.connections]  # free from the start
+    first, busy = np.zeros(plan.size), np.zeros(len(wires.links))
+    rows = (np.zeros(sends, np.int32), np.zeros(sends, np.int32), *np.zeros((3, sends)))
+    arrays = (
+        _starts(signals), np.zeros(sum(signals)), given, _starts(stored),
+        np.zeros(sum(stored), np.int64), *wires.arrays, np.zeros(wires.lanes), busy, first, *rows,
+    )  # fmt: skip
+    code, ranks = plan.encode().astype(np.int64), np.array([s.rank for s in plan.streams], np.int64)
+    numbers = (plan.num_chunks, plan.stride, plan.chunk_bytes(nbytes), nbytes)
+    if compiled:
+        end, written, hangs = compiled_play()(code, ranks, *numbers, *arrays)
+    else:
+        lists = [array.tolist() for array in arrays]
+        end, written, hangs = play(code.tolist(), ranks.tolist(), *numbers, *lists)
+        for array, values in zip(arrays, lists, strict=True):
+            array[:] = values
+    if hangs:
         raise PlanError("the plan hangs in the simulator; verify(plan, topology) says where")
-    for link in busy:
-        busy[link] /= topology.by_ends[link].lanes
-    return Timeline(plan, nbytes, end, tuple(first), busy, tuple(sends))
+    lanes = (topology.by_ends[ends].lanes for ends in wires.links)
+    return Timeline(
+        plan, nbytes, end, tuple(first.tolist()),
+        {ends: b / n for ends, b, n in zip(wires.links, busy.tolist(), lanes, strict=True)},
+        tuple(row[:written] for row in rows),
+    )  # fmt: skip
 
 
-def _wires(plan: Plan, topology: Topology) -> list[_Wire]:
-    taken: dict[tuple[Vertex, Vertex], int] = defaultdict(int)
-    wires = []
+@dataclass(frozen=True, slots=True)
+class _Wires:
+    """What sends cost: the arguments of `kernels.timeline.play` that describe connections."""
+
+    links: tuple[tuple[Vertex, Vertex], ...]
+    lanes: int
+    memory: tuple[int, ...]
+    """For each connection, how many of its links are memory."""
+    arrays: tuple[NDArray[Any], ...]
+
+
+def _wires(plan: Plan, topology: Topology) -> _Wires:
+    number: dict[tuple[Vertex, Vertex], int] = {}
+    lane_number: dict[tuple[int, int], int] = {}
+    taken: dict[int, int] = defaultdict(int)
+    count, memory = [], []
+    lane, link, is_memory, lane_per_byte = [], [], [], []
+    per_byte, alpha = [], []
     for connection in plan.connections:
-        links: list[Link] = []
-        lanes = []
+        passed: list[Link] = []
         for ends in connection.links:
             if ends not in topology.by_ends:
                 raise PlanError(f"{topology.name} has no link {ends[0]}->{ends[1]}")
-            link = topology.by_ends[ends]
-            lanes.append(
-                (ends, taken[ends] % link.lanes, 1 / link.lane_bandwidth, link.kind == "memory")
-            )
-            taken[ends] += 1
-            links.append(link)
-        wires.append(
-            _Wire(
-                tuple(lanes),
-                max((k.latency_us for k in links), default=0.0) * 1e-6,
-                max((1 / k.lane_bandwidth for k in links), default=0.0),
-            )
-        )
-    return wires
+            wire = topology.by_ends[ends]
+            at = number.setdefault(ends, len(number))
+            lane.append(lane_number.setdefault((at, taken[at] % wire.lanes), len(lane_number)))
+            taken[at] += 1
+            link.append(at)
+            is_memory.append(wire.kind == "memory")
+            lane_per_byte.append(1 / wire.lane_bandwidth)
+            passed.append(wire)
+        count.append(len(passed))
+        memory.append(sum(k.kind == "memory" for k in passed))
+        per_byte.append(max((1 / k.lane_bandwidth for k in passed), default=0.0))
+        alpha.append(max((k.latency_us for k in passed), default=0.0) * 1e-6)
+    arrays = (
+        _starts(count), np.array(lane, np.int64), np.array(link, np.int64),
+        np.array(is_memory, np.bool_), np.array(lane_per_byte, float),
+        np.array(per_byte, float), np.array(alpha, float),
+    )  # fmt: skip
+    return _Wires(tuple(number), len(lane_number), tuple(memory), arrays)
+
+
+def _room(plan: Plan, wires: _Wires) -> tuple[list[int], int, list[int]]:
+    """Most times in each connection's two queues, most sends, most memory links of a send."""
+    signals = [plan.slots] * (2 * len(plan.connections))
+    sends, stored = 0, []
+    for stream in plan.streams:
+        widest = 0
+        for step in (step for body in stream.phases for step in body):
+            i = step.connections[0]
+            if step.op is Op.SIGNAL:
+                signals[2 * i + plan.sends_on(stream, i)] += plan.groups
+            elif step.op is Op.SEND:
+                sends += plan.groups * len(step.connections)
+                widest = max(widest, sum(wires.memory[i] for i in step.connections))
+        stored.append(widest)
+    return signals, sends, stored
+
+
+def _starts(counts: list[int]) -> NDArray[np.int64]:
+    """Where each of the parts begins that lie one behind another, and where the last ends."""
+    return np.concatenate(([0], np.cumsum(counts, dtype=np.int64))).astype(np.int64)
