@@ -124,17 +124,24 @@ def stream_bytes(typingctx: Any, dst: Any, src: Any, nbytes: Any) -> Any:
 
 @intrinsic
 def call_combine(
-    typingctx: Any, function: Any, dst: Any, table: Any, m: Any, n: Any, divisor: Any
+    typingctx: Any,
+    function: Any,
+    dst: Any,
+    table: Any,
+    m: Any,
+    ahead: Any,
+    n: Any,
+    divisor: Any,
 ) -> Any:
     """Call a combine kernel (`kernels.combine`) by its address."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [_I64, _I64, _I64, _I64, _F64])
+        kind = ir.FunctionType(ir.VoidType(), [*[_I64] * 5, _F64])
         builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
         return context.get_dummy_value()
 
     i64 = types.int64
-    return types.void(i64, i64, i64, i64, i64, types.float64), codegen
+    return types.void(i64, i64, i64, i64, i64, i64, types.float64), codegen
 
 
 @intrinsic

@@ -19,7 +19,7 @@ from kernels.atomics import load, pointer
 from kernels.halves import narrow_bfloat16, narrow_float16, widen_bfloat16, widen_float16
 
 BLOCK = 2048  # elements: with float32 three operands are 24 KiB, inside a 32 KiB L1 cache
-SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64, types.float64)
+SIGNATURE = types.void(*[types.int64] * 5, types.float64)
 
 
 # What a kernel closes over is numbers only: then its cached code is found again by other processes.
@@ -62,16 +62,28 @@ def _narrow(half, src, dst):
 def _native(step: int, zero: Any, average: bool) -> Callable[..., None]:
     single = isinstance(zero, np.float32)
 
-    def kernel(dst, table, m, n, divisor):
+    def kernel(dst, table, m, ahead, n, divisor):
         own = carray(pointer(dst, zero), n)
+        mine = np.empty(BLOCK if ahead > 1 else 0, own.dtype)
         for start in range(0, n, BLOCK):
             stop = min(start + BLOCK, n)
             a = own[start:stop]
-            if m < 0:  # one operand, which comes before the own value
+            if ahead == 1:
                 b = carray(pointer(load(table), zero), n)[start:stop]
                 for i in range(a.size):
                     a[i] = _apply(step, b[i], a[i])
-            j = 0
+            elif ahead > 1:  # the own value waits until its turn
+                b = carray(pointer(load(table), zero), n)[start:stop]
+                for i in range(a.size):
+                    mine[i] = a[i]
+                    a[i] = b[i]
+                for j in range(1, ahead):
+                    b = carray(pointer(load(table + 8 * j), zero), n)[start:stop]
+                    for i in range(a.size):
+                        a[i] = _apply(step, a[i], b[i])
+                for i in range(a.size):
+                    a[i] = _apply(step, a[i], mine[i])
+            j = ahead
             while j + 1 < m:  # two operands a pass: half the passes over the block
                 b = carray(pointer(load(table + 8 * j), zero), n)[start:stop]
                 c = carray(pointer(load(table + 8 * j + 8), zero), n)[start:stop]
@@ -92,24 +104,30 @@ def _native(step: int, zero: Any, average: bool) -> Callable[..., None]:
 def _half(step: int, half: int, average: bool) -> Callable[..., None]:
     bits = np.uint16(0)
 
-    def kernel(dst, table, m, n, divisor):
+    def kernel(dst, table, m, ahead, n, divisor):
         own = carray(pointer(dst, bits), n)
         total = np.empty(BLOCK, np.uint32)
         other = np.empty(BLOCK, np.uint32)
+        mine = np.empty(BLOCK, np.uint32)
         a = total.view(np.float32)
         b = other.view(np.float32)
+        c = mine.view(np.float32)
         for start in range(0, n, BLOCK):
             stop = min(start + BLOCK, n)
             size = stop - start
-            _widen(half, own[start:stop], total)
-            if m < 0:
-                _widen(half, carray(pointer(load(table), bits), n)[start:stop], other)
-                for i in range(size):
-                    a[i] = _apply(step, b[i], a[i])
-            for j in range(m):
-                _widen(half, carray(pointer(load(table + 8 * j), bits), n)[start:stop], other)
-                for i in range(size):
-                    a[i] = _apply(step, a[i], b[i])
+            if ahead:  # the own value waits until its turn
+                _widen(half, own[start:stop], mine)
+                _widen(half, carray(pointer(load(table), bits), n)[start:stop], total)
+            else:
+                _widen(half, own[start:stop], total)
+            for j in range(1 if ahead else 0, m + 1):
+                if ahead and j == ahead:
+                    for i in range(size):
+                        a[i] = _apply(step, a[i], c[i])
+                if j < m:
+                    _widen(half, carray(pointer(load(table + 8 * j), bits), n)[start:stop], other)
+                    for i in range(size):
+                        a[i] = _apply(step, a[i], b[i])
             if average and divisor != 1.0:
                 for i in range(size):
                     a[i] = a[i] / np.float32(divisor)
@@ -129,10 +147,10 @@ def _compiled(dtype: str, op: str) -> Any:
 
 
 def combine_address(dtype: str, op: str) -> int:
-    """Address of `void(dst, table, m, n, divisor)`.
+    """Address of `void(dst, table, m, ahead, n, divisor)`.
 
     It combines `n` elements at `dst` in place with those at the `m` addresses in the int64 array
-    at `table`, in order, and divides by `divisor` where the op is "avg". With m = -1 there is one
-    address, and its values come first.
+    at `table`, in order, and divides by `divisor` where the op is "avg". The own elements stand
+    behind the first `ahead` of them.
     """
     return int(_compiled(dtype, op).address)

@@ -172,9 +172,8 @@ def interpret(code, call, flag, bells, slot, origin, pushed, cursor, at, peers, 
                             elif size:
                                 divisor = float(call[DIVISOR]) if code[pc + 2] & 1 else 1.0
                                 call_combine(
-                                    call[COMBINE], own + start, table.ctypes.data,
-                                    -1 if code[pc + 2] & 2 else n,  # own value second
-                                    size // call[ITEM], divisor,
+                                    call[COMBINE], own + start, table.ctypes.data, n,
+                                    code[pc + 2] >> 1, size // call[ITEM], divisor,
                                 )  # fmt: skip
                     moved = True
                 pc += 5 + n

@@ -1,8 +1,8 @@
-"""The simulator's loop over events: plain Python for short plans, the same lines compiled for long.
+"""The simulator's loop over events: plain Python for short plans, compiled for long.
 
-`play` uses only what Numba compiles as it stands, with lists where it is called in Python and arrays
-where it is compiled, so that both give the same bits. Op codes and the layout of `code` are those of
-`collectives.planning.plan` (`Op`, `Plan.encode`); a test compares them.
+`play` uses only what Numba compiles as it stands; it takes lists where it is called in Python and
+arrays where it is compiled, and gives the same bits. Op codes and the layout of `code` are those
+of `collectives.planning.plan` (`Op`, `Plan.encode`); a test compares them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ SEND, REDUCE, COPY, SIGNAL, WAIT = 0, 1, 2, 3, 4
 
 
 def play(
-    code, ranks, num_chunks, stride, chunk_bytes, nbytes, token_at, tokens, given, stored_at, stored,
-    lane_at, lane, link, memory, lane_per_byte, per_byte, alpha, lane_free, busy, first,
+    code, ranks, num_chunks, stride, chunk_bytes, nbytes,
+    token_at, tokens, given, stored_at, stored, lane_at, lane, link, memory, lane_per_byte, per_byte, alpha, lane_free, busy, first,
     sent_connection, sent_chunk, sent_start, sent_free, sent_end,
 ):  # fmt: skip
     """Carry out every stream of `code`; returns (end in s, sends written, whether it hangs).
@@ -26,7 +26,7 @@ def play(
 
     `ranks` [streams]. A connection has two queues of times in s, 2i for its sender (a slot is
     free) and 2i + 1 for its receiver (data is ready): queue q lies in `tokens` from `token_at[q]`
-    on, with `given[q]` entries so far. Connection i takes the lanes `lane[lane_at[i]:lane_at[i + 1]]`,
+    on, with `given[q]` entries so far. Connection i takes lanes `lane[lane_at[i]:lane_at[i + 1]]`,
     with the `link` of each (an index into `busy`, s), whether it is `memory`, and seconds a byte;
     `lane_free` [lanes] is when each is free. `per_byte`, `alpha` [connections]: how long a send
     holds its stream. Of a send that has begun on some of its connections only, the memory links

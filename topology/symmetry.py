@@ -125,6 +125,25 @@ def mappings(one: Topology, other: Topology) -> Iterator[Mapping[int, int]]:
         todo += [(next_here, theirs.wiring.single_out(there, v)) for v in reversed(mates)]
 
 
+def pairs_alike(topology: Topology) -> dict[tuple[int, int], int]:
+    """A number for each unordered pair of GPUs (lower place in `gpus` first): equal for like pairs.
+
+    Alike is what colour refinement cannot tell apart once one of the two is singled out; pairs that
+    a symmetry exchanges are alike.
+    """
+    side, colours = _Coloured.of(topology)
+    gpus = topology.gpus
+    at = np.array([side.wiring.index[g] for g in gpus])
+    seen = [side.wiring.single_out(colours, g)[at].tolist() for g in gpus]
+    number: dict[tuple[int, ...], int] = {}
+    found = {}
+    for j, b in enumerate(gpus):
+        for i, a in enumerate(gpus[:j]):
+            key = tuple(sorted((seen[i][j], seen[j][i])))
+            found[a, b] = number.setdefault(key, len(number))
+    return found
+
+
 def _undecided(side: _Coloured, colours: Colours) -> Vertex | None:
     """A vertex that is not alone in its colour, of the smallest such colour; ranks first."""
     unique, inverse, counts = np.unique(colours, return_inverse=True, return_counts=True)

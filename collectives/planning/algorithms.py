@@ -185,6 +185,31 @@ def ring(topology: Topology) -> Algorithm:
     )  # fmt: skip
 
 
+def one_shot(topology: Topology) -> Algorithm:
+    """Everyone sends all it has to everyone, and combines all values in the order of the ranks.
+
+    One step deep, for the smallest messages; P - 1 times the bytes. PlanError for more than 128
+    ranks.
+    """
+    size = len(topology.gpus)
+    _few_enough("one_shot", size)
+    edges = [Edge(0, a, b) for b in range(size) for a in range(b)]
+    embedding = embed(topology, edges, size, relabel=False)
+    detours = {}
+    for (_, a, b), middle in embedding.via.items():
+        detours[0, a, b] = detours[0, b, a] = middle
+    moves = tuple(
+        Reduce(tuple(s for s in range(size) if s != r), r, 0, 0, ahead=r)
+        for r in range(size) if size > 1
+    )  # fmt: skip
+    return Algorithm("one_shot", size, 1, ((moves,),), (), detours)
+
+
+def _few_enough(name: str, size: int) -> None:
+    if size > MOST_PAIRED:
+        raise PlanError(f"{name} joins every pair of ranks: at most {MOST_PAIRED}, not {size}")
+
+
 def two_shot(topology: Topology) -> Algorithm:
     """Rank r reduces chunk r of everyone's input, then hands the result to everyone.
 
@@ -192,8 +217,7 @@ def two_shot(topology: Topology) -> Algorithm:
     than 128 ranks.
     """
     size = len(topology.gpus)
-    if size > MOST_PAIRED:
-        raise PlanError(f"two_shot joins every pair of ranks: at most {MOST_PAIRED}, not {size}")
+    _few_enough("two_shot", size)
     others = [tuple((r + i) % size for i in range(1, size)) for r in range(size)]
     stars = tuple(Tree((r,) * size) for r in range(size))
     edges = [Edge(r, o, r) for r in range(size) for o in others[r]]
@@ -218,6 +242,7 @@ ALGORITHMS: dict[str, Callable[[Topology], Algorithm]] = {
     "tree": tree,
     "chain": chain,
     "ring": ring,
+    "one_shot": one_shot,
     "recursive_doubling": recursive_doubling,
     "halving_doubling": halving_doubling,
     "hierarchical": hierarchical,

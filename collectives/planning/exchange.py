@@ -56,7 +56,7 @@ def recursive_doubling(topology: Topology) -> Algorithm:
         rounds.append(tuple(Reduce((at[p],), at[p - cube], 0, 0) for p in range(cube, size)))
     for i, d in enumerate(_distances(size)):
         rounds.append(tuple(
-            Reduce((at[p ^ d],), at[p], 0, i + 1, behind=bool(p & d)) for p in range(cube)
+            Reduce((at[p ^ d],), at[p], 0, i + 1, ahead=int(p & d > 0)) for p in range(cube)
         ))  # fmt: skip
     last = len(rounds)
     if size > cube:

@@ -65,8 +65,8 @@ def _wrong(plan: Plan, step: Step) -> str:
     if step.op in (Op.SEND, Op.REDUCE, Op.COPY):
         if any(plan.connections[i].local for i in named):
             return "moves data over a connection that is only for order"
-        if step.behind and (step.op is not Op.REDUCE or len(named) != 1):
-            return "puts the rank's own value second, as only a REDUCE of one connection may"
+        if not _whole(step.ahead) or not 0 <= step.ahead <= len(named) * (step.op is Op.REDUCE):
+            return f"puts {step.ahead} of its connections before the rank's own value"
         if step.op is not Op.SEND and step.source is not None:
             return "has a source, which only a SEND may have"
     return ""

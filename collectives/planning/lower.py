@@ -21,15 +21,15 @@ from topology import Topology
 class Reduce:
     """`dst`'s chunk becomes itself combined with those of `srcs`, in that order.
 
-    With `behind` (and one source) the source's value comes first: two ranks that exchange values
-    then combine them in the same order, and have the same bits whatever the operator.
+    With `ahead`, that many sources come before `dst`'s own value: ranks that all combine the same
+    values then do so in the same order, and have the same bits whatever the operator.
     """
 
     srcs: tuple[int, ...]
     dst: int
     chunk: int
     channel: int
-    behind: bool = False
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +107,10 @@ class _Lowering:
 
     def emit(
         self, key: _Key, op: Op, connections: tuple[int, ...], chunk: int,
-        source: int | None = None, last: bool = False, behind: bool = False,
+        source: int | None = None, last: bool = False, ahead: int = 0,
     ) -> None:  # fmt: skip
         phases = self.bodies.setdefault(key, [[] for _ in self.algorithm.phases])
-        phases[self.phase].append(Step(op, connections, chunk, source, last, behind))
+        phases[self.phase].append(Step(op, connections, chunk, source, last, ahead))
 
     def connect(self, src: _Key, dst: _Key) -> int:
         """The connection between two streams, made at its first use."""
@@ -166,7 +166,7 @@ class _Lowering:
         return next(c for c, i in self.connections.items() if i == index)
 
     def receive(
-        self, dst: _Key, incoming: list[int], chunk: int, op: Op, holds: int, behind: bool = False
+        self, dst: _Key, incoming: list[int], chunk: int, op: Op, holds: int, ahead: int = 0
     ) -> None:
         """Emit the waits, the REDUCE or COPY, and the slot-free signals."""
         value = self.values[dst[0], chunk]
@@ -176,7 +176,7 @@ class _Lowering:
         everyone = (1 << self.algorithm.size) - 1
         held = value.holds | holds if op is Op.REDUCE else holds
         last = op is Op.REDUCE and held == everyone
-        self.emit(dst, op, tuple(incoming), chunk, last=last, behind=behind)
+        self.emit(dst, op, tuple(incoming), chunk, last=last, ahead=ahead)
         for index in incoming:
             self.emit(dst, Op.SIGNAL, (index,), chunk)
         self.values[dst[0], chunk] = _Value(dst, [], held)
@@ -202,23 +202,41 @@ class _Lowering:
             self.phase = phase
             for rnd in rounds:
                 arrivals = []
+                sent = self.send_all(rnd)
                 for move in rnd:
                     c, ch = move.chunk, move.channel
                     if isinstance(move, Reduce):
-                        key = (move.dst, ch)
-                        held = [self.values[s, c].holds for s in move.srcs]
-                        incoming = [self.send(s, (key,), c, ch)[0] for s in move.srcs]
                         total = 0
-                        for mask in held:
-                            total |= mask
-                        arrivals.append((key, incoming, c, Op.REDUCE, total, move.behind))
+                        for s in move.srcs:
+                            total |= self.values[s, c].holds
+                        incoming = [sent[s, c, (move.dst, ch)] for s in move.srcs]
+                        arrivals.append(((move.dst, ch), incoming, c, Op.REDUCE, total, move.ahead))
                     else:
-                        held_src = self.values[move.src, c].holds
-                        keys = tuple((d, ch) for d in move.dsts)
-                        for key, index in zip(keys, self.send(move.src, keys, c, ch), strict=True):
-                            arrivals.append((key, [index], c, Op.COPY, held_src, False))
+                        held = self.values[move.src, c].holds
+                        for d in move.dsts:
+                            incoming = [sent[move.src, c, (d, ch)]]
+                            arrivals.append(((d, ch), incoming, c, Op.COPY, held, 0))
                 for arrival in arrivals:
                     self.receive(*arrival)
+
+    def send_all(self, rnd: Round) -> dict[tuple[int, int, _Key], int]:
+        """Send all that a round moves; a value that goes to several ranks on one channel, once.
+
+        Returns the connection on which each (source, chunk, receiving stream) gets it.
+        """
+        wanted: dict[tuple[int, int, int], list[_Key]] = {}
+        for move in rnd:
+            srcs, dsts = (
+                (move.srcs, (move.dst,)) if isinstance(move, Reduce) else ((move.src,), move.dsts)
+            )
+            for src in srcs:
+                keys = wanted.setdefault((src, move.chunk, move.channel), [])
+                keys += [(dst, move.channel) for dst in dsts]
+        return {
+            (src, chunk, key): index
+            for (src, chunk, channel), keys in wanted.items()
+            for key, index in zip(keys, self.send(src, tuple(keys), chunk, channel), strict=True)
+        }
 
 
 def lower(algorithm: Algorithm, topology: Topology, tuning: Tuning) -> Plan:

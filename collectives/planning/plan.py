@@ -33,7 +33,8 @@ class Op(IntEnum):
     """Write the own chunk (or a slot of `source`: forwarding) into the next slot of each
     connection named; all links are used at once, and the data is read once."""
     REDUCE = 1
-    """Own chunk = own chunk combined with the next slot of each connection, in that order."""
+    """Own chunk = own chunk combined with the next slot of each connection, in that order; the own
+    value stands first, or behind `ahead` of them."""
     COPY = 2
     """Own chunk = the next slot of the connection: the final value."""
     SIGNAL = 3
@@ -53,8 +54,8 @@ class Step:
     """SEND only: the connection whose slot is passed on."""
     last: bool = False
     """REDUCE only: this completes the chunk (an average divides here)."""
-    behind: bool = False
-    """REDUCE of one connection only: the rank's own value comes second, not first."""
+    ahead: int = 0
+    """REDUCE only: how many of the connections come before the rank's own value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,7 @@ class Plan:
 
         peers = ",".join(str(peer(i)) for i in step.connections)
         word = step.op.name.lower() + (" last" if step.last else "")
-        word += " behind" if step.behind else ""
+        word += f" own after {step.ahead}" if step.ahead else ""
         slot = "" if step.source is None else f" from slot of {peer(step.source)}"
         return f"{word:<11} peer {peers:<9} chunk +{step.chunk}{slot}"
 
@@ -278,7 +279,7 @@ class Plan:
         `[num_streams, num_phases]`, then a row of `num_phases + 1` code offsets for each stream
         (phase p is `code[offset[p]:offset[p + 1]]`, counted from the start of the array), then
         the code: for each step `op, chunk, flag, source or -1, n, connection * n`. The flag is
-        `last + 2 * behind` for a REDUCE; for SIGNAL and WAIT it is 1 at the connection's sender,
+        `last + 2 * ahead` for a REDUCE; for SIGNAL and WAIT it is 1 at the connection's sender,
         else 0.
         """
         mine = self.streams if rank is None else self._streams_of.get(rank, [])
@@ -291,7 +292,7 @@ class Plan:
                 table.append(base + len(code))
                 for s in body:
                     source = -1 if s.source is None else s.source
-                    flag = s.last + 2 * s.behind
+                    flag = s.last + 2 * s.ahead
                     if s.op in (Op.SIGNAL, Op.WAIT):
                         flag = self.sends_on(stream, s.connections[0])
                     code += [s.op, s.chunk, flag, source, len(s.connections), *s.connections]
@@ -342,7 +343,7 @@ def pushed(plan: Plan) -> list[int]:
 
 def _step_out(step: Step) -> list[Any]:
     return [step.op.name, list(step.connections), step.chunk, step.source, step.last,
-            step.behind]  # fmt: skip
+            step.ahead]  # fmt: skip
 
 
 def _connection_in(row: list[Any]) -> Connection:
@@ -351,5 +352,5 @@ def _connection_in(row: list[Any]) -> Connection:
 
 
 def _step_in(row: list[Any]) -> Step:
-    name, connections, chunk, source, last, behind = row
-    return Step(Op[name], tuple(connections), chunk, source, last, behind)
+    name, connections, chunk, source, last, ahead = row
+    return Step(Op[name], tuple(connections), chunk, source, last, ahead)

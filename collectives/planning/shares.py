@@ -8,13 +8,16 @@ of the ranks; those that matter are found one by one, by the exact bound of each
 
 from __future__ import annotations
 
+from collections import Counter
 from fractions import Fraction
+from itertools import accumulate
 
 from collectives.errors import PlanError
 from collectives.planning.packing import Pair
 from topology import Topology, Vertex
 from topology.bounds import narrowest_partition
 from topology.cuts import Network
+from topology.symmetry import pairs_alike
 
 _ROUNDS = 60
 _MOST = 64  # GPUs; the program has a rate for every pair
@@ -57,47 +60,64 @@ def _two_way(topology: Topology) -> bool:
 
 
 def _rates(topology: Topology) -> dict[Pair, int]:
-    """Bytes/s each way for each pair that hardware joins, greatest for the bottleneck."""
+    """Bytes/s each way for each pair that hardware joins, greatest for the bottleneck.
+
+    Like pairs get like rates: of all solutions that symmetry exchanges, the mean is one as well.
+    """
     from scipy.optimize import linprog
     from scipy.sparse import csr_array
 
     gpus, size = topology.gpus, len(topology.gpus)
-    pairs = [
-        (a, b) for b in range(size) for a in range(b)
-        if (gpus[a], gpus[b]) in topology.hops and (gpus[b], gpus[a]) in topology.hops
-    ]  # fmt: skip
-    crossing: dict[tuple[Vertex, Vertex], list[int]] = {}
-    for i, (a, b) in enumerate(pairs):
-        for ends in ((gpus[a], gpus[b]), (gpus[b], gpus[a])):
-            path = topology.hops[ends]
-            for link in zip(path, path[1:], strict=False):
-                crossing.setdefault(link, []).append(i)
+    alike = pairs_alike(topology)
+    classes: dict[int, list[Pair]] = {}
+    for b in range(size):
+        for a in range(b):
+            if (gpus[a], gpus[b]) in topology.hops and (gpus[b], gpus[a]) in topology.hops:
+                classes.setdefault(alike[gpus[a], gpus[b]], []).append((a, b))
+    members = list(classes.values())
+    crossing: dict[tuple[Vertex, Vertex], Counter[int]] = {}
+    for i, pairs in enumerate(members):
+        for a, b in pairs:
+            for ends in ((gpus[a], gpus[b]), (gpus[b], gpus[a])):
+                path = topology.hops[ends]
+                for link in zip(path, path[1:], strict=False):
+                    crossing.setdefault(link, Counter())[i] += 1
     scale = max(k.bandwidth * k.count for k in topology.fabric)
-    rows: list[dict[int, float]] = []
-    limits: list[float] = []
+    goal = len(members)  # the last column is the bound
+    rows: dict[tuple[tuple[int, float], ...], float] = {}
     for link, users in crossing.items():
-        rows.append(dict.fromkeys(users, 1.0))
-        limits.append(topology.by_ends[link].bandwidth * topology.by_ends[link].count / scale)
+        row = tuple((i, float(n)) for i, n in sorted(users.items()))
+        limit = topology.by_ends[link].bandwidth * topology.by_ends[link].count / scale
+        rows[row] = min(limit, rows.get(row, limit))
     parts: list[tuple[int, ...]] = [(r,) for r in range(size)]
-    goal = len(pairs)  # the last column is the bound
     best: dict[Pair, int] = {}
     reached = Fraction(-1)
     for _ in range(_ROUNDS):
+        known = len(rows)
         for groups in [parts, *([part] for part in parts if len(parts) > 2)]:
             part_of = {r: i for i, part in enumerate(groups) for r in part}  # the rest: one more
-            across = [i for i, (a, b) in enumerate(pairs) if part_of.get(a) != part_of.get(b)]
+            across = [
+                (i, -float(n)) for i, pairs in enumerate(members)
+                if (n := sum(part_of.get(a) != part_of.get(b) for a, b in pairs))
+            ]  # fmt: skip
             count = len(groups) + (len(part_of) < size)
-            rows.append({**dict.fromkeys(across, -1.0), goal: float(count - 1)})
-            limits.append(0.0)
-        data = [v for row in rows for v in row.values()]
-        columns = [c for row in rows for c in row]
-        starts = [0]
-        for row in rows:
-            starts.append(starts[-1] + len(row))
+            rows[*across, (goal, float(count - 1))] = 0.0
+        if len(rows) == known:
+            break
+        data = [v for row in rows for _, v in row]
+        columns = [c for row in rows for c, _ in row]
+        starts = list(accumulate(map(len, rows), initial=0))
         matrix = csr_array((data, columns, starts), shape=(len(rows), goal + 1))
-        cost = [1e-6] * goal + [-1.0]  # of equal solutions, one that moves little
-        solution = linprog(cost, A_ub=matrix, b_ub=limits, bounds=(0, None), method="highs")
-        rates = {p: int(x * scale) for p, x in zip(pairs, solution.x, strict=False) if x > 1e-9}
+        # of equal solutions, one that moves little
+        cost = [*(1e-6 * len(pairs) / size for pairs in members), -1.0]
+        solution = linprog(
+            cost, A_ub=matrix, b_ub=list(rows.values()), bounds=(0, None), method="highs"
+        )
+        rates = {
+            pair: int(x * scale)
+            for pairs, x in zip(members, solution.x, strict=False) if x > 1e-9
+            for pair in pairs
+        }  # fmt: skip
         there: dict[tuple[Vertex, Vertex], int] = {
             ends: rate for (a, b), rate in rates.items() for ends in ((a, b), (b, a)) if rate
         }

@@ -26,11 +26,11 @@ def run(
 ) -> list[Array]:  # fmt: skip
     """What each rank's buffer holds after the plan; `inputs` are one array a rank, untouched.
 
-    Own value first (second, if the step says `behind`), then the named connections in plan order.
-    16-bit floats are combined in
-    float32 and rounded once for each REDUCE; integers wrap; min and max propagate NaN; avg
-    divides in the REDUCE that completes a chunk. With `bfloat16` the arrays are uint16 bit
-    patterns. `seed` picks another legal order of steps. Raises CollectiveError.
+    The named connections in plan order, the own value before them (or behind the first `ahead`).
+    16-bit floats are combined in float32 and rounded once for each REDUCE; integers wrap; min and
+    max propagate NaN; avg divides in the REDUCE that completes a chunk. With `bfloat16` the
+    arrays are uint16 bit patterns. `seed` picks another legal order of steps. Raises
+    CollectiveError.
     """
     if len(inputs) != plan.size:
         raise CollectiveError(f"the plan is for {plan.size} ranks, not {len(inputs)} inputs")
@@ -58,9 +58,7 @@ def run(
             own[...] = arrived[0]
         else:
             divisor = plan.size if op == "avg" and v.step.last else 1
-            values = [own, *arrived]
-            if v.step.behind:
-                values.reverse()
+            values = [*arrived[: v.step.ahead], own, *arrived[v.step.ahead :]]
             own[...] = combine(values[0], values[1:], op, divisor, bfloat16)
 
     with np.errstate(all="ignore"):  # overflow and NaN are results here, not accidents

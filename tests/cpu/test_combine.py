@@ -14,7 +14,7 @@ from kernels.combine import combine_address
 LENGTHS = (0, 1, 7, 2047, 2048, 2049, 5003)
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 CASES = [(d, op) for d in DTYPES for op in OPS if op != "avg" or d in FLOATS]
-KERNEL = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4, ctypes.c_double)
+KERNEL = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5, ctypes.c_double)
 
 
 def storage(dtype: str) -> np.dtype:
@@ -31,7 +31,9 @@ def placed(x: np.ndarray, shift: int) -> np.ndarray:
     return y
 
 
-def run(dtype: str, op: str, own: np.ndarray, others: list[np.ndarray], divisor: int) -> np.ndarray:
+def run(
+    dtype: str, op: str, own: np.ndarray, others: list[np.ndarray], divisor: int, ahead: int = 0
+) -> np.ndarray:
     """The kernel's result; bytes before and after its own must stay as they were."""
     shift = own.dtype.itemsize
     raw = np.full(own.nbytes + 256, 0xA5, np.uint8)
@@ -42,7 +44,7 @@ def run(dtype: str, op: str, own: np.ndarray, others: list[np.ndarray], divisor:
     before = [x.copy() for x in shifted]
     table = np.array([x.ctypes.data for x in shifted], np.int64)
     KERNEL(combine_address(dtype, op))(
-        start + raw.ctypes.data, table.ctypes.data, len(others), own.size, float(divisor)
+        start + raw.ctypes.data, table.ctypes.data, len(others), ahead, own.size, float(divisor)
     )
     assert (raw[:start] == 0xA5).all() and (raw[start + own.nbytes :] == 0xA5).all()
     for a, b in zip(shifted, before, strict=True):
@@ -50,28 +52,28 @@ def run(dtype: str, op: str, own: np.ndarray, others: list[np.ndarray], divisor:
     return dst.copy()
 
 
-@pytest.mark.parametrize("op", ["sum", "avg", "min", "max", "prod"])
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int32"])
-def test_the_own_value_may_come_second(dtype: str, op: str) -> None:
-    """Seen where the order of two equal values matters: zeros of both signs under min and max."""
+def test_the_own_value_may_stand_anywhere(dtype: str, op: str) -> None:
+    """Behind any number of the others; min and max tell zeros of both signs by their order."""
     if dtype == "int32" and op == "avg":
         return
     rng = np.random.default_rng(3)
     zeros = np.array([0.0, -0.0, 2.0, -3.0], np.float16)
-    bits = {"bfloat16": np.array([0, 0x8000, 0x4000, 0xC040], np.uint16)}
-    pool = bits[dtype] if dtype in bits else zeros.astype(dtype)
-    own, other = (rng.choice(pool, 1003) for _ in range(2))
-    dst = own.copy()
-    table = np.array([other.ctypes.data], np.int64)
-    divisor = 2 if op == "avg" else 1
-    KERNEL(combine_address(dtype, op))(
-        dst.ctypes.data, table.ctypes.data, -1, own.size, float(divisor)
-    )
-    want = reference.combine(other, [own], op, divisor, dtype == "bfloat16")
-    assert dst.tobytes() == want.tobytes()
-    first = reference.combine(own, [other], op, divisor, dtype == "bfloat16")
-    if op in ("min", "max") and dtype != "int32":
-        assert first.tobytes() != want.tobytes(), "the order would not be seen"
+    bits = np.array([0, 0x8000, 0x4000, 0xC040], np.uint16)
+    pool = bits if dtype == "bfloat16" else zeros.astype(dtype)
+    for m in (1, 2, 3, 4):
+        own, *others = (rng.choice(pool, 3001) for _ in range(m + 1))
+        results = set()
+        for ahead in range(m + 1):
+            values = [*others[:ahead], own, *others[ahead:]]
+            divisor = m + 1 if op == "avg" else 1
+            got = run(dtype, op, own, others, divisor, ahead)
+            want = reference.combine(values[0], values[1:], op, divisor, dtype == "bfloat16")
+            assert_same(got, want, dtype)
+            results.add(got.tobytes())
+        if op in ("min", "max") and dtype != "int32":
+            assert len(results) > 1, "the order would not be seen"
 
 
 def is_nan(x: np.ndarray, dtype: str) -> np.ndarray:
