@@ -17,7 +17,8 @@ SEND, REDUCE, COPY, SIGNAL, WAIT = 0, 1, 2, 3, 4
 
 def play(
     code, ranks, num_chunks, stride, chunk_bytes, nbytes,
-    token_at, tokens, given, stored_at, stored, lane_at, lane, link, memory, lane_per_byte, per_byte, alpha, lane_free, busy, first,
+    token_at, tokens, given, stored_at, stored,
+    lane_at, lane, link, memory, lane_per_byte, per_byte, alpha, lane_free, busy, first,
     sent_connection, sent_chunk, sent_start, sent_free, sent_end,
 ):  # fmt: skip
     """Carry out every stream of `code`; returns (end in s, sends written, whether it hangs).

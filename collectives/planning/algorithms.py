@@ -14,6 +14,7 @@ from collectives.planning.exchange import halving_doubling, recursive_doubling
 from collectives.planning.hierarchical import hierarchical
 from collectives.planning.lower import Algorithm, Copy, Reduce, Round
 from collectives.planning.packing import pack
+from collectives.planning.rings import rings
 from collectives.planning.shares import pair_capacity
 from collectives.planning.trees import Tree, binary_tree, two_trees
 from collectives.planning.trees import chain as chain_tree
@@ -21,7 +22,7 @@ from topology import Topology, load
 from topology.routes import connects
 
 MOST_PAIRED = 128
-"""Ranks of an algorithm in which every two exchange data."""
+"""Ranks of an algorithm whose plan grows with their square."""
 
 
 def _interior(tree: Tree) -> list[list[int]]:
@@ -161,28 +162,29 @@ def ccube_dgx1(topology: Topology) -> Algorithm:
 
 
 def ring(topology: Topology) -> Algorithm:
-    """Reduce-scatter and all-gather round one ring: 2(P - 1) steps of N/P.
+    """Reduce-scatter and all-gather round R rings at once: 2(P - 1) steps of N/(R P).
 
-    Chunk c starts on the rank after its owner and is complete on rank c; a group has one chunk
-    for each rank, and a rank keeps one stream, so its sends follow one another.
+    R is the number of rings found that share no link, each in one direction. Chunk c goes round
+    ring c mod R; it starts on the rank after its owner and is complete on the owner, rank c // R
+    of the ring. A rank keeps one stream a ring, so its sends there follow one another. The plan
+    grows as P^2: PlanError for more than 128 ranks.
     """
     size = len(topology.gpus)
-    edges = [Edge(0, i, (i + 1) % size, one_way=True) for i in range(size)]
-    embedding = embed(topology, edges, size)
-    at = embedding.rank_of
+    _few_enough("ring", size)
+    found, detours = rings(topology)
+    count = len(found)
     rounds: list[Round] = []
     for step in range(size - 1):
         rounds.append(tuple(
-            Reduce((at[i],), at[(i + 1) % size], (i - step - 1) % size, 0) for i in range(size)
+            Reduce((at[i],), at[(i + 1) % size], (i - step - 1) % size * count + r, r)
+            for r, at in enumerate(found) for i in range(size)
         ))  # fmt: skip
     for step in range(size - 1):
         rounds.append(tuple(
-            Copy(at[i], (at[(i + 1) % size],), (i - step) % size, 0) for i in range(size)
+            Copy(at[i], (at[(i + 1) % size],), (i - step) % size * count + r, r)
+            for r, at in enumerate(found) for i in range(size)
         ))  # fmt: skip
-    detours = {(0, at[a], at[b]): middle for (_, a, b), middle in embedding.via.items()}
-    return Algorithm(
-        "ring", size, size, (tuple(rounds),), (), detours,
-    )  # fmt: skip
+    return Algorithm("ring", size, size * count, (tuple(rounds),), (), detours)
 
 
 def one_shot(topology: Topology) -> Algorithm:
@@ -207,7 +209,7 @@ def one_shot(topology: Topology) -> Algorithm:
 
 def _few_enough(name: str, size: int) -> None:
     if size > MOST_PAIRED:
-        raise PlanError(f"{name} joins every pair of ranks: at most {MOST_PAIRED}, not {size}")
+        raise PlanError(f"a plan of {name} grows as P^2: at most {MOST_PAIRED} ranks, not {size}")
 
 
 def two_shot(topology: Topology) -> Algorithm:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-
-import numpy as np
-from numpy.typing import NDArray
 
 from collectives.errors import PlanError
 from collectives.planning.form import check_form, check_links, in_step
@@ -23,9 +21,14 @@ def verify(plan: Plan, topology: Topology, expand: bool = False) -> None:
        claims exclusive links, none carries more connections than it has physical links.
     3. Pairing and progress: no access without the WAIT that guards it, every signal waited for,
        no deadlock with the plan's number of slots.
-    4. Happens-before, by vector clocks over the streams: of two accesses to one chunk or one slot
-       of which one writes, one is ordered before the other by signals. That the caller fills the
-       buffer before the call and reuses it after are events like any other.
+    4. Happens-before: of two accesses to one chunk of a rank, or to one slot, of which one writes,
+       one is ordered before the other by signals. Of slots this follows from 3: the k-th write
+       comes after as many waits for a free slot, the k-th read after as many for data, and each
+       signal after the access it tells of. Of chunks, every signal carries what has been done to
+       its chunk so far, and every access asks whether it knows of the one before. (So order that
+       only a signal of another chunk gives does not count: stricter than need be.) That the
+       caller fills the buffer first is an access like any other; that it gets the buffer back
+       when its rank's streams have ended comes after all of them, as no others touch it.
 
     **Long plans** are walked for a few groups of chunks only (all of them with `expand`). Every
     group repeats the same steps, and a step of group g waits for signals of group g (data, order
@@ -54,177 +57,163 @@ def races(plan: Plan, direct: bool = False) -> list[str]:
 
     With `direct`, no slots are used, which is how ranks on one memory may run a plan: a REDUCE
     reads the chunks it is sent where they lie, a SEND to a COPY writes the receiver's chunk, and
-    the COPY does nothing (see `plan.pushed`). Then a caller must not reuse its buffer before all
-    ranks are done, so the reuse is ordered after the end of every stream.
+    the COPY does nothing (see `plan.pushed`). Then a caller must not get its buffer back before
+    the streams of all ranks have ended.
     """
     proof = _Proof(shortened(plan), direct)
     walk(proof.plan, proof.visit)
-    proof.caller_reuses()
     return proof.races
 
 
-_Access = tuple[int, int, str]  # (clock index, time, words)
+_Cell = tuple[int, int]  # (rank, chunk)
+_Access = tuple[int, Visit | str]  # its bit among the accesses to this chunk of any rank; words
 
 
 class _Proof:
-    """Contributions and vector clocks, moved along one walk.
+    """Contributions and happens-before, moved along one walk.
 
     Which order the walk takes does not matter: counters only grow, each has one writer and one
-    reader, and the k-th wait always takes the k-th signal, so the clocks come out the same.
+    reader, and the k-th wait always takes the k-th signal, so the same is known everywhere.
     """
 
     def __init__(self, plan: Plan, direct: bool = False) -> None:
         self.plan, self.direct = plan, direct
         self.pushed = pushed(plan) if direct else []
-        streams = len(plan.streams)
-        self.clock: NDArray[np.int32] = np.zeros((streams, streams + plan.size), np.int32)
-        for i, stream in enumerate(plan.streams):
-            self.clock[i, streams + stream.rank] = 1  # the caller has filled its buffer
-        n = len(plan.connections)
-        self.ready: list[list[NDArray[np.int32]]] = [[] for _ in range(n)]
-        self.free: list[list[NDArray[np.int32]]] = [[] for _ in range(n)]
-        self.taken_ready, self.taken_free = [0] * n, [0] * n
-        self.holds: dict[tuple[object, ...], int] = {}
-        self.chunk_in: dict[tuple[object, ...], int] = {}
-        self.wrote: dict[tuple[object, ...], _Access] = {}
-        self.read: dict[tuple[object, ...], list[_Access]] = {}
-        self.origin: dict[tuple[int, int], tuple[tuple[object, ...], _Access]] = {}
+        size, n = plan.size, len(plan.connections)
+        self.everyone = (1 << size) - 1
+        # accesses to each chunk so far, of all ranks; the first are the callers' filling
+        self.accesses = [size] * plan.num_chunks
+        # for each stream and chunk, the accesses known to be over, as bits
+        self.known: list[dict[int, int]] = [{} for _ in plan.streams]
+        self.ready: list[deque[tuple[int, int]]] = [deque() for _ in range(n)]
+        self.free: list[deque[tuple[int, int]]] = [deque([(0, 0)] * plan.slots) for _ in range(n)]
+        self.holds = [
+            [0 if plan.collective == "broadcast" and r != plan.root else 1 << r] * plan.num_chunks
+            for r in range(size)
+        ]
+        self.slot: list[list[tuple[int, int]]] = [[(0, 0)] * plan.slots for _ in range(n)]
+        self.wrote: dict[_Cell, _Access] = {}
+        self.read: dict[_Cell, list[_Access]] = {}
+        self.origin: dict[tuple[int, int], tuple[_Cell, _Access]] = {}
         self.races: list[str] = []
-        for r in range(plan.size):
-            for c in range(plan.num_chunks):
-                own = ("chunk", r, c)
-                start = plan.collective != "broadcast" or r == plan.root
-                self.holds[own] = 1 << r if start else 0
-                self.wrote[own] = (streams + r, 1, f"the caller of rank {r} fills chunk {c}")
 
     def run(self) -> None:
         walk(self.plan, self.visit)
-        self.caller_reuses()
         if self.races:
             more = f" (and {len(self.races) - 1} more)" if len(self.races) > 1 else ""
             raise PlanError(f"race: {self.races[0]}{more}")
-        everyone = (1 << self.plan.size) - 1
+        wanted = self.everyone
         if self.plan.collective == "broadcast":
-            everyone = 1 << self.plan.root
-        for r in range(self.plan.size):
-            for c in range(self.plan.num_chunks):
-                if (held := self.holds["chunk", r, c]) != everyone:
+            wanted = 1 << self.plan.root
+        for r, row in enumerate(self.holds):
+            for c, held in enumerate(row):
+                if held != wanted:
                     raise PlanError(
                         f"rank {r} ends with chunk {c} combined over ranks {_ranks(held)}, "
-                        f"not over {_ranks(everyone)}"
+                        f"not over {_ranks(wanted)}"
                     )
 
-    def touch(self, cell: tuple[object, ...], visit: Visit, write: bool) -> None:
-        me = self.clock[visit.index]
-        before = self.read.get(cell, []) if write else []
-        for other in (self.wrote.get(cell), *before):
-            if other and me[other[0]] < other[1]:
-                self.races.append(f"{visit} is not ordered after: {other[2]}")
-        access = (visit.index, int(me[visit.index]), str(visit))
+    def writer(self, cell: _Cell) -> _Access:
+        """The last write to a chunk; at first, that of the caller who filled it."""
+        rank, chunk = cell
+        return self.wrote.get(cell) or (rank, f"the caller of rank {rank} fills chunk {chunk}")
+
+    def knows(self, index: int, chunk: int) -> int:
+        """What a stream knows of a chunk; at first, that its own caller has filled it."""
+        return self.known[index].get(chunk) or 1 << self.plan.streams[index].rank
+
+    def touch(self, cell: _Cell, visit: Visit, write: bool) -> None:
+        chunk = cell[1]
+        known = self.knows(visit.index, chunk)
+        before = [self.writer(cell)]
         if write:
-            self.wrote[cell], self.read[cell] = access, []
+            before += self.read.get(cell, ())
+        for bit, words in before:
+            if not known >> bit & 1:
+                self.races.append(f"{visit} is not ordered after: {words}")
+        bit = self.accesses[chunk]
+        self.accesses[chunk] += 1
+        self.known[visit.index][chunk] = known | 1 << bit
+        if write:
+            self.wrote[cell] = bit, visit
+            self.read.pop(cell, None)
         else:
-            self.read.setdefault(cell, []).append(access)
+            self.read.setdefault(cell, []).append((bit, visit))
 
-    def same_chunk(self, slot: tuple[object, ...], visit: Visit) -> None:
-        if (found := self.chunk_in[slot]) != visit.chunk:
-            raise PlanError(f"{visit} takes a slot that holds chunk {found}")
-
-    def take(self, index: int, number: int, visit: Visit) -> None:
-        """A receiver reads a slot; with `direct`, the chunk it was sent from, as it was then."""
-        if not self.direct:
-            self.touch(("slot", index, number), visit, write=False)
-            return
-        if self.pushed[index] >= 0:
-            return
-        cell, version = self.origin[index, number]
-        self.touch(cell, visit, write=False)
-        if self.wrote[cell] != version:
-            self.races.append(
-                f"{visit} reads {cell} after it was written by: {self.wrote[cell][2]}"
-            )
+    def take(self, index: int, number: int, visit: Visit) -> int:
+        """What a slot that is read holds; with `direct`, its chunk is read where it was sent."""
+        held, chunk = self.slot[index][number]
+        if chunk != visit.chunk:
+            raise PlanError(f"{visit} takes a slot that holds chunk {chunk}")
+        if self.direct and self.pushed[index] < 0:
+            cell, version = self.origin[index, number]
+            self.touch(cell, visit, write=False)
+            if (now := self.writer(cell)) != version:
+                self.races.append(f"{visit} reads {cell} after it was written by: {now[1]}")
+        return held
 
     def visit(self, visit: Visit) -> None:
-        step, plan, i = visit.step, self.plan, visit.index
-        clock = self.clock[i]
-        clock[i] += 1
-        own: tuple[object, ...] = ("chunk", visit.stream.rank, visit.chunk)
-        cell: tuple[object, ...]
-        me = (visit.stream.rank, visit.stream.channel)
+        index, stream, _, chunk, step, slots, _ = visit
         match step.op:
-            case Op.SIGNAL | Op.WAIT:
-                for index in step.connections:
-                    c = plan.connections[index]
-                    sender = me == (c.src, c.src_channel)
-                    if step.op is Op.SIGNAL:
-                        (self.ready if sender else self.free)[index].append(clock.copy())
-                    elif not sender:
-                        np.maximum(clock, self.ready[index][self.taken_ready[index]], out=clock)
-                        self.taken_ready[index] += 1
+            case Op.SIGNAL:
+                for i in step.connections:
+                    queue = self.ready if self.plan.sends_on(stream, i) else self.free
+                    queue[i].append((chunk, self.knows(index, chunk)))
+            case Op.WAIT:
+                for i in step.connections:
+                    if not self.plan.sends_on(stream, i):
+                        of, known = self.ready[i].popleft()
+                    elif not self.plan.connections[i].local:
+                        of, known = self.free[i].popleft()
                     else:
-                        nth = self.taken_free[index] - plan.slots  # the first `slots` are free
-                        self.taken_free[index] += 1
-                        if nth >= 0 and not c.local:
-                            np.maximum(clock, self.free[index][nth], out=clock)
+                        continue
+                    if known:
+                        self.known[index][of] = self.knows(index, of) | known
             case Op.SEND:
-                if step.source is None:
-                    cell = own
-                    origin = (own, self.wrote[own])
-                else:
-                    cell = ("slot", step.source, visit.source_slot)
-                    origin = self.origin[step.source, visit.source_slot]
-                held = self.holds[cell]
-                if step.source is not None:
-                    self.same_chunk(cell, visit)
-                if not self.direct:
-                    self.touch(cell, visit, write=False)
-                for index, number in zip(step.connections, visit.slots, strict=True):
-                    self.origin[index, number] = origin
-                    self.holds["slot", index, number] = held
-                    self.chunk_in["slot", index, number] = visit.chunk
-                    if not self.direct:
-                        self.touch(("slot", index, number), visit, write=True)
-                    elif self.pushed[index] >= 0:
-                        self.touch(own, visit, write=False)
-                        self.touch(("chunk", self.pushed[index], visit.chunk), visit, write=True)
+                self.send(visit)
             case Op.REDUCE | Op.COPY:
-                total = self.holds[own] if step.op is Op.REDUCE else 0
-                for index, number in zip(step.connections, visit.slots, strict=True):
-                    self.take(index, number, visit)
-                    held = self.holds["slot", index, number]
-                    self.same_chunk(("slot", index, number), visit)
+                own = self.holds[stream.rank]
+                total = own[chunk] if step.op is Op.REDUCE else 0
+                for i, number in zip(step.connections, slots, strict=True):
+                    held = self.take(i, number, visit)
                     if total & held:
                         raise PlanError(
                             f"{visit} counts ranks {_ranks(total & held)} twice (connection "
-                            f"{plan.connections[index]})"
+                            f"{self.plan.connections[i]})"
                         )
                     total |= held
-                everyone = (1 << plan.size) - 1
-                if step.op is Op.REDUCE and step.last != (total == everyone):
+                if step.op is Op.REDUCE and step.last != (total == self.everyone):
                     raise PlanError(
                         f"{visit} covers ranks {_ranks(total)}, yet it is "
                         + ("" if step.last else "not ")
                         + "marked as the last one of its chunk"
                     )
-                self.holds[own] = total
+                own[chunk] = total
                 if not (self.direct and self.pushed[step.connections[0]] >= 0):
-                    self.touch(own, visit, write=True)
+                    self.touch((stream.rank, chunk), visit, write=True)
 
-    def caller_reuses(self) -> None:
-        """The call returns on a rank when its own streams (direct: all streams) are done."""
-        for rank in range(self.plan.size):
-            home = [i for i, s in enumerate(self.plan.streams) if self.direct or s.rank == rank]
-            end = self.clock[home].max(axis=0) if home else self.clock.max(axis=0, initial=0)
-            if not home:
-                end = np.ones_like(end)
-            for c in range(self.plan.num_chunks):
-                cell = ("chunk", rank, c)
-                for other in (self.wrote[cell], *self.read.get(cell, [])):
-                    if end[other[0]] < other[1]:
-                        self.races.append(
-                            f"the caller of rank {rank} reuses chunk {c}, not ordered after: "
-                            f"{other[2]}"
-                        )
+    def send(self, visit: Visit) -> None:
+        _, stream, _, chunk, step, slots, source_slot = visit
+        own = (stream.rank, chunk)
+        if step.source is None:
+            held = self.holds[stream.rank][chunk]
+            if not self.direct:
+                self.touch(own, visit, write=False)
+        else:
+            held, of = self.slot[step.source][source_slot]
+            if of != chunk:
+                raise PlanError(f"{visit} takes a slot that holds chunk {of}")
+        if self.direct:
+            origin = (own, self.writer(own))
+            if step.source is not None:
+                origin = self.origin[step.source, source_slot]
+        for i, number in zip(step.connections, slots, strict=True):
+            self.slot[i][number] = held, chunk
+            if self.direct:
+                self.origin[i, number] = origin
+                if self.pushed[i] >= 0:
+                    self.touch(own, visit, write=False)
+                    self.touch((self.pushed[i], chunk), visit, write=True)
 
 
 def _ranks(mask: int) -> Sequence[int]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from collectives.errors import PlanError
 from collectives.planning.plan import Op, Plan, Step, Stream
 
 
-@dataclass(frozen=True, slots=True)
-class Visit:
+class Visit(NamedTuple):
     """One step as it is carried out; `slots` are the slot numbers of `step.connections`."""
 
     index: int  # of the stream
@@ -28,6 +27,144 @@ class Visit:
         return f"rank {s.rank} channel {s.channel} step {self.at}: {verb} of chunk {self.chunk}"
 
 
+class _Walk:
+    """The counters of all connections, and how far each stream has come."""
+
+    def __init__(self, plan: Plan, visit: Callable[[Visit], None]) -> None:
+        self.plan, self.visit = plan, visit
+        number = {(s.rank, s.channel): i for i, s in enumerate(plan.streams)}
+        self.src = [number.get((c.src, c.src_channel), -1) for c in plan.connections]
+        self.dst = [number.get((c.dst, c.dst_channel), -1) for c in plan.connections]
+        self.local = [c.local for c in plan.connections]
+        n = len(plan.connections)
+        self.ready, self.free = [0] * n, [0] * n  # signals given
+        self.waited_free, self.waited_ready = [0] * n, [0] * n
+        self.sent, self.read = [0] * n, [0] * n
+        self.pending = [plan.steps(s) for s in plan.streams]
+        self.heads = [next(p, None) for p in self.pending]
+
+    def may_pass(self, index: int, i: int) -> bool:
+        if index == self.dst[i]:
+            return self.ready[i] > self.waited_ready[i]
+        if index != self.src[i] or self.local[i]:
+            return True  # (what is not its own is refused when it is carried out)
+        return self.free[i] + self.plan.slots > self.waited_free[i]
+
+    def advance(self, index: int) -> bool:
+        """Carry out one step of a stream if it can; False where it waits or is done."""
+        head = self.heads[index]
+        if head is None:
+            return False
+        at, chunk, step = head
+        op, connections = step.op, step.connections
+        if op is Op.WAIT and not all(self.may_pass(index, i) for i in connections):
+            return False
+        for i in connections:
+            if index != self.src[i] and index != self.dst[i]:
+                self.refuse(index, head, f"connection {i} does not end here")
+        slots: tuple[int, ...] = ()
+        source_slot = -1
+        if op is Op.WAIT:
+            for i in connections:
+                (self.waited_free if index == self.src[i] else self.waited_ready)[i] += 1
+        elif op is Op.SIGNAL:
+            for i in connections:
+                self.signal(index, head, i)
+        elif op is Op.SEND:
+            if step.source is not None:
+                i = step.source
+                if index != self.dst[i]:
+                    self.refuse(index, head, f"forwards a slot it does not receive ({i})")
+                source_slot = self.take(index, head, i)
+            for i in connections:
+                if index != self.src[i]:
+                    self.refuse(index, head, f"sends on connection {i}, which it receives")
+                if self.waited_free[i] <= self.sent[i]:
+                    self.refuse(
+                        index, head,
+                        f"writes connection {self.plan.connections[i]} without a WAIT for a free "
+                        "slot",
+                    )  # fmt: skip
+            slots = tuple([self.sent[i] % self.plan.slots for i in connections])
+            for i in connections:
+                self.sent[i] += 1
+        else:
+            for i in connections:
+                if index != self.dst[i]:
+                    self.refuse(index, head, f"reads connection {i}, which it sends")
+            slots = tuple([self.take(index, head, i) for i in connections])
+        self.visit(Visit(index, self.plan.streams[index], at, chunk, step, slots, source_slot))
+        self.heads[index] = next(self.pending[index], None)
+        return True
+
+    def signal(self, index: int, head: tuple[int, int, Step], i: int) -> None:
+        if index != self.src[i]:
+            if self.free[i] >= self.read[i]:
+                self.refuse(
+                    index, head,
+                    f"frees a slot of connection {self.plan.connections[i]} before reading it",
+                )  # fmt: skip
+            self.free[i] += 1
+        else:
+            if not self.local[i] and self.ready[i] >= self.sent[i]:
+                self.refuse(
+                    index, head,
+                    f"signals data on connection {self.plan.connections[i]} before sending it",
+                )  # fmt: skip
+            self.ready[i] += 1
+
+    def take(self, index: int, head: tuple[int, int, Step], i: int) -> int:
+        """The slot that is read next."""
+        if self.waited_ready[i] <= self.read[i]:
+            self.refuse(
+                index, head,
+                f"reads connection {self.plan.connections[i]} without a WAIT for its data",
+            )  # fmt: skip
+        self.read[i] += 1
+        return (self.read[i] - 1) % self.plan.slots
+
+    def refuse(self, index: int, head: tuple[int, int, Step], words: str) -> None:
+        at, chunk, step = head
+        s = self.plan.streams[index]
+        raise PlanError(
+            f"rank {s.rank} channel {s.channel} step {at} ({step.op.name} of chunk {chunk}): "
+            f"{words}"
+        )
+
+    def finish(self) -> None:
+        """Raise PlanError where a stream still waits, or counters do not pair."""
+        self.no_one_waits()
+        for i, connection in enumerate(self.plan.connections):
+            pairs = [("sent", self.sent[i], "read", self.read[i]),
+                     ("data-ready signals", self.ready[i],
+                      "waits for them", self.waited_ready[i])]  # fmt: skip
+            if not connection.local:
+                pairs += [("slot-free signals", self.free[i], "slots read", self.read[i]),
+                          ("waits for a slot", self.waited_free[i], "sends", self.sent[i]),
+                          ("data-ready signals", self.ready[i], "sends", self.sent[i])]  # fmt: skip
+            for left, a, right, b in pairs:
+                if a != b:
+                    raise PlanError(f"connection {connection}: {a} {left}, but {b} {right}")
+
+    def no_one_waits(self) -> None:
+        stuck = []
+        for index, (stream, head) in enumerate(zip(self.plan.streams, self.heads, strict=True)):
+            if head is None:
+                continue
+            at, chunk, step = head
+            i = step.connections[0]
+            connection = self.plan.connections[i]
+            sender = index == self.src[i]
+            peer, what = (connection.dst, "slot") if sender else (connection.src, "data")
+            stuck.append(
+                f"rank {stream.rank} channel {stream.channel} step {at} waits for a {what} of "
+                f"chunk {chunk} from rank {peer}"
+            )
+        if stuck:
+            more = f"; and {len(stuck) - 4} more" if len(stuck) > 4 else ""
+            raise PlanError(f"the plan hangs: {'; '.join(stuck[:4])}{more}")
+
+
 def walk(plan: Plan, visit: Callable[[Visit], None], seed: int | None = None) -> None:
     """Call `visit` for every step, in an order that respects all waits.
 
@@ -35,137 +172,18 @@ def walk(plan: Plan, visit: Callable[[Visit], None], seed: int | None = None) ->
     are picked at random one step at a time. Raises PlanError where the plan hangs (naming who
     waits for whom), touches a connection it has not waited for, or leaves counters unpaired.
     """
-    ends = [((c.src, c.src_channel), (c.dst, c.dst_channel)) for c in plan.connections]
-    n = len(plan.connections)
-    ready, free = [0] * n, [0] * n  # signals given
-    waited_free, waited_ready = [0] * n, [0] * n
-    sent, read = [0] * n, [0] * n
-
-    def may_pass(me: tuple[int, int], i: int) -> bool:
-        if me == ends[i][1]:
-            return ready[i] > waited_ready[i]
-        if plan.connections[i].local:
-            return True
-        return free[i] + plan.slots > waited_free[i]
-
-    def use(condition: bool, words: str, here: str) -> None:
-        if not condition:
-            raise PlanError(f"{here}: {words}")
-
-    def carry_out(index: int, stream: Stream, at: int, chunk: int, step: Step) -> None:
-        me = (stream.rank, stream.channel)
-        here = f"rank {me[0]} channel {me[1]} step {at} ({step.op.name} of chunk {chunk})"
-        for i in (*step.connections, *(() if step.source is None else (step.source,))):
-            use(0 <= i < n and me in ends[i], f"connection {i} does not end here", here)
-        slots: list[int] = []
-        source_slot = -1
-        if step.op is Op.WAIT or step.op is Op.SIGNAL:
-            for i in step.connections:
-                sender = me == ends[i][0]
-                if step.op is Op.WAIT:
-                    (waited_free if sender else waited_ready)[i] += 1
-                elif sender:
-                    use(
-                        plan.connections[i].local or ready[i] < sent[i],
-                        f"signals data on connection {plan.connections[i]} before sending it",
-                        here,
-                    )
-                    ready[i] += 1
-                else:
-                    use(
-                        free[i] < read[i],
-                        f"frees a slot of connection {plan.connections[i]} before reading it",
-                        here,
-                    )
-                    free[i] += 1
-        elif step.op is Op.SEND:
-            if step.source is not None:
-                i = step.source
-                use(me == ends[i][1], f"forwards a slot it does not receive ({i})", here)
-                use(
-                    waited_ready[i] > read[i],
-                    f"reads connection {plan.connections[i]} without a WAIT for its data",
-                    here,
-                )
-                source_slot = read[i] % plan.slots
-                read[i] += 1
-            for i in step.connections:
-                use(me == ends[i][0], f"sends on connection {i}, which it receives", here)
-                use(
-                    waited_free[i] > sent[i],
-                    f"writes connection {plan.connections[i]} without a WAIT for a free slot",
-                    here,
-                )
-                slots.append(sent[i] % plan.slots)
-                sent[i] += 1
-        else:
-            for i in step.connections:
-                use(me == ends[i][1], f"reads connection {i}, which it sends", here)
-                use(
-                    waited_ready[i] > read[i],
-                    f"reads connection {plan.connections[i]} without a WAIT for its data",
-                    here,
-                )
-                slots.append(read[i] % plan.slots)
-                read[i] += 1
-        visit(Visit(index, stream, at, chunk, step, tuple(slots), source_slot))
-
-    pending = [plan.steps(s) for s in plan.streams]
-    heads = [next(p, None) for p in pending]
+    state = _Walk(plan, visit)
     pick = random.Random(seed) if seed is not None else None
-
-    def advance(index: int) -> bool:
-        """Carry out one step of a stream if it can; False where it waits or is done."""
-        head, stream = heads[index], plan.streams[index]
-        if head is None:
-            return False
-        at, chunk, step = head
-        me = (stream.rank, stream.channel)
-        if step.op is Op.WAIT and not all(
-            may_pass(me, i) for i in step.connections if 0 <= i < n and me in ends[i]
-        ):
-            return False
-        carry_out(index, stream, at, chunk, step)
-        heads[index] = next(pending[index], None)
-        return True
-
+    left = list(range(len(plan.streams)))
     moved = True
     while moved:
         moved = False
-        order = list(range(len(plan.streams)))
         if pick:
-            pick.shuffle(order)
-        for index in order:
-            while advance(index):
+            pick.shuffle(left)
+        for index in left:
+            while state.advance(index):
                 moved = True
                 if pick and pick.random() < 0.5:
                     break
-    _no_one_waits(plan, heads)
-    for i, connection in enumerate(plan.connections):
-        pairs = [("sent", sent[i], "read", read[i]),
-                 ("data-ready signals", ready[i], "waits for them", waited_ready[i])]  # fmt: skip
-        if not connection.local:
-            pairs += [("slot-free signals", free[i], "slots read", read[i]),
-                      ("waits for a slot", waited_free[i], "sends", sent[i]),
-                      ("data-ready signals", ready[i], "sends", sent[i])]  # fmt: skip
-        for left, a, right, b in pairs:
-            if a != b:
-                raise PlanError(f"connection {connection}: {a} {left}, but {b} {right}")
-
-
-def _no_one_waits(plan: Plan, heads: list[tuple[int, int, Step] | None]) -> None:
-    stuck = []
-    for stream, head in zip(plan.streams, heads, strict=True):
-        if head is None:
-            continue
-        at, chunk, step = head
-        connection = plan.connections[step.connections[0]]
-        sender = (connection.src, connection.src_channel) == (stream.rank, stream.channel)
-        peer, what = (connection.dst, "slot") if sender else (connection.src, "data")
-        stuck.append(
-            f"rank {stream.rank} channel {stream.channel} step {at} waits for a {what} of "
-            f"chunk {chunk} from rank {peer}"
-        )
-    if stuck:
-        shown = "; ".join(stuck[:4]) + (f"; and {len(stuck) - 4} more" if len(stuck) > 4 else "")
-        raise PlanError(f"the plan hangs: {shown}")
+        left = [index for index in left if state.heads[index] is not None]
+    state.finish()
