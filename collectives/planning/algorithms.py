@@ -12,7 +12,7 @@ from collectives.errors import PlanError
 from collectives.planning.embed import Edge, Embedding, embed
 from collectives.planning.exchange import halving_doubling, recursive_doubling
 from collectives.planning.hierarchical import hierarchical
-from collectives.planning.lower import Algorithm, Copy, Reduce, Round
+from collectives.planning.lower import Algorithm, Copy, Reduce, Round, few_enough
 from collectives.planning.packing import pack
 from collectives.planning.rings import rings
 from collectives.planning.shares import pair_capacity
@@ -20,9 +20,6 @@ from collectives.planning.trees import Tree, binary_tree, two_trees
 from collectives.planning.trees import chain as chain_tree
 from topology import Topology, load
 from topology.routes import connects
-
-MOST_PAIRED = 128
-"""Ranks of an algorithm whose plan grows with their square."""
 
 
 def _interior(tree: Tree) -> list[list[int]]:
@@ -167,10 +164,10 @@ def ring(topology: Topology) -> Algorithm:
     R is the number of rings found that share no link, each in one direction. Chunk c goes round
     ring c mod R; it starts on the rank after its owner and is complete on the owner, rank c // R
     of the ring. A rank keeps one stream a ring, so its sends there follow one another. The plan
-    grows as P^2: PlanError for more than 128 ranks.
+    grows as P^2: PlanError for more than 64 ranks.
     """
     size = len(topology.gpus)
-    _few_enough("ring", size)
+    few_enough("ring", size)
     found, detours = rings(topology)
     count = len(found)
     rounds: list[Round] = []
@@ -190,11 +187,11 @@ def ring(topology: Topology) -> Algorithm:
 def one_shot(topology: Topology) -> Algorithm:
     """Everyone sends all it has to everyone, and combines all values in the order of the ranks.
 
-    One step deep, for the smallest messages; P - 1 times the bytes. PlanError for more than 128
+    One step deep, for the smallest messages; P - 1 times the bytes. PlanError for more than 64
     ranks.
     """
     size = len(topology.gpus)
-    _few_enough("one_shot", size)
+    few_enough("one_shot", size)
     edges = [Edge(0, a, b) for b in range(size) for a in range(b)]
     embedding = embed(topology, edges, size, relabel=False)
     detours = {}
@@ -207,19 +204,14 @@ def one_shot(topology: Topology) -> Algorithm:
     return Algorithm("one_shot", size, 1, ((moves,),), (), detours)
 
 
-def _few_enough(name: str, size: int) -> None:
-    if size > MOST_PAIRED:
-        raise PlanError(f"a plan of {name} grows as P^2: at most {MOST_PAIRED} ranks, not {size}")
-
-
 def two_shot(topology: Topology) -> Algorithm:
     """Rank r reduces chunk r of everyone's input, then hands the result to everyone.
 
     P stars, in effect: two steps deep. Every pair of ranks exchanges data; PlanError for more
-    than 128 ranks.
+    than 64 ranks.
     """
     size = len(topology.gpus)
-    _few_enough("two_shot", size)
+    few_enough("two_shot", size)
     others = [tuple((r + i) % size for i in range(1, size)) for r in range(size)]
     stars = tuple(Tree((r,) * size) for r in range(size))
     edges = [Edge(r, o, r) for r in range(size) for o in others[r]]

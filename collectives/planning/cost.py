@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from collectives.planning.plan import ALIGN, Op, Plan
@@ -29,6 +29,7 @@ MEMORY_CHUNK = 64 << 10
 MAX_CHUNKS = 8192
 _SENDS = 40_000  # simulated to tell how long a group takes, over at most so many groups:
 _GROUPS = 128
+_CONNECTIONS = 10_000  # of plans for which a dozen groups are simulated to count their steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +115,14 @@ def shape_of(plan: Plan, topology: Topology) -> Shape:
     """A plan's shape, counted on the plan itself: simulated with steps of 1 s and no bytes."""
     if not plan.connections:
         return Shape(plan.stride, 0, 1, 0.0, math.inf, 0.0)
-    unit = replace(topology, links=tuple(replace(link, latency_us=1e6) for link in topology.links))
 
     def steps(groups: int) -> int:
-        return round(simulate(plan.with_chunks(groups * plan.stride), unit, 0).seconds)
+        return round(simulate(plan.with_chunks(groups * plan.stride), topology, 0, 1.0).seconds)
 
     first = steps(1)
     per_group = (steps(4) - first) / 3
-    if steps(2) - first != per_group:  # groups that overlap unevenly repeat every 2, 3 or 4
+    uneven = steps(2) - first != per_group  # then groups repeat every 2, 3 or 4
+    if uneven and len(plan.connections) < _CONNECTIONS:
         per_group = (steps(13) - first) / 12
     used = [topology.by_ends[ends] for c in plan.connections for ends in c.links]
     phases = max(len(stream.phases) for stream in plan.streams)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from collectives.errors import PlanError
 from topology import Topology, Vertex
+from topology.routes import neighbours
 
-_NODES = 20_000  # search nodes for each number of detours: a fraction of a second
+_NODES, _LAID = 20_000, 300_000  # nodes, and edges laid, of a search: a fraction of a second
 _EXTRA_DETOURS = 3  # how many more than the least conceivable are tried
-_SWAPS = 1_500  # labellings tried where no exclusive one was found
+_SWAPS, _EDGES = 1_500, 50_000  # labellings, and edges laid, where no exclusive one was found
 
 _Link = tuple[Vertex, Vertex]
 _Use = dict[_Link, int]
@@ -38,23 +40,31 @@ class Embedding:
     via: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
 
+@lru_cache(maxsize=8)
+def _ways(
+    topology: Topology,
+) -> tuple[dict[tuple[int, int], tuple[_Link, ...]], dict[int, list[int]], dict[int, list[int]]]:
+    """For each two ranks that hardware joins, the links; whom each leads to, and who to it."""
+    rank = {g: r for r, g in enumerate(topology.gpus)}
+    links = {
+        (rank[a], rank[b]): tuple(zip(path, path[1:], strict=False))
+        for (a, b), path in topology.hops.items()
+    }
+    return links, neighbours(links), neighbours((b, a) for a, b in links)
+
+
 class _Search:
     def __init__(self, topology: Topology, edges: Sequence[Edge], size: int) -> None:
         self.topology, self.size = topology, size
         self.edges = tuple(e for e in edges if e.a != e.b)
         self.capacity = {ends: link.count for ends, link in topology.by_ends.items()}
+        self.most = min(_NODES, _LAID // max(1, len(self.edges)))
         self.order = self._connected_order()
         place = {p: i for i, p in enumerate(self.order)}
         self.closing: list[list[Edge]] = [[] for _ in range(size)]  # edges complete at a position
         for edge in self.edges:
             self.closing[max(place[edge.a], place[edge.b])].append(edge)
-        gpus = topology.gpus
-        self.links = {
-            (a, b): tuple(zip(path, path[1:], strict=False))
-            for a in range(size)
-            for b in range(size)
-            if (path := topology.hops.get((gpus[a], gpus[b])))
-        }
+        self.links, self.near, self.behind = _ways(topology)
 
     def _connected_order(self) -> list[int]:
         """Positions such that each (after the first) has an edge to one before it, if it can."""
@@ -89,6 +99,10 @@ class _Search:
                 return None
             found += self.links[way]
         return found
+
+    def middles(self, a: int, b: int) -> list[int]:
+        """Who could forward from a to b, in the order of the ranks."""
+        return sorted(set(self.near.get(a, ())) & set(self.behind.get(b, ())) - {a, b})
 
     def claim(self, use: _Use, wires: list[_Link] | None) -> bool:
         """Take the links if all are free; leaves `use` as it was if not."""
@@ -134,7 +148,7 @@ class _Search:
     ) -> bool:  # fmt: skip
         """Depth-first over labellings; True ends the search (budget spent or none better)."""
         self.nodes += 1
-        if self.nodes > _NODES:
+        if self.nodes > self.most:
             return True
         if at == self.size:
             return self.detour(rank_of, use, pending, {})
@@ -168,7 +182,7 @@ class _Search:
     ) -> bool:  # fmt: skip
         """Find forwarders for the pending edges on the links that are left."""
         self.nodes += 1
-        if self.nodes > _NODES:
+        if self.nodes > self.most:
             return True
         if not pending:
             depth = self.depth(via)
@@ -176,9 +190,7 @@ class _Search:
                 self.best = depth, Embedding(tuple(rank_of), dict(via))
             return depth <= self.depth({})
         edge = pending[0]
-        for middle in range(self.size):
-            if middle in (rank_of[edge.a], rank_of[edge.b]):
-                continue
+        for middle in self.middles(rank_of[edge.a], rank_of[edge.b]):
             wires = self.wires(edge, rank_of, middle)
             if wires is None or not self.claim(use, wires):
                 continue
@@ -216,11 +228,10 @@ class _Search:
             if straight is not None:
                 choices.append((None, straight))
             else:
-                for m in range(self.size):
-                    if m not in (rank_of[edge.a], rank_of[edge.b]):
-                        over = self.wires(edge, rank_of, m)
-                        if over is not None:
-                            choices.append((m, over))
+                for m in self.middles(rank_of[edge.a], rank_of[edge.b]):
+                    over = self.wires(edge, rank_of, m)
+                    if over is not None:
+                        choices.append((m, over))
             if not choices:
                 return None
             middle, wires = min(choices, key=lambda c: max(use.get(k, 0) for k in c[1]))
@@ -260,7 +271,8 @@ class _Search:
             edge = next(
                 e
                 for e in self.edges
-                if not any(self.wires(e, best, m) for m in (None, *range(self.size)))
+                if not self.wires(e, best, None)
+                and not any(self.wires(e, best, m) for m in self.middles(best[e.a], best[e.b]))
             )
             raise PlanError(
                 f"{self.topology.name}: GPUs {gpus[best[edge.a]]} and {gpus[best[edge.b]]} are "
@@ -288,4 +300,5 @@ def embed(topology: Topology, edges: Sequence[Edge], size: int, relabel: bool = 
     relabel = relabel and not topology.on_memory
     if relabel and size <= 64 and (found := search.exclusive()):
         return found
-    return search.least_congested(_SWAPS if relabel else 0)
+    swaps = min(_SWAPS, _EDGES // max(1, len(edges)))
+    return search.least_congested(swaps if relabel else 0)

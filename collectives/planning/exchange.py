@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collectives.planning.embed import Edge, Embedding, embed
-from collectives.planning.lower import Algorithm, Copy, Move, Reduce, Round
+from collectives.planning.lower import Algorithm, Copy, Move, Reduce, Round, few_enough
 from topology import Topology
 
 
@@ -68,9 +68,11 @@ def halving_doubling(topology: Topology) -> Algorithm:
     """Reduce-scatter by halves between ranks ever nearer, all-gather back: 2 log2 P start-ups.
 
     Every byte is sent 2 (P - 1) / P times by each rank, as in a ring (Rabenseifner 2004). Chunk c
-    ends on position c; each chunk has channels of its own, so that exchanges run side by side.
+    ends on position c; each chunk has channels of its own, so that exchanges run side by side. The
+    plan grows as P^2: PlanError for more than 64 ranks.
     """
     size = len(topology.gpus)
+    few_enough("halving_doubling", len(topology.gpus))
     cube, embedding = _cube(topology)
     at = embedding.rank_of
     chunks = range(cube)

@@ -42,6 +42,9 @@ class Copy:
     channel: int
 
 
+MOST_SQUARED = 64
+"""Ranks of an algorithm whose plan grows with their square."""
+
 Move = Reduce | Copy
 Round = tuple[Move, ...]
 """Moves that happen at once: each reads what was there before the round."""
@@ -70,6 +73,12 @@ class Algorithm:
         object.__setattr__(self, "detours", MappingProxyType(dict(self.detours)))
 
 
+def few_enough(name: str, size: int) -> None:
+    """Refuse, for an algorithm in which every two ranks exchange data, or as much as if."""
+    if size > MOST_SQUARED:
+        raise PlanError(f"a plan of {name} grows as P^2: at most {MOST_SQUARED} ranks, not {size}")
+
+
 @dataclass(frozen=True, slots=True)
 class Tuning:
     """What depends on the size of the message: how many chunks, and how many slots for them."""
@@ -94,7 +103,8 @@ class _Lowering:
     def __init__(self, algorithm: Algorithm, topology: Topology) -> None:
         self.algorithm, self.topology = algorithm, topology
         self.bodies: dict[_Key, list[list[Step]]] = {}
-        self.connections: dict[Connection, int] = {}
+        self.connections: list[Connection] = []
+        self.number: dict[Connection, int] = {}
         self.values = {
             (r, c): _Value(holds=1 << r)
             for r in range(algorithm.size)
@@ -125,7 +135,10 @@ class _Lowering:
                     f"{self.topology.name} has no link between them and the algorithm no detour"
                 )
         connection = Connection(*src, *dst, hop)
-        return self.connections.setdefault(connection, len(self.connections))
+        index = self.number.setdefault(connection, len(self.connections))
+        if index == len(self.connections):
+            self.connections.append(connection)
+        return index
 
     def first_hop(self, src: _Key, dst: _Key, chunk: int, channel: int) -> tuple[int, int]:
         """(connection the sender writes, connection the receiver reads); sets up forwarding."""
@@ -153,7 +166,7 @@ class _Lowering:
         value.readers.append(key)
         for out, last in hops:
             if out != last:  # the forwarder passes its slot on
-                middle = self.connection(out)
+                middle = self.connections[out]
                 via = (middle.dst, middle.dst_channel)
                 self.emit(via, Op.WAIT, (out,), chunk)
                 self.emit(via, Op.WAIT, (last,), chunk)
@@ -161,9 +174,6 @@ class _Lowering:
                 self.emit(via, Op.SIGNAL, (last,), chunk)
                 self.emit(via, Op.SIGNAL, (out,), chunk)
         return [last for _, last in hops]
-
-    def connection(self, index: int) -> Connection:
-        return next(c for c, i in self.connections.items() if i == index)
 
     def receive(
         self, dst: _Key, incoming: list[int], chunk: int, op: Op, holds: int, ahead: int = 0

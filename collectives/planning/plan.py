@@ -128,7 +128,7 @@ class Plan:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.algorithm, self.size, self.num_chunks, self.streams))
+        return hash((self.algorithm, self.size, self.streams))
 
     def __hash__(self) -> int:
         return self._hash
@@ -145,7 +145,9 @@ class Plan:
 
     def with_chunks(self, num_chunks: int) -> Plan:
         """The same plan over another number of chunks."""
-        return replace(self, num_chunks=num_chunks)
+        made = replace(self, num_chunks=num_chunks)
+        made.__dict__["_hash"] = self._hash  # which holds for any number, and takes a walk
+        return made
 
     def steps(self, stream: Stream) -> Iterator[tuple[int, int, Step]]:
         """(position in the stream's code, chunk, step) for every step that is carried out."""

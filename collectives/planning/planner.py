@@ -14,11 +14,12 @@ from collectives.planning.cost import (
     shape_of,
     simulated_seconds,
 )
-from collectives.planning.lower import Tuning, lower
+from collectives.planning.lower import MOST_SQUARED, Tuning, lower
 from collectives.planning.plan import Plan
 from collectives.planning.verify import shortened, verify
 from topology import Topology
 
+_FOR_CLUSTERS = ("overlapped_double_tree", "recursive_doubling", "hierarchical")
 _WORTH = 0.995  # of the time: a smaller gain ends the search for a number of chunks
 
 
@@ -41,16 +42,24 @@ def _verified(topology: Topology, plan: Plan) -> Plan:
     return plan
 
 
+def _able(topology: Topology, name: str) -> bool:
+    try:
+        _template(topology, name)
+    except PlanError:
+        return False
+    return True
+
+
 @lru_cache(maxsize=64)
 def candidates(topology: Topology) -> tuple[str, ...]:
-    """Names of the algorithms that this machine can run, in the order of preference."""
-    able = []
-    for name in ALGORITHMS:
-        try:
-            _template(topology, name)
-        except PlanError:
-            continue
-        able.append(name)
+    """Names of the algorithms that this machine can run, in the order of preference.
+
+    On a cluster of more than 64 GPUs only those that suit one, as to compare takes its time.
+    """
+    names = tuple(ALGORITHMS)
+    if len(topology.gpus) > MOST_SQUARED and _able(topology, "hierarchical"):
+        names = _FOR_CLUSTERS
+    able = [name for name in names if _able(topology, name)]
     if not able:
         raise PlanError(f"no algorithm runs on {topology.name}: its GPUs are not connected")
     return tuple(able)

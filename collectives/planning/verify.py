@@ -124,7 +124,7 @@ class _Proof:
 
     def touch(self, cell: _Cell, visit: Visit, write: bool) -> None:
         chunk = cell[1]
-        known = self.knows(visit.index, chunk)
+        known = self.knows(visit.stream_index, chunk)
         before = [self.writer(cell)]
         if write:
             before += self.read.get(cell, ())
@@ -133,7 +133,7 @@ class _Proof:
                 self.races.append(f"{visit} is not ordered after: {words}")
         bit = self.accesses[chunk]
         self.accesses[chunk] += 1
-        self.known[visit.index][chunk] = known | 1 << bit
+        self.known[visit.stream_index][chunk] = known | 1 << bit
         if write:
             self.wrote[cell] = bit, visit
             self.read.pop(cell, None)

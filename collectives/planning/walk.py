@@ -13,7 +13,7 @@ from collectives.planning.plan import Op, Plan, Step, Stream
 class Visit(NamedTuple):
     """One step as it is carried out; `slots` are the slot numbers of `step.connections`."""
 
-    index: int  # of the stream
+    stream_index: int
     stream: Stream
     at: int
     chunk: int

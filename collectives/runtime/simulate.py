@@ -6,7 +6,7 @@ import json
 import os
 from collections import defaultdict
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ class Timeline:
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
 
 
-def simulate(plan: Plan, topology: Topology, nbytes: int) -> Timeline:
+def simulate(plan: Plan, topology: Topology, nbytes: int, alpha_s: float | None = None) -> Timeline:
     """The time of a verified plan for a message of `nbytes`.
 
     A send starts when its stream and one lane (`Link.lanes`) on every link of its path are free;
@@ -95,57 +95,73 @@ def simulate(plan: Plan, topology: Topology, nbytes: int) -> Timeline:
     A send to several connections starts on each as that one is free and holds its stream until the
     last is over; it crosses a memory link that they share once (all read what is stored once) and
     any other link once for each. Signals and arithmetic take no time. Deterministic; long plans
-    are carried out by machine code, to the same bits.
+    are carried out by machine code, to the same bits. `alpha_s` stands in for the links' latencies.
     Raises PlanError where the plan hangs or the topology lacks a link.
     """
     if nbytes < 0:
         raise PlanError(f"a message has 0 bytes or more, not {nbytes}")
-    steps = sum(len(body) for stream in plan.streams for body in stream.phases) * plan.groups
-    return _simulate(plan, topology, nbytes, compiled=steps > _SHORT)
+    layout = _layout(plan.with_chunks(plan.stride), topology)
+    return _simulate(plan, topology, nbytes, alpha_s, layout.steps * plan.groups > _SHORT)
 
 
-def _simulate(plan: Plan, topology: Topology, nbytes: int, compiled: bool) -> Timeline:
-    wires = _wires(plan, topology)
-    signals, sends, stored = _room(plan, wires)
+def _simulate(
+    plan: Plan, topology: Topology, nbytes: int, alpha_s: float | None, compiled: bool
+) -> Timeline:
+    layout = _layout(plan.with_chunks(plan.stride), topology)
+    signals = layout.signals * plan.groups + plan.slots
     given = np.zeros(len(signals), np.int64)
-    given[::2] = [0 if c.local else plan.slots for c in plan.connections]  # free from the start
-    first, busy = np.zeros(plan.size), np.zeros(len(wires.links))
+    given[::2] = layout.free
+    sends = layout.sends * plan.groups
+    alpha = layout.alpha if alpha_s is None else np.full_like(layout.alpha, alpha_s)
+    first, busy = np.zeros(plan.size), np.zeros(len(layout.links))
     rows = (np.zeros(sends, np.int32), np.zeros(sends, np.int32), *np.zeros((3, sends)))
     arrays = (
-        _starts(signals), np.zeros(sum(signals)), given, _starts(stored),
-        np.zeros(sum(stored), np.int64), *wires.arrays, np.zeros(wires.lanes), busy, first, *rows,
+        _starts(signals), np.zeros(signals.sum()), given, _starts(layout.stored),
+        np.zeros(layout.stored.sum(), np.int64), *layout.wires, alpha, np.zeros(layout.lanes), busy,
+        first, *rows,
     )  # fmt: skip
-    code, ranks = plan.encode().astype(np.int64), np.array([s.rank for s in plan.streams], np.int64)
     numbers = (plan.num_chunks, plan.stride, plan.chunk_bytes(nbytes), nbytes)
     if compiled:
-        end, written, hangs = compiled_play()(code, ranks, *numbers, *arrays)
+        end, written, hangs = compiled_play()(layout.code, layout.ranks, *numbers, *arrays)
     else:
         lists = [array.tolist() for array in arrays]
-        end, written, hangs = play(code.tolist(), ranks.tolist(), *numbers, *lists)
+        start = (layout.code.tolist(), layout.ranks.tolist())
+        end, written, hangs = play(*start, *numbers, *lists)
         for array, values in zip(arrays, lists, strict=True):
             array[:] = values
     if hangs:
         raise PlanError("the plan hangs in the simulator; verify(plan, topology) says where")
-    lanes = (topology.by_ends[ends].lanes for ends in wires.links)
+    lanes = (topology.by_ends[ends].lanes for ends in layout.links)
     return Timeline(
         plan, nbytes, end, tuple(first.tolist()),
-        {ends: b / n for ends, b, n in zip(wires.links, busy.tolist(), lanes, strict=True)},
+        {ends: b / n for ends, b, n in zip(layout.links, busy.tolist(), lanes, strict=True)},
         tuple(row[:written] for row in rows),
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class _Wires:
-    """What sends cost: the arguments of `kernels.timeline.play` that describe connections."""
+class _Layout:
+    """What a simulation needs of a plan and its links, however many groups of chunks there are."""
 
+    code: NDArray[Any]
+    ranks: NDArray[Any]
+    steps: int
+    sends: int
+    signals: NDArray[Any]
+    """For each connection's two queues, the signals of one group."""
+    free: NDArray[Any]
+    """For each connection, the slots that are free from the start."""
+    stored: NDArray[Any]
+    """For each stream, the most memory links of one send."""
     links: tuple[tuple[Vertex, Vertex], ...]
     lanes: int
-    memory: tuple[int, ...]
-    """For each connection, how many of its links are memory."""
-    arrays: tuple[NDArray[Any], ...]
+    wires: tuple[NDArray[Any], ...]
+    """Arguments of `kernels.timeline.play`, from `lane_at` to `per_byte`."""
+    alpha: NDArray[Any]
 
 
-def _wires(plan: Plan, topology: Topology) -> _Wires:
+@lru_cache(maxsize=64)
+def _layout(plan: Plan, topology: Topology) -> _Layout:
     number: dict[tuple[Vertex, Vertex], int] = {}
     lane_number: dict[tuple[int, int], int] = {}
     taken: dict[int, int] = defaultdict(int)
@@ -169,31 +185,33 @@ def _wires(plan: Plan, topology: Topology) -> _Wires:
         memory.append(sum(k.kind == "memory" for k in passed))
         per_byte.append(max((1 / k.lane_bandwidth for k in passed), default=0.0))
         alpha.append(max((k.latency_us for k in passed), default=0.0) * 1e-6)
-    arrays = (
-        _starts(count), np.array(lane, np.int64), np.array(link, np.int64),
-        np.array(is_memory, np.bool_), np.array(lane_per_byte, float),
-        np.array(per_byte, float), np.array(alpha, float),
-    )  # fmt: skip
-    return _Wires(tuple(number), len(lane_number), tuple(memory), arrays)
-
-
-def _room(plan: Plan, wires: _Wires) -> tuple[list[int], int, list[int]]:
-    """Most times in each connection's two queues, most sends, most memory links of a send."""
-    signals = [plan.slots] * (2 * len(plan.connections))
-    sends, stored = 0, []
+    signals = np.zeros(2 * len(plan.connections), np.int64)
+    steps, sends, stored = 0, 0, []
     for stream in plan.streams:
         widest = 0
         for step in (step for body in stream.phases for step in body):
+            steps += 1
             i = step.connections[0]
             if step.op is Op.SIGNAL:
-                signals[2 * i + plan.sends_on(stream, i)] += plan.groups
+                signals[2 * i + plan.sends_on(stream, i)] += 1
             elif step.op is Op.SEND:
-                sends += plan.groups * len(step.connections)
-                widest = max(widest, sum(wires.memory[i] for i in step.connections))
+                sends += len(step.connections)
+                widest = max(widest, sum(memory[i] for i in step.connections))
         stored.append(widest)
-    return signals, sends, stored
+    return _Layout(
+        plan.encode().astype(np.int64),
+        np.array([s.rank for s in plan.streams], np.int64), steps, sends, signals,
+        np.array([0 if c.local else plan.slots for c in plan.connections], np.int64),
+        np.array(stored, np.int64), tuple(number), len(lane_number),
+        (
+            _starts(np.array(count)), np.array(lane, np.int64), np.array(link, np.int64),
+            np.array(is_memory, np.bool_), np.array(lane_per_byte, float),
+            np.array(per_byte, float),
+        ),
+        np.array(alpha, float),
+    )  # fmt: skip
 
 
-def _starts(counts: list[int]) -> NDArray[np.int64]:
+def _starts(counts: NDArray[Any]) -> NDArray[np.int64]:
     """Where each of the parts begins that lie one behind another, and where the last ends."""
-    return np.concatenate(([0], np.cumsum(counts, dtype=np.int64))).astype(np.int64)
+    return np.concatenate(([0], np.cumsum(counts))).astype(np.int64)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from collectives.errors import PlanError
-from collectives.planning.planner import choose, plan_allreduce
+from collectives.planning.planner import plan_allreduce
 from collectives.planning.verify import verify
 from collectives.runtime.reference import run
 from collectives.runtime.simulate import simulate
@@ -42,9 +42,29 @@ def test_large_messages_pass_the_network_near_the_bound(spec: str) -> None:
     assert 0.7 * allreduce_bound(topo) < line.algbw <= allreduce_bound(topo)
 
 
-def test_auto_takes_it_on_rails() -> None:
+@pytest.mark.parametrize("spec", ["2 x dgx-a100", "17 x mesh-4"])
+@pytest.mark.parametrize("nbytes", [1 << 24, 1 << 26])
+def test_twice_as_fast_as_what_knows_of_no_nodes(spec: str, nbytes: int) -> None:
+    """Those send several GPUs' worth over the network, or leave rails without work."""
+    topo = load(spec)
+
+    def seconds(name: str) -> float:
+        return simulate(plan_allreduce(topo, nbytes, name), topo, nbytes).seconds
+
+    mine = seconds("hierarchical")
+    rivals = ("overlapped_double_tree", "chain", "tree", "recursive_doubling")
+    assert all(seconds(name) > 2 * mine for name in rivals)
+    assert seconds("auto") <= 1.01 * mine
+
+
+@pytest.mark.parametrize("nbytes", [1 << 24, 1 << 26, 1 << 30])
+def test_on_rails_it_is_as_good_as_packed_trees(nbytes: int) -> None:
     topo = load("2 x dgx-a100")
-    assert choose(topo, 1 << 26) == "hierarchical"
+    mine, packed = (
+        simulate(plan_allreduce(topo, nbytes, name), topo, nbytes).seconds
+        for name in ("hierarchical", "packed_trees")
+    )
+    assert mine < 1.1 * packed
 
 
 def test_other_machines_are_refused() -> None:
@@ -55,9 +75,11 @@ def test_other_machines_are_refused() -> None:
         plan_allreduce(uneven, 1024, "hierarchical")
 
 
-def test_what_would_join_every_pair_is_left_to_it_on_large_clusters() -> None:
+def test_what_grows_as_the_square_is_left_to_it_on_large_clusters() -> None:
     topo = load("33 x mesh-4 nics=1")
-    with pytest.raises(PlanError, match="two_shot joins every pair of ranks: at most 128, not 132"):
-        plan_allreduce(topo, 1024, "two_shot")
+    for name in ("ring", "one_shot", "two_shot", "halving_doubling"):
+        words = rf"a plan of {name} grows as P\^2: at most \d+ ranks, not 132"
+        with pytest.raises(PlanError, match=words):
+            plan_allreduce(topo, 1024, name)
     with pytest.raises(PlanError, match="is for at most 64 GPUs, not 132: use hierarchical"):
         plan_allreduce(topo, 1024, "packed_trees")

@@ -159,14 +159,14 @@ def decode(plan: Plan, rank: int) -> list[list[list[Step]]]:
                 op, chunk, flag, source, n = data[at : at + 5]
                 connections = tuple(data[at + 5 : at + 5 + n])
                 at += 5 + n
-                assert flag in ((0, 1, 2, 3) if op == Op.REDUCE else (0, 1))
+                last, ahead = (bool(flag & 1), flag >> 1) if op == Op.REDUCE else (False, 0)
+                assert flag in (0, 1) if op != Op.REDUCE else ahead <= n
                 if op in (Op.SIGNAL, Op.WAIT):
                     c = plan.connections[connections[0]]
                     assert flag == ((c.src, c.src_channel) == (rank, mine[s].channel))
                 steps.append(
-                    Step(Op(op), connections, chunk, None if source == -1 else source,
-                         op == Op.REDUCE and flag & 1 == 1, op == Op.REDUCE and flag > 1)
-                )  # fmt: skip
+                    Step(Op(op), connections, chunk, None if source == -1 else source, last, ahead)
+                )
             assert at == stop
             read = stop
             bodies.append(steps)

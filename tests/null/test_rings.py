@@ -1,0 +1,174 @@
+"""Rings that share no link: as many as there can be, on links that are there, the same each run."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations, permutations, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.optimize import LinearConstraint, milp
+
+from collectives.planning.algorithms import algorithm_for
+from collectives.planning.lower import Tuning, lower
+from collectives.planning.planner import plan_allreduce
+from collectives.planning.rings import Ring, rings
+from collectives.planning.verify import verify
+from topology import Link, Topology, load
+
+ROOT = Path(__file__).parents[2]
+COUNTS = {
+    "dgx1-v100": 6, "dgx1-p100": 4,
+    # n - 1 ways out of a rank; for 4 and 6 ranks one less can be had (Bermond and Faber 1976)
+    "mesh-3": 2, "mesh-4": 2, "mesh-5": 4, "mesh-6": 4, "mesh-7": 6, "mesh-8": 7, "mesh-9": 8,
+    "mesh-16": 15,
+    **{f"ring-{n}": 2 for n in range(3, 10)},
+}  # fmt: skip
+LONE = ["mesh-1", "mesh-2", "ring-2", "dgx2", "dgx-a100", "dgx-h100", "pcie-4", "pcie-8", "cpu-4"]
+"""One ring is all there is, or messages pass switches or a memory, whose links all rings share."""
+
+
+def hops(ring: Ring) -> Iterator[tuple[int, int]]:
+    return zip(ring, (*ring[1:], ring[0]), strict=True)
+
+
+def wires(topology: Topology) -> dict[tuple[int, int], int]:
+    """How many links lead from rank to rank."""
+    rank: dict[int | str, int] = {g: r for r, g in enumerate(topology.gpus)}
+    return {(rank[k.src], rank[k.dst]): k.count for k in topology.fabric}
+
+
+def check_apart(found: Sequence[Ring], size: int, links: Mapping[tuple[int, int], int]) -> None:
+    """Each ring passes every rank once, and together they take no more links than there are."""
+    assert all(sorted(ring) == list(range(size)) for ring in found)
+    use = Counter(ends for ring in found for ends in hops(ring))
+    assert all(n <= links.get(ends, 0) for ends, n in use.items())
+
+
+@pytest.mark.parametrize(("machine", "count"), COUNTS.items())
+def test_rings_that_share_no_link(machine: str, count: int) -> None:
+    topo = load(machine)
+    found, detours = rings(topo)
+    assert len(found) == count and not detours
+    check_apart(found, len(topo.gpus), wires(topo))
+
+
+@pytest.mark.parametrize("machine", LONE)
+def test_one_ring_where_all_would_share(machine: str) -> None:
+    topo = load(machine)
+    (ring,), detours = rings(topo)
+    assert sorted(ring) == list(range(len(topo.gpus))) and not detours
+
+
+def test_long_rings_are_fewer() -> None:
+    """A plan has 2 P (P - 1) sends a ring: not more than 20,000, or those of one ring."""
+    assert [len(rings(load(f"mesh-{n}"))[0]) for n in (24, 32, 128)] == [18, 10, 1]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_on_links_drawn_at_random(seed: int) -> None:
+    """Some one way only, some several: what is found is there."""
+    rng = random.Random(seed)
+    size = rng.randint(3, 8)
+    around = rng.sample(range(size), size)
+    links = {ends: rng.randint(1, 3) for ends in permutations(range(size), 2) if rng.random() < 0.6}
+    for ends in hops(tuple(around)):  # one ring at least
+        links[ends] = links.get(ends, 0) + 1
+    topo = Topology("drawn", tuple(range(size)), tuple(
+        Link(a, b, 10**9, n) for (a, b), n in links.items()
+    ))  # fmt: skip
+    found, detours = rings(topo)
+    assert found and not detours
+    check_apart(found, size, links)
+    plan = plan_allreduce(topo, 1 << 20, "ring")
+    assert plan.exclusive and plan.detours == ()
+
+
+def most_rings(size: int, links: Mapping[tuple[int, int], int]) -> int:
+    """An integer program with a number for every ring that there is."""
+    every = [(0, *rest) for rest in permutations(range(1, size))]
+    every = [ring for ring in every if all(ends in links for ends in hops(ring))]
+    if not every:
+        return 0
+    row = {ends: i for i, ends in enumerate(links)}
+    uses = np.zeros((len(links), len(every)))
+    for column, ring in enumerate(every):
+        for ends in hops(ring):
+            uses[row[ends], column] = 1
+    limits = LinearConstraint(uses, ub=list(links.values()))
+    ones = np.ones(len(every))
+    return round(-milp(-ones, constraints=limits, integrality=ones).fun)
+
+
+def parts() -> list[Topology]:
+    """Every three or more GPUs of the DGX-1V that NVLinks connect."""
+    dgx1 = load("dgx1-v100")
+    some = (dgx1.subset(s) for k in range(3, 9) for s in combinations(range(8), k))
+    return [topo for topo in some if all(link.kind == "nvlink" for link in topo.fabric)]
+
+
+def test_no_part_of_the_dgx1_has_more() -> None:
+    for topo in parts():
+        size = len(topo.gpus)
+        if size < 8:
+            found, detours = rings(topo)
+            most = most_rings(size, wires(topo))
+            assert (0 if detours else len(found)) == most, topo.name
+
+
+def test_every_connected_part_of_the_dgx1_has_a_right_plan() -> None:
+    """Where no ring runs over links alone, one ring takes detours (nccl#301)."""
+    with_detours = 0
+    for topo in parts():
+        size = len(topo.gpus)
+        algorithm = algorithm_for("ring", topo)
+        found, detours = rings(topo)
+        assert algorithm.stride == size * len(found)
+        plan = lower(algorithm, topo, Tuning(2 * algorithm.stride + 1))  # two groups and a bit
+        verify(plan, topo, expand=True)
+        if detours:
+            with_detours += 1
+            assert len(found) == 1
+        else:
+            assert plan.exclusive
+            check_apart(found, size, wires(topo))
+    assert (with_detours, len(parts())) == (104, 181)
+
+
+def test_each_ring_is_one_stream_at_a_rank_and_takes_its_share() -> None:
+    """Ring r carries the chunks c with c mod R = r, and nothing else, between its neighbours."""
+    topo = load("dgx1-v100")
+    found, _ = rings(topo)
+    plan = plan_allreduce(topo, 1 << 20, "ring", 48)
+    assert {(s.rank, s.channel) for s in plan.streams} == set(product(range(8), range(6)))
+    around = {(r, a, b) for r, ring in enumerate(found) for a, b in hops(ring)}
+    assert {(c.src_channel, c.src, c.dst) for c in plan.connections} == around
+    assert len(plan.connections) == 48
+    for stream in plan.streams:
+        assert {chunk % 6 for _, chunk, _ in plan.steps(stream)} == {stream.channel}
+
+
+CODE = """
+from collectives.planning.rings import rings
+from topology import load
+print([rings(load(name)) for name in ("dgx1-v100", "dgx1-p100", "mesh-6", "mesh-9")])
+"""
+
+
+def test_rings_are_the_same_in_every_process() -> None:
+    """Ranks that plan on their own must agree: hashes of text differ from process to process."""
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", CODE], cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True, capture_output=True, text=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    names = ("dgx1-v100", "dgx1-p100", "mesh-6", "mesh-9")
+    assert told[0] == told[1] == f"{[rings(load(name)) for name in names]}\n"
