@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 from collectives.errors import PlanError
@@ -135,9 +138,22 @@ def plan_allreduce(
     """
     if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
         raise PlanError(f"nbytes must be an integer of at least 0, not {nbytes!r}")
-    if algorithm == "auto":
-        algorithm = choose(topology, nbytes)
-    return _planned(topology, nbytes, algorithm, num_chunks)
+    with _uncollected():
+        if algorithm == "auto":
+            algorithm = choose(topology, nbytes)
+        return _planned(topology, nbytes, algorithm, num_chunks)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """A plan is a million small objects and no cycle: collecting meanwhile is a fifth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @lru_cache(maxsize=1024, typed=True)  # True is no number of chunks

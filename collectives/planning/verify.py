@@ -156,19 +156,19 @@ class _Proof:
         index, stream, _, chunk, step, slots, _ = visit
         match step.op:
             case Op.SIGNAL:
-                for i in step.connections:
-                    queue = self.ready if self.plan.sends_on(stream, i) else self.free
-                    queue[i].append((chunk, self.knows(index, chunk)))
+                i = step.connections[0]
+                queue = self.ready if self.plan.sends_on(stream, i) else self.free
+                queue[i].append((chunk, self.knows(index, chunk)))
             case Op.WAIT:
-                for i in step.connections:
-                    if not self.plan.sends_on(stream, i):
-                        of, known = self.ready[i].popleft()
-                    elif not self.plan.connections[i].local:
-                        of, known = self.free[i].popleft()
-                    else:
-                        continue
-                    if known:
-                        self.known[index][of] = self.knows(index, of) | known
+                i = step.connections[0]
+                if not self.plan.sends_on(stream, i):
+                    of, known = self.ready[i].popleft()
+                elif self.plan.connections[i].local:
+                    return
+                else:
+                    of, known = self.free[i].popleft()
+                if known:
+                    self.known[index][of] = self.knows(index, of) | known
             case Op.SEND:
                 self.send(visit)
             case Op.REDUCE | Op.COPY:

@@ -35,20 +35,13 @@ class _Walk:
         number = {(s.rank, s.channel): i for i, s in enumerate(plan.streams)}
         self.src = [number.get((c.src, c.src_channel), -1) for c in plan.connections]
         self.dst = [number.get((c.dst, c.dst_channel), -1) for c in plan.connections]
-        self.local = [c.local for c in plan.connections]
+        self.local = [c.local for c in plan.connections]  # which have no slots
         n = len(plan.connections)
         self.ready, self.free = [0] * n, [0] * n  # signals given
         self.waited_free, self.waited_ready = [0] * n, [0] * n
         self.sent, self.read = [0] * n, [0] * n
         self.pending = [plan.steps(s) for s in plan.streams]
         self.heads = [next(p, None) for p in self.pending]
-
-    def may_pass(self, index: int, i: int) -> bool:
-        if index == self.dst[i]:
-            return self.ready[i] > self.waited_ready[i]
-        if index != self.src[i] or self.local[i]:
-            return True  # (what is not its own is refused when it is carried out)
-        return self.free[i] + self.plan.slots > self.waited_free[i]
 
     def advance(self, index: int) -> bool:
         """Carry out one step of a stream if it can; False where it waits or is done."""
@@ -57,65 +50,67 @@ class _Walk:
             return False
         at, chunk, step = head
         op, connections = step.op, step.connections
-        if op is Op.WAIT and not all(self.may_pass(index, i) for i in connections):
-            return False
-        for i in connections:
-            if index != self.src[i] and index != self.dst[i]:
-                self.refuse(index, head, f"connection {i} does not end here")
         slots: tuple[int, ...] = ()
         source_slot = -1
         if op is Op.WAIT:
-            for i in connections:
-                (self.waited_free if index == self.src[i] else self.waited_ready)[i] += 1
+            i = connections[0]
+            if index == self.dst[i]:
+                if self.ready[i] == self.waited_ready[i]:
+                    return False
+                self.waited_ready[i] += 1
+            elif index == self.src[i]:
+                if not self.local[i] and self.free[i] + self.plan.slots == self.waited_free[i]:
+                    return False
+                self.waited_free[i] += 1
+            else:
+                self.refuse(index, head, f"connection {i} does not end here")
         elif op is Op.SIGNAL:
-            for i in connections:
-                self.signal(index, head, i)
+            self.signal(index, head, connections[0])
         elif op is Op.SEND:
             if step.source is not None:
-                i = step.source
-                if index != self.dst[i]:
-                    self.refuse(index, head, f"forwards a slot it does not receive ({i})")
-                source_slot = self.take(index, head, i)
-            for i in connections:
-                if index != self.src[i]:
-                    self.refuse(index, head, f"sends on connection {i}, which it receives")
-                if self.waited_free[i] <= self.sent[i]:
-                    self.refuse(
-                        index, head,
-                        f"writes connection {self.plan.connections[i]} without a WAIT for a free "
-                        "slot",
-                    )  # fmt: skip
-            slots = tuple([self.sent[i] % self.plan.slots for i in connections])
-            for i in connections:
-                self.sent[i] += 1
+                source_slot = self.take(index, head, step.source)
+            slots = tuple([self.put(index, head, i) for i in connections])
         else:
-            for i in connections:
-                if index != self.dst[i]:
-                    self.refuse(index, head, f"reads connection {i}, which it sends")
             slots = tuple([self.take(index, head, i) for i in connections])
         self.visit(Visit(index, self.plan.streams[index], at, chunk, step, slots, source_slot))
         self.heads[index] = next(self.pending[index], None)
         return True
 
     def signal(self, index: int, head: tuple[int, int, Step], i: int) -> None:
-        if index != self.src[i]:
-            if self.free[i] >= self.read[i]:
+        if index == self.dst[i]:
+            if self.free[i] == self.read[i]:
                 self.refuse(
                     index, head,
                     f"frees a slot of connection {self.plan.connections[i]} before reading it",
                 )  # fmt: skip
             self.free[i] += 1
-        else:
-            if not self.local[i] and self.ready[i] >= self.sent[i]:
+        elif index == self.src[i]:
+            if not self.local[i] and self.ready[i] == self.sent[i]:
                 self.refuse(
                     index, head,
                     f"signals data on connection {self.plan.connections[i]} before sending it",
                 )  # fmt: skip
             self.ready[i] += 1
+        else:
+            self.refuse(index, head, f"connection {i} does not end here")
+
+    def put(self, index: int, head: tuple[int, int, Step], i: int) -> int:
+        """The slot that is written next."""
+        if index != self.src[i]:
+            self.refuse(index, head, f"sends on connection {i}, which does not begin here")
+        if self.waited_free[i] == self.sent[i]:
+            self.refuse(
+                index, head,
+                f"writes connection {self.plan.connections[i]} without a WAIT for a free slot",
+            )  # fmt: skip
+        self.sent[i] += 1
+        return (self.sent[i] - 1) % self.plan.slots
 
     def take(self, index: int, head: tuple[int, int, Step], i: int) -> int:
         """The slot that is read next."""
-        if self.waited_ready[i] <= self.read[i]:
+        if index != self.dst[i]:
+            self.refuse(index, head, f"reads connection {i}, which does not end here")
+        if self.waited_ready[i] == self.read[i]:
             self.refuse(
                 index, head,
                 f"reads connection {self.plan.connections[i]} without a WAIT for its data",

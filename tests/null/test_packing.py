@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from fractions import Fraction
 from itertools import combinations
 
@@ -12,12 +12,13 @@ import pytest
 from collectives.errors import PlanError
 from collectives.planning.packing import pack, rooted, spanning_forests
 from collectives.planning.planner import candidates, plan_allreduce, predict
-from collectives.planning.shares import pair_capacity
+from collectives.planning.shares import _rates, pair_capacity
 from collectives.planning.verify import verify
 from collectives.runtime.simulate import simulate
 from topology import Topology, allreduce_bound, bound, load
 from topology.bounds import narrowest_partition
 from topology.cuts import Network
+from topology.symmetry import pairs_alike
 
 GIB = 1 << 30
 
@@ -32,6 +33,18 @@ def connected_subsets() -> list[Topology]:
 def strength(size: int, capacity: dict[tuple[int, int], int]) -> Fraction:
     arcs = {ends: c for (a, b), c in capacity.items() for ends in ((a, b), (b, a))}
     return narrowest_partition(Network(range(size), arcs))[0]
+
+
+def share_reached(topology: Topology, rates: dict[tuple[int, int], int]) -> Fraction:
+    """How much of the machine's bound the pairs reach when the fullest link is just full."""
+    gpus, links = topology.gpus, topology.by_ends
+    use: Counter[tuple[int | str, int | str]] = Counter()
+    for (a, b), rate in rates.items():
+        for ends in ((gpus[a], gpus[b]), (gpus[b], gpus[a])):
+            path = topology.hops[ends]
+            use.update(dict.fromkeys(zip(path, path[1:], strict=False), rate))
+    fullest = max(Fraction(n, links[k].bandwidth * links[k].count) for k, n in use.items())
+    return bound(topology).seconds_per_byte * strength(len(gpus), rates) / fullest
 
 
 def random_multigraph(seed: int) -> tuple[int, dict[tuple[int, int], int]]:
@@ -122,16 +135,22 @@ def test_one_and_a_half_times_the_double_tree_at_64_mib() -> None:
 def test_shared_links_are_shared_out_to_the_bound(name: str) -> None:
     topo = load(name)
     capacity, _ = pair_capacity(topo)
-    unit = bound(topo).seconds_per_byte * strength(len(topo.gpus), capacity)
-    load_of: Counter[tuple[int | str, int | str]] = Counter()
-    for (a, b), rate in capacity.items():
-        for ends in ((a, b), (b, a)):
-            path = topo.hops[ends]
-            load_of.update(dict.fromkeys(zip(path, path[1:], strict=False), rate))
-    worst = max(
-        Fraction(n, topo.by_ends[k].bandwidth * topo.by_ends[k].count) for k, n in load_of.items()
-    )
-    assert Fraction(999, 1000) < unit / worst <= 1  # reaches the bound when links are just full
+    assert Fraction(999, 1000) < share_reached(topo, capacity) <= 1
+
+
+@pytest.mark.parametrize(
+    "name", ["2 x dgx-a100", "4 x dgx-a100", "2 x dgx1-v100", "3 x pcie-4", "pcie-8"]
+)
+def test_like_pairs_have_like_rates_that_reach_the_bound(name: str) -> None:
+    """A rate for each pair would make programs of clusters too large to solve in time."""
+    topo = load(name)
+    capacity, _ = pair_capacity(topo)
+    alike = pairs_alike(topo)
+    rate_of: dict[int, set[int]] = defaultdict(set)
+    for a, b in combinations(range(len(topo.gpus)), 2):
+        rate_of[alike[topo.gpus[a], topo.gpus[b]]].add(capacity.get((a, b), 0))
+    assert all(len(rates) == 1 for rates in rate_of.values())
+    assert 1 - 1e-6 < share_reached(topo, _rates(topo)) <= 1
 
 
 @pytest.mark.parametrize("name", ["dgx1-v100", "dgx-a100", "mesh-3"])

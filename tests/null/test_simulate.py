@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import pytest
 
 from collectives.errors import PlanError
@@ -16,7 +19,9 @@ from collectives.planning.lower import Algorithm, Copy, Tuning, lower
 from collectives.planning.plan import Op, Plan
 from collectives.planning.planner import candidates, plan_allreduce
 from collectives.planning.verify import verify
+from collectives.runtime import simulate as simulator
 from collectives.runtime.simulate import Timeline, simulate
+from kernels import timeline
 from tests.null.helpers import by_hand, hop, places, random_plan, receive, send, without
 from topology import Link, Topology, load
 
@@ -110,6 +115,7 @@ def test_figure_5_of_c_cube() -> None:
     assert min(starts(overlapped, downward=True)) == 2
     assert conventional.first_chunk_seconds == 7
     assert overlapped.first_chunk_seconds == 4
+    assert simulate(made("tree", topo, 4), load("mesh-4"), 0, alpha_s=1).seconds == 10
     # the same in bytes alone: no latency, a chunk's bytes take one second
     wires = tuple(replace(k, latency_us=0, bandwidth=CHUNK) for k in load("mesh-4").links)
     slow = replace(load("mesh-4"), links=wires)
@@ -216,7 +222,7 @@ def test_predictions_for_exclusive_links_are_what_is_simulated(machine: str) -> 
     assert seen >= 2
 
 
-GPUS = [(0, 1, 2), (0, 1, 4), (0, 1, 2, 4), (0, 1, 3, 7), (0, 1, 2, 3, 7), (0, 1, 2, 3, 4, 5, 6)]
+GPUS = [(0, 1, 4), (0, 1, 2, 4), (0, 1, 3, 7), (0, 1, 2, 3, 7), (0, 2, 4, 5, 7), (0, 1, 4, 6, 7)]
 
 
 @pytest.mark.parametrize("gpus", GPUS)
@@ -224,6 +230,7 @@ def test_predictions_hold_for_rings_with_detours(gpus: tuple[int, ...]) -> None:
     """A detour can make the steady state alternate: the average over groups counts, not two."""
     topo = load("dgx1-v100").subset(gpus)
     plan = made("ring", topo, len(gpus))
+    assert plan.detours
     shape = shape_of(plan, topo)
     assert shape.fill >= 0
     for groups in (1, 4, 40):
@@ -308,6 +315,109 @@ def test_one_send_to_many_over_one_link_takes_turns_too() -> None:
     timeline = simulate(lower(star, topo, Tuning(1)), topo, 12 * 10**6)
     assert timeline.utilisation[0, "switch0"] <= 1
     assert timeline.seconds >= 3e-3
+
+
+# ---- plain and compiled ----------------------------------------
+
+
+Bits = tuple[Any, ...]
+
+
+def bits(line: Timeline) -> Bits:
+    """All that a run tells, so that equal means bit for bit."""
+    firsts = [t.hex() for t in line.first_chunk_by_rank]
+    busy = {ends: b.hex() for ends, b in line.busy.items()}
+    rows = [(row.dtype, row.tobytes()) for row in line.rows]
+    return line.plan, line.nbytes, line.seconds.hex(), firsts, busy, rows
+
+
+@pytest.fixture
+def both_ways(monkeypatch: pytest.MonkeyPatch) -> Callable[[Plan, Topology, int], list[Bits]]:
+    """What the plain and the compiled loop tell of a plan, whatever its length."""
+    compiled = []
+
+    def compiled_play() -> Callable[..., Any]:
+        compiled.append(True)
+        return timeline.compiled_play()
+
+    monkeypatch.setattr(simulator, "compiled_play", compiled_play)
+
+    def told(plan: Plan, topology: Topology, nbytes: int) -> list[Bits]:
+        found = []
+        for short in (10**9, -1):
+            compiled.clear()
+            monkeypatch.setattr(simulator, "_SHORT", short)
+            found.append(bits(simulate(plan, topology, nbytes)))
+            assert bool(compiled) == (short < 0)
+        return found
+
+    return told
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_compiled_loop_gives_the_same_bits_for_random_plans(seed: int, both_ways) -> None:
+    plan, topo = random_plan(seed)
+    for nbytes in (0, 1000, 10**6 + 7):  # the last chunk is cut short, or all are empty
+        plain, compiled = both_ways(plan, topo, nbytes)
+        assert plain == compiled
+
+
+@pytest.mark.parametrize(
+    "machine",
+    ["mesh-5", "dgx1-v100", "dgx1-p100", "ring-5", "dgx-a100", "pcie-5", "cpu-4",
+     "2 x mesh-3 nics=1"],
+)  # fmt: skip
+def test_the_compiled_loop_gives_the_same_bits_for_machines(machine: str, both_ways) -> None:
+    """On `cpu-4` a send crosses the memory once for all; on the last four links are shared."""
+    topo = load(machine)
+    for name in candidates(topo):
+        plain, compiled = both_ways(plan_allreduce(topo, 1 << 20, name, 24), topo, 10**6)
+        assert plain == compiled, name
+
+
+def test_both_loops_take_turns_on_one_lane_and_see_a_hang(both_ways) -> None:
+    for count in (1, 2):
+        plain, compiled = both_ways(*two_senders(count), 2 * CHUNK)
+        assert plain == compiled
+    plan, topo = random_plan(0)
+    s, p, at = next(place for place, step in places(plan) if step.op is Op.SEND)
+    for short in (10**9, -1):
+        simulator._SHORT = short  # (`both_ways` puts it back)
+        with pytest.raises(PlanError, match="the plan hangs in the simulator; verify"):
+            simulate(without(plan, (s, p, at + 1)), topo, 100)
+
+
+def test_only_long_plans_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To compile takes longer than a short plan."""
+    asked = []
+
+    def compiled_play() -> Callable[..., Any]:
+        asked.append(True)
+        return timeline.compiled_play()
+
+    monkeypatch.setattr(simulator, "compiled_play", compiled_play)
+    topo = load("mesh-4")
+    simulate(made("ring", topo, 8), topo, 1 << 20)
+    assert not asked
+    simulate(made("ring", topo, 8 * 400), topo, 1 << 20)
+    assert asked
+
+
+def test_the_loop_knows_the_verbs_by_their_numbers() -> None:
+    codes = {name: getattr(timeline, name) for name in Op.__members__}
+    assert codes == {op.name: op.value for op in Op}
+
+
+def test_sends_are_made_of_the_rows_when_they_are_asked_for() -> None:
+    topo = load("dgx1-v100")
+    line = simulate(plan_allreduce(topo, 1 << 20, "ring"), topo, 1 << 20)
+    assert "sends" not in vars(line)
+    connection, chunk, start, free, end = line.rows
+    assert (np.diff(start) >= 0).all() and (start <= free).all() and (free <= end).all()
+    assert [(s.connection, s.chunk, s.start, s.free, s.end) for s in line.sends] == list(
+        zip(*map(np.ndarray.tolist, (connection, chunk, start, free, end)), strict=True)
+    )
+    assert line.seconds == end.max()
 
 
 # ---- edges ----------------------------------------

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from itertools import islice, pairwise, permutations
+from itertools import combinations, islice, pairwise, permutations
 from multiprocessing import get_context
 
 import networkx as nx
@@ -16,6 +17,7 @@ from tests.null.helpers import renumbered
 from topology import Link, Topology, TopologyError, Vertex, load
 from topology.cuts import Network
 from topology.routes import between, connects, routes
+from topology.symmetry import pairs_alike
 
 GB = 10**9
 Ends = tuple[Vertex, Vertex]
@@ -226,6 +228,58 @@ def test_how_many_automorphisms(name: str, count: int) -> None:
 def test_switches_that_change_places_are_no_renumbering() -> None:
     topo = machine([(g, s) for g in range(3) for s in ("a", "b", "c")], 3)
     assert len(list(topo.automorphisms())) == 6  # and not six times six
+
+
+ALIKE = {  # the sizes of the classes of pairs
+    "mesh-1": [], "mesh-5": [10], "ring-6": [3, 6, 6], "dgx1-p100": [4, 12, 12],
+    "dgx1-v100": [2, 2, 2, 2, 4, 4, 4, 4, 4], "dgx-a100": [28], "dgx2": [120],
+    "pcie-8": [12, 16],  # on one switch, on two
+    # in a node; on one rail; neither
+    "2 x dgx-a100": [8, 56, 56], "4 x dgx-a100": [48, 112, 336], "2 x mesh-2": [2, 2, 2],
+    "2 x mesh-2 nics=1": [2, 4],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "sizes"), ALIKE.items())
+def test_pairs_alike(spec: str, sizes: list[int]) -> None:
+    topo = load(spec)
+    number = pairs_alike(topo)
+    assert set(number) == set(combinations(topo.gpus, 2))
+    assert sorted(Counter(number.values()).values()) == sizes
+
+
+def test_pairs_alike_on_a_cluster_are_of_one_node_one_rail_or_neither() -> None:
+    topo = load("2 x dgx-a100")
+    kinds = {((a // 8 == b // 8, a % 8 == b % 8), n) for (a, b), n in pairs_alike(topo).items()}
+    assert len(kinds) == len({n for _, n in kinds}) == 3
+
+
+@pytest.mark.parametrize(
+    "name", ["dgx1-v100", "dgx1-p100", "mesh-4", "ring-5", "ring-8", "pcie-5", "2 x mesh-2",
+             "2 x mesh-3 nics=1", "2 x dgx1-v100"],
+)  # fmt: skip
+def test_pairs_that_a_symmetry_exchanges_are_alike(name: str) -> None:
+    topo = load(name)
+    number = pairs_alike(topo)
+    count = 0
+    for to in topo.automorphisms():
+        count += 1
+        for (a, b), n in number.items():
+            ends = sorted((to[a], to[b]), key=topo.gpus.index)
+            assert number[ends[0], ends[1]] == n
+    assert count > 1
+
+
+@pytest.mark.parametrize("name", ["dgx1-v100", "pcie-9", "2 x mesh-3"])
+def test_pairs_alike_do_not_depend_on_the_numbering(name: str) -> None:
+    topo = load(name)
+    to = random.Random(1).sample(topo.gpus, len(topo.gpus))
+    there = pairs_alike(renumbered(topo, to))
+    both_numbers = {
+        (n, there[min(to[a], to[b]), max(to[a], to[b])]) for (a, b), n in pairs_alike(topo).items()
+    }
+    assert len({n for n, _ in both_numbers}) == len({m for _, m in both_numbers})
+    assert len(both_numbers) == len({n for n, _ in both_numbers})
 
 
 def test_automorphisms_are_lazy() -> None:
