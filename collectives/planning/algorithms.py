@@ -11,7 +11,7 @@ from functools import lru_cache
 from collectives.errors import PlanError
 from collectives.planning.embed import Edge, Embedding, embed
 from collectives.planning.exchange import halving_doubling, recursive_doubling
-from collectives.planning.hierarchical import hierarchical
+from collectives.planning.hierarchical import hierarchical, hierarchical_ring
 from collectives.planning.lower import Algorithm, Copy, Reduce, Round, few_enough
 from collectives.planning.packing import pack
 from collectives.planning.rings import rings
@@ -240,6 +240,7 @@ ALGORITHMS: dict[str, Callable[[Topology], Algorithm]] = {
     "recursive_doubling": recursive_doubling,
     "halving_doubling": halving_doubling,
     "hierarchical": hierarchical,
+    "hierarchical_ring": hierarchical_ring,
     "ccube_dgx1": ccube_dgx1,
 }
 """By name. Where the cost model sees no difference, `auto` takes the first."""

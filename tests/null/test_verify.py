@@ -324,8 +324,8 @@ WRONG_PAIRS = {
         {"r1down": [step(WAIT, 1), step(SIGNAL, 1), step(COPY, 1)]},
         "frees a slot of connection 0 -> 1 ch 0 -> ch 1 before reading it",
     ),
-    "sent the wrong way": ({"r0": [step(SEND, 0)]}, "sends on connection 0, which does not begin here"),
-    "read the wrong way": ({"r1up": [step(REDUCE, 0)]}, "reads connection 0, which does not end here"),
+    "sent the wrong way": ({"r0": [step(SEND, 0)]}, "sends on connection 0, which does not begin"),
+    "read the wrong way": ({"r1up": [step(REDUCE, 0)]}, "reads connection 0, which does not end"),
     "no such connection": ({"r1up": send(7)}, "WAIT names connection 7; the plan has 2"),
     "forwards what it does not get": (
         {"r0": [*receive(REDUCE, 0, last=True), step(WAIT, 1), step(SEND, 1, source=1)]},
