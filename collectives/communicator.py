@@ -76,8 +76,8 @@ class Communicator:
         self.order = order
         self._arena = arena
         self._runtime = ShmRuntime(arena, timeout)
-        self._plans: dict[tuple[str, int, int], tuple[Plan, Region]] = {}
-        self._algorithms: dict[int, str] = {}
+        self._plans: dict[tuple[str, int, str, int], tuple[Plan, Region]] = {}
+        self._algorithms: dict[tuple[int, str], str] = {}
         self._calls = 0
         self._closed = False
         self._broken: str | None = None
@@ -93,23 +93,26 @@ class Communicator:
         return self._runtime.timeout
 
     # ---- collectives -------------------------------------------------------------------------
-    def allreduce(self, x: Any, op: str = "sum", async_op: bool = False) -> Work | None:
+    def allreduce(
+        self, x: Any, op: str = "sum", async_op: bool = False, algorithm: str = "auto"
+    ) -> Work | None:
         """Combine `x` over all ranks, in place; every rank ends with the same bits.
 
         `x`: a torch CPU tensor or NumPy array of any shape and size, or a list of them with one
         dtype, which is one call. `op`: sum, avg, min, max or prod; avg is refused for integers.
         16-bit floats are combined in float32 and rounded once a hop; min and max propagate NaN;
         integers wrap. With `async_op` a `Work` is returned at once; calls keep their order.
+        `algorithm`: auto, or a name, to compare them; refused together with order="fixed".
         Raises CollectiveError for bad input or calls that differ between ranks, CollectiveTimeout
         and CollectiveAborted where a peer does not come.
         """
         if isinstance(x, list | tuple):
-            return self._submit(async_op, self._allreduce_list, list(x), op)
-        return self._submit(async_op, self._in_place, "allreduce", x, op, 0)
+            return self._submit(async_op, self._allreduce_list, list(x), op, algorithm)
+        return self._submit(async_op, self._in_place, "allreduce", x, op, 0, algorithm)
 
     def broadcast(self, x: Any, root: int = 0, async_op: bool = False) -> Work | None:
         """Copy `root`'s `x` over everyone's, in place. Same tensors and errors as `allreduce`."""
-        return self._submit(async_op, self._in_place, "broadcast", x, "sum", root)
+        return self._submit(async_op, self._in_place, "broadcast", x, "sum", root, "tree")
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
@@ -195,7 +198,9 @@ class Communicator:
                 f"this communicator failed before ({self._broken}); make a new one"
             )
 
-    def _request(self, kind: str, buffer: Buffer, op: str, root: int, layout: int = 0) -> Request:
+    def _request(
+        self, kind: str, buffer: Buffer, op: str, root: int, algorithm: str, layout: int = 0
+    ) -> Request:
         """What this rank is about to ask for. Raises CollectiveError where that is no sense."""
         if op not in OPS:
             raise CollectiveError(f"unknown op {op!r}; choose from {', '.join(OPS)}")
@@ -203,7 +208,8 @@ class Communicator:
             raise CollectiveError(f"avg is not defined for {buffer.dtype}; use sum")
         if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self.size:
             raise CollectiveError(f"root {root!r} is not a rank; ranks are 0 to {self.size - 1}")
-        algorithm = self._algorithm(buffer.nbytes) if kind == "allreduce" else "tree"
+        if kind == "allreduce":
+            algorithm = self._algorithm(buffer.nbytes, algorithm)
         return Request(kind, buffer, op, root, algorithm, layout)
 
     @contextmanager
@@ -233,14 +239,14 @@ class Communicator:
         work.wait()
         return None
 
-    def _in_place(self, kind: str, x: Any, op: str, root: int) -> None:
+    def _in_place(self, kind: str, x: Any, op: str, root: int, algorithm: str) -> None:
         with self._telling():
             buffer, done = as_buffer(x)
-            request = self._request(kind, buffer, op, root)
+            request = self._request(kind, buffer, op, root, algorithm)
         self._call(request)
         done()
 
-    def _allreduce_list(self, tensors: list[Any], op: str) -> None:
+    def _allreduce_list(self, tensors: list[Any], op: str, algorithm: str) -> None:
         with self._telling():
             if not tensors:
                 raise CollectiveError("allreduce needs at least one tensor in its list")
@@ -253,7 +259,7 @@ class Communicator:
             first = buffers[0][0]
             whole = Buffer(int(flat.ctypes.data), total, first.dtype, first.itemsize)
             layout = crc32(repr([b.nbytes for b, _ in buffers]).encode())
-            request = self._request("allreduce", whole, op, 0, layout)
+            request = self._request("allreduce", whole, op, 0, algorithm, layout)
         views, at = [], 0
         for buffer, _ in buffers:
             views.append(flat[at : at + buffer.nbytes])
@@ -308,15 +314,23 @@ class Communicator:
             self._runtime.run(plan, region, buffer, op)
             self._runtime.done(call)
 
-    def _algorithm(self, nbytes: int) -> str:
-        if nbytes not in self._algorithms:
+    def _algorithm(self, nbytes: int, name: str) -> str:
+        """What `name` stands for; one that cannot run is refused before any rank waits for it."""
+        key = (nbytes, name)
+        if key not in self._algorithms:
             fixed = self.order == "fixed"
-            self._algorithms[nbytes] = _FIXED_ORDER if fixed else choose(self.topology, nbytes)
-        return self._algorithms[nbytes]
+            if name == "auto":
+                name = _FIXED_ORDER if fixed else choose(self.topology, nbytes)
+            elif fixed:
+                raise CollectiveError(f"order='fixed' chooses the algorithm: do not ask for {name}")
+            else:
+                plan_allreduce(self.topology, nbytes, name)
+            self._algorithms[key] = name
+        return self._algorithms[key]
 
     def _plan(self, kind: str, nbytes: int, algorithm: str, root: int) -> tuple[Plan, Region]:
         """The algorithm is the topology's; the number of chunks is this runtime's own tuning."""
-        key = (kind, nbytes, root)
+        key = (kind, nbytes, algorithm, root)
         if key not in self._plans:
             if kind == "allreduce":
                 plan = plan_allreduce(self.topology, nbytes, algorithm)

@@ -121,7 +121,7 @@ def packed_trees(topology: Topology) -> Algorithm:
     if not connects(ends, gpus):
         lost = next(g for g in gpus if not connects(ends, (gpus[0], g)))
         raise PlanError(f"{topology.name}: GPUs {gpus[0]} and {lost} are not joined by any links")
-    trees = pack(size, *pair_capacity(topology))
+    trees = pack(size, pair_capacity(topology))
     placed = Embedding(tuple(range(size)))
     return over_trees("packed_trees", topology, trees, overlap=True, embedding=placed)
 

@@ -114,18 +114,20 @@ def rooted(size: int, edges: Sequence[Pair] | set[Edge]) -> Tree:
     return min(map(hang, range(size)), key=lambda tree: (tree.depth, tree.root))
 
 
-def pack(size: int, capacity: Mapping[Pair, int], widest: int) -> list[Tree]:
+def pack(size: int, links: Mapping[Pair, tuple[int, int]]) -> list[Tree]:
     """Spanning trees over links.
 
-    `capacity` is what ranks a < b may send each other, in any unit, and `widest` the most that one
-    tree can use between two of them. A tree gets a share of it that
-    is the same for all trees; of the shares tried the one with the fewest trees is taken that
-    loses no more than 1 % of the bound, else the best.
+    `links` tells what ranks a < b may send each other, in any unit, and the most of it that one
+    tree can use. A tree gets a share that is the same for all trees; of the shares tried the one
+    with the fewest trees is taken that loses no more than 1 % of the bound, else the best.
     """
+    capacity = {pair: c for pair, (c, _) in links.items()}
     best = _strength(size, capacity)
     found: list[tuple[Fraction, int, Fraction]] = []
-    values = {min(c, widest) for c in capacity.values()}
-    for value in sorted(values, reverse=True)[:_VALUES]:
+    slowest = min(widest for _, widest in links.values())
+    wide = sorted({min(c, widest) for c, widest in links.values()}, reverse=True)
+    narrow = sorted({min(c, slowest) for c in capacity.values()}, reverse=True)
+    for value in dict.fromkeys((*wide[:_VALUES], *narrow[:_VALUES])):
         for parts in range(2, _PARTS + 1):  # with two or more, start-ups hide behind others' bytes
             share = Fraction(value, parts)
             whole = {pair: int(c / share) for pair, c in capacity.items()}

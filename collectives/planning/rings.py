@@ -25,8 +25,8 @@ def rings(topology: Topology) -> tuple[list[Ring], Mapping[tuple[int, int, int],
     """
     size = len(topology.gpus)
     rank = {g: r for r, g in enumerate(topology.gpus)}
-    direct = all(k.src in rank and k.dst in rank for k in topology.fabric)
-    if direct and size > 2:
+    equal = len({k.bandwidth for k in topology.fabric}) == 1
+    if equal and all(k.src in rank and k.dst in rank for k in topology.fabric):
         links = {(rank[k.src], rank[k.dst]): k.count for k in topology.fabric}  # type: ignore[index]
         if found := _disjoint(size, links):
             return found, {}
@@ -45,7 +45,7 @@ def _disjoint(size: int, links: Mapping[tuple[int, int], int]) -> list[Ring]:
     for trial in range(_TRIALS):
         left = dict(links)
         found: list[Ring] = []
-        both = trial % 2 == 0
+        both = trial % 2 == 0 and size > 2
         while len(found) < wanted:
             ring = _one(size, left, random.Random(1000 * trial + len(found)), both)
             if ring is None and not both:

@@ -24,11 +24,11 @@ _MOST = 64  # GPUs; the program has a rate for every pair
 _FINE = 1 << 20  # rates are rounded down to this part of the largest
 
 
-def pair_capacity(topology: Topology) -> tuple[dict[Pair, int], int]:
+def pair_capacity(topology: Topology) -> dict[Pair, tuple[int, int]]:
     """What each pair of ranks a < b may send each other each way, and what one message can take.
 
     Both in one unit: link counts, and 1, where equal links join GPUs directly; else rates from the
-    linear program. Pairs that exchange nothing are left out.
+    linear program, and lanes. Pairs that exchange nothing are left out.
     """
     rank = {g: r for r, g in enumerate(topology.gpus)}
     fabric = topology.fabric
@@ -36,7 +36,7 @@ def pair_capacity(topology: Topology) -> tuple[dict[Pair, int], int]:
     direct = all(isinstance(v, int) and v in rank for k in fabric for v in (k.src, k.dst))
     if direct and len(widths) == 1 and _two_way(topology):
         counts = {(rank[k.src], rank[k.dst]): k.count for k in fabric}  # type: ignore[index]
-        return {(a, b): n for (a, b), n in counts.items() if a < b}, 1
+        return {(a, b): (n, 1) for (a, b), n in counts.items() if a < b}
     if len(topology.gpus) > _MOST:
         raise PlanError(
             f"sharing out {topology.name}'s links is for at most {_MOST} GPUs, not "
@@ -44,12 +44,16 @@ def pair_capacity(topology: Topology) -> tuple[dict[Pair, int], int]:
         )
     rates = _rates(topology)
     unit = max(1, max(rates.values()) // _FINE)
-    lane = min(
-        topology.by_ends[link].lane_bandwidth
-        for a, b in rates for path in [topology.hops[topology.gpus[a], topology.gpus[b]]]
-        for link in zip(path, path[1:], strict=False)
-    )  # fmt: skip
-    return {pair: rate // unit for pair, rate in rates.items() if rate >= unit}, lane // unit
+    return {
+        pair: (rate // unit, _lane(topology, *pair) // unit)
+        for pair, rate in rates.items() if rate >= unit
+    }  # fmt: skip
+
+
+def _lane(topology: Topology, a: int, b: int) -> int:
+    """Bytes/s of one message between two ranks."""
+    path = topology.hops[topology.gpus[a], topology.gpus[b]]
+    return min(topology.by_ends[ends].lane_bandwidth for ends in zip(path, path[1:], strict=False))
 
 
 def _two_way(topology: Topology) -> bool:
