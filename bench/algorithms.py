@@ -160,10 +160,8 @@ def header(settings: Settings) -> str:
     batch = "SCHED_BATCH" if settings.batch else "default scheduling"
     names = [name.split("_") for name in candidates(settings.topology)]
     height = max(map(len, names))
-    above = [
-        " " * 83 + "".join(f"{word:>12}" for word in words)
-        for words in zip(*([""] * (height - len(n)) + n for n in names), strict=True)
-    ]
+    columns = zip(*([""] * (height - len(n)) + n for n in names), strict=True)
+    *above, last = ("".join(f"{word:>12}" for word in words) for words in columns)
     left = f"{'size':>10}  {'model takes':22}{'us':>10}  {'fastest':22}{'us':>10}{'ratio':>7}"
     return "\n".join([
         f"# all-reduce, {settings.ranks} CPU ranks on {settings.topology.name}, {batch}, "
@@ -171,8 +169,8 @@ def header(settings: Settings) -> str:
         f"# {info['cores']} cores, {info['cpu']}, Linux {info['kernel']}",
         "# us: median over rounds of each round's median of the slowest rank; ratio: median of the",
         "# rounds' ratios of the model's choice to the fastest; -: hopeless at this size, not timed",
-        *above[:-1],
-        left + above[-1][len(left) :],
+        *(" " * len(left) + words for words in above),
+        left + last,
     ])  # fmt: skip
 
 

@@ -41,6 +41,24 @@ def parse_size(text: str) -> int:
     return int(found[1]) * _UNITS[found[2].upper()]
 
 
+def at_least(*options: tuple[str, int, int]) -> None:
+    """Raise CollectiveError for the first (flag, value, least) that is too small."""
+    for flag, value, least in options:
+        if value < least:
+            raise CollectiveError(f"{flag} must be at least {least}, not {value}")
+
+
+def sweep(begin: str, end: str, factor: int) -> tuple[int, ...]:
+    """The sizes in bytes that -b, -e and -f ask for. Raises CollectiveError."""
+    from bench.allreduce import sizes
+
+    low, high = parse_size(begin), parse_size(end)
+    at_least(("-f", factor, 2))
+    if not 4 <= low <= high:
+        raise CollectiveError(f"-b {begin} and -e {end}: sizes from 4 bytes up, -b not above -e")
+    return sizes(low, high, factor)
+
+
 TopologyOption = Annotated[
     str, typer.Option("--topology", "--topo", "-t", help="Machine's name, a file, or auto.")
 ]
@@ -56,6 +74,12 @@ MeasuredOption = Annotated[
     typer.Option(help="Lay these figures over: bench links' JSON, p2pBandwidthLatencyTest's text."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
+BeginOption = Annotated[str, typer.Option("-b", help="Smallest message.")]
+EndOption = Annotated[str, typer.Option("-e", help="Largest message.")]
+FactorOption = Annotated[int, typer.Option("-f", help="Factor between sizes.")]
+BatchOption = Annotated[
+    bool, typer.Option("--batch/--no-batch", help="Everyone under SCHED_BATCH.")
+]
 
 
 @app.command()
@@ -215,10 +239,7 @@ def links(
     """Bandwidth and latency between every two GPUs, or (without any) every two CPU ranks."""
     from bench.links import gpus, measure_cpu, measure_gpu, table
 
-    if rounds < 1:
-        raise CollectiveError(f"-r must be at least 1, not {rounds}")
-    if ranks is not None and ranks < 2:
-        raise CollectiveError(f"-n must be at least 2, not {ranks}")
+    at_least(("-r", rounds, 1), ("-n", 2 if ranks is None else ranks, 2))
     if out:
         out.touch()
     devices = gpus() if ranks is None else 0
@@ -236,35 +257,28 @@ def links(
 @bench.command()
 def allreduce(
     ranks: Annotated[int, typer.Option("-n", "--ranks", help="CPU ranks.")] = 8,
-    begin: Annotated[str, typer.Option("-b", help="Smallest message.")] = "1K",
-    end: Annotated[str, typer.Option("-e", help="Largest message.")] = "64M",
-    factor: Annotated[int, typer.Option("-f", help="Factor between sizes.")] = 4,
+    begin: BeginOption = "1K",
+    end: EndOption = "64M",
+    factor: FactorOption = 4,
     rounds: Annotated[
         int, typer.Option("-r", help="Rounds in which all libraries take turns.")
     ] = 5,
     topo: TopologyOption = "auto",
-    batch: Annotated[
-        bool, typer.Option("--batch/--no-batch", help="Everyone under SCHED_BATCH.")
-    ] = True,
+    batch: BatchOption = True,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="gloo and MPI beside.")] = True,
     out: Annotated[Path | None, typer.Option(help="Write the figures as JSON.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """All-reduce of float32 over CPU ranks, beside gloo and MPI (where mpi4py is installed)."""
-    from bench.allreduce import Settings, as_json_text, run, sizes
+    from bench.allreduce import Settings, as_json_text, run
     from bench.report import header, line
     from collectives.communicator import topology_for
 
-    low, high = parse_size(begin), parse_size(end)
-    for flag, value, least in (("-n", ranks, 1), ("-f", factor, 2), ("-r", rounds, 1)):
-        if value < least:
-            raise CollectiveError(f"{flag} must be at least {least}, not {value}")
-    if not 4 <= low <= high:
-        raise CollectiveError(f"-b {begin} and -e {end}: sizes from 4 bytes up, -b not above -e")
+    at_least(("-n", ranks, 1), ("-r", rounds, 1))
+    swept = sweep(begin, end, factor)
     if out:
         out.touch()  # an unwritable path is told before the measurement, not after
-    settings = Settings(ranks, sizes(low, high, factor), topology_for(topo, ranks), rounds, batch,
-                        peers)  # fmt: skip
+    settings = Settings(ranks, swept, topology_for(topo, ranks), rounds, batch, peers)
     if not as_json:
         print(header(settings))
     # no refreshing thread: `spawn` forks only where this process runs no other thread
@@ -286,6 +300,46 @@ def allreduce(
         out.write_text(text + "\n")
     if wrong := sum(row.wrong for row in rows):
         raise CollectiveError(f"{wrong} elements were wrong")
+
+
+@bench.command()
+def algorithms(
+    ranks: Annotated[int, typer.Option("-n", "--ranks", help="CPU ranks.")] = 8,
+    begin: BeginOption = "1K",
+    end: EndOption = "256M",
+    factor: FactorOption = 4,
+    rounds: Annotated[
+        int, typer.Option("-r", help="Rounds in which all algorithms take turns.")
+    ] = 5,
+    batch: BatchOption = True,
+    out: Annotated[Path | None, typer.Option(help="Write the times as JSON.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """All-reduce of float32 over CPU ranks by every algorithm, beside what the model takes."""
+    from bench.algorithms import Settings, as_json_text, header, line, run
+    from collectives.communicator import topology_for
+
+    at_least(("-n", ranks, 2), ("-r", rounds, 1))
+    swept = sweep(begin, end, factor)
+    if out:
+        out.touch()
+    settings = Settings(ranks, swept, topology_for("auto", ranks), rounds, batch)
+    if not as_json:
+        print(header(settings), flush=True)  # before the fork, or the ranks print it as well
+    with Progress(console=console, transient=True, auto_refresh=False) as progress:
+        task = progress.add_task("measuring", total=len(swept))
+        progress.refresh()
+
+        def done(row: Any) -> None:
+            if not as_json:
+                print(line(row, candidates(settings.topology)), flush=True)
+            progress.update(task, advance=1, refresh=True)
+
+        text = as_json_text(settings, run(settings, done))
+    if as_json:
+        print(text)
+    if out:
+        out.write_text(text + "\n")
 
 
 @app.command()

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from collectives.errors import CollectiveError, CollectiveTimeout
 from collectives.planning.algorithms import ALGORITHMS
 from collectives.planning.plan import Plan
-from collectives.planning.planner import choose, plan_allreduce, plan_broadcast
+from collectives.planning.planner import choose, plan_allreduce, plan_collective
 from collectives.request import KINDS, NOTHING, Request, difference
 from collectives.runtime.arena import Arena
 from collectives.runtime.diagnose import CLOSED
@@ -335,14 +335,14 @@ class Communicator:
             if kind == "allreduce":
                 plan = plan_allreduce(self.topology, nbytes, algorithm)
             else:
-                plan = plan_broadcast(self.topology, nbytes, root)
+                plan = plan_collective(kind, self.topology, nbytes, root)
             chunks = -(-nbytes // SLOT_BYTES)
             if chunks > plan.num_chunks:
                 chunks = -(-chunks // plan.stride) * plan.stride
                 if kind == "allreduce":
                     plan = plan_allreduce(self.topology, nbytes, algorithm, chunks)
                 else:
-                    plan = plan_broadcast(self.topology, nbytes, root, chunks)
+                    plan = plan_collective(kind, self.topology, nbytes, root, num_chunks=chunks)
             self._plans[key] = plan, self._runtime.prepare(plan)
             log.info("%s of %d bytes: %s, %d chunks", kind, nbytes, algorithm, plan.num_chunks)
         return self._plans[key]

@@ -16,7 +16,7 @@ SEND, REDUCE, COPY, SIGNAL, WAIT = 0, 1, 2, 3, 4
 
 
 def play(
-    code, ranks, num_chunks, stride, chunk_bytes, nbytes,
+    code, ranks, num_chunks, stride, sizes,
     token_at, tokens, given, stored_at, stored,
     lane_at, lane, link, memory, lane_per_byte, per_byte, alpha, lane_free, busy, first,
     sent_connection, sent_chunk, sent_start, sent_free, sent_end,
@@ -25,12 +25,12 @@ def play(
 
     Rules: `collectives.runtime.simulate.simulate`.
 
-    `ranks` [streams]. A connection has two queues of times in s, 2i for its sender (a slot is
-    free) and 2i + 1 for its receiver (data is ready): queue q lies in `tokens` from `token_at[q]`
-    on, with `given[q]` entries so far. Connection i takes lanes `lane[lane_at[i]:lane_at[i + 1]]`,
-    with the `link` of each (an index into `busy`, s), whether it is `memory`, and seconds a byte;
-    `lane_free` [lanes] is when each is free. `per_byte`, `alpha` [connections]: how long a send
-    holds its stream. Of a send that has begun on some of its connections only, the memory links
+    `ranks` [streams]; `sizes` [chunks], bytes. A connection has two queues of times in s, 2i for
+    its sender (a slot is free) and 2i + 1 for its receiver (data is ready): queue q lies in
+    `tokens` from `token_at[q]` on, with `given[q]` entries so far. Connection i takes lanes
+    `lane[lane_at[i]:lane_at[i + 1]]`, with the `link` of each (an index into `busy`, s), whether
+    it is `memory`, and seconds a byte; `lane_free` [lanes] is when each is free. `per_byte`,
+    `alpha` [connections]: how long a send holds its stream. Of a send that has begun on some of its connections only, the memory links
     crossed lie in `stored` from `stored_at[stream]` on. `first` [ranks] receives when chunk 0 was
     last written; the `sent_` arrays a row for each send and connection.
     """
@@ -88,7 +88,7 @@ def play(
                     serial += 1
                     parked[q] = -1
             elif op == SEND:
-                size = max(0, min(chunk_bytes, nbytes - chunk * chunk_bytes))
+                size = sizes[chunk]
                 if not going[s]:
                     done[s], stored_n[s] = now, 0
                 again = -1.0

@@ -63,8 +63,7 @@ def over_trees(
     detours = {}
     for (t, a, b), middle in embedding.via.items():
         child, parent = embedding.rank_of[a], embedding.rank_of[b]
-        detours[2 * t, child, parent] = middle
-        detours[2 * t + 1, parent, child] = middle
+        detours[2 * t, child, parent] = detours[2 * t + 1, parent, child] = (middle,)
     up, down = reduce_up(placed), broadcast_down(placed)
     return Algorithm(
         name,
@@ -108,22 +107,27 @@ def packed_trees(topology: Topology) -> Algorithm:
     Reduce up and broadcast down at once take each link of a tree once in each direction; packing is
     by matroid union, on links split into equal shares (Nash-Williams 1961, Edmonds 1965).
     """
-    size = len(topology.gpus)
+    trees = packed(topology)
+    placed = Embedding(tuple(range(len(topology.gpus))))
+    return over_trees("packed_trees", topology, trees, overlap=True, embedding=placed)
+
+
+@lru_cache(maxsize=64)
+def packed(topology: Topology) -> tuple[Tree, ...]:
+    """The trees of `packed_trees`. Raises PlanError on one memory, or where GPUs are not joined."""
+    size, gpus = len(topology.gpus), topology.gpus
     if size == 1:
-        return over_trees("packed_trees", topology, [chain_tree(1)], overlap=True)
+        return (chain_tree(1),)
     if topology.on_memory:
         raise PlanError(
             f"packed_trees packs links, and the ranks of {topology.name} share one memory: use "
             "two_shot"
         )
-    gpus = topology.gpus
     ends = [(link.src, link.dst) for link in topology.fabric]
     if not connects(ends, gpus):
         lost = next(g for g in gpus if not connects(ends, (gpus[0], g)))
         raise PlanError(f"{topology.name}: GPUs {gpus[0]} and {lost} are not joined by any links")
-    trees = pack(size, pair_capacity(topology))
-    placed = Embedding(tuple(range(size)))
-    return over_trees("packed_trees", topology, trees, overlap=True, embedding=placed)
+    return tuple(pack(size, pair_capacity(topology)))
 
 
 # C-Cube figure 10: the trees and detours it uses on the DGX-1's numbering.
@@ -196,7 +200,7 @@ def one_shot(topology: Topology) -> Algorithm:
     embedding = embed(topology, edges, size, relabel=False)
     detours = {}
     for (_, a, b), middle in embedding.via.items():
-        detours[0, a, b] = detours[0, b, a] = middle
+        detours[0, a, b] = detours[0, b, a] = (middle,)
     moves = tuple(
         Reduce(tuple(s for s in range(size) if s != r), r, 0, 0, ahead=r)
         for r in range(size) if size > 1
@@ -218,8 +222,7 @@ def two_shot(topology: Topology) -> Algorithm:
     embedding = embed(topology, edges, size, relabel=False)  # all positions are alike
     detours = {}
     for (r, o, _), middle in embedding.via.items():
-        detours[r, o, r] = middle
-        detours[size + r, r, o] = middle
+        detours[r, o, r] = detours[size + r, r, o] = (middle,)
     gather = tuple(Reduce(others[r], r, r, r) for r in range(size) if others[r])
     scatter = tuple(Copy(r, others[r], r, size + r) for r in range(size) if others[r])
     return Algorithm(
@@ -244,21 +247,6 @@ ALGORITHMS: dict[str, Callable[[Topology], Algorithm]] = {
     "ccube_dgx1": ccube_dgx1,
 }
 """By name. Where the cost model sees no difference, `auto` takes the first."""
-
-
-def broadcast(topology: Topology, root: int) -> Algorithm:
-    """One binary tree rooted at `root`, chunks pipelined down it."""
-    size = len(topology.gpus)
-    if not 0 <= root < size:
-        raise PlanError(f"root {root} is not a rank; ranks are 0 to {size - 1}")
-    rooted = binary_tree(size).relabel([(r + root) % size for r in range(size)])
-    edges = [Edge(0, parent, child, one_way=True) for child, parent in rooted.edges]
-    embedding = embed(topology, edges, size, relabel=False)  # the root is the caller's choice
-    detours = {(1, a, b): middle for (_, a, b), middle in embedding.via.items()}
-    return Algorithm(
-        "tree", size, 1, (broadcast_down([rooted]),), (rooted,), detours,
-        collective="broadcast", root=root,
-    )  # fmt: skip
 
 
 @lru_cache(maxsize=512)

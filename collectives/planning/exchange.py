@@ -24,12 +24,12 @@ def _cube(topology: Topology) -> tuple[int, Embedding]:
     return cube, embed(topology, edges, size)
 
 
-def _detours(embedding: Embedding, channels: range) -> dict[tuple[int, int, int], int]:
-    found = {}
+def _detours(embedding: Embedding, channels: range) -> dict[tuple[int, int, int], tuple[int, ...]]:
+    found: dict[tuple[int, int, int], tuple[int, ...]] = {}
     for (_, p, q), middle in embedding.via.items():
         a, b = embedding.rank_of[p], embedding.rank_of[q]
         for channel in channels:
-            found[channel, a, b] = found[channel, b, a] = middle
+            found[channel, a, b] = found[channel, b, a] = (middle,)
     return found
 
 

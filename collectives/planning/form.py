@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collectives.errors import PlanError
+from collectives.planning.goals import COLLECTIVES, blocks
 from collectives.planning.plan import Op, Plan, Step, Stream
 from topology import Topology
-
-COLLECTIVES = ("allreduce", "broadcast")
 
 
 def check_form(plan: Plan) -> None:
@@ -14,6 +13,12 @@ def check_form(plan: Plan) -> None:
     if plan.collective not in COLLECTIVES:
         raise PlanError(
             f"unknown collective {plan.collective!r}; choose from {', '.join(COLLECTIVES)}"
+        )
+    unit = blocks(plan.collective, plan.size)
+    if plan.stride % unit or (unit > 1 and plan.num_chunks % plan.stride):
+        raise PlanError(
+            f"{plan.collective} needs whole groups of a multiple of {unit} chunks, not "
+            f"{plan.num_chunks} in groups of {plan.stride}"
         )
     if not _whole(plan.root) or not 0 <= plan.root < plan.size:
         raise PlanError(f"root {plan.root!r} is not a rank; ranks are 0 to {plan.size - 1}")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from fractions import Fraction
 from itertools import zip_longest
 
 from collectives.errors import PlanError
 from collectives.planning.lower import Algorithm, Copy, Move, Reduce, Round
+from collectives.planning.shortest import shortest_trees
 from collectives.planning.trees import Tree, two_trees
-from topology import Link, Topology
+from topology import Topology
 from topology.clusters import nodes_of
-from topology.routes import connects, neighbours
 
 _RING_NODES = 8
 _MIDDLE, _DOWN = 100_000, 200_000  # first channels between the nodes, and back inside them
@@ -80,7 +78,7 @@ def _wrapped(
     up: list[list[Move]] = []  # by the depth from which data comes
     down: list[list[Move]] = []
     for node in at:
-        for g, tree in enumerate(_inside(topology, node)):
+        for g, tree in enumerate(shortest_trees(topology, node)):
             for depth, level in enumerate(tree):
                 if depth == len(up):
                     up.append([])
@@ -93,47 +91,6 @@ def _wrapped(
     return Algorithm(
         name, len(topology.gpus), parts * len(at[0]), (tuple(r for r in rounds if r),)
     )  # fmt: skip
-
-
-def _inside(topology: Topology, node: list[int]) -> list[list[dict[int, tuple[int, ...]]]]:
-    """For each rank of a node, level by level, who has which children in the tree that it roots."""
-    gpus = topology.gpus
-    joined = {
-        (a, b): links for a in node for b in node
-        if (links := _links(topology, gpus[a], gpus[b]))
-    }  # fmt: skip
-    fast = [ends for ends, links in joined.items() if {k.kind for k in links} == {"nvlink"}]
-    near = neighbours(fast if connects(fast, node) else joined)
-    load = dict.fromkeys(joined, Fraction(0))
-    return [_shortest(root, near, joined, load) for root in node]
-
-
-def _links(topology: Topology, a: int, b: int) -> list[Link]:
-    path = topology.hops.get((a, b), ())
-    return [topology.by_ends[ends] for ends in zip(path, path[1:], strict=False)]
-
-
-def _shortest(
-    root: int, near: Mapping[int, list[int]], joined: Mapping[tuple[int, int], list[Link]],
-    load: dict[tuple[int, int], Fraction],
-) -> list[dict[int, tuple[int, ...]]]:  # fmt: skip
-    """A tree of shortest ways; of several parents, the one whose link has the least to carry."""
-    tree: list[dict[int, tuple[int, ...]]] = []
-    seen, level = {root}, [root]
-    while below := sorted({b for a in level for b in near.get(a, ())} - seen):
-        children: dict[int, list[int]] = {}
-        for b in below:
-            over = [a for a in level if b in near[a]]
-            parent = min(over, key=lambda a: load[b, a])
-            least = min(k.bandwidth * k.count for k in joined[b, parent])
-            load[b, parent] += Fraction(1, least)
-            children.setdefault(parent, []).append(b)
-        tree.append({a: tuple(kids) for a, kids in children.items()})
-        seen |= set(below)
-        level = below
-    if lost := set(near) - seen:
-        raise PlanError(f"ranks {root} and {min(lost)} of one node are not joined by any links")
-    return tree
 
 
 def _over_tree(at: list[list[int]], tree: Tree, t: int, parts: int) -> list[Round]:

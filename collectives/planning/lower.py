@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from collectives.errors import PlanError
+from collectives.planning.goals import start
 from collectives.planning.plan import Connection, Op, Plan, Step, Stream
 from collectives.planning.trees import Tree
 from topology import Topology
@@ -57,7 +58,7 @@ class Algorithm:
     `phases` are lists of rounds; a stream finishes one phase for all chunks before it starts the
     next, and that is the whole difference between a baseline and an overlapped tree. Moves of
     different channels run at once; moves of one channel at a rank run in list order. `detours`
-    maps (channel, src, dst) to the rank that forwards; other moves go straight.
+    maps (channel, src, dst) to the ranks that forward; other moves go straight.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Algorithm:
     stride: int
     phases: tuple[tuple[Round, ...], ...]
     trees: tuple[Tree, ...] = ()
-    detours: Mapping[tuple[int, int, int], int] = field(default_factory=dict)
+    detours: Mapping[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)
     collective: str = "allreduce"
     root: int = 0
 
@@ -105,14 +106,10 @@ class _Lowering:
         self.bodies: dict[_Key, list[list[Step]]] = {}
         self.connections: list[Connection] = []
         self.number: dict[Connection, int] = {}
-        self.values = {
-            (r, c): _Value(holds=1 << r)
-            for r in range(algorithm.size)
-            for c in range(algorithm.stride)
-        }
+        self.values: dict[tuple[int, int], _Value] = {}
         moves = (m for phase in algorithm.phases for rnd in phase for m in rnd)
         self.next_channel = 1 + max((m.channel for m in moves), default=-1)
-        self.forwarders: dict[tuple[_Key, _Key, int], tuple[int, int]] = {}
+        self.forwarders: dict[tuple[_Key, _Key, tuple[int, ...]], list[int]] = {}
         self.phase = 0
 
     def emit(
@@ -140,46 +137,55 @@ class _Lowering:
             self.connections.append(connection)
         return index
 
-    def first_hop(self, src: _Key, dst: _Key, chunk: int, channel: int) -> tuple[int, int]:
-        """(connection the sender writes, connection the receiver reads); sets up forwarding."""
-        via = self.algorithm.detours.get((channel, src[0], dst[0]))
-        if via is None:
-            direct = self.connect(src, dst)
-            return direct, direct
+    def value(self, rank: int, chunk: int) -> _Value:
+        if (rank, chunk) not in self.values:
+            a = self.algorithm
+            self.values[rank, chunk] = _Value(
+                holds=start(a.collective, a.size, a.root, rank, chunk)
+            )
+        return self.values[rank, chunk]
+
+    def way(self, src: _Key, dst: _Key, channel: int) -> list[int]:
+        """The connections from the sender over its forwarders to the receiver."""
+        via = self.algorithm.detours.get((channel, src[0], dst[0]), ())
         route = (src, dst, via)
+        if not via:
+            return [self.connect(src, dst)]
         if route not in self.forwarders:
-            key = (via, self.next_channel)
-            self.next_channel += 1
-            self.forwarders[route] = self.connect(src, key), self.connect(key, dst)
+            keys = [src, *((rank, self.next_channel + i) for i, rank in enumerate(via)), dst]
+            self.next_channel += len(via)
+            self.forwarders[route] = [
+                self.connect(a, b) for a, b in zip(keys, keys[1:], strict=False)
+            ]
         return self.forwarders[route]
 
     def send(self, src: int, dsts: tuple[_Key, ...], chunk: int, channel: int) -> list[int]:
         """Emit one send to all of `dsts`; returns the connection that each receiver reads."""
-        value = self.values[src, chunk]
+        value = self.value(src, chunk)
         key = value.writer or (src, channel)  # where the value was made: no signal needed
-        hops = [self.first_hop(key, dst, chunk, channel) for dst in dsts]
-        for out, _ in hops:
-            self.emit(key, Op.WAIT, (out,), chunk)
-        self.emit(key, Op.SEND, tuple(out for out, _ in hops), chunk)
-        for out, _ in hops:
-            self.emit(key, Op.SIGNAL, (out,), chunk)
+        ways = [self.way(key, dst, channel) for dst in dsts]
+        for first, *_ in ways:
+            self.emit(key, Op.WAIT, (first,), chunk)
+        self.emit(key, Op.SEND, tuple(way[0] for way in ways), chunk)
+        for first, *_ in ways:
+            self.emit(key, Op.SIGNAL, (first,), chunk)
         value.readers.append(key)
-        for out, last in hops:
-            if out != last:  # the forwarder passes its slot on
-                middle = self.connections[out]
+        for way in ways:
+            for into, out in zip(way, way[1:], strict=False):  # a forwarder passes its slot on
+                middle = self.connections[into]
                 via = (middle.dst, middle.dst_channel)
+                self.emit(via, Op.WAIT, (into,), chunk)
                 self.emit(via, Op.WAIT, (out,), chunk)
-                self.emit(via, Op.WAIT, (last,), chunk)
-                self.emit(via, Op.SEND, (last,), chunk, source=out)
-                self.emit(via, Op.SIGNAL, (last,), chunk)
+                self.emit(via, Op.SEND, (out,), chunk, source=into)
                 self.emit(via, Op.SIGNAL, (out,), chunk)
-        return [last for _, last in hops]
+                self.emit(via, Op.SIGNAL, (into,), chunk)
+        return [way[-1] for way in ways]
 
     def receive(
         self, dst: _Key, incoming: list[int], chunk: int, op: Op, holds: int, ahead: int = 0
     ) -> None:
         """Emit the waits, the REDUCE or COPY, and the slot-free signals."""
-        value = self.values[dst[0], chunk]
+        value = self.value(dst[0], chunk)
         for index in incoming:
             self.emit(dst, Op.WAIT, (index,), chunk)
         self.order(value, dst, chunk, holds)
@@ -218,11 +224,11 @@ class _Lowering:
                     if isinstance(move, Reduce):
                         total = 0
                         for s in move.srcs:
-                            total |= self.values[s, c].holds
+                            total |= self.value(s, c).holds
                         incoming = [sent[s, c, (move.dst, ch)] for s in move.srcs]
                         arrivals.append(((move.dst, ch), incoming, c, Op.REDUCE, total, move.ahead))
                     else:
-                        held = self.values[move.src, c].holds
+                        held = self.value(move.src, c).holds
                         for d in move.dsts:
                             incoming = [sent[move.src, c, (d, ch)]]
                             arrivals.append(((d, ch), incoming, c, Op.COPY, held, 0))
@@ -269,7 +275,8 @@ def lower(algorithm: Algorithm, topology: Topology, tuning: Tuning) -> Plan:
     lowering.run()
     order = sorted(lowering.bodies)
     shared = _most_shared(lowering.connections, topology)
-    once = {(min(a, b), via, max(a, b)) for (_, a, b), via in algorithm.detours.items()}
+    paths = [(a, *via, b) for (_, a, b), via in algorithm.detours.items()]
+    once = {min(path, path[::-1]) for path in paths}
     return Plan(
         algorithm=algorithm.name,
         collective=algorithm.collective,

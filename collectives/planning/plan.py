@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.errors import PlanError
+from collectives.planning.goals import blocks
 from collectives.planning.trees import Tree
 from topology import Vertex
 
@@ -103,7 +104,7 @@ class Plan:
     `num_chunks` is the total over all trees; groups of `stride` chunks repeat the same steps, and
     a step whose chunk would be `num_chunks` or more does nothing. `exclusive` claims that no
     directed link carries more connections than it has physical links. `root` matters to a
-    broadcast only.
+    broadcast and a reduce only.
     """
 
     algorithm: str
@@ -115,7 +116,8 @@ class Plan:
     connections: tuple[Connection, ...]
     streams: tuple[Stream, ...]
     trees: tuple[Tree, ...] = ()
-    detours: tuple[tuple[int, int, int], ...] = ()
+    detours: tuple[tuple[int, ...], ...] = ()
+    """(rank, ranks that forward, rank), once for both directions."""
     exclusive: bool = True
     root: int = 0
     notes: tuple[str, ...] = ()
@@ -159,14 +161,48 @@ class Plan:
                         yield at, first + step.chunk, step
             base += len(body)
 
-    def chunk_bounds(self, nbytes: int) -> list[tuple[int, int]]:
-        """[start, stop) of each chunk in a buffer of `nbytes`; late chunks may be empty."""
-        per = self.chunk_bytes(nbytes)
-        return [(min(c * per, nbytes), min((c + 1) * per, nbytes)) for c in range(self.num_chunks)]
+    def chunk_bounds(self, nbytes: int, rank: int = 0) -> list[tuple[int, int]]:
+        """[start, stop) of each chunk in the buffer of a rank; late chunks may be empty.
+
+        The buffer has `nbytes`: for an all-gather or a reduce-scatter P equal blocks in the order
+        of the ranks. For an all-to-all these are the blocks to be sent, and as many bytes follow,
+        for those received; the block to itself lies there from the start, and chunks between
+        others are (0, 0).
+        """
+        unit, per = blocks(self.collective, self.size), self.chunk_bytes(nbytes)
+        whole = nbytes // (1 if unit == 1 else self.size)
+        found = []
+        for chunk in range(self.num_chunks):
+            group, index = divmod(chunk, self.stride)
+            part = group * (self.stride // unit) + index // unit
+            base = index % unit * whole
+            if self.collective == "alltoall":
+                source, target = divmod(index % unit, self.size)
+                if rank not in (source, target):
+                    found.append((0, 0))
+                    continue
+                base = nbytes + source * whole if rank == target else target * whole
+            found.append((base + min(part * per, whole), base + min((part + 1) * per, whole)))
+        return found
 
     def chunk_bytes(self, nbytes: int) -> int:
-        """Bytes of a full chunk: the least multiple of 16 that lets all chunks cover `nbytes`."""
-        return -(-nbytes // (self.num_chunks * ALIGN)) * ALIGN
+        """Bytes of a full chunk: the least multiple of 16 that lets all chunks cover the data."""
+        unit = blocks(self.collective, self.size)
+        parts = self.num_chunks // unit
+        return -(-(nbytes // (1 if unit == 1 else self.size)) // (parts * ALIGN)) * ALIGN
+
+    def volume(self, nbytes: int) -> int:
+        """Bytes of all chunks together: of an all-to-all, of all ranks' messages."""
+        return nbytes * (self.size if self.collective == "alltoall" else 1)
+
+    def chunk_sizes(self, nbytes: int) -> NDArray[np.int64]:
+        """Bytes of each chunk."""
+        unit, per = blocks(self.collective, self.size), self.chunk_bytes(nbytes)
+        whole = nbytes // (1 if unit == 1 else self.size)
+        chunk = np.arange(self.num_chunks)
+        part = chunk // self.stride * (self.stride // unit) + chunk % self.stride // unit
+        sizes: NDArray[np.int64] = np.clip(whole - part * per, 0, per)
+        return sizes
 
     def sends_on(self, stream: Stream, connection: int) -> bool:
         """Whether the stream is the connection's sender (else its receiver)."""
@@ -195,7 +231,9 @@ class Plan:
         ]
         for i, tree in enumerate(self.trees):
             lines.append(f"tree {i}: root {tree.root}, depth {tree.depth}, parents {tree.parent}")
-        lines += [f"detour {a} - {b} over {via}" for a, via, b in self.detours]
+        lines += [
+            f"detour {a} - {b} over {', '.join(map(str, via))}" for a, *via, b in self.detours
+        ]
         lines += [f"note: {note}" for note in self.notes]
         for stream in self.streams:
             lines.append(f"rank {stream.rank} channel {stream.channel}")
@@ -260,7 +298,7 @@ class Plan:
                     for rank, channel, phases in data["streams"]
                 ),
                 trees=tuple(Tree(tuple(parent)) for parent in data["trees"]),
-                detours=tuple((a, via, b) for a, via, b in data["detours"]),
+                detours=tuple(map(tuple, data["detours"])),
                 exclusive=data["exclusive"],
                 root=data["root"],
                 notes=tuple(data["notes"]),

@@ -1,4 +1,4 @@
-"""Which plan for which message: `plan_allreduce`."""
+"""Which plan for which message: `plan_allreduce`, `plan_collective`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 
 from collectives.errors import PlanError
-from collectives.planning.algorithms import ALGORITHMS, algorithm_for, broadcast
+from collectives.planning.algorithms import ALGORITHMS, algorithm_for
 from collectives.planning.cost import (
     Shape,
     largest_chunk,
@@ -17,7 +17,9 @@ from collectives.planning.cost import (
     shape_of,
     simulated_seconds,
 )
+from collectives.planning.goals import COLLECTIVES, blocks
 from collectives.planning.lower import MOST_SQUARED, Tuning, lower
+from collectives.planning.others import OTHERS, other_algorithm
 from collectives.planning.plan import Plan
 from collectives.planning.verify import shortened, verify
 from topology import Topology
@@ -27,10 +29,18 @@ _FOR_CLUSTERS = ("overlapped_double_tree", "recursive_doubling", "hierarchical",
 _WORTH = 0.995  # of the time: a smaller gain ends the search for a number of chunks
 
 
+ALLREDUCE = "allreduce"
+
+
 @lru_cache(maxsize=512)
-def _template(topology: Topology, algorithm: str) -> tuple[Plan, Shape]:
+def _template(
+    topology: Topology, algorithm: str, collective: str = ALLREDUCE, root: int = 0
+) -> tuple[Plan, Shape]:
     """A plan of one group of chunks, to be given its number of chunks, and its shape."""
-    program = algorithm_for(algorithm, topology)
+    if collective == ALLREDUCE:
+        program = algorithm_for(algorithm, topology)
+    else:
+        program = other_algorithm(topology, collective, algorithm, root)
     plan = lower(program, topology, Tuning(num_chunks=program.stride))
     return plan, shape_of(plan, topology)
 
@@ -46,46 +56,51 @@ def _verified(topology: Topology, plan: Plan) -> Plan:
     return plan
 
 
-def _able(topology: Topology, name: str) -> bool:
+def _able(topology: Topology, name: str, collective: str, root: int) -> bool:
     try:
-        _template(topology, name)
+        _template(topology, name, collective, root)
     except PlanError:
         return False
     return True
 
 
-@lru_cache(maxsize=64)
-def candidates(topology: Topology) -> tuple[str, ...]:
+@lru_cache(maxsize=256)
+def candidates(topology: Topology, collective: str = ALLREDUCE, root: int = 0) -> tuple[str, ...]:
     """Names of the algorithms that this machine can run, in the order of preference.
 
     On a cluster of more than 64 GPUs only those that suit one, as to compare takes its time.
     """
-    names = tuple(ALGORITHMS)
-    if len(topology.gpus) > MOST_SQUARED and _able(topology, "hierarchical"):
+    names = tuple(ALGORITHMS if collective == ALLREDUCE else OTHERS[collective])
+    large = len(topology.gpus) > MOST_SQUARED and collective == ALLREDUCE
+    if large and _able(topology, "hierarchical", collective, root):
         names = _FOR_CLUSTERS
-    able = [name for name in names if _able(topology, name)]
+    able = tuple(name for name in names if _able(topology, name, collective, root))
     if not able:
-        raise PlanError(f"no algorithm runs on {topology.name}: its GPUs are not connected")
-    return tuple(able)
+        for name in names[:1]:  # which says why
+            _template(topology, name, collective, root)
+    return able
 
 
 @lru_cache(maxsize=65536)
-def predict(topology: Topology, nbytes: int, algorithm: str) -> tuple[float, int]:
+def predict(
+    topology: Topology, nbytes: int, algorithm: str, collective: str = ALLREDUCE, root: int = 0
+) -> tuple[float, int]:
     """(seconds, chunks) of an algorithm at its best number of chunks.
 
     The closed forms where each connection has links of its own, or on CPU ranks; else, from where
     they point, the number of chunks that simulates fastest.
     """
-    template, shape = _template(topology, algorithm)
-    chunks = shape.best_chunks(nbytes, largest_chunk(topology))
+    template, shape = _template(topology, algorithm, collective, root)
+    moved = template.volume(nbytes)
+    chunks = shape.best_chunks(moved, largest_chunk(topology))
     if shape.unshared or largest_chunk(topology) or not nbytes:
-        return shape.seconds(nbytes, chunks), chunks
+        return shape.seconds(moved, chunks), chunks
     stride = template.stride
     best = (simulated_seconds(template, topology, nbytes, chunks), chunks)
     for factor in (2.0, 0.5):  # away from there, in the direction that helps
         while True:
             groups = max(1, round(best[1] / stride * factor))
-            tried = min(groups * stride, most_chunks(nbytes, stride))
+            tried = min(groups * stride, most_chunks(moved, stride))
             if tried == best[1]:
                 break
             seconds = simulated_seconds(template, topology, nbytes, tried)
@@ -114,15 +129,20 @@ def choose(topology: Topology, nbytes: int) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _fastest(topology: Topology, nbytes: int) -> str:
+def _fastest(topology: Topology, nbytes: int, collective: str = ALLREDUCE, root: int = 0) -> str:
     """The most promising first; what its busiest link alone makes slower is not simulated."""
-    names = candidates(topology)
-    shapes = {name: _template(topology, name)[1] for name in names}
-    estimate = {n: s.seconds(nbytes, s.best_chunks(nbytes)) for n, s in shapes.items()}
+    names = candidates(topology, collective, root)
+    templates = {name: _template(topology, name, collective, root) for name in names}
+    least, estimate = {}, {}
+    for name, (template, shape) in templates.items():
+        moved = template.volume(nbytes)
+        least[name] = shape.load * moved
+        estimate[name] = shape.seconds(moved, shape.best_chunks(moved))
     best: tuple[float, int] | None = None
     for name in sorted(names, key=lambda n: estimate[n]):
-        if best is None or shapes[name].load * nbytes <= best[0]:
-            tried = (predict(topology, nbytes, name)[0], names.index(name))
+        if best is None or least[name] <= best[0]:
+            seconds, _ = predict(topology, nbytes, name, collective, root)
+            tried = (seconds, names.index(name))
             best = tried if best is None else min(best, tried)
     assert best is not None
     return names[best[1]]
@@ -137,12 +157,45 @@ def plan_allreduce(
     cached. Raises PlanError for an unknown algorithm, one that the machine cannot run, or sizes
     that make no sense.
     """
-    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
-        raise PlanError(f"nbytes must be an integer of at least 0, not {nbytes!r}")
+    _check_bytes(nbytes)
     with _uncollected():
         if algorithm == "auto":
             algorithm = choose(topology, nbytes)
-        return _planned(topology, nbytes, algorithm, num_chunks)
+        return _planned(topology, nbytes, algorithm, num_chunks, ALLREDUCE, 0)
+
+
+def plan_collective(
+    collective: str, topology: Topology, nbytes: int, root: int = 0, algorithm: str = "auto",
+    num_chunks: int | None = None,
+) -> Plan:  # fmt: skip
+    """A verified plan of any collective; names and algorithms are those of `planning.others`.
+
+    `nbytes` is the rank's whole buffer, as in nccl-tests: what is broadcast or reduced; all P
+    blocks of an all-gather's result, of what a reduce-scatter takes, of what a rank sends in an
+    all-to-all (then a multiple of P). `root` matters to broadcast and reduce. Pure and cached.
+    Raises PlanError as `plan_allreduce` does.
+    """
+    _check_bytes(nbytes)
+    size = len(topology.gpus)
+    if collective not in COLLECTIVES:
+        raise PlanError(f"unknown collective {collective!r}; choose from {', '.join(COLLECTIVES)}")
+    if blocks(collective, size) > 1 and nbytes % size:
+        raise PlanError(
+            f"{collective} over {size} ranks: {nbytes} bytes are no {size} equal blocks"
+        )
+    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < size:
+        raise PlanError(f"root {root!r} is not a rank; ranks are 0 to {size - 1}")
+    if collective == ALLREDUCE:
+        return plan_allreduce(topology, nbytes, algorithm, num_chunks)
+    with _uncollected():
+        if algorithm == "auto":
+            algorithm = _fastest(topology, nbytes, collective, root)
+        return _planned(topology, nbytes, algorithm, num_chunks, collective, root)
+
+
+def _check_bytes(nbytes: int) -> None:
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
+        raise PlanError(f"nbytes must be an integer of at least 0, not {nbytes!r}")
 
 
 @contextmanager
@@ -158,24 +211,11 @@ def _uncollected() -> Iterator[None]:
 
 
 @lru_cache(maxsize=1024, typed=True)  # True is no number of chunks
-def _planned(topology: Topology, nbytes: int, algorithm: str, num_chunks: int | None) -> Plan:
-    template, _ = _template(topology, algorithm)
+def _planned(
+    topology: Topology, nbytes: int, algorithm: str, num_chunks: int | None, collective: str,
+    root: int,
+) -> Plan:  # fmt: skip
+    template, _ = _template(topology, algorithm, collective, root)
     if num_chunks is None:
-        num_chunks = predict(topology, nbytes, algorithm)[1]
+        num_chunks = predict(topology, nbytes, algorithm, collective, root)[1]
     return _verified(topology, template.with_chunks(num_chunks))
-
-
-def plan_broadcast(
-    topology: Topology, nbytes: int, root: int, num_chunks: int | None = None
-) -> Plan:
-    """A verified broadcast plan: one binary tree from `root`, chunks pipelined."""
-    template, shape = _broadcast_template(topology, root)
-    if num_chunks is None:
-        num_chunks = shape.best_chunks(nbytes, largest_chunk(topology))
-    return _verified(topology, template.with_chunks(num_chunks))
-
-
-@lru_cache(maxsize=512)
-def _broadcast_template(topology: Topology, root: int) -> tuple[Plan, Shape]:
-    plan = lower(broadcast(topology, root), topology, Tuning(num_chunks=1))
-    return plan, shape_of(plan, topology)

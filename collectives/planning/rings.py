@@ -16,8 +16,8 @@ _NODES = 2_000  # of one search for one more ring
 _SENDS = 20_000  # in a plan: fewer rings where they are long
 
 
-def rings(topology: Topology) -> tuple[list[Ring], Mapping[tuple[int, int, int], int]]:
-    """Rings, and (ring, src, dst) -> forwarder for the hops that detour.
+def rings(topology: Topology) -> tuple[list[Ring], Mapping[tuple[int, int, int], tuple[int, ...]]]:
+    """Rings, and (ring, src, dst) -> forwarders for the hops that detour.
 
     Where equal links join GPUs directly, rings are drawn at random (always the same ones), in both
     directions of a circle first, until every link of some GPU is taken. Otherwise, or where there
@@ -33,7 +33,7 @@ def rings(topology: Topology) -> tuple[list[Ring], Mapping[tuple[int, int, int],
     edges = [Edge(0, i, (i + 1) % size, one_way=True) for i in range(size)]
     embedding = embed(topology, edges, size)
     at = embedding.rank_of
-    return [at], {(0, at[a], at[b]): via for (_, a, b), via in embedding.via.items()}
+    return [at], {(0, at[a], at[b]): (via,) for (_, a, b), via in embedding.via.items()}
 
 
 def _disjoint(size: int, links: Mapping[tuple[int, int], int]) -> list[Ring]:

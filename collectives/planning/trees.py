@@ -71,6 +71,15 @@ class Tree:
         """Edges on the longest way to the root."""
         return len(self.levels) - 1
 
+    def rerooted(self, root: int) -> Tree:
+        """The same edges, hung from another rank."""
+        parent = list(self.parent)
+        at, above = root, root
+        while True:
+            parent[at], above, at = above, at, parent[at]
+            if above == at:
+                return Tree(tuple(parent))
+
     def relabel(self, rank_of: Sequence[int]) -> Tree:
         """The same tree with position i held by rank `rank_of[i]`."""
         parent = [0] * len(self.parent)

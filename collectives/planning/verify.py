@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from collectives.errors import PlanError
 from collectives.planning.form import check_form, check_links, in_step
+from collectives.planning.goals import goal, start
 from collectives.planning.plan import Op, Plan, pushed
 from collectives.planning.walk import Visit, walk
 from topology import Topology
@@ -15,8 +16,8 @@ from topology import Topology
 def verify(plan: Plan, topology: Topology, expand: bool = False) -> None:
     """Raise PlanError unless the plan is right on this topology.
 
-    1. Contributions: every rank ends with every chunk combined exactly once over all ranks (of a
-       broadcast: the root's chunk).
+    1. Contributions: every rank ends with what the collective promises it (`planning.goals`); of
+       an all-reduce, with every chunk combined exactly once over all ranks.
     2. Links: every connection runs over an existing hop, through switches only; where the plan
        claims exclusive links, none carries more connections than it has physical links.
     3. Pairing and progress: no access without the WAIT that guards it, every signal waited for,
@@ -88,7 +89,10 @@ class _Proof:
         self.ready: list[deque[tuple[int, int]]] = [deque() for _ in range(n)]
         self.free: list[deque[tuple[int, int]]] = [deque([(0, 0)] * plan.slots) for _ in range(n)]
         self.holds = [
-            [0 if plan.collective == "broadcast" and r != plan.root else 1 << r] * plan.num_chunks
+            [
+                start(plan.collective, size, plan.root, r, c % plan.stride)
+                for c in range(plan.num_chunks)
+            ]
             for r in range(size)
         ]
         self.slot: list[list[tuple[int, int]]] = [[(0, 0)] * plan.slots for _ in range(n)]
@@ -102,12 +106,11 @@ class _Proof:
         if self.races:
             more = f" (and {len(self.races) - 1} more)" if len(self.races) > 1 else ""
             raise PlanError(f"race: {self.races[0]}{more}")
-        wanted = self.everyone
-        if self.plan.collective == "broadcast":
-            wanted = 1 << self.plan.root
+        plan = self.plan
         for r, row in enumerate(self.holds):
             for c, held in enumerate(row):
-                if held != wanted:
+                wanted = goal(plan.collective, plan.size, plan.root, r, c % plan.stride)
+                if wanted is not None and held != wanted:
                     raise PlanError(
                         f"rank {r} ends with chunk {c} combined over ranks {_ranks(held)}, "
                         f"not over {_ranks(wanted)}"

@@ -26,6 +26,9 @@ def run(
 ) -> list[Array]:  # fmt: skip
     """What each rank's buffer holds after the plan; `inputs` are one array a rank, untouched.
 
+    A buffer is laid out as `Plan.chunk_bounds` says (of an all-to-all: what is sent, and as much
+    room for what is received).
+
     The named connections in plan order, the own value before them (or behind the first `ahead`).
     16-bit floats are combined in float32 and rounded once for each REDUCE; integers wrap; min and
     max propagate NaN; avg divides in the REDUCE that completes a chunk. With `bfloat16` the
@@ -39,13 +42,18 @@ def run(
     if any(b.shape != first.shape or b.dtype != first.dtype for b in buffers):
         raise CollectiveError("all inputs must have one shape and dtype")
     size = first.dtype.itemsize
-    bounds = [(a // size, b // size) for a, b in plan.chunk_bounds(first.nbytes)]
+    nbytes = first.nbytes // (2 if plan.collective == "alltoall" else 1)
+    bounds = [
+        [(a // size, b // size) for a, b in plan.chunk_bounds(nbytes, rank)]
+        for rank in range(plan.size)
+    ]
     slots: dict[tuple[int, int], Array] = {}
 
     def visit(v: Visit) -> None:
         if v.step.op is Op.SIGNAL or v.step.op is Op.WAIT:
             return
-        own = buffers[v.stream.rank][slice(*bounds[v.chunk])]
+        rank = v.stream.rank
+        own = buffers[rank][slice(*bounds[rank][v.chunk])]
         if v.step.op is Op.SEND:
             data = own
             if v.step.source is not None:

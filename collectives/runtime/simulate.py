@@ -116,11 +116,11 @@ def _simulate(
     first, busy = np.zeros(plan.size), np.zeros(len(layout.links))
     rows = (np.zeros(sends, np.int32), np.zeros(sends, np.int32), *np.zeros((3, sends)))
     arrays = (
-        _starts(signals), np.zeros(signals.sum()), given, _starts(layout.stored),
-        np.zeros(layout.stored.sum(), np.int64), *layout.wires, alpha, np.zeros(layout.lanes), busy,
-        first, *rows,
+        plan.chunk_sizes(nbytes), _starts(signals), np.zeros(signals.sum()), given,
+        _starts(layout.stored), np.zeros(layout.stored.sum(), np.int64), *layout.wires, alpha,
+        np.zeros(layout.lanes), busy, first, *rows,
     )  # fmt: skip
-    numbers = (plan.num_chunks, plan.stride, plan.chunk_bytes(nbytes), nbytes)
+    numbers = (plan.num_chunks, plan.stride)
     if compiled:
         end, written, hangs = compiled_play()(layout.code, layout.ranks, *numbers, *arrays)
     else:

@@ -17,7 +17,7 @@ from collectives.errors import CollectiveError, PlanError
 from collectives.planning.algorithms import ALGORITHMS, algorithm_for
 from collectives.planning.lower import Tuning, lower
 from collectives.planning.plan import Op, Plan, Step
-from collectives.planning.planner import candidates, plan_allreduce, plan_broadcast
+from collectives.planning.planner import candidates, plan_allreduce, plan_collective
 from collectives.planning.verify import verify
 from collectives.runtime import reference
 from topology import Topology, load
@@ -116,12 +116,12 @@ def test_any_connected_gpus_of_the_dgx1_get_a_plan(size: int, parts: int) -> Non
 @pytest.mark.parametrize("root", [0, 4])
 def test_broadcast_hands_out_the_roots_data(machine: str, root: int) -> None:
     topo = load(machine)
-    plan = plan_broadcast(topo, 1 << 20, root).with_chunks(5)
+    plan = plan_collective("broadcast", topo, 1 << 20, root).with_chunks(5)
     verify(plan, topo, expand=True)
     inputs = [np.full(17, r, dtype=np.int64) for r in range(plan.size)]
     assert all((out == root).all() for out in reference.run(plan, inputs))
     with pytest.raises(PlanError, match=rf"root {plan.size} is not a rank; ranks are 0 to"):
-        plan_broadcast(topo, 1 << 20, plan.size)
+        plan_collective("broadcast", topo, 1 << 20, plan.size)
 
 
 # ---- forms ---------------------------------------------------------------------------------

@@ -1,0 +1,43 @@
+"""What each collective starts from and must end with.
+
+In a plan over P ranks, contributions are sets of ranks, as bits. Chunk c of an all-gather or a
+reduce-scatter belongs to block (= rank) c mod P; of an all-to-all, to the block that rank s sends
+to rank d, where c mod P^2 = s P + d.
+"""
+
+from __future__ import annotations
+
+COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "alltoall")
+
+
+def blocks(collective: str, size: int) -> int:
+    """How many parts of the data the collective tells apart; every group has chunks of all."""
+    return {"allgather": size, "reduce_scatter": size, "alltoall": size * size}.get(collective, 1)
+
+
+def start(collective: str, size: int, root: int, rank: int, index: int) -> int:
+    """What a rank's own chunk holds at first; `index` is the chunk's place in its group."""
+    holds = {
+        "broadcast": rank == root,
+        "allgather": rank == index % size,
+        "alltoall": rank == index % (size * size) // size,
+    }.get(collective, True)
+    return 1 << rank if holds else 0
+
+
+def goal(collective: str, size: int, root: int, rank: int, index: int) -> int | None:
+    """What a rank's own chunk must hold in the end; None where it does not matter."""
+    everyone = (1 << size) - 1
+    match collective:
+        case "broadcast":
+            return 1 << root
+        case "reduce":
+            return everyone if rank == root else None
+        case "allgather":
+            return 1 << index % size
+        case "reduce_scatter":
+            return everyone if rank == index % size else None
+        case "alltoall":
+            source, target = divmod(index % (size * size), size)
+            return 1 << source if rank == target else None
+    return everyone
