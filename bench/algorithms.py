@@ -168,7 +168,7 @@ def header(settings: Settings) -> str:
         f"{settings.rounds} rounds",
         f"# {info['cores']} cores, {info['cpu']}, Linux {info['kernel']}",
         "# us: median over rounds of each round's median of the slowest rank; ratio: median of the",
-        "# rounds' ratios of the model's choice to the fastest; -: hopeless at this size, not timed",
+        "# rounds' ratios of the model's choice to the fastest; -: hopeless at this size",
         *(" " * len(left) + words for words in above),
         left + last,
     ])  # fmt: skip

@@ -17,24 +17,26 @@ from collectives.errors import (
 )
 from collectives.planning.explain import Explanation, explain
 from collectives.planning.plan import Plan
-from collectives.planning.planner import plan_allreduce
+from collectives.planning.planner import plan_allreduce, plan_collective
 from collectives.planning.verify import verify
 from collectives.runtime.simulate import Timeline, simulate
 
 if TYPE_CHECKING:
-    from collectives.communicator import Communicator, Work
+    from collectives.communicator import Communicator
     from collectives.default import shutdown
     from collectives.launch import init, spawn
+    from collectives.work import Work
 
 __all__ = [
     "CollectiveAborted", "CollectiveError", "CollectiveTimeout", "Communicator", "Explanation",
-    "Plan", "PlanError", "Timeline", "TopologyError", "Work", "allreduce", "barrier", "broadcast",
-    "empty", "explain", "init", "plan_allreduce", "shutdown", "simulate", "spawn", "verify",
+    "Plan", "PlanError", "Timeline", "TopologyError", "Work", "allgather", "allreduce", "alltoall",
+    "barrier", "broadcast", "empty", "explain", "init", "plan_allreduce", "plan_collective",
+    "reduce", "reduce_scatter", "shutdown", "simulate", "spawn", "verify",
 ]  # fmt: skip
 
 _RUNNING = {
     "Communicator": "communicator",
-    "Work": "communicator",
+    "Work": "work",
     "init": "launch",
     "spawn": "launch",
     "shutdown": "default",
@@ -63,6 +65,26 @@ def allreduce(x: Any, op: str = "sum", async_op: bool = False) -> Work | None:
 def broadcast(x: Any, root: int = 0, async_op: bool = False) -> Work | None:
     """`Communicator.broadcast` on the default communicator."""
     return _default().broadcast(x, root, async_op)
+
+
+def reduce(x: Any, op: str = "sum", root: int = 0, async_op: bool = False) -> Work | None:
+    """`Communicator.reduce` on the default communicator."""
+    return _default().reduce(x, op, root, async_op)
+
+
+def allgather(x: Any, out: Any = None, async_op: bool = False) -> Any:
+    """`Communicator.allgather` on the default communicator."""
+    return _default().allgather(x, out, async_op)
+
+
+def reduce_scatter(x: Any, op: str = "sum", out: Any = None, async_op: bool = False) -> Any:
+    """`Communicator.reduce_scatter` on the default communicator."""
+    return _default().reduce_scatter(x, op, out, async_op)
+
+
+def alltoall(x: Any, out: Any = None, async_op: bool = False) -> Any:
+    """`Communicator.alltoall` on the default communicator."""
+    return _default().alltoall(x, out, async_op)
 
 
 def barrier() -> None:

@@ -4,52 +4,31 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from operator import index
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import numpy as np
-from numpy.typing import NDArray
 
-from collectives.errors import CollectiveError, CollectiveTimeout
-from collectives.planning.algorithms import ALGORITHMS
-from collectives.planning.plan import Plan
-from collectives.planning.planner import choose, plan_allreduce, plan_collective
-from collectives.request import KINDS, NOTHING, Request, difference
+from collectives.calls import Calls
+from collectives.errors import CollectiveError
+from collectives.request import NOTHING, Request
 from collectives.runtime.arena import Arena
 from collectives.runtime.diagnose import CLOSED
-from collectives.runtime.reference import DTYPES, OPS
-from collectives.runtime.shm import SLOT_BYTES, Buffer, Region, ShmRuntime
-from collectives.tensors import as_buffer
+from collectives.runtime.reference import DTYPES
+from collectives.runtime.shm import Buffer
+from collectives.tensors import Block, as_buffer, bytes_of, numpy_name, room_for
+from collectives.work import Work
 from topology import Topology, load
 
 log = logging.getLogger("linkweave")
 
 ORDERS = ("fastest", "fixed")
-_FIXED_ORDER = "overlapped_tree"  # one tree: every element is added in the same order
-
-
-class Work:
-    """A collective under way; `wait` returns when the tensor holds the result."""
-
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Raises what the collective raised, or CollectiveTimeout after `timeout` seconds."""
-        try:
-            self._future.result(timeout)
-        except TimeoutError:
-            raise CollectiveTimeout(f"the collective is not done after {timeout} s") from None
-
-    def done(self) -> bool:
-        return self._future.done()
+T = TypeVar("T")
 
 
 class Communicator:
@@ -75,22 +54,16 @@ class Communicator:
             raise CollectiveError(f"timeout must be a positive number of seconds, not {timeout!r}")
         self.order = order
         self._arena = arena
-        self._runtime = ShmRuntime(arena, timeout)
-        self._plans: dict[tuple[str, int, str, int], tuple[Plan, Region]] = {}
-        self._algorithms: dict[tuple[int, str], str] = {}
-        self._calls = 0
-        self._closed = False
-        self._broken: str | None = None
-        self._lock = threading.Lock()
+        self._calls = Calls(arena, self.topology, timeout, order)
         self._worker: ThreadPoolExecutor | None = None
-        self._last: Future[None] | None = None
-        self._call(Request("barrier", NOTHING))  # all have mapped the arena
+        self._last: Future[Any] | None = None
+        self._calls.make(Request("barrier", NOTHING))  # all have mapped the arena
         arena.watch()
 
     @property
     def timeout(self) -> float:
         """Seconds that a wait for a peer may last."""
-        return self._runtime.timeout
+        return self._calls.runtime.timeout
 
     # ---- collectives -------------------------------------------------------------------------
     def allreduce(
@@ -114,9 +87,41 @@ class Communicator:
         """Copy `root`'s `x` over everyone's, in place. Same tensors and errors as `allreduce`."""
         return self._submit(async_op, self._in_place, "broadcast", x, "sum", root, "tree")
 
+    def reduce(self, x: Any, op: str = "sum", root: int = 0, async_op: bool = False) -> Work | None:
+        """Combine `x` over all ranks into `root`'s, in place; the others' stay as they are.
+
+        Same tensors, ops and errors as `allreduce`.
+        """
+        return self._submit(async_op, self._reduce, x, op, root)
+
+    def allgather(self, x: Any, out: Any = None, async_op: bool = False) -> Any:
+        """Everyone's `x`, rank by rank: a tensor of shape (ranks, *x.shape), `out` if given.
+
+        With `async_op` a `Work`, whose `wait` returns it. Tensors and errors as in `allreduce`.
+        """
+        return self._submit(async_op, self._allgather, x, out)
+
+    def reduce_scatter(
+        self, x: Any, op: str = "sum", out: Any = None, async_op: bool = False
+    ) -> Any:
+        """This rank's part of the combined `x`: its rows are dealt out evenly, in rank order.
+
+        The first dimension is a multiple of the number of ranks; `x` stays as it is. `out`,
+        `async_op`, tensors, ops and errors as in `allgather` and `allreduce`.
+        """
+        return self._submit(async_op, self._reduce_scatter, x, op, out)
+
+    def alltoall(self, x: Any, out: Any = None, async_op: bool = False) -> Any:
+        """Rows of `x`, dealt out evenly, go to the ranks in order; what comes has `x`'s shape.
+
+        The first dimension is a multiple of the number of ranks; block r of the result is what
+        rank r sent here. `out`, `async_op`, tensors and errors as in `allgather`.
+        """
+        return self._submit(async_op, self._alltoall, x, out)
+
     def barrier(self) -> None:
         """Return once every rank has called it."""
-        self._submit(False, self._call, Request("barrier", NOTHING))
+        self._submit(False, self._calls.make, Request("barrier", NOTHING))
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """An uninitialised tensor in memory that all ranks share: collectives need not stage it.
@@ -124,7 +129,7 @@ class Communicator:
         A torch dtype gives a torch tensor, anything else a NumPy array. It is faster where every
         rank passes one of these. Freed when the tensor and its views are.
         """
-        self._check_open()
+        self._calls.check()
         try:
             dims = tuple(map(index, shape if isinstance(shape, Iterable) else (shape,)))
         except TypeError:
@@ -132,13 +137,13 @@ class Communicator:
         if any(d < 0 for d in dims):
             raise CollectiveError(f"a shape is made of integers >= 0, not {shape!r}")
         torch_dtype = type(dtype).__module__ == "torch"
-        name = str(dtype).removeprefix("torch.") if torch_dtype else _numpy_name(dtype)
+        name = str(dtype).removeprefix("torch.") if torch_dtype else numpy_name(dtype)
         if name not in DTYPES or (name == "bfloat16" and not torch_dtype):
             raise CollectiveError(f"unsupported dtype {name}; choose from {', '.join(DTYPES)}")
         item = 2 if name == "bfloat16" else np.dtype(name).itemsize
         nbytes = math.prod(dims) * item
         offset, memory = self._arena.allocate(nbytes)
-        block = _Block(memory)
+        block = Block(memory)
         weakref.finalize(block, self._arena.free, offset)
         array = np.asarray(block)
         if torch_dtype:
@@ -159,14 +164,16 @@ class Communicator:
     # ---- lifetime ----------------------------------------------------------------------------
     def close(self) -> None:
         """Finish what runs asynchronously, tell waiting peers, and let go. May be repeated."""
-        if self._closed:
+        if self._calls.closed:
             return
         if self._worker:
             self._worker.shutdown(wait=True)
-        self._closed = True
-        if self._broken is None and self._calls_differ():
-            self._runtime.give_up(CLOSED)  # a peer is in a call that this rank will never make
-        self._runtime.close()
+        self._calls.closed = True
+        if self._calls.broken is None and self._calls.differ():
+            self._calls.runtime.give_up(
+                CLOSED
+            )  # a peer is in a call that this rank will never make
+        self._calls.runtime.close()
         self._arena.close()
 
     def __enter__(self) -> Communicator:
@@ -182,72 +189,100 @@ class Communicator:
 
     def abort(self, why: int) -> None:
         """Make every rank's present and future calls raise CollectiveAborted."""
-        if not self._closed:
-            self._runtime.give_up(why)
-
-    def _calls_differ(self) -> bool:
-        posted = self._runtime.posted()
-        return any(call > self._calls for call in posted)
+        if not self._calls.closed:
+            self._calls.runtime.give_up(why)
 
     # ---- one call ----------------------------------------------------------------------------
-    def _check_open(self) -> None:
-        if self._closed:
-            raise CollectiveError("this communicator is closed")
-        if self._broken:
-            raise CollectiveError(
-                f"this communicator failed before ({self._broken}); make a new one"
-            )
-
-    def _request(
-        self, kind: str, buffer: Buffer, op: str, root: int, algorithm: str, layout: int = 0
-    ) -> Request:
-        """What this rank is about to ask for. Raises CollectiveError where that is no sense."""
-        if op not in OPS:
-            raise CollectiveError(f"unknown op {op!r}; choose from {', '.join(OPS)}")
-        if op == "avg" and "int" in buffer.dtype:
-            raise CollectiveError(f"avg is not defined for {buffer.dtype}; use sum")
-        if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self.size:
-            raise CollectiveError(f"root {root!r} is not a rank; ranks are 0 to {self.size - 1}")
-        if kind == "allreduce":
-            algorithm = self._algorithm(buffer.nbytes, algorithm)
-        return Request(kind, buffer, op, root, algorithm, layout)
-
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Bad arguments of one rank are told to the others, whose calls must not pair up wrong."""
-        try:
-            yield
-        except CollectiveError as error:
-            try:
-                self._call(Request("refused", NOTHING))
-            except CollectiveError as others:
-                if self._broken:
-                    raise others from error
-            raise error
-
-    def _submit(self, async_op: bool, function: Any, *args: Any) -> Work | None:
-        self._check_open()
+    def _submit(self, async_op: bool, function: Callable[..., T], *args: Any) -> T | Work:
+        self._calls.check()
         if not async_op and (self._last is None or self._last.done()):
-            function(*args)
-            return None
+            return function(*args)
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="linkweave")
         self._last = self._worker.submit(function, *args)
         work = Work(self._last)
         if async_op:
             return work
-        work.wait()
-        return None
+        done: T = work.wait()
+        return done
 
     def _in_place(self, kind: str, x: Any, op: str, root: int, algorithm: str) -> None:
-        with self._telling():
+        with self._calls.telling():
             buffer, done = as_buffer(x)
-            request = self._request(kind, buffer, op, root, algorithm)
-        self._call(request)
+            request = self._calls.request(kind, buffer, op, root, algorithm)
+        self._calls.make(request)
         done()
 
+    def _reduce(self, x: Any, op: str, root: int) -> None:
+        if self.rank == root:
+            self._in_place("reduce", x, op, root, "tree")
+            return
+        with self._calls.telling():  # partial results must not reach the caller
+            buffer, _ = as_buffer(x)
+            scratch = self._scratch(buffer, buffer.nbytes)
+            request = self._calls.request("reduce", scratch[0], op, root, "tree")
+        scratch[1][:] = bytes_of(buffer)
+        self._calls.make(request)
+
+    def _allgather(self, x: Any, out: Any) -> Any:
+        with self._calls.telling():
+            mine, _ = as_buffer(x)
+            out = room_for(x, (self.size, *x.shape), out)
+            whole, done = as_buffer(out)
+            request = self._calls.request("allgather", whole, "sum", 0, "tree")
+        start = self.rank * mine.nbytes
+        bytes_of(whole)[start : start + mine.nbytes] = bytes_of(mine)
+        self._calls.make(request)
+        done()
+        return out
+
+    def _reduce_scatter(self, x: Any, op: str, out: Any) -> Any:
+        with self._calls.telling():
+            buffer, _ = as_buffer(x)
+            out = room_for(x, (self._share("reduce_scatter", x), *x.shape[1:]), out)
+            mine, done = as_buffer(out)
+            scratch, memory = self._scratch(buffer, buffer.nbytes)
+            request = self._calls.request("reduce_scatter", scratch, op, 0, "tree")
+        memory[:] = bytes_of(buffer)
+        self._calls.make(request)
+        start = self.rank * mine.nbytes
+        bytes_of(mine)[:] = memory[start : start + mine.nbytes]
+        done()
+        return out
+
+    def _alltoall(self, x: Any, out: Any) -> Any:
+        with self._calls.telling():
+            buffer, _ = as_buffer(x)
+            block = self._share("alltoall", x) * (buffer.nbytes // max(1, x.shape[0]))
+            out = room_for(x, tuple(x.shape), out)
+            got, done = as_buffer(out)
+            scratch, memory = self._scratch(buffer, 2 * buffer.nbytes)
+            request = self._calls.request("alltoall", scratch, "sum", 0, "tree")
+        memory[: buffer.nbytes] = bytes_of(buffer)
+        start = self.rank * block
+        own = memory[start : start + block]
+        memory[buffer.nbytes + start :][:block] = own
+        self._calls.make(request)
+        bytes_of(got)[:] = memory[buffer.nbytes :]
+        done()
+        return out
+
+    def _share(self, kind: str, x: Any) -> int:
+        """How many rows of `x` each rank gets."""
+        if not x.shape or x.shape[0] % self.size:
+            raise CollectiveError(
+                f"{kind} deals out rows over {self.size} ranks: the first dimension must be a "
+                f"multiple of that, not of shape {tuple(x.shape)}"
+            )
+        return int(x.shape[0]) // self.size
+
+    def _scratch(self, like: Buffer, nbytes: int) -> tuple[Buffer, Any]:
+        """Memory to work in, for a message of the size of `like`; and its bytes."""
+        memory = self.empty(nbytes, "uint8")
+        return Buffer(int(memory.ctypes.data), like.nbytes, like.dtype, like.itemsize), memory
+
     def _allreduce_list(self, tensors: list[Any], op: str, algorithm: str) -> None:
-        with self._telling():
+        with self._calls.telling():
             if not tensors:
                 raise CollectiveError("allreduce needs at least one tensor in its list")
             buffers = [as_buffer(x) for x in tensors]
@@ -259,125 +294,17 @@ class Communicator:
             first = buffers[0][0]
             whole = Buffer(int(flat.ctypes.data), total, first.dtype, first.itemsize)
             layout = crc32(repr([b.nbytes for b, _ in buffers]).encode())
-            request = self._request("allreduce", whole, op, 0, algorithm, layout)
+            request = self._calls.request("allreduce", whole, op, 0, algorithm, layout)
         views, at = [], 0
         for buffer, _ in buffers:
             views.append(flat[at : at + buffer.nbytes])
             at += buffer.nbytes
         for view, (buffer, _) in zip(views, buffers, strict=True):
-            view[...] = _bytes_of(buffer)
-        self._call(request)
+            view[...] = bytes_of(buffer)
+        self._calls.make(request)
         for view, (buffer, done) in zip(views, buffers, strict=True):
-            _bytes_of(buffer)[...] = view
+            bytes_of(buffer)[...] = view
             done()
-
-    def _call(self, request: Request) -> None:
-        with self._lock:
-            self._check_open()
-            try:
-                self._agree_and_run(request)
-            except _Mismatch as error:
-                raise CollectiveError(str(error)) from None
-            except BaseException as error:
-                self._broken = f"{type(error).__name__}: {error}"
-                raise
-
-    def _agree_and_run(self, request: Request) -> None:
-        kind, buffer, op, root = request.kind, request.buffer, request.op, request.root
-        self._calls += 1
-        call = self._calls
-        settings = crc32(f"{self.topology.to_json()}{self.order}".encode()) if call == 1 else 0
-        algorithm = request.algorithm
-        said = (
-            KINDS.index(kind), OPS.index(op), DTYPES.index(buffer.dtype),
-            buffer.nbytes // buffer.itemsize, root, list(ALGORITHMS).index(algorithm), settings,
-            request.layout,
-        )  # fmt: skip
-        offset = self._arena.offset_of(buffer.address, buffer.nbytes)
-        self._runtime.post(call, (*said, offset))
-        rows = self._runtime.await_posts(call)
-        words = len(said)
-        if (rows[:, :words] != said).any():
-            theirs = [tuple(row) for row in rows[:, :words].tolist()]
-            # every rank sees all notices, so every rank raises, and all may go on
-            self._runtime.finish(call)
-            raise _Mismatch(difference(call, theirs))
-        if buffer.nbytes == 0 or self.size == 1:
-            self._runtime.done(call)
-            return
-        plan, region = self._plan(kind, buffer.nbytes, algorithm, root)
-        offsets = rows[:, words]
-        if region.direct and offset >= 0 and offsets.min() >= 0:
-            self._runtime.run(plan, region, buffer, op, offsets.copy())
-            self._runtime.finish(call)
-        else:
-            self._runtime.run(plan, region, buffer, op)
-            self._runtime.done(call)
-
-    def _algorithm(self, nbytes: int, name: str) -> str:
-        """What `name` stands for; one that cannot run is refused before any rank waits for it."""
-        key = (nbytes, name)
-        if key not in self._algorithms:
-            fixed = self.order == "fixed"
-            if name == "auto":
-                name = _FIXED_ORDER if fixed else choose(self.topology, nbytes)
-            elif fixed:
-                raise CollectiveError(f"order='fixed' chooses the algorithm: do not ask for {name}")
-            else:
-                plan_allreduce(self.topology, nbytes, name)
-            self._algorithms[key] = name
-        return self._algorithms[key]
-
-    def _plan(self, kind: str, nbytes: int, algorithm: str, root: int) -> tuple[Plan, Region]:
-        """The algorithm is the topology's; the number of chunks is this runtime's own tuning."""
-        key = (kind, nbytes, algorithm, root)
-        if key not in self._plans:
-            if kind == "allreduce":
-                plan = plan_allreduce(self.topology, nbytes, algorithm)
-            else:
-                plan = plan_collective(kind, self.topology, nbytes, root)
-            chunks = -(-nbytes // SLOT_BYTES)
-            if chunks > plan.num_chunks:
-                chunks = -(-chunks // plan.stride) * plan.stride
-                if kind == "allreduce":
-                    plan = plan_allreduce(self.topology, nbytes, algorithm, chunks)
-                else:
-                    plan = plan_collective(kind, self.topology, nbytes, root, num_chunks=chunks)
-            self._plans[key] = plan, self._runtime.prepare(plan)
-            log.info("%s of %d bytes: %s, %d chunks", kind, nbytes, algorithm, plan.num_chunks)
-        return self._plans[key]
-
-
-class _Mismatch(Exception):
-    """Ranks asked for different things; nothing has moved."""
-
-
-class _Block:
-    """A block of the arena; when the last array over it goes, the block is free again.
-
-    Not an array itself: NumPy makes a view of a view refer to the first one's memory, and would
-    let go of what lies between.
-    """
-
-    def __init__(self, memory: NDArray[np.uint8]) -> None:
-        self._memory = memory  # which keeps the mapping
-        self.__array_interface__ = memory.__array_interface__
-
-
-def _bytes_of(buffer: Buffer) -> Any:
-    import ctypes
-
-    if not buffer.nbytes:
-        return np.empty(0, np.uint8)
-    raw: Any = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.address)
-    return np.frombuffer(raw, np.uint8)
-
-
-def _numpy_name(dtype: Any) -> str:
-    try:
-        return str(np.dtype(dtype))
-    except TypeError:
-        return str(dtype)
 
 
 def topology_for(spec: Topology | str, size: int) -> Topology:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from collectives.planning.algorithms import ALGORITHMS
+from collectives.planning.goals import COLLECTIVES
 from collectives.runtime.reference import DTYPES, OPS
 from collectives.runtime.shm import Buffer
 
-KINDS = ("allreduce", "broadcast", "barrier", "refused")
+KINDS = (*COLLECTIVES, "barrier", "refused")
 NOTHING = Buffer(0, 0, "uint8", 1)
 
 
@@ -34,8 +35,8 @@ def difference(call: int, notices: list[tuple[int, ...]]) -> str:
             words = "refused its arguments"
         if words == "allreduce":
             words += f"({count} x {DTYPES[dtype]}, {OPS[op]}, {list(ALGORITHMS)[algorithm]})"
-        elif words == "broadcast":
-            words += f"({count} x {DTYPES[dtype]}, root {root})"
+        elif words in COLLECTIVES:
+            words += f"({count} x {DTYPES[dtype]}, {OPS[op]}, root {root})"
         if layout:
             words += f" as a list of sizes {layout:08x}"
         if settings:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError
 from collectives.runtime.reference import DTYPES
@@ -89,3 +91,45 @@ def _keep(owner: Any, done: Callable[[], None]) -> Callable[[], None]:
         done()
 
     return finish
+
+
+class Block:
+    """A block of the arena; when the last array over it goes, the block is free again.
+
+    Not an array itself: NumPy makes a view of a view refer to the first one's memory, and would
+    let go of what lies between.
+    """
+
+    def __init__(self, memory: NDArray[np.uint8]) -> None:
+        self._memory = memory  # which keeps the mapping
+        self.__array_interface__ = memory.__array_interface__
+
+
+def bytes_of(buffer: Buffer) -> Any:
+    """A buffer as a NumPy array of bytes."""
+    if not buffer.nbytes:
+        return np.empty(0, np.uint8)
+    raw: Any = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.address)
+    return np.frombuffer(raw, np.uint8)
+
+
+def numpy_name(dtype: Any) -> str:
+    """NumPy's name of a dtype; what is none, as text."""
+    try:
+        return str(np.dtype(dtype))
+    except TypeError:
+        return str(dtype)
+
+
+def room_for(x: Any, shape: tuple[int, ...], out: Any) -> Any:
+    """`out` if it can take a result of `x`'s kind in this shape; a new tensor where it is None."""
+    if out is None:
+        if is_torch(x):
+            return sys.modules["torch"].empty(shape, dtype=x.dtype)
+        return np.empty(shape, x.dtype)
+    if tuple(out.shape) != shape or out.dtype != x.dtype:
+        raise CollectiveError(
+            f"out must be of shape {shape} and {dtype_name(x)}, not {tuple(out.shape)} and "
+            f"{dtype_name(out)}"
+        )
+    return out

@@ -40,12 +40,10 @@ SLEEP_NS = 10_000_000
 SLEEPS = 10  # after so many sleeps in a row the caller gets control: deadlines, ctrl-C
 
 # Fields of `call`, one int64 each.
-OWN, NBYTES, CHUNK_BYTES, NUM_CHUNKS, STRIDE, SLOTS, SLOT_BYTES, ITEM, COMBINE, DIVISOR, DIRECT = (
-    range(11)
-)
-ABORT, BELL = 11, 12  # addresses of the abort word and of this rank's bell
-STREAMING = 13
-CALL_FIELDS = 14
+OWN, NUM_CHUNKS, STRIDE, SLOTS, SLOT_BYTES, ITEM, COMBINE, DIVISOR, DIRECT = range(9)
+ABORT, BELL = 9, 10  # addresses of the abort word and of this rank's bell
+STREAMING = 11
+CALL_FIELDS = 12
 
 # Columns of `cursor`, for each connection: what its two ends have done so far, over all calls.
 SENT, RAISED, GRANTED, READ, FREED, TAKEN = range(6)
@@ -78,9 +76,10 @@ def move(dst, src, nbytes, streaming):
 
 
 @njit(nogil=True, cache=True)
-def interpret(code, call, flag, bells, slot, origin, pushed, cursor, at, peers, table):
+def interpret(code, call, place, flag, bells, slot, origin, pushed, cursor, at, peers, table):
     """Run until all streams are done (DONE), nothing moves (IDLE) or someone aborts (ABORTED).
 
+    `place` [chunks, 2]: first byte and number of bytes in this rank's buffer;
     `flag` [connections, 2]: addresses of the data-ready and slot-free counters; `bells`: addresses
     of the other ranks' bells; `slot`, `origin`, `pushed` [connections]: address of the first slot,
     rank whose data it carries, rank whose chunk it may write (or -1); `cursor` [connections, 6];
@@ -92,7 +91,7 @@ def interpret(code, call, flag, bells, slot, origin, pushed, cursor, at, peers, 
     `pushed` (its receiver copies) writes the receiver's chunk, and its COPY has nothing to do.
     """
     streams, phases = code[0], code[1]
-    own, nbytes, chunk_bytes = call[OWN], call[NBYTES], call[CHUNK_BYTES]
+    own = call[OWN]
     stride, num_chunks, slots = call[STRIDE], call[NUM_CHUNKS], call[SLOTS]
     groups = (num_chunks + stride - 1) // stride
     idle = 0
@@ -135,8 +134,7 @@ def interpret(code, call, flag, bells, slot, origin, pushed, cursor, at, peers, 
                             cursor[c, FREED] += 1
                             store_release(flag[c, 1], cursor[c, FREED])
                     else:
-                        start = min(chunk * chunk_bytes, nbytes)
-                        size = min(start + chunk_bytes, nbytes) - start
+                        start, size = place[chunk, 0], place[chunk, 1]
                         if op == SEND:
                             src = own + start
                             if code[pc + 3] >= 0:

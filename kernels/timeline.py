@@ -30,9 +30,10 @@ def play(
     `tokens` from `token_at[q]` on, with `given[q]` entries so far. Connection i takes lanes
     `lane[lane_at[i]:lane_at[i + 1]]`, with the `link` of each (an index into `busy`, s), whether
     it is `memory`, and seconds a byte; `lane_free` [lanes] is when each is free. `per_byte`,
-    `alpha` [connections]: how long a send holds its stream. Of a send that has begun on some of its connections only, the memory links
-    crossed lie in `stored` from `stored_at[stream]` on. `first` [ranks] receives when chunk 0 was
-    last written; the `sent_` arrays a row for each send and connection.
+    `alpha` [connections]: how long a send holds its stream. Of a send that has begun on some of
+    its connections only, the memory links crossed lie in `stored` from `stored_at[stream]` on.
+    `first` [ranks] receives when chunk 0 was last written; the `sent_` arrays a row for each send
+    and connection.
     """
     streams, phases = code[0], code[1]
     groups = (num_chunks + stride - 1) // stride

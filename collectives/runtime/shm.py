@@ -117,19 +117,18 @@ class ShmRuntime:
 
     # ---- running -----------------------------------------------------------------------------
     def run(
-        self, plan: Plan, region: Region, buffer: Buffer, op: str,
+        self, plan: Plan, region: Region, place: NDArray[np.int64], buffer: Buffer, op: str,
         direct: NDArray[np.int64] | None = None,
     ) -> None:  # fmt: skip
         """Carry out a verified plan in place on `buffer`; `region` is what `prepare` made for it.
 
+        `place` [chunks, 2] tells where each chunk lies (`place_of`).
         `direct` gives every rank's buffer as an offset into the arena: then chunks are read
         where they lie, nothing is staged, and the caller must `finish` afterwards. Raises
         CollectiveTimeout or CollectiveAborted.
         """
         call = self._call
         call[kernel.OWN] = buffer.address
-        call[kernel.NBYTES] = buffer.nbytes
-        call[kernel.CHUNK_BYTES] = plan.chunk_bytes(buffer.nbytes)
         call[kernel.NUM_CHUNKS] = plan.num_chunks
         call[kernel.STRIDE] = plan.stride
         call[kernel.SLOTS] = plan.slots if direct is None else DIRECT_SLOTS
@@ -155,8 +154,8 @@ class ShmRuntime:
 
         while True:
             status = self._interruptible(
-                kernel.interpret, region.code, call, region.flag, self._peer_bells, region.slot,
-                region.origin, region.pushed, region.cursor, at, peers, self._table,
+                kernel.interpret, region.code, call, place, region.flag, self._peer_bells,
+                region.slot, region.origin, region.pushed, region.cursor, at, peers, self._table,
             )  # fmt: skip
             if status == kernel.DONE:
                 return
@@ -189,7 +188,8 @@ class ShmRuntime:
             np.array(pushed(plan), np.int64),
             np.zeros((n, 6), np.int64),
             int(code[0]),
-            not races(replace(plan, slots=DIRECT_SLOTS), direct=True),
+            plan.collective != "alltoall"  # whose chunks lie elsewhere on every rank
+            and not races(replace(plan, slots=DIRECT_SLOTS), direct=True),
         )  # fmt: skip
 
     # ---- not hanging -------------------------------------------------------------------------
@@ -257,13 +257,20 @@ def _shared_slots(plan: Plan) -> list[int]:
     return [rings.setdefault(tuple(sends[i]) or ((-i - 1,),), len(rings)) for i in sends]
 
 
+def place_of(plan: Plan, nbytes: int, rank: int) -> NDArray[np.int64]:
+    """First byte and number of bytes of every chunk of a message of `nbytes`."""
+    bounds = np.array(plan.chunk_bounds(nbytes, rank), np.int64).reshape(-1, 2)
+    bounds[:, 1] -= bounds[:, 0]
+    return bounds
+
+
 def compile_kernels() -> None:
     """Load (at the very first time: compile) the machine code of the common case."""
     combine_address("float32", "sum")
     none = np.zeros((0, 2), np.int64)
     word = np.zeros(1, np.int64)
     kernel.interpret(
-        np.array([0, 1], np.int32), np.ones(kernel.CALL_FIELDS, np.int64), none, word[:0],
+        np.array([0, 1], np.int32), np.ones(kernel.CALL_FIELDS, np.int64), none, none, word[:0],
         word[:0], word[:0], word[:0], np.zeros((0, 6), np.int64), np.zeros((0, 3), np.int64),
         word, word,
     )  # fmt: skip

@@ -100,7 +100,7 @@ def kill_in_the_middle(rank: int, path: str) -> None:
     if rank == 1:
 
         def fuse() -> None:
-            region = next(iter(comm._plans.values()))[1]
+            region = next(iter(comm._calls._plans.values()))[1]
             before = region.cursor.sum()
             while region.cursor.sum() == before:
                 time.sleep(0.0005)
@@ -258,7 +258,7 @@ def running(pid: int) -> bool:
 
 def slow_forwarder(rank: int) -> list[float]:
     """Rank 2 takes its time after all have met: it compiles, say, or its core is busy."""
-    runtime: Any = get_default()._runtime
+    runtime: Any = get_default()._calls.runtime
     run = runtime.run
 
     def slow(*args: Any) -> None:

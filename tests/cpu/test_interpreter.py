@@ -13,7 +13,7 @@ from collectives.default import get_default
 from collectives.planning.algorithms import ALGORITHMS
 from collectives.planning.plan import Op, Plan
 from collectives.runtime import reference
-from collectives.runtime.shm import SLOT_BYTES, Buffer
+from collectives.runtime.shm import SLOT_BYTES, Buffer, place_of
 from kernels import interpret as kernel
 from tests.null.helpers import by_hand, hop, random_plan, receive, send
 from topology import load
@@ -44,7 +44,7 @@ def test_codes_are_the_plans() -> None:
     for op in Op:
         assert getattr(kernel, op.name) == op.value
     assert len(Op) == 5
-    fields = "OWN NBYTES CHUNK_BYTES NUM_CHUNKS STRIDE SLOTS SLOT_BYTES ITEM COMBINE DIVISOR DIRECT"
+    fields = "OWN NUM_CHUNKS STRIDE SLOTS SLOT_BYTES ITEM COMBINE DIVISOR DIRECT"
     fields += " ABORT BELL STREAMING"
     places = [getattr(kernel, name) for name in fields.split()]
     assert places == list(range(kernel.CALL_FIELDS))
@@ -71,14 +71,14 @@ def test_layout_of_the_code() -> None:
 
 def run_plans(rank: int, plans: list[Plan]) -> list[bytes]:
     """Each plan on each size, twice over one region, so that its counters go on."""
-    runtime: Any = get_default()._runtime
+    runtime: Any = get_default()._calls.runtime
     results = []
     for salt, plan in enumerate(plans):
         region = runtime.prepare(plan)
         for n in SIZES:
             for again in range(2):
                 x = misaligned(values(rank, n, salt + 100 * again))
-                runtime.run(plan, region, buffer_of(x), "sum")
+                runtime.run(plan, region, place_of(plan, x.nbytes, rank), buffer_of(x), "sum")
                 results.append(x.tobytes())
     return results
 
@@ -105,7 +105,7 @@ def test_random_plans() -> None:
 
 def exchange(rank: int, plan: Plan) -> list[bytes]:
     """Smallest of zeros of both signs, where it shows who comes first."""
-    runtime: Any = get_default()._runtime
+    runtime: Any = get_default()._calls.runtime
     region = runtime.prepare(plan)
     results = []
     for op in ("min", "max"):
@@ -132,11 +132,8 @@ LENGTHS = (1, 2, 5, 8, 1009, 30_011, 70_000)
 def through_the_face(rank: int, names: list[str]) -> list[bytes]:
     """Private buffers, shared ones, a mix of both, and the private ones once more."""
     comm = get_default()
-    chosen = ""
-    comm._algorithm = lambda nbytes: chosen  # type: ignore[method-assign]
     results = []
-    for chosen in names:  # noqa: B007
-        comm._plans.clear()
+    for name in names:
         for n in LENGTHS:
             for kind in ("private", "shared", "mixed", "private"):
                 x = values(rank, n)
@@ -144,7 +141,7 @@ def through_the_face(rank: int, names: list[str]) -> list[bytes]:
                     y = comm.empty(n + 1)[1:]
                     y[...] = x
                     x = y
-                comm.allreduce(x)
+                comm.allreduce(x, algorithm=name)
                 results.append(x.tobytes())
     return results
 
