@@ -76,8 +76,10 @@ def candidates(topology: Topology, collective: str = ALLREDUCE, root: int = 0) -
         names = _FOR_CLUSTERS
     able = tuple(name for name in names if _able(topology, name, collective, root))
     if not able:
-        for name in names[:1]:  # which says why
-            _template(topology, name, collective, root)
+        try:
+            _template(topology, names[0], collective, root)
+        except PlanError as error:
+            raise PlanError(f"no {collective} runs on {topology.name}: {error}") from None
     return able
 
 

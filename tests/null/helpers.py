@@ -22,6 +22,9 @@ from collectives.planning.trees import Tree
 from collectives.planning.verify import verify
 from topology import Topology, Vertex, load
 
+SPECIAL = ("ccube_dgx1", "hierarchical", "hierarchical_ring")
+"""Algorithms for one machine, or for clusters only."""
+
 
 def renumbered(topology: Topology, to: Sequence[int], name: str = "renumbered") -> Topology:
     """The same machine with GPU g called `to[g]`."""

@@ -120,7 +120,7 @@ def test_renumbered_dgx1_is_laid_out_as_one(tmp_path: Path) -> None:
 
 def test_broadcast_detours(tmp_path: Path) -> None:
     topology = load("ring-5")
-    plan = plan_collective("broadcast", topology, 1 << 20)
+    plan = plan_collective("broadcast", topology, 1 << 20, algorithm="tree")
     draw(topology, [tmp_path / "picture.svg"], plan)
     keys = [t for t in texts((tmp_path / "picture.svg").read_text()) if t.startswith("dashed")]
     assert len(keys) == len(plan.detours) > 0

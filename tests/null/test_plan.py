@@ -20,9 +20,10 @@ from collectives.planning.plan import Op, Plan, Step
 from collectives.planning.planner import candidates, plan_allreduce, plan_collective
 from collectives.planning.verify import verify
 from collectives.runtime import reference
+from tests.null.helpers import SPECIAL
 from topology import Topology, load
 
-GENERAL = [name for name in ALGORITHMS if name not in ("ccube_dgx1", "hierarchical")]
+GENERAL = [name for name in ALGORITHMS if name not in SPECIAL]
 SLOW = ("mesh-11", "mesh-12", "mesh-14", "mesh-15", "mesh-16")
 MACHINES = [
     pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())

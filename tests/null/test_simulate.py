@@ -22,7 +22,7 @@ from collectives.planning.verify import verify
 from collectives.runtime import simulate as simulator
 from collectives.runtime.simulate import Timeline, simulate
 from kernels import timeline
-from tests.null.helpers import by_hand, hop, places, random_plan, receive, send, without
+from tests.null.helpers import SPECIAL, by_hand, hop, places, random_plan, receive, send, without
 from topology import Link, Topology, load
 
 CHUNK = 16 * 12_500  # bytes; 8 us over one 25 GB/s link
@@ -423,7 +423,7 @@ def test_sends_are_made_of_the_rows_when_they_are_asked_for() -> None:
 # ---- edges ----------------------------------------
 
 
-@pytest.mark.parametrize("name", [n for n in ALGORITHMS if n not in ("ccube_dgx1", "hierarchical")])
+@pytest.mark.parametrize("name", [n for n in ALGORITHMS if n not in SPECIAL])
 def test_any_number_of_slots_is_right_and_fewer_are_not_faster(name: str) -> None:
     topo = load("mesh-6")
     times = []

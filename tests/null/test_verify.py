@@ -21,6 +21,7 @@ from collectives.planning.walk import Visit, walk
 from collectives.runtime import reference
 from collectives.runtime.simulate import simulate
 from tests.null.helpers import (
+    SPECIAL,
     by_hand,
     caught,
     edited,
@@ -147,7 +148,7 @@ def test_the_order_of_the_walk_does_not_matter(seed: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", [n for n in ALGORITHMS if n not in ("ccube_dgx1", "hierarchical")])
+@pytest.mark.parametrize("name", [n for n in ALGORITHMS if n not in SPECIAL])
 def test_the_short_form_has_the_verdict_of_the_long_one(name: str, slots: int) -> None:
     topo = load("mesh-5")
     algorithm = algorithm_for(name, topo)
