@@ -46,8 +46,9 @@ class Shape:
     alpha_s: float
     bandwidth: float
     load: float
-    unshared: bool = True
-    """Whether every connection has a lane of its own: then `seconds` is exact."""
+    exact: bool = True
+    """Whether `seconds` is: every connection has a lane of its own, all lanes are alike, and every
+    group of chunks takes as many steps more."""
 
     def seconds(self, nbytes: int, num_chunks: int) -> float:
         """Exact for exclusive, equal links and full groups; an estimate where links are shared.
@@ -133,7 +134,9 @@ def shape_of(plan: Plan, topology: Topology) -> Shape:
         max(link.latency_us for link in used) * 1e-6,
         min(link.lane_bandwidth for link in used),
         sum(_load(plan, topology, phase) for phase in range(phases)),
-        all(used <= topology.by_ends[ends].lanes for ends, used in plan.link_use.items()),
+        not uneven
+        and len({(link.latency_us, link.lane_bandwidth) for link in used}) == 1
+        and all(n <= topology.by_ends[ends].lanes for ends, n in plan.link_use.items()),
     )
 
 

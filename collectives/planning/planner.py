@@ -89,27 +89,27 @@ def predict(
 ) -> tuple[float, int]:
     """(seconds, chunks) of an algorithm at its best number of chunks.
 
-    The closed forms where each connection has links of its own, or on CPU ranks; else, from where
-    they point, the number of chunks that simulates fastest.
+    The closed forms where they are exact, or on CPU ranks; else, from where they point, the number
+    of chunks that simulates fastest; ties go to the fewest.
     """
     template, shape = _template(topology, algorithm, collective, root)
     moved = template.volume(nbytes)
     chunks = shape.best_chunks(moved, largest_chunk(topology))
-    if shape.unshared or largest_chunk(topology) or not nbytes:
+    if shape.exact or largest_chunk(topology) or not nbytes:
         return shape.seconds(moved, chunks), chunks
-    stride = template.stride
-    best = (simulated_seconds(template, topology, nbytes, chunks), chunks)
-    for factor in (2.0, 0.5):  # away from there, in the direction that helps
-        while True:
-            groups = max(1, round(best[1] / stride * factor))
-            tried = min(groups * stride, most_chunks(moved, stride))
-            if tried == best[1]:
-                break
-            seconds = simulated_seconds(template, topology, nbytes, tried)
-            if seconds >= best[0]:
-                break
-            small = seconds > _WORTH * best[0]
-            best = (seconds, tried)
+    stride, most = template.stride, most_chunks(moved, template.stride)
+
+    def at(groups: float) -> tuple[float, int]:
+        tried = min(max(1, round(groups)) * stride, most)
+        return simulated_seconds(template, topology, nbytes, tried), tried
+
+    start = chunks / stride
+    # a single group has no next one to wait for: its time lies on no curve
+    best = min(at(groups) for groups in (1, start / 4, start / 2, start, start * 2, start * 4))
+    for factor in (2.0, 0.5):  # and on, as long as it is worth it
+        while (then := at(best[1] / stride * factor)) < best:
+            small = then[0] > _WORTH * best[0]
+            best = then
             if small:
                 break
     return best

@@ -110,9 +110,9 @@ def test_plan_json_is_the_verified_plan() -> None:
 def test_plan_explains_itself() -> None:
     done = command("plan", "-t", "dgx1-v100", "-s", "8K", "--explain")
     lines = done.stdout.splitlines()
-    assert lines[0] == "all-reduce of 8 KiB on dgx1-v100: recursive_doubling"
+    assert lines[0] == "all-reduce of 8 KiB on dgx1-v100: one_shot"
     assert "start-ups decide" in lines[1] and "24/7 links" in lines[2]
-    assert lines[-1].startswith("auto takes recursive_doubling from 1 KiB, ")
+    assert lines[-1].startswith("auto takes one_shot from 1 KiB, ")
     told = json.loads(command("plan", "-t", "mesh-3", "-s", "8K", "--explain", "--json").stdout)
     assert told["auto"] == told["rows"][0]["algorithm"] and "ccube_dgx1" in told["refused"]
 
@@ -120,7 +120,7 @@ def test_plan_explains_itself() -> None:
 def test_a_forced_algorithm_says_what_it_costs() -> None:
     done = command("plan", "-t", "dgx1-v100", "-s", "8K", "--force", "ring")
     assert done.returncode == 0 and "ring" in done.stdout
-    assert "ring is predicted to take 4.42 times as long as recursive_doubling" in done.stderr
+    assert "ring is predicted to take 6.02 times as long as one_shot" in done.stderr
     assert command("plan", "-t", "dgx1-v100", "-s", "8K").stderr == ""
 
 

@@ -110,7 +110,7 @@ def exchange(rank: int, plan: Plan) -> list[bytes]:
     results = []
     for op in ("min", "max"):
         x = np.where(np.random.default_rng(rank).random(999) < 0.5, 0.0, -0.0).astype(np.float32)
-        runtime.run(plan, region, buffer_of(x), op)
+        runtime.run(plan, region, place_of(plan, x.nbytes, rank), buffer_of(x), op)
         results.append(x.tobytes())
     return results
 

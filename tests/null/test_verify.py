@@ -475,7 +475,7 @@ def test_a_forwarder_does_not_mix_up_chunks() -> None:
         tuple(Reduce((2,), 0, c, 0) for c in (0, 1)),
         tuple(Copy(0, (1, 2), c, 1) for c in (0, 1)),
     )
-    detours = {(0, 1, 0): 2}
+    detours = {(0, 1, 0): (2,)}
     plan = lower(Algorithm("by hand", 3, 2, (rounds,), (), detours), topo, Tuning(2))
     verify(plan, topo)
     assert is_right(plan)

@@ -1,0 +1,463 @@
+"""Reduce, all-gather, reduce-scatter and all-to-all, as users call them on real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import collectives
+from collectives.communicator import Communicator
+from collectives.default import get_default
+from collectives.planning.plan import Plan
+from collectives.runtime import reference
+from collectives.runtime.shm import SLOT_BYTES
+from tests.cpu.test_face import DTYPES, error_of
+
+SIZES = [1, 2, 3, 5, 7]
+
+
+def numbers(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """From 0 to 4: sums of these are exact in every dtype, in every order."""
+    count = int(np.prod(shape))
+    return ((torch.arange(count) * (rank + 2) + rank) % 5).to(dtype).reshape(shape)
+
+
+def random_floats(rank: int, count: int) -> np.ndarray:
+    """Sums that round differently in every order."""
+    rng = np.random.default_rng([rank, count])
+    return (rng.standard_normal(count) * 10.0 ** rng.integers(-3, 4, count)).astype(np.float32)
+
+
+def combined(parts: list[torch.Tensor], op: str) -> torch.Tensor:
+    every, dtype = torch.stack(parts), parts[0].dtype
+    if op in ("min", "max"):
+        return every.amin(0) if op == "min" else every.amax(0)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    total = every.to(wide).sum(0)
+    return (total / len(parts) if op == "avg" else total).to(dtype)
+
+
+def is_same(got: Any, want: torch.Tensor, like: Any) -> bool:
+    """The values, shape and dtype of `want`, in a tensor of the same library as `like`."""
+    if type(got) is not type(like):
+        return False
+    tensor = got if isinstance(got, torch.Tensor) else torch.from_numpy(got)
+    return tensor.dtype == want.dtype and torch.equal(tensor, want)
+
+
+def dealt(whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """The rank's block of rows."""
+    rows = whole.shape[0] // size
+    return whole[rank * rows : (rank + 1) * rows]
+
+
+def check_all(comm: Communicator, make: Callable[[torch.Tensor], Any], shape: tuple[int, ...],
+              dtype: torch.dtype, ops: tuple[str, ...] = ("sum",)) -> None:  # fmt: skip
+    """Every collective on one shape; `make` turns the rank's own part into what it passes."""
+    rank, size = comm.rank, comm.size
+    parts = [numbers(r, shape, dtype) for r in range(size)]
+    mine, x = parts[rank], make(parts[rank].clone())
+    case = (dtype, shape, type(x))
+    assert is_same(comm.allgather(x), torch.stack(parts), x), case
+    exchanged = torch.cat([dealt(p, rank, size) for p in parts])
+    assert is_same(comm.alltoall(x), exchanged, x), case
+    for op in ops:
+        want = combined(parts, op)
+        assert is_same(comm.reduce_scatter(x, op), dealt(want, rank, size), x), (*case, op)
+        assert is_same(x, mine, x), case  # so far it was only read
+        for root in {0, size - 1}:
+            y = make(mine.clone())
+            assert comm.reduce(y, op, root) is None
+            assert is_same(y, want if rank == root else mine, x), (*case, op, root)
+
+
+def shapes(size: int) -> list[tuple[int, ...]]:
+    """One element a rank; a prime of them; no rows, or nothing in them; several dimensions."""
+    return [(size,), (size * 211,), (0,), (0, 3), (size, 0), (2 * size, 3, 5), (3 * size, 1)]
+
+
+def _every_dtype(rank: int) -> None:
+    comm = get_default()
+    for dtype in DTYPES:
+        ops = ("sum", "min", "max", *(("avg",) if dtype.is_floating_point else ()))
+        for shape in shapes(comm.size):
+            check_all(comm, lambda x: x, shape, dtype, ops)
+            if dtype != torch.bfloat16:  # which NumPy has not
+                check_all(comm, lambda x: x.numpy(), shape, dtype)
+        if not dtype.is_floating_point:
+            x = numbers(rank, (comm.size,), dtype)
+            for call in (comm.reduce, comm.reduce_scatter):
+                assert "avg is not defined for" in error_of(call, x, "avg")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_dtype_shape_and_op(size: int) -> None:
+    collectives.spawn(_every_dtype, size)
+
+
+# ---- long messages, bit for bit ----------------------------------------------------------------
+
+
+def plan_of(comm: Communicator, kind: str, nbytes: int, root: int = 0) -> Plan:
+    """The plan that a call of this kind has just carried out."""
+    for (known, of, _, hangs), (plan, *_) in comm._calls._plans.items():
+        if (known, of, hangs) == (kind, nbytes, root):
+            return plan
+    raise AssertionError(f"no {kind} of {nbytes} bytes")
+
+
+def check_bits(comm: Communicator, count: int, shared: Callable[[int], bool]) -> None:
+    """Blocks of `count` floats against the reference; ranks that are `shared` stage nothing."""
+    rank, size = comm.rank, comm.size
+    inputs = [random_floats(r, size * count) for r in range(size)]
+    nbytes = inputs[0].nbytes
+    mine = inputs[rank]
+    x, block, whole = mine.copy(), np.empty(count, np.float32), np.empty((size, count), np.float32)
+    if shared(rank):
+        x, block, whole = comm.empty(x.shape), comm.empty(count), comm.empty((size, count))
+        x[:] = mine
+    own = slice(rank * count, (rank + 1) * count)
+
+    assert comm.reduce_scatter(x, out=block) is block
+    plan = plan_of(comm, "reduce_scatter", nbytes)
+    assert max(plan.chunk_sizes(nbytes)) <= SLOT_BYTES
+    assert block.tobytes() == reference.run(plan, inputs)[rank][own].tobytes()
+
+    assert comm.allgather(x[own], out=whole) is whole
+    parts = [y[r * count : (r + 1) * count] for r, y in enumerate(inputs)]
+    assert (whole == np.stack(parts)).all()
+    assert max(plan_of(comm, "allgather", nbytes).chunk_sizes(nbytes)) <= SLOT_BYTES
+
+    assert comm.alltoall(x, out=whole.reshape(-1)).tobytes() == b"".join(
+        y[own].tobytes() for y in inputs
+    )
+    assert max(plan_of(comm, "alltoall", nbytes).chunk_sizes(nbytes)) <= SLOT_BYTES
+
+    assert x.tobytes() == mine.tobytes()
+    root = size // 2
+    comm.reduce(x, "sum", root)
+    plan = plan_of(comm, "reduce", nbytes, root)
+    want = reference.run(plan, inputs)[root] if rank == root else mine
+    assert x.tobytes() == want.tobytes()
+
+
+def _long(rank: int) -> None:
+    """More than a slot's 64 KiB a block; the same plans again and again, in any memory."""
+    comm = get_default()
+    for count in (1, 13, 1009, 40_009, 150_001):
+        check_bits(comm, count, lambda r: False)
+        check_bits(comm, count, lambda r: True)
+        check_bits(comm, count, lambda r: r % 2 == 0)
+    check_bits(comm, 1009, lambda r: False)
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_any_length_has_the_references_bits(size: int) -> None:
+    collectives.spawn(_long, size)
+
+
+@pytest.mark.parametrize("name", ["dgx1-v100", "ring-7"])
+def test_over_the_links_of_a_machine(name: str) -> None:
+    """Where data between some ranks is passed on by others."""
+    collectives.spawn(_long, 7 if name == "ring-7" else 8, name)
+
+
+def _long_halves(rank: int) -> None:
+    comm = get_default()
+    for rows in (1, 1009, 40_009):
+        for dtype in (torch.bfloat16, torch.float16, torch.int8):
+            check_all(comm, lambda x: x, (comm.size * rows,), dtype)
+
+
+def test_long_messages_of_short_numbers() -> None:
+    collectives.spawn(_long_halves, 3)
+
+
+# ---- what is passed, and where it goes -----------------------------------------------------------
+
+
+def _strided(rank: int) -> None:
+    """Tensors with gaps between their elements are read and written where they are."""
+    comm = get_default()
+    size = comm.size
+    shape = (2 * size, 3)
+    parts = [numbers(r, shape) for r in range(size)]
+    stack, total = torch.stack(parts), combined(parts, "sum")
+    exchanged = torch.cat([dealt(p, rank, size) for p in parts])
+
+    def spread(x: torch.Tensor) -> torch.Tensor:
+        wide = torch.full((2 * x.shape[0], x.shape[1] + 2), -1.0)
+        wide[::2, 1:-1] = x
+        return wide
+
+    def crossed(x: torch.Tensor) -> torch.Tensor:
+        return x.t().contiguous().t()
+
+    for as_numpy in (False, True):
+        wide = spread(parts[rank])
+        for x in (wide[::2, 1:-1], crossed(parts[rank])):
+            assert not x.is_contiguous()
+            x = x.numpy() if as_numpy else x
+            assert is_same(comm.allgather(x), stack, x)
+            assert is_same(comm.alltoall(x), exchanged, x)
+            assert is_same(comm.reduce_scatter(x), dealt(total, rank, size), x)
+            comm.reduce(x, "sum", size - 1)
+            assert is_same(x, total if rank == size - 1 else parts[rank], x)
+        assert (wide[1::2] == -1).all() and (wide[:, [0, -1]] == -1).all()
+        x = parts[rank].numpy() if as_numpy else parts[rank]
+        for call, want in (
+            (comm.alltoall, exchanged), (comm.reduce_scatter, dealt(total, rank, size)),
+        ):  # fmt: skip
+            room = torch.full((2 * want.shape[0], want.shape[1] + 2), -1.0)
+            out = room[::2, 1:-1].numpy() if as_numpy else room[::2, 1:-1]
+            assert call(x, out=out) is out and is_same(out, want, x)
+            assert (room[1::2] == -1).all() and (room[:, [0, -1]] == -1).all()
+        room = torch.full((3, 2 * size, size), -1.0)
+        out = room.permute(2, 1, 0).numpy() if as_numpy else room.permute(2, 1, 0)
+        assert comm.allgather(x, out) is out and is_same(out, stack, x)
+
+
+def _in_place(rank: int) -> None:
+    """`out` may be, or be a part of, what is passed."""
+    comm = get_default()
+    size = comm.size
+    parts = [numbers(r, (3 * size, 2)) for r in range(size)]
+    x = parts[rank].clone()
+    assert comm.alltoall(x, out=x) is x
+    assert torch.equal(x, torch.cat([dealt(p, rank, size) for p in parts]))
+    x = parts[rank].clone()
+    comm.reduce_scatter(x, out=dealt(x, rank, size))
+    want = parts[rank].clone()
+    dealt(want, rank, size)[:] = dealt(combined(parts, "sum"), rank, size)
+    assert torch.equal(x, want)
+    x = parts[rank].clone().reshape(size, 3, 2)
+    comm.allgather(x[rank], out=x)
+    assert torch.equal(
+        x.reshape(-1, 2), torch.cat([dealt(p, r, size) for r, p in enumerate(parts)])
+    )
+
+
+def _kinds(rank: int) -> None:
+    comm = get_default()
+    size = comm.size
+    scalar = torch.tensor(float(rank))
+    assert is_same(comm.allgather(scalar), torch.arange(size).float(), scalar)
+    comm.reduce(scalar)
+    assert scalar == (sum(range(size)) if rank == 0 else rank)
+    grad = torch.full((size,), float(rank), requires_grad=True)
+    assert comm.reduce_scatter(grad).tolist() == [sum(range(size))]
+    assert collectives.allgather(np.array([rank])).tolist() == [[r] for r in range(size)]
+    assert collectives.alltoall(np.arange(size)).tolist() == [rank] * size
+    assert collectives.reduce_scatter(np.arange(size), "max").tolist() == [rank]
+    x = np.array([rank])
+    assert collectives.reduce(x, "min", size - 1) is None and x[0] in (0, rank)
+
+
+def _given_back(rank: int) -> None:
+    """Memory to work in, also where a call is refused."""
+    comm = get_default()
+    first = comm.offset_of(comm.empty(1000))
+    x = np.ones(comm.size * 1000, np.float32)
+    for _ in range(3):
+        for call in (comm.reduce, comm.allgather, comm.reduce_scatter, comm.alltoall):
+            call(x)
+            error_of(call, x, out="none") if call is None else None
+        error_of(comm.alltoall, x, np.ones(3))
+        error_of(comm.reduce_scatter, x, "mean")
+    assert comm.offset_of(comm.empty(1000)) == first
+
+
+def _all_kinds(rank: int) -> None:
+    for job in (_strided, _in_place, _kinds, _given_back):
+        job(rank)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_may_be_passed(size: int) -> None:
+    collectives.spawn(_all_kinds, size)
+
+
+def _async(rank: int) -> None:
+    comm = get_default()
+    size = comm.size
+    for shape in ((size, 3), (size * 20_011,)):
+        parts = [numbers(r, shape) for r in range(size)]
+        total = combined(parts, "sum")
+        x, y, out = parts[rank].clone(), parts[rank].clone(), torch.empty(size, *shape)
+        works = [
+            comm.allgather(x, async_op=True), comm.alltoall(x, async_op=True),
+            comm.reduce_scatter(x, async_op=True), comm.reduce(y, root=size - 1, async_op=True),
+            comm.allgather(x, out, async_op=True),
+        ]  # fmt: skip
+        refused = comm.alltoall(torch.tensor(1.0), async_op=True)
+        last = comm.reduce_scatter(x)  # waits for its turn
+        assert all(work.done() for work in works)
+        gathered, exchanged, mine, nothing, given = [work.wait(10) for work in works]
+        assert torch.equal(gathered, torch.stack(parts))
+        assert torch.equal(exchanged, torch.cat([dealt(p, rank, size) for p in parts]))
+        assert torch.equal(mine, dealt(total, rank, size)) and torch.equal(last, mine)
+        assert nothing is None and given is out and torch.equal(out, gathered)
+        assert torch.equal(y, total if rank == size - 1 else parts[rank])
+        assert torch.equal(works[0].wait(), gathered)  # as often as one likes
+        assert "alltoall deals out rows over" in error_of(refused.wait)
+
+
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_calls_under_way_keep_their_order(size: int) -> None:
+    collectives.spawn(_async, size)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def still_works(comm: Communicator) -> bool:
+    """All four, at once, on what nothing else uses."""
+    x = np.arange(comm.size) + comm.rank
+    y = x.copy()
+    comm.reduce(y, "max")
+    return (
+        comm.allgather(x)[:, 0].tolist() == list(range(comm.size))
+        and comm.alltoall(x).tolist() == [comm.rank + r for r in range(comm.size)]
+        and comm.reduce_scatter(x, "max").tolist() == [comm.rank + comm.size - 1]
+        and (comm.rank > 0 or y[-1] == 2 * (comm.size - 1))
+    )
+
+
+def _all_wrong(rank: int) -> None:
+    comm = get_default()
+    size = comm.size
+    x = np.ones((size, 2), np.float32)
+    frozen = x.copy()
+    frozen.flags.writeable = False
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        (f"out must be of shape ({size}, {size}, 2) and float32, not ({size}, 2) and float32",
+         lambda: comm.allgather(x, x)),
+        (f"out must be of shape ({size}, 2) and float32, not ({size}, 2) and float64",
+         lambda: comm.alltoall(x, np.ones((size, 2)))),
+        ("out must be of shape (1, 2) and float32, not (2,) and float32",
+         lambda: comm.reduce_scatter(x, "sum", np.ones(2, np.float32))),
+        ("out must be of shape (1, 2) and float32, not (1, 2) and int32",
+         lambda: comm.reduce_scatter(x, "sum", np.ones((1, 2), np.int32))),
+        ("out must be of shape", lambda: comm.allgather(x, torch.ones(size, size, 2))),
+        ("out must be of shape",
+         lambda: comm.allgather(torch.ones(2), np.ones((size, 2), np.float32))),
+        ("the array is read-only", lambda: comm.alltoall(x, frozen)),
+        ("the tensor is on meta",
+         lambda: comm.alltoall(torch.ones(size), torch.ones(size, device="meta"))),
+        ("unknown op 'mean'; choose from sum, avg", lambda: comm.reduce_scatter(x, "mean")),
+        ("unknown op 'mean'; choose from sum, avg", lambda: comm.reduce(x, "mean")),
+        ("unsupported dtype complex64", lambda: comm.allgather(np.ones(2, np.complex64))),
+        ("not builtins.list", lambda: comm.alltoall([1.0] * size)),
+        ("not builtins.list", lambda: comm.reduce([x])),
+        ("not builtins.int", lambda: comm.reduce_scatter(5)),
+        (f"root {size} is not a rank; ranks are 0 to {size - 1}",
+         lambda: comm.reduce(x, "sum", size)),
+        ("root True is not a rank", lambda: comm.reduce(x, "sum", True)),
+        ("root -1 is not a rank", lambda: comm.reduce(x, "sum", -1)),
+    ]  # fmt: skip
+    for kind in ("reduce_scatter", "alltoall"):
+        call = getattr(comm, kind)
+        for shape in ((), *(((size + 1,), (2 * size - 1, size)) if size > 1 else ())):
+            words = (
+                f"{kind} deals out rows over {size} ranks: the first dimension must be a multiple "
+                f"of that, not of shape {shape}"
+            )
+            calls += [
+                (words, lambda call=call, shape=shape: call(torch.ones(shape))),
+                (words, lambda call=call, shape=shape: call(np.ones(shape), out=np.ones(3))),
+            ]
+    for words, wrong in calls:
+        assert words in error_of(wrong), words
+        assert still_works(comm)
+    assert (x == 1).all()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_bad_input_is_refused_and_leaves_the_ranks_in_step(size: int) -> None:
+    collectives.spawn(_all_wrong, size)
+
+
+def _one_wrong(rank: int) -> list[str]:
+    """Rank 1 alone; the others learn of it instead of waiting."""
+    comm = get_default()
+    odd = rank == 1
+    x = np.ones((3, 2), np.float32)
+    said = []
+    for call in (
+        lambda: comm.allgather(x, np.ones(1) if odd else None),
+        lambda: comm.reduce_scatter(x[:2] if odd else x),
+        lambda: comm.alltoall(x, x[:, :1] if odd else None),
+        lambda: comm.reduce(x, "mean" if odd else "sum"),
+        lambda: comm.alltoall(x, x[:2] if odd else None, async_op=True).wait(),
+    ):
+        said.append(error_of(call))
+        assert still_works(comm)
+    assert (x == 1).all()
+    return said
+
+
+def test_one_rank_that_is_refused_keeps_none_waiting() -> None:
+    for rank, said in enumerate(collectives.spawn(_one_wrong, 3)):
+        for words in said:
+            assert words and ("ranks [1]: refused its arguments" in words) == (rank != 1), words
+
+
+def _differ(rank: int) -> list[str]:
+    comm = get_default()
+    odd = rank == 1
+    x = np.ones(12, np.float32)
+    short, long = np.ones(4, np.float32), np.ones(24, np.float32)
+    said = [
+        error_of(comm.alltoall, x) if odd else error_of(comm.allgather, short),  # of 12 in all
+        error_of(comm.reduce_scatter, x) if odd else error_of(comm.alltoall, x),
+        error_of(comm.allreduce, x) if odd else error_of(comm.reduce, x),
+        error_of(comm.allgather, x if odd else short),
+        error_of(comm.alltoall, x.astype(np.int32) if odd else x),
+        error_of(comm.reduce_scatter, x, "max" if odd else "sum"),
+        error_of(comm.reduce, x, "sum", 1 if odd else 2),
+        error_of(comm.reduce_scatter, long if odd else x),
+    ]
+    assert (x == 1).all() and still_works(comm)
+    return said
+
+
+def test_what_differs_between_ranks_is_an_error_on_every_rank() -> None:
+    ones = ("alltoall(12 x", "reduce_scatter(12 x", "allreduce(12 x", "allgather(36 x",
+            "alltoall(12 x int32", "reduce_scatter(12 x float32, max", "reduce(12 x",
+            "reduce_scatter(24 x")  # fmt: skip
+    others = ("allgather(12 x", "alltoall(12 x", "reduce(12 x", "allgather(12 x",
+              "alltoall(12 x float32", "reduce_scatter(12 x float32, sum", "reduce(12 x",
+              "reduce_scatter(12 x")  # fmt: skip
+    for said in collectives.spawn(_differ, 3):
+        for words, one, other in zip(said, ones, others, strict=True):
+            assert f"ranks [1]: {one}" in words and f"ranks [0, 2]: {other}" in words, words
+        assert "root 1)" in said[6] and "root 2)" in said[6]
+
+
+# ---- a fixed order -------------------------------------------------------------------------------
+
+
+def _fixed(rank: int) -> tuple[list[bytes], list[bytes]]:
+    """The first elements, of which there are ever more, of what is reduced and of rank's block."""
+    comm = get_default()
+    size, root = comm.size, comm.size // 2
+    values = np.stack([random_floats(100 * rank + b, 60_000) for b in range(size)])
+    reduced, scattered = [], []
+    for count in (1, 1000, 60_000):
+        x = values[0, :count].copy()
+        comm.reduce(x, "sum", root)
+        reduced.append(x[:1000].tobytes() if rank == root else b"")
+        mine = comm.reduce_scatter(np.ascontiguousarray(values[:, :count]).reshape(-1))
+        scattered.append(mine[:1000].tobytes())
+    return reduced, scattered
+
+
+@pytest.mark.parametrize(("size", "topology"), [(5, "auto"), (7, "mesh-7"), (8, "dgx1-v100")])
+def test_a_fixed_order_gives_the_same_bits_for_every_size(size: int, topology: str) -> None:
+    for found in collectives.spawn(_fixed, size, topology, order="fixed"):
+        for one, thousand, many in found:
+            assert one == many[:4] and thousand == many
