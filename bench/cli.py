@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import Progress
 
 import collectives
 import topology
 from bench.machine import comparison, explanation_json, parse_gpus, report
+from bench.measure import bench
+from bench.options import (
+    AlgorithmOption,
+    ChunksOption,
+    CollectiveOption,
+    JsonOption,
+    MeasuredOption,
+    RootOption,
+    SizeOption,
+    TopologyOption,
+    console,
+    parse_size,
+)
 from collectives import CollectiveError
 from collectives.planning.explain import size_text
 from collectives.planning.planner import candidates, choose, predict
@@ -26,60 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Collectives planned over the wires: see a machine, plan, simulate, measure.",
 )  # fmt: skip
-bench = typer.Typer(no_args_is_help=True, help="Measure on this machine; results are checked.")
 app.add_typer(bench, name="bench")
-console = Console(stderr=True)
-
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
-
-def parse_size(text: str) -> int:
-    """Bytes of "64M": binary units K, M, G, an optional B. Raises CollectiveError."""
-    found = re.fullmatch(r"(\d+)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if not found:
-        raise CollectiveError(f"a size is like 1024, 64K, 16M or 1G, not {text!r}")
-    return int(found[1]) * _UNITS[found[2].upper()]
-
-
-def at_least(*options: tuple[str, int, int]) -> None:
-    """Raise CollectiveError for the first (flag, value, least) that is too small."""
-    for flag, value, least in options:
-        if value < least:
-            raise CollectiveError(f"{flag} must be at least {least}, not {value}")
-
-
-def sweep(begin: str, end: str, factor: int) -> tuple[int, ...]:
-    """The sizes in bytes that -b, -e and -f ask for. Raises CollectiveError."""
-    from bench.allreduce import sizes
-
-    low, high = parse_size(begin), parse_size(end)
-    at_least(("-f", factor, 2))
-    if not 4 <= low <= high:
-        raise CollectiveError(f"-b {begin} and -e {end}: sizes from 4 bytes up, -b not above -e")
-    return sizes(low, high, factor)
-
-
-TopologyOption = Annotated[
-    str, typer.Option("--topology", "--topo", "-t", help="Machine's name, a file, or auto.")
-]
-SizeOption = Annotated[str, typer.Option("--size", "-s", help="Message in bytes: 64K, 16M, 1G.")]
-AlgorithmOption = Annotated[
-    str, typer.Option("--algorithm", "--force", "-a", help="auto, or a name.")
-]
-ChunksOption = Annotated[
-    int | None, typer.Option("--chunks", "-k", help="Chunks over all trees; default: the model's.")
-]
-MeasuredOption = Annotated[
-    str | None,
-    typer.Option(help="Lay these figures over: bench links' JSON, p2pBandwidthLatencyTest's text."),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
-BeginOption = Annotated[str, typer.Option("-b", help="Smallest message.")]
-EndOption = Annotated[str, typer.Option("-e", help="Largest message.")]
-FactorOption = Annotated[int, typer.Option("-f", help="Factor between sizes.")]
-BatchOption = Annotated[
-    bool, typer.Option("--batch/--no-batch", help="Everyone under SCHED_BATCH.")
-]
 
 
 @app.command()
@@ -138,24 +95,31 @@ def topo(
 def plan(
     size: SizeOption,
     topo: TopologyOption = "auto",
+    collective: CollectiveOption = "allreduce",
+    root: RootOption = 0,
     algorithm: AlgorithmOption = "auto",
     chunks: ChunksOption = None,
+    measured: MeasuredOption = None,
     explain: Annotated[
         bool, typer.Option(help="Print what was compared and why, instead of the plan.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print the verified plan for a message, step by step; or, with --explain, why it is chosen."""
-    machine, nbytes = topology.load(topo), parse_size(size)
+    machine, nbytes = topology.load(topo, measured), parse_size(size)
     if explain:
+        if collective != "allreduce":
+            raise CollectiveError("--explain is for all-reduce; simulate compares the others")
         with console.status("comparing"):
             told = collectives.explain(machine, nbytes)
         print(explanation_json(told) if as_json else told)
         return
-    made = collectives.plan_allreduce(machine, nbytes, algorithm, chunks)
+    made = collectives.plan_collective(collective, machine, nbytes, root, algorithm, chunks)
     if algorithm != "auto":
-        auto = choose(machine, nbytes)
-        (seconds, _), (best, _) = (predict(machine, nbytes, name) for name in (algorithm, auto))
+        auto = choose(machine, nbytes, collective, root)
+        (seconds, _), (best, _) = (
+            predict(machine, nbytes, name, collective, root) for name in (algorithm, auto)
+        )
         if seconds > 1.02 * best:
             console.print(
                 f"warning: {algorithm} is predicted to take {seconds / best:.2f} times as long as "
@@ -168,23 +132,27 @@ def plan(
 def simulate(
     size: SizeOption,
     topo: TopologyOption = "auto",
+    collective: CollectiveOption = "allreduce",
+    root: RootOption = 0,
     algorithm: AlgorithmOption = "all",
     chunks: ChunksOption = None,
+    measured: MeasuredOption = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write a Chrome trace (one algorithm only).")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Predict the time of a message; of all algorithms, unless one is named."""
-    machine, nbytes = topology.load(topo), parse_size(size)
-    chosen = choose(machine, nbytes)
-    names = candidates(machine) if algorithm == "all" else (algorithm,)
+    machine, nbytes = topology.load(topo, measured), parse_size(size)
+    collectives.plan_collective(collective, machine, nbytes, root)  # which refuses what is wrong
+    chosen = choose(machine, nbytes, collective, root)
+    names = candidates(machine, collective, root) if algorithm == "all" else (algorithm,)
     if trace and len(names) > 1:
         raise CollectiveError("--trace needs one algorithm: name it with --algorithm")
     rows: list[dict[str, Any]] = []
     with Progress(console=console, transient=True) as progress:
         for name in progress.track(names, description="simulating"):
-            made = collectives.plan_allreduce(machine, nbytes, name, chunks)
+            made = collectives.plan_collective(collective, machine, nbytes, root, name, chunks)
             line = collectives.simulate(made, machine, nbytes)
             rows.append(
                 {
@@ -202,9 +170,10 @@ def simulate(
                 line.save_trace(trace)
     rows.sort(key=lambda row: row["time_us"])
     if as_json:
-        print(json.dumps({"topology": machine.name, "size": nbytes, "auto": chosen, "rows": rows}))
+        what = {"topology": machine.name, "collective": collective, "size": nbytes}
+        print(json.dumps({**what, "auto": chosen, "rows": rows}))
         return
-    print(f"{size_text(nbytes)} on {machine.name}; auto takes {chosen}")
+    print(f"{collective} of {size_text(nbytes)} on {machine.name}; auto takes {chosen}")
     print(f"{'algorithm':24}{'chunks':>7}{'time us':>12}{'algbw GB/s':>12}"
           f"{'first chunk us':>16}{'busiest link':>14}{'detours':>9}")  # fmt: skip
     for r in rows:
@@ -227,119 +196,20 @@ def doctor(as_json: JsonOption = False) -> None:
         raise SystemExit(1)
 
 
-@bench.command()
-def links(
-    ranks: Annotated[
-        int | None, typer.Option("-n", "--ranks", help="CPU ranks, instead of this machine's GPUs.")
-    ] = None,
-    rounds: Annotated[int, typer.Option("-r", help="Rounds; medians are given.")] = 5,
-    out: Annotated[Path | None, typer.Option(help="Write the figures as JSON.")] = None,
+@app.command()
+def reproduce(
+    what: Annotated[str, typer.Argument(help="c-cube-14: trees against rings up to 1,024 ranks.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Bandwidth and latency between every two GPUs, or (without any) every two CPU ranks."""
-    from bench.links import gpus, measure_cpu, measure_gpu, table
+    """Simulate a published figure, and print ours beside the paper's."""
+    from bench import scale
 
-    at_least(("-r", rounds, 1), ("-n", 2 if ranks is None else ranks, 2))
-    if out:
-        out.touch()
-    devices = gpus() if ranks is None else 0
-    if devices > 1:
-        with Progress(console=console, transient=True) as progress:
-            task = progress.add_task("measuring", total=devices * (devices - 1))
-            figures = measure_gpu(rounds, lambda: progress.update(task, advance=1))
-    else:
-        figures = measure_cpu(ranks or max(2, os.cpu_count() or 2), rounds)
-    print(figures.to_json() if as_json else f"{figures.machine}\n{table(figures)}")
-    if out:
-        out.write_text(figures.to_json() + "\n")
-
-
-@bench.command()
-def allreduce(
-    ranks: Annotated[int, typer.Option("-n", "--ranks", help="CPU ranks.")] = 8,
-    begin: BeginOption = "1K",
-    end: EndOption = "64M",
-    factor: FactorOption = 4,
-    rounds: Annotated[
-        int, typer.Option("-r", help="Rounds in which all libraries take turns.")
-    ] = 5,
-    topo: TopologyOption = "auto",
-    batch: BatchOption = True,
-    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="gloo and MPI beside.")] = True,
-    out: Annotated[Path | None, typer.Option(help="Write the figures as JSON.")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """All-reduce of float32 over CPU ranks, beside gloo and MPI (where mpi4py is installed)."""
-    from bench.allreduce import Settings, as_json_text, run
-    from bench.report import header, line
-    from collectives.communicator import topology_for
-
-    at_least(("-n", ranks, 1), ("-r", rounds, 1))
-    swept = sweep(begin, end, factor)
-    if out:
-        out.touch()  # an unwritable path is told before the measurement, not after
-    settings = Settings(ranks, swept, topology_for(topo, ranks), rounds, batch, peers)
-    if not as_json:
-        print(header(settings))
-    # no refreshing thread: `spawn` forks only where this process runs no other thread
-    with Progress(console=console, transient=True, auto_refresh=False) as progress:
-        task = progress.add_task("measuring", total=len(settings.sizes))
-        progress.refresh()
-
-        def done(rows: list[Any]) -> None:
-            if not as_json:
-                for row in rows:
-                    print(line(row), flush=True)
-            progress.update(task, advance=1, refresh=True)
-
-        rows = run(settings, done)
-    text = as_json_text(settings, rows)
-    if as_json:
-        print(text)
-    if out:
-        out.write_text(text + "\n")
-    if wrong := sum(row.wrong for row in rows):
-        raise CollectiveError(f"{wrong} elements were wrong")
-
-
-@bench.command()
-def algorithms(
-    ranks: Annotated[int, typer.Option("-n", "--ranks", help="CPU ranks.")] = 8,
-    begin: BeginOption = "1K",
-    end: EndOption = "256M",
-    factor: FactorOption = 4,
-    rounds: Annotated[
-        int, typer.Option("-r", help="Rounds in which all algorithms take turns.")
-    ] = 5,
-    batch: BatchOption = True,
-    out: Annotated[Path | None, typer.Option(help="Write the times as JSON.")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """All-reduce of float32 over CPU ranks by every algorithm, beside what the model takes."""
-    from bench.algorithms import Settings, as_json_text, header, line, run
-    from collectives.communicator import topology_for
-
-    at_least(("-n", ranks, 2), ("-r", rounds, 1))
-    swept = sweep(begin, end, factor)
-    if out:
-        out.touch()
-    settings = Settings(ranks, swept, topology_for("auto", ranks), rounds, batch)
-    if not as_json:
-        print(header(settings), flush=True)  # before the fork, or the ranks print it as well
-    with Progress(console=console, transient=True, auto_refresh=False) as progress:
-        task = progress.add_task("measuring", total=len(swept))
-        progress.refresh()
-
-        def done(row: Any) -> None:
-            if not as_json:
-                print(line(row, candidates(settings.topology)), flush=True)
-            progress.update(task, advance=1, refresh=True)
-
-        text = as_json_text(settings, run(settings, done))
-    if as_json:
-        print(text)
-    if out:
-        out.write_text(text + "\n")
+    if what != "c-cube-14":
+        raise CollectiveError(f"unknown figure {what!r}; choose from c-cube-14")
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("simulating", total=len(scale.RANKS) * len(scale.SIZES))
+        rows = scale.rows(lambda: progress.update(task, advance=1))
+    print(json.dumps([asdict(row) for row in rows]) if as_json else scale.table(rows))
 
 
 @app.command()

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from topology.errors import TopologyError
 from topology.routes import Vertex, between, connects, routes
+from topology.timings import Timing, timing_rows
 
 KINDS = {
     "nvlink": ("NVLink", "NVLinks"),
@@ -121,6 +122,8 @@ class Topology:
     assumptions: tuple[str, ...] = ()
     devices: tuple[Device, ...] = ()
     forwarders: tuple[int, ...] = ()
+    timings: tuple[Timing, ...] = ()
+    """Measured times of all-reduces on this machine, if there are any."""
 
     def __post_init__(self) -> None:
         if not self.gpus:
@@ -269,6 +272,7 @@ class Topology:
                 "assumptions": list(self.assumptions),
                 "devices": [asdict(device) for device in self.devices],
                 "forwarders": list(self.forwarders),
+                "timings": [asdict(timing) for timing in self.timings],
             },
             indent=1,
         )
@@ -292,7 +296,7 @@ class Topology:
         for key, kind in shape.items():
             if not isinstance(data.get(key), kind):
                 raise TopologyError(f'{where}: "{key}" must be a {kind.__name__}')
-        for key in ("assumptions", "devices", "forwarders"):
+        for key in ("assumptions", "devices", "forwarders", "timings"):
             if not isinstance(data.setdefault(key, []), list):
                 raise TopologyError(f'{where}: "{key}" must be a list')
         links, devices = [], []
@@ -316,7 +320,7 @@ class Topology:
                 ) from None
         return Topology(
             data["name"], tuple(data["gpus"]), tuple(links), tuple(map(str, data["assumptions"])),
-            tuple(devices), tuple(data["forwarders"]),
+            tuple(devices), tuple(data["forwarders"]), timing_rows(data["timings"], where),
         )  # fmt: skip
 
     def cell(self, src: int, dst: int) -> str:

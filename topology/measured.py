@@ -1,6 +1,7 @@
 """Measured figures, laid over a machine's nominal ones.
 
-Two sources: what `linkweave bench links` writes, and what NVIDIA's p2pBandwidthLatencyTest prints
+Times of whole collectives are kept beside the links (`topology.timings`). Figures of links have two
+sources: what `linkweave bench links` writes, and what NVIDIA's p2pBandwidthLatencyTest prints
 (its one-way bandwidth and latency with peer access). Both measure pairs of GPUs, one at a time, so
 a link that several pairs share is given the most that any of them moved over it, and the least
 latency. It may carry more when several pairs use it at once: a bound on such figures is only as
@@ -18,6 +19,7 @@ from itertools import pairwise
 from topology.errors import TopologyError
 from topology.graph import Device, Link, Topology
 from topology.routes import Vertex
+from topology.timings import looks_like_timings, parse_timings
 
 FORMAT = "linkweave-links"
 _ABOVE = 1.1  # times its nominal speed, a link is not measured
@@ -65,13 +67,15 @@ def overlay(topology: Topology, text: str, where: str) -> Topology:
     no positive numbers, and figures of another machine: of CPU ranks for GPUs, or beyond what a
     link can carry.
     """
+    if looks_like_timings(text):
+        return replace(topology, timings=parse_timings(text, topology.name, where))
     if looks_like_p2p(text):
         figures = _parse_p2p(text, where)
     elif text.lstrip("\ufeff \t\r\n").startswith("{"):
         figures = _parse_json(text, where)
     else:
         raise TopologyError(
-            f"{where}: neither the JSON of linkweave bench links nor what "
+            f"{where}: neither the JSON of linkweave bench links or algorithms nor what "
             "p2pBandwidthLatencyTest prints"
         )
     if figures.machine and figures.machine.startswith("cpu-") != topology.on_memory:

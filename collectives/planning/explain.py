@@ -10,6 +10,7 @@ from collectives.planning.algorithms import ALGORITHMS
 from collectives.planning.planner import candidates, choose, plan_allreduce, predict
 from collectives.runtime.simulate import Timeline, simulate
 from topology import Bound, Topology, Vertex, bound
+from topology.timings import measured_seconds
 
 SIZES = tuple(1 << i for i in range(10, 31))
 """Messages in bytes, 1 KiB to 1 GiB, for which the choice is told."""
@@ -17,7 +18,7 @@ SIZES = tuple(1 << i for i in range(10, 31))
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One algorithm at its best number of chunks, simulated.
+    """One algorithm at its best number of chunks, simulated (`seconds` measured where they are).
 
     `share` is algbw over the bound (0 where nothing moves), `crowd` the most connections that take
     turns on one lane of a link (1: every connection has its own), `busiest` the link with the most
@@ -27,6 +28,7 @@ class Row:
     algorithm: str
     num_chunks: int
     seconds: float
+    measured: bool
     first_chunk_seconds: float
     share: float
     detours: int
@@ -68,7 +70,7 @@ class Explanation:
             lines.append(
                 f"{r.algorithm:24}{r.num_chunks:7}{r.seconds * 1e6:12.1f}"
                 f"{r.first_chunk_seconds * 1e6:16.1f}{r.share:10.1%}{r.detours:9}{r.crowd:8}"
-                f"  {ends}"
+                f"  {ends}{'  (time measured)' if r.measured else ''}"
             )
         lines += [f"{name}: {why}" for name, why in self.refused]
         spans = ", ".join(f"{name} from {size_text(size)}" for size, name in self.crossovers)
@@ -108,7 +110,8 @@ def explain(topology: Topology, nbytes: int) -> Explanation:
 
 
 def _row(topology: Topology, nbytes: int, name: str, best: Bound) -> Row:
-    _, chunks = predict(topology, nbytes, name)
+    known = measured_seconds(topology.timings, name, nbytes)
+    chunks = known[1] if known else predict(topology, nbytes, name)[1]
     plan = plan_allreduce(topology, nbytes, name, chunks)
     line: Timeline = simulate(plan, topology, nbytes)
     crowd = max(
@@ -117,10 +120,11 @@ def _row(topology: Topology, nbytes: int, name: str, best: Bound) -> Row:
     )
     work = line.utilisation
     busiest = max(work.items(), key=lambda item: item[1], default=None)
-    share = line.algbw * float(best.seconds_per_byte)
+    seconds = known[0] if known else line.seconds
+    share = nbytes / seconds * float(best.seconds_per_byte) if seconds else 0.0
     return Row(
-        name, plan.num_chunks, line.seconds, line.first_chunk_seconds, share, len(plan.detours),
-        crowd, busiest,
+        name, plan.num_chunks, seconds, known is not None, line.first_chunk_seconds, share,
+        len(plan.detours), crowd, busiest,
     )  # fmt: skip
 
 

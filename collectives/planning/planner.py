@@ -23,6 +23,7 @@ from collectives.planning.others import OTHERS, other_algorithm
 from collectives.planning.plan import Plan
 from collectives.planning.verify import shortened, verify
 from topology import Topology
+from topology.timings import measured_seconds
 
 _FOR_CLUSTERS = ("overlapped_double_tree", "recursive_doubling", "hierarchical",
                  "hierarchical_ring")  # fmt: skip
@@ -89,9 +90,13 @@ def predict(
 ) -> tuple[float, int]:
     """(seconds, chunks) of an algorithm at its best number of chunks.
 
+    Measured times (`Topology.timings`), between the sizes they are of; else the cost model's.
     The closed forms where they are exact, or on CPU ranks; else, from where they point, the number
     of chunks that simulates fastest; ties go to the fewest.
     """
+    measured = measured_seconds(topology.timings, algorithm, nbytes)
+    if collective == ALLREDUCE and measured:
+        return measured
     template, shape = _template(topology, algorithm, collective, root)
     moved = template.volume(nbytes)
     chunks = shape.best_chunks(moved, largest_chunk(topology))
@@ -115,11 +120,13 @@ def predict(
     return best
 
 
-def choose(topology: Topology, nbytes: int) -> str:
+def choose(topology: Topology, nbytes: int, collective: str = ALLREDUCE, root: int = 0) -> str:
     """The algorithm with the least predicted time; the first named of equals.
 
-    `LINKWEAVE_ALGORITHM` overrides the choice.
+    `LINKWEAVE_ALGORITHM` overrides the choice of an all-reduce's.
     """
+    if collective != ALLREDUCE:
+        return _fastest(topology, nbytes, collective, root)
     if forced := os.environ.get("LINKWEAVE_ALGORITHM"):
         if forced not in ALGORITHMS:
             raise PlanError(
@@ -132,8 +139,15 @@ def choose(topology: Topology, nbytes: int) -> str:
 
 @lru_cache(maxsize=4096)
 def _fastest(topology: Topology, nbytes: int, collective: str = ALLREDUCE, root: int = 0) -> str:
-    """The most promising first; what its busiest link alone makes slower is not simulated."""
+    """The most promising first; what its busiest link alone makes slower is not simulated.
+
+    Where some algorithms have been measured at this size, the fastest of those.
+    """
     names = candidates(topology, collective, root)
+    if collective == ALLREDUCE and topology.timings:
+        timed = [n for n in names if measured_seconds(topology.timings, n, nbytes)]
+        if timed:
+            return min(timed, key=lambda name: predict(topology, nbytes, name)[0])
     templates = {name: _template(topology, name, collective, root) for name in names}
     least, estimate = {}, {}
     for name, (template, shape) in templates.items():
@@ -191,7 +205,7 @@ def plan_collective(
         return plan_allreduce(topology, nbytes, algorithm, num_chunks)
     with _uncollected():
         if algorithm == "auto":
-            algorithm = _fastest(topology, nbytes, collective, root)
+            algorithm = choose(topology, nbytes, collective, root)
         return _planned(topology, nbytes, algorithm, num_chunks, collective, root)
 
 

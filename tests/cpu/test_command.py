@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import topology
-from bench.cli import parse_size
+from bench.options import parse_size
 from collectives import CollectiveError, Plan, plan_allreduce, verify
 from collectives.planning.explain import size_text
 from topology.measured import LinkFigures, PairFigure

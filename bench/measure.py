@@ -1,0 +1,149 @@
+"""`linkweave bench`: what is measured on this machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import Progress
+
+from bench.options import JsonOption, TopologyOption, at_least, console, parse_size
+from collectives import CollectiveError
+from collectives.planning.planner import candidates
+
+bench = typer.Typer(no_args_is_help=True, help="Measure on this machine; results are checked.")
+
+BeginOption = Annotated[str, typer.Option("-b", help="Smallest message.")]
+EndOption = Annotated[str, typer.Option("-e", help="Largest message.")]
+FactorOption = Annotated[int, typer.Option("-f", help="Factor between sizes.")]
+BatchOption = Annotated[
+    bool, typer.Option("--batch/--no-batch", help="Everyone under SCHED_BATCH.")
+]
+
+
+def sweep(begin: str, end: str, factor: int) -> tuple[int, ...]:
+    """The sizes in bytes that -b, -e and -f ask for. Raises CollectiveError."""
+    from bench.allreduce import sizes
+
+    low, high = parse_size(begin), parse_size(end)
+    at_least(("-f", factor, 2))
+    if not 4 <= low <= high:
+        raise CollectiveError(f"-b {begin} and -e {end}: sizes from 4 bytes up, -b not above -e")
+    return sizes(low, high, factor)
+
+
+@bench.command()
+def links(
+    ranks: Annotated[
+        int | None, typer.Option("-n", "--ranks", help="CPU ranks, instead of this machine's GPUs.")
+    ] = None,
+    rounds: Annotated[int, typer.Option("-r", help="Rounds; medians are given.")] = 5,
+    out: Annotated[Path | None, typer.Option(help="Write the figures as JSON.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Bandwidth and latency between every two GPUs, or (without any) every two CPU ranks."""
+    from bench.links import gpus, measure_cpu, measure_gpu, table
+
+    at_least(("-r", rounds, 1), ("-n", 2 if ranks is None else ranks, 2))
+    if out:
+        out.touch()
+    devices = gpus() if ranks is None else 0
+    if devices > 1:
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("measuring", total=devices * (devices - 1))
+            figures = measure_gpu(rounds, lambda: progress.update(task, advance=1))
+    else:
+        figures = measure_cpu(ranks or max(2, os.cpu_count() or 2), rounds)
+    print(figures.to_json() if as_json else f"{figures.machine}\n{table(figures)}")
+    if out:
+        out.write_text(figures.to_json() + "\n")
+
+
+@bench.command()
+def allreduce(
+    ranks: Annotated[int, typer.Option("-n", "--ranks", help="CPU ranks.")] = 8,
+    begin: BeginOption = "1K",
+    end: EndOption = "64M",
+    factor: FactorOption = 4,
+    rounds: Annotated[
+        int, typer.Option("-r", help="Rounds in which all libraries take turns.")
+    ] = 5,
+    topo: TopologyOption = "auto",
+    batch: BatchOption = True,
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="gloo and MPI beside.")] = True,
+    out: Annotated[Path | None, typer.Option(help="Write the figures as JSON.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """All-reduce of float32 over CPU ranks, beside gloo and MPI (where mpi4py is installed)."""
+    from bench.allreduce import Settings, as_json_text, run
+    from bench.report import header, line
+    from collectives.communicator import topology_for
+
+    at_least(("-n", ranks, 1), ("-r", rounds, 1))
+    swept = sweep(begin, end, factor)
+    if out:
+        out.touch()  # an unwritable path is told before the measurement, not after
+    settings = Settings(ranks, swept, topology_for(topo, ranks), rounds, batch, peers)
+    if not as_json:
+        print(header(settings))
+    # no refreshing thread: `spawn` forks only where this process runs no other thread
+    with Progress(console=console, transient=True, auto_refresh=False) as progress:
+        task = progress.add_task("measuring", total=len(settings.sizes))
+        progress.refresh()
+
+        def done(rows: list[Any]) -> None:
+            if not as_json:
+                for row in rows:
+                    print(line(row), flush=True)
+            progress.update(task, advance=1, refresh=True)
+
+        rows = run(settings, done)
+    text = as_json_text(settings, rows)
+    if as_json:
+        print(text)
+    if out:
+        out.write_text(text + "\n")
+    if wrong := sum(row.wrong for row in rows):
+        raise CollectiveError(f"{wrong} elements were wrong")
+
+
+@bench.command()
+def algorithms(
+    ranks: Annotated[int, typer.Option("-n", "--ranks", help="CPU ranks.")] = 8,
+    begin: BeginOption = "1K",
+    end: EndOption = "256M",
+    factor: FactorOption = 4,
+    rounds: Annotated[
+        int, typer.Option("-r", help="Rounds in which all algorithms take turns.")
+    ] = 5,
+    batch: BatchOption = True,
+    out: Annotated[Path | None, typer.Option(help="Write the times as JSON.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """All-reduce of float32 over CPU ranks by every algorithm, beside what the model takes."""
+    from bench.algorithms import Settings, as_json_text, header, line, run
+    from collectives.communicator import topology_for
+
+    at_least(("-n", ranks, 2), ("-r", rounds, 1))
+    swept = sweep(begin, end, factor)
+    if out:
+        out.touch()
+    settings = Settings(ranks, swept, topology_for("auto", ranks), rounds, batch)
+    if not as_json:
+        print(header(settings), flush=True)  # before the fork, or the ranks print it as well
+    with Progress(console=console, transient=True, auto_refresh=False) as progress:
+        task = progress.add_task("measuring", total=len(swept))
+        progress.refresh()
+
+        def done(row: Any) -> None:
+            if not as_json:
+                print(line(row, candidates(settings.topology)), flush=True)
+            progress.update(task, advance=1, refresh=True)
+
+        text = as_json_text(settings, run(settings, done))
+    if as_json:
+        print(text)
+    if out:
+        out.write_text(text + "\n")
