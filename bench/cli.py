@@ -198,18 +198,27 @@ def doctor(as_json: JsonOption = False) -> None:
 
 @app.command()
 def reproduce(
-    what: Annotated[str, typer.Argument(help="c-cube-14: trees against rings up to 1,024 ranks.")],
+    what: Annotated[
+        str,
+        typer.Argument(help="c-cube-14: trees against rings up to 1,024 ranks. choice: what auto "
+                            "takes, against the best of all."),
+    ],
     as_json: JsonOption = False,
-) -> None:
-    """Simulate a published figure, and print ours beside the paper's."""
-    from bench import scale
+) -> None:  # fmt: skip
+    """Simulate a table: a paper's, with its figures beside ours, or of our own choices."""
+    from bench import choice, scale
 
-    if what != "c-cube-14":
-        raise CollectiveError(f"unknown figure {what!r}; choose from c-cube-14")
+    tables = {
+        "c-cube-14": (scale, len(scale.RANKS) * len(scale.SIZES)),
+        "choice": (choice, len(choice.MACHINES)),
+    }
+    if what not in tables:
+        raise CollectiveError(f"unknown table {what!r}; choose from {', '.join(tables)}")
+    module, total = tables[what]
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("simulating", total=len(scale.RANKS) * len(scale.SIZES))
-        rows = scale.rows(lambda: progress.update(task, advance=1))
-    print(json.dumps([asdict(row) for row in rows]) if as_json else scale.table(rows))
+        task = progress.add_task("simulating", total=total)
+        rows = module.rows(lambda: progress.update(task, advance=1))
+    print(json.dumps([asdict(row) for row in rows]) if as_json else module.table(rows))
 
 
 @app.command()

@@ -24,7 +24,11 @@ from topology import Topology
 log = logging.getLogger("linkweave")
 
 # one tree, or the ranks' own: every element is combined in the same order, whatever the size
-_FIXED = {"allreduce": "overlapped_tree", "reduce": "tree", "reduce_scatter": "shortest_trees"}
+_FIXED = {
+    "allreduce": "overlapped_tree",
+    "reduce": "shortest_tree",
+    "reduce_scatter": "shortest_trees",
+}
 _Placed = tuple[Plan, Region, NDArray[np.int64]]
 
 
@@ -69,6 +73,8 @@ class Calls:
             raise CollectiveError(f"root {root!r} is not a rank; ranks are 0 to {self.size - 1}")
         if kind == "allreduce":
             algorithm = self._algorithm(buffer.nbytes, algorithm)
+        else:  # what cannot be planned is refused before any rank waits for it
+            self._planned(kind, buffer.nbytes, root)
         return Request(kind, buffer, op, root, algorithm, layout)
 
     @contextmanager
@@ -76,7 +82,7 @@ class Calls:
         """Bad arguments of one rank are told to the others, whose calls must not pair up wrong."""
         try:
             yield
-        except CollectiveError as error:
+        except Exception as error:
             try:
                 self.make(Request("refused", NOTHING))
             except CollectiveError as others:
@@ -141,13 +147,19 @@ class Calls:
             self._algorithms[key] = name
         return self._algorithms[key]
 
+    def _planned(self, kind: str, nbytes: int, root: int) -> Plan:
+        """The plan of a collective other than all-reduce, whose algorithm no caller chooses."""
+        algorithm = _FIXED.get(kind, "auto") if self.order == "fixed" else "auto"
+        return plan_collective(kind, self.topology, nbytes, root, algorithm)
+
     def _plan(self, kind: str, nbytes: int, algorithm: str, root: int) -> _Placed:
         """The algorithm is the topology's; the number of chunks is this runtime's own tuning."""
         key = (kind, nbytes, algorithm, root)
         if key not in self._plans:
-            if kind != "allreduce":
-                algorithm = _FIXED.get(kind, "auto") if self.order == "fixed" else "auto"
-            plan = plan_collective(kind, self.topology, nbytes, root, algorithm)
+            if kind == "allreduce":
+                plan = plan_allreduce(self.topology, nbytes, algorithm)
+            else:
+                plan = self._planned(kind, nbytes, root)
             chunks = -(-plan.volume(nbytes) // SLOT_BYTES)
             if chunks > plan.num_chunks:
                 chunks = -(-chunks // plan.stride) * plan.stride

@@ -218,7 +218,7 @@ class Communicator:
             self._in_place("reduce", x, op, root, "tree")
             return
         with self._calls.telling():  # partial results must not reach the caller
-            buffer, _ = as_buffer(x)
+            buffer, _ = as_buffer(x, written=False)
             scratch = self._scratch(buffer, buffer.nbytes)
             request = self._calls.request("reduce", scratch[0], op, root, "tree")
         scratch[1][:] = bytes_of(buffer)
@@ -226,19 +226,21 @@ class Communicator:
 
     def _allgather(self, x: Any, out: Any) -> Any:
         with self._calls.telling():
-            mine, _ = as_buffer(x)
+            mine, _ = as_buffer(x, written=False)
             out = room_for(x, (self.size, *x.shape), out)
             whole, done = as_buffer(out)
-            request = self._calls.request("allgather", whole, "sum", 0, "tree")
+            scratch, memory = self._scratch(whole, whole.nbytes)
+            request = self._calls.request("allgather", scratch, "sum", 0, "tree")
         start = self.rank * mine.nbytes
-        bytes_of(whole)[start : start + mine.nbytes] = bytes_of(mine)
+        memory[start : start + mine.nbytes] = bytes_of(mine)
         self._calls.make(request)
+        bytes_of(whole)[:] = memory
         done()
         return out
 
     def _reduce_scatter(self, x: Any, op: str, out: Any) -> Any:
         with self._calls.telling():
-            buffer, _ = as_buffer(x)
+            buffer, _ = as_buffer(x, written=False)
             out = room_for(x, (self._share("reduce_scatter", x), *x.shape[1:]), out)
             mine, done = as_buffer(out)
             scratch, memory = self._scratch(buffer, buffer.nbytes)
@@ -252,7 +254,7 @@ class Communicator:
 
     def _alltoall(self, x: Any, out: Any) -> Any:
         with self._calls.telling():
-            buffer, _ = as_buffer(x)
+            buffer, _ = as_buffer(x, written=False)
             block = self._share("alltoall", x) * (buffer.nbytes // max(1, x.shape[0]))
             out = room_for(x, tuple(x.shape), out)
             got, done = as_buffer(out)

@@ -36,7 +36,9 @@ def difference(call: int, notices: list[tuple[int, ...]]) -> str:
         if words == "allreduce":
             words += f"({count} x {DTYPES[dtype]}, {OPS[op]}, {list(ALGORITHMS)[algorithm]})"
         elif words in COLLECTIVES:
-            words += f"({count} x {DTYPES[dtype]}, {OPS[op]}, root {root})"
+            words += f"({count} x {DTYPES[dtype]}"
+            words += f", {OPS[op]}" if "reduce" in words else ""
+            words += f", root {root})" if KINDS[kind] in ("broadcast", "reduce") else ")"
         if layout:
             words += f" as a list of sizes {layout:08x}"
         if settings:

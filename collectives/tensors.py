@@ -24,12 +24,13 @@ def dtype_name(x: Any) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def as_buffer(x: Any) -> tuple[Buffer, Callable[[], None]]:
+def as_buffer(x: Any, written: bool = True) -> tuple[Buffer, Callable[[], None]]:
     """The memory of `x`, and what must be called once the collective has filled it.
 
-    A non-contiguous tensor is worked on in a contiguous copy that is copied back. Raises
-    CollectiveError for what is no tensor, a dtype that is not supported, a read-only array, or a
-    tensor on another device than the CPU.
+    What is only read (not `written`) may be read-only or expanded. A non-contiguous tensor is
+    worked on in a contiguous copy that is copied back. Raises CollectiveError for what is no
+    tensor, a dtype that is not supported, a read-only array, or a tensor on another device than
+    the CPU.
     """
     if is_torch(x):
         if x.device.type != "cpu":
@@ -38,7 +39,7 @@ def as_buffer(x: Any) -> tuple[Buffer, Callable[[], None]]:
             raise CollectiveError(f"a dense tensor is needed, not one of layout {x.layout}")
         x = x.detach()
     elif isinstance(x, np.ndarray):
-        if not x.flags.writeable:
+        if written and not x.flags.writeable:
             raise CollectiveError("the array is read-only; a collective writes its result into it")
         if not x.dtype.isnative:
             raise CollectiveError(f"dtype {x.dtype} is not in this machine's byte order")
@@ -48,7 +49,8 @@ def as_buffer(x: Any) -> tuple[Buffer, Callable[[], None]]:
             f"{type(x).__qualname__}"
         )
     strides = x.stride() if is_torch(x) else x.strides
-    if any(step == 0 and size > 1 for step, size in zip(strides, x.shape, strict=True)):
+    shared = any(step == 0 and size > 1 for step, size in zip(strides, x.shape, strict=True))
+    if written and shared and 0 not in x.shape:  # NumPy's strides of nothing are 0
         raise CollectiveError(
             f"a tensor of shape {tuple(x.shape)} whose elements share memory (it was expanded) "
             "cannot be written in place"
@@ -127,6 +129,10 @@ def room_for(x: Any, shape: tuple[int, ...], out: Any) -> Any:
         if is_torch(x):
             return sys.modules["torch"].empty(shape, dtype=x.dtype)
         return np.empty(shape, x.dtype)
+    as_buffer(out)
+    if is_torch(out) != is_torch(x):
+        kinds = ["torch tensor" if is_torch(y) else "NumPy array" for y in (x, out)]
+        raise CollectiveError(f"out must be a {kinds[0]} like the input, not a {kinds[1]}")
     if tuple(out.shape) != shape or out.dtype != x.dtype:
         raise CollectiveError(
             f"out must be of shape {shape} and {dtype_name(x)}, not {tuple(out.shape)} and "

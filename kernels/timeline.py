@@ -18,7 +18,7 @@ SEND, REDUCE, COPY, SIGNAL, WAIT = 0, 1, 2, 3, 4
 def play(
     code, ranks, num_chunks, stride, sizes,
     token_at, tokens, given, stored_at, stored,
-    lane_at, lane, link, memory, lane_per_byte, per_byte, alpha, lane_free, busy, first,
+    lane_at, lane, link, stores, lane_per_byte, per_byte, alpha, lane_free, busy, first,
     sent_connection, sent_chunk, sent_start, sent_free, sent_end,
 ):  # fmt: skip
     """Carry out every stream of `code`; returns (end in s, sends written, whether it hangs).
@@ -29,9 +29,9 @@ def play(
     its sender (a slot is free) and 2i + 1 for its receiver (data is ready): queue q lies in
     `tokens` from `token_at[q]` on, with `given[q]` entries so far. Connection i takes lanes
     `lane[lane_at[i]:lane_at[i + 1]]`, with the `link` of each (an index into `busy`, s), whether
-    it is `memory`, and seconds a byte; `lane_free` [lanes] is when each is free. `per_byte`,
+    it `stores`, and seconds a byte; `lane_free` [lanes] is when each is free. `per_byte`,
     `alpha` [connections]: how long a send holds its stream. Of a send that has begun on some of
-    its connections only, the memory links crossed lie in `stored` from `stored_at[stream]` on.
+    its connections only, the links into memory crossed lie in `stored` from `stored_at[stream]` on.
     `first` [ranks] receives when chunk 0 was last written; the `sent_` arrays a row for each send
     and connection.
     """
@@ -100,7 +100,7 @@ def play(
                     begin = now
                     for k in range(lane_at[i], lane_at[i + 1]):
                         fresh = True
-                        if memory[k]:
+                        if stores[k]:
                             for m in range(stored_at[s], stored_at[s] + stored_n[s]):
                                 fresh = fresh and stored[m] != link[k]
                         if fresh:
@@ -113,7 +113,7 @@ def play(
                     had = stored_n[s]
                     for k in range(lane_at[i], lane_at[i + 1]):
                         fresh = True
-                        if memory[k]:
+                        if stores[k]:
                             for m in range(stored_at[s], stored_at[s] + had):
                                 fresh = fresh and stored[m] != link[k]
                             if fresh:

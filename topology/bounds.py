@@ -236,16 +236,16 @@ def _rooted(
 
 
 def _memory_bound(topology: Topology, collective: str, over: str) -> Bound:
-    """One memory that all ranks share: what is stored once, all can load.
+    """One memory that all ranks share: every rank loads for itself what it gets from the others.
 
     To combine P inputs, P - 1 have to be loaded by another rank; a result, or a rank's own data,
-    has to cross once for all the others.
+    by P - 1 others.
     """
     size = len(topology.gpus)
     bus = min(link.bandwidth * link.count for link in topology.fabric)
-    times = {"allreduce": size, "reduce_scatter": size - 1, "allgather": 1, "broadcast": 1}
+    times = (size - 1) * (2 if collective == "allreduce" else 1)
     words = "the memory that all ranks share"
-    return Bound(collective, Fraction(times[collective], bus), (topology.gpus,), words, over, None)
+    return Bound(collective, Fraction(times, bus), (topology.gpus,), words, over, None)
 
 
 def _ranks_of(cut: Cut, ranks: Sequence[int]) -> tuple[int, ...]:

@@ -78,6 +78,11 @@ class Link:
         return self.count if isinstance(self.src, int) and isinstance(self.dst, int) else 1
 
     @property
+    def stores(self) -> bool:
+        """Whether it is a rank's way into common memory: what several read is stored there once."""
+        return self.kind == "memory" and isinstance(self.src, int)
+
+    @property
     def lane_bandwidth(self) -> int:
         """Bytes/s of one lane."""
         return self.bandwidth * self.count // self.lanes

@@ -121,21 +121,25 @@ def pcie(n: int) -> Topology:
 
 
 def cpu(n: int) -> Topology:
-    """N processes on one memory: all traffic crosses the same store -> load path."""
+    """N processes on one memory: all traffic crosses the same store -> load path.
+
+    A step wakes the ranks one after another where there are more of them than cores.
+    """
+    latency_us = 0.4 if n <= 2 else float(n)
     port = [
         link
         for r in range(n)
         for link in (
-            Link(r, "store", MEMORY, 1, 0.4, "memory"),
-            Link("load", r, MEMORY, 1, 0.4, "memory"),
+            Link(r, "store", MEMORY, 1, latency_us, "memory"),
+            Link("load", r, MEMORY, 1, latency_us, "memory"),
         )
     ]
-    bus = Link("store", "load", MEMORY, 1, 0.4, "memory")
+    bus = Link("store", "load", MEMORY, 1, latency_us, "memory")
     return Topology(
         f"cpu-{n}",
         tuple(range(n)),
         ordered([*port, bus]) if n > 1 else (),
-        ("memory copies 20 GB/s over all ranks together, 0.4 us a step: not measured here",),
+        (f"20 GB/s loaded by all ranks together, {latency_us:g} us a step: not measured here",),
     )
 
 

@@ -149,7 +149,7 @@ def _load(plan: Plan, topology: Topology, phase: int) -> float:
         crossed = [ends for i in step.connections for ends in plan.connections[i].links]
         for ends, times in Counter(crossed).items():
             link = topology.by_ends[ends]
-            copies = 1 if link.kind == "memory" else times  # stored once, read by all
+            copies = 1 if link.stores else times
             load[ends] += copies / (plan.stride * link.bandwidth * link.count)
     return max(load.values(), default=0.0)
 

@@ -258,10 +258,13 @@ def _shared_slots(plan: Plan) -> list[int]:
 
 
 def place_of(plan: Plan, nbytes: int, rank: int) -> NDArray[np.int64]:
-    """First byte and number of bytes of every chunk of a message of `nbytes`."""
-    bounds = np.array(plan.chunk_bounds(nbytes, rank), np.int64).reshape(-1, 2)
-    bounds[:, 1] -= bounds[:, 0]
-    return bounds
+    """First byte and number of bytes of every chunk of a message of `nbytes`.
+
+    A chunk that a rank only passes on has a size there too, and no place.
+    """
+    place = np.array(plan.chunk_bounds(nbytes, rank), np.int64).reshape(-1, 2)
+    place[:, 1] = plan.chunk_sizes(nbytes)
+    return place
 
 
 def compile_kernels() -> None:

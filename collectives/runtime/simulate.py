@@ -93,8 +93,8 @@ def simulate(plan: Plan, topology: Topology, nbytes: int, alpha_s: float | None 
     has a lane for every connection, each has its own; otherwise connection i of a link takes lane
     i mod lanes, first come first served (a switch's port is one lane, as wide as all its links).
     A send to several connections starts on each as that one is free and holds its stream until the
-    last is over; it crosses a memory link that they share once (all read what is stored once) and
-    any other link once for each. Signals and arithmetic take no time. Deterministic; long plans
+    last is over; it crosses a link into common memory once (`Link.stores`) and any other link once
+    for each. Signals and arithmetic take no time. Deterministic; long plans
     are carried out by machine code, to the same bits. `alpha_s` stands in for the links' latencies.
     Raises PlanError where the plan hangs or the topology lacks a link.
     """
@@ -152,7 +152,7 @@ class _Layout:
     free: NDArray[Any]
     """For each connection, the slots that are free from the start."""
     stored: NDArray[Any]
-    """For each stream, the most memory links of one send."""
+    """For each stream, the most links into common memory of one send."""
     links: tuple[tuple[Vertex, Vertex], ...]
     lanes: int
     wires: tuple[NDArray[Any], ...]
@@ -165,8 +165,8 @@ def _layout(plan: Plan, topology: Topology) -> _Layout:
     number: dict[tuple[Vertex, Vertex], int] = {}
     lane_number: dict[tuple[int, int], int] = {}
     taken: dict[int, int] = defaultdict(int)
-    count, memory = [], []
-    lane, link, is_memory, lane_per_byte = [], [], [], []
+    count, stores = [], []
+    lane, link, is_store, lane_per_byte = [], [], [], []
     per_byte, alpha = [], []
     for connection in plan.connections:
         passed: list[Link] = []
@@ -178,11 +178,11 @@ def _layout(plan: Plan, topology: Topology) -> _Layout:
             lane.append(lane_number.setdefault((at, taken[at] % wire.lanes), len(lane_number)))
             taken[at] += 1
             link.append(at)
-            is_memory.append(wire.kind == "memory")
+            is_store.append(wire.stores)
             lane_per_byte.append(1 / wire.lane_bandwidth)
             passed.append(wire)
         count.append(len(passed))
-        memory.append(sum(k.kind == "memory" for k in passed))
+        stores.append(sum(k.stores for k in passed))
         per_byte.append(max((1 / k.lane_bandwidth for k in passed), default=0.0))
         alpha.append(max((k.latency_us for k in passed), default=0.0) * 1e-6)
     signals = np.zeros(2 * len(plan.connections), np.int64)
@@ -196,7 +196,7 @@ def _layout(plan: Plan, topology: Topology) -> _Layout:
                 signals[2 * i + plan.sends_on(stream, i)] += 1
             elif step.op is Op.SEND:
                 sends += len(step.connections)
-                widest = max(widest, sum(memory[i] for i in step.connections))
+                widest = max(widest, sum(stores[i] for i in step.connections))
         stored.append(widest)
     return _Layout(
         plan.encode().astype(np.int64),
@@ -205,7 +205,7 @@ def _layout(plan: Plan, topology: Topology) -> _Layout:
         np.array(stored, np.int64), tuple(number), len(lane_number),
         (
             _starts(np.array(count)), np.array(lane, np.int64), np.array(link, np.int64),
-            np.array(is_memory, np.bool_), np.array(lane_per_byte, float),
+            np.array(is_store, np.bool_), np.array(lane_per_byte, float),
             np.array(per_byte, float),
         ),
         np.array(alpha, float),

@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -135,6 +135,23 @@ def test_the_result_is_the_defined_one_in_any_order(name: str, collective: str) 
     for plan in every_plan(topo, collective, 2):
         assert is_right(plan, 0, (None,)) and is_right(plan, 1, (None, 1))
         assert is_right(plan, 7, (2,), np.int16) and is_right(plan, 211, (None, 3, 4), np.int32)
+
+
+@every_collective
+def test_on_any_five_gpus_of_the_dgx1(collective: str) -> None:
+    """Most have no ring of NVLinks: then its hops detour, and so do trees."""
+    dgx1 = load("dgx1-v100")
+    with_detours = set()
+    root = roots(collective, 5)[-1]
+    for gpus in combinations(range(8), 5):
+        topo = dgx1.subset(gpus)
+        for name in candidates(topo, collective, root):
+            plan = made(topo, collective, name, 2, root)
+            verify(plan, topo, expand=True)
+            if plan.detours:
+                with_detours.add(name)
+                assert is_right(plan, 13, (None, 1))
+    assert with_detours == set(OTHERS[collective]) & {"tree", "ring", "direct"}
 
 
 @every_collective

@@ -258,8 +258,8 @@ def test_links_are_busy_for_the_bytes_that_cross_them(machine: str) -> None:
                     continue
                 start, stop = plan.chunk_bounds(nbytes)[chunk]
                 crossed = [ends for i in step.connections for ends in plan.connections[i].links]
-                once = [ends for ends in crossed if topo.by_ends[ends].kind == "memory"]
-                rest = [ends for ends in crossed if topo.by_ends[ends].kind != "memory"]
+                once = [ends for ends in crossed if topo.by_ends[ends].stores]
+                rest = [ends for ends in crossed if not topo.by_ends[ends].stores]
                 for ends in [*set(once), *rest]:
                     moved[ends] += stop - start
         assert set(moved) == set(timeline.utilisation)
@@ -368,7 +368,7 @@ def test_the_compiled_loop_gives_the_same_bits_for_random_plans(seed: int, both_
      "2 x mesh-3 nics=1"],
 )  # fmt: skip
 def test_the_compiled_loop_gives_the_same_bits_for_machines(machine: str, both_ways) -> None:
-    """On `cpu-4` a send crosses the memory once for all; on the last four links are shared."""
+    """On `cpu-4` a send is stored once for all; on the last four links are shared."""
     topo = load(machine)
     for name in candidates(topo):
         plain, compiled = both_ways(plan_allreduce(topo, 1 << 20, name, 24), topo, 10**6)
