@@ -1,7 +1,7 @@
 """`linkweave reproduce choice`: what `auto` takes from which size on, and what it leaves.
 
-Every algorithm that a machine can run is simulated at five numbers of chunks, from a quarter to four
-times the model's, at powers of two from 1 KiB to 1 GiB; `auto` is compared with the best of all.
+Every algorithm that a machine can run is simulated at five numbers of chunks, from a quarter to
+four times the model's, at powers of two from 1 KiB to 1 GiB; `auto` is compared with the best.
 """
 
 from __future__ import annotations
