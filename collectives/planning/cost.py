@@ -29,7 +29,8 @@ MEMORY_CHUNK = 64 << 10
 MAX_CHUNKS = 8192
 _SENDS = 40_000  # simulated to tell how long a group takes, over at most so many groups:
 _GROUPS = 128
-_CONNECTIONS = 10_000  # of plans for which a dozen groups are simulated to count their steps
+LARGE = 10_000
+"""Connections of a plan of which a group takes a good part of a second to simulate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ def shape_of(plan: Plan, topology: Topology) -> Shape:
     first = steps(1)
     per_group = (steps(4) - first) / 3
     uneven = steps(2) - first != per_group  # then groups repeat every 2, 3 or 4
-    if uneven and len(plan.connections) < _CONNECTIONS:
+    if uneven and len(plan.connections) < LARGE:
         per_group = (steps(13) - first) / 12
     used = [topology.by_ends[ends] for c in plan.connections for ends in c.links]
     phases = max(len(stream.phases) for stream in plan.streams)

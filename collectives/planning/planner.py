@@ -11,6 +11,7 @@ from functools import lru_cache
 from collectives.errors import PlanError
 from collectives.planning.algorithms import ALGORITHMS, algorithm_for
 from collectives.planning.cost import (
+    LARGE,
     Shape,
     largest_chunk,
     most_chunks,
@@ -105,12 +106,15 @@ def predict(
     stride, most = template.stride, most_chunks(moved, template.stride)
 
     def at(groups: float) -> tuple[float, int]:
-        tried = min(max(1, round(groups)) * stride, most)
-        return simulated_seconds(template, topology, nbytes, tried), tried
+        count = min(max(1, round(groups)) * stride, most)
+        return simulated_seconds(template, topology, nbytes, count), count
 
     start = chunks / stride
     # a single group has no next one to wait for: its time lies on no curve
-    best = min(at(groups) for groups in (1, start / 4, start / 2, start, start * 2, start * 4))
+    tried = [1, start / 2, start, start * 2]
+    if len(template.connections) < LARGE:
+        tried += [start / 4, start * 4]
+    best = min(map(at, tried))
     for factor in (2.0, 0.5):  # and on, as long as it is worth it
         while (then := at(best[1] / stride * factor)) < best:
             small = then[0] > _WORTH * best[0]
