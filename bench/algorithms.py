@@ -19,6 +19,7 @@ from collectives.default import get_default
 from collectives.planning.explain import size_text
 from collectives.planning.planner import candidates, choose, plan_allreduce, predict
 from topology import Topology
+from topology.timings import Timing
 
 BUDGET_BYTES = 1 << 26  # of an algorithm's messages in one round; from one to fifty calls
 HOPELESS = 30  # times the least predicted time: not run at all
@@ -32,17 +33,6 @@ class Settings:
     topology: Topology
     rounds: int = 5
     batch: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """One algorithm at one size, as the JSON has it."""
-
-    algorithm: str
-    nbytes: int
-    num_chunks: int
-    seconds: float
-    """Median over the rounds of each round's median of the slowest rank."""
 
 
 @dataclass(frozen=True, slots=True)

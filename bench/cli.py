@@ -110,6 +110,8 @@ def plan(
     if explain:
         if collective != "allreduce":
             raise CollectiveError("--explain is for all-reduce; simulate compares the others")
+        if algorithm != "auto" or chunks is not None:
+            raise CollectiveError("--explain compares all: leave out --algorithm and --chunks")
         with console.status("comparing"):
             told = collectives.explain(machine, nbytes)
         print(explanation_json(told) if as_json else told)
@@ -120,6 +122,8 @@ def plan(
         (seconds, _), (best, _) = (
             predict(machine, nbytes, name, collective, root) for name in (algorithm, auto)
         )
+        if chunks is not None:
+            seconds = collectives.simulate(made, machine, nbytes).seconds
         if seconds > 1.02 * best:
             console.print(
                 f"warning: {algorithm} is predicted to take {seconds / best:.2f} times as long as "

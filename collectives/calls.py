@@ -142,8 +142,7 @@ class Calls:
                 name = _FIXED["allreduce"] if fixed else choose(self.topology, nbytes)
             elif fixed:
                 raise CollectiveError(f"order='fixed' chooses the algorithm: do not ask for {name}")
-            else:
-                plan_allreduce(self.topology, nbytes, name)
+            plan_allreduce(self.topology, nbytes, name)
             self._algorithms[key] = name
         return self._algorithms[key]
 

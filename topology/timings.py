@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from topology.errors import TopologyError
 
 FORMAT = "linkweave-timings"
-LARGEST = 1 << 50  # bytes of a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +22,19 @@ class Timing:
     seconds: float
 
     def __post_init__(self) -> None:
-        for name, value in (("nbytes", self.nbytes), ("num_chunks", self.num_chunks)):
+        for name, value, most in (
+            ("nbytes", self.nbytes, 1 << 50), ("num_chunks", self.num_chunks, 1 << 20),
+        ):  # fmt: skip
             whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole or not 1 <= value <= LARGEST:
-                raise TopologyError(f"timing: {name} must be an integer >= 1, not {value!r}")
+            if not whole or not 1 <= value <= most:
+                raise TopologyError(
+                    f"timing: {name} must be an integer from 1 to {most}, not {value!r}"
+                )
         number = isinstance(self.seconds, int | float) and not isinstance(self.seconds, bool)
-        if not number or not 0 < self.seconds < math.inf:
-            raise TopologyError(f"timing: seconds must be a positive number, not {self.seconds!r}")
+        if not number or not 0 < self.seconds < 1e9:
+            raise TopologyError(
+                f"timing: seconds must be a positive number up to 1e9, not {self.seconds!r}"
+            )
         if not isinstance(self.algorithm, str) or not self.algorithm:
             raise TopologyError(f"timing: algorithm must be a name, not {self.algorithm!r}")
 
@@ -54,7 +59,7 @@ def timing_rows(rows: object, where: str) -> tuple[Timing, ...]:
 
 def looks_like_timings(text: str) -> bool:
     """Whether this is the JSON of `linkweave bench algorithms`."""
-    return text.lstrip("\ufeff \t\r\n").startswith("{") and f'"{FORMAT}"' in text[:400]
+    return text.lstrip("\ufeff \t\r\n").startswith("{") and f'"{FORMAT}"' in text[:4000]
 
 
 def parse_timings(text: str, machine: str, where: str) -> tuple[Timing, ...]:

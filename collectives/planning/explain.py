@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from itertools import groupby
 
 from collectives.errors import PlanError
-from collectives.planning.algorithms import ALGORITHMS
+from collectives.planning.algorithms import ALGORITHMS, algorithm_for
+from collectives.planning.lower import MOST_SQUARED
 from collectives.planning.planner import candidates, choose, plan_allreduce, predict
 from collectives.runtime.simulate import Timeline, simulate
 from topology import Bound, Topology, Vertex, bound
@@ -95,11 +97,13 @@ def explain(topology: Topology, nbytes: int) -> Explanation:
     rows, refused = [], []
     able = candidates(topology)
     for name in ALGORITHMS:
-        if name in able:
+        if name in able or name == choice:
             rows.append(_row(topology, nbytes, name, best))
+        elif "hierarchical" in able and len(topology.gpus) > MOST_SQUARED:
+            refused.append((name, f"not compared on clusters of more than {MOST_SQUARED} GPUs"))
         else:
             try:
-                plan_allreduce(topology, nbytes, name)
+                algorithm_for(name, topology)
             except PlanError as error:
                 refused.append((name, str(error)))
     rows.sort(key=lambda row: (row.seconds, row.algorithm != choice))
@@ -133,8 +137,16 @@ def _reason(rows: list[Row], choice: str, nbytes: int) -> str:
     others = [row for row in rows if row.algorithm != choice]
     if not others or not mine.seconds:
         return f"{choice}: there is nothing to choose between"
+    if os.environ.get("LINKWEAVE_ALGORITHM"):
+        best = others[0].algorithm if others[0].seconds < mine.seconds else choice
+        return f"LINKWEAVE_ALGORITHM asks for {choice}; the fastest is {best}"
     rival = others[0]
     factor = rival.seconds / mine.seconds
+    if factor < 0.995:
+        return (
+            f"{choice} is the fastest of those measured; {rival.algorithm} is predicted to be "
+            f"{1 / factor:.2f} times faster"
+        )
     ahead = f"{factor:.2f} times faster than {rival.algorithm}"
     if factor < 1.005:
         return f"{choice} and {rival.algorithm} take the same time; the first named is taken"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+
 from collectives.errors import PlanError
 from collectives.planning.goals import COLLECTIVES, blocks
 from collectives.planning.plan import Op, Plan, Step, Stream
@@ -109,21 +111,27 @@ def check_links(plan: Plan, topology: Topology) -> None:
                 )
 
 
-def in_step(plan: Plan) -> bool:
-    """Whether no WAIT stands in an earlier phase than a SIGNAL it waits for."""
-    raised: dict[tuple[int, bool], int] = {}
-    waited: dict[tuple[int, bool], int] = {}
+def repeats(plan: Plan) -> bool:
+    """Whether every group of chunks is like the one before, so that a few prove all.
+
+    For each connection and each of its two counters, a group raises it for the chunks for which it
+    waits for it, and no WAIT stands in an earlier phase than a SIGNAL it waits for.
+    """
+    raised: dict[tuple[int, bool], Counter[int]] = defaultdict(Counter)
+    waited: dict[tuple[int, bool], Counter[int]] = defaultdict(Counter)
+    last: dict[tuple[int, bool], int] = {}
+    first: dict[tuple[int, bool], int] = {}
     for stream in plan.streams:
         for phase, body in enumerate(stream.phases):
             for step in body:
                 if step.op not in (Op.SIGNAL, Op.WAIT):
                     continue
                 i = step.connections[0]
-                c = plan.connections[i]
-                sender = (c.src, c.src_channel) == (stream.rank, stream.channel)
+                sender = plan.sends_on(stream, i)
                 if step.op is Op.SIGNAL:
-                    raised[i, sender] = max(raised.get((i, sender), 0), phase)
+                    raised[i, sender][step.chunk] += 1
+                    last[i, sender] = max(last.get((i, sender), 0), phase)
                 else:
-                    key = (i, not sender)
-                    waited[key] = min(waited.get(key, phase), phase)
-    return all(raised.get(key, 0) <= phase for key, phase in waited.items())
+                    waited[i, not sender][step.chunk] += 1
+                    first[i, not sender] = min(first.get((i, not sender), phase), phase)
+    return raised == waited and all(last[key] <= phase for key, phase in first.items())

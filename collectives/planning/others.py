@@ -136,7 +136,7 @@ def ring(topology: Topology, collective: str, root: int) -> Algorithm:
 def direct(topology: Topology, collective: str, root: int) -> Algorithm:
     """All-to-all: every block straight to its rank, or over the ranks on a shortest way.
 
-    Chunk s P + d goes from rank s to rank d, on a channel of its own. PlanError for more than 64
+    Chunk s P + d goes from rank s to rank d, on channel d - s (mod P). PlanError for more than 64
     ranks.
     """
     size = len(topology.gpus)

@@ -95,10 +95,10 @@ def predict(
     The closed forms where they are exact, or on CPU ranks; else, from where they point, the number
     of chunks that simulates fastest; ties go to the fewest.
     """
+    template, shape = _template(topology, algorithm, collective, root)
     measured = measured_seconds(topology.timings, algorithm, nbytes)
     if collective == ALLREDUCE and measured:
-        return measured
-    template, shape = _template(topology, algorithm, collective, root)
+        return measured[0], min(measured[1], most_chunks(nbytes, template.stride))
     moved = template.volume(nbytes)
     chunks = shape.best_chunks(moved, largest_chunk(topology))
     if shape.exact or largest_chunk(topology) or not nbytes:
@@ -173,9 +173,9 @@ def plan_allreduce(
 ) -> Plan:
     """A verified all-reduce plan for a message of `nbytes` on this topology.
 
-    `num_chunks` (the total over all trees) is chosen by the cost model where it is None. Pure and
-    cached. Raises PlanError for an unknown algorithm, one that the machine cannot run, or sizes
-    that make no sense.
+    `num_chunks` (the total over all trees) is chosen by the cost model where it is None. Pure
+    (but for `LINKWEAVE_ALGORITHM`) and cached. Raises PlanError for an unknown algorithm, one that
+    the machine cannot run, or sizes that make no sense.
     """
     _check_bytes(nbytes)
     with _uncollected():
@@ -188,7 +188,8 @@ def plan_collective(
     collective: str, topology: Topology, nbytes: int, root: int = 0, algorithm: str = "auto",
     num_chunks: int | None = None,
 ) -> Plan:  # fmt: skip
-    """A verified plan of any collective; names and algorithms are those of `planning.others`.
+    """A verified plan of any collective (`planning.goals`), by `plan_allreduce`'s algorithms or
+    those of `planning.others`.
 
     `nbytes` is the rank's whole buffer, as in nccl-tests: what is broadcast or reduced; all P
     blocks of an all-gather's result, of what a reduce-scatter takes, of what a rank sends in an

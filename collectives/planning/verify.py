@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from collectives.errors import PlanError
-from collectives.planning.form import check_form, check_links, in_step
+from collectives.planning.form import check_form, check_links, repeats
 from collectives.planning.goals import goal, start
 from collectives.planning.plan import Op, Plan, pushed
 from collectives.planning.walk import Visit, walk
@@ -37,8 +37,9 @@ def verify(plan: Plan, topology: Topology, expand: bool = False) -> None:
     two accesses depends on the difference of their groups, not on g. `slots + 2` groups contain
     every such difference up to the reuse of a slot, after which slots, counters and waits are
     those of a group before, shifted. The walk keeps the number of chunks modulo the stride, so a
-    last group that is cut short is walked as it is. Across phases the difference of groups is not
-    bounded, so a plan that signals in a later phase than it waits is walked in full.
+    last group that is cut short is walked as it is. A plan whose groups do not pair their signals
+    with waits of the same group, or that signals in a later phase than it waits, is walked in full
+    (`form.repeats`).
     """
     check_form(plan)
     check_links(plan, topology)
@@ -48,7 +49,7 @@ def verify(plan: Plan, topology: Topology, expand: bool = False) -> None:
 def shortened(plan: Plan) -> Plan:
     """The plan on the fewest chunks that prove it for all (see `verify`)."""
     enough = plan.stride * (plan.slots + 2)
-    if plan.num_chunks <= enough + plan.stride or not in_step(plan):
+    if plan.num_chunks <= enough + plan.stride or not repeats(plan):
         return plan
     return plan.with_chunks(enough + (plan.num_chunks - enough) % plan.stride)
 
@@ -148,6 +149,8 @@ class _Proof:
         held, chunk = self.slot[index][number]
         if chunk != visit.chunk:
             raise PlanError(f"{visit} takes a slot that holds chunk {chunk}")
+        if self.direct and self.pushed[index] >= 0 and visit.step.op is Op.REDUCE:
+            self.races.append(f"{visit} combines what its sender writes over the own chunk")
         if self.direct and self.pushed[index] < 0:
             cell, version = self.origin[index, number]
             self.touch(cell, visit, write=False)
@@ -166,8 +169,6 @@ class _Proof:
                 i = step.connections[0]
                 if not self.plan.sends_on(stream, i):
                     of, known = self.ready[i].popleft()
-                elif self.plan.connections[i].local:
-                    return
                 else:
                     of, known = self.free[i].popleft()
                 if known:

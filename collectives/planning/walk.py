@@ -59,7 +59,9 @@ class _Walk:
                     return False
                 self.waited_ready[i] += 1
             elif index == self.src[i]:
-                if not self.local[i] and self.free[i] + self.plan.slots == self.waited_free[i]:
+                if self.local[i]:
+                    self.refuse(index, head, f"waits for a slot of {i}, which is only for order")
+                if self.free[i] + self.plan.slots == self.waited_free[i]:
                     return False
                 self.waited_free[i] += 1
             else:

@@ -172,6 +172,12 @@ class ShmRuntime:
 
     def _lay_out(self, plan: Plan) -> Region:
         n = len(plan.connections)
+        widest = max(
+            (len(step.connections) for s in plan.streams for body in s.phases for step in body),
+            default=0,
+        )
+        if widest > len(self._table):
+            self._table = np.zeros(widest, np.int64)
         shared = _shared_slots(plan)
         flags = 2 * _LINE * n
         start = self.arena.reserve(flags + len(set(shared)) * plan.slots * SLOT_BYTES + SLOT_BYTES)

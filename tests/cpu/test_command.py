@@ -15,7 +15,7 @@ import pytest
 
 import topology
 from bench.options import parse_size
-from collectives import CollectiveError, Plan, plan_allreduce, verify
+from collectives import CollectiveError, Plan, plan_allreduce, plan_collective, verify
 from collectives.planning.explain import size_text
 from topology.measured import LinkFigures, PairFigure
 
@@ -107,6 +107,14 @@ def test_plan_json_is_the_verified_plan() -> None:
     assert plan == plan_allreduce(machine, 64 << 20)
 
 
+def test_other_collectives_json_reads_back() -> None:
+    done = command("plan", "-c", "alltoall", "-t", "ring-5", "-s", "5K", "--json")
+    machine = topology.load("ring-5")
+    plan = Plan.from_json(done.stdout)
+    verify(plan, machine)
+    assert plan == plan_collective("alltoall", machine, 5 << 10)
+
+
 def test_plan_explains_itself() -> None:
     done = command("plan", "-t", "dgx1-v100", "-s", "8K", "--explain")
     lines = done.stdout.splitlines()
@@ -159,6 +167,19 @@ def test_simulate_lists_all_and_traces_one(tmp_path: Path) -> None:
         ),
         (["bench", "allreduce", "-n", "9", "-t", "dgx1-v100"], "has 8 GPUs, fewer than the 9"),
         (["bench", "allreduce", "-f", "1"], "-f must be at least 2, not 1"),
+        (["reproduce", "nonsense"], "unknown table 'nonsense'; choose from c-cube-14, choice"),
+        (
+            ["simulate", "-c", "allgather", "-t", "ring-5", "-s", "1001"],
+            "allgather over 5 ranks: 1001 bytes are no 5 equal blocks",
+        ),
+        (
+            ["plan", "-c", "broadcast", "-t", "mesh-4", "-s", "1K", "--root", "9"],
+            "root 9 is not a rank; ranks are 0 to 3",
+        ),
+        (
+            ["plan", "-c", "broadcast", "-t", "mesh-4", "-s", "1K", "--explain"],
+            "--explain is for all-reduce; simulate compares the others",
+        ),
         (["demo", "--epochs", "0"], "--epochs must be at least 1, not 0"),
     ],
 )

@@ -75,6 +75,44 @@ def test_other_machines_are_refused() -> None:
         plan_allreduce(uneven, 1024, "hierarchical")
 
 
+@pytest.mark.parametrize(
+    "spec", [*(f"{n} x mesh-{size}" for n in (2, 3, 5, 8) for size in (2, 3)), "2 x dgx1-v100"]
+)
+def test_a_ring_over_the_nodes_is_proved_and_sums(spec: str) -> None:
+    topo = load(spec)
+    size, nodes = len(topo.gpus), int(spec[0])
+    plan = plan_allreduce(topo, 1 << 16, "hierarchical_ring", 2 * size)
+    verify(plan, topo)
+    assert plan.stride == size  # of each slice one chunk a node
+    inputs = [np.arange(301) * 1000 + 3**r for r in range(size)]
+    assert all((out == sum(inputs)).all() for out in run(plan, inputs))
+    per = size // nodes
+    across = {(c.src, c.dst) for c in plan.connections if c.src // per != c.dst // per}
+    assert across == {(r, (r + per) % size) for r in range(size)}
+
+
+@pytest.mark.parametrize("nodes", [9, 16])
+def test_a_ring_is_for_few_nodes(nodes: int) -> None:
+    words = f"hierarchical_ring is for at most 8 nodes, not {nodes}"
+    with pytest.raises(PlanError, match=words):
+        plan_allreduce(load(f"{nodes} x mesh-2"), 1024, "hierarchical_ring")
+    with pytest.raises(PlanError, match="hierarchical_ring is for clusters of equal nodes"):
+        plan_allreduce(load("mesh-4"), 1024, "hierarchical_ring")
+
+
+@pytest.mark.parametrize("name", ["hierarchical", "hierarchical_ring"])
+def test_inside_a_cube_mesh_node_only_nvlinks_are_used(name: str) -> None:
+    """Not every pair of a DGX-1 has one: the trees pass other GPUs instead of PCIe."""
+    topo = load("2 x dgx1-v100")
+    plan = plan_allreduce(topo, 1 << 26, name)
+    inside = [c for c in plan.connections if not c.local and c.src // 8 == c.dst // 8]
+    kinds = {
+        topo.by_ends[ends].kind for c in inside for ends in zip(c.path, c.path[1:], strict=False)
+    }
+    assert kinds == {"nvlink"}
+    assert {len(c.path) for c in inside} == {2}
+
+
 def test_what_grows_as_the_square_is_left_to_it_on_large_clusters() -> None:
     topo = load("33 x mesh-4 nics=1")
     for name in ("ring", "one_shot", "two_shot", "halving_doubling"):

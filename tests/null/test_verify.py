@@ -560,3 +560,32 @@ def test_what_the_verifier_accepts_the_simulator_can_run() -> None:
     )  # fmt: skip
     if not caught(plan, load("mesh-3")):
         assert simulate(plan, load("mesh-3"), 1000).seconds > 0
+
+
+def _pairing(signals: tuple[int, ...], waits: tuple[int, ...]) -> Plan:
+    """A rank whose first stream signals, and whose second waits, for these chunks of a group."""
+    streams = {
+        (0, 0): [[step(SIGNAL, 0, chunk=c) for c in signals]],
+        (0, 1): [[step(WAIT, 0, chunk=c) for c in waits]],
+    }
+    return by_hand([Connection(0, 0, 0, 1)], streams, num_chunks=101, stride=2)
+
+
+@pytest.mark.parametrize(("signals", "waits"), [((0,) * 4, (1,) * 5), ((1,) * 5, (0,) * 4)])
+def test_groups_that_do_not_pair_are_walked_in_full(
+    signals: tuple[int, ...], waits: tuple[int, ...]
+) -> None:
+    """On the few chunks that prove other plans their totals happen to agree."""
+    plan = _pairing(signals, waits)
+    assert shortened(plan) == plan
+    with pytest.raises(PlanError, match=r"hangs|connection"):
+        verify(plan, load("mesh-1"))
+    assert shortened(_pairing((0, 1), (1, 0))).num_chunks < 101
+
+
+def test_the_sender_of_order_does_not_wait() -> None:
+    """The simulator and the CPU runtime would wait for ever."""
+    streams = {(0, 0): [[step(WAIT, 0), step(SIGNAL, 0)]], (0, 1): [[step(WAIT, 0)]]}
+    plan = by_hand([Connection(0, 0, 0, 1)], streams, num_chunks=3)
+    with pytest.raises(PlanError, match="waits for a slot of 0, which is only for order"):
+        verify(plan, load("mesh-1"))
