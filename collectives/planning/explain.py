@@ -148,6 +148,8 @@ def _reason(rows: list[Row], choice: str, nbytes: int) -> str:
             f"{1 / factor:.2f} times faster"
         )
     ahead = f"{factor:.2f} times faster than {rival.algorithm}"
+    if mine.measured:
+        return f"{choice} is the fastest by measured times, {ahead}"
     if factor < 1.005:
         return f"{choice} and {rival.algorithm} take the same time; the first named is taken"
     if mine.share > 0.5:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import collectives
@@ -9,6 +11,7 @@ from collectives.errors import PlanError
 from collectives.planning.explain import SIZES
 from collectives.planning.planner import candidates, choose
 from topology import allreduce_bound, load
+from topology.timings import Timing
 
 
 @pytest.mark.parametrize(("name", "nbytes"), [("mesh-4", 1 << 20), ("dgx1-p100", 8192)])
@@ -48,6 +51,21 @@ def test_words() -> None:
     assert "bottleneck: each GPU's six links" in text
     alone = collectives.explain(load("mesh-1"), 1024)
     assert "nothing to choose between" in alone.reason
+
+
+def test_a_choice_that_is_not_the_fastest_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = Timing("chain", 8192, 1, 1e-3)
+    told = collectives.explain(replace(load("mesh-4"), timings=(timed,)), 8192)
+    assert told.choice == "chain" and "chain is the fastest of those measured" in told.reason
+    monkeypatch.setenv("LINKWEAVE_ALGORITHM", "tree")
+    told = collectives.explain(load("dgx1-v100"), 8192)
+    assert told.reason == "LINKWEAVE_ALGORITHM asks for tree; the fastest is one_shot"
+
+
+def test_large_clusters_compare_what_suits_them() -> None:
+    topo = load("33 x mesh-2")
+    refused = dict(collectives.explain(topo, 1 << 20).refused)
+    assert refused["chain"] == "not compared on clusters of more than 64 GPUs"
 
 
 def test_bad_sizes_are_refused() -> None:
