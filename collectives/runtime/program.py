@@ -1,0 +1,191 @@
+"""What the GPU plan interpreter (`kernels/plan.cu`) is given: programs, tables, memory layout.
+
+Pure data, made alike by every rank; addresses come from whoever has the memory. The layouts are
+those of `kernels/launch.h`, and a test compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.errors import PlanError
+from collectives.planning.plan import ALIGN, Op, Plan, Stream
+
+MOST_RANKS = 64
+MOST_PEERS = 64
+LINE = 128
+REPORT = 4
+
+SLOT_BYTES = 512 << 10
+"""Data of one slot. With two slots for each of the 28 connections of a DGX-1's double tree that is
+28 MB, which the L2 cache of an A100 or later holds."""
+LINES_BYTES = 16 << 10
+"""A chunk up to which data and flags travel in one store: half the bandwidth, and no barrier or
+counter between the data and its reader. To be fitted on GPUs."""
+
+
+class State(IntEnum):
+    """First word of a lane's report."""
+
+    NOTHING = 0
+    WAITS = 1
+    TIMED_OUT = 2
+    ABORTED = 3
+    DONE = 4
+
+
+END = np.dtype([("slot", "u8"), ("ready", "u8"), ("free", "u8")])
+CURSOR = np.dtype([(name, "u4") for name in ("waited", "moved", "signalled", "slot")])
+GROUP = np.dtype(
+    [(name, "u8") for name in ("code", "ends", "cursors", "place", "report")]
+    + [(name, "u4") for name in ("rank", "num_ends", "code_words", "pad")]
+)
+LAUNCH = np.dtype(
+    [(name, "u8") for name in ("groups", "abort", "timeout_ns")]
+    + [
+        (name, "u4")
+        for name in ("lanes", "num_chunks", "stride", "slots", "stripe", "low_latency", "divisor",
+                     "ps_per_byte")
+    ]
+    + [("buffers", "u8", (MOST_RANKS,))]
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a plan lies in memory: `lanes` blocks a stream, each with `stripe` bytes of every slot.
+
+    With `low_latency` slots hold lines of 4 bytes of data and 4 of flag.
+    """
+
+    lanes: int
+    stripe: int
+    low_latency: bool
+
+
+def fit(plan: Plan, nbytes: int, lanes: int) -> tuple[Plan, Shape]:
+    """The plan in as many chunks as fit its slots, and its shape, for a message of `nbytes`.
+
+    A short message takes one lane and lines. The shape takes one of two values for each `lanes`,
+    so one piece of memory serves all messages of a plan and a protocol.
+    """
+    most = max(1, -(-plan.volume(nbytes) // SLOT_BYTES))
+    if plan.chunk_bytes(nbytes) > SLOT_BYTES:
+        plan = plan.with_chunks(-(-most // plan.stride) * plan.stride)
+        while plan.chunk_bytes(nbytes) > SLOT_BYTES:  # chunks of a part of the data only
+            plan = plan.with_chunks(2 * plan.num_chunks)
+    if plan.chunk_bytes(nbytes) <= LINES_BYTES:
+        return plan, Shape(1, LINES_BYTES, True)
+    return plan, Shape(lanes, -(-SLOT_BYTES // (lanes * ALIGN)) * ALIGN, False)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a plan's counters and slots lie in each rank's memory (byte offsets).
+
+    Data-ready counters and slots lie at the receiver, slot-free counters at the sender; -1 where a
+    connection carries no data.
+    """
+
+    nbytes: tuple[int, ...]
+    ready: tuple[int, ...]
+    free: tuple[int, ...]
+    slot: tuple[int, ...]
+
+
+def lay_out(plan: Plan, shape: Shape) -> Layout:
+    """Counters first, then slots, in the order of the connections; all must be zero at first."""
+    used = [0] * plan.size
+    ready, free, slot = [], [], []
+    counters = shape.lanes * LINE
+    for c in plan.connections:
+        ready.append(used[c.dst])
+        used[c.dst] += counters
+        free.append(-1 if c.local else used[c.src])
+        used[c.src] += 0 if c.local else counters
+    ring = plan.slots * shape.lanes * shape.stripe * (2 if shape.low_latency else 1)
+    for c in plan.connections:
+        slot.append(-1 if c.local else used[c.dst])
+        used[c.dst] += 0 if c.local else ring
+    return Layout(tuple(used), tuple(ready), tuple(free), tuple(slot))
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One stream's code for the device, and the connections that its numbers of ends stand for."""
+
+    stream: Stream
+    code: NDArray[np.int32]
+    ends: tuple[int, ...]
+
+
+def programs(plan: Plan, rank: int) -> list[Program]:
+    """The streams of a rank.
+
+    `code` is `[phases, phases + 1 offsets, steps]` with the steps of `Plan.encode`, in which
+    connections are numbers into `ends`, and the flag of a SIGNAL or WAIT has 2 added where the
+    connection carries data. Raises PlanError where a step has more peers than the kernel admits.
+    """
+    whole = plan.encode(rank).tolist()
+    phases = whole[1]
+    found = []
+    for i, stream in enumerate(s for s in plan.streams if s.rank == rank):
+        row = 2 + i * (phases + 1)
+        first, stop = whole[row], whole[row + phases]
+        shift = phases + 2 - first
+        code = [phases, *(offset + shift for offset in whole[row : row + phases + 1])]
+        number: dict[int, int] = {}
+        at = first
+        while at < stop:
+            op, chunk, flag, source, n = whole[at : at + 5]
+            if n > MOST_PEERS:
+                raise PlanError(
+                    f"{plan.algorithm}: rank {rank} has a {Op(op).name} with {n} peers; GPU "
+                    f"kernels take at most {MOST_PEERS} in one step"
+                )
+            connections = whole[at + 5 : at + 5 + n]
+            if op in (Op.SIGNAL, Op.WAIT):
+                flag += 0 if plan.connections[connections[0]].local else 2
+            if source >= 0:
+                source = number.setdefault(source, len(number))
+            numbers = [number.setdefault(c, len(number)) for c in connections]
+            code += [op, chunk, flag, source, n, *numbers]
+            at += 5 + n
+        found.append(Program(stream, np.array(code, np.int32), tuple(number)))
+    return found
+
+
+def ends(plan: Plan, layout: Layout, program: Program, bases: Sequence[int]) -> NDArray[np.void]:
+    """[ends] of END: the addresses at which one process sees them, with each rank's memory at
+    `bases[rank]`."""
+    table = np.zeros(len(program.ends), END)
+    for row, index in zip(table, program.ends, strict=True):
+        c = plan.connections[index]
+        row["ready"] = bases[c.dst] + layout.ready[index]
+        if not c.local:
+            row["free"] = bases[c.src] + layout.free[index]
+            row["slot"] = bases[c.dst] + layout.slot[index]
+    return table
+
+
+def launch(
+    plan: Plan, shape: Shape, groups: int, abort: int, buffers: Sequence[int],
+    timeout: float, average: bool, ps_per_byte: int = 0,
+) -> NDArray[np.void]:  # fmt: skip
+    """[1] of LAUNCH. `groups` and `abort` are addresses, `timeout` is in seconds; `average` divides
+    by the number of ranks. A buffer for each rank that this launch runs, in the groups' order."""
+    if len(buffers) > MOST_RANKS:
+        raise PlanError(f"{len(buffers)} ranks in one launch; at most {MOST_RANKS}")
+    made = np.zeros(1, LAUNCH)
+    row = made[0]
+    row["groups"], row["abort"], row["timeout_ns"] = groups, abort, int(timeout * 1e9)
+    row["lanes"], row["stripe"], row["low_latency"] = shape.lanes, shape.stripe, shape.low_latency
+    row["num_chunks"], row["stride"], row["slots"] = plan.num_chunks, plan.stride, plan.slots
+    row["divisor"], row["ps_per_byte"] = plan.size if average else 0, ps_per_byte
+    row["buffers"][: len(buffers)] = buffers
+    return made

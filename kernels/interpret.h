@@ -1,0 +1,115 @@
+// The control flow of a lane: one thread walks the stream's steps, waits and signals, and stops at
+// each step that moves data, which the whole block then carries out (move.h).
+//
+// Memory order: a block's data is written before a barrier, behind which its first thread stores
+// the counter with release; the receiver's first thread loads it with acquire, and a barrier stands
+// before its block's reads. Releases are cumulative over the barrier (PTX memory model, causality
+// order), so all threads' data is covered. Counters only grow and wrap: they are compared by their
+// signed difference, which is right as long as the ends are less than 2^31 apart; they never are
+// more than a call's steps apart. Nothing is reset between calls.
+#pragma once
+#include "lane.h"
+
+__device__ __forceinline__ u8* slot_of(const Launch& l, const End& end, const Cursor& at) {
+    const u64 bytes = u64(l.stripe) << l.low_latency;  // a line is twice its data
+    return end.slot + (u64(at.slot) * l.lanes + blockIdx.x % l.lanes) * bytes;
+}
+
+__device__ __forceinline__ void advance(const Launch& l, Cursor& at) {
+    ++at.moved;
+    at.slot = at.slot + 1 == l.slots ? 0 : at.slot + 1;
+}
+
+// WAIT and SIGNAL. With lines a wait for data is the receiver's poll of each line.
+__device__ __forceinline__ bool synchronise(const Launch& l, const Group& g, Lane& lane,
+                                            const int* step) {
+    const End& end = g.ends[step[5]];
+    Cursor& at = lane.cursors[step[5]];
+    const u64 line = u64(blockIdx.x % l.lanes) * LINE;
+    const bool sender = step[2] & 1, data = step[2] & 2;
+    const bool counted = !(data && l.low_latency);
+    if (step[0] == WAIT) {
+        ++at.waited;
+        if (sender) return await(end.free + line, at.waited - l.slots, l, g, lane);
+        return !counted || await(end.ready + line, at.waited, l, g, lane);
+    }
+    ++at.signalled;
+    if (!sender) {
+        st_release_sys((u32*)(end.free + line), at.signalled);
+        return true;
+    }
+    if (data && l.ps_per_byte) {
+        Patience patience = {0, 0};
+        while (clock_ns() < lane.link_free)
+            if (!patience.more(l, g, lane)) return false;
+    }
+    if (counted) st_release_sys((u32*)(end.ready + line), at.signalled);
+    return true;
+}
+
+// SEND, REDUCE and COPY: what the block is to do.
+__device__ __forceinline__ void prepare(const Launch& l, const Group& g, Lane& lane,
+                                        const int* step, int chunk) {
+    Task& t = lane.task;
+    const i64 size = g.place[2 * chunk + 1];
+    const i64 slice = (size + 16 * l.lanes - 1) / (16 * l.lanes) * 16;
+    const i64 start = i64(blockIdx.x % l.lanes) * slice;
+    t.op = step[0];
+    t.n = step[4];
+    t.last = step[2] & 1;
+    t.ahead = step[2] >> 1;
+    t.nbytes = start >= size ? 0 : (size - start < slice ? size - start : slice);
+    t.own = l.buffers[g.rank] + g.place[2 * chunk] + start;
+    t.source = 0;
+    if (t.op == SEND && step[3] >= 0) {
+        Cursor& from = lane.cursors[step[3]];
+        t.source = slot_of(l, g.ends[step[3]], from);
+        t.source_use = from.moved + 1;
+        advance(l, from);
+    }
+    for (u32 j = 0; j < t.n; ++j) {
+        const int end = step[5 + j];
+        t.slot[j] = slot_of(l, g.ends[end], lane.cursors[end]);
+        t.use[j] = lane.cursors[end].moved + 1;
+        advance(l, lane.cursors[end]);
+    }
+    if (t.op == SEND && l.ps_per_byte) {
+        const u64 now = clock_ns();
+        if (lane.link_free < now) lane.link_free = now;
+        lane.link_free += u64(t.nbytes) * l.lanes * l.ps_per_byte / 1000;
+    }
+}
+
+// The first thread's part: on to the next step that moves data, or to the end.
+__device__ __forceinline__ void next(const Launch& l, const Group& g, Lane& lane) {
+    const int* code = lane.code;
+    const int groups = (l.num_chunks + l.stride - 1) / l.stride;
+    lane.pc += lane.length;
+    lane.length = 0;
+    while (!lane.failed && lane.phase < code[0]) {
+        const int first = code[1 + lane.phase], stop = code[2 + lane.phase];
+        if (first == stop || lane.group == groups) {
+            ++lane.phase;
+            lane.group = lane.pc = 0;
+            continue;
+        }
+        if (!lane.pc) lane.pc = first;
+        if (lane.pc == stop) {
+            ++lane.group;
+            lane.pc = 0;
+            continue;
+        }
+        const int* step = code + lane.pc;
+        const i64 chunk = i64(lane.group) * l.stride + step[1];
+        if (chunk < l.num_chunks) {
+            if (step[0] < SIGNAL) {
+                prepare(l, g, lane, step, int(chunk));
+                lane.length = 5 + step[4];
+                return;
+            }
+            if (!synchronise(l, g, lane, step)) break;
+        }
+        lane.pc += 5 + step[4];
+    }
+    lane.task.op = STOP;
+}

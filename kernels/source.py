@@ -1,0 +1,38 @@
+"""The CUDA sources as one text, so that a compiler's cache sees every change in them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ELEMENTS = {
+    "float32": "float", "float64": "double", "float16": "float16", "bfloat16": "bfloat16",
+    "int8": "signed char", "uint8": "u8", "int32": "int", "int64": "i64",
+}  # fmt: skip
+OPS = {"sum": "sum", "avg": "sum", "min": "min_", "max": "max_", "prod": "prod"}
+THREADS = 512
+
+_FOLDER = Path(__file__).parent
+_INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
+
+
+def source(name: str) -> str:
+    """`kernels/NAME` with each header in the place where it is first included."""
+    seen: set[str] = set()
+
+    def text(name: str) -> str:
+        seen.add(name)
+        return _INCLUDE.sub(
+            lambda found: "" if found[1] in seen else text(found[1]),
+            (_FOLDER / name).read_text().replace("#pragma once\n", ""),
+        )
+
+    return text(name)
+
+
+def options(dtype: str, op: str) -> tuple[str, ...]:
+    """NVRTC's options for one (dtype, op): IEEE arithmetic throughout, nothing contracted."""
+    return (
+        "--std=c++17", "--fmad=false", f"-DELEMENT={ELEMENTS[dtype]}", f"-DOP={OPS[op]}",
+        f"-DTHREADS={THREADS}",
+    )  # fmt: skip
