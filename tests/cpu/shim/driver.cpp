@@ -1,0 +1,86 @@
+// Runs launches of the plan interpreter that a test wrote into a file ("image").
+//
+// An image is a list of segments, each of which becomes one allocation of exactly its size, so that
+// the address sanitizer sees every step beyond it. Addresses in it are (segment + 1) << 40 | offset
+// and are listed; the driver puts the real ones in their place. All numbers are u64:
+//   segments, then for each its size and bytes; addresses, then (segment, offset) of each;
+//   launches, then for each the segment of its Launch, blocks, threads, dtype, op.
+// Then every segment is written back, in order, to the second file. With a third argument the
+// abort word, the first one of that segment, is raised after 100 ms. `--layout` prints layouts.
+#include <cstddef>
+#include <cstdio>
+#include <fstream>
+
+#include "plan.cu"
+
+struct Image {
+    std::ifstream in;
+    u64 number() {
+        u64 v = 0;
+        in.read(reinterpret_cast<char*>(&v), 8);
+        return v;
+    }
+};
+
+typedef void (*Kernel)(const Launch&);
+#ifdef ALL
+#define ROW(T) {run<T, sum>, run<T, min_>, run<T, max_>, run<T, prod>}
+static const Kernel kernels[8][4] = {ROW(float), ROW(double), ROW(float16), ROW(bfloat16),
+                                     ROW(signed char), ROW(u8), ROW(int), ROW(i64)};
+#else
+static const Kernel kernels[1][1] = {run<ELEMENT, OP>};
+#endif
+
+#define FIELD(S, f) std::printf(#S " " #f " %zu %zu\n", offsetof(S, f), sizeof(S::f))
+static int layout() {
+    FIELD(End, slot), FIELD(End, ready), FIELD(End, free);
+    FIELD(Cursor, waited), FIELD(Cursor, moved), FIELD(Cursor, signalled), FIELD(Cursor, slot);
+    FIELD(Group, code), FIELD(Group, ends), FIELD(Group, cursors), FIELD(Group, place);
+    FIELD(Group, report), FIELD(Group, rank), FIELD(Group, num_ends), FIELD(Group, code_words);
+    FIELD(Group, pad);
+    FIELD(Launch, groups), FIELD(Launch, abort), FIELD(Launch, timeout_ns), FIELD(Launch, lanes);
+    FIELD(Launch, num_chunks), FIELD(Launch, stride), FIELD(Launch, slots), FIELD(Launch, stripe);
+    FIELD(Launch, low_latency), FIELD(Launch, divisor), FIELD(Launch, ps_per_byte);
+    FIELD(Launch, buffers);
+    std::printf("sizeof End %zu\nsizeof Cursor %zu\n", sizeof(End), sizeof(Cursor));
+    std::printf("sizeof Group %zu\nsizeof Launch %zu\n", sizeof(Group), sizeof(Launch));
+    std::printf("Op %d %d %d %d %d\n", SEND, REDUCE, COPY, SIGNAL, WAIT);
+    std::printf("State %d %d %d %d %d\n", NOTHING, WAITS, TIMED_OUT, ABORTED, DONE);
+    std::printf("limits %d %d %d %d\n", MOST_RANKS, MOST_PEERS, LINE, REPORT);
+    return 0;
+}
+
+int main(int argc, char** argv) {
+    if (argc == 2 && !std::strcmp(argv[1], "--layout")) return layout();
+    Image image{std::ifstream(argv[1], std::ios::binary)};
+    std::vector<std::unique_ptr<u8, void (*)(u8*)>> segments;
+    std::vector<u64> sizes(image.number());
+    for (u64& size : sizes) {
+        size = image.number();
+        segments.emplace_back(static_cast<u8*>(::operator new(size, std::align_val_t(16))),
+                              [](u8* p) { ::operator delete(p, std::align_val_t(16)); });
+        image.in.read(reinterpret_cast<char*>(segments.back().get()), std::streamsize(size));
+    }
+    for (u64 n = image.number(); n--;) {
+        const u64 segment = image.number(), offset = image.number();
+        u64* at = reinterpret_cast<u64*>(segments[segment].get() + offset);
+        if (*at) *at = u64(segments[(*at >> 40) - 1].get()) + (*at & ((u64(1) << 40) - 1));
+    }
+    std::thread aborting;
+    if (argc > 3)
+        aborting = std::thread([word = reinterpret_cast<u32*>(segments[std::atoi(argv[3])].get())] {
+            std::this_thread::sleep_for(std::chrono::milliseconds(100));
+            st_release_sys(word, 1);
+        });
+    for (u64 n = image.number(); n--;) {
+        const u64 segment = image.number(), blocks = image.number(), threads = image.number();
+        const u64 dtype = image.number(), op = image.number();
+        const Launch& launch = *reinterpret_cast<const Launch*>(segments[segment].get());
+        shim::launch(blocks, threads, [&] { kernels[dtype][op](launch); });
+    }
+    if (aborting.joinable()) aborting.join();
+    std::ofstream out(argv[2], std::ios::binary);
+    for (size_t i = 0; i < segments.size(); ++i)
+        out.write(reinterpret_cast<char*>(segments[i].get()), std::streamsize(sizes[i]));
+    return 0;
+}

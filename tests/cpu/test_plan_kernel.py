@@ -1,0 +1,295 @@
+"""The CUDA plan interpreter, run on the host by threads, against the reference, bit for bit."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from host_gpu import BROKEN, HostGpu, build, needs_compiler
+
+from collectives import plan_allreduce, plan_collective
+from collectives.planning.goals import COLLECTIVES
+from collectives.planning.plan import Op, Plan
+from collectives.runtime import program, reference
+from collectives.runtime.program import Shape, State, fit
+from collectives.runtime.reference import DTYPES, from_bfloat16, to_bfloat16
+from tests.null.helpers import random_plan
+from topology import load
+
+pytestmark = needs_compiler
+
+LINES = Shape(1, program.LINES_BYTES, True)
+ALGORITHMS = [
+    ("dgx1-v100", name)
+    for name in ("ring", "chain", "tree", "double_tree", "overlapped_tree", "packed_trees",
+                 "overlapped_double_tree", "ccube_dgx1")
+] + [("dgx1-p100", "overlapped_double_tree")] + [
+    ("mesh-8", name) for name in ("one_shot", "two_shot", "recursive_doubling", "halving_doubling")
+]  # fmt: skip
+
+
+def plain(lanes: int, chunk: int = 4096) -> Shape:
+    """Slots for chunks of so many bytes, small enough that a short message takes many chunks."""
+    return Shape(lanes, -(-chunk // (16 * lanes)) * 16, False)
+
+
+def values(plan: Plan, nbytes: int, dtype: str = "float32", seed: int = 0) -> list[np.ndarray]:
+    """A buffer for each rank, in which sums round differently in every order."""
+    made = []
+    factor = 2 if plan.collective == "alltoall" else 1
+    for rank in range(plan.size):
+        rng = np.random.default_rng([rank, nbytes, seed])
+        kind = np.dtype("float32" if dtype == "bfloat16" else dtype)
+        n = factor * nbytes // (2 if dtype == "bfloat16" else kind.itemsize)
+        if kind.kind == "f":
+            x = (rng.standard_normal(n) * 10.0 ** rng.integers(-3, 4, n)).astype(kind)
+        else:
+            info = np.iinfo(kind)
+            x = rng.integers(info.min, info.max, n, kind, endpoint=True)
+        made.append(to_bfloat16(x) if dtype == "bfloat16" else x)
+    if plan.collective == "alltoall":  # the block to itself lies there from the start
+        block = made[0].size // 2 // plan.size
+        for rank, x in enumerate(made):
+            start = rank * block
+            x[x.size // 2 + start :][:block] = x[start : start + block]
+    return made
+
+
+def same(a: np.ndarray, b: np.ndarray, dtype: str) -> bool:
+    """Bit for bit, but any NaN is as good as another."""
+    if dtype == "bfloat16":
+        a, b = from_bfloat16(a), from_bfloat16(b)
+    return a.tobytes() == b.tobytes() or bool(
+        np.array_equal(a, b, equal_nan=True) and (np.signbit(a) == np.signbit(b))[a == a].all()
+    )
+
+
+def check(
+    plan: Plan, shape: Shape, sizes: list[int], dtype: str = "float32", op: str = "sum",
+    sanitizer: str = "", start: int = 0, threads: int = 2, skew: int = 0,
+) -> None:  # fmt: skip
+    """Messages of several sizes, one after another over the same memory."""
+    gpu = HostGpu(plan, shape, threads, start)
+    calls = []
+    for seed, nbytes in enumerate(sizes):
+        chunks = plan
+        most = shape.stripe * shape.lanes
+        while chunks.chunk_bytes(nbytes) > most:
+            chunks = chunks.with_chunks(chunks.num_chunks + plan.stride)
+        inputs = values(plan, nbytes, dtype, seed)
+        segments = gpu.call(inputs, op, dtype, nbytes, chunks, skew)
+        calls.append((segments, reference.run(chunks, inputs, op, bfloat16=dtype == "bfloat16")))
+    everything = dtype != "float32" or op not in ("sum", "avg")
+    done = gpu.image.run(build(sanitizer, everything))
+    assert isinstance(done, list), done.stderr[-4000:]
+    for segments, expected in calls:
+        for segment, want in zip(segments, expected, strict=True):
+            assert same(done[segment][skew:].view(want.dtype), want, dtype)
+    assert all(row[0] == State.DONE for row in gpu.reports(done).values())
+
+
+def test_layouts_and_numbers_are_those_of_the_device() -> None:
+    told = subprocess.run(
+        [build(), "--layout"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    names = {"End": program.END, "Cursor": program.CURSOR, "Group": program.GROUP,
+             "Launch": program.LAUNCH}  # fmt: skip
+    mine = [
+        f"{name} {field} {dtype.fields[field][1]} {dtype.fields[field][0].itemsize}"
+        for name, dtype in names.items()
+        for field in dtype.names or ()
+    ]
+    mine += [f"sizeof {name} {dtype.itemsize}" for name, dtype in names.items()]
+    mine += ["Op " + " ".join(str(op.value) for op in Op)]
+    mine += ["State " + " ".join(str(state.value) for state in State)]
+    limits = (program.MOST_RANKS, program.MOST_PEERS, program.LINE, program.REPORT)
+    assert told == [*mine, "limits " + " ".join(map(str, limits))]
+
+
+@pytest.mark.parametrize(("machine", "algorithm"), ALGORITHMS)
+@pytest.mark.parametrize("shape", [LINES, plain(1), plain(2)], ids=["lines", "1-lane", "2-lanes"])
+def test_all_reduces(machine: str, algorithm: str, shape: Shape) -> None:
+    plan = plan_allreduce(load(machine), 40_000, algorithm)
+    check(plan, shape, [4 * 10007, 4, 0, 4 * 1009, 4 * 10007], op="avg")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("shape", [LINES, plain(2, 512)], ids=["lines", "2-lanes"])
+def test_every_collective_on_any_number_of_ranks(size: int, collective: str, shape: Shape) -> None:
+    plan = plan_collective(collective, load(f"mesh-{size}"), 1000 * size, size // 2)
+    check(plan, shape, [4 * size * n for n in (1, 337, 16)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", ["sum", "avg", "min", "max", "prod"])
+@pytest.mark.parametrize("shape", [LINES, plain(1)], ids=["lines", "slots"])
+def test_dtypes_and_ops(dtype: str, op: str, shape: Shape) -> None:
+    if op == "avg" and "int" in dtype:
+        pytest.skip("avg is refused for integers before any kernel runs")
+    plan = plan_allreduce(load("mesh-3"), 3000, "overlapped_tree")
+    item = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+    check(plan, shape, [item * 331, item], dtype, op, skew=item)
+
+
+@pytest.mark.parametrize("op", ["min", "max", "sum"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_special_values(op: str, dtype: str) -> None:
+    """NaN, infinities, subnormals and zeros of both signs, each with each."""
+    plan = plan_allreduce(load("mesh-2"), 400, "one_shot")
+    special = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, 65504.0, 2**-24, 3 * 2**-16, -1e-45]
+    first, second = np.meshgrid(special, special)
+    kind = np.float32 if dtype == "bfloat16" else np.dtype(dtype)
+    with np.errstate(over="ignore"):
+        inputs = [x.astype(kind).ravel() for x in (first, second)]
+    if dtype == "bfloat16":
+        inputs = [to_bfloat16(x) for x in inputs]
+    gpu = HostGpu(plan, LINES)
+    segments = gpu.call(inputs, op, dtype)
+    done = gpu.image.run(build(everything=True))
+    for segment, want in zip(
+        segments, reference.run(plan, inputs, op, bfloat16=dtype == "bfloat16"), strict=True
+    ):
+        assert same(done[segment].view(want.dtype), want, dtype)
+
+
+@pytest.mark.parametrize("shape", [LINES, plain(2, 256)], ids=["lines", "slots"])
+@pytest.mark.parametrize("start", [2**32 - 3, 2**31 - 3, 2**30 - 3])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_counters_wrap(shape: Shape, start: int, slots: int) -> None:
+    plan = replace(plan_allreduce(load("mesh-3"), 4000, "overlapped_tree"), slots=slots)
+    check(plan, shape, [4000, 12, 4000, 400, 4000], start=start)
+
+
+def test_a_stale_flag_is_gone_before_its_number_comes_again() -> None:
+    """Every line of a slot is written anew as the count passes a multiple of 2^30."""
+    plan = plan_allreduce(load("mesh-2"), 8, "tree")
+    gpu = HostGpu(plan, LINES, start=2**30 - 1)
+    gpu.call(values(plan, 8))
+    done = gpu.image.run(build())
+    layout = program.lay_out(plan, LINES)
+    for rank in range(2):  # segment 0 is the abort word
+        (at,) = [layout.slot[i] for i, c in enumerate(plan.connections) if c.dst == rank]
+        flags = done[1 + rank][at : at + 2 * LINES.stripe].view(np.uint32)[1::2]
+        assert (flags == 2**30).all()
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("shape", [LINES, plain(2, 512)], ids=["lines", "slots"])
+def test_random_plans(seed: int, shape: Shape) -> None:
+    plan = random_plan(seed)[0]
+    check(plan, shape, [4 * 1009, 4], threads=3)
+
+
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+@pytest.mark.parametrize(("machine", "algorithm"), [
+    *ALGORITHMS[4:9], ("mesh-8", "one_shot"), ("mesh-5", "two_shot"), ("mesh-8", "halving_doubling")
+])  # fmt: skip
+@pytest.mark.parametrize("shape", [LINES, plain(2, 512)], ids=["lines", "slots"])
+def test_sanitizers_find_nothing(
+    sanitizer: str, machine: str, algorithm: str, shape: Shape
+) -> None:
+    plan = plan_allreduce(load(machine), 4000, algorithm)
+    check(plan, shape, [4 * 1009, 4, 4 * 1009], op="avg", sanitizer=sanitizer)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_sanitizers_find_nothing_in_other_collectives(collective: str) -> None:
+    plan = plan_collective(collective, load("mesh-3"), 6000, 1)
+    for sanitizer in ("thread", "address,undefined"):
+        check(plan, plain(1, 256), [3 * 4 * 337, 12], sanitizer=sanitizer)
+
+
+MUTANTS = {
+    "release of data": ("interpret.h", "(counted) st_release_sys", "(counted) st_relaxed_sys"),
+    "release of a slot": (
+        "interpret.h", "st_release_sys((u32*)(end.free", "st_relaxed_sys((u32*)(end.free",
+    ),
+    "wait for data": ("interpret.h", "return !counted || await", "return true || await"),
+    "wait for a slot": ("interpret.h", "if (sender) return await", "if (sender) return 1 || await"),
+    "one slot too many": ("interpret.h", "at.waited - l.slots,", "at.waited - l.slots - 1,"),
+    "barrier behind the data": (
+        "plan.cu", "lane);\n        __syncthreads();\n    }", "lane);\n    }",
+    ),
+    "slots that turn early": ("interpret.h", "at.slot + 1 == l.slots", "at.slot + 2 >= l.slots"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MUTANTS)
+def test_a_mutant_is_caught_by_the_thread_sanitizer(what: str) -> None:
+    """Most give right results here: only the order that they lack is seen."""
+    plan = replace(plan_allreduce(load("mesh-3"), 8000, "overlapped_tree", 8), slots=3)
+    gpu = HostGpu(plan, plain(1, 1024), threads=2)
+    for _ in range(3):
+        gpu.call(values(plan, 8000))
+    done = gpu.image.run(build("thread", changes=(MUTANTS[what],)))
+    assert not isinstance(done, list), "nothing was reported"
+    assert done.returncode == BROKEN and "data race" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("element.h", "if (have >= BYTES && !(u64(p) & (BYTES - 1))) {\n        union { typename",
+         "if (!(u64(p) & (BYTES - 1))) {\n        union { typename"),
+        ("interpret.h", "size - start < slice ? size - start : slice", "slice"),
+    ],
+    ids=["load of a whole pack", "slice beyond the chunk"],
+)  # fmt: skip
+def test_a_step_beyond_the_buffer_is_caught_by_the_address_sanitizer(
+    change: tuple[str, str, str],
+) -> None:
+    plan = plan_allreduce(load("mesh-2"), 4036, "tree", 1)
+    gpu = HostGpu(plan, plain(2))
+    gpu.call(values(plan, 4036))
+    done = gpu.image.run(build("address", changes=(change,)))
+    assert not isinstance(done, list) and done.returncode == BROKEN
+    assert "heap-buffer-overflow" in done.stderr
+
+
+@pytest.mark.parametrize("shape", [LINES, plain(2)], ids=["lines", "slots"])
+def test_a_rank_whose_peers_do_not_come_gives_up_and_says_where(shape: Shape) -> None:
+    plan = plan_allreduce(load("mesh-3"), 4000, "chain", 1)
+    gpu = HostGpu(plan, shape, timeout=0.2)
+    gpu.call(values(plan, 4000), only=1)
+    done = gpu.image.run(build(), timeout=20)
+    reports = gpu.reports(done)
+    mine = {key: row for key, row in reports.items() if key[0] == 1}
+    assert State.TIMED_OUT in {row[0] for row in mine.values()}
+    assert {row[0] for row in mine.values()} <= {State.TIMED_OUT, State.ABORTED}
+    assert {row[0] for key, row in reports.items() if key[0] != 1} == {State.NOTHING}
+    assert done[0].view(np.uint32)[0] == 1
+
+
+@pytest.mark.parametrize("shape", [LINES, plain(2)], ids=["lines", "slots"])
+def test_the_abort_word_frees_every_rank(shape: Shape) -> None:
+    plan = plan_allreduce(load("mesh-3"), 4000, "chain", 1)
+    gpu = HostGpu(plan, shape, timeout=1000)
+    gpu.call(values(plan, 4000), only=2)
+    done = gpu.image.run(build(), timeout=20, abort=gpu.abort)
+    states = {row[0] for key, row in gpu.reports(done).items() if key[0] == 2}
+    assert State.ABORTED in states and states <= {State.ABORTED, State.DONE}
+
+
+def test_an_emulated_link_takes_its_time() -> None:
+    """4,096 bytes at 50 us a byte over two hops, one after the other."""
+    plan = plan_allreduce(load("mesh-2"), 4096, "tree", 1)
+    gpu = HostGpu(plan, plain(1))
+    gpu.call(values(plan, 4096), ps_per_byte=50_000_000)
+    start = time.monotonic()
+    assert isinstance(gpu.image.run(build()), list)
+    assert time.monotonic() - start > 2 * 4096 * 50e-6
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("nbytes", [0, 4, 8 << 10, 1 << 20, 1 << 26, (1 << 30) + 48])
+def test_chunks_fit_their_slots(collective: str, nbytes: int) -> None:
+    plan = plan_collective(collective, load("mesh-6"), nbytes // 24 * 24)
+    fitted, shape = fit(plan, nbytes // 24 * 24, 3)
+    sizes = fitted.chunk_sizes(nbytes // 24 * 24)
+    assert sizes.max() <= shape.stripe * shape.lanes
+    assert shape.stripe % 16 == 0 and fitted.num_chunks % fitted.stride == 0
+    assert shape.low_latency == (nbytes <= 8 << 10)
