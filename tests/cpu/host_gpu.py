@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -35,9 +36,10 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 @cache
 def build(
-    sanitizer: str = "", everything: bool = False, changes: tuple[tuple[str, str, str], ...] = ()
-) -> Path:
-    """The driver, with `changes` (file, what stands there once, what comes in its place).
+    sanitizer: str = "", everything: bool = False, changes: tuple[tuple[str, str, str], ...] = (),
+    what: str = "driver",
+) -> Path:  # fmt: skip
+    """The driver or the library, with `changes`: (file, what stands there once, what replaces it).
 
     All dtypes and ops with `everything`, else float32 sums.
     """
@@ -50,14 +52,55 @@ def build(
         (sources / name).write_text(text.replace(old, new))
     options = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"] if sanitizer else []
     options += ["-DALL"] if everything else []
+    options += ["-shared", "-fPIC"] if what == "library" else []
     assert COMPILER is not None
     subprocess.run(
         [COMPILER, "-std=c++20", "-O1", "-g", "-pthread", "-mf16c", "-Wall", "-Wno-unknown-pragmas",
          "-Werror", "-include", str(SHIM / "cuda_shim.h"), f"-I{sources}", "-DELEMENT=float",
-         "-DOP=sum", *options, str(SHIM / "driver.cpp"), "-o", str(folder / "driver")],
+         "-DOP=sum", *options, str(SHIM / f"{what}.cpp"), "-o", str(folder / what)],
         check=True, timeout=300,
     )  # fmt: skip
-    return folder / "driver"
+    return folder / what
+
+
+class HostDevice:
+    """A `Device` whose memory is this process's and whose blocks are threads."""
+
+    def __init__(self, capacity: int = 256, threads: int = 2) -> None:
+        self.capacity, self.threads = capacity, threads
+        self.memory: dict[int, np.ndarray] = {}
+        self.launches = 0
+        self._library = ctypes.CDLL(str(build(everything=True, what="library")))
+
+    def allocate(self, nbytes: int) -> int:
+        raw = np.zeros(nbytes + 128, np.uint8)
+        address = -(-raw.ctypes.data // 128) * 128
+        self.memory[address] = raw
+        return address
+
+    def free(self, address: int) -> None:
+        del self.memory[address]
+
+    def upload(self, array: np.ndarray) -> int:
+        address = self.allocate(array.nbytes)
+        ctypes.memmove(address, np.ascontiguousarray(array).ctypes.data, array.nbytes)
+        return address
+
+    def pinned(self, words: int) -> np.ndarray:
+        return np.zeros(words, np.uint32)
+
+    def resident(self, dtype: str, op: str) -> int:
+        return self.capacity
+
+    def launch(self, dtype: str, op: str, launch: np.ndarray, blocks: int, stream: int) -> None:
+        assert blocks <= self.capacity
+        self.launches += 1
+        self._library.launch(
+            DTYPES.index(dtype), OPS[op], ctypes.c_void_p(launch.ctypes.data), blocks, self.threads
+        )
+
+    def synchronise(self, stream: int) -> None:
+        pass
 
 
 class Image:

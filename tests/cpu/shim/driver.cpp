@@ -11,7 +11,7 @@
 #include <cstdio>
 #include <fstream>
 
-#include "plan.cu"
+#include "table.h"
 
 struct Image {
     std::ifstream in;
@@ -21,15 +21,6 @@ struct Image {
         return v;
     }
 };
-
-typedef void (*Kernel)(const Launch&);
-#ifdef ALL
-#define ROW(T) {run<T, sum>, run<T, min_>, run<T, max_>, run<T, prod>}
-static const Kernel kernels[8][4] = {ROW(float), ROW(double), ROW(float16), ROW(bfloat16),
-                                     ROW(signed char), ROW(u8), ROW(int), ROW(i64)};
-#else
-static const Kernel kernels[1][1] = {run<ELEMENT, OP>};
-#endif
 
 #define FIELD(S, f) std::printf(#S " " #f " %zu %zu\n", offsetof(S, f), sizeof(S::f))
 static int layout() {

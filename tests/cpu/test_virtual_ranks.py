@@ -1,0 +1,120 @@
+"""The runtime of virtual ranks on a device of threads: production tables, kernel and errors."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from host_gpu import HostDevice, needs_compiler
+
+from collectives import CollectiveAborted, CollectiveError, CollectiveTimeout, plan_allreduce
+from collectives.planning.plan import Plan
+from collectives.runtime import reference
+from collectives.runtime.virtual import VirtualRanks
+from topology import load
+
+pytestmark = needs_compiler
+
+
+def inputs(plan: Plan, n: int, salt: int = 0) -> list[np.ndarray]:
+    return [
+        np.random.default_rng([r, n, salt]).standard_normal(n).astype(np.float32)
+        for r in range(plan.size)
+    ]
+
+
+@pytest.mark.parametrize("algorithm", ["overlapped_double_tree", "ccube_dgx1", "packed_trees"])
+def test_sizes_of_both_protocols_one_after_another(algorithm: str) -> None:
+    device = HostDevice()
+    topology = load("dgx1-v100")
+    with VirtualRanks(device) as ranks:
+        for again in range(2):
+            for n in (0, 1, 1009, 300_007, 1009):
+                plan = plan_allreduce(topology, 4 * n, algorithm)
+                prepared = ranks.prepare(plan, 4 * n, "float32", "sum")
+                assert prepared.shape.low_latency == (prepared.plan.chunk_bytes(4 * n) <= 16384)
+                given = inputs(plan, n, again)
+                buffers = [x.copy() for x in given]
+                ranks.run(prepared, [int(b.ctypes.data) for b in buffers])
+                ranks.check()
+                for got, want in zip(buffers, reference.run(prepared.plan, given), strict=True):
+                    assert got.tobytes() == want.tobytes()
+    assert not device.memory
+
+
+def test_one_plan_serves_many_sizes_with_one_piece_of_memory() -> None:
+    device = HostDevice()
+    with VirtualRanks(device) as ranks:
+        plan = plan_allreduce(load("mesh-4"), 1 << 20, "tree")
+        ranks.prepare(plan, 1 << 20, "float32", "sum")
+        held = sum(m.size for m in device.memory.values())
+        ranks.prepare(plan, 1 << 21, "float32", "sum")
+        assert sum(m.size for m in device.memory.values()) - held < 10_000  # tables alone
+
+
+def test_blocks_beyond_the_device_are_refused_and_a_cap_is_kept() -> None:
+    plan = plan_allreduce(load("dgx1-v100"), 1 << 20, "overlapped_double_tree")
+    with pytest.raises(CollectiveError, match=r"needs 30 thread blocks for 8 ranks at once; the "
+                       r"GPU holds 29$"), VirtualRanks(HostDevice(29)) as ranks:  # fmt: skip
+        ranks.prepare(plan, 1 << 20, "float32", "sum")
+    with (
+        VirtualRanks(HostDevice(), max_blocks=20) as ranks,
+        pytest.raises(CollectiveError, match=r"GPU holds 256, max_blocks is 20"),
+    ):
+        ranks.prepare(plan, 1 << 20, "float32", "sum")
+    with VirtualRanks(HostDevice(), max_blocks=70) as ranks:
+        assert ranks.prepare(plan, 1 << 20, "float32", "sum").shape.lanes == 2
+
+
+def test_a_wrong_number_of_buffers_is_refused() -> None:
+    with VirtualRanks(HostDevice()) as ranks:
+        prepared = ranks.prepare(plan_allreduce(load("mesh-2"), 8), 8, "float32", "sum")
+        with pytest.raises(CollectiveError, match=r"3 buffers for a plan of 2 ranks"):
+            ranks.run(prepared, [0, 0, 0])
+
+
+@pytest.mark.parametrize("nbytes", [400, 400_000], ids=["lines", "slots"])
+def test_the_error_says_who_waits_for_whom(nbytes: int) -> None:
+    """Rank 2's blocks are never launched."""
+    plan = plan_allreduce(load("mesh-3"), nbytes, "chain", 1)
+    with VirtualRanks(HostDevice(), timeout=0.3) as ranks:
+        prepared = ranks.prepare(plan, nbytes, "float32", "sum")
+        present = tuple((rank, p) for rank, p in prepared.programs if rank != 2)
+        assert present == prepared.programs[: len(present)]  # rank 2's are the last
+        without = replace(prepared, programs=present)
+        buffers = inputs(plan, nbytes // 4)
+        ranks.run(without, [int(b.ctypes.data) for b in buffers])
+        with pytest.raises(CollectiveTimeout) as caught:
+            ranks.check()
+    assert re.match(
+        r"rank 1 waits for (the data|a free slot) of chunk 0 on channel \d \(step \d+\) from "
+        r"rank 2 for 0.3 s", str(caught.value)
+    ), str(caught.value)  # fmt: skip
+    assert (caught.value.rank, caught.value.peer, caught.value.chunk) == (1, 2, 0)
+    assert "; rank 0 waits for the data of chunk 0" in str(caught.value)
+
+
+def test_abort_frees_all_and_new_ranks_can_be_made() -> None:
+    device = HostDevice()
+    plan = plan_allreduce(load("mesh-2"), 4096, "tree", 1)
+    buffers = inputs(plan, 1024)
+    given = [x.copy() for x in buffers]
+    with VirtualRanks(device, timeout=1000) as ranks:
+        prepared = ranks.prepare(plan, 4096, "float32", "sum")
+        threading.Timer(0.2, ranks.abort).start()
+        start = time.monotonic()
+        addresses = [int(b.ctypes.data) for b in buffers]
+        ranks.run(prepared, addresses, ps_per_byte=10**9)  # four seconds for each hop
+        assert time.monotonic() - start < 1.2
+        with pytest.raises(CollectiveAborted, match=r"the launch was aborted; rank \d"):
+            ranks.check()
+    with VirtualRanks(device) as ranks:
+        prepared = ranks.prepare(plan, 4096, "float32", "sum")
+        buffers = [x.copy() for x in given]
+        ranks.run(prepared, [int(b.ctypes.data) for b in buffers])
+        ranks.check()
+        assert buffers[0].tobytes() == reference.run(prepared.plan, given)[0].tobytes()
