@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,28 +84,10 @@ def allreduce(
 
     at_least(("-n", ranks, 1), ("-r", rounds, 1))
     swept = sweep(begin, end, factor)
-    if out:
-        out.touch()  # an unwritable path is told before the measurement, not after
     settings = Settings(ranks, swept, topology_for(topo, ranks), rounds, batch, peers)
-    if not as_json:
-        print(header(settings))
-    # no refreshing thread: `spawn` forks only where this process runs no other thread
-    with Progress(console=console, transient=True, auto_refresh=False) as progress:
-        task = progress.add_task("measuring", total=len(settings.sizes))
-        progress.refresh()
-
-        def done(rows: list[Any]) -> None:
-            if not as_json:
-                for row in rows:
-                    print(line(row), flush=True)
-            progress.update(task, advance=1, refresh=True)
-
-        rows = run(settings, done)
-    text = as_json_text(settings, rows)
-    if as_json:
-        print(text)
-    if out:
-        out.write_text(text + "\n")
+    rows = _told(
+        settings, run, header, lambda rows: "\n".join(map(line, rows)), as_json_text, out, as_json
+    )
     if wrong := sum(row.wrong for row in rows):
         raise CollectiveError(f"{wrong} elements were wrong")
 
@@ -128,22 +111,37 @@ def algorithms(
 
     at_least(("-n", ranks, 2), ("-r", rounds, 1))
     swept = sweep(begin, end, factor)
-    if out:
-        out.touch()
     settings = Settings(ranks, swept, topology_for("auto", ranks), rounds, batch)
+    _told(
+        settings, run, header, lambda row: line(row, candidates(settings.topology)), as_json_text,
+        out, as_json,
+    )  # fmt: skip
+
+
+def _told(
+    settings: Any, run: Callable[..., list[Any]], header: Callable[[Any], str],
+    line: Callable[[Any], str], as_json_text: Callable[[Any, list[Any]], str], out: Path | None,
+    as_json: bool,
+) -> list[Any]:  # fmt: skip
+    """What `run` measures: printed size by size (or as JSON in the end), and written to `out`."""
+    if out:
+        out.touch()  # an unwritable path is told before the measurement, not after
     if not as_json:
         print(header(settings), flush=True)  # before the fork, or the ranks print it as well
+    # no refreshing thread: `spawn` forks only where this process runs no other thread
     with Progress(console=console, transient=True, auto_refresh=False) as progress:
-        task = progress.add_task("measuring", total=len(swept))
+        task = progress.add_task("measuring", total=len(settings.sizes))
         progress.refresh()
 
-        def done(row: Any) -> None:
+        def done(found: Any) -> None:
             if not as_json:
-                print(line(row, candidates(settings.topology)), flush=True)
+                print(line(found), flush=True)
             progress.update(task, advance=1, refresh=True)
 
-        text = as_json_text(settings, run(settings, done))
+        rows = run(settings, done)
+    text = as_json_text(settings, rows)
     if as_json:
         print(text)
     if out:
         out.write_text(text + "\n")
+    return rows
