@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import collectives
+from bench.allreduce import Settings
 from bench.peers import timed
 from bench.timing import machine, schedule
 from collectives import CollectiveError
@@ -24,15 +25,6 @@ from topology.timings import Timing
 BUDGET_BYTES = 1 << 26  # of an algorithm's messages in one round; from one to fifty calls
 HOPELESS = 30  # times the least predicted time: not run at all
 SLOW = 20  # times the fastest first run: not timed
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    ranks: int
-    sizes: tuple[int, ...]
-    topology: Topology
-    rounds: int = 5
-    batch: bool = True
 
 
 @dataclass(frozen=True, slots=True)
