@@ -69,8 +69,6 @@ class Calls:
             raise CollectiveError(f"unknown op {op!r}; choose from {', '.join(OPS)}")
         if op == "avg" and "int" in buffer.dtype:
             raise CollectiveError(f"avg is not defined for {buffer.dtype}; use sum")
-        if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self.size:
-            raise CollectiveError(f"root {root!r} is not a rank; ranks are 0 to {self.size - 1}")
         if kind == "allreduce":
             algorithm = self._algorithm(buffer.nbytes, algorithm)
         else:  # what cannot be planned is refused before any rank waits for it

@@ -5,25 +5,20 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from collectives.errors import PlanError
-from collectives.planning.goals import COLLECTIVES, blocks
+from collectives.planning.goals import blocks, check
 from collectives.planning.plan import Op, Plan, Step, Stream
 from topology import Topology
 
 
 def check_form(plan: Plan) -> None:
     """Raise PlanError unless every number of the plan is one that means something."""
-    if plan.collective not in COLLECTIVES:
-        raise PlanError(
-            f"unknown collective {plan.collective!r}; choose from {', '.join(COLLECTIVES)}"
-        )
+    check(plan.collective, plan.size, plan.root)
     unit = blocks(plan.collective, plan.size)
     if plan.stride % unit or (unit > 1 and plan.num_chunks % plan.stride):
         raise PlanError(
             f"{plan.collective} needs whole groups of a multiple of {unit} chunks, not "
             f"{plan.num_chunks} in groups of {plan.stride}"
         )
-    if not _whole(plan.root) or not 0 <= plan.root < plan.size:
-        raise PlanError(f"root {plan.root!r} is not a rank; ranks are 0 to {plan.size - 1}")
     for c in plan.connections:
         if not all(map(_whole, (c.src, c.src_channel, c.dst, c.dst_channel))) or not (
             0 <= c.src < plan.size and 0 <= c.dst < plan.size

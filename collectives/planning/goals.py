@@ -7,12 +7,22 @@ to rank d, where c mod P^2 = s P + d.
 
 from __future__ import annotations
 
+from collectives.errors import PlanError
+
 COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "alltoall")
 
 
 def blocks(collective: str, size: int) -> int:
     """How many parts of the data the collective tells apart; every group has chunks of all."""
     return {"allgather": size, "reduce_scatter": size, "alltoall": size * size}.get(collective, 1)
+
+
+def check(collective: str, size: int, root: int) -> None:
+    """Raise PlanError unless there is such a collective, and its root is a rank."""
+    if collective not in COLLECTIVES:
+        raise PlanError(f"unknown collective {collective!r}; choose from {', '.join(COLLECTIVES)}")
+    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < size:
+        raise PlanError(f"root {root!r} is not a rank; ranks are 0 to {size - 1}")
 
 
 def start(collective: str, size: int, root: int, rank: int, index: int) -> int:

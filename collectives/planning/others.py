@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from collectives.errors import PlanError
 from collectives.planning.algorithms import broadcast_down, packed, reduce_up
 from collectives.planning.embed import Edge, embed
+from collectives.planning.goals import check
 from collectives.planning.lower import Algorithm, Copy, Move, Reduce, Round, few_enough
 from collectives.planning.rings import rings
 from collectives.planning.shortest import Levels, shortest_trees
@@ -175,12 +176,10 @@ OTHERS: dict[str, dict[str, Maker]] = {
 
 def other_algorithm(topology: Topology, collective: str, name: str, root: int) -> Algorithm:
     """The named algorithm of a collective other than all-reduce. Raises PlanError."""
-    size = len(topology.gpus)
+    check(collective, len(topology.gpus), root)
     if name not in OTHERS[collective]:
         raise PlanError(
             f"unknown algorithm {name!r} of {collective}; choose from auto, "
             + ", ".join(OTHERS[collective])
         )
-    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < size:
-        raise PlanError(f"root {root!r} is not a rank; ranks are 0 to {size - 1}")
     return OTHERS[collective][name](topology, collective, root)

@@ -18,7 +18,7 @@ from collectives.planning.cost import (
     shape_of,
     simulated_seconds,
 )
-from collectives.planning.goals import COLLECTIVES, blocks
+from collectives.planning.goals import blocks, check
 from collectives.planning.lower import MOST_SQUARED, Tuning, lower
 from collectives.planning.others import OTHERS, other_algorithm
 from collectives.planning.plan import Plan
@@ -198,14 +198,11 @@ def plan_collective(
     """
     _check_bytes(nbytes)
     size = len(topology.gpus)
-    if collective not in COLLECTIVES:
-        raise PlanError(f"unknown collective {collective!r}; choose from {', '.join(COLLECTIVES)}")
+    check(collective, size, root)
     if blocks(collective, size) > 1 and nbytes % size:
         raise PlanError(
             f"{collective} over {size} ranks: {nbytes} bytes are no {size} equal blocks"
         )
-    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < size:
-        raise PlanError(f"root {root!r} is not a rank; ranks are 0 to {size - 1}")
     if collective == ALLREDUCE:
         return plan_allreduce(topology, nbytes, algorithm, num_chunks)
     with _uncollected():
