@@ -26,12 +26,10 @@ from collectives.planning.verify import shortened, verify
 from topology import Topology
 from topology.timings import measured_seconds
 
+ALLREDUCE = "allreduce"
 _FOR_CLUSTERS = ("overlapped_double_tree", "recursive_doubling", "hierarchical",
                  "hierarchical_ring")  # fmt: skip
 _WORTH = 0.995  # of the time: a smaller gain ends the search for a number of chunks
-
-
-ALLREDUCE = "allreduce"
 
 
 @lru_cache(maxsize=512)
@@ -129,20 +127,19 @@ def choose(topology: Topology, nbytes: int, collective: str = ALLREDUCE, root: i
 
     `LINKWEAVE_ALGORITHM` overrides the choice of an all-reduce's.
     """
-    if collective != ALLREDUCE:
-        return _fastest(topology, nbytes, collective, root)
-    if forced := os.environ.get("LINKWEAVE_ALGORITHM"):
+    forced = os.environ.get("LINKWEAVE_ALGORITHM")
+    if collective == ALLREDUCE and forced:
         if forced not in ALGORITHMS:
             raise PlanError(
                 f"LINKWEAVE_ALGORITHM={forced!r} is no algorithm; choose from "
                 + ", ".join(ALGORITHMS)
             )
         return forced
-    return _fastest(topology, nbytes)
+    return _fastest(topology, nbytes, collective, root)
 
 
 @lru_cache(maxsize=4096)
-def _fastest(topology: Topology, nbytes: int, collective: str = ALLREDUCE, root: int = 0) -> str:
+def _fastest(topology: Topology, nbytes: int, collective: str, root: int) -> str:
     """The most promising first; what its busiest link alone makes slower is not simulated.
 
     Where some algorithms have been measured at this size, the fastest of those.
@@ -177,11 +174,7 @@ def plan_allreduce(
     (but for `LINKWEAVE_ALGORITHM`) and cached. Raises PlanError for an unknown algorithm, one that
     the machine cannot run, or sizes that make no sense.
     """
-    _check_bytes(nbytes)
-    with _uncollected():
-        if algorithm == "auto":
-            algorithm = choose(topology, nbytes)
-        return _planned(topology, nbytes, algorithm, num_chunks, ALLREDUCE, 0)
+    return plan_collective(ALLREDUCE, topology, nbytes, 0, algorithm, num_chunks)
 
 
 def plan_collective(
@@ -196,24 +189,18 @@ def plan_collective(
     all-to-all (then a multiple of P). `root` matters to broadcast and reduce. Pure and cached.
     Raises PlanError as `plan_allreduce` does.
     """
-    _check_bytes(nbytes)
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
+        raise PlanError(f"nbytes must be an integer of at least 0, not {nbytes!r}")
     size = len(topology.gpus)
     check(collective, size, root)
     if blocks(collective, size) > 1 and nbytes % size:
         raise PlanError(
             f"{collective} over {size} ranks: {nbytes} bytes are no {size} equal blocks"
         )
-    if collective == ALLREDUCE:
-        return plan_allreduce(topology, nbytes, algorithm, num_chunks)
     with _uncollected():
         if algorithm == "auto":
             algorithm = choose(topology, nbytes, collective, root)
         return _planned(topology, nbytes, algorithm, num_chunks, collective, root)
-
-
-def _check_bytes(nbytes: int) -> None:
-    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
-        raise PlanError(f"nbytes must be an integer of at least 0, not {nbytes!r}")
 
 
 @contextmanager
