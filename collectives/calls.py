@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError
-from collectives.planning.algorithms import ALGORITHMS
 from collectives.planning.plan import Plan
-from collectives.planning.planner import choose, plan_allreduce, plan_collective
-from collectives.request import KINDS, NOTHING, Request, difference
+from collectives.planning.planner import plan_collective
+from collectives.request import KINDS, NAMES, NOTHING, Request, difference
 from collectives.runtime.arena import Arena
 from collectives.runtime.reference import DTYPES, OPS
 from collectives.runtime.shm import SLOT_BYTES, Buffer, Region, ShmRuntime, place_of
@@ -62,8 +61,9 @@ class Calls:
         return any(call > self.made for call in posted)
 
     def request(
-        self, kind: str, buffer: Buffer, op: str, root: int, algorithm: str, layout: int = 0
-    ) -> Request:
+        self, kind: str, buffer: Buffer, op: str, root: int = 0, algorithm: str = "auto",
+        layout: int = 0,
+    ) -> Request:  # fmt: skip
         """What this rank is about to ask for. Raises CollectiveError where that is no sense."""
         if op not in OPS:
             raise CollectiveError(f"unknown op {op!r}; choose from {', '.join(OPS)}")
@@ -107,7 +107,7 @@ class Calls:
         algorithm = request.algorithm
         said = (
             KINDS.index(kind), OPS.index(op), DTYPES.index(buffer.dtype),
-            buffer.nbytes // buffer.itemsize, root, list(ALGORITHMS).index(algorithm), settings,
+            buffer.nbytes // buffer.itemsize, root, NAMES.index(algorithm), settings,
             request.layout,
         )  # fmt: skip
         offset = self._arena.offset_of(buffer.address, buffer.nbytes)
@@ -135,28 +135,22 @@ class Calls:
         """What `name` stands for; one that cannot run is refused before any rank waits for it."""
         key = (nbytes, name)
         if key not in self._algorithms:
-            fixed = self.order == "fixed"
-            if name == "auto":
-                name = _FIXED["allreduce"] if fixed else choose(self.topology, nbytes)
-            elif fixed:
+            if name != "auto" and self.order == "fixed":
                 raise CollectiveError(f"order='fixed' chooses the algorithm: do not ask for {name}")
-            plan_allreduce(self.topology, nbytes, name)
-            self._algorithms[key] = name
+            self._algorithms[key] = self._planned("allreduce", nbytes, 0, name).algorithm
         return self._algorithms[key]
 
-    def _planned(self, kind: str, nbytes: int, root: int) -> Plan:
-        """The plan of a collective other than all-reduce, whose algorithm no caller chooses."""
-        algorithm = _FIXED.get(kind, "auto") if self.order == "fixed" else "auto"
+    def _planned(self, kind: str, nbytes: int, root: int, algorithm: str = "auto") -> Plan:
+        """The plan by that algorithm, or by the one that the order of combining asks for."""
+        if algorithm == "auto" and self.order == "fixed":
+            algorithm = _FIXED.get(kind, "auto")
         return plan_collective(kind, self.topology, nbytes, root, algorithm)
 
     def _plan(self, kind: str, nbytes: int, algorithm: str, root: int) -> _Placed:
         """The algorithm is the topology's; the number of chunks is this runtime's own tuning."""
         key = (kind, nbytes, algorithm, root)
         if key not in self._plans:
-            if kind == "allreduce":
-                plan = plan_allreduce(self.topology, nbytes, algorithm)
-            else:
-                plan = self._planned(kind, nbytes, root)
+            plan = self._planned(kind, nbytes, root, algorithm)
             chunks = -(-plan.volume(nbytes) // SLOT_BYTES)
             if chunks > plan.num_chunks:
                 chunks = -(-chunks // plan.stride) * plan.stride

@@ -85,7 +85,7 @@ class Communicator:
 
     def broadcast(self, x: Any, root: int = 0, async_op: bool = False) -> Work | None:
         """Copy `root`'s `x` over everyone's, in place. Same tensors and errors as `allreduce`."""
-        return self._submit(async_op, self._in_place, "broadcast", x, "sum", root, "tree")
+        return self._submit(async_op, self._in_place, "broadcast", x, "sum", root)
 
     def reduce(self, x: Any, op: str = "sum", root: int = 0, async_op: bool = False) -> Work | None:
         """Combine `x` over all ranks into `root`'s, in place; the others' stay as they are.
@@ -206,7 +206,7 @@ class Communicator:
         done: T = work.wait()
         return done
 
-    def _in_place(self, kind: str, x: Any, op: str, root: int, algorithm: str) -> None:
+    def _in_place(self, kind: str, x: Any, op: str, root: int, algorithm: str = "auto") -> None:
         with self._calls.telling():
             buffer, done = as_buffer(x)
             request = self._calls.request(kind, buffer, op, root, algorithm)
@@ -215,12 +215,12 @@ class Communicator:
 
     def _reduce(self, x: Any, op: str, root: int) -> None:
         if self.rank == root:
-            self._in_place("reduce", x, op, root, "tree")
+            self._in_place("reduce", x, op, root)
             return
         with self._calls.telling():  # partial results must not reach the caller
             buffer, _ = as_buffer(x, written=False)
             scratch = self._scratch(buffer, buffer.nbytes)
-            request = self._calls.request("reduce", scratch[0], op, root, "tree")
+            request = self._calls.request("reduce", scratch[0], op, root)
         scratch[1][:] = bytes_of(buffer)
         self._calls.make(request)
 
@@ -230,7 +230,7 @@ class Communicator:
             out = room_for(x, (self.size, *x.shape), out)
             whole, done = as_buffer(out)
             scratch, memory = self._scratch(whole, whole.nbytes)
-            request = self._calls.request("allgather", scratch, "sum", 0, "tree")
+            request = self._calls.request("allgather", scratch, "sum")
         start = self.rank * mine.nbytes
         memory[start : start + mine.nbytes] = bytes_of(mine)
         self._calls.make(request)
@@ -244,7 +244,7 @@ class Communicator:
             out = room_for(x, (self._share("reduce_scatter", x), *x.shape[1:]), out)
             mine, done = as_buffer(out)
             scratch, memory = self._scratch(buffer, buffer.nbytes)
-            request = self._calls.request("reduce_scatter", scratch, op, 0, "tree")
+            request = self._calls.request("reduce_scatter", scratch, op)
         memory[:] = bytes_of(buffer)
         self._calls.make(request)
         start = self.rank * mine.nbytes
@@ -259,7 +259,7 @@ class Communicator:
             out = room_for(x, tuple(x.shape), out)
             got, done = as_buffer(out)
             scratch, memory = self._scratch(buffer, 2 * buffer.nbytes)
-            request = self._calls.request("alltoall", scratch, "sum", 0, "tree")
+            request = self._calls.request("alltoall", scratch, "sum")
         memory[: buffer.nbytes] = bytes_of(buffer)
         start = self.rank * block
         own = memory[start : start + block]

@@ -10,6 +10,7 @@ from collectives.runtime.reference import DTYPES, OPS
 from collectives.runtime.shm import Buffer
 
 KINDS = (*COLLECTIVES, "barrier", "refused")
+NAMES = ("auto", *ALGORITHMS)  # auto: of the collectives whose algorithm no caller chooses
 NOTHING = Buffer(0, 0, "uint8", 1)
 
 
@@ -21,7 +22,7 @@ class Request:
     buffer: Buffer
     op: str = "sum"
     root: int = 0
-    algorithm: str = "tree"
+    algorithm: str = "auto"
     layout: int = 0  # of a list: a checksum of its tensors' sizes
 
 
@@ -34,7 +35,7 @@ def difference(call: int, notices: list[tuple[int, ...]]) -> str:
         if words == "refused":
             words = "refused its arguments"
         if words == "allreduce":
-            words += f"({count} x {DTYPES[dtype]}, {OPS[op]}, {list(ALGORITHMS)[algorithm]})"
+            words += f"({count} x {DTYPES[dtype]}, {OPS[op]}, {NAMES[algorithm]})"
         elif words in COLLECTIVES:
             words += f"({count} x {DTYPES[dtype]}"
             words += f", {OPS[op]}" if "reduce" in words else ""
