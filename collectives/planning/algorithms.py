@@ -14,7 +14,7 @@ from collectives.planning.exchange import halving_doubling, recursive_doubling
 from collectives.planning.hierarchical import hierarchical, hierarchical_ring
 from collectives.planning.lower import Algorithm, Copy, Reduce, Round, few_enough
 from collectives.planning.packing import pack
-from collectives.planning.rings import rings
+from collectives.planning.rings import around, rings
 from collectives.planning.shares import pair_capacity
 from collectives.planning.trees import Tree, binary_tree, two_trees
 from collectives.planning.trees import chain as chain_tree
@@ -174,18 +174,8 @@ def ring(topology: Topology) -> Algorithm:
     few_enough("ring", size)
     found, detours = rings(topology)
     count = len(found)
-    rounds: list[Round] = []
-    for step in range(size - 1):
-        rounds.append(tuple(
-            Reduce((at[i],), at[(i + 1) % size], (i - step - 1) % size * count + r, r)
-            for r, at in enumerate(found) for i in range(size)
-        ))  # fmt: skip
-    for step in range(size - 1):
-        rounds.append(tuple(
-            Copy(at[i], (at[(i + 1) % size],), (i - step) % size * count + r, r)
-            for r, at in enumerate(found) for i in range(size)
-        ))  # fmt: skip
-    return Algorithm("ring", size, size * count, (tuple(rounds),), (), detours)
+    scatter, gather = around(found, lambda r, i: i * count + r)
+    return Algorithm("ring", size, size * count, ((*scatter, *gather),), (), detours)
 
 
 def one_shot(topology: Topology) -> Algorithm:

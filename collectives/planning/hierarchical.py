@@ -6,6 +6,7 @@ from itertools import zip_longest
 
 from collectives.errors import PlanError
 from collectives.planning.lower import Algorithm, Copy, Move, Reduce, Round
+from collectives.planning.rings import around
 from collectives.planning.shortest import shortest_trees
 from collectives.planning.trees import Tree, two_trees
 from topology import Topology
@@ -39,21 +40,11 @@ def hierarchical_ring(topology: Topology) -> Algorithm:
     More start-ups than trees have, and fewer bytes. PlanError for more than 8 nodes as well.
     """
     at = _nodes("hierarchical_ring", topology)
-    n, slices = len(at), range(len(at[0]))
+    n = len(at)
     if n > _RING_NODES:
         raise PlanError(f"hierarchical_ring is for at most {_RING_NODES} nodes, not {n}")
-    middle: list[Round] = []
-    for step in range(n - 1):
-        middle.append(tuple(
-            Reduce((at[i][g],), at[(i + 1) % n][g], g * n + (i - step - 1) % n, _MIDDLE + g)
-            for g in slices for i in range(n)
-        ))  # fmt: skip
-    for step in range(n - 1):
-        middle.append(tuple(
-            Copy(at[i][g], (at[(i + 1) % n][g],), g * n + (i - step) % n, _MIDDLE + g)
-            for g in slices for i in range(n)
-        ))  # fmt: skip
-    return _wrapped("hierarchical_ring", topology, at, n, middle)
+    scatter, gather = around(list(zip(*at, strict=True)), lambda g, i: g * n + i, _MIDDLE)
+    return _wrapped("hierarchical_ring", topology, at, n, [*scatter, *gather])
 
 
 def _nodes(name: str, topology: Topology) -> list[list[int]]:

@@ -11,8 +11,8 @@ from collectives.errors import PlanError
 from collectives.planning.algorithms import broadcast_down, packed, reduce_up
 from collectives.planning.embed import Edge, embed
 from collectives.planning.goals import check
-from collectives.planning.lower import Algorithm, Copy, Move, Reduce, Round, few_enough
-from collectives.planning.rings import rings
+from collectives.planning.lower import Algorithm, Copy, Move, Reduce, few_enough
+from collectives.planning.rings import around, rings
 from collectives.planning.shortest import Levels, shortest_trees
 from collectives.planning.trees import Tree, binary_tree
 from topology import Topology
@@ -117,18 +117,8 @@ def ring(topology: Topology, collective: str, root: int) -> Algorithm:
     size = len(topology.gpus)
     few_enough("ring", size)
     found, detours = rings(topology)
-    rounds: list[Round] = []
-    for step in range(size - 1):
-        moves: list[Move] = []
-        for r, at in enumerate(found):
-            for i, here in enumerate(at):
-                after = at[(i + 1) % size]
-                if collective == "reduce_scatter":
-                    chunk = r * size + at[(i - step - 1) % size]
-                    moves.append(Reduce((here,), after, chunk, r))
-                else:
-                    moves.append(Copy(here, (after,), r * size + at[(i - step) % size], r))
-        rounds.append(tuple(moves))
+    scatter, gather = around(found, lambda r, i: r * size + found[r][i])
+    rounds = scatter if collective == "reduce_scatter" else gather
     return Algorithm(
         "ring", size, size * len(found), (tuple(rounds),), (), detours, collective=collective
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from collectives.planning.embed import Edge, embed
+from collectives.planning.lower import Copy, Reduce, Round
 from topology import Topology
 
 Ring = tuple[int, ...]
@@ -34,6 +35,24 @@ def rings(topology: Topology) -> tuple[list[Ring], Mapping[tuple[int, int, int],
     embedding = embed(topology, edges, size)
     at = embedding.rank_of
     return [at], {(0, at[a], at[b]): (via,) for (_, a, b), via in embedding.via.items()}
+
+
+def around(
+    found: Sequence[Ring], chunk: Callable[[int, int], int], channel: int = 0
+) -> tuple[list[Round], list[Round]]:
+    """A reduce-scatter, and an all-gather: chunk(r, i) ends on, or begins at, i in ring r."""
+    size = len(found[0])
+    hops = [(r, i, at[i], at[(i + 1) % size]) for r, at in enumerate(found) for i in range(size)]
+    scatter: list[Round] = []
+    gather: list[Round] = []
+    for step in range(size - 1):
+        scatter.append(tuple(
+            Reduce((a,), b, chunk(r, (i - step - 1) % size), channel + r) for r, i, a, b in hops
+        ))  # fmt: skip
+        gather.append(tuple(
+            Copy(a, (b,), chunk(r, (i - step) % size), channel + r) for r, i, a, b in hops
+        ))  # fmt: skip
+    return scatter, gather
 
 
 def _disjoint(size: int, links: Mapping[tuple[int, int], int]) -> list[Ring]:
