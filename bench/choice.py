@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import collectives
 from collectives.planning.cost import most_chunks
-from collectives.planning.explain import SIZES, size_text
+from collectives.planning.explain import SIZES, crossovers, size_text
 from collectives.planning.planner import candidates, plan_allreduce, predict
 from topology import Topology, load
 
@@ -51,14 +51,8 @@ def compare(machine: Topology, nbytes: int) -> tuple[str, float]:
 def row(name: str) -> Row:
     """The comparison for one machine at all sizes."""
     machine = load(name)
-    found = [(size, *compare(machine, size)) for size in SIZES]
-    worst, at = max((ratio, size) for size, _, ratio in found)
-    changes = [
-        (size, taken)
-        for i, (size, taken, _) in enumerate(found)
-        if not i or taken != found[i - 1][1]
-    ]
-    return Row(name, worst, at, tuple(changes))
+    worst, at = max((compare(machine, size)[1], size) for size in SIZES)
+    return Row(name, worst, at, crossovers(machine))
 
 
 def rows(done: Callable[[], None] = lambda: None) -> list[Row]:

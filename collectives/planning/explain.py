@@ -109,7 +109,7 @@ def explain(topology: Topology, nbytes: int) -> Explanation:
     rows.sort(key=lambda row: (row.seconds, row.algorithm != choice))
     return Explanation(
         topology.name, nbytes, tuple(rows), tuple(refused), choice,
-        _reason(rows, choice, nbytes), best, _crossovers(topology),
+        _reason(rows, choice, nbytes), best, crossovers(topology),
     )  # fmt: skip
 
 
@@ -159,6 +159,7 @@ def _reason(rows: list[Row], choice: str, nbytes: int) -> str:
     return f"{choice} is {ahead}"
 
 
-def _crossovers(topology: Topology) -> tuple[tuple[int, str], ...]:
+def crossovers(topology: Topology) -> tuple[tuple[int, str], ...]:
+    """From which size in bytes on `auto` takes which algorithm."""
     chosen = ((choose(topology, size), size) for size in SIZES)
     return tuple((next(group)[1], name) for name, group in groupby(chosen, key=lambda c: c[0]))
