@@ -6,6 +6,7 @@ Nothing here has run on a GPU yet.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -59,6 +60,41 @@ class CudaDevice:
                 self._runtime.memcpy(address, whole.ctypes.data, whole.nbytes,
                                      self._runtime.memcpyHostToDevice)  # fmt: skip
         return address
+
+    def download(self, address: int, array: np.ndarray) -> None:
+        """Fill a contiguous array with the bytes at the address."""
+        with self._device:
+            self._runtime.memcpy(array.ctypes.data, address, array.nbytes,
+                                 self._runtime.memcpyDeviceToHost)  # fmt: skip
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: int = 0) -> None:
+        """Enqueue a copy within the device."""
+        with self._device:
+            self._runtime.memcpyAsync(dst, src, nbytes, self._runtime.memcpyDeviceToDevice, stream)
+
+    def capture(self, enqueue: Callable[[int], None]) -> Callable[[], None]:
+        """A CUDA graph of what `enqueue(stream)` enqueues; returns its replay, which waits."""
+        with self._device:
+            stream = self._cupy.cuda.Stream(non_blocking=True)
+            with stream:
+                stream.begin_capture()
+                enqueue(stream.ptr)
+                graph = stream.end_capture()
+
+        def replay() -> None:
+            graph.launch(stream)
+            stream.synchronize()
+
+        return replay
+
+    def describe(self) -> dict[str, object]:
+        """Name, versions: what a result is to be read with."""
+        properties = self._runtime.getDeviceProperties(self.index)
+        return {
+            "gpu": properties["name"].decode(), "cupy": self._cupy.__version__,
+            "driver": self._runtime.driverGetVersion(),
+            "runtime": self._runtime.runtimeGetVersion(),
+        }  # fmt: skip
 
     def pinned(self, words: int) -> np.ndarray:
         """[words] zeroed uint32 of host memory that the device sees at the same address."""

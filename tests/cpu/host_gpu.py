@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,18 @@ class HostDevice:
         address = self.allocate(array.nbytes)
         ctypes.memmove(address, np.ascontiguousarray(array).ctypes.data, array.nbytes)
         return address
+
+    def download(self, address: int, array: np.ndarray) -> None:
+        ctypes.memmove(array.ctypes.data, address, array.nbytes)
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: int = 0) -> None:
+        ctypes.memmove(dst, src, nbytes)
+
+    def capture(self, enqueue: Callable[[int], None]) -> Callable[[], None]:
+        return lambda: enqueue(0)
+
+    def describe(self) -> dict[str, object]:
+        return {"gpu": "threads"}
 
     def pinned(self, words: int) -> np.ndarray:
         return np.zeros(words, np.uint32)

@@ -1,0 +1,258 @@
+"""Everything that one GPU can show, in one command: `python -m bench.gpu_suite --budget 480`.
+
+All ranks of a plan run on the one GPU ("virtual ranks"), so links are the GPU's own memory; rows
+called "emulated links" hold each send to a stated rate. Rows come in the order of importance, each
+is checked before it is timed, and the JSON is written after every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.timing import machine
+from collectives import CollectiveAborted, PlanError, plan_allreduce
+from collectives.planning.plan import Plan
+from collectives.planning.planner import candidates
+from collectives.runtime import reference
+from collectives.runtime.reference import DTYPES, OPS, to_bfloat16
+from collectives.runtime.virtual import VirtualRanks
+from topology import load
+
+MIB = 1 << 20
+LINK = 25e9  # bytes/s: one NVLink of the DGX-1, for the rows with emulated links
+GRAPH = 20  # calls captured in one graph
+Row = dict[str, Any]
+
+
+class Failed(Exception):
+    """A row's result is wrong."""
+
+
+class Suite:
+    """The rows, on one device (`kernels.device.CudaDevice`)."""
+
+    def __init__(self, device: Any, largest: int = 1024 * MIB, repeats: int = 20) -> None:
+        self.device, self.largest, self.repeats = device, largest, repeats
+
+    def rows(self) -> Iterator[tuple[str, Callable[[], Row]]]:
+        """(name, what measures it), most important first."""
+        yield "correct algorithms", self.algorithms
+        yield "correct dtypes and ops", self.dtypes
+        yield "abort", self.abort
+        yield "latency 8 KiB", self.latency
+        yield "device copy against 35 N, 8 ranks", self.bandwidth
+        for size in (1, 16, 64, 256, 1024):
+            if size * MIB <= self.largest:
+                yield f"emulated links {size} MiB", lambda size=size: self.emulated(size * MIB)
+
+    def inputs(self, ranks: int, nbytes: int, dtype: str) -> list[np.ndarray]:
+        rng = np.random.default_rng(nbytes)
+        n = nbytes // (2 if dtype == "bfloat16" else np.dtype(dtype).itemsize)
+        if "int" in dtype:
+            return [rng.integers(0, 100, n).astype(dtype) for _ in range(ranks)]
+        made = [rng.standard_normal(n, np.float32) for _ in range(ranks)]
+        return [to_bfloat16(x) if dtype == "bfloat16" else x.astype(dtype) for x in made]
+
+    def check(self, ranks: VirtualRanks, plan: Plan, nbytes: int, dtype: str, op: str) -> None:
+        """One call against the reference, bit for bit. Raises Failed."""
+        prepared = ranks.prepare(plan, nbytes, dtype, op)
+        given = self.inputs(plan.size, nbytes, dtype)
+        buffers = [self.device.upload(x) for x in given]
+        try:
+            ranks.run(prepared, buffers)
+            ranks.check()
+            wanted = reference.run(prepared.plan, given, op, bfloat16=dtype == "bfloat16")
+            for rank, (address, want) in enumerate(zip(buffers, wanted, strict=True)):
+                got = np.empty_like(want)
+                self.device.download(address, got)
+                if wrong := int((got.view(np.uint8) != want.view(np.uint8)).sum()):
+                    raise Failed(
+                        f"{plan.algorithm} {nbytes} bytes {dtype} {op}: {wrong} wrong bytes on "
+                        f"rank {rank}"
+                    )
+        finally:
+            for address in buffers:
+                self.device.free(address)
+
+    def algorithms(self) -> Row:
+        """Every algorithm, 2 to 8 ranks, four sizes, twice over the same counters."""
+        done, skipped = 0, []
+        for name in ("mesh-2", "mesh-3", "mesh-5", "mesh-8", "dgx1-v100", "dgx1-p100"):
+            topology = load(name)
+            with VirtualRanks(self.device) as ranks:
+                for algorithm in candidates(topology):
+                    for nbytes in (4, 4036, 8192, 1_000_036) * 2:
+                        try:
+                            plan = plan_allreduce(topology, nbytes, algorithm)
+                        except PlanError as error:
+                            skipped.append(f"{name} {algorithm}: {error}")
+                            break
+                        self.check(ranks, plan, nbytes, "float32", "sum")
+                        done += 1
+        return {"checked": done, "skipped": skipped}
+
+    def dtypes(self) -> Row:
+        """Every dtype and op over lines and slots."""
+        topology, done = load("mesh-3"), 0
+        for dtype in DTYPES:
+            for op in OPS:
+                if op == "avg" and "int" in dtype:
+                    continue
+                with VirtualRanks(self.device) as ranks:
+                    for nbytes in (8 * 331, 8 * 50_021):
+                        plan = plan_allreduce(topology, nbytes, "overlapped_tree")
+                        self.check(ranks, plan, nbytes, dtype, op)
+                        done += 1
+        return {"checked": done}
+
+    def seconds(self, enqueue: Callable[[], None], check: Callable[[], None]) -> float:
+        """Median time of one call among batches that are long enough to be timed by the host."""
+        enqueue()
+        check()
+        start = time.perf_counter()
+        enqueue()
+        check()
+        batch = max(1, min(50, int(0.02 / max(1e-9, time.perf_counter() - start))))
+        found = []
+        for _ in range(self.repeats):
+            start = time.perf_counter()
+            for _ in range(batch):
+                enqueue()
+            check()
+            found.append((time.perf_counter() - start) / batch)
+        return statistics.median(found)
+
+    def timed(self, plan: Plan, nbytes: int, ps_per_byte: int = 0) -> float:
+        with VirtualRanks(self.device, timeout=60) as ranks:
+            prepared = ranks.prepare(plan, nbytes, "float32", "max")
+            buffers = [self.device.upload(x) for x in self.inputs(plan.size, nbytes, "float32")]
+            try:
+                return self.seconds(
+                    lambda: ranks.run(prepared, buffers, 0, ps_per_byte), ranks.check
+                )
+            finally:
+                for address in buffers:
+                    self.device.free(address)
+
+    def bandwidth(self) -> Row:
+        """7 reduces of 3 N and 7 copies of 2 N, slot traffic not counted, against a plain copy."""
+        nbytes = min(256 * MIB, self.largest)
+        pair = [self.device.allocate(nbytes) for _ in range(2)]
+        copy = self.seconds(
+            lambda: self.device.copy(pair[0], pair[1], nbytes), lambda: self.device.synchronise(0)
+        )
+        for address in pair:
+            self.device.free(address)
+        row: Row = {"bytes": nbytes, "copy_bytes_per_s": 2 * nbytes / copy}
+        for algorithm in ("overlapped_double_tree", "tree"):
+            plan = plan_allreduce(load("dgx1-v100"), nbytes, algorithm)
+            seconds = self.timed(plan, nbytes)
+            rate = 35 * nbytes / seconds
+            row[algorithm] = {
+                "seconds": seconds, "bytes_per_s": rate, "share": rate / row["copy_bytes_per_s"],
+            }  # fmt: skip
+        return row
+
+    def emulated(self, nbytes: int) -> Row:
+        """Overlapped against baseline double tree, each send held to one NVLink's rate."""
+        topology, row = load("dgx1-v100"), {"bytes": nbytes, "link_bytes_per_s": LINK}
+        for algorithm in ("double_tree", "overlapped_double_tree"):
+            plan = plan_allreduce(topology, nbytes, algorithm)
+            row[algorithm] = self.timed(plan, nbytes, round(1e12 / LINK))
+        row["ratio"] = row["double_tree"] / row["overlapped_double_tree"]
+        return row
+
+    def latency(self) -> Row:
+        """8 KiB over 8 ranks: launched, and replayed from a graph."""
+        row: Row = {}
+        for name in ("dgx1-v100", "mesh-8"):
+            plan = plan_allreduce(load(name), 8192)
+            with VirtualRanks(self.device) as ranks:
+                prepared = ranks.prepare(plan, 8192, "float32", "sum")
+                buffers = [self.device.upload(np.zeros(2048, np.float32)) for _ in range(8)]
+                launched = self.seconds(lambda r=ranks, p=prepared, b=buffers: r.run(p, b),
+                                        ranks.check)  # fmt: skip
+
+                def calls(stream: int, r: Any = ranks, p: Any = prepared, b: Any = buffers) -> None:
+                    for _ in range(GRAPH):
+                        r.run(p, b, stream)
+
+                replayed = self.seconds(self.device.capture(calls), ranks.check) / GRAPH
+                for address in buffers:
+                    self.device.free(address)
+            row[name] = {"algorithm": plan.algorithm, "launched_us": launched * 1e6,
+                         "replayed_us": replayed * 1e6}  # fmt: skip
+        return row
+
+    def abort(self) -> Row:
+        """Sends that would take minutes are given up; then new ranks work."""
+        plan = plan_allreduce(load("mesh-2"), 65536, "tree", 1)
+        with VirtualRanks(self.device, timeout=100) as ranks:
+            prepared = ranks.prepare(plan, 65536, "float32", "sum")
+            buffers = [self.device.upload(x) for x in self.inputs(2, 65536, "float32")]
+            ranks.abort()
+            start = time.perf_counter()
+            ranks.run(prepared, buffers, 0, 4 * 10**9)
+            try:
+                ranks.check()
+            except CollectiveAborted:
+                taken = time.perf_counter() - start
+            else:
+                raise Failed("an abort was not noticed")
+            for address in buffers:
+                self.device.free(address)
+        if taken > 1:
+            raise Failed(f"an abort took {taken:.3g} s")
+        with VirtualRanks(self.device) as ranks:
+            self.check(ranks, plan, 65536, "float32", "sum")
+        return {"seconds": taken}
+
+
+def run(suite: Suite, budget: float, only: str, out: Path | None) -> list[Row]:
+    """The rows whose names contain `only`, until the budget (s) is spent."""
+    start, rows = time.monotonic(), []
+    for name, measure in suite.rows():
+        if only not in name:
+            continue
+        if time.monotonic() - start > budget:
+            rows.append({"name": name, "state": "left out: the budget was spent"})
+        else:
+            try:
+                rows.append({"name": name, "state": "ok", **measure()})
+            except Exception as error:  # the other rows are wanted all the same
+                rows.append({"name": name, "state": f"failed: {type(error).__name__}: {error}"})
+        print(json.dumps(rows[-1]), flush=True)
+        if out:
+            text = {"machine": machine(), "device": suite.device.describe(), "rows": rows}
+            out.write_text(json.dumps(text, indent=1) + "\n")
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu_suite", description=__doc__)
+    parser.add_argument("--budget", type=float, default=480, help="seconds (default 480)")
+    parser.add_argument("--only", default="", help="rows whose names contain this")
+    parser.add_argument("--out", type=Path, help="write JSON here, after every row")
+    given = parser.parse_args(arguments)
+    try:
+        from kernels.device import CudaDevice
+
+        device = CudaDevice()
+    except Exception as error:  # CuPy's own kinds, where it can be imported at all
+        print(f"no GPU to run on: {error}", file=sys.stderr)
+        return 2
+    rows = run(Suite(device), given.budget, given.only, given.out)
+    return int(any(row["state"] != "ok" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

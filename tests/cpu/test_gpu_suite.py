@@ -1,0 +1,51 @@
+"""The suite for one GPU, on a device of threads: it runs, checks and goes on after a failure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from host_gpu import HostDevice, needs_compiler
+
+from bench.gpu_suite import Suite, main, run
+
+
+@needs_compiler
+@pytest.mark.parametrize("only", ["dtypes", "abort", "latency", "emulated links 1 MiB", "35 N"])
+def test_rows_are_measured_and_written(only: str, tmp_path: Path) -> None:
+    device = HostDevice()
+    out = tmp_path / "rows.json"
+    (row,) = run(Suite(device, 1 << 20, 1), 100, only, out)
+    assert row["state"] == "ok", row
+    assert json.loads(out.read_text())["rows"][0]["name"] == row["name"]
+    assert not device.memory
+
+
+class Wrong(HostDevice):
+    """One bit of what is read back is wrong."""
+
+    def download(self, address: int, array: np.ndarray) -> None:
+        super().download(address, array)
+        array.view(np.uint8)[-1] ^= 1
+
+
+@needs_compiler
+def test_a_wrong_result_is_a_failed_row_and_the_next_ones_are_run() -> None:
+    rows = run(Suite(Wrong(), 1 << 16, 1), 100, "", None)
+    states = [row["state"] for row in rows]
+    assert all(": 1 wrong bytes on rank 0" in state for state in states[:3])
+    assert states[3:] == ["ok", "ok"]
+
+
+@needs_compiler
+def test_what_the_budget_does_not_admit_is_named() -> None:
+    rows = run(Suite(HostDevice()), -1, "links", None)
+    assert {row["state"] for row in rows} == {"left out: the budget was spent"}
+    assert len(rows) == 5
+
+
+def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "no GPU to run on: " in capsys.readouterr().err
