@@ -5,8 +5,8 @@
 // the counter with release; the receiver's first thread loads it with acquire, and a barrier stands
 // before its block's reads. Releases are cumulative over the barrier (PTX memory model, causality
 // order), so all threads' data is covered. Counters only grow and wrap: they are compared by their
-// signed difference, which is right as long as the ends are less than 2^31 apart; they never are
-// more than a call's steps apart. Nothing is reset between calls.
+// signed difference, which is right as long as the ends are less than 2^31 apart; only calls of no
+// bytes, which need not be launched, could take them there. Nothing is reset between calls.
 #pragma once
 #include "lane.h"
 
@@ -18,6 +18,14 @@ __device__ __forceinline__ u8* slot_of(const Launch& l, const End& end, const Cu
 __device__ __forceinline__ void advance(const Launch& l, Cursor& at) {
     ++at.moved;
     at.slot = at.slot + 1 == l.slots ? 0 : at.slot + 1;
+}
+
+// An emulated link holds what was sent until its time is over.
+__device__ __forceinline__ bool held(const Launch& l, const Group& g, Lane& lane) {
+    Patience patience = {0, 0};
+    while (l.ps_per_byte && clock_ns() < lane.link_free)
+        if (!patience.more(l, g, lane)) return false;
+    return true;
 }
 
 // WAIT and SIGNAL. With lines a wait for data is the receiver's poll of each line.
@@ -38,11 +46,7 @@ __device__ __forceinline__ bool synchronise(const Launch& l, const Group& g, Lan
         st_release_sys((u32*)(end.free + line), at.signalled);
         return true;
     }
-    if (data && l.ps_per_byte) {
-        Patience patience = {0, 0};
-        while (clock_ns() < lane.link_free)
-            if (!patience.more(l, g, lane)) return false;
-    }
+    if (data && !held(l, g, lane)) return false;
     if (counted) st_release_sys((u32*)(end.ready + line), at.signalled);
     return true;
 }
@@ -84,9 +88,13 @@ __device__ __forceinline__ void prepare(const Launch& l, const Group& g, Lane& l
 __device__ __forceinline__ void next(const Launch& l, const Group& g, Lane& lane) {
     const int* code = lane.code;
     const int groups = (l.num_chunks + l.stride - 1) / l.stride;
+    if (lane.failed) {  // while the block moved data: pc stays where that was
+        lane.task.op = STOP;
+        return;
+    }
     lane.pc += lane.length;
     lane.length = 0;
-    while (!lane.failed && lane.phase < code[0]) {
+    while (lane.phase < code[0]) {
         const int first = code[1 + lane.phase], stop = code[2 + lane.phase];
         if (first == stop || lane.group == groups) {
             ++lane.phase;
@@ -104,6 +112,8 @@ __device__ __forceinline__ void next(const Launch& l, const Group& g, Lane& lane
         if (chunk < l.num_chunks) {
             if (step[0] < SIGNAL) {
                 prepare(l, g, lane, step, int(chunk));
+                // lines are seen as soon as they are written: their time passes before
+                if (l.low_latency && lane.task.op == SEND && !held(l, g, lane)) break;
                 lane.length = 5 + step[4];
                 return;
             }

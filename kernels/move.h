@@ -2,7 +2,9 @@
 //
 // Plain slots: 16-byte accesses, neighbouring threads side by side, several in flight a thread.
 // Lines (see sync.h): 8 bytes of data as two lines; a reader polls each line for the number of this
-// use, so it needs no counter and no barrier. Slots are 16-byte aligned; the caller's buffer may be
+// use, so it needs no counter and no barrier. A value that comes back over other ranks' lines is
+// stored behind the store of its part here: between that and the lines that carried it on stand two
+// barriers and the release of the slots it was made of (a REDUCE's SIGNAL). Slots are 16-byte aligned; the caller's buffer may be
 // aligned to its elements only, and is then accessed element by element.
 // Bounds: no access to a buffer goes beyond the slice, and none to a slot beyond the lane's part,
 // as a slice has at most `stripe` bytes (the host picks the number of chunks so).
@@ -20,22 +22,24 @@ __device__ __forceinline__ bool cleaning(const Launch& l, u32 use) {
     return (use & CLEAN) < l.slots;
 }
 
+// Nothing that is read after `lost` may be stored: it is not what was sent.
 __device__ __forceinline__ u32 poll(const u8* at, u32 use, const Launch& l, const Group& g,
-                                    Lane& lane) {
+                                    Lane& lane, bool& lost) {
     Patience patience = {0, 0};
-    for (;;) {
+    while (!lost) {
         const u64 line = ld_line((const u64*)at);
         if (u32(line >> 32) == use) return u32(line);
-        if (!patience.more(l, g, lane)) return 0;
+        lost = !patience.more(l, g, lane);
     }
+    return 0;
 }
 
 template <class T>
 __device__ __forceinline__ Pack<T, 8> receive(const u8* slot, i64 at, u32 use, const Launch& l,
-                                              const Group& g, Lane& lane) {
+                                              const Group& g, Lane& lane, bool& lost) {
     union { u32 w[2]; Pack<T, 8> v; } got;
-    got.w[0] = poll(slot + 2 * at, use, l, g, lane);
-    got.w[1] = poll(slot + 2 * at + 8, use, l, g, lane);
+    got.w[0] = poll(slot + 2 * at, use, l, g, lane, lost);
+    got.w[1] = poll(slot + 2 * at + 8, use, l, g, lane, lost);
     return got.v;
 }
 
@@ -46,16 +50,18 @@ __device__ __forceinline__ void move_lines(const Launch& l, const Group& g, Lane
     if (t.op == SEND)
         for (u32 j = 0; j < t.n; ++j)
             if (cleaning(l, t.use[j])) stop = l.stripe;
+    bool lost = false;
     for (i64 at = 8 * i64(threadIdx.x); at < stop; at += 8 * i64(blockDim.x)) {
         const i64 have = t.nbytes - at;
         Pack<T, 8> v = {};
         if (t.op == COPY) {
-            v = receive<T>(t.slot[0], at, t.use[0], l, g, lane);
+            v = receive<T>(t.slot[0], at, t.use[0], l, g, lane, lost);
         } else if (t.source) {
-            if (have > 0) v = receive<T>(t.source, at, t.source_use, l, g, lane);
+            if (have > 0) v = receive<T>(t.source, at, t.source_use, l, g, lane, lost);
         } else if (have > 0) {
             v = load<T, 8>(t.own + at, have);
         }
+        if (lost) return;
         if (t.op == SEND) {
             union { Pack<T, 8> v; u32 w[2]; } put;
             put.v = v;
@@ -69,12 +75,13 @@ __device__ __forceinline__ void move_lines(const Launch& l, const Group& g, Lane
         if (t.op == REDUCE) {
             const u32 head = t.ahead ? 1 : 0;
             Total<T, 8> total =
-                widen(head ? receive<T>(t.slot[0], at, t.use[0], l, g, lane) : v);
+                widen(head ? receive<T>(t.slot[0], at, t.use[0], l, g, lane, lost) : v);
             for (u32 j = head; j <= t.n; ++j) {
                 if (head && j == t.ahead) combine<Op>(total, v);
                 if (j < t.n)
-                    combine<Op>(total, receive<T>(t.slot[j], at, t.use[j], l, g, lane));
+                    combine<Op>(total, receive<T>(t.slot[j], at, t.use[j], l, g, lane, lost));
             }
+            if (lost) return;
             v = narrow<T, 8>(total, t.last ? l.divisor : 0);
         }
         store<T, 8>(t.own + at, have, v);

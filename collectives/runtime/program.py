@@ -71,17 +71,41 @@ class Shape:
 def fit(plan: Plan, nbytes: int, lanes: int) -> tuple[Plan, Shape]:
     """The plan in as many chunks as fit its slots, and its shape, for a message of `nbytes`.
 
-    A short message takes one lane and lines. The shape takes one of two values for each `lanes`,
-    so one piece of memory serves all messages of a plan and a protocol.
+    More chunks are proved with the plan's own where these are whole groups; fewer than one group
+    raises PlanError. A short message takes one lane and lines, which order nothing until they are
+    read: so only where each wait for data comes just before the step that reads it. The shape
+    takes one of two values for each `lanes`, so one piece of memory serves all messages of a plan
+    and a protocol.
     """
     most = max(1, -(-plan.volume(nbytes) // SLOT_BYTES))
     if plan.chunk_bytes(nbytes) > SLOT_BYTES:
+        if plan.num_chunks < plan.stride:
+            raise PlanError(
+                f"{plan.algorithm}: {plan.num_chunks} chunks of {plan.chunk_bytes(nbytes)} bytes; "
+                f"GPU slots take {SLOT_BYTES}, and fewer chunks than the {plan.stride} of a group "
+                "cannot be divided"
+            )
         plan = plan.with_chunks(-(-most // plan.stride) * plan.stride)
         while plan.chunk_bytes(nbytes) > SLOT_BYTES:  # chunks of a part of the data only
             plan = plan.with_chunks(2 * plan.num_chunks)
-    if plan.chunk_bytes(nbytes) <= LINES_BYTES:
+    if plan.chunk_bytes(nbytes) <= LINES_BYTES and _read_at_once(plan):
         return plan, Shape(1, LINES_BYTES, True)
     return plan, Shape(lanes, -(-SLOT_BYTES // (lanes * ALIGN)) * ALIGN, False)
+
+
+def _read_at_once(plan: Plan) -> bool:
+    """Whether nothing but waits stands between each wait for data and the step that reads it."""
+    for stream in plan.streams:
+        for body in stream.phases:
+            waited: set[int] = set()
+            for step in body:
+                if step.op is not Op.WAIT:
+                    if not waited <= {*step.connections, step.source}:
+                        return False
+                    waited.clear()
+                elif not plan.sends_on(stream, step.connections[0]):
+                    waited |= {i for i in step.connections if not plan.connections[i].local}
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,6 +200,7 @@ def _blocked(plan: Plan, rank: int, p: Program, group: int, pc: int) -> Blocked:
         at += 5 + code[at + 4]
         position += 1
     op, chunk, flag, source, _, *ends = code[at : at + 5 + code[at + 4]]
+    # of a REDUCE over lines, which of its peers is missing is not known: the first is named
     connection = plan.connections[p.ends[source if op == Op.SEND and source >= 0 else ends[0]]]
     sender = op == Op.WAIT and bool(flag & 1)
     return Blocked(

@@ -188,7 +188,7 @@ class HostGpu:
                 memory[c.dst][layout.slot[i] // 4 :] = (start - 100) % 2**32
         bases = [self.image.add(m) for m in memory]
         self.groups: list[tuple[int, dict[str, int]]] = []
-        self.streams: list[Any] = []
+        self.programs: list[program.Program] = []
         for rank in range(plan.size):
             for p in program.programs(plan, rank):
                 cursors = np.zeros((shape.lanes, len(p.ends)), CURSOR)
@@ -204,7 +204,7 @@ class HostGpu:
                     "rank": rank, "num_ends": len(p.ends), "code_words": p.code.size,
                 }  # fmt: skip
                 self.groups.append((rank, fields))
-                self.streams.append(p.stream)
+                self.programs.append(p)
 
     def call(
         self, inputs: Sequence[np.ndarray], op: str = "sum", dtype: str = "float32",
@@ -243,8 +243,8 @@ class HostGpu:
     def reports(self, segments: Sequence[np.ndarray]) -> Mapping[tuple[int, int, int], list[int]]:
         """What each (rank, channel, lane) has reported."""
         return {
-            (stream.rank, stream.channel, lane): row.tolist()
-            for stream, (_, fields) in zip(self.streams, self.groups, strict=True)
+            (rank, p.stream.channel, lane): row.tolist()
+            for p, (rank, fields) in zip(self.programs, self.groups, strict=True)
             for lane, row in enumerate(
                 segments[(fields["report"] >> 40) - 1].view(np.uint32).reshape(-1, REPORT)
             )

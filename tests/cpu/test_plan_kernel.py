@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from host_gpu import BROKEN, HostGpu, build, needs_compiler
 
-from collectives import plan_allreduce, plan_collective
+from collectives import PlanError, plan_allreduce, plan_collective
 from collectives.planning.goals import COLLECTIVES
 from collectives.planning.plan import Op, Plan
 from collectives.runtime import program, reference
@@ -127,12 +127,13 @@ def test_every_collective_on_any_number_of_ranks(size: int, collective: str, sha
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", ["sum", "avg", "min", "max", "prod"])
 @pytest.mark.parametrize("shape", [LINES, plain(1)], ids=["lines", "slots"])
-def test_dtypes_and_ops(dtype: str, op: str, shape: Shape) -> None:
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
+def test_dtypes_and_ops(dtype: str, op: str, shape: Shape, aligned: bool) -> None:
     if op == "avg" and "int" in dtype:
         pytest.skip("avg is refused for integers before any kernel runs")
     plan = plan_allreduce(load("mesh-3"), 3000, "overlapped_tree")
     item = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
-    check(plan, shape, [item * 331, item], dtype, op, skew=item)
+    check(plan, shape, [item * 331, item], dtype, op, skew=0 if aligned else item)
 
 
 @pytest.mark.parametrize("op", ["min", "max", "sum"])
@@ -186,7 +187,8 @@ def test_random_plans(seed: int, shape: Shape) -> None:
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 @pytest.mark.parametrize(("machine", "algorithm"), [
-    *ALGORITHMS[4:9], ("mesh-8", "one_shot"), ("mesh-5", "two_shot"), ("mesh-8", "halving_doubling")
+    *ALGORITHMS[4:9], ("mesh-8", "one_shot"), ("mesh-5", "two_shot"),
+    ("mesh-8", "halving_doubling"), ("mesh-4", "recursive_doubling"),
 ])  # fmt: skip
 @pytest.mark.parametrize("shape", [LINES, plain(2, 512)], ids=["lines", "slots"])
 def test_sanitizers_find_nothing(
@@ -262,6 +264,27 @@ def test_a_rank_whose_peers_do_not_come_gives_up_and_says_where(shape: Shape) ->
     assert {row[0] for row in mine.values()} <= {State.TIMED_OUT, State.ABORTED}
     assert {row[0] for key, row in reports.items() if key[0] != 1} == {State.NOTHING}
     assert done[0].view(np.uint32)[0] == 1
+    for program_, (rank, _) in zip(gpu.programs, gpu.groups, strict=True):
+        for (r, channel, _), (_, _, _, pc) in mine.items():
+            if (rank, program_.stream.channel) == (r, channel):
+                polls = Op.REDUCE, Op.COPY
+                assert program_.code[pc] in (polls if shape.low_latency else (Op.WAIT,))
+
+
+def test_a_forwarder_that_gives_up_passes_nothing_on() -> None:
+    """Rank 0 forwards between ranks 2 and 4 on the paper's trees; nobody else comes."""
+    plan = plan_allreduce(load("dgx1-v100"), 4000, "ccube_dgx1", 2)
+    gpu = HostGpu(plan, LINES, timeout=0.2)
+    gpu.call([np.zeros_like(x) for x in values(plan, 4000)], only=0)
+    done = gpu.image.run(build(), timeout=20)
+    layout = program.lay_out(plan, LINES)
+    forwarded = {out for s in plan.streams if s.rank == 0 for body in s.phases for step in body
+                 if step.source is not None for out in step.connections}  # fmt: skip
+    assert forwarded
+    for i in forwarded:
+        at = layout.slot[i]
+        memory = done[1 + plan.connections[i].dst]  # segment 0 is the abort word
+        assert not memory[at : at + 2 * LINES.stripe * plan.slots].any()
 
 
 @pytest.mark.parametrize("shape", [LINES, plain(2)], ids=["lines", "slots"])
@@ -274,14 +297,36 @@ def test_the_abort_word_frees_every_rank(shape: Shape) -> None:
     assert State.ABORTED in states and states <= {State.ABORTED, State.DONE}
 
 
-def test_an_emulated_link_takes_its_time() -> None:
+@pytest.mark.parametrize("shape", [LINES, plain(2)], ids=["lines", "slots"])
+def test_an_emulated_link_takes_its_time(shape: Shape) -> None:
     """4,096 bytes at 50 us a byte over two hops, one after the other."""
-    plan = plan_allreduce(load("mesh-2"), 4096, "tree", 1)
-    gpu = HostGpu(plan, plain(1))
-    gpu.call(values(plan, 4096), ps_per_byte=50_000_000)
-    start = time.monotonic()
-    assert isinstance(gpu.image.run(build()), list)
-    assert time.monotonic() - start > 2 * 4096 * 50e-6
+    plan, driver = plan_allreduce(load("mesh-2"), 4096, "tree", 1), build()
+    taken = []
+    for ps_per_byte in (0, 50_000_000):
+        gpu = HostGpu(plan, shape)
+        gpu.call(values(plan, 4096), ps_per_byte=ps_per_byte)
+        start = time.monotonic()
+        assert isinstance(gpu.image.run(driver), list)
+        taken.append(time.monotonic() - start)
+    assert taken[0] < 2 * 4096 * 50e-6 <= taken[1]
+
+
+def test_lines_need_each_wait_for_data_just_before_its_step() -> None:
+    plan = plan_allreduce(load("mesh-2"), 4000, "one_shot")
+    assert fit(plan, 4000, 2)[1].low_latency
+    stream = plan.streams[-1]
+    body = stream.phases[0]
+    wait = next(i for i, s in enumerate(body) if s.op is Op.WAIT
+                and not plan.sends_on(stream, s.connections[0]))  # fmt: skip
+    early = (body[wait], *body[:wait], *body[wait + 1 :])
+    streams = (*plan.streams[:-1], replace(stream, phases=(early,)))
+    assert not fit(replace(plan, streams=streams), 4000, 2)[1].low_latency
+
+
+def test_less_than_a_group_of_chunks_is_not_divided() -> None:
+    plan = plan_allreduce(load("mesh-3"), 4000, "two_shot").with_chunks(1)
+    with pytest.raises(PlanError, match=r"two_shot: 1 chunks of 4194304 bytes"):
+        fit(plan, 4 << 20, 1)
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
