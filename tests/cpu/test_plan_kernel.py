@@ -165,6 +165,34 @@ def test_counters_wrap(shape: Shape, start: int, slots: int) -> None:
     check(plan, shape, [4000, 12, 4000, 400, 4000], start=start)
 
 
+@pytest.mark.parametrize("shape", [LINES, plain(2)], ids=["lines", "slots"])
+def test_programs_too_long_for_shared_memory(shape: Shape) -> None:
+    """They are read, and their cursors kept, where they lie."""
+    small = (
+        ("launch.h", "CODE_WORDS = 1024", "CODE_WORDS = 1"),
+        ("launch.h", "MOST_ENDS = 128", "MOST_ENDS = 1"),
+    )
+    plan = plan_allreduce(load("mesh-4"), 4000, "one_shot")
+    gpu = HostGpu(plan, shape)
+    inputs = values(plan, 4000)
+    calls = [gpu.call(inputs) for _ in range(4)]
+    done = gpu.image.run(build("thread", changes=small))
+    assert isinstance(done, list), done.stderr[-4000:]
+    for segments in calls:
+        for segment, want in zip(segments, reference.run(plan, inputs), strict=True):
+            assert same(done[segment].view(want.dtype), want, "float32")
+
+
+def test_more_peers_or_ranks_than_the_kernel_takes_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"65 ranks in one launch; at most 64"):
+        program.launch(plan_allreduce(load("mesh-2"), 4), LINES, 0, 0, [0] * 65, 1.0, False)
+    plan = plan_allreduce(load("mesh-2"), 4, "one_shot")
+    wide = replace(plan.streams[0].phases[0][1], connections=(0,) * 65)
+    stream = replace(plan.streams[0], phases=((wide,),))
+    with pytest.raises(PlanError, match=r"rank 0 has a SEND with 65 peers; .* at most 64"):
+        program.programs(replace(plan, streams=(stream,)), 0)
+
+
 def test_a_stale_flag_is_gone_before_its_number_comes_again() -> None:
     """Every line of a slot is written anew as the count passes a multiple of 2^30."""
     plan = plan_allreduce(load("mesh-2"), 8, "tree")
