@@ -4,8 +4,9 @@
 // Lines (see sync.h): 8 bytes of data as two lines; a reader polls each line for the number of this
 // use, so it needs no counter and no barrier. A value that comes back over other ranks' lines is
 // stored behind the store of its part here: between that and the lines that carried it on stand two
-// barriers and the release of the slots it was made of (a REDUCE's SIGNAL). Slots are 16-byte aligned; the caller's buffer may be
-// aligned to its elements only, and is then accessed element by element.
+// barriers and the release of the slots it was made of (a REDUCE's SIGNAL). Slots are 16-byte
+// aligned; the caller's buffer may be aligned to its elements only, and is then accessed element by
+// element.
 // Bounds: no access to a buffer goes beyond the slice, and none to a slot beyond the lane's part,
 // as a slice has at most `stripe` bytes (the host picks the number of chunks so).
 #pragma once

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,10 +39,19 @@ class Blocked:
         }  # fmt: skip
 
 
+def position_of(code: Sequence[int], first: int, pc: int) -> int:
+    """How many steps lie in `code` between two places; they have different lengths."""
+    position = 0
+    while first < pc:
+        first += 5 + int(code[first + 4])
+        position += 1
+    return position
+
+
 def blocked(plan: Plan, rank: int, at: NDArray[Any]) -> list[Blocked]:
     """Where each unfinished stream of `rank` stands; `at` is the interpreter's state."""
     found = []
-    code = plan.encode(rank)
+    code = plan.encode(rank).tolist()
     phases = int(code[1])
     for row, stream in enumerate(s for s in plan.streams if s.rank == rank):
         phase, group, pc = (int(v) for v in at[row])
@@ -49,21 +59,17 @@ def blocked(plan: Plan, rank: int, at: NDArray[Any]) -> list[Blocked]:
             continue
         first = int(code[2 + row * (phases + 1)])
         pc = pc or int(code[2 + row * (phases + 1) + phase])
-        position, here = 0, first
-        while here < pc:  # steps have different lengths in the code
-            here += 5 + int(code[here + 4])
-            position += 1
-        if here >= len(code) or code[here] != Op.WAIT:
+        if pc >= len(code) or code[pc] != Op.WAIT:
             continue
-        connection = plan.connections[int(code[here + 5])]
-        sender = bool(code[here + 2])
+        connection = plan.connections[int(code[pc + 5])]
+        sender = bool(code[pc + 2])
         found.append(
             Blocked(
                 rank,
                 connection.dst if sender else connection.src,
                 stream.channel,
-                position,
-                group * plan.stride + int(code[here + 1]),
+                position_of(code, first, pc),
+                group * plan.stride + int(code[pc + 1]),
                 "a free slot" if sender else "the data",
             )
         )

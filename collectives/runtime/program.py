@@ -77,7 +77,6 @@ def fit(plan: Plan, nbytes: int, lanes: int) -> tuple[Plan, Shape]:
     takes one of two values for each `lanes`, so one piece of memory serves all messages of a plan
     and a protocol.
     """
-    most = max(1, -(-plan.volume(nbytes) // SLOT_BYTES))
     if plan.chunk_bytes(nbytes) > SLOT_BYTES:
         if plan.num_chunks < plan.stride:
             raise PlanError(
@@ -85,7 +84,8 @@ def fit(plan: Plan, nbytes: int, lanes: int) -> tuple[Plan, Shape]:
                 f"GPU slots take {SLOT_BYTES}, and fewer chunks than the {plan.stride} of a group "
                 "cannot be divided"
             )
-        plan = plan.with_chunks(-(-most // plan.stride) * plan.stride)
+        chunks = -(-plan.volume(nbytes) // SLOT_BYTES)
+        plan = plan.with_chunks(-(-chunks // plan.stride) * plan.stride)
         while plan.chunk_bytes(nbytes) > SLOT_BYTES:  # chunks of a part of the data only
             plan = plan.with_chunks(2 * plan.num_chunks)
     if plan.chunk_bytes(nbytes) <= LINES_BYTES and _read_at_once(plan):

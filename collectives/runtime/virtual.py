@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from collectives.planning.plan import Op, Plan
 from collectives.runtime import program
-from collectives.runtime.diagnose import Blocked
+from collectives.runtime.diagnose import Blocked, position_of
 from collectives.runtime.program import CURSOR, GROUP, REPORT, Program, Shape, State
 from collectives.runtime.shm import place_of
 
@@ -44,6 +44,7 @@ class _Region:
 
     programs: tuple[tuple[int, Program], ...]
     groups: NDArray[np.void]  # [streams of all ranks] of GROUP, all but `place` filled in
+    report: NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class VirtualRanks:
         self.device, self.timeout, self.max_blocks = device, timeout, max_blocks
         self._abort = device.pinned(1)
         self._memory: list[int] = []
-        self._regions: dict[tuple[Plan, Shape], tuple[_Region, NDArray[np.uint32]]] = {}
+        self._regions: dict[tuple[Plan, Shape], _Region] = {}
         self._launched: list[Prepared] = []
 
     def prepare(self, plan: Plan, nbytes: int, dtype: str, op: str) -> Prepared:
@@ -89,7 +90,7 @@ class VirtualRanks:
             )
         lanes = min(MOST_LANES, max(1, most // max(1, streams)))
         plan, shape = program.fit(plan, nbytes, lanes)
-        region, report = self._region(plan, shape)
+        region = self._region(plan, shape)
         groups = region.groups.copy()
         places = {
             rank: self._upload(place_of(plan, nbytes, rank))
@@ -98,7 +99,7 @@ class VirtualRanks:
         for row in groups:
             row["place"] = places[int(row["rank"])]
         table = self._upload(groups)
-        return Prepared(plan, shape, dtype, op, table, region.programs, report)
+        return Prepared(plan, shape, dtype, op, table, region.programs, region.report)
 
     def run(
         self, prepared: Prepared, buffers: Sequence[int], stream: int = 0, ps_per_byte: int = 0
@@ -158,13 +159,13 @@ class VirtualRanks:
         self._memory.append(self.device.upload(array))
         return self._memory[-1]
 
-    def _region(self, plan: Plan, shape: Shape) -> tuple[_Region, NDArray[np.uint32]]:
+    def _region(self, plan: Plan, shape: Shape) -> _Region:
         key = (plan.with_chunks(plan.stride), shape)
         if key not in self._regions:
             self._regions[key] = self._lay_out(plan, shape)
         return self._regions[key]
 
-    def _lay_out(self, plan: Plan, shape: Shape) -> tuple[_Region, NDArray[np.uint32]]:
+    def _lay_out(self, plan: Plan, shape: Shape) -> _Region:
         layout = program.lay_out(plan, shape)
         bases = [self.device.allocate(nbytes) for nbytes in layout.nbytes]
         self._memory += bases
@@ -177,7 +178,7 @@ class VirtualRanks:
             row["cursors"] = self._upload(np.zeros((shape.lanes, len(p.ends)), CURSOR))
             row["report"] = report.ctypes.data + 4 * i * shape.lanes * REPORT
             row["rank"], row["num_ends"], row["code_words"] = rank, len(p.ends), p.code.size
-        return _Region(found, groups), report
+        return _Region(found, groups, report)
 
 
 def standing(prepared: Prepared) -> list[tuple[State, Blocked]]:
@@ -195,18 +196,19 @@ def standing(prepared: Prepared) -> list[tuple[State, Blocked]]:
 def _blocked(plan: Plan, rank: int, p: Program, group: int, pc: int) -> Blocked:
     """The step at which a program stands: a WAIT, or one that polls its slots' lines."""
     code = p.code.tolist()
-    position, at = 0, code[1]
-    while at < pc:
-        at += 5 + code[at + 4]
-        position += 1
-    op, chunk, flag, source, _, *ends = code[at : at + 5 + code[at + 4]]
+    op, chunk, flag, source, n = code[pc : pc + 5]
+    ends = code[pc + 5 : pc + 5 + n]
     # of a REDUCE over lines, which of its peers is missing is not known: the first is named
     connection = plan.connections[p.ends[source if op == Op.SEND and source >= 0 else ends[0]]]
     sender = op == Op.WAIT and bool(flag & 1)
     return Blocked(
-        rank, connection.dst if sender else connection.src, p.stream.channel, position,
-        group * plan.stride + chunk, "a free slot" if sender else "the data",
-    )  # fmt: skip
+        rank,
+        connection.dst if sender else connection.src,
+        p.stream.channel,
+        position_of(code, code[1], pc),
+        group * plan.stride + chunk,
+        "a free slot" if sender else "the data",
+    )
 
 
 def _others(found: Sequence[tuple[State, Blocked]], first: Blocked | None) -> str:
