@@ -23,8 +23,8 @@ from collectives import CollectiveAborted, PlanError, plan_allreduce
 from collectives.planning.plan import Plan
 from collectives.planning.planner import candidates
 from collectives.runtime import reference
+from collectives.runtime.cuda import GpuRanks, virtual_ranks
 from collectives.runtime.reference import DTYPES, OPS, to_bfloat16
-from collectives.runtime.virtual import VirtualRanks
 from topology import load
 
 MIB = 1 << 20
@@ -62,7 +62,7 @@ class Suite:
         made = [rng.standard_normal(n, np.float32) for _ in range(ranks)]
         return [to_bfloat16(x) if dtype == "bfloat16" else x.astype(dtype) for x in made]
 
-    def check(self, ranks: VirtualRanks, plan: Plan, nbytes: int, dtype: str, op: str) -> None:
+    def check(self, ranks: GpuRanks, plan: Plan, nbytes: int, dtype: str, op: str) -> None:
         """One call against the reference, bit for bit. Raises Failed."""
         prepared = ranks.prepare(plan, nbytes, dtype, op)
         given = self.inputs(plan.size, nbytes, dtype)
@@ -88,7 +88,7 @@ class Suite:
         done, skipped = 0, []
         for name in ("mesh-2", "mesh-3", "mesh-5", "mesh-8", "dgx1-v100", "dgx1-p100"):
             topology = load(name)
-            with VirtualRanks(self.device) as ranks:
+            with virtual_ranks(self.device, len(topology.gpus)) as ranks:
                 for algorithm in candidates(topology):
                     for nbytes in (4, 4036, 8192, 1_000_036) * 2:
                         try:
@@ -107,7 +107,7 @@ class Suite:
             for op in OPS:
                 if op == "avg" and "int" in dtype:
                     continue
-                with VirtualRanks(self.device) as ranks:
+                with virtual_ranks(self.device, 3) as ranks:
                     for nbytes in (8 * 331, 8 * 50_021):
                         plan = plan_allreduce(topology, nbytes, "overlapped_tree")
                         self.check(ranks, plan, nbytes, dtype, op)
@@ -132,7 +132,7 @@ class Suite:
         return statistics.median(found)
 
     def timed(self, plan: Plan, nbytes: int, ps_per_byte: int = 0) -> float:
-        with VirtualRanks(self.device, timeout=60) as ranks:
+        with virtual_ranks(self.device, plan.size, timeout=60) as ranks:
             prepared = ranks.prepare(plan, nbytes, "float32", "max")
             buffers = [self.device.upload(x) for x in self.inputs(plan.size, nbytes, "float32")]
             try:
@@ -176,7 +176,7 @@ class Suite:
         row: Row = {}
         for name in ("dgx1-v100", "mesh-8"):
             plan = plan_allreduce(load(name), 8192)
-            with VirtualRanks(self.device) as ranks:
+            with virtual_ranks(self.device, 8) as ranks:
                 prepared = ranks.prepare(plan, 8192, "float32", "sum")
                 buffers = [self.device.upload(np.zeros(2048, np.float32)) for _ in range(8)]
                 launched = self.seconds(lambda r=ranks, p=prepared, b=buffers: r.run(p, b),
@@ -196,7 +196,7 @@ class Suite:
     def abort(self) -> Row:
         """Sends that would take minutes are given up; then new ranks work."""
         plan = plan_allreduce(load("mesh-2"), 65536, "tree", 1)
-        with VirtualRanks(self.device, timeout=100) as ranks:
+        with virtual_ranks(self.device, 2, timeout=100) as ranks:
             prepared = ranks.prepare(plan, 65536, "float32", "sum")
             buffers = [self.device.upload(x) for x in self.inputs(2, 65536, "float32")]
             ranks.abort()
@@ -212,7 +212,7 @@ class Suite:
                 self.device.free(address)
         if taken > 1:
             raise Failed(f"an abort took {taken:.3g} s")
-        with VirtualRanks(self.device) as ranks:
+        with virtual_ranks(self.device, 2) as ranks:
             self.check(ranks, plan, 65536, "float32", "sum")
         return {"seconds": taken}
 

@@ -6,8 +6,8 @@ Nothing here has run on a GPU yet.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
-from functools import cache
 
 import numpy as np
 
@@ -29,15 +29,21 @@ class CudaDevice:
         self.index = index
         self._device = cupy.cuda.Device(index)
         self._device.use()
-        self.kernel = cache(self._kernel)
-        self._own: dict[int, object] = {}
+        self._kernels: dict[tuple[str, str], object] = {}
+        self._lock = threading.Lock()
 
-    def _kernel(self, dtype: str, op: str) -> int:
-        with self._device:
-            module = self._cupy.RawModule(code=source("plan.cu"), options=options(dtype, op))
-            function = module.get_function("run_plan")
-            self._own[function.kernel.ptr] = module
-            return int(function.kernel.ptr)
+    def kernel(self, dtype: str, op: str) -> int:
+        """The interpreter for this dtype and op, compiled at first use: a CUfunction."""
+        with self._lock, self._device:
+            if (dtype, op) not in self._kernels:
+                module = self._cupy.RawModule(code=source("plan.cu"), options=options(dtype, op))
+                self._kernels[dtype, op] = module.get_function("run_plan")
+            return int(self._kernels[dtype, op].kernel.ptr)
+
+    def registers(self, dtype: str, op: str) -> int:
+        """Registers that a thread of that kernel takes."""
+        self.kernel(dtype, op)
+        return int(self._kernels[dtype, op].num_regs)
 
     def allocate(self, nbytes: int) -> int:
         """Zeroed device memory of at least one byte."""
@@ -123,3 +129,92 @@ class CudaDevice:
         """Until all that was enqueued is over."""
         with self._device:
             self._runtime.streamSynchronize(stream)
+
+    # ---- streams and events ------------------------------------------------------------------
+    def make_stream(self) -> int:
+        """A stream that the legacy default stream does not hold up."""
+        with self._device:
+            return int(self._runtime.streamCreateWithFlags(self._runtime.streamNonBlocking))
+
+    def free_stream(self, stream: int) -> None:
+        with self._device:
+            self._runtime.streamDestroy(stream)
+
+    def capturing(self, stream: int) -> bool:
+        """Whether a graph is being captured from the stream."""
+        # the legacy default stream cannot be captured, and must not be asked while another one is
+        return bool(stream) and bool(self._runtime.streamIsCapturing(stream))
+
+    def make_event(self) -> int:
+        with self._device:
+            return int(self._runtime.eventCreateWithFlags(self._runtime.eventDisableTiming))
+
+    def free_event(self, event: int) -> None:
+        with self._device:
+            self._runtime.eventDestroy(event)
+
+    def record(self, event: int, stream: int) -> None:
+        """From now on the event stands for what the stream has been given so far."""
+        with self._device:
+            self._runtime.eventRecord(event, stream)
+
+    def wait(self, event: int, stream: int) -> None:
+        """What the stream is given from now on comes after the event."""
+        with self._device:
+            self._runtime.streamWaitEvent(stream, event)
+
+    def ready(self, event: int) -> bool:
+        """Whether what the event stands for is over."""
+        with self._device:
+            return int(self._runtime.eventQuery(event)) == 0
+
+    # ---- peers -------------------------------------------------------------------------------
+    def identity(self) -> tuple[str, str]:
+        """(PCI bus id, UUID) as the driver's tools write them."""
+        uuid = bytes(self._runtime.getDeviceProperties(self.index)["uuid"])[:16].hex()
+        parts = (uuid[:8], uuid[8:12], uuid[12:16], uuid[16:20], uuid[20:])
+        return self._runtime.deviceGetPCIBusId(self.index).lower(), "GPU-" + "-".join(parts)
+
+    def reach(self, peer: int) -> bool:
+        """Open the memory of another GPU of this process to this one; False where that cannot
+        be."""
+        with self._device:
+            if not self._runtime.deviceCanAccessPeer(self.index, peer):
+                return False
+            try:
+                self._runtime.deviceEnablePeerAccess(peer)
+            except self._runtime.CUDARuntimeError as error:
+                if "PeerAccessAlreadyEnabled" not in str(error):
+                    raise
+        return True
+
+    def share(self, address: int) -> bytes:
+        """A handle (64 bytes) by which another process opens memory of `allocate`."""
+        with self._device:
+            return bytes(self._runtime.ipcGetMemHandle(address))
+
+    def open(self, handle: bytes) -> int:
+        """The address here of another process's memory; raises RuntimeError where it may not be."""
+        with self._device:
+            return int(self._runtime.ipcOpenMemHandle(handle))
+
+    def shut(self, address: int) -> None:
+        """Undo `open`."""
+        with self._device:
+            self._runtime.ipcCloseMemHandle(address)
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Open pages of host memory to the GPU, at the address that the host has for them.
+
+        Raises RuntimeError where the GPU has another address for them.
+        """
+        with self._device:
+            if not self._device.attributes["CanUseHostPointerForRegisteredMem"]:
+                raise RuntimeError("this GPU does not see host memory at the host's addresses")
+            # cudaHostRegisterPortable | cudaHostRegisterMapped
+            self._runtime.hostRegister(address, nbytes, 1 | 2)
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`."""
+        with self._device:
+            self._runtime.hostUnregister(address)

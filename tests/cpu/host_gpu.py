@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+import mmap
 import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -64,36 +69,59 @@ def build(
 
 
 class HostDevice:
-    """A `Device` whose memory is this process's and whose blocks are threads."""
+    """A `Device` whose blocks are threads and whose memory other processes can open.
 
-    def __init__(self, capacity: int = 256, threads: int = 2) -> None:
-        self.capacity, self.threads = capacity, threads
-        self.memory: dict[int, np.ndarray] = {}
-        self.launches = 0
+    A stream is a thread that does one thing after another, as a GPU's streams do.
+    """
+
+    def __init__(
+        self, capacity: int = 256, threads: int = 2, index: int = 0, bus_id: str = "0000:06:00.0"
+    ) -> None:
+        self.capacity, self.threads, self.index, self.bus_id = capacity, threads, index, bus_id
+        self.memory: dict[int, Any] = {}  # what has been allocated and not freed
+        self.opened: dict[int, mmap.mmap] = {}
+        self.registered: dict[int, int] = {}
+        self.launches: list[tuple[int, int]] = []  # (stream, blocks)
+        self.captured: set[int] = set()  # streams that are said to be captured
+        self._streams: dict[int, ThreadPoolExecutor] = {}
+        self._events: dict[int, threading.Event] = {}
+        self._files: dict[int, int] = {}
+        self._numbers = itertools.count(1)
         self._library = ctypes.CDLL(str(build(everything=True, what="library")))
 
     def allocate(self, nbytes: int) -> int:
-        raw = np.zeros(nbytes + 128, np.uint8)
-        address = -(-raw.ctypes.data // 128) * 128
-        self.memory[address] = raw
+        fd = os.memfd_create("host-gpu")
+        os.ftruncate(fd, max(nbytes, 1))
+        memory = mmap.mmap(fd, max(nbytes, 1))
+        address = _address(memory)
+        self.memory[address], self._files[address] = memory, fd
         return address
 
     def free(self, address: int) -> None:
         del self.memory[address]
+        if address in self._files:
+            os.close(self._files.pop(address))
 
     def upload(self, array: np.ndarray) -> int:
-        address = self.allocate(array.nbytes)
+        raw = np.zeros(array.nbytes + 128, np.uint8)
+        address = -(-raw.ctypes.data // 128) * 128
+        self.memory[address] = raw
         ctypes.memmove(address, np.ascontiguousarray(array).ctypes.data, array.nbytes)
         return address
 
     def download(self, address: int, array: np.ndarray) -> None:
+        self.synchronise(0)
         ctypes.memmove(array.ctypes.data, address, array.nbytes)
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int = 0) -> None:
-        ctypes.memmove(dst, src, nbytes)
+        self._enqueue(stream, lambda: ctypes.memmove(dst, src, nbytes))
 
     def capture(self, enqueue: Callable[[int], None]) -> Callable[[], None]:
-        return lambda: enqueue(0)
+        def replay() -> None:
+            enqueue(0)
+            self.synchronise(0)
+
+        return replay
 
     def describe(self) -> dict[str, object]:
         return {"gpu": "threads"}
@@ -104,15 +132,98 @@ class HostDevice:
     def resident(self, dtype: str, op: str) -> int:
         return self.capacity
 
+    def registers(self, dtype: str, op: str) -> int:
+        return 0
+
     def launch(self, dtype: str, op: str, launch: np.ndarray, blocks: int, stream: int) -> None:
         assert blocks <= self.capacity
-        self.launches += 1
-        self._library.launch(
-            DTYPES.index(dtype), OPS[op], ctypes.c_void_p(launch.ctypes.data), blocks, self.threads
-        )
+        self.launches.append((stream, blocks))
+        copy = launch.copy()
+        arguments = (DTYPES.index(dtype), OPS[op], ctypes.c_void_p(copy.ctypes.data), blocks)
+        self._enqueue(stream, lambda: (copy, self._library.launch(*arguments, self.threads)))
 
     def synchronise(self, stream: int) -> None:
-        pass
+        self._enqueue(stream, lambda: None).result()
+
+    def _enqueue(self, stream: int, what: Callable[[], Any]) -> Future[Any]:
+        queue = self._streams.setdefault(stream, ThreadPoolExecutor(1))
+        return queue.submit(what)
+
+    # ---- streams and events ------------------------------------------------------------------
+    def make_stream(self) -> int:
+        return 1000 + next(self._numbers)
+
+    def free_stream(self, stream: int) -> None:
+        if stream in self._streams:
+            self._streams.pop(stream).shutdown()
+
+    def capturing(self, stream: int) -> bool:
+        return stream in self.captured
+
+    def make_event(self) -> int:
+        event = next(self._numbers)
+        self._events[event] = threading.Event()
+        self._events[event].set()
+        return event
+
+    def free_event(self, event: int) -> None:
+        del self._events[event]
+
+    def record(self, event: int, stream: int) -> None:
+        self._events[event] = now = threading.Event()
+        self._enqueue(stream, now.set)
+
+    def wait(self, event: int, stream: int) -> None:
+        self._enqueue(stream, self._events[event].wait)
+
+    def ready(self, event: int) -> bool:
+        return self._events[event].is_set()
+
+    # ---- peers -------------------------------------------------------------------------------
+    def identity(self) -> tuple[str, str]:
+        return self.bus_id, f"GPU-{self.bus_id}"
+
+    def reach(self, peer: int) -> bool:
+        return True
+
+    def share(self, address: int) -> bytes:
+        return f"{os.getpid()} {self._files[address]}".encode().ljust(64, b"\0")
+
+    def open(self, handle: bytes) -> int:
+        pid, number = handle.rstrip(b"\0").split()
+        assert int(pid) != os.getpid(), "CUDA opens no handle in the process that made it"
+        fd = os.open(f"/proc/{int(pid)}/fd/{int(number)}", os.O_RDWR)
+        memory = mmap.mmap(fd, 0)
+        os.close(fd)
+        address = _address(memory)
+        self.opened[address] = memory
+        return address
+
+    def shut(self, address: int) -> None:
+        del self.opened[address]
+
+    def register(self, address: int, nbytes: int) -> None:
+        assert address % 4096 == 0
+        self.registered[address] = nbytes
+
+    def unregister(self, address: int) -> None:
+        del self.registered[address]
+
+
+def _address(memory: mmap.mmap) -> int:
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
+class HostTensor:
+    """What a CuPy array looks like to others, in memory of a `HostDevice`."""
+
+    def __init__(self, array: np.ndarray, device: int = 0, stream: int = 0) -> None:
+        self.array, self.stream = array, stream
+        self.device = SimpleNamespace(id=device)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {**self.array.__array_interface__, "version": 3, "stream": self.stream or 1}
 
 
 class Image:

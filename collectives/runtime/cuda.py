@@ -1,0 +1,330 @@
+"""Ranks of this process on its GPUs: one launch a GPU runs a collective for all ranks on it.
+
+With all ranks of a plan on one GPU ("virtual ranks") what stands between them is the device's own
+memory: that shows the kernel right and how fast it moves bytes, not how fast links are;
+`ps_per_byte` emulates those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
+from collectives.planning.plan import Op, Plan
+from collectives.runtime import program
+from collectives.runtime.diagnose import Blocked, position_of
+from collectives.runtime.program import CURSOR, GROUP, REPORT, Program, Shape, State
+from collectives.runtime.shm import place_of
+
+MOST_LANES = 8
+"""Blocks a stream; with 8 ranks of 4 streams each, more than an H100's 132 multiprocessors."""
+
+
+class Device(Protocol):
+    """What is asked of a GPU (`kernels.device.CudaDevice`); addresses, streams and events are
+    integers."""
+
+    index: int
+
+    def allocate(self, nbytes: int) -> int: ...
+    def free(self, address: int) -> None: ...
+    def upload(self, array: NDArray[np.generic]) -> int: ...
+    def copy(self, dst: int, src: int, nbytes: int, stream: int = 0) -> None: ...
+    def pinned(self, words: int) -> NDArray[np.uint32]: ...
+    def resident(self, dtype: str, op: str) -> int: ...
+    def launch(
+        self, dtype: str, op: str, launch: NDArray[np.void], blocks: int, stream: int
+    ) -> None: ...
+    def synchronise(self, stream: int) -> None: ...
+    # streams
+    def make_stream(self) -> int: ...
+    def free_stream(self, stream: int) -> None: ...
+    def capturing(self, stream: int) -> bool: ...
+    def make_event(self) -> int: ...
+    def free_event(self, event: int) -> None: ...
+    def record(self, event: int, stream: int) -> None: ...
+    def wait(self, event: int, stream: int) -> None: ...
+    def ready(self, event: int) -> bool: ...
+    # peers
+    def identity(self) -> tuple[str, str]: ...
+    def reach(self, peer: int) -> bool: ...
+    def share(self, address: int) -> bytes: ...
+    def open(self, handle: bytes) -> int: ...
+    def shut(self, address: int) -> None: ...
+    def register(self, address: int, nbytes: int) -> None: ...
+    def unregister(self, address: int) -> None: ...
+
+
+class Memory(Protocol):
+    """Where all ranks' counters and slots lie."""
+
+    def bases(self, nbytes: Sequence[int]) -> list[int]:
+        """Zeroed memory of so many bytes for each rank: its address in this process."""
+
+    def close(self) -> None:
+        """Give all of it back; nothing may be running, here or on a peer."""
+
+
+class LocalMemory:
+    """Memory of ranks that are all in this process, each on its device.
+
+    Raises CollectiveError where a device cannot reach another.
+    """
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._devices = devices
+        self._made: list[tuple[Device, int]] = []
+        for a in {d.index: d for d in devices}.values():
+            for b in {d.index for d in devices} - {a.index}:
+                if not a.reach(b):
+                    raise CollectiveError(
+                        f"GPU {a.index} has no access to GPU {b}'s memory, so one process cannot "
+                        "run ranks on both; run one process a rank"
+                    )
+
+    def bases(self, nbytes: Sequence[int]) -> list[int]:
+        found = [(d, d.allocate(n)) for d, n in zip(self._devices, nbytes, strict=True)]
+        self._made += found
+        return [address for _, address in found]
+
+    def close(self) -> None:
+        while self._made:
+            device, address = self._made.pop()
+            device.free(address)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one GPU has of a region: the programs of its ranks."""
+
+    device: Device
+    ranks: tuple[int, ...]
+    programs: tuple[tuple[int, Program], ...]
+    groups: NDArray[np.void]  # [streams] of GROUP, all but `place` filled in
+    report: NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A collective of one size, ready to be launched any number of times."""
+
+    plan: Plan
+    shape: Shape
+    dtype: str
+    op: str
+    parts: tuple[_Part, ...]
+    tables: tuple[int, ...]  # for each part the address of its groups, complete
+
+
+class GpuRanks:
+    """Runs plans for the ranks of this process. A context manager.
+
+    `devices`: the GPU of each of them, by rank. `timeout` (s) bounds every wait. After a failure
+    it must be closed; it closes `memory` as well. `max_blocks` caps the blocks of a launch.
+    """
+
+    def __init__(
+        self, devices: Mapping[int, Device], memory: Memory, timeout: float = 30.0,
+        max_blocks: int | None = None,
+    ) -> None:  # fmt: skip
+        self.devices, self.timeout, self.max_blocks = dict(devices), timeout, max_blocks
+        self._memory = memory
+        self._shares = {
+            d.index: (d, tuple(r for r, other in devices.items() if other.index == d.index))
+            for d in devices.values()
+        }
+        first, _ = next(iter(self._shares.values()))
+        self._abort = first.pinned(1)  # which every GPU of the process sees
+        self._uploaded: list[tuple[Device, int]] = []
+        self._regions: dict[tuple[Plan, Shape], tuple[_Part, ...]] = {}
+        self._launched: dict[int, Prepared] = {}  # the last one of each region
+
+    def lanes(self, plan: Plan, dtype: str, op: str) -> int:
+        """Blocks a stream for which each GPU has room at once. Raises CollectiveError where there
+        is no room for one."""
+        found = MOST_LANES
+        for device, ranks in self._shares.values():
+            streams = sum(s.rank in ranks for s in plan.streams)
+            room = device.resident(dtype, op)
+            most = room if self.max_blocks is None else min(room, self.max_blocks)
+            if streams > most:
+                raise CollectiveError(
+                    f"{plan.algorithm} needs {streams} thread blocks for {_some(ranks)} at once; "
+                    f"the GPU holds {room}"
+                    + ("" if self.max_blocks is None else f", max_blocks is {self.max_blocks}")
+                )
+            found = min(found, most // max(1, streams))
+        return found
+
+    def prepare(
+        self, plan: Plan, nbytes: int, dtype: str, op: str, lanes: int | None = None
+    ) -> Prepared:
+        """Memory and tables for a verified plan. `lanes`, by default as many as our own GPUs have
+        room for, must be the same on all ranks."""
+        plan, shape = program.fit(plan, nbytes, lanes or self.lanes(plan, dtype, op))
+        key = (plan.with_chunks(plan.stride), shape)
+        if key not in self._regions:
+            self._regions[key] = self._lay_out(plan, shape)
+        parts = self._regions[key]
+        tables = []
+        for part in parts:
+            groups = part.groups.copy()
+            places = {r: self._upload(part.device, place_of(plan, nbytes, r)) for r in part.ranks}
+            for row, (rank, _) in zip(groups, part.programs, strict=True):
+                row["place"] = places[rank]
+            tables.append(self._upload(part.device, groups))
+        return Prepared(plan, shape, dtype, op, parts, tuple(tables))
+
+    def run(
+        self, prepared: Prepared, buffers: Sequence[int], stream: int | Mapping[int, int] = 0,
+        ps_per_byte: int = 0,
+    ) -> None:  # fmt: skip
+        """Enqueue one collective, in place on one buffer (an address) for each of our ranks.
+
+        `stream`: one, or one for each GPU by its index. Returns at once; `check` tells whether it
+        went well. Buffers are aligned to their elements.
+        """
+        if len(buffers) != len(self.devices):
+            raise CollectiveError(f"{len(buffers)} buffers for {_some(tuple(self.devices))}")
+        where = dict(zip(self.devices, buffers, strict=True))
+        self._launched[id(prepared.parts)] = prepared
+        for part, table in zip(prepared.parts, prepared.tables, strict=True):
+            if not part.programs:
+                continue
+            launch = program.launch(
+                prepared.plan, prepared.shape, table, int(self._abort.ctypes.data),
+                [where[r] for r in part.ranks], self.timeout, prepared.op == "avg", ps_per_byte,
+            )  # fmt: skip
+            on = stream if isinstance(stream, int) else stream[part.device.index]
+            blocks = len(part.programs) * prepared.shape.lanes
+            part.device.launch(prepared.dtype, prepared.op, launch, blocks, on)
+
+    # ---- not hanging -------------------------------------------------------------------------
+    def check(self, stream: int = 0) -> None:
+        """Wait for what was enqueued. Raises CollectiveTimeout naming who waited for whom, or
+        CollectiveAborted."""
+        for device, _ in self._shares.values():
+            device.synchronise(stream)
+        if self.aborted:
+            raise self.failure()
+
+    @property
+    def aborted(self) -> bool:
+        """Whether a deadline has passed on a GPU, or `abort` was called."""
+        return bool(self._abort[0])
+
+    def waiting(self) -> bool:
+        """Whether a launch is under way that has waited for longer than some microseconds."""
+        return any(s is State.WAITS for p in self._launched.values() for s, _ in standing(p))
+
+    def failure(self) -> CollectiveTimeout | CollectiveAborted:
+        """What is to be raised once `aborted`, with who waits for whom."""
+        found = [w for p in self._launched.values() for w in standing(p)]
+        if State.TIMED_OUT not in {state for state, _ in found}:
+            return CollectiveAborted("the launch was aborted" + _others(found, None))
+        waiting = {blocked.rank for _, blocked in found}
+        # the end of the chain of those who wait: its peer waits for nobody
+        late = [b for state, b in found if state is State.TIMED_OUT]
+        first = next((b for _, b in found if b.peer not in waiting), late[0])
+        words = f"{first} for {self.timeout:g} s" + _others(found, first)
+        return CollectiveTimeout(words, **first.fields())
+
+    def abort(self) -> None:
+        """Free the GPUs: every wait ends, now and later."""
+        self._abort[0] = 1
+
+    def close(self) -> None:
+        """Give all memory back; nothing may be running. May be repeated."""
+        while self._uploaded:
+            device, address = self._uploaded.pop()
+            device.free(address)
+        self._memory.close()
+        self._regions.clear()
+        self._launched.clear()
+
+    def __enter__(self) -> GpuRanks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- memory ------------------------------------------------------------------------------
+    def _upload(self, device: Device, array: NDArray[np.generic]) -> int:
+        address = device.upload(array)
+        self._uploaded.append((device, address))
+        return address
+
+    def _lay_out(self, plan: Plan, shape: Shape) -> tuple[_Part, ...]:
+        layout = program.lay_out(plan, shape)
+        bases = self._memory.bases(layout.nbytes)
+        parts = []
+        for device, ranks in self._shares.values():
+            found = tuple((r, p) for r in ranks for p in program.programs(plan, r))
+            report = device.pinned(max(1, len(found) * shape.lanes * REPORT))
+            groups = np.zeros(len(found), GROUP)
+            for i, (row, (rank, p)) in enumerate(zip(groups, found, strict=True)):
+                row["code"] = self._upload(device, p.code)
+                row["ends"] = self._upload(device, program.ends(plan, layout, p, bases))
+                row["cursors"] = self._upload(device, np.zeros((shape.lanes, len(p.ends)), CURSOR))
+                row["report"] = report.ctypes.data + 4 * i * shape.lanes * REPORT
+                row["rank"], row["num_ends"] = ranks.index(rank), len(p.ends)
+                row["code_words"] = p.code.size
+            parts.append(_Part(device, ranks, found, groups, report))
+        return tuple(parts)
+
+
+def virtual_ranks(
+    device: Device, size: int, timeout: float = 30.0, max_blocks: int | None = None
+) -> GpuRanks:
+    """All `size` ranks on one GPU."""
+    devices = [device] * size
+    return GpuRanks(dict(enumerate(devices)), LocalMemory(devices), timeout, max_blocks)
+
+
+def standing(prepared: Prepared) -> Iterator[tuple[State, Blocked]]:
+    """Where each lane of our ranks stands that had to stop or has waited long."""
+    for part in prepared.parts:
+        used = part.report[: len(part.programs) * prepared.shape.lanes * REPORT]
+        rows = used.reshape(-1, prepared.shape.lanes, REPORT)
+        for (rank, p), lanes in zip(part.programs, rows, strict=True):
+            for state, _, group, pc in lanes.tolist():
+                if state in (State.WAITS, State.TIMED_OUT, State.ABORTED):
+                    yield State(state), _blocked(prepared.plan, rank, p, group, pc)
+
+
+def _blocked(plan: Plan, rank: int, p: Program, group: int, pc: int) -> Blocked:
+    """The step at which a program stands: a WAIT, or one that polls its slots' lines."""
+    code = p.code.tolist()
+    op, chunk, flag, source, n = code[pc : pc + 5]
+    ends = code[pc + 5 : pc + 5 + n]
+    # of a REDUCE over lines, which of its peers is missing is not known: the first is named
+    connection = plan.connections[p.ends[source if op == Op.SEND and source >= 0 else ends[0]]]
+    sender = op == Op.WAIT and bool(flag & 1)
+    return Blocked(
+        rank,
+        connection.dst if sender else connection.src,
+        p.stream.channel,
+        position_of(code, code[1], pc),
+        group * plan.stride + chunk,
+        "a free slot" if sender else "the data",
+    )
+
+
+def _others(found: Sequence[tuple[State, Blocked]], first: Blocked | None) -> str:
+    """One line for each rank beside the first one's."""
+    seen = set() if first is None else {first.rank}
+    words = ""
+    for _, blocked in found:
+        if blocked.rank not in seen:
+            seen.add(blocked.rank)
+            words += f"; {blocked}"
+    return words
+
+
+def _some(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
