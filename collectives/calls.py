@@ -1,50 +1,49 @@
-"""One rank's calls: agreed with all others before any data moves, then carried out."""
+"""One rank's calls on CPU tensors: agreed with all others before any data moves, then made."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from zlib import crc32
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.choices import Choices
 from collectives.errors import CollectiveError
 from collectives.planning.plan import Plan
 from collectives.planning.planner import plan_collective
-from collectives.request import KINDS, NAMES, NOTHING, Request, difference
+from collectives.request import NOTHING, Request, difference, notice
 from collectives.runtime.arena import Arena
-from collectives.runtime.reference import DTYPES, OPS
 from collectives.runtime.shm import SLOT_BYTES, Buffer, Region, ShmRuntime, place_of
+from collectives.settings import Settings
+from collectives.tensors import Block, as_buffer
 from topology import Topology
 
 log = logging.getLogger("linkweave")
 
-# one tree, or the ranks' own: every element is combined in the same order, whatever the size
-_FIXED = {
-    "allreduce": "overlapped_tree",
-    "reduce": "shortest_tree",
-    "reduce_scatter": "shortest_trees",
-}
 _Placed = tuple[Plan, Region, NDArray[np.int64]]
 
 
 class Calls:
     """What a communicator's collectives have in common; one call at a time."""
 
-    def __init__(self, arena: Arena, topology: Topology, timeout: float, order: str) -> None:
+    def __init__(self, arena: Arena, topology: Topology, settings: Settings) -> None:
         self.rank, self.size = arena.rank, arena.size
-        self.topology, self.order = topology, order
-        self.runtime = ShmRuntime(arena, timeout)
+        self.choices = Choices(topology, settings.order)
+        self.runtime = ShmRuntime(arena, settings.timeout)
+        self.request = self.choices.request
         self.made = 0
         self.closed = False
         self.broken: str | None = None
         self._arena = arena
+        self._settings = settings.checksum(topology)
         self._plans: dict[tuple[str, int, str, int], _Placed] = {}
-        self._algorithms: dict[tuple[int, str], str] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def check(self) -> None:
         """Raise CollectiveError unless calls can be made."""
@@ -60,21 +59,28 @@ class Calls:
         posted = self.runtime.posted()
         return any(call > self.made for call in posted)
 
-    def request(
-        self, kind: str, buffer: Buffer, op: str, root: int = 0, algorithm: str = "auto",
-        layout: int = 0,
-    ) -> Request:  # fmt: skip
-        """What this rank is about to ask for. Raises CollectiveError where that is no sense."""
-        if op not in OPS:
-            raise CollectiveError(f"unknown op {op!r}; choose from {', '.join(OPS)}")
-        if op == "avg" and "int" in buffer.dtype:
-            raise CollectiveError(f"avg is not defined for {buffer.dtype}; use sum")
-        if kind == "allreduce":
-            algorithm = self._algorithm(buffer.nbytes, algorithm)
-        else:  # what cannot be planned is refused before any rank waits for it
-            self._planned(kind, buffer.nbytes, root)
-        return Request(kind, buffer, op, root, algorithm, layout)
+    # ---- tensors -----------------------------------------------------------------------------
+    def buffer(self, x: Any, written: bool = True) -> tuple[Buffer, Callable[[], None]]:
+        return as_buffer(x, written)
 
+    def block(self, nbytes: int) -> NDArray[np.uint8]:
+        """Bytes of memory that all ranks share; given back with the last array over them."""
+        offset, memory = self._arena.allocate(nbytes)
+        block = Block(memory)
+        weakref.finalize(block, self._arena.free, offset)
+        return np.asarray(block)
+
+    def scratch(self, like: Buffer, nbytes: int) -> Buffer:
+        memory = self.block(nbytes)
+        return Buffer(int(memory.ctypes.data), like.nbytes, like.dtype, like.itemsize, memory)
+
+    def staged(self, whole: Buffer) -> Buffer:
+        return self.scratch(whole, whole.nbytes)
+
+    def copy(self, dst: int, src: int, nbytes: int) -> None:
+        ctypes.memmove(dst, src, nbytes)
+
+    # ---- calls -------------------------------------------------------------------------------
     @contextmanager
     def telling(self) -> Iterator[None]:
         """Bad arguments of one rank are told to the others, whose calls must not pair up wrong."""
@@ -89,72 +95,79 @@ class Calls:
             raise error
 
     def make(self, request: Request) -> None:
+        with self._calling():
+            self._agree_and_run(request)
+
+    def meet(self, request: Request, extra: int = 0) -> list[int]:
+        """Agree with all ranks on a call that is made elsewhere; what each gives as `extra`."""
+        with self._calling():
+            found = [int(word) for word in self._agree(request, extra)]
+            self.runtime.finish(self.made)
+            return found
+
+    def gather(self, said: bytes) -> list[bytes]:
+        """What every rank says, by rank; a part of a page each."""
+        with self._calling():
+            self._arena.say(said)
+            self._agree(Request("exchange", NOTHING))
+            found = [self._arena.said(rank) for rank in range(self.size)]
+            self.runtime.finish(self.made)
+            return found
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
         with self._lock:
             self.check()
             try:
-                self._agree_and_run(request)
+                yield
             except _Mismatch as error:
                 raise CollectiveError(str(error)) from None
             except BaseException as error:
                 self.broken = f"{type(error).__name__}: {error}"
                 raise
 
-    def _agree_and_run(self, request: Request) -> None:
-        kind, buffer, op, root = request.kind, request.buffer, request.op, request.root
+    def _agree(self, request: Request, extra: int = 0) -> NDArray[np.int64]:
+        """Wait until all ranks ask for the same; what each adds. Then `runtime.done` or `finish`
+        must follow."""
         self.made += 1
-        call = self.made
-        settings = crc32(f"{self.topology.to_json()}{self.order}".encode()) if call == 1 else 0
-        algorithm = request.algorithm
-        said = (
-            KINDS.index(kind), OPS.index(op), DTYPES.index(buffer.dtype),
-            buffer.nbytes // buffer.itemsize, root, NAMES.index(algorithm), settings,
-            request.layout,
-        )  # fmt: skip
-        offset = self._arena.offset_of(buffer.address, buffer.nbytes)
-        self.runtime.post(call, (*said, offset))
-        rows = self.runtime.await_posts(call)
+        said = notice(request, self._settings if self.made == 1 else 0)
+        self.runtime.post(self.made, (*said, extra))
+        rows = self.runtime.await_posts(self.made)
         words = len(said)
         if (rows[:, :words] != said).any():
             theirs = [tuple(row) for row in rows[:, :words].tolist()]
             # every rank sees all notices, so every rank raises, and all may go on
-            self.runtime.finish(call)
-            raise _Mismatch(difference(call, theirs))
+            self.runtime.finish(self.made)
+            raise _Mismatch(difference(self.made, theirs))
+        return rows[:, words]
+
+    def _agree_and_run(self, request: Request) -> None:
+        buffer = request.buffer
+        offset = self._arena.offset_of(buffer.address, buffer.nbytes)
+        offsets = self._agree(request, offset)
         if buffer.nbytes == 0 or self.size == 1:
-            self.runtime.done(call)
+            self.runtime.done(self.made)
             return
-        plan, region, place = self._plan(kind, buffer.nbytes, algorithm, root)
-        offsets = rows[:, words]
+        plan, region, place = self._plan(
+            request.kind, buffer.nbytes, request.algorithm, request.root
+        )
         if region.direct and offset >= 0 and offsets.min() >= 0:
-            self.runtime.run(plan, region, place, buffer, op, offsets.copy())
-            self.runtime.finish(call)
+            self.runtime.run(plan, region, place, buffer, request.op, offsets.copy())
+            self.runtime.finish(self.made)
         else:
-            self.runtime.run(plan, region, place, buffer, op)
-            self.runtime.done(call)
-
-    def _algorithm(self, nbytes: int, name: str) -> str:
-        """What `name` stands for; one that cannot run is refused before any rank waits for it."""
-        key = (nbytes, name)
-        if key not in self._algorithms:
-            if name != "auto" and self.order == "fixed":
-                raise CollectiveError(f"order='fixed' chooses the algorithm: do not ask for {name}")
-            self._algorithms[key] = self._planned("allreduce", nbytes, 0, name).algorithm
-        return self._algorithms[key]
-
-    def _planned(self, kind: str, nbytes: int, root: int, algorithm: str = "auto") -> Plan:
-        """The plan by that algorithm, or by the one that the order of combining asks for."""
-        if algorithm == "auto" and self.order == "fixed":
-            algorithm = _FIXED.get(kind, "auto")
-        return plan_collective(kind, self.topology, nbytes, root, algorithm)
+            self.runtime.run(plan, region, place, buffer, request.op)
+            self.runtime.done(self.made)
 
     def _plan(self, kind: str, nbytes: int, algorithm: str, root: int) -> _Placed:
         """The algorithm is the topology's; the number of chunks is this runtime's own tuning."""
         key = (kind, nbytes, algorithm, root)
         if key not in self._plans:
-            plan = self._planned(kind, nbytes, root, algorithm)
+            plan = self.choices.plan(kind, nbytes, root, algorithm)
             chunks = -(-plan.volume(nbytes) // SLOT_BYTES)
             if chunks > plan.num_chunks:
                 chunks = -(-chunks // plan.stride) * plan.stride
-                plan = plan_collective(kind, self.topology, nbytes, root, plan.algorithm, chunks)
+                topology = self.choices.topology
+                plan = plan_collective(kind, topology, nbytes, root, plan.algorithm, chunks)
             place = place_of(plan, nbytes, self.rank)
             self._plans[key] = plan, self.runtime.prepare(plan), place
             log.info(

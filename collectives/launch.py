@@ -16,13 +16,14 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from collectives.communicator import Communicator, topology_for
+from collectives.communicator import Communicator
 from collectives.default import set_default
 from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from collectives.runtime.arena import Arena
 from collectives.runtime.diagnose import DIED, RAISED
 from collectives.runtime.shm import compile_kernels
-from topology import Topology
+from collectives.settings import Settings, topology_for
+from topology import Topology, load
 
 _GRACE = 5.0  # seconds that the other ranks have to end after one has failed
 
@@ -36,6 +37,8 @@ def spawn(
     virtual: bool = False,
     timeout: float = 30.0,
     order: str = "fastest",
+    max_blocks: int | None = None,
+    peer_access: str = "prefer",
 ) -> list[Any]:
     """Run `fn(rank, *args)` in `nprocs` processes with the default communicator ready.
 
@@ -50,7 +53,9 @@ def spawn(
         raise CollectiveError(
             f"device={device!r}, virtual={virtual}: only ranks on the CPU are supported"
         )
-    topo = topology_for(topology, nprocs)
+    read: Topology | str = "auto" if topology == "auto" else load(topology)
+    settings = Settings(read, timeout, order, max_blocks, peer_access)
+    topology_for(read, nprocs)  # refused here rather than on every rank
     context: Any = mp.get_context("fork" if _fork_is_safe() else "spawn")
     if context.get_start_method() == "fork":
         compile_kernels()  # so that the forked ranks find the machine code in memory
@@ -59,7 +64,7 @@ def spawn(
     try:
         for rank in range(nprocs):
             ours, theirs = context.Pipe(duplex=False)
-            job = (fn, args, rank, nprocs, topo, timeout, order, Arena.path(fd), os.getpid())
+            job = (fn, args, rank, nprocs, settings, Arena.path(fd), os.getpid())
             process = context.Process(target=_child, args=(theirs, job), daemon=False)
             try:
                 process.start()
@@ -167,14 +172,14 @@ def _abort(fd: int, size: int, failed: _Rank) -> None:
 
 
 def _child(results: Connection, job: tuple[Any, ...]) -> None:
-    fn, args, rank, size, topo, timeout, order, path, parent = job
+    fn, args, rank, size, settings, path, parent = job
     _die_with(parent)
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)  # ranks share the cores; a forked OpenMP pool would hang
     communicator = None
     try:
-        communicator = Communicator(Arena.attach(path, size, rank), topo, timeout, order)
+        communicator = Communicator(Arena.attach(path, size, rank), settings)
         set_default(communicator)
         value = fn(rank, *args)
         try:
@@ -227,7 +232,11 @@ def _fork_is_safe() -> bool:
 
 
 def init(
-    topology: Topology | str = "auto", timeout: float = 30.0, order: str = "fastest"
+    topology: Topology | str = "auto",
+    timeout: float = 30.0,
+    order: str = "fastest",
+    max_blocks: int | None = None,
+    peer_access: str = "prefer",
 ) -> Communicator:
     """Join the ranks of this job and make theirs the default communicator.
 
@@ -235,6 +244,7 @@ def init(
     (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) the ranks that it started; else this process
     alone. All ranks must be on one machine. Raises CollectiveError.
     """
+    settings = Settings(topology, timeout, order, max_blocks, peer_access)
     rank, size, store = _rendezvous(timeout)
     fd = -1
     try:
@@ -247,9 +257,7 @@ def init(
                 f"rank {rank} is on {socket.gethostname()}, rank 0 on {found['host']}: CPU ranks "
                 "must share one machine"
             )
-        communicator = Communicator(
-            Arena.attach(found["path"], size, rank), topology, timeout, order
-        )
+        communicator = Communicator(Arena.attach(found["path"], size, rank), settings)
     finally:
         if fd >= 0:
             os.close(fd)

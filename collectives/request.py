@@ -9,7 +9,8 @@ from collectives.planning.goals import COLLECTIVES
 from collectives.runtime.reference import DTYPES, OPS
 from collectives.runtime.shm import Buffer
 
-KINDS = (*COLLECTIVES, "barrier", "refused")
+KINDS = (*COLLECTIVES, "barrier", "refused", "exchange")
+DEVICES = ("cpu", "gpu")
 NAMES = ("auto", *ALGORITHMS)  # auto: of the collectives whose algorithm no caller chooses
 NOTHING = Buffer(0, 0, "uint8", 1)
 
@@ -24,26 +25,42 @@ class Request:
     root: int = 0
     algorithm: str = "auto"
     layout: int = 0  # of a list: a checksum of its tensors' sizes
+    device: str = "cpu"
+
+
+def notice(request: Request, settings: int = 0) -> tuple[int, ...]:
+    """A request as numbers, which all ranks compare; `settings`: their checksum, or 0."""
+    buffer = request.buffer
+    return (
+        KINDS.index(request.kind), OPS.index(request.op), DTYPES.index(buffer.dtype),
+        buffer.nbytes // buffer.itemsize, request.root, NAMES.index(request.algorithm), settings,
+        request.layout, DEVICES.index(request.device),
+    )  # fmt: skip
+
+
+def words(notice: tuple[int, ...]) -> str:
+    """What a notice asks for."""
+    kind, op, dtype, count, root, algorithm, settings, layout, device = notice
+    asked = KINDS[kind]
+    if asked == "refused":
+        asked = "refused its arguments"
+    if asked == "allreduce":
+        asked += f"({count} x {DTYPES[dtype]}, {OPS[op]}, {NAMES[algorithm]})"
+    elif asked in COLLECTIVES:
+        asked += f"({count} x {DTYPES[dtype]}"
+        asked += f", {OPS[op]}" if "reduce" in asked else ""
+        asked += f", root {root})" if KINDS[kind] in ("broadcast", "reduce") else ")"
+    if layout:
+        asked += f" as a list of sizes {layout:08x}"
+    if settings:
+        asked += f" with settings {settings:08x}"
+    return asked + (" on the GPU" if DEVICES[device] == "gpu" else "")
 
 
 def difference(call: int, notices: list[tuple[int, ...]]) -> str:
     """What the ranks asked for, where they differ."""
     groups: dict[str, list[int]] = {}
-    for peer, notice in enumerate(notices):
-        kind, op, dtype, count, root, algorithm, settings, layout = notice
-        words = KINDS[kind]
-        if words == "refused":
-            words = "refused its arguments"
-        if words == "allreduce":
-            words += f"({count} x {DTYPES[dtype]}, {OPS[op]}, {NAMES[algorithm]})"
-        elif words in COLLECTIVES:
-            words += f"({count} x {DTYPES[dtype]}"
-            words += f", {OPS[op]}" if "reduce" in words else ""
-            words += f", root {root})" if KINDS[kind] in ("broadcast", "reduce") else ")"
-        if layout:
-            words += f" as a list of sizes {layout:08x}"
-        if settings:
-            words += f" with settings {settings:08x}"
-        groups.setdefault(words, []).append(peer)
-    asked = "; ".join(f"ranks {peers}: {words}" for words, peers in groups.items())
+    for peer, said in enumerate(notices):
+        groups.setdefault(words(said), []).append(peer)
+    asked = "; ".join(f"ranks {peers}: {what}" for what, peers in groups.items())
     return f"the ranks' call number {call} differs: {asked}"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,21 +20,48 @@ def is_torch(x: Any) -> bool:
     return torch is not None and isinstance(x, torch.Tensor)
 
 
+def _is_cuda_array(x: Any) -> bool:
+    """Whether it is a CuPy array, or passes for one; a class may have the attribute and refuse."""
+    return not isinstance(x, type) and hasattr(x, "__cuda_array_interface__") and (
+        hasattr(getattr(x, "device", None), "id")
+    )  # fmt: skip
+
+
 def dtype_name(x: Any) -> str:
-    return str(x.dtype).removeprefix("torch.")
+    if is_torch(x) or isinstance(x, np.ndarray):
+        return str(x.dtype).removeprefix("torch.")
+    return str(np.dtype(x.__cuda_array_interface__["typestr"]))
 
 
-def as_buffer(x: Any, written: bool = True) -> tuple[Buffer, Callable[[], None]]:
+def gpu_of(x: Any) -> int | None:
+    """The GPU that a tensor lies on, as CUDA numbers them; None for a tensor on the CPU and for
+    what is no tensor."""
+    if is_torch(x):
+        return int(x.device.index) if x.device.type == "cuda" else None
+    return int(x.device.id) if _is_cuda_array(x) else None
+
+
+def stream_of(x: Any) -> int:
+    """The current stream of the library that a GPU tensor comes from."""
+    if is_torch(x):
+        return int(sys.modules["torch"].cuda.current_stream(x.device).cuda_stream)
+    stream = x.__cuda_array_interface__.get("stream")
+    return 0 if stream in (None, 1) else int(stream)  # 1: the legacy default stream
+
+
+def as_buffer(
+    x: Any, written: bool = True, gpu: int | None = None
+) -> tuple[Buffer, Callable[[], None]]:
     """The memory of `x`, and what must be called once the collective has filled it.
 
     What is only read (not `written`) may be read-only or expanded. A non-contiguous tensor is
     worked on in a contiguous copy that is copied back. Raises CollectiveError for what is no
     tensor, a dtype that is not supported, a read-only array, or a tensor on another device than
-    the CPU.
+    that `gpu` (None: the CPU).
     """
     if is_torch(x):
-        if x.device.type != "cpu":
-            raise CollectiveError(f"this communicator runs on the CPU; the tensor is on {x.device}")
+        if x.device.type not in ("cpu", "cuda"):
+            raise CollectiveError(f"a tensor on cpu or cuda is needed, not on {x.device}")
         if x.layout is not sys.modules["torch"].strided:
             raise CollectiveError(f"a dense tensor is needed, not one of layout {x.layout}")
         x = x.detach()
@@ -43,36 +70,65 @@ def as_buffer(x: Any, written: bool = True) -> tuple[Buffer, Callable[[], None]]
             raise CollectiveError("the array is read-only; a collective writes its result into it")
         if not x.dtype.isnative:
             raise CollectiveError(f"dtype {x.dtype} is not in this machine's byte order")
-    else:
+    elif not _is_cuda_array(x):
         raise CollectiveError(
-            f"a torch tensor or a NumPy array is needed, not {type(x).__module__}."
+            f"a torch tensor, NumPy or CuPy array is needed, not {type(x).__module__}."
             f"{type(x).__qualname__}"
         )
-    strides = x.stride() if is_torch(x) else x.strides
-    shared = any(step == 0 and size > 1 for step, size in zip(strides, x.shape, strict=True))
-    if written and shared and 0 not in x.shape:  # NumPy's strides of nothing are 0
-        raise CollectiveError(
-            f"a tensor of shape {tuple(x.shape)} whose elements share memory (it was expanded) "
-            "cannot be written in place"
-        )
+    if gpu_of(x) != gpu:
+        names = ["the CPU" if at is None else f"GPU {at}" for at in (gpu, gpu_of(x))]
+        raise CollectiveError(f"this call runs on {names[0]}; the tensor is on {names[1]}")
     name = dtype_name(x)
     if name not in DTYPES:
         raise CollectiveError(f"unsupported dtype {name}; choose from {', '.join(DTYPES)}")
+    if not is_torch(x) and not isinstance(x, np.ndarray):
+        return _cuda_buffer(x, written, name)
+    strides = x.stride() if is_torch(x) else x.strides
+    if written:
+        _refuse_shared(tuple(x.shape), strides)
     if is_torch(x):
-        if x.is_contiguous():
-            whole, done = x, _nothing
-        else:
-            whole = x.contiguous()
-            done = _copy_back(x, whole)
+        whole = x if x.is_contiguous() else x.contiguous()
         item = x.element_size()
-        return Buffer(whole.data_ptr(), whole.numel() * item, name, item), _keep(whole, done)
-    if x.flags.c_contiguous:
-        whole, done = x, _nothing
+        buffer = Buffer(whole.data_ptr(), whole.numel() * item, name, item, whole)
     else:
-        whole = np.ascontiguousarray(x)
+        whole = x if x.flags.c_contiguous else np.ascontiguousarray(x)
+        buffer = Buffer(int(whole.ctypes.data), int(whole.nbytes), name, int(x.itemsize), whole)
+    return buffer, _nothing if whole is x else _copy_back(x, whole)
+
+
+def _cuda_buffer(x: Any, written: bool, name: str) -> tuple[Buffer, Callable[[], None]]:
+    told = x.__cuda_array_interface__
+    shape, strides, item = tuple(told["shape"]), told.get("strides"), int(np.dtype(name).itemsize)
+    if written and told["data"][1]:
+        raise CollectiveError("the array is read-only; a collective writes its result into it")
+    whole, done = x, _nothing
+    if strides is not None and not _in_order(shape, strides, item):
+        if written:
+            _refuse_shared(shape, strides)
+        if type(x).__module__.split(".")[0] != "cupy":
+            raise CollectiveError(f"a contiguous array is needed, not one of strides {strides}")
+        whole = sys.modules["cupy"].ascontiguousarray(x)
         done = _copy_back(x, whole)
-    buffer = Buffer(int(whole.ctypes.data), int(whole.nbytes), name, int(x.itemsize))
-    return buffer, _keep(whole, done)
+    nbytes = math.prod(shape) * item
+    return Buffer(int(whole.__cuda_array_interface__["data"][0]), nbytes, name, item, whole), done
+
+
+def _in_order(shape: Sequence[int], strides: Sequence[int], item: int) -> bool:
+    step = item
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size > 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
+def _refuse_shared(shape: Sequence[int], strides: Sequence[int]) -> None:
+    shared = any(step == 0 and size > 1 for step, size in zip(strides, shape, strict=True))
+    if shared and 0 not in shape:  # NumPy's strides of nothing are 0
+        raise CollectiveError(
+            f"a tensor of shape {tuple(shape)} whose elements share memory (it was expanded) "
+            "cannot be written in place"
+        )
 
 
 def _nothing() -> None:
@@ -84,15 +140,6 @@ def _copy_back(to: Any, source: Any) -> Callable[[], None]:
         to[...] = source
 
     return copy
-
-
-def _keep(owner: Any, done: Callable[[], None]) -> Callable[[], None]:
-    """`done`, holding on to the memory's owner until it has run."""
-
-    def finish(owner: Any = owner) -> None:
-        done()
-
-    return finish
 
 
 class Block:
@@ -107,14 +154,6 @@ class Block:
         self.__array_interface__ = memory.__array_interface__
 
 
-def bytes_of(buffer: Buffer) -> Any:
-    """A buffer as a NumPy array of bytes."""
-    if not buffer.nbytes:
-        return np.empty(0, np.uint8)
-    raw: Any = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.address)
-    return np.frombuffer(raw, np.uint8)
-
-
 def numpy_name(dtype: Any) -> str:
     """NumPy's name of a dtype; what is none, as text."""
     try:
@@ -127,15 +166,24 @@ def room_for(x: Any, shape: tuple[int, ...], out: Any) -> Any:
     """`out` if it can take a result of `x`'s kind in this shape; a new tensor where it is None."""
     if out is None:
         if is_torch(x):
-            return sys.modules["torch"].empty(shape, dtype=x.dtype)
-        return np.empty(shape, x.dtype)
-    as_buffer(out)
-    if is_torch(out) != is_torch(x):
-        kinds = ["torch tensor" if is_torch(y) else "NumPy array" for y in (x, out)]
-        raise CollectiveError(f"out must be a {kinds[0]} like the input, not a {kinds[1]}")
-    if tuple(out.shape) != shape or out.dtype != x.dtype:
+            return sys.modules["torch"].empty(shape, dtype=x.dtype, device=x.device)
+        if isinstance(x, np.ndarray):
+            return np.empty(shape, x.dtype)
+        if type(x).__module__.split(".")[0] != "cupy":
+            raise CollectiveError(f"out is needed for results of type {type(x).__qualname__}")
+        return sys.modules["cupy"].empty(shape, x.dtype)
+    as_buffer(out, gpu=gpu_of(x))
+    if _library(out) != _library(x):
+        raise CollectiveError(f"out must be a {_library(x)} like the input, not a {_library(out)}")
+    if tuple(out.shape) != shape or dtype_name(out) != dtype_name(x):
         raise CollectiveError(
             f"out must be of shape {shape} and {dtype_name(x)}, not {tuple(out.shape)} and "
             f"{dtype_name(out)}"
         )
     return out
+
+
+def _library(x: Any) -> str:
+    if is_torch(x):
+        return "torch tensor"
+    return "NumPy array" if isinstance(x, np.ndarray) else "CuPy array"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,12 +29,13 @@ STREAM_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A contiguous piece of this process's memory, as the runtimes see it."""
+    """A contiguous piece of memory, as the runtimes see it; `owner` keeps it."""
 
     address: int
     nbytes: int
     dtype: str
     itemsize: int
+    owner: object = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -348,7 +348,7 @@ def _all_wrong(rank: int) -> None:
         ("out must be a torch tensor like the input, not a NumPy array",
          lambda: comm.allgather(torch.ones(2), np.ones((size, 2), np.float32))),
         ("the array is read-only", lambda: comm.alltoall(x, frozen)),
-        ("the tensor is on meta",
+        ("a tensor on cpu or cuda is needed, not on meta",
          lambda: comm.alltoall(torch.ones(size), torch.ones(size, device="meta"))),
         ("unknown op 'mean'; choose from sum, avg", lambda: comm.reduce_scatter(x, "mean")),
         ("unknown op 'mean'; choose from sum, avg", lambda: comm.reduce(x, "mean")),

@@ -1,0 +1,144 @@
+"""The collectives on tensors, wherever these lie: what is copied before and after the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+from zlib import crc32
+
+from collectives.errors import CollectiveError
+from collectives.request import Request
+from collectives.runtime.shm import Buffer
+from collectives.tensors import room_for
+
+
+class Place(Protocol):
+    """One rank's side of calls on one kind of memory (`calls.Calls`, `gpu_calls.OnStream`)."""
+
+    rank: int
+    size: int
+
+    def telling(self) -> AbstractContextManager[None]:
+        """Around what may refuse its arguments."""
+
+    def buffer(self, x: Any, written: bool = True) -> tuple[Buffer, Callable[[], None]]:
+        """The memory of `x`, and what must be called once the collective has filled it."""
+
+    def scratch(self, like: Buffer, nbytes: int) -> Buffer:
+        """Memory of `nbytes` to work in, described as a message of the size of `like`."""
+
+    def staged(self, whole: Buffer) -> Buffer:
+        """Where to work on what must end in `whole`: there, or in scratch memory."""
+
+    def copy(self, dst: int, src: int, nbytes: int) -> None: ...
+
+    def request(
+        self, kind: str, buffer: Buffer, op: str, root: int = 0, algorithm: str = "auto",
+        layout: int = 0,
+    ) -> Request: ...  # fmt: skip
+
+    def make(self, request: Request) -> None: ...
+
+
+def in_place(
+    place: Place, kind: str, x: Any, op: str, root: int = 0, algorithm: str = "auto"
+) -> None:
+    with place.telling():
+        buffer, done = place.buffer(x)
+        request = place.request(kind, buffer, op, root, algorithm)
+    place.make(request)
+    done()
+
+
+def reduce(place: Place, x: Any, op: str, root: int) -> None:
+    if place.rank == root:
+        in_place(place, "reduce", x, op, root)
+        return
+    with place.telling():  # partial results must not reach the caller
+        buffer, _ = place.buffer(x, written=False)
+        scratch = place.scratch(buffer, buffer.nbytes)
+        request = place.request("reduce", scratch, op, root)
+    place.copy(scratch.address, buffer.address, buffer.nbytes)
+    place.make(request)
+
+
+def allgather(place: Place, x: Any, out: Any) -> Any:
+    with place.telling():
+        mine, _ = place.buffer(x, written=False)
+        out = room_for(x, (place.size, *x.shape), out)
+        whole, done = place.buffer(out)
+        work = place.staged(whole)
+        request = place.request("allgather", work, "sum")
+    place.copy(work.address + place.rank * mine.nbytes, mine.address, mine.nbytes)
+    place.make(request)
+    place.copy(whole.address, work.address, whole.nbytes)
+    done()
+    return out
+
+
+def reduce_scatter(place: Place, x: Any, op: str, out: Any) -> Any:
+    with place.telling():
+        buffer, _ = place.buffer(x, written=False)
+        out = room_for(x, (_share(place, "reduce_scatter", x), *x.shape[1:]), out)
+        mine, done = place.buffer(out)
+        scratch = place.scratch(buffer, buffer.nbytes)
+        request = place.request("reduce_scatter", scratch, op)
+    place.copy(scratch.address, buffer.address, buffer.nbytes)
+    place.make(request)
+    place.copy(mine.address, scratch.address + place.rank * mine.nbytes, mine.nbytes)
+    done()
+    return out
+
+
+def alltoall(place: Place, x: Any, out: Any) -> Any:
+    with place.telling():
+        buffer, _ = place.buffer(x, written=False)
+        block = _share(place, "alltoall", x) * (buffer.nbytes // max(1, x.shape[0]))
+        out = room_for(x, tuple(x.shape), out)
+        got, done = place.buffer(out)
+        scratch = place.scratch(buffer, 2 * buffer.nbytes)
+        request = place.request("alltoall", scratch, "sum")
+    received, own = scratch.address + buffer.nbytes, place.rank * block
+    place.copy(scratch.address, buffer.address, buffer.nbytes)
+    place.copy(received + own, buffer.address + own, block)
+    place.make(request)
+    place.copy(got.address, received, buffer.nbytes)
+    done()
+    return out
+
+
+def allreduce_list(place: Place, tensors: list[Any], op: str, algorithm: str) -> None:
+    with place.telling():
+        if not tensors:
+            raise CollectiveError("allreduce needs at least one tensor in its list")
+        buffers = [place.buffer(x) for x in tensors]
+        names = sorted({b.dtype for b, _ in buffers})
+        if len(names) > 1:
+            raise CollectiveError(f"the tensors of one call need one dtype, not {names}")
+        total = sum(b.nbytes for b, _ in buffers)
+        first = buffers[0][0]
+        like = Buffer(0, total, first.dtype, first.itemsize)
+        flat = place.scratch(like, total)
+        layout = crc32(repr([b.nbytes for b, _ in buffers]).encode())
+        request = place.request("allreduce", flat, op, 0, algorithm, layout)
+    at = flat.address
+    for buffer, _ in buffers:
+        place.copy(at, buffer.address, buffer.nbytes)
+        at += buffer.nbytes
+    place.make(request)
+    at = flat.address
+    for buffer, done in buffers:
+        place.copy(buffer.address, at, buffer.nbytes)
+        at += buffer.nbytes
+        done()
+
+
+def _share(place: Place, kind: str, x: Any) -> int:
+    """How many rows of `x` each rank gets."""
+    if not x.shape or x.shape[0] % place.size:
+        raise CollectiveError(
+            f"{kind} deals out rows over {place.size} ranks: the first dimension must be a "
+            f"multiple of that, not of shape {tuple(x.shape)}"
+        )
+    return int(x.shape[0]) // place.size
