@@ -14,12 +14,14 @@ import numpy as np
 from collectives import bodies
 from collectives.calls import Calls
 from collectives.errors import CollectiveError
+from collectives.gpu_calls import GpuCalls
 from collectives.request import NOTHING, Request
 from collectives.runtime.arena import Arena
 from collectives.runtime.diagnose import CLOSED
 from collectives.runtime.reference import DTYPES
+from collectives.runtime.team import Team
 from collectives.settings import Settings, topology_for
-from collectives.tensors import as_buffer, numpy_name
+from collectives.tensors import as_buffer, gpu_of, numpy_name
 from collectives.work import Work
 
 T = TypeVar("T")
@@ -33,12 +35,16 @@ class Communicator:
     on every rank, before any data moves. `timeout` (s) bounds every wait for a peer.
     """
 
-    def __init__(self, arena: Arena, settings: Settings | None = None) -> None:
+    def __init__(
+        self, arena: Arena, settings: Settings | None = None, team: Team | None = None
+    ) -> None:
         self.settings = settings or Settings()
         self.rank, self.size = arena.rank, arena.size
         self.topology = topology_for(self.settings.topology, self.size)
         self._arena = arena
         self._calls = Calls(arena, self.topology, self.settings)
+        self._team = team  # of ranks that are threads; None: made at the first call on a GPU
+        self._gpu: GpuCalls | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future[Any] | None = None
         self._calls.make(Request("barrier", NOTHING))  # all have mapped the arena
@@ -64,26 +70,27 @@ class Communicator:
         and CollectiveAborted where a peer does not come.
         """
         if isinstance(x, list | tuple):
-            return self._submit(async_op, bodies.allreduce_list, list(x), op, algorithm)
-        return self._submit(async_op, bodies.in_place, "allreduce", x, op, 0, algorithm)
+            first = x[0] if x else None
+            return self._submit(async_op, first, bodies.allreduce_list, list(x), op, algorithm)
+        return self._submit(async_op, x, bodies.in_place, "allreduce", x, op, 0, algorithm)
 
     def broadcast(self, x: Any, root: int = 0, async_op: bool = False) -> Work | None:
         """Copy `root`'s `x` over everyone's, in place. Same tensors and errors as `allreduce`."""
-        return self._submit(async_op, bodies.in_place, "broadcast", x, "sum", root)
+        return self._submit(async_op, x, bodies.in_place, "broadcast", x, "sum", root)
 
     def reduce(self, x: Any, op: str = "sum", root: int = 0, async_op: bool = False) -> Work | None:
         """Combine `x` over all ranks into `root`'s, in place; the others' stay as they are.
 
         Same tensors, ops and errors as `allreduce`.
         """
-        return self._submit(async_op, bodies.reduce, x, op, root)
+        return self._submit(async_op, x, bodies.reduce, x, op, root)
 
     def allgather(self, x: Any, out: Any = None, async_op: bool = False) -> Any:
         """Everyone's `x`, rank by rank: a tensor of shape (ranks, *x.shape), `out` if given.
 
         With `async_op` a `Work`, whose `wait` returns it. Tensors and errors as in `allreduce`.
         """
-        return self._submit(async_op, bodies.allgather, x, out)
+        return self._submit(async_op, x, bodies.allgather, x, out)
 
     def reduce_scatter(
         self, x: Any, op: str = "sum", out: Any = None, async_op: bool = False
@@ -93,7 +100,7 @@ class Communicator:
         The first dimension is a multiple of the number of ranks; `x` stays as it is. `out`,
         `async_op`, tensors, ops and errors as in `allgather` and `allreduce`.
         """
-        return self._submit(async_op, bodies.reduce_scatter, x, op, out)
+        return self._submit(async_op, x, bodies.reduce_scatter, x, op, out)
 
     def alltoall(self, x: Any, out: Any = None, async_op: bool = False) -> Any:
         """Rows of `x`, dealt out evenly, go to the ranks in order; what comes has `x`'s shape.
@@ -101,11 +108,11 @@ class Communicator:
         The first dimension is a multiple of the number of ranks; block r of the result is what
         rank r sent here. `out`, `async_op`, tensors and errors as in `allgather`.
         """
-        return self._submit(async_op, bodies.alltoall, x, out)
+        return self._submit(async_op, x, bodies.alltoall, x, out)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
-        self._submit(False, lambda calls: calls.make(Request("barrier", NOTHING)))
+        self._submit(False, None, lambda calls: calls.make(Request("barrier", NOTHING)))
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """An uninitialised tensor in memory that all ranks share: collectives need not stage it.
@@ -141,6 +148,12 @@ class Communicator:
         """The address at which this process sees that place, on whichever rank it was made."""
         return self._arena.base + offset
 
+    def synchronize(self) -> None:
+        """Wait until this rank's calls on its GPU are over. Raises what went wrong there."""
+        self._calls.check()
+        if self._gpu:
+            self._gpu.synchronise()
+
     # ---- lifetime ----------------------------------------------------------------------------
     def close(self) -> None:
         """Finish what runs asynchronously, tell waiting peers, and let go. May be repeated."""
@@ -148,6 +161,8 @@ class Communicator:
             return
         if self._worker:
             self._worker.shutdown(wait=True)
+        if self._gpu:
+            self._gpu.close()
         self._calls.closed = True
         if self._calls.broken is None and self._calls.differ():
             self._calls.runtime.give_up(
@@ -172,9 +187,28 @@ class Communicator:
         if not self._calls.closed:
             self._calls.runtime.give_up(why)
 
+    def _on_gpu(self, number: int) -> GpuCalls:
+        """This rank's calls on its GPU; the first one brings all ranks' GPUs together."""
+        mine = self._gpu.index if self._gpu else number
+        if self._team:
+            mine = self._team.gpu.devices[self.rank].index
+        if mine != number:
+            raise CollectiveError(
+                f"rank {self.rank} runs on GPU {mine}; the tensor is on GPU {number}"
+            )
+        if self._gpu is None:
+            if self._last is not None:  # ranks meet, and must do so in the order of their calls
+                self._last.exception()
+            self._gpu = GpuCalls(number, self._calls, self.settings, self._team)
+        return self._gpu
+
     # ---- one call ----------------------------------------------------------------------------
-    def _submit(self, async_op: bool, body: Callable[..., T], *args: Any) -> T | Work:
+    def _submit(self, async_op: bool, x: Any, body: Callable[..., T], *args: Any) -> T | Work:
+        """Carry out a body where the tensor `x` lies."""
         self._calls.check()
+        if (index := gpu_of(x)) is not None:
+            done_on_gpu: T | Work = self._on_gpu(index).submit(async_op, x, body, *args)
+            return done_on_gpu
         if not async_op and (self._last is None or self._last.done()):
             return body(self._calls, *args)
         if self._worker is None:

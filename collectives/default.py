@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import threading
 
 from collectives.communicator import Communicator
 from collectives.errors import CollectiveError
 
 _default: Communicator | None = None
+_threads = threading.local()  # of ranks that are threads: each has its own
 
 
 def set_default(communicator: Communicator | None) -> None:
@@ -18,8 +20,16 @@ def set_default(communicator: Communicator | None) -> None:
     _default = communicator
 
 
+def set_of_thread(communicator: Communicator | None) -> None:
+    """Make it this thread's; None: this thread has none of its own."""
+    _threads.communicator = communicator
+
+
 def get_default() -> Communicator:
     """The default communicator. Raises CollectiveError before `init`."""
+    of_thread: Communicator | None = getattr(_threads, "communicator", None)
+    if of_thread is not None:
+        return of_thread
     if _default is None:
         raise CollectiveError(
             "no communicator: call collectives.init() first, or run under collectives.spawn()"

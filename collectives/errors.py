@@ -34,6 +34,11 @@ class _Stuck(CollectiveError):
         self.rank, self.peer, self.channel = rank, peer, channel
         self.step, self.chunk = step, chunk
 
+    def fields(self) -> dict[str, int | None]:
+        """Where the rank stood, as keywords."""
+        names = ("rank", "peer", "channel", "step", "chunk")
+        return {name: getattr(self, name) for name in names}
+
     def __reduce__(self) -> tuple[object, ...]:  # keeps the fields when a child process sends it
         return (type(self), self.args, self.__dict__)
 

@@ -18,14 +18,15 @@ from typing import Any
 
 from collectives.communicator import Communicator
 from collectives.default import set_default
-from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
+from collectives.errors import CollectiveError, CollectiveTimeout
 from collectives.runtime.arena import Arena
+from collectives.runtime.cuda import use_device
+from collectives.runtime.cuda_driver import started
 from collectives.runtime.diagnose import DIED, RAISED
 from collectives.runtime.shm import compile_kernels
 from collectives.settings import Settings, topology_for
+from collectives.threads import GRACE, consequence, gpus_of, spawn_threads
 from topology import Topology, load
-
-_GRACE = 5.0  # seconds that the other ranks have to end after one has failed
 
 
 def spawn(
@@ -49,13 +50,14 @@ def spawn(
     """
     if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
         raise CollectiveError(f"nprocs must be an integer of at least 1, not {nprocs!r}")
-    if device != "cpu" or virtual:
-        raise CollectiveError(
-            f"device={device!r}, virtual={virtual}: only ranks on the CPU are supported"
-        )
+    gpus = None if device == "cpu" else gpus_of(device, nprocs)
+    if virtual and gpus is None:
+        raise CollectiveError("virtual ranks share a GPU: say device='cuda:0'")
     read: Topology | str = "auto" if topology == "auto" else load(topology)
     settings = Settings(read, timeout, order, max_blocks, peer_access)
     topology_for(read, nprocs)  # refused here rather than on every rank
+    if virtual and gpus is not None:
+        return spawn_threads(fn, args, settings, gpus)
     context: Any = mp.get_context("fork" if _fork_is_safe() else "spawn")
     if context.get_start_method() == "fork":
         compile_kernels()  # so that the forked ranks find the machine code in memory
@@ -64,7 +66,8 @@ def spawn(
     try:
         for rank in range(nprocs):
             ours, theirs = context.Pipe(duplex=False)
-            job = (fn, args, rank, nprocs, settings, Arena.path(fd), os.getpid())
+            gpu = None if gpus is None else gpus[rank]
+            job = (fn, args, rank, nprocs, settings, gpu, Arena.path(fd), os.getpid())
             process = context.Process(target=_child, args=(theirs, job), daemon=False)
             try:
                 process.start()
@@ -119,7 +122,7 @@ class _Rank:
         """Leave no process behind."""
         if self.process.is_alive() and not self.done:
             self.process.kill()
-        self.process.join(_GRACE)
+        self.process.join(GRACE)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
@@ -142,19 +145,14 @@ def _gather(ranks: list[_Rank], fd: int, size: int) -> list[Any]:
             if r.error is None:
                 continue
             # a rank that only stopped because of another's failure is not the cause
-            if first is None or _consequence(r.error) < _consequence(first.error):
+            if first is None or consequence(r.error) < consequence(first.error):
                 first = r
             if deadline is None:
-                deadline = time.monotonic() + _GRACE
+                deadline = time.monotonic() + GRACE
                 _abort(fd, size, r)
     if first is not None and first.error is not None:
         raise first.error
     return [r.value for r in ranks]
-
-
-def _consequence(error: BaseException | None) -> int:
-    """How far from the cause an error is: a timeout may be, an abort always is another's doing."""
-    return 2 if isinstance(error, CollectiveAborted) else isinstance(error, CollectiveTimeout)
 
 
 def _abort(fd: int, size: int, failed: _Rank) -> None:
@@ -172,13 +170,15 @@ def _abort(fd: int, size: int, failed: _Rank) -> None:
 
 
 def _child(results: Connection, job: tuple[Any, ...]) -> None:
-    fn, args, rank, size, settings, path, parent = job
+    fn, args, rank, size, settings, gpu, path, parent = job
     _die_with(parent)
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)  # ranks share the cores; a forked OpenMP pool would hang
     communicator = None
     try:
+        if gpu is not None:
+            use_device(gpu)
         communicator = Communicator(Arena.attach(path, size, rank), settings)
         set_default(communicator)
         value = fn(rank, *args)
@@ -225,10 +225,7 @@ def _die_with(parent: int) -> None:
 
 
 def _fork_is_safe() -> bool:
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        return False
-    return threading.active_count() == 1
+    return threading.active_count() == 1 and not started()
 
 
 def init(

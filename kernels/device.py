@@ -28,9 +28,13 @@ class CudaDevice:
         self._cupy, self._driver, self._runtime = cupy, driver, runtime
         self.index = index
         self._device = cupy.cuda.Device(index)
-        self._device.use()
+        self.use()
         self._kernels: dict[tuple[str, str], object] = {}
         self._lock = threading.Lock()
+
+    def use(self) -> None:
+        """Make it the current one of this thread."""
+        self._device.use()
 
     def kernel(self, dtype: str, op: str) -> int:
         """The interpreter for this dtype and op, compiled at first use: a CUfunction."""

@@ -36,23 +36,37 @@ NOTICE_WORDS = 16  # of one notice; two are kept, for calls of even and odd numb
 class Arena:
     """One rank's mapping of the shared file. `base` is the address of its first byte here."""
 
-    def __init__(self, fd: int, size: int, rank: int) -> None:
-        self.size, self.rank = size, rank
+    def __init__(self, memory: mmap.mmap, size: int, rank: int) -> None:
+        self.size, self.rank, self.nbytes = size, rank, len(memory)
         self._heaps = PAGE * (1 + size) + PLANS
-        self.nbytes = self._heaps + size * HEAP
-        try:
-            self._map = mmap.mmap(fd, self.nbytes)
-        except OSError as error:
-            raise CollectiveError(
-                f"rank {rank} cannot map {self.nbytes >> 30} GiB of address space for shared "
-                f"memory: {error.strerror}; is `ulimit -v` set?"
-            ) from None
+        self._map = memory
         self._bytes = np.frombuffer(self._map, np.uint8)
         self.base = int(self._bytes.ctypes.data)
         self._plans_used = 0
         self._heap = _Heap(HEAP)
         self._watch: dict[int, int] = {}  # peer -> pidfd
         self.words(self.control(rank) + PID, 1)[0] = os.getpid()
+
+    @staticmethod
+    def _mapped(fd: int, size: int) -> mmap.mmap:
+        nbytes = PAGE * (1 + size) + PLANS + size * HEAP
+        try:
+            return mmap.mmap(fd, nbytes)
+        except OSError as error:
+            raise CollectiveError(
+                f"{nbytes >> 30} GiB of address space cannot be mapped for shared memory: "
+                f"{error.strerror}; is `ulimit -v` set?"
+            ) from None
+
+    @staticmethod
+    def local(size: int) -> list[Arena]:
+        """For ranks that are threads of this process: one mapping, seen by each."""
+        fd = Arena.create(size)
+        try:
+            memory = Arena._mapped(fd, size)
+        finally:
+            os.close(fd)
+        return [Arena(memory, size, rank) for rank in range(size)]
 
     @staticmethod
     def create(size: int) -> int:
@@ -77,7 +91,7 @@ class Arena:
                 "all ranks must run under one user and in one PID namespace"
             ) from None
         try:
-            return Arena(fd, size, rank)
+            return Arena(Arena._mapped(fd, size), size, rank)
         finally:
             os.close(fd)
 

@@ -7,8 +7,10 @@ memory: that shows the kernel right and how fast it moves bytes, not how fast li
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from collectives.planning.plan import Op, Plan
 from collectives.runtime import program
-from collectives.runtime.diagnose import Blocked, position_of
+from collectives.runtime.diagnose import Blocked, position_of, waits
 from collectives.runtime.program import CURSOR, GROUP, REPORT, Program, Shape, State
 from collectives.runtime.shm import place_of
 
@@ -31,6 +33,7 @@ class Device(Protocol):
 
     index: int
 
+    def use(self) -> None: ...
     def allocate(self, nbytes: int) -> int: ...
     def free(self, address: int) -> None: ...
     def upload(self, array: NDArray[np.generic]) -> int: ...
@@ -63,8 +66,9 @@ class Device(Protocol):
 class Memory(Protocol):
     """Where all ranks' counters and slots lie."""
 
-    def bases(self, nbytes: Sequence[int]) -> list[int]:
-        """Zeroed memory of so many bytes for each rank: its address in this process."""
+    def bases(self, nbytes: Sequence[int], touched: set[int]) -> list[int]:
+        """Zeroed memory of so many bytes for each rank: its address in this process, of the ranks
+        whose memory ours touch."""
 
     def close(self) -> None:
         """Give all of it back; nothing may be running, here or on a peer."""
@@ -87,7 +91,7 @@ class LocalMemory:
                         "run ranks on both; run one process a rank"
                     )
 
-    def bases(self, nbytes: Sequence[int]) -> list[int]:
+    def bases(self, nbytes: Sequence[int], touched: set[int]) -> list[int]:
         found = [(d, d.allocate(n)) for d, n in zip(self._devices, nbytes, strict=True)]
         self._made += found
         return [address for _, address in found]
@@ -234,6 +238,11 @@ class GpuRanks:
         words = f"{first} for {self.timeout:g} s" + _others(found, first)
         return CollectiveTimeout(words, **first.fields())
 
+    def stands(self) -> str:
+        """What each of our ranks that is under way waits for."""
+        found = [w for p in self._launched.values() for w in standing(p)]
+        return _others(found, None).removeprefix("; ") or "nothing is under way on its GPU"
+
     def abort(self) -> None:
         """Free the GPUs: every wait ends, now and later."""
         self._abort[0] = 1
@@ -261,7 +270,9 @@ class GpuRanks:
 
     def _lay_out(self, plan: Plan, shape: Shape) -> tuple[_Part, ...]:
         layout = program.lay_out(plan, shape)
-        bases = self._memory.bases(layout.nbytes)
+        ends = [{c.src, c.dst} for c in plan.connections]
+        touched = set().union(*(pair for pair in ends if pair & set(self.devices)))
+        bases = self._memory.bases(layout.nbytes, touched)
         parts = []
         for device, ranks in self._shares.values():
             found = tuple((r, p) for r in ranks for p in program.programs(plan, r))
@@ -276,6 +287,30 @@ class GpuRanks:
                 row["code_words"] = p.code.size
             parts.append(_Part(device, ranks, found, groups, report))
         return tuple(parts)
+
+
+@cache
+def open_device(index: int) -> Device:
+    """The GPU of this number, as CUDA numbers them; opened once. Raises CollectiveError."""
+    try:
+        from kernels.device import CudaDevice
+
+        found: Device = CudaDevice(index)
+    except ImportError as error:
+        raise CollectiveError(
+            f"GPU tensors need CuPy (pip install linkweave[cuda12], or [cuda13]): {error}"
+        ) from None
+    except RuntimeError as error:  # CuPy's errors
+        raise CollectiveError(f"GPU {index} cannot be used: {error}") from None
+    return found
+
+
+def use_device(index: int) -> None:
+    """Make it the current GPU of this thread, for CuPy and, where it is loaded, torch."""
+    open_device(index).use()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.set_device(index)
 
 
 def virtual_ranks(
@@ -303,16 +338,10 @@ def _blocked(plan: Plan, rank: int, p: Program, group: int, pc: int) -> Blocked:
     op, chunk, flag, source, n = code[pc : pc + 5]
     ends = code[pc + 5 : pc + 5 + n]
     # of a REDUCE over lines, which of its peers is missing is not known: the first is named
-    connection = plan.connections[p.ends[source if op == Op.SEND and source >= 0 else ends[0]]]
+    connection = p.ends[source if op == Op.SEND and source >= 0 else ends[0]]
     sender = op == Op.WAIT and bool(flag & 1)
-    return Blocked(
-        rank,
-        connection.dst if sender else connection.src,
-        p.stream.channel,
-        position_of(code, code[1], pc),
-        group * plan.stride + chunk,
-        "a free slot" if sender else "the data",
-    )
+    step, chunk = position_of(code, code[1], pc), group * plan.stride + chunk
+    return waits(plan, connection, sender, rank, p.stream.channel, step, chunk)
 
 
 def _others(found: Sequence[tuple[State, Blocked]], first: Blocked | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from typing import Any
 
 from collectives.errors import CollectiveError
@@ -15,10 +16,20 @@ _ATTRIBUTES = {
     "vmm_posix_handles": 103,
     "ipc_events": 125,
 }
+_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 
 
 class CudaError(CollectiveError):
     """The driver is missing, or said no."""
+
+
+def started(library: Any = None) -> bool:
+    """Whether this process has initialised CUDA, after which it must not be forked."""
+    try:
+        cuda = library or ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return False  # not even loaded
+    return bool(cuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED)
 
 
 class CudaDriver:

@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from collectives.planning.plan import Op, Plan
+from collectives.planning.plan import Op, Plan, origins
 
 REASONS = ("gave up waiting", "died", "raised an exception", "was interrupted", "was closed")
 TIMED_OUT, DIED, RAISED, INTERRUPTED, CLOSED = range(len(REASONS))
@@ -16,7 +16,7 @@ TIMED_OUT, DIED, RAISED, INTERRUPTED, CLOSED = range(len(REASONS))
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """One stream's unfulfilled WAIT."""
+    """One stream's unfulfilled WAIT. On a detour `peer` passes on what `origin` sends."""
 
     rank: int
     peer: int
@@ -24,11 +24,15 @@ class Blocked:
     step: int
     chunk: int
     what: str
+    origin: int
 
     def __str__(self) -> str:
+        source = f"rank {self.peer}"
+        if self.origin != self.peer:
+            source = f"rank {self.origin} through {source}"
         return (
             f"rank {self.rank} waits for {self.what} of chunk {self.chunk} on channel "
-            f"{self.channel} (step {self.step}) from rank {self.peer}"
+            f"{self.channel} (step {self.step}) from {source}"
         )
 
     def fields(self) -> dict[str, int]:
@@ -48,6 +52,17 @@ def position_of(code: Sequence[int], first: int, pc: int) -> int:
     return position
 
 
+def waits(
+    plan: Plan, connection: int, sender: bool, rank: int, channel: int, step: int, chunk: int
+) -> Blocked:
+    """A stream that stands at a wait on a connection, whose sender it is or not."""
+    c = plan.connections[connection]
+    if sender:
+        return Blocked(rank, c.dst, channel, step, chunk, "a free slot", c.dst)
+    origin = origins(plan).get(connection, c.src)
+    return Blocked(rank, c.src, channel, step, chunk, "the data", origin)
+
+
 def blocked(plan: Plan, rank: int, at: NDArray[Any]) -> list[Blocked]:
     """Where each unfinished stream of `rank` stands; `at` is the interpreter's state."""
     found = []
@@ -61,16 +76,7 @@ def blocked(plan: Plan, rank: int, at: NDArray[Any]) -> list[Blocked]:
         pc = pc or int(code[2 + row * (phases + 1) + phase])
         if pc >= len(code) or code[pc] != Op.WAIT:
             continue
-        connection = plan.connections[int(code[pc + 5])]
-        sender = bool(code[pc + 2])
-        found.append(
-            Blocked(
-                rank,
-                connection.dst if sender else connection.src,
-                stream.channel,
-                position_of(code, first, pc),
-                group * plan.stride + int(code[pc + 1]),
-                "a free slot" if sender else "the data",
-            )
-        )
+        step, chunk = position_of(code, first, pc), group * plan.stride + int(code[pc + 1])
+        connection, sender = int(code[pc + 5]), bool(code[pc + 2])
+        found.append(waits(plan, connection, sender, rank, stream.channel, step, chunk))
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -207,11 +207,12 @@ class ShmRuntime:
             self.give_up(INTERRUPTED)
             raise
 
-    def give_up(self, why: int, blamed: int | None = None) -> None:
-        """Stop all ranks: whoever waits, now or later, raises CollectiveAborted."""
-        abort = self.arena.abort
+    def give_up(self, why: int, blamed: int | None = None, who: int | None = None) -> None:
+        """Stop all ranks: whoever waits, now or later, raises CollectiveAborted. `who` gave up:
+        this rank if None."""
+        abort, who = self.arena.abort, self.rank if who is None else who
         if not abort[0]:
-            abort[1:4] = self.rank, why, self.rank if blamed is None else blamed
+            abort[1:4] = who, why, who if blamed is None else blamed
         kernel.raise_counter(self.arena.base, 1, self._peer_bells)
 
     def _check(self, status: int, start: float, where: Any) -> None:
@@ -227,6 +228,11 @@ class ShmRuntime:
                 raise CollectiveTimeout(f"{words} for {self.timeout:g} s", **fields)
         self.raise_aborted(where)
 
+    def patience(self, start: float, where: Any) -> None:
+        """To be called again and again while something else than the interpreter waits, since
+        `start`. Raises CollectiveTimeout or CollectiveAborted."""
+        self._check(kernel.DONE if self.arena.abort[0] else kernel.IDLE, start, where)
+
     def _dead(self) -> list[int]:
         """Peers that ended before they were done with this call; later they may."""
         finished = dict(zip(self._peers, self._finished, strict=True))
@@ -236,7 +242,7 @@ class ShmRuntime:
         """Let go of the shared memory."""
         self._notices.clear()
 
-    def raise_aborted(self, where: Any = None) -> None:
+    def raise_aborted(self, where: Any = None) -> NoReturn:
         """Raise CollectiveAborted in the words of whoever gave up first."""
         _, who, why, blamed = (int(v) for v in self.arena.abort)
         words, fields = where() if where else (f"rank {self.rank} cannot go on", {})

@@ -68,6 +68,9 @@ def build(
     return folder / what
 
 
+CURRENT = threading.local()  # `index` of this thread's GPU
+
+
 class HostDevice:
     """A `Device` whose blocks are threads and whose memory other processes can open.
 
@@ -88,6 +91,9 @@ class HostDevice:
         self._files: dict[int, int] = {}
         self._numbers = itertools.count(1)
         self._library = ctypes.CDLL(str(build(everything=True, what="library")))
+
+    def use(self) -> None:
+        CURRENT.index = self.index
 
     def allocate(self, nbytes: int) -> int:
         fd = os.memfd_create("host-gpu")
@@ -122,6 +128,12 @@ class HostDevice:
             self.synchronise(0)
 
         return replay
+
+    def close(self) -> None:
+        """End the streams' threads: a process with threads cannot be forked."""
+        for queue in self._streams.values():
+            queue.shutdown()
+        self._streams.clear()
 
     def describe(self) -> dict[str, object]:
         return {"gpu": "threads"}
@@ -219,6 +231,7 @@ class HostTensor:
 
     def __init__(self, array: np.ndarray, device: int = 0, stream: int = 0) -> None:
         self.array, self.stream = array, stream
+        self.shape, self.dtype = array.shape, array.dtype
         self.device = SimpleNamespace(id=device)
 
     @property

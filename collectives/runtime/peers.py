@@ -1,0 +1,158 @@
+"""GPUs of several processes: who they are, which map they plan on, and each other's memory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from zlib import crc32
+
+from collectives.errors import CollectiveError, TopologyError
+from collectives.runtime.arena import Arena
+from collectives.runtime.cuda import Device
+from collectives.runtime.doctor import examine
+from topology import Topology, load
+from topology.detect import detect
+
+log = logging.getLogger("linkweave")
+
+Gather = Callable[[bytes], list[bytes]]
+"""What every rank says, by rank (`Calls.gather`)."""
+
+_TOLD = 200  # characters of an error that the others are told
+
+
+def common_map(device: Device, rank: int, gather: Gather, spec: Topology | None) -> Topology:
+    """The map that the ranks' GPUs plan on: `spec`, or (None) what the driver tells of them.
+
+    Ranks exchange bus ids, UUIDs and what they detected, and take their places on that graph by
+    bus id. Ranks that share a GPU plan on a mesh, as no links stand between them. Raises
+    CollectiveError, on every rank, naming those that see different machines.
+    """
+    bus_id, uuid = device.identity()
+    seen, trouble = None, ""
+    if spec is None:
+        try:
+            seen = detect({})  # all of the machine's GPUs, whatever this process is shown
+        except TopologyError as error:
+            trouble = str(error)[:_TOLD]
+    graph = crc32(seen.to_json().encode()) if seen and seen.devices else 0
+    said = {"bus": bus_id, "uuid": uuid, "graph": graph, "trouble": trouble, "pid": os.getpid()}
+    rows = [json.loads(row) for row in gather(json.dumps(said).encode())]
+    where = [row["uuid"] for row in rows]
+    shared = {u: [r for r, v in enumerate(where) if v == u] for u in where}
+    crowd = next((ranks for ranks in shared.values() if len(ranks) > 1), None)
+    processes = len({row["pid"] for row in rows})
+    if crowd and rank == 0 and processes > 1:
+        log.warning(
+            "ranks %s run on one GPU (%s, %s) and take turns on it; to give each its own, call "
+            "torch.cuda.set_device(LOCAL_RANK) first",
+            crowd, rows[crowd[0]]["bus"], rows[crowd[0]]["uuid"],
+        )  # fmt: skip
+    if spec is not None:
+        return spec
+    if crowd:
+        return load(f"mesh-{len(rows)}")
+    if any(row["trouble"] for row in rows):
+        words = "; ".join(f"rank {r}: {row['trouble']}" for r, row in enumerate(rows)
+                          if row["trouble"])  # fmt: skip
+        raise CollectiveError(f"the GPUs' links cannot be told; say topology=...: {words}")
+    graphs = {row["graph"]: [r for r, o in enumerate(rows) if o["graph"] == row["graph"]]
+              for row in rows}  # fmt: skip
+    if len(graphs) > 1:
+        words = "; ".join(f"ranks {ranks}: {graph:08x}" for graph, ranks in graphs.items())
+        raise CollectiveError(f"the ranks see different machines: {words}; say topology=...")
+    if seen is None or not seen.devices:
+        if rank == 0:
+            log.warning("the driver tells no links (is nvidia-ml-py installed?): a mesh is assumed")
+        return load(f"mesh-{len(rows)}")
+    places = []
+    for r, row in enumerate(rows):
+        try:
+            places.append(seen.find(bus_id=row["bus"]))
+        except TopologyError as error:
+            raise CollectiveError(f"rank {r}'s GPU is not on the map: {error}") from None
+    return seen.subset(places)
+
+
+class PeerMemory:
+    """Each rank's memory on its own GPU, opened by the others through CUDA IPC.
+
+    All ranks must ask for the same memory in the same order. What a rank cannot open lies in host
+    memory instead, with one warning, or is refused on every rank where `required`.
+    """
+
+    def __init__(self, device: Device, arena: Arena, gather: Gather, required: bool) -> None:
+        self._device, self._arena, self._gather = device, arena, gather
+        self._required = required
+        self._warned = False
+        self._own: list[int] = []
+        self._opened: list[int] = []
+        self._registered: list[int] = []
+
+    def bases(self, nbytes: Sequence[int], touched: set[int]) -> list[int]:
+        rank = self._arena.rank
+        mine = self._device.allocate(nbytes[rank])
+        self._own.append(mine)
+        handles = self._gather(self._device.share(mine))
+        found = [0] * len(nbytes)
+        found[rank] = mine
+        refused: list[int] = []
+        why = ""
+        for peer in sorted(touched - {rank}):
+            try:
+                found[peer] = self._device.open(handles[peer])
+                self._opened.append(found[peer])
+            except RuntimeError as error:
+                refused.append(peer)
+                why = f"{error}"
+        said = json.dumps({"refused": refused, "why": why[:_TOLD]}).encode()
+        told = [json.loads(row) for row in self._gather(said)]
+        ways = {r: row["refused"] for r, row in enumerate(told) if row["refused"]}
+        if ways:
+            why = next(row["why"] for row in told if row["why"])
+            self._fall_back(nbytes, found, touched, ways, why)
+        return found
+
+    def _fall_back(
+        self, nbytes: Sequence[int], found: list[int], touched: set[int],
+        ways: dict[int, list[int]], why: str,
+    ) -> None:  # fmt: skip
+        """Put the memory that not everyone can open where everyone can."""
+        rank = self._arena.rank
+        pairs = "; ".join(f"rank {r} cannot open that of ranks {o}" for r, o in ways.items())
+        words = f"GPU memory of other processes: {pairs} ({why})"
+        if self._required:
+            raise CollectiveError(f"{words}; peer_access='require' allows nothing else{_advice()}")
+        if rank == 0 and not self._warned:
+            log.warning("%s; it goes through host memory, which is slow%s", words, _advice())
+        self._warned = True
+        trouble = ""
+        for owner in sorted({o for owners in ways.values() for o in owners}):
+            size = max(nbytes[owner], 1)
+            address = self._arena.base + self._arena.reserve(size)
+            if owner == rank or owner in touched:
+                try:
+                    self._device.register(address, -(-size // 4096) * 4096)
+                    self._registered.append(address)
+                except RuntimeError as error:
+                    trouble = str(error)
+                found[owner] = address
+        told = self._gather(trouble[:_TOLD].encode())
+        if any(told):
+            failed = "; ".join(f"rank {r}: {row.decode()}" for r, row in enumerate(told) if row)
+            raise CollectiveError(f"{words}; nor can the GPUs use host memory: {failed}{_advice()}")
+
+    def close(self) -> None:
+        while self._opened:
+            self._device.shut(self._opened.pop())
+        while self._registered:
+            self._device.unregister(self._registered.pop())
+        while self._own:
+            self._device.free(self._own.pop())
+
+
+def _advice() -> str:
+    """What `linkweave doctor` finds amiss, a line each."""
+    return "".join(f"\n{check}" for check in examine() if check.state != "ok")

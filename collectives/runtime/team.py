@@ -1,0 +1,127 @@
+"""The ranks of one process that call GPU collectives: the last one to call launches for all.
+
+A process with one rank is a team of one. Ranks that are threads of one process share its GPUs, and
+one launch a GPU must hold all of them: a launch that waited for another one on the same GPU might
+never see it start.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from collectives.errors import CollectiveError
+from collectives.planning.plan import Plan
+from collectives.runtime.cuda import GpuRanks, Prepared
+
+_POLL = 0.05  # s
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is launched; equal on all ranks. `said` is it in words."""
+
+    said: str
+    plan: Plan
+    nbytes: int
+    dtype: str
+    op: str
+    lanes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    call: Call
+    buffer: int
+    stream: int
+
+
+class _Round:
+    """One call, from the first rank's arrival to the launch."""
+
+    def __init__(self) -> None:
+        self.came: dict[int, _Arrival] = {}
+        self.over = False
+        self.error: Exception | None = None
+
+
+class Team:
+    """`gpu` runs the ranks of this process; all of them must `launch` the same calls in order."""
+
+    def __init__(self, gpu: GpuRanks) -> None:
+        self.gpu = gpu
+        self._prepared: dict[Call, Prepared] = {}
+        self._changed = threading.Condition()
+        self._round = _Round()
+        self._meeting = {d.index: d.make_event() for d in gpu.devices.values()}
+
+    def prepare(self, call: Call) -> Prepared:
+        """Memory and tables of a call. In a team of one, all ranks must prepare it together."""
+        if call not in self._prepared:
+            self._prepared[call] = self.gpu.prepare(
+                call.plan, call.nbytes, call.dtype, call.op, call.lanes
+            )
+        return self._prepared[call]
+
+    def launch(
+        self, rank: int, call: Call, buffer: int, stream: int,
+        patience: Callable[[str, int], None],
+    ) -> None:  # fmt: skip
+        """Enqueue a call behind what `stream` holds; what it is given later comes behind the call.
+
+        Returns once it is enqueued. `patience(what, peer)` is called again and again while ranks
+        of this process are missing, and raises when that has lasted too long. Raises
+        CollectiveError on all of them where their calls differ.
+        """
+        if len(self.gpu.devices) == 1:
+            self.gpu.run(self.prepare(call), [buffer], stream)
+            return
+        with self._changed:
+            now = self._round
+            now.came[rank] = _Arrival(call, buffer, stream)
+            if len(now.came) == len(self.gpu.devices):
+                try:
+                    self._launch_all(now.came)
+                except Exception as error:
+                    now.error = error
+                now.over, self._round = True, _Round()
+                self._changed.notify_all()
+            while not now.over:
+                self._changed.wait(_POLL)
+                if not now.over:
+                    patience(call.said, next(r for r in self.gpu.devices if r not in now.came))
+        if now.error is not None:  # every rank raises one of its own
+            raise CollectiveError(str(now.error)) from now.error
+
+    def _launch_all(self, came: dict[int, _Arrival]) -> None:
+        calls = {a.call for a in came.values()}
+        if len(calls) > 1:
+            asked: dict[str, list[int]] = {}
+            for rank, arrival in sorted(came.items()):
+                asked.setdefault(arrival.call.said, []).append(rank)
+            words = "; ".join(f"ranks {ranks}: {said}" for said, ranks in asked.items())
+            raise CollectiveError(f"the ranks' calls on the GPU differ: {words}")
+        prepared = self.prepare(calls.pop())
+        on: dict[int, list[int]] = {}
+        for rank, device in self.gpu.devices.items():
+            on.setdefault(device.index, []).append(came[rank].stream)
+        devices = {d.index: d for d in self.gpu.devices.values()}
+        for index, streams in on.items():
+            for other in {*streams} - {streams[0]}:
+                devices[index].record(self._meeting[index], other)
+                devices[index].wait(self._meeting[index], streams[0])
+        first = {index: streams[0] for index, streams in on.items()}
+        self.gpu.run(prepared, [came[r].buffer for r in self.gpu.devices], first)
+        for index, streams in on.items():
+            devices[index].record(self._meeting[index], streams[0])
+            for other in {*streams} - {streams[0]}:
+                devices[index].wait(self._meeting[index], other)
+
+    def close(self) -> None:
+        """Give all memory back; nothing may be running."""
+        for device in {d.index: d for d in self.gpu.devices.values()}.values():
+            if device.index in self._meeting:
+                device.free_event(self._meeting.pop(device.index))
+        self._prepared.clear()
+        self.gpu.close()

@@ -1,0 +1,104 @@
+"""What stands between a GPU that waits and the other ranks: a thread that carries bad news.
+
+A kernel looks at one word of its own process; ranks tell each other through the arena. The watch
+takes a deadline that has passed on a GPU to the other ranks, and their failures and deaths to the
+GPU, which is free within some hundredths of a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
+from collectives.runtime.arena import LAST_WORDS, MOST_SAID
+from collectives.runtime.cuda import GpuRanks
+from collectives.runtime.diagnose import DIED, TIMED_OUT
+from collectives.runtime.shm import ShmRuntime
+
+log = logging.getLogger("linkweave")
+
+_PERIOD = 0.02  # s
+_HEARING = 0.3  # s that other ranks have to say where they stand
+
+
+class Watch:
+    """Watches `gpu` for the rank of `runtime`; `describe` tells what that rank did last."""
+
+    def __init__(self, gpu: GpuRanks, runtime: ShmRuntime, describe: Callable[[], str]) -> None:
+        self._gpu, self._runtime, self._arena = gpu, runtime, runtime.arena
+        self._describe = describe
+        self._failure: CollectiveTimeout | CollectiveAborted | None = None
+        self._over = False
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="linkweave-watch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_PERIOD):
+            if self._look():
+                log.error("rank %d: %s", self._runtime.rank, self._words())
+                return
+
+    def _look(self) -> bool:
+        """Carry news either way; whether there were bad ones."""
+        with self._lock:
+            if self._over:
+                return True
+            if self._gpu.aborted:
+                self._failure = self._gpu.failure()
+                if not self._arena.abort[0]:
+                    who, peer = self._failure.rank, self._failure.peer
+                    self._runtime.give_up(TIMED_OUT, peer, who)
+            elif self._arena.abort[0]:
+                self._gpu.abort()
+                time.sleep(_PERIOD)  # until the lanes have said where they stood
+            elif self._gpu.waiting() and (dead := self._arena.dead()):
+                self._runtime.give_up(DIED, dead[0])
+                self._gpu.abort()
+                time.sleep(_PERIOD)
+            else:
+                return False
+            if len(self._gpu.devices) == 1:
+                words = f"{self._describe()}; {self._gpu.stands()}"
+                self._arena.say(words.encode()[:MOST_SAID], LAST_WORDS)
+            self._over = True
+            return True
+
+    def check(self) -> None:
+        """Raise CollectiveTimeout or CollectiveAborted if a rank has failed."""
+        if self._look():
+            raise self.failure()
+
+    def failure(self) -> CollectiveError:
+        """What is to be raised: our own deadline, or in whose name we stopped; where others
+        stood."""
+        if isinstance(self._failure, CollectiveTimeout):
+            error = self._failure
+            return CollectiveTimeout(f"{error}{self._heard(error.peer)}", **error.fields())
+        try:
+            self._runtime.raise_aborted(lambda: (self._gpu.stands(), {"rank": self._runtime.rank}))
+        except CollectiveAborted as aborted:
+            return aborted
+
+    def _words(self) -> str:
+        return str(self.failure())
+
+    def _heard(self, peer: int | None) -> str:
+        """Where a rank of another process says it stood."""
+        if peer is None or peer in self._gpu.devices:
+            return ""
+        deadline = time.monotonic() + _HEARING
+        while not (said := self._arena.said(peer, LAST_WORDS)) and time.monotonic() < deadline:
+            time.sleep(_PERIOD)
+        return f"; rank {peer} last: {said.decode(errors='ignore')}" if said else (
+            f"; rank {peer} says nothing"
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Stop watching; afterwards the GPU's words are read no more."""
+        self._stop.set()
+        self._thread.join()

@@ -1,0 +1,69 @@
+"""Ranks on GPUs made of threads: what `collectives.spawn(device="cuda")` runs on in these tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from host_gpu import CURRENT, HostDevice, HostTensor, build
+
+from collectives.runtime import cuda
+
+MODES = {
+    "threads on one GPU": {"device": "cuda:0", "virtual": True},
+    "processes on one GPU": {"device": "cuda:0"},
+    "a process a GPU": {"device": "cuda"},
+    "a thread a GPU": {"device": "cuda", "virtual": True},
+}
+
+
+_KEPT: list[HostTensor] = []
+
+
+class Machine:
+    """GPUs of this process by number, each made when it is first asked for."""
+
+    def __init__(self, make: Callable[[int], HostDevice]) -> None:
+        self._make = make
+        self._made: dict[tuple[int, int], HostDevice] = {}
+
+    def __call__(self, index: int) -> HostDevice:
+        key = (os.getpid(), index)
+        if key not in self._made:
+            self._made[key] = self._make(index)
+        return self._made[key]
+
+    def ours(self) -> list[HostDevice]:
+        return [device for (pid, _), device in self._made.items() if pid == os.getpid()]
+
+    def left(self) -> list[object]:
+        """What has been allocated, opened or registered in this process and not given back."""
+        return [x for d in self.ours() for x in (*d.memory, *d.opened, *d.registered)]
+
+
+def plain(index: int) -> HostDevice:
+    return HostDevice(capacity=32, index=index, bus_id=f"0000:0{index}:00.0")
+
+
+@contextmanager
+def gpus(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[int], HostDevice] = plain
+) -> Iterator[Machine]:
+    build(everything=True, what="library")  # before ranks are forked
+    machine = Machine(make)
+    monkeypatch.setattr(cuda, "open_device", machine)
+    yield machine
+    for device in machine.ours():
+        device.close()
+    _KEPT.clear()
+    assert not machine.left()
+
+
+def tensor(values: Any, dtype: str = "float32", stream: int = 0) -> HostTensor:
+    """On this rank's GPU. Kept: CuPy and torch give memory back in the stream's order, we at once."""
+    _KEPT.append(HostTensor(np.array(values, dtype), CURRENT.index, stream))
+    return _KEPT[-1]

@@ -1,0 +1,330 @@
+"""`collectives.allreduce` and the others on GPU tensors, on GPUs made of threads: ranks that are
+threads or processes, on one GPU or one each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_ranks import MODES, Machine, gpus, tensor
+from host_gpu import HostTensor, needs_compiler
+
+import collectives
+from collectives import CollectiveError
+from collectives.default import get_default
+
+pytestmark = needs_compiler
+
+DTYPES = ("float32", "float64", "float16", "int8", "uint8", "int32", "int64")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    with gpus(monkeypatch) as made:
+        yield made
+
+
+def values(rank: int, n: int, dtype: str = "float32") -> np.ndarray:
+    """Small integers, whose sums are exact in every dtype."""
+    return ((np.arange(n) * 7 + rank * 3) % 5).astype(dtype)
+
+
+def close(machine: Machine) -> list[object]:
+    """End this process's communicator; what it leaves behind."""
+    get_default().close()
+    return machine.left()
+
+
+def every_collective(rank: int, n: int, machine: Machine, forked: bool) -> list[object]:
+    comm = get_default()
+    size = comm.size
+    given = [values(r, n) for r in range(size)]
+    total = np.sum(given, axis=0, dtype=np.float32)
+
+    x = tensor(given[rank])
+    assert comm.allreduce(x) is None
+    y = tensor(given[rank])
+    comm.broadcast(y, root=size - 1)
+    z = tensor(given[rank])
+    comm.reduce(z, root=size // 2)
+    every = tensor(np.zeros((size, n)))
+    assert comm.allgather(tensor(given[rank]), every) is every
+    rows = np.stack([np.arange(size) * 10 + r for r in range(size)])  # what each rank sends
+    swapped = tensor(np.zeros(size))
+    comm.alltoall(tensor(rows[rank]), swapped)
+    whole = tensor(np.stack([given[rank]] * size))
+    part = tensor(np.zeros((1, n)))
+    comm.reduce_scatter(whole, out=part)
+    several = [tensor(given[rank]), tensor(given[rank][: n // 2])]
+    comm.allreduce(several, op="max")
+    work = comm.allreduce(w := tensor(given[rank]), op="avg", async_op=True)
+    assert work is not None and work.wait(20) is None and work.done()
+    comm.synchronize()
+
+    assert x.array.tolist() == total.tolist()
+    assert y.array.tolist() == given[-1].tolist()
+    assert z.array.tolist() == (total if rank == size // 2 else given[rank]).tolist()
+    assert every.array.tolist() == [g.tolist() for g in given]
+    assert swapped.array.tolist() == rows[:, rank].tolist()
+    assert part.array.tolist() == [total.tolist()]
+    assert whole.array[0].tolist() == given[rank].tolist()
+    highest = np.max(given, axis=0)
+    assert several[0].array.tolist() == highest.tolist()
+    assert several[1].array.tolist() == highest[: n // 2].tolist()
+    assert w.array.tobytes() == (total / np.float32(size)).tobytes()
+    return close(machine) if forked else []
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_collective(mode: str, size: int, machine: Machine) -> None:
+    forked = "virtual" not in MODES[mode]
+    arguments = (1009, machine, forked)
+    found = collectives.spawn(every_collective, size, f"mesh-{size}", arguments, **MODES[mode])
+    assert found == [[]] * size
+
+
+def every_dtype(rank: int, size: int) -> None:
+    for dtype in DTYPES:
+        for n in (0, 1, 331, 30_011):
+            x = tensor(values(rank, n, dtype))
+            collectives.allreduce(x)
+            get_default().synchronize()
+            want = np.sum([values(r, n, dtype) for r in range(size)], axis=0, dtype=dtype)
+            assert x.array.tolist() == want.tolist(), (dtype, n)
+
+
+@pytest.mark.parametrize("mode", ["threads on one GPU", "a process a GPU"])
+def test_every_dtype_in_both_protocols(mode: str, machine: Machine) -> None:
+    collectives.spawn(every_dtype, 3, "mesh-3", (3,), **MODES[mode])
+
+
+def same_bits(rank: int, algorithm: str) -> tuple[bytes, bytes]:
+    given = np.random.default_rng(rank).standard_normal(30_011).astype(np.float32)
+    comm = get_default()
+    comm.allreduce(x := given.copy(), algorithm=algorithm)
+    comm.allreduce(y := tensor(given), algorithm=algorithm)
+    comm.synchronize()
+    return x.tobytes(), y.array.tobytes()
+
+
+@pytest.mark.parametrize("algorithm", ["overlapped_double_tree", "ccube_dgx1", "tree", "one_shot"])
+def test_the_same_bits_as_on_the_cpu(algorithm: str, machine: Machine) -> None:
+    found = collectives.spawn(same_bits, 8, "dgx1-v100", (algorithm,), **MODES["a process a GPU"])
+    assert len({bits for pair in found for bits in pair}) == 1
+
+
+def on_two_streams(rank: int) -> list[float]:
+    comm = get_default()
+    x = tensor([1.0] * 100)
+    for i in range(12):
+        comm.allreduce(HostTensor(x.array, x.device.id, stream=(0, 5, 7)[i % 3]), op="sum")
+        if i % 4 == 3:
+            comm.allreduce(x, op="avg", async_op=True)
+    comm.synchronize()
+    return x.array[:2].tolist()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_calls_on_several_streams_come_one_after_another(mode: str, machine: Machine) -> None:
+    """Each call doubles what the one before has left, averages but for every fourth."""
+    assert collectives.spawn(on_two_streams, 2, "mesh-2", **MODES[mode]) == [[4096.0] * 2] * 2
+
+
+def what_is_said(call: Any) -> str:
+    try:
+        call()
+    except CollectiveError as error:
+        return str(error)
+    return "no error"
+
+
+def under_capture(rank: int, machine: Machine) -> list[str]:
+    comm = get_default()
+    device = machine.ours()[0]
+    known, unknown = tensor([1.0] * 5), tensor([1.0] * 7)
+    comm.allreduce(known)
+    device.captured.add(9)
+    for x in (known, unknown):
+        x.stream = 9
+    every = HostTensor(np.zeros((2, 5), np.float32), 0, 9)
+    said = [
+        what_is_said(lambda: comm.allreduce(known)),
+        what_is_said(lambda: comm.allreduce(unknown)),
+        what_is_said(lambda: comm.allgather(known, every)),
+        what_is_said(lambda: comm.reduce_scatter(every, out=tensor([0.0] * 5, stream=9))),
+    ]
+    device.synchronise(9)
+    device.captured.clear()
+    return said
+
+
+def test_what_needs_the_other_ranks_is_not_captured(machine: Machine) -> None:
+    for said in collectives.spawn(under_capture, 2, "mesh-2", (machine,), device="cuda:0"):
+        assert said[0] == "no error"
+        assert said[1] == (
+            "this call is the first allreduce(7 x float32, sum, one_shot) on the GPU, which all "
+            "ranks agree on, and cannot be captured into a graph: make it once before"
+        )
+        assert "is the first allgather(10 x float32) on the GPU" in said[2]
+        assert "of shape (1, 5)" in said[3]
+
+
+def differing(rank: int) -> list[Any]:
+    comm = get_default()
+    said = what_is_said(lambda: comm.allreduce(tensor([1.0] * (4 + rank // 2))))
+    comm.allreduce(x := tensor([1.0] * 4))
+    comm.synchronize()
+    return [said, x.array.tolist()]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_first_calls_that_differ_raise_everywhere_and_move_nothing(
+    mode: str, machine: Machine
+) -> None:
+    for said, after in collectives.spawn(differing, 3, "mesh-3", **MODES[mode]):
+        assert "ranks [0, 1]: allreduce(4 x float32, sum, one_shot) on the GPU" in said
+        assert "ranks [2]: allreduce(5 x float32, sum, one_shot) on the GPU" in said
+        assert after == [3.0] * 4
+
+
+def known_but_differing(rank: int) -> list[Any]:
+    comm = get_default()
+    for n in (4, 5):
+        comm.allreduce(tensor([1.0] * n))
+    said = what_is_said(lambda: comm.allreduce(tensor([1.0] * (4 + rank // 2))))
+    comm.allreduce(x := tensor([1.0] * 4))
+    comm.synchronize()
+    return [said, x.array.tolist()]
+
+
+def test_threads_notice_known_calls_that_differ(machine: Machine) -> None:
+    for said, after in collectives.spawn(
+        known_but_differing, 3, "mesh-3", **MODES["threads on one GPU"]
+    ):
+        assert said == (
+            "the ranks' calls on the GPU differ: ranks [0, 1]: allreduce(4 x float32, sum, "
+            "one_shot) on the GPU; ranks [2]: allreduce(5 x float32, sum, one_shot) on the GPU"
+        )
+        assert after == [3.0] * 4
+
+
+def refused(rank: int) -> list[str]:
+    comm = get_default()
+    x = tensor([1.0] * 4)
+    frozen = tensor([1.0] * 4)
+    frozen.array.flags.writeable = False
+    said = [
+        what_is_said(lambda: comm.allreduce([x, np.ones(4, np.float32)])),
+        what_is_said(lambda: comm.allreduce(tensor([1j], "complex64"))),
+        what_is_said(lambda: comm.allreduce(frozen)),
+        what_is_said(lambda: comm.allreduce(HostTensor(np.ones(8, np.float32)[::2]))),
+        what_is_said(lambda: comm.allreduce(x, op="mean")),
+        what_is_said(lambda: comm.allgather(x)),
+        what_is_said(lambda: comm.allgather(x, np.ones((2, 4), np.float32))),
+        what_is_said(lambda: comm.alltoall(tensor([1.0] * 5))),
+        what_is_said(lambda: comm.allreduce(HostTensor(np.ones(4, np.float32), device=3))),
+    ]
+    comm.allreduce(x)
+    comm.synchronize()
+    assert x.array.tolist() == [2.0] * 4
+    return said
+
+
+@pytest.mark.parametrize("mode", ["threads on one GPU", "processes on one GPU"])
+def test_bad_input_is_refused_and_leaves_the_ranks_in_step(mode: str, machine: Machine) -> None:
+    for rank, said in enumerate(collectives.spawn(refused, 2, "mesh-2", **MODES[mode])):
+        assert said == [
+            "this call runs on GPU 0; the tensor is on the CPU",
+            "unsupported dtype complex64; choose from float32, float64, float16, bfloat16, int8, "
+            "uint8, int32, int64",
+            "the array is read-only; a collective writes its result into it",
+            "a contiguous array is needed, not one of strides (8,)",
+            "unknown op 'mean'; choose from sum, avg, min, max, prod",
+            "out is needed for results of type HostTensor",
+            "this call runs on GPU 0; the tensor is on the CPU",
+            "alltoall deals out rows over 2 ranks: the first dimension must be a multiple of that, "
+            "not of shape (5,)",
+            f"rank {rank} runs on GPU 0; the tensor is on GPU 3",
+        ]
+
+
+def mixed(rank: int) -> list[float]:
+    """Calls on the CPU under way when the first one on the GPU brings the ranks together."""
+    comm = get_default()
+    cpu = np.full(300_000, 1, np.float32)
+    works = [comm.allreduce(cpu, async_op=True) for _ in range(3)]
+    comm.allreduce(x := tensor([1.0] * 4))
+    comm.barrier()
+    comm.allreduce(cpu)
+    for work in works:
+        assert work is not None
+        work.wait()
+    comm.synchronize()
+    return [*x.array[:1].tolist(), float(cpu[0]), float(cpu[-1])]
+
+
+@pytest.mark.parametrize("mode", ["threads on one GPU", "processes on one GPU"])
+def test_calls_on_the_cpu_and_on_the_gpu_keep_their_order(mode: str, machine: Machine) -> None:
+    assert collectives.spawn(mixed, 2, "mesh-2", **MODES[mode]) == [[2.0, 16.0, 16.0]] * 2
+
+
+def with_a_cap(rank: int, machine: Machine) -> tuple[str, list[int]]:
+    comm = get_default()
+    said = what_is_said(lambda: comm.allreduce(tensor([1.0] * 40_000), algorithm="double_tree"))
+    comm.allreduce(x := tensor([1.0] * 40_000), algorithm="tree")
+    comm.synchronize()
+    assert x.array.tolist() == [3.0] * 40_000
+    return said, [blocks for _, blocks in machine.ours()[0].launches]
+
+
+def test_a_cap_on_blocks_holds_for_every_rank(machine: Machine) -> None:
+    found = collectives.spawn(with_a_cap, 3, "mesh-3", (machine,), device="cuda", max_blocks=3)
+    assert all("has no room for" in said or "max_blocks is 3" in said for said, _ in found)
+    assert any("double_tree needs 4 thread blocks for rank" in said for said, _ in found)
+    assert all(max(blocks) <= 3 for _, blocks in found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"device": "gpu"}, "unknown device 'gpu'; choose from cpu, cuda, cuda:N"),
+        ({"device": "cuda:x"}, "unknown device 'cuda:x'"),
+        ({"virtual": True}, "virtual ranks share a GPU: say device='cuda:0'"),
+        ({"max_blocks": 0}, "max_blocks must be a positive integer or None, not 0"),
+        ({"max_blocks": True}, "max_blocks must be a positive integer or None, not True"),
+        ({"peer_access": "no"}, "unknown peer_access 'no'; choose from prefer, require"),
+    ],
+)
+def test_settings_that_are_no_sense(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(CollectiveError, match=words.replace("(", r"\(")):
+        collectives.spawn(print, 2, **arguments)
+
+
+def test_without_a_gpu_the_error_says_so() -> None:
+    with pytest.raises(CollectiveError, match=r"^(GPU tensors need CuPy|GPU 0 cannot be used)"):
+        collectives.spawn(print, 2, device="cuda:0")
+    with pytest.raises(CollectiveError, match=r"^(GPU tensors need CuPy|GPU 0 cannot be used)"):
+        collectives.spawn(print, 2, device="cuda", virtual=True)
+
+
+def raises(rank: int) -> None:
+    x = tensor([1.0])
+    collectives.allreduce(x)
+    if rank == 1:
+        raise KeyError("of rank 1")
+    collectives.allreduce(x)
+    get_default().synchronize()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_rank_that_fails_is_the_one_that_is_raised(
+    mode: str, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    with pytest.raises(KeyError, match=r"of rank 1") as caught:
+        collectives.spawn(raises, 3, "mesh-3", **MODES[mode])
+    assert caught.value.__notes__[0].startswith("rank 1:\n")
