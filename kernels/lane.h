@@ -39,6 +39,15 @@ __device__ __forceinline__ void report(const Launch& l, const Group& g, const La
     st_release_sys(row, state);
 }
 
+// How the launch ended. One that finds everybody stopped must not hide where an earlier one stood.
+__device__ __forceinline__ void report_end(const Launch& l, const Group& g, const Lane& lane) {
+    const u32 before = ld_acquire_sys(g.report + blockIdx.x % l.lanes * REPORT);
+    if (!lane.failed)
+        report(l, g, lane, DONE);
+    else if (before != TIMED_OUT && before != ABORTED)
+        report(l, g, lane, lane.timed_out ? TIMED_OUT : ABORTED);
+}
+
 // Counts the tries of one wait; false once it must be given up.
 struct Patience {
     u32 spins;

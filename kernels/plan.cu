@@ -41,8 +41,7 @@ template <class T, class Op> __device__ __forceinline__ void run(const Launch& l
         carry_out<T, Op>(launch, group, lane);
         __syncthreads();
     }
-    if (threadIdx.x == 0)
-        report(launch, group, lane, lane.timed_out ? TIMED_OUT : lane.failed ? ABORTED : DONE);
+    if (threadIdx.x == 0) report_end(launch, group, lane);
     if (near_ends)  // after a failure nobody uses them again
         for (u32 i = threadIdx.x; i < group.num_ends; i += blockDim.x)
             cursors[i] = lane.cursor_copy[i];

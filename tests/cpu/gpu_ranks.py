@@ -64,6 +64,6 @@ def gpus(
 
 
 def tensor(values: Any, dtype: str = "float32", stream: int = 0) -> HostTensor:
-    """On this rank's GPU. Kept: CuPy and torch give memory back in the stream's order, we at once."""
+    """On this rank's GPU. Kept, as CuPy and torch give memory back in the stream's order."""
     _KEPT.append(HostTensor(np.array(values, dtype), CURRENT.index, stream))
     return _KEPT[-1]

@@ -1,0 +1,338 @@
+"""Ranks on GPUs that die, come late, cannot reach each other or see different machines."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_ranks import MODES, Machine, gpus, tensor
+from host_gpu import HostDevice, HostTensor, needs_compiler
+
+import collectives
+from collectives import CollectiveAborted, CollectiveError, CollectiveTimeout
+from collectives.default import get_default
+from collectives.runtime import peers
+from topology import Device, Topology, TopologyError, load
+
+pytestmark = needs_compiler
+PROCESSES = ("processes on one GPU", "a process a GPU")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    with gpus(monkeypatch) as made:
+        yield made
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Path]:
+    """What all ranks log, those that are forked as well."""
+    handler = logging.FileHandler(tmp_path / "log")
+    logging.getLogger("linkweave").addHandler(handler)
+    yield tmp_path / "log"
+    logging.getLogger("linkweave").removeHandler(handler)
+
+
+def failure(call: Any) -> CollectiveError | None:
+    try:
+        call()
+    except CollectiveError as error:
+        return error
+    return None
+
+
+def killed(rank: int, path: str) -> None:
+    comm = get_default()
+    comm.allreduce(x := tensor([1.0] * 10))
+    comm.synchronize()
+    if rank == 2:
+        Path(path, "when").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.allreduce(x)
+    error = failure(comm.synchronize)
+    Path(path, f"{rank}").write_text(f"{time.monotonic()}|{type(error).__name__}|{error}")
+    assert error is not None
+    raise error
+
+
+@pytest.mark.parametrize("mode", PROCESSES)
+def test_a_killed_rank_frees_the_gpus_of_the_others(
+    mode: str, machine: Machine, tmp_path: Path
+) -> None:
+    with pytest.raises(CollectiveError, match=r"rank 2 \(process \d+\) was killed by SIGKILL"):
+        collectives.spawn(killed, 4, "mesh-4", (str(tmp_path),), timeout=20, **MODES[mode])
+    died = float((tmp_path / "when").read_text())
+    for rank in (0, 1, 3):
+        when, kind, text = (tmp_path / f"{rank}").read_text().split("|", 2)
+        assert float(when) - died < 1, text
+        assert kind == "CollectiveAborted"
+        assert re.match(r"rank 2 \(process \d+\) (died|raised an exception); rank \d waits", text)
+
+
+def late(rank: int, nbytes: int) -> tuple[str, str, float, list[int | None]]:
+    comm = get_default()
+    comm.allreduce(x := tensor([1.0] * (nbytes // 4)), algorithm="chain")
+    comm.synchronize()
+    start = time.monotonic()
+    if rank != 2:
+        comm.allreduce(x, algorithm="chain")
+    else:
+        time.sleep(1.5)
+    error = failure(lambda: [comm.allreduce(x, algorithm="chain"), comm.synchronize()])
+    fields = [getattr(error, name, None) for name in ("rank", "peer", "channel", "step", "chunk")]
+    return type(error).__name__, str(error), time.monotonic() - start, fields
+
+
+@pytest.mark.parametrize("nbytes", [400, 400_000], ids=["lines", "slots"])
+@pytest.mark.parametrize("mode", PROCESSES)
+def test_the_error_says_who_waits_for_whom_and_what_that_did(
+    mode: str, nbytes: int, machine: Machine
+) -> None:
+    found = collectives.spawn(late, 3, "mesh-3", (nbytes,), timeout=0.5, **MODES[mode])
+    kinds = [kind for kind, *_ in found]
+    assert "CollectiveTimeout" in kinds and set(kinds) <= {"CollectiveTimeout", "CollectiveAborted"}
+    asked = rf"allreduce\({nbytes // 4} x float32, sum, chain\) on the GPU"
+    late_ones = [(text, fields) for kind, text, _, fields in found if kind == "CollectiveTimeout"]
+    for text, fields in late_ones:
+        assert re.match(
+            r"rank (0|1) waits for (the data|a free slot) of chunk \d+ on channel \d \(step \d+\) "
+            r"from rank \d for 0.5 s", text
+        ), text  # fmt: skip
+        assert all(isinstance(f, int) for f in fields)
+    # its neighbour's word on rank 2, and rank 2's own
+    told = " ".join(text for text, _ in late_ones)
+    assert re.search(rf"rank 2 last: 1 calls on the GPU, the last {asked}; nothing", told) or (
+        "rank 1 last: 2 calls" in told
+    ), told  # fmt: skip
+    assert all(seconds < 3 for _, _, seconds, _ in found)
+    assert re.match(r"rank (0|1) gave up waiting for rank \d; ", found[2][1])
+
+
+def late_thread(rank: int) -> str:
+    comm = get_default()
+    comm.allreduce(x := tensor([1.0] * 4))
+    if rank == 1:
+        time.sleep(1)
+    return str(failure(lambda: comm.allreduce(x)))
+
+
+def test_threads_say_which_one_is_missing(machine: Machine) -> None:
+    found = collectives.spawn(late_thread, 3, "mesh-3", timeout=0.3, **MODES["threads on one GPU"])
+    words = r"rank [02] waits for rank 1 to make its allreduce\(4 x float32, sum, one_shot\) on"
+    assert any(re.match(words, text) for text in found), found
+    assert all("rank 1" in text for text in found)
+
+
+def again(rank: int, path: str, machine: Machine) -> list[float]:
+    import torch.distributed as dist
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{path}/store", 2), rank=rank, world_size=2
+    )
+    made = []
+    for attempt in range(3):
+        comm = collectives.init("mesh-2", timeout=0.5 if attempt < 2 else 20)
+        comm.allreduce(x := tensor([float(attempt)] * 4))
+        comm.synchronize()
+        made.append(float(x.array[0]))
+        if attempt < 2:  # a failure on the GPU, in the middle of a call
+            if rank == attempt:
+                comm.allreduce(x)
+                assert isinstance(failure(comm.synchronize), CollectiveTimeout)
+            else:
+                time.sleep(1)
+                assert isinstance(failure(lambda c=comm, y=x: c.allreduce(y)), CollectiveAborted)
+            said = str(failure(lambda c=comm, y=x: c.allreduce(y)))
+            assert said.startswith("this communicator failed before (Collective")
+        comm.close()
+        comm.close()
+        dist.barrier()
+        assert not machine.left()
+    return made
+
+
+def test_communicators_are_made_again_after_a_failure(machine: Machine, tmp_path: Path) -> None:
+    arguments = (str(tmp_path), machine)
+    assert collectives.spawn(again, 2, args=arguments, device="cuda") == [[0.0, 2.0, 4.0]] * 2
+
+
+class Walled(HostDevice):
+    """GPU 0 and GPU 1 cannot open each other's memory; host memory may be out of reach too."""
+
+    def __init__(self, index: int, host: bool = True) -> None:
+        super().__init__(capacity=32, index=index, bus_id=f"0000:0{index}:00.0")
+        self.host = host
+
+    def open(self, handle: bytes) -> int:
+        if self.index < 2 and handle.split(b"#")[1][:1] == b"%d" % (1 - self.index):
+            raise RuntimeError("cudaErrorMapBufferObjectFailed: mapping of buffer object failed")
+        return super().open(handle.split(b"#")[0])
+
+    def share(self, address: int) -> bytes:
+        return super().share(address).rstrip(b"\0") + b"#%d" % self.index
+
+    def register(self, address: int, nbytes: int) -> None:
+        if not self.host:
+            raise RuntimeError("this GPU does not see host memory at the host's addresses")
+        super().register(address, nbytes)
+
+
+def behind_walls(rank: int, machine: Machine) -> tuple[list[float], int, list[object]]:
+    comm = get_default()
+    for n in (4, 40_000):
+        for _ in range(3):
+            comm.allreduce(x := tensor(np.arange(n) % 7))
+    comm.synchronize()
+    registered = len(machine.ours()[0].registered)
+    comm.close()
+    return (x.array[:8].tolist(), registered, machine.left())
+
+
+def test_gpus_without_peer_access_go_through_host_memory(
+    monkeypatch: pytest.MonkeyPatch, log: Path
+) -> None:
+    with gpus(monkeypatch, Walled) as machine:
+        found = collectives.spawn(behind_walls, 3, "mesh-3", (machine,), device="cuda")
+    for rank, (values, registered, left) in enumerate(found):
+        assert values == [0, 3, 6, 9, 12, 15, 18, 0]
+        assert registered == 2 * 2, rank  # rank 0's and rank 1's memory, lines and slots
+        assert not left
+    said = log.read_text()
+    assert said.count("it goes through host memory, which is slow") == 1
+    assert "rank 0 cannot open that of ranks [1]; rank 1 cannot open that of ranks [0]" in said
+    assert "cudaErrorMapBufferObjectFailed" in said
+
+
+def walled_and_refused(rank: int) -> str:
+    return str(failure(lambda: get_default().allreduce(tensor([1.0] * 4))))
+
+
+@pytest.mark.parametrize("host", [True, False], ids=["refused by the user", "no host memory"])
+def test_no_way_between_two_gpus_is_an_error_on_every_rank(
+    host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gpus(monkeypatch, partial(Walled, host=host)):
+        found = collectives.spawn(
+            walled_and_refused, 3, "mesh-3", device="cuda",
+            peer_access="require" if host else "prefer",
+        )  # fmt: skip
+    words = "peer_access='require' allows nothing else" if host else "nor can the GPUs use host"
+    assert any(words in said for said in found)
+    for said in found:
+        assert words in said or "raised an exception" in said, said
+    assert any("GPU memory of other processes: rank 0 cannot open" in said for said in found)
+
+
+# ---- which machine ---------------------------------------------------------------------------
+def seen(order: tuple[int, ...] = (2, 0, 1)) -> Topology:
+    """Rank r's GPU, by its bus id, is number order[r] of a DGX-1."""
+    machine = load("dgx1-v100")
+    devices = tuple(Device(g, f"0000:0{r}:00.0") for r, g in enumerate(order))
+    return Topology(machine.name, machine.gpus, machine.links, devices=devices)
+
+
+def on_the_map(rank: int, differs: int) -> list[Any]:
+    if rank == differs:
+        peers.detect = lambda environ: load("mesh-8")  # type: ignore[assignment]
+    comm: Any = get_default()
+    error = failure(lambda: comm.allreduce(tensor([1.0])))
+    comm.synchronize()
+    return [str(error), None if error else comm._gpu.choices.topology.gpus]
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "detect", lambda environ: seen())
+
+
+def test_ranks_take_their_places_on_the_graph_that_was_found(told: None, machine: Machine) -> None:
+    found = collectives.spawn(on_the_map, 3, args=(-1,), device="cuda")
+    assert found == [["None", (2, 0, 1)]] * 3
+
+
+def test_ranks_that_see_different_machines_are_named(told: None, machine: Machine) -> None:
+    for said, _ in collectives.spawn(on_the_map, 3, args=(1,), device="cuda"):
+        assert re.match(r"the ranks see different machines: ranks \[0, 2\]: \w{8}; ranks \[1\]: "
+                        r"00000000; say topology=", said)  # fmt: skip
+
+
+def test_a_gpu_that_is_not_on_the_map_is_named(
+    monkeypatch: pytest.MonkeyPatch, machine: Machine
+) -> None:
+    monkeypatch.setattr(peers, "detect", lambda environ: seen((2, 0)))
+    for said, _ in collectives.spawn(on_the_map, 3, args=(-1,), device="cuda"):
+        assert said.startswith("rank 2's GPU is not on the map: dgx1-v100 has no GPU 0000:02:00.0")
+
+
+def test_a_driver_that_does_not_answer_is_named(
+    monkeypatch: pytest.MonkeyPatch, machine: Machine
+) -> None:
+    def broken(environ: object) -> Topology:
+        raise TopologyError("the GPU driver does not answer: lost")
+
+    monkeypatch.setattr(peers, "detect", broken)
+    for said, _ in collectives.spawn(on_the_map, 2, args=(-1,), device="cuda"):
+        assert said == (
+            "the GPUs' links cannot be told; say topology=...: rank 0: the GPU driver does not "
+            "answer: lost; rank 1: the GPU driver does not answer: lost"
+        )
+
+
+def test_ranks_that_share_a_gpu_plan_on_a_mesh_and_are_told(
+    told: None, machine: Machine, log: Path
+) -> None:
+    found = collectives.spawn(on_the_map, 2, args=(-1,), device="cuda:0")
+    assert found == [["None", (0, 1)]] * 2
+    assert log.read_text().count("ranks [0, 1] run on one GPU (0000:00:00.0, ") == 1
+
+
+def test_a_machine_without_a_map_is_a_mesh(
+    monkeypatch: pytest.MonkeyPatch, machine: Machine, log: Path
+) -> None:
+    monkeypatch.setattr(peers, "detect", lambda environ: load("cpu-4"))
+    assert collectives.spawn(on_the_map, 3, args=(-1,), device="cuda") == [["None", (0, 1, 2)]] * 3
+    assert log.read_text().count("a mesh is assumed") == 1
+
+
+class Apart(HostDevice):
+    def reach(self, peer: int) -> bool:
+        return False
+
+
+def test_one_process_needs_peer_access_between_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        gpus(monkeypatch, lambda index: Apart(index=index)),
+        pytest.raises(CollectiveError, match=r"GPU 0 has no access to GPU 1's memory, so one pro"),
+    ):
+        collectives.spawn(on_the_map, 2, args=(-1,), **MODES["a thread a GPU"])
+
+
+def closes_early(rank: int) -> str:
+    comm = get_default()
+    comm.allreduce(x := tensor([1.0]))
+    comm.synchronize()
+    if rank == 0:
+        comm.close()
+        return "closed"
+    time.sleep(0.5)
+    return str(failure(lambda: [comm.allreduce(HostTensor(x.array)), comm.synchronize()]))
+
+
+def test_a_rank_that_closes_early_keeps_nobody_for_ever(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    start = time.monotonic()
+    found = collectives.spawn(closes_early, 2, "mesh-2", timeout=1, device="cuda:0")
+    assert time.monotonic() - start < 6
+    assert found[0] == "closed" and "rank 0" in found[1]
