@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from collectives.runtime.arena import Arena
 from collectives.runtime.shm import SLOT_BYTES, Buffer, Region, ShmRuntime, place_of
 from collectives.settings import Settings
 from collectives.tensors import Block, as_buffer
+from collectives.trace import CALLS, KERNELS, Trace, label
 from topology import Topology
 
 log = logging.getLogger("linkweave")
@@ -42,6 +44,7 @@ class Calls:
         self.broken: str | None = None
         self._arena = arena
         self._settings = settings.checksum(topology)
+        self.trace = Trace(self.rank)
         self._plans: dict[tuple[str, int, str, int], _Placed] = {}
         self._lock = threading.RLock()
 
@@ -95,7 +98,7 @@ class Calls:
             raise error
 
     def make(self, request: Request) -> None:
-        with self._calling():
+        with self._calling(), self.trace.call(request.label or request.kind):
             self._agree_and_run(request)
 
     def meet(self, request: Request, extra: int = 0) -> list[int]:
@@ -144,19 +147,29 @@ class Calls:
     def _agree_and_run(self, request: Request) -> None:
         buffer = request.buffer
         offset = self._arena.offset_of(buffer.address, buffer.nbytes)
-        offsets = self._agree(request, offset)
+        start = time.monotonic()
+        with self.trace.phase("agree"):
+            offsets = self._agree(request, offset)
         if buffer.nbytes == 0 or self.size == 1:
             self.runtime.done(self.made)
             return
         plan, region, place = self._plan(
             request.kind, buffer.nbytes, request.algorithm, request.root
         )
-        if region.direct and offset >= 0 and offsets.min() >= 0:
-            self.runtime.run(plan, region, place, buffer, request.op, offsets.copy())
-            self.runtime.finish(self.made)
+        direct = region.direct and offset >= 0 and offsets.min() >= 0
+        with self.trace.phase("run"):
+            where = offsets.copy() if direct else None
+            self.runtime.run(plan, region, place, buffer, request.op, where)
+        if direct:
+            with self.trace.phase("finish"):
+                self.runtime.finish(self.made)
         else:
-            self.runtime.run(plan, region, place, buffer, request.op)
             self.runtime.done(self.made)
+        if self.trace.level >= CALLS:
+            took = (time.monotonic() - start) * 1e6
+            self.trace.say(CALLS, f"call {self.made}: {request.label} {buffer.dtype} {request.op}, "
+                           f"{took:.0f} us{', in shared memory' if direct else ''}")  # fmt: skip
+            self.trace.flags(plan)
 
     def _plan(self, kind: str, nbytes: int, algorithm: str, root: int) -> _Placed:
         """The algorithm is the topology's; the number of chunks is this runtime's own tuning."""
@@ -170,9 +183,10 @@ class Calls:
                 plan = plan_collective(kind, topology, nbytes, root, plan.algorithm, chunks)
             place = place_of(plan, nbytes, self.rank)
             self._plans[key] = plan, self.runtime.prepare(plan), place
-            log.info(
-                "%s of %d bytes: %s", kind, nbytes, f"{plan.algorithm}, {plan.num_chunks} chunks"
-            )
+            name = label(kind, plan.algorithm, nbytes)
+            log.info("%s: %d chunks", name, plan.num_chunks)
+            self.trace.planned(name, plan, self.choices.topology, nbytes)
+            self.trace.say(KERNELS, f"{name}: interpreter and combiners by Numba")
         return self._plans[key]
 
 

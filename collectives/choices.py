@@ -8,6 +8,7 @@ from collectives.planning.planner import plan_collective
 from collectives.request import Request
 from collectives.runtime.reference import OPS
 from collectives.runtime.shm import Buffer
+from collectives.trace import label
 from topology import Topology
 
 # one tree, or the ranks' own: every element is combined in the same order, whatever the size
@@ -35,10 +36,11 @@ class Choices:
         if op == "avg" and "int" in buffer.dtype:
             raise CollectiveError(f"avg is not defined for {buffer.dtype}; use sum")
         if kind == "allreduce":
-            algorithm = self._algorithm(buffer.nbytes, algorithm)
+            taken = algorithm = self._algorithm(buffer.nbytes, algorithm)
         else:  # what cannot be planned is refused before any rank waits for it
-            self.plan(kind, buffer.nbytes, root)
-        return Request(kind, buffer, op, root, algorithm, layout, device)
+            taken = self.plan(kind, buffer.nbytes, root).algorithm
+        name = label(kind, taken, buffer.nbytes)
+        return Request(kind, buffer, op, root, algorithm, layout, device, name)
 
     def plan(self, kind: str, nbytes: int, root: int, algorithm: str = "auto") -> Plan:
         """The plan by that algorithm, or by the one that the order of combining asks for."""

@@ -22,6 +22,7 @@ from collectives.runtime.team import Call, Team
 from collectives.runtime.watch import Watch
 from collectives.settings import Settings, topology_for
 from collectives.tensors import as_buffer, stream_of
+from collectives.trace import CALLS, KERNELS
 from collectives.work import Work
 
 _POLL = 0.0005  # s
@@ -132,7 +133,8 @@ class GpuCalls:
         if said not in self._known:
             self._not_captured(stream, f"is the first {words(said)}, which all ranks agree on")
             try:
-                self._known[said] = self._agree(request, words(said))
+                with self._calls.trace.phase("agree"):
+                    self._known[said] = self._agree(request, words(said))
             except CollectiveTimeout as error:
                 raise CollectiveTimeout(
                     f"{error} (this rank asks for {words(said)})", **error.fields()
@@ -142,6 +144,10 @@ class GpuCalls:
         self._last = words(said)
         if call is None:
             return
+        trace = self._calls.trace
+        trace.say(CALLS, f"GPU call {self.made}: {request.label} {call.dtype} {call.op} on stream "
+                  f"{stream:#x}, {call.lanes} lanes at most")  # fmt: skip
+        trace.flags(call.plan)
         start = time.monotonic()
 
         def patience(what: str, peer: int) -> None:
@@ -149,7 +155,8 @@ class GpuCalls:
             where = {"rank": self.rank, "peer": peer}
             self._runtime.patience(start, lambda: (late, where))
 
-        self.team.launch(self.rank, call, request.buffer.address, stream, patience)
+        with trace.call(request.label), trace.phase("launch"):
+            self.team.launch(self.rank, call, request.buffer.address, stream, patience)
 
     def _agree(self, request: Request, said: str) -> Call | None:
         buffer = request.buffer
@@ -159,9 +166,14 @@ class GpuCalls:
         plan = self.choices.plan(request.kind, buffer.nbytes, request.root, request.algorithm)
         trouble = None
         try:
-            lanes = self.team.gpu.lanes(plan, buffer.dtype, request.op)
+            with self._calls.trace.phase("kernel"):
+                lanes = self.team.gpu.lanes(plan, buffer.dtype, request.op)
         except CollectiveError as error:
             lanes, trouble = 0, error
+        trace = self._calls.trace
+        trace.planned(request.label, plan, self.choices.topology, buffer.nbytes)
+        if trouble is None:
+            trace.say(KERNELS, self._kernel(buffer.dtype, request.op))
         rooms = self._calls.meet(request, lanes)
         if trouble:
             raise trouble
@@ -178,6 +190,12 @@ class GpuCalls:
                 self._runtime.give_up(RAISED)
                 raise
         return call
+
+    def _kernel(self, dtype: str, op: str) -> str:
+        return (
+            f"kernel plan.cu for {dtype} {op}: {self.device.registers(dtype, op)} registers, "
+            f"{self.device.resident(dtype, op)} blocks at once on GPU {self.index}"
+        )
 
     def _not_captured(self, stream: int, why: str) -> None:
         if self.device.capturing(stream):

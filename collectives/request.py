@@ -26,6 +26,7 @@ class Request:
     algorithm: str = "auto"
     layout: int = 0  # of a list: a checksum of its tensors' sizes
     device: str = "cpu"
+    label: str = ""  # for people and profilers; not compared
 
 
 def notice(request: Request, settings: int = 0) -> tuple[int, ...]:
