@@ -1,7 +1,8 @@
 """Everything that one GPU can show, in one command: `python -m bench.gpu_suite --budget 480`.
 
-All ranks of a plan run on the one GPU ("virtual ranks"), so links are the GPU's own memory; rows
-called "emulated links" hold each send to a stated rate. Rows come in the order of importance, each
+All ranks run on the one GPU, so links are the GPU's own memory; rows called "emulated links" hold
+each send to a stated rate. Most rows launch all ranks of a plan at once ("virtual ranks"); the rows
+of threads and processes go through `collectives.spawn`. Rows come in the order of importance, each
 is checked before it is timed, and the JSON is written after every row.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.gpu_face import Arrays, CupyArrays, TorchTensors, run_graph, run_ranks
 from bench.timing import machine
 from collectives import CollectiveAborted, PlanError, plan_allreduce
 from collectives.planning.plan import Plan
@@ -40,8 +42,12 @@ class Failed(Exception):
 class Suite:
     """The rows, on one device (`kernels.device.CudaDevice`)."""
 
-    def __init__(self, device: Any, largest: int = 1024 * MIB, repeats: int = 20) -> None:
+    def __init__(
+        self, device: Any, largest: int = 1024 * MIB, repeats: int = 20,
+        libraries: Sequence[Arrays] = (CupyArrays(), TorchTensors()),
+    ) -> None:  # fmt: skip
         self.device, self.largest, self.repeats = device, largest, repeats
+        self.libraries = libraries
 
     def rows(self) -> Iterator[tuple[str, Callable[[], Row]]]:
         """(name, what measures it), most important first."""
@@ -49,10 +55,37 @@ class Suite:
         yield "correct dtypes and ops", self.dtypes
         yield "abort", self.abort
         yield "latency 8 KiB", self.latency
+        for arrays in self.libraries:
+            yield (
+                f"threads, {arrays.name}",
+                lambda a=arrays: self.face(a, (2, 3, 8), (1, 2048, 250_000), True),
+            )
         yield "device copy against 35 N, 8 ranks", self.bandwidth
         for size in (1, 16, 64, 256, 1024):
             if size * MIB <= self.largest:
                 yield f"emulated links {size} MiB", lambda size=size: self.emulated(size * MIB)
+
+        for arrays in self.libraries:  # late: processes on one GPU take turns, slowly
+            yield (
+                f"IPC processes, {arrays.name}",
+                lambda a=arrays: self.face(a, (2, 4, 8), (1, 2048, 30_000), False),
+            )
+        if self.libraries:
+            yield "IPC processes, graph", lambda: {"checked": run_graph(2)}
+
+    def face(
+        self, arrays: Arrays, ranks: Sequence[int], sizes: tuple[int, ...], virtual: bool
+    ) -> Row:
+        """All collectives through `collectives.spawn`, on this one GPU."""
+        row: Row = {"bytes": [4 * n for n in sizes]}
+        for n in ranks:
+            start = time.perf_counter()
+            name = "dgx1-v100" if n == 8 else f"mesh-{n}"
+            row[f"{n} ranks"] = {
+                "checked": run_ranks(n, arrays, sizes, virtual, name),
+                "seconds": time.perf_counter() - start,
+            }
+        return row
 
     def inputs(self, ranks: int, nbytes: int, dtype: str) -> list[np.ndarray]:
         rng = np.random.default_rng(nbytes)

@@ -23,7 +23,7 @@ from collectives.runtime.arena import Arena
 from collectives.runtime.shm import SLOT_BYTES, Buffer, Region, ShmRuntime, place_of
 from collectives.settings import Settings
 from collectives.tensors import Block, as_buffer
-from collectives.trace import CALLS, KERNELS, Trace, label
+from collectives.trace import CALLS, KERNELS, Trace
 from topology import Topology
 
 log = logging.getLogger("linkweave")
@@ -153,9 +153,7 @@ class Calls:
         if buffer.nbytes == 0 or self.size == 1:
             self.runtime.done(self.made)
             return
-        plan, region, place = self._plan(
-            request.kind, buffer.nbytes, request.algorithm, request.root
-        )
+        plan, region, place = self._plan(request)
         direct = region.direct and offset >= 0 and offsets.min() >= 0
         with self.trace.phase("run"):
             where = offsets.copy() if direct else None
@@ -171,11 +169,12 @@ class Calls:
                            f"{took:.0f} us{', in shared memory' if direct else ''}")  # fmt: skip
             self.trace.flags(plan)
 
-    def _plan(self, kind: str, nbytes: int, algorithm: str, root: int) -> _Placed:
+    def _plan(self, request: Request) -> _Placed:
         """The algorithm is the topology's; the number of chunks is this runtime's own tuning."""
-        key = (kind, nbytes, algorithm, root)
+        kind, nbytes, root = request.kind, request.buffer.nbytes, request.root
+        key = (kind, nbytes, request.algorithm, root)
         if key not in self._plans:
-            plan = self.choices.plan(kind, nbytes, root, algorithm)
+            plan = self.choices.plan(request)
             chunks = -(-plan.volume(nbytes) // SLOT_BYTES)
             if chunks > plan.num_chunks:
                 chunks = -(-chunks // plan.stride) * plan.stride
@@ -183,10 +182,9 @@ class Calls:
                 plan = plan_collective(kind, topology, nbytes, root, plan.algorithm, chunks)
             place = place_of(plan, nbytes, self.rank)
             self._plans[key] = plan, self.runtime.prepare(plan), place
-            name = label(kind, plan.algorithm, nbytes)
-            log.info("%s: %d chunks", name, plan.num_chunks)
-            self.trace.planned(name, plan, self.choices.topology, nbytes)
-            self.trace.say(KERNELS, f"{name}: interpreter and combiners by Numba")
+            log.info("%s: %d chunks", request.label, plan.num_chunks)
+            self.trace.planned(request.label, plan, self.choices.topology, nbytes)
+            self.trace.say(KERNELS, f"{request.label}: interpreter and combiners by Numba")
         return self._plans[key]
 
 

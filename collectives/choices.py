@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from collectives.errors import CollectiveError
 from collectives.planning.plan import Plan
-from collectives.planning.planner import plan_collective
+from collectives.planning.planner import plan_collective, ranked
 from collectives.request import Request
 from collectives.runtime.reference import OPS
 from collectives.runtime.shm import Buffer
 from collectives.trace import label
 from topology import Topology
+
+Fits = Callable[[Plan], bool]
 
 # one tree, or the ranks' own: every element is combined in the same order, whatever the size
 _FIXED = {
@@ -24,35 +28,44 @@ class Choices:
 
     def __init__(self, topology: Topology, order: str) -> None:
         self.topology, self.order = topology, order
-        self._algorithms: dict[tuple[int, str], str] = {}
+        self._taken: dict[tuple[object, ...], str] = {}
 
     def request(
         self, kind: str, buffer: Buffer, op: str, root: int = 0, algorithm: str = "auto",
-        layout: int = 0, device: str = "cpu",
+        layout: int = 0, device: str = "cpu", fits: Fits | None = None,
     ) -> Request:  # fmt: skip
-        """What a rank is about to ask for. Raises CollectiveError where that is no sense."""
+        """What a rank is about to ask for. Raises CollectiveError where that is no sense.
+
+        `fits`: of what `auto` may take, that for which this holds.
+        """
         if op not in OPS:
             raise CollectiveError(f"unknown op {op!r}; choose from {', '.join(OPS)}")
         if op == "avg" and "int" in buffer.dtype:
             raise CollectiveError(f"avg is not defined for {buffer.dtype}; use sum")
-        if kind == "allreduce":
-            taken = algorithm = self._algorithm(buffer.nbytes, algorithm)
-        else:  # what cannot be planned is refused before any rank waits for it
-            taken = self.plan(kind, buffer.nbytes, root).algorithm
+        if algorithm != "auto" and self.order == "fixed":
+            raise CollectiveError(
+                f"order='fixed' chooses the algorithm: do not ask for {algorithm}"
+            )
+        asked = (kind, buffer.nbytes, root, algorithm)
+        key = (*asked, buffer.dtype, op)  # to which `fits` belongs
+        if key not in self._taken:
+            self._taken[key] = self._algorithm(*asked, fits)
+        taken = self._taken[key]
         name = label(kind, taken, buffer.nbytes)
-        return Request(kind, buffer, op, root, algorithm, layout, device, name)
+        return Request(kind, buffer, op, root, taken, layout, device, name)
 
-    def plan(self, kind: str, nbytes: int, root: int, algorithm: str = "auto") -> Plan:
-        """The plan by that algorithm, or by the one that the order of combining asks for."""
-        if algorithm == "auto" and self.order == "fixed":
-            algorithm = _FIXED.get(kind, "auto")
-        return plan_collective(kind, self.topology, nbytes, root, algorithm)
+    def plan(self, request: Request) -> Plan:
+        """The plan of what is asked for."""
+        kind, nbytes = request.kind, request.buffer.nbytes
+        return plan_collective(kind, self.topology, nbytes, request.root, request.algorithm)
 
-    def _algorithm(self, nbytes: int, name: str) -> str:
-        """What `name` stands for; one that cannot run is refused before any rank waits for it."""
-        key = (nbytes, name)
-        if key not in self._algorithms:
-            if name != "auto" and self.order == "fixed":
-                raise CollectiveError(f"order='fixed' chooses the algorithm: do not ask for {name}")
-            self._algorithms[key] = self.plan("allreduce", nbytes, 0, name).algorithm
-        return self._algorithms[key]
+    def _algorithm(self, kind: str, nbytes: int, root: int, name: str, fits: Fits | None) -> str:
+        """What `name` stands for; what cannot run is refused before any rank waits for it."""
+        if name == "auto" and self.order == "fixed":
+            name = _FIXED.get(kind, "auto")
+        plan = plan_collective(kind, self.topology, nbytes, root, name)
+        if name == "auto" and fits and not fits(plan):
+            for other in ranked(self.topology, nbytes, kind, root):
+                if fits(plan_collective(kind, self.topology, nbytes, root, other)):
+                    return other
+        return plan.algorithm  # if it does not fit, the caller says what it lacks

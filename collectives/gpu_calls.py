@@ -12,6 +12,7 @@ from typing import Any
 from collectives.calls import Calls
 from collectives.choices import Choices
 from collectives.errors import CollectiveError, CollectiveTimeout
+from collectives.planning.plan import Plan
 from collectives.request import NOTHING, Request, notice, words
 from collectives.runtime import cuda
 from collectives.runtime.cuda import Device, GpuRanks
@@ -163,7 +164,7 @@ class GpuCalls:
         if buffer.nbytes == 0 or self.size == 1:
             self._calls.meet(request)
             return None
-        plan = self.choices.plan(request.kind, buffer.nbytes, request.root, request.algorithm)
+        plan = self.choices.plan(request)
         trouble = None
         try:
             with self._calls.trace.phase("kernel"):
@@ -190,6 +191,17 @@ class GpuCalls:
                 self._runtime.give_up(RAISED)
                 raise
         return call
+
+    def room_for(self, dtype: str, op: str) -> Callable[[Plan], bool]:
+        """Whether our GPUs hold all blocks of a plan at once."""
+
+        def fits(plan: Plan) -> bool:
+            try:
+                return self.team.gpu.lanes(plan, dtype, op) > 0
+            except CollectiveError:
+                return False
+
+        return fits
 
     def _kernel(self, dtype: str, op: str) -> str:
         return (
@@ -272,7 +284,8 @@ class OnStream:
         self, kind: str, buffer: Buffer, op: str, root: int = 0, algorithm: str = "auto",
         layout: int = 0,
     ) -> Request:  # fmt: skip
-        return self.gpu.choices.request(kind, buffer, op, root, algorithm, layout, "gpu")
+        fits = self.gpu.room_for(buffer.dtype, op)
+        return self.gpu.choices.request(kind, buffer, op, root, algorithm, layout, "gpu", fits)
 
     def make(self, request: Request) -> None:
         self._join()

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from collectives.planning.algorithms import ALGORITHMS
 from collectives.planning.goals import COLLECTIVES
+from collectives.planning.others import OTHERS
 from collectives.runtime.reference import DTYPES, OPS
 from collectives.runtime.shm import Buffer
 
 KINDS = (*COLLECTIVES, "barrier", "refused", "exchange")
 DEVICES = ("cpu", "gpu")
-NAMES = ("auto", *ALGORITHMS)  # auto: of the collectives whose algorithm no caller chooses
+NAMES = tuple(dict.fromkeys(["auto", *ALGORITHMS, *(n for of in OTHERS.values() for n in of)]))
 NOTHING = Buffer(0, 0, "uint8", 1)
 
 

@@ -165,6 +165,14 @@ def _fastest(topology: Topology, nbytes: int, collective: str, root: int) -> str
     return names[best[1]]
 
 
+def ranked(
+    topology: Topology, nbytes: int, collective: str = ALLREDUCE, root: int = 0
+) -> tuple[str, ...]:
+    """All that this machine can run, the least predicted time first."""
+    names = candidates(topology, collective, root)
+    return tuple(sorted(names, key=lambda n: predict(topology, nbytes, n, collective, root)[0]))
+
+
 def plan_allreduce(
     topology: Topology, nbytes: int, algorithm: str = "auto", num_chunks: int | None = None
 ) -> Plan:

@@ -240,9 +240,9 @@ class GpuRanks:
         return CollectiveTimeout(words, **first.fields())
 
     def stands(self) -> str:
-        """What each of our ranks that is under way waits for."""
+        """What each of our ranks that is under way waits for; empty where none is."""
         found = [w for p in self._launched.values() for w in standing(p)]
-        return _others(found, None).removeprefix("; ") or "nothing is under way on its GPU"
+        return _others(found, None).removeprefix("; ")
 
     def abort(self) -> None:
         """Free the GPUs: every wait ends, now and later."""

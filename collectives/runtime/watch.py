@@ -40,7 +40,8 @@ class Watch:
     def _run(self) -> None:
         while not self._stop.wait(_PERIOD):
             if self._look():
-                log.error("rank %d: %s", self._runtime.rank, self._words())
+                if self._gpu.stands():
+                    log.error("rank %d: %s", self._runtime.rank, self.failure())
                 return
 
     def _look(self) -> bool:
@@ -63,7 +64,7 @@ class Watch:
             else:
                 return False
             if len(self._gpu.devices) == 1:
-                words = f"{self._describe()}; {self._gpu.stands()}"
+                words = f"{self._describe()}; {self._stands()}"
                 self._arena.say(words.encode()[:MOST_SAID], LAST_WORDS)
             self._over = True
             return True
@@ -80,12 +81,12 @@ class Watch:
             error = self._failure
             return CollectiveTimeout(f"{error}{self._heard(error.peer)}", **error.fields())
         try:
-            self._runtime.raise_aborted(lambda: (self._gpu.stands(), {"rank": self._runtime.rank}))
+            self._runtime.raise_aborted(lambda: (self._stands(), {"rank": self._runtime.rank}))
         except CollectiveAborted as aborted:
             return aborted
 
-    def _words(self) -> str:
-        return str(self.failure())
+    def _stands(self) -> str:
+        return self._gpu.stands() or "nothing is under way on its GPU"
 
     def _heard(self, peer: int | None) -> str:
         """Where a rank of another process says it stood."""

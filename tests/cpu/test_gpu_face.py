@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_ranks import MODES, Machine, gpus, tensor
-from host_gpu import HostTensor, needs_compiler
+from host_gpu import HostDevice, HostTensor, needs_compiler
 
 import collectives
 from collectives import CollectiveError
 from collectives.default import get_default
+from topology import load
 
 pytestmark = needs_compiler
 
@@ -286,6 +287,27 @@ def test_a_cap_on_blocks_holds_for_every_rank(machine: Machine) -> None:
     assert all("has no room for" in said or "max_blocks is 3" in said for said, _ in found)
     assert any("double_tree needs 4 thread blocks for rank" in said for said, _ in found)
     assert all(max(blocks) <= 3 for _, blocks in found)
+
+
+def what_is_taken(rank: int) -> set[str]:
+    comm: Any = get_default()
+    comm.allreduce(x := tensor(values(rank, 250_000)))
+    comm.broadcast(x)
+    comm.synchronize()
+    assert x.array.tolist() == np.sum([values(r, 250_000) for r in range(8)], axis=0).tolist()
+    return {call.plan.algorithm for call in comm._gpu._known.values()}
+
+
+def test_auto_takes_what_the_gpu_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest on a DGX-1, with a GPU a rank, takes 255 blocks."""
+    plan = collectives.plan_allreduce(load("dgx1-v100"), 1_000_000)
+    assert (plan.algorithm, len(plan.streams)) == ("packed_trees", 255)
+    with gpus(monkeypatch, lambda index: HostDevice(capacity=64)):
+        found = collectives.spawn(
+            what_is_taken, 8, "dgx1-v100", device="cuda:0", virtual=True, timeout=60
+        )
+    assert len({frozenset(taken) for taken in found}) == 1
+    assert "packed_trees" not in found[0]
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,29 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from host_gpu import HostDevice, needs_compiler
+from gpu_ranks import gpus, tensor
+from host_gpu import HostDevice, HostTensor, needs_compiler
 
 from bench.gpu_suite import Suite, main, run
+
+
+class HostArrays:
+    name = "threads"
+
+    def put(self, array: np.ndarray) -> HostTensor:
+        return tensor(array)
+
+    def get(self, x: HostTensor) -> np.ndarray:
+        return x.array
+
+
+@needs_compiler
+@pytest.mark.parametrize("only", ["threads, threads", "processes, threads"])
+def test_the_rows_of_the_public_face(only: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gpus(monkeypatch, lambda index: HostDevice(capacity=128, index=index)):
+        (row,) = run(Suite(None, libraries=[HostArrays()]), 100, only, None)
+    assert row["state"] == "ok", row
+    assert row["8 ranks"]["checked"] == 8 * 3 * 7
 
 
 @needs_compiler
@@ -17,7 +37,7 @@ from bench.gpu_suite import Suite, main, run
 def test_rows_are_measured_and_written(only: str, tmp_path: Path) -> None:
     device = HostDevice()
     out = tmp_path / "rows.json"
-    (row,) = run(Suite(device, 1 << 20, 1), 100, only, out)
+    (row,) = run(Suite(device, 1 << 20, 1, ()), 100, only, out)
     assert row["state"] == "ok", row
     assert json.loads(out.read_text())["rows"][0]["name"] == row["name"]
     assert not device.memory
@@ -33,7 +53,7 @@ class Wrong(HostDevice):
 
 @needs_compiler
 def test_a_wrong_result_is_a_failed_row_and_the_next_ones_are_run() -> None:
-    rows = run(Suite(Wrong(), 1 << 16, 1), 100, "", None)
+    rows = run(Suite(Wrong(), 1 << 16, 1, ()), 100, "", None)
     states = [row["state"] for row in rows]
     assert all(": 1 wrong bytes on rank 0" in state for state in states[:3])
     assert states[3:] == ["ok", "ok"]

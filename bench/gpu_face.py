@@ -1,0 +1,124 @@
+"""What `bench.gpu_suite` runs through the public face: ranks that are threads or processes on one
+GPU, tensors of CuPy and torch, graphs, several communicators at once."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, Protocol
+
+import numpy as np
+
+import collectives
+from collectives.default import get_default
+
+
+class Arrays(Protocol):
+    """A library's arrays on the current GPU; instances pickle."""
+
+    name: str
+
+    def put(self, array: np.ndarray) -> Any: ...
+    def get(self, x: Any) -> np.ndarray: ...
+
+
+class CupyArrays:
+    name = "cupy"
+
+    def put(self, array: np.ndarray) -> Any:
+        import cupy
+
+        return cupy.asarray(array)
+
+    def get(self, x: Any) -> np.ndarray:
+        return x.get()
+
+
+class TorchTensors:
+    name = "torch"
+
+    def put(self, array: np.ndarray) -> Any:
+        import torch
+
+        return torch.from_numpy(array).cuda()
+
+    def get(self, x: Any) -> np.ndarray:
+        return x.cpu().numpy()
+
+
+def exact(rank: int, n: int) -> np.ndarray:
+    """Small integers: their sums are exact in any order."""
+    return ((np.arange(n) * 7 + rank * 3) % 5).astype(np.float32)
+
+
+def check_collectives(rank: int, arrays: Arrays, sizes: tuple[int, ...]) -> tuple[int, int]:
+    """(results checked, checksum of a sum of random numbers) on one rank. Raises AssertionError."""
+    comm, checked = get_default(), 0
+    size = comm.size
+    for n in sizes:
+        given = [exact(r, n) for r in range(size)]
+        total = np.sum(given, axis=0)
+        every = arrays.put(np.zeros((size, n), np.float32))
+        part = arrays.put(np.zeros((1, n), np.float32))
+        swapped = arrays.put(np.zeros((size, n), np.float32))
+        x, y, z = (arrays.put(given[rank]) for _ in range(3))
+        comm.allreduce(x)
+        comm.broadcast(y, root=size - 1)
+        comm.reduce(z, root=0)
+        comm.allgather(arrays.put(given[rank]), every)
+        comm.reduce_scatter(arrays.put(np.stack([given[rank]] * size)), out=part)
+        comm.alltoall(arrays.put(np.stack([given[rank] + r for r in range(size)])), swapped)
+        work = comm.allreduce(w := arrays.put(given[rank]), op="max", async_op=True)
+        work.wait(60)
+        comm.synchronize()
+        for got, want in (
+            (x, total), (y, given[-1]), (z, total if rank == 0 else given[rank]),
+            (every, np.stack(given)), (part, total[None]),
+            (swapped, np.stack([g + rank for g in given])), (w, np.max(given, axis=0)),
+        ):  # fmt: skip
+            np.testing.assert_array_equal(arrays.get(got), want)
+            checked += 1
+    noise = np.random.default_rng(rank).standard_normal(sizes[-1]).astype(np.float32)
+    comm.allreduce(x := arrays.put(noise))
+    comm.synchronize()
+    return checked, zlib.crc32(arrays.get(x).tobytes())
+
+
+def check_graph(rank: int, n: int, replays: int) -> int:
+    """An all-reduce captured by torch and replayed; each replay doubles the two ranks' values."""
+    import torch
+
+    comm = get_default()
+    x = torch.ones(n, device="cuda")
+    comm.allreduce(x)  # agreed with the other ranks once before
+    comm.synchronize()
+    x.fill_(1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        comm.allreduce(x)
+    for _ in range(replays):
+        graph.replay()
+    torch.cuda.synchronize()
+    comm.synchronize()
+    assert x.eq(float(comm.size**replays)).all().item(), x
+    return replays
+
+
+def run_ranks(
+    ranks: int, arrays: Arrays, sizes: tuple[int, ...], virtual: bool, topology: str
+) -> int:
+    """Results checked on all ranks of one GPU. Raises what a rank raises."""
+    found = collectives.spawn(
+        check_collectives, ranks, topology, (arrays, sizes), device="cuda:0", virtual=virtual,
+        timeout=60,
+    )  # fmt: skip
+    if len({checksum for _, checksum in found}) != 1:
+        raise AssertionError(f"the ranks' sums differ: {[c for _, c in found]}")
+    return sum(checked for checked, _ in found)
+
+
+def run_graph(ranks: int) -> int:
+    """The same over processes, from a graph."""
+    replays = collectives.spawn(
+        check_graph, ranks, f"mesh-{ranks}", (5000, 3), device="cuda:0", timeout=60
+    )
+    return sum(replays)
