@@ -30,9 +30,10 @@ T = TypeVar("T")
 class Communicator:
     """The ranks of one machine, and the collectives among them.
 
-    A context manager; `close` ends it. Every rank must make the same calls in the same order:
-    each call begins by comparing what all ranks ask for, and differs anywhere -> CollectiveError
-    on every rank, before any data moves. `timeout` (s) bounds every wait for a peer.
+    A context manager; `close` ends it. Every rank must make the same calls in the same order: on
+    the CPU each call begins by comparing what all ranks ask for, and differs anywhere ->
+    CollectiveError on every rank, before any data moves; on a GPU the first one of each kind does,
+    and later ones that differ end in CollectiveTimeout. What may be set: `Settings`.
     """
 
     def __init__(
@@ -61,10 +62,11 @@ class Communicator:
     ) -> Work | None:
         """Combine `x` over all ranks, in place; every rank ends with the same bits.
 
-        `x`: a torch CPU tensor or NumPy array of any shape and size, or a list of them with one
-        dtype, which is one call. `op`: sum, avg, min, max or prod; avg is refused for integers.
+        `x`: a torch tensor, NumPy or CuPy array of any shape and size, or a list of them with one
+        dtype and device, which is one call. On a GPU it is enqueued on the current stream. `op`: sum, avg, min, max or prod; avg is refused for integers.
         16-bit floats are combined in float32 and rounded once a hop; min and max propagate NaN;
         integers wrap. With `async_op` a `Work` is returned at once; calls keep their order.
+        On a GPU it then goes beside the current stream, which `Work.wait` makes wait for it.
         `algorithm`: auto, or a name, to compare them; refused together with order="fixed".
         Raises CollectiveError for bad input or calls that differ between ranks, CollectiveTimeout
         and CollectiveAborted where a peer does not come.
@@ -156,7 +158,11 @@ class Communicator:
 
     # ---- lifetime ----------------------------------------------------------------------------
     def close(self) -> None:
-        """Finish what runs asynchronously, tell waiting peers, and let go. May be repeated."""
+        """Finish what runs asynchronously, tell waiting peers, and let go. May be repeated.
+
+        A rank that has used a GPU waits until the others close as well, `timeout` at most: their
+        kernels write into its memory.
+        """
         if self._calls.closed:
             return
         if self._worker:

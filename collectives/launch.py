@@ -41,7 +41,11 @@ def spawn(
     max_blocks: int | None = None,
     peer_access: str = "prefer",
 ) -> list[Any]:
-    """Run `fn(rank, *args)` in `nprocs` processes with the default communicator ready.
+    """Run `fn(rank, *args)` on `nprocs` ranks with the default communicator ready.
+
+    `device`: "cpu"; "cuda", rank r on GPU r; "cuda:N", all on one GPU. That GPU is the current one
+    of CuPy and torch. Ranks are processes; with `virtual` (GPUs only) threads of this process,
+    whose calls on a GPU are launched as one. The other arguments are those of `Settings`.
 
     Returns the results by rank (they must pickle). The first failing rank's exception is raised
     again with its rank; the others are stopped, none is left. Processes are forked, which keeps
@@ -236,6 +240,9 @@ def init(
     peer_access: str = "prefer",
 ) -> Communicator:
     """Join the ranks of this job and make theirs the default communicator.
+
+    A rank's GPU is that of the first GPU tensor that it passes. The arguments are those of
+    `Settings`.
 
     Inside an initialised torch.distributed group its ranks are the ranks; else under torchrun
     (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) the ranks that it started; else this process
