@@ -63,10 +63,11 @@ class Communicator:
         """Combine `x` over all ranks, in place; every rank ends with the same bits.
 
         `x`: a torch tensor, NumPy or CuPy array of any shape and size, or a list of them with one
-        dtype and device, which is one call. On a GPU it is enqueued on the current stream. `op`: sum, avg, min, max or prod; avg is refused for integers.
-        16-bit floats are combined in float32 and rounded once a hop; min and max propagate NaN;
-        integers wrap. With `async_op` a `Work` is returned at once; calls keep their order.
-        On a GPU it then goes beside the current stream, which `Work.wait` makes wait for it.
+        dtype and device, which is one call. `op`: sum, avg, min, max or prod; avg is refused for
+        integers. 16-bit floats are combined in float32 and rounded once a hop; min and max
+        propagate NaN; integers wrap. On a GPU the call is enqueued on the current stream. With
+        `async_op` a `Work` is returned at once, and calls keep their order; on a GPU it goes
+        beside the current stream, which `Work.wait` then makes wait for it.
         `algorithm`: auto, or a name, to compare them; refused together with order="fixed".
         Raises CollectiveError for bad input or calls that differ between ranks, CollectiveTimeout
         and CollectiveAborted where a peer does not come.
