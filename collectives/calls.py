@@ -101,12 +101,11 @@ class Calls:
         with self._calling(), self.trace.call(request.label or request.kind):
             self._agree_and_run(request)
 
-    def meet(self, request: Request, extra: int = 0) -> list[int]:
-        """Agree with all ranks on a call that is made elsewhere; what each gives as `extra`."""
+    def meet(self, request: Request) -> None:
+        """Agree with all ranks on a call that is made elsewhere."""
         with self._calling():
-            found = [int(word) for word in self._agree(request, extra)]
+            self._agree(request)
             self.runtime.finish(self.made)
-            return found
 
     def gather(self, said: bytes) -> list[bytes]:
         """What every rank says, by rank; a part of a page each."""

@@ -38,10 +38,7 @@ class Choices:
 
         `fits`: of what `auto` may take, that for which this holds.
         """
-        if op not in OPS:
-            raise CollectiveError(f"unknown op {op!r}; choose from {', '.join(OPS)}")
-        if op == "avg" and "int" in buffer.dtype:
-            raise CollectiveError(f"avg is not defined for {buffer.dtype}; use sum")
+        self.check(buffer, op)
         if algorithm != "auto" and self.order == "fixed":
             raise CollectiveError(
                 f"order='fixed' chooses the algorithm: do not ask for {algorithm}"
@@ -53,6 +50,13 @@ class Choices:
         taken = self._taken[key]
         name = label(kind, taken, buffer.nbytes)
         return Request(kind, buffer, op, root, taken, layout, device, name)
+
+    def check(self, buffer: Buffer, op: str) -> None:
+        """Raise CollectiveError for an op that there is not, or not for this dtype."""
+        if op not in OPS:
+            raise CollectiveError(f"unknown op {op!r}; choose from {', '.join(OPS)}")
+        if op == "avg" and "int" in buffer.dtype:
+            raise CollectiveError(f"avg is not defined for {buffer.dtype}; use sum")
 
     def plan(self, request: Request) -> Plan:
         """The plan of what is asked for."""

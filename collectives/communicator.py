@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from operator import index
@@ -46,6 +47,7 @@ class Communicator:
         self._calls = Calls(arena, self.topology, self.settings)
         self._team = team  # of ranks that are threads; None: made at the first call on a GPU
         self._gpu: GpuCalls | None = None
+        self._lock = threading.Lock()
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future[Any] | None = None
         self._calls.make(Request("barrier", NOTHING))  # all have mapped the arena
@@ -161,22 +163,23 @@ class Communicator:
     def close(self) -> None:
         """Finish what runs asynchronously, tell waiting peers, and let go. May be repeated.
 
-        A rank that has used a GPU waits until the others close as well, `timeout` at most: their
-        kernels write into its memory.
+        A rank that has used a GPU waits some seconds for the others to close as well, as their
+        kernels write into its memory; if they do not, that stays until the process ends.
         """
         if self._calls.closed:
             return
         if self._worker:
             self._worker.shutdown(wait=True)
-        if self._gpu:
-            self._gpu.close()
-        self._calls.closed = True
-        if self._calls.broken is None and self._calls.differ():
-            self._calls.runtime.give_up(
-                CLOSED
-            )  # a peer is in a call that this rank will never make
-        self._calls.runtime.close()
-        self._arena.close()
+        try:
+            if self._gpu:
+                self._gpu.close()
+        finally:
+            self._calls.closed = True
+            if self._calls.broken is None and self._calls.differ():
+                # a peer is in a call that this rank will never make
+                self._calls.runtime.give_up(CLOSED)
+            self._calls.runtime.close()
+            self._arena.close()
 
     def __enter__(self) -> Communicator:
         return self
@@ -203,11 +206,12 @@ class Communicator:
             raise CollectiveError(
                 f"rank {self.rank} runs on GPU {mine}; the tensor is on GPU {number}"
             )
-        if self._gpu is None:
-            if self._last is not None:  # ranks meet, and must do so in the order of their calls
+        with self._lock:
+            if self._last is not None:  # ranks may meet, and must do so in the order of their calls
                 self._last.exception()
-            self._gpu = GpuCalls(number, self._calls, self.settings, self._team)
-        return self._gpu
+            if self._gpu is None:
+                self._gpu = GpuCalls(number, self._calls, self.settings, self._team)
+            return self._gpu
 
     # ---- one call ----------------------------------------------------------------------------
     def _submit(self, async_op: bool, x: Any, body: Callable[..., T], *args: Any) -> T | Work:

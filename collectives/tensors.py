@@ -27,6 +27,10 @@ def _is_cuda_array(x: Any) -> bool:
     )  # fmt: skip
 
 
+def _is_cupy(x: Any) -> bool:
+    return type(x).__module__.split(".")[0] == "cupy"
+
+
 def dtype_name(x: Any) -> str:
     if is_torch(x) or isinstance(x, np.ndarray):
         return str(x.dtype).removeprefix("torch.")
@@ -45,6 +49,9 @@ def stream_of(x: Any) -> int:
     """The current stream of the library that a GPU tensor comes from."""
     if is_torch(x):
         return int(sys.modules["torch"].cuda.current_stream(x.device).cuda_stream)
+    if _is_cupy(x):  # whose interface tells the stream of the current GPU, not of its own
+        cupy = sys.modules["cupy"]
+        return int(cupy.cuda.get_current_stream(x.device.id).ptr)
     stream = x.__cuda_array_interface__.get("stream")
     return 0 if stream in (None, 1) else int(stream)  # 1: the legacy default stream
 
@@ -105,7 +112,7 @@ def _cuda_buffer(x: Any, written: bool, name: str) -> tuple[Buffer, Callable[[],
     if strides is not None and not _in_order(shape, strides, item):
         if written:
             _refuse_shared(shape, strides)
-        if type(x).__module__.split(".")[0] != "cupy":
+        if not _is_cupy(x):
             raise CollectiveError(f"a contiguous array is needed, not one of strides {strides}")
         whole = sys.modules["cupy"].ascontiguousarray(x)
         done = _copy_back(x, whole)
@@ -169,7 +176,7 @@ def room_for(x: Any, shape: tuple[int, ...], out: Any) -> Any:
             return sys.modules["torch"].empty(shape, dtype=x.dtype, device=x.device)
         if isinstance(x, np.ndarray):
             return np.empty(shape, x.dtype)
-        if type(x).__module__.split(".")[0] != "cupy":
+        if not _is_cupy(x):
             raise CollectiveError(f"out is needed for results of type {type(x).__qualname__}")
         return sys.modules["cupy"].empty(shape, x.dtype)
     as_buffer(out, gpu=gpu_of(x))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTim
 from collectives.runtime import cuda
 from collectives.runtime.arena import Arena
 from collectives.runtime.cuda import GpuRanks, LocalMemory
-from collectives.runtime.diagnose import RAISED
+from collectives.runtime.diagnose import INTERRUPTED, RAISED
 from collectives.runtime.team import Team
 from collectives.settings import Settings
 
@@ -47,17 +48,24 @@ def spawn_threads(
     cannot be stopped from outside.
     """
     size = len(gpus)
+    if len(set(gpus)) > 1 and os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
+        raise CollectiveError(
+            "with CUDA_LAUNCH_BLOCKING one GPU's launch waits for the next one's, which never "
+            "comes: use one process a GPU"
+        )
     devices = [cuda.open_device(index) for index in gpus]
     ranks = [_Rank(r) for r in range(size)]
     memory = LocalMemory(devices)
     team = Team(GpuRanks(dict(enumerate(devices)), memory, settings.timeout, settings.max_blocks))
     failed = threading.Event()
+    open_ones: list[Communicator] = []
 
     def run(mine: _Rank, arena: Arena) -> None:
         communicator = None
         try:
             cuda.use_device(gpus[mine.rank])
             communicator = Communicator(arena, settings, team)
+            open_ones.append(communicator)
             set_of_thread(communicator)
             mine.value = fn(mine.rank, *args)
         except BaseException as error:
@@ -71,26 +79,38 @@ def spawn_threads(
             if communicator is not None:
                 communicator.close()
 
+    def wait() -> list[_Rank]:
+        """Those that still run `GRACE` seconds after a failure."""
+        deadline = None
+        while running := [r for r in ranks if r.thread and r.thread.is_alive()]:
+            if failed.is_set():
+                deadline = deadline or time.monotonic() + GRACE
+                if time.monotonic() > deadline:
+                    break
+            assert running[0].thread is not None
+            running[0].thread.join(0.05)
+        return running
+
     for mine, arena in zip(ranks, Arena.local(size), strict=True):
         name = f"linkweave-rank-{mine.rank}"
         mine.thread = threading.Thread(target=run, args=(mine, arena), name=name, daemon=True)
         mine.thread.start()
-    deadline = None
-    while running := [r for r in ranks if r.thread and r.thread.is_alive()]:
-        if failed.is_set():
-            deadline = deadline or time.monotonic() + GRACE
-            if time.monotonic() > deadline:
-                break
-        assert running[0].thread is not None
-        running[0].thread.join(0.05)
+    try:
+        running = wait()
+    except BaseException:  # an interrupt: no rank may keep a GPU
+        for communicator in open_ones:
+            communicator.abort(INTERRUPTED)
+        raise
     errors = [r.error for r in ranks if r.error is not None]
-    if running:  # they may still use the team's memory
-        names = ", ".join(str(r.rank) for r in running)
-        print(f"linkweave: ranks {names} go on after a failure", file=sys.stderr)
-    else:
-        team.close()
-    if errors:
-        raise min(errors, key=consequence)
+    try:
+        if running:  # they may still use the team's memory
+            names = ", ".join(str(r.rank) for r in running)
+            print(f"linkweave: ranks {names} go on after a failure", file=sys.stderr)
+        else:
+            team.close()
+    finally:
+        if errors:
+            raise min(errors, key=consequence)
     return [r.value for r in ranks]
 
 

@@ -40,6 +40,7 @@ __device__ __forceinline__ void report(const Launch& l, const Group& g, const La
 }
 
 // How the launch ended. One that finds everybody stopped must not hide where an earlier one stood.
+// A thread of this block that began to wait meanwhile may have put WAITS over a deadline.
 __device__ __forceinline__ void report_end(const Launch& l, const Group& g, const Lane& lane) {
     const u32 before = ld_acquire_sys(g.report + blockIdx.x % l.lanes * REPORT);
     if (!lane.failed)
@@ -67,6 +68,7 @@ struct Patience {
         if (now - since < l.timeout_ns) return true;
         raise(&lane.timed_out);
         raise(&lane.failed);
+        report(l, g, lane, TIMED_OUT);  // before the host can see that anybody has stopped
         st_release_sys(l.abort, 1);
         return false;
     }

@@ -28,7 +28,9 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
 # Fields of a rank's control block, byte offsets. Words that different ranks write or that several
 # wait for lie 128 bytes apart: two cache lines, as adjacent ones are fetched in pairs.
-BELL, POSTED, FINISHED, PID, NOTICE, SAID, LAST_WORDS = 0, 128, 256, 384, 512, 1024, 2560
+BELL, POSTED, FINISHED, PID, GONE, NOTICE, GPU_CALLS, SAID, LAST_WORDS = (
+    0, 128, 256, 384, 392, 512, 768, 1024, 2560
+)  # fmt: skip
 MOST_SAID = 1528
 NOTICE_WORDS = 16  # of one notice; two are kept, for calls of even and odd number
 
@@ -127,6 +129,37 @@ class Arena:
         """What that rank has left there."""
         at = self.control(rank) + where
         return self._bytes[at + 8 : at + 8 + int(self.words(at, 1)[0])].tobytes()
+
+    # ---- calls on GPUs, at which ranks do not meet -------------------------------------------
+    def log_call(self, number: int, checksum: int) -> None:
+        """Leave a checksum of this rank's first `number` calls on its GPU.
+
+        It goes to the place of the number's lowest bit, so that of ranks that stand far apart the
+        latest common multiple of a power of two can still be compared.
+        """
+        place = (number & -number).bit_length() - 1
+        self._logs()[self.rank, place] = number << 32 | checksum
+
+    def differing(self) -> int | None:
+        """A rank whose calls on its GPU have been others than ours."""
+        logs = self._logs().copy()  # each word is read once: they change meanwhile
+        mine = logs[self.rank]
+        differ = (logs >> 32 == mine >> 32) & (logs != mine)
+        found = np.flatnonzero(differ.any(axis=1))
+        return int(found[0]) if found.size else None
+
+    def _logs(self) -> NDArray[np.int64]:
+        start, strides = self.control(0) + GPU_CALLS, (PAGE, 8)
+        return np.ndarray((self.size, 32), np.int64, self._map, start, strides)
+
+    def leave(self) -> None:
+        """Say that this rank touches no other rank's GPU memory any more."""
+        self.words(self.control(self.rank) + GONE, 1)[0] = 1
+
+    def others_left(self) -> bool:
+        """Whether no other rank touches our GPU memory any more."""
+        here = {*range(self.size)} - {self.rank, *self.dead()}
+        return all(self.words(self.control(r) + GONE, 1)[0] for r in here)
 
     # ---- memory ------------------------------------------------------------------------------
     def reserve(self, nbytes: int) -> int:

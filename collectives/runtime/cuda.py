@@ -8,7 +8,8 @@ memory: that shows the kernel right and how fast it moves bytes, not how fast li
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
@@ -34,6 +35,7 @@ class Device(Protocol):
     index: int
 
     def use(self) -> None: ...
+    def here(self) -> AbstractContextManager[None]: ...
     def allocate(self, nbytes: int) -> int: ...
     def free(self, address: int) -> None: ...
     def upload(self, array: NDArray[np.generic]) -> int: ...
@@ -45,10 +47,11 @@ class Device(Protocol):
         self, dtype: str, op: str, launch: NDArray[np.void], blocks: int, stream: int
     ) -> None: ...
     def synchronise(self, stream: int) -> None: ...
+    def finish(self) -> None: ...
     # streams
     def make_stream(self) -> int: ...
     def free_stream(self, stream: int) -> None: ...
-    def capturing(self, stream: int) -> bool: ...
+    def capturing(self, stream: int) -> int: ...
     def make_event(self) -> int: ...
     def free_event(self, event: int) -> None: ...
     def record(self, event: int, stream: int) -> None: ...
@@ -62,6 +65,10 @@ class Device(Protocol):
     def shut(self, address: int) -> None: ...
     def register(self, address: int, nbytes: int) -> None: ...
     def unregister(self, address: int) -> None: ...
+
+
+Room = tuple[tuple[int, ...], int]
+"""Ranks whose blocks one launch holds, and the blocks that their GPU holds at once."""
 
 
 class Memory(Protocol):
@@ -149,29 +156,17 @@ class GpuRanks:
         self._regions: dict[tuple[Plan, Shape], tuple[_Part, ...]] = {}
         self._launched: dict[int, Prepared] = {}  # the last one of each region
 
-    def lanes(self, plan: Plan, dtype: str, op: str) -> int:
-        """Blocks a stream for which each GPU has room at once. Raises CollectiveError where there
-        is no room for one."""
-        found = MOST_LANES
-        for device, ranks in self._shares.values():
-            streams = sum(s.rank in ranks for s in plan.streams)
-            room = device.resident(dtype, op)
-            most = room if self.max_blocks is None else min(room, self.max_blocks)
-            if streams > most:
-                raise CollectiveError(
-                    f"{plan.algorithm} needs {streams} thread blocks for {_some(ranks)} at once; "
-                    f"the GPU holds {room}"
-                    + ("" if self.max_blocks is None else f", max_blocks is {self.max_blocks}")
-                )
-            found = min(found, most // max(1, streams))
-        return found
+    def rooms(self, dtype: str, op: str) -> list[Room]:
+        """Of each of our GPUs."""
+        return [(ranks, d.resident(dtype, op)) for d, ranks in self._shares.values()]
 
     def prepare(
         self, plan: Plan, nbytes: int, dtype: str, op: str, lanes: int | None = None
     ) -> Prepared:
         """Memory and tables for a verified plan. `lanes`, by default as many as our own GPUs have
-        room for, must be the same on all ranks."""
-        plan, shape = program.fit(plan, nbytes, lanes or self.lanes(plan, dtype, op))
+        room for (`lanes_of`), must be the same on all ranks."""
+        lanes = lanes or lanes_of(plan, self.rooms(dtype, op), self.max_blocks)
+        plan, shape = program.fit(plan, nbytes, lanes)
         key = (plan.with_chunks(plan.stride), shape)
         if key not in self._regions:
             self._regions[key] = self._lay_out(plan, shape)
@@ -225,7 +220,8 @@ class GpuRanks:
 
     def waiting(self) -> bool:
         """Whether a launch is under way that has waited for longer than some microseconds."""
-        return any(s is State.WAITS for p in self._launched.values() for s, _ in standing(p))
+        parts = [part for p in self._launched.values() for part in p.parts]
+        return any((part.report[::REPORT] == State.WAITS).any() for part in parts)
 
     def failure(self) -> CollectiveTimeout | CollectiveAborted:
         """What is to be raised once `aborted`, with who waits for whom."""
@@ -290,6 +286,23 @@ class GpuRanks:
         return tuple(parts)
 
 
+def lanes_of(plan: Plan, rooms: Iterable[Room], max_blocks: int | None = None) -> int:
+    """Blocks a stream for which every GPU has room at once. Raises CollectiveError where there is
+    no room for one. `max_blocks` caps the blocks of a launch."""
+    found = MOST_LANES
+    for ranks, room in rooms:
+        streams = sum(s.rank in ranks for s in plan.streams)
+        most = room if max_blocks is None else min(room, max_blocks)
+        if streams > most:
+            raise CollectiveError(
+                f"{plan.algorithm} needs {streams} thread blocks for {_some(ranks)} at once; the "
+                f"GPU holds {room}"
+                + ("" if max_blocks is None else f", max_blocks is {max_blocks}")
+            )
+        found = min(found, most // max(1, streams))
+    return found
+
+
 @cache
 def open_device(index: int) -> Device:
     """The GPU of this number, as CUDA numbers them; opened once. Raises CollectiveError."""
@@ -301,7 +314,7 @@ def open_device(index: int) -> Device:
         raise CollectiveError(
             f"GPU tensors need CuPy (pip install linkweave[cuda12], or [cuda13]): {error}"
         ) from None
-    except RuntimeError as error:  # CuPy's errors
+    except (RuntimeError, OSError) as error:  # CuPy's errors
         raise CollectiveError(f"GPU {index} cannot be used: {error}") from None
     return found
 

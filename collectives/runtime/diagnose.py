@@ -10,8 +10,11 @@ from numpy.typing import NDArray
 
 from collectives.planning.plan import Op, Plan, origins
 
-REASONS = ("gave up waiting", "died", "raised an exception", "was interrupted", "was closed")
-TIMED_OUT, DIED, RAISED, INTERRUPTED, CLOSED = range(len(REASONS))
+REASONS = (
+    "gave up waiting", "died", "raised an exception", "was interrupted", "was closed",
+    "made other calls on its GPU than",
+)  # fmt: skip
+TIMED_OUT, DIED, RAISED, INTERRUPTED, CLOSED, DIFFERED = range(len(REASONS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from zlib import crc32
 
@@ -20,6 +21,8 @@ log = logging.getLogger("linkweave")
 Gather = Callable[[bytes], list[bytes]]
 """What every rank says, by rank (`Calls.gather`)."""
 
+_BLOCK = 2 << 20  # bytes: CUDA shares no less with another process
+_LEAVING = 5.0  # s that the others have to let go of our memory
 _TOLD = 200  # characters of an error that the others are told
 
 
@@ -93,14 +96,21 @@ class PeerMemory:
 
     def bases(self, nbytes: Sequence[int], touched: set[int]) -> list[int]:
         rank = self._arena.rank
-        mine = self._device.allocate(nbytes[rank])
+        # of less than a block, the driver would share what else lies in it
+        mine = self._device.allocate(-(-max(nbytes[rank], 1) // _BLOCK) * _BLOCK)
         self._own.append(mine)
-        handles = self._gather(self._device.share(mine))
+        try:
+            handle, why = self._device.share(mine), ""
+        except RuntimeError as error:
+            handle, why = b"", f"{error}"
+        handles = self._gather(handle)
         found = [0] * len(nbytes)
         found[rank] = mine
         refused: list[int] = []
-        why = ""
         for peer in sorted(touched - {rank}):
+            if not handles[peer]:
+                refused.append(peer)
+                continue
             try:
                 found[peer] = self._device.open(handles[peer])
                 self._opened.append(found[peer])
@@ -145,8 +155,17 @@ class PeerMemory:
             raise CollectiveError(f"{words}; nor can the GPUs use host memory: {failed}{_advice()}")
 
     def close(self) -> None:
+        """Shut what is the others', and free our own when all of them have done so: until then
+        CUDA leaves open what becomes of it. Where one does not, it stays until the process ends."""
         while self._opened:
             self._device.shut(self._opened.pop())
+        self._arena.leave()
+        deadline = time.monotonic() + _LEAVING
+        while not self._arena.others_left():
+            if time.monotonic() > deadline:
+                log.warning("rank %d: others still use its GPU memory", self._arena.rank)
+                return
+            time.sleep(0.001)
         while self._registered:
             self._device.unregister(self._registered.pop())
         while self._own:

@@ -15,7 +15,7 @@ from collectives.planning.cost import MEMORY_CHUNK
 from collectives.planning.plan import Op, Plan, origins, pushed
 from collectives.planning.verify import races
 from collectives.runtime.arena import BELL, FINISHED, POSTED, Arena
-from collectives.runtime.diagnose import DIED, INTERRUPTED, REASONS, TIMED_OUT, blocked
+from collectives.runtime.diagnose import DIED, DIFFERED, INTERRUPTED, REASONS, TIMED_OUT, blocked
 from kernels import interpret as kernel
 from kernels.combine import combine_address
 
@@ -252,6 +252,8 @@ class ShmRuntime:
         reason = f"{culprit} {REASONS[why]}"
         if why == TIMED_OUT:
             reason += f" for rank {blamed}"
+        elif why == DIFFERED:
+            reason += f" rank {blamed}"
         raise CollectiveAborted(f"{reason}; {words}", **fields)
 
 

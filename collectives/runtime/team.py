@@ -11,11 +11,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from collectives.errors import CollectiveError
+from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from collectives.planning.plan import Plan
 from collectives.runtime.cuda import GpuRanks, Prepared
 
 _POLL = 0.05  # s
+_PER_THREAD = 2  # cudaStreamPerThread
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +38,17 @@ class _Arrival:
     stream: int
 
 
+class CallsDiffer(CollectiveError):
+    """Ranks of one process made different calls; nothing has moved, and all may go on."""
+
+
 class _Round:
     """One call, from the first rank's arrival to the launch."""
 
     def __init__(self) -> None:
         self.came: dict[int, _Arrival] = {}
         self.over = False
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
 
 class Team:
@@ -81,31 +86,52 @@ class Team:
             now = self._round
             now.came[rank] = _Arrival(call, buffer, stream)
             if len(now.came) == len(self.gpu.devices):
-                try:
-                    self._launch_all(now.came)
-                except Exception as error:
-                    now.error = error
-                now.over, self._round = True, _Round()
-                self._changed.notify_all()
-            while not now.over:
-                self._changed.wait(_POLL)
-                if not now.over:
-                    patience(call.said, next(r for r in self.gpu.devices if r not in now.came))
-        if now.error is not None:  # every rank raises one of its own
-            raise CollectiveError(str(now.error)) from now.error
+                self._end(now, self._launch_all(now.came))
+            try:
+                while not now.over:
+                    self._changed.wait(_POLL)
+                    if not now.over:
+                        patience(call.said, next(r for r in self.gpu.devices if r not in now.came))
+            except BaseException as error:  # nobody may launch onto a buffer that is given up
+                self._end(now, error)
+                raise
+        if now.error is not None:
+            raise _again(now.error) from now.error
 
-    def _launch_all(self, came: dict[int, _Arrival]) -> None:
+    def _end(self, now: _Round, error: BaseException | None) -> None:
+        now.over, now.error, self._round = True, error, _Round()
+        self._changed.notify_all()
+
+    def _launch_all(self, came: dict[int, _Arrival]) -> Exception | None:
+        """What went wrong, if anything did."""
+        try:
+            self._launch_together(came)
+        except Exception as error:
+            return error
+        return None
+
+    def _launch_together(self, came: dict[int, _Arrival]) -> None:
         calls = {a.call for a in came.values()}
         if len(calls) > 1:
             asked: dict[str, list[int]] = {}
             for rank, arrival in sorted(came.items()):
                 asked.setdefault(arrival.call.said, []).append(rank)
             words = "; ".join(f"ranks {ranks}: {said}" for said, ranks in asked.items())
-            raise CollectiveError(f"the ranks' calls on the GPU differ: {words}")
-        prepared = self.prepare(calls.pop())
+            raise CallsDiffer(f"the ranks' calls on the GPU differ: {words}")
         on: dict[int, list[int]] = {}
         for rank, device in self.gpu.devices.items():
-            on.setdefault(device.index, []).append(came[rank].stream)
+            stream = came[rank].stream
+            on.setdefault(device.index, []).append(stream)
+            if stream == _PER_THREAD:
+                raise CollectiveError(
+                    "cudaStreamPerThread is another stream on every thread; ranks that are "
+                    "threads need streams of their own"
+                )
+            if device.capturing(stream) and {a.stream for a in came.values()} != {stream}:
+                raise CollectiveError(
+                    "ranks that are threads can be captured into a graph from one stream only"
+                )
+        prepared = self.prepare(calls.pop())
         devices = {d.index: d for d in self.gpu.devices.values()}
         for index, streams in on.items():
             for other in {*streams} - {streams[0]}:
@@ -125,3 +151,12 @@ class Team:
                 device.free_event(self._meeting.pop(device.index))
         self._prepared.clear()
         self.gpu.close()
+
+
+def _again(error: BaseException) -> CollectiveError:
+    """The same error for another rank, as each raises one of its own."""
+    if isinstance(error, CollectiveTimeout | CollectiveAborted):
+        return type(error)(str(error), **error.fields())
+    return (
+        CallsDiffer(str(error)) if isinstance(error, CallsDiffer) else CollectiveError(str(error))
+    )

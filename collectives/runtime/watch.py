@@ -15,7 +15,7 @@ from collections.abc import Callable
 from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from collectives.runtime.arena import LAST_WORDS, MOST_SAID
 from collectives.runtime.cuda import GpuRanks
-from collectives.runtime.diagnose import DIED, TIMED_OUT
+from collectives.runtime.diagnose import DIED, DIFFERED, TIMED_OUT
 from collectives.runtime.shm import ShmRuntime
 
 log = logging.getLogger("linkweave")
@@ -25,7 +25,10 @@ _HEARING = 0.3  # s that other ranks have to say where they stand
 
 
 class Watch:
-    """Watches `gpu` for the rank of `runtime`; `describe` tells what that rank did last."""
+    """Watches `gpu` for the rank of `runtime`; `describe` tells what that rank did last.
+
+    Of the ranks of one process one has a thread for it.
+    """
 
     def __init__(self, gpu: GpuRanks, runtime: ShmRuntime, describe: Callable[[], str]) -> None:
         self._gpu, self._runtime, self._arena = gpu, runtime, runtime.arena
@@ -35,7 +38,8 @@ class Watch:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="linkweave-watch", daemon=True)
-        self._thread.start()
+        if runtime.rank == min(gpu.devices):
+            self._thread.start()
 
     def _run(self) -> None:
         while not self._stop.wait(_PERIOD):
@@ -50,13 +54,18 @@ class Watch:
             if self._over:
                 return True
             if self._gpu.aborted:
+                time.sleep(_PERIOD)  # until all lanes have said where they stood
                 self._failure = self._gpu.failure()
                 if not self._arena.abort[0]:
                     who, peer = self._failure.rank, self._failure.peer
                     self._runtime.give_up(TIMED_OUT, peer, who)
             elif self._arena.abort[0]:
                 self._gpu.abort()
-                time.sleep(_PERIOD)  # until the lanes have said where they stood
+                time.sleep(_PERIOD)
+            elif (peer := self._arena.differing()) is not None:
+                self._runtime.give_up(DIFFERED, peer)
+                self._gpu.abort()
+                time.sleep(_PERIOD)
             elif self._gpu.waiting() and (dead := self._arena.dead()):
                 self._runtime.give_up(DIED, dead[0])
                 self._gpu.abort()
@@ -80,6 +89,12 @@ class Watch:
         if isinstance(self._failure, CollectiveTimeout):
             error = self._failure
             return CollectiveTimeout(f"{error}{self._heard(error.peer)}", **error.fields())
+        _, who, why, blamed = (int(v) for v in self._arena.abort)
+        if why == DIFFERED:
+            said = "".join(self._heard(rank) for rank in sorted({who, blamed}))
+            return CollectiveAborted(
+                f"the ranks' calls on the GPU differ{said}", rank=who, peer=blamed
+            )
         try:
             self._runtime.raise_aborted(lambda: (self._stands(), {"rank": self._runtime.rank}))
         except CollectiveAborted as aborted:
@@ -90,7 +105,7 @@ class Watch:
 
     def _heard(self, peer: int | None) -> str:
         """Where a rank of another process says it stood."""
-        if peer is None or peer in self._gpu.devices:
+        if peer is None or (len(self._gpu.devices) > 1 and peer in self._gpu.devices):
             return ""
         deadline = time.monotonic() + _HEARING
         while not (said := self._arena.said(peer, LAST_WORDS)) and time.monotonic() < deadline:
@@ -102,4 +117,5 @@ class Watch:
     def close(self) -> None:
         """Stop watching; afterwards the GPU's words are read no more."""
         self._stop.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()

@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,12 +86,20 @@ class HostDevice:
         self.opened: dict[int, mmap.mmap] = {}
         self.registered: dict[int, int] = {}
         self.launches: list[tuple[int, int]] = []  # (stream, blocks)
-        self.captured: set[int] = set()  # streams that are said to be captured
+        self.done: list[tuple[str, int, int]] = []  # (what, event, stream)
+        self.captured: dict[int, int] = {}  # streams that are said to be captured, and into what
         self._streams: dict[int, ThreadPoolExecutor] = {}
         self._events: dict[int, threading.Event] = {}
         self._files: dict[int, int] = {}
         self._numbers = itertools.count(1)
         self._library = ctypes.CDLL(str(build(everything=True, what="library")))
+
+    def here(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def finish(self) -> None:
+        for stream in list(self._streams):
+            self.synchronise(stream)
 
     def use(self) -> None:
         CURRENT.index = self.index
@@ -150,6 +159,7 @@ class HostDevice:
     def launch(self, dtype: str, op: str, launch: np.ndarray, blocks: int, stream: int) -> None:
         assert blocks <= self.capacity
         self.launches.append((stream, blocks))
+        self.done.append(("launch", 0, stream))
         copy = launch.copy()
         arguments = (DTYPES.index(dtype), OPS[op], ctypes.c_void_p(copy.ctypes.data), blocks)
         self._enqueue(stream, lambda: (copy, self._library.launch(*arguments, self.threads)))
@@ -169,8 +179,8 @@ class HostDevice:
         if stream in self._streams:
             self._streams.pop(stream).shutdown()
 
-    def capturing(self, stream: int) -> bool:
-        return stream in self.captured
+    def capturing(self, stream: int) -> int:
+        return self.captured.get(stream, 0)
 
     def make_event(self) -> int:
         event = next(self._numbers)
@@ -182,10 +192,12 @@ class HostDevice:
         del self._events[event]
 
     def record(self, event: int, stream: int) -> None:
+        self.done.append(("record", event, stream))
         self._events[event] = now = threading.Event()
         self._enqueue(stream, now.set)
 
     def wait(self, event: int, stream: int) -> None:
+        self.done.append(("wait", event, stream))
         self._enqueue(stream, self._events[event].wait)
 
     def ready(self, event: int) -> bool:

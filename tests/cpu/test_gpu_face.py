@@ -148,7 +148,7 @@ def under_capture(rank: int, machine: Machine) -> list[str]:
     device = machine.ours()[0]
     known, unknown = tensor([1.0] * 5), tensor([1.0] * 7)
     comm.allreduce(known)
-    device.captured.add(9)
+    device.captured[9] = 1
     for x in (known, unknown):
         x.stream = 9
     every = HostTensor(np.zeros((2, 5), np.float32), 0, 9)

@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from nvrtc import Compiled, Nvrtc
 
+from kernels.compile import cubin
 from kernels.source import ELEMENTS, OPS, THREADS, options, source
 
 RECORD = Path(__file__).parents[1] / "golden" / "plan.cu.registers.json"
@@ -60,6 +63,7 @@ def test_memory_order_and_width(compiled: dict[tuple[int, str, str], Compiled]) 
         ptx = kernel.ptx
         assert "ld.acquire.sys.global.u32" in ptx and "st.release.sys.global.u32" in ptx, case
         assert not re.search(r"\b(membar|fence)\b", ptx), case
+        assert ".ftz" not in ptx, case  # denormals are numbers
         assert ptx.count("bar.sync") >= 3, case
         for access in ("ld", "st"):
             assert re.search(rf"{access}(\.global)?\.(v4\.[ubf]32|v2\.[ubf]64)", ptx), case
@@ -70,3 +74,56 @@ def test_a_faulty_source_is_refused() -> None:
     broken = source("plan.cu").replace("carry_out<T, Op>", "carry_on<T, Op>")
     with pytest.raises(ValueError, match=r"carry_on"):
         Nvrtc().compile(broken, options("float32", "sum"), 90)
+
+
+class FakeNvrtc:
+    """CuPy's face of NVRTC."""
+
+    class NVRTCError(RuntimeError):
+        pass
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[str, tuple[str, ...]]] = []
+
+    def getVersion(self) -> tuple[int, int]:
+        return 12, 9
+
+    def createProgram(self, text: str, name: str, headers: object, names: object) -> str:
+        return text
+
+    def compileProgram(self, program: str, words: tuple[str, ...]) -> None:
+        if program == "wrong":
+            raise self.NVRTCError("NVRTC_ERROR_COMPILATION (6)")
+        self.compiled.append((program, words))
+
+    def getCUBIN(self, program: str) -> bytes:
+        return f"code of {program}".encode()
+
+    def getProgramLog(self, program: str) -> str:
+        return f"error in {program}"
+
+    def destroyProgram(self, program: str) -> None:
+        pass
+
+
+def test_on_a_gpu_it_is_compiled_with_these_options_alone_and_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nvrtc = FakeNvrtc()
+    libs = SimpleNamespace(nvrtc=nvrtc)
+    names = {"cupy_backends": SimpleNamespace(), "cupy_backends.cuda": SimpleNamespace(),
+             "cupy_backends.cuda.libs": libs, "cupy_backends.cuda.libs.nvrtc": nvrtc}  # fmt: skip
+    for name, module in names.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = options("float32", "sum")
+    for _ in range(2):
+        assert cubin("source", words, 90) == b"code of source"
+    assert nvrtc.compiled == [("source", (*words, "-arch=sm_90"))]
+    assert cubin("source", words, 80) == b"code of source"
+    assert len(nvrtc.compiled) == 2
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # where no folder can be made
+    assert cubin("source", words, 80) == b"code of source"
+    with pytest.raises(RuntimeError, match=r"NVRTC_ERROR_COMPILATION \(6\): error in wrong"):
+        cubin("wrong", words, 80)

@@ -1,0 +1,118 @@
+"""One call on a stream: where its copies and launches go, and what the caller holds of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from collectives.errors import CollectiveError, CollectiveTimeout
+from collectives.request import Request
+from collectives.runtime.shm import Buffer
+from collectives.tensors import as_buffer, stream_of
+from collectives.work import Work
+
+if TYPE_CHECKING:
+    from collectives.gpu_calls import GpuCalls
+
+_POLL = 0.0005  # s
+
+
+class OnStream:
+    """One call's `bodies.Place`: copies and launches go to `stream`, tensors come from `caller`."""
+
+    def __init__(self, gpu: GpuCalls, caller: int, stream: int) -> None:
+        self.rank, self.size = gpu.rank, gpu.size
+        self.gpu, self.caller, self.stream = gpu, caller, stream
+        self.begun = False  # something may have been enqueued
+        self.kept: list[object] = []  # the call's tensors and contiguous copies of them
+        self._later: list[Callable[[], None]] = []
+
+    def telling(self) -> AbstractContextManager[None]:
+        return nullcontext()  # ranks do not meet, so nobody can be told
+
+    def buffer(self, x: Any, written: bool = True) -> tuple[Buffer, Callable[[], None]]:
+        buffer, done = as_buffer(x, written, self.gpu.index)
+        self.kept += [x, buffer.owner]
+        return buffer, lambda: self._later.append(done)
+
+    def scratch(self, like: Buffer, nbytes: int) -> Buffer:
+        address = self.gpu.scratch(nbytes, self.caller)
+        return Buffer(address, like.nbytes, like.dtype, like.itemsize)
+
+    def staged(self, whole: Buffer) -> Buffer:
+        return whole
+
+    def copy(self, dst: int, src: int, nbytes: int) -> None:
+        self._begin()
+        if nbytes and dst != src:
+            self.gpu.device.copy(dst, src, nbytes, self.stream)
+
+    def request(
+        self, kind: str, buffer: Buffer, op: str, root: int = 0, algorithm: str = "auto",
+        layout: int = 0,
+    ) -> Request:  # fmt: skip
+        choices = self.gpu.choices
+        choices.check(buffer, op)
+        fits = self.gpu.fits(buffer.dtype, op, self.caller)
+        return choices.request(kind, buffer, op, root, algorithm, layout, "gpu", fits)
+
+    def make(self, request: Request) -> None:
+        self._begin()
+        self.gpu.make(request, self.stream)
+
+    def _begin(self) -> None:
+        """Behind what the caller has enqueued, contiguous copies of its tensors included."""
+        if not self.begun:
+            self.gpu.join(self.stream, self.caller)
+            self.begun = True
+
+    def finish(self) -> None:
+        """Copy back into tensors that are not contiguous, on the caller's stream."""
+        for done in self._later:
+            done()
+        self._later.clear()
+
+
+class StreamWork(Work):
+    """A collective on a stream of its own, beside the caller's. Keeps its tensors until it is
+    over."""
+
+    def __init__(self, gpu: GpuCalls, place: OnStream, x: Any, result: Any, captured: bool) -> None:
+        self._gpu, self._place, self._x, self._result = gpu, place, x, result
+        self._captured = captured
+        self._event: int | None = gpu.device.make_event()
+        gpu.device.record(self._event, place.stream)
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """What the collective returns. What the current stream is given from now on comes after
+        it; the host waits only where a `timeout` (s) is given. Raises what went wrong so far, or
+        CollectiveTimeout."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while deadline is not None and not self.done():
+            if time.monotonic() > deadline:
+                raise CollectiveTimeout(f"the collective is not done after {timeout} s")
+            time.sleep(_POLL)
+        self._gpu.check()
+        if self._event is not None:
+            self._gpu.device.wait(self._event, stream_of(self._x))
+        self._place.finish()
+        return self._result
+
+    def done(self) -> bool:
+        if self._captured:
+            raise CollectiveError("a call in a graph is not done before the graph's replay is")
+        return self._event is None or self._gpu.ready(self._event)
+
+    def over(self) -> bool:
+        """Whether nothing of it is under way; then its event is given back."""
+        if self.done():
+            self.free()
+            return True
+        return False
+
+    def free(self) -> None:
+        if self._event is not None:
+            self._gpu.device.free_event(self._event)
+            self._event = None

@@ -1,0 +1,398 @@
+"""What a GPU or its driver may do wrong in the middle of things, and what users may: no rank is
+left waiting, nothing is given back too early or kept for ever."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_ranks import MODES, Machine, gpus, tensor
+from host_gpu import CURRENT, HostDevice, HostTensor, needs_compiler
+
+import collectives
+from collectives import CollectiveError
+from collectives.default import get_default
+
+pytestmark = needs_compiler
+PROCESSES = MODES["a process a GPU"]
+THREADS = MODES["threads on one GPU"]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    with gpus(monkeypatch) as made:
+        yield made
+
+
+def said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except CollectiveError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+class Faulty(HostDevice):
+    """GPU 1 does something wrong once `fault` is set on it: the name of a method."""
+
+    fault = ""
+
+    def __init__(self, index: int, capacity: int = 32) -> None:
+        super().__init__(capacity, index=index, bus_id=f"0000:0{index}:00.0")
+
+    def _maybe(self, name: str) -> None:
+        if self.index == 1 and self.fault == name:
+            raise RuntimeError(f"cudaErrorIllegalAddress in {name}")
+
+    def ready(self, event: int) -> bool:
+        self._maybe("ready")
+        return super().ready(event)
+
+    def resident(self, dtype: str, op: str) -> int:
+        self._maybe("resident")
+        return super().resident(dtype, op)
+
+    def launch(self, *arguments: Any) -> None:
+        self._maybe("launch")
+        super().launch(*arguments)
+
+    def share(self, address: int) -> bytes:
+        self._maybe("share")
+        return super().share(address)
+
+    def free_stream(self, stream: int) -> None:
+        self._maybe("free_stream")
+        super().free_stream(stream)
+
+
+def with_a_fault(rank: int, fault: str, machine: Machine) -> tuple[list[str], float]:
+    comm = get_default()
+    comm.allreduce(tensor([1.0] * 4))
+    comm.synchronize()
+    machine.ours()[0].fault = fault
+    start = time.monotonic()
+    found = [said(lambda: [comm.allreduce(tensor([1.0] * 4, "float64")), comm.synchronize()])]
+    found.append(said(lambda: [comm.allreduce(tensor([1.0] * 4)), comm.synchronize()]))
+    return found, time.monotonic() - start
+
+
+@pytest.mark.parametrize("fault", ["ready", "launch"])
+def test_a_fault_of_one_gpu_ends_the_calls_of_all(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gpus(monkeypatch, Faulty) as machine:
+        found = collectives.spawn(with_a_fault, 3, "mesh-3", (fault, machine), **PROCESSES)
+    first, after = found[1][0]
+    assert first == f"CollectiveError: rank 1 on GPU 1: cudaErrorIllegalAddress in {fault}"
+    assert after.startswith("CollectiveError: this communicator failed before (CollectiveError: ra")
+    for rank in (0, 2):
+        (first, after), seconds = found[rank]
+        assert "rank 1 raised an exception" in (after if first == "no error" else first)
+        assert seconds < 5  # of 30
+
+
+def test_a_kernel_that_one_rank_lacks_is_an_error_on_all_and_no_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with gpus(monkeypatch, Faulty) as machine:
+        found = collectives.spawn(with_a_fault, 3, "mesh-3", ("resident", machine), **PROCESSES)
+    words = "CollectiveError: no kernel for sum of float64: rank 1: cudaErrorIllegalAddress in res"
+    for (first, after), _ in found:
+        assert first.startswith(words)
+        assert after == "no error"
+
+
+def without_handles(rank: int, machine: Machine) -> list[float]:
+    machine(CURRENT.index).fault = "share"
+    comm = get_default()
+    comm.allreduce(x := tensor([1.0] * 4))
+    comm.synchronize()
+    return x.array.tolist()
+
+
+def test_memory_that_cannot_be_shared_goes_through_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with gpus(monkeypatch, Faulty) as machine:
+        found = collectives.spawn(without_handles, 2, "mesh-2", (machine,), **PROCESSES)
+    assert found == [[2.0] * 4] * 2
+
+
+class Missing(Machine):
+    """Rank 1's GPU cannot be used."""
+
+    def __call__(self, index: int) -> HostDevice:
+        if index == 1 and CURRENT.__dict__.get("index") == 1:
+            raise CollectiveError("GPU 1 cannot be used: no memory")
+        return super().__call__(index)
+
+
+def first_call(rank: int) -> str:
+    return said(lambda: get_default().allreduce(tensor([1.0])))
+
+
+def test_a_gpu_that_cannot_be_used_is_told_to_all(machine: Machine) -> None:
+    machine.__class__ = Missing
+    found = collectives.spawn(first_call, 3, "mesh-3", timeout=20, **PROCESSES)
+    assert all("ranks [1]: refused its arguments" in text for text in found[::2])
+    assert "GPU 1 cannot be used: no memory" in found[1]
+
+
+def differing(rank: int) -> list[str]:
+    comm = get_default()
+    for n in (50_000, 40_000):
+        comm.allreduce(tensor([1.0] * n), algorithm="tree")
+    comm.synchronize()
+    found = []
+    for _ in range(3):
+        n = 40_000 if rank else 50_000
+        found.append(said(lambda n=n: comm.allreduce(tensor([1.0] * n), algorithm="tree")))
+        time.sleep(0.1)
+    found.append(said(comm.synchronize))
+    return found
+
+
+def test_known_calls_that_differ_are_noticed_though_nothing_hangs(machine: Machine) -> None:
+    """Both sizes have memory in common, so their chunks would pair up."""
+    for found in collectives.spawn(differing, 2, "mesh-2", timeout=20, **PROCESSES):
+        first = next(text for text in found if text != "no error")
+        assert first.startswith("CollectiveAborted: the ranks' calls on the GPU differ; rank 0 ")
+        assert "the last allreduce(50000 x float32" in first
+        assert "the last allreduce(40000 x float32" in first
+
+
+def under_way(rank: int) -> list[float]:
+    """Calls on the CPU are always under way when the GPU's next new call brings ranks together."""
+    comm = get_default()
+    cpu = np.ones(1000, np.float32)
+    for n in range(1, 40):
+        work = comm.allreduce(cpu, op="max", async_op=True)
+        comm.allreduce(x := tensor([1.0] * n))
+        assert work is not None
+        work.wait()
+        comm.synchronize()
+        assert x.array.tolist() == [2.0] * n
+    return cpu[:2].tolist()
+
+
+def test_new_calls_beside_asynchronous_ones_on_the_cpu(machine: Machine) -> None:
+    assert collectives.spawn(under_way, 2, "mesh-2", **PROCESSES) == [[1.0, 1.0]] * 2
+
+
+def impatient(rank: int) -> str:
+    comm = get_default()
+    comm.allreduce(x := tensor([1.0] * 4))
+    comm.synchronize()
+    if rank == 1:
+        time.sleep(1.5)
+        return "late"
+    comm.allreduce(x)
+    while (text := said(comm.synchronize)) == "no error":
+        pass
+    return text
+
+
+def test_a_deadline_is_never_taken_for_an_abort(machine: Machine) -> None:
+    found = collectives.spawn(impatient, 2, "mesh-2", timeout=0.3, **PROCESSES)
+    assert found[0].startswith("CollectiveTimeout: rank 0 waits for the data of chunk 0 on channel")
+
+
+def closing_with_a_fault(rank: int, machine: Machine) -> list[Any]:
+    comm: Any = get_default()
+    work = comm.allreduce(tensor([1.0] * 4), async_op=True)
+    work.wait()
+    comm.synchronize()
+    machine.ours()[0].fault = "free_stream"
+    try:
+        comm.close()
+    except RuntimeError as error:
+        text = str(error)
+    else:
+        text = "no error"
+    comm.close()
+    return [text, comm._calls.closed, len(machine.left())]
+
+
+def test_a_fault_at_the_end_keeps_nothing_else_from_being_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with gpus(monkeypatch, Faulty) as machine:
+        found = collectives.spawn(closing_with_a_fault, 2, "mesh-2", (machine,), **PROCESSES)
+    assert found == [
+        ["no error", True, 0], ["cudaErrorIllegalAddress in free_stream", True, 0]
+    ]  # fmt: skip
+
+
+def leaving_early(rank: int, machine: Machine) -> list[Any]:
+    comm = get_default()
+    comm.allreduce(x := tensor([1.0] * 4))
+    comm.synchronize()
+    start = time.monotonic()
+    if rank:
+        time.sleep(1)
+    before = said(comm.synchronize)  # the other one has closed longer ago than a wait may last
+    comm.close()
+    return [before, time.monotonic() - start, len(machine.left()), x.array.tolist()]
+
+
+def test_closing_waits_for_those_that_use_our_memory_and_aborts_nobody(machine: Machine) -> None:
+    for before, seconds, left, values in collectives.spawn(
+        leaving_early, 2, "mesh-2", (machine,), timeout=0.5, **PROCESSES
+    ):
+        assert (before, left, values) == ("no error", 0, [2.0] * 4)
+        assert 0.9 < seconds < 3
+
+
+def unequal(index: int) -> HostDevice:
+    return HostDevice(capacity=(64, 3, 64)[index], index=index, bus_id=f"0000:0{index}:00.0")
+
+
+def what_is_taken(rank: int) -> set[str]:
+    comm: Any = get_default()
+    comm.allreduce(x := tensor([1.0] * 40_000))
+    comm.synchronize()
+    assert x.array.tolist() == [3.0] * 40_000
+    return {call.plan.algorithm for call in comm._gpu._known.values()}
+
+
+def test_auto_agrees_where_gpus_have_different_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    with gpus(monkeypatch, unequal):
+        found = collectives.spawn(what_is_taken, 3, "mesh-3", **PROCESSES)
+    assert len({frozenset(taken) for taken in found}) == 1
+
+
+# ---- streams and graphs ----------------------------------------------------------------------
+def in_one_capture(rank: int, machine: Machine) -> list[tuple[str, int, int]]:
+    comm, device = get_default(), machine.ours()[0]
+    comm.allreduce(x := tensor([1.0] * 4))
+    side = comm.allreduce(x, async_op=True)
+    side.wait()
+    comm.synchronize()
+    stream = device.launches[-1][0]
+    device.captured.update({9: 7, stream: 7})
+    device.done.clear()
+    y = HostTensor(x.array, x.device.id, 9)
+    captured = comm.allreduce(y, async_op=True)
+    comm.allreduce(y)
+    assert "not done before the graph's replay" in said(captured.done)
+    assert not comm._gpu._under_way or captured not in comm._gpu._under_way
+    found = [(what, event, {9: 1, stream: 2}.get(s, 0)) for what, event, s in device.done]
+    device.captured.clear()
+    comm.synchronize()
+    return found
+
+
+def test_calls_in_one_capture_keep_their_order(machine: Machine) -> None:
+    """The first is on the communicator's own stream (2), the second on the caller's (1)."""
+    (found, _) = collectives.spawn(in_one_capture, 2, "mesh-2", (machine,), **PROCESSES)
+    launches = [i for i, (what, *_) in enumerate(found) if what == "launch"]
+    assert [found[i][2] for i in launches] == [2, 1]
+    between = found[launches[0] + 1 : launches[1]]
+    recorded = [event for what, event, stream in between if (what, stream) == ("record", 2)]
+    awaited = [event for what, event, stream in between if (what, stream) == ("wait", 1)]
+    assert set(recorded) & set(awaited)
+
+
+def captured_by_threads(rank: int, machine: Machine, shared: bool) -> str:
+    comm, device = get_default(), machine.ours()[0]
+    comm.allreduce(x := tensor([1.0] * 4))
+    comm.synchronize()
+    stream = 9 if shared else 9 + rank
+    device.captured[stream] = 5
+    comm.barrier()
+    text = said(lambda: comm.allreduce(HostTensor(x.array, 0, stream)))
+    device.synchronise(stream)
+    comm.barrier() if shared else None
+    device.captured.clear()
+    return text
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_threads_are_captured_from_one_stream_or_not_at_all(shared: bool, machine: Machine) -> None:
+    found = collectives.spawn(captured_by_threads, 2, "mesh-2", (machine, shared), **THREADS)
+    wanted = "no error" if shared else "captured into a graph from one stream only"
+    assert all(wanted in text for text in found), found
+
+
+def per_thread(rank: int) -> str:
+    return said(lambda: get_default().allreduce(tensor([1.0], stream=2)))
+
+
+def test_threads_need_streams_that_are_the_same_for_all(machine: Machine) -> None:
+    assert all(
+        "cudaStreamPerThread is another stream on every thread" in text
+        for text in collectives.spawn(per_thread, 2, "mesh-2", **THREADS)
+    )
+
+
+def dropped(rank: int) -> bool:
+    """Tensors of a call that is under way are kept until it is over."""
+    comm: Any = get_default()
+    comm.allreduce([HostTensor(np.ones(4, np.float32), CURRENT.index) for _ in range(2)])
+    comm.synchronize()
+    device = comm._gpu.device
+    stream = comm._gpu._own_stream()
+    event = threading.Event()
+    device._enqueue(stream, event.wait)
+    pair = [HostTensor(np.ones(4, np.float32), CURRENT.index) for _ in range(2)]
+    second = weakref.ref(pair[1])
+    comm.allreduce(pair, async_op=True)
+    del pair
+    gc.collect()
+    alive = second() is not None
+    event.set()
+    comm.synchronize()
+    comm.allreduce(tensor([1.0]))  # lets go of what is over
+    comm.synchronize()
+    gc.collect()
+    return alive and second() is None
+
+
+def test_tensors_are_kept_until_the_call_is_over(machine: Machine) -> None:
+    assert collectives.spawn(dropped, 2, "mesh-2", **PROCESSES) == [True, True]
+
+
+def one_thread_gives_up(rank: int) -> str:
+    comm = get_default()
+    comm.allreduce(x := tensor([1.0] * 4))
+    comm.synchronize()
+    if rank == 2:
+        time.sleep(0.8)
+    return said(lambda: comm.allreduce(x))
+
+
+def test_nothing_is_launched_once_a_thread_has_given_up(machine: Machine) -> None:
+    found = collectives.spawn(one_thread_gives_up, 3, "mesh-3", timeout=0.3, **THREADS)
+    assert all(text != "no error" for text in found)
+    assert len(machine.ours()[0].launches) == 1
+
+
+def test_several_gpus_in_one_process_need_launches_that_return(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    with pytest.raises(CollectiveError, match=r"CUDA_LAUNCH_BLOCKING .* use one process a GPU"):
+        collectives.spawn(per_thread, 2, "mesh-2", **MODES["a thread a GPU"])
+
+
+def interrupted(rank: int) -> str:
+    comm = get_default()
+    comm.allreduce(x := tensor([1.0] * 4))
+    comm.synchronize()
+    if rank == 0:
+        raise KeyboardInterrupt
+    return said(lambda: [comm.allreduce(x), comm.synchronize()])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_interrupted_rank_stops_all(mode: str, machine: Machine) -> None:
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        collectives.spawn(interrupted, 2, "mesh-2", **MODES[mode])
+    assert time.monotonic() - start < 8
