@@ -1,8 +1,11 @@
 """What `bench.gpu_suite` runs through the public face: ranks that are threads or processes on one
-GPU, tensors of CuPy and torch, graphs, several communicators at once."""
+GPU, tensors of CuPy and torch, several communicators at once, graphs, a rank that is killed."""
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 import zlib
 from typing import Any, Protocol
 
@@ -77,6 +80,15 @@ def check_collectives(rank: int, arrays: Arrays, sizes: tuple[int, ...]) -> tupl
         ):  # fmt: skip
             np.testing.assert_array_equal(arrays.get(got), want)
             checked += 1
+    with comm.split(rank % 2) as part, comm.split() as again:  # at once
+        x, y = arrays.put(exact(rank, sizes[-1])), arrays.put(exact(rank, sizes[-1]))
+        works = [part.allreduce(x, async_op=True), again.allreduce(y, async_op=True)]
+        for work in works:
+            work.wait(60)
+        for got, ranks in ((x, range(rank % 2, size, 2)), (y, range(size))):
+            want = np.sum([exact(r, sizes[-1]) for r in ranks], axis=0)
+            np.testing.assert_array_equal(arrays.get(got), want)
+            checked += 1
     noise = np.random.default_rng(rank).standard_normal(sizes[-1]).astype(np.float32)
     comm.allreduce(x := arrays.put(noise))
     comm.synchronize()
@@ -114,6 +126,33 @@ def run_ranks(
     if len({checksum for _, checksum in found}) != 1:
         raise AssertionError(f"the ranks' sums differ: {[c for _, c in found]}")
     return sum(checked for checked, _ in found)
+
+
+def killed(rank: int, arrays: Arrays) -> None:
+    """Rank 1 dies while rank 0's kernel waits for it."""
+    comm = get_default()
+    x = arrays.put(np.ones(1000, np.float32))
+    comm.allreduce(x)
+    comm.synchronize()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        comm.allreduce(x)
+        comm.synchronize()
+    except collectives.CollectiveAborted:
+        return
+    raise AssertionError("nobody noticed that rank 1 had died")
+
+
+def run_killed(arrays: Arrays) -> float:
+    """Seconds until two processes on one GPU are over, of which one is killed."""
+    start = time.perf_counter()
+    try:
+        collectives.spawn(killed, 2, "mesh-2", (arrays,), device="cuda:0", timeout=60)
+    except collectives.CollectiveError as error:
+        if "was killed by SIGKILL" not in str(error):
+            raise
+    return time.perf_counter() - start
 
 
 def run_graph(ranks: int) -> int:

@@ -19,7 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from bench.gpu_face import Arrays, CupyArrays, TorchTensors, run_graph, run_ranks
+from bench.gpu_face import (
+    Arrays,
+    CupyArrays,
+    TorchTensors,
+    run_graph,
+    run_killed,
+    run_ranks,
+)
 from bench.timing import machine
 from collectives import CollectiveAborted, PlanError, plan_allreduce
 from collectives.planning.plan import Plan
@@ -55,6 +62,7 @@ class Suite:
         yield "correct dtypes and ops", self.dtypes
         yield "abort", self.abort
         yield "latency 8 KiB", self.latency
+        yield "latency of a hop", self.hop
         for arrays in self.libraries:
             yield (
                 f"threads, {arrays.name}",
@@ -63,7 +71,10 @@ class Suite:
         yield "device copy against 35 N, 8 ranks", self.bandwidth
         for size in (1, 16, 64, 256, 1024):
             if size * MIB <= self.largest:
-                yield f"emulated links {size} MiB", lambda size=size: self.emulated(size * MIB)
+                yield f"emulated links {size} MiB", lambda s=size: self.overlap(s * MIB, LINK)
+        for size in (1, 16, 256):
+            if size * MIB <= self.largest:
+                yield f"uncapped {size} MiB", lambda s=size: self.overlap(s * MIB, None)
 
         for arrays in self.libraries:  # late: processes on one GPU take turns, slowly
             yield (
@@ -72,6 +83,8 @@ class Suite:
             )
         if self.libraries:
             yield "IPC processes, graph", lambda: {"checked": run_graph(2)}
+        for arrays in self.libraries[:1]:
+            yield "IPC processes, killed rank", lambda a=arrays: {"seconds": run_killed(a)}
 
     def face(
         self, arrays: Arrays, ranks: Sequence[int], sizes: tuple[int, ...], virtual: bool
@@ -195,36 +208,42 @@ class Suite:
             }  # fmt: skip
         return row
 
-    def emulated(self, nbytes: int) -> Row:
-        """Overlapped against baseline double tree, each send held to one NVLink's rate."""
-        topology, row = load("dgx1-v100"), {"bytes": nbytes, "link_bytes_per_s": LINK}
+    def overlap(self, nbytes: int, link: float | None) -> Row:
+        """Overlapped against baseline double tree, each send held to a link's rate if given."""
+        topology, row = load("dgx1-v100"), {"bytes": nbytes, "link_bytes_per_s": link}
         for algorithm in ("double_tree", "overlapped_double_tree"):
             plan = plan_allreduce(topology, nbytes, algorithm)
-            row[algorithm] = self.timed(plan, nbytes, round(1e12 / LINK))
+            row[algorithm] = self.timed(plan, nbytes, round(1e12 / link) if link else 0)
         row["ratio"] = row["double_tree"] / row["overlapped_double_tree"]
         return row
 
     def latency(self) -> Row:
         """8 KiB over 8 ranks: launched, and replayed from a graph."""
-        row: Row = {}
-        for name in ("dgx1-v100", "mesh-8"):
-            plan = plan_allreduce(load(name), 8192)
-            with virtual_ranks(self.device, 8) as ranks:
-                prepared = ranks.prepare(plan, 8192, "float32", "sum")
-                buffers = [self.device.upload(np.zeros(2048, np.float32)) for _ in range(8)]
-                launched = self.seconds(lambda r=ranks, p=prepared, b=buffers: r.run(p, b),
-                                        ranks.check)  # fmt: skip
+        plans = {name: plan_allreduce(load(name), 8192) for name in ("dgx1-v100", "mesh-8")}
+        return {name: self.latency_of(plan) for name, plan in plans.items()}
 
-                def calls(stream: int, r: Any = ranks, p: Any = prepared, b: Any = buffers) -> None:
-                    for _ in range(GRAPH):
-                        r.run(p, b, stream)
+    def hop(self) -> Row:
+        """What one more rank in a chain adds to 8 KiB that go up and down it: two hops."""
+        plans = [plan_allreduce(load(f"mesh-{n}"), 8192, "chain", 1) for n in (2, 8)]
+        short, long = (self.latency_of(plan)["replayed_us"] for plan in plans)
+        return {"launch_and_two_hops_us": short, "hop_us": (long - short) / 12}
 
-                replayed = self.seconds(self.device.capture(calls), ranks.check) / GRAPH
-                for address in buffers:
-                    self.device.free(address)
-            row[name] = {"algorithm": plan.algorithm, "launched_us": launched * 1e6,
-                         "replayed_us": replayed * 1e6}  # fmt: skip
-        return row
+    def latency_of(self, plan: Plan) -> Row:
+        """Launched, and replayed from a graph of many calls."""
+        with virtual_ranks(self.device, plan.size) as ranks:
+            prepared = ranks.prepare(plan, 8192, "float32", "sum")
+            buffers = [self.device.upload(np.zeros(2048, np.float32)) for _ in range(plan.size)]
+            launched = self.seconds(lambda: ranks.run(prepared, buffers), ranks.check)
+
+            def calls(stream: int) -> None:
+                for _ in range(GRAPH):
+                    ranks.run(prepared, buffers, stream)
+
+            replayed = self.seconds(self.device.capture(calls), ranks.check) / GRAPH
+            for address in buffers:
+                self.device.free(address)
+        return {"algorithm": plan.algorithm, "launched_us": launched * 1e6,
+                "replayed_us": replayed * 1e6}  # fmt: skip
 
     def abort(self) -> Row:
         """Sends that would take minutes are given up; then new ranks work."""
@@ -232,9 +251,10 @@ class Suite:
         with virtual_ranks(self.device, 2, timeout=100) as ranks:
             prepared = ranks.prepare(plan, 65536, "float32", "sum")
             buffers = [self.device.upload(x) for x in self.inputs(2, 65536, "float32")]
-            ranks.abort()
-            start = time.perf_counter()
             ranks.run(prepared, buffers, 0, 4 * 10**9)
+            time.sleep(0.2)  # it runs
+            start = time.perf_counter()
+            ranks.abort()
             try:
                 ranks.check()
             except CollectiveAborted:

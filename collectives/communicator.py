@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from operator import index
 from types import TracebackType
 from typing import Any, TypeVar
@@ -48,6 +50,7 @@ class Communicator:
         self._team = team  # of ranks that are threads; None: made at the first call on a GPU
         self._gpu: GpuCalls | None = None
         self._lock = threading.Lock()
+        self._splits = 0
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future[Any] | None = None
         self._calls.make(Request("barrier", NOTHING))  # all have mapped the arena
@@ -152,6 +155,34 @@ class Communicator:
     def address_at(self, offset: int) -> int:
         """The address at which this process sees that place, on whichever rank it was made."""
         return self._arena.base + offset
+
+    def split(self, color: int = 0) -> Communicator:
+        """A communicator of its own of the ranks that give the same `color`, in the same order.
+
+        All ranks must call it. It has memory, flags and streams of its own, so calls of several
+        communicators may be under way at once; every rank must use them in the same order. Must be
+        closed. Raises CollectiveError.
+        """
+        if isinstance(color, bool) or not isinstance(color, int):
+            raise CollectiveError(f"color must be an integer, not {color!r}")
+        self._submit(False, None, lambda calls: None)  # behind what is under way
+        colors = [int(said) for said in self._calls.gather(str(color).encode())]
+        ranks = [r for r, other in enumerate(colors) if other == color]
+        place = ranks.index(self.rank)
+        fd = Arena.create(len(ranks)) if place == 0 else -1
+        try:
+            path = Arena.path(fd).encode() if place == 0 else b""
+            paths = self._calls.gather(path)
+            arena = Arena.attach(paths[ranks[0]].decode(), len(ranks), place)
+            gpus = self.topology.gpus
+            spec = self.settings.topology
+            part = "auto" if spec == "auto" else self.topology.subset([gpus[r] for r in ranks])
+            team = self._team.child((self._splits, color), ranks) if self._team else None
+            self._splits += 1
+            return Communicator(arena, replace(self.settings, topology=part), team)
+        finally:
+            if fd >= 0:
+                os.close(fd)
 
     def synchronize(self) -> None:
         """Wait until this rank's calls on its GPU are over. Raises what went wrong there."""

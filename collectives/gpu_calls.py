@@ -22,10 +22,11 @@ from collectives.runtime.diagnose import RAISED
 from collectives.runtime.peers import PeerMemory, common_map
 from collectives.runtime.team import Call, CallsDiffer, Team
 from collectives.runtime.watch import Watch
-from collectives.settings import Settings, topology_for
+from collectives.settings import Settings
 from collectives.stream_work import OnStream, StreamWork
 from collectives.tensors import stream_of
 from collectives.trace import CALLS, KERNELS
+from topology import load
 
 _POLL = 0.0005  # s
 _TOLD = 500  # characters of an error that the others are told
@@ -53,7 +54,7 @@ class GpuCalls:
                 team = Team(GpuRanks(ranks, memory, settings.timeout, settings.max_blocks))
         self.team = team
         auto = settings.topology == "auto"
-        spec = None if auto else topology_for(settings.topology, self.size)
+        spec = None if auto else load(settings.topology)
         topology = common_map(self.device, self.rank, calls.gather, spec)
         self.choices = Choices(topology, settings.order)
         self.made = 0

@@ -156,6 +156,11 @@ class GpuRanks:
         self._regions: dict[tuple[Plan, Shape], tuple[_Part, ...]] = {}
         self._launched: dict[int, Prepared] = {}  # the last one of each region
 
+    def like(self, devices: Sequence[Device]) -> GpuRanks:
+        """As many ranks of this process on these devices, with memory of their own."""
+        ranks = dict(enumerate(devices))
+        return GpuRanks(ranks, LocalMemory(devices), self.timeout, self.max_blocks)
+
     def rooms(self, dtype: str, op: str) -> list[Room]:
         """Of each of our GPUs."""
         return [(ranks, d.resident(dtype, op)) for d, ranks in self._shares.values()]

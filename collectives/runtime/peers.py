@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 from zlib import crc32
 
 from collectives.errors import CollectiveError, TopologyError
@@ -29,9 +30,10 @@ _TOLD = 200  # characters of an error that the others are told
 def common_map(device: Device, rank: int, gather: Gather, spec: Topology | None) -> Topology:
     """The map that the ranks' GPUs plan on: `spec`, or (None) what the driver tells of them.
 
-    Ranks exchange bus ids, UUIDs and what they detected, and take their places on that graph by
-    bus id. Ranks that share a GPU plan on a mesh, as no links stand between them. Raises
-    CollectiveError, on every rank, naming those that see different machines.
+    Ranks exchange bus ids, UUIDs and what they detected, and take their places by bus id or UUID.
+    A map that knows none of these is of another machine: rank r is its r-th GPU. Ranks that share a
+    GPU plan on a mesh where the driver is asked, as no links stand between them. Raises
+    CollectiveError, on every rank, naming those that see different machines or are not on the map.
     """
     bus_id, uuid = device.identity()
     seen, trouble = None, ""
@@ -43,7 +45,7 @@ def common_map(device: Device, rank: int, gather: Gather, spec: Topology | None)
     graph = crc32(seen.to_json().encode()) if seen and seen.devices else 0
     said = {"bus": bus_id, "uuid": uuid, "graph": graph, "trouble": trouble, "pid": os.getpid()}
     rows = [json.loads(row) for row in gather(json.dumps(said).encode())]
-    where = [row["uuid"] for row in rows]
+    where = [row["bus"] for row in rows]  # parts of one GPU share it, whatever their UUIDs
     shared = {u: [r for r, v in enumerate(where) if v == u] for u in where}
     crowd = next((ranks for ranks in shared.values() if len(ranks) > 1), None)
     processes = len({row["pid"] for row in rows})
@@ -54,7 +56,7 @@ def common_map(device: Device, rank: int, gather: Gather, spec: Topology | None)
             crowd, rows[crowd[0]]["bus"], rows[crowd[0]]["uuid"],
         )  # fmt: skip
     if spec is not None:
-        return spec
+        return _first(spec, len(rows)) if crowd else _places(spec, rows)
     if crowd:
         return load(f"mesh-{len(rows)}")
     if any(row["trouble"] for row in rows):
@@ -70,13 +72,27 @@ def common_map(device: Device, rank: int, gather: Gather, spec: Topology | None)
         if rank == 0:
             log.warning("the driver tells no links (is nvidia-ml-py installed?): a mesh is assumed")
         return load(f"mesh-{len(rows)}")
-    places = []
+    return _places(seen, rows, True)
+
+
+def _first(machine: Topology, size: int) -> Topology:
+    return machine.subset(machine.gpus[:size])
+
+
+def _places(machine: Topology, rows: list[dict[str, Any]], must: bool = False) -> Topology:
+    """The part of the machine where the ranks' GPUs are. `must`: it is known to be this one."""
+    places: list[int] = []
+    missing: list[str] = []
     for r, row in enumerate(rows):
         try:
-            places.append(seen.find(bus_id=row["bus"]))
+            places.append(machine.find(row["bus"], row["uuid"]))
         except TopologyError as error:
-            raise CollectiveError(f"rank {r}'s GPU is not on the map: {error}") from None
-    return seen.subset(places)
+            missing.append(f"rank {r}'s GPU is not on the map: {error}")
+    if not missing:
+        return machine.subset(places)
+    if must or places:
+        raise CollectiveError("; ".join(missing))
+    return _first(machine, len(rows))
 
 
 class PeerMemory:

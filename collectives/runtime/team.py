@@ -8,7 +8,7 @@ never see it start.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
@@ -58,6 +58,7 @@ class Team:
         self.gpu = gpu
         self._prepared: dict[Call, Prepared] = {}
         self._changed = threading.Condition()
+        self._children: dict[tuple[int, int], Team] = {}
         self._round = _Round()
         self._meeting = {d.index: d.make_event() for d in gpu.devices.values()}
 
@@ -144,8 +145,20 @@ class Team:
             for other in {*streams} - {streams[0]}:
                 devices[index].wait(self._meeting[index], other)
 
+    def child(self, key: tuple[int, int], ranks: Sequence[int]) -> Team:
+        """The team of some of these ranks, numbered anew; the same one for all that say the same
+        key. It is closed with this one."""
+        with self._changed:
+            if key not in self._children:
+                devices = [self.gpu.devices[r] for r in ranks]
+                gpu = self.gpu.like(devices)
+                self._children[key] = Team(gpu)
+            return self._children[key]
+
     def close(self) -> None:
         """Give all memory back; nothing may be running."""
+        while self._children:
+            self._children.popitem()[1].close()
         for device in {d.index: d for d in self.gpu.devices.values()}.values():
             if device.index in self._meeting:
                 device.free_event(self._meeting.pop(device.index))

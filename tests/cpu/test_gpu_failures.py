@@ -266,12 +266,30 @@ def test_ranks_that_see_different_machines_are_named(told: None, machine: Machin
                         r"00000000; say topology=", said)  # fmt: skip
 
 
+def test_a_map_that_names_its_gpus_places_the_ranks(machine: Machine) -> None:
+    assert (
+        collectives.spawn(on_the_map, 3, seen(), (-1,), device="cuda") == [["None", (2, 0, 1)]] * 3
+    )
+    part = seen((5, 3))
+    for said, _ in collectives.spawn(on_the_map, 3, part, (-1,), device="cuda"):
+        assert said.startswith("rank 2's GPU is not on the map: dgx1-v100 has no GPU GPU-0000:02:")
+
+
+def test_a_map_of_another_machine_is_taken_as_it_is(machine: Machine) -> None:
+    devices = tuple(Device(g, f"0000:f{g}:00.0") for g in range(8))
+    plain = load("dgx1-v100")
+    other = Topology(plain.name, plain.gpus, plain.links, devices=devices)
+    for spec in (other, "dgx1-v100"):
+        found = collectives.spawn(on_the_map, 3, spec, (-1,), device="cuda")
+        assert found == [["None", (0, 1, 2)]] * 3
+
+
 def test_a_gpu_that_is_not_on_the_map_is_named(
     monkeypatch: pytest.MonkeyPatch, machine: Machine
 ) -> None:
     monkeypatch.setattr(peers, "detect", lambda environ: seen((2, 0)))
     for said, _ in collectives.spawn(on_the_map, 3, args=(-1,), device="cuda"):
-        assert said.startswith("rank 2's GPU is not on the map: dgx1-v100 has no GPU 0000:02:00.0")
+        assert said.startswith("rank 2's GPU is not on the map: dgx1-v100 has no GPU GPU-0000:02:")
 
 
 def test_a_driver_that_does_not_answer_is_named(

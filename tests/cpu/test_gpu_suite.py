@@ -29,11 +29,20 @@ def test_the_rows_of_the_public_face(only: str, monkeypatch: pytest.MonkeyPatch)
     with gpus(monkeypatch, lambda index: HostDevice(capacity=128, index=index)):
         (row,) = run(Suite(None, libraries=[HostArrays()]), 100, only, None)
     assert row["state"] == "ok", row
-    assert row["8 ranks"]["checked"] == 8 * 3 * 7
+    assert row["8 ranks"]["checked"] == 8 * (3 * 7 + 2)
 
 
 @needs_compiler
-@pytest.mark.parametrize("only", ["dtypes", "abort", "latency", "emulated links 1 MiB", "35 N"])
+def test_the_row_of_a_rank_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with gpus(monkeypatch):
+        (row,) = run(Suite(None, libraries=[HostArrays()]), 100, "killed", None)
+    assert row["state"] == "ok", row
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "only", ["dtypes", "abort", "8 KiB", "hop", "emulated links 1 MiB", "uncapped 1 ", "35 N"]
+)
 def test_rows_are_measured_and_written(only: str, tmp_path: Path) -> None:
     device = HostDevice()
     out = tmp_path / "rows.json"
@@ -56,7 +65,7 @@ def test_a_wrong_result_is_a_failed_row_and_the_next_ones_are_run() -> None:
     rows = run(Suite(Wrong(), 1 << 16, 1, ()), 100, "", None)
     states = [row["state"] for row in rows]
     assert all(": 1 wrong bytes on rank 0" in state for state in states[:3])
-    assert states[3:] == ["ok", "ok"]
+    assert states[3:] == ["ok"] * 3
 
 
 @needs_compiler

@@ -1,0 +1,120 @@
+"""Communicators of some of the ranks, beside the one that they come from."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_ranks import MODES, Machine, gpus, tensor
+from host_gpu import needs_compiler
+
+import collectives
+from collectives import CollectiveError
+from collectives.default import get_default
+
+RANKS = 5
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    with gpus(monkeypatch) as made:
+        yield made
+
+
+def parts(rank: int) -> list[Any]:
+    comm = get_default()
+    with comm.split(rank % 2) as odd_or_even, comm.split() as all_again:
+        assert odd_or_even.size == (3, 2)[rank % 2]
+        x, y, z = (np.full(1000, rank, np.float32) for _ in range(3))
+        works = [odd_or_even.allreduce(x, async_op=True), all_again.allreduce(y, async_op=True)]
+        comm.allreduce(z)
+        for work in works:
+            assert work is not None
+            work.wait()
+        where = [c.topology.gpus for c in (odd_or_even, all_again)]
+    comm.barrier()
+    return [odd_or_even.rank, float(x[0]), float(y[0]), float(z[-1]), where]
+
+
+def test_parts_of_the_ranks_on_the_cpu() -> None:
+    found = collectives.spawn(parts, RANKS, "mesh-5")
+    for rank, (place, part, whole, own, where) in enumerate(found):
+        assert place == rank // 2
+        assert (part, whole, own) == ((6.0, 4.0)[rank % 2], 10.0, 10.0)
+        assert where == [((0, 2, 4), (1, 3))[rank % 2], (0, 1, 2, 3, 4)]
+
+
+def one_of_its_own(rank: int) -> int:
+    comm = get_default()
+    with comm.split(rank) as alone:
+        alone.allreduce(np.ones(3, np.float32))
+        return alone.size
+
+
+def test_a_part_of_one_rank() -> None:
+    assert collectives.spawn(one_of_its_own, 3) == [1, 1, 1]
+
+
+def no_color(rank: int) -> str:
+    with pytest.raises(CollectiveError) as caught:
+        get_default().split("red")  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_a_color_is_an_integer() -> None:
+    assert collectives.spawn(no_color, 1) == ["color must be an integer, not 'red'"]
+
+
+def on_gpus(rank: int) -> list[list[float]]:
+    """Two communicators at once, each on its stream, with more calls than one has slots."""
+    comm = get_default()
+    with comm.split(rank % 2) as part, comm.split() as again:
+        x, y = tensor([1.0] * 40_000, stream=5), tensor([1.0] * 50_000, stream=6)
+        for _ in range(3):
+            part.allreduce(x)
+            again.allreduce(y, op="sum")
+        part.synchronize()
+        again.synchronize()
+    return [x.array[:2].tolist(), y.array[-2:].tolist()]
+
+
+@needs_compiler
+@pytest.mark.parametrize("mode", MODES)
+def test_several_communicators_on_gpus_at_once(mode: str, machine: Machine) -> None:
+    for rank, found in enumerate(collectives.spawn(on_gpus, RANKS, "mesh-5", **MODES[mode])):
+        assert found == [[float((3, 2)[rank % 2] ** 3)] * 2, [125.0] * 2]
+
+
+def in_no_common_order(rank: int) -> list[list[float]]:
+    """Two threads of a rank, each with a communicator, that start in another order on each."""
+    comm = get_default()
+    made = [comm.split(), comm.split()]
+    tensors = [tensor([1.0] * 1000, stream=7 + i) for i in range(2)]
+    for c, x in zip(made, tensors, strict=True):
+        c.allreduce(x)  # the first time ranks meet, and must do so in one order
+        c.synchronize()
+        x.array[:] = 1
+
+    def run(i: int) -> None:
+        for _ in range(5):
+            made[i].allreduce(tensors[i])
+        made[i].synchronize()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in (rank % 2, 1 - rank % 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for c in made:
+        c.close()
+    return [x.array[:2].tolist() for x in tensors]
+
+
+@needs_compiler
+@pytest.mark.parametrize("mode", ["processes on one GPU", "a process a GPU"])
+def test_communicators_do_not_wait_for_each_other(mode: str, machine: Machine) -> None:
+    found = collectives.spawn(in_no_common_order, 2, "mesh-2", **MODES[mode])
+    assert found == [[[32.0] * 2] * 2] * 2
