@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 import collectives
-from collectives.default import get_default
+from collectives import get_default
 
 
 class Arrays(Protocol):
@@ -48,6 +48,15 @@ class TorchTensors:
         return x.cpu().numpy()
 
 
+def with_cuda() -> bool:
+    """Whether torch is here and sees a GPU."""
+    try:
+        import torch
+    except ImportError:
+        return False
+    return bool(torch.cuda.is_available())
+
+
 def exact(rank: int, n: int) -> np.ndarray:
     """Small integers: their sums are exact in any order."""
     return ((np.arange(n) * 7 + rank * 3) % 5).astype(np.float32)
@@ -57,6 +66,8 @@ def check_collectives(rank: int, arrays: Arrays, sizes: tuple[int, ...]) -> tupl
     """(results checked, checksum of a sum of random numbers) on one rank. Raises AssertionError."""
     comm, checked = get_default(), 0
     size = comm.size
+    if size == 2:
+        checked += check_dtypes(rank, arrays)
     for n in sizes:
         given = [exact(r, n) for r in range(size)]
         total = np.sum(given, axis=0)
@@ -93,6 +104,20 @@ def check_collectives(rank: int, arrays: Arrays, sizes: tuple[int, ...]) -> tupl
     comm.allreduce(x := arrays.put(noise))
     comm.synchronize()
     return checked, zlib.crc32(arrays.get(x).tobytes())
+
+
+def check_dtypes(rank: int, arrays: Arrays) -> int:
+    """All-reduce in every dtype that NumPy has, by every op."""
+    comm, checked = get_default(), 0
+    for dtype in ("float32", "float64", "float16", "int8", "uint8", "int32", "int64"):
+        given = [exact(r, 1009).astype(dtype) for r in range(2)]
+        for op, combine in (("sum", np.add), ("min", np.minimum), ("max", np.maximum),
+                            ("prod", np.multiply)):  # fmt: skip
+            comm.allreduce(x := arrays.put(given[rank]), op)
+            comm.synchronize()
+            np.testing.assert_array_equal(arrays.get(x), combine(*given))
+            checked += 1
+    return checked
 
 
 def check_graph(rank: int, n: int, replays: int) -> int:

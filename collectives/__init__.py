@@ -23,15 +23,16 @@ from collectives.runtime.simulate import Timeline, simulate
 
 if TYPE_CHECKING:
     from collectives.communicator import Communicator
-    from collectives.default import shutdown
+    from collectives.default import get_default, shutdown
     from collectives.launch import init, spawn
     from collectives.work import Work
 
 __all__ = [
     "CollectiveAborted", "CollectiveError", "CollectiveTimeout", "Communicator", "Explanation",
     "Plan", "PlanError", "Timeline", "TopologyError", "Work", "allgather", "allreduce", "alltoall",
-    "barrier", "broadcast", "empty", "explain", "init", "plan_allreduce", "plan_collective",
-    "reduce", "reduce_scatter", "shutdown", "simulate", "spawn", "verify",
+    "barrier", "broadcast", "empty", "explain", "get_default", "init",
+    "plan_allreduce", "plan_collective", "reduce", "reduce_scatter", "shutdown", "simulate",
+    "spawn", "verify",
 ]  # fmt: skip
 
 _RUNNING = {
@@ -40,6 +41,7 @@ _RUNNING = {
     "init": "launch",
     "spawn": "launch",
     "shutdown": "default",
+    "get_default": "default",
 }
 
 

@@ -26,6 +26,7 @@ from collectives.runtime.team import Team
 from collectives.settings import Settings, topology_for
 from collectives.tensors import as_buffer, gpu_of, numpy_name
 from collectives.work import Work
+from topology import load
 
 T = TypeVar("T")
 
@@ -36,18 +37,20 @@ class Communicator:
     A context manager; `close` ends it. Every rank must make the same calls in the same order: on
     the CPU each call begins by comparing what all ranks ask for, and differs anywhere ->
     CollectiveError on every rank, before any data moves; on a GPU the first one of each kind does,
-    and later ones that differ end in CollectiveTimeout. What may be set: `Settings`.
+    and later ones that differ end the communicator with an error. What may be set: `Settings`.
     """
 
     def __init__(
-        self, arena: Arena, settings: Settings | None = None, team: Team | None = None
-    ) -> None:
+        self, arena: Arena, settings: Settings | None = None, team: Team | None = None,
+        part: bool = False,
+    ) -> None:  # fmt: skip
         self.settings = settings or Settings()
         self.rank, self.size = arena.rank, arena.size
         self.topology = topology_for(self.settings.topology, self.size)
         self._arena = arena
         self._calls = Calls(arena, self.topology, self.settings)
         self._team = team  # of ranks that are threads; None: made at the first call on a GPU
+        self._part = part  # of another communicator, which has warned already
         self._gpu: GpuCalls | None = None
         self._lock = threading.Lock()
         self._splits = 0
@@ -75,7 +78,8 @@ class Communicator:
         beside the current stream, which `Work.wait` then makes wait for it.
         `algorithm`: auto, or a name, to compare them; refused together with order="fixed".
         Raises CollectiveError for bad input or calls that differ between ranks, CollectiveTimeout
-        and CollectiveAborted where a peer does not come.
+        and CollectiveAborted where a peer does not come; on a GPU from a later call, `Work.wait` or
+        `synchronize`.
         """
         if isinstance(x, list | tuple):
             first = x[0] if x else None
@@ -160,32 +164,51 @@ class Communicator:
         """A communicator of its own of the ranks that give the same `color`, in the same order.
 
         All ranks must call it. It has memory, flags and streams of its own, so calls of several
-        communicators may be under way at once; every rank must use them in the same order. Must be
-        closed. Raises CollectiveError.
+        communicators may be under way at once; every rank must make new kinds of calls on them in
+        the same order. Must be closed. Raises CollectiveError.
         """
         if isinstance(color, bool) or not isinstance(color, int):
             raise CollectiveError(f"color must be an integer, not {color!r}")
         self._submit(False, None, lambda calls: None)  # behind what is under way
+        self._splits += 1
         colors = [int(said) for said in self._calls.gather(str(color).encode())]
         ranks = [r for r, other in enumerate(colors) if other == color]
+        spec = self.settings.topology
+        if not (spec == "auto" or load(spec).devices):  # else GPUs are found by their names
+            spec = self.topology.subset([self.topology.gpus[r] for r in ranks])
+        settings = replace(self.settings, topology=spec)
         place = ranks.index(self.rank)
-        fd = Arena.create(len(ranks)) if place == 0 else -1
+        if self._team:
+            team, arenas = self._team.child((self._splits, color), ranks)
+            return Communicator(arenas[place], settings, team, True)
+        arena = self._arena_of(ranks, place)
+        return Communicator(arena, settings, None, True)
+
+    def _arena_of(self, ranks: Sequence[int], place: int) -> Arena:
+        """Memory that these ranks share, made by the first of them. Raises CollectiveError on all
+        ranks where one cannot have it."""
+        fd, path, arena, trouble = -1, b"", None, ""
         try:
-            path = Arena.path(fd).encode() if place == 0 else b""
+            if place == 0:
+                fd = Arena.create(len(ranks))
+                path = Arena.path(fd).encode()
             paths = self._calls.gather(path)
-            arena = Arena.attach(paths[ranks[0]].decode(), len(ranks), place)
-            gpus = self.topology.gpus
-            spec = self.settings.topology
-            part = "auto" if spec == "auto" else self.topology.subset([gpus[r] for r in ranks])
-            team = self._team.child((self._splits, color), ranks) if self._team else None
-            self._splits += 1
-            return Communicator(arena, replace(self.settings, topology=part), team)
+            try:
+                arena = Arena.attach(paths[ranks[0]].decode(), len(ranks), place)
+            except CollectiveError as error:
+                trouble = str(error)[:500]
+            told = self._calls.gather(trouble.encode())
         finally:
             if fd >= 0:
                 os.close(fd)
+        if arena is None or any(told):
+            words = (f"rank {r}: {said.decode()}" for r, said in enumerate(told) if said)
+            raise CollectiveError("; ".join(words))
+        return arena
 
     def synchronize(self) -> None:
-        """Wait until this rank's calls on its GPU are over. Raises what went wrong there."""
+        """Wait until this rank's calls on its GPU are over, but for replays of graphs. Raises what
+        went wrong there: CollectiveTimeout, CollectiveAborted or CollectiveError."""
         self._calls.check()
         if self._gpu:
             self._gpu.synchronise()
@@ -211,6 +234,8 @@ class Communicator:
                 self._calls.runtime.give_up(CLOSED)
             self._calls.runtime.close()
             self._arena.close()
+            if self._team:
+                self._team.leave()
 
     def __enter__(self) -> Communicator:
         return self
@@ -241,7 +266,7 @@ class Communicator:
             if self._last is not None:  # ranks may meet, and must do so in the order of their calls
                 self._last.exception()
             if self._gpu is None:
-                self._gpu = GpuCalls(number, self._calls, self.settings, self._team)
+                self._gpu = GpuCalls(number, self._calls, self.settings, self._team, self._part)
             return self._gpu
 
     # ---- one call ----------------------------------------------------------------------------

@@ -20,15 +20,14 @@ from collectives.runtime import cuda
 from collectives.runtime.cuda import Device, GpuRanks, Room, lanes_of
 from collectives.runtime.diagnose import RAISED
 from collectives.runtime.peers import PeerMemory, common_map
-from collectives.runtime.team import Call, CallsDiffer, Team
+from collectives.runtime.team import Call, Refused, Team
 from collectives.runtime.watch import Watch
 from collectives.settings import Settings
-from collectives.stream_work import OnStream, StreamWork
+from collectives.stream_work import POLL, OnStream, StreamWork
 from collectives.tensors import stream_of
 from collectives.trace import CALLS, KERNELS
 from topology import load
 
-_POLL = 0.0005  # s
 _TOLD = 500  # characters of an error that the others are told
 
 
@@ -40,36 +39,47 @@ class GpuCalls:
     """
 
     def __init__(
-        self, index: int, calls: Calls, settings: Settings, team: Team | None = None
-    ) -> None:
+        self, index: int, calls: Calls, settings: Settings, team: Team | None = None,
+        quiet: bool = False,
+    ) -> None:  # fmt: skip
         self.index, self.rank, self.size = index, calls.rank, calls.size
         self._calls, self._runtime, self._arena = calls, calls.runtime, calls.runtime.arena
         self._owns_team = team is None
         with calls.telling():  # a GPU that cannot be used: the others must not wait
             self.device: Device = cuda.open_device(index)
-            if team is None:
-                required = settings.peer_access == "require"
-                memory = PeerMemory(self.device, self._arena, calls.gather, required)
-                ranks = {self.rank: self.device}
-                team = Team(GpuRanks(ranks, memory, settings.timeout, settings.max_blocks))
-        self.team = team
+            try:
+                identity = self.device.identity()
+                self.team = team or self._alone(settings)
+                # behind the last call: outside of graphs, and within the capture of this number
+                self._done, self._done_captured = self._event(), self._event()
+                self._met = self._event()
+            except RuntimeError as error:
+                raise CollectiveError(f"GPU {index} cannot be used: {error}") from error
         auto = settings.topology == "auto"
         spec = None if auto else load(settings.topology)
-        topology = common_map(self.device, self.rank, calls.gather, spec)
+        topology = common_map(identity, self.rank, calls.gather, spec, quiet)
         self.choices = Choices(topology, settings.order)
         self.made = 0
         self._last, self._checksum = "", 0
         self._rooms: dict[tuple[str, str], list[Room]] = {}
         self._known: dict[tuple[int, ...], Call | None] = {}
-        # behind the last call: outside of graphs, and within the capture of this number
-        self._done, self._done_captured = self.device.make_event(), self.device.make_event()
         self._capture = 0
-        self._met = self.device.make_event()
         self._side: int | None = None
         self._scratch: list[tuple[int, int]] = []  # (address, bytes): graphs may hold old ones
         self._under_way: list[StreamWork] = []
+        self._captured: list[int] = []  # events of asynchronous calls in graphs
         self._lock = threading.Lock()
         self._watch = Watch(self.team.gpu, self._runtime, self._describe)
+
+    def _alone(self, settings: Settings) -> Team:
+        """The team of a process with one rank."""
+        required = settings.peer_access == "require"
+        memory = PeerMemory(self.device, self._arena, self._calls.gather, required)
+        ranks = {self.rank: self.device}
+        return Team(GpuRanks(ranks, memory, settings.timeout, settings.max_blocks))
+
+    def _event(self) -> int:
+        return self.device.make_event()
 
     def _describe(self) -> str:
         return f"{self.made} calls on the GPU" + (f", the last {self._last}" if self._last else "")
@@ -109,31 +119,38 @@ class GpuCalls:
         """
         with self._lock, self.device.here():
             self.check()
-            caller = stream_of(x)
-            capture = self.device.capturing(caller)
-            if not capture:
-                self._under_way = [w for w in self._under_way if not w.over()]
-            stream = self._own_stream() if async_op else caller
-            if not capture or capture == self._capture:
-                self.device.wait(self._done_captured if capture else self._done, stream)
-            place = OnStream(self, caller, stream)
             try:
-                result = body(place, *args)
-            except RuntimeError as error:  # CUDA's; before a call is made as well
-                if isinstance(error, CollectiveError) or not place.begun:
-                    raise
+                return self._submit(async_op, x, body, args)
+            except CollectiveError:
+                raise
+            except RuntimeError as error:  # CUDA's
                 raise self.fail(error) from error
-            finally:  # what was enqueued before a failure too
-                if place.begun:
-                    self.device.record(self._done_captured if capture else self._done, stream)
-                    self._capture = capture or self._capture
-            if not async_op:
-                place.finish()
-                return result
-            work = StreamWork(self, place, x, result, bool(capture))
-            if not capture:
-                self._under_way.append(work)
-            return work
+
+    def _submit(self, async_op: bool, x: Any, body: Callable[..., Any], args: Any) -> Any:
+        caller = stream_of(x)
+        capture = self.device.capturing(caller)
+        if not capture:
+            self._under_way = [w for w in self._under_way if not w.over()]
+        stream = self._own_stream() if async_op else caller
+        done = self._done_captured if capture else self._done
+        if not capture or capture == self._capture:
+            self.device.wait(done, stream)
+        place = OnStream(self, caller, stream)
+        try:
+            result = body(place, *args)
+        finally:  # what was enqueued before a failure too
+            if place.begun:
+                self.device.record(done, stream)
+                self._capture = capture or self._capture
+        if not async_op:
+            place.finish()
+            return result
+        work = StreamWork(self, place, x, result, bool(capture))
+        if capture:  # which keeps what it needs
+            self._captured.append(work.event or 0)
+        else:
+            self._under_way.append(work)
+        return work
 
     def _own_stream(self) -> int:
         if self._side is None:
@@ -180,7 +197,7 @@ class GpuCalls:
                 KERNELS, f"kernel plan.cu for {dtype} {op}: {self.device.registers(dtype, op)} "
                 f"registers, {rooms} blocks at once on GPU {self.index}"
             )  # fmt: skip
-        except RuntimeError as error:
+        except Exception as error:  # the others must hear of it, whatever it is
             said["trouble"] = f"{error}"[:_TOLD]
         rows = [json.loads(row) for row in self._calls.gather(json.dumps(said).encode())]
         if trouble := {r: row["trouble"] for r, row in enumerate(rows) if "trouble" in row}:
@@ -218,7 +235,7 @@ class GpuCalls:
         with trace.call(request.label), trace.phase("launch"):
             try:
                 self.team.launch(self.rank, call, request.buffer.address, stream, patience)
-            except CallsDiffer:
+            except Refused:
                 raise
             except (CollectiveTimeout, CollectiveAborted) as error:
                 self._calls.broken = f"{type(error).__name__}: {error}"
@@ -256,10 +273,10 @@ class GpuCalls:
 
     # ---- the end -----------------------------------------------------------------------------
     def synchronise(self) -> None:
-        """Wait until this rank's calls are over, but for replays of graphs. Raises what went
-        wrong."""
+        """Wait until this rank's calls are over, but for replays of graphs; not to be called while
+        one is captured. Raises what went wrong."""
         while not self.ready(self._done):
-            time.sleep(_POLL)
+            time.sleep(POLL)
         self.check()
 
     def close(self) -> None:
@@ -273,7 +290,7 @@ class GpuCalls:
                 last.callback(device.free, address)
             if self._side is not None:
                 last.callback(device.free_stream, self._side)
-            for event in (self._done, self._done_captured, self._met):
+            for event in (self._done, self._done_captured, self._met, *self._captured):
                 last.callback(device.free_event, event)
             for work in self._under_way:
                 last.callback(work.free)

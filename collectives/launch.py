@@ -48,9 +48,10 @@ def spawn(
     whose calls on a GPU are launched as one. The other arguments are those of `Settings`.
 
     Returns the results by rank (they must pickle). The first failing rank's exception is raised
-    again with its rank; the others are stopped, none is left. Processes are forked, which keeps
-    closures and loaded modules, unless this process runs other threads or has used CUDA: then
-    they are started afresh and `fn` must pickle. torch gets one thread a rank.
+    again with its rank; the others are stopped, no process is left (a thread that goes on for 5 s
+    after a failure is). Processes are forked, which keeps closures and loaded modules, unless this
+    process runs other threads or has used CUDA: then they are started afresh and `fn` must pickle.
+    torch gets one thread a rank.
     """
     if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
         raise CollectiveError(f"nprocs must be an integer of at least 1, not {nprocs!r}")

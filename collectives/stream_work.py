@@ -16,7 +16,7 @@ from collectives.work import Work
 if TYPE_CHECKING:
     from collectives.gpu_calls import GpuCalls
 
-_POLL = 0.0005  # s
+POLL = 0.0005  # s
 
 
 class OnStream:
@@ -82,8 +82,8 @@ class StreamWork(Work):
     def __init__(self, gpu: GpuCalls, place: OnStream, x: Any, result: Any, captured: bool) -> None:
         self._gpu, self._place, self._x, self._result = gpu, place, x, result
         self._captured = captured
-        self._event: int | None = gpu.device.make_event()
-        gpu.device.record(self._event, place.stream)
+        self.event: int | None = gpu.device.make_event()
+        gpu.device.record(self.event, place.stream)
 
     def wait(self, timeout: float | None = None) -> Any:
         """What the collective returns. What the current stream is given from now on comes after
@@ -93,17 +93,17 @@ class StreamWork(Work):
         while deadline is not None and not self.done():
             if time.monotonic() > deadline:
                 raise CollectiveTimeout(f"the collective is not done after {timeout} s")
-            time.sleep(_POLL)
+            time.sleep(POLL)
         self._gpu.check()
-        if self._event is not None:
-            self._gpu.device.wait(self._event, stream_of(self._x))
+        if self.event is not None:
+            self._gpu.device.wait(self.event, stream_of(self._x))
         self._place.finish()
         return self._result
 
     def done(self) -> bool:
         if self._captured:
             raise CollectiveError("a call in a graph is not done before the graph's replay is")
-        return self._event is None or self._gpu.ready(self._event)
+        return self.event is None or self._gpu.ready(self.event)
 
     def over(self) -> bool:
         """Whether nothing of it is under way; then its event is given back."""
@@ -113,6 +113,6 @@ class StreamWork(Work):
         return False
 
     def free(self) -> None:
-        if self._event is not None:
-            self._gpu.device.free_event(self._event)
-            self._event = None
+        if self.event is not None:
+            self._gpu.device.free_event(self.event)
+            self.event = None

@@ -76,8 +76,11 @@ def spawn_threads(
                 communicator.abort(RAISED)
         finally:
             set_of_thread(None)
-            if communicator is not None:
-                communicator.close()
+            try:
+                if communicator is not None:
+                    communicator.close()
+            except Exception as error:
+                mine.error = mine.error or error
 
     def wait() -> list[_Rank]:
         """Those that still run `GRACE` seconds after a failure."""

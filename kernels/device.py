@@ -22,8 +22,9 @@ class CudaDevice:
     """The GPU of this index, for one process; any thread may use it.
 
     Addresses are plain integers. Memory comes from cudaMalloc itself, not from a pool: only whole
-    allocations can be shared with other processes. Nothing but `finish` waits for work of others:
-    setting up goes over a stream of its own. Raises CuPy's errors, which are RuntimeErrors.
+    allocations can be shared with other processes. Setting up goes over a stream of its own, so
+    that it waits for no kernel; `finish`, `free` and `download` may. Raises CuPy's errors, which
+    are RuntimeErrors.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -34,18 +35,19 @@ class CudaDevice:
         self.index = index
         self._kernels: dict[tuple[str, str], tuple[int, object]] = {}
         self._lock = threading.Lock()
+        self._runtime.getDeviceCount()  # starts the driver
         self._own = self.make_stream()
         self._cuda = ctypes.CDLL("libcuda.so.1")  # for the few questions that CuPy does not pass on
 
     @contextmanager
     def here(self) -> Iterator[None]:
         """Make it the current GPU of this thread for a while."""
-        before = self._runtime.getDevice()
-        self._runtime.setDevice(self.index)  # which also gives a new thread the GPU's context
+        before = self._driver.ctxGetCurrent()  # to set a device would make a context on it
+        self._runtime.setDevice(self.index)
         try:
             yield
         finally:
-            self._runtime.setDevice(before)
+            self._driver.ctxSetCurrent(before)
 
     def use(self) -> None:
         """Make it the current one of this thread from now on."""
@@ -99,8 +101,12 @@ class CudaDevice:
         """Zeroed device memory of at least one byte."""
         with self.here():
             address = int(self._runtime.malloc(max(nbytes, 1)))
-            self._runtime.memsetAsync(address, 0, max(nbytes, 1), self._own)
-            self._runtime.streamSynchronize(self._own)
+            try:
+                self._runtime.memsetAsync(address, 0, max(nbytes, 1), self._own)
+                self._runtime.streamSynchronize(self._own)
+            except BaseException:
+                self._runtime.free(address)
+                raise
         return address
 
     def free(self, address: int) -> None:

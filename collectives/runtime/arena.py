@@ -138,13 +138,13 @@ class Arena:
         latest common multiple of a power of two can still be compared.
         """
         place = (number & -number).bit_length() - 1
-        self._logs()[self.rank, place] = number << 32 | checksum
+        self._logs()[self.rank, min(place, 31)] = (number & 0x7FFFFFFF) << 32 | checksum
 
     def differing(self) -> int | None:
         """A rank whose calls on its GPU have been others than ours."""
         logs = self._logs().copy()  # each word is read once: they change meanwhile
         mine = logs[self.rank]
-        differ = (logs >> 32 == mine >> 32) & (logs != mine)
+        differ = (mine >> 32 != 0) & (logs >> 32 == mine >> 32) & (logs != mine)
         found = np.flatnonzero(differ.any(axis=1))
         return int(found[0]) if found.size else None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
@@ -100,14 +100,17 @@ class LocalMemory:
                     )
 
     def bases(self, nbytes: Sequence[int], touched: set[int]) -> list[int]:
-        found = [(d, d.allocate(n)) for d, n in zip(self._devices, nbytes, strict=True)]
-        self._made += found
-        return [address for _, address in found]
+        found = []
+        for device, size in zip(self._devices, nbytes, strict=True):
+            found.append(device.allocate(size))
+            self._made.append((device, found[-1]))
+        return found
 
     def close(self) -> None:
-        while self._made:
-            device, address = self._made.pop()
-            device.free(address)
+        with ExitStack() as last:
+            while self._made:
+                device, address = self._made.pop()
+                last.callback(device.free, address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,12 +228,12 @@ class GpuRanks:
 
     def waiting(self) -> bool:
         """Whether a launch is under way that has waited for longer than some microseconds."""
-        parts = [part for p in self._launched.values() for part in p.parts]
+        parts = [part for p in list(self._launched.values()) for part in p.parts]
         return any((part.report[::REPORT] == State.WAITS).any() for part in parts)
 
     def failure(self) -> CollectiveTimeout | CollectiveAborted:
         """What is to be raised once `aborted`, with who waits for whom."""
-        found = [w for p in self._launched.values() for w in standing(p)]
+        found = [w for p in list(self._launched.values()) for w in standing(p)]
         if State.TIMED_OUT not in {state for state, _ in found}:
             return CollectiveAborted("the launch was aborted" + _others(found, None))
         waiting = {blocked.rank for _, blocked in found}
@@ -242,7 +245,7 @@ class GpuRanks:
 
     def stands(self) -> str:
         """What each of our ranks that is under way waits for; empty where none is."""
-        found = [w for p in self._launched.values() for w in standing(p)]
+        found = [w for p in list(self._launched.values()) for w in standing(p)]
         return _others(found, None).removeprefix("; ")
 
     def abort(self) -> None:
@@ -251,12 +254,13 @@ class GpuRanks:
 
     def close(self) -> None:
         """Give all memory back; nothing may be running. May be repeated."""
-        while self._uploaded:
-            device, address = self._uploaded.pop()
-            device.free(address)
-        self._memory.close()
         self._regions.clear()
         self._launched.clear()
+        with ExitStack() as last:  # all of it, whatever fails
+            last.callback(self._memory.close)
+            while self._uploaded:
+                device, address = self._uploaded.pop()
+                last.callback(device.free, address)
 
     def __enter__(self) -> GpuRanks:
         return self
@@ -317,7 +321,7 @@ def open_device(index: int) -> Device:
         found: Device = CudaDevice(index)
     except ImportError as error:
         raise CollectiveError(
-            f"GPU tensors need CuPy (pip install linkweave[cuda12], or [cuda13]): {error}"
+            f"GPU tensors need CuPy: install linkweave with its extra cuda12 or cuda13 ({error})"
         ) from None
     except (RuntimeError, OSError) as error:  # CuPy's errors
         raise CollectiveError(f"GPU {index} cannot be used: {error}") from None

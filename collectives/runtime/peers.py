@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 from zlib import crc32
 
@@ -27,20 +28,24 @@ _LEAVING = 5.0  # s that the others have to let go of our memory
 _TOLD = 200  # characters of an error that the others are told
 
 
-def common_map(device: Device, rank: int, gather: Gather, spec: Topology | None) -> Topology:
+def common_map(
+    identity: tuple[str, str], rank: int, gather: Gather, spec: Topology | None, quiet: bool = False
+) -> Topology:
     """The map that the ranks' GPUs plan on: `spec`, or (None) what the driver tells of them.
+
+    `identity`: bus id and UUID of this rank's GPU. `quiet`: they are known to share GPUs.
 
     Ranks exchange bus ids, UUIDs and what they detected, and take their places by bus id or UUID.
     A map that knows none of these is of another machine: rank r is its r-th GPU. Ranks that share a
     GPU plan on a mesh where the driver is asked, as no links stand between them. Raises
     CollectiveError, on every rank, naming those that see different machines or are not on the map.
     """
-    bus_id, uuid = device.identity()
+    bus_id, uuid = identity
     seen, trouble = None, ""
     if spec is None:
         try:
             seen = detect({})  # all of the machine's GPUs, whatever this process is shown
-        except TopologyError as error:
+        except Exception as error:  # the others must hear of it, whatever it is
             trouble = str(error)[:_TOLD]
     graph = crc32(seen.to_json().encode()) if seen and seen.devices else 0
     said = {"bus": bus_id, "uuid": uuid, "graph": graph, "trouble": trouble, "pid": os.getpid()}
@@ -49,7 +54,7 @@ def common_map(device: Device, rank: int, gather: Gather, spec: Topology | None)
     shared = {u: [r for r, v in enumerate(where) if v == u] for u in where}
     crowd = next((ranks for ranks in shared.values() if len(ranks) > 1), None)
     processes = len({row["pid"] for row in rows})
-    if crowd and rank == 0 and processes > 1:
+    if crowd and rank == 0 and processes > 1 and not quiet:
         log.warning(
             "ranks %s run on one GPU (%s, %s) and take turns on it; to give each its own, call "
             "torch.cuda.set_device(LOCAL_RANK) first",
@@ -173,19 +178,24 @@ class PeerMemory:
     def close(self) -> None:
         """Shut what is the others', and free our own when all of them have done so: until then
         CUDA leaves open what becomes of it. Where one does not, it stays until the process ends."""
-        while self._opened:
-            self._device.shut(self._opened.pop())
-        self._arena.leave()
+        with ExitStack() as last:  # backwards, and all of it, whatever fails
+            last.callback(self._free)
+            last.callback(self._arena.leave)
+            while self._opened:
+                last.callback(self._device.shut, self._opened.pop())
+
+    def _free(self) -> None:
         deadline = time.monotonic() + _LEAVING
-        while not self._arena.others_left():
+        while self._own and not self._arena.others_left():
             if time.monotonic() > deadline:
                 log.warning("rank %d: others still use its GPU memory", self._arena.rank)
                 return
             time.sleep(0.001)
-        while self._registered:
-            self._device.unregister(self._registered.pop())
-        while self._own:
-            self._device.free(self._own.pop())
+        with ExitStack() as last:
+            while self._own:
+                last.callback(self._device.free, self._own.pop())
+            while self._registered:
+                last.callback(self._device.unregister, self._registered.pop())
 
 
 def _advice() -> str:

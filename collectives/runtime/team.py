@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from collectives.planning.plan import Plan
+from collectives.runtime.arena import Arena
 from collectives.runtime.cuda import GpuRanks, Prepared
 
 _POLL = 0.05  # s
@@ -38,8 +40,8 @@ class _Arrival:
     stream: int
 
 
-class CallsDiffer(CollectiveError):
-    """Ranks of one process made different calls; nothing has moved, and all may go on."""
+class Refused(CollectiveError):
+    """Calls of ranks of one process that do not go together; nothing has moved, all may go on."""
 
 
 class _Round:
@@ -58,7 +60,8 @@ class Team:
         self.gpu = gpu
         self._prepared: dict[Call, Prepared] = {}
         self._changed = threading.Condition()
-        self._children: dict[tuple[int, int], Team] = {}
+        self._children: dict[tuple[int, int], tuple[Team, list[Arena]]] = {}
+        self._left = 0
         self._round = _Round()
         self._meeting = {d.index: d.make_event() for d in gpu.devices.values()}
 
@@ -118,18 +121,18 @@ class Team:
             for rank, arrival in sorted(came.items()):
                 asked.setdefault(arrival.call.said, []).append(rank)
             words = "; ".join(f"ranks {ranks}: {said}" for said, ranks in asked.items())
-            raise CallsDiffer(f"the ranks' calls on the GPU differ: {words}")
+            raise Refused(f"the ranks' calls on the GPU differ: {words}")
         on: dict[int, list[int]] = {}
         for rank, device in self.gpu.devices.items():
             stream = came[rank].stream
             on.setdefault(device.index, []).append(stream)
             if stream == _PER_THREAD:
-                raise CollectiveError(
+                raise Refused(
                     "cudaStreamPerThread is another stream on every thread; ranks that are "
                     "threads need streams of their own"
                 )
             if device.capturing(stream) and {a.stream for a in came.values()} != {stream}:
-                raise CollectiveError(
+                raise Refused(
                     "ranks that are threads can be captured into a graph from one stream only"
                 )
         prepared = self.prepare(calls.pop())
@@ -141,35 +144,43 @@ class Team:
         first = {index: streams[0] for index, streams in on.items()}
         self.gpu.run(prepared, [came[r].buffer for r in self.gpu.devices], first)
         for index, streams in on.items():
-            devices[index].record(self._meeting[index], streams[0])
-            for other in {*streams} - {streams[0]}:
+            if others := {*streams} - {streams[0]}:
+                devices[index].record(self._meeting[index], streams[0])
+            for other in others:
                 devices[index].wait(self._meeting[index], other)
 
-    def child(self, key: tuple[int, int], ranks: Sequence[int]) -> Team:
-        """The team of some of these ranks, numbered anew; the same one for all that say the same
-        key. It is closed with this one."""
+    def child(self, key: tuple[int, int], ranks: Sequence[int]) -> tuple[Team, list[Arena]]:
+        """The team of some of these ranks, numbered anew, and their arenas; the same ones for all
+        that say the same key. It is closed when all of them have left, or with this one."""
         with self._changed:
             if key not in self._children:
-                devices = [self.gpu.devices[r] for r in ranks]
-                gpu = self.gpu.like(devices)
-                self._children[key] = Team(gpu)
+                gpu = self.gpu.like([self.gpu.devices[r] for r in ranks])
+                self._children[key] = Team(gpu), Arena.local(len(ranks))
             return self._children[key]
 
+    def leave(self) -> None:
+        """One rank is done with it; with the last one it is closed."""
+        with self._changed:
+            self._left += 1
+            if self._left < len(self.gpu.devices):
+                return
+        self.close()
+
     def close(self) -> None:
-        """Give all memory back; nothing may be running."""
-        while self._children:
-            self._children.popitem()[1].close()
-        for device in {d.index: d for d in self.gpu.devices.values()}.values():
-            if device.index in self._meeting:
-                device.free_event(self._meeting.pop(device.index))
+        """Give all memory back; nothing may be running. May be repeated."""
         self._prepared.clear()
-        self.gpu.close()
+        devices = {d.index: d for d in self.gpu.devices.values()}
+        with ExitStack() as last:  # all of it, whatever fails
+            last.callback(self.gpu.close)
+            while self._meeting:
+                index, event = self._meeting.popitem()
+                last.callback(devices[index].free_event, event)
+            while self._children:
+                last.callback(self._children.popitem()[1][0].close)
 
 
 def _again(error: BaseException) -> CollectiveError:
     """The same error for another rank, as each raises one of its own."""
     if isinstance(error, CollectiveTimeout | CollectiveAborted):
         return type(error)(str(error), **error.fields())
-    return (
-        CallsDiffer(str(error)) if isinstance(error, CallsDiffer) else CollectiveError(str(error))
-    )
+    return Refused(str(error)) if isinstance(error, Refused) else CollectiveError(str(error))

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from collectives.runtime.arena import LAST_WORDS, MOST_SAID
 from collectives.runtime.cuda import GpuRanks
-from collectives.runtime.diagnose import DIED, DIFFERED, TIMED_OUT
+from collectives.runtime.diagnose import DIED, DIFFERED, RAISED, TIMED_OUT
 from collectives.runtime.shm import ShmRuntime
 
 log = logging.getLogger("linkweave")
@@ -43,10 +43,16 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stop.wait(_PERIOD):
-            if self._look():
+            try:
+                if not self._look():
+                    continue
                 if self._gpu.stands():
                     log.error("rank %d: %s", self._runtime.rank, self.failure())
-                return
+            except Exception:  # without a watch nobody would free the GPU
+                log.exception("rank %d: its watch failed", self._runtime.rank)
+                self._gpu.abort()
+                self._runtime.give_up(RAISED)
+            return
 
     def _look(self) -> bool:
         """Carry news either way; whether there were bad ones."""

@@ -18,6 +18,7 @@ from host_gpu import CURRENT, HostDevice, HostTensor, needs_compiler
 import collectives
 from collectives import CollectiveError
 from collectives.default import get_default
+from collectives.runtime.arena import Arena
 
 pytestmark = needs_compiler
 PROCESSES = MODES["a process a GPU"]
@@ -70,19 +71,29 @@ class Faulty(HostDevice):
         self._maybe("free_stream")
         super().free_stream(stream)
 
+    def allocate(self, nbytes: int) -> int:
+        self._maybe("allocate")
+        return super().allocate(nbytes)
+
+    def shut(self, address: int) -> None:
+        super().shut(address)
+        self._maybe("shut")
+
 
 def with_a_fault(rank: int, fault: str, machine: Machine) -> tuple[list[str], float]:
     comm = get_default()
     comm.allreduce(tensor([1.0] * 4))
     comm.synchronize()
+    comm.barrier()
     machine.ours()[0].fault = fault
     start = time.monotonic()
-    found = [said(lambda: [comm.allreduce(tensor([1.0] * 4, "float64")), comm.synchronize()])]
+    pair = [tensor([1.0] * 4, "float64")] * 2  # a list needs memory of its own
+    found = [said(lambda: [comm.allreduce(pair), comm.synchronize()])]
     found.append(said(lambda: [comm.allreduce(tensor([1.0] * 4)), comm.synchronize()]))
     return found, time.monotonic() - start
 
 
-@pytest.mark.parametrize("fault", ["ready", "launch"])
+@pytest.mark.parametrize("fault", ["ready", "launch", "allocate"])
 def test_a_fault_of_one_gpu_ends_the_calls_of_all(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,12 +214,12 @@ def test_a_deadline_is_never_taken_for_an_abort(machine: Machine) -> None:
     assert found[0].startswith("CollectiveTimeout: rank 0 waits for the data of chunk 0 on channel")
 
 
-def closing_with_a_fault(rank: int, machine: Machine) -> list[Any]:
+def closing_with_a_fault(rank: int, machine: Machine, fault: str) -> list[Any]:
     comm: Any = get_default()
     work = comm.allreduce(tensor([1.0] * 4), async_op=True)
     work.wait()
     comm.synchronize()
-    machine.ours()[0].fault = "free_stream"
+    machine.ours()[0].fault = fault
     try:
         comm.close()
     except RuntimeError as error:
@@ -219,14 +230,15 @@ def closing_with_a_fault(rank: int, machine: Machine) -> list[Any]:
     return [text, comm._calls.closed, len(machine.left())]
 
 
+@pytest.mark.parametrize("fault", ["free_stream", "shut"])
 def test_a_fault_at_the_end_keeps_nothing_else_from_being_given_back(
-    monkeypatch: pytest.MonkeyPatch,
+    fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with gpus(monkeypatch, Faulty) as machine:
-        found = collectives.spawn(closing_with_a_fault, 2, "mesh-2", (machine,), **PROCESSES)
-    assert found == [
-        ["no error", True, 0], ["cudaErrorIllegalAddress in free_stream", True, 0]
-    ]  # fmt: skip
+        start = time.monotonic()
+        found = collectives.spawn(closing_with_a_fault, 2, "mesh-2", (machine, fault), **PROCESSES)
+    assert time.monotonic() - start < 4  # nobody waits for the other one to leave
+    assert found == [["no error", True, 0], [f"cudaErrorIllegalAddress in {fault}", True, 0]]
 
 
 def leaving_early(rank: int, machine: Machine) -> list[Any]:
@@ -308,8 +320,12 @@ def captured_by_threads(rank: int, machine: Machine, shared: bool) -> str:
     comm.barrier()
     text = said(lambda: comm.allreduce(HostTensor(x.array, 0, stream)))
     device.synchronise(stream)
-    comm.barrier() if shared else None
+    comm.barrier()
     device.captured.clear()
+    comm.barrier()
+    comm.allreduce(y := tensor([1.0] * 4))  # all may go on
+    comm.synchronize()
+    assert y.array.tolist() == [2.0] * 4
     return text
 
 
@@ -396,3 +412,83 @@ def test_an_interrupted_rank_stops_all(mode: str, machine: Machine) -> None:
     with pytest.raises(KeyboardInterrupt):
         collectives.spawn(interrupted, 2, "mesh-2", **MODES[mode])
     assert time.monotonic() - start < 8
+
+
+class Broken(Faulty):
+    def resident(self, dtype: str, op: str) -> int:
+        if self.index == 1:
+            raise FileNotFoundError("plan.cu")
+        return super().resident(dtype, op)
+
+
+class Nameless(Faulty):
+    def identity(self) -> tuple[str, str]:
+        if self.index == 1:
+            raise RuntimeError("cudaErrorDeviceUninitialized")
+        return super().identity()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(Broken, "no kernel for sum of float32: rank 1: plan.cu"),
+     (Nameless, "ranks [1]: refused its arguments")],
+)  # fmt: skip
+def test_whatever_goes_wrong_on_one_rank_is_told(
+    kind: type[Faulty], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gpus(monkeypatch, kind):
+        found = collectives.spawn(first_call, 3, "mesh-3", timeout=20, **PROCESSES)
+    assert all(words in text for text in (found[0], found[2]))
+    assert "plan.cu" in found[1] or "cudaErrorDeviceUninitialized" in found[1]
+
+
+def test_checksums_of_calls_wrap_with_their_number() -> None:
+    first, second = Arena.local(2)
+    for number in (1, 2, 3, 2**31 - 1, 2**31, 2**31 + 1, 2**32, 2**33):
+        first.log_call(number, number % 1000)
+        assert first.differing() is None and second.differing() is None
+        second.log_call(number, number % 1000)
+    first.log_call(2**31 + 4, 1)
+    second.log_call(2**31 + 4, 2)
+    assert first.differing() == 1 and second.differing() == 0
+
+
+def test_ranks_far_apart_can_still_be_compared() -> None:
+    first, second = Arena.local(2)
+    for number in range(1, 1001):
+        first.log_call(number, number % 7)
+    for number in range(1, 601):
+        second.log_call(number, number % 7 + (number >= 500))
+    assert first.differing() == 1
+    second.log_call(600, 600 % 7)
+    second.log_call(512, 512 % 7)
+    assert first.differing() is None
+
+
+def many_sizes(rank: int) -> int:
+    """The watch looks while calls of new kinds are made."""
+    comm: Any = get_default()
+    stop = threading.Event()
+
+    def look() -> int:
+        looks = 0
+        while not stop.is_set():
+            comm._gpu.team.gpu.waiting()
+            list(comm._gpu.team.gpu.stands())
+            looks += 1
+        return looks
+
+    comm.allreduce(tensor([1.0]))
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    for algorithm in ("tree", "chain", "ring", "double_tree", "one_shot", "two_shot"):
+        for n in (3, 40_000):
+            comm.allreduce(tensor([1.0] * n), algorithm=algorithm)
+    comm.synchronize()
+    stop.set()
+    watcher.join()
+    return len(comm._gpu.team.gpu._launched)
+
+
+def test_the_watch_looks_at_what_grows_meanwhile(machine: Machine) -> None:
+    assert min(collectives.spawn(many_sizes, 2, "mesh-2", **PROCESSES)) > 6

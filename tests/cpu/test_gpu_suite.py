@@ -11,6 +11,8 @@ from gpu_ranks import gpus, tensor
 from host_gpu import HostDevice, HostTensor, needs_compiler
 
 from bench.gpu_suite import Suite, main, run
+from collectives.planning.plan import Plan
+from collectives.runtime.cuda import GpuRanks
 
 
 class HostArrays:
@@ -30,6 +32,22 @@ def test_the_rows_of_the_public_face(only: str, monkeypatch: pytest.MonkeyPatch)
         (row,) = run(Suite(None, libraries=[HostArrays()]), 100, only, None)
     assert row["state"] == "ok", row
     assert row["8 ranks"]["checked"] == 8 * (3 * 7 + 2)
+    assert row["2 ranks"]["checked"] == 2 * (3 * 7 + 2 + 28)
+
+
+class Few(Suite):
+    """The first row, of which one size is enough."""
+
+    def check(self, ranks: GpuRanks, plan: Plan, nbytes: int, dtype: str, op: str) -> None:
+        if nbytes == 4036:
+            super().check(ranks, plan, nbytes, dtype, op)
+
+
+@needs_compiler
+def test_plans_with_more_blocks_than_a_gpu_holds_are_skipped() -> None:
+    (row,) = run(Few(HostDevice(132), 1 << 16, 1, ()), 100, "correct algorithms", None)
+    assert row["state"] == "ok", row
+    assert any("packed_trees needs 255 thread blocks" in text for text in row["skipped"])
 
 
 @needs_compiler
@@ -65,7 +83,8 @@ def test_a_wrong_result_is_a_failed_row_and_the_next_ones_are_run() -> None:
     rows = run(Suite(Wrong(), 1 << 16, 1, ()), 100, "", None)
     states = [row["state"] for row in rows]
     assert all(": 1 wrong bytes on rank 0" in state for state in states[:3])
-    assert states[3:] == ["ok"] * 3
+    assert states[3:5] == ["ok"] * 2
+    assert states[5:] == ["failed: Failed: overlapped_double_tree 65536 bytes: rank 0 is wrong"]
 
 
 @needs_compiler

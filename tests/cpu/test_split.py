@@ -14,6 +14,8 @@ from host_gpu import needs_compiler
 import collectives
 from collectives import CollectiveError
 from collectives.default import get_default
+from collectives.runtime.arena import Arena
+from topology import Device, Topology, load
 
 RANKS = 5
 
@@ -86,6 +88,74 @@ def on_gpus(rank: int) -> list[list[float]]:
 def test_several_communicators_on_gpus_at_once(mode: str, machine: Machine) -> None:
     for rank, found in enumerate(collectives.spawn(on_gpus, RANKS, "mesh-5", **MODES[mode])):
         assert found == [[float((3, 2)[rank % 2] ** 3)] * 2, [125.0] * 2]
+
+
+def on_a_named_map(rank: int) -> list[Any]:
+    comm: Any = get_default()
+    with comm.split(rank % 2) as part:
+        part.allreduce(x := tensor([1.0] * 4))
+        part.synchronize()
+        return [part._gpu.choices.topology.gpus, x.array[:1].tolist()]
+
+
+@needs_compiler
+def test_parts_keep_their_places_on_a_map_that_names_gpus(machine: Machine) -> None:
+    plain = load("dgx1-v100")
+    devices = tuple(Device(g, f"0000:0{r}:00.0") for r, g in enumerate((5, 3, 4)))
+    spec = Topology(plain.name, plain.gpus, plain.links, devices=devices)
+    found = collectives.spawn(on_a_named_map, 3, spec, device="cuda")
+    assert found == [[(5, 4), [2.0]], [(3,), [1.0]], [(5, 4), [2.0]]]
+
+
+def again_and_again(rank: int, machine: Machine) -> list[int]:
+    comm, sizes = get_default(), []
+    for _ in range(4):
+        with comm.split() as part:
+            part.allreduce(tensor([1.0] * 40_000))
+            part.synchronize()
+        comm.barrier()  # all have closed
+        sizes.append(len(machine.ours()[0].memory))
+        comm.barrier()
+    return sizes
+
+
+@needs_compiler
+@pytest.mark.parametrize("mode", ["threads on one GPU", "processes on one GPU"])
+def test_closed_ones_hold_no_memory(mode: str, machine: Machine) -> None:
+    for sizes in collectives.spawn(again_and_again, 2, "mesh-2", (machine,), **MODES[mode]):
+        assert sizes == [0] * 4
+
+
+def two_at_once(rank: int) -> float:
+    with get_default().split() as a, get_default().split() as b:
+        x = np.ones(3, np.float32)
+        a.allreduce(x)
+        b.allreduce(x)
+    return float(x[0])
+
+
+def test_many_threads_have_address_space_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    with gpus(monkeypatch):
+        found = collectives.spawn(two_at_once, 24, "mesh-24", device="cuda:0", virtual=True)
+    assert found == [24.0**2] * 24
+
+
+def without_memory(rank: int) -> str:
+    comm = get_default()
+    if rank == 1:
+        Arena.attach = staticmethod(_fails)  # type: ignore[method-assign,assignment]
+    with pytest.raises(CollectiveError) as caught:
+        comm.split()
+    comm.barrier()
+    return str(caught.value)
+
+
+def _fails(path: str, size: int, rank: int) -> Arena:
+    raise CollectiveError("no address space")
+
+
+def test_a_rank_that_cannot_have_memory_is_told_to_all() -> None:
+    assert collectives.spawn(without_memory, 3) == ["rank 1: no address space"] * 3
 
 
 def in_no_common_order(rank: int) -> list[list[float]]:

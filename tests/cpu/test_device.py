@@ -1,0 +1,120 @@
+"""What `CudaDevice` asks of CUDA, by a recording stand-in for CuPy's low-level modules."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kernels.device import CudaDevice
+
+
+class CUDARuntimeError(RuntimeError):
+    pass
+
+
+class Runtime:
+    """The runtime's functions: what was called, on the GPU that was current."""
+
+    streamNonBlocking, eventDisableTiming = 1, 2
+    memcpyHostToDevice, memcpyDeviceToDevice = 1, 3
+    CUDARuntimeError = CUDARuntimeError
+
+    def __init__(self) -> None:
+        self.current, self.calls = 0, []
+        self.answers: dict[str, Any] = {"malloc": 4096, "streamCreateWithFlags": 77}
+
+    def setDevice(self, index: int) -> None:
+        self.current = index
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            self.calls.append((name, self.current, arguments))
+            answer = self.answers.get(name, 0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return call
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    found = Runtime()
+    contexts = SimpleNamespace(
+        ctxGetCurrent=lambda: found.current, ctxSetCurrent=found.setDevice, CUDADriverError=OSError
+    )
+    api = SimpleNamespace(driver=contexts, runtime=found)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cupy_backends", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.api", api)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
+    return found
+
+
+def test_nothing_is_done_on_another_gpu_and_the_current_one_stays(runtime: Runtime) -> None:
+    runtime.current = 5
+    device = CudaDevice(3)
+    device.allocate(100)
+    device.wait(device.make_event(), 9)
+    device.copy(1, 2, 3, 9)
+    assert {index for name, index, _ in runtime.calls if name != "getDeviceCount"} == {3}
+    assert runtime.current == 5
+    device.use()
+    assert runtime.current == 3
+
+
+def test_setting_up_waits_for_its_own_stream_only(runtime: Runtime) -> None:
+    device = CudaDevice(0)
+    runtime.calls.clear()
+    assert device.allocate(0) == 4096
+    assert [(name, arguments) for name, _, arguments in runtime.calls] == [
+        ("malloc", (1,)), ("memsetAsync", (4096, 0, 1, 77)), ("streamSynchronize", (77,))
+    ]  # fmt: skip
+
+
+def test_memory_that_cannot_be_cleared_is_given_back(runtime: Runtime) -> None:
+    device = CudaDevice(0)
+    runtime.answers["memsetAsync"] = CUDARuntimeError("no")
+    with pytest.raises(RuntimeError, match=r"^no$"):
+        device.allocate(8)
+    assert runtime.calls[-1] == ("free", 0, (4096,))
+
+
+@pytest.mark.parametrize(("code", "wanted"), [(0, True), (600, False)])
+def test_events_are_over_or_not(code: int, wanted: bool, runtime: Runtime) -> None:
+    runtime.answers["eventQuery"] = code
+    assert CudaDevice(0).ready(1) is wanted
+
+
+def test_an_event_behind_a_fault_raises_it(runtime: Runtime) -> None:
+    runtime.answers["eventQuery"] = 700
+    with pytest.raises(RuntimeError, match=r"^700$"):
+        CudaDevice(0).ready(1)
+
+
+def test_the_default_stream_is_never_asked_whether_it_is_captured(runtime: Runtime) -> None:
+    device = CudaDevice(0)
+    device._cuda = None
+    assert device.capturing(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("access", "error", "wanted"),
+    [(0, None, False), (1, None, True), (1, "cudaErrorPeerAccessAlreadyEnabled: x", True)],
+)
+def test_access_to_a_peer(access: int, error: str | None, wanted: bool, runtime: Runtime) -> None:
+    runtime.answers["deviceCanAccessPeer"] = access
+    runtime.answers["deviceEnablePeerAccess"] = CUDARuntimeError(error) if error else 0
+    assert CudaDevice(0).reach(1) is wanted
+
+
+def test_other_faults_of_peer_access_are_raised(runtime: Runtime) -> None:
+    runtime.answers["deviceCanAccessPeer"] = 1
+    runtime.answers["deviceEnablePeerAccess"] = CUDARuntimeError("cudaErrorTooManyPeers")
+    with pytest.raises(RuntimeError, match=r"TooManyPeers"):
+        CudaDevice(0).reach(1)
