@@ -13,6 +13,7 @@ import numpy as np
 
 import collectives
 from collectives import get_default
+from collectives.planning.planner import candidates
 
 
 class Arrays(Protocol):
@@ -66,6 +67,7 @@ def check_collectives(rank: int, arrays: Arrays, sizes: tuple[int, ...]) -> tupl
     """(results checked, checksum of a sum of random numbers) on one rank. Raises AssertionError."""
     comm, checked = get_default(), 0
     size = comm.size
+    checked += check_algorithms(rank, arrays)
     if size == 2:
         checked += check_dtypes(rank, arrays)
     for n in sizes:
@@ -104,6 +106,25 @@ def check_collectives(rank: int, arrays: Arrays, sizes: tuple[int, ...]) -> tupl
     comm.allreduce(x := arrays.put(noise))
     comm.synchronize()
     return checked, zlib.crc32(arrays.get(x).tobytes())
+
+
+def check_algorithms(rank: int, arrays: Arrays) -> int:
+    """All-reduce by every algorithm that the map and the GPU admit, over lines and slots."""
+    comm, checked = get_default(), 0
+    for name in candidates(comm.topology):
+        for n in (1009, 30_011):
+            given = [exact(r, n) for r in range(comm.size)]
+            x = arrays.put(given[rank])
+            try:
+                comm.allreduce(x, algorithm=name)
+            except collectives.CollectiveError as error:
+                if "thread blocks" not in str(error):  # the same on all ranks
+                    raise
+                continue
+            comm.synchronize()
+            np.testing.assert_array_equal(arrays.get(x), np.sum(given, axis=0))
+            checked += 1
+    return checked
 
 
 def check_dtypes(rank: int, arrays: Arrays) -> int:
