@@ -1,1 +1,25 @@
 """How a machine does it: kernels for GPUs and their Numba twins for CPUs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kernels.face import (
+        coalesce,
+        merge_topk,
+        scatter_add_rows,
+        sparsify,
+        split_rows,
+        topk_abs,
+    )
+
+__all__ = ["coalesce", "merge_topk", "scatter_add_rows", "sparsify", "split_rows", "topk_abs"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'kernels' has no attribute {name!r}")
+    from kernels import face  # Numba takes its time
+
+    return getattr(face, name)
