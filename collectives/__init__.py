@@ -32,7 +32,7 @@ __all__ = [
     "Plan", "PlanError", "Timeline", "TopologyError", "Work", "allgather", "allreduce", "alltoall",
     "barrier", "broadcast", "empty", "explain", "get_default", "init",
     "plan_allreduce", "plan_collective", "reduce", "reduce_scatter", "shutdown", "simulate",
-    "spawn", "verify",
+    "sparse_allreduce", "spawn", "verify",
 ]  # fmt: skip
 
 _RUNNING = {
@@ -87,6 +87,16 @@ def reduce_scatter(x: Any, op: str = "sum", out: Any = None, async_op: bool = Fa
 def alltoall(x: Any, out: Any = None, async_op: bool = False) -> Any:
     """`Communicator.alltoall` on the default communicator."""
     return _default().alltoall(x, out, async_op)
+
+
+def sparse_allreduce(
+    values: Any, indices: Any, numel: int, k: int, *, residual: Any = None, mode: str = "auto",
+    conserve: bool = True,
+) -> tuple[Any, Any]:  # fmt: skip
+    """`Communicator.sparse_allreduce` on the default communicator."""
+    return _default().sparse_allreduce(
+        values, indices, numel, k, residual=residual, mode=mode, conserve=conserve
+    )
 
 
 def barrier() -> None:

@@ -73,6 +73,14 @@ class Calls:
         weakref.finalize(block, self._arena.free, offset)
         return np.asarray(block)
 
+    def offset_of(self, memory: NDArray[np.uint8]) -> int:
+        """Where a `block` lies for all ranks."""
+        return self._arena.offset_of(int(memory.ctypes.data), memory.nbytes)
+
+    def bytes_at(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        """What any rank's block holds there."""
+        return self._arena.bytes_at(offset, nbytes)
+
     def scratch(self, like: Buffer, nbytes: int) -> Buffer:
         memory = self.block(nbytes)
         return Buffer(int(memory.ctypes.data), like.nbytes, like.dtype, like.itemsize, memory)

@@ -122,6 +122,27 @@ class Communicator:
         """
         return self._submit(async_op, x, bodies.alltoall, x, out)
 
+    def sparse_allreduce(
+        self, values: Any, indices: Any, numel: int, k: int, *, residual: Any = None,
+        mode: str = "auto", conserve: bool = True,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """(values, indices) of the sum of all ranks' sparse vectors, the same on every rank.
+
+        `values` float32 [n] and `indices` int32 [n], ascending, below `numel`, on the CPU. `mode`:
+        "gtopk", the k largest of the sum by a tree of merges (gTop-k paper, algorithm 3, for any
+        number of ranks): 2 k ceil(log2 P) numbers reach rank 0 at most; "topk", the whole sum;
+        "dense", the same by a dense all-reduce, without zeros; "auto", what is predicted to be
+        the fastest. `residual` (float32, `numel` elements): with `conserve` the rank that merges
+        adds to its own what it drops, so that the sum of all residuals and the result keeps all
+        that came in; else the paper's algorithm 4: a rank's entries that are not in the result
+        come back, and what was dropped half way is lost. Raises CollectiveError, on every rank
+        where their arguments differ.
+        """
+        from collectives.sparse.gtopk import sparse_allreduce
+
+        arguments = (values, indices, numel, k, residual, mode, conserve)
+        return self._submit(False, values, sparse_allreduce, *arguments)  # type: ignore[return-value]
+
     def barrier(self) -> None:
         """Return once every rank has called it."""
         self._submit(False, None, lambda calls: calls.make(Request("barrier", NOTHING)))

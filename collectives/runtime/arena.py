@@ -186,6 +186,10 @@ class Arena:
         self._populate(page, offset + nbytes - page)
         return offset, self._bytes[offset : offset + nbytes]
 
+    def bytes_at(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        """The memory at an offset, whichever rank's it is."""
+        return self._bytes[offset : offset + nbytes]
+
     def free(self, offset: int) -> None:
         """Give a block of `allocate` back."""
         self._heap.give(offset - self._heaps - self.rank * HEAP)

@@ -1,0 +1,168 @@
+"""Sparse all-reduce: nothing is lost, for any number of ranks; what the paper's form loses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import collectives
+from collectives import CollectiveError, get_default
+from collectives.sparse.gtopk import ENTRY, gtopk, predicted_seconds
+from kernels import topk_abs
+from topology import load
+
+NUMEL = 60
+
+
+def vector(rank: int, case: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng([rank, case])
+    indices = np.sort(rng.choice(NUMEL, size, replace=False)).astype(np.int32)
+    return rng.integers(-9, 10, size).astype(np.float32), indices
+
+
+def dense(pair: tuple[np.ndarray, np.ndarray], numel: int = NUMEL) -> np.ndarray:
+    out = np.zeros(numel, np.float32)
+    out[pair[1]] = pair[0]
+    return out
+
+
+def cases(rank: int, size: int) -> list[Any]:
+    found = []
+    for case in range(100):
+        k = (0, 1, 3, 7, 20, NUMEL)[case % 6]
+        entries = (k, min(NUMEL, 2 * k + 1), 0)[case % 3]
+        residual = np.full(NUMEL, float(rank), np.float32)
+        result = collectives.sparse_allreduce(
+            *vector(rank, case, entries), NUMEL, k, residual=residual, mode="gtopk"
+        )
+        found.append((k, dense(vector(rank, case, entries)), result, residual - rank))
+    return found
+
+
+@pytest.mark.parametrize("size", range(1, 18))
+def test_no_mass_is_lost(size: int) -> None:
+    ranks = collectives.spawn(cases, size, args=(size,))
+    for rows in zip(*ranks, strict=True):
+        k, _, (values, indices), _ = rows[0]
+        assert all(r[2][0].tobytes() == values.tobytes() for r in rows)
+        assert all(r[2][1].tobytes() == indices.tobytes() for r in rows)
+        assert indices.size <= k and (np.diff(indices) > 0).all()
+        given = np.sum([r[1] for r in rows], axis=0)
+        kept = dense((values, indices)) + np.sum([r[3] for r in rows], axis=0)
+        assert kept.tolist() == given.tolist()
+
+
+def counted(rank: int, k: int) -> tuple[int, int]:
+    calls: Any = get_default()._calls
+    _, received = gtopk(calls, vector(rank, 0, k), k, np.zeros(NUMEL, np.float32))
+    return received, k
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 13])
+def test_entries_on_the_wire(size: int) -> None:
+    k = 7
+    found = [received for received, _ in collectives.spawn(counted, size, args=(k,))]
+    assert sum(found) <= (size - 1) * k
+    assert found[0] <= k * math.ceil(math.log2(size))
+    assert ENTRY == 8
+
+
+def lossy(rank: int, size: int, numel: int, k: int) -> tuple[float, float]:
+    """(L1 that neither the result nor a residual holds, L1 of the result), half-correlated."""
+    shared = np.random.default_rng(0).standard_normal(numel)
+    own = np.random.default_rng([1, rank]).standard_normal(numel)
+    gradient = (np.sqrt(0.5) * (shared + own)).astype(np.float32)
+    values, indices = topk_abs(gradient, k)
+    residual = np.zeros(numel, np.float32)
+    result = collectives.sparse_allreduce(
+        values, indices, numel, k, residual=residual, mode="gtopk", conserve=False
+    )
+    missing = dense((values, indices), numel) - residual
+    collectives.allreduce(missing)
+    missing -= dense(result, numel)
+    return float(np.abs(missing).sum()), float(np.abs(result[0]).sum())
+
+
+@pytest.mark.parametrize(("size", "share"), [(8, 0.10), (16, 0.29), (32, 0.56)])
+def test_what_the_papers_form_loses(size: int, share: float) -> None:
+    lost, kept = collectives.spawn(lossy, size, args=(size, 1_000_000, 1000))[0]
+    assert abs(lost / kept - share) < 0.06
+
+
+def other_modes(rank: int, size: int) -> list[Any]:
+    mine = vector(rank, 0, 9)
+    residual = np.zeros(NUMEL, np.float32)
+    found = [
+        collectives.sparse_allreduce(*mine, NUMEL, 9, residual=residual, mode=mode)
+        for mode in ("topk", "dense", "auto")
+    ]
+    tensors = collectives.sparse_allreduce(
+        torch.from_numpy(mine[0]), torch.from_numpy(mine[1]), NUMEL, 9, mode="topk", conserve=False
+    )
+    assert isinstance(tensors[0], torch.Tensor) and tensors[1].dtype == torch.int32
+    assert tensors[0].numpy().tobytes() == found[0][0].tobytes()
+    return [dense(pair) for pair in found[:2]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_other_modes_give_the_whole_sum(size: int) -> None:
+    want = np.sum([dense(vector(r, 0, 9)) for r in range(size)], axis=0)
+    for found in collectives.spawn(other_modes, size, args=(size,)):
+        for total in found:
+            assert total.tolist() == want.tolist()
+
+
+def test_the_prediction_prefers_gtopk_from_some_ranks_on() -> None:
+    numel, k = 25_000_000, 25_000
+    few, many = (predicted_seconds(load(f"cpu-{n}"), numel, k) for n in (2, 8))
+    assert few["topk"] < few["gtopk"] < few["dense"]
+    assert many["gtopk"] < many["topk"] < many["dense"]
+    assert predicted_seconds(load("cpu-1"), numel, k) == {"gtopk": 0, "topk": 0, "dense": 0}
+
+
+def said(rank: int, changes: dict[str, Any]) -> str:
+    values, indices = vector(0, 0, 5)
+    arguments: dict[str, Any] = {
+        "values": values, "indices": indices, "numel": NUMEL, "k": 5, "mode": "gtopk",
+        "residual": np.zeros(NUMEL, np.float32),
+    }  # fmt: skip
+    with pytest.raises(CollectiveError) as caught:
+        collectives.sparse_allreduce(**(arguments | changes))
+    collectives.allreduce(np.ones(1, np.float32))  # the ranks are in step
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"k": 61}, "k must be an integer from 0 to 60, not 61"),
+        ({"mode": "best"}, "unknown mode 'best'; choose from auto, gtopk, topk, dense"),
+        ({"residual": None}, "conserve=True needs a residual"),
+        ({"residual": np.zeros(9, np.float32)}, "float32 array of 60 elements"),
+        ({"numel": -1}, "numel must be an integer from 0 to 2^31, not -1"),
+        ({"values": np.ones(5)}, "values must be float32 in one dimension, one for each index"),
+        ({"indices": np.arange(5)}, "indices must be int32, not int64"),
+        ({"indices": np.array([1, 2, 2, 3, 4], np.int32)}, "indices must ascend from 0 to 59"),
+        ({"indices": np.array([1, 2, 3, 4, 60], np.int32)}, "indices must ascend from 0 to 59"),
+    ],
+)
+def test_bad_arguments(changes: dict[str, Any], words: str) -> None:
+    for text in collectives.spawn(said, 2, args=(changes,)):
+        assert words in text
+
+
+def differing(rank: int) -> str:
+    with pytest.raises(CollectiveError) as caught:
+        collectives.sparse_allreduce(
+            *vector(0, 0, 5), NUMEL, 5 + rank, mode="gtopk", conserve=False
+        )
+    return str(caught.value)
+
+
+def test_arguments_that_differ() -> None:
+    for text in collectives.spawn(differing, 2):
+        assert 'rank 0: [60, 5, "gtopk", false]; rank 1: [60, 6, "gtopk", false]' in text
