@@ -12,10 +12,11 @@ import numpy as np
 from numba import njit
 
 from kernels.parts import run_parts, threads
+from kernels.topk import U
 
 DIGIT = 11  # bits that one pass of the sort looks at
 _MAPPED = 8  # rows of the table for each that comes, up to which a map of it is cheaper
-_COLUMNS = 16  # float32: a cache line, the least that is worth a thread
+_COLUMNS = 64  # float32 that are worth a thread: less of a row wastes what memory sends
 
 
 @njit(nogil=True, cache=True)
@@ -53,16 +54,16 @@ def _names(indices, place, unique):
 def _sort_pass(keys, order, shift, counts, keys_out, order_out):
     """One stable pass of a radix sort by DIGIT bits from `shift` on."""
     counts[:] = 0
-    digit = counts.size - 1
-    for i in range(keys.size):
-        counts[(keys[i] >> shift) & digit] += 1
+    digit = U(counts.size - 1)
+    for i in range(U(keys.size)):
+        counts[(U(keys[i]) >> U(shift)) & digit] += 1
     at = 0
     for d in range(counts.size):
         at, counts[d] = at + counts[d], at
-    for i in range(keys.size):
-        d = (keys[i] >> shift) & digit
-        keys_out[counts[d]] = keys[i]
-        order_out[counts[d]] = order[i]
+    for i in range(U(keys.size)):
+        d = (U(keys[i]) >> U(shift)) & digit
+        keys_out[U(counts[d])] = keys[i]
+        order_out[U(counts[d])] = order[i]
         counts[d] += 1
 
 
@@ -79,9 +80,9 @@ def _places_of_sorted(keys, order, place):
 @njit(nogil=True, cache=True)
 def _add(place, values, sums, first, last):
     """sums[place[i]] += values[i], columns first to last, in the order of i."""
-    for i in range(place.size):
-        row = place[i]
-        for column in range(first, last):
+    for i in range(U(place.size)):
+        row = U(place[i])
+        for column in range(U(first), U(last)):
             sums[row, column] += values[i, column]
 
 

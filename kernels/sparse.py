@@ -10,7 +10,7 @@ from numba import njit
 
 from kernels import topk
 from kernels.parts import parts, run_parts
-from kernels.topk import BLOCK
+from kernels.topk import BLOCK, U, most_of
 
 
 @njit(nogil=True, cache=True)
@@ -18,22 +18,18 @@ def _add_and_gather(grad, residual, start, stop, low, at):
     """residual += grad; positions of sums whose keys are >= low, or -1 where `at` is full."""
     bits = residual.view(np.uint32)
     mask = np.uint32(0x7FFFFFFF)
-    found = 0
-    for first in range(start, stop, BLOCK):
-        last = min(first + BLOCK, stop)
+    found, full = U(0), False
+    for first in range(U(start), U(stop), U(BLOCK)):
+        last = min(first + U(BLOCK), U(stop))
         for i in range(first, last):
             residual[i] = grad[i] + residual[i]
-        most = np.uint32(0)
-        for i in range(first, last):
-            most = max(most, bits[i] & mask)
-        if most >= low and found >= 0:
-            if found + BLOCK > at.size:
-                found = -1
-                continue
-            for i in range(first, last):
-                at[found] = i
-                found += (bits[i] & mask) >= low
-    return found
+        if not full and most_of(bits, mask, first, last) >= low:
+            full = found + U(BLOCK) > U(at.size)
+            if not full:
+                for i in range(first, last):
+                    at[found] = i
+                    found += U((bits[i] & mask) >= low)
+    return -1 if full else np.int64(found)
 
 
 def sparsify(grad: np.ndarray, residual: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

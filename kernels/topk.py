@@ -20,55 +20,64 @@ SAMPLE = 1 << 16  # keys
 _SPREAD = 4.5  # standard deviations by which a sample may mislead
 
 
+# Indices are unsigned: a signed one might count from the end, and to find out keeps loops from
+# being vectorised.
+U = np.uint64
+
+
+@njit(inline="always")
+def most_of(bits, mask, first, last):
+    """The largest key, all NaN apart."""
+    most = bits[first] & mask
+    for i in range(first, last):
+        most = max(most, bits[i] & mask)
+    return most
+
+
 @njit(nogil=True, cache=True)
 def _gather(bits, start, stop, mask, low, at):
     """Positions from `start` to `stop` of keys >= `low`: their number, or -1 where `at` is full."""
-    found = 0
-    for first in range(start, stop, BLOCK):
-        last = min(first + BLOCK, stop)
-        most = bits[first] & mask
-        for i in range(first, last):
-            most = max(most, bits[i] & mask)
-        if most >= low:
-            if found + BLOCK > at.size:
+    found = U(0)
+    for first in range(U(start), U(stop), U(BLOCK)):
+        last = min(first + U(BLOCK), U(stop))
+        if most_of(bits, mask, first, last) >= low:
+            if found + U(BLOCK) > U(at.size):
                 return -1
             for i in range(first, last):
                 at[found] = i
-                found += (bits[i] & mask) >= low
-    return found
+                found += U((bits[i] & mask) >= low)
+    return np.int64(found)
 
 
 @njit(nogil=True, cache=True)
 def _histogram(bits, start, stop, mask, nan, prefix, above, shift, counts):
     """Count (key >> shift) & (counts' size - 1) of keys whose bits from `above` on are `prefix`."""
-    digit = counts.size - 1
-    for i in range(start, stop):
-        key = np.int64(min(bits[i] & mask, nan))
-        if key >> above == prefix:
-            counts[(key >> shift) & digit] += 1
+    digit = U(counts.size - 1)
+    for i in range(U(start), U(stop)):
+        key = U(min(bits[i] & mask, nan))
+        if key >> U(above) == U(prefix):
+            counts[(key >> U(shift)) & digit] += 1
 
 
 @njit(nogil=True, cache=True)
 def _collect(bits, start, stop, mask, nan, least, equal, at):
     """Positions of keys > `least`, and of the first `equal` keys that are `least`."""
-    found = 0
-    for first in range(start, stop, BLOCK):
-        last = min(first + BLOCK, stop)
-        most = bits[first] & mask
-        for i in range(first, last):
-            most = max(most, bits[i] & mask)
-        if min(most, nan) < least or (not equal and min(most, nan) == least):
+    found = U(0)
+    for first in range(U(start), U(stop), U(BLOCK)):
+        last = min(first + U(BLOCK), U(stop))
+        most = min(most_of(bits, mask, first, last), nan)
+        if most < least or (not equal and most == least):
             continue
         for i in range(first, last):
             key = min(bits[i] & mask, nan)
             if key > least:
                 at[found] = i
-                found += 1
+                found += U(1)
             elif key == least and equal:
                 at[found] = i
-                found += 1
+                found += U(1)
                 equal -= 1
-    return found
+    return np.int64(found)
 
 
 class Keys:
