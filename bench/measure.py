@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -80,7 +80,7 @@ def allreduce(
     """All-reduce of float32 over CPU ranks, beside gloo and MPI (where mpi4py is installed)."""
     from bench.allreduce import Settings, as_json_text, run
     from bench.report import header, line
-    from collectives.communicator import topology_for
+    from collectives.settings import topology_for
 
     at_least(("-n", ranks, 1), ("-r", rounds, 1))
     swept = sweep(begin, end, factor)
@@ -107,7 +107,7 @@ def algorithms(
 ) -> None:
     """All-reduce of float32 over CPU ranks by every algorithm, beside what the model takes."""
     from bench.algorithms import Settings, as_json_text, header, line, run
-    from collectives.communicator import topology_for
+    from collectives.settings import topology_for
 
     at_least(("-n", ranks, 2), ("-r", rounds, 1))
     swept = sweep(begin, end, factor)
@@ -116,6 +116,88 @@ def algorithms(
         settings, run, header, lambda row: line(row, candidates(settings.topology)), as_json_text,
         out, as_json,
     )  # fmt: skip
+
+
+ElementsOption = Annotated[int, typer.Option("-n", "--elements", help="float32 of the row.")]
+DensityOption = Annotated[float, typer.Option(help="Share of elements that is kept.")]
+ThreadsOption = Annotated[int, typer.Option("-j", "--threads", help="Threads, ours and torch's.")]
+RoundsOption = Annotated[int, typer.Option("-r", help="Rounds in which all take turns.")]
+OutOption = Annotated[Path | None, typer.Option(help="Write the figures as JSON.")]
+
+
+@bench.command()
+def topk(
+    elements: ElementsOption = 25_000_000, density: DensityOption = 0.001,
+    threads: ThreadsOption = 1, rounds: RoundsOption = 5, out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """The k largest |x| of a row, beside torch.topk and numpy.partition."""
+    from bench import sparse
+
+    _sane(elements, density, threads, rounds)
+    _sparse(lambda: sparse.topk(elements, density, threads, rounds), out, as_json)
+
+
+@bench.command()
+def sparsify(
+    elements: ElementsOption = 25_000_000, density: DensityOption = 0.001,
+    threads: ThreadsOption = 1, rounds: RoundsOption = 5, out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Gradient + residual -> selection -> residual, beside the torch calls that it replaces."""
+    from bench import sparse
+
+    _sane(elements, density, threads, rounds)
+    _sparse(lambda: sparse.sparsify(elements, density, threads, rounds), out, as_json)
+
+
+@bench.command()
+def coalesce(
+    num: Annotated[int, typer.Option("-n", "--rows", help="Rows that come.")] = 1 << 20,
+    width: Annotated[int, typer.Option("-w", help="float32 of a row.")] = 64,
+    vocabulary: Annotated[int, typer.Option("-v", help="Rows of the table.")] = 32_000,
+    threads: ThreadsOption = 1, rounds: RoundsOption = 5, out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Sums of equal rows of an embedding's gradient, beside torch's sparse tensors."""
+    from bench import sparse
+
+    at_least(("-n", num, 1), ("-w", width, 1), ("-v", vocabulary, 1), ("-j", threads, 1),
+             ("-r", rounds, 1))  # fmt: skip
+    _sparse(lambda: sparse.coalesce(num, width, vocabulary, threads, rounds), out, as_json)
+
+
+@bench.command("sparse-allreduce")
+def sparse_allreduce(
+    ranks: Annotated[int, typer.Option("-n", "--ranks", help="CPU ranks.")] = 8,
+    elements: Annotated[int, typer.Option("-e", "--elements", help="float32.")] = 25_000_000,
+    density: DensityOption = 0.001, rounds: RoundsOption = 5, out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """gTop-k's tree over CPU ranks, beside dense all-reduces, ours and gloo's."""
+    from bench import sparse
+
+    _sane(elements, density, ranks, rounds)
+    _sparse(lambda: sparse.sparse_allreduce(ranks, elements, density, rounds), out, as_json)
+
+
+def _sane(elements: int, density: float, threads: int, rounds: int) -> None:
+    at_least(("elements", elements, 1), ("-j or -n", threads, 1), ("-r", rounds, 1))
+    if not 0 < density <= 1:
+        raise CollectiveError(f"--density must be above 0 and at most 1, not {density}")
+
+
+def _sparse(measure: Callable[[], Iterator[Any]], out: Path | None, as_json: bool) -> None:
+    from bench import sparse
+
+    if out:
+        out.touch()
+    if not as_json:
+        print(sparse.HEADER, flush=True)
+    rows = list(measure())  # no progress bar: its thread would keep `spawn` from forking
+    print(sparse.as_json(rows) if as_json else "\n".join(map(str, rows)))
+    if out:
+        out.write_text(sparse.as_json(rows) + "\n")
 
 
 def _told(

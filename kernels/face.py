@@ -70,13 +70,11 @@ def merge_topk(a: Vector, b: Vector, k: int) -> tuple[Vector, Vector]:
     if (k := _integer(k, "k")) < 0:
         raise ValueError(f"k must be at least 0, not {k}")
     found = topk.select(values.view(np.uint32), "float32", min(k, values.size))
-    rest = np.ones(values.size, bool)
-    rest[found] = False
+    kept, dropped = sparse.split(values, indices, found)
     like = a[0]
-    return (
-        (_out(values[found], like), _out(indices[found], like)),
-        (_out(values[rest], like), _out(indices[rest], like)),
-    )
+    return (_out(kept[0], like), _out(kept[1], like)), (
+        _out(dropped[0], like), _out(dropped[1], like)
+    )  # fmt: skip
 
 
 def coalesce(indices: Any, values: Any, num_rows: int) -> tuple[Any, Any]:

@@ -92,3 +92,25 @@ def merge(
     if found < 0:
         raise ValueError(f"the {'first' if found == -1 else 'second'} vector's indices must ascend")
     return values[:found], indices[:found]
+
+
+@njit(nogil=True, cache=True)
+def _split(values, indices, found, kept_values, kept_indices, values_left, indices_left):
+    kept, left = U(0), U(0)
+    for i in range(U(values.size)):
+        if kept < U(found.size) and U(found[kept]) == i:
+            kept_values[kept], kept_indices[kept] = values[i], indices[i]
+            kept += U(1)
+        else:
+            values_left[left], indices_left[left] = values[i], indices[i]
+            left += U(1)
+
+
+def split(
+    values: np.ndarray, indices: np.ndarray, found: np.ndarray
+) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """A sparse vector's entries at these ascending positions, and the others."""
+    sizes = (found.size, values.size - found.size)
+    kept, left = ((np.empty(n, values.dtype), np.empty(n, indices.dtype)) for n in sizes)
+    _split(values, indices, found, *kept, *left)
+    return kept, left

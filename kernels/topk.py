@@ -9,6 +9,7 @@ are gathered, and the k-th largest is found among them. Where the sample was mis
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numba import njit
@@ -16,7 +17,7 @@ from numba import njit
 from kernels.parts import parts, run_parts
 
 BLOCK = 64  # keys whose maximum is looked at before any of them is
-SAMPLE = 1 << 16  # keys
+SAMPLE, _FEW = 1 << 16, 1024  # keys, at most and at least
 _SPREAD = 4.5  # standard deviations by which a sample may mislead
 
 
@@ -112,10 +113,11 @@ def select(bits: np.ndarray, dtype: str, k: int) -> np.ndarray:
     return _by_histograms(bits, keys, k)
 
 
+@lru_cache(maxsize=16)
 def places(n: int) -> np.ndarray:
     """Where a row of that length is sampled: in no pattern, always the same."""
     step = int(n * 0.6180339887498949) | 1
-    return np.arange(min(n, SAMPLE), dtype=np.int64) * step % n
+    return np.arange(min(n, max(_FEW, min(n // 16, SAMPLE))), dtype=np.int64) * step % n
 
 
 def bound(sampled: np.ndarray, n: int, k: int) -> tuple[np.generic, int] | None:

@@ -107,27 +107,27 @@ def gtopk(
             residual[dropped[1]] += dropped[0]
         return kept
 
-    nothing = np.empty(0, np.float32), np.empty(0, np.int32)
-    mine = keep(mine, nothing)
-    received = 0
+    if mine[0].size > k:
+        mine = keep(mine, (np.empty(0, np.float32), np.empty(0, np.int32)))
+    received, sent = 0, []
     for step in _steps(calls.size):
         sends = calls.rank % (2 * step) == step
         said = (-1, 0)
         if sends:
-            packed = calls.block(ENTRY * mine[0].size)  # kept until all have been met again
-            _pack(packed, mine)
-            said = calls.offset_of(packed), mine[0].size
+            sent.append(calls.block(ENTRY * mine[0].size))
+            _pack(sent[-1], mine)
+            said = calls.offset_of(sent[-1]), mine[0].size
         rows = calls.gather(json.dumps(said).encode())
         other = calls.rank + step
         if calls.rank % (2 * step) == 0 and other < calls.size:
             offset, size = json.loads(rows[other])
             mine = keep(mine, _unpack(calls.bytes_at(offset, ENTRY * size)))
             received += size
-        calls.gather(b"")  # what was sent has been read
     whole = np.zeros(ENTRY * (k + 1), np.uint8)
     if calls.rank == 0:
         whole[:ENTRY].view(np.int64)[0] = mine[0].size
         _pack(whole[ENTRY : ENTRY * (mine[0].size + 1)], mine)
+    # what comes down has been made of what was sent, which need not be kept afterwards
     in_place(calls, "broadcast", whole, "sum", 0)
     size = int(whole[:ENTRY].view(np.int64)[0])
     return _unpack(whole[ENTRY : ENTRY * (size + 1)]), received

@@ -1,0 +1,201 @@
+"""`linkweave bench topk | sparsify | coalesce | sparse-allreduce`: on the CPU, beside torch."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+import collectives
+import kernels
+from bench.timing import machine, schedule
+from collectives import CollectiveError, get_default
+
+HEADER = (
+    f"{'':12}{'elements':>11}{'k':>9}{'threads':>9}  {'':24}{'ms':>9}{'x ours':>8}{'of floor':>10}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One implementation. `times_ours`: its time over ours; `of_floor`: the share of the machine's
+    copy rate at which it moves the bytes that any implementation must."""
+
+    what: str
+    elements: int
+    k: int
+    threads: int
+    implementation: str
+    ms: float
+    times_ours: float
+    of_floor: float | None
+
+    def __str__(self) -> str:
+        floor = f"{self.of_floor:10.0%}" if self.of_floor is not None else f"{'-':>10}"
+        return (
+            f"{self.what:12}{self.elements:11}{self.k:9}{self.threads:9}  "
+            f"{self.implementation:24}{self.ms:9.2f}{self.times_ours:8.1f}{floor}"
+        )
+
+
+def as_json(rows: list[Row]) -> str:
+    return json.dumps({"machine": machine(), "rows": [asdict(row) for row in rows]}, indent=1)
+
+
+def _medians(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Seconds of each, all taking turns within a round; one round before is not counted."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            found[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times[1:]) for name, times in found.items()}
+
+
+def _rows(
+    what: str, elements: int, k: int, threads: int, nbytes: int,
+    calls: dict[str, Callable[[], object]], rounds: int,
+) -> Iterator[Row]:  # fmt: skip
+    source = np.ones(64 << 20, np.uint8)
+    target = np.empty_like(source)
+    copy = {"copy": lambda: np.copyto(target, source)}
+    rate = 2 * source.nbytes / _medians(copy, 5)["copy"]
+    times = _medians(calls, rounds)
+    for name, seconds in times.items():
+        share = nbytes / seconds / rate if name == "linkweave" else None
+        ratio = seconds / times["linkweave"]
+        yield Row(what, elements, k, threads, name, seconds * 1e3, ratio, share)
+
+
+def _check(right: bool, what: str) -> None:
+    if not right:
+        raise CollectiveError(f"{what} is wrong")
+
+
+def topk(elements: int, density: float, threads: int, rounds: int) -> Iterator[Row]:
+    """|x| is part of everyone's time; numpy.partition gives no indices."""
+    import torch
+
+    torch.set_num_threads(threads)
+    x = np.random.default_rng(0).standard_normal(elements, np.float32)
+    tensor, k = torch.from_numpy(x), max(1, round(elements * density))
+    values, indices = kernels.topk_abs(x, k)
+    least = np.partition(np.abs(x), elements - k)[elements - k :]
+    _check(np.array_equal(np.sort(np.abs(values)), np.sort(least)), "topk_abs")
+    _check(np.array_equal(x[indices], values), "topk_abs")
+    yield from _rows("topk", elements, k, threads, x.nbytes, {
+        "linkweave": lambda: kernels.topk_abs(x, k),
+        "torch.topk": lambda: torch.topk(tensor.abs(), k, sorted=False),
+        "numpy.partition": lambda: np.partition(np.abs(x), elements - k),
+    }, rounds)  # fmt: skip
+
+
+def sparsify(elements: int, density: float, threads: int, rounds: int) -> Iterator[Row]:
+    """Beside the chain of torch calls that it replaces."""
+    import torch
+
+    torch.set_num_threads(threads)
+    rng = np.random.default_rng(0)
+    grad = rng.standard_normal(elements, np.float32)
+    residual = rng.standard_normal(elements, np.float32)
+    k = max(1, round(elements * density))
+    total = grad + residual
+    values, indices = kernels.sparsify(grad, residual, k)
+    _check(np.array_equal(indices, kernels.topk_abs(total, k)[1]), "sparsify")
+    total[indices] -= values
+    _check(np.array_equal(total, residual), "sparsify's residual")
+    tensor, rest = torch.from_numpy(grad), torch.from_numpy(residual.copy())
+
+    def chain() -> None:
+        total = tensor + rest
+        _, where = torch.topk(total.abs(), k, sorted=False)
+        total[where].clone()
+        rest.copy_(total)
+        rest[where] = 0
+
+    calls = {"linkweave": lambda: kernels.sparsify(grad, residual, k), "torch, call by call": chain}
+    yield from _rows("sparsify", elements, k, threads, 3 * grad.nbytes, calls, rounds)
+
+
+def coalesce(num: int, width: int, vocabulary: int, threads: int, rounds: int) -> Iterator[Row]:
+    """Rows of Zipf-distributed indices, beside torch's sparse tensors."""
+    import torch
+
+    torch.set_num_threads(threads)
+    rng = np.random.default_rng(0)
+    share = 1 / np.arange(1, vocabulary + 1)
+    indices = rng.choice(vocabulary, num, p=share / share.sum())
+    values = rng.standard_normal((num, width), np.float32)
+    where, rows = torch.from_numpy(indices)[None], torch.from_numpy(values)
+    shape = (vocabulary, width)
+
+    def theirs() -> torch.Tensor:
+        return torch.sparse_coo_tensor(where, rows, shape, check_invariants=False).coalesce()
+
+    unique, sums = kernels.coalesce(indices, values, vocabulary)
+    _check(np.array_equal(unique, theirs().indices()[0].numpy()), "coalesce")
+    _check(np.allclose(sums, theirs().values().numpy(), rtol=1e-3, atol=1e-3), "coalesce")
+    calls = {"linkweave": lambda: kernels.coalesce(indices, values, vocabulary), "torch": theirs}
+    yield from _rows(
+        "coalesce", num, unique.size, threads, values.nbytes + sums.nbytes, calls, rounds
+    )
+
+
+def _rank(rank: int, elements: int, k: int, rounds: int, store: str) -> list[tuple[str, float]]:
+    """Medians in seconds on one rank, everyone under SCHED_BATCH."""
+    from bench.peers import Gloo
+
+    schedule(True)
+    comm = get_default()
+    gloo = Gloo(rank, comm.size, store, True)
+    whole = (np.random.default_rng(rank).integers(-9, 10, elements)).astype(np.float32)
+    residual = np.zeros(elements, np.float32)
+    pair = kernels.sparsify(whole, residual, k)
+    result = comm.sparse_allreduce(*pair, elements, k, residual=residual, mode="gtopk")
+    total, kept = whole.copy(), residual.copy()
+    comm.allreduce(total)
+    comm.allreduce(kept)
+    kept[result[1]] += result[0]
+    _check(np.array_equal(total, kept), "gtopk: mass was lost, which")
+    grad = np.random.default_rng(rank).standard_normal(elements, np.float32)
+    dense = grad.copy()  # in place; what it grows to in some rounds does not matter
+    pair = kernels.topk_abs(grad, k)
+
+    def selected() -> None:
+        found = kernels.sparsify(grad, residual, k)
+        comm.sparse_allreduce(*found, elements, k, residual=residual, mode="gtopk")
+
+    calls: dict[str, Callable[[], object]] = {
+        "linkweave": lambda: comm.sparse_allreduce(
+            *pair, elements, k, residual=residual, mode="gtopk"
+        ),
+        "gtopk with selection": selected,
+        "all-gather and sum": lambda: comm.sparse_allreduce(
+            *pair, elements, k, mode="topk", conserve=False
+        ),
+        "linkweave, dense": lambda: comm.allreduce(dense),
+        "gloo, dense": lambda: gloo.allreduce(dense, gloo.batch),
+    }
+    for name in calls:  # ranks begin together
+        calls[name] = lambda call=calls[name]: (comm.barrier(), call())
+    times = _medians(calls, rounds)
+    gloo.close()
+    return list(times.items())
+
+
+def sparse_allreduce(ranks: int, elements: int, density: float, rounds: int) -> Iterator[Row]:
+    """gTop-k's tree beside dense all-reduces; the slowest rank's medians."""
+    k = max(1, round(elements * density))
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (elements, k, rounds, f"{folder}/store")
+        found = collectives.spawn(_rank, ranks, args=arguments, timeout=120)
+    times = {name: max(dict(one)[name] for one in found) for name, _ in found[0]}
+    for name, seconds in times.items():
+        ratio = seconds / times["linkweave"]
+        yield Row(f"{ranks} ranks", elements, k, 1, name, seconds * 1e3, ratio, None)
