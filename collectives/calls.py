@@ -46,7 +46,7 @@ class Calls:
         self._settings = settings.checksum(topology)
         self.trace = Trace(self.rank)
         self._plans: dict[tuple[str, int, str, int], _Placed] = {}
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
 
     def check(self) -> None:
         """Raise CollectiveError unless calls can be made."""

@@ -32,13 +32,17 @@ class Choices:
 
     def request(
         self, kind: str, buffer: Buffer, op: str, root: int = 0, algorithm: str = "auto",
-        layout: int = 0, device: str = "cpu", fits: Fits | None = None,
+        layout: int = 0, device: str = "cpu", fits: Callable[[], Fits] | None = None,
     ) -> Request:  # fmt: skip
         """What a rank is about to ask for. Raises CollectiveError where that is no sense.
 
-        `fits`: of what `auto` may take, that for which this holds.
+        `fits`, called the first time for each kind of call, gives what must hold for what `auto`
+        takes.
         """
-        self.check(buffer, op)
+        if op not in OPS:
+            raise CollectiveError(f"unknown op {op!r}; choose from {', '.join(OPS)}")
+        if op == "avg" and "int" in buffer.dtype:
+            raise CollectiveError(f"avg is not defined for {buffer.dtype}; use sum")
         if algorithm != "auto" and self.order == "fixed":
             raise CollectiveError(
                 f"order='fixed' chooses the algorithm: do not ask for {algorithm}"
@@ -46,17 +50,10 @@ class Choices:
         asked = (kind, buffer.nbytes, root, algorithm)
         key = (*asked, buffer.dtype, op)  # to which `fits` belongs
         if key not in self._taken:
-            self._taken[key] = self._algorithm(*asked, fits)
+            self._taken[key] = self._algorithm(*asked, fits() if fits else None)
         taken = self._taken[key]
         name = label(kind, taken, buffer.nbytes)
         return Request(kind, buffer, op, root, taken, layout, device, name)
-
-    def check(self, buffer: Buffer, op: str) -> None:
-        """Raise CollectiveError for an op that there is not, or not for this dtype."""
-        if op not in OPS:
-            raise CollectiveError(f"unknown op {op!r}; choose from {', '.join(OPS)}")
-        if op == "avg" and "int" in buffer.dtype:
-            raise CollectiveError(f"avg is not defined for {buffer.dtype}; use sum")
 
     def plan(self, request: Request) -> Plan:
         """The plan of what is asked for."""

@@ -21,6 +21,7 @@ from collectives.gpu_calls import GpuCalls
 from collectives.request import NOTHING, Request
 from collectives.runtime.arena import Arena
 from collectives.runtime.diagnose import CLOSED
+from collectives.runtime.peers import troubles
 from collectives.runtime.reference import DTYPES
 from collectives.runtime.team import Team
 from collectives.settings import Settings, topology_for
@@ -217,14 +218,13 @@ class Communicator:
             try:
                 arena = Arena.attach(paths[ranks[0]].decode(), len(ranks), place)
             except CollectiveError as error:
-                trouble = str(error)[:500]
-            told = self._calls.gather(trouble.encode())
+                trouble = str(error)
+            failed = troubles(self._calls.gather, trouble)
         finally:
             if fd >= 0:
                 os.close(fd)
-        if arena is None or any(told):
-            words = (f"rank {r}: {said.decode()}" for r, said in enumerate(told) if said)
-            raise CollectiveError("; ".join(words))
+        if arena is None or failed:
+            raise CollectiveError(failed)
         return arena
 
     def synchronize(self) -> None:

@@ -51,8 +51,9 @@ class GpuCalls:
                 identity = self.device.identity()
                 self.team = team or self._alone(settings)
                 # behind the last call: outside of graphs, and within the capture of this number
-                self._done, self._done_captured = self._event(), self._event()
-                self._met = self._event()
+                self._done, self._done_captured, self._met = (
+                    self.device.make_event() for _ in range(3)
+                )
             except RuntimeError as error:
                 raise CollectiveError(f"GPU {index} cannot be used: {error}") from error
         auto = settings.topology == "auto"
@@ -62,7 +63,7 @@ class GpuCalls:
         self.made = 0
         self._last, self._checksum = "", 0
         self._rooms: dict[tuple[str, str], list[Room]] = {}
-        self._known: dict[tuple[int, ...], Call | None] = {}
+        self._known: dict[tuple[int, ...], tuple[str, Call | None]] = {}  # in words, and made
         self._capture = 0
         self._side: int | None = None
         self._scratch: list[tuple[int, int]] = []  # (address, bytes): graphs may hold old ones
@@ -77,9 +78,6 @@ class GpuCalls:
         memory = PeerMemory(self.device, self._arena, self._calls.gather, required)
         ranks = {self.rank: self.device}
         return Team(GpuRanks(ranks, memory, settings.timeout, settings.max_blocks))
-
-    def _event(self) -> int:
-        return self.device.make_event()
 
     def _describe(self) -> str:
         return f"{self.made} calls on the GPU" + (f", the last {self._last}" if self._last else "")
@@ -145,9 +143,11 @@ class GpuCalls:
         if not async_op:
             place.finish()
             return result
-        work = StreamWork(self, place, x, result, bool(capture))
+        event = self.device.make_event()
+        self.device.record(event, stream)
+        work = StreamWork(self, place, x, result, event, bool(capture))
         if capture:  # which keeps what it needs
-            self._captured.append(work.event or 0)
+            self._captured.append(event)
         else:
             self._under_way.append(work)
         return work
@@ -210,12 +210,12 @@ class GpuCalls:
         """Enqueue what is asked for. The first time, all ranks meet and agree on it."""
         said = notice(request)
         if said not in self._known:
-            self._not_captured(stream, f"is the first {words(said)}, which all ranks agree on")
+            text = words(said)
+            self._not_captured(stream, f"is the first {text}, which all ranks agree on")
             with self._calls.trace.phase("agree"):
-                self._known[said] = self._agree(request, words(said))
-        call = self._known[said]
+                self._known[said] = text, self._agree(request, text)
+        self._last, call = self._known[said]
         self.made += 1
-        self._last = words(said)
         self._checksum = crc32(repr(said).encode(), self._checksum)
         if self._owns_team:  # a team of several compares its calls itself
             self._arena.log_call(self.made, self._checksum)

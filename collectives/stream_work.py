@@ -53,10 +53,10 @@ class OnStream:
         self, kind: str, buffer: Buffer, op: str, root: int = 0, algorithm: str = "auto",
         layout: int = 0,
     ) -> Request:  # fmt: skip
-        choices = self.gpu.choices
-        choices.check(buffer, op)
-        fits = self.gpu.fits(buffer.dtype, op, self.caller)
-        return choices.request(kind, buffer, op, root, algorithm, layout, "gpu", fits)
+        return self.gpu.choices.request(
+            kind, buffer, op, root, algorithm, layout, "gpu",
+            lambda: self.gpu.fits(buffer.dtype, op, self.caller),
+        )  # fmt: skip
 
     def make(self, request: Request) -> None:
         self._begin()
@@ -79,11 +79,12 @@ class StreamWork(Work):
     """A collective on a stream of its own, beside the caller's. Keeps its tensors until it is
     over."""
 
-    def __init__(self, gpu: GpuCalls, place: OnStream, x: Any, result: Any, captured: bool) -> None:
+    def __init__(
+        self, gpu: GpuCalls, place: OnStream, x: Any, result: Any, event: int, captured: bool
+    ) -> None:
         self._gpu, self._place, self._x, self._result = gpu, place, x, result
+        self._event: int | None = event  # behind it
         self._captured = captured
-        self.event: int | None = gpu.device.make_event()
-        gpu.device.record(self.event, place.stream)
 
     def wait(self, timeout: float | None = None) -> Any:
         """What the collective returns. What the current stream is given from now on comes after
@@ -95,15 +96,15 @@ class StreamWork(Work):
                 raise CollectiveTimeout(f"the collective is not done after {timeout} s")
             time.sleep(POLL)
         self._gpu.check()
-        if self.event is not None:
-            self._gpu.device.wait(self.event, stream_of(self._x))
+        if self._event is not None:
+            self._gpu.device.wait(self._event, stream_of(self._x))
         self._place.finish()
         return self._result
 
     def done(self) -> bool:
         if self._captured:
             raise CollectiveError("a call in a graph is not done before the graph's replay is")
-        return self.event is None or self._gpu.ready(self.event)
+        return self._event is None or self._gpu.ready(self._event)
 
     def over(self) -> bool:
         """Whether nothing of it is under way; then its event is given back."""
@@ -113,6 +114,6 @@ class StreamWork(Work):
         return False
 
     def free(self) -> None:
-        if self.event is not None:
-            self._gpu.device.free_event(self.event)
-            self.event = None
+        if self._event is not None:
+            self._gpu.device.free_event(self._event)
+            self._event = None

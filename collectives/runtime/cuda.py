@@ -149,11 +149,11 @@ class GpuRanks:
     ) -> None:  # fmt: skip
         self.devices, self.timeout, self.max_blocks = dict(devices), timeout, max_blocks
         self._memory = memory
-        self._shares = {
+        self.shares = {  # by the GPU's index: the GPU, and those of our ranks on it
             d.index: (d, tuple(r for r, other in devices.items() if other.index == d.index))
             for d in devices.values()
         }
-        first, _ = next(iter(self._shares.values()))
+        first, _ = next(iter(self.shares.values()))
         self._abort = first.pinned(1)  # which every GPU of the process sees
         self._uploaded: list[tuple[Device, int]] = []
         self._regions: dict[tuple[Plan, Shape], tuple[_Part, ...]] = {}
@@ -166,7 +166,7 @@ class GpuRanks:
 
     def rooms(self, dtype: str, op: str) -> list[Room]:
         """Of each of our GPUs."""
-        return [(ranks, d.resident(dtype, op)) for d, ranks in self._shares.values()]
+        return [(ranks, d.resident(dtype, op)) for d, ranks in self.shares.values()]
 
     def prepare(
         self, plan: Plan, nbytes: int, dtype: str, op: str, lanes: int | None = None
@@ -216,7 +216,7 @@ class GpuRanks:
     def check(self, stream: int = 0) -> None:
         """Wait for what was enqueued. Raises CollectiveTimeout naming who waited for whom, or
         CollectiveAborted."""
-        for device, _ in self._shares.values():
+        for device, _ in self.shares.values():
             device.synchronise(stream)
         if self.aborted:
             raise self.failure()
@@ -233,7 +233,7 @@ class GpuRanks:
 
     def failure(self) -> CollectiveTimeout | CollectiveAborted:
         """What is to be raised once `aborted`, with who waits for whom."""
-        found = [w for p in list(self._launched.values()) for w in standing(p)]
+        found = self._standing()
         if State.TIMED_OUT not in {state for state, _ in found}:
             return CollectiveAborted("the launch was aborted" + _others(found, None))
         waiting = {blocked.rank for _, blocked in found}
@@ -243,10 +243,13 @@ class GpuRanks:
         words = f"{first} for {self.timeout:g} s" + _others(found, first)
         return CollectiveTimeout(words, **first.fields())
 
+    def _standing(self) -> list[tuple[State, Blocked]]:
+        # a copy: calls of new kinds are added while the watch looks
+        return [w for p in list(self._launched.values()) for w in standing(p)]
+
     def stands(self) -> str:
         """What each of our ranks that is under way waits for; empty where none is."""
-        found = [w for p in list(self._launched.values()) for w in standing(p)]
-        return _others(found, None).removeprefix("; ")
+        return _others(self._standing(), None).removeprefix("; ")
 
     def abort(self) -> None:
         """Free the GPUs: every wait ends, now and later."""
@@ -280,7 +283,7 @@ class GpuRanks:
         touched = set().union(*(pair for pair in ends if pair & set(self.devices)))
         bases = self._memory.bases(layout.nbytes, touched)
         parts = []
-        for device, ranks in self._shares.values():
+        for device, ranks in self.shares.values():
             found = tuple((r, p) for r in ranks for p in program.programs(plan, r))
             report = device.pinned(max(1, len(found) * shape.lanes * REPORT))
             groups = np.zeros(len(found), GROUP)

@@ -15,6 +15,7 @@ from collectives.errors import CollectiveError, TopologyError
 from collectives.runtime.arena import Arena
 from collectives.runtime.cuda import Device
 from collectives.runtime.doctor import examine
+from collectives.settings import topology_for
 from topology import Topology, load
 from topology.detect import detect
 
@@ -26,6 +27,12 @@ Gather = Callable[[bytes], list[bytes]]
 _BLOCK = 2 << 20  # bytes: CUDA shares no less with another process
 _LEAVING = 5.0  # s that the others have to let go of our memory
 _TOLD = 200  # characters of an error that the others are told
+
+
+def troubles(gather: Gather, mine: str) -> str:
+    """What went wrong on any rank, in words that all ranks get; empty where nothing did."""
+    told = gather(mine[:_TOLD].encode())
+    return "; ".join(f"rank {r}: {row.decode()}" for r, row in enumerate(told) if row)
 
 
 def common_map(
@@ -61,7 +68,7 @@ def common_map(
             crowd, rows[crowd[0]]["bus"], rows[crowd[0]]["uuid"],
         )  # fmt: skip
     if spec is not None:
-        return _first(spec, len(rows)) if crowd else _places(spec, rows)
+        return topology_for(spec, len(rows)) if crowd else _places(spec, rows)
     if crowd:
         return load(f"mesh-{len(rows)}")
     if any(row["trouble"] for row in rows):
@@ -80,10 +87,6 @@ def common_map(
     return _places(seen, rows, True)
 
 
-def _first(machine: Topology, size: int) -> Topology:
-    return machine.subset(machine.gpus[:size])
-
-
 def _places(machine: Topology, rows: list[dict[str, Any]], must: bool = False) -> Topology:
     """The part of the machine where the ranks' GPUs are. `must`: it is known to be this one."""
     places: list[int] = []
@@ -97,7 +100,7 @@ def _places(machine: Topology, rows: list[dict[str, Any]], must: bool = False) -
         return machine.subset(places)
     if must or places:
         raise CollectiveError("; ".join(missing))
-    return _first(machine, len(rows))
+    return topology_for(machine, len(rows))
 
 
 class PeerMemory:
@@ -170,9 +173,7 @@ class PeerMemory:
                 except RuntimeError as error:
                     trouble = str(error)
                 found[owner] = address
-        told = self._gather(trouble[:_TOLD].encode())
-        if any(told):
-            failed = "; ".join(f"rank {r}: {row.decode()}" for r, row in enumerate(told) if row)
+        if failed := troubles(self._gather, trouble):
             raise CollectiveError(f"{words}; nor can the GPUs use host memory: {failed}{_advice()}")
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ class Team:
         self._children: dict[tuple[int, int], tuple[Team, list[Arena]]] = {}
         self._left = 0
         self._round = _Round()
-        self._meeting = {d.index: d.make_event() for d in gpu.devices.values()}
+        self._meeting = {i: device.make_event() for i, (device, _) in gpu.shares.items()}
 
     def prepare(self, call: Call) -> Prepared:
         """Memory and tables of a call. In a team of one, all ranks must prepare it together."""
@@ -122,32 +122,33 @@ class Team:
                 asked.setdefault(arrival.call.said, []).append(rank)
             words = "; ".join(f"ranks {ranks}: {said}" for said, ranks in asked.items())
             raise Refused(f"the ranks' calls on the GPU differ: {words}")
-        on: dict[int, list[int]] = {}
+        streams = {a.stream for a in came.values()}
+        if _PER_THREAD in streams:
+            raise Refused(
+                "cudaStreamPerThread is another stream on every thread; ranks that are "
+                "threads need streams of their own"
+            )
         for rank, device in self.gpu.devices.items():
-            stream = came[rank].stream
-            on.setdefault(device.index, []).append(stream)
-            if stream == _PER_THREAD:
-                raise Refused(
-                    "cudaStreamPerThread is another stream on every thread; ranks that are "
-                    "threads need streams of their own"
-                )
-            if device.capturing(stream) and {a.stream for a in came.values()} != {stream}:
+            if len(streams) > 1 and device.capturing(came[rank].stream):
                 raise Refused(
                     "ranks that are threads can be captured into a graph from one stream only"
                 )
         prepared = self.prepare(calls.pop())
-        devices = {d.index: d for d in self.gpu.devices.values()}
-        for index, streams in on.items():
-            for other in {*streams} - {streams[0]}:
-                devices[index].record(self._meeting[index], other)
-                devices[index].wait(self._meeting[index], streams[0])
-        first = {index: streams[0] for index, streams in on.items()}
+        first = {i: came[ranks[0]].stream for i, (_, ranks) in self.gpu.shares.items()}
+        others = {
+            i: {came[r].stream for r in ranks} - {first[i]}
+            for i, (_, ranks) in self.gpu.shares.items()
+        }
+        for i, (device, _) in self.gpu.shares.items():
+            for other in others[i]:
+                device.record(self._meeting[i], other)
+                device.wait(self._meeting[i], first[i])
         self.gpu.run(prepared, [came[r].buffer for r in self.gpu.devices], first)
-        for index, streams in on.items():
-            if others := {*streams} - {streams[0]}:
-                devices[index].record(self._meeting[index], streams[0])
-            for other in others:
-                devices[index].wait(self._meeting[index], other)
+        for i, (device, _) in self.gpu.shares.items():
+            if others[i]:
+                device.record(self._meeting[i], first[i])
+            for other in others[i]:
+                device.wait(self._meeting[i], other)
 
     def child(self, key: tuple[int, int], ranks: Sequence[int]) -> tuple[Team, list[Arena]]:
         """The team of some of these ranks, numbered anew, and their arenas; the same ones for all
@@ -169,12 +170,11 @@ class Team:
     def close(self) -> None:
         """Give all memory back; nothing may be running. May be repeated."""
         self._prepared.clear()
-        devices = {d.index: d for d in self.gpu.devices.values()}
         with ExitStack() as last:  # all of it, whatever fails
             last.callback(self.gpu.close)
             while self._meeting:
                 index, event = self._meeting.popitem()
-                last.callback(devices[index].free_event, event)
+                last.callback(self.gpu.shares[index][0].free_event, event)
             while self._children:
                 last.callback(self._children.popitem()[1][0].close)
 

@@ -59,25 +59,21 @@ class Watch:
         with self._lock:
             if self._over:
                 return True
-            if self._gpu.aborted:
-                time.sleep(_PERIOD)  # until all lanes have said where they stood
+            ours = self._gpu.aborted
+            if not ours:
+                if not self._arena.abort[0]:
+                    if (peer := self._arena.differing()) is not None:
+                        self._runtime.give_up(DIFFERED, peer)
+                    elif self._gpu.waiting() and (dead := self._arena.dead()):
+                        self._runtime.give_up(DIED, dead[0])
+                    else:
+                        return False
+                self._gpu.abort()
+            time.sleep(_PERIOD)  # until all lanes have said where they stood
+            if ours:
                 self._failure = self._gpu.failure()
                 if not self._arena.abort[0]:
-                    who, peer = self._failure.rank, self._failure.peer
-                    self._runtime.give_up(TIMED_OUT, peer, who)
-            elif self._arena.abort[0]:
-                self._gpu.abort()
-                time.sleep(_PERIOD)
-            elif (peer := self._arena.differing()) is not None:
-                self._runtime.give_up(DIFFERED, peer)
-                self._gpu.abort()
-                time.sleep(_PERIOD)
-            elif self._gpu.waiting() and (dead := self._arena.dead()):
-                self._runtime.give_up(DIED, dead[0])
-                self._gpu.abort()
-                time.sleep(_PERIOD)
-            else:
-                return False
+                    self._runtime.give_up(TIMED_OUT, self._failure.peer, self._failure.rank)
             if len(self._gpu.devices) == 1:
                 words = f"{self._describe()}; {self._stands()}"
                 self._arena.say(words.encode()[:MOST_SAID], LAST_WORDS)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from host_gpu import CURRENT, HostDevice, HostTensor, build
 
+from collectives import CollectiveError
 from collectives.runtime import cuda
 
 MODES = {
@@ -67,3 +68,12 @@ def tensor(values: Any, dtype: str = "float32", stream: int = 0) -> HostTensor:
     """On this rank's GPU. Kept, as CuPy and torch give memory back in the stream's order."""
     _KEPT.append(HostTensor(np.array(values, dtype), CURRENT.index, stream))
     return _KEPT[-1]
+
+
+def failure(call: Callable[[], Any]) -> CollectiveError | None:
+    """What a call raises."""
+    try:
+        call()
+    except CollectiveError as error:
+        return error
+    return None

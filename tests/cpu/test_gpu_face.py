@@ -4,12 +4,11 @@ threads or processes, on one GPU or one each."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from gpu_ranks import MODES, Machine, gpus, tensor
+from gpu_ranks import MODES, Machine, failure, gpus, tensor
 from host_gpu import HostDevice, HostTensor, needs_compiler
 
 import collectives
@@ -20,12 +19,6 @@ from topology import load
 pytestmark = needs_compiler
 
 DTYPES = ("float32", "float64", "float16", "int8", "uint8", "int32", "int64")
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    with gpus(monkeypatch) as made:
-        yield made
 
 
 def values(rank: int, n: int, dtype: str = "float32") -> np.ndarray:
@@ -136,11 +129,7 @@ def test_calls_on_several_streams_come_one_after_another(mode: str, machine: Mac
 
 
 def what_is_said(call: Any) -> str:
-    try:
-        call()
-    except CollectiveError as error:
-        return str(error)
-    return "no error"
+    return str(failure(call) or "no error")
 
 
 def under_capture(rank: int, machine: Machine) -> list[str]:
@@ -295,7 +284,7 @@ def what_is_taken(rank: int) -> set[str]:
     comm.broadcast(x)
     comm.synchronize()
     assert x.array.tolist() == np.sum([values(r, 250_000) for r in range(8)], axis=0).tolist()
-    return {call.plan.algorithm for call in comm._gpu._known.values()}
+    return {call.plan.algorithm for _, call in comm._gpu._known.values()}
 
 
 def test_auto_takes_what_the_gpu_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_ranks import MODES, Machine, gpus, tensor
+from gpu_ranks import MODES, Machine, failure, gpus, tensor
 from host_gpu import HostDevice, HostTensor, needs_compiler
 
 import collectives
@@ -28,26 +28,12 @@ PROCESSES = ("processes on one GPU", "a process a GPU")
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    with gpus(monkeypatch) as made:
-        yield made
-
-
-@pytest.fixture
 def log(tmp_path: Path) -> Iterator[Path]:
     """What all ranks log, those that are forked as well."""
     handler = logging.FileHandler(tmp_path / "log")
     logging.getLogger("linkweave").addHandler(handler)
     yield tmp_path / "log"
     logging.getLogger("linkweave").removeHandler(handler)
-
-
-def failure(call: Any) -> CollectiveError | None:
-    try:
-        call()
-    except CollectiveError as error:
-        return error
-    return None
 
 
 def killed(rank: int, path: str) -> None:

@@ -7,12 +7,12 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from gpu_ranks import MODES, Machine, gpus, tensor
+from gpu_ranks import MODES, Machine, failure, gpus, tensor
 from host_gpu import CURRENT, HostDevice, HostTensor, needs_compiler
 
 import collectives
@@ -25,18 +25,9 @@ PROCESSES = MODES["a process a GPU"]
 THREADS = MODES["threads on one GPU"]
 
 
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    with gpus(monkeypatch) as made:
-        yield made
-
-
 def said(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except CollectiveError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    error = failure(call)
+    return f"{type(error).__name__}: {error}" if error else "no error"
 
 
 class Faulty(HostDevice):
@@ -270,7 +261,7 @@ def what_is_taken(rank: int) -> set[str]:
     comm.allreduce(x := tensor([1.0] * 40_000))
     comm.synchronize()
     assert x.array.tolist() == [3.0] * 40_000
-    return {call.plan.algorithm for call in comm._gpu._known.values()}
+    return {call.plan.algorithm for _, call in comm._gpu._known.values()}
 
 
 def test_auto_agrees_where_gpus_have_different_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,6 @@ from collectives.runtime.arena import Arena
 from topology import Device, Topology, load
 
 RANKS = 5
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    with gpus(monkeypatch) as made:
-        yield made
 
 
 def parts(rank: int) -> list[Any]:
