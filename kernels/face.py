@@ -39,12 +39,7 @@ def sparsify(grad: Any, residual: Any, k: int) -> Vector:
     bytes an element: both read, the residual written, once. Ties, NaN and errors as in `topk_abs`;
     indices count in C order.
     """
-    kept = _numpy(residual, "residual")
-    if kept.dtype != np.float32 or not kept.flags.c_contiguous or not kept.flags.writeable:
-        raise TypeError(
-            f"residual must be a contiguous, writable float32 array, not {kept.dtype} of strides "
-            f"{kept.strides}"
-        )
+    kept = _written(residual, "residual")
     if tuple(grad.shape) != tuple(residual.shape):
         raise ValueError(
             f"grad has shape {tuple(grad.shape)}, residual {tuple(residual.shape)}: they must agree"
@@ -116,9 +111,7 @@ def scatter_add_rows(table: Any, indices: Any, values: Any) -> None:
     `table`: [rows, ...] float32, contiguous; the rest as in `coalesce`. Raises TypeError,
     ValueError, before anything is changed.
     """
-    sums = _numpy(table, "table")
-    if sums.dtype != np.float32 or not sums.flags.c_contiguous or not sums.flags.writeable:
-        raise TypeError(f"table must be a contiguous, writable float32 array, not {sums.dtype}")
+    sums = _written(table, "table")
     if not sums.ndim or tuple(values.shape)[1:] != sums.shape[1:]:
         raise ValueError(f"values of shape {tuple(values.shape)} for a table of {sums.shape}")
     where = _indices(indices, sums.shape[0])
@@ -150,6 +143,17 @@ def _numpy(x: Any, name: str) -> np.ndarray:
     if not isinstance(x, np.ndarray):
         raise TypeError(f"{name} must be a NumPy array or a torch tensor, not {type(x).__name__}")
     return x
+
+
+def _written(x: Any, name: str) -> np.ndarray:
+    """What is changed in place."""
+    array = _numpy(x, name)
+    if array.dtype != np.float32 or not array.flags.c_contiguous or not array.flags.writeable:
+        raise TypeError(
+            f"{name} must be a contiguous, writable float32 array, not {array.dtype} of strides "
+            f"{array.strides}"
+        )
+    return array
 
 
 def _row(x: Any, name: str) -> tuple[np.ndarray, str]:

@@ -20,9 +20,10 @@ def threads() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def parts(n: int, unit: int = 1) -> list[tuple[int, int]]:
-    """[start, stop) for each thread, in order; starts are multiples of `unit`. At least one."""
-    many = max(1, min(threads(), n // _LEAST))
+def parts(n: int, unit: int = 1, least: int = _LEAST) -> list[tuple[int, int]]:
+    """[start, stop) for each thread, in order; starts are multiples of `unit`. At least one;
+    `least` elements are worth a thread."""
+    many = max(1, min(threads(), n // least))
     each = -(-n // (many * unit)) * unit
     return [(start, min(start + each, n)) for start in range(0, n, each)] or [(0, 0)]
 

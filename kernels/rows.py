@@ -11,11 +11,12 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from kernels.parts import run_parts, threads
+from kernels.parts import parts, run_parts
 from kernels.topk import U
 
 DIGIT = 11  # bits that one pass of the sort looks at
 _MAPPED = 8  # rows of the table for each that comes, up to which a map of it is cheaper
+_LINE = 16  # float32 of a cache line, which threads do not share
 _COLUMNS = 64  # float32 that are worth a thread: less of a row wastes what memory sends
 
 
@@ -112,9 +113,5 @@ def unique_places(indices: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.nd
 
 def add_rows(place: np.ndarray, values: np.ndarray, sums: np.ndarray) -> None:
     """sums[place[i]] += values[i] in the order of i; values [n, width], sums [rows, width]."""
-    width = values.shape[1]
-    many = max(1, min(threads(), width // _COLUMNS))
-    each = -(-width // (many * _COLUMNS)) * _COLUMNS if many > 1 else width
-    spans = [(c, min(c + each, width)) for c in range(0, width, max(1, each))]
-    if spans:
-        run_parts(lambda i: _add(place, values, sums, *spans[i]), len(spans))
+    spans = parts(values.shape[1], _LINE, _COLUMNS)
+    run_parts(lambda i: _add(place, values, sums, *spans[i]), len(spans))
