@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +22,8 @@ FactorOption = Annotated[int, typer.Option("-f", help="Factor between sizes.")]
 BatchOption = Annotated[
     bool, typer.Option("--batch/--no-batch", help="Everyone under SCHED_BATCH.")
 ]
+RoundsOption = Annotated[int, typer.Option("-r", help="Rounds in which all take turns.")]
+OutOption = Annotated[Path | None, typer.Option(help="Write the figures as JSON.")]
 
 
 def sweep(begin: str, end: str, factor: int) -> tuple[int, ...]:
@@ -41,7 +43,7 @@ def links(
         int | None, typer.Option("-n", "--ranks", help="CPU ranks, instead of this machine's GPUs.")
     ] = None,
     rounds: Annotated[int, typer.Option("-r", help="Rounds; medians are given.")] = 5,
-    out: Annotated[Path | None, typer.Option(help="Write the figures as JSON.")] = None,
+    out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Bandwidth and latency between every two GPUs, or (without any) every two CPU ranks."""
@@ -74,7 +76,7 @@ def allreduce(
     topo: TopologyOption = "auto",
     batch: BatchOption = True,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="gloo and MPI beside.")] = True,
-    out: Annotated[Path | None, typer.Option(help="Write the figures as JSON.")] = None,
+    out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """All-reduce of float32 over CPU ranks, beside gloo and MPI (where mpi4py is installed)."""
@@ -102,7 +104,7 @@ def algorithms(
         int, typer.Option("-r", help="Rounds in which all algorithms take turns.")
     ] = 5,
     batch: BatchOption = True,
-    out: Annotated[Path | None, typer.Option(help="Write the times as JSON.")] = None,
+    out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """All-reduce of float32 over CPU ranks by every algorithm, beside what the model takes."""
@@ -121,8 +123,6 @@ def algorithms(
 ElementsOption = Annotated[int, typer.Option("-n", "--elements", help="float32 of the row.")]
 DensityOption = Annotated[float, typer.Option(help="Share of elements that is kept.")]
 ThreadsOption = Annotated[int, typer.Option("-j", "--threads", help="Threads, ours and torch's.")]
-RoundsOption = Annotated[int, typer.Option("-r", help="Rounds in which all take turns.")]
-OutOption = Annotated[Path | None, typer.Option(help="Write the figures as JSON.")]
 
 
 @bench.command()
@@ -132,10 +132,8 @@ def topk(
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """The k largest |x| of a row, beside torch.topk and numpy.partition."""
-    from bench import sparse
-
     _sane(elements, density, threads, rounds)
-    _sparse(lambda: sparse.topk(elements, density, threads, rounds), out, as_json)
+    _sparse("topk", out, as_json, elements, density, threads, rounds)
 
 
 @bench.command()
@@ -145,10 +143,8 @@ def sparsify(
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Gradient + residual -> selection -> residual, beside the torch calls that it replaces."""
-    from bench import sparse
-
     _sane(elements, density, threads, rounds)
-    _sparse(lambda: sparse.sparsify(elements, density, threads, rounds), out, as_json)
+    _sparse("sparsify", out, as_json, elements, density, threads, rounds)
 
 
 @bench.command()
@@ -160,11 +156,9 @@ def coalesce(
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Sums of equal rows of an embedding's gradient, beside torch's sparse tensors."""
-    from bench import sparse
-
     at_least(("-n", num, 1), ("-w", width, 1), ("-v", vocabulary, 1), ("-j", threads, 1),
              ("-r", rounds, 1))  # fmt: skip
-    _sparse(lambda: sparse.coalesce(num, width, vocabulary, threads, rounds), out, as_json)
+    _sparse("coalesce", out, as_json, num, width, vocabulary, threads, rounds)
 
 
 @bench.command("sparse-allreduce")
@@ -175,10 +169,8 @@ def sparse_allreduce(
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """gTop-k's tree over CPU ranks, beside dense all-reduces, ours and gloo's."""
-    from bench import sparse
-
     _sane(elements, density, ranks, rounds)
-    _sparse(lambda: sparse.sparse_allreduce(ranks, elements, density, rounds), out, as_json)
+    _sparse("sparse_allreduce", out, as_json, ranks, elements, density, rounds)
 
 
 def _sane(elements: int, density: float, threads: int, rounds: int) -> None:
@@ -187,14 +179,17 @@ def _sane(elements: int, density: float, threads: int, rounds: int) -> None:
         raise CollectiveError(f"--density must be above 0 and at most 1, not {density}")
 
 
-def _sparse(measure: Callable[[], Iterator[Any]], out: Path | None, as_json: bool) -> None:
+def _sparse(name: str, out: Path | None, as_json: bool, *arguments: Any) -> None:
+    """What that function of `bench.sparse` measures, printed and written."""
     from bench import sparse
 
     if out:
         out.touch()
     if not as_json:
         print(sparse.HEADER, flush=True)
-    rows = list(measure())  # no progress bar: its thread would keep `spawn` from forking
+    rows = list(
+        getattr(sparse, name)(*arguments)
+    )  # no progress bar: its thread would keep `spawn` from forking
     print(sparse.as_json(rows) if as_json else "\n".join(map(str, rows)))
     if out:
         out.write_text(sparse.as_json(rows) + "\n")
