@@ -5,6 +5,7 @@ Planning and simulating need neither torch nor a GPU; what runs is imported when
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from collectives import _siblings as _siblings
@@ -24,19 +25,21 @@ from collectives.runtime.simulate import Timeline, simulate
 if TYPE_CHECKING:
     from collectives.communicator import Communicator
     from collectives.default import get_default, shutdown
+    from collectives.gradient_queue import GradientQueue
     from collectives.launch import init, spawn
     from collectives.work import Work
 
 __all__ = [
     "CollectiveAborted", "CollectiveError", "CollectiveTimeout", "Communicator", "Explanation",
-    "Plan", "PlanError", "Timeline", "TopologyError", "Work", "allgather", "allreduce", "alltoall",
-    "barrier", "broadcast", "empty", "explain", "get_default", "init",
-    "plan_allreduce", "plan_collective", "reduce", "reduce_scatter", "shutdown", "simulate",
-    "sparse_allreduce", "spawn", "verify",
+    "GradientQueue", "Plan", "PlanError", "Timeline", "TopologyError", "Work", "allgather",
+    "allreduce", "allreduce_queue", "alltoall", "barrier", "broadcast", "empty", "explain",
+    "get_default", "init", "plan_allreduce", "plan_collective", "reduce", "reduce_scatter",
+    "shutdown", "simulate", "sparse_allreduce", "spawn", "verify",
 ]  # fmt: skip
 
 _RUNNING = {
     "Communicator": "communicator",
+    "GradientQueue": "gradient_queue",
     "Work": "work",
     "init": "launch",
     "spawn": "launch",
@@ -62,6 +65,11 @@ def _default() -> Communicator:
 def allreduce(x: Any, op: str = "sum", async_op: bool = False) -> Work | None:
     """`Communicator.allreduce` on the default communicator."""
     return _default().allreduce(x, op, async_op)
+
+
+def allreduce_queue(x: Any, layers: Sequence[int], op: str = "sum") -> GradientQueue:
+    """`Communicator.allreduce_queue` on the default communicator."""
+    return _default().allreduce_queue(x, layers, op)
 
 
 def broadcast(x: Any, root: int = 0, async_op: bool = False) -> Work | None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Protocol
 from zlib import crc32
 
 from collectives.errors import CollectiveError
 from collectives.request import Request
+from collectives.runtime.arrivals import Arrivals
 from collectives.runtime.shm import Buffer
-from collectives.tensors import room_for
+from collectives.tensors import room_for, stands_in_order
 
 
 class Place(Protocol):
@@ -49,6 +51,20 @@ def in_place(
         request = place.request(kind, buffer, op, root, algorithm)
     place.make(request)
     done()
+
+
+def queued(
+    place: Place, x: Any, layers: Any, op: str, algorithm: str, arrivals: Arrivals | None = None
+) -> None:
+    with place.telling():
+        buffer, _ = place.buffer(x)
+        if not stands_in_order(x):
+            raise CollectiveError("a gradient queue needs a contiguous tensor")
+        sizes = _layer_sizes(layers, buffer.nbytes // buffer.itemsize)
+        nbytes = tuple(n * buffer.itemsize for n in sizes)
+        layout = crc32(repr(nbytes).encode())
+        request = place.request("allreduce", buffer, op, 0, algorithm, layout)
+    place.make(replace(request, layers=nbytes, arrivals=arrivals))
 
 
 def reduce(place: Place, x: Any, op: str, root: int) -> None:
@@ -142,3 +158,19 @@ def _share(place: Place, kind: str, x: Any) -> int:
             f"multiple of that, not of shape {tuple(x.shape)}"
         )
     return int(x.shape[0]) // place.size
+
+
+def _layer_sizes(layers: Any, elements: int) -> list[int]:
+    """Elements of each layer, checked against those of the tensor."""
+    try:
+        sizes = list(layers)
+    except TypeError:
+        sizes = [layers]
+    wrong = next((n for n in sizes if isinstance(n, bool) or not isinstance(n, int) or n < 0), None)
+    if wrong is not None:
+        raise CollectiveError(f"layers are numbers of elements, integers >= 0, not {wrong!r}")
+    if sum(sizes) != elements:
+        raise CollectiveError(
+            f"layers of {sum(sizes)} elements for a tensor of {elements}: they must agree"
+        )
+    return sizes

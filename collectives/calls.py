@@ -158,13 +158,17 @@ class Calls:
         with self.trace.phase("agree"):
             offsets = self._agree(request, offset)
         if buffer.nbytes == 0 or self.size == 1:
+            if request.arrivals:
+                request.arrivals.begin(None, self.rank, 0, request.layers or ())
             self.runtime.done(self.made)
             return
         plan, region, place = self._plan(request)
+        if request.arrivals:
+            request.arrivals.begin(plan, self.rank, buffer.nbytes, request.layers or ())
         direct = region.direct and offset >= 0 and offsets.min() >= 0
         with self.trace.phase("run"):
             where = offsets.copy() if direct else None
-            self.runtime.run(plan, region, place, buffer, request.op, where)
+            self.runtime.run(plan, region, place, buffer, request.op, where, request.arrivals)
         if direct:
             with self.trace.phase("finish"):
                 self.runtime.finish(self.made)

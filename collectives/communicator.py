@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from operator import index
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -18,8 +18,10 @@ from collectives import bodies
 from collectives.calls import Calls
 from collectives.errors import CollectiveError
 from collectives.gpu_calls import GpuCalls
+from collectives.gradient_queue import GradientQueue, HostQueue
 from collectives.request import NOTHING, Request
 from collectives.runtime.arena import Arena
+from collectives.runtime.arrivals import Arrivals
 from collectives.runtime.diagnose import CLOSED
 from collectives.runtime.peers import troubles
 from collectives.runtime.reference import DTYPES
@@ -86,6 +88,23 @@ class Communicator:
             first = x[0] if x else None
             return self._submit(async_op, first, bodies.allreduce_list, list(x), op, algorithm)
         return self._submit(async_op, x, bodies.in_place, "allreduce", x, op, 0, algorithm)
+
+    def allreduce_queue(
+        self, x: Any, layers: Sequence[int], op: str = "sum", algorithm: str = "auto"
+    ) -> GradientQueue:
+        """Start an `allreduce` of `x`, whose layers may be used as soon as each is final.
+
+        `layers`: elements of each, in the order in which they lie in `x`, which is contiguous;
+        chunks arrive in about that order (C-Cube, section III-D). `GradientQueue.dequeue` waits
+        for one layer, `wait` for all. The rest as in `allreduce` with `async_op`.
+        """
+        if gpu_of(x) is not None:
+            queue = self._submit(True, x, bodies.queued, x, layers, op, algorithm)
+            return cast(GradientQueue, queue)
+        self._calls.check()
+        arrivals = Arrivals()
+        future = self._enqueue(bodies.queued, x, layers, op, algorithm, arrivals)
+        return HostQueue(future, arrivals, self._arena.base)
 
     def broadcast(self, x: Any, root: int = 0, async_op: bool = False) -> Work | None:
         """Copy `root`'s `x` over everyone's, in place. Same tensors and errors as `allreduce`."""
@@ -299,11 +318,15 @@ class Communicator:
             return done_on_gpu
         if not async_op and (self._last is None or self._last.done()):
             return body(self._calls, *args)
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="linkweave")
-        self._last = self._worker.submit(body, self._calls, *args)
-        work = Work(self._last)
+        work = Work(self._enqueue(body, *args))
         if async_op:
             return work
         done: T = work.wait()
         return done
+
+    def _enqueue(self, body: Callable[..., T], *args: Any) -> Future[T]:
+        """Carry out a body on the CPU, behind those before it."""
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="linkweave")
+        self._last = future = self._worker.submit(body, self._calls, *args)
+        return future

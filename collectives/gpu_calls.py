@@ -17,13 +17,14 @@ from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTim
 from collectives.planning.plan import Plan
 from collectives.request import Request, notice, words
 from collectives.runtime import cuda
-from collectives.runtime.cuda import Device, GpuRanks, Room, lanes_of
+from collectives.runtime.cuda import GpuRanks, Room, lanes_of
+from collectives.runtime.device import Device
 from collectives.runtime.diagnose import RAISED
 from collectives.runtime.peers import PeerMemory, common_map
 from collectives.runtime.team import Call, Refused, Team
 from collectives.runtime.watch import Watch
 from collectives.settings import Settings
-from collectives.stream_work import POLL, OnStream, StreamWork
+from collectives.stream_work import POLL, OnStream, StreamQueue, StreamWork
 from collectives.tensors import stream_of
 from collectives.trace import CALLS, KERNELS
 from topology import load
@@ -145,9 +146,10 @@ class GpuCalls:
             return result
         event = self.device.make_event()
         self.device.record(event, stream)
-        work = StreamWork(self, place, x, result, event, bool(capture))
+        kind = StreamWork if place.layers is None else StreamQueue
+        work = kind(self, place, x, result, event, bool(capture))
         if capture:  # which keeps what it needs
-            self._captured.append(event)
+            self._captured += [event, *place.events]
         else:
             self._under_way.append(work)
         return work
@@ -206,8 +208,9 @@ class GpuCalls:
         found = {(tuple(ranks), room) for row in rows for ranks, room in row["rooms"]}
         return sorted(found)
 
-    def make(self, request: Request, stream: int) -> None:
-        """Enqueue what is asked for. The first time, all ranks meet and agree on it."""
+    def make(self, request: Request, stream: int, begun: int | None = None) -> Call | None:
+        """Enqueue what is asked for; what was launched, if anything. The first time, all ranks
+        meet and agree on it. `begun`: an event for a call with layers."""
         said = notice(request)
         if said not in self._known:
             text = words(said)
@@ -220,7 +223,7 @@ class GpuCalls:
         if self._owns_team:  # a team of several compares its calls itself
             self._arena.log_call(self.made, self._checksum)
         if call is None:
-            return
+            return None
         trace = self._calls.trace
         trace.say(CALLS, f"GPU call {self.made}: {request.label} {call.dtype} {call.op} on stream "
                   f"{stream:#x}, {call.lanes} lanes at most")  # fmt: skip
@@ -234,13 +237,25 @@ class GpuCalls:
 
         with trace.call(request.label), trace.phase("launch"):
             try:
-                self.team.launch(self.rank, call, request.buffer.address, stream, patience)
+                self.team.launch(self.rank, call, request.buffer.address, stream, patience, begun)
             except Refused:
                 raise
             except (CollectiveTimeout, CollectiveAborted) as error:
                 self._calls.broken = f"{type(error).__name__}: {error}"
                 raise
             except Exception as error:
+                raise self.fail(error) from error
+        return call
+
+    def dequeue(self, call: Call, layer: int, begun: int, stream: int) -> None:
+        """What `stream` is given from now on comes behind that layer of a call that began with
+        that event. Raises what went wrong so far."""
+        with self._lock, self.device.here():
+            self.check()
+            try:
+                self.device.wait(begun, stream)
+                self.team.gpu.dequeue(self.team.prepare(call), self.rank, layer, stream)
+            except RuntimeError as error:  # CUDA's
                 raise self.fail(error) from error
 
     def _agree(self, request: Request, said: str) -> Call | None:
@@ -257,7 +272,8 @@ class GpuCalls:
         self._calls.trace.planned(request.label, plan, self.choices.topology, buffer.nbytes)
         rooms = self._rooms[buffer.dtype, request.op]
         lanes = lanes_of(plan, rooms, self.team.gpu.max_blocks)
-        call = Call(said, plan, buffer.nbytes, buffer.dtype, request.op, lanes)
+        layers = request.layers or ()
+        call = Call(said, plan, buffer.nbytes, buffer.dtype, request.op, lanes, layers)
         if self._owns_team:
             try:
                 self.team.prepare(call)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from collectives.planning.algorithms import ALGORITHMS
 from collectives.planning.goals import COLLECTIVES
 from collectives.planning.others import OTHERS
+from collectives.runtime.arrivals import Arrivals
 from collectives.runtime.reference import DTYPES, OPS
 from collectives.runtime.shm import Buffer
 
@@ -28,6 +29,8 @@ class Request:
     layout: int = 0  # of a list: a checksum of its tensors' sizes
     device: str = "cpu"
     label: str = ""  # for people and profilers; not compared
+    layers: tuple[int, ...] | None = None  # bytes of each, for a gradient queue
+    arrivals: Arrivals | None = field(default=None, compare=False)  # which a CPU rank counts
 
 
 def notice(request: Request, settings: int = 0) -> tuple[int, ...]:

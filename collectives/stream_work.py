@@ -8,8 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from collectives.errors import CollectiveError, CollectiveTimeout
+from collectives.gradient_queue import GradientQueue, number_of
 from collectives.request import Request
 from collectives.runtime.shm import Buffer
+from collectives.runtime.team import Call
 from collectives.tensors import as_buffer, stream_of
 from collectives.work import Work
 
@@ -27,6 +29,9 @@ class OnStream:
         self.gpu, self.caller, self.stream = gpu, caller, stream
         self.begun = False  # something may have been enqueued
         self.kept: list[object] = []  # the call's tensors and contiguous copies of them
+        self.layers: int | None = None  # how many, of a gradient queue
+        self.call: Call | None = None
+        self.events: list[int] = []  # behind which the queue counts from zero
         self._later: list[Callable[[], None]] = []
 
     def telling(self) -> AbstractContextManager[None]:
@@ -60,7 +65,9 @@ class OnStream:
 
     def make(self, request: Request) -> None:
         self._begin()
-        self.gpu.make(request, self.stream)
+        if request.layers is not None:
+            self.layers, self.events = len(request.layers), [self.gpu.device.make_event()]
+        self.call = self.gpu.make(request, self.stream, *self.events)
 
     def _begin(self) -> None:
         """Behind what the caller has enqueued, contiguous copies of its tensors included."""
@@ -115,5 +122,16 @@ class StreamWork(Work):
 
     def free(self) -> None:
         if self._event is not None:
-            self._gpu.device.free_event(self._event)
+            for event in (self._event, *self._place.events):
+                self._gpu.device.free_event(event)
             self._event = None
+
+
+class StreamQueue(StreamWork, GradientQueue):
+    """An all-reduce on a stream of its own whose layers other streams can wait for."""
+
+    def dequeue(self, layer: int) -> None:
+        at = number_of(layer, self._place.layers or 0)
+        if self._event is not None and self._place.call is not None:
+            begun = self._place.events[0]
+            self._gpu.dequeue(self._place.call, at, begun, stream_of(self._x))

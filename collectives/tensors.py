@@ -109,7 +109,7 @@ def _cuda_buffer(x: Any, written: bool, name: str) -> tuple[Buffer, Callable[[],
     if written and told["data"][1]:
         raise CollectiveError("the array is read-only; a collective writes its result into it")
     whole, done = x, _nothing
-    if strides is not None and not _in_order(shape, strides, item):
+    if not stands_in_order(x):
         if written:
             _refuse_shared(shape, strides)
         if not _is_cupy(x):
@@ -118,6 +118,17 @@ def _cuda_buffer(x: Any, written: bool, name: str) -> tuple[Buffer, Callable[[],
         done = _copy_back(x, whole)
     nbytes = math.prod(shape) * item
     return Buffer(int(whole.__cuda_array_interface__["data"][0]), nbytes, name, item, whole), done
+
+
+def stands_in_order(x: Any) -> bool:
+    """Whether a tensor's elements lie side by side, so that it is worked on where it lies."""
+    if is_torch(x):
+        return bool(x.is_contiguous())
+    if isinstance(x, np.ndarray):
+        return bool(x.flags.c_contiguous)
+    told = x.__cuda_array_interface__
+    shape, strides = tuple(told["shape"]), told.get("strides")
+    return strides is None or _in_order(shape, strides, np.dtype(told["typestr"]).itemsize)
 
 
 def _in_order(shape: Sequence[int], strides: Sequence[int], item: int) -> bool:

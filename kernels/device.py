@@ -13,8 +13,9 @@ from contextlib import contextmanager
 import numpy as np
 
 from kernels.compile import cubin
-from kernels.source import THREADS, options, source
+from kernels.source import PLAIN, THREADS, options, source
 
+CHECK_THREADS = 128
 _NOT_READY = 600  # cudaErrorNotReady
 
 
@@ -33,7 +34,7 @@ class CudaDevice:
 
         self._cupy, self._driver, self._runtime = cupy, driver, runtime
         self.index = index
-        self._kernels: dict[tuple[str, str], tuple[int, object]] = {}
+        self._functions: dict[tuple[str, ...], tuple[int, object]] = {}
         self._lock = threading.Lock()
         self._runtime.getDeviceCount()  # starts the driver
         self._own = self.make_stream()
@@ -57,17 +58,22 @@ class CudaDevice:
         if code := getattr(self._cuda, name)(*arguments):
             raise self._driver.CUDADriverError(code)
 
-    # ---- the kernel --------------------------------------------------------------------------
-    def kernel(self, dtype: str, op: str) -> int:
-        """The interpreter for this dtype and op, compiled at first use: a CUfunction."""
+    # ---- kernels -----------------------------------------------------------------------------
+    def _function(self, file: str, name: str, words: tuple[str, ...]) -> int:
+        """A kernel, compiled at first use: a CUfunction."""
+        key = (file, name, *words)
         with self._lock, self.here():
-            if (dtype, op) not in self._kernels:
-                code = cubin(source("plan.cu"), options(dtype, op), self._architecture())
+            if key not in self._functions:
+                code = cubin(source(file), words, self._architecture())
                 module = self._cupy.cuda.function.Module()
                 module.load(code)
-                function = module.get_function("run_plan")
-                self._kernels[dtype, op] = int(function.ptr), (module, function)
-            return self._kernels[dtype, op][0]
+                function = module.get_function(name)
+                self._functions[key] = int(function.ptr), (module, function)
+            return self._functions[key][0]
+
+    def kernel(self, dtype: str, op: str) -> int:
+        """The plan interpreter for this dtype and op."""
+        return self._function("plan.cu", "run_plan", options(dtype, op))
 
     def _architecture(self) -> int:
         return int(self._cupy.cuda.Device(self.index).compute_capability)
@@ -80,12 +86,13 @@ class CudaDevice:
             return int(self._driver.funcGetAttribute(wanted, kernel))
 
     def resident(self, dtype: str, op: str) -> int:
-        """Blocks of the interpreter that the device holds at once."""
+        """Blocks of the interpreter that the device holds at once, beside the check of a queue:
+        one multiprocessor is left to that."""
         kernel = self.kernel(dtype, op)
         with self.here():
             each = self._driver.occupancyMaxActiveBlocksPerMultiprocessor(kernel, THREADS, 0)
             many = self._cupy.cuda.Device(self.index).attributes["MultiProcessorCount"]
-            return int(each) * int(many)
+            return int(each) * (int(many) - 1)
 
     def launch(self, dtype: str, op: str, launch: np.ndarray, blocks: int, stream: int) -> None:
         """Enqueue the interpreter; `launch` is copied. All blocks come at once or none."""
@@ -94,6 +101,15 @@ class CudaDevice:
         with self.here():
             self._driver.launchCooperativeKernel(
                 kernel, blocks, 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(parameters)
+            )
+
+    def check(self, argument: np.ndarray, stream: int) -> None:
+        """Enqueue a queue's `check`; the argument is copied."""
+        kernel = self._function("queue.cu", "check", PLAIN)
+        parameters = (ctypes.c_void_p * 1)(argument.ctypes.data)
+        with self.here():
+            self._driver.launchKernel(
+                kernel, 1, 1, 1, CHECK_THREADS, 1, 1, 0, stream, ctypes.addressof(parameters), 0
             )
 
     # ---- memory ------------------------------------------------------------------------------
@@ -134,6 +150,11 @@ class CudaDevice:
         """Enqueue a copy within the device."""
         with self.here():
             self._runtime.memcpyAsync(dst, src, nbytes, self._runtime.memcpyDeviceToDevice, stream)
+
+    def zero(self, address: int, nbytes: int, stream: int) -> None:
+        """Enqueue the clearing of device memory."""
+        with self.here():
+            self._runtime.memsetAsync(address, 0, nbytes, stream)
 
     def pinned(self, words: int) -> np.ndarray:
         """[words] zeroed uint32 of host memory that the device sees at the same address."""

@@ -92,6 +92,9 @@ __device__ __forceinline__ void next(const Launch& l, const Group& g, Lane& lane
         lane.task.op = STOP;
         return;
     }
+    const Task& done = lane.task;
+    if (lane.length && l.finals && (done.op == COPY || (done.op == REDUCE && done.last)))
+        st_release_sys(l.finals + blockIdx.x, ++lane.finals);  // behind the block's barrier
     lane.pc += lane.length;
     lane.length = 0;
     while (lane.phase < code[0]) {

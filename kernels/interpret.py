@@ -43,7 +43,8 @@ SLEEPS = 10  # after so many sleeps in a row the caller gets control: deadlines,
 OWN, NUM_CHUNKS, STRIDE, SLOTS, SLOT_BYTES, ITEM, COMBINE, DIVISOR, DIRECT = range(9)
 ABORT, BELL = 9, 10  # addresses of the abort word and of this rank's bell
 STREAMING = 11
-CALL_FIELDS = 12
+FINALS = 12  # address of a counter for each stream of the chunks it has made final, or 0
+CALL_FIELDS = 13
 
 # Columns of `cursor`, for each connection: what its two ends have done so far, over all calls.
 SENT, RAISED, GRANTED, READ, FREED, TAKEN = range(6)
@@ -81,10 +82,11 @@ def interpret(code, call, place, flag, bells, slot, origin, pushed, cursor, at, 
 
     `place` [chunks, 2]: first byte and number of bytes in this rank's buffer;
     `flag` [connections, 2]: addresses of the data-ready and slot-free counters; `bells`: addresses
-    of the other ranks' bells; `slot`, `origin`, `pushed` [connections]: address of the first slot,
+    of the bells to ring; `slot`, `origin`, `pushed` [connections]: address of the first slot,
     rank whose data it carries, rank whose chunk it may write (or -1); `cursor` [connections, 6];
     `at` [streams, 3]: phase, group, place in the code (state between calls of an unfinished run;
-    all zero at first); `table`: scratch for as many addresses as ranks.
+    all zero at first); `table`: scratch for as many addresses as ranks. Whoever waits for FINALS
+    sleeps on one of `bells` as well.
 
     With DIRECT all buffers lie in shared memory at `peers` [ranks], and no slot is used: a REDUCE
     reads the chunks of the ranks that the data comes from; a SEND over a connection that is
@@ -173,6 +175,12 @@ def interpret(code, call, place, flag, bells, slot, origin, pushed, cursor, at, 
                                     call[COMBINE], own + start, table.ctypes.data, n,
                                     code[pc + 2] >> 1, size // call[ITEM], divisor,
                                 )  # fmt: skip
+                            final = op == COPY or (op == REDUCE and code[pc + 2] & 1)
+                            if final and call[FINALS]:
+                                if call[STREAMING]:
+                                    fence()
+                                counter = call[FINALS] + 8 * s
+                                store_release(counter, load_acquire(counter) + 1)
                     moved = True
                 pc += 5 + n
             at[s, 0], at[s, 1], at[s, 2] = phase, group, pc

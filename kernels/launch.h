@@ -43,6 +43,7 @@ struct Group {
 struct Launch {
     const Group* groups;  // [gridDim.x / lanes]
     u32* abort;  // not zero: everybody stops; the host may set it, and a deadline does
+    u32* finals;  // [blocks], zero at first: chunks that each has made final, for a queue; or 0
     u64 timeout_ns;  // of one wait
     u32 lanes;
     u32 num_chunks;

@@ -29,7 +29,7 @@ template <class T, class Op> __device__ __forceinline__ void run(const Launch& l
             lane.cursor_copy[i] = cursors[i];
     if (threadIdx.x == 0) {
         lane.failed = lane.timed_out = lane.phase = lane.group = lane.pc = lane.length = 0;
-        lane.link_free = 0;
+        lane.link_free = lane.finals = 0;
         lane.code = near_code ? lane.code_copy : group.code;
         lane.cursors = near_ends ? lane.cursor_copy : cursors;
     }

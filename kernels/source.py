@@ -30,9 +30,10 @@ def source(name: str) -> str:
     return text(name)
 
 
+PLAIN = ("--std=c++17", "--fmad=false")
+"""NVRTC's options for all kernels: IEEE arithmetic throughout, nothing contracted."""
+
+
 def options(dtype: str, op: str) -> tuple[str, ...]:
-    """NVRTC's options for one (dtype, op): IEEE arithmetic throughout, nothing contracted."""
-    return (
-        "--std=c++17", "--fmad=false", f"-DELEMENT={ELEMENTS[dtype]}", f"-DOP={OPS[op]}",
-        f"-DTHREADS={THREADS}",
-    )  # fmt: skip
+    """Those of the plan interpreter for one (dtype, op)."""
+    return (*PLAIN, f"-DELEMENT={ELEMENTS[dtype]}", f"-DOP={OPS[op]}", f"-DTHREADS={THREADS}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
@@ -18,53 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
+from collectives.planning.finals import layer_chunk_table
 from collectives.planning.plan import Op, Plan
 from collectives.runtime import program
+from collectives.runtime.device import Device
 from collectives.runtime.diagnose import Blocked, position_of, waits
 from collectives.runtime.program import CURSOR, GROUP, REPORT, Program, Shape, State
 from collectives.runtime.shm import place_of
 
 MOST_LANES = 8
 """Blocks a stream; with 8 ranks of 4 streams each, more than an H100's 132 multiprocessors."""
-
-
-class Device(Protocol):
-    """What is asked of a GPU (`kernels.device.CudaDevice`); addresses, streams and events are
-    integers."""
-
-    index: int
-
-    def use(self) -> None: ...
-    def here(self) -> AbstractContextManager[None]: ...
-    def allocate(self, nbytes: int) -> int: ...
-    def free(self, address: int) -> None: ...
-    def upload(self, array: NDArray[np.generic]) -> int: ...
-    def copy(self, dst: int, src: int, nbytes: int, stream: int = 0) -> None: ...
-    def pinned(self, words: int) -> NDArray[np.uint32]: ...
-    def resident(self, dtype: str, op: str) -> int: ...
-    def registers(self, dtype: str, op: str) -> int: ...
-    def launch(
-        self, dtype: str, op: str, launch: NDArray[np.void], blocks: int, stream: int
-    ) -> None: ...
-    def synchronise(self, stream: int) -> None: ...
-    def finish(self) -> None: ...
-    # streams
-    def make_stream(self) -> int: ...
-    def free_stream(self, stream: int) -> None: ...
-    def capturing(self, stream: int) -> int: ...
-    def make_event(self) -> int: ...
-    def free_event(self, event: int) -> None: ...
-    def record(self, event: int, stream: int) -> None: ...
-    def wait(self, event: int, stream: int) -> None: ...
-    def ready(self, event: int) -> bool: ...
-    # peers
-    def identity(self) -> tuple[str, str]: ...
-    def reach(self, peer: int) -> bool: ...
-    def share(self, address: int) -> bytes: ...
-    def open(self, handle: bytes) -> int: ...
-    def shut(self, address: int) -> None: ...
-    def register(self, address: int, nbytes: int) -> None: ...
-    def unregister(self, address: int) -> None: ...
 
 
 Room = tuple[tuple[int, ...], int]
@@ -122,6 +85,7 @@ class _Part:
     programs: tuple[tuple[int, Program], ...]
     groups: NDArray[np.void]  # [streams] of GROUP, all but `place` filled in
     report: NDArray[np.uint32]
+    finals: int  # address of a counter for each block, for gradient queues
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +98,7 @@ class Prepared:
     op: str
     parts: tuple[_Part, ...]
     tables: tuple[int, ...]  # for each part the address of its groups, complete
+    needs: Mapping[int, tuple[Device, NDArray[np.void]]]  # a queue's, of each of our ranks: CHECK
 
 
 class GpuRanks:
@@ -169,10 +134,12 @@ class GpuRanks:
         return [(ranks, d.resident(dtype, op)) for d, ranks in self.shares.values()]
 
     def prepare(
-        self, plan: Plan, nbytes: int, dtype: str, op: str, lanes: int | None = None
-    ) -> Prepared:
+        self, plan: Plan, nbytes: int, dtype: str, op: str, lanes: int | None = None,
+        layers: Sequence[int] = (),
+    ) -> Prepared:  # fmt: skip
         """Memory and tables for a verified plan. `lanes`, by default as many as our own GPUs have
-        room for (`lanes_of`), must be the same on all ranks."""
+        room for (`lanes_of`), must be the same on all ranks. `layers`: bytes of each, for a
+        gradient queue."""
         lanes = lanes or lanes_of(plan, self.rooms(dtype, op), self.max_blocks)
         plan, shape = program.fit(plan, nbytes, lanes)
         key = (plan.with_chunks(plan.stride), shape)
@@ -186,16 +153,37 @@ class GpuRanks:
             for row, (rank, _) in zip(groups, part.programs, strict=True):
                 row["place"] = places[rank]
             tables.append(self._upload(part.device, groups))
-        return Prepared(plan, shape, dtype, op, parts, tuple(tables))
+        needs = dict(self._needs(plan, shape, nbytes, layers, parts)) if layers else {}
+        return Prepared(plan, shape, dtype, op, parts, tuple(tables), needs)
+
+    def _needs(
+        self, plan: Plan, shape: Shape, nbytes: int, layers: Sequence[int],
+        parts: Sequence[_Part],
+    ) -> Iterator[tuple[int, tuple[Device, NDArray[np.void]]]]:  # fmt: skip
+        """For each of our ranks the checks of its layers."""
+        for part in parts:
+            counters = part.finals
+            for rank in part.ranks:
+                table = layer_chunk_table(plan, rank, nbytes, layers).astype(np.uint32)
+                streams = table.shape[1]
+                checks = np.zeros(len(layers), program.CHECK)
+                checks["counters"], checks["abort"] = counters, self._abort.ctypes.data
+                checks["need"] = self._upload(part.device, table)
+                checks["need"] += np.arange(len(layers), dtype=np.uint64) * (4 * streams)
+                checks["timeout_ns"] = int(2e9 * self.timeout)
+                checks["streams"], checks["lanes"] = streams, shape.lanes
+                counters += 4 * streams * shape.lanes
+                yield rank, (part.device, checks)
 
     def run(
         self, prepared: Prepared, buffers: Sequence[int], stream: int | Mapping[int, int] = 0,
-        ps_per_byte: int = 0,
+        ps_per_byte: int = 0, begun: Mapping[int, int] | None = None,
     ) -> None:  # fmt: skip
         """Enqueue one collective, in place on one buffer (an address) for each of our ranks.
 
         `stream`: one, or one for each GPU by its index. Returns at once; `check` tells whether it
-        went well. Buffers are aligned to their elements.
+        went well. Buffers are aligned to their elements. `begun`: for each of our ranks an event,
+        behind which `dequeue` may follow.
         """
         if len(buffers) != len(self.devices):
             raise CollectiveError(f"{len(buffers)} buffers for {_some(tuple(self.devices))}")
@@ -207,10 +195,21 @@ class GpuRanks:
             launch = program.launch(
                 prepared.plan, prepared.shape, table, int(self._abort.ctypes.data),
                 [where[r] for r in part.ranks], self.timeout, prepared.op == "avg", ps_per_byte,
+                part.finals if begun else 0,
             )  # fmt: skip
             on = stream if isinstance(stream, int) else stream[part.device.index]
             blocks = len(part.programs) * prepared.shape.lanes
+            if begun:
+                part.device.zero(part.finals, 4 * blocks, on)
+                for rank in part.ranks:
+                    part.device.record(begun[rank], on)
             part.device.launch(prepared.dtype, prepared.op, launch, blocks, on)
+
+    def dequeue(self, prepared: Prepared, rank: int, layer: int, stream: int) -> None:
+        """What `stream` is given from now on comes behind that layer of the rank's last call, for
+        whose `begun` it must wait already."""
+        device, checks = prepared.needs[rank]
+        device.check(checks[layer : layer + 1], stream)
 
     # ---- not hanging -------------------------------------------------------------------------
     def check(self, stream: int = 0) -> None:
@@ -294,7 +293,8 @@ class GpuRanks:
                 row["report"] = report.ctypes.data + 4 * i * shape.lanes * REPORT
                 row["rank"], row["num_ends"] = ranks.index(rank), len(p.ends)
                 row["code_words"] = p.code.size
-            parts.append(_Part(device, ranks, found, groups, report))
+            finals = self._upload(device, np.zeros(max(1, len(found) * shape.lanes), np.uint32))
+            parts.append(_Part(device, ranks, found, groups, report, finals))
         return tuple(parts)
 
 

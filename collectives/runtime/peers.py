@@ -13,7 +13,7 @@ from zlib import crc32
 
 from collectives.errors import CollectiveError, TopologyError
 from collectives.runtime.arena import Arena
-from collectives.runtime.cuda import Device
+from collectives.runtime.device import Device
 from collectives.runtime.doctor import examine
 from collectives.settings import topology_for
 from topology import Topology, load

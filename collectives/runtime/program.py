@@ -46,7 +46,7 @@ GROUP = np.dtype(
     + [(name, "u4") for name in ("rank", "num_ends", "code_words", "pad")]
 )
 LAUNCH = np.dtype(
-    [(name, "u8") for name in ("groups", "abort", "timeout_ns")]
+    [(name, "u8") for name in ("groups", "abort", "finals", "timeout_ns")]
     + [
         (name, "u4")
         for name in ("lanes", "num_chunks", "stride", "slots", "stripe", "low_latency", "divisor",
@@ -54,6 +54,12 @@ LAUNCH = np.dtype(
     ]
     + [("buffers", "u8", (MOST_RANKS,))]
 )  # fmt: skip
+
+
+CHECK = np.dtype(
+    [(name, "u8") for name in ("counters", "need", "abort", "timeout_ns")]
+    + [(name, "u4") for name in ("streams", "lanes")]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,15 +205,17 @@ def ends(plan: Plan, layout: Layout, program: Program, bases: Sequence[int]) -> 
 
 def launch(
     plan: Plan, shape: Shape, groups: int, abort: int, buffers: Sequence[int],
-    timeout: float, average: bool, ps_per_byte: int = 0,
+    timeout: float, average: bool, ps_per_byte: int = 0, finals: int = 0,
 ) -> NDArray[np.void]:  # fmt: skip
-    """[1] of LAUNCH. `groups` and `abort` are addresses, `timeout` is in seconds; `average` divides
-    by the number of ranks. A buffer for each rank that this launch runs, in the groups' order."""
+    """[1] of LAUNCH. `groups`, `abort`, `finals` are addresses, `timeout` is in seconds; `average`
+    divides by the number of ranks. A buffer for each rank that this launch runs, in the groups'
+    order."""
     if len(buffers) > MOST_RANKS:
         raise PlanError(f"{len(buffers)} ranks in one launch; at most {MOST_RANKS}")
     made = np.zeros(1, LAUNCH)
     row = made[0]
     row["groups"], row["abort"], row["timeout_ns"] = groups, abort, int(timeout * 1e9)
+    row["finals"] = finals
     row["lanes"], row["stripe"], row["low_latency"] = shape.lanes, shape.stripe, shape.low_latency
     row["num_chunks"], row["stride"], row["slots"] = plan.num_chunks, plan.stride, plan.slots
     row["divisor"], row["ps_per_byte"] = plan.size if average else 0, ps_per_byte

@@ -15,6 +15,7 @@ from collectives.planning.cost import MEMORY_CHUNK
 from collectives.planning.plan import Op, Plan, origins, pushed
 from collectives.planning.verify import races
 from collectives.runtime.arena import BELL, FINISHED, POSTED, Arena
+from collectives.runtime.arrivals import Arrivals
 from collectives.runtime.diagnose import DIED, DIFFERED, INTERRUPTED, REASONS, TIMED_OUT, blocked
 from kernels import interpret as kernel
 from kernels.combine import combine_address
@@ -119,14 +120,15 @@ class ShmRuntime:
     # ---- running -----------------------------------------------------------------------------
     def run(
         self, plan: Plan, region: Region, place: NDArray[np.int64], buffer: Buffer, op: str,
-        direct: NDArray[np.int64] | None = None,
+        direct: NDArray[np.int64] | None = None, arrivals: Arrivals | None = None,
     ) -> None:  # fmt: skip
         """Carry out a verified plan in place on `buffer`; `region` is what `prepare` made for it.
 
         `place` [chunks, 2] tells where each chunk lies (`place_of`).
         `direct` gives every rank's buffer as an offset into the arena: then chunks are read
-        where they lie, nothing is staged, and the caller must `finish` afterwards. Raises
-        CollectiveTimeout or CollectiveAborted.
+        where they lie, nothing is staged, and the caller must `finish` afterwards. `arrivals`,
+        which have begun, count the chunks that become final. Raises CollectiveTimeout or
+        CollectiveAborted.
         """
         call = self._call
         call[kernel.OWN] = buffer.address
@@ -141,6 +143,10 @@ class ShmRuntime:
         call[kernel.ABORT] = self.arena.base
         call[kernel.BELL] = self._bells[self.rank]
         call[kernel.STREAMING] = direct is None and buffer.nbytes >= STREAM_BYTES
+        call[kernel.FINALS] = 0 if arrivals is None else arrivals.counters.ctypes.data
+        bells = self._peer_bells
+        if arrivals is not None:
+            bells = np.append(bells, arrivals.bell.ctypes.data)
         peers = self._table if direct is None else direct + self.arena.base
         at = np.zeros((region.streams, 3), np.int64)
         before, start = -1, time.monotonic()
@@ -155,7 +161,7 @@ class ShmRuntime:
 
         while True:
             status = self._interruptible(
-                kernel.interpret, region.code, call, place, region.flag, self._peer_bells,
+                kernel.interpret, region.code, call, place, region.flag, bells,
                 region.slot, region.origin, region.pushed, region.cursor, at, peers, self._table,
             )  # fmt: skip
             if status == kernel.DONE:

@@ -31,6 +31,7 @@ class Call:
     dtype: str
     op: str
     lanes: int
+    layers: tuple[int, ...] = ()  # bytes of each, for a gradient queue
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class _Arrival:
     call: Call
     buffer: int
     stream: int
+    begun: int | None
 
 
 class Refused(CollectiveError):
@@ -69,26 +71,28 @@ class Team:
         """Memory and tables of a call. In a team of one, all ranks must prepare it together."""
         if call not in self._prepared:
             self._prepared[call] = self.gpu.prepare(
-                call.plan, call.nbytes, call.dtype, call.op, call.lanes
+                call.plan, call.nbytes, call.dtype, call.op, call.lanes, call.layers
             )
         return self._prepared[call]
 
     def launch(
         self, rank: int, call: Call, buffer: int, stream: int,
-        patience: Callable[[str, int], None],
+        patience: Callable[[str, int], None], begun: int | None = None,
     ) -> None:  # fmt: skip
         """Enqueue a call behind what `stream` holds; what it is given later comes behind the call.
 
-        Returns once it is enqueued. `patience(what, peer)` is called again and again while ranks
+        Returns once it is enqueued. A call with layers takes an event `begun`, behind which its
+        `dequeue`s may follow. `patience(what, peer)` is called again and again while ranks
         of this process are missing, and raises when that has lasted too long. Raises
         CollectiveError on all of them where their calls differ.
         """
         if len(self.gpu.devices) == 1:
-            self.gpu.run(self.prepare(call), [buffer], stream)
+            events = None if begun is None else {rank: begun}
+            self.gpu.run(self.prepare(call), [buffer], stream, begun=events)
             return
         with self._changed:
             now = self._round
-            now.came[rank] = _Arrival(call, buffer, stream)
+            now.came[rank] = _Arrival(call, buffer, stream, begun)
             if len(now.came) == len(self.gpu.devices):
                 self._end(now, self._launch_all(now.came))
             try:
@@ -143,7 +147,9 @@ class Team:
             for other in others[i]:
                 device.record(self._meeting[i], other)
                 device.wait(self._meeting[i], first[i])
-        self.gpu.run(prepared, [came[r].buffer for r in self.gpu.devices], first)
+        begun = {r: a.begun for r, a in came.items() if a.begun is not None}
+        buffers = [came[r].buffer for r in self.gpu.devices]
+        self.gpu.run(prepared, buffers, first, begun=begun or None)
         for i, (device, _) in self.gpu.shares.items():
             if others[i]:
                 device.record(self._meeting[i], first[i])

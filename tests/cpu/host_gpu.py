@@ -164,6 +164,15 @@ class HostDevice:
         arguments = (DTYPES.index(dtype), OPS[op], ctypes.c_void_p(copy.ctypes.data), blocks)
         self._enqueue(stream, lambda: (copy, self._library.launch(*arguments, self.threads)))
 
+    def check(self, argument: np.ndarray, stream: int) -> None:
+        self.done.append(("check", 0, stream))
+        copy = argument.copy()
+        at = ctypes.c_void_p(copy.ctypes.data)
+        self._enqueue(stream, lambda: (copy, self._library.check(at, 1, self.threads)))
+
+    def zero(self, address: int, nbytes: int, stream: int) -> None:
+        self._enqueue(stream, lambda: ctypes.memset(address, 0, nbytes))
+
     def synchronise(self, stream: int) -> None:
         self._enqueue(stream, lambda: None).result()
 
@@ -345,11 +354,11 @@ class HostGpu:
     def call(
         self, inputs: Sequence[np.ndarray], op: str = "sum", dtype: str = "float32",
         nbytes: int | None = None, plan: Plan | None = None, skew: int = 0, ps_per_byte: int = 0,
-        only: int | None = None,
+        only: int | None = None, finals: int = 0,
     ) -> list[int]:  # fmt: skip
         """Add a launch; returns the segments of the ranks' buffers, each `skew` bytes in.
 
-        `only`: leave out all blocks of every other rank.
+        `only`: leave out all blocks of every other rank. `finals`: address of a queue's counters.
         """
         plan = plan or self.plan
         nbytes = inputs[0].nbytes if nbytes is None else nbytes
@@ -368,9 +377,9 @@ class HostGpu:
         groups = self.image.add(table, ("code", "ends", "cursors", "place", "report"))
         launch = program.launch(
             plan, self.shape, groups, self.abort, [b + skew for b in buffers], self.timeout,
-            op == "avg", ps_per_byte,
+            op == "avg", ps_per_byte, finals,
         )  # fmt: skip
-        at = self.image.add(launch, ("groups", "abort", "buffers"))
+        at = self.image.add(launch, ("groups", "abort", "finals", "buffers"))
         blocks = len(chosen) * self.shape.lanes
         kernel = (DTYPES.index(dtype), OPS[op])
         self.image.launches.append(((at >> 40) - 1, blocks, self.threads, *kernel))

@@ -35,8 +35,11 @@ class Nvrtc:
         getattr(self._library, f"nvrtcGet{what}")(program, buffer)
         return buffer.raw
 
-    def compile(self, source: str, options: tuple[str, ...], architecture: int) -> Compiled:
-        """Raises ValueError with the compiler's words."""
+    def compile(
+        self, source: str, options: tuple[str, ...], architecture: int
+    ) -> dict[str, Compiled]:
+        """The kernels by name; each has the PTX of all. Raises ValueError with the compiler's
+        words."""
         program = ctypes.c_void_p()
         self._library.nvrtcCreateProgram(
             ctypes.byref(program), source.encode(), b"plan.cu", 0, None, None
@@ -53,14 +56,16 @@ class Nvrtc:
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
 
-        def number(pattern: str) -> int:
-            found = re.search(pattern, log)
-            if found is None:
-                raise ValueError(f"no {pattern!r} in: {log}")
-            return int(found[1])
+        def number(unit: str, told: str) -> int:
+            found = re.search(rf"(\d+) {unit}", told)
+            return int(found[1]) if found else 0  # which is not told of shared memory
 
-        return Compiled(
-            ptx, number(r"Used (\d+) registers"),
-            number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
-            number(r"(\d+) bytes stack frame"), number(r"(\d+) bytes smem"),
-        )  # fmt: skip
+        _, *kernels = re.split(r"Compiling entry function '(\w+)'", log)
+        return {
+            name: Compiled(
+                ptx, number("registers", told),
+                number("bytes spill stores", told) + number("bytes spill loads", told),
+                number("bytes stack frame", told), number("bytes smem", told),
+            )
+            for name, told in zip(kernels[::2], kernels[1::2], strict=True)
+        }  # fmt: skip

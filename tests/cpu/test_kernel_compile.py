@@ -19,7 +19,7 @@ import pytest
 from nvrtc import Compiled, Nvrtc
 
 from kernels.compile import cubin
-from kernels.source import ELEMENTS, OPS, THREADS, options, source
+from kernels.source import ELEMENTS, OPS, PLAIN, THREADS, options, source
 
 RECORD = Path(__file__).parents[1] / "golden" / "plan.cu.registers.json"
 ARCHITECTURES = (70, 80, 90)
@@ -33,7 +33,7 @@ def compiled() -> dict[tuple[int, str, str], Compiled]:
     cases = [(a, d, o) for a in ARCHITECTURES for d, o in KERNELS]
     with ThreadPoolExecutor(2) as pool:
         made = pool.map(lambda c: compiler.compile(text, options(c[1], c[2]), c[0]), cases)
-        return dict(zip(cases, made, strict=True))
+        return {case: found["run_plan"] for case, found in zip(cases, made, strict=True)}
 
 
 def test_sources_are_one_text() -> None:
@@ -68,6 +68,15 @@ def test_memory_order_and_width(compiled: dict[tuple[int, str, str], Compiled]) 
         for access in ("ld", "st"):
             assert re.search(rf"{access}(\.global)?\.(v4\.[ubf]32|v2\.[ubf]64)", ptx), case
             assert f"{access}.relaxed.sys.global.u64" in ptx, case
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_check_of_a_queue(architecture: int) -> None:
+    kernel = Nvrtc().compile(source("queue.cu"), PLAIN, architecture)["check"]
+    assert (kernel.spilled, kernel.stack, kernel.shared) == (0, 0, 0)
+    # beside a resident block of the plan interpreter on the same multiprocessor
+    assert kernel.registers <= 32
+    assert "ld.acquire.sys.global.u32" in kernel.ptx and "st.release.sys.global.u32" in kernel.ptx
 
 
 def test_a_faulty_source_is_refused() -> None:

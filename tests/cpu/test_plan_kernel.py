@@ -96,7 +96,7 @@ def test_layouts_and_numbers_are_those_of_the_device() -> None:
         [build(), "--layout"], capture_output=True, text=True, check=True
     ).stdout.splitlines()
     names = {"End": program.END, "Cursor": program.CURSOR, "Group": program.GROUP,
-             "Launch": program.LAUNCH}  # fmt: skip
+             "Launch": program.LAUNCH, "Check": program.CHECK}  # fmt: skip
     mine = [
         f"{name} {field} {dtype.fields[field][1]} {dtype.fields[field][0].itemsize}"
         for name, dtype in names.items()

@@ -29,12 +29,16 @@ static int layout() {
     FIELD(Group, code), FIELD(Group, ends), FIELD(Group, cursors), FIELD(Group, place);
     FIELD(Group, report), FIELD(Group, rank), FIELD(Group, num_ends), FIELD(Group, code_words);
     FIELD(Group, pad);
-    FIELD(Launch, groups), FIELD(Launch, abort), FIELD(Launch, timeout_ns), FIELD(Launch, lanes);
+    FIELD(Launch, groups), FIELD(Launch, abort), FIELD(Launch, finals), FIELD(Launch, timeout_ns);
+    FIELD(Launch, lanes);
     FIELD(Launch, num_chunks), FIELD(Launch, stride), FIELD(Launch, slots), FIELD(Launch, stripe);
     FIELD(Launch, low_latency), FIELD(Launch, divisor), FIELD(Launch, ps_per_byte);
     FIELD(Launch, buffers);
+    FIELD(Check, counters), FIELD(Check, need), FIELD(Check, abort), FIELD(Check, timeout_ns);
+    FIELD(Check, streams), FIELD(Check, lanes);
     std::printf("sizeof End %zu\nsizeof Cursor %zu\n", sizeof(End), sizeof(Cursor));
     std::printf("sizeof Group %zu\nsizeof Launch %zu\n", sizeof(Group), sizeof(Launch));
+    std::printf("sizeof Check %zu\n", sizeof(Check));
     std::printf("Op %d %d %d %d %d\n", SEND, REDUCE, COPY, SIGNAL, WAIT);
     std::printf("State %d %d %d %d %d\n", NOTHING, WAITS, TIMED_OUT, ABORTED, DONE);
     std::printf("limits %d %d %d %d\n", MOST_RANKS, MOST_PEERS, LINE, REPORT);

@@ -1,0 +1,232 @@
+"""Gradient queues: layers of an all-reduce are used before all of it is done."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_ranks import Machine, failure, tensor
+from host_gpu import CURRENT, HostDevice, HostGpu, build, needs_compiler
+
+import collectives
+from collectives import CollectiveError, get_default, plan_allreduce
+from collectives.planning.finals import finals
+from collectives.runtime import cuda, program, shm
+from topology import load
+
+LAYERS = [1, 0, 4999, 70_000, 25_000]
+SIZE = sum(LAYERS)
+
+
+def inputs(rank: int, dtype: str = "float32") -> np.ndarray:
+    return np.random.default_rng(rank).integers(-9, 10, SIZE).astype(dtype)
+
+
+def _layers_by_layer(rank: int, algorithm: str, topology: str) -> bool:
+    comm = get_default()
+    wanted = sum(inputs(r) for r in range(comm.size))
+    stops = np.cumsum([0, *LAYERS])
+    for call in range(3):
+        x = inputs(rank)
+        queue = comm.allreduce_queue(x, LAYERS, algorithm=algorithm)
+        order = range(len(LAYERS)) if call else reversed(range(len(LAYERS)))
+        for layer in order:
+            queue.dequeue(layer)
+            part = slice(stops[layer], stops[layer + 1])
+            assert np.array_equal(x[part], wanted[part]), (call, layer)
+        queue.wait()
+        assert queue.done() and np.array_equal(x, wanted)
+        queue.dequeue(0)
+    return True
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_each_layer_is_final_when_it_is_dequeued(size: int) -> None:
+    assert all(collectives.spawn(_layers_by_layer, size, args=("auto", "auto")))
+
+
+@pytest.mark.parametrize("algorithm", ["overlapped_double_tree", "double_tree", "ring", "one_shot"])
+def test_on_plans_of_a_dgx1(algorithm: str) -> None:
+    arguments = (algorithm, "dgx1-v100")
+    assert all(collectives.spawn(_layers_by_layer, 8, topology="dgx1-v100", args=arguments))
+
+
+def _computes_before_the_last_chunk(rank: int) -> float:
+    """The last chunk is held back until the first layer has been computed on."""
+    comm = get_default()
+    x = np.full(1 << 18, rank + 1, np.float32)
+    last = x.ctypes.data + x.nbytes - (1 << 14)
+    computed = threading.Event()
+    kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5, ctypes.c_double)
+
+    def combine(dst: int, table: int, m: int, ahead: int, n: int, divisor: float) -> None:
+        if dst >= last:
+            assert computed.wait(20)
+        own = np.ctypeslib.as_array(ctypes.cast(dst, ctypes.POINTER(ctypes.c_float)), (n,))
+        for address in (ctypes.c_int64 * m).from_address(table):
+            pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
+            own += np.ctypeslib.as_array(pointer, (n,))
+
+    function = kind(combine)
+    shm.combine_address = lambda dtype, op: ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[assignment]
+    queue = comm.allreduce_queue(
+        x, [1 << 12, (1 << 18) - (1 << 12)], algorithm="overlapped_double_tree"
+    )
+    queue.dequeue(0)
+    found = float(np.tanh(x[: 1 << 12]).sum())
+    assert not queue.done()
+    computed.set()
+    queue.wait()
+    assert (x == sum(range(1, comm.size + 1))).all()
+    return found
+
+
+def test_layer_1_computes_before_the_last_chunk_has_arrived() -> None:
+    found = collectives.spawn(_computes_before_the_last_chunk, 4)
+    assert found == [float(np.tanh(np.full(1 << 12, 10, np.float32)).sum())] * 4
+
+
+def _refused(rank: int) -> list[str]:
+    comm = get_default()
+    x = np.zeros(10, np.float32)
+    queue = comm.allreduce_queue(x, [4, 6])
+    words = [str(failure(lambda at=at: queue.dequeue(at))) for at in (2, -1, 0.5, True)]
+    queue.wait()
+    for tensor_, layers in (
+        (x, [4, 5]), (x, [11, -1]), (x, [4.0, 6.0]), (x, 10.0), (np.zeros((4, 6))[:, ::2], [12])
+    ):  # fmt: skip
+        queue = comm.allreduce_queue(tensor_, layers)
+        words.append(str(failure(lambda queue=queue: queue.dequeue(0))))
+        assert words[-1] == str(failure(queue.wait))
+    comm.allreduce(x)  # all may go on
+    return words
+
+
+def test_bad_input_is_refused_by_name_on_every_rank() -> None:
+    for words in collectives.spawn(_refused, 2):
+        for at, text in enumerate(("2", "-1", "0.5", "True")):
+            assert words[at] == f"layer must be an integer from 0 to 1, not {text}"
+        assert words[4] == "layers of 9 elements for a tensor of 10: they must agree"
+        assert words[5] == "layers are numbers of elements, integers >= 0, not -1"
+        assert words[6] == "layers are numbers of elements, integers >= 0, not 4.0"
+        assert words[7] == "layers are numbers of elements, integers >= 0, not 10.0"
+        assert words[8] == "a gradient queue needs a contiguous tensor"
+
+
+def _differ(rank: int) -> str:
+    queue = get_default().allreduce_queue(np.zeros(10, np.float32), [4, 6] if rank else [5, 5])
+    return str(failure(lambda: queue.dequeue(0)))
+
+
+def test_ranks_with_other_layers_are_told() -> None:
+    assert all("differs" in words for words in collectives.spawn(_differ, 2))
+
+
+def _peer_dies(rank: int) -> str:
+    if rank == 1:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    queue = get_default().allreduce_queue(np.zeros(1 << 20, np.float32), [1 << 19, 1 << 19])
+    start = time.monotonic()
+    error = failure(lambda: queue.dequeue(0))
+    assert time.monotonic() - start < 10 and error is not None
+    raise error
+
+
+def test_who_waits_for_a_layer_is_told_that_a_peer_died() -> None:
+    with pytest.raises(CollectiveError, match=r"rank 1"):
+        collectives.spawn(_peer_dies, 3)
+
+
+# ---- on GPUs ------------------------------------------------------------------------------------
+def _on_a_gpu(rank: int, algorithm: str) -> bool:
+    comm = get_default()
+    wanted = sum(inputs(r) for r in range(comm.size))
+    stops = np.cumsum([0, *LAYERS])
+    device = _device()
+    for _ in range(2):
+        x = tensor(inputs(rank), stream=7 + rank)
+        queue: Any = comm.allreduce_queue(x, LAYERS, algorithm=algorithm)
+        for layer in range(len(LAYERS)):
+            queue.dequeue(layer)
+            device.synchronise(7 + rank)
+            part = slice(stops[layer], stops[layer + 1])
+            assert np.array_equal(x.array[part], wanted[part]), layer
+        queue.wait()
+        device.synchronise(7 + rank)
+        assert np.array_equal(x.array, wanted)
+    assert "from 0 to 4, not 5" in str(failure(lambda: queue.dequeue(5)))
+    comm.synchronize()
+    return True
+
+
+def _device() -> HostDevice:
+    device = cuda.open_device(CURRENT.index)
+    assert isinstance(device, HostDevice)
+    return device
+
+
+@needs_compiler
+@pytest.mark.parametrize("algorithm", ["auto", "overlapped_double_tree"])
+@pytest.mark.parametrize("virtual", [True, False])
+def test_on_a_gpu_streams_wait_for_layers(machine: Machine, algorithm: str, virtual: bool) -> None:
+    found = collectives.spawn(
+        _on_a_gpu, 3, args=(algorithm,), device="cuda:0", virtual=virtual, topology="mesh-3"
+    )
+    assert found == [True] * 3
+
+
+def _order(rank: int) -> list[str]:
+    comm = get_default()
+    x = tensor(inputs(rank), stream=7)
+    queue = comm.allreduce_queue(x, LAYERS)
+    _device().done.clear()
+    queue.dequeue(2)
+    found = [f"{what} {stream}" for what, _, stream in _device().done]
+    queue.wait()
+    comm.synchronize()
+    return found
+
+
+@needs_compiler
+@pytest.mark.parametrize("sanitizer", ["", "thread", "address"])
+@pytest.mark.parametrize("nbytes", [400, 200_000])
+def test_lanes_count_the_chunks_that_they_make_final(nbytes: int, sanitizer: str) -> None:
+    plan = plan_allreduce(load("mesh-4"), nbytes, "overlapped_double_tree", 6)
+    plan, shape = program.fit(plan, nbytes, 2)
+    gpu = HostGpu(plan, shape)
+    words = gpu.image.add(np.zeros(len(gpu.programs) * shape.lanes, np.uint32))
+    gpu.call([np.zeros(nbytes // 4, np.float32)] * 4, finals=words)
+    segments = gpu.image.run(build(sanitizer))
+    counted = segments[(words >> 40) - 1].view(np.uint32).reshape(-1, shape.lanes)
+    wanted = [len(chunks) for rank in range(4) for chunks in finals(plan, rank)]
+    assert (counted == np.array(wanted)[:, None]).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("aborted", [0, 1])
+def test_a_check_ends_with_its_deadline_or_when_all_stop(aborted: int) -> None:
+    device = HostDevice()
+    counters, need, abort = (np.zeros(4, np.uint32) for _ in range(3))
+    need[:], abort[0] = 1, aborted
+    check = np.zeros(1, program.CHECK)
+    for name, array in (("counters", counters), ("need", need), ("abort", abort)):
+        check[name] = array.ctypes.data
+    check["timeout_ns"], check["streams"], check["lanes"] = 5e7, 2, 2
+    start = time.monotonic()
+    device.check(check, 0)
+    device.synchronise(0)
+    assert abort[0] == 1 and 0.05 * (1 - aborted) <= time.monotonic() - start < 5
+    device.close()
+
+
+@needs_compiler
+def test_a_dequeue_is_an_event_and_a_check_on_the_callers_stream(machine: Machine) -> None:
+    found = collectives.spawn(_order, 2, device="cuda:0", topology="mesh-2")
+    assert found == [["wait 7", "check 7"]] * 2
