@@ -173,6 +173,29 @@ def sparse_allreduce(
     _sparse("sparse_allreduce", out, as_json, ranks, elements, density, rounds)
 
 
+@bench.command()
+def queue(
+    ranks: Annotated[int, typer.Option("-n", "--ranks", help="CPU ranks.")] = 4,
+    size: Annotated[str, typer.Option("-s", "--size", help="Gradient, in bytes.")] = "64M",
+    layers: Annotated[int, typer.Option("-l", "--layers", help="Equal ones.")] = 50,
+    rounds: RoundsOption = 5, out: OutOption = None, as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """How early layers can be used while their all-reduce is under way, by several algorithms."""
+    from bench import queue as measured
+
+    at_least(("-n", ranks, 1), ("-l", layers, 1), ("-r", rounds, 1))
+    nbytes = parse_size(size) // 4 * 4
+    if out:
+        out.touch()
+    if not as_json:
+        print(measured.HEADER, flush=True)
+    algorithms = ("auto", "overlapped_double_tree", "double_tree")
+    rows = measured.queue(ranks, nbytes, layers, algorithms, rounds)
+    print(measured.as_json(rows) if as_json else "\n".join(map(str, rows)))
+    if out:
+        out.write_text(measured.as_json(rows) + "\n")
+
+
 def _sane(elements: int, density: float, threads: int, rounds: int) -> None:
     at_least(("elements", elements, 1), ("-j or -n", threads, 1), ("-r", rounds, 1))
     if not 0 < density <= 1:

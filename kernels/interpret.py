@@ -44,10 +44,19 @@ OWN, NUM_CHUNKS, STRIDE, SLOTS, SLOT_BYTES, ITEM, COMBINE, DIVISOR, DIRECT = ran
 ABORT, BELL = 9, 10  # addresses of the abort word and of this rank's bell
 STREAMING = 11
 FINALS = 12  # address of a counter for each stream of the chunks it has made final, or 0
-CALL_FIELDS = 13
+QUEUE = 13  # address of the bell of who waits for these
+CALL_FIELDS = 14
 
 # Columns of `cursor`, for each connection: what its two ends have done so far, over all calls.
 SENT, RAISED, GRANTED, READ, FREED, TAKEN = range(6)
+
+
+@njit(inline="always")
+def wake(bell):
+    """Wake who sleeps on it; behind a fence."""
+    if load_acquire(bell) != 0:
+        store_release(bell, 0)
+        futex_wake(bell)
 
 
 @njit(inline="always")
@@ -55,9 +64,7 @@ def ring(bells):
     """Wake every rank of these bells that sleeps; call after the stores they may wait for."""
     fence()
     for i in range(bells.size):
-        if load_acquire(bells[i]) != 0:
-            store_release(bells[i], 0)
-            futex_wake(bells[i])
+        wake(bells[i])
 
 
 @njit(inline="always")
@@ -82,11 +89,10 @@ def interpret(code, call, place, flag, bells, slot, origin, pushed, cursor, at, 
 
     `place` [chunks, 2]: first byte and number of bytes in this rank's buffer;
     `flag` [connections, 2]: addresses of the data-ready and slot-free counters; `bells`: addresses
-    of the bells to ring; `slot`, `origin`, `pushed` [connections]: address of the first slot,
+    of the other ranks' bells; `slot`, `origin`, `pushed` [connections]: address of the first slot,
     rank whose data it carries, rank whose chunk it may write (or -1); `cursor` [connections, 6];
     `at` [streams, 3]: phase, group, place in the code (state between calls of an unfinished run;
-    all zero at first); `table`: scratch for as many addresses as ranks. Whoever waits for FINALS
-    sleeps on one of `bells` as well.
+    all zero at first); `table`: scratch for as many addresses as ranks.
 
     With DIRECT all buffers lie in shared memory at `peers` [ranks], and no slot is used: a REDUCE
     reads the chunks of the ranks that the data comes from; a SEND over a connection that is
@@ -101,6 +107,7 @@ def interpret(code, call, place, flag, bells, slot, origin, pushed, cursor, at, 
     while True:
         moved = False
         left = False
+        arrived = False
         for s in range(streams):
             row = 2 + s * (phases + 1)
             phase, group, pc = at[s, 0], at[s, 1], at[s, 2]
@@ -181,12 +188,15 @@ def interpret(code, call, place, flag, bells, slot, origin, pushed, cursor, at, 
                                     fence()
                                 counter = call[FINALS] + 8 * s
                                 store_release(counter, load_acquire(counter) + 1)
+                                arrived = True
                     moved = True
                 pc += 5 + n
             at[s, 0], at[s, 1], at[s, 2] = phase, group, pc
             left = left or phase < phases
         if moved:  # after streaming stores, too: what follows is ordered behind them
             ring(bells)
+        if arrived:
+            wake(call[QUEUE])
         if not left:
             return DONE
         if moved:
@@ -212,24 +222,24 @@ def interpret(code, call, place, flag, bells, slot, origin, pushed, cursor, at, 
 
 
 @njit(nogil=True, cache=True)
-def await_counters(counters, value, own_bell, abort):
-    """Wait until the int64 at each address of `counters` is at least `value`.
+def await_counters(counters, values, own_bell, abort, yields):
+    """Wait until the int64 at each address of `counters` is at least that of `values`.
 
-    Returns DONE, IDLE (as `interpret`) or ABORTED.
+    `yields`: rounds before sleeping on `own_bell`. Returns DONE, IDLE (as `interpret`) or ABORTED.
     """
     idle = 0
     sleeps = 0
     i = 0
     while i < counters.size:
-        if load_acquire(counters[i]) >= value:
+        if load_acquire(counters[i]) >= values[i]:
             i += 1
             continue
         if load_acquire(abort) != 0:
             return ABORTED
         idle += 1
-        if idle <= YIELDS:
+        if idle <= yields:
             sched_yield()
-        elif idle == YIELDS + 1:
+        elif idle == yields + 1:
             store_release(own_bell, 1)
             fence()
         else:
@@ -238,7 +248,7 @@ def await_counters(counters, value, own_bell, abort):
             sleeps += 1
             if sleeps == SLEEPS:
                 return IDLE
-            idle = YIELDS // 2
+            idle = yields // 2
     return DONE
 
 

@@ -17,6 +17,8 @@ from collectives.planning.finals import layer_chunk_table
 from collectives.planning.plan import Plan
 from kernels import interpret as kernel
 
+_YIELDS = 8  # rounds before sleeping: the core is the interpreter's
+
 
 class Arrivals:
     """One call's counters."""
@@ -26,6 +28,7 @@ class Arrivals:
         self.layers = 0  # how many
         self.counters = np.zeros(0, np.int64)  # by stream
         self.bell = np.zeros(1, np.int64)  # who waits sleeps on it
+        self._addresses = np.zeros(0, np.int64)
         self._table = np.zeros((0, 0), np.int64)
 
     def begin(self, plan: Plan | None, rank: int, nbytes: int, layers: Sequence[int]) -> None:
@@ -38,15 +41,14 @@ class Arrivals:
         if plan is not None:
             self._table = layer_chunk_table(plan, rank, nbytes, layers)
             self.counters = np.zeros(self._table.shape[1], np.int64)
+            first, item = self.counters.ctypes.data, self.counters.itemsize
+            self._addresses = first + item * np.arange(self.counters.size)
         self.begun.set()
 
     def wait(self, layer: int, abort: int) -> bool:
         """Wait until that layer is final: True; or for about a tenth of a second, or until the
         word at the address `abort` is raised. `begun` must be set."""
-        for stream in np.flatnonzero(self._table[layer]):
-            counter, need = self.counters[stream : stream + 1], self._table[layer, stream]
-            address = np.array([counter.ctypes.data], np.int64)
-            bell = int(self.bell.ctypes.data)
-            if kernel.await_counters(address, need, bell, abort) != kernel.DONE:
-                return False
-        return True
+        status = kernel.await_counters(
+            self._addresses, self._table[layer], self.bell.ctypes.data, abort, _YIELDS
+        )
+        return bool(status == kernel.DONE)

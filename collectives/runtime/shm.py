@@ -70,6 +70,7 @@ class ShmRuntime:
         self._peer_bells = np.array([self._bells[r] for r in peers], np.int64)
         self._posted = np.array([control[r] + POSTED for r in peers], np.int64)
         self._finished = np.array([control[r] + FINISHED for r in peers], np.int64)
+        self._values = np.zeros(len(peers), np.int64)  # that counters are to reach
         self._peers = peers
         self._mine = control[self.rank]
         self._call = np.zeros(kernel.CALL_FIELDS, np.int64)
@@ -111,8 +112,11 @@ class ShmRuntime:
             return words, {"rank": self.rank, "peer": peer}
 
         bell, abort = self._bells[self.rank], self.arena.base
+        self._values.fill(call)
         while True:
-            status = self._interruptible(kernel.await_counters, counters, call, bell, abort)
+            status = self._interruptible(
+                kernel.await_counters, counters, self._values, bell, abort, kernel.YIELDS
+            )
             if status == kernel.DONE:
                 return
             self._check(status, start, late)
@@ -144,9 +148,7 @@ class ShmRuntime:
         call[kernel.BELL] = self._bells[self.rank]
         call[kernel.STREAMING] = direct is None and buffer.nbytes >= STREAM_BYTES
         call[kernel.FINALS] = 0 if arrivals is None else arrivals.counters.ctypes.data
-        bells = self._peer_bells
-        if arrivals is not None:
-            bells = np.append(bells, arrivals.bell.ctypes.data)
+        call[kernel.QUEUE] = 0 if arrivals is None else arrivals.bell.ctypes.data
         peers = self._table if direct is None else direct + self.arena.base
         at = np.zeros((region.streams, 3), np.int64)
         before, start = -1, time.monotonic()
@@ -161,7 +163,7 @@ class ShmRuntime:
 
         while True:
             status = self._interruptible(
-                kernel.interpret, region.code, call, place, region.flag, bells,
+                kernel.interpret, region.code, call, place, region.flag, self._peer_bells,
                 region.slot, region.origin, region.pushed, region.cursor, at, peers, self._table,
             )  # fmt: skip
             if status == kernel.DONE:
@@ -298,6 +300,6 @@ def compile_kernels() -> None:
         word[:0], word[:0], word[:0], np.zeros((0, 6), np.int64), np.zeros((0, 3), np.int64),
         word, word,
     )  # fmt: skip
-    kernel.await_counters(word[:0], 0, 0, 0)
+    kernel.await_counters(word[:0], word[:0], 0, 0, 0)
     kernel.raise_counter(int(word.ctypes.data), 1, word[:0])
     kernel.read_counter(int(word.ctypes.data))

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from gpu_ranks import Machine, failure, tensor
 from host_gpu import CURRENT, HostDevice, HostGpu, build, needs_compiler
+from typer.testing import CliRunner
 
 import collectives
+from bench.cli import app
 from collectives import CollectiveError, get_default, plan_allreduce
 from collectives.planning.finals import finals
 from collectives.runtime import cuda, program, shm
@@ -230,3 +234,14 @@ def test_a_check_ends_with_its_deadline_or_when_all_stop(aborted: int) -> None:
 def test_a_dequeue_is_an_event_and_a_check_on_the_callers_stream(machine: Machine) -> None:
     found = collectives.spawn(_order, 2, device="cuda:0", topology="mesh-2")
     assert found == [["wait 7", "check 7"]] * 2
+
+
+def test_the_benchmark_prints_and_writes(tmp_path: Path) -> None:
+    out = tmp_path / "queue.json"
+    words = f"bench queue -n 2 -s 256K -l 5 -r 1 --out {out}"
+    done = CliRunner().invoke(app, words.split())
+    assert done.exit_code == 0, done.output
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["algorithm"] for row in rows] == ["auto", "overlapped_double_tree", "double_tree"]
+    assert all(0 < row["first_ms"] <= row["last_ms"] <= row["all_ms"] for row in rows)
+    assert all(row["algorithm"] in done.output for row in rows)
