@@ -103,6 +103,9 @@ def plan(
     explain: Annotated[
         bool, typer.Option(help="Print what was compared and why, instead of the plan.")
     ] = False,
+    sparse: Annotated[
+        int | None, typer.Option(help="With --explain: entries a rank of sparse all-reduces.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print the verified plan for a message, step by step; or, with --explain, why it is chosen."""
@@ -113,9 +116,11 @@ def plan(
         if algorithm != "auto" or chunks is not None:
             raise CollectiveError("--explain compares all: leave out --algorithm and --chunks")
         with console.status("comparing"):
-            told = collectives.explain(machine, nbytes)
+            told = collectives.explain(machine, nbytes, sparse)
         print(explanation_json(told) if as_json else told)
         return
+    if sparse is not None:
+        raise CollectiveError("--sparse goes with --explain")
     made = collectives.plan_collective(collective, machine, nbytes, root, algorithm, chunks)
     if algorithm != "auto":
         auto = choose(machine, nbytes, collective, root)

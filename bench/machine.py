@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import asdict
 
@@ -49,6 +50,8 @@ def explanation_json(told: Explanation) -> str:
         "topology": told.topology, "size": told.nbytes, "auto": told.choice,
         "reason": told.reason, "bound": told.bound.algbw, "bottleneck": told.bottleneck,
         "rows": rows, "refused": dict(told.refused), "crossovers": told.crossovers,
+        "sparse": [{**asdict(row), "seconds": row.seconds if math.isfinite(row.seconds) else None}
+                   for row in told.sparse],
     })  # fmt: skip
 
 

@@ -148,15 +148,16 @@ class Communicator:
     ) -> tuple[Any, Any]:  # fmt: skip
         """(values, indices) of the sum of all ranks' sparse vectors, the same on every rank.
 
-        `values` float32 [n] and `indices` int32 [n], ascending, below `numel`, on the CPU. `mode`:
-        "gtopk", the k largest of the sum by a tree of merges (gTop-k paper, algorithm 3, for any
-        number of ranks): 2 k ceil(log2 P) numbers reach rank 0 at most; "topk", the whole sum;
-        "dense", the same by a dense all-reduce, without zeros; "auto", what is predicted to be
-        the fastest. `residual` (float32, `numel` elements): with `conserve` the rank that merges
-        adds to its own what it drops, so that the sum of all residuals and the result keeps all
-        that came in; else the paper's algorithm 4: a rank's entries that are not in the result
-        come back, and what was dropped half way is lost. Raises CollectiveError, on every rank
-        where their arguments differ.
+        `values` [n] float32, float16 or bfloat16 and `indices` int32 [n], ascending, below `numel`,
+        on the CPU; 8 bytes an entry on the wire, 6 of 16-bit values, which are added in float32 and
+        rounded once a hop. `mode`: "gtopk", the k largest of the sum by the planner's tree of
+        merges (gTop-k paper, algorithm 3, for any number of ranks); "topk", the whole sum;
+        "dense", the same by a dense all-reduce in float32, without zeros; "auto", what is predicted
+        to be the fastest (`collectives.explain` with k). `residual` (float32, `numel` elements):
+        with `conserve` the rank that merges adds to its own what it drops, so that the sum of all
+        residuals and the result keeps all that came in; else the paper's algorithm 4: a rank's
+        entries that are not in the result come back, and what was dropped half way is lost.
+        Raises CollectiveError, on every rank where their arguments differ.
         """
         from collectives.sparse.gtopk import sparse_allreduce
 

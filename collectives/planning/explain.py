@@ -9,6 +9,7 @@ from itertools import groupby
 from collectives.errors import PlanError
 from collectives.planning.algorithms import ALGORITHMS, algorithm_for
 from collectives.planning.lower import MOST_SQUARED
+from collectives.planning.merging import Sparse, sparse_costs
 from collectives.planning.planner import candidates, choose, plan_allreduce, predict
 from collectives.runtime.simulate import Timeline, simulate
 from topology import Bound, Topology, Vertex, bound
@@ -52,6 +53,9 @@ class Explanation:
     bound: Bound
     crossovers: tuple[tuple[int, str], ...]
     """From which size in bytes on `auto` takes which algorithm."""
+    k: int | None = None
+    sparse: tuple[Sparse, ...] = ()
+    """With k entries a rank: the ways of `sparse_allreduce`, of which `auto` takes the first."""
 
     @property
     def bottleneck(self) -> str:
@@ -76,7 +80,23 @@ class Explanation:
             )
         lines += [f"{name}: {why}" for name, why in self.refused]
         spans = ", ".join(f"{name} from {size_text(size)}" for size, name in self.crossovers)
-        return "\n".join([*lines, "", f"auto takes {spans}"])
+        return "\n".join([*lines, "", f"auto takes {spans}", *self._sparse()])
+
+    def _sparse(self) -> list[str]:
+        if not self.sparse:
+            return []
+        best, numel = self.sparse[0], self.nbytes // 4
+        share = f" ({self.k / numel:.3g} of all)" if self.k and numel else ""
+        lines = [
+            "",
+            f"sparse, {self.k} entries a rank of {numel} float32{share}: {best.mode}",
+            f"{'mode':24}{'time us':>12}{'x the best':>12}  gTop-k paper, equation",
+        ]
+        for row in self.sparse:
+            ratio = row.seconds / best.seconds if best.seconds else 1.0
+            lines.append(f"{row.mode:24}{row.seconds * 1e6:12.1f}{ratio:12.1f}"
+                         f"  ({row.equation}) {row.equation_seconds * 1e6:.1f} us")  # fmt: skip
+        return lines
 
 
 def size_text(nbytes: int) -> str:
@@ -87,11 +107,14 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
-def explain(topology: Topology, nbytes: int) -> Explanation:
+def explain(topology: Topology, nbytes: int, k: int | None = None) -> Explanation:
     """Compare all algorithms for a message of `nbytes`, and say why one is chosen.
 
-    Raises PlanError for a size that makes no sense, TopologyError where GPUs are not connected.
+    With `k`, of the message as float32, also sparse all-reduces of k entries a rank. Raises
+    PlanError for a size that makes no sense, TopologyError where GPUs are not connected.
     """
+    if k is not None and (isinstance(k, bool) or not 0 <= k <= nbytes // 4):
+        raise PlanError(f"k must be an integer from 0 to {nbytes // 4}, not {k!r}")
     best = bound(topology)
     choice = plan_allreduce(topology, nbytes).algorithm
     rows, refused = [], []
@@ -109,7 +132,8 @@ def explain(topology: Topology, nbytes: int) -> Explanation:
     rows.sort(key=lambda row: (row.seconds, row.algorithm != choice))
     return Explanation(
         topology.name, nbytes, tuple(rows), tuple(refused), choice,
-        _reason(rows, choice, nbytes), best, crossovers(topology),
+        _reason(rows, choice, nbytes), best, crossovers(topology), k,
+        () if k is None else sparse_costs(topology, nbytes // 4, k),
     )  # fmt: skip
 
 

@@ -1,16 +1,15 @@
 """Sparse all-reduce on CPU ranks: gTop-k's tree, all-gather and sum, or dense.
 
 gTop-k (Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for
-Low Bandwidth Networks", algorithm 3, for any number of ranks): pairs of ranks 1, 2, 4, ... apart
-add their vectors and keep the k largest; the result goes down from rank 0. The paper's operator
+Low Bandwidth Networks", algorithm 3, for any number of ranks): over the planner's tree ranks add
+their vectors and keep the k largest; the result goes down from the root. The paper's operator
 loses what a merge drops (definition 1); here the rank that merges keeps it in its residual.
+16-bit values are added in float32 and rounded once a hop; the rest goes to the residual as well.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,40 +17,16 @@ from numpy.typing import NDArray
 
 from collectives.bodies import allgather, in_place
 from collectives.calls import Calls
-from collectives.errors import CollectiveError, PlanError
-from collectives.planning.planner import predict, ranked
-from collectives.tensors import is_torch
+from collectives.errors import CollectiveError
+from collectives.planning.merging import merge_tree, rounds, sparse_costs
+from collectives.sparse.wire import ITEMS, Vector, Wire
+from collectives.tensors import dtype_name, is_torch
 from kernels import merge_topk
-from topology import Topology
 
 MODES = ("auto", "gtopk", "topk", "dense")
-ENTRY = 8  # bytes on the wire: a float32 and an int32
+HEAD = 8  # bytes before a vector that comes down: its number of entries
 
-Vector = tuple[NDArray[np.float32], NDArray[np.int32]]
-
-
-def predicted_seconds(topology: Topology, numel: int, k: int) -> dict[str, float]:
-    """Of each mode, for k entries a rank of `numel` float32 (the paper's equations 5, 6 and 7).
-
-    Dense and all-gather as planned on this map, infinite where there is no plan; gTop-k as
-    2 ceil(log2 P) hops of k entries, up and down between rank 0 and ranks 1, 2, 4, ...
-    """
-    size = len(topology.gpus)
-
-    def best(kind: str, on: Topology, nbytes: int) -> float:
-        try:
-            return predict(on, nbytes, ranked(on, nbytes, kind)[0], kind)[0]
-        except PlanError:
-            return math.inf
-
-    if size == 1:
-        return dict.fromkeys(MODES[1:], 0.0)
-    pairs = [topology.subset((topology.gpus[0], topology.gpus[step])) for step in _steps(size)]
-    return {
-        "gtopk": sum(2 * best("broadcast", pair, ENTRY * k) for pair in pairs),
-        "topk": best("allgather", topology, ENTRY * k * size),
-        "dense": best("allreduce", topology, 4 * numel),
-    }
+Residual = NDArray[np.float32] | None
 
 
 def sparse_allreduce(
@@ -62,39 +37,35 @@ def sparse_allreduce(
     if not isinstance(calls, Calls):
         raise CollectiveError("sparse_allreduce takes CPU tensors")
     with calls.telling():
-        mine = _vector(values, indices, numel)
+        mine, wire = _vector(values, indices, numel)
         rest = _residual(residual, numel, conserve)
         if mode not in MODES:
             raise CollectiveError(f"unknown mode {mode!r}; choose from {', '.join(MODES)}")
         if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= numel:
             raise CollectiveError(f"k must be an integer from 0 to {numel}, not {k!r}")
     if mode == "auto":
-        costs = predicted_seconds(calls.choices.topology, numel, k)
-        mode = min(costs, key=lambda name: costs[name])
-    said = json.dumps([numel, k, mode, conserve])
+        item = ITEMS[wire.dtype]
+        mode = sparse_costs(calls.choices.topology, numel, k, item)[0].mode
+    said = json.dumps([numel, k, mode, conserve, wire.dtype])
     rows = [row.decode() for row in calls.gather(said.encode())]
     if len(set(rows)) > 1:
         asked = "; ".join(f"rank {r}: {row}" for r, row in enumerate(rows))
-        raise CollectiveError(f"sparse_allreduce of [numel, k, mode, conserve] differs: {asked}")
+        raise CollectiveError(
+            f"sparse_allreduce of [numel, k, mode, conserve, dtype] differs: {asked}"
+        )
+    kept = rest if conserve else None
     if mode == "gtopk":
-        found, _ = gtopk(calls, mine, k, rest if conserve else None)
+        found, _ = gtopk(calls, mine, k, kept, wire)
         if not conserve and rest is not None:  # the paper's algorithm 4, line 10
             lost = ~np.isin(mine[1], found[1])
             rest[mine[1][lost]] += mine[0][lost]
-    elif mode == "topk":
-        found = _gathered(calls, mine)
     else:
-        found = _dense(calls, mine, numel)
-    if is_torch(values):
-        import torch
-
-        return torch.from_numpy(found[0]), torch.from_numpy(found[1])
-    return found
+        found = _gathered(calls, mine, wire) if mode == "topk" else _dense(calls, mine, numel)
+        found = _round(found, kept if calls.rank == 0 else None, wire)
+    return _out(found, values, wire)
 
 
-def gtopk(
-    calls: Calls, mine: Vector, k: int, residual: NDArray[np.float32] | None
-) -> tuple[Vector, int]:
+def gtopk(calls: Calls, mine: Vector, k: int, residual: Residual, wire: Wire) -> tuple[Vector, int]:
     """(the k largest of the sum of all ranks' vectors, entries that came here on the way up).
 
     What a merge drops is added to the `residual` of the rank that merges.
@@ -105,51 +76,54 @@ def gtopk(
         kept, dropped = merge_topk(vector, other, k)
         if residual is not None:
             residual[dropped[1]] += dropped[0]
-        return kept
+        return _round(kept, residual, wire)
 
     if mine[0].size > k:
         mine = keep(mine, (np.empty(0, np.float32), np.empty(0, np.int32)))
+    tree = merge_tree(calls.choices.topology, wire.entry * k)
     received, sent = 0, []
-    for step in _steps(calls.size):
-        sends = calls.rank % (2 * step) == step
+    for pairs in rounds(tree):
+        target, source = dict(pairs), {parent: child for child, parent in pairs}
         said = (-1, 0)
-        if sends:
-            sent.append(calls.block(ENTRY * mine[0].size))
-            _pack(sent[-1], mine)
+        if calls.rank in target:
+            sent.append(calls.block(wire.entry * mine[0].size))
+            wire.pack(mine, sent[-1])
             said = calls.offset_of(sent[-1]), mine[0].size
         rows = calls.gather(json.dumps(said).encode())
-        other = calls.rank + step
-        if calls.rank % (2 * step) == 0 and other < calls.size:
-            offset, size = json.loads(rows[other])
-            mine = keep(mine, _unpack(calls.bytes_at(offset, ENTRY * size)))
+        if calls.rank in source:
+            offset, size = json.loads(rows[source[calls.rank]])
+            mine = keep(mine, wire.unpack(calls.bytes_at(offset, wire.entry * size)))
             received += size
-    whole = np.zeros(ENTRY * (k + 1), np.uint8)
-    if calls.rank == 0:
-        whole[:ENTRY].view(np.int64)[0] = mine[0].size
-        _pack(whole[ENTRY : ENTRY * (mine[0].size + 1)], mine)
+    whole = np.zeros(HEAD + wire.entry * k, np.uint8)
+    if calls.rank == tree.root:
+        whole[:HEAD].view(np.int64)[0] = mine[0].size
+        wire.pack(mine, whole[HEAD : HEAD + wire.entry * mine[0].size])
     # what comes down has been made of what was sent, which need not be kept afterwards
-    in_place(calls, "broadcast", whole, "sum", 0)
-    size = int(whole[:ENTRY].view(np.int64)[0])
-    return _unpack(whole[ENTRY : ENTRY * (size + 1)]), received
+    in_place(calls, "broadcast", whole, "sum", tree.root)
+    size = int(whole[:HEAD].view(np.int64)[0])
+    return wire.unpack(whole[HEAD : HEAD + wire.entry * size]), received
 
 
-def _steps(size: int) -> Iterator[int]:
-    step = 1
-    while step < size:
-        yield step
-        step *= 2
+def _round(vector: Vector, residual: Residual, wire: Wire) -> Vector:
+    """With values that the wire carries; the rest goes to the residual."""
+    values = wire.rounded(vector[0])
+    if residual is not None and values is not vector[0]:
+        lost = vector[0] - values
+        fine = np.isfinite(lost)
+        residual[vector[1][fine]] += lost[fine]
+    return values, vector[1]
 
 
-def _gathered(calls: Calls, mine: Vector) -> Vector:
+def _gathered(calls: Calls, mine: Vector, wire: Wire) -> Vector:
     """The sum of all vectors, in the order of the ranks."""
     counts = [int(row) for row in calls.gather(str(mine[0].size).encode())]
-    most = max(counts)
-    packed = np.zeros(ENTRY * most, np.uint8)
-    _pack(packed[: ENTRY * mine[0].size], mine)
+    packed = np.zeros(wire.entry * max(counts), np.uint8)
+    wire.pack(mine, packed[: wire.entry * mine[0].size])
     everything = allgather(calls, packed, None)
     total: Vector = np.empty(0, np.float32), np.empty(0, np.int32)
     for row, count in zip(everything, counts, strict=True):
-        total, _ = merge_topk(total, _unpack(row[: ENTRY * count]), total[0].size + count)
+        other = wire.unpack(row[: wire.entry * count])
+        total, _ = merge_topk(total, other, total[0].size + count)
     return total
 
 
@@ -161,32 +135,35 @@ def _dense(calls: Calls, mine: Vector, numel: int) -> Vector:
     return dense[where], where
 
 
-def _pack(room: NDArray[np.uint8], vector: Vector) -> None:
-    half = room.size // 2
-    room[:half].view(np.float32)[:] = vector[0]
-    room[half:].view(np.int32)[:] = vector[1]
-
-
-def _unpack(room: NDArray[np.uint8]) -> Vector:
-    half = room.size // 2
-    return room[:half].view(np.float32).copy(), room[half:].view(np.int32).copy()
-
-
-def _vector(values: Any, indices: Any, numel: Any) -> Vector:
+def _vector(values: Any, indices: Any, numel: Any) -> tuple[Vector, Wire]:
     if isinstance(numel, bool) or not isinstance(numel, int) or not 0 <= numel <= 1 << 31:
         raise CollectiveError(f"numel must be an integer from 0 to 2^31, not {numel!r}")
-    pair = [x.detach().numpy() if is_torch(x) else np.asarray(x) for x in (values, indices)]
-    if pair[0].dtype != np.float32 or pair[0].ndim != 1 or pair[0].shape != pair[1].shape:
+    values, indices = (x if is_torch(x) else np.asarray(x) for x in (values, indices))
+    name, shapes = dtype_name(values), (tuple(values.shape), tuple(indices.shape))
+    if name not in ITEMS or len(shapes[0]) != 1 or shapes[0] != shapes[1]:
         raise CollectiveError(
-            f"values must be float32 in one dimension, one for each index, not {pair[0].dtype} of "
-            f"shape {pair[0].shape} for indices of shape {pair[1].shape}"
+            f"values must be {', '.join(ITEMS)} in one dimension, one for each index, not {name} "
+            f"of shape {shapes[0]} for indices of shape {shapes[1]}"
         )
-    if pair[1].dtype != np.int32:
-        raise CollectiveError(f"indices must be int32, not {pair[1].dtype}")
-    where = pair[1]
+    if is_torch(values):
+        values = values.detach().float().numpy()
+    numbers = values.astype(np.float32, copy=False)
+    where = indices.detach().numpy() if is_torch(indices) else indices
+    if where.dtype != np.int32:
+        raise CollectiveError(f"indices must be int32, not {where.dtype}")
     if where.size and (where[0] < 0 or where[-1] >= numel or (np.diff(where) <= 0).any()):
         raise CollectiveError(f"indices must ascend from 0 to {numel - 1} at most, all different")
-    return pair[0], where
+    return (numbers, where), Wire(name)
+
+
+def _out(vector: Vector, like: Any, wire: Wire) -> tuple[Any, Any]:
+    """As the library and dtype of `like`."""
+    values, indices = vector
+    if is_torch(like):
+        import torch
+
+        return torch.from_numpy(values).to(like.dtype), torch.from_numpy(indices)
+    return values.astype(wire.dtype, copy=False), indices
 
 
 def _residual(residual: Any, numel: int, conserve: bool) -> NDArray[np.float32] | None:

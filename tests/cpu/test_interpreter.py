@@ -45,7 +45,7 @@ def test_codes_are_the_plans() -> None:
         assert getattr(kernel, op.name) == op.value
     assert len(Op) == 5
     fields = "OWN NUM_CHUNKS STRIDE SLOTS SLOT_BYTES ITEM COMBINE DIVISOR DIRECT"
-    fields += " ABORT BELL STREAMING"
+    fields += " ABORT BELL STREAMING FINALS QUEUE"
     places = [getattr(kernel, name) for name in fields.split()]
     assert places == list(range(kernel.CALL_FIELDS))
 

@@ -71,3 +71,22 @@ def test_large_clusters_compare_what_suits_them() -> None:
 def test_bad_sizes_are_refused() -> None:
     with pytest.raises(PlanError, match="nbytes must be an integer of at least 0"):
         collectives.explain(load("mesh-2"), -1)
+
+
+def test_sparse_ways_are_told_with_k() -> None:
+    told = collectives.explain(load("dgx1-v100"), 100_000_000, 25_000)
+    assert {row.mode: row.equation for row in told.sparse} == {"dense": 5, "topk": 6, "gtopk": 7}
+    assert [row.seconds for row in told.sparse] == sorted(row.seconds for row in told.sparse)
+    text = str(told)
+    assert (
+        f"sparse, 25000 entries a rank of 25000000 float32 (0.001 of all): {told.sparse[0].mode}"
+        in text
+    )
+    assert "(7) 78.0 us" in text  # 2 x 3 (5 us + 200 KB at 25 GB/s)
+    assert "sparse" not in str(collectives.explain(load("dgx1-v100"), 100_000_000))
+
+
+@pytest.mark.parametrize("k", [-1, 26, True])
+def test_k_that_makes_no_sense(k: int) -> None:
+    with pytest.raises(PlanError, match=r"k must be an integer from 0 to 25"):
+        collectives.explain(load("mesh-2"), 100, k)

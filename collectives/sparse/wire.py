@@ -1,0 +1,65 @@
+"""Sparse vectors as bytes: 4 of an index and 2 or 4 of a value, all indices first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.planning.merging import INDEX
+
+Vector = tuple[NDArray[np.float32], NDArray[np.int32]]
+"""(values, indices), ascending; values of a 16-bit wire are such as it can carry."""
+
+ITEMS = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of a value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How values of a dtype travel."""
+
+    dtype: str
+
+    @property
+    def entry(self) -> int:
+        """Bytes of an entry."""
+        return ITEMS[self.dtype] + INDEX
+
+    def rounded(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The nearest values that travel; of two the even one."""
+        if self.dtype == "float32":
+            return values
+        if self.dtype == "float16":
+            with np.errstate(over="ignore"):
+                return values.astype(np.float16).astype(np.float32)
+        bits = values.view(np.uint32)
+        up = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+        quiet = bits >> np.uint32(16) | np.uint32(0x40)  # what is no number stays none
+        return (np.where(np.isnan(values), quiet, up) << np.uint32(16)).view(np.float32)
+
+    def pack(self, vector: Vector, room: NDArray[np.uint8]) -> None:
+        """Write a vector into as many bytes as it takes."""
+        values, indices = vector
+        room[: indices.nbytes].view(np.int32)[:] = indices
+        room[indices.nbytes :].view(self._stored)[:] = self._narrow(values)
+
+    def unpack(self, room: NDArray[np.uint8]) -> Vector:
+        """The vector that fills `room`, in memory of its own."""
+        first = room.size // self.entry * INDEX
+        stored = room[first:].view(self._stored)
+        if self.dtype == "bfloat16":
+            values = (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        else:
+            values = stored.astype(np.float32)
+        return values, room[:first].view(np.int32).copy()
+
+    @property
+    def _stored(self) -> str:
+        return "uint16" if self.dtype == "bfloat16" else self.dtype
+
+    def _narrow(self, values: NDArray[np.float32]) -> NDArray[np.generic]:
+        if self.dtype == "bfloat16":
+            return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+        return values.astype(self.dtype)
