@@ -11,10 +11,14 @@ if TYPE_CHECKING:
         scatter_add_rows,
         sparsify,
         split_rows,
+        threshold_abs,
         topk_abs,
     )
 
-__all__ = ["coalesce", "merge_topk", "scatter_add_rows", "sparsify", "split_rows", "topk_abs"]
+__all__ = [
+    "coalesce", "merge_topk", "scatter_add_rows", "sparsify", "split_rows", "threshold_abs",
+    "topk_abs",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

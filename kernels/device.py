@@ -103,14 +103,25 @@ class CudaDevice:
                 kernel, blocks, 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(parameters)
             )
 
-    def check(self, argument: np.ndarray, stream: int) -> None:
-        """Enqueue a queue's `check`; the argument is copied."""
-        kernel = self._function("queue.cu", "check", PLAIN)
+    def start(
+        self, file: str, name: str, words: tuple[str, ...], argument: np.ndarray, blocks: int,
+        threads: int, stream: int,
+    ) -> None:  # fmt: skip
+        """Enqueue a kernel of `kernels/FILE` that takes one struct; the argument is copied."""
+        kernel = self._function(file, name, words)
         parameters = (ctypes.c_void_p * 1)(argument.ctypes.data)
         with self.here():
             self._driver.launchKernel(
-                kernel, 1, 1, 1, CHECK_THREADS, 1, 1, 0, stream, ctypes.addressof(parameters), 0
+                kernel, blocks, 1, 1, threads, 1, 1, 0, stream, ctypes.addressof(parameters), 0
             )
+
+    def check(self, argument: np.ndarray, stream: int) -> None:
+        """Enqueue a queue's `check`; the argument is copied."""
+        self.start("queue.cu", "check", PLAIN, argument, 1, CHECK_THREADS, stream)
+
+    def filled(self) -> int:
+        """Blocks of THREADS threads that fill the GPU: kernels have registers for two each."""
+        return 2 * int(self._cupy.cuda.Device(self.index).attributes["MultiProcessorCount"])
 
     # ---- memory ------------------------------------------------------------------------------
     def allocate(self, nbytes: int) -> int:

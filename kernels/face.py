@@ -1,20 +1,18 @@
-"""Top-k, sparse vectors and rows as users call them: NumPy arrays and torch tensors on the CPU.
+"""Top-k, sparse vectors and rows as users call them: NumPy arrays, torch tensors, CuPy arrays.
 
-What comes out is of the library of what goes in. Results are the same bits on every run and for
-every number of threads.
+What comes out is of the library of what goes in, on its device; on a GPU it is enqueued on the
+library's current stream. Results are the same bits on every run and for every number of threads.
 """
 
 from __future__ import annotations
 
-import operator
 import sys
 from typing import Any
 
 import numpy as np
 
-from kernels import rows, sparse, topk
+from kernels import checks, rows, sparse, topk
 
-DTYPES = ("float32", "float16", "bfloat16")
 Vector = tuple[Any, Any]
 """A sparse vector: (values, indices), indices ascending and all different."""
 
@@ -24,11 +22,29 @@ def topk_abs(x: Any, k: int) -> Vector:
 
     `x`: [n] of float32, float16 or bfloat16; 0 <= k <= n. Of equals the lowest indices are taken;
     NaN counts above infinity, all NaN alike. Values keep their signs and dtype; indices are int32,
-    int64 where n is beyond 2^31. Exact: no sort of the row. Raises TypeError, ValueError.
+    int64 where n is beyond 2^31. Exact: no sort of the row, and the same bits on a GPU, which
+    nothing waits for. Raises TypeError, ValueError.
     """
+    if gpu := _gpu(x):
+        return gpu.topk_abs(x, k)
     row, dtype = _row(x, "x")
-    found = topk.select(row, dtype, _count(k, row.size))
-    return _out(row[found], x, dtype), _out(found.astype(_index_type(row.size)), x)
+    found = topk.select(row, dtype, checks.count(k, row.size))
+    return _out(row[found], x, dtype), _out(found.astype(index_type(row.size)), x)
+
+
+def threshold_abs(x: Any, k: int) -> Vector:
+    """(values, indices) of all |x| from a threshold on that a sample tells: k and some more.
+
+    Approximate: the k largest are among them always, and at most 3 k + 18 sqrt(k n / s) + 36 n / s
+    + 4096 others, where s is the sample's size, min(n / 16, 65536); the expected excess is
+    4.5 sqrt(k n / s). It saves the search among these. Where a sample cannot tell (k above n / 8,
+    equal keys, 16-bit floats, GPUs) exactly k are returned. The rest as in `topk_abs`.
+    """
+    if gpu := _gpu(x):
+        return gpu.topk_abs(x, k)
+    row, dtype = _row(x, "x")
+    found = topk.at_least(row, dtype, checks.count(k, row.size))
+    return _out(row[found], x, dtype), _out(found.astype(index_type(row.size)), x)
 
 
 def sparsify(grad: Any, residual: Any, k: int) -> Vector:
@@ -39,14 +55,13 @@ def sparsify(grad: Any, residual: Any, k: int) -> Vector:
     bytes an element: both read, the residual written, once. Ties, NaN and errors as in `topk_abs`;
     indices count in C order.
     """
+    if gpu := _gpu(residual):
+        return gpu.sparsify(grad, residual, k)
     kept = _written(residual, "residual")
-    if tuple(grad.shape) != tuple(residual.shape):
-        raise ValueError(
-            f"grad has shape {tuple(grad.shape)}, residual {tuple(residual.shape)}: they must agree"
-        )
-    k = _count(k, kept.size)
+    checks.same_shape(grad, residual)
+    k = checks.count(k, kept.size)
     values, found = sparse.sparsify(_float32(grad, "grad").reshape(-1), kept.reshape(-1), k)
-    return _out(values, residual), _out(found.astype(_index_type(kept.size)), residual)
+    return _out(values, residual), _out(found.astype(index_type(kept.size)), residual)
 
 
 def merge_topk(a: Vector, b: Vector, k: int) -> tuple[Vector, Vector]:
@@ -54,16 +69,14 @@ def merge_topk(a: Vector, b: Vector, k: int) -> tuple[Vector, Vector]:
 
     Common indices are summed, a's value first, in float32; `dropped` is what the paper's operator
     loses. Both are (values, indices), as `a` and `b`, whose indices must ascend. All are kept where
-    there are no more than k. Ties, NaN and errors as in `topk_abs`.
+    there are no more than k. Ties, NaN and errors as in `topk_abs`; on a GPU the host waits once,
+    for the number of different indices.
     """
-    pairs = [_vector(v, name) for v, name in ((a, "a"), (b, "b"))]
-    if pairs[0][1].dtype != pairs[1][1].dtype:
-        raise TypeError(
-            f"a's indices are {pairs[0][1].dtype}, b's {pairs[1][1].dtype}: they must agree"
-        )
-    values, indices = sparse.merge(*pairs)
-    if (k := _integer(k, "k")) < 0:
-        raise ValueError(f"k must be at least 0, not {k}")
+    if gpu := _gpu(a[0]):
+        return gpu.merge_topk(a, b, k)
+    checks.vectors(a, b)
+    k = checks.at_least_0(k, "k")
+    values, indices = sparse.merge(_vector(a), _vector(b))
     found = topk.select(values.view(np.uint32), "float32", min(k, values.size))
     kept, dropped = sparse.split(values, indices, found)
     like = a[0]
@@ -76,10 +89,13 @@ def coalesce(indices: Any, values: Any, num_rows: int) -> tuple[Any, Any]:
     """(indices that occur, ascending; for each the sum of its rows).
 
     `indices`: [n] of int32 or int64 from 0 to num_rows - 1; `values`: [n, ...] of float32, float16
-    or bfloat16. Rows are summed in float32 in the order in which they come and rounded once. Raises
-    TypeError, ValueError.
+    or bfloat16. Rows are summed in float32 and rounded once: in the order in which they come; on a
+    GPU in that order within windows of 32 rows sorted by their index, then window by window. The
+    host waits for a GPU once. Raises TypeError, ValueError.
     """
-    where, dtype = _indices(indices, num_rows), _dtype(values)
+    if gpu := _gpu(values):
+        return gpu.coalesce(indices, values, num_rows)
+    where, dtype = _indices(indices, num_rows), checks.dtype_of(values)
     data = _rows(values, where)
     unique, place = rows.unique_places(where, num_rows)
     sums = np.zeros((unique.size, data.shape[1]), np.float32)
@@ -94,9 +110,10 @@ def split_rows(indices: Any, values: Any, needed_rows: Any) -> tuple[tuple[Any, 
 
     `needed_rows`: any integers, in any order. Raises TypeError, ValueError.
     """
+    if gpu := _gpu(values):
+        return gpu.split_rows(indices, values, needed_rows)
     where, needed = _integers(indices, "indices"), _integers(needed_rows, "needed_rows")
-    if tuple(values.shape)[:1] != where.shape:
-        raise ValueError(f"{where.size} indices, but values of shape {tuple(values.shape)}")
+    checks.one_for_each(where, values)
     first = np.isin(where, needed)
     parts = []
     for chosen in (first, ~first):
@@ -108,35 +125,43 @@ def split_rows(indices: Any, values: Any, needed_rows: Any) -> tuple[tuple[Any, 
 def scatter_add_rows(table: Any, indices: Any, values: Any) -> None:
     """table[indices[i]] += values[i] in the order of i, in place.
 
-    `table`: [rows, ...] float32, contiguous; the rest as in `coalesce`. Raises TypeError,
-    ValueError, before anything is changed.
+    `table`: [rows, ...] float32, contiguous; the rest as in `coalesce`, whose sums are added on a
+    GPU. Raises TypeError, ValueError, before anything is changed.
     """
+    if gpu := _gpu(table):
+        gpu.scatter_add_rows(table, indices, values)
+        return
     sums = _written(table, "table")
-    if not sums.ndim or tuple(values.shape)[1:] != sums.shape[1:]:
-        raise ValueError(f"values of shape {tuple(values.shape)} for a table of {sums.shape}")
+    checks.rows_of(table, values)
     where = _indices(indices, sums.shape[0])
     data = _rows(values, where)
     rows.add_rows(where.astype(np.int64), data, sums.reshape(sums.shape[0], data.shape[1]))
 
 
 # ---- what goes in and out ----------------------------------------------------------------------
+def _gpu(x: Any) -> Any:
+    """`gpu_face.Calls` where `x` lies on a GPU."""
+    if _is_torch(x):
+        on_gpu = x.device.type == "cuda"
+    else:
+        on_gpu = not isinstance(x, np.ndarray) and hasattr(x, "__cuda_array_interface__")
+    if not on_gpu:
+        return None
+    from kernels import gpu, gpu_face
+
+    return gpu_face.Calls(gpu.LibraryGpu(x))
+
+
 def _is_torch(x: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
-
-
-def _dtype(x: Any) -> str:
-    name = str(getattr(x, "dtype", type(x).__name__)).removeprefix("torch.")
-    if name not in DTYPES:
-        raise TypeError(f"dtype {name} is not supported; choose from {', '.join(DTYPES)}")
-    return name
 
 
 def _numpy(x: Any, name: str) -> np.ndarray:
     """A view, in which a bfloat16 is a uint16."""
     if _is_torch(x):
         if x.device.type != "cpu":
-            raise TypeError(f"{name} is on {x.device}; these kernels run on the CPU")
+            raise TypeError(f"{name} is on {x.device}; all must be on the CPU or on one GPU")
         torch = sys.modules["torch"]
         x = x.detach()
         return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
@@ -159,7 +184,7 @@ def _written(x: Any, name: str) -> np.ndarray:
 def _row(x: Any, name: str) -> tuple[np.ndarray, str]:
     """(bit patterns, dtype) of a row."""
     array = _numpy(x, name)
-    dtype = _dtype(x)
+    dtype = checks.dtype_of(x)
     if array.ndim != 1:
         raise ValueError(f"{name} must have one dimension, not shape {array.shape}")
     bits = np.uint32 if dtype == "float32" else np.uint16
@@ -167,7 +192,7 @@ def _row(x: Any, name: str) -> tuple[np.ndarray, str]:
 
 
 def _float32(x: Any, name: str) -> np.ndarray:
-    array, dtype = _numpy(x, name), _dtype(x)
+    array, dtype = _numpy(x, name), checks.dtype_of(x)
     if dtype == "bfloat16":
         return (array.astype(np.uint32) << 16).view(np.float32)
     return np.ascontiguousarray(array, np.float32)
@@ -187,60 +212,31 @@ def _out(array: np.ndarray, like: Any, dtype: str = "", narrow: bool = False) ->
     return array.view(dtype) if dtype else array
 
 
-def _integer(value: Any, name: str) -> int:
-    if isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, not {value!r}")
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, not {value!r}") from None
-
-
-def _count(k: Any, n: int) -> int:
-    if not 0 <= (found := _integer(k, "k")) <= n:
-        raise ValueError(f"k must be from 0 to {n}, not {found}")
-    return found
-
-
-def _index_type(n: int) -> type:
+def index_type(n: int) -> type:
     return np.int32 if n <= 1 << 31 else np.int64
 
 
 def _integers(x: Any, name: str) -> np.ndarray:
     array = _numpy(x, name)
-    if array.ndim != 1 or array.dtype not in (np.int32, np.int64):
-        raise TypeError(
-            f"{name} must be int32 or int64 in one dimension, not {array.dtype} of shape "
-            f"{array.shape}"
-        )
+    checks.index_dtype(array, name)
     return np.ascontiguousarray(array)
 
 
 def _indices(x: Any, num_rows: Any) -> np.ndarray:
-    array = _integers(x, "indices")
-    if (limit := _integer(num_rows, "num_rows")) < 0:
-        raise ValueError(f"num_rows must be at least 0, not {limit}")
+    array, limit = _integers(x, "indices"), checks.at_least_0(num_rows, "num_rows")
     if (at := rows.first_outside(array, limit)) >= 0:
-        raise ValueError(f"indices[{at}] is {array[at]}; the table has {limit} rows, from 0")
+        raise ValueError(checks.outside(at, array[at], limit))
     return array
 
 
 def _rows(values: Any, where: np.ndarray) -> np.ndarray:
     """float32 [n, width]."""
     data = _float32(values, "values")
-    if data.shape[:1] != where.shape:
-        raise ValueError(f"{where.size} indices, but values of shape {data.shape}")
+    checks.one_for_each(where, data)
     width = int(np.prod(data.shape[1:], dtype=np.int64))
     return data.reshape(where.size, width)
 
 
-def _vector(pair: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
-    values, indices = pair
-    where = _integers(indices, f"{name}'s indices")
-    data = _numpy(values, f"{name}'s values")
-    if data.dtype != np.float32 or data.shape != where.shape:
-        raise TypeError(
-            f"{name}'s values must be float32, one for each of {where.size} indices, not "
-            f"{data.dtype} of shape {data.shape}"
-        )
-    return np.ascontiguousarray(data), where
+def _vector(pair: Vector) -> tuple[np.ndarray, np.ndarray]:
+    values, indices = (np.ascontiguousarray(_numpy(x, "a sparse vector")) for x in pair)
+    return values, indices

@@ -52,6 +52,25 @@ __device__ __forceinline__ void spin_pause() { __nanosleep(20); }
 // A word in shared memory that any thread of the block may raise and all read behind a barrier.
 __device__ __forceinline__ void raise(u32* p) { *(volatile u32*)p = 1; }
 
+// Counts that any block may add to; read by a later launch.
+__device__ __forceinline__ u32 count_up(u32* p, u32 v) { return atomicAdd(p, v); }
+__device__ __forceinline__ u64 count_up(u64* p, u64 v) { return atomicAdd(p, v); }
+__device__ __forceinline__ void count_down_to(u64* p, u64 v) { atomicMin(p, v); }
+
+// Bit i of a bitmap, from all threads of a warp at once, each with its own i, one after another and
+// the first one a multiple of 32. Returns bits that this thread is to count: those of the word for
+// its first thread, else none.
+__device__ __forceinline__ u32 write_bit(u32* words, u64 i, bool on) {
+    const u32 word = __ballot_sync(0xffffffff, on);
+    if (i % 32) return 0;
+    words[i / 32] = word;
+    return __popc(word);
+}
+
+// A kernel `name` of one argument by value; two blocks a multiprocessor have registers enough.
+#define KERNEL(name, T, body) \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) name(const T a) { body(a); }
+
 __device__ __forceinline__ float half_bits_to_float(u16 h) {
     float f;
     asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));

@@ -106,11 +106,26 @@ def select(bits: np.ndarray, dtype: str, k: int) -> np.ndarray:
         return np.arange(k, dtype=np.int64)
     keys = Keys(dtype)
     if dtype == "float32" and k <= bits.size // 8:
-        limits = bound(keys.of(bits[places(bits.size)]), bits.size, k)
-        at = _candidates(bits, keys, k, *limits) if limits else None
+        at = _sampled(bits, keys, k)
         if at is not None:
             return among(bits, keys, k, at)
     return _by_histograms(bits, keys, k)
+
+
+def at_least(bits: np.ndarray, dtype: str, k: int) -> np.ndarray:
+    """Positions of all keys from one on that a sample tells; of exactly k where it cannot."""
+    keys = Keys(dtype)
+    if dtype == "float32" and 0 < k <= bits.size // 8:
+        at = _sampled(bits, keys, k)
+        if at is not None:
+            return at
+    return select(bits, dtype, k)
+
+
+def _sampled(bits: np.ndarray, keys: Keys, k: int) -> np.ndarray | None:
+    """Positions of at least k of the largest keys, if a sample can tell from which one on."""
+    limits = bound(keys.of(bits[places(bits.size)]), bits.size, k)
+    return _candidates(bits, keys, k, *limits) if limits else None
 
 
 @lru_cache(maxsize=16)
@@ -120,11 +135,16 @@ def places(n: int) -> np.ndarray:
     return np.arange(min(n, max(_FEW, min(n // 16, SAMPLE))), dtype=np.int64) * step % n
 
 
+def rank_of(samples: int, n: int, k: int) -> int:
+    """Which of so many sampled keys, from the largest, at least k of n keys should reach."""
+    wanted = samples * k / n
+    return int(wanted + _SPREAD * wanted**0.5) + 8
+
+
 def bound(sampled: np.ndarray, n: int, k: int) -> tuple[np.generic, int] | None:
     """(a key that at least k of n keys should reach, a number that should not be exceeded), from a
     sample of them; None where it is too small to tell."""
-    wanted = sampled.size * k / n
-    rank = int(wanted + _SPREAD * wanted**0.5) + 8
+    rank = rank_of(sampled.size, n, k)
     if rank >= sampled.size:
         return None
     return np.partition(sampled, -rank)[-rank], 4 * rank * n // sampled.size + 4096

@@ -146,7 +146,7 @@ def test_indices_beyond_32_bits() -> None:
         (np.zeros((2, 2), np.float32), 1, "x must have one dimension, not shape (2, 2)"),
         (np.zeros(4), 1, "dtype float64 is not supported; choose from float32, float16, bfloat16"),
         ([1.0], 1, "x must be a NumPy array or a torch tensor, not list"),
-        (torch.zeros(4, device="meta"), 1, "x is on meta; these kernels run on the CPU"),
+        (torch.zeros(4, device="meta"), 1, "x is on meta; all must be on the CPU or on one GPU"),
     ],
 )
 def test_bad_rows_are_refused(x: Any, k: Any, words: str) -> None:
@@ -335,3 +335,15 @@ def test_rows_are_added_into_a_table_in_order(threads: int) -> None:
     with pytest.raises(ValueError, match=r"indices\[0\] is 50"):
         kernels.scatter_add_rows(table, indices + 50 - indices[0], values)
     assert table.tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "k"), [(0, 0), (1, 1), (5000, 3), (300_000, 300), (300_000, 30_000)])
+def test_a_threshold_takes_the_k_largest_and_not_many_more(kind: str, n: int, k: int) -> None:
+    x = row(kind, n)
+    values, indices = kernels.threshold_abs(x, k)
+    assert np.array_equal(x[indices].view(np.uint32), values.view(np.uint32))
+    assert np.isin(kernels.topk_abs(x, k)[1], indices).all() and (np.diff(indices) > 0).all()
+    sampled = max(1, topk.places(n).size if n else 1)
+    excess = 3 * k + 18 * (k * n / sampled) ** 0.5 + 36 * n / sampled + 4096
+    assert k <= indices.size <= k + excess

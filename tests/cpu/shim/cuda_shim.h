@@ -21,6 +21,7 @@
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __popc __builtin_popcount
 
 struct uint4 { unsigned x, y, z, w; };
 
@@ -85,6 +86,28 @@ inline unsigned long long clock_ns() {
 }
 inline void spin_pause() { sched_yield(); }
 inline void raise(uint32_t* p) { __atomic_store_n(p, 1, __ATOMIC_RELAXED); }
+inline uint32_t count_up(uint32_t* p, uint32_t v) {
+    return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
+}
+inline unsigned long long count_up(unsigned long long* p, unsigned long long v) {
+    return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
+}
+inline void count_down_to(unsigned long long* p, unsigned long long v) {
+    unsigned long long now = __atomic_load_n(p, __ATOMIC_RELAXED);
+    while (v < now && !__atomic_compare_exchange_n(p, &now, v, true, __ATOMIC_RELAXED,
+                                                   __ATOMIC_RELAXED)) {}
+}
+inline uint32_t write_bit(uint32_t* words, unsigned long long i, bool on) {
+    const uint32_t bit = 1u << i % 32;
+    if (on) __atomic_fetch_or(words + i / 32, bit, __ATOMIC_RELAXED);
+    else __atomic_fetch_and(words + i / 32, ~bit, __ATOMIC_RELAXED);
+    return on;
+}
+#define KERNEL(name, T, body)                                                         \
+    extern "C" void name(const T* argument, unsigned blocks, unsigned threads) {      \
+        const T a = *argument;                                                        \
+        shim::launch(blocks, threads, [&] { body(a); });                              \
+    }
 inline float half_bits_to_float(unsigned short h) { return _cvtsh_ss(h); }
 inline unsigned short float_to_half_bits(float f) { return _cvtss_sh(f, 0); }
 inline uint32_t float_bits(float f) {

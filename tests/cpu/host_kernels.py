@@ -1,0 +1,88 @@
+"""The CUDA kernels of rows and sparse vectors, run on the host on NumPy arrays."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from host_gpu import COMPILER, ROOT, SHIM, _folder
+
+
+@cache
+def library(file: str, words: tuple[str, ...], sanitizer: str = "") -> ctypes.CDLL:
+    """`kernels/FILE` with each kernel as a function (argument, blocks, threads)."""
+    made = Path(tempfile.mkdtemp(dir=_folder().name)) / "kernels.so"
+    extra = [f"-fsanitize={sanitizer}"] if sanitizer else []
+    assert COMPILER is not None
+    subprocess.run(
+        [COMPILER, "-std=c++20", "-O1", "-g", "-pthread", "-mf16c", "-Wall", "-Wextra",
+         "-Wno-unknown-pragmas", "-Werror", "-include", str(SHIM / "cuda_shim.h"),
+         f"-I{ROOT / 'kernels'}", "-shared", "-fPIC", *words, *extra, "-x", "c++",
+         str(ROOT / "kernels" / file), "-o", str(made)],
+        check=True, timeout=300,
+    )  # fmt: skip
+    return ctypes.CDLL(str(made))
+
+
+class HostKernels:
+    """A `kernels.gpu.Gpu` of threads. A launch is over when it returns."""
+
+    def __init__(self, threads: int = 4, blocks: int = 3) -> None:
+        self.threads, self.blocks = threads, blocks
+        self.launches: list[str] = []
+
+    def empty(self, size: int, dtype: str) -> np.ndarray:
+        bits = "uint16" if dtype == "bfloat16" else dtype
+        made = np.empty(size, bits)
+        made.view(np.uint8)[:] = 0xA5  # rubbish, as on a GPU
+        return made
+
+    def full(self, size: int, dtype: str, value: int) -> np.ndarray:
+        return np.full(size, value, dtype)
+
+    def contiguous(self, array: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(array)
+
+    def isin(self, array: np.ndarray, among: np.ndarray) -> np.ndarray:
+        return np.isin(array, among)
+
+    def address(self, array: Any) -> int:
+        return int(array.ctypes.data)
+
+    def read(self, array: Any) -> np.ndarray:
+        return np.asarray(array).copy()
+
+    def launch(
+        self, file: str, name: str, words: tuple[str, ...], argument: np.ndarray, blocks: int
+    ) -> None:
+        self.launches.append(name)
+        at = ctypes.c_void_p(argument.ctypes.data)
+        getattr(library(file, words), name)(at, blocks, self.threads)
+
+
+def source_of_layouts(file: str, name: str, names: tuple[str, ...]) -> list[tuple[int, int]]:
+    """(offset, size) of each field of a struct, then (size, 0) of the whole."""
+    fields = "".join(
+        f'    std::printf("%zu %zu\\n", offsetof({name}, {f}), sizeof({name}::{f}));\n'
+        for f in names
+    )
+    text = (
+        f'#include <cstddef>\n#include <cstdio>\n#include "{ROOT / "kernels" / file}"\n'
+        f'int main() {{\n{fields}    std::printf("%zu 0\\n", sizeof({name}));\n}}\n'
+    )
+    folder = Path(tempfile.mkdtemp(dir=_folder().name))
+    (folder / "layout.cpp").write_text(text)
+    assert COMPILER is not None
+    subprocess.run(
+        [COMPILER, "-std=c++20", "-pthread", "-mf16c", "-w", "-include",
+         str(SHIM / "cuda_shim.h"), f"-I{ROOT / 'kernels'}", str(folder / "layout.cpp"), "-o",
+         str(folder / "layout")],
+        check=True, timeout=300,
+    )  # fmt: skip
+    told = subprocess.run([str(folder / "layout")], capture_output=True, text=True, check=True)
+    return [(int(a), int(b)) for a, b in map(str.split, told.stdout.splitlines())]

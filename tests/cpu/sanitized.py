@@ -1,0 +1,35 @@
+"""Runs the kernels of rows and sparse vectors built with a sanitizer: `sanitized.py thread`."""
+
+from __future__ import annotations
+
+import sys
+
+import host_kernels
+import numpy as np
+
+from kernels import gpu_rows, gpu_select
+
+
+def main(sanitizer: str) -> None:
+    plain = host_kernels.library
+    host_kernels.library = lambda file, words: plain(file, words, sanitizer)  # type: ignore[assignment]
+    rng = np.random.default_rng(0)
+    calls = host_kernels.HostKernels(4, 3)
+    x = rng.standard_normal(70_001).astype(np.float32)
+    gpu_select.select(calls, x, "float32", x.size, 500)
+    gpu_select.select(calls, x, "float32", x.size, 30, x.copy())
+    pair = x[:90].copy(), np.arange(0, 180, 2).astype(np.int32)
+    other = x[:40].copy(), np.arange(0, 160, 4).astype(np.int32)
+    total = gpu_select.merge(calls, pair, other, (90, 40), "int32")
+    assert not isinstance(total, int)
+    number = total[0].size
+    _, found = gpu_select.select(calls, total[0], "float32", number, 20)
+    gpu_select.part(calls, total, number, found, 20, "int32")
+    indices = rng.integers(0, 700, 1000).astype(np.int32)
+    rows = gpu_rows.sort(calls, indices, "int32", 1000, 700)
+    assert not isinstance(rows, int)
+    gpu_rows.add(calls, rows, x[:3000], "float32", "int32", 3)
+    print("ran")
+
+
+main(sys.argv[1])

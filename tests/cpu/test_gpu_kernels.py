@@ -1,0 +1,275 @@
+"""The CUDA kernels of rows and sparse vectors, on threads of the host, against the CPU's kernels:
+the same bits, whatever the number of threads and blocks."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from host_gpu import BROKEN, COMPILER, needs_compiler
+from host_kernels import HostKernels, source_of_layouts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nvrtc import Nvrtc
+from test_sparse_kernels import KINDS, row
+
+import kernels
+from kernels import gpu, gpu_rows, gpu_select, topk
+from kernels.gpu_face import Calls
+from kernels.source import ELEMENTS, PLAIN, source
+
+pytestmark = needs_compiler
+GRIDS = [(1, 1), (4, 3), (7, 2), (32, 2)]  # (threads, blocks)
+
+
+def same(found: Any, want: Any) -> None:
+    for a, b in zip(found, want, strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [1, 31, 97, 5000])
+def test_topk_is_that_of_the_cpu(kind: str, n: int) -> None:
+    x = row(kind, n)
+    for k in sorted({0, 1, n // 3, n - 1, n}):
+        same(Calls(HostKernels()).topk_abs(x, k), kernels.topk_abs(x, k))
+
+
+@pytest.mark.parametrize("kind", ["random", "special", "huge steps", "zeros"])
+@pytest.mark.parametrize(("threads", "blocks"), GRIDS)
+def test_topk_of_a_sampled_row(kind: str, threads: int, blocks: int) -> None:
+    x = row(kind, topk.SAMPLE + 12_345)
+    for k in (1, 70, 3000, 20_000):
+        same(Calls(HostKernels(threads, blocks)).topk_abs(x, k), kernels.topk_abs(x, k))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kind", ["random", "special", "denormal", "zeros", "constant"])
+def test_topk_of_short_floats(dtype: str, kind: str) -> None:
+    wide = row(kind, 3001)
+    x = wide.astype(np.float16).view(np.uint16) if dtype == "float16" else (
+        (wide.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    )  # fmt: skip
+    for k in (1, 100, 2999):
+        found = gpu_select.select(HostKernels(), x, dtype, x.size, k)
+        want = topk.select(x, dtype, k)
+        assert np.array_equal(found[1], want)
+        assert np.array_equal(np.asarray(found[0]).view(np.uint16), x[want])
+
+
+def test_too_few_marked_means_that_all_are() -> None:
+    """A sample that saw none of the small keys: here a rank of 1 asks for far too few."""
+    x = row("random", topk.SAMPLE * 2)
+    calls = HostKernels()
+    before = gpu_select.rank_of
+    gpu_select.rank_of = lambda samples, n, k: 1  # type: ignore[assignment]
+    try:
+        found = gpu_select.select(calls, x, "float32", x.size, 9000)
+    finally:
+        gpu_select.rank_of = before
+    same(found, kernels.topk_abs(x, 9000))
+    assert calls.launches == ["sample", "mark", "digit", "digit", "digit", "tally", "take"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("n", [1, 100, 70_003])
+def test_sparsify_is_that_of_the_cpu(n: int, dtype: str) -> None:
+    grad, residual = row("random", n).astype(dtype), row("halves", n, 1)
+    for k in sorted({0, 1, n // 50, n}):
+        mine, theirs = residual.copy(), residual.copy()
+        same(Calls(HostKernels()).sparsify(grad, mine, k), kernels.sparsify(grad, theirs, k))
+        same([mine], [theirs])
+
+
+def vector(n: int, seed: int, dtype: str = "int32") -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng([n, seed])
+    indices = np.sort(rng.choice(2 * n + 5, n, replace=False)).astype(dtype)
+    return rng.standard_normal(n).astype(np.float32), indices
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize(
+    ("sizes", "k"), [((0, 0), 3), ((0, 5), 2), ((5, 0), 9), ((7, 7), 4), ((700, 501), 60)]
+)
+def test_merges_are_those_of_the_cpu(sizes: tuple[int, int], k: int, dtype: str) -> None:
+    a, b = vector(sizes[0], 0, dtype), vector(sizes[1], 1, dtype)
+    for calls in (HostKernels(), HostKernels(7, 2)):
+        for mine, theirs in zip(
+            Calls(calls).merge_topk(a, b, k), kernels.merge_topk(a, b, k), strict=True
+        ):
+            same(mine, theirs)
+
+
+@pytest.mark.parametrize(("at", "which"), [(0, "first"), (1, "second")])
+def test_indices_that_do_not_ascend(at: int, which: str) -> None:
+    pair = [vector(50, 0), vector(40, 1)]
+    pair[at][1][20] = pair[at][1][19]
+    with pytest.raises(ValueError, match=f"the {which} vector's indices must ascend"):
+        Calls(HostKernels()).merge_topk(pair[0], pair[1], 9)
+
+
+@given(
+    st.integers(0, 400), st.integers(1, 5), st.sampled_from([1, 3, 300, 70_000, 1 << 33]),
+    st.sampled_from(GRIDS), st.integers(0, 1 << 30),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_coalesced_rows(n: int, width: int, limit: int, grid: Any, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    indices = rng.integers(0, limit, n).astype("int64" if limit > 1 << 31 else "int32")
+    values = rng.integers(-99, 100, (n, width)).astype(np.float32)  # sums of which are exact
+    calls = Calls(HostKernels(*grid))
+    same(calls.coalesce(indices, values, limit), kernels.coalesce(indices, values, limit))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_order_of_sums_is_that_of_the_windows(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    indices = np.sort(rng.integers(0, 4, 500)).astype(np.int32)
+    values = rng.standard_normal((500, 3)).astype(dtype)
+    _, sums = Calls(HostKernels()).coalesce(indices, values, 4)
+    for run in range(4):
+        places = np.flatnonzero(indices == run)
+        total = np.zeros(3, np.float32)
+        for window in np.unique(places // gpu_rows.WINDOW):
+            part = np.zeros(3, np.float32)
+            for place in places[places // gpu_rows.WINDOW == window]:
+                part = part + values[place].astype(np.float32)
+            total = total + part if total.any() else part
+        assert sums[run].tolist() == total.astype(dtype).tolist()
+
+
+def test_rows_added_into_a_table_and_split() -> None:
+    rng = np.random.default_rng(0)
+    indices = rng.integers(0, 50, 300)
+    values = rng.integers(-9, 10, (300, 4)).astype(np.float32)
+    mine, theirs = np.ones((50, 4), np.float32), np.ones((50, 4), np.float32)
+    calls = Calls(HostKernels())
+    calls.scatter_add_rows(mine, indices, values)
+    kernels.scatter_add_rows(theirs, indices, values)
+    same([mine], [theirs])
+    for a, b in zip(calls.split_rows(indices, values, np.arange(9)),
+                    kernels.split_rows(indices, values, np.arange(9)), strict=True):  # fmt: skip
+        same(a, b)
+
+
+@pytest.mark.parametrize("limit", [8, 1 << 40])
+@pytest.mark.parametrize("bad", [-1, 1 << 40])
+def test_indices_out_of_range_are_named(bad: int, limit: int) -> None:
+    indices = np.array([1, 2, 3, bad, 5, bad])
+    with pytest.raises(ValueError, match=rf"indices\[3\] is {bad}; the table has {limit} rows"):
+        Calls(HostKernels()).coalesce(indices, np.ones((6, 2), np.float32), limit)
+
+
+def test_bad_arguments_are_refused() -> None:
+    calls, x = Calls(HostKernels()), np.zeros(4, np.float32)
+    for call, words in (
+        (lambda: calls.topk_abs(x, 5), "k must be from 0 to 4, not 5"),
+        (lambda: calls.topk_abs(x.reshape(2, 2), 1), "x must have one dimension"),
+        (lambda: calls.sparsify(x, x[:3], 1), "they must agree"),
+        (lambda: calls.sparsify(x[::2], np.zeros(4, np.float32)[::2], 1), "contiguous float32"),
+        (lambda: calls.coalesce(np.zeros(3), x[:3], 4), "indices must be int32 or int64"),
+        (lambda: calls.coalesce(np.zeros(3, int), x, 4), "3 indices, but values of shape"),
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+            call()
+
+
+# ---- the sources --------------------------------------------------------------------------------
+STRUCTS = {
+    "select.cu": {"Select": gpu_select.SELECT}, "rows.cu": {"Rows": gpu_rows.ROWS},
+    "merge.cu": {"Merge": gpu_select.MERGE, "Part": gpu_select.PART},
+    "sort.cu": {"Sort": gpu_rows.SORT},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("file", STRUCTS)
+def test_structs_are_those_of_the_device(file: str) -> None:
+    for name, dtype in STRUCTS[file].items():
+        told = source_of_layouts(file, name, dtype.names or ())
+        mine = [(dtype.fields[f][1], dtype.fields[f][0].itemsize) for f in dtype.names or ()]
+        assert told == [*mine, (dtype.itemsize, 0)], name
+    if file == "select.cu":
+        assert source_of_layouts(file, "Choice", ())[0][0] == gpu_select.CHOICE_BYTES
+
+
+CASES = [
+    *(("select.cu", gpu.element(d)) for d in ("float32", "float16", "bfloat16")),
+    *(("rows.cu", (*gpu.element(d), f"-DINDEX={ELEMENTS[i]}"))
+      for d in ("float32", "float16", "bfloat16") for i in ("int32", "int64")),
+    *(("merge.cu", (f"-DINDEX={ELEMENTS[i]}",)) for i in ("int32", "int64")),
+    *(("sort.cu", (f"-DINDEX={ELEMENTS[i]}", f"-DKEY={k}"))
+      for i in ("int32", "int64") for k in ("u32", "u64")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("file", "words"), CASES)
+@pytest.mark.parametrize("architecture", [70, 80, 90])
+def test_they_compile_with_no_spills(file: str, words: tuple[str, ...], architecture: int) -> None:
+    made = Nvrtc().compile(source(file), (*PLAIN, *words), architecture)
+    assert set(made) == set(re.findall(r"^KERNEL\((\w+)", source(file), re.MULTILINE))
+    for name, kernel in made.items():
+        assert (kernel.spilled, kernel.stack) == (0, 0), name
+        assert kernel.registers <= 64, name  # two blocks of 512 threads a multiprocessor
+        assert kernel.shared <= 48 << 10, name
+        assert ".ftz" not in kernel.ptx
+
+
+@pytest.mark.parametrize("sanitizer", ["thread", "address"])
+def test_no_sanitizer_complains(sanitizer: str) -> None:
+    """In a process of its own, into which the sanitizer is loaded first."""
+    library = subprocess.run(
+        [str(COMPILER), f"-print-file-name=lib{ {'thread': 't', 'address': 'a'}[sanitizer] }san.so"],
+        capture_output=True, text=True, check=True,
+    ).stdout.strip()  # fmt: skip
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, str(here / "sanitized.py"), sanitizer], capture_output=True, text=True,
+        timeout=100, check=False, cwd=here.parents[1],
+        env={**os.environ, "LD_PRELOAD": library, "PYTHONPATH": str(here.parents[1]),
+             "TSAN_OPTIONS": f"exitcode={BROKEN}:report_signal_unsafe=0",
+             "ASAN_OPTIONS": f"exitcode={BROKEN}:detect_leaks=0"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "ran" in done.stdout
+
+
+# ---- the libraries' arrays ----------------------------------------------------------------------
+class FakeDevice:
+    def __init__(self) -> None:
+        self.started: list[tuple[Any, ...]] = []
+
+    def filled(self) -> int:
+        return 8
+
+    def start(self, *arguments: Any) -> None:
+        self.started.append(arguments)
+
+
+def test_torch_tensors_and_their_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    device = FakeDevice()
+    monkeypatch.setattr(gpu, "device_of", lambda index: device)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77)
+    )
+    x = torch.zeros(6)
+    found = gpu.LibraryGpu(x)
+    assert found.blocks == 8 and found.address(x) == x.data_ptr()
+    assert found.empty(3, "bfloat16").dtype == torch.bfloat16
+    assert found.full(2, "int64", 5).tolist() == [5, 5]
+    assert found.read(torch.arange(3)).tolist() == [0, 1, 2]
+    assert found.isin(torch.arange(3), torch.tensor([1])).tolist() == [False, True, False]
+    with pytest.raises(TypeError, match=r"Tensor on cpu, not ndarray"):
+        found.contiguous(np.zeros(3))
+    argument = np.zeros(1)
+    found.launch("select.cu", "take", ("-DX",), argument, 5)
+    assert device.started == [("select.cu", "take", (*PLAIN, "-DX"), argument, 5, 512, 77)]
