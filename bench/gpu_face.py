@@ -16,6 +16,10 @@ from collectives import get_default
 from collectives.planning.planner import candidates
 
 
+class Failed(Exception):
+    """A row's result is wrong."""
+
+
 class Arrays(Protocol):
     """A library's arrays on the current GPU; instances pickle."""
 

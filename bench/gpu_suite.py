@@ -22,12 +22,14 @@ import numpy as np
 from bench.gpu_face import (
     Arrays,
     CupyArrays,
+    Failed,
     TorchTensors,
     run_graph,
     run_killed,
     run_ranks,
     with_cuda,
 )
+from bench.gpu_sparse import SparseRows
 from bench.timing import machine
 from collectives import CollectiveAborted, CollectiveError, plan_allreduce
 from collectives.planning.plan import Plan
@@ -41,10 +43,6 @@ MIB = 1 << 20
 LINK = 25e9  # bytes/s: one NVLink of the DGX-1, for the rows with emulated links
 GRAPH = 20  # calls captured in one graph
 Row = dict[str, Any]
-
-
-class Failed(Exception):
-    """A row's result is wrong."""
 
 
 def tiled(rank: int, nbytes: int) -> np.ndarray:
@@ -75,6 +73,9 @@ class Suite:
                 f"threads, {arrays.name}",
                 lambda a=arrays: self.face(a, (2, 3, 8), (1, 2048, 250_000), True),
             )
+        for arrays in self.libraries[-1:]:  # torch, where it is
+            yield from SparseRows(self, arrays).rows()
+        yield "dequeue of a gradient queue", self.dequeue
         yield "device copy against 35 N, 8 ranks", self.bandwidth
         for size in (1, 16, 64, 256, 1024):
             if size * MIB <= self.largest:
@@ -208,13 +209,7 @@ class Suite:
     def bandwidth(self) -> Row:
         """7 reduces of 3 N and 7 copies of 2 N, slot traffic not counted, against a plain copy."""
         nbytes = min(256 * MIB, self.largest)
-        pair = [self.device.allocate(nbytes) for _ in range(2)]
-        copy = self.seconds(
-            lambda: self.device.copy(pair[0], pair[1], nbytes), lambda: self.device.synchronise(0)
-        )
-        for address in pair:
-            self.device.free(address)
-        row: Row = {"bytes": nbytes, "copy_bytes_per_s": 2 * nbytes / copy}
+        row: Row = {"bytes": nbytes, "copy_bytes_per_s": self.copy_rate(nbytes)}
         for algorithm in ("overlapped_double_tree", "tree"):
             plan = plan_allreduce(load("dgx1-v100"), nbytes, algorithm)
             seconds = self.timed(plan, nbytes)
@@ -223,6 +218,16 @@ class Suite:
                 "seconds": seconds, "bytes_per_s": rate, "share": rate / row["copy_bytes_per_s"],
             }  # fmt: skip
         return row
+
+    def copy_rate(self, nbytes: int) -> float:
+        """Bytes/s read and written by a plain copy."""
+        pair = [self.device.allocate(nbytes) for _ in range(2)]
+        copy = self.seconds(
+            lambda: self.device.copy(pair[0], pair[1], nbytes), lambda: self.device.synchronise(0)
+        )
+        for address in pair:
+            self.device.free(address)
+        return 2 * nbytes / copy
 
     def overlap(self, nbytes: int, link: float | None) -> Row:
         """Overlapped against baseline double tree, each send held to a link's rate if given."""
@@ -260,6 +265,40 @@ class Suite:
                 self.device.free(address)
         return {"algorithm": plan.algorithm, "launched_us": launched * 1e6,
                 "replayed_us": replayed * 1e6}  # fmt: skip
+
+    def dequeue(self) -> Row:
+        """A layer that is there, from a graph of many: the check alone."""
+        nbytes, layers = min(16 * MIB, self.largest), 16
+        plan = plan_allreduce(load("dgx1-v100"), nbytes, "overlapped_double_tree")
+        with virtual_ranks(self.device, plan.size) as ranks:
+            sizes = [nbytes // layers] * layers
+            prepared = ranks.prepare(plan, nbytes, "float32", "max", layers=sizes)
+            buffers = [self.device.upload(tiled(r, nbytes)) for r in range(plan.size)]
+            begun = {rank: self.device.make_event() for rank in range(plan.size)}
+            other = self.device.make_stream()
+            try:
+                ranks.run(prepared, buffers, begun=begun)
+                self.device.wait(begun[0], other)
+                ranks.dequeue(prepared, 0, 0, other)
+                self.device.synchronise(other)
+                first = np.empty(sizes[0] // 4, np.float32)
+                self.device.download(buffers[0], first)
+                ranks.check()
+                if not np.array_equal(first, tiled(plan.size - 1, nbytes)[: first.size]):
+                    raise Failed("the first layer is wrong when it is dequeued")
+
+                def calls(stream: int) -> None:
+                    for _ in range(GRAPH):
+                        ranks.dequeue(prepared, 0, layers - 1, stream)
+
+                replayed = self.seconds(self.device.capture(calls), ranks.check) / GRAPH
+            finally:
+                for address in buffers:
+                    self.device.free(address)
+                for event in begun.values():
+                    self.device.free_event(event)
+                self.device.free_stream(other)
+        return {"bytes": nbytes, "dequeue_us": replayed * 1e6}
 
     def abort(self) -> Row:
         """Sends that would take minutes are given up; then new ranks work."""

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from gpu_ranks import gpus, tensor
 from host_gpu import HostDevice, HostTensor, needs_compiler
+from host_kernels import HostKernels
 
+import kernels
+from bench.gpu_face import Failed
+from bench.gpu_sparse import SparseRows
 from bench.gpu_suite import Suite, main, run
 from collectives.planning.plan import Plan
 from collectives.planning.planner import candidates
 from collectives.runtime.cuda import GpuRanks
+from kernels.gpu_face import Calls
 from topology import load
 
 
@@ -62,7 +69,8 @@ def test_the_row_of_a_rank_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> No
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "only", ["dtypes", "abort", "8 KiB", "hop", "emulated links 1 MiB", "uncapped 1 ", "35 N"]
+    "only",
+    ["dtypes", "abort", "8 KiB", "hop", "emulated links 1 MiB", "uncapped 1 ", "35 N", "dequeue"],
 )
 def test_rows_are_measured_and_written(only: str, tmp_path: Path) -> None:
     device = HostDevice()
@@ -71,6 +79,43 @@ def test_rows_are_measured_and_written(only: str, tmp_path: Path) -> None:
     assert row["state"] == "ok", row
     assert json.loads(out.read_text())["rows"][0]["name"] == row["name"]
     assert not device.memory
+
+
+class HostNumpy:
+    name = "numpy"
+
+    def put(self, array: np.ndarray) -> np.ndarray:
+        return array.copy()
+
+    def get(self, x: np.ndarray) -> np.ndarray:
+        return x
+
+
+class FewSparse(SparseRows):
+    checked_sizes = (1, 1000)
+
+    def rows(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+        yield "correct", self.correct
+        yield "topk", lambda: self.topk(5000)
+        yield "sparsify", lambda: self.sparsify(5000)
+        yield "coalesce", lambda: self.coalesce(300, 5, 40)
+
+
+@needs_compiler
+def test_the_rows_of_sparse_kernels() -> None:
+    face = Calls(HostKernels())
+    rows = dict(FewSparse(Suite(HostDevice(), 1 << 20, 1, ()), HostNumpy(), face).rows())
+    assert rows["correct"]()["checked"] == 6 * (2 + 4) + 2 * 2 + 2 + 3
+    for name in ("topk", "sparsify", "coalesce"):
+        assert rows[name]()["seconds"] > 0
+    face.topk_abs = lambda x, k: kernels.topk_abs(-x, k)  # type: ignore[method-assign]
+    with pytest.raises(Failed, match=r"topk_abs of 5000 float32, k = 5 is not what the CPU finds"):
+        rows["topk"]()
+
+
+def test_names_of_sparse_rows() -> None:
+    names = [name for name, _ in SparseRows(Suite(HostDevice()), HostNumpy()).rows()]
+    assert names[1:3] == ["topk_abs of 33554432", "sparsify of 33554432"] and len(names) == 7
 
 
 class Wrong(HostDevice):
@@ -87,7 +132,10 @@ def test_a_wrong_result_is_a_failed_row_and_the_next_ones_are_run() -> None:
     states = [row["state"] for row in rows]
     assert all(": 1 wrong bytes on rank 0" in state for state in states[:3])
     assert states[3:5] == ["ok"] * 2
-    assert states[5:] == ["failed: Failed: overlapped_double_tree 65536 bytes: rank 0 is wrong"]
+    assert states[5:] == [
+        "failed: Failed: the first layer is wrong when it is dequeued",
+        "failed: Failed: overlapped_double_tree 65536 bytes: rank 0 is wrong",
+    ]
 
 
 @needs_compiler

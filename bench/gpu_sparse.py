@@ -1,0 +1,161 @@
+"""Rows of `bench.gpu_suite` for the sparse kernels: checked against the CPU's, then timed beside
+torch and the least number of bytes that any implementation moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+import kernels
+from bench.gpu_face import Arrays, Failed
+
+DENSITY = 0.001
+ROWS = ((1 << 25), (1 << 28))
+TABLES = ((4096, 1024, 32_000), (65_536, 128, 32_000))  # (rows, width, vocabulary)
+Row = dict[str, Any]
+
+
+class Measures(Protocol):
+    """What of the suite is used here."""
+
+    device: Any
+    largest: int
+
+    def seconds(self, enqueue: Callable[[], None], check: Callable[[], None]) -> float: ...
+    def copy_rate(self, nbytes: int) -> float: ...
+
+
+def gradient(n: int, seed: int = 0) -> np.ndarray:
+    """Normal numbers; a long row repeats itself, a little larger each time."""
+    part = np.random.default_rng(seed).standard_normal(min(n, 1 << 24)).astype(np.float32)
+    made = np.resize(part, n)
+    for start in range(part.size, n, part.size):
+        made[start : start + part.size] *= np.float32(1 + start / n / 100)
+    return made
+
+
+class SparseRows:
+    """`face`: the functions of `kernels`, for arrays of `arrays`."""
+
+    checked_sizes: Sequence[int] = (1, 1000, 100_003, 3_000_017)
+
+    def __init__(self, suite: Measures, arrays: Arrays, face: Any = kernels) -> None:
+        self.suite, self.arrays, self.face = suite, arrays, face
+
+    def rows(self) -> Iterator[tuple[str, Callable[[], Row]]]:
+        yield "sparse kernels, correct", self.correct
+        for n in ROWS:
+            if 4 * n <= self.suite.largest:
+                yield f"topk_abs of {n}", lambda n=n: self.topk(n)
+                yield f"sparsify of {n}", lambda n=n: self.sparsify(n)
+        for table in TABLES:
+            yield f"coalesce {table[0]} x {table[1]}", lambda t=table: self.coalesce(*t)
+
+    def correct(self) -> Row:
+        """Against the CPU's kernels, bit for bit: rows, short floats, residuals, merges, sums."""
+        checked = 0
+        for n in self.checked_sizes:
+            for x in (gradient(n), np.zeros(n, np.float32), np.round(gradient(n))):
+                for dtype in ("float32", "float16"):
+                    for k in sorted({0, 1, n // 1000, n // 4, n}):
+                        self.same_topk(x.astype(dtype), k)
+                        checked += 1
+            grad, residual = gradient(n), gradient(n, 1)
+            mine = self.arrays.put(residual)
+            pair = self.face.sparsify(self.arrays.put(grad), mine, n // 100)
+            self.same(pair, kernels.sparsify(grad, residual, n // 100), f"sparsify of {n}")
+            self.same([mine], [residual], f"residual of {n}")
+            checked += 2
+        vectors = [kernels.topk_abs(gradient(200_000, seed), 5000) for seed in (0, 1)]
+        ours = [tuple(self.arrays.put(x) for x in vector) for vector in vectors]
+        for got, want in zip(self.face.merge_topk(*ours, 5000),
+                             kernels.merge_topk(*vectors, 5000), strict=True):  # fmt: skip
+            self.same(got, want, "merge_topk")
+            checked += 1
+        for width, vocabulary in ((1, 70_000), (7, 300), (64, 20)):
+            indices, values = self.zipf(5003, width, vocabulary)
+            whole = np.round(4 * values)
+            got = self.face.coalesce(self.arrays.put(indices), self.arrays.put(whole), vocabulary)
+            self.same(got, kernels.coalesce(indices, whole, vocabulary), f"coalesce x {width}")
+            checked += 1
+        return {"checked": checked}
+
+    def topk(self, n: int) -> Row:
+        x, k = gradient(n), round(n * DENSITY)
+        self.same_topk(x, k)
+        ours = self.arrays.put(x)
+        seconds = self.timed(lambda: self.face.topk_abs(ours, k))
+        read = 4 * n / self.suite.copy_rate(4 * n)
+        row = {"elements": n, "k": k, "seconds": seconds, "of_one_read": seconds / read}
+        if self.arrays.name == "torch":
+            import torch
+
+            theirs = self.timed(lambda: torch.topk(ours.abs(), k, sorted=False))
+            row["torch"] = {"seconds": theirs, "times_ours": theirs / seconds}
+        return row
+
+    def sparsify(self, n: int) -> Row:
+        """The residual grows as it is called again and again; that does not matter."""
+        grad, k = self.arrays.put(gradient(n)), round(n * DENSITY)
+        residual = self.arrays.put(gradient(n, 1))
+        seconds = self.timed(lambda: self.face.sparsify(grad, residual, k))
+        floor = 12 * n / self.suite.copy_rate(4 * n)
+        row = {"elements": n, "k": k, "seconds": seconds, "of_floor": seconds / floor}
+        if self.arrays.name == "torch":
+            import torch
+
+            def chain() -> None:
+                total = grad + residual
+                _, where = torch.topk(total.abs(), k, sorted=False)
+                total[where].clone()
+                residual.copy_(total)
+                residual[where] = 0
+
+            theirs = self.timed(chain)
+            row["torch"] = {"seconds": theirs, "times_ours": theirs / seconds}
+        return row
+
+    def coalesce(self, num: int, width: int, vocabulary: int) -> Row:
+        indices, values = self.zipf(num, width, vocabulary)
+        where, rows = self.arrays.put(indices), self.arrays.put(values)
+        unique, sums = self.face.coalesce(where, rows, vocabulary)
+        wanted = kernels.coalesce(indices, values, vocabulary)
+        self.same([unique], wanted[:1], "coalesced rows")
+        if not np.allclose(self.arrays.get(sums), wanted[1], rtol=1e-4, atol=1e-3):
+            raise Failed("coalesced sums are wrong")
+        seconds = self.timed(lambda: self.face.coalesce(where, rows, vocabulary))
+        nbytes = values.nbytes + wanted[1].nbytes
+        floor = nbytes / self.suite.copy_rate(values.nbytes)
+        row = {"rows": num, "width": width, "seconds": seconds, "of_floor": seconds / floor}
+        if self.arrays.name == "torch":
+            import torch
+
+            def theirs() -> None:
+                torch.sparse_coo_tensor(
+                    where[None], rows, (vocabulary, width), check_invariants=False
+                ).coalesce()
+
+            taken = self.timed(theirs)
+            row["torch"] = {"seconds": taken, "times_ours": taken / seconds}
+        return row
+
+    def zipf(self, num: int, width: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
+        rng = np.random.default_rng(width)
+        share = 1 / np.arange(1, vocabulary + 1)
+        indices = rng.choice(vocabulary, num, p=share / share.sum())
+        return indices, rng.standard_normal((num, width)).astype(np.float32)
+
+    def timed(self, call: Callable[[], object]) -> float:
+        return self.suite.seconds(lambda: (call(), None)[1], self.suite.device.finish)
+
+    def same_topk(self, x: np.ndarray, k: int) -> None:
+        got = self.face.topk_abs(self.arrays.put(x), k)
+        self.same(got, kernels.topk_abs(x, k), f"topk_abs of {x.size} {x.dtype}, k = {k}")
+
+    def same(self, got: Any, want: Any, what: str) -> None:
+        for mine, theirs in zip(got, want, strict=True):
+            found = np.ascontiguousarray(self.arrays.get(mine))
+            if found.shape != theirs.shape or found.tobytes() != theirs.tobytes():
+                raise Failed(f"{what} is not what the CPU finds")
