@@ -1,10 +1,12 @@
-"""Sparse all-reduce on CPU ranks: gTop-k's tree, all-gather and sum, or dense.
+"""Sparse all-reduce: gTop-k's tree, all-gather and sum, or dense.
 
 gTop-k (Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for
 Low Bandwidth Networks", algorithm 3, for any number of ranks): over the planner's tree ranks add
 their vectors and keep the k largest; the result goes down from the root. The paper's operator
 loses what a merge drops (definition 1); here the rank that merges keeps it in its residual.
 16-bit values are added in float32 and rounded once a hop; the rest goes to the residual as well.
+
+Ranks merge on the CPU, through shared memory; vectors of GPU tensors pass through the host.
 """
 
 from __future__ import annotations
@@ -13,32 +15,29 @@ import json
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.bodies import allgather, in_place
 from collectives.calls import Calls
 from collectives.errors import CollectiveError
 from collectives.planning.merging import merge_tree, rounds, sparse_costs
+from collectives.sparse.tensors import Residual, result, vector
 from collectives.sparse.wire import ITEMS, Vector, Wire
-from collectives.tensors import dtype_name, is_torch
 from kernels import merge_topk
 
 MODES = ("auto", "gtopk", "topk", "dense")
 HEAD = 8  # bytes before a vector that comes down: its number of entries
 
-Residual = NDArray[np.float32] | None
-
 
 def sparse_allreduce(
-    calls: Any, values: Any, indices: Any, numel: int, k: int, residual: Any, mode: str,
+    calls: Calls, values: Any, indices: Any, numel: int, k: int, residual: Any, mode: str,
     conserve: bool,
 ) -> tuple[Any, Any]:  # fmt: skip
     """The body of `Communicator.sparse_allreduce`."""
-    if not isinstance(calls, Calls):
-        raise CollectiveError("sparse_allreduce takes CPU tensors")
     with calls.telling():
-        mine, wire = _vector(values, indices, numel)
-        rest = _residual(residual, numel, conserve)
+        mine, wire = vector(values, indices, numel)
+        if residual is None and conserve:
+            raise CollectiveError("conserve=True needs a residual to keep what a merge drops")
+        rest = None if residual is None else Residual(residual, numel, values)
         if mode not in MODES:
             raise CollectiveError(f"unknown mode {mode!r}; choose from {', '.join(MODES)}")
         if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= numel:
@@ -58,14 +57,18 @@ def sparse_allreduce(
         found, _ = gtopk(calls, mine, k, kept, wire)
         if not conserve and rest is not None:  # the paper's algorithm 4, line 10
             lost = ~np.isin(mine[1], found[1])
-            rest[mine[1][lost]] += mine[0][lost]
+            rest.add(mine[1][lost], mine[0][lost])
     else:
         found = _gathered(calls, mine, wire) if mode == "topk" else _dense(calls, mine, numel)
         found = _round(found, kept if calls.rank == 0 else None, wire)
-    return _out(found, values, wire)
+    if rest is not None:
+        rest.finish()
+    return result(found, values, wire)
 
 
-def gtopk(calls: Calls, mine: Vector, k: int, residual: Residual, wire: Wire) -> tuple[Vector, int]:
+def gtopk(
+    calls: Calls, mine: Vector, k: int, residual: Residual | None, wire: Wire
+) -> tuple[Vector, int]:
     """(the k largest of the sum of all ranks' vectors, entries that came here on the way up).
 
     What a merge drops is added to the `residual` of the rank that merges.
@@ -75,7 +78,7 @@ def gtopk(calls: Calls, mine: Vector, k: int, residual: Residual, wire: Wire) ->
         kept: Vector
         kept, dropped = merge_topk(vector, other, k)
         if residual is not None:
-            residual[dropped[1]] += dropped[0]
+            residual.add(dropped[1], dropped[0])
         return _round(kept, residual, wire)
 
     if mine[0].size > k:
@@ -104,13 +107,13 @@ def gtopk(calls: Calls, mine: Vector, k: int, residual: Residual, wire: Wire) ->
     return wire.unpack(whole[HEAD : HEAD + wire.entry * size]), received
 
 
-def _round(vector: Vector, residual: Residual, wire: Wire) -> Vector:
+def _round(vector: Vector, residual: Residual | None, wire: Wire) -> Vector:
     """With values that the wire carries; the rest goes to the residual."""
     values = wire.rounded(vector[0])
     if residual is not None and values is not vector[0]:
         lost = vector[0] - values
         fine = np.isfinite(lost)
-        residual[vector[1][fine]] += lost[fine]
+        residual.add(vector[1][fine], lost[fine])
     return values, vector[1]
 
 
@@ -133,48 +136,3 @@ def _dense(calls: Calls, mine: Vector, numel: int) -> Vector:
     in_place(calls, "allreduce", dense, "sum")
     where = np.flatnonzero(dense).astype(np.int32)
     return dense[where], where
-
-
-def _vector(values: Any, indices: Any, numel: Any) -> tuple[Vector, Wire]:
-    if isinstance(numel, bool) or not isinstance(numel, int) or not 0 <= numel <= 1 << 31:
-        raise CollectiveError(f"numel must be an integer from 0 to 2^31, not {numel!r}")
-    values, indices = (x if is_torch(x) else np.asarray(x) for x in (values, indices))
-    name, shapes = dtype_name(values), (tuple(values.shape), tuple(indices.shape))
-    if name not in ITEMS or len(shapes[0]) != 1 or shapes[0] != shapes[1]:
-        raise CollectiveError(
-            f"values must be {', '.join(ITEMS)} in one dimension, one for each index, not {name} "
-            f"of shape {shapes[0]} for indices of shape {shapes[1]}"
-        )
-    if is_torch(values):
-        values = values.detach().float().numpy()
-    numbers = values.astype(np.float32, copy=False)
-    where = indices.detach().numpy() if is_torch(indices) else indices
-    if where.dtype != np.int32:
-        raise CollectiveError(f"indices must be int32, not {where.dtype}")
-    if where.size and (where[0] < 0 or where[-1] >= numel or (np.diff(where) <= 0).any()):
-        raise CollectiveError(f"indices must ascend from 0 to {numel - 1} at most, all different")
-    return (numbers, where), Wire(name)
-
-
-def _out(vector: Vector, like: Any, wire: Wire) -> tuple[Any, Any]:
-    """As the library and dtype of `like`."""
-    values, indices = vector
-    if is_torch(like):
-        import torch
-
-        return torch.from_numpy(values).to(like.dtype), torch.from_numpy(indices)
-    return values.astype(wire.dtype, copy=False), indices
-
-
-def _residual(residual: Any, numel: int, conserve: bool) -> NDArray[np.float32] | None:
-    if residual is None:
-        if conserve:
-            raise CollectiveError("conserve=True needs a residual to keep what a merge drops")
-        return None
-    dense: NDArray[np.float32] = residual.detach().numpy() if is_torch(residual) else residual
-    wrong = not isinstance(dense, np.ndarray) or dense.dtype != np.float32
-    if wrong or dense.size != numel or not dense.flags.c_contiguous or not dense.flags.writeable:
-        raise CollectiveError(
-            f"residual must be a contiguous, writable float32 array of {numel} elements"
-        )
-    return dense.reshape(-1)
