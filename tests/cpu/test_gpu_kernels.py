@@ -18,7 +18,7 @@ from host_kernels import HostKernels, source_of_layouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvrtc import Nvrtc
-from test_sparse_kernels import KINDS, row
+from test_sparse_kernels import GRADIENTS, KINDS, row
 
 import kernels
 from kernels import gpu, gpu_rows, gpu_select, topk
@@ -63,6 +63,13 @@ def test_topk_of_short_floats(dtype: str, kind: str) -> None:
         want = topk.select(x, dtype, k)
         assert np.array_equal(found[1], want)
         assert np.array_equal(np.asarray(found[0]).view(np.uint16), x[want])
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_topk_of_real_gradients(name: str) -> None:
+    g = GRADIENTS[name]
+    for k in (1, g.size // 1000, g.size // 4):
+        same(Calls(HostKernels(8, 2)).topk_abs(g, k), kernels.topk_abs(g, k))
 
 
 def test_too_few_marked_means_that_all_are() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.datasets import load_digits
 
 import kernels
 from kernels import topk
@@ -102,26 +102,16 @@ def test_torch_tensors_of_every_dtype() -> None:
     assert kernels.topk_abs(parts, 3)[1].tolist() == reference(parts.detach().numpy(), 3).tolist()
 
 
-def gradients() -> list[np.ndarray]:
-    """Of a small network on handwritten digits, layer by layer, after some steps."""
-    torch.manual_seed(0)
-    digits = load_digits()
-    x = torch.tensor(digits.data, dtype=torch.float32) / 16
-    y = torch.tensor(digits.target)
-    net = torch.nn.Sequential(torch.nn.Linear(64, 300), torch.nn.ReLU(), torch.nn.Linear(300, 10))
-    for _ in range(5):
-        net.zero_grad()
-        torch.nn.functional.cross_entropy(net(x), y).backward()
-        with torch.no_grad():
-            for p in net.parameters():
-                p -= 0.5 * p.grad
-    return [p.grad.numpy().reshape(-1) for p in net.parameters()]
+GRADIENTS = dict(np.load(Path(__file__).parents[1] / "data" / "gradients.npz"))
+"""Of a CNN on handwritten digits and of a small language model (`tests/data/make_gradients.py`)."""
 
 
-def test_real_gradients() -> None:
-    for g in gradients():
-        for k in (1, g.size // 100, g.size // 10):
-            assert kernels.topk_abs(g, k)[1].tolist() == reference(g, k).tolist()
+@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_real_gradients(name: str, dtype: str, threads: int) -> None:
+    g = GRADIENTS[name].astype(dtype)
+    for k in (0, 1, g.size // 1000, g.size // 100, g.size // 4, g.size - 1, g.size):
+        assert kernels.topk_abs(g, k)[1].tolist() == reference(g, k).tolist()
 
 
 @pytest.mark.slow
