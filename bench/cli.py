@@ -192,6 +192,48 @@ def simulate(
 
 
 @app.command()
+def schedule(
+    model: Annotated[str, typer.Option(help="A model's name, or a profile: JSON or CSV.")],
+    network: Annotated[str, typer.Option(help="A network's name.")] = "10GbE",
+    workers: Annotated[int | None, typer.Option(help="Default: as it was measured.")] = None,
+    policy: Annotated[str, typer.Option(help="all, auto, or a name.")] = "all",
+    limit: Annotated[float, typer.Option(help="Seconds for optimal and auto.")] = 3.0,
+    explain: Annotated[bool, typer.Option(help="Print why, and each all-reduce.")] = False,
+    png: Annotated[Path | None, typer.Option(help="Draw a Gantt chart.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace (one policy).")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict an iteration under each policy of sending gradients; compare, draw, explain."""
+    from bench import schedule as shown
+    from collectives import overlap
+
+    profile, net = overlap.load(model), overlap.network(network, workers)
+    names = [*overlap.POLICIES, "auto"] if policy == "all" else [policy]
+    if trace and len(names) > 1:
+        raise CollectiveError("--trace needs one policy: name it with --policy")
+    found = []
+    with Progress(console=console, transient=True) as progress:
+        for name in progress.track(names, description="planning"):
+            limited = name in ("optimal", "carlier", "auto")
+            options = {"limit_s": limit} if limited else {}
+            found.append(overlap.plan(profile, net, name, **options))
+    if as_json:
+        print(shown.as_json(found))
+    else:
+        base = overlap.plan(profile, net, "wfbp").predicted_seconds
+        print(f"{profile}\n{net}\n\n{shown.table(found, base)}")
+        if explain:
+            for made in found:
+                print(f"\n{made.explain()}\n{made if len(found) == 1 else ''}".rstrip())
+    if png:
+        shown.draw(found, png)
+        console.print(f"drawn: {png}", highlight=False)
+    if trace:
+        trace.write_text(shown.trace(found[0]))
+        console.print(f"written: {trace}", highlight=False)
+
+
+@app.command()
 def doctor(as_json: JsonOption = False) -> None:
     """Check what this machine can do: driver, peer access, IPC, shared memory, containers."""
     from collectives.runtime.doctor import examine
@@ -210,16 +252,19 @@ def reproduce(
     what: Annotated[
         str,
         typer.Argument(help="c-cube-14: trees against rings up to 1,024 ranks. choice: what auto "
-                            "takes, against the best of all."),
+                            "takes, against the best of all. schedulers: papers on when to send "
+                            "what. schedules: auto for all models and networks."),
     ],
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Simulate a table: a paper's, with its figures beside ours, or of our own choices."""
-    from bench import choice, scale
+    from bench import choice, scale, schedulers, schedules
 
     tables = {
         "c-cube-14": (scale, len(scale.RANKS) * len(scale.SIZES)),
         "choice": (choice, len(choice.MACHINES)),
+        "schedulers": (schedulers, schedulers.TOTAL),
+        "schedules": (schedules, schedules.TOTAL),
     }
     if what not in tables:
         raise CollectiveError(f"unknown table {what!r}; choose from {', '.join(tables)}")

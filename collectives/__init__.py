@@ -6,6 +6,7 @@ Planning and simulating need neither torch nor a GPU; what runs is imported when
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from collectives import _siblings as _siblings
@@ -49,10 +50,10 @@ _RUNNING = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "overlap":
+        return import_module("collectives.overlap")
     if name not in _RUNNING:
         raise AttributeError(f"module 'collectives' has no attribute {name!r}")
-    from importlib import import_module
-
     return getattr(import_module(f"collectives.{_RUNNING[name]}"), name)
 
 

@@ -1,0 +1,126 @@
+"""`linkweave schedule`: policies of gradient communication side by side, and their pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from collectives.overlap import Schedule
+
+HEADER = (
+    f"{'policy':14}{'ms':>10}{'x WFBP':>8}{'above bound':>13}{'exposed ms':>12}{'all-reduces':>13}"
+    f"{'lanes':>7}  note"
+)
+
+
+def gap(schedule: Schedule) -> float:
+    """How far above the lower bound, as a share of it."""
+    bound = schedule.lower_bound_seconds
+    return max(0.0, schedule.predicted_seconds / bound - 1) if bound else 0.0
+
+
+def lanes(schedule: Schedule) -> int:
+    return 1 + max(sends.lane for sends in schedule.communications)
+
+
+def table(schedules: Sequence[Schedule], base: float) -> str:
+    """One line each; `base`: WFBP's seconds."""
+    lines = [HEADER]
+    for s in schedules:
+        seconds = s.predicted_seconds
+        ratio = base / seconds if seconds else 1.0
+        lines.append(
+            f"{s.policy:14}{seconds * 1e3:10.2f}{ratio:8.2f}{gap(s):13.1%}"
+            f"{s.timeline.exposed_s * 1e3:12.2f}{len(s.communications):13}{lanes(s):7}  {s.note}"
+        )
+    return "\n".join(lines)
+
+
+def as_json(schedules: Sequence[Schedule]) -> str:
+    return json.dumps([json.loads(s.to_json()) for s in schedules])
+
+
+def draw(schedules: Sequence[Schedule], path: Path) -> None:
+    """A Gantt chart: backward pass, lanes and forward pass of each schedule, over one time axis.
+    Colours go by the layer, first to last."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.colors import Normalize
+
+    rows = [2 + lanes(s) for s in schedules]
+    figure, axes = plt.subplots(
+        len(schedules), 1, sharex=True, squeeze=False, layout="constrained",
+        figsize=(12, 0.9 + sum(0.45 + 0.28 * n for n in rows)),
+        gridspec_kw={"height_ratios": [1 + n for n in rows]},
+    )  # fmt: skip
+    count = len(schedules[0].profile.layers)
+    colours, scale = matplotlib.colormaps["viridis"], Normalize(0, max(1, count - 1))
+    for axis, s in zip(axes[:, 0], schedules, strict=True):
+        names = ["backward", *(f"lane {i}" for i in range(lanes(s))), "forward"]
+        line = s.timeline
+        bars: list[list[tuple[float, float, float]]] = [[] for _ in names]
+        for i, (start, end) in enumerate(line.backward):
+            bars[0].append((start, end - start, i))
+        for c, (start, end) in zip(s.communications, line.sends, strict=True):
+            at, pace = start, (end - start) / c.nbytes
+            for piece in c.pieces:  # each its share of the bar
+                bars[1 + c.lane].append((at, pace * piece.nbytes, piece.layer))
+                at += pace * piece.nbytes
+        for i, (start, end) in enumerate(line.forward):
+            bars[-1].append((start, end - start, i))
+        for row, of in enumerate(bars):
+            axis.broken_barh(
+                [(start * 1e3, width * 1e3) for start, width, _ in of], (row - 0.4, 0.8),
+                facecolors=[colours(scale(i)) for _, _, i in of],
+                edgecolor="none",
+            )  # fmt: skip
+        for c, (start, _) in zip(s.communications, line.sends, strict=True):
+            if len(s.communications) < 200:  # where each begins
+                axis.vlines(start * 1e3, 0.6 + c.lane, 1.4 + c.lane, color="white", linewidth=0.8)
+        axis.set_yticks(range(len(names)), names, fontsize=8)
+        axis.set_ylim(len(names) - 0.4, -0.6)
+        axis.axvline(s.profile.backward_s * 1e3, color="0.5", linewidth=0.8, linestyle=":")
+        axis.axvline(s.lower_bound_seconds * 1e3, color="crimson", linewidth=1.0)
+        axis.set_title(
+            f"{s.policy}: {s.predicted_seconds * 1e3:.1f} ms, {len(s.communications)} all-reduces, "
+            f"{gap(s):.1%} above the bound (red)", fontsize=9, loc="left",
+        )  # fmt: skip
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1, 0].set_xlabel("ms from the start of the backward pass")
+    made = " (synthetic times)" if schedules[0].profile.synthetic else ""
+    figure.suptitle(
+        f"{schedules[0].profile.name}{made}, {schedules[0].network.name}, "
+        f"{schedules[0].network.workers} workers", fontsize=11,
+    )  # fmt: skip
+    bar = figure.colorbar(
+        matplotlib.cm.ScalarMappable(scale, colours), ax=list(axes[:, 0]), fraction=0.02, pad=0.01
+    )
+    bar.set_label("layer, first to last", fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def trace(schedule: Schedule) -> str:
+    """The timeline as a Chrome trace (chrome://tracing, Perfetto)."""
+    names = [layer.name for layer in schedule.profile.layers]
+    line = schedule.timeline
+    events: list[dict[str, Any]] = []
+
+    def add(name: str, track: str, span: tuple[float, float], **extra: Any) -> None:
+        events.append({
+            "name": name, "ph": "X", "pid": schedule.policy, "tid": track, "ts": span[0] * 1e6,
+            "dur": (span[1] - span[0]) * 1e6, "args": extra,
+        })  # fmt: skip
+
+    for name, span in zip(names, line.backward, strict=True):
+        add(name, "backward", span)
+    for number, (c, span) in enumerate(zip(schedule.communications, line.sends, strict=True)):
+        what = names[c.pieces[0].layer] + ("..." if len(c.pieces) > 1 else "")
+        add(what, f"lane {c.lane}", span, number=number, nbytes=c.nbytes, pieces=len(c.pieces))
+    for name, span in zip(names, line.forward, strict=True):
+        add(name, "forward", span)
+    return json.dumps({"traceEvents": events})

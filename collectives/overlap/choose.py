@@ -1,0 +1,53 @@
+"""Which policy: by name, or the one that is predicted to be the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from collectives.errors import CollectiveError
+from collectives.overlap.network import Network
+from collectives.overlap.policies.asc_wfbp import asc_wfbp
+from collectives.overlap.policies.bytescheduler import bytescheduler
+from collectives.overlap.policies.c_cube import c_cube
+from collectives.overlap.policies.carlier import carlier
+from collectives.overlap.policies.fusion_dp import fusion_dp
+from collectives.overlap.policies.mg_wfbp import mg_wfbp
+from collectives.overlap.policies.optimal import optimal
+from collectives.overlap.policies.us_byte import us_byte
+from collectives.overlap.policies.wfbp import wfbp
+from collectives.overlap.profile import Profile
+from collectives.overlap.schedule import Schedule
+
+POLICIES: dict[str, Callable[..., Schedule]] = {
+    "wfbp": wfbp, "mg-wfbp": mg_wfbp, "asc-wfbp": asc_wfbp, "bytescheduler": bytescheduler,
+    "us-byte": us_byte, "c-cube": c_cube, "fusion-dp": fusion_dp, "carlier": carlier,
+    "optimal": optimal,
+}  # fmt: skip
+AUTO_LIMIT_S = 3.0
+
+
+def plan(profile: Profile, network: Network, policy: str = "auto", **options: Any) -> Schedule:
+    """The schedule of a policy, whose own options may follow.
+
+    "auto" takes what is predicted to be the fastest; as "optimal" starts from all named policies,
+    it is never slower than any of them. Raises CollectiveError.
+    """
+    if policy == "auto":
+        best = optimal(profile, network, options.pop("limit_s", AUTO_LIMIT_S))
+        refuse(options, "auto")
+        return replace(best, policy="auto")
+    if policy not in POLICIES:
+        raise CollectiveError(f"unknown policy {policy!r}; choose from auto, {', '.join(POLICIES)}")
+    try:
+        return POLICIES[policy](profile, network, **options)
+    except TypeError as error:
+        if "unexpected keyword" not in str(error):
+            raise
+        raise CollectiveError(f"{policy}: {error}") from None
+
+
+def refuse(options: dict[str, Any], policy: str) -> None:
+    if options:
+        raise CollectiveError(f"{policy} has no option {', '.join(options)}")

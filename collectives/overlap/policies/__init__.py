@@ -1,0 +1,1 @@
+"""One policy a file: a function of (profile, network) that gives a Schedule."""

@@ -1,0 +1,58 @@
+"""ByteScheduler: equal partitions, the most urgent first, a credit of them on their way at once."""
+
+from __future__ import annotations
+
+import heapq
+
+from collectives.errors import CollectiveError
+from collectives.overlap.network import Network
+from collectives.overlap.profile import Profile
+from collectives.overlap.schedule import Communication, Piece, Schedule
+
+PARTITIONS = tuple(1 << i for i in range(20, 28))  # bytes: 1 to 128 MiB
+CREDITS = (1, 2, 4)
+
+
+def bytescheduler(
+    profile: Profile, network: Network, partition: int | None = None, credit: int | None = None
+) -> Schedule:
+    """Blocks of at most `partition` bytes; `credit` of them may be under way, on as many lanes.
+
+    When a lane is free, the block of the first layer among those whose gradients are there goes
+    next (US-Byte, section 2.2: sequential scheduling). What is not given is tried on a grid and the
+    best taken, as ByteScheduler tunes both by Bayesian optimisation. Lanes are taken to be equally
+    fast when blocks are dealt out. Raises CollectiveError.
+    """
+    for name, value in (("partition", partition), ("credit", credit)):
+        wrong = isinstance(value, bool) or not isinstance(value, int) or value < 1
+        if value is not None and wrong:
+            raise CollectiveError(f"{name} must be an integer of at least 1, not {value!r}")
+    sizes = PARTITIONS if partition is None else (partition,)
+    credits = CREDITS if credit is None else (credit,)
+    tried = [_dealt(profile, network, size, lanes) for size in sizes for lanes in credits]
+    return min(tried, key=lambda schedule: schedule.predicted_seconds)
+
+
+def _dealt(profile: Profile, network: Network, partition: int, credit: int) -> Schedule:
+    waiting: list[tuple[int, int]] = []  # (layer, first byte): the most urgent on top
+    free = [(0.0, lane) for lane in range(credit)]
+    coming = list(reversed(range(len(profile.layers))))
+    sends = []
+    pace = network.seconds_per_byte * network.crowding(credit)
+    at = 0
+    while at < len(coming) or waiting:
+        now, lane = heapq.heappop(free)
+        if not waiting:
+            now = max(now, profile.ready[coming[at]])
+        while at < len(coming) and profile.ready[coming[at]] <= now:
+            heapq.heappush(waiting, (coming[at], 0))
+            at += 1
+        layer, first = heapq.heappop(waiting)
+        left = profile.layers[layer].nbytes - first
+        nbytes = min(left, partition)
+        sends.append(Communication((Piece(layer, first, nbytes),), lane))
+        if nbytes < left:
+            heapq.heappush(waiting, (layer, first + nbytes))
+        heapq.heappush(free, (now + network.startup_s + pace * nbytes, lane))
+    note = f"partitions of {partition} bytes, credit {credit}"
+    return Schedule("bytescheduler", profile, network, tuple(sends), True, note)

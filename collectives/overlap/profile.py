@@ -1,0 +1,184 @@
+"""What a model's iteration is made of: its layers, their gradients' bytes and their times."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property
+from importlib.resources import files
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from collectives.errors import CollectiveError
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One gradient tensor; times in seconds of one iteration on one worker."""
+
+    name: str
+    nbytes: int
+    forward_s: float
+    backward_s: float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.nbytes, bool) or not isinstance(self.nbytes, int) or self.nbytes < 1:
+            raise CollectiveError(
+                f"layer {self.name!r}: nbytes must be an integer of at least 1, not "
+                f"{self.nbytes!r}: leave out what has no gradient, and add its times to a neighbour"
+            )
+        for field in ("forward_s", "backward_s"):
+            check_number(f"layer {self.name!r}: {field}", getattr(self, field))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Layers in forward order. `synthetic`: the times are not measured."""
+
+    layers: tuple[Layer, ...]
+    name: str = "profile"
+    synthetic: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not self.layers:
+            raise CollectiveError(f"profile {self.name!r} has no layers; at least 1 is needed")
+
+    @cached_property
+    def ready(self) -> tuple[float, ...]:
+        """When each layer's gradient is there, in seconds from the start of the backward pass."""
+        upto = list(accumulate(layer.backward_s for layer in reversed(self.layers)))
+        return tuple(reversed(upto))
+
+    @cached_property
+    def tails(self) -> tuple[float, ...]:
+        """The forward time from each layer's start to the end."""
+        after = list(accumulate(layer.forward_s for layer in reversed(self.layers)))
+        return tuple(reversed(after))
+
+    @property
+    def backward_s(self) -> float:
+        return self.ready[0]
+
+    @property
+    def forward_s(self) -> float:
+        return self.tails[0]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    def __str__(self) -> str:
+        made = ", synthetic times" if self.synthetic else ""
+        return (
+            f"{self.name}: {len(self.layers)} tensors, {self.nbytes / 1e6:.1f} MB, forward "
+            f"{self.forward_s * 1e3:.1f} ms, backward {self.backward_s * 1e3:.1f} ms{made}"
+        )
+
+    def to_json(self) -> str:
+        layers = [asdict(layer) for layer in self.layers]
+        return json.dumps({"name": self.name, "synthetic": self.synthetic, "layers": layers})
+
+    @staticmethod
+    def from_json(text: str) -> Profile:
+        """What `to_json` wrote. Raises CollectiveError."""
+        try:
+            data = json.loads(text)
+            rows, name = data["layers"], data.get("name", "profile")
+            return Profile(
+                tuple(_layer(i, row) for i, row in enumerate(rows)), str(name),
+                bool(data.get("synthetic", False)),
+            )  # fmt: skip
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CollectiveError(f"no profile: {type(error).__name__}: {error}") from None
+
+    @staticmethod
+    def from_csv(text: str, name: str = "profile") -> Profile:
+        """Rows of name, nbytes, forward_s, backward_s under a header. Raises CollectiveError."""
+        rows = list(csv.DictReader(io.StringIO(text)))
+        return Profile(tuple(_layer(i, row) for i, row in enumerate(rows)), name)
+
+
+def _layer(place: int, row: dict[str, Any]) -> Layer:
+    for field in ("name", "nbytes", "forward_s", "backward_s"):
+        if row.get(field) in (None, ""):
+            raise CollectiveError(f"layer {place} has no {field}")
+    try:
+        return Layer(
+            str(row["name"]), int(row["nbytes"]), float(row["forward_s"]), float(row["backward_s"])
+        )
+    except ValueError as error:
+        raise CollectiveError(f"layer {place}: {error}") from None
+
+
+def check_number(what: str, value: Any, least: float = 0.0) -> None:
+    """Raise CollectiveError unless it is a finite number of at least that."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < least:
+        raise CollectiveError(f"{what} must be a number of at least {least:g}, not {value!r}")
+
+
+FORWARD_S = {
+    "vgg16": 0.1776, "resnet50": 0.0825, "resnet152": 0.091, "densenet201": 0.4915,
+    "googlenet": 0.0184, "mobilenetv2": 0.1042,
+}  # fmt: skip
+"""Forward seconds that were measured: ResNet-152 on an RTX 2080 Ti, batch 32 (ASC-WFBP paper,
+section VI-E, with a backward pass twice as long); the others on a V100 (US-Byte's sources)."""
+ASSUMED_S = 0.08
+"""Of models for which no measurement is public."""
+
+
+@cache
+def _models() -> dict[str, dict[str, list[Any]]]:
+    found: dict[str, dict[str, list[Any]]] = json.loads(
+        files("collectives.overlap").joinpath("models.json").read_text()
+    )
+    return found
+
+
+def models() -> tuple[str, ...]:
+    """Names of the models whose gradients' sizes are known."""
+    return tuple(_models())
+
+
+def model(name: str, forward_s: float | None = None, backward_s: float | None = None) -> Profile:
+    """A published model with float32 gradients and synthetic times.
+
+    The forward total is measured where one is public (`FORWARD_S`), the backward total twice that;
+    both are shared out in proportion to the parameters, as US-Byte's own published times are. No
+    public source has measured times of single layers. Raises CollectiveError.
+    """
+    if name not in _models():
+        raise CollectiveError(f"unknown model {name!r}; choose from {', '.join(_models())}")
+    forward = FORWARD_S.get(name, ASSUMED_S) if forward_s is None else forward_s
+    backward = 2 * forward if backward_s is None else backward_s
+    check_number("forward_s", forward)
+    check_number("backward_s", backward)
+    names, sizes = _models()[name]["names"], _models()[name]["numel"]
+    total = sum(sizes)
+    return Profile(
+        tuple(
+            Layer(tensor, 4 * n, forward * n / total, backward * n / total)
+            for tensor, n in zip(names, sizes, strict=True)
+        ),
+        name, True,
+    )  # fmt: skip
+
+
+def load(spec: str) -> Profile:
+    """A model's name, or a file of JSON or CSV. Raises CollectiveError."""
+    if spec in _models():
+        return model(spec)
+    path = Path(spec)
+    if not path.is_file():
+        raise CollectiveError(
+            f"{spec!r} is neither a file nor a model; models: {', '.join(_models())}"
+        )
+    text = path.read_text()
+    if text.lstrip().startswith("{"):
+        return Profile.from_json(text)
+    return Profile.from_csv(text, path.stem)

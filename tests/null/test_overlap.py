@@ -1,0 +1,384 @@
+"""Schedules of gradient communication: policies against their papers, optima, bounds."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from itertools import permutations
+
+import literal
+import pytest
+
+from collectives import CollectiveError, overlap
+from collectives.overlap import Communication, Layer, Network, Piece, Profile, Schedule
+from collectives.overlap.bounds import jackson
+from collectives.overlap.policies.asc_wfbp import asc_wfbp, layer_types
+from collectives.overlap.policies.bytescheduler import bytescheduler
+from collectives.overlap.policies.carlier import best_order
+from collectives.overlap.policies.fusion_dp import fusion_dp
+from collectives.overlap.policies.mg_wfbp import mg_wfbp
+from collectives.overlap.policies.optimal import every_fusion, optimal
+from collectives.overlap.policies.us_byte import First, first_phase, iteration, priorities, us_byte
+from collectives.overlap.policies.wfbp import wfbp
+
+CASES = 500
+
+
+def case(seed: int, most: int = 12) -> tuple[Profile, Network]:
+    """Random layers and a random network, of which some have equal times, no start-up or no end
+    of bandwidth."""
+    rng = random.Random(seed)
+    count = rng.randint(1, most)
+    equal = rng.random() < 0.2
+    layers = tuple(
+        Layer(f"layer {i}", rng.choice([4, 1000, rng.randint(1, 10**7)]),
+              1e-3 if equal else rng.uniform(0, 4e-3), 2e-3 if equal else rng.uniform(0, 8e-3))
+        for i in range(count)
+    )  # fmt: skip
+    startup = rng.choice([0.0, 1e-4, 1e-3, 5e-3])
+    pace = rng.choice([0.0, 1e-10, 1e-9, 5e-9])
+    return Profile(layers), Network(startup, pace, rng.choice([1.0, 1.5, 2.0]), 8)
+
+
+def groups_of(schedule: Schedule) -> list[list[int]]:
+    return [[piece.layer for piece in c.pieces] for c in schedule.communications]
+
+
+# ---- each policy is its paper's ----------------------------------------------------------------
+def test_wfbp() -> None:
+    for seed in range(CASES):
+        profile, network = case(seed)
+        want = literal.wfbp(profile, network)
+        assert wfbp(profile, network).predicted_seconds == pytest.approx(want, rel=1e-12)
+
+
+def test_mg_wfbp() -> None:
+    for seed in range(CASES):
+        profile, network = case(seed)
+        assert groups_of(mg_wfbp(profile, network)) == literal.mg_wfbp(profile, network), seed
+
+
+def test_asc_wfbp() -> None:
+    kinds = set()
+    for seed in range(CASES):
+        profile, network = case(seed)
+        types = layer_types(profile, network)
+        assert types == literal.asc_types(profile, network), seed
+        kinds |= set(types)
+        groups = groups_of(asc_wfbp(profile, network))
+        for group in groups:  # merged ones travel with the next that is not
+            assert [types[i] == "merged" for i in group] == [True] * (len(group) - 1) + [False]
+    assert kinds == {"normal", "merged", "simultaneous"}
+
+
+def test_bytescheduler() -> None:
+    for seed in range(CASES):
+        profile, network = case(seed, 6)
+        partition = random.Random(seed).choice([10**6, 10**7, 10**9])
+        made = bytescheduler(profile, network, partition, 1)
+        sent = [(c.pieces[0].layer, c.nbytes) for c in made.communications]
+        assert sent == literal.bytescheduler(profile, network, partition), seed
+
+
+def test_us_byte() -> None:
+    for seed in range(CASES):
+        profile, network = case(seed)
+        rng = random.Random(seed)
+        partition = rng.choice([1000, 10**6, 4 << 20])
+        if partition == 1000:  # literally one block after another
+            profile = Profile(tuple(
+                Layer(layer.name, min(layer.nbytes, 50_000), layer.forward_s, layer.backward_s)
+                for layer in profile.layers
+            ))  # fmt: skip
+        priority = [float(x) for x in rng.sample(range(len(profile.layers)), len(profile.layers))]
+        found = first_phase(profile, network, partition, priority)
+        sends, left, free = literal.us_byte_first(profile, network, partition, [0.0, *priority])
+        assert [(a + 1, b) for a, b, _ in found.sends] == [(a, b) for a, b, _ in sends], seed
+        assert list(found.left) == left and found.free == pytest.approx(free, rel=1e-9)
+        assert [x[2] for x in found.sends] == pytest.approx([x[2] for x in sends], rel=1e-9)
+
+
+def test_us_bytes_greedy_raises_what_shortens_the_iteration() -> None:
+    raised = 0
+    for seed in range(CASES):
+        profile, network = case(seed)
+        plain = [float(i) for i in range(len(profile.layers))]
+        made = priorities(profile, network, 1 << 20)
+        before, after = (
+            iteration(profile, network, 1 << 20, first_phase(profile, network, 1 << 20, p))
+            for p in (plain, made)
+        )
+        assert after <= before
+        raised += after < before
+        first = first_phase(profile, network, 1 << 20, made)
+        # equation 11 waits for the channel where the timeline waits for gradients only
+        own = us_byte(profile, network, 1 << 20).predicted_seconds
+        assert own <= iteration(profile, network, 1 << 20, first) + 1e-12
+    assert raised > 5
+
+
+def test_theorem_1_sequential_is_the_best_second_phase() -> None:
+    for seed in range(100):
+        profile, network = case(seed, 5)
+        size = len(profile.layers)
+        first = First((), tuple(math.ceil(x.nbytes / 10**6) for x in profile.layers), 0.0)
+        sequential = iteration(profile, network, 10**6, first)
+        for order in permutations(range(size)):
+            at, there = profile.backward_s, {}
+            for i in order:
+                at += network.seconds(profile.layers[i].nbytes)
+                there[i] = at
+            now = profile.backward_s
+            for i, layer in enumerate(profile.layers):
+                now = max(now, there[i]) + layer.forward_s
+            assert sequential <= now + 1e-12
+
+
+def test_c_cube() -> None:
+    for seed in range(CASES):
+        profile, network = case(seed)
+        found = overlap.plan(profile, network, "c-cube").predicted_seconds
+        assert found == pytest.approx(literal.c_cube(profile, network), rel=1e-12)
+
+
+# ---- exact solvers, against all there are ------------------------------------------------------
+def test_fusion_is_the_best_of_all_contiguous_ones() -> None:
+    for seed in range(200):
+        profile, network = case(seed, 9)
+        all_of_them = literal.contiguous(len(profile.layers))
+        best = min(literal.end_of_groups(profile, network, g) for g in all_of_them)
+        found = literal.end_of_groups(profile, network, groups_of(fusion_dp(profile, network)))
+        assert found == pytest.approx(best, rel=1e-12), seed
+
+
+def test_carliers_order_is_the_best_of_all() -> None:
+    for seed in range(300):
+        rng = random.Random(seed)
+        jobs = [rng.randint(0, 30) for _ in range(rng.randint(1, 6))]
+        times = [rng.randint(1, 10) for _ in jobs]
+        tails = [rng.randint(0, 30) for _ in jobs]
+        value, order, proved = best_order(jobs, times, tails)
+
+        def end(order: tuple[int, ...], h: list[int] = jobs, t: list[int] = times,
+                q: list[int] = tails) -> int:  # fmt: skip
+            now = worst = 0
+            for i in order:
+                now = max(now, h[i]) + t[i]
+                worst = max(worst, now + q[i])
+            return worst
+
+        assert proved and sorted(order) == list(range(len(jobs)))
+        assert value == end(tuple(order)) == min(map(end, permutations(range(len(jobs))))), seed
+
+
+def test_every_fusion_is_the_best_of_all_ordered_partitions() -> None:
+    for seed in range(60):
+        profile, network = case(seed, 5)
+        best = min(
+            literal.chained(profile, network, groups)
+            for groups in literal.ordered_partitions(len(profile.layers))
+        )
+        assert every_fusion(profile, network).predicted_seconds == pytest.approx(best, rel=1e-12)
+
+
+def test_the_optimum_never_loses_and_no_bound_is_above_a_schedule() -> None:
+    for seed in range(1000):
+        profile, network = case(seed, 7 if seed % 5 else 14)
+        names = [name for name in overlap.POLICIES if name not in ("optimal", "carlier")]
+        made = [overlap.plan(profile, network, name) for name in names]
+        if seed % 10 == 0:
+            made.append(optimal(profile, network, 0.2))
+            assert made[-1].predicted_seconds == min(s.predicted_seconds for s in made)
+        rng = random.Random(seed)
+        made.append(at_random(profile, network, rng))
+        for schedule in made:
+            bound = schedule.lower_bound_seconds
+            assert bound <= schedule.predicted_seconds * (1 + 1e-9), (seed, schedule.policy)
+            compute = profile.backward_s + profile.forward_s
+            assert bound >= compute * (1 - 1e-12)
+
+
+def at_random(profile: Profile, network: Network, rng: random.Random) -> Schedule:
+    """Any pieces of any layers, in any order, on up to three lanes."""
+    pieces = []
+    for i, layer in enumerate(profile.layers):
+        cuts = sorted({0, layer.nbytes, *(rng.randint(0, layer.nbytes) for _ in range(2))})
+        pieces += [Piece(i, a, b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+    rng.shuffle(pieces)
+    sends: list[Communication] = []
+    while pieces:
+        take = rng.randint(1, 3)
+        sends.append(Communication(tuple(pieces[:take]), rng.randrange(3), (), rng.random() < 0.3))
+        del pieces[:take]
+    return Schedule("random", profile, network, tuple(sends), rng.random() < 0.7)
+
+
+def test_auto_is_never_slower_than_a_named_policy() -> None:
+    for name, net in (("vgg16", "10GbE"), ("resnet50", "10GbE-dear"), ("bert-base", "56GbIB")):
+        profile, network = overlap.model(name), overlap.network(net, 32)
+        auto = overlap.plan(profile, network, limit_s=0.5)
+        for policy in overlap.POLICIES:
+            options = {"limit_s": 0.5} if policy in ("optimal", "carlier") else {}
+            if policy != "optimal":
+                other = overlap.plan(profile, network, policy, **options)
+                assert policy == "carlier" or (auto.predicted_seconds <= other.predicted_seconds), (
+                    policy
+                )
+
+
+@pytest.mark.parametrize("name", ["resnet152", "bert-base"])
+def test_where_mg_wfbps_rule_collapses_auto_is_at_least_a_fifth_faster(name: str) -> None:
+    profile, network = overlap.model(name), overlap.network("10GbE-dear", 64)
+    merged = mg_wfbp(profile, network)
+    assert len(merged.communications) <= 3
+    auto = overlap.plan(profile, network, limit_s=1.0)
+    assert auto.predicted_seconds * 1.2 <= merged.predicted_seconds
+
+
+# ---- the timeline --------------------------------------------------------------------------------
+def test_two_at_once_take_turns_at_gammas_pace() -> None:
+    profile = Profile((Layer("a", 1000, 0.0, 0.0), Layer("b", 1000, 0.0, 1.0)))
+    network = Network(1.0, 1e-3, 1.5, 8)
+    sends = (Communication((Piece(1, 0, 1000),), 0), Communication((Piece(0, 0, 1000),), 1))
+    both = Schedule("both", profile, network, sends)
+    # start-ups from 1 to 2 s, then 1000 bytes each at 1.5 ms a byte
+    assert both.timeline.sends == ((1.0, pytest.approx(3.5)), (1.0, pytest.approx(3.5)))
+    late = Schedule("late", profile, network, (sends[0], Communication(sends[1].pieces, 1, (0,))))
+    assert late.timeline.sends == ((1.0, 3.0), (3.0, 5.0))
+    assert both.predicted_seconds < late.predicted_seconds == 5.0
+
+
+def test_partly_overlapped_as_in_equation_13() -> None:
+    """The first is alone for half of its bytes, so it pays half of the penalty."""
+    profile = Profile((Layer("a", 500, 0.0, 0.5), Layer("b", 1000, 0.0, 0.0)))
+    network = Network(0.0, 1e-3, 1.5, 8)
+    sends = (Communication((Piece(1, 0, 1000),), 0), Communication((Piece(0, 0, 500),), 1))
+    first, second = Schedule("s", profile, network, sends).timeline.sends
+    assert first[1] == pytest.approx(1.0 + 0.5 * 1e-3 * 1000 / 2)
+    assert second == (0.5, pytest.approx(1.25))
+
+
+def test_streamed_pieces_arrive_one_by_one() -> None:
+    profile = Profile((Layer("a", 100, 0.1, 0.0), Layer("b", 300, 0.1, 0.0)))
+    made = overlap.plan(profile, Network(1.0, 1e-3, 2.0, 8), "c-cube")
+    assert made.timeline.forward == (
+        (pytest.approx(1.1), pytest.approx(1.2)), (pytest.approx(1.4), pytest.approx(1.5))
+    )  # fmt: skip
+
+
+# ---- simple cases --------------------------------------------------------------------------------
+@pytest.mark.parametrize("policy", overlap.POLICIES)
+def test_simple_cases(policy: str) -> None:
+    options = {"limit_s": 0.2} if policy in ("optimal", "carlier") else {}
+    one = Profile((Layer("only", 100, 1.0, 2.0),))
+    made = overlap.plan(one, Network(0.5, 0.01, 2.0, 4), policy, **options)
+    assert made.predicted_seconds == pytest.approx(2.0 + 0.5 + 1.0 + 1.0)
+    assert made.lower_bound_seconds == pytest.approx(4.5)
+    free = Network(0.0, 0.0, 1.0, 1)
+    profile, _ = case(3)
+    made = overlap.plan(profile, free, policy, **options)
+    assert made.predicted_seconds == pytest.approx(profile.backward_s + profile.forward_s)
+
+
+def test_jackson_by_hand() -> None:
+    profile = Profile((Layer("a", 10, 1.0, 1.0), Layer("b", 30, 1.0, 1.0)))
+    # b from 1 on; a breaks in at 2 for 1 s; b ends at 5, and its forward pass at 6
+    assert jackson(profile, 0.0, 0.1) == pytest.approx(6.0)
+    assert jackson(profile, 0.5, 0.1) == pytest.approx(6.5)
+
+
+# ---- profiles, networks, schedules ---------------------------------------------------------------
+def test_profiles_go_to_json_and_back(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    profile, _ = case(1)
+    assert Profile.from_json(profile.to_json()).layers == profile.layers
+    text = "name,nbytes,forward_s,backward_s\nx,8,0.1,0.2\ny,4,0,0.5\n"
+    (tmp_path / "p.csv").write_text(text)
+    assert overlap.load(str(tmp_path / "p.csv")).layers[1] == Layer("y", 4, 0.0, 0.5)
+    (tmp_path / "p.json").write_text(profile.to_json())
+    assert overlap.load(str(tmp_path / "p.json")) == profile
+
+
+def test_models_are_the_papers() -> None:
+    sizes = {name: len(overlap.model(name).layers) for name in overlap.models()}
+    assert (sizes["resnet152"], sizes["densenet201"], sizes["inceptionv4"]) == (467, 604, 449)
+    assert (sizes["bert-base"], sizes["vgg16"], sizes["resnet50"]) == (206, 32, 161)
+    profile = overlap.model("resnet152", 0.091, 0.182)
+    assert profile.nbytes == 4 * 60_192_808 and "synthetic" in str(profile)
+    assert profile.forward_s == pytest.approx(0.091) and profile.backward_s == pytest.approx(0.182)
+
+
+LAYERS = '"layers": [{"name": "x", "nbytes": 4, "forward_s": %s, "backward_s": 1}]'
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Profile(()), "has no layers"),
+        (lambda: Layer("x", 0, 1.0, 1.0), "layer 'x': nbytes must be an integer of at least 1"),
+        (lambda: Layer("x", 4, -1.0, 1.0), "layer 'x': forward_s must be a number of at least 0"),
+        (lambda: Layer("x", 4, 1.0, math.nan), "layer 'x': backward_s must be a number"),
+        (lambda: Profile.from_json("{" + LAYERS % "null" + "}"), "layer 0 has no forward_s"),
+        (lambda: Profile.from_json("{}"), "no profile: KeyError"),
+        (lambda: Profile.from_csv("name,nbytes\nx,4\n"), "layer 0 has no forward_s"),
+        (lambda: Profile.from_csv("name,nbytes,forward_s,backward_s\nx,4,a,1\n"), "layer 0: could"),
+        (lambda: overlap.load("resnet"), "neither a file nor a model; models: resnet50"),
+        (lambda: overlap.network("fast"), "unknown network 'fast'; choose from 10GbE"),
+        (lambda: overlap.network("10GbE", 0), "workers must be a number of at least 1, not 0"),
+        (lambda: Network(-1.0, 0.0), "startup_s must be a number of at least 0, not -1"),
+        (lambda: Network(0.0, 0.0, 0.5), "gamma must be a number of at least 1, not 0.5"),
+        (lambda: overlap.plan(*case(0), "best"), "unknown policy 'best'; choose from auto, wfbp"),
+        (lambda: overlap.plan(*case(0), "us-byte", partition=0), "partition must be an integer"),
+        (lambda: overlap.plan(*case(0), "bytescheduler", credit=0), "credit must be an integer"),
+        (lambda: overlap.plan(*case(0), "wfbp", partition=4), "wfbp: wfbp() got an unexpected"),
+        (lambda: overlap.plan(*case(0), "auto", speed=4), "auto has no option speed"),
+        (lambda: overlap.plan(*case(0), "optimal", limit_s=0), "limit_s must be above 0"),
+        (lambda: overlap.fit([(4, 1.0), (4, 2.0)]), "a fit needs two different sizes"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(make, words: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(CollectiveError) as caught:
+        make()
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "words"),
+    [
+        ([Piece(0, 0, 4)], "4 of 8 bytes of x are sent"),
+        ([Piece(0, 0, 8), Piece(0, 4, 4)], "bytes 4 to 8 of x are sent where 8 are next"),
+        ([Piece(0, 4, 4)], "bytes 4 to 8 of x are sent where 0 are next"),
+    ],
+)
+def test_every_byte_is_sent_once(pieces: list[Piece], words: str) -> None:
+    profile = Profile((Layer("x", 8, 0.0, 0.0),))
+    with pytest.raises(CollectiveError, match=words):
+        Schedule("s", profile, Network(0, 0), tuple(Communication((p,)) for p in pieces))
+
+
+def test_a_network_of_other_sizes_is_equation_14s() -> None:
+    alpha, beta = 1e-4, 1e-9
+    four = Network(2 * 3 * alpha, 2 * 3 / 4 * beta, 2.0, 4)
+    ten = four.at(10)
+    assert (ten.startup_s, ten.seconds_per_byte) == pytest.approx((18 * alpha, 1.8 * beta))
+    assert four.at(1).seconds(100) == 0
+    assert overlap.network("56GbIB", 8).startup_s == 9.75367204301171e-05
+
+
+def test_a_fit_finds_the_line_and_tells_how_well() -> None:
+    exact = overlap.fit([(n, 1e-3 + 2e-9 * n) for n in (1000, 10**6, 10**7)], 4)
+    assert exact.network.startup_s == pytest.approx(1e-3)
+    assert exact.network.seconds_per_byte == pytest.approx(2e-9)
+    assert (exact.r2, exact.smallest, exact.largest) == (pytest.approx(1), 1000, 10**7)
+    noisy = overlap.fit([(1000, 2e-3), (10**6, 1e-3), (10**7, 2.1e-2)])
+    assert noisy.r2 < 1 and noisy.worst > 0.05
+
+
+def test_schedules_are_told_line_by_line_and_as_json() -> None:
+    profile, network = case(5)
+    made = overlap.plan(profile, network, "us-byte", partition=10**6)
+    assert str(made).count("\n") == len(made.communications)
+    data = json.loads(made.to_json())
+    assert len(data["communications"]) == len(made.communications)
+    assert data["predicted_seconds"] == made.predicted_seconds
+    assert "us-byte" in made.explain() and "no schedule can beat" in made.explain()
