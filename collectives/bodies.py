@@ -12,7 +12,7 @@ from collectives.errors import CollectiveError
 from collectives.request import Request
 from collectives.runtime.arrivals import Arrivals
 from collectives.runtime.shm import Buffer
-from collectives.tensors import room_for, stands_in_order
+from collectives.tensors import integer, room_for, stands_in_order
 
 
 class Place(Protocol):
@@ -166,9 +166,12 @@ def _layer_sizes(layers: Any, elements: int) -> list[int]:
         sizes = list(layers)
     except TypeError:
         sizes = [layers]
-    wrong = next((n for n in sizes if isinstance(n, bool) or not isinstance(n, int) or n < 0), None)
-    if wrong is not None:
-        raise CollectiveError(f"layers are numbers of elements, integers >= 0, not {wrong!r}")
+    numbers = [integer(n) for n in sizes]
+    if wrong := [
+        n for n, number in zip(sizes, numbers, strict=True) if number is None or number < 0
+    ]:
+        raise CollectiveError(f"layers are numbers of elements, integers >= 0, not {wrong[0]!r}")
+    sizes = [int(n) for n in sizes]
     if sum(sizes) != elements:
         raise CollectiveError(
             f"layers of {sum(sizes)} elements for a tensor of {elements}: they must agree"

@@ -17,6 +17,7 @@ from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTim
 from collectives.planning.plan import Plan
 from collectives.request import Request, notice, words
 from collectives.runtime import cuda
+from collectives.runtime.counters import Counted
 from collectives.runtime.cuda import GpuRanks, Room, lanes_of
 from collectives.runtime.device import Device
 from collectives.runtime.diagnose import RAISED
@@ -70,6 +71,7 @@ class GpuCalls:
         self._scratch: list[tuple[int, int]] = []  # (address, bytes): graphs may hold old ones
         self._under_way: list[StreamWork] = []
         self._captured: list[int] = []  # events of asynchronous calls in graphs
+        self._in_graphs: list[OnStream] = []  # and the calls
         self._lock = threading.Lock()
         self._watch = Watch(self.team.gpu, self._runtime, self._describe)
 
@@ -137,6 +139,9 @@ class GpuCalls:
         place = OnStream(self, caller, stream)
         try:
             result = body(place, *args)
+        except BaseException:
+            place.free()
+            raise
         finally:  # what was enqueued before a failure too
             if place.begun:
                 self.device.record(done, stream)
@@ -149,7 +154,8 @@ class GpuCalls:
         kind = StreamWork if place.layers is None else StreamQueue
         work = kind(self, place, x, result, event, bool(capture))
         if capture:  # which keeps what it needs
-            self._captured += [event, *place.events]
+            self._captured.append(event)
+            self._in_graphs.append(place)
         else:
             self._under_way.append(work)
         return work
@@ -208,7 +214,9 @@ class GpuCalls:
         found = {(tuple(ranks), room) for row in rows for ranks, room in row["rooms"]}
         return sorted(found)
 
-    def make(self, request: Request, stream: int, begun: int | None = None) -> Call | None:
+    def make(
+        self, request: Request, stream: int, begun: int | None = None
+    ) -> tuple[Call, Counted | None] | None:
         """Enqueue what is asked for; what was launched, if anything. The first time, all ranks
         meet and agree on it. `begun`: an event for a call with layers."""
         said = notice(request)
@@ -237,7 +245,9 @@ class GpuCalls:
 
         with trace.call(request.label), trace.phase("launch"):
             try:
-                self.team.launch(self.rank, call, request.buffer.address, stream, patience, begun)
+                counted = self.team.launch(
+                    self.rank, call, request.buffer.address, stream, patience, begun
+                )
             except Refused:
                 raise
             except (CollectiveTimeout, CollectiveAborted) as error:
@@ -245,16 +255,20 @@ class GpuCalls:
                 raise
             except Exception as error:
                 raise self.fail(error) from error
-        return call
+        return call, counted
 
-    def dequeue(self, call: Call, layer: int, begun: int, stream: int) -> None:
-        """What `stream` is given from now on comes behind that layer of a call that began with
-        that event. Raises what went wrong so far."""
-        with self._lock, self.device.here():
+    def dequeue(
+        self, call: Call, counted: Counted, layer: int, begun: int, checked: int, stream: int
+    ) -> None:
+        """What `stream` is given from now on comes behind that layer of a call that began with the
+        event `begun`; `checked` is recorded behind that. Raises what went wrong so far."""
+        with self._lock, self.device.here(), self._calls.trace.phase("dequeue"):
             self.check()
             try:
                 self.device.wait(begun, stream)
-                self.team.gpu.dequeue(self.team.prepare(call), self.rank, layer, stream)
+                prepared = self.team.prepare(call)
+                self.team.gpu.dequeue(prepared, counted, self.rank, layer, stream)
+                self.device.record(checked, stream)
             except RuntimeError as error:  # CUDA's
                 raise self.fail(error) from error
 
@@ -310,6 +324,8 @@ class GpuCalls:
                 last.callback(device.free_event, event)
             for work in self._under_way:
                 last.callback(work.free)
+            for place in self._in_graphs:
+                last.callback(place.free)
             if self._owns_team:
                 last.callback(self.team.close)
             last.callback(self._watch.close)

@@ -8,6 +8,7 @@ from typing import Any
 
 from collectives.errors import CollectiveError
 from collectives.runtime.arrivals import Arrivals
+from collectives.tensors import integer
 from collectives.work import Work
 
 _POLL = 0.05  # s
@@ -50,6 +51,7 @@ class HostQueue(GradientQueue):
 
 def number_of(layer: int, count: int) -> int:
     """`layer`, if it is one of that many."""
-    if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < count:
+    number = integer(layer)
+    if number is None or not 0 <= number < count:
         raise CollectiveError(f"layer must be an integer from 0 to {count - 1}, not {layer!r}")
-    return layer
+    return number

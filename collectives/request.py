@@ -56,7 +56,7 @@ def words(notice: tuple[int, ...]) -> str:
         asked += f", {OPS[op]}" if "reduce" in asked else ""
         asked += f", root {root})" if KINDS[kind] in ("broadcast", "reduce") else ")"
     if layout:
-        asked += f" as a list of sizes {layout:08x}"
+        asked += f" in parts of sizes {layout:08x}"
     if settings:
         asked += f" with settings {settings:08x}"
     return asked + (" on the GPU" if DEVICES[device] == "gpu" else "")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from collectives.errors import CollectiveError, CollectiveTimeout
 from collectives.gradient_queue import GradientQueue, number_of
 from collectives.request import Request
+from collectives.runtime.counters import Counted
 from collectives.runtime.shm import Buffer
 from collectives.runtime.team import Call
 from collectives.tensors import as_buffer, stream_of
@@ -30,8 +31,8 @@ class OnStream:
         self.begun = False  # something may have been enqueued
         self.kept: list[object] = []  # the call's tensors and contiguous copies of them
         self.layers: int | None = None  # how many, of a gradient queue
-        self.call: Call | None = None
-        self.events: list[int] = []  # behind which the queue counts from zero
+        self.made: tuple[Call, Counted | None] | None = None
+        self.events: list[int] = []  # of a queue: behind which it counts from zero; of its checks
         self._later: list[Callable[[], None]] = []
 
     def telling(self) -> AbstractContextManager[None]:
@@ -67,7 +68,15 @@ class OnStream:
         self._begin()
         if request.layers is not None:
             self.layers, self.events = len(request.layers), [self.gpu.device.make_event()]
-        self.call = self.gpu.make(request, self.stream, *self.events)
+        self.made = self.gpu.make(request, self.stream, *self.events)
+
+    def free(self) -> None:
+        """Nothing of a queue is under way: its events and counters are needed no more."""
+        while self.events:
+            self.gpu.device.free_event(self.events.pop())
+        if self.made and self.made[1]:
+            self.gpu.team.gpu.counters.give_back(self.made[1])
+            self.made = None
 
     def _begin(self) -> None:
         """Behind what the caller has enqueued, contiguous copies of its tensors included."""
@@ -122,16 +131,32 @@ class StreamWork(Work):
 
     def free(self) -> None:
         if self._event is not None:
-            for event in (self._event, *self._place.events):
-                self._gpu.device.free_event(event)
+            self._gpu.device.free_event(self._event)
+            self._place.free()
             self._event = None
 
 
 class StreamQueue(StreamWork, GradientQueue):
     """An all-reduce on a stream of its own whose layers other streams can wait for."""
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._checked: dict[int, int] = {}  # for each stream an event behind its last check
+
     def dequeue(self, layer: int) -> None:
         at = number_of(layer, self._place.layers or 0)
-        if self._event is not None and self._place.call is not None:
-            begun = self._place.events[0]
-            self._gpu.dequeue(self._place.call, at, begun, stream_of(self._x))
+        stream = stream_of(self._x)
+        call, counted = self._place.made or (None, None)
+        if self._event is None or call is None or counted is None:
+            return
+        if self._captured and not self._gpu.device.capturing(stream):
+            raise CollectiveError("a queue in a graph can be dequeued within its capture only")
+        if stream not in self._checked:
+            self._checked[stream] = self._gpu.device.make_event()
+            self._place.events.append(self._checked[stream])
+        begun = self._place.events[0]
+        self._gpu.dequeue(call, counted, at, begun, self._checked[stream], stream)
+
+    def over(self) -> bool:
+        checks = self._checked.values() if self._event is not None else ()
+        return all(self._gpu.ready(event) for event in checks) and super().over()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -158,6 +159,14 @@ def _copy_back(to: Any, source: Any) -> Callable[[], None]:
         to[...] = source
 
     return copy
+
+
+def integer(value: Any) -> int | None:
+    """An integer of whatever library; None for anything else, True and False among it."""
+    try:
+        return None if isinstance(value, bool | np.bool_) else index(value)
+    except TypeError:
+        return None
 
 
 class Block:

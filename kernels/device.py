@@ -115,6 +115,10 @@ class CudaDevice:
                 kernel, blocks, 1, 1, threads, 1, 1, 0, stream, ctypes.addressof(parameters), 0
             )
 
+    def load_check(self) -> None:
+        """Compile what `check` launches, which it could not in the middle of a capture."""
+        self._function("queue.cu", "check", PLAIN)
+
     def check(self, argument: np.ndarray, stream: int) -> None:
         """Enqueue a queue's `check`; the argument is copied."""
         self.start("queue.cu", "check", PLAIN, argument, 1, CHECK_THREADS, stream)

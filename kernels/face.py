@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 
 from kernels import checks, rows, sparse, topk
+from kernels.ranges import ranged
 
 Vector = tuple[Any, Any]
 """A sparse vector: (values, indices), indices ascending and all different."""
 
 
+@ranged
 def topk_abs(x: Any, k: int) -> Vector:
     """(values, indices) of the k largest |x|, indices ascending.
 
@@ -32,6 +34,7 @@ def topk_abs(x: Any, k: int) -> Vector:
     return _out(row[found], x, dtype), _out(found.astype(index_type(row.size)), x)
 
 
+@ranged
 def threshold_abs(x: Any, k: int) -> Vector:
     """(values, indices) of all |x| from a threshold on that a sample tells: k and some more.
 
@@ -47,13 +50,14 @@ def threshold_abs(x: Any, k: int) -> Vector:
     return _out(row[found], x, dtype), _out(found.astype(index_type(row.size)), x)
 
 
+@ranged
 def sparsify(grad: Any, residual: Any, k: int) -> Vector:
     """(values, indices) of the k largest |grad + residual|; what is not taken stays in `residual`.
 
     `grad`: any shape, float32, float16 or bfloat16, and not changed; `residual`: float32 of the
     same shape, contiguous, changed in place. Sums are float32, so values are. Float32 moves 12
     bytes an element: both read, the residual written, once. Ties, NaN and errors as in `topk_abs`;
-    indices count in C order.
+    indices count in C order. A sum that is NaN may carry other bits on a GPU.
     """
     if gpu := _gpu(residual):
         return gpu.sparsify(grad, residual, k)
@@ -64,6 +68,7 @@ def sparsify(grad: Any, residual: Any, k: int) -> Vector:
     return _out(values, residual), _out(found.astype(index_type(kept.size)), residual)
 
 
+@ranged
 def merge_topk(a: Vector, b: Vector, k: int) -> tuple[Vector, Vector]:
     """(kept, dropped): the k largest of a + b, and the rest (gTop-k paper, definition 1).
 
@@ -85,6 +90,7 @@ def merge_topk(a: Vector, b: Vector, k: int) -> tuple[Vector, Vector]:
     )  # fmt: skip
 
 
+@ranged
 def coalesce(indices: Any, values: Any, num_rows: int) -> tuple[Any, Any]:
     """(indices that occur, ascending; for each the sum of its rows).
 
@@ -104,6 +110,7 @@ def coalesce(indices: Any, values: Any, num_rows: int) -> tuple[Any, Any]:
     return _out(unique, indices), _out(sums.reshape(shape), values, dtype, narrow=True)
 
 
+@ranged
 def split_rows(indices: Any, values: Any, needed_rows: Any) -> tuple[tuple[Any, Any], ...]:
     """(prior, delayed): rows that `needed_rows` names, and the others, each (indices, values) in
     the order in which they came (EmbRace, algorithm 1: what the next batch looks up goes first).
@@ -122,6 +129,7 @@ def split_rows(indices: Any, values: Any, needed_rows: Any) -> tuple[tuple[Any, 
     return tuple(parts)
 
 
+@ranged
 def scatter_add_rows(table: Any, indices: Any, values: Any) -> None:
     """table[indices[i]] += values[i] in the order of i, in place.
 

@@ -6,6 +6,7 @@ A kernel takes one struct by value; `struct` makes it from a dtype that mirrors 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -33,8 +34,8 @@ class Gpu(Protocol):
         """The array, or a copy in C order. Raises TypeError for one of another library or
         device."""
 
-    def isin(self, array: Any, among: Any) -> Any:
-        """Which elements are among those."""
+    def parted(self, arrays: Sequence[Any], array: Any, among: Any) -> tuple[list[Any], list[Any]]:
+        """Rows of `arrays` where `array` is among those numbers, and the others."""
 
     def address(self, array: Any) -> int: ...
 
@@ -100,18 +101,23 @@ class LibraryGpu:
             return getattr(sys.modules["cupy"], how)((size,), *value, dtype=dtype)
 
     def contiguous(self, array: Any) -> Any:
-        if type(array) is not type(self._like) or array.device != self._like.device:
+        torch = self._torch
+        kind = torch.Tensor if torch else type(self._like)
+        if not isinstance(array, kind) or array.device != self._like.device:
             raise TypeError(
                 f"an array like the others is needed, {type(self._like).__name__} on "
                 f"{self._like.device}, not {type(array).__name__} on "
                 f"{getattr(array, 'device', 'no device')}"
             )
-        if self._torch:
+        if torch:
             return array.detach().contiguous()
-        return sys.modules["cupy"].ascontiguousarray(array)
+        with self._device.here():
+            return sys.modules["cupy"].ascontiguousarray(array)
 
-    def isin(self, array: Any, among: Any) -> Any:
-        return (self._torch or sys.modules["cupy"]).isin(array, among)
+    def parted(self, arrays: Sequence[Any], array: Any, among: Any) -> tuple[list[Any], list[Any]]:
+        with self._device.here():
+            first = (self._torch or sys.modules["cupy"]).isin(array, among)
+            return [x[first] for x in arrays], [x[~first] for x in arrays]
 
     def address(self, array: Any) -> int:
         return int(array.data_ptr() if self._torch else array.data.ptr)

@@ -36,6 +36,8 @@ class Calls:
     def merge_topk(self, a: Pair, b: Pair, k: int) -> tuple[Pair, Pair]:
         dtype = checks.vectors(a, b)
         sizes = int(a[1].shape[0]), int(b[1].shape[0])
+        if sum(sizes) > 1 << 31:
+            raise ValueError(f"vectors of {sizes} entries; at most 2^31 together on a GPU")
         pairs = [
             (self.gpu.contiguous(values), self.gpu.contiguous(indices))
             for values, indices in (a, b)
@@ -64,9 +66,9 @@ class Calls:
         for array, name in ((indices, "indices"), (needed_rows, "needed_rows")):
             checks.index_dtype(array, name)
         checks.one_for_each(indices, values)
-        indices, values = self.gpu.contiguous(indices), self.gpu.contiguous(values)
-        first = self.gpu.isin(indices, self.gpu.contiguous(needed_rows))
-        return (indices[first], values[first]), (indices[~first], values[~first])
+        indices, values, needed = map(self.gpu.contiguous, (indices, values, needed_rows))
+        first, others = self.gpu.parted((indices, values), indices, needed)
+        return (first[0], first[1]), (others[0], others[1])
 
     def scatter_add_rows(self, table: Any, indices: Any, values: Any) -> None:
         _written(self.gpu, table, "table")
@@ -91,6 +93,8 @@ class Calls:
         checks.one_for_each(indices, values)
         if not (n := int(indices.shape[0])):
             return None
+        if n >= 1 << 32:
+            raise ValueError(f"{n} rows; at most 2^32 - 1 at once on a GPU")
         found = sort(self.gpu, self.gpu.contiguous(indices), dtype, n, limit)
         if isinstance(found, int):
             raise ValueError(checks.outside(found, int(indices[found]), limit))

@@ -23,9 +23,11 @@ def threads() -> int:
 def parts(n: int, unit: int = 1, least: int = _LEAST) -> list[tuple[int, int]]:
     """[start, stop) for each thread, in order; starts are multiples of `unit`. At least one;
     `least` elements are worth a thread."""
+    if n == 0:
+        return [(0, 0)]
     many = max(1, min(threads(), n // least))
     each = -(-n // (many * unit)) * unit
-    return [(start, min(start + each, n)) for start in range(0, n, each)] or [(0, 0)]
+    return [(start, min(start + each, n)) for start in range(0, n, each)]
 
 
 def run_parts(work: Callable[[int], T], many: int) -> list[T]:

@@ -4,9 +4,10 @@
 // and adds its rows in their order; runs that lie in the window are complete. What is left are a
 // run's first rows (`tail` of the window in which it begins) and its rows in later windows (`head`
 // of each), which `join` adds in the order of the windows. So the order of a sum is fixed by the
-// sorted places: within windows, then window by window; and a row that occurs often does not hold
-// up one thread. Launches follow each other on one stream. Bounds: rows are read at places below
-// n, and written at runs below their number; with `table` at rows that `histogram` has checked.
+// sorted places: within windows, then window by window; and a row that occurs often holds up a
+// thread for a WINDOW-th of its times. Launches follow each other on one stream. Bounds: rows are
+// read at places below n, and written at runs below their number; with `table` at rows that
+// `histogram` has checked.
 #include "element.h"
 
 #ifndef THREADS

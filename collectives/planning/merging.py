@@ -106,12 +106,13 @@ class Sparse:
 
 @lru_cache(maxsize=256)
 def sparse_costs(topology: Topology, numel: int, k: int, item: int = 4) -> tuple[Sparse, ...]:
-    """gTop-k, top-k by all-gather and dense, for k entries a rank of `numel` elements of `item`
-    bytes; the fastest first. What merging takes is left out. Infinite where there is no plan."""
+    """gTop-k, top-k by all-gather and dense, for k entries a rank of `numel` elements, values of
+    `item` bytes on the wire (dense: of 4); the fastest first. What merging takes is left out.
+    Infinite where there is no plan."""
     size = len(topology.gpus)
     if size == 1:
         return tuple(Sparse(m, 0.0, e, 0.0) for m, e in (("gtopk", 7), ("topk", 6), ("dense", 5)))
-    sparse, dense = (item + INDEX) * k, item * numel
+    sparse, dense = (item + INDEX) * k, 4 * numel
     tree = merge_tree(topology, sparse)
     up, down = _up(topology, tree, sparse), _best(topology, sparse, "broadcast", tree.root)
     shape = shape_of(plan_allreduce(topology, dense), topology)

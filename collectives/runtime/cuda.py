@@ -21,6 +21,7 @@ from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTim
 from collectives.planning.finals import layer_chunk_table
 from collectives.planning.plan import Op, Plan
 from collectives.runtime import program
+from collectives.runtime.counters import Counted, Counters
 from collectives.runtime.device import Device
 from collectives.runtime.diagnose import Blocked, position_of, waits
 from collectives.runtime.program import CURSOR, GROUP, REPORT, Program, Shape, State
@@ -85,7 +86,6 @@ class _Part:
     programs: tuple[tuple[int, Program], ...]
     groups: NDArray[np.void]  # [streams] of GROUP, all but `place` filled in
     report: NDArray[np.uint32]
-    finals: int  # address of a counter for each block, for gradient queues
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Prepared:
     op: str
     parts: tuple[_Part, ...]
     tables: tuple[int, ...]  # for each part the address of its groups, complete
-    needs: Mapping[int, tuple[Device, NDArray[np.void]]]  # a queue's, of each of our ranks: CHECK
+    needs: Mapping[int, tuple[int, NDArray[np.void]]]  # of a queue: each rank's part and CHECKs
 
 
 class GpuRanks:
@@ -123,6 +123,7 @@ class GpuRanks:
         self._uploaded: list[tuple[Device, int]] = []
         self._regions: dict[tuple[Plan, Shape], tuple[_Part, ...]] = {}
         self._launched: dict[int, Prepared] = {}  # the last one of each region
+        self.counters = Counters([device for device, _ in self.shares.values()])
 
     def like(self, devices: Sequence[Device]) -> GpuRanks:
         """As many ranks of this process on these devices, with memory of their own."""
@@ -159,10 +160,12 @@ class GpuRanks:
     def _needs(
         self, plan: Plan, shape: Shape, nbytes: int, layers: Sequence[int],
         parts: Sequence[_Part],
-    ) -> Iterator[tuple[int, tuple[Device, NDArray[np.void]]]]:  # fmt: skip
-        """For each of our ranks the checks of its layers."""
-        for part in parts:
-            counters = part.finals
+    ) -> Iterator[tuple[int, tuple[int, NDArray[np.void]]]]:  # fmt: skip
+        """For each of our ranks its part and the checks of its layers; `counters` of these are an
+        offset into those of a call."""
+        for place, part in enumerate(parts):
+            part.device.load_check()
+            counters = 0
             for rank in part.ranks:
                 table = layer_chunk_table(plan, rank, nbytes, layers).astype(np.uint32)
                 streams = table.shape[1]
@@ -173,43 +176,55 @@ class GpuRanks:
                 checks["timeout_ns"] = int(2e9 * self.timeout)
                 checks["streams"], checks["lanes"] = streams, shape.lanes
                 counters += 4 * streams * shape.lanes
-                yield rank, (part.device, checks)
+                yield rank, (place, checks)
 
     def run(
         self, prepared: Prepared, buffers: Sequence[int], stream: int | Mapping[int, int] = 0,
         ps_per_byte: int = 0, begun: Mapping[int, int] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> Counted | None:  # fmt: skip
         """Enqueue one collective, in place on one buffer (an address) for each of our ranks.
 
         `stream`: one, or one for each GPU by its index. Returns at once; `check` tells whether it
         went well. Buffers are aligned to their elements. `begun`: for each of our ranks an event,
-        behind which `dequeue` may follow.
+        behind which `dequeue` may follow, with the counters that are returned.
         """
         if len(buffers) != len(self.devices):
             raise CollectiveError(f"{len(buffers)} buffers for {_some(tuple(self.devices))}")
         where = dict(zip(self.devices, buffers, strict=True))
         self._launched[id(prepared.parts)] = prepared
-        for part, table in zip(prepared.parts, prepared.tables, strict=True):
+        lanes = prepared.shape.lanes
+        streams = {i: stream if isinstance(stream, int) else stream[i] for i in self.shares}
+        counted = None
+        if begun:
+            captured = any(d.capturing(streams[i]) for i, (d, _) in self.shares.items())
+            blocks = [len(part.programs) * lanes for part in prepared.parts]
+            counted = self.counters.take(blocks, len(begun), captured)
+        for place, (part, table) in enumerate(zip(prepared.parts, prepared.tables, strict=True)):
             if not part.programs:
                 continue
+            on, blocks_here = streams[part.device.index], len(part.programs) * lanes
+            finals = counted.addresses[place] if counted else 0
             launch = program.launch(
                 prepared.plan, prepared.shape, table, int(self._abort.ctypes.data),
                 [where[r] for r in part.ranks], self.timeout, prepared.op == "avg", ps_per_byte,
-                part.finals if begun else 0,
+                finals,
             )  # fmt: skip
-            on = stream if isinstance(stream, int) else stream[part.device.index]
-            blocks = len(part.programs) * prepared.shape.lanes
             if begun:
-                part.device.zero(part.finals, 4 * blocks, on)
+                part.device.zero(finals, 4 * blocks_here, on)
                 for rank in part.ranks:
                     part.device.record(begun[rank], on)
-            part.device.launch(prepared.dtype, prepared.op, launch, blocks, on)
+            part.device.launch(prepared.dtype, prepared.op, launch, blocks_here, on)
+        return counted
 
-    def dequeue(self, prepared: Prepared, rank: int, layer: int, stream: int) -> None:
-        """What `stream` is given from now on comes behind that layer of the rank's last call, for
-        whose `begun` it must wait already."""
-        device, checks = prepared.needs[rank]
-        device.check(checks[layer : layer + 1], stream)
+    def dequeue(
+        self, prepared: Prepared, counted: Counted, rank: int, layer: int, stream: int
+    ) -> None:
+        """What `stream` is given from now on comes behind that layer of the call with these
+        counters, for whose `begun` it must wait already."""
+        place, checks = prepared.needs[rank]
+        check = checks[layer : layer + 1].copy()
+        check["counters"] += np.uint64(counted.addresses[place])
+        self.devices[rank].check(check, stream)
 
     # ---- not hanging -------------------------------------------------------------------------
     def check(self, stream: int = 0) -> None:
@@ -260,6 +275,7 @@ class GpuRanks:
         self._launched.clear()
         with ExitStack() as last:  # all of it, whatever fails
             last.callback(self._memory.close)
+            last.callback(self.counters.close)
             while self._uploaded:
                 device, address = self._uploaded.pop()
                 last.callback(device.free, address)
@@ -293,8 +309,7 @@ class GpuRanks:
                 row["report"] = report.ctypes.data + 4 * i * shape.lanes * REPORT
                 row["rank"], row["num_ends"] = ranks.index(rank), len(p.ends)
                 row["code_words"] = p.code.size
-            finals = self._upload(device, np.zeros(max(1, len(found) * shape.lanes), np.uint32))
-            parts.append(_Part(device, ranks, found, groups, report, finals))
+            parts.append(_Part(device, ranks, found, groups, report))
         return tuple(parts)
 
 

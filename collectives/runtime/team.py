@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from collectives.planning.plan import Plan
 from collectives.runtime.arena import Arena
+from collectives.runtime.counters import Counted
 from collectives.runtime.cuda import GpuRanks, Prepared
 
 _POLL = 0.05  # s
@@ -53,6 +54,7 @@ class _Round:
         self.came: dict[int, _Arrival] = {}
         self.over = False
         self.error: BaseException | None = None
+        self.counted: Counted | None = None
 
 
 class Team:
@@ -78,23 +80,22 @@ class Team:
     def launch(
         self, rank: int, call: Call, buffer: int, stream: int,
         patience: Callable[[str, int], None], begun: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> Counted | None:  # fmt: skip
         """Enqueue a call behind what `stream` holds; what it is given later comes behind the call.
 
         Returns once it is enqueued. A call with layers takes an event `begun`, behind which its
-        `dequeue`s may follow. `patience(what, peer)` is called again and again while ranks
-        of this process are missing, and raises when that has lasted too long. Raises
-        CollectiveError on all of them where their calls differ.
+        `dequeue`s may follow with the counters that are returned. `patience(what, peer)` is called
+        again and again while ranks of this process are missing, and raises when that has lasted too
+        long. Raises CollectiveError on all of them where their calls differ.
         """
         if len(self.gpu.devices) == 1:
             events = None if begun is None else {rank: begun}
-            self.gpu.run(self.prepare(call), [buffer], stream, begun=events)
-            return
+            return self.gpu.run(self.prepare(call), [buffer], stream, begun=events)
         with self._changed:
             now = self._round
             now.came[rank] = _Arrival(call, buffer, stream, begun)
             if len(now.came) == len(self.gpu.devices):
-                self._end(now, self._launch_all(now.came))
+                self._end(now, self._launch_all(now))
             try:
                 while not now.over:
                     self._changed.wait(_POLL)
@@ -105,20 +106,21 @@ class Team:
                 raise
         if now.error is not None:
             raise _again(now.error) from now.error
+        return now.counted
 
     def _end(self, now: _Round, error: BaseException | None) -> None:
         now.over, now.error, self._round = True, error, _Round()
         self._changed.notify_all()
 
-    def _launch_all(self, came: dict[int, _Arrival]) -> Exception | None:
+    def _launch_all(self, now: _Round) -> Exception | None:
         """What went wrong, if anything did."""
         try:
-            self._launch_together(came)
+            now.counted = self._launch_together(now.came)
         except Exception as error:
             return error
         return None
 
-    def _launch_together(self, came: dict[int, _Arrival]) -> None:
+    def _launch_together(self, came: dict[int, _Arrival]) -> Counted | None:
         calls = {a.call for a in came.values()}
         if len(calls) > 1:
             asked: dict[str, list[int]] = {}
@@ -149,12 +151,13 @@ class Team:
                 device.wait(self._meeting[i], first[i])
         begun = {r: a.begun for r, a in came.items() if a.begun is not None}
         buffers = [came[r].buffer for r in self.gpu.devices]
-        self.gpu.run(prepared, buffers, first, begun=begun or None)
+        counted = self.gpu.run(prepared, buffers, first, begun=begun or None)
         for i, (device, _) in self.gpu.shares.items():
             if others[i]:
                 device.record(self._meeting[i], first[i])
             for other in others[i]:
                 device.wait(self._meeting[i], other)
+        return counted
 
     def child(self, key: tuple[int, int], ranks: Sequence[int]) -> tuple[Team, list[Arena]]:
         """The team of some of these ranks, numbered anew, and their arenas; the same ones for all

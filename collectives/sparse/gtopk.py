@@ -22,6 +22,7 @@ from collectives.errors import CollectiveError
 from collectives.planning.merging import merge_tree, rounds, sparse_costs
 from collectives.sparse.tensors import Residual, result, vector
 from collectives.sparse.wire import ITEMS, Vector, Wire
+from collectives.tensors import integer
 from kernels import merge_topk
 
 MODES = ("auto", "gtopk", "topk", "dense")
@@ -40,8 +41,9 @@ def sparse_allreduce(
         rest = None if residual is None else Residual(residual, numel, values)
         if mode not in MODES:
             raise CollectiveError(f"unknown mode {mode!r}; choose from {', '.join(MODES)}")
-        if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= numel:
+        if (wanted := integer(k)) is None or not 0 <= wanted <= numel:
             raise CollectiveError(f"k must be an integer from 0 to {numel}, not {k!r}")
+        numel, k = int(numel), wanted
     if mode == "auto":
         item = ITEMS[wire.dtype]
         mode = sparse_costs(calls.choices.topology, numel, k, item)[0].mode
@@ -111,8 +113,8 @@ def _round(vector: Vector, residual: Residual | None, wire: Wire) -> Vector:
     """With values that the wire carries; the rest goes to the residual."""
     values = wire.rounded(vector[0])
     if residual is not None and values is not vector[0]:
-        lost = vector[0] - values
-        fine = np.isfinite(lost)
+        fine = np.isfinite(vector[0])
+        lost = np.where(fine, vector[0], 0) - np.where(fine, values, 0)
         residual.add(vector[1][fine], lost[fine])
     return values, vector[1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,12 @@ from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError
 from collectives.sparse.wire import ITEMS, Vector, Wire
-from collectives.tensors import dtype_name, gpu_of, is_torch, stands_in_order
+from collectives.tensors import dtype_name, gpu_of, integer, is_torch, stands_in_order
 
 
 def vector(values: Any, indices: Any, numel: Any) -> tuple[Vector, Wire]:
     """A sparse vector on the host, checked. Waits for a GPU. Raises CollectiveError."""
-    if isinstance(numel, bool) or not isinstance(numel, int) or not 0 <= numel <= 1 << 31:
+    if (number := integer(numel)) is None or not 0 <= number <= 1 << 31:
         raise CollectiveError(f"numel must be an integer from 0 to 2^31, not {numel!r}")
     if gpu_of(values) is None and not is_torch(values):
         values, indices = np.asarray(values), np.asarray(indices)
@@ -48,9 +49,8 @@ def result(found: Vector, like: Any, wire: Wire) -> tuple[Any, Any]:
     values = values.astype(wire.dtype, copy=False)
     if gpu_of(like) is None:
         return values, indices
-    cupy = sys.modules["cupy"]
-    with cupy.cuda.Device(gpu_of(like)):
-        return cupy.asarray(values), cupy.asarray(indices)
+    with _on(like):
+        return sys.modules["cupy"].asarray(values), sys.modules["cupy"].asarray(indices)
 
 
 class Residual:
@@ -87,7 +87,16 @@ class Residual:
         """Enqueue on the GPU what has been added, in order."""
         for indices, values in self._later:
             where, what = result((values, indices), self._gpu, Wire("float32"))[::-1]
-            self._gpu[where.long() if is_torch(where) else where] += what
+            with _on(self._gpu):
+                self._gpu[where.long() if is_torch(where) else where] += what
+
+
+def _on(x: Any) -> AbstractContextManager[object]:
+    """Make the GPU of a CuPy array the current one for a while."""
+    if is_torch(x):
+        return nullcontext()
+    found: AbstractContextManager[object] = sys.modules["cupy"].cuda.Device(gpu_of(x))
+    return found
 
 
 def _host(x: Any) -> NDArray[Any]:

@@ -28,12 +28,15 @@ class Wire:
         return ITEMS[self.dtype] + INDEX
 
     def rounded(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The nearest values that travel; of two the even one."""
+        """The nearest values that travel; of two the even one. What is finite stays so: beyond the
+        largest number of the dtype it becomes that."""
         if self.dtype == "float32":
             return values
+        most = np.float32(65504.0 if self.dtype == "float16" else 3.3895313892515355e38)
+        finite = np.isfinite(values)
+        values = np.where(finite, np.clip(values, -most, most), values)
         if self.dtype == "float16":
-            with np.errstate(over="ignore"):
-                return values.astype(np.float16).astype(np.float32)
+            return values.astype(np.float16).astype(np.float32)
         bits = values.view(np.uint32)
         up = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
         quiet = bits >> np.uint32(16) | np.uint32(0x40)  # what is no number stays none

@@ -48,8 +48,9 @@ class HostKernels:
     def contiguous(self, array: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(array)
 
-    def isin(self, array: np.ndarray, among: np.ndarray) -> np.ndarray:
-        return np.isin(array, among)
+    def parted(self, arrays: Any, array: np.ndarray, among: np.ndarray) -> Any:
+        first = np.isin(array, among)
+        return [x[first] for x in arrays], [x[~first] for x in arrays]
 
     def address(self, array: Any) -> int:
         return int(array.ctypes.data)
@@ -62,7 +63,10 @@ class HostKernels:
     ) -> None:
         self.launches.append(name)
         at = ctypes.c_void_p(argument.ctypes.data)
-        getattr(library(file, words), name)(at, blocks, self.threads)
+        made = library(file, words)
+        getattr(made, name)(at, blocks, self.threads)
+        made.voted_in_part.restype = ctypes.c_bool
+        assert not made.voted_in_part(), f"{name}: a warp has voted in part"
 
 
 def source_of_layouts(file: str, name: str, names: tuple[str, ...]) -> list[tuple[int, int]]:

@@ -198,7 +198,7 @@ def test_what_differs_between_ranks_is_an_error_on_every_rank() -> None:
         assert "ranks [1]: allreduce(4 x float64, max" in op
         assert "ranks [0, 2]: broadcast(4 x float64, " in kind
         assert "root 2); ranks [1]: barrier" in kind
-        assert "as a list of sizes" in layout
+        assert "in parts of sizes" in layout
         told = "unsupported dtype complex64" if rank == 1 else "ranks [1]: refused its arguments"
         assert told in refused
 

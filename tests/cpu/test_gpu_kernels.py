@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +52,15 @@ def test_topk_of_a_sampled_row(kind: str, threads: int, blocks: int) -> None:
         same(Calls(HostKernels(threads, blocks)).topk_abs(x, k), kernels.topk_abs(x, k))
 
 
+def test_indices_of_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_select, "index_type", lambda n: "int64")
+    x = row("halves", 5000)
+    values, indices = gpu_select.select(HostKernels(), x, "float32", x.size, 700)
+    want = kernels.topk_abs(x, 700)
+    assert indices.dtype == np.int64 and indices.tolist() == want[1].tolist()
+    assert values.tobytes() == want[0].tobytes()
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("kind", ["random", "special", "denormal", "zeros", "constant"])
 def test_topk_of_short_floats(dtype: str, kind: str) -> None:
@@ -87,10 +97,10 @@ def test_too_few_marked_means_that_all_are() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("n", [1, 100, 70_003])
+@pytest.mark.parametrize("n", [0, 1, 100, 70_003])
 def test_sparsify_is_that_of_the_cpu(n: int, dtype: str) -> None:
     grad, residual = row("random", n).astype(dtype), row("halves", n, 1)
-    for k in sorted({0, 1, n // 50, n}):
+    for k in sorted({0, min(1, n), n // 50, n}):
         mine, theirs = residual.copy(), residual.copy()
         same(Calls(HostKernels()).sparsify(grad, mine, k), kernels.sparsify(grad, theirs, k))
         same([mine], [theirs])
@@ -124,7 +134,7 @@ def test_indices_that_do_not_ascend(at: int, which: str) -> None:
 
 
 @given(
-    st.integers(0, 400), st.integers(1, 5), st.sampled_from([1, 3, 300, 70_000, 1 << 33]),
+    st.integers(0, 400), st.integers(0, 5), st.sampled_from([1, 3, 300, 70_000, 1 << 33]),
     st.sampled_from(GRIDS), st.integers(0, 1 << 30),
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
@@ -256,6 +266,9 @@ class FakeDevice:
     def filled(self) -> int:
         return 8
 
+    def here(self) -> Any:
+        return nullcontext()
+
     def start(self, *arguments: Any) -> None:
         self.started.append(arguments)
 
@@ -274,7 +287,9 @@ def test_torch_tensors_and_their_stream(monkeypatch: pytest.MonkeyPatch) -> None
     assert found.empty(3, "bfloat16").dtype == torch.bfloat16
     assert found.full(2, "int64", 5).tolist() == [5, 5]
     assert found.read(torch.arange(3)).tolist() == [0, 1, 2]
-    assert found.isin(torch.arange(3), torch.tensor([1])).tolist() == [False, True, False]
+    rows, others = found.parted([torch.arange(3)], torch.arange(3), torch.tensor([1]))
+    assert rows[0].tolist() == [1] and others[0].tolist() == [0, 2]
+    assert found.contiguous(torch.nn.Parameter(torch.zeros(3))).tolist() == [0, 0, 0]
     with pytest.raises(TypeError, match=r"Tensor on cpu, not ndarray"):
         found.contiguous(np.zeros(3))
     argument = np.zeros(1)

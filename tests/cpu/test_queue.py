@@ -22,6 +22,7 @@ from bench.cli import app
 from collectives import CollectiveError, get_default, plan_allreduce
 from collectives.planning.finals import finals
 from collectives.runtime import cuda, program, shm
+from collectives.runtime.cuda import virtual_ranks
 from topology import load
 
 LAYERS = [1, 0, 4999, 70_000, 25_000]
@@ -198,6 +199,92 @@ def _order(rank: int) -> list[str]:
     return found
 
 
+def _two_at_once(rank: int, order: tuple[int, ...]) -> bool:
+    """Queues of two sizes of one plan: each counts for itself."""
+    comm = get_default()
+    device, sizes = _device(), (300_000, 20_000)
+    given = [np.full(n, rank + 1, np.float32) for n in sizes]
+    for _ in range(3):
+        tensors = [tensor(x, stream=7 + rank) for x in given]
+        queues = [
+            comm.allreduce_queue(x, [1000, n - 1000], algorithm="overlapped_double_tree")
+            for x, n in zip(tensors, sizes, strict=True)
+        ]
+        for at in order:
+            for layer in (0, 1):
+                queues[at].dequeue(layer)
+                device.synchronise(7 + rank)
+                part = slice(0, 1000) if layer == 0 else slice(1000, None)
+                assert (tensors[at].array[part] == 6).all(), (at, layer)
+        for queue in queues:
+            queue.wait()
+    comm.synchronize()
+    return True
+
+
+@needs_compiler
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("virtual", [True, False])
+def test_two_queues_at_once(machine: Machine, virtual: bool, order: tuple[int, ...]) -> None:
+    found = collectives.spawn(
+        _two_at_once, 3, args=(order,), device="cuda:0", virtual=virtual, topology="mesh-3",
+        timeout=5,
+    )  # fmt: skip
+    assert found == [True] * 3
+
+
+@needs_compiler
+def test_a_layer_passes_before_the_last_chunk() -> None:
+    """Sends take a second; the first layer is there, and its check over, long before."""
+    device = HostDevice()
+    nbytes, layers = 1 << 20, [1 << 14, (1 << 20) - (1 << 14)]
+    plan = plan_allreduce(load("mesh-3"), nbytes, "overlapped_double_tree", 32)
+    with virtual_ranks(device, 3) as ranks:
+        prepared = ranks.prepare(plan, nbytes, "float32", "sum", layers=layers)
+        buffers = [device.upload(np.full(nbytes // 4, r, np.float32)) for r in range(3)]
+        begun = {rank: device.make_event() for rank in range(3)}
+        end = device.make_event()
+        counted = ranks.run(prepared, buffers, 0, 10**12 // nbytes, begun)
+        assert counted is not None
+        device.record(end, 0)
+        device.wait(begun[1], 5)
+        ranks.dequeue(prepared, counted, 1, 0, 5)
+        device.synchronise(5)
+        first = np.ctypeslib.as_array((ctypes.c_float * (1 << 12)).from_address(buffers[1]))
+        assert (first == 3).all() and not device.ready(end)
+        ranks.dequeue(prepared, counted, 1, 1, 5)
+        device.synchronise(5)
+        whole = np.ctypeslib.as_array((ctypes.c_float * (nbytes // 4)).from_address(buffers[1]))
+        assert (whole == 3).all()
+        ranks.check()
+        for address in buffers:
+            device.free(address)
+    device.close()
+    assert not device.memory
+
+
+def _refused_on_a_gpu(rank: int) -> int:
+    comm, device = get_default(), _device()
+    x = tensor(inputs(rank), stream=7)
+    comm.allreduce_queue(x, LAYERS).wait()
+    comm.synchronize()
+    comm.allreduce(x)  # which gives back what the queue had
+    comm.synchronize()
+    before = len(device._events)
+    for layers in ([4, 5], [SIZE + 1, -1]):
+        assert failure(lambda layers=layers: comm.allreduce_queue(x, layers)) is not None
+    device.captured |= {7: 1, comm._gpu._side: 1}  # type: ignore[union-attr,dict-item]
+    new = tensor(np.zeros(SIZE + 1), stream=7)
+    assert "cannot be captured" in str(failure(lambda: comm.allreduce_queue(new, [SIZE + 1])))
+    device.captured.clear()
+    return len(device._events) - before
+
+
+@needs_compiler
+def test_a_refused_queue_leaves_no_event(machine: Machine) -> None:
+    assert collectives.spawn(_refused_on_a_gpu, 2, device="cuda:0", topology="mesh-2") == [0, 0]
+
+
 @needs_compiler
 @pytest.mark.parametrize("sanitizer", ["", "thread", "address"])
 @pytest.mark.parametrize("nbytes", [400, 200_000])
@@ -233,7 +320,7 @@ def test_a_check_ends_with_its_deadline_or_when_all_stop(aborted: int) -> None:
 @needs_compiler
 def test_a_dequeue_is_an_event_and_a_check_on_the_callers_stream(machine: Machine) -> None:
     found = collectives.spawn(_order, 2, device="cuda:0", topology="mesh-2")
-    assert found == [["wait 7", "check 7"]] * 2
+    assert found == [["wait 7", "check 7", "record 7"]] * 2
 
 
 def test_the_benchmark_prints_and_writes(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 
 import collectives
 from collectives import CollectiveError, get_default
-from collectives.sparse.gtopk import gtopk
+from collectives.sparse.gtopk import HEAD, gtopk
 from collectives.sparse.tensors import Residual
 from collectives.sparse.wire import Wire
 from kernels import topk_abs
@@ -60,21 +60,38 @@ def test_no_mass_is_lost(size: int) -> None:
         assert kept.tolist() == given.tolist()
 
 
-def counted(rank: int, k: int) -> tuple[int, int]:
+def counted(rank: int, k: int, dtype: str) -> tuple[int, int, int, int]:
+    """(entries that came up, bytes sent up, bytes of the message that comes down, entries in it)"""
     calls: Any = get_default()._calls
-    residual = np.zeros(NUMEL, np.float32)
+    sent: list[int] = []
+    plain, make = calls.block, calls.make
+
+    def block(nbytes: int) -> Any:
+        sent.append(nbytes)
+        return plain(nbytes)
+
+    down: list[int] = []
+    calls.block = block
+    calls.make = lambda request: (down.append(request.buffer.nbytes), make(request))[1]
     mine = vector(rank, 0, k)
-    rest = Residual(residual, NUMEL, mine[0])
-    _, received = gtopk(calls, mine, k, rest, Wire("float32"))
-    return received, k
+    rest = Residual(np.zeros(NUMEL, np.float32), NUMEL, mine[0])
+    found, received = gtopk(calls, mine, k, rest, Wire(dtype))
+    return received, sum(sent), down[-1], found[0].size
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 13])
-def test_entries_on_the_wire(size: int) -> None:
-    k = 7
-    found = [received for received, _ in collectives.spawn(counted, size, args=(k,))]
-    assert sum(found) <= (size - 1) * k
-    assert found[0] <= k * math.ceil(math.log2(size))
+def test_bytes_on_the_wire_are_the_models(size: int, dtype: str) -> None:
+    """Full vectors: k entries over each of P - 1 hops up, and as many down; 2 (P - 1) k in all."""
+    k, entry = 7, Wire(dtype).entry
+    found = collectives.spawn(counted, size, args=(k, dtype))
+    assert sum(row[0] for row in found) == (size - 1) * k
+    assert found[0][0] == k * math.ceil(math.log2(size))  # at the root of a binomial tree
+    assert sum(row[1] for row in found) == (size - 1) * k * entry
+    assert all(row[2] == HEAD + k * entry and row[3] == k for row in found)
+
+
+def test_entries_take_8_bytes_and_6_of_short_values() -> None:
     assert [Wire(name).entry for name in ("float32", "float16", "bfloat16")] == [8, 6, 6]
 
 
@@ -103,10 +120,26 @@ def test_what_16_bits_cannot_hold_stays_in_a_residual(size: int, dtype: str) -> 
         assert (kept + rows[0][2]).tolist() == given.tolist()
 
 
+def large(rank: int, mode: str) -> tuple[float, float]:
+    one = np.array([60_000], np.float16)
+    residual = np.zeros(4, np.float32)
+    total = collectives.sparse_allreduce(
+        one, np.array([2], np.int32), 4, 1, residual=residual, mode=mode
+    )
+    return float(total[0][0]), float(residual[2])
+
+
+@pytest.mark.parametrize("mode", ["gtopk", "topk", "dense"])
+def test_finite_sums_stay_finite_and_nothing_is_lost(mode: str) -> None:
+    found = collectives.spawn(large, 3, args=(mode,))
+    assert {total for total, _ in found} == {65504.0}
+    assert 65504 + sum(kept for _, kept in found) == 3 * float(np.float16(60_000))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_wires_carry_what_they_round_to(dtype: str) -> None:
     wire = Wire(dtype)
-    values = np.array([1.00390625, -3e38, 1e-40, np.inf, np.nan, 65519, 2.5], np.float32)
+    values = np.array([1.00390625, -3e4, 1e-40, np.inf, np.nan, 65503, 2.5], np.float32)
     rounded = wire.rounded(values)
     want = torch.from_numpy(values).to(getattr(torch, dtype)).float().numpy()
     assert np.array_equal(rounded, want, equal_nan=True)

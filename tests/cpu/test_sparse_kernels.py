@@ -337,3 +337,16 @@ def test_a_threshold_takes_the_k_largest_and_not_many_more(kind: str, n: int, k:
     sampled = max(1, topk.places(n).size if n else 1)
     excess = 3 * k + 18 * (k * n / sampled) ** 0.5 + 36 * n / sampled + 4096
     assert k <= indices.size <= k + excess
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0)])
+def test_nothing_is_selected_from_nothing(shape: tuple[int, ...]) -> None:
+    values, indices = kernels.sparsify(np.zeros(shape, np.float32), np.zeros(shape, np.float32), 0)
+    assert (values.size, indices.size) == (0, 0)
+
+
+def test_rows_of_no_width() -> None:
+    indices, values = np.array([3, 1, 3]), np.zeros((3, 0), np.float32)
+    unique, sums = kernels.coalesce(indices, values, 4)
+    assert unique.tolist() == [1, 3] and sums.shape == (2, 0)
+    kernels.scatter_add_rows(np.zeros((4, 0), np.float32), indices, values)

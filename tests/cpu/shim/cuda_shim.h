@@ -31,8 +31,10 @@ struct Block {
     std::barrier<> barrier;
     std::mutex mutex;
     std::unique_ptr<char[]> storage;
-    explicit Block(unsigned threads) : barrier(threads) {}
+    std::vector<uint64_t> votes;  // of each thread: how often, and over which words
+    explicit Block(unsigned threads) : barrier(threads), votes(threads) {}
 };
+inline bool partial_vote = false;  // some lanes of a warp voted without the others
 inline thread_local Index thread_index, block_index, block_size, grid_size;
 inline thread_local Block* block;
 
@@ -60,8 +62,12 @@ template <class F> void launch(unsigned blocks, unsigned threads, F kernel) {
             });
     }
     for (auto& thread : running) thread.join();
+    for (auto& of : all)
+        for (unsigned t = 0; t < threads && threads % 32 == 0; ++t)
+            if (of->votes[t] != of->votes[t / 32 * 32]) partial_vote = true;
 }
 }  // namespace shim
+extern "C" bool voted_in_part() { return shim::partial_vote; }
 
 #define threadIdx (::shim::thread_index)
 #define blockIdx (::shim::block_index)
@@ -98,6 +104,8 @@ inline void count_down_to(unsigned long long* p, unsigned long long v) {
                                                    __ATOMIC_RELAXED)) {}
 }
 inline uint32_t write_bit(uint32_t* words, unsigned long long i, bool on) {
+    uint64_t& votes = ::shim::block->votes[::shim::thread_index.x];
+    votes = votes * 1000003 + i / 32 + 1;
     const uint32_t bit = 1u << i % 32;
     if (on) __atomic_fetch_or(words + i / 32, bit, __ATOMIC_RELAXED);
     else __atomic_fetch_and(words + i / 32, ~bit, __ATOMIC_RELAXED);
