@@ -16,7 +16,7 @@ from collectives.overlap.profile import Profile
 from collectives.overlap.schedule import Schedule, whole
 
 
-def carlier(profile: Profile, network: Network, limit_s: float = 10.0) -> Schedule:
+def carlier(profile: Profile, network: Network, limit_s: float = 1.0) -> Schedule:
     """Every gradient alone, in the best order found within `limit_s`; the note tells whether it is
     proved."""
     times = [network.seconds(layer.nbytes) for layer in profile.layers]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from collectives.errors import CollectiveError
 from collectives.overlap.network import Network
@@ -17,10 +18,10 @@ from collectives.overlap.policies.mg_wfbp import mg_wfbp
 from collectives.overlap.policies.us_byte import us_byte
 from collectives.overlap.policies.wfbp import wfbp
 from collectives.overlap.profile import Profile
-from collectives.overlap.schedule import Communication, Piece, Schedule, whole
+from collectives.overlap.schedule import Communication, Piece, Schedule
 
 EXACT = 7
-"""Tensors up to which every fusion in every order is compared."""
+"""Blocks up to which every fusion in every order is compared."""
 LANES = (1, 2, 4)
 NAMED: tuple[Callable[[Profile, Network], Schedule], ...] = (
     wfbp, mg_wfbp, asc_wfbp, bytescheduler, us_byte, c_cube, fusion_dp,
@@ -34,7 +35,8 @@ def optimal(profile: Profile, network: Network, limit_s: float = 10.0) -> Schedu
     Carlier's order; and many plans of `two_phases`, on one lane and spread over several.
 
     The note tells how far from the bound it may be; the exact part is the best of all schedules
-    that send whole tensors, in any fusion and order, on one lane. Takes about `limit_s`, more only
+    that send whole tensors, or equal blocks of them (`every_fusion`), in any fusion and order, on
+    one lane. Takes about `limit_s`, more only
     where the named policies do. Raises CollectiveError.
     """
     if not limit_s > 0:
@@ -55,7 +57,7 @@ def optimal(profile: Profile, network: Network, limit_s: float = 10.0) -> Schedu
     bound = best.lower_bound_seconds
     gap = max(0.0, best.predicted_seconds / bound - 1) if bound else 0.0
     source = "" if best.policy == "optimal" else f", by {best.policy}"
-    proof = "; no fusion and order of whole tensors on one lane is shorter" if exact else ""
+    proof = "; no fusion and order on one lane is shorter" if exact else ""
     note = f"at most {gap:.1%} above the optimum{source}{proof}"
     return replace(best, policy="optimal", note=note)
 
@@ -75,27 +77,39 @@ def _by_two_phases(profile: Profile, network: Network) -> Iterator[Schedule]:
                 yield Schedule("optimal", profile, network, tuple(made), True)
 
 
-def every_fusion(profile: Profile, network: Network) -> Schedule:
-    """The best of all ordered partitions of the layers, chained, on one lane.
+def _cut(layer: int, nbytes: int, parts: int) -> list[Piece]:
+    """A layer in so many equal blocks, or in single bytes."""
+    ends = [nbytes * n // parts for n in range(parts + 1)]
+    return [Piece(layer, a, b - a) for a, b in pairwise(ends) if a < b]
 
-    By sets of layers that have been sent: of each, the pairs (channel free, largest end + tail) of
-    which no other is better in both. 3^L steps.
+
+def every_fusion(profile: Profile, network: Network) -> Schedule:
+    """The best of all ways to fuse and order blocks, chained, on one lane.
+
+    Every tensor is cut into as many equal blocks as keep all within EXACT. By sets of blocks that
+    have been sent: of each, the pairs (channel free, largest end + tail) of which no other is
+    better in both. 3^EXACT steps.
     """
-    size = len(profile.layers)
     ready, tails = profile.ready, profile.tails
+    parts = max(1, EXACT // len(profile.layers))
+    blocks = [b for i, layer in enumerate(profile.layers) for b in _cut(i, layer.nbytes, parts)]
+    sets = [
+        tuple(b for n, b in enumerate(blocks) if mask >> n & 1) for mask in range(1 << len(blocks))
+    ]
     groups = [
         (
             mask,
-            max(ready[i] for i in range(size) if mask >> i & 1),
-            max(tails[i] for i in range(size) if mask >> i & 1),
-            network.seconds(sum(profile.layers[i].nbytes for i in range(size) if mask >> i & 1)),
+            max(ready[b.layer] for b in of),
+            max(tails[b.layer] for b in of),
+            network.seconds(sum(b.nbytes for b in of)),
         )
-        for mask in range(1, 1 << size)
+        for mask, of in enumerate(sets)
+        if of
     ]
     State = tuple[float, float, tuple[int, ...]]
-    fronts: list[list[State]] = [[] for _ in range(1 << size)]
+    fronts: list[list[State]] = [[] for _ in sets]
     fronts[0] = [(0.0, 0.0, ())]
-    for done in range(1 << size):
+    for done in range(len(sets)):
         front: list[State] = []
         for state in sorted(fronts[done]):  # the earliest first
             if not front or state[1] < front[-1][1]:
@@ -108,9 +122,7 @@ def every_fusion(profile: Profile, network: Network) -> Schedule:
                 end = max(free, there) + seconds
                 fronts[done | mask].append((end, max(worst, end + tail), (*path, mask)))
     best = min(fronts[-1], key=lambda state: state[1])
-    sends = tuple(
-        whole(profile, tuple(i for i in range(size) if mask >> i & 1)) for mask in best[2]
-    )
+    sends = tuple(Communication(sets[mask]) for mask in best[2])
     return Schedule("optimal", profile, network, sends, True)
 
 

@@ -1,0 +1,78 @@
+"""`linkweave schedule` and the tables about schedulers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from bench import schedulers, schedules
+from bench.cli import app
+from collectives import overlap
+
+
+def run(words: str) -> str:
+    done = CliRunner().invoke(app, words.split())
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_all_policies_side_by_side_drawn_and_traced(tmp_path: Path) -> None:
+    out = run(f"schedule --model vgg16 --workers 8 --limit 0.3 --png {tmp_path}/g.png")
+    lines = [line.split() for line in out.splitlines()]
+    names = [line[0] for line in lines if line and line[0] in (*overlap.POLICIES, "auto")]
+    assert names == [*overlap.POLICIES, "auto"]
+    assert "synthetic" in out and "8 workers" in out
+    assert (tmp_path / "g.png").stat().st_size > 10_000
+    run(f"schedule --model resnet152 --policy us-byte --trace {tmp_path}/t.json --explain")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert len(events) >= 3 * 467 and {e["tid"] for e in events} == {
+        "backward",
+        "lane 0",
+        "forward",
+    }
+
+
+def test_json_and_a_profile_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    file.write_text("name,nbytes,forward_s,backward_s\na,4000,0.1,0.2\nb,8000,0.1,0.2\n")
+    out = run(f"schedule --model {file} --network 56GbIB --policy optimal --limit 0.2 --json")
+    (found,) = json.loads(out)
+    assert found["profile"] == "mine" and not found["synthetic"]
+    assert found["lower_bound_seconds"] <= found["predicted_seconds"]
+    assert sum(p["nbytes"] for c in found["communications"] for p in c["pieces"]) == 12_000
+
+
+@pytest.mark.parametrize(
+    "words", ["--model alexnet", "--model vgg16 --network fast", "--model vgg16 --policy best",
+              "--model vgg16 --trace x.json", "--model vgg16 --workers 0"],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(words: str) -> None:
+    done = CliRunner().invoke(app, ["schedule", *words.split()])
+    assert done.exit_code != 0
+
+
+def test_the_papers_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedulers, "ASC_TABLE", {"densenet201": (0.778, 0.375, 0.314, 22.3)})
+    monkeypatch.setattr(schedulers, "USBYTE_MODELS", ("vgg16-cifar",))
+    monkeypatch.setattr(
+        schedulers, "THROUGHPUT", {"bert-large": schedulers.THROUGHPUT["bert-large"]}
+    )
+    done: list[int] = []
+    rows = schedulers.rows(lambda: done.append(1))
+    assert len(done) == 4 and len(rows) == 4 + 6 + 3
+    text = schedulers.table(rows)
+    assert "ASC-WFBP over MG-WFBP" in text and "Why they differ" in text
+    ours = {row.what: row.ours for row in rows}
+    assert ours["speed-up of 32 GPUs, auto"] > ours["speed-up of 32 GPUs, ASC-WFBP"]
+
+
+def test_the_table_of_all_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedules, "WORKERS", (2, 64))
+    monkeypatch.setattr(schedules, "LIMIT_S", 0.3)
+    monkeypatch.setattr(overlap, "models", lambda: ("vgg16", "bert-base"))
+    rows = schedules.rows()
+    assert len(rows) == 2 * len(overlap.PRESETS) * 2
+    assert "slower than a named policy: 0" in schedules.table(rows)
