@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -211,9 +211,14 @@ def schedule(
     names = [*overlap.POLICIES, "auto"] if policy == "all" else [policy]
     if trace and len(names) > 1:
         raise CollectiveError("--trace needs one policy: name it with --policy")
-    found = []
+    if as_json and explain:
+        raise CollectiveError("--explain goes without --json")
+    found: list[overlap.Schedule] = []
     with Progress(console=console, transient=True) as progress:
         for name in progress.track(names, description="planning"):
+            if name == "auto" and found:  # which is the optimal one under another name
+                found.append(replace(found[-1], policy=name))
+                continue
             limited = name in ("optimal", "carlier", "auto")
             options = {"limit_s": limit} if limited else {}
             found.append(overlap.plan(profile, net, name, **options))

@@ -7,22 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from collectives import CollectiveError
 from collectives.overlap import Schedule
 
 HEADER = (
     f"{'policy':14}{'ms':>10}{'x WFBP':>8}{'above bound':>13}{'exposed ms':>12}{'all-reduces':>13}"
     f"{'lanes':>7}  note"
 )
-
-
-def gap(schedule: Schedule) -> float:
-    """How far above the lower bound, as a share of it."""
-    bound = schedule.lower_bound_seconds
-    return max(0.0, schedule.predicted_seconds / bound - 1) if bound else 0.0
-
-
-def lanes(schedule: Schedule) -> int:
-    return 1 + max(sends.lane for sends in schedule.communications)
 
 
 def table(schedules: Sequence[Schedule], base: float) -> str:
@@ -32,8 +23,8 @@ def table(schedules: Sequence[Schedule], base: float) -> str:
         seconds = s.predicted_seconds
         ratio = base / seconds if seconds else 1.0
         lines.append(
-            f"{s.policy:14}{seconds * 1e3:10.2f}{ratio:8.2f}{gap(s):13.1%}"
-            f"{s.timeline.exposed_s * 1e3:12.2f}{len(s.communications):13}{lanes(s):7}  {s.note}"
+            f"{s.policy:14}{seconds * 1e3:10.2f}{ratio:8.2f}{s.gap:13.1%}"
+            f"{s.timeline.exposed_s * 1e3:12.2f}{len(s.communications):13}{s.lanes:7}  {s.note}"
         )
     return "\n".join(lines)
 
@@ -48,10 +39,12 @@ def draw(schedules: Sequence[Schedule], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    if path.suffix != ".png":
+        raise CollectiveError(f"--png draws into a file that ends in .png, not {path}")
     from matplotlib import pyplot as plt
     from matplotlib.colors import Normalize
 
-    rows = [2 + lanes(s) for s in schedules]
+    rows = [2 + s.lanes for s in schedules]
     figure, axes = plt.subplots(
         len(schedules), 1, sharex=True, squeeze=False, layout="constrained",
         figsize=(12, 0.9 + sum(0.45 + 0.28 * n for n in rows)),
@@ -60,7 +53,7 @@ def draw(schedules: Sequence[Schedule], path: Path) -> None:
     count = len(schedules[0].profile.layers)
     colours, scale = matplotlib.colormaps["viridis"], Normalize(0, max(1, count - 1))
     for axis, s in zip(axes[:, 0], schedules, strict=True):
-        names = ["backward", *(f"lane {i}" for i in range(lanes(s))), "forward"]
+        names = ["backward", *(f"lane {i}" for i in range(s.lanes)), "forward"]
         line = s.timeline
         bars: list[list[tuple[float, float, float]]] = [[] for _ in names]
         for i, (start, end) in enumerate(line.backward):
@@ -87,7 +80,7 @@ def draw(schedules: Sequence[Schedule], path: Path) -> None:
         axis.axvline(s.lower_bound_seconds * 1e3, color="crimson", linewidth=1.0)
         axis.set_title(
             f"{s.policy}: {s.predicted_seconds * 1e3:.1f} ms, {len(s.communications)} all-reduces, "
-            f"{gap(s):.1%} above the bound (red)", fontsize=9, loc="left",
+            f"{s.gap:.1%} above the bound (red)", fontsize=9, loc="left",
         )  # fmt: skip
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel("ms from the start of the backward pass")
@@ -123,4 +116,6 @@ def trace(schedule: Schedule) -> str:
         add(what, f"lane {c.lane}", span, number=number, nbytes=c.nbytes, pieces=len(c.pieces))
     for name, span in zip(names, line.forward, strict=True):
         add(name, "forward", span)
-    return json.dumps({"traceEvents": events})
+    profile = schedule.profile
+    about = {"profile": profile.name, "synthetic": profile.synthetic}
+    return json.dumps({"traceEvents": events, "otherData": about})

@@ -20,6 +20,8 @@ ASC_TABLE = {
     "resnet152": (0.956, 0.710, 0.524, 16.7), "densenet201": (0.778, 0.375, 0.314, 22.3),
     "inceptionv4": (0.719, 0.510, 0.377, 16.1), "bert-base": (1.010, 1.062, 0.924, 10.6),
 }  # fmt: skip
+ASC_LIMITS = {"resnet152": 17.5, "densenet201": 32.0, "inceptionv4": 17.2, "bert-base": 11.5}
+WIRE = 2 * 8 / 9.43e9  # s a byte at the line rate of equation 43
 # The b printed for US-Byte's cluster 1, 0.0352 ns/B, would be 28 GB/s on 10GbE; a ring's is taken.
 USBYTE = Network(910.5e-6, 2 * 7 / 8 / 1.25e9, 2.0, 8, "10GbE of US-Byte")
 USBYTE_MODELS = ("googlenet", "resnet50", "vgg16-cifar", "mobilenetv2", "bert-base")
@@ -64,6 +66,9 @@ def rows(done: Callable[[], None] = lambda: None) -> list[Row]:
         ):
             found.append(Row(what, name, f"{theirs:.2f}", mine))
         found.append(Row("speed-up of 32 GPUs, auto", name, "-", 32 * compute / auto))
+        sending = profile.nbytes * WIRE
+        most = 32 * compute / (compute + sending - min(2 * compute / 3, sending))
+        found.append(Row("limit of table V (equation 42)", name, f"{ASC_LIMITS[name]:.2f}", most))
         done()
     for workers, (over_bytescheduler, over_wfbp) in USBYTE_GAINS.items():
         network = USBYTE.at(workers)
@@ -93,16 +98,21 @@ def rows(done: Callable[[], None] = lambda: None) -> list[Row]:
 
 TOTAL = len(ASC_TABLE) + 2 * len(USBYTE_MODELS) + len(THROUGHPUT)
 WHY = """\
-Why they differ. WFBP is slower here than measured where there are many small tensors, as each pays
-the whole start-up of 1.4 ms (467 of them are 654 of ResNet-152's measured 956 ms): libraries fuse
-or pipeline what is tiny. MG-WFBP is faster here than measured: the model has no copies into and out
-of fused buffers, and nothing that a collective costs the computation beside it.
+All layer times are synthetic: a total, shared out by parameters.
+Why they differ. WFBP on CNNs is slower here than measured, as each of many small tensors pays the
+whole start-up of 1.4 ms (467 of them are 654 of ResNet-152's measured 956 ms): libraries fuse or
+pipeline what is tiny. MG-WFBP and fusion are faster here than measured: the model has no copies
+into and out of fused buffers, and nothing that a collective costs the computation beside it; and
+with times by parameters few layers are worth sending at once, so ASC-WFBP gains little over it.
+auto exceeds the limit of table V, which lets nothing be chained with the forward pass, and takes b
+for the wire's rate, of which two at once at gamma 1.5 would be 4/3: b and gamma are separate fits.
 US-Byte: the b printed for its cluster is 40 times too small for 10GbE, so a ring's is taken. Two
 blocks on their way (credit 2) hide each other's start-ups in our contention model, which makes
-ByteScheduler better than the paper has it; with credit 1 the order is the paper's. That US-Byte is
-3.3 to 4.3 times faster than WFBP on 128 workers does not follow from the paper's own equations: it
-sends at least one all-reduce a tensor as well (section 5.3), so its channel is busy as long, and
-what it can gain is at most the forward pass.
+ByteScheduler better than the paper has it; with credit 1 US-Byte wins, the more the longer a
+start-up is beside a block. That it is 1.2 to 1.6 times faster than WFBP on 8 workers, and 3.3 to
+4.3 times on 128, does not follow from the paper's own equations: it sends at least one all-reduce a
+tensor as well (section 5.3), so its channel is busy as long, and what it can gain is at most the
+forward pass.
 ddl-benchmarks: that MG-WFBP gains on ResNet-50 follows from a and b; that it loses on BERT-Base,
 and ByteScheduler to WFBP on ResNet-50, does not: there the libraries' own costs decide."""
 

@@ -38,7 +38,11 @@ def jackson(profile: Profile, startup_s: float, seconds_per_byte: float) -> floa
     return worst
 
 
-def lower_bound(profile: Profile, network: Network, lanes: int = 1) -> float:
+LANES = 4
+"""All-reduces at once that bounds allow for, and that `optimal` uses at most."""
+
+
+def lower_bound(profile: Profile, network: Network, lanes: int = LANES) -> float:
     """Seconds that an iteration takes at least, with at most `lanes` all-reduces at once.
 
     Valid for every schedule of `overlap.timeline`: a byte is transmitted after its gradient is

@@ -32,7 +32,8 @@ def plan(profile: Profile, network: Network, policy: str = "auto", **options: An
     """The schedule of a policy, whose own options may follow.
 
     "auto" takes what is predicted to be the fastest; as "optimal" starts from all named policies,
-    it is never slower than any of them. Raises CollectiveError.
+    it is never slower than any of them (than "carlier" within its share of the time). Raises
+    CollectiveError.
     """
     if policy == "auto":
         best = optimal(profile, network, options.pop("limit_s", AUTO_LIMIT_S))

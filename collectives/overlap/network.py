@@ -1,10 +1,11 @@
 """What an all-reduce takes on a network: a start-up, a time per byte, and contention.
 
-An all-reduce of m bytes alone takes a + b m (ASC-WFBP, equation 3; US-Byte, equation 1). While n of
-them transmit at once, a byte of each takes b (1 + (gamma - 1)(n - 1)): gamma b for two, as in
-ASC-WFBP, section III; the paper leaves more than two open, and here each further one costs the
-others as much again. Start-ups do not slow each other down. gamma = 2 means that the link is full
-already: two at once transmit as fast as one after the other; below that they use it better.
+An all-reduce of m bytes alone takes a + b m (ASC-WFBP, equation 3; US-Byte, equation 1). While
+two of them transmit at once, a byte of each takes gamma b (ASC-WFBP, section III). The paper leaves
+more than two open; here two fill the link as far as it goes, and n share what two reach: gamma b
+n / 2 each. Start-ups do not slow each other down. gamma = 2 means that one fills the link already:
+two at once transmit as fast as one after the other; below that they use it better. Where b and
+gamma come from different fits, as the paper's do, gamma b / 2 may be faster than the wire itself.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ class Network:
 
     def crowding(self, transmitting: int) -> float:
         """By how much a byte takes longer while so many transmit."""
-        return 1 + (self.gamma - 1) * (transmitting - 1)
+        return 1.0 if transmitting == 1 else self.gamma * transmitting / 2
 
     def fastest(self, lanes: int) -> float:
         """Seconds per byte of all together, at best, with at most so many at once."""
-        return self.seconds_per_byte * min(self.crowding(n) / n for n in range(1, lanes + 1))
+        return self.seconds_per_byte * (min(1.0, self.gamma / 2) if lanes > 1 else 1.0)
 
     def at(self, workers: int) -> Network:
         """The same links between another number of workers, in a ring (US-Byte, equation 14:

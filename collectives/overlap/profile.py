@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from importlib.resources import files
@@ -88,13 +87,16 @@ class Profile:
         """What `to_json` wrote. Raises CollectiveError."""
         try:
             data = json.loads(text)
-            rows, name = data["layers"], data.get("name", "profile")
-            return Profile(
-                tuple(_layer(i, row) for i, row in enumerate(rows)), str(name),
-                bool(data.get("synthetic", False)),
-            )  # fmt: skip
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CollectiveError(f"no profile: {type(error).__name__}: {error}") from None
+        except ValueError as error:
+            raise CollectiveError(f"a profile in JSON is needed: {error}") from None
+        rows = data.get("layers") if isinstance(data, dict) else None
+        if not isinstance(rows, list):
+            raise CollectiveError("a profile in JSON is an object with a list of layers")
+        synthetic = data.get("synthetic", False)
+        if not isinstance(synthetic, bool):
+            raise CollectiveError(f"synthetic must be true or false, not {synthetic!r}")
+        layers = tuple(_layer(i, row) for i, row in enumerate(rows))
+        return Profile(layers, str(data.get("name", "profile")), synthetic)
 
     @staticmethod
     def from_csv(text: str, name: str = "profile") -> Profile:
@@ -103,22 +105,35 @@ class Profile:
         return Profile(tuple(_layer(i, row) for i, row in enumerate(rows)), name)
 
 
-def _layer(place: int, row: dict[str, Any]) -> Layer:
-    for field in ("name", "nbytes", "forward_s", "backward_s"):
+_FIELDS = ("name", "nbytes", "forward_s", "backward_s")
+
+
+def _layer(place: int, row: Any) -> Layer:
+    if not isinstance(row, dict):
+        raise CollectiveError(f"layer {place} must have {', '.join(_FIELDS)}, not {row!r}")
+    for field in _FIELDS:
         if row.get(field) in (None, ""):
             raise CollectiveError(f"layer {place} has no {field}")
-    try:
-        return Layer(
-            str(row["name"]), int(row["nbytes"]), float(row["forward_s"]), float(row["backward_s"])
+    if unknown := [field for field in row if field not in _FIELDS]:
+        raise CollectiveError(
+            f"layer {place}: unknown field {unknown[0]!r}; fields are {', '.join(_FIELDS)}"
         )
-    except ValueError as error:
-        raise CollectiveError(f"layer {place}: {error}") from None
+    values = {field: row[field] for field in _FIELDS}
+    for field, kind in (("nbytes", int), ("forward_s", float), ("backward_s", float)):
+        if isinstance(values[field], str):  # of a CSV
+            try:
+                values[field] = kind(values[field])
+            except ValueError:
+                raise CollectiveError(
+                    f"layer {place}: {field} must be a number, not {values[field]!r}"
+                ) from None
+    return Layer(str(values["name"]), values["nbytes"], values["forward_s"], values["backward_s"])
 
 
 def check_number(what: str, value: Any, least: float = 0.0) -> None:
     """Raise CollectiveError unless it is a finite number of at least that."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < least:
+    if not number or not -1e300 < value < 1e300 or value < least:
         raise CollectiveError(f"{what} must be a number of at least {least:g}, not {value!r}")
 
 
@@ -178,7 +193,10 @@ def load(spec: str) -> Profile:
         raise CollectiveError(
             f"{spec!r} is neither a file nor a model; models: {', '.join(_models())}"
         )
-    text = path.read_text()
-    if text.lstrip().startswith("{"):
+    try:
+        text = path.read_text("utf-8-sig")
+    except UnicodeDecodeError:
+        raise CollectiveError(f"{spec!r} is not a text file") from None
+    if text.lstrip().startswith(("{", "[")):
         return Profile.from_json(text)
     return Profile.from_csv(text, path.stem)

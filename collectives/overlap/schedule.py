@@ -7,10 +7,13 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from collectives.errors import CollectiveError
-from collectives.overlap.bounds import lower_bound
+from collectives.overlap.bounds import LANES, lower_bound
 from collectives.overlap.network import Network
 from collectives.overlap.profile import Profile
 from collectives.overlap.timeline import Timeline, timeline
+
+ALIGN = 16
+"""Bytes: where gradients may be cut, so that no element is, of whatever dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class Schedule:
 
     `chained`: a layer's forward pass waits for its own gradients only; else the next iteration
     waits for all communications, as without a scheduler. Raises CollectiveError unless every byte
-    of every gradient is sent once.
+    of every gradient is sent once, in pieces that begin at multiples of ALIGN bytes.
     """
 
     policy: str
@@ -60,6 +63,7 @@ class Schedule:
     def __post_init__(self) -> None:
         sent: list[list[tuple[int, int]]] = [[] for _ in self.profile.layers]
         for number, sends in enumerate(self.communications):
+            _check(self.policy, number, sends, len(self.profile.layers))
             if any(not 0 <= other < number for other in sends.after):
                 raise CollectiveError(
                     f"{self.policy}: communication {number} waits for {sends.after}, which must be "
@@ -92,17 +96,25 @@ class Schedule:
 
     @cached_property
     def lower_bound_seconds(self) -> float:
-        """No schedule with as many lanes is shorter (`overlap.bounds`)."""
-        lanes = 1 + max(sends.lane for sends in self.communications)
-        return lower_bound(self.profile, self.network, lanes)
+        """No schedule of this profile and network is shorter, with up to LANES all-reduces at once
+        (`overlap.bounds`)."""
+        return lower_bound(self.profile, self.network, max(LANES, self.lanes))
+
+    @property
+    def lanes(self) -> int:
+        return 1 + max(sends.lane for sends in self.communications)
+
+    @property
+    def gap(self) -> float:
+        """How far above the lower bound, as a share of it."""
+        bound = self.lower_bound_seconds
+        return max(0.0, self.predicted_seconds / bound - 1) if bound else 0.0
 
     def explain(self) -> str:
         """What the policy does here, in numbers."""
         line, net = self.timeline, self.network
         compute = self.profile.backward_s + self.profile.forward_s
         exposed = line.seconds - compute
-        bound = self.lower_bound_seconds
-        gap = max(0.0, line.seconds / bound - 1) if bound else 0.0
         startups = len(self.communications) * net.startup_s
         words = [
             str(self.profile),
@@ -111,7 +123,7 @@ class Schedule:
             f"{exposed * 1e3:.2f} ms are communication that nothing hides; "
             f"{len(self.communications)} all-reduces, whose start-ups take {startups * 1e3:.2f} ms "
             f"of {sum(map(net.seconds, (c.nbytes for c in self.communications))) * 1e3:.2f} ms; "
-            f"{gap:.1%} above what no schedule can beat",
+            f"{self.gap:.1%} above what no schedule with {max(LANES, self.lanes)} at once can beat",
         ]
         return "\n".join([*words, *([self.note] if self.note else [])])
 
@@ -143,6 +155,35 @@ class Schedule:
             "lower_bound_seconds": self.lower_bound_seconds,
             "communications": [asdict(sends) for sends in self.communications],
         })  # fmt: skip
+
+
+def _check(policy: str, number: int, sends: Communication, layers: int) -> None:
+    """Raise CollectiveError for what no runtime could carry out."""
+    where = f"{policy}: communication {number}"
+    if not sends.pieces:
+        raise CollectiveError(f"{where} has no pieces")
+    numbers = [("lane", sends.lane)]
+    for piece in sends.pieces:
+        numbers += [("layer", piece.layer), ("first", piece.first), ("nbytes", piece.nbytes)]
+    for name, value in numbers:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise CollectiveError(f"{where}: {name} must be an integer >= 0, not {value!r}")
+    for piece in sends.pieces:
+        if piece.layer >= layers:
+            raise CollectiveError(f"{where}: there are {layers} layers, and no {piece.layer}")
+        if piece.first % ALIGN:
+            raise CollectiveError(
+                f"{where}: a piece begins at byte {piece.first}, which is no multiple of {ALIGN}"
+            )
+
+
+def partition_of(value: object) -> int:
+    """A size of blocks, in bytes."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value % ALIGN:
+        raise CollectiveError(
+            f"partition must be a positive multiple of {ALIGN} bytes, not {value!r}"
+        )
+    return value
 
 
 def whole(profile: Profile, layers: tuple[int, ...], **extra: object) -> Communication:

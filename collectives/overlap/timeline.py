@@ -9,10 +9,13 @@ bytes, each as long as `Network.crowding` says of those that transmit at that mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from collectives.errors import CollectiveError
 from collectives.overlap.network import Network
 from collectives.overlap.profile import Profile
 
@@ -39,16 +42,13 @@ def timeline(
 ) -> Timeline:
     ready = [max(profile.ready[p.layer] for p in c.pieces) for c in communications]
     if len({c.lane for c in communications}) == 1 and not any(c.after for c in communications):
-        sends = _one_lane(network, communications, ready)
+        sends, arrivals = _one_lane(network, communications, ready)
     else:
-        sends = _lanes(network, communications, ready)
+        sends, arrivals = _lanes(network, communications, ready)
     there = [0.0] * len(profile.layers)
-    for c, (start, end) in zip(communications, sends, strict=True):
-        sent, total = 0, c.nbytes
-        first = min(end, start + network.startup_s)
-        for piece in c.pieces:
-            sent += piece.nbytes
-            done = first + (end - first) * sent / total if c.streamed else end
+    for c, (_, end), pieces in zip(communications, sends, arrivals, strict=True):
+        for piece, arrival in zip(c.pieces, pieces, strict=True):
+            done = arrival if c.streamed else end
             there[piece.layer] = max(there[piece.layer], done)
     at = max(end for _, end in sends)
     forward = []
@@ -59,6 +59,8 @@ def timeline(
         start = max(at, own) if chained else at
         at = start + layer.forward_s
         forward.append((start, at))
+    if not math.isfinite(at):
+        raise CollectiveError("the times of the profile and the network are too large to be added")
     starts = [r - layer.backward_s for r, layer in zip(profile.ready, profile.layers, strict=True)]
     backward = tuple(zip(starts, profile.ready, strict=True))
     return Timeline(
@@ -66,26 +68,33 @@ def timeline(
     )
 
 
+Arrivals = list[list[float]]  # of each communication when each of its pieces has been transmitted
+
+
 def _one_lane(
     network: Network, communications: Sequence[Communication], ready: Sequence[float]
-) -> list[Span]:
-    free, found = 0.0, []
+) -> tuple[list[Span], Arrivals]:
+    free, spans, arrivals = 0.0, [], []
     for c, there in zip(communications, ready, strict=True):
         start = max(free, there)
-        free = start + network.seconds(c.nbytes)
-        found.append((start, free))
-    return found
+        upto = accumulate(piece.nbytes for piece in c.pieces)
+        arrivals.append([start + network.seconds(nbytes) for nbytes in upto])
+        free = arrivals[-1][-1]
+        spans.append((start, free))
+    return spans, arrivals
 
 
 def _lanes(
     network: Network, communications: Sequence[Communication], ready: Sequence[float]
-) -> list[Span]:
+) -> tuple[list[Span], Arrivals]:
     """From event to event: a start, the end of a start-up, the end of a transmission."""
     queues: dict[int, list[int]] = {}
     for number, c in enumerate(communications):
         queues.setdefault(c.lane, []).append(number)
     heads = dict.fromkeys(queues, 0)
     spans: dict[int, Span] = {}
+    arrivals: Arrivals = [[] for _ in communications]
+    behind = [_behind(c) for c in communications]
     running: dict[int, list[float]] = {}  # [start, end of the start-up, bytes left]
     now = 0.0
     while len(spans) < len(communications):
@@ -106,11 +115,22 @@ def _lanes(
         then = min([*ends, *waits])
         for number, state in list(running.items()):
             if state[1] <= now:
-                left = state[2] * pace
-                state[2] = 0.0 if now + left <= then else state[2] - (then - now) / pace
-                if state[2] <= 0:
+                before = state[2]
+                over = now + before * pace <= then
+                state[2] = 0.0 if over else before - (then - now) / pace
+                while len(arrivals[number]) < len(behind[number]) and (
+                    behind[number][len(arrivals[number])] >= state[2]
+                ):
+                    left = behind[number][len(arrivals[number])]
+                    arrivals[number].append(min(then, now + max(0.0, before - left) * pace))
+                if over:
                     spans[number] = (state[0], then)
                     del running[number]
                     heads[communications[number].lane] += 1
         now = then
-    return [spans[number] for number in range(len(communications))]
+    return [spans[number] for number in range(len(communications))], arrivals
+
+
+def _behind(c: Communication) -> list[int]:
+    """How many bytes are left behind each piece."""
+    return [c.nbytes - upto for upto in accumulate(piece.nbytes for piece in c.pieces)]

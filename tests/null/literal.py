@@ -100,25 +100,32 @@ def asc_types(p: Profile, n: Network) -> list[str]:
     return s[1:]
 
 
-def bytescheduler(p: Profile, n: Network, partition: int) -> list[tuple[int, int]]:
-    """(layer, bytes) in the order in which one channel sends them: whenever it is free, the first
-    block of all that are there, by layer and place."""
+def bytescheduler(
+    p: Profile, n: Network, partition: int, credit: int
+) -> list[tuple[int, int, int]]:
+    """(layer, bytes, lane) in the order in which they are sent: at every moment at which a lane is
+    free and a block is there, the first block of all that are there, by layer and place."""
     r = ready(p)
     blocks = [
         (number, first, min(partition, layer.nbytes - first))
         for number, layer in enumerate(p.layers, 1)
         for first in range(0, layer.nbytes, partition)
     ]
+    free = [0.0] * credit
     now, sent = 0.0, []
+    pace = n.seconds_per_byte * (1 if credit == 1 else n.gamma * credit / 2)
     while blocks:
         there = [x for x in blocks if r[x[0]] <= now]
-        if not there:
-            now = min(r[x[0]] for x in blocks)
+        lanes = [lane for lane in range(credit) if free[lane] <= now]
+        if not there or not lanes:
+            later = [t for t in (*free, *(r[x[0]] for x in blocks)) if t > now]
+            now = min(later)
             continue
         number, first, nbytes = min(there)
+        lane = min(lanes, key=lambda x: (free[x], x))
         blocks.remove((number, first, nbytes))
-        sent.append((number - 1, nbytes))
-        now += n.startup_s + n.seconds_per_byte * nbytes
+        sent.append((number - 1, nbytes, lane))
+        free[lane] = now + n.startup_s + pace * nbytes
     return sent
 
 
@@ -163,6 +170,76 @@ def us_byte_first(
             have[layer] = have[layer][take:]
         have[number] = list(blocks[number])
     return operations, [len(x) for x in have[1:]], tau
+
+
+def us_byte_iteration(p: Profile, n: Network, partition: int, p1: list[float]) -> float:
+    """Equations 9 to 12 behind algorithm 1."""
+    _, left, tau = us_byte_first(p, n, partition, p1)
+    tau = max(tau, ready(p)[1])
+    at = 0.0
+    for layer, blocks in zip(p.layers, left, strict=True):
+        if blocks:
+            all_blocks = [
+                min(partition, layer.nbytes - x) for x in range(0, layer.nbytes, partition)
+            ]
+            tau += n.startup_s + n.seconds_per_byte * sum(all_blocks[-blocks:])
+        at = max(at, tau) + layer.forward_s
+    return at
+
+
+def us_byte_priorities(p: Profile, n: Network, partition: int) -> list[float]:
+    """Algorithm 2, line by line."""
+    size, r = len(p.layers), ready(p)
+    p1 = [0.0, *(float(x) for x in range(1, size + 1))]
+    best = us_byte_iteration(p, n, partition, p1)
+    number = size
+    while number >= 1:
+        tau = 0.0
+        for layer, _, start in us_byte_first(p, n, partition, p1)[0]:
+            if layer == number:
+                nbytes = p.layers[number - 1].nbytes
+                tau = start + n.startup_s + n.seconds_per_byte * nbytes
+                break
+        if tau == 0:
+            number -= 1
+            continue
+        for k in range(number, 0, -1):
+            if k == 1 or r[k] < tau <= r[k - 1]:
+                break
+        trial = list(p1)
+        trial[number] = p1[k]
+        for j in range(k, number):
+            trial[j] += 1
+        seconds = us_byte_iteration(p, n, partition, trial)
+        if seconds < best * (1 - 1e-12):
+            best, p1, number = seconds, trial, k
+        number -= 1
+    return p1[1:]
+
+
+def spans_by_small_steps(
+    sends: list[tuple[float, float, int, tuple[int, ...]]], startup: float, gamma: float,
+    step: float,
+) -> list[tuple[float, float]]:  # fmt: skip
+    """Start and end of (ready, bytes, lane, after), a byte a second alone, clock step by step."""
+    state: list[list[float]] = [
+        [-1.0, nbytes, -1.0] for _, nbytes, _, _ in sends
+    ]  # start, left, end
+    now = 0.0
+    while any(end < 0 for _, _, end in state):
+        for i, (there, _, lane, after) in enumerate(sends):
+            before = [j for j in range(i) if sends[j][2] == lane]
+            waits = any(state[j][2] < 0 for j in (*before, *after))
+            if state[i][0] < 0 and not waits and there <= now + step / 2:
+                state[i][0] = now
+        sending = [x for x in state if x[0] >= 0 and x[2] < 0 and x[0] + startup <= now + step / 2]
+        pace = 1.0 if len(sending) < 2 else 2 / (gamma * len(sending))
+        for x in sending:
+            x[1] -= pace * step
+            if x[1] <= 1e-9:
+                x[2] = now + step
+        now += step
+    return [(x[0], x[2]) for x in state]
 
 
 def c_cube(p: Profile, n: Network) -> float:

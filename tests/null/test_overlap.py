@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import time
 from itertools import permutations
 
 import literal
@@ -66,27 +67,37 @@ def test_asc_wfbp() -> None:
         types = layer_types(profile, network)
         assert types == literal.asc_types(profile, network), seed
         kinds |= set(types)
-        groups = groups_of(asc_wfbp(profile, network))
+        made = asc_wfbp(profile, network)
+        groups = groups_of(made)
+        for number, c in enumerate(made.communications):
+            earlier = made.communications[max(0, number - 2) : number]
+            if types[c.pieces[-1].layer] == "normal":  # behind what may be under way
+                assert c.after == tuple(range(max(0, number - 2), number))
+            elif earlier:  # beside the one before
+                assert c.after == () and c.lane != earlier[-1].lane
         for group in groups:  # merged ones travel with the next that is not
             assert [types[i] == "merged" for i in group] == [True] * (len(group) - 1) + [False]
     assert kinds == {"normal", "merged", "simultaneous"}
 
 
-def test_bytescheduler() -> None:
+@pytest.mark.parametrize("credit", [1, 2, 4])
+def test_bytescheduler(credit: int) -> None:
     for seed in range(CASES):
         profile, network = case(seed, 6)
         partition = random.Random(seed).choice([10**6, 10**7, 10**9])
-        made = bytescheduler(profile, network, partition, 1)
-        sent = [(c.pieces[0].layer, c.nbytes) for c in made.communications]
-        assert sent == literal.bytescheduler(profile, network, partition), seed
+        made = bytescheduler(profile, network, partition, credit)
+        sent = [(c.pieces[0].layer, c.nbytes, c.lane) for c in made.communications]
+        want = literal.bytescheduler(profile, network, partition, credit)
+        # lanes that are free alike may be taken in any order
+        assert [x[:2] for x in sent] == [x[:2] for x in want], seed
 
 
 def test_us_byte() -> None:
     for seed in range(CASES):
         profile, network = case(seed)
         rng = random.Random(seed)
-        partition = rng.choice([1000, 10**6, 4 << 20])
-        if partition == 1000:  # literally one block after another
+        partition = rng.choice([1600, 10**6, 4 << 20])
+        if partition == 1600:  # literally one block after another
             profile = Profile(tuple(
                 Layer(layer.name, min(layer.nbytes, 50_000), layer.forward_s, layer.backward_s)
                 for layer in profile.layers
@@ -116,6 +127,13 @@ def test_us_bytes_greedy_raises_what_shortens_the_iteration() -> None:
         own = us_byte(profile, network, 1 << 20).predicted_seconds
         assert own <= iteration(profile, network, 1 << 20, first) + 1e-12
     assert raised > 5
+
+
+def test_us_bytes_greedy_is_algorithm_2() -> None:
+    for seed in range(CASES):
+        profile, network = case(seed, 8)
+        found = priorities(profile, network, 1 << 20)
+        assert found == [x - 1 for x in literal.us_byte_priorities(profile, network, 1 << 20)], seed
 
 
 def test_theorem_1_sequential_is_the_best_second_phase() -> None:
@@ -179,14 +197,15 @@ def test_every_fusion_is_the_best_of_all_ordered_partitions() -> None:
         parts = max(1, EXACT // len(profile.layers))
         if len(profile.layers) == 1:  # 7 blocks in all orders are too many for this test
             continue
-        cut = Profile(tuple(
-            Layer(layer.name, layer.nbytes * (n + 1) // parts - layer.nbytes * n // parts,
-                  layer.forward_s if n == parts - 1 else 0.0,
-                  layer.backward_s if n == parts - 1 else 0.0)
-            for layer in profile.layers if layer.nbytes >= parts for n in range(parts)
-        ))  # fmt: skip
-        if len(cut.layers) != parts * len(profile.layers):
-            continue
+        layers = []
+        for layer in profile.layers:
+            ends = [layer.nbytes * n // parts // 16 * 16 for n in range(parts)] + [layer.nbytes]
+            sizes = [b - a for a, b in zip(ends, ends[1:], strict=False) if a < b]
+            for n, size in enumerate(sizes, 1):  # the times are the last block's
+                last = n == len(sizes)
+                layers.append(Layer(layer.name, size, layer.forward_s * last,
+                                    layer.backward_s * last))  # fmt: skip
+        cut = Profile(tuple(layers))
         best = min(
             literal.chained(cut, network, groups)
             for groups in literal.ordered_partitions(len(cut.layers))
@@ -215,7 +234,8 @@ def at_random(profile: Profile, network: Network, rng: random.Random) -> Schedul
     """Any pieces of any layers, in any order, on up to three lanes."""
     pieces = []
     for i, layer in enumerate(profile.layers):
-        cuts = sorted({0, layer.nbytes, *(rng.randint(0, layer.nbytes) for _ in range(2))})
+        inside = (rng.randint(0, layer.nbytes) // 16 * 16 for _ in range(2))
+        cuts = sorted({0, layer.nbytes, *inside})
         pieces += [Piece(i, a, b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
     rng.shuffle(pieces)
     sends: list[Communication] = []
@@ -231,12 +251,10 @@ def test_auto_is_never_slower_than_a_named_policy() -> None:
         profile, network = overlap.model(name), overlap.network(net, 32)
         auto = overlap.plan(profile, network, limit_s=0.5)
         for policy in overlap.POLICIES:
-            options = {"limit_s": 0.5} if policy in ("optimal", "carlier") else {}
+            options = {"limit_s": 0.1} if policy in ("optimal", "carlier") else {}
+            other = overlap.plan(profile, network, policy, **options)
             if policy != "optimal":
-                other = overlap.plan(profile, network, policy, **options)
-                assert policy == "carlier" or (auto.predicted_seconds <= other.predicted_seconds), (
-                    policy
-                )
+                assert auto.predicted_seconds <= other.predicted_seconds, policy
 
 
 @pytest.mark.parametrize("name", ["resnet152", "bert-base"])
@@ -269,6 +287,39 @@ def test_partly_overlapped_as_in_equation_13() -> None:
     first, second = Schedule("s", profile, network, sends).timeline.sends
     assert first[1] == pytest.approx(1.0 + 0.5 * 1e-3 * 1000 / 2)
     assert second == (0.5, pytest.approx(1.25))
+
+
+def test_lanes_are_those_of_a_clock_that_is_stepped() -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        sizes = [rng.randint(1, 6) for _ in range(rng.randint(2, 6))]
+        layers = tuple(Layer(f"{i}", n, 0.0, rng.randint(0, 3)) for i, n in enumerate(sizes))
+        profile, startup = Profile(layers), float(rng.randint(0, 3))
+        gamma = rng.choice([1.0, 1.5, 2.0])
+        sends, plain = [], []
+        for number, i in enumerate(rng.sample(range(len(sizes)), len(sizes))):
+            lane, after = rng.randrange(3), tuple(rng.sample(range(number), min(number, seed % 2)))
+            sends.append(Communication((Piece(i, 0, sizes[i]),), lane, after))
+            plain.append((profile.ready[i], float(sizes[i]), lane, after))
+        found = Schedule("s", profile, Network(startup, 1.0, gamma, 8), tuple(sends)).timeline.sends
+        want = literal.spans_by_small_steps(plain, startup, gamma, 1 / 64)
+        for a, b in zip(found, want, strict=True):
+            assert a == pytest.approx(b, abs=0.25), seed
+
+
+def test_streamed_pieces_come_at_the_pace_of_their_time() -> None:
+    """While another lane transmits, the first pieces take longer than the later ones."""
+    layers = (Layer("a", 64, 0.0, 0.0), Layer("b", 48, 100.0, 0.0), Layer("c", 32, 0.0, 0.0))
+    profile, network = Profile(layers), Network(0.0, 1.0, 2.0, 8)
+    sends = (
+        Communication((Piece(0, 0, 64), Piece(2, 0, 32)), 0, (), True),
+        Communication((Piece(1, 0, 48),), 1),
+    )
+    made = Schedule("s", profile, network, sends, True)
+    # both at half the pace until b is there, at 96; a is at 48 of 64 bytes then
+    assert made.timeline.sends == ((0.0, pytest.approx(144)), (0.0, pytest.approx(96)))
+    assert made.timeline.forward[1] == (pytest.approx(112), pytest.approx(212))
+    assert made.lower_bound_seconds <= made.predicted_seconds
 
 
 def test_streamed_pieces_arrive_one_by_one() -> None:
@@ -331,20 +382,43 @@ LAYERS = '"layers": [{"name": "x", "nbytes": 4, "forward_s": %s, "backward_s": 1
         (lambda: Layer("x", 4, -1.0, 1.0), "layer 'x': forward_s must be a number of at least 0"),
         (lambda: Layer("x", 4, 1.0, math.nan), "layer 'x': backward_s must be a number"),
         (lambda: Profile.from_json("{" + LAYERS % "null" + "}"), "layer 0 has no forward_s"),
-        (lambda: Profile.from_json("{}"), "no profile: KeyError"),
+        (lambda: Profile.from_json("{}"), "an object with a list of layers"),
+        (lambda: Profile.from_json("[1]"), "an object with a list of layers"),
+        (lambda: Profile.from_json("{"), "a profile in JSON is needed"),
+        (lambda: Profile.from_json('{"layers": ["x"]}'), "layer 0 must have name, nbytes"),
+        (lambda: Profile.from_json('{"synthetic": "no", ' + LAYERS % "1" + "}"),
+         "synthetic must be true or false, not 'no'"),
+        (lambda: Profile.from_json("{" + (LAYERS % "1").replace("4", "4.7") + "}"),
+         "layer 'x': nbytes must be an integer of at least 1, not 4.7"),
+        (lambda: Profile.from_json("{" + (LAYERS % "1").replace("4", "Infinity") + "}"),
+         "layer 'x': nbytes must be an integer of at least 1, not inf"),
+        (lambda: Profile.from_json("{" + LAYERS % "true" + "}"), "forward_s must be a number"),
+        (lambda: Profile.from_json("{" + (LAYERS % "1").replace("}", ', "speed": 1}') + "}"),
+         "layer 0: unknown field 'speed'"),
         (lambda: Profile.from_csv("name,nbytes\nx,4\n"), "layer 0 has no forward_s"),
-        (lambda: Profile.from_csv("name,nbytes,forward_s,backward_s\nx,4,a,1\n"), "layer 0: could"),
+        (lambda: Profile.from_csv("name,nbytes,forward_s,backward_s\nx,4,a,1\n"),
+         "layer 0: forward_s must be a number, not 'a'"),
+        (lambda: Profile.from_csv("name,nbytes,forward_s,backward_s\nx,1e6,1,1\n"),
+         "layer 0: nbytes must be a number, not '1e6'"),
+        (lambda: Layer("x", 4, 10**400, 1.0), "forward_s must be a number"),
+        (lambda: overlap.plan(Profile((Layer("x", 10**12, 0.0, 0.0),)), Network(0.0, 1e299),
+                              "wfbp").predicted_seconds,
+         "too large to be added"),
         (lambda: overlap.load("resnet"), "neither a file nor a model; models: resnet50"),
         (lambda: overlap.network("fast"), "unknown network 'fast'; choose from 10GbE"),
         (lambda: overlap.network("10GbE", 0), "workers must be a number of at least 1, not 0"),
         (lambda: Network(-1.0, 0.0), "startup_s must be a number of at least 0, not -1"),
         (lambda: Network(0.0, 0.0, 0.5), "gamma must be a number of at least 1, not 0.5"),
         (lambda: overlap.plan(*case(0), "best"), "unknown policy 'best'; choose from auto, wfbp"),
-        (lambda: overlap.plan(*case(0), "us-byte", partition=0), "partition must be an integer"),
+        (lambda: overlap.plan(*case(0), "us-byte", partition=0), "partition must be a positive"),
         (lambda: overlap.plan(*case(0), "bytescheduler", credit=0), "credit must be an integer"),
         (lambda: overlap.plan(*case(0), "wfbp", partition=4), "wfbp: wfbp() got an unexpected"),
         (lambda: overlap.plan(*case(0), "auto", speed=4), "auto has no option speed"),
-        (lambda: overlap.plan(*case(0), "optimal", limit_s=0), "limit_s must be above 0"),
+        (lambda: overlap.plan(*case(0), "bytescheduler", partition=100), "multiple of 16 bytes"),
+        (lambda: overlap.plan(*case(0), "asc-wfbp", ways=0), "ways must be an integer"),
+        (lambda: overlap.plan(*case(0), "optimal", limit_s=-1), "limit_s must be a number of at"),
+        (lambda: overlap.plan(*case(0), "carlier", limit_s=math.nan), "limit_s must be a number"),
+        (lambda: overlap.plan(*case(0), "auto", limit_s="3"), "limit_s must be a number"),
         (lambda: overlap.fit([(4, 1.0), (4, 2.0)]), "a fit needs two different sizes"),
     ],
 )  # fmt: skip
@@ -354,18 +428,41 @@ def test_bad_input_is_named(make, words: str) -> None:  # type: ignore[no-untype
     assert words in str(caught.value)
 
 
+def one(*pieces: Piece, **extra: object) -> tuple[Communication, ...]:
+    return tuple(Communication((p,), **extra) for p in pieces)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
-    ("pieces", "words"),
+    ("sends", "words"),
     [
-        ([Piece(0, 0, 4)], "4 of 8 bytes of x are sent"),
-        ([Piece(0, 0, 8), Piece(0, 4, 4)], "bytes 4 to 8 of x are sent where 8 are next"),
-        ([Piece(0, 4, 4)], "bytes 4 to 8 of x are sent where 0 are next"),
+        (one(Piece(0, 0, 16)), "16 of 48 bytes of x are sent"),
+        (one(Piece(0, 0, 48), Piece(0, 16, 16)), "bytes 16 to 32 of x are sent where 48 are next"),
+        (one(Piece(0, 16, 16)), "bytes 16 to 32 of x are sent where 0 are next"),
+        (one(Piece(0, 0, 17), Piece(0, 17, 31)), "begins at byte 17, which is no multiple of 16"),
+        (one(Piece(1, 0, 48)), "there are 1 layers, and no 1"),
+        (one(Piece(-1, 0, 48)), "layer must be an integer >= 0, not -1"),
+        (one(Piece(0, 0, 48), lane=-1), "lane must be an integer >= 0, not -1"),
+        (one(Piece(0, 0, 48), lane=0.5), "lane must be an integer >= 0, not 0.5"),
+        ((Communication(()),), "communication 0 has no pieces"),
+        (one(Piece(0, 0, 48), after=(0,)), "communication 0 waits for"),
     ],
-)
-def test_every_byte_is_sent_once(pieces: list[Piece], words: str) -> None:
-    profile = Profile((Layer("x", 8, 0.0, 0.0),))
+)  # fmt: skip
+def test_every_byte_is_sent_once(sends: tuple[Communication, ...], words: str) -> None:
+    profile = Profile((Layer("x", 48, 0.0, 0.0),))
     with pytest.raises(CollectiveError, match=words):
-        Schedule("s", profile, Network(0, 0), tuple(Communication((p,)) for p in pieces))
+        Schedule("s", profile, Network(0, 0), sends)
+
+
+def test_planning_takes_little_time() -> None:
+    """ResNet-152 and DenseNet-201: all but the optimum within seconds of this process."""
+    for name, net in (("resnet152", "56GbIB"), ("densenet201", "10GbE")):
+        profile, network = overlap.model(name), overlap.network(net, 32)
+        start = time.process_time()
+        for policy in overlap.POLICIES:
+            if policy != "optimal":
+                options = {"limit_s": 0.5} if policy == "carlier" else {}
+                assert overlap.plan(profile, network, policy, **options).gap >= 0
+        assert time.process_time() - start < 2
 
 
 def test_a_network_of_other_sizes_is_equation_14s() -> None:
@@ -393,4 +490,4 @@ def test_schedules_are_told_line_by_line_and_as_json() -> None:
     data = json.loads(made.to_json())
     assert len(data["communications"]) == len(made.communications)
     assert data["predicted_seconds"] == made.predicted_seconds
-    assert "us-byte" in made.explain() and "no schedule can beat" in made.explain()
+    assert "us-byte" in made.explain() and "at once can beat" in made.explain()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collectives.errors import CollectiveError
 from collectives.overlap.network import Network
 from collectives.overlap.profile import Profile
 from collectives.overlap.schedule import Communication, Schedule, whole
@@ -15,8 +16,10 @@ def asc_wfbp(profile: Profile, network: Network, ways: int = 2) -> Schedule:
     A normal communication waits for all before it, a simultaneous one for none but those on its
     lane: `ways` lanes are taken in turn (the paper has two, and leaves more open; the contention
     of more is that of `overlap.network`). What the types predict is the paper's; what the schedule
-    takes is the timeline's.
+    takes is the timeline's. Raises CollectiveError.
     """
+    if isinstance(ways, bool) or not isinstance(ways, int) or ways < 1:
+        raise CollectiveError(f"ways must be an integer of at least 1, not {ways!r}")
     types = layer_types(profile, network)
     sends: list[Communication] = []
     gathered: list[int] = []

@@ -7,7 +7,7 @@ import heapq
 from collectives.errors import CollectiveError
 from collectives.overlap.network import Network
 from collectives.overlap.profile import Profile
-from collectives.overlap.schedule import Communication, Piece, Schedule
+from collectives.overlap.schedule import Communication, Piece, Schedule, partition_of
 
 PARTITIONS = tuple(1 << i for i in range(20, 28))  # bytes: 1 to 128 MiB
 CREDITS = (1, 2, 4)
@@ -23,11 +23,10 @@ def bytescheduler(
     best taken, as ByteScheduler tunes both by Bayesian optimisation. Lanes are taken to be equally
     fast when blocks are dealt out. Raises CollectiveError.
     """
-    for name, value in (("partition", partition), ("credit", credit)):
-        wrong = isinstance(value, bool) or not isinstance(value, int) or value < 1
-        if value is not None and wrong:
-            raise CollectiveError(f"{name} must be an integer of at least 1, not {value!r}")
-    sizes = PARTITIONS if partition is None else (partition,)
+    wrong = isinstance(credit, bool) or not isinstance(credit, int) or credit < 1
+    if credit is not None and wrong:
+        raise CollectiveError(f"credit must be an integer of at least 1, not {credit!r}")
+    sizes = PARTITIONS if partition is None else (partition_of(partition),)
     credits = CREDITS if credit is None else (credit,)
     tried = [_dealt(profile, network, size, lanes) for size in sizes for lanes in credits]
     return min(tried, key=lambda schedule: schedule.predicted_seconds)
@@ -39,9 +38,10 @@ def _dealt(profile: Profile, network: Network, partition: int, credit: int) -> S
     coming = list(reversed(range(len(profile.layers))))
     sends = []
     pace = network.seconds_per_byte * network.crowding(credit)
-    at = 0
+    at, now = 0, 0.0
     while at < len(coming) or waiting:
-        now, lane = heapq.heappop(free)
+        there, lane = heapq.heappop(free)
+        now = max(now, there)  # a lane that was idle is dealt to now, not before
         if not waiting:
             now = max(now, profile.ready[coming[at]])
         while at < len(coming) and profile.ready[coming[at]] <= now:

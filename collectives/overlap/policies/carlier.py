@@ -12,13 +12,14 @@ import time
 from collections.abc import Sequence
 
 from collectives.overlap.network import Network
-from collectives.overlap.profile import Profile
+from collectives.overlap.profile import Profile, check_number
 from collectives.overlap.schedule import Schedule, whole
 
 
 def carlier(profile: Profile, network: Network, limit_s: float = 1.0) -> Schedule:
     """Every gradient alone, in the best order found within `limit_s`; the note tells whether it is
-    proved."""
+    proved. Raises CollectiveError."""
+    check_number("limit_s", limit_s)
     times = [network.seconds(layer.nbytes) for layer in profile.layers]
     _, order, proved = best_order(profile.ready, times, profile.tails, limit_s)
     sends = tuple(whole(profile, (i,)) for i in order)

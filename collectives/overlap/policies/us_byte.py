@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from collectives.errors import CollectiveError
 from collectives.overlap.network import Network
 from collectives.overlap.profile import Profile
-from collectives.overlap.schedule import Communication, Piece, Schedule
+from collectives.overlap.schedule import Communication, Piece, Schedule, partition_of
 
 PARTITION = 4 << 20
 """Bytes of a basic block, as in the paper's simulations (section 6.7: 4 Mb)."""
@@ -30,8 +29,7 @@ def us_byte(profile: Profile, network: Network, partition: int = PARTITION) -> S
 
     Raises CollectiveError.
     """
-    if isinstance(partition, bool) or not isinstance(partition, int) or partition < 1:
-        raise CollectiveError(f"partition must be an integer of at least 1, not {partition!r}")
+    partition = partition_of(partition)
     first = first_phase(profile, network, partition, priorities(profile, network, partition))
     sent = [0] * len(profile.layers)
     sends = []
@@ -127,7 +125,7 @@ def priorities(profile: Profile, network: Network, partition: int) -> list[float
                 trial[j] += 1
             found = first_phase(profile, network, partition, trial)
             seconds = iteration(profile, network, partition, found)
-            if seconds < best:
+            if seconds < best * (1 - 1e-12):  # and not by rounding only
                 best, priority, now, layer = seconds, trial, found, above
         layer -= 1
     return priority
