@@ -10,6 +10,7 @@ import numpy as np
 
 import kernels
 from bench.gpu_face import Arrays, Failed
+from bench.sparse import torch_coalesce, torch_sparsify, zipf
 
 DENSITY = 0.001
 ROWS = ((1 << 25), (1 << 28))
@@ -75,7 +76,7 @@ class SparseRows:
             self.same(got, want, "merge_topk")
             checked += 1
         for width, vocabulary in ((1, 70_000), (7, 300), (64, 20)):
-            indices, values = self.zipf(5003, width, vocabulary)
+            indices, values = zipf(5003, width, vocabulary)
             whole = np.round(4 * values)
             got = self.face.coalesce(self.arrays.put(indices), self.arrays.put(whole), vocabulary)
             self.same(got, kernels.coalesce(indices, whole, vocabulary), f"coalesce x {width}")
@@ -110,21 +111,12 @@ class SparseRows:
         floor = 12 * n / self.suite.copy_rate(4 * n)
         row = {"elements": n, "k": k, "seconds": seconds, "of_floor": seconds / floor}
         if self.arrays.name == "torch":
-            import torch
-
-            def chain() -> None:
-                total = grad + residual
-                _, where = torch.topk(total.abs(), k, sorted=False)
-                total[where].clone()
-                residual.copy_(total)
-                residual[where] = 0
-
-            theirs = self.timed(chain)
+            theirs = self.timed(lambda: torch_sparsify(grad, residual, k))
             row["torch"] = {"seconds": theirs, "times_ours": theirs / seconds}
         return row
 
     def coalesce(self, num: int, width: int, vocabulary: int) -> Row:
-        indices, values = self.zipf(num, width, vocabulary)
+        indices, values = zipf(num, width, vocabulary)
         where, rows = self.arrays.put(indices), self.arrays.put(values)
         unique, sums = self.face.coalesce(where, rows, vocabulary)
         wanted = kernels.coalesce(indices, values, vocabulary)
@@ -136,22 +128,9 @@ class SparseRows:
         floor = nbytes / self.suite.copy_rate(values.nbytes)
         row = {"rows": num, "width": width, "seconds": seconds, "of_floor": seconds / floor}
         if self.arrays.name == "torch":
-            import torch
-
-            def theirs() -> None:
-                torch.sparse_coo_tensor(
-                    where[None], rows, (vocabulary, width), check_invariants=False
-                ).coalesce()
-
-            taken = self.timed(theirs)
+            taken = self.timed(lambda: torch_coalesce(where, rows, vocabulary))
             row["torch"] = {"seconds": taken, "times_ours": taken / seconds}
         return row
-
-    def zipf(self, num: int, width: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
-        rng = np.random.default_rng(width)
-        share = 1 / np.arange(1, vocabulary + 1)
-        indices = rng.choice(vocabulary, num, p=share / share.sum())
-        return indices, rng.standard_normal((num, width)).astype(np.float32)
 
     def timed(self, call: Callable[[], object]) -> float:
         return self.suite.seconds(lambda: (call(), None)[1], self.suite.device.finish)

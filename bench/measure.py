@@ -185,15 +185,10 @@ def queue(
 
     at_least(("-n", ranks, 1), ("-l", layers, 1), ("-r", rounds, 1))
     nbytes = parse_size(size) // 4 * 4
-    if out:
-        out.touch()
-    if not as_json:
-        print(measured.HEADER, flush=True)
     algorithms = ("auto", "overlapped_double_tree", "double_tree")
-    rows = measured.queue(ranks, nbytes, layers, algorithms, rounds)
-    print(measured.as_json(rows) if as_json else "\n".join(map(str, rows)))
-    if out:
-        out.write_text(measured.as_json(rows) + "\n")
+    _shown(
+        measured, lambda: measured.queue(ranks, nbytes, layers, algorithms, rounds), out, as_json
+    )
 
 
 def _sane(elements: int, density: float, threads: int, rounds: int) -> None:
@@ -206,16 +201,20 @@ def _sparse(name: str, out: Path | None, as_json: bool, *arguments: Any) -> None
     """What that function of `bench.sparse` measures, printed and written."""
     from bench import sparse
 
+    _shown(sparse, lambda: list(getattr(sparse, name)(*arguments)), out, as_json)
+
+
+def _shown(module: Any, measure: Callable[[], list[Any]], out: Path | None, as_json: bool) -> None:
+    """The rows, under the module's HEADER or by its `as_json`, and written to `out`. No progress
+    bar: its thread would keep `spawn` from forking."""
     if out:
         out.touch()
     if not as_json:
-        print(sparse.HEADER, flush=True)
-    rows = list(
-        getattr(sparse, name)(*arguments)
-    )  # no progress bar: its thread would keep `spawn` from forking
-    print(sparse.as_json(rows) if as_json else "\n".join(map(str, rows)))
+        print(module.HEADER, flush=True)
+    rows = measure()
+    print(module.as_json(rows) if as_json else "\n".join(map(str, rows)))
     if out:
-        out.write_text(sparse.as_json(rows) + "\n")
+        out.write_text(module.as_json(rows) + "\n")
 
 
 def _told(

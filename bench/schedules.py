@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from collectives import overlap
+from collectives.overlap.policies import NAMED
 
 WORKERS = (2, 8, 32, 128)
 LIMIT_S = 1.0
-NAMED = tuple(name for name in overlap.POLICIES if name not in ("optimal", "carlier"))
 TOTAL = len(overlap.models()) * len(overlap.PRESETS) * len(WORKERS)
 
 

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -78,6 +79,33 @@ def _check(right: bool, what: str) -> None:
         raise CollectiveError(f"{what} is wrong")
 
 
+def zipf(num: int, width: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
+    """(int64 [num] indices below `vocabulary`, few of them often; float32 [num, width])."""
+    rng = np.random.default_rng(0)
+    share = 1 / np.arange(1, vocabulary + 1)
+    indices = rng.choice(vocabulary, num, p=share / share.sum())
+    return indices, rng.standard_normal((num, width), np.float32)
+
+
+def torch_sparsify(grad: Any, residual: Any, k: int) -> None:
+    """The torch calls that `kernels.sparsify` replaces."""
+    import torch
+
+    total = grad + residual
+    _, where = torch.topk(total.abs(), k, sorted=False)
+    total[where].clone()
+    residual.copy_(total)
+    residual[where] = 0
+
+
+def torch_coalesce(where: Any, rows: Any, vocabulary: int) -> Any:
+    """torch's `kernels.coalesce`."""
+    import torch
+
+    shape = (vocabulary, rows.shape[1])
+    return torch.sparse_coo_tensor(where[None], rows, shape, check_invariants=False).coalesce()
+
+
 def topk(elements: int, density: float, threads: int, rounds: int) -> Iterator[Row]:
     """|x| is part of everyone's time; numpy.partition gives no indices."""
     import torch
@@ -112,14 +140,10 @@ def sparsify(elements: int, density: float, threads: int, rounds: int) -> Iterat
     _check(np.array_equal(total, residual), "sparsify's residual")
     tensor, rest = torch.from_numpy(grad), torch.from_numpy(residual.copy())
 
-    def chain() -> None:
-        total = tensor + rest
-        _, where = torch.topk(total.abs(), k, sorted=False)
-        total[where].clone()
-        rest.copy_(total)
-        rest[where] = 0
-
-    calls = {"linkweave": lambda: kernels.sparsify(grad, residual, k), "torch, call by call": chain}
+    calls = {
+        "linkweave": lambda: kernels.sparsify(grad, residual, k),
+        "torch, call by call": lambda: torch_sparsify(tensor, rest, k),
+    }
     yield from _rows("sparsify", elements, k, threads, 3 * grad.nbytes, calls, rounds)
 
 
@@ -128,15 +152,11 @@ def coalesce(num: int, width: int, vocabulary: int, threads: int, rounds: int) -
     import torch
 
     torch.set_num_threads(threads)
-    rng = np.random.default_rng(0)
-    share = 1 / np.arange(1, vocabulary + 1)
-    indices = rng.choice(vocabulary, num, p=share / share.sum())
-    values = rng.standard_normal((num, width), np.float32)
-    where, rows = torch.from_numpy(indices)[None], torch.from_numpy(values)
-    shape = (vocabulary, width)
+    indices, values = zipf(num, width, vocabulary)
+    where, rows = torch.from_numpy(indices), torch.from_numpy(values)
 
     def theirs() -> torch.Tensor:
-        return torch.sparse_coo_tensor(where, rows, shape, check_invariants=False).coalesce()
+        return torch_coalesce(where, rows, vocabulary)
 
     unique, sums = kernels.coalesce(indices, values, vocabulary)
     _check(np.array_equal(unique, theirs().indices()[0].numpy()), "coalesce")

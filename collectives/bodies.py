@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -62,8 +62,7 @@ def queued(
             raise CollectiveError("a gradient queue needs a contiguous tensor")
         sizes = _layer_sizes(layers, buffer.nbytes // buffer.itemsize)
         nbytes = tuple(n * buffer.itemsize for n in sizes)
-        layout = crc32(repr(nbytes).encode())
-        request = place.request("allreduce", buffer, op, 0, algorithm, layout)
+        request = place.request("allreduce", buffer, op, 0, algorithm, _layout(nbytes))
     place.make(replace(request, layers=nbytes, arrivals=arrivals))
 
 
@@ -136,7 +135,7 @@ def allreduce_list(place: Place, tensors: list[Any], op: str, algorithm: str) ->
         first = buffers[0][0]
         like = Buffer(0, total, first.dtype, first.itemsize)
         flat = place.scratch(like, total)
-        layout = crc32(repr([b.nbytes for b, _ in buffers]).encode())
+        layout = _layout(b.nbytes for b, _ in buffers)
         request = place.request("allreduce", flat, op, 0, algorithm, layout)
     at = flat.address
     for buffer, _ in buffers:
@@ -148,6 +147,11 @@ def allreduce_list(place: Place, tensors: list[Any], op: str, algorithm: str) ->
         place.copy(buffer.address, at, buffer.nbytes)
         at += buffer.nbytes
         done()
+
+
+def _layout(sizes: Iterable[int]) -> int:
+    """A checksum of the sizes that a message is made of."""
+    return crc32(repr(list(sizes)).encode())
 
 
 def _share(place: Place, kind: str, x: Any) -> int:

@@ -151,10 +151,10 @@ class Communicator:
         `values` [n] float32, float16 or bfloat16 and `indices` int32 [n], ascending, below `numel`,
         on the CPU, or on a GPU, from which they pass through the host; 8 bytes an entry on the
         wire, 6 of 16-bit values, which are added in float32 and rounded once a hop. `mode`:
-        "gtopk", the k largest of the sum by the planner's tree of
-        merges (gTop-k paper, algorithm 3, for any number of ranks); "topk", the whole sum;
-        "dense", the same by a dense all-reduce in float32, without zeros; "auto", what is predicted
-        to be the fastest (`collectives.explain` with k). `residual` (float32, `numel` elements):
+        "gtopk", the k largest of the sum by the planner's tree of merges (gTop-k paper, algorithm
+        3, for any number of ranks); "topk", the whole sum; "dense", the same by a dense all-reduce
+        in float32, without zeros; "auto", what is predicted to be the fastest
+        (`collectives.explain` with k). `residual` (float32, `numel` elements):
         with `conserve` the rank that merges adds to its own what it drops, so that the sum of all
         residuals and the result keeps all that came in; else the paper's algorithm 4: a rank's
         entries that are not in the result come back, and what was dropped half way is lost.

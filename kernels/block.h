@@ -39,6 +39,27 @@ __device__ __forceinline__ u64 sum_of(u64* room, const u32* counts, u32 number, 
     return found;
 }
 
+template <class T> __device__ __forceinline__ bool first_of(const T* sorted, u64 i) {
+    return i == 0 || sorted[i - 1] != sorted[i];
+}
+
+// How many places of this block's chunk hold another value than the one before them: into `counts`,
+// and added to `told`.
+template <class T>
+__device__ __forceinline__ void count_firsts(u32* room, const T* sorted, u64 number, u64 chunk,
+                                             u32* counts, u64* told) {
+    const u64 start = blockIdx.x * chunk;
+    u32 firsts = 0;
+    for (u64 i = start + threadIdx.x; i < start + chunk && i < number; i += blockDim.x)
+        firsts += first_of(sorted, i);
+    u32 total;
+    scan(room, firsts, total);
+    if (threadIdx.x == 0) {
+        counts[blockIdx.x] = total;
+        count_up(told, u64(total));
+    }
+}
+
 struct Found { u64 above, at; u32 bin; };  // counts in the bins above, and in this one
 
 // The highest bin such that it and those above it hold at least `wanted` (from 1); bin 0 where even

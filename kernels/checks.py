@@ -29,6 +29,11 @@ def index_dtype(x: Any, name: str = "indices") -> str:
     return found
 
 
+def index_type(n: int) -> str:
+    """The dtype of places in a row of that length."""
+    return "int32" if n <= 1 << 31 else "int64"
+
+
 def integer(value: Any, name: str) -> int:
     if isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, not {value!r}")

@@ -7,6 +7,7 @@ library's current stream. Results are the same bits on every run and for every n
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,7 @@ def topk_abs(x: Any, k: int) -> Vector:
     """
     if gpu := _gpu(x):
         return gpu.topk_abs(x, k)
-    row, dtype = _row(x, "x")
-    found = topk.select(row, dtype, checks.count(k, row.size))
-    return _out(row[found], x, dtype), _out(found.astype(index_type(row.size)), x)
+    return _selected(topk.select, x, k)
 
 
 @ranged
@@ -45,9 +44,7 @@ def threshold_abs(x: Any, k: int) -> Vector:
     """
     if gpu := _gpu(x):
         return gpu.topk_abs(x, k)
-    row, dtype = _row(x, "x")
-    found = topk.at_least(row, dtype, checks.count(k, row.size))
-    return _out(row[found], x, dtype), _out(found.astype(index_type(row.size)), x)
+    return _selected(topk.at_least, x, k)
 
 
 @ranged
@@ -65,7 +62,7 @@ def sparsify(grad: Any, residual: Any, k: int) -> Vector:
     checks.same_shape(grad, residual)
     k = checks.count(k, kept.size)
     values, found = sparse.sparsify(_float32(grad, "grad").reshape(-1), kept.reshape(-1), k)
-    return _out(values, residual), _out(found.astype(index_type(kept.size)), residual)
+    return _out(values, residual), _out(found.astype(checks.index_type(kept.size)), residual)
 
 
 @ranged
@@ -189,6 +186,13 @@ def _written(x: Any, name: str) -> np.ndarray:
     return array
 
 
+def _selected(choose: Callable[[np.ndarray, str, int], np.ndarray], x: Any, k: int) -> Vector:
+    """What `choose` takes of a row on the CPU."""
+    row, dtype = _row(x, "x")
+    found = choose(row, dtype, checks.count(k, row.size))
+    return _out(row[found], x, dtype), _out(found.astype(checks.index_type(row.size)), x)
+
+
 def _row(x: Any, name: str) -> tuple[np.ndarray, str]:
     """(bit patterns, dtype) of a row."""
     array = _numpy(x, name)
@@ -218,10 +222,6 @@ def _out(array: np.ndarray, like: Any, dtype: str = "", narrow: bool = False) ->
     if narrow:
         return array.astype(dtype)
     return array.view(dtype) if dtype else array
-
-
-def index_type(n: int) -> type:
-    return np.int32 if n <= 1 << 31 else np.int64
 
 
 def _integers(x: Any, name: str) -> np.ndarray:

@@ -46,6 +46,13 @@ class Gpu(Protocol):
         """Enqueue a kernel of `kernels/FILE`, compiled with these options."""
 
 
+def grid(gpu: Gpu, n: int, least: int, unit: int) -> tuple[int, int]:
+    """(blocks, elements of each): runs of whole `unit`s for a launch over n elements, of which
+    `least` are worth a block."""
+    blocks = max(1, min(gpu.blocks, -(-n // least)))
+    return blocks, -(-n // (blocks * unit)) * unit
+
+
 def element(dtype: str) -> Words:
     """Options for a kernel of one dtype."""
     return (f"-DELEMENT={ELEMENTS[dtype]}",)

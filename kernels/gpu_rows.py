@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kernels.gpu import Gpu, element, fields, struct
+from kernels.gpu import Gpu, element, fields, grid, struct
 from kernels.source import ELEMENTS
 
 SORT = fields(
@@ -35,9 +35,7 @@ def sort(gpu: Gpu, indices: Any, dtype: str, n: int, limit: int) -> Sorted | int
     wide = limit > 1 << 32
     key, stored = ("u64", "int64") if wide else ("u32", "int32")
     words = (f"-DINDEX={ELEMENTS[dtype]}", f"-DKEY={key}")
-    each = 4 * gpu.threads
-    blocks = max(1, min(gpu.blocks, -(-n // each)))
-    chunk = -(-n // (blocks * gpu.threads)) * gpu.threads
+    blocks, chunk = grid(gpu, n, 4 * gpu.threads, gpu.threads)
     pairs = [(gpu.empty(n, stored), gpu.empty(n, "int32")) for _ in range(2)]
     counts, told = gpu.empty(_RADIX * blocks, "int32"), gpu.full(2, "int64", n)
     run, unique = gpu.empty(n, "int32"), gpu.empty(n, dtype)

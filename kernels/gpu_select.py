@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernels.gpu import Gpu, element, fields, struct
+from kernels.checks import index_type
+from kernels.gpu import Gpu, element, fields, grid, struct
 from kernels.source import ELEMENTS
 from kernels.topk import SAMPLE, rank_of
 
@@ -14,10 +15,6 @@ SELECT = fields(
 )
 CHOICE_BYTES = 8 + 4 * 16 + 3 * 2048 * 8 + 8
 _AHEAD = 8  # elements of a thread in flight in `mark`
-
-
-def index_type(n: int) -> str:
-    return "int32" if n <= 1 << 31 else "int64"
 
 
 def select(gpu: Gpu, x: Any, dtype: str, n: int, k: int, residual: Any = None) -> tuple[Any, Any]:
@@ -31,9 +28,8 @@ def select(gpu: Gpu, x: Any, dtype: str, n: int, k: int, residual: Any = None) -
     indices = gpu.empty(k, wide)
     if not k and residual is None:
         return values, indices
-    tile = _AHEAD * 32 * gpu.threads
-    blocks = max(1, min(gpu.blocks, -(-n // tile)))
-    chunk = -(-n // (blocks * 32 * gpu.threads)) * 32 * gpu.threads
+    unit = 32 * gpu.threads
+    blocks, chunk = grid(gpu, n, _AHEAD * unit, unit)
     samples = min(n, SAMPLE)
     rank = rank_of(samples, n, k) if samples < n else k
     scratch = [
@@ -77,8 +73,7 @@ def merge(gpu: Gpu, a: Pair, b: Pair, sizes: tuple[int, int], dtype: str) -> Pai
     merged, total = ((gpu.empty(number, "float32"), gpu.empty(number, dtype)) for _ in range(2))
     if not number:
         return total
-    blocks = max(1, min(gpu.blocks, -(-number // gpu.threads)))
-    chunk = -(-number // (blocks * gpu.threads)) * gpu.threads
+    blocks, chunk = grid(gpu, number, gpu.threads, gpu.threads)
     counts, told = gpu.empty(blocks, "int32"), gpu.full(3, "int64", 0)
     where = [gpu.address(x) for pair in (a, b, merged, total) for x in pair]
     argument = struct(
@@ -103,6 +98,6 @@ def part(
     argument = struct(
         PART, **dict(zip(PART.names or (), where, strict=False)), number=number, kept=kept
     )
-    blocks = max(1, min(gpu.blocks, -(-number // gpu.threads)))
+    blocks, _ = grid(gpu, number, gpu.threads, gpu.threads)
     gpu.launch("merge.cu", "part", (f"-DINDEX={ELEMENTS[dtype]}",), argument, blocks)
     return sides[0], sides[1]

@@ -55,24 +55,11 @@ __device__ __forceinline__ void place_entries(const Merge& a) {
     }
 }
 
-__device__ __forceinline__ bool first_of(const Merge& a, u64 i) {
-    return i == 0 || a.indices[i - 1] != a.indices[i];
-}
-
 struct MergeRoom { u32 scan[THREADS]; u64 sum; };
 
 __device__ __forceinline__ void count_heads(const Merge& a) {
     SHARED(MergeRoom, room);
-    const u64 number = a.num_a + a.num_b, start = blockIdx.x * a.chunk;
-    u32 heads = 0;
-    for (u64 i = start + threadIdx.x; i < start + a.chunk && i < number; i += blockDim.x)
-        heads += first_of(a, i);
-    u32 total;
-    scan(room.scan, heads, total);
-    if (threadIdx.x == 0) {
-        a.counts[blockIdx.x] = total;
-        count_up(a.told, u64(total));
-    }
+    count_firsts(room.scan, a.indices, a.num_a + a.num_b, a.chunk, a.counts, a.told);
 }
 
 __device__ __forceinline__ void unite_entries(const Merge& a) {
@@ -81,7 +68,7 @@ __device__ __forceinline__ void unite_entries(const Merge& a) {
     u64 before = sum_of(&room.sum, a.counts, blockIdx.x, 1);
     for (u64 first = start; first < start + a.chunk && first < number; first += blockDim.x) {
         const u64 i = first + threadIdx.x;
-        const bool head = i < start + a.chunk && i < number && first_of(a, i);
+        const bool head = i < start + a.chunk && i < number && first_of(a.indices, i);
         u32 total;
         const u64 to = before + scan(room.scan, u32(head), total);
         if (head) {

@@ -94,22 +94,9 @@ __device__ __forceinline__ void scatter_pairs(const Sort& a) {
     }
 }
 
-__device__ __forceinline__ bool first_of(const Sort& a, u64 i) {
-    return i == 0 || a.keys[i - 1] != a.keys[i];
-}
-
 __device__ __forceinline__ void count_runs(const Sort& a) {
     SHARED(SortRoom, room);
-    const u64 start = blockIdx.x * a.chunk;
-    u32 runs = 0;
-    for (u64 i = start + threadIdx.x; i < start + a.chunk && i < a.n; i += blockDim.x)
-        runs += first_of(a, i);
-    u32 total;
-    scan(room.scan, runs, total);
-    if (threadIdx.x == 0) {
-        a.counts[blockIdx.x] = total;
-        count_up(a.told, u64(total));
-    }
+    count_firsts(room.scan, a.keys, a.n, a.chunk, a.counts, a.told);
 }
 
 __device__ __forceinline__ void name_runs(const Sort& a) {
@@ -118,7 +105,7 @@ __device__ __forceinline__ void name_runs(const Sort& a) {
     u64 before = sum_of(&room.sum, a.counts, blockIdx.x, 1);
     for (u64 first = start; first < start + a.chunk && first < a.n; first += blockDim.x) {
         const u64 i = first + threadIdx.x;
-        const bool here = i < start + a.chunk && i < a.n, head = here && first_of(a, i);
+        const bool here = i < start + a.chunk && i < a.n, head = here && first_of(a.keys, i);
         u32 total;
         const u64 upto = before + scan(room.scan, u32(head), total) + head;  // at least 1 if here
         if (here) a.run[i] = u32(upto - 1);

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 from collectives.overlap.network import Network
 from collectives.overlap.profile import Profile
 
 
-def jackson(profile: Profile, startup_s: float, seconds_per_byte: float) -> float:
-    """The end of the forward pass if bytes could be sent one by one, the most urgent first
-    (Jackson's preemptive schedule), none before its gradient is there and a start-up is over.
+def preemptive(heads: Sequence[float], times: Sequence[float], tails: Sequence[float]) -> float:
+    """The largest end + tail of jobs on one machine if each may be interrupted: of those whose head
+    has passed always the one with the longest tail (Jackson's preemptive schedule).
 
-    It is optimal for one machine with heads and tails and preemption: 1 | r, q, pmtn | Cmax. Of
-    those whose gradients are there the one with the longest tail is sent, which is the first layer.
+    It is optimal: 1 | r, q, pmtn | Cmax. 0 without jobs.
     """
-    order = sorted(range(len(profile.layers)), key=lambda i: profile.ready[i])
-    waiting: list[list[float]] = []  # [-tail, seconds left]
-    now, worst, at = 0.0, profile.backward_s + profile.forward_s, 0
-    while at < len(order) or waiting:
+    coming = sorted(range(len(heads)), key=lambda i: heads[i])
+    waiting: list[list[float]] = []  # [-tail, time left]
+    now = worst = 0.0
+    at = 0
+    while at < len(coming) or waiting:
         if not waiting:
-            now = max(now, profile.ready[order[at]] + startup_s)
-        while at < len(order) and profile.ready[order[at]] + startup_s <= now:
-            i = order[at]
-            work = seconds_per_byte * profile.layers[i].nbytes
-            heapq.heappush(waiting, [-profile.tails[i], work])
+            now = max(now, heads[coming[at]])
+        while at < len(coming) and heads[coming[at]] <= now:
+            heapq.heappush(waiting, [-tails[coming[at]], times[coming[at]]])
             at += 1
         top = waiting[0]
-        until = profile.ready[order[at]] + startup_s if at < len(order) else float("inf")
+        until = heads[coming[at]] if at < len(coming) else float("inf")
         if now + top[1] <= until:
             now += top[1]
             worst = max(worst, now - top[0])
@@ -36,6 +35,16 @@ def jackson(profile: Profile, startup_s: float, seconds_per_byte: float) -> floa
             top[1] -= until - now
             now = until
     return worst
+
+
+def jackson(profile: Profile, startup_s: float, seconds_per_byte: float) -> float:
+    """The end of the forward pass if bytes could be sent one by one, the most urgent first, none
+    before its gradient is there and a start-up is over: of those that are there the first layer's.
+    """
+    heads = [there + startup_s for there in profile.ready]
+    times = [seconds_per_byte * layer.nbytes for layer in profile.layers]
+    sent = preemptive(heads, times, profile.tails)
+    return max(sent, profile.backward_s + profile.forward_s)
 
 
 LANES = 4

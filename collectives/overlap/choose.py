@@ -8,22 +8,14 @@ from typing import Any
 
 from collectives.errors import CollectiveError
 from collectives.overlap.network import Network
-from collectives.overlap.policies.asc_wfbp import asc_wfbp
-from collectives.overlap.policies.bytescheduler import bytescheduler
-from collectives.overlap.policies.c_cube import c_cube
+from collectives.overlap.policies import NAMED
 from collectives.overlap.policies.carlier import carlier
-from collectives.overlap.policies.fusion_dp import fusion_dp
-from collectives.overlap.policies.mg_wfbp import mg_wfbp
 from collectives.overlap.policies.optimal import optimal
-from collectives.overlap.policies.us_byte import us_byte
-from collectives.overlap.policies.wfbp import wfbp
 from collectives.overlap.profile import Profile
 from collectives.overlap.schedule import Schedule
 
 POLICIES: dict[str, Callable[..., Schedule]] = {
-    "wfbp": wfbp, "mg-wfbp": mg_wfbp, "asc-wfbp": asc_wfbp, "bytescheduler": bytescheduler,
-    "us-byte": us_byte, "c-cube": c_cube, "fusion-dp": fusion_dp, "carlier": carlier,
-    "optimal": optimal,
+    **NAMED, "carlier": carlier, "optimal": optimal,
 }  # fmt: skip
 AUTO_LIMIT_S = 3.0
 

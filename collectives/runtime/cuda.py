@@ -192,28 +192,28 @@ class GpuRanks:
             raise CollectiveError(f"{len(buffers)} buffers for {_some(tuple(self.devices))}")
         where = dict(zip(self.devices, buffers, strict=True))
         self._launched[id(prepared.parts)] = prepared
-        lanes = prepared.shape.lanes
         streams = {i: stream if isinstance(stream, int) else stream[i] for i in self.shares}
+        blocks = [len(part.programs) * prepared.shape.lanes for part in prepared.parts]
         counted = None
         if begun:
             captured = any(d.capturing(streams[i]) for i, (d, _) in self.shares.items())
-            blocks = [len(part.programs) * lanes for part in prepared.parts]
             counted = self.counters.take(blocks, len(begun), captured)
-        for place, (part, table) in enumerate(zip(prepared.parts, prepared.tables, strict=True)):
-            if not part.programs:
+        finals = counted.addresses if counted else (0,) * len(blocks)
+        each = zip(prepared.parts, prepared.tables, blocks, finals, strict=True)
+        for part, table, count, address in each:
+            if not count:
                 continue
-            on, blocks_here = streams[part.device.index], len(part.programs) * lanes
-            finals = counted.addresses[place] if counted else 0
+            on = streams[part.device.index]
             launch = program.launch(
                 prepared.plan, prepared.shape, table, int(self._abort.ctypes.data),
                 [where[r] for r in part.ranks], self.timeout, prepared.op == "avg", ps_per_byte,
-                finals,
+                address,
             )  # fmt: skip
             if begun:
-                part.device.zero(finals, 4 * blocks_here, on)
+                part.device.zero(address, 4 * count, on)
                 for rank in part.ranks:
                     part.device.record(begun[rank], on)
-            part.device.launch(prepared.dtype, prepared.op, launch, blocks_here, on)
+            part.device.launch(prepared.dtype, prepared.op, launch, count, on)
         return counted
 
     def dequeue(

@@ -11,6 +11,7 @@ import heapq
 import time
 from collections.abc import Sequence
 
+from collectives.overlap.bounds import preemptive
 from collectives.overlap.network import Network
 from collectives.overlap.profile import Profile, check_number
 from collectives.overlap.schedule import Schedule, whole
@@ -34,7 +35,7 @@ def best_order(
     deadline = time.monotonic() + limit_s
     best, order = _schrage(heads, times, tails)
     serial = 0
-    open_nodes = [(_preemptive(heads, times, tails), serial, list(heads), list(tails))]
+    open_nodes = [(preemptive(heads, times, tails), serial, list(heads), list(tails))]
     while open_nodes:
         bound, _, r, q = heapq.heappop(open_nodes)
         if bound >= best - 1e-12:
@@ -58,7 +59,7 @@ def best_order(
                 tails_[job] = max(q[job], work + least_tail)
             else:  # behind all of it
                 heads_[job] = max(r[job], least_head + work)
-            lower = max(bound, least_head + work + least_tail, _preemptive(heads_, times, tails_))
+            lower = max(bound, least_head + work + least_tail, preemptive(heads_, times, tails_))
             if lower < best - 1e-12:
                 serial += 1
                 heapq.heappush(open_nodes, (lower, serial, heads_, tails_))
@@ -95,30 +96,6 @@ def _schrage(
         now += times[i]
         worst = max(worst, now + tails[i])
     return worst, order
-
-
-def _preemptive(heads: Sequence[float], times: Sequence[float], tails: Sequence[float]) -> float:
-    """Schrage's rule where a job may be interrupted: no order is better."""
-    coming = sorted(range(len(heads)), key=lambda i: heads[i])
-    waiting: list[list[float]] = []  # [-tail, time left]
-    now = worst = 0.0
-    at = 0
-    while at < len(coming) or waiting:
-        if not waiting:
-            now = max(now, heads[coming[at]])
-        while at < len(coming) and heads[coming[at]] <= now:
-            heapq.heappush(waiting, [-tails[coming[at]], times[coming[at]]])
-            at += 1
-        top = waiting[0]
-        until = heads[coming[at]] if at < len(coming) else float("inf")
-        if now + top[1] <= until:
-            now += top[1]
-            worst = max(worst, now - top[0])
-            heapq.heappop(waiting)
-        else:
-            top[1] -= until - now
-            now = until
-    return worst
 
 
 def _critical(

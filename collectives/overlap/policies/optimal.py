@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from collectives.overlap.bounds import LANES
 from collectives.overlap.network import Network
-from collectives.overlap.policies.asc_wfbp import asc_wfbp
-from collectives.overlap.policies.bytescheduler import bytescheduler
-from collectives.overlap.policies.c_cube import c_cube
+from collectives.overlap.policies import NAMED
 from collectives.overlap.policies.carlier import carlier
-from collectives.overlap.policies.fusion_dp import fusion_dp
-from collectives.overlap.policies.mg_wfbp import mg_wfbp
-from collectives.overlap.policies.us_byte import us_byte
-from collectives.overlap.policies.wfbp import wfbp
 from collectives.overlap.profile import Profile, check_number
 from collectives.overlap.schedule import ALIGN, Communication, Piece, Schedule
 
 EXACT = 7
 """Blocks up to which every fusion in every order is compared."""
 _LANES = (1, 2, LANES)
-NAMED: tuple[Callable[[Profile, Network], Schedule], ...] = (
-    wfbp, mg_wfbp, asc_wfbp, bytescheduler, us_byte, c_cube, fusion_dp,
-)  # fmt: skip
 _SPANS = (0.0, 0.5, 1.0, 2.0, 4.0)  # start-ups that a communication should last at least
 _BLOCKS = (1 << 62, 1 << 24, 1 << 22, 1 << 20)  # bytes of one at most, while gradients come
 
@@ -40,7 +31,7 @@ def optimal(profile: Profile, network: Network, limit_s: float = 10.0) -> Schedu
     """
     check_number("limit_s", limit_s)
     deadline = time.monotonic() + limit_s
-    named = [policy(profile, network) for policy in NAMED]
+    named = [policy(profile, network) for policy in NAMED.values()]
     named.append(carlier(profile, network, limit_s / 5))
     found = named.copy()
     exact = len(profile.layers) <= EXACT

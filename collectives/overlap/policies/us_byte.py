@@ -69,7 +69,7 @@ def first_phase(
                 free = end
                 break
             layer = there[-1]
-            again = bool(sends) and sends[-1][0] == layer and left[layer] < count[layer]
+            again = bool(sends) and sends[-1][0] == layer
             startup = 0.0 if again else a
             nbytes = _bytes(layers[layer].nbytes, count[layer], left[layer], left[layer], partition)
             if end - free < startup:  # equation 4
