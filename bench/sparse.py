@@ -48,11 +48,16 @@ def as_json(rows: list[Row]) -> str:
     return json.dumps({"machine": machine(), "rows": [asdict(row) for row in rows]}, indent=1)
 
 
-def _medians(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Seconds of each, all taking turns within a round; one round before is not counted."""
+def _medians(
+    calls: dict[str, Callable[[], object]], rounds: int,
+    ready: Callable[[], object] = lambda: None,
+) -> dict[str, float]:  # fmt: skip
+    """Seconds of each, all taking turns within a round; one round before is not counted. The clock
+    starts behind `ready`."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
+            ready()
             start = time.perf_counter()
             call()
             found[name].append(time.perf_counter() - start)
@@ -202,9 +207,7 @@ def _rank(rank: int, elements: int, k: int, rounds: int, store: str) -> list[tup
         "linkweave, dense": lambda: comm.allreduce(dense),
         "gloo, dense": lambda: gloo.allreduce(dense, gloo.batch),
     }
-    for name in calls:  # ranks begin together
-        calls[name] = lambda call=calls[name]: (comm.barrier(), call())
-    times = _medians(calls, rounds)
+    times = _medians(calls, rounds, comm.barrier)  # what a rank waits for others is not theirs
     gloo.close()
     return list(times.items())
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels import checks, rows, sparse, topk
+from kernels import checks, merging, rows, sparse, topk
 from kernels.ranges import ranged
 
 Vector = tuple[Any, Any]
@@ -78,9 +78,7 @@ def merge_topk(a: Vector, b: Vector, k: int) -> tuple[Vector, Vector]:
         return gpu.merge_topk(a, b, k)
     checks.vectors(a, b)
     k = checks.at_least_0(k, "k")
-    values, indices = sparse.merge(_vector(a), _vector(b))
-    found = topk.select(values.view(np.uint32), "float32", min(k, values.size))
-    kept, dropped = sparse.split(values, indices, found)
+    kept, dropped = merging.merge_topk(_vector(a), _vector(b), k)
     like = a[0]
     return (_out(kept[0], like), _out(kept[1], like)), (
         _out(dropped[0], like), _out(dropped[1], like)

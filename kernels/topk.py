@@ -174,11 +174,14 @@ def among(bits: np.ndarray, keys: Keys, k: int, at: np.ndarray) -> np.ndarray:
     return at[take]
 
 
-def _by_histograms(bits: np.ndarray, keys: Keys, k: int) -> np.ndarray:
-    """Digit by digit from the highest: the digit at which the count from above reaches k."""
-    spans = parts(bits.size, BLOCK)
+def kth(
+    bits: np.ndarray, keys: Keys, k: int, spans: Sequence[tuple[int, int]]
+) -> tuple[np.generic, int, list[int]]:
+    """(the k-th largest key, how many equal to it are among the k, and in each span), digit by
+    digit from the highest: the digit at which the count from above reaches k."""
     prefix, above, left = 0, keys.bits, k
     counts = np.zeros((len(spans), 0), np.int64)
+    digit = 0
     for shift in keys.shifts:
         counts = np.zeros((len(spans), 1 << (above - shift)), np.int64)
         run_parts(
@@ -192,13 +195,17 @@ def _by_histograms(bits: np.ndarray, keys: Keys, k: int) -> np.ndarray:
         digit = counts.shape[1] - 1 - place
         left -= int(from_above[place - 1]) if place else 0
         prefix, above = prefix << (above - shift) | digit, shift
-    # `left` of those equal to the k-th largest are among the k, the first ones
-    shares = []
-    for equal in counts[:, digit].tolist():
+    return keys.dtype(prefix), left, counts[:, digit].tolist()
+
+
+def _by_histograms(bits: np.ndarray, keys: Keys, k: int) -> np.ndarray:
+    spans = parts(bits.size, BLOCK)
+    least, left, equals = kth(bits, keys, k, spans)
+    shares = []  # of those equal to the k-th largest the first ones
+    for equal in equals:
         shares.append(min(equal, left))
         left -= shares[-1]
     at = [np.empty(min(k, stop - start), np.int64) for start, stop in spans]
-    least = keys.dtype(prefix)
     found = run_parts(
         lambda i: _collect(bits, *spans[i], keys.mask, keys.nan, least, shares[i], at[i]),
         len(spans),

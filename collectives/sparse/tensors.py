@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from collectives.errors import CollectiveError
 from collectives.sparse.wire import ITEMS, Vector, Wire
 from collectives.tensors import dtype_name, gpu_of, integer, is_torch, stands_in_order
+from kernels.merging import add_at
 
 
 def vector(values: Any, indices: Any, numel: Any) -> tuple[Vector, Wire]:
@@ -79,7 +80,7 @@ class Residual:
     def add(self, indices: NDArray[np.int32], values: NDArray[np.float32]) -> None:
         """Indices are all different."""
         if self._gpu is None:
-            self._dense[indices] += values
+            add_at(self._dense, indices, values)
         else:
             self._later.append((indices, values))
 
