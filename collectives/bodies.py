@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from zlib import crc32
 
 from collectives.errors import CollectiveError
+from collectives.planning.goals import Root
 from collectives.request import Request
 from collectives.runtime.arrivals import Arrivals
 from collectives.runtime.shm import Buffer
@@ -36,7 +37,7 @@ class Place(Protocol):
     def copy(self, dst: int, src: int, nbytes: int) -> None: ...
 
     def request(
-        self, kind: str, buffer: Buffer, op: str, root: int = 0, algorithm: str = "auto",
+        self, kind: str, buffer: Buffer, op: str, root: Root = 0, algorithm: str = "auto",
         layout: int = 0,
     ) -> Request: ...  # fmt: skip
 
@@ -44,7 +45,7 @@ class Place(Protocol):
 
 
 def in_place(
-    place: Place, kind: str, x: Any, op: str, root: int = 0, algorithm: str = "auto"
+    place: Place, kind: str, x: Any, op: str, root: Root = 0, algorithm: str = "auto"
 ) -> None:
     with place.telling():
         buffer, done = place.buffer(x)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from collectives.choices import Choices
 from collectives.errors import CollectiveError
+from collectives.planning.goals import Root
 from collectives.planning.plan import Plan
 from collectives.planning.planner import plan_collective
 from collectives.request import NOTHING, Request, difference, notice
@@ -45,7 +46,7 @@ class Calls:
         self._arena = arena
         self._settings = settings.checksum(topology)
         self.trace = Trace(self.rank)
-        self._plans: dict[tuple[str, int, str, int], _Placed] = {}
+        self._plans: dict[tuple[str, int, str, Root], _Placed] = {}
         self._lock = threading.Lock()
 
     def check(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from collectives.errors import CollectiveError
+from collectives.planning.goals import Root
 from collectives.planning.plan import Plan
 from collectives.planning.planner import plan_collective, ranked
 from collectives.request import Request
@@ -31,7 +32,7 @@ class Choices:
         self._taken: dict[tuple[object, ...], str] = {}
 
     def request(
-        self, kind: str, buffer: Buffer, op: str, root: int = 0, algorithm: str = "auto",
+        self, kind: str, buffer: Buffer, op: str, root: Root = 0, algorithm: str = "auto",
         layout: int = 0, device: str = "cpu", fits: Callable[[], Fits] | None = None,
     ) -> Request:  # fmt: skip
         """What a rank is about to ask for. Raises CollectiveError where that is no sense.
@@ -60,7 +61,7 @@ class Choices:
         kind, nbytes = request.kind, request.buffer.nbytes
         return plan_collective(kind, self.topology, nbytes, request.root, request.algorithm)
 
-    def _algorithm(self, kind: str, nbytes: int, root: int, name: str, fits: Fits | None) -> str:
+    def _algorithm(self, kind: str, nbytes: int, root: Root, name: str, fits: Fits | None) -> str:
         """What `name` stands for; what cannot run is refused before any rank waits for it."""
         if name == "auto" and self.order == "fixed":
             name = _FIXED.get(kind, "auto")

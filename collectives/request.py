@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from zlib import crc32
 
 from collectives.planning.algorithms import ALGORITHMS
-from collectives.planning.goals import COLLECTIVES
+from collectives.planning.goals import COLLECTIVES, SENDRECV, Root
 from collectives.planning.others import OTHERS
 from collectives.runtime.arrivals import Arrivals
 from collectives.runtime.reference import DTYPES, OPS
 from collectives.runtime.shm import Buffer
 
-KINDS = (*COLLECTIVES, "barrier", "refused", "exchange")
+KINDS = (*COLLECTIVES, SENDRECV, "barrier", "refused", "exchange")
 DEVICES = ("cpu", "gpu")
 NAMES = tuple(dict.fromkeys(["auto", *ALGORITHMS, *(n for of in OTHERS.values() for n in of)]))
 NOTHING = Buffer(0, 0, "uint8", 1)
@@ -24,7 +25,7 @@ class Request:
     kind: str
     buffer: Buffer
     op: str = "sum"
-    root: int = 0
+    root: Root = 0
     algorithm: str = "auto"
     layout: int = 0  # of a list: a checksum of its tensors' sizes
     device: str = "cpu"
@@ -35,10 +36,11 @@ class Request:
 
 def notice(request: Request, settings: int = 0) -> tuple[int, ...]:
     """A request as numbers, which all ranks compare; `settings`: their checksum, or 0."""
-    buffer = request.buffer
+    buffer, root = request.buffer, request.root
+    place = root if isinstance(root, int) else crc32(repr(root).encode())
     return (
         KINDS.index(request.kind), OPS.index(request.op), DTYPES.index(buffer.dtype),
-        buffer.nbytes // buffer.itemsize, request.root, NAMES.index(request.algorithm), settings,
+        buffer.nbytes // buffer.itemsize, place, NAMES.index(request.algorithm), settings,
         request.layout, DEVICES.index(request.device),
     )  # fmt: skip
 
@@ -51,9 +53,11 @@ def words(notice: tuple[int, ...]) -> str:
         asked = "refused its arguments"
     if asked == "allreduce":
         asked += f"({count} x {DTYPES[dtype]}, {OPS[op]}, {NAMES[algorithm]})"
-    elif asked in COLLECTIVES:
+    elif asked in (*COLLECTIVES, SENDRECV):
         asked += f"({count} x {DTYPES[dtype]}"
         asked += f", {OPS[op]}" if "reduce" in asked else ""
+        if KINDS[kind] == SENDRECV:
+            asked += f", pairs {root:08x}"
         asked += f", root {root})" if KINDS[kind] in ("broadcast", "reduce") else ")"
     if layout:
         asked += f" in parts of sizes {layout:08x}"

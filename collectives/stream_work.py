@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from collectives.errors import CollectiveError, CollectiveTimeout
 from collectives.gradient_queue import GradientQueue, number_of
+from collectives.planning.goals import Root
 from collectives.request import Request
 from collectives.runtime.counters import Counted
 from collectives.runtime.shm import Buffer
@@ -56,7 +57,7 @@ class OnStream:
             self.gpu.device.copy(dst, src, nbytes, self.stream)
 
     def request(
-        self, kind: str, buffer: Buffer, op: str, root: int = 0, algorithm: str = "auto",
+        self, kind: str, buffer: Buffer, op: str, root: Root = 0, algorithm: str = "auto",
         layout: int = 0,
     ) -> Request:  # fmt: skip
         return self.gpu.choices.request(

@@ -2,7 +2,8 @@
 
 In a plan over P ranks, contributions are sets of ranks, as bits. Chunk c of an all-gather or a
 reduce-scatter belongs to block (= rank) c mod P; of an all-to-all, to the block that rank s sends
-to rank d, where c mod P^2 = s P + d.
+to rank d, where c mod P^2 = s P + d. In a sendrecv the target of each pair gets its source's data;
+a rank is in one pair at most, and those in none keep what they have.
 """
 
 from __future__ import annotations
@@ -10,6 +11,13 @@ from __future__ import annotations
 from collectives.errors import PlanError
 
 COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "alltoall")
+SENDRECV = "sendrecv"
+
+Pairs = tuple[tuple[int, int], ...]
+"""(source, target) ranks."""
+
+Root = int | Pairs
+"""Where data comes from: a rank; of a sendrecv its pairs."""
 
 
 def blocks(collective: str, size: int) -> int:
@@ -17,29 +25,52 @@ def blocks(collective: str, size: int) -> int:
     return {"allgather": size, "reduce_scatter": size, "alltoall": size * size}.get(collective, 1)
 
 
-def check(collective: str, size: int, root: int) -> None:
-    """Raise PlanError unless there is such a collective, and its root is a rank."""
+def check(collective: str, size: int, root: Root) -> None:
+    """Raise PlanError unless there is such a collective, and its root is a rank, or pairs."""
+    if collective == SENDRECV:
+        _check_pairs(size, root)
+        return
     if collective not in COLLECTIVES:
         raise PlanError(f"unknown collective {collective!r}; choose from {', '.join(COLLECTIVES)}")
     if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < size:
         raise PlanError(f"root {root!r} is not a rank; ranks are 0 to {size - 1}")
 
 
-def start(collective: str, size: int, root: int, rank: int, index: int) -> int:
+def _check_pairs(size: int, pairs: Root) -> None:
+    fine = isinstance(pairs, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in pairs)
+    ranks = [rank for pair in pairs for rank in pair] if isinstance(pairs, tuple) and fine else [-1]
+    fine = all(isinstance(r, int) and not isinstance(r, bool) and 0 <= r < size for r in ranks)
+    if not fine or len(set(ranks)) < len(ranks):
+        raise PlanError(
+            f"a sendrecv needs pairs (source, target) of different ranks from 0 to {size - 1}, "
+            f"each in one pair at most, not {pairs!r}"
+        )
+
+
+def targets(root: Root) -> dict[int, int]:
+    """Of a sendrecv: the source of each target."""
+    return {} if isinstance(root, int) else {target: source for source, target in root}
+
+
+def start(collective: str, size: int, root: Root, rank: int, index: int) -> int:
     """What a rank's own chunk holds at first; `index` is the chunk's place in its group."""
     holds = {
         "broadcast": rank == root,
         "allgather": rank == index % size,
         "alltoall": rank == index % (size * size) // size,
+        SENDRECV: rank not in targets(root),
     }.get(collective, True)
     return 1 << rank if holds else 0
 
 
-def goal(collective: str, size: int, root: int, rank: int, index: int) -> int | None:
+def goal(collective: str, size: int, root: Root, rank: int, index: int) -> int | None:
     """What a rank's own chunk must hold in the end; None where it does not matter."""
     everyone = (1 << size) - 1
     match collective:
+        case "sendrecv":
+            return 1 << targets(root).get(rank, rank)
         case "broadcast":
+            assert isinstance(root, int)
             return 1 << root
         case "reduce":
             return everyone if rank == root else None

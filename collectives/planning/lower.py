@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from collectives.errors import PlanError
-from collectives.planning.goals import start
+from collectives.planning.goals import Root, start
 from collectives.planning.plan import Connection, Op, Plan, Step, Stream
 from collectives.planning.trees import Tree
 from topology import Topology
@@ -68,7 +68,7 @@ class Algorithm:
     trees: tuple[Tree, ...] = ()
     detours: Mapping[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)
     collective: str = "allreduce"
-    root: int = 0
+    root: Root = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "detours", MappingProxyType(dict(self.detours)))

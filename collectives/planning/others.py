@@ -1,4 +1,5 @@
-"""Reduce, broadcast, all-gather, reduce-scatter and all-to-all, from the same trees and rings.
+"""Reduce, broadcast, all-gather, reduce-scatter, all-to-all and sendrecv, from the same trees and
+rings.
 
 What they start from and end with is in `planning.goals`.
 """
@@ -6,11 +7,12 @@ What they start from and end with is in `planning.goals`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from collectives.errors import PlanError
 from collectives.planning.algorithms import broadcast_down, packed, reduce_up
 from collectives.planning.embed import Edge, embed
-from collectives.planning.goals import check
+from collectives.planning.goals import SENDRECV, Pairs, Root, check
 from collectives.planning.lower import Algorithm, Copy, Move, Reduce, few_enough
 from collectives.planning.rings import around, rings
 from collectives.planning.shortest import Levels, shortest_trees
@@ -135,11 +137,7 @@ def direct(topology: Topology, collective: str, root: int) -> Algorithm:
     detours: dict[tuple[int, int, int], tuple[int, ...]] = {}
     moves: list[Move] = []
     for source, levels in enumerate(shortest_trees(topology, range(size))):
-        way: dict[int, tuple[int, ...]] = {source: ()}  # ranks passed before each, source included
-        for level in levels:
-            for parent, children in level.items():
-                for child in children:
-                    way[child] = (*way[parent], parent)
+        way = _ways(levels, source)
         for far in range(1, size):  # each rank begins with another
             target = (source + far) % size
             if len(way[target]) > 1:
@@ -150,7 +148,31 @@ def direct(topology: Topology, collective: str, root: int) -> Algorithm:
     )
 
 
-Maker = Callable[[Topology, str, int], Algorithm]
+def pairwise(topology: Topology, collective: str, pairs: Pairs) -> Algorithm:
+    """Sendrecv: straight, or over the ranks on a shortest way. Pair i has channel i."""
+    size, detours = len(topology.gpus), dict[tuple[int, int, int], tuple[int, ...]]()
+    trees = shortest_trees(topology, range(size))
+    for i, (source, target) in enumerate(pairs):
+        way = _ways(trees[source], source)
+        if len(way[target]) > 1:
+            detours[i, source, target] = way[target][1:]
+    moves = tuple(Copy(source, (target,), 0, i) for i, (source, target) in enumerate(pairs))
+    return Algorithm(
+        "pairwise", size, 1, ((moves,),), (), detours, collective=collective, root=pairs
+    )
+
+
+def _ways(levels: Levels, source: int) -> dict[int, tuple[int, ...]]:
+    """The ranks passed before each, source included."""
+    way: dict[int, tuple[int, ...]] = {source: ()}
+    for level in levels:
+        for parent, children in level.items():
+            for child in children:
+                way[child] = (*way[parent], parent)
+    return way
+
+
+Maker = Callable[[Topology, str, Any], Algorithm]  # the machine, the collective, its root
 _ROOTED: dict[str, Maker] = {
     "tree": tree, "shortest_tree": shortest_tree, "packed_trees": packed_trees, "ring": chains,
 }  # fmt: skip
@@ -160,11 +182,12 @@ OTHERS: dict[str, dict[str, Maker]] = {
     "allgather": {"shortest_trees": shortest, "ring": ring},
     "reduce_scatter": {"shortest_trees": shortest, "ring": ring},
     "alltoall": {"direct": direct},
+    SENDRECV: {"pairwise": pairwise},
 }
 """By collective and name. Where the cost model sees no difference, `auto` takes the first."""
 
 
-def other_algorithm(topology: Topology, collective: str, name: str, root: int) -> Algorithm:
+def other_algorithm(topology: Topology, collective: str, name: str, root: Root) -> Algorithm:
     """The named algorithm of a collective other than all-reduce. Raises PlanError."""
     check(collective, len(topology.gpus), root)
     if name not in OTHERS[collective]:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.errors import PlanError
-from collectives.planning.goals import blocks
+from collectives.planning.goals import Root, blocks
 from collectives.planning.trees import Tree
 from topology import Vertex
 
@@ -104,7 +104,7 @@ class Plan:
     `num_chunks` is the total over all trees; groups of `stride` chunks repeat the same steps, and
     a step whose chunk would be `num_chunks` or more does nothing. `exclusive` claims that no
     directed link carries more connections than it has physical links. `root` matters to a
-    broadcast and a reduce only.
+    broadcast and a reduce, and is the pairs of a sendrecv.
     """
 
     algorithm: str
@@ -119,7 +119,7 @@ class Plan:
     detours: tuple[tuple[int, ...], ...] = ()
     """(rank, ranks that forward, rank), once for both directions."""
     exclusive: bool = True
-    root: int = 0
+    root: Root = 0
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -285,6 +285,7 @@ class Plan:
         if data.get("version") != 1:
             raise PlanError(f"plan JSON: version {data.get('version')!r} is unknown; known: 1")
         try:
+            root = data["root"]  # a rank, or pairs
             return Plan(
                 algorithm=data["algorithm"],
                 collective=data["collective"],
@@ -300,7 +301,7 @@ class Plan:
                 trees=tuple(Tree(tuple(parent)) for parent in data["trees"]),
                 detours=tuple(map(tuple, data["detours"])),
                 exclusive=data["exclusive"],
-                root=data["root"],
+                root=tuple(map(tuple, root)) if isinstance(root, list) else root,
                 notes=tuple(data["notes"]),
             )
         except (KeyError, TypeError, ValueError, IndexError) as error:

@@ -18,7 +18,7 @@ from collectives.planning.cost import (
     shape_of,
     simulated_seconds,
 )
-from collectives.planning.goals import blocks, check
+from collectives.planning.goals import Root, blocks, check
 from collectives.planning.lower import MOST_SQUARED, Tuning, lower
 from collectives.planning.others import OTHERS, other_algorithm
 from collectives.planning.plan import Plan
@@ -34,7 +34,7 @@ _WORTH = 0.995  # of the time: a smaller gain ends the search for a number of ch
 
 @lru_cache(maxsize=512)
 def _template(
-    topology: Topology, algorithm: str, collective: str = ALLREDUCE, root: int = 0
+    topology: Topology, algorithm: str, collective: str = ALLREDUCE, root: Root = 0
 ) -> tuple[Plan, Shape]:
     """A plan of one group of chunks, to be given its number of chunks, and its shape."""
     if collective == ALLREDUCE:
@@ -56,7 +56,7 @@ def _verified(topology: Topology, plan: Plan) -> Plan:
     return plan
 
 
-def _able(topology: Topology, name: str, collective: str, root: int) -> bool:
+def _able(topology: Topology, name: str, collective: str, root: Root) -> bool:
     try:
         _template(topology, name, collective, root)
     except PlanError:
@@ -65,7 +65,7 @@ def _able(topology: Topology, name: str, collective: str, root: int) -> bool:
 
 
 @lru_cache(maxsize=256)
-def candidates(topology: Topology, collective: str = ALLREDUCE, root: int = 0) -> tuple[str, ...]:
+def candidates(topology: Topology, collective: str = ALLREDUCE, root: Root = 0) -> tuple[str, ...]:
     """Names of the algorithms that this machine can run, in the order of preference.
 
     On a cluster of more than 64 GPUs only those that suit one, as to compare takes its time.
@@ -85,7 +85,7 @@ def candidates(topology: Topology, collective: str = ALLREDUCE, root: int = 0) -
 
 @lru_cache(maxsize=65536)
 def predict(
-    topology: Topology, nbytes: int, algorithm: str, collective: str = ALLREDUCE, root: int = 0
+    topology: Topology, nbytes: int, algorithm: str, collective: str = ALLREDUCE, root: Root = 0
 ) -> tuple[float, int]:
     """(seconds, chunks) of an algorithm at its best number of chunks.
 
@@ -122,7 +122,7 @@ def predict(
     return best
 
 
-def choose(topology: Topology, nbytes: int, collective: str = ALLREDUCE, root: int = 0) -> str:
+def choose(topology: Topology, nbytes: int, collective: str = ALLREDUCE, root: Root = 0) -> str:
     """The algorithm with the least predicted time; the first named of equals.
 
     `LINKWEAVE_ALGORITHM` overrides the choice of an all-reduce's.
@@ -139,7 +139,7 @@ def choose(topology: Topology, nbytes: int, collective: str = ALLREDUCE, root: i
 
 
 @lru_cache(maxsize=4096)
-def _fastest(topology: Topology, nbytes: int, collective: str, root: int) -> str:
+def _fastest(topology: Topology, nbytes: int, collective: str, root: Root) -> str:
     """The most promising first; what its busiest link alone makes slower is not simulated.
 
     Where some algorithms have been measured at this size, the fastest of those.
@@ -166,7 +166,7 @@ def _fastest(topology: Topology, nbytes: int, collective: str, root: int) -> str
 
 
 def ranked(
-    topology: Topology, nbytes: int, collective: str = ALLREDUCE, root: int = 0
+    topology: Topology, nbytes: int, collective: str = ALLREDUCE, root: Root = 0
 ) -> tuple[str, ...]:
     """All that this machine can run, the least predicted time first."""
     names = candidates(topology, collective, root)
@@ -186,7 +186,7 @@ def plan_allreduce(
 
 
 def plan_collective(
-    collective: str, topology: Topology, nbytes: int, root: int = 0, algorithm: str = "auto",
+    collective: str, topology: Topology, nbytes: int, root: Root = 0, algorithm: str = "auto",
     num_chunks: int | None = None,
 ) -> Plan:  # fmt: skip
     """A verified plan of any collective (`planning.goals`), by `plan_allreduce`'s algorithms or
@@ -194,8 +194,9 @@ def plan_collective(
 
     `nbytes` is the rank's whole buffer, as in nccl-tests: what is broadcast or reduced; all P
     blocks of an all-gather's result, of what a reduce-scatter takes, of what a rank sends in an
-    all-to-all (then a multiple of P). `root` matters to broadcast and reduce. Pure and cached.
-    Raises PlanError as `plan_allreduce` does.
+    all-to-all (then a multiple of P); what a sendrecv sends. `root` matters to broadcast and
+    reduce; of a sendrecv it is its pairs. Pure and cached. Raises PlanError as `plan_allreduce`
+    does.
     """
     if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
         raise PlanError(f"nbytes must be an integer of at least 0, not {nbytes!r}")
@@ -226,7 +227,7 @@ def _uncollected() -> Iterator[None]:
 @lru_cache(maxsize=1024, typed=True)  # True is no number of chunks
 def _planned(
     topology: Topology, nbytes: int, algorithm: str, num_chunks: int | None, collective: str,
-    root: int,
+    root: Root,
 ) -> Plan:  # fmt: skip
     template, _ = _template(topology, algorithm, collective, root)
     if num_chunks is None:

@@ -124,6 +124,18 @@ def test_every_collective_on_any_number_of_ranks(size: int, collective: str, sha
     check(plan, shape, [4 * size * n for n in (1, 337, 16)])
 
 
+@pytest.mark.parametrize("machine", ["mesh-2", "mesh-5", "ring-7", "dgx1-v100"])
+@pytest.mark.parametrize("shape", [LINES, plain(2, 512)], ids=["lines", "2-lanes"])
+def test_sendrecv(machine: str, shape: Shape) -> None:
+    topology = load(machine)
+    size = len(topology.gpus)
+    for pairs in (
+        tuple((r + 1, r) for r in range(0, size - 1, 2)),
+        tuple((r, size // 2 + r) for r in range(size // 2)),
+    ):
+        check(plan_collective("sendrecv", topology, 4000, pairs), shape, [4, 4 * 1009, 16])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", ["sum", "avg", "min", "max", "prod"])
 @pytest.mark.parametrize("shape", [LINES, plain(1)], ids=["lines", "slots"])
@@ -231,6 +243,13 @@ def test_sanitizers_find_nothing_in_other_collectives(collective: str) -> None:
     plan = plan_collective(collective, load("mesh-3"), 6000, 1)
     for sanitizer in ("thread", "address,undefined"):
         check(plan, plain(1, 256), [3 * 4 * 337, 12], sanitizer=sanitizer)
+
+
+def test_sanitizers_find_nothing_in_pairs_of_ranks_with_one_between() -> None:
+    plan = plan_collective("sendrecv", load("ring-4"), 6000, ((2, 0), (1, 3)))
+    assert plan.detours
+    for sanitizer in ("thread", "address,undefined"):
+        check(plan, plain(1, 256), [4 * 337, 4], sanitizer=sanitizer)
 
 
 MUTANTS = {

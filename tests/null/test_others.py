@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives.errors import PlanError
-from collectives.planning.goals import COLLECTIVES, blocks
+from collectives.planning.goals import COLLECTIVES, SENDRECV, Pairs, Root, blocks, targets
 from collectives.planning.lower import Tuning, lower
 from collectives.planning.others import OTHERS
 from collectives.planning.plan import Op, Plan
@@ -39,12 +39,21 @@ def machine(name: str) -> Topology:
     return load("dgx1-v100").subset((0, 3, 5, 6)) if name == PART else load(name)
 
 
-def roots(collective: str, size: int) -> list[int]:
+def pairs_of(size: int) -> list[Pairs]:
+    """None, one, and as many as there can be: neighbours, and ranks far apart."""
+    near = tuple((r + 1, r) for r in range(0, size - 1, 2))
+    far = tuple((r, size // 2 + r) for r in range(size // 2))
+    return list(dict.fromkeys([(), far[-1:], near, far]))
+
+
+def roots(collective: str, size: int) -> Sequence[Root]:
+    if collective == SENDRECV:
+        return pairs_of(size)
     return sorted({0, size // 2, size - 1}) if collective in ROOTED else [0]
 
 
 def made(
-    topology: Topology, collective: str, name: str, groups: int, root: int = 0, slots: int = 2
+    topology: Topology, collective: str, name: str, groups: int, root: Root = 0, slots: int = 2
 ) -> Plan:
     """Lowered anew: not one that `plan_collective` has verified before."""
     algorithm = OTHERS[collective][name](topology, collective, root)
@@ -78,6 +87,8 @@ def promised(plan: Plan, inputs: Sequence[Array]) -> list[tuple[slice, Array]]:
     """For each rank which part of its buffer the collective defines, and what it holds."""
     size, length = plan.size, len(inputs[0])
     total, whole = sum(inputs[1:], inputs[0]), slice(None)
+    if plan.collective == SENDRECV:
+        return [(whole, inputs[targets(plan.root).get(r, r)]) for r in range(size)]
     if plan.collective == "broadcast":
         return [(whole, inputs[plan.root])] * size
     if plan.collective == "reduce":  # what the others are left with is nobody's business
@@ -151,7 +162,7 @@ def test_on_any_five_gpus_of_the_dgx1(collective: str) -> None:
             if plan.detours:
                 with_detours.add(name)
                 assert is_right(plan, 13, (None, 1))
-    assert with_detours == set(OTHERS[collective]) & {"tree", "ring", "direct"}
+    assert with_detours == set(OTHERS[collective]) & {"tree", "ring", "direct", "pairwise"}
 
 
 @every_collective
@@ -269,9 +280,16 @@ def test_any_other_swap_is_caught_or_right(name: str, collective: str) -> None:
 def test_a_plan_serves_no_other_collective_and_no_other_root(name: str, collective: str) -> None:
     for plan, topo in small_plans(name, collective):
         for expand in (True, False):
-            for other in COLLECTIVES:
-                relabelled = replace(plan, collective=other)
-                assert caught(relabelled, topo, expand) == (other != collective), other
+            for other in (*COLLECTIVES, SENDRECV):
+                relabelled = replace(plan, collective=other, root=roots(other, plan.size)[-1])
+                # of two ranks, a pair is a broadcast
+                same = plan.size == 2 and {other, collective} == {"broadcast", SENDRECV}
+                assert caught(relabelled, topo, expand) == (other != collective and not same)
+            if collective == SENDRECV:
+                for pairs in pairs_of(plan.size):
+                    refused = pairs != plan.root
+                    assert caught(replace(plan, root=pairs), topo, expand) == refused
+                continue
             for root in range(plan.size):  # which means nothing to those that have none
                 refused = collective in ROOTED and root != plan.root
                 assert caught(replace(plan, root=root), topo, expand) == refused
@@ -291,6 +309,8 @@ def test_what_is_missing_is_named() -> None:
 def test_a_wrong_result_would_be_seen(collective: str) -> None:
     topo = load("mesh-3")
     for plan in every_plan(topo, collective, 2):
+        if plan.root == ():  # no pairs, nothing to do
+            continue
         idle = replace(plan, connections=(), streams=())
         assert is_right(plan, 1) and not is_right(idle, 1) and caught(idle, topo)
 
@@ -298,7 +318,7 @@ def test_a_wrong_result_would_be_seen(collective: str) -> None:
 def test_one_rank_has_it_all() -> None:
     for name in ("mesh-1", "ring-1", "cpu-1"):
         for collective in OTHERS:
-            plan = plan_collective(collective, load(name), 1 << 20)
+            plan = plan_collective(collective, load(name), 1 << 20, roots(collective, 1)[0])
             assert plan.connections == () and not list(places(plan))
 
 
@@ -381,7 +401,7 @@ def test_an_unknown_algorithm_is_told_the_choices(collective: str) -> None:
     others = {name for names in OTHERS.values() for name in names} | {"two_shot", "rnig"}
     for name in others - set(OTHERS[collective]):
         with pytest.raises(PlanError) as told:
-            plan_collective(collective, topo, 1024, 0, name)
+            plan_collective(collective, topo, 1024, roots(collective, 4)[0], name)
         assert str(told.value) == (
             f"unknown algorithm {name!r} of {collective}; choose from auto, "
             + ", ".join(OTHERS[collective])
@@ -410,11 +430,30 @@ def test_roots_that_are_no_ranks_are_refused(root: object) -> None:
     for collective in COLLECTIVES:
         with pytest.raises(PlanError, match=words):
             plan_collective(collective, topo, 1024, root)  # type: ignore[arg-type]
-    for collective in OTHERS:
+    for collective in set(OTHERS) & set(COLLECTIVES):
         with pytest.raises(PlanError, match=words):
             verify(replace(plan_collective(collective, topo, 1024), root=root), topo)
         with pytest.raises(PlanError, match=words):
             candidates(topo, collective, root)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "pairs", [0, None, [(0, 1)], ((0, 0),), ((0, 1), (1, 2)), ((0, 1), (2, 1)), ((0, 4),),
+              ((True, 2),), ((0,),), ("01",), ((0, 1.0),)],
+)  # fmt: skip
+def test_pairs_that_are_none_are_refused(pairs: object) -> None:
+    topo = load("mesh-4")
+    plan = plan_collective(SENDRECV, topo, 1024, ((0, 1),))
+    for call in (
+        lambda: plan_collective(SENDRECV, topo, 1024, pairs),  # type: ignore[arg-type]
+        lambda: verify(replace(plan, root=pairs), topo),
+    ):
+        with pytest.raises(PlanError) as told:
+            call()
+        assert str(told.value) == (
+            "a sendrecv needs pairs (source, target) of different ranks from 0 to 3, each in one "
+            f"pair at most, not {pairs!r}"
+        )
 
 
 @pytest.mark.parametrize("num_chunks", [0, -3, True, 16.0, "16"])
@@ -422,7 +461,8 @@ def test_chunk_counts_that_make_no_sense_are_refused(num_chunks: object) -> None
     for collective in OTHERS:
         with pytest.raises(PlanError, match=r"num_chunks must be an integer of at least 1, not "):
             plan_collective(
-                collective, load("mesh-4"), 1024, num_chunks=num_chunks  # type: ignore[arg-type]
+                collective, load("mesh-4"), 1024, roots(collective, 4)[0],
+                num_chunks=num_chunks,  # type: ignore[arg-type]
             )  # fmt: skip
 
 
