@@ -3,19 +3,94 @@ torch and the least number of bytes that any implementation moves."""
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+import collectives
 import kernels
 from bench.gpu_face import Arrays, Failed
 from bench.sparse import torch_coalesce, torch_sparsify, zipf
+from collectives import get_default
 
 DENSITY = 0.001
 ROWS = ((1 << 25), (1 << 28))
 TABLES = ((4096, 1024, 32_000), (65_536, 128, 32_000))  # (rows, width, vocabulary)
+CASES = ((60, 9, 20), (5003, 50, 120), (5003, 0, 7))  # (elements, k, entries of a rank)
+GRADIENT = 1 << 24  # elements
 Row = dict[str, Any]
+
+
+def integers(rank: int, numel: int, entries: int) -> tuple[np.ndarray, np.ndarray]:
+    """A sparse vector whose sums 16-bit floats do not hold."""
+    rng = np.random.default_rng([rank, numel])
+    indices = np.sort(rng.choice(numel, entries, replace=False)).astype(np.int32)
+    return 201 * rng.integers(-9, 10, entries).astype(np.float32), indices
+
+
+def check_sparse(rank: int, arrays: Arrays) -> int:
+    """Calls checked: every mode, with what the CPU's gives, bit for bit. Raises AssertionError."""
+    comm, checked = get_default(), 0
+    for numel, k, entries in CASES:
+        for mode in ("gtopk", "topk", "dense"):
+            for dtype in ("float32", "float16"):
+                for conserve in (True, False):
+                    values, indices = integers(rank, numel, entries - rank)
+                    values = values.astype(dtype)
+                    mine = np.full(numel, rank, np.float32)
+                    theirs = arrays.put(mine)
+                    how: dict[str, Any] = {"mode": mode, "conserve": conserve}
+                    want = comm.sparse_allreduce(values, indices, numel, k, residual=mine, **how)
+                    got = comm.sparse_allreduce(
+                        arrays.put(values), arrays.put(indices), numel, k, residual=theirs, **how
+                    )
+                    comm.synchronize()
+                    for a, b in zip((*got, theirs), (*want, mine), strict=True):
+                        np.testing.assert_array_equal(arrays.get(a), b)
+                    checked += 1
+    return checked
+
+
+def time_sparse(rank: int, arrays: Arrays, numel: int, rounds: int) -> tuple[float, float]:
+    """Medians in seconds of gTop-k's and a dense all-reduce of a gradient, which are enqueued when
+    all ranks are ready, and over."""
+    comm, k = get_default(), round(numel * DENSITY)
+    grad = gradient(numel, rank)
+    values, indices = map(arrays.put, kernels.topk_abs(grad, k))
+    dense, residual = arrays.put(grad), arrays.put(np.zeros(numel, np.float32))
+    calls = (
+        lambda: comm.sparse_allreduce(values, indices, numel, k, residual=residual, mode="gtopk"),
+        lambda: comm.allreduce(dense, "max"),
+    )
+    found = []
+    for call in calls:
+        taken = []
+        for _ in range(rounds + 1):
+            comm.barrier()
+            start = time.perf_counter()
+            call()
+            comm.synchronize()
+            taken.append(time.perf_counter() - start)
+        found.append(statistics.median(taken[1:]))
+    return found[0], found[1]
+
+
+def sparse_ranks(ranks: int, arrays: Arrays, virtual: bool, numel: int, rounds: int = 10) -> Row:
+    """`sparse_allreduce` of ranks on one GPU: checked, then timed beside a dense one."""
+    name = "dgx1-v100" if ranks == 8 else f"mesh-{ranks}"
+
+    def spawn(*call: Any) -> list[Any]:
+        where: dict[str, Any] = {"device": "cuda:0", "virtual": virtual, "timeout": 60}
+        return collectives.spawn(call[0], ranks, name, (arrays, *call[1:]), **where)
+
+    checked = sum(spawn(check_sparse))
+    times = spawn(time_sparse, numel, rounds)
+    sparse, dense = (max(column) for column in zip(*times, strict=True))
+    return {"checked": checked, "elements": numel, "k": round(numel * DENSITY), "seconds": sparse,
+            "dense": {"seconds": dense, "times_ours": dense / sparse}}  # fmt: skip
 
 
 class Measures(Protocol):

@@ -29,7 +29,7 @@ from bench.gpu_face import (
     run_ranks,
     with_cuda,
 )
-from bench.gpu_sparse import SparseRows
+from bench.gpu_sparse import GRADIENT, SparseRows, sparse_ranks
 from bench.timing import machine
 from collectives import CollectiveAborted, CollectiveError, plan_allreduce
 from collectives.planning.plan import Plan
@@ -60,6 +60,7 @@ class Suite:
     ) -> None:  # fmt: skip
         self.device, self.largest, self.repeats = device, largest, repeats
         self.libraries = libraries
+        self.gradient = min(GRADIENT, largest // 4)  # elements
 
     def rows(self) -> Iterator[tuple[str, Callable[[], Row]]]:
         """(name, what measures it), most important first."""
@@ -75,6 +76,12 @@ class Suite:
             )
         for arrays in self.libraries[-1:]:  # torch, where it is
             yield from SparseRows(self, arrays).rows()
+        for arrays in self.libraries:
+            for n in (2, 8):
+                yield (
+                    f"sparse_allreduce, {arrays.name}, {n} threads",
+                    lambda a=arrays, n=n: sparse_ranks(n, a, True, self.gradient),
+                )
         yield "dequeue of a gradient queue", self.dequeue
         yield "device copy against 35 N, 8 ranks", self.bandwidth
         for size in (1, 16, 64, 256, 1024):
@@ -88,6 +95,11 @@ class Suite:
             yield (
                 f"IPC processes, {arrays.name}",
                 lambda a=arrays: self.face(a, (2, 4, 8), (1, 2048, 30_000), False),
+            )
+        for arrays in self.libraries[:1]:
+            yield (
+                f"sparse_allreduce, {arrays.name}, 2 processes",
+                lambda a=arrays: sparse_ranks(2, a, False, self.gradient),
             )
         if any(arrays.name == "torch" for arrays in self.libraries):
             yield "IPC processes, graph", lambda: {"checked": run_graph(2)}
@@ -278,7 +290,7 @@ class Suite:
             end, copy = self.device.make_event(), self.device.allocate(sizes[0])
             main, other = self.device.make_stream(), self.device.make_stream()
             try:
-                slow = round(1e12 * 0.2 / nbytes)  # a link takes 0.2 s or more for all
+                slow = round(1e12 / nbytes)  # a link takes a second or more for all
                 counted = ranks.run(prepared, buffers, main, slow, begun)
                 self.device.record(end, main)
                 self.device.wait(begun[0], other)

@@ -8,12 +8,14 @@ from dataclasses import replace
 from typing import Any, Protocol
 from zlib import crc32
 
+from collectives.choices import Choices
 from collectives.errors import CollectiveError
 from collectives.planning.goals import Root
 from collectives.request import Request
 from collectives.runtime.arrivals import Arrivals
 from collectives.runtime.shm import Buffer
 from collectives.tensors import integer, room_for, stands_in_order
+from collectives.trace import Trace
 
 
 class Place(Protocol):
@@ -21,6 +23,8 @@ class Place(Protocol):
 
     rank: int
     size: int
+    choices: Choices
+    trace: Trace
 
     def telling(self) -> AbstractContextManager[None]:
         """Around what may refuse its arguments."""

@@ -149,8 +149,8 @@ class Communicator:
         """(values, indices) of the sum of all ranks' sparse vectors, the same on every rank.
 
         `values` [n] float32, float16 or bfloat16 and `indices` int32 [n], ascending, below `numel`,
-        on the CPU, or on a GPU, from which they pass through the host; 8 bytes an entry on the
-        wire, 6 of 16-bit values, which are added in float32 and rounded once a hop. `mode`:
+        on the CPU or this rank's GPU, where they are merged; 8 bytes an entry on the wire, 6 of
+        16-bit values, which are added in float32 and rounded once a hop. `mode`:
         "gtopk", the k largest of the sum by the planner's tree of merges (gTop-k paper, algorithm
         3, for any number of ranks); "topk", the whole sum; "dense", the same by a dense all-reduce
         in float32, without zeros; "auto", what is predicted to be the fastest
@@ -158,14 +158,16 @@ class Communicator:
         with `conserve` the rank that merges adds to its own what it drops, so that the sum of all
         residuals and the result keeps all that came in; else the paper's algorithm 4: a rank's
         entries that are not in the result come back, and what was dropped half way is lost.
-        Raises CollectiveError, on every rank where their arguments differ.
+        On a GPU the host waits, as the result's size is the GPU's to tell: not for graphs. Raises
+        CollectiveError, on every rank where their arguments differ.
         """
-        from collectives.sparse.gtopk import sparse_allreduce
+        from collectives.sparse.gtopk import Asked, agreed, sparse_allreduce
 
         if gpu_of(values) is not None and self._last is not None:
             self._last.exception()  # so that this thread goes on, whose stream is the caller's
         arguments = (values, indices, numel, k, residual, mode, conserve)
-        return self._submit(False, None, sparse_allreduce, *arguments)  # type: ignore[return-value]
+        asked = cast(Asked, self._submit(False, None, agreed, *arguments))
+        return self._submit(False, values, sparse_allreduce, asked)  # type: ignore[return-value]
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

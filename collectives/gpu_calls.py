@@ -14,6 +14,7 @@ from zlib import crc32
 from collectives.calls import Calls
 from collectives.choices import Choices
 from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
+from collectives.planning.goals import Root
 from collectives.planning.plan import Plan
 from collectives.request import Request, notice, words
 from collectives.runtime import cuda
@@ -46,7 +47,7 @@ class GpuCalls:
     ) -> None:  # fmt: skip
         self.index, self.rank, self.size = index, calls.rank, calls.size
         self._calls, self._runtime, self._arena = calls, calls.runtime, calls.runtime.arena
-        self._owns_team = team is None
+        self._owns_team, self.trace = team is None, calls.trace
         with calls.telling():  # a GPU that cannot be used: the others must not wait
             self.device: Device = cuda.open_device(index)
             try:
@@ -65,7 +66,7 @@ class GpuCalls:
         self.made = 0
         self._last, self._checksum = "", 0
         self._rooms: dict[tuple[str, str], list[Room]] = {}
-        self._known: dict[tuple[int, ...], tuple[str, Call | None]] = {}  # in words, and made
+        self._known: dict[tuple[tuple[int, ...], Root], tuple[str, Call | None]] = {}
         self._capture = 0
         self._side: int | None = None
         self._scratch: list[tuple[int, int]] = []  # (address, bytes): graphs may hold old ones
@@ -198,10 +199,10 @@ class GpuCalls:
         """Raises CollectiveError on every rank where one has no kernel."""
         said: dict[str, Any] = {}
         try:
-            with self._calls.trace.phase("kernel"):
+            with self.trace.phase("kernel"):
                 rooms = self.team.gpu.rooms(dtype, op)
             said["rooms"] = [room for room in rooms if self.rank in room[0]]
-            self._calls.trace.say(
+            self.trace.say(
                 KERNELS, f"kernel plan.cu for {dtype} {op}: {self.device.registers(dtype, op)} "
                 f"registers, {rooms} blocks at once on GPU {self.index}"
             )  # fmt: skip
@@ -220,19 +221,20 @@ class GpuCalls:
         """Enqueue what is asked for; what was launched, if anything. The first time, all ranks
         meet and agree on it. `begun`: an event for a call with layers."""
         said = notice(request)
-        if said not in self._known:
+        key = said, request.root  # of pairs a notice has a checksum
+        if key not in self._known:
             text = words(said)
             self._not_captured(stream, f"is the first {text}, which all ranks agree on")
-            with self._calls.trace.phase("agree"):
-                self._known[said] = text, self._agree(request, text)
-        self._last, call = self._known[said]
+            with self.trace.phase("agree"):
+                self._known[key] = text, self._agree(request, text)
+        self._last, call = self._known[key]
         self.made += 1
         self._checksum = crc32(repr(said).encode(), self._checksum)
         if self._owns_team:  # a team of several compares its calls itself
             self._arena.log_call(self.made, self._checksum)
         if call is None:
             return None
-        trace = self._calls.trace
+        trace = self.trace
         trace.say(CALLS, f"GPU call {self.made}: {request.label} {call.dtype} {call.op} on stream "
                   f"{stream:#x}, {call.lanes} lanes at most")  # fmt: skip
         trace.flags(call.plan)
@@ -262,7 +264,7 @@ class GpuCalls:
     ) -> None:
         """What `stream` is given from now on comes behind that layer of a call that began with the
         event `begun`; `checked` is recorded behind that. Raises what went wrong so far."""
-        with self._lock, self.device.here(), self._calls.trace.phase("dequeue"):
+        with self._lock, self.device.here(), self.trace.phase("dequeue"):
             self.check()
             try:
                 self.device.wait(begun, stream)
@@ -283,7 +285,7 @@ class GpuCalls:
         if buffer.nbytes == 0 or self.size == 1:
             return None
         plan = self.choices.plan(request)
-        self._calls.trace.planned(request.label, plan, self.choices.topology, buffer.nbytes)
+        self.trace.planned(request.label, plan, self.choices.topology, buffer.nbytes)
         rooms = self._rooms[buffer.dtype, request.op]
         lanes = lanes_of(plan, rooms, self.team.gpu.max_blocks)
         layers = request.layers or ()

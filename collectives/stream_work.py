@@ -29,6 +29,7 @@ class OnStream:
     def __init__(self, gpu: GpuCalls, caller: int, stream: int) -> None:
         self.rank, self.size = gpu.rank, gpu.size
         self.gpu, self.caller, self.stream = gpu, caller, stream
+        self.choices, self.trace = gpu.choices, gpu.trace
         self.begun = False  # something may have been enqueued
         self.kept: list[object] = []  # the call's tensors and contiguous copies of them
         self.layers: int | None = None  # how many, of a gradient queue

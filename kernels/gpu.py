@@ -37,6 +37,9 @@ class Gpu(Protocol):
     def parted(self, arrays: Sequence[Any], array: Any, among: Any) -> tuple[list[Any], list[Any]]:
         """Rows of `arrays` where `array` is among those numbers, and the others."""
 
+    def nonzero(self, array: Any) -> tuple[Any, Any]:
+        """(values, int32 indices, ascending) of what is not zero."""
+
     def address(self, array: Any) -> int: ...
 
     def read(self, array: Any) -> np.ndarray:
@@ -125,6 +128,14 @@ class LibraryGpu:
         with self._device.here():
             first = (self._torch or sys.modules["cupy"]).isin(array, among)
             return [x[first] for x in arrays], [x[~first] for x in arrays]
+
+    def nonzero(self, array: Any) -> tuple[Any, Any]:
+        with self._device.here():
+            if self._torch:
+                found = self._torch.nonzero(array).reshape(-1)
+                return array[found], found.to(self._torch.int32)
+            where = sys.modules["cupy"].flatnonzero(array)
+            return array[where], where.astype("int32")
 
     def address(self, array: Any) -> int:
         return int(array.data_ptr() if self._torch else array.data.ptr)

@@ -49,6 +49,8 @@ class Calls:
             )
         number = int(total[0].shape[0])
         kept = min(checks.at_least_0(k, "k"), number)
+        if kept == number:
+            return total, (total[0][:0], total[1][:0])
         _, found = select(self.gpu, total[0], "float32", number, kept)
         return part(self.gpu, total, number, found, kept, dtype)
 

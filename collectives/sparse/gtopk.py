@@ -6,135 +6,159 @@ their vectors and keep the k largest; the result goes down from the root. The pa
 loses what a merge drops (definition 1); here the rank that merges keeps it in its residual.
 16-bit values are added in float32 and rounded once a hop; the rest goes to the residual as well.
 
-Ranks merge on the CPU, through shared memory; vectors of GPU tensors pass through the host.
+Ranks merge where the vectors lie: on the CPU (`host`) or on their GPUs (`gpu`).
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-import numpy as np
-
-from collectives.bodies import allgather, in_place
+from collectives.bodies import Place
 from collectives.calls import Calls
 from collectives.errors import CollectiveError
+from collectives.planning.goals import Pairs
 from collectives.planning.merging import merge_tree, rounds, sparse_costs
-from collectives.sparse.tensors import Residual, result, vector
-from collectives.sparse.wire import ITEMS, Vector, Wire
-from collectives.tensors import integer
-from kernels import merge_topk
+from collectives.runtime import cuda
+from collectives.sparse.wire import Wire
+from collectives.tensors import gpu_of, integer, stream_of
 
 MODES = ("auto", "gtopk", "topk", "dense")
-HEAD = 8  # bytes before a vector that comes down: its number of entries
+Vector = tuple[Any, Any]
+"""(values, indices), ascending; float32 values, such as the wire carries, and int32."""
 
 
-def sparse_allreduce(
-    calls: Calls, values: Any, indices: Any, numel: int, k: int, residual: Any, mode: str,
+class Backend(Protocol):
+    """One rank's sparse vectors and residual where they lie: how they are added, and travel."""
+
+    mine: Vector
+    wire: Wire
+
+    def size(self, vector: Vector) -> int: ...
+
+    def merge(self, a: Vector, b: Vector | None, k: int, keeps: bool) -> Vector:
+        """The k largest of a + b, not rounded; what is dropped goes to the residual, if `keeps`."""
+
+    def settle(self, vector: Vector, keeps: bool) -> Vector:
+        """With values that the wire carries; the rest goes to the residual, if `keeps`."""
+
+    def put_back(self, found: Vector) -> None:
+        """Our own entries that the result has not go to the residual."""
+
+    def send(self, place: Any, vector: Vector, pairs: Pairs, k: int) -> Vector | None:
+        """Each source's vector, of k entries at most, to its target; what comes here."""
+
+    def share(self, place: Any, vector: Vector, root: int, k: int) -> Vector:
+        """The root's vector, of k entries at most, on all ranks."""
+
+    def gather(self, place: Any, counts: list[int]) -> list[Vector]:
+        """All ranks' own vectors, of so many entries."""
+
+    def dense(self, place: Any, numel: int) -> Vector:
+        """The sum of all ranks' own vectors, without zeros."""
+
+    def result(self, vector: Vector) -> Vector:
+        """As the caller's library has them, in the dtype of its values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One rank's side of a call that all have agreed on. `counts`: entries of each."""
+
+    backend: Backend
+    numel: int
+    k: int
+    mode: str
+    conserve: bool
+    has_residual: bool
+    counts: list[int]
+
+
+def agreed(
+    calls: Calls, values: Any, indices: Any, numel: Any, k: Any, residual: Any, mode: str,
     conserve: bool,
-) -> tuple[Any, Any]:  # fmt: skip
-    """The body of `Communicator.sparse_allreduce`."""
+) -> Asked:  # fmt: skip
+    """Arguments, checked here and compared with all ranks'. Waits for a GPU. Raises
+    CollectiveError."""
     with calls.telling():
-        mine, wire = vector(values, indices, numel)
+        backend = _backend(values, indices, numel, residual)
         if residual is None and conserve:
             raise CollectiveError("conserve=True needs a residual to keep what a merge drops")
-        rest = None if residual is None else Residual(residual, numel, values)
         if mode not in MODES:
             raise CollectiveError(f"unknown mode {mode!r}; choose from {', '.join(MODES)}")
         if (wanted := integer(k)) is None or not 0 <= wanted <= numel:
             raise CollectiveError(f"k must be an integer from 0 to {numel}, not {k!r}")
-        numel, k = int(numel), wanted
-    if mode == "auto":
-        item = ITEMS[wire.dtype]
-        mode = sparse_costs(calls.choices.topology, numel, k, item)[0].mode
-    said = json.dumps([numel, k, mode, conserve, wire.dtype])
-    rows = [row.decode() for row in calls.gather(said.encode())]
-    if len(set(rows)) > 1:
-        asked = "; ".join(f"rank {r}: {row}" for r, row in enumerate(rows))
+    device = "cpu" if gpu_of(values) is None else "gpu"
+    mine = [int(numel), wanted, mode, bool(conserve), backend.wire.dtype, device]
+    said = json.dumps([mine, backend.size(backend.mine)])
+    rows = [json.loads(row) for row in calls.gather(said.encode())]
+    if any(row[0] != mine for row in rows):
+        asked = "; ".join(f"rank {r}: {json.dumps(row[0])}" for r, row in enumerate(rows))
         raise CollectiveError(
-            f"sparse_allreduce of [numel, k, mode, conserve, dtype] differs: {asked}"
+            f"sparse_allreduce of [numel, k, mode, conserve, dtype, device] differs: {asked}"
         )
-    kept = rest if conserve else None
-    if mode == "gtopk":
-        found, _ = gtopk(calls, mine, k, kept, wire)
-        if not conserve and rest is not None:  # the paper's algorithm 4, line 10
-            lost = ~np.isin(mine[1], found[1])
-            rest.add(mine[1][lost], mine[0][lost])
-    else:
-        found = _gathered(calls, mine, wire) if mode == "topk" else _dense(calls, mine, numel)
-        found = _round(found, kept if calls.rank == 0 else None, wire)
-    if rest is not None:
-        rest.finish()
-    return result(found, values, wire)
+    counts = [row[1] for row in rows]
+    return Asked(backend, int(numel), wanted, mode, conserve, residual is not None, counts)
 
 
-def gtopk(
-    calls: Calls, mine: Vector, k: int, residual: Residual | None, wire: Wire
-) -> tuple[Vector, int]:
+def _backend(values: Any, indices: Any, numel: Any, residual: Any) -> Backend:
+    if (index := gpu_of(values)) is None:
+        from collectives.sparse.host import HostBackend
+
+        return HostBackend(values, indices, numel, residual)
+    from collectives.sparse.gpu import GpuBackend
+
+    if cuda.open_device(index).capturing(stream_of(values)):
+        raise CollectiveError(
+            "sparse_allreduce cannot be captured into a graph: the size of its result is the GPU's "
+            "to tell"
+        )
+    return GpuBackend(values, indices, numel, residual)
+
+
+def sparse_allreduce(place: Place, asked: Asked) -> Vector:
+    """The body of `Communicator.sparse_allreduce`."""
+    backend, mode, wire = asked.backend, asked.mode, asked.backend.wire
+    if mode == "auto":
+        topology, item = place.choices.topology, wire.item
+        mode = sparse_costs(topology, asked.numel, asked.k, item)[0].mode
+    with place.trace.call(f"sparse_allreduce/{mode}/{asked.k}"):
+        if mode == "gtopk":
+            found, _ = gtopk(place, backend, asked.k, asked.conserve)
+        elif mode == "topk":
+            found = backend.settle(_sum(backend, place, asked.counts), _first(place, asked))
+        else:
+            found = backend.settle(backend.dense(place, asked.numel), _first(place, asked))
+        if mode == "gtopk" and asked.has_residual and not asked.conserve:
+            backend.put_back(found)  # the paper's algorithm 4, line 10
+        return backend.result(found)
+
+
+def gtopk(place: Place, backend: Backend, k: int, conserve: bool) -> tuple[Vector, int]:
     """(the k largest of the sum of all ranks' vectors, entries that came here on the way up).
 
-    What a merge drops is added to the `residual` of the rank that merges.
+    What a merge drops is added to the residual of the rank that merges.
     """
-
-    def keep(vector: Vector, other: Vector) -> Vector:
-        kept: Vector
-        kept, dropped = merge_topk(vector, other, k)
-        if residual is not None:
-            residual.add(dropped[1], dropped[0])
-        return _round(kept, residual, wire)
-
-    if mine[0].size > k:
-        mine = keep(mine, (np.empty(0, np.float32), np.empty(0, np.int32)))
-    tree = merge_tree(calls.choices.topology, wire.entry * k)
-    received, sent = 0, []
+    mine, received = backend.mine, 0
+    if backend.size(mine) > k:
+        mine = backend.settle(backend.merge(mine, None, k, conserve), conserve)
+    tree = merge_tree(place.choices.topology, backend.wire.entry * k)
     for pairs in rounds(tree):
-        target, source = dict(pairs), {parent: child for child, parent in pairs}
-        said = (-1, 0)
-        if calls.rank in target:
-            sent.append(calls.block(wire.entry * mine[0].size))
-            wire.pack(mine, sent[-1])
-            said = calls.offset_of(sent[-1]), mine[0].size
-        rows = calls.gather(json.dumps(said).encode())
-        if calls.rank in source:
-            offset, size = json.loads(rows[source[calls.rank]])
-            mine = keep(mine, wire.unpack(calls.bytes_at(offset, wire.entry * size)))
-            received += size
-    whole = np.zeros(HEAD + wire.entry * k, np.uint8)
-    if calls.rank == tree.root:
-        whole[:HEAD].view(np.int64)[0] = mine[0].size
-        wire.pack(mine, whole[HEAD : HEAD + wire.entry * mine[0].size])
-    # what comes down has been made of what was sent, which need not be kept afterwards
-    in_place(calls, "broadcast", whole, "sum", tree.root)
-    size = int(whole[:HEAD].view(np.int64)[0])
-    return wire.unpack(whole[HEAD : HEAD + wire.entry * size]), received
+        if (other := backend.send(place, mine, pairs, k)) is not None:
+            mine = backend.settle(backend.merge(mine, other, k, conserve), conserve)
+            received += backend.size(other)
+    return backend.share(place, mine, tree.root, k), received
 
 
-def _round(vector: Vector, residual: Residual | None, wire: Wire) -> Vector:
-    """With values that the wire carries; the rest goes to the residual."""
-    values = wire.rounded(vector[0])
-    if residual is not None and values is not vector[0]:
-        fine = np.isfinite(vector[0])
-        lost = np.where(fine, vector[0], 0) - np.where(fine, values, 0)
-        residual.add(vector[1][fine], lost[fine])
-    return values, vector[1]
-
-
-def _gathered(calls: Calls, mine: Vector, wire: Wire) -> Vector:
-    """The sum of all vectors, in the order of the ranks."""
-    counts = [int(row) for row in calls.gather(str(mine[0].size).encode())]
-    packed = np.zeros(wire.entry * max(counts), np.uint8)
-    wire.pack(mine, packed[: wire.entry * mine[0].size])
-    everything = allgather(calls, packed, None)
-    total: Vector = np.empty(0, np.float32), np.empty(0, np.int32)
-    for row, count in zip(everything, counts, strict=True):
-        other = wire.unpack(row[: wire.entry * count])
-        total, _ = merge_topk(total, other, total[0].size + count)
+def _sum(backend: Backend, place: Place, counts: list[int]) -> Vector:
+    """Of all ranks' vectors, in the order of the ranks."""
+    total, *others = backend.gather(place, counts)
+    for other in others:
+        total = backend.merge(total, other, backend.size(total) + backend.size(other), False)
     return total
 
 
-def _dense(calls: Calls, mine: Vector, numel: int) -> Vector:
-    dense = np.zeros(numel, np.float32)
-    dense[mine[1]] = mine[0]
-    in_place(calls, "allreduce", dense, "sum")
-    where = np.flatnonzero(dense).astype(np.int32)
-    return dense[where], where
+def _first(place: Place, asked: Asked) -> bool:
+    """Whether this rank keeps what all ranks round away alike."""
+    return asked.conserve and place.rank == 0

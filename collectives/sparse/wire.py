@@ -15,6 +15,9 @@ Vector = tuple[NDArray[np.float32], NDArray[np.int32]]
 ITEMS = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of a value."""
 
+HEAD = 8
+"""Bytes before the entries of a message: how many these are."""
+
 
 @dataclass(frozen=True, slots=True)
 class Wire:
@@ -23,9 +26,18 @@ class Wire:
     dtype: str
 
     @property
+    def item(self) -> int:
+        """Bytes of a value."""
+        return ITEMS[self.dtype]
+
+    @property
     def entry(self) -> int:
         """Bytes of an entry."""
-        return ITEMS[self.dtype] + INDEX
+        return self.item + INDEX
+
+    def message(self, k: int) -> int:
+        """Bytes of a message of up to k entries."""
+        return HEAD + self.entry * k
 
     def rounded(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
         """The nearest values that travel; of two the even one. What is finite stays so: beyond the

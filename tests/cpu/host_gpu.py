@@ -258,6 +258,9 @@ class HostTensor:
         self.shape, self.dtype = array.shape, array.dtype
         self.device = SimpleNamespace(id=device)
 
+    def reshape(self, *shape: int) -> HostTensor:
+        return HostTensor(self.array.reshape(*shape), self.device.id, self.stream)
+
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return {**self.array.__array_interface__, "version": 3, "stream": self.stream or 1}

@@ -52,6 +52,10 @@ class HostKernels:
         first = np.isin(array, among)
         return [x[first] for x in arrays], [x[~first] for x in arrays]
 
+    def nonzero(self, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        where = np.flatnonzero(array).astype(np.int32)
+        return array[where], where
+
     def address(self, array: Any) -> int:
         return int(array.ctypes.data)
 

@@ -7,7 +7,7 @@ import sys
 import host_kernels
 import numpy as np
 
-from kernels import gpu_rows, gpu_select
+from kernels import gpu_entries, gpu_rows, gpu_select
 
 
 def main(sanitizer: str) -> None:
@@ -25,6 +25,15 @@ def main(sanitizer: str) -> None:
     number = total[0].size
     _, found = gpu_select.select(calls, total[0], "float32", number, 20)
     gpu_select.part(calls, total, number, found, 20, "int32")
+    for dtype in ("float32", "float16"):
+        vector = gpu_entries.admit(calls, pair[0].astype(dtype), pair[1], dtype, 180)
+        assert vector is not None
+        gpu_entries.settle(calls, vector, dtype, np.zeros(180, np.float32))
+        message = np.zeros(8 + 8 * 90, np.uint8)
+        gpu_entries.pack(calls, vector, dtype, calls.address(message))
+        again = gpu_entries.unpack(calls, 90, dtype, calls.address(message))
+        gpu_entries.keep(calls, again, np.zeros(180, np.float32))
+        gpu_entries.narrowed(calls, again, dtype)
     indices = rng.integers(0, 700, 1000).astype(np.int32)
     rows = gpu_rows.sort(calls, indices, "int32", 1000, 700)
     assert not isinstance(rows, int)

@@ -22,7 +22,8 @@ from nvrtc import Nvrtc
 from test_sparse_kernels import GRADIENTS, KINDS, row
 
 import kernels
-from kernels import gpu, gpu_rows, gpu_select, topk
+from collectives.sparse.wire import Wire
+from kernels import gpu, gpu_entries, gpu_rows, gpu_select, topk
 from kernels.gpu_face import Calls
 from kernels.source import ELEMENTS, PLAIN, source
 
@@ -199,11 +200,50 @@ def test_bad_arguments_are_refused() -> None:
             call()
 
 
+# ---- entries of sparse vectors ------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_entries_are_settled_as_on_the_cpu(dtype: str) -> None:
+    wire, limit = Wire(dtype), 5000
+    values = row("special", 700)
+    values[:5] = 70_000, -3.4e38, 1.00390625, 65_519, 1e-40
+    indices = np.sort(np.random.default_rng(0).choice(limit, 700, False)).astype(np.int32)
+    residual = row("random", limit)
+    wanted, kept = wire.rounded(values), residual.copy()
+    fine = np.isfinite(values)
+    kept[indices[fine]] += values[fine] - wanted[fine]
+    calls = HostKernels()
+    gpu_entries.settle(calls, (values, indices), dtype, residual)
+    numbers = ~np.isnan(wanted)
+    assert (
+        values[numbers].tobytes() == wanted[numbers].tobytes() and np.isnan(values[~numbers]).all()
+    )
+    assert residual.tobytes() == kept.tobytes()
+
+    message = np.full(wire.message(800), 7, np.uint8)  # room for more
+    gpu_entries.pack(calls, (wanted, indices), dtype, calls.address(message))
+    assert message[:8].view(np.int64)[0] == 700
+    assert (message[wire.message(700) :] == 7).all()
+    again = wire.unpack(message[8 : wire.message(700)])
+    found = gpu_entries.unpack(calls, 700, dtype, calls.address(message))
+    for a, b, c in zip(found, again, (wanted, indices), strict=True):
+        assert np.array_equal(a, b, equal_nan=True) and np.array_equal(a, c, equal_nan=True)
+
+
+def test_indices_that_are_wrong_are_seen() -> None:
+    values = np.zeros(5, np.float32)
+    for where in ([0, 1, 1, 2, 3], [3, 2, 4, 5, 6], [-1, 0, 1, 2, 3], [0, 1, 2, 3, 9]):
+        indices = np.array(where, np.int32)
+        assert gpu_entries.admit(HostKernels(), values, indices, "float32", 9) is None
+    found = gpu_entries.admit(HostKernels(), values, np.arange(4, 9, dtype=np.int32), "float32", 9)
+    assert found is not None and found[0].tolist() == [0] * 5
+    assert gpu_entries.admit(HostKernels(), values[:0], indices[:0], "float32", 0) is not None
+
+
 # ---- the sources --------------------------------------------------------------------------------
 STRUCTS = {
     "select.cu": {"Select": gpu_select.SELECT}, "rows.cu": {"Rows": gpu_rows.ROWS},
     "merge.cu": {"Merge": gpu_select.MERGE, "Part": gpu_select.PART},
-    "sort.cu": {"Sort": gpu_rows.SORT},
+    "sort.cu": {"Sort": gpu_rows.SORT}, "entries.cu": {"Entries": gpu_entries.ENTRIES},
 }  # fmt: skip
 
 
@@ -218,7 +258,8 @@ def test_structs_are_those_of_the_device(file: str) -> None:
 
 
 CASES = [
-    *(("select.cu", gpu.element(d)) for d in ("float32", "float16", "bfloat16")),
+    *((file, gpu.element(d))
+      for file in ("select.cu", "entries.cu") for d in ("float32", "float16", "bfloat16")),
     *(("rows.cu", (*gpu.element(d), f"-DINDEX={ELEMENTS[i]}"))
       for d in ("float32", "float16", "bfloat16") for i in ("int32", "int64")),
     *(("merge.cu", (f"-DINDEX={ELEMENTS[i]}",)) for i in ("int32", "int64")),
@@ -287,6 +328,8 @@ def test_torch_tensors_and_their_stream(monkeypatch: pytest.MonkeyPatch) -> None
     assert found.empty(3, "bfloat16").dtype == torch.bfloat16
     assert found.full(2, "int64", 5).tolist() == [5, 5]
     assert found.read(torch.arange(3)).tolist() == [0, 1, 2]
+    values, where = found.nonzero(torch.tensor([0.0, 2, -0.0, -1]))
+    assert values.tolist() == [2, -1] and where.dtype == torch.int32 and where.tolist() == [1, 3]
     rows, others = found.parted([torch.arange(3)], torch.arange(3), torch.tensor([1]))
     assert rows[0].tolist() == [1] and others[0].tolist() == [0, 2]
     assert found.contiguous(torch.nn.Parameter(torch.zeros(3))).tolist() == [0, 0, 0]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_ranks import gpus, tensor
+from gpu_vectors import sparse_gpus
 from host_gpu import HostDevice, HostTensor, needs_compiler
 from host_kernels import HostKernels
 
@@ -28,10 +29,10 @@ class HostArrays:
     name = "threads"
 
     def put(self, array: np.ndarray) -> HostTensor:
-        return tensor(array)
+        return tensor(array, array.dtype)
 
-    def get(self, x: HostTensor) -> np.ndarray:
-        return x.array
+    def get(self, x: Any) -> np.ndarray:
+        return x.array if isinstance(x, HostTensor) else x
 
 
 @needs_compiler
@@ -116,6 +117,16 @@ def test_the_rows_of_sparse_kernels() -> None:
 def test_names_of_sparse_rows() -> None:
     names = [name for name, _ in SparseRows(Suite(HostDevice()), HostNumpy()).rows()]
     assert names[1:3] == ["topk_abs of 33554432", "sparsify of 33554432"] and len(names) == 7
+
+
+@needs_compiler
+@pytest.mark.parametrize("only", ["threads, 2 threads", "2 processes"])
+def test_the_rows_of_sparse_all_reduces(only: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sparse_gpus(monkeypatch):
+        (row,) = run(Suite(None, 1 << 16, 1, [HostArrays()]), 100, only, None)
+    assert row["state"] == "ok", row
+    assert row["checked"] == 2 * 3 * 3 * 2 * 2
+    assert row["seconds"] > 0 and row["dense"]["seconds"] > 0
 
 
 class Wrong(HostDevice):

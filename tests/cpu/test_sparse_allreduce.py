@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,9 +11,9 @@ import torch
 
 import collectives
 from collectives import CollectiveError, get_default
-from collectives.sparse.gtopk import HEAD, gtopk
-from collectives.sparse.tensors import Residual
-from collectives.sparse.wire import Wire
+from collectives.sparse.gtopk import gtopk
+from collectives.sparse.host import HostBackend
+from collectives.sparse.wire import HEAD, Wire
 from kernels import topk_abs
 
 NUMEL = 60
@@ -73,9 +70,9 @@ def counted(rank: int, k: int, dtype: str) -> tuple[int, int, int, int]:
     down: list[int] = []
     calls.block = block
     calls.make = lambda request: (down.append(request.buffer.nbytes), make(request))[1]
-    mine = vector(rank, 0, k)
-    rest = Residual(np.zeros(NUMEL, np.float32), NUMEL, mine[0])
-    found, received = gtopk(calls, mine, k, rest, Wire(dtype))
+    backend = HostBackend(*vector(rank, 0, k), NUMEL, np.zeros(NUMEL, np.float32))
+    backend.wire = Wire(dtype)
+    found, received = gtopk(calls, backend, k, True)
     return received, sum(sent), down[-1], found[0].size
 
 
@@ -239,45 +236,4 @@ def differing(rank: int) -> str:
 
 def test_arguments_that_differ() -> None:
     for text in collectives.spawn(differing, 2):
-        assert 'rank 0: [60, 5, "gtopk", false, "float32"]; rank 1: [60, 6,' in text
-
-
-# ---- tensors on a GPU ---------------------------------------------------------------------------
-class FakeCupy(np.ndarray):
-    """A CuPy array to whoever asks."""
-
-    device = SimpleNamespace(id=0)
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {**self.__array_interface__, "version": 3}
-
-    def get(self) -> np.ndarray:
-        return np.array(self)
-
-
-def put(array: np.ndarray) -> FakeCupy:
-    return array.view(FakeCupy)
-
-
-def from_a_gpu(rank: int, mode: str) -> list[Any]:
-    sys.modules["cupy"] = SimpleNamespace(  # type: ignore[assignment]
-        asarray=put, cuda=SimpleNamespace(Device=lambda index: nullcontext())
-    )
-    values, indices = vector(rank, 3, 20)
-    mine, theirs = np.zeros(NUMEL, np.float32), put(np.zeros(NUMEL, np.float32))
-    want = collectives.sparse_allreduce(values, indices, NUMEL, 9, residual=mine, mode=mode)
-    found = collectives.sparse_allreduce(
-        put(values), put(indices), NUMEL, 9, residual=theirs, mode=mode
-    )
-    assert all(isinstance(x, FakeCupy) for x in found)
-    with pytest.raises(CollectiveError, match=r"on the values' device"):
-        collectives.sparse_allreduce(put(values), put(indices), NUMEL, 9, residual=mine)
-    return [*want, mine, *map(np.array, found), np.array(theirs)]
-
-
-@pytest.mark.parametrize("mode", ["gtopk", "topk", "dense"])
-def test_gpu_tensors_give_the_same_through_the_host(mode: str) -> None:
-    for row in collectives.spawn(from_a_gpu, 3, args=(mode,)):
-        for want, found in zip(row[:3], row[3:], strict=True):
-            assert want.tobytes() == found.tobytes()
+        assert 'rank 0: [60, 5, "gtopk", false, "float32", "cpu"]; rank 1: [60, 6,' in text

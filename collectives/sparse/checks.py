@@ -1,0 +1,51 @@
+"""What is refused of a sparse vector or a residual of any library, on any device."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from collectives.errors import CollectiveError
+from collectives.sparse.wire import ITEMS
+from collectives.tensors import dtype_name, gpu_of, integer, is_torch, stands_in_order
+
+
+def check_vector(values: Any, indices: Any, numel: Any) -> int:
+    """`numel` as an integer. Raises CollectiveError for what can be seen without its entries."""
+    if (number := integer(numel)) is None or not 0 <= number <= 1 << 31:
+        raise CollectiveError(f"numel must be an integer from 0 to 2^31, not {numel!r}")
+    if gpu_of(values) != gpu_of(indices):
+        raise CollectiveError("values and indices must be on one device")
+    name, shapes = dtype_name(values), (tuple(values.shape), tuple(indices.shape))
+    if name not in ITEMS or len(shapes[0]) != 1 or shapes[0] != shapes[1]:
+        raise CollectiveError(
+            f"values must be {', '.join(ITEMS)} in one dimension, one for each index, not {name} "
+            f"of shape {shapes[0]} for indices of shape {shapes[1]}"
+        )
+    if (kind := dtype_name(indices)) != "int32":
+        raise CollectiveError(f"indices must be int32, not {kind}")
+    return number
+
+
+def wrong_indices(numel: int) -> CollectiveError:
+    return CollectiveError(f"indices must ascend from 0 to {numel - 1} at most, all different")
+
+
+def flat_residual(x: Any, numel: int, like: Any) -> Any:
+    """A residual in one dimension, in the same memory. Raises CollectiveError."""
+    array = is_torch(x) or isinstance(x, np.ndarray) or gpu_of(x) is not None
+    if (
+        not array
+        or gpu_of(x) != gpu_of(like)
+        or dtype_name(x) != "float32"
+        or math.prod(x.shape) != numel
+        or not stands_in_order(x)
+        or (isinstance(x, np.ndarray) and not x.flags.writeable)
+    ):
+        raise CollectiveError(
+            f"residual must be a contiguous, writable float32 array of {numel} elements, on the "
+            "values' device"
+        )
+    return (x.detach() if is_torch(x) else x).reshape(-1)

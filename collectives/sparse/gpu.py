@@ -1,0 +1,125 @@
+"""Sparse vectors on GPUs: merged there, and sent from GPU to GPU by planned sendrecvs.
+
+A message holds its number of entries (8 bytes), their indices and their values. The host waits for
+its GPU where it needs such a number: behind what came, and behind a merge.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from collectives.planning.goals import SENDRECV, Pairs, Root
+from collectives.runtime.shm import Buffer
+from collectives.sparse.checks import check_vector, flat_residual, wrong_indices
+from collectives.sparse.wire import HEAD, Wire
+from collectives.stream_work import OnStream
+from collectives.tensors import dtype_name
+from kernels import gpu_entries
+from kernels.gpu import Gpu, LibraryGpu
+from kernels.gpu_face import Calls as Kernels
+
+Vector = tuple[Any, Any]
+_ALIGN = 16  # bytes
+
+
+class GpuBackend:
+    """`gtopk.Backend` of CuPy arrays and torch's CUDA tensors. Launches go to the library's
+    current stream. Raises CollectiveError."""
+
+    def __init__(self, values: Any, indices: Any, numel: Any, residual: Any) -> None:
+        limit = check_vector(values, indices, numel)
+        self._residual = None if residual is None else flat_residual(residual, limit, values)
+        self.wire = Wire(dtype_name(values))
+        self._gpu: Gpu = LibraryGpu(values)
+        gpu = self._gpu
+        values, indices = gpu.contiguous(values), gpu.contiguous(indices)
+        mine = gpu_entries.admit(gpu, values, indices, self.wire.dtype, limit)
+        if mine is None:
+            raise wrong_indices(limit)
+        self.mine: Vector = mine
+        self._room: Buffer | None = None
+
+    def size(self, vector: Vector) -> int:
+        return int(vector[1].shape[0])
+
+    def merge(self, a: Vector, b: Vector | None, k: int, keeps: bool) -> Vector:
+        nothing = self._gpu.empty(0, "float32"), self._gpu.empty(0, "int32")
+        kept: Vector
+        kept, dropped = Kernels(self._gpu).merge_topk(a, nothing if b is None else b, k)
+        if keeps:
+            gpu_entries.keep(self._gpu, dropped, self._residual)
+        return kept
+
+    def settle(self, vector: Vector, keeps: bool) -> Vector:
+        if self.wire.dtype != "float32":
+            residual = self._residual if keeps else None
+            gpu_entries.settle(self._gpu, vector, self.wire.dtype, residual)
+        return vector
+
+    def put_back(self, found: Vector) -> None:
+        _, lost = self._gpu.parted(self.mine, self.mine[1], found[1])
+        gpu_entries.keep(self._gpu, (lost[0], lost[1]), self._residual)
+
+    def result(self, vector: Vector) -> Vector:
+        found: Vector = gpu_entries.narrowed(self._gpu, vector, self.wire.dtype)
+        return found
+
+    # ---- between ranks -----------------------------------------------------------------------
+    def send(self, place: OnStream, vector: Vector, pairs: Pairs, k: int) -> Vector | None:
+        room = self._message(k)
+        if place.rank in dict(pairs):
+            gpu_entries.pack(self._gpu, vector, self.wire.dtype, room.address)
+        self._make(place, SENDRECV, room, pairs)
+        return self._taken(place, room) if place.rank in dict(pairs).values() else None
+
+    def share(self, place: OnStream, vector: Vector, root: int, k: int) -> Vector:
+        room = self._message(k)
+        if place.rank == root:
+            gpu_entries.pack(self._gpu, vector, self.wire.dtype, room.address)
+        self._make(place, "broadcast", room, root)
+        return vector if place.rank == root else self._taken(place, room)
+
+    def gather(self, place: OnStream, counts: list[int]) -> list[Vector]:
+        each = -(-self.wire.message(max(counts)) // _ALIGN) * _ALIGN
+        whole = self._bytes(each * place.size)
+        parts = [whole.address + each * rank for rank in range(place.size)]
+        gpu_entries.pack(self._gpu, self.mine, self.wire.dtype, parts[place.rank])
+        self._make(place, "allgather", whole, 0)
+        return [
+            gpu_entries.unpack(self._gpu, n, self.wire.dtype, part)
+            for n, part in zip(counts, parts, strict=True)
+        ]
+
+    def dense(self, place: OnStream, numel: int) -> Vector:
+        whole = self._gpu.full(numel, "float32", 0)
+        gpu_entries.keep(self._gpu, self.mine, whole)
+        buffer = Buffer(self._gpu.address(whole), 4 * numel, "float32", 4, whole)
+        self._make(place, "allreduce", buffer, 0)
+        found: Vector = self._gpu.nonzero(whole)
+        return found
+
+    def _message(self, k: int) -> Buffer:
+        """Room for a message of k entries, the same one for all of a call: what is sent of it is
+        copied by this rank's own kernels, on the stream on which it is written anew."""
+        if self._room is None:
+            self._room = self._bytes(self.wire.message(k))
+        return self._room
+
+    def _bytes(self, nbytes: int) -> Buffer:
+        array = self._gpu.empty(nbytes, "uint8")
+        return Buffer(self._gpu.address(array), nbytes, "uint8", 1, array)
+
+    def _make(self, place: OnStream, kind: str, buffer: Buffer, root: Root) -> None:
+        place.kept.append(buffer.owner)
+        place.make(place.request(kind, buffer, "sum", root))
+
+    def _taken(self, place: OnStream, room: Buffer) -> Vector:
+        """What came in a message. Raises what went wrong: then it holds anything."""
+        array: Any = room.owner
+        head: np.ndarray = self._gpu.read(array[:HEAD])
+        place.gpu.check()
+        number = int(head.view(np.int64)[0])
+        found: Vector = gpu_entries.unpack(self._gpu, number, self.wire.dtype, room.address)
+        return found

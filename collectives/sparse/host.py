@@ -1,0 +1,114 @@
+"""Sparse vectors on the CPU: ranks read them where they lie in the memory that they share."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.bodies import allgather, in_place
+from collectives.calls import Calls
+from collectives.planning.goals import Pairs
+from collectives.sparse.checks import check_vector, flat_residual, wrong_indices
+from collectives.sparse.wire import HEAD, Vector, Wire
+from collectives.tensors import dtype_name, is_torch
+from kernels import merge_topk
+from kernels.merging import add_at
+
+_NOTHING: Vector = np.empty(0, np.float32), np.empty(0, np.int32)
+
+
+class HostBackend:
+    """`gtopk.Backend` of NumPy arrays and torch tensors. Raises CollectiveError."""
+
+    def __init__(self, values: Any, indices: Any, numel: Any, residual: Any) -> None:
+        if not is_torch(values):
+            values, indices = np.asarray(values), np.asarray(indices)
+        limit = check_vector(values, indices, numel)
+        self.wire = Wire(dtype_name(values))
+        wide = _numpy(values.float() if is_torch(values) else values)
+        where = _numpy(indices)
+        if where.size and (where[0] < 0 or where[-1] >= limit or (np.diff(where) <= 0).any()):
+            raise wrong_indices(limit)
+        self.mine: Vector = wide.astype(np.float32, copy=False), where
+        self._like = values
+        flat = None if residual is None else flat_residual(residual, limit, values)
+        self._residual: NDArray[np.float32] = _NOTHING[0] if flat is None else _numpy(flat)
+        self._sent: NDArray[np.uint8] | None = None
+
+    def size(self, vector: Vector) -> int:
+        return vector[1].size
+
+    def merge(self, a: Vector, b: Vector | None, k: int, keeps: bool) -> Vector:
+        kept: Vector
+        kept, dropped = merge_topk(a, _NOTHING if b is None else b, k)
+        if keeps:
+            self._keep(*dropped)
+        return kept
+
+    def settle(self, vector: Vector, keeps: bool) -> Vector:
+        values, indices = vector
+        settled = self.wire.rounded(values)
+        if keeps and settled is not values:
+            fine = np.isfinite(values)
+            self._keep((values[fine] - settled[fine]), indices[fine])
+        return settled, indices
+
+    def put_back(self, found: Vector) -> None:
+        lost = ~np.isin(self.mine[1], found[1])
+        self._keep(self.mine[0][lost], self.mine[1][lost])
+
+    def _keep(self, values: NDArray[np.float32], indices: NDArray[np.int32]) -> None:
+        add_at(self._residual, indices, values)
+
+    def result(self, vector: Vector) -> tuple[Any, Any]:
+        values, indices = vector
+        if not is_torch(self._like):
+            return values.astype(self.wire.dtype, copy=False), indices
+        torch = sys.modules["torch"]
+        return torch.from_numpy(values).to(self._like.dtype), torch.from_numpy(indices)
+
+    # ---- between ranks -----------------------------------------------------------------------
+    def send(self, place: Calls, vector: Vector, pairs: Pairs, k: int) -> Vector | None:
+        said = (-1, 0)
+        if place.rank in dict(pairs):
+            # kept to the end: what comes down has been made of it, so by then it has been read
+            self._sent = place.block(self.wire.entry * self.size(vector))
+            self.wire.pack(vector, self._sent)
+            said = place.offset_of(self._sent), self.size(vector)
+        rows = place.gather(json.dumps(said).encode())
+        source = next((source for source, target in pairs if target == place.rank), None)
+        if source is None:
+            return None
+        offset, size = json.loads(rows[source])
+        return self.wire.unpack(place.bytes_at(offset, self.wire.entry * size))
+
+    def share(self, place: Calls, vector: Vector, root: int, k: int) -> Vector:
+        whole = np.zeros(self.wire.message(k), np.uint8)
+        if place.rank == root:
+            whole[:HEAD].view(np.int64)[0] = self.size(vector)
+            self.wire.pack(vector, whole[HEAD : HEAD + self.wire.entry * self.size(vector)])
+        in_place(place, "broadcast", whole, "sum", root)
+        size = int(whole[:HEAD].view(np.int64)[0])
+        return self.wire.unpack(whole[HEAD : HEAD + self.wire.entry * size])
+
+    def gather(self, place: Calls, counts: list[int]) -> list[Vector]:
+        entry = self.wire.entry
+        packed = np.zeros(entry * max(counts), np.uint8)
+        self.wire.pack(self.mine, packed[: entry * self.size(self.mine)])
+        rows = allgather(place, packed, None)
+        return [self.wire.unpack(r[: entry * n]) for r, n in zip(rows, counts, strict=True)]
+
+    def dense(self, place: Calls, numel: int) -> Vector:
+        whole = np.zeros(numel, np.float32)
+        whole[self.mine[1]] = self.mine[0]
+        in_place(place, "allreduce", whole, "sum")
+        where = np.flatnonzero(whole).astype(np.int32)
+        return whole[where], where
+
+
+def _numpy(x: Any) -> NDArray[Any]:
+    return np.asarray(x.detach().numpy() if is_torch(x) else x)

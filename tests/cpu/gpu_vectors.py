@@ -1,0 +1,61 @@
+"""Sparse vectors on GPUs made of threads: the kernels of `host_kernels`, behind a GPU's streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_ranks import Machine, gpus
+from host_gpu import HostTensor
+from host_kernels import HostKernels, library
+
+from collectives.runtime import cuda
+from collectives.sparse import gpu
+from kernels.gpu import element
+
+
+class StreamKernels(HostKernels):
+    """Of one GPU: behind what its stream holds, and never given back before the end."""
+
+    kept: list[Any] = []  # noqa: RUF012
+
+    def __init__(self, like: HostTensor) -> None:
+        super().__init__(threads=2, blocks=2)
+        self._device, self._stream = cuda.open_device(like.device.id), like.stream
+
+    def empty(self, size: int, dtype: str) -> np.ndarray:
+        self.kept.append(super().empty(size, dtype))
+        return self.kept[-1]
+
+    def contiguous(self, array: Any) -> np.ndarray:
+        return np.ascontiguousarray(getattr(array, "array", array))
+
+    def address(self, array: Any) -> int:
+        return super().address(getattr(array, "array", array))
+
+    def nonzero(self, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        self._device.synchronise(self._stream)
+        return super().nonzero(array)
+
+    def read(self, array: Any) -> np.ndarray:
+        self._device.synchronise(self._stream)
+        return super().read(array)
+
+    def launch(self, *arguments: Any) -> None:
+        self._device.synchronise(self._stream)
+        super().launch(*arguments)
+
+
+@contextmanager
+def sparse_gpus(monkeypatch: pytest.MonkeyPatch, *make: Any) -> Iterator[Machine]:
+    for dtype in ("float32", "float16"):  # compiled before ranks are forked
+        library("entries.cu", element(dtype))
+    library("merge.cu", ("-DINDEX=int",))
+    library("select.cu", element("float32"))
+    monkeypatch.setattr(gpu, "LibraryGpu", StreamKernels)
+    with gpus(monkeypatch, *make) as machine:
+        yield machine
+    StreamKernels.kept.clear()

@@ -1,0 +1,163 @@
+"""`collectives.sparse_allreduce` on GPUs made of threads: what the CPU's gives, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_ranks import MODES, Machine, failure
+from gpu_vectors import sparse_gpus
+from host_gpu import CURRENT, HostTensor, needs_compiler
+from test_sparse_allreduce import dense, vector
+
+import collectives
+from collectives import get_default
+
+pytestmark = needs_compiler
+NUMEL = 60
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    with sparse_gpus(monkeypatch) as found:
+        yield found
+
+
+def put(array: np.ndarray, stream: int = 0) -> HostTensor:
+    return HostTensor(array.copy(), CURRENT.index, stream)
+
+
+CASES = [
+    (mode, dtype, conserve)
+    for mode in ("gtopk", "topk", "dense", "auto")
+    for dtype in ("float32", "float16")
+    for conserve in (True, False)
+]
+
+
+def both(rank: int, machine: Machine, forked: bool) -> list[Any]:
+    """Each case on the CPU and on a GPU."""
+    found = []
+    for case, (mode, dtype, conserve) in enumerate(CASES):
+        k = (9, 0, NUMEL, 1)[case % 4]
+        values, indices = vector(rank, case, (20, 9, 0)[case % 3])
+        values = (values * 201).astype(dtype)  # sums that 16 bits do not hold
+        mine = np.full(NUMEL, rank, np.float32)
+        theirs = put(mine)
+        how: dict[str, Any] = {"mode": mode, "conserve": conserve}
+        want = collectives.sparse_allreduce(values, indices, NUMEL, k, residual=mine, **how)
+        got = collectives.sparse_allreduce(
+            put(values), put(indices), NUMEL, k, residual=theirs, **how
+        )
+        get_default().synchronize()
+        found.append([*want, mine, *got, theirs.array])
+    if forked:
+        get_default().close()
+        assert not machine.left()
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_same_as_on_the_cpu(mode: str, size: int, machine: Machine) -> None:
+    forked = "virtual" not in MODES[mode]
+    ranks = collectives.spawn(both, size, f"mesh-{size}", (machine, forked), **MODES[mode])
+    for rows in ranks:
+        for case, row in zip(CASES, rows, strict=True):
+            for want, got in zip(row[:3], row[3:], strict=True):
+                assert want.dtype == got.dtype and want.tobytes() == got.tobytes(), case
+
+
+def with_detours(rank: int) -> list[Any]:
+    values, indices = vector(rank, 1, 30)
+    residual = put(np.zeros(NUMEL, np.float32))
+    found = collectives.sparse_allreduce(
+        put(values), put(indices), NUMEL, 12, residual=residual, mode="gtopk"
+    )
+    get_default().synchronize()
+    return [dense((values, indices)), found, residual.array]
+
+
+@pytest.mark.parametrize("name", ["ring-7", "dgx1-v100"])
+@pytest.mark.parametrize("mode", ["threads on one GPU", "a process a GPU"])
+def test_no_mass_is_lost_where_ranks_forward(mode: str, name: str, machine: Machine) -> None:
+    size = 7 if name == "ring-7" else 8
+    rows = collectives.spawn(with_detours, size, name, **MODES[mode])
+    assert all(np.array_equal(row[1], rows[0][1]) for row in rows)
+    kept = dense(rows[0][1]) + np.sum([row[2] for row in rows], axis=0)
+    assert kept.tolist() == np.sum([row[0] for row in rows], axis=0).tolist()
+
+
+def refused(rank: int) -> list[str]:
+    values, indices = vector(rank, 0, 9)
+    said = []
+
+    def call(values: Any, indices: Any, k: int = 9, residual: Any = None) -> None:
+        residual = put(np.zeros(NUMEL, np.float32)) if residual is None else residual
+        error = failure(
+            lambda: collectives.sparse_allreduce(values, indices, NUMEL, k, residual=residual)
+        )
+        said.append(str(error or "no error"))
+
+    call(put(values), put(indices[::-1] if rank == 1 else indices))
+    call(put(values), put(indices), k=9 - rank)
+    call(put(values), put(indices), residual=np.zeros(NUMEL, np.float32) if rank == 1 else None)
+    call(put(values), indices)
+    if rank:
+        call(values, indices, residual=np.zeros(NUMEL, np.float32))
+    else:
+        call(put(values), put(indices))
+    call(put(values), put(indices))
+    return said
+
+
+@pytest.mark.parametrize("mode", ["threads on one GPU", "processes on one GPU"])
+def test_what_a_rank_gives_wrong_is_told_to_all_who_may_go_on(mode: str, machine: Machine) -> None:
+    rows = collectives.spawn(refused, 2, "mesh-2", **MODES[mode])
+    for said in rows:
+        assert '[60, 9, "auto", true, "float32", "gpu"]; rank 1: [60, 8,' in said[1]
+        assert said[3] == "values and indices must be on one device"
+        assert '"gpu"]; rank 1: [60, 9, "auto", true, "float32", "cpu"]' in said[4]
+        assert said[5] == "no error"
+    assert rows[1][0] == f"indices must ascend from 0 to {NUMEL - 1} at most, all different"
+    assert "on the values' device" in rows[1][2]
+    assert all("ranks [1]: refused its arguments" in rows[0][i] for i in (0, 2))
+
+
+def captured(rank: int, machine: Machine) -> str:
+    machine.ours()[0].captured[9] = 1
+    values, indices = (put(x, 9) for x in vector(rank, 0, 9))
+    found = failure(lambda: collectives.sparse_allreduce(values, indices, NUMEL, 9, conserve=False))
+    machine.ours()[0].captured.clear()
+    return str(found)
+
+
+def test_a_graph_is_refused(machine: Machine) -> None:
+    found = collectives.spawn(captured, 2, "mesh-2", (machine,), **MODES["processes on one GPU"])
+    assert all("cannot be captured into a graph" in said for said in found)
+
+
+def one_is_missing(rank: int) -> str:
+    comm = get_default()
+    values, indices = vector(rank, 0, 9)
+    rest = put(np.zeros(NUMEL, np.float32))
+    arguments: Any = (put(values), put(indices), NUMEL, 9)
+    comm.sparse_allreduce(*arguments, residual=rest, mode="gtopk")
+    if rank == 2:
+        made = comm._calls.gather
+
+        def leave(said: bytes) -> list[bytes]:
+            found = made(said)
+            raise RuntimeError(f"rank 2 leaves after {len(found)} have agreed")
+
+        comm._calls.gather = leave  # type: ignore[method-assign]
+    return str(failure(lambda: comm.sparse_allreduce(*arguments, residual=rest, mode="gtopk")))
+
+
+@pytest.mark.parametrize("mode", ["threads on one GPU", "a process a GPU"])
+def test_nobody_hangs_when_a_rank_leaves_half_way(mode: str, machine: Machine) -> None:
+    """Ranks 0 and 1 have agreed with it, and wait in a sendrecv for ever but for the deadline."""
+    with pytest.raises(RuntimeError, match=r"rank 2.*leaves after 3 have agreed"):
+        collectives.spawn(one_is_missing, 3, "mesh-3", timeout=3.0, **MODES[mode])
