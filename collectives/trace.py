@@ -1,6 +1,7 @@
 """What profilers and readers are told of a communicator's calls: NVTX ranges, `LINKWEAVE_DEBUG`.
 
-Ranges are named `allreduce/overlapped_double_tree/64MiB`, in the domain linkweave; with
+Ranges are named `allreduce/overlapped_double_tree/64MiB`, in the domain linkweave (a sparse one
+`sparse_allreduce/gtopk/25000`, after its k); with
 `LINKWEAVE_NVTX=phases` the phases of a call have ranges of their own inside. `LINKWEAVE_DEBUG` from
 1 to 5 prints one layer more a level: the choice of an algorithm and why; each call; plans; kernels;
 each flag awaited and raised.

@@ -55,6 +55,19 @@ def test_each_call_is_a_range() -> None:
     assert found[4].startswith("broadcast/") and found[4].endswith("/8bytes [")
 
 
+def sparse_calls(rank: int) -> list[str]:
+    RANGES.clear()
+    pair = np.ones(3, np.float32), np.arange(3, dtype=np.int32)
+    collectives.sparse_allreduce(*pair, 40, 2, conserve=False, mode="gtopk")
+    return RANGES
+
+
+def test_a_sparse_all_reduce_is_a_range_round_its_broadcast() -> None:
+    found = collectives.spawn(sparse_calls, 2)[0]
+    start = found.index("sparse_allreduce/gtopk/2 [")
+    assert any(name.startswith("broadcast/") for name in found[start:]) and found[-1] == "]"
+
+
 def test_phases_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LINKWEAVE_NVTX", "phases")
     found = collectives.spawn(calls, 2, "mesh-2", (False,))[0]
