@@ -1,6 +1,6 @@
 // Entries of sparse vectors: as their owner gives them, as they are added, and as they travel.
 //
-// `admit` widens a caller's values and counts indices that do not ascend or are out of range.
+// `admit` copies a caller's entries, widened, and counts indices that do not ascend or are out of range.
 // `settle` rounds values to such as ELEMENT carries (of two as near the even one; what is finite
 // stays so) and adds the rest to a residual, `keep` adds entries to it. `pack` and `unpack` move
 // entries to and from a message. Launches follow each other on one stream. Bounds: entry i of n
@@ -51,6 +51,7 @@ __device__ __forceinline__ void admit_entries(const Entries& a) {
         if (index < 0 || u64(index) >= a.limit || (i && a.far_indices[i - 1] >= index))
             count_up(a.head, u64(1));
         a.values[i] = widen(a.far_values[i]);
+        a.indices[i] = int(index);
     }
 }
 

@@ -17,15 +17,16 @@ Pair = tuple[Any, Any]
 
 
 def admit(gpu: Gpu, values: Any, indices: Any, dtype: str, limit: int) -> Pair | None:
-    """A caller's vector, widened; None where its indices do not ascend or are not from 0 to
+    """A caller's vector, widened, in memory of its own; None where its indices do not ascend or are not from 0 to
     `limit` - 1. Waits for the GPU."""
     n = int(indices.shape[0])
-    wide, wrong = gpu.empty(n, "float32"), gpu.full(1, "int64", 0)
+    wide, where, wrong = gpu.empty(n, "float32"), gpu.empty(n, "int32"), gpu.full(1, "int64", 0)
     _launch(
-        gpu, "admit", dtype, n, values=gpu.address(wide), far_values=gpu.address(values),
-        far_indices=gpu.address(indices), head=gpu.address(wrong), limit=limit,
+        gpu, "admit", dtype, n, values=gpu.address(wide), indices=gpu.address(where),
+        far_values=gpu.address(values), far_indices=gpu.address(indices), head=gpu.address(wrong),
+        limit=limit,
     )  # fmt: skip
-    return None if gpu.read(wrong)[0] else (wide, indices)
+    return None if gpu.read(wrong)[0] else (wide, where)
 
 
 def settle(gpu: Gpu, vector: Pair, dtype: str, residual: Any) -> None:

@@ -90,6 +90,17 @@ def test_no_mass_is_lost_where_ranks_forward(mode: str, name: str, machine: Mach
     assert kept.tolist() == np.sum([row[0] for row in rows], axis=0).tolist()
 
 
+def alone(rank: int) -> bool:
+    """Nothing of the result lies in what was given."""
+    values, indices = (put(x) for x in vector(0, 0, 9))
+    found = collectives.sparse_allreduce(values, indices, NUMEL, 9, conserve=False, mode="gtopk")
+    return any(np.shares_memory(a, b.array) for a, b in zip(found, (values, indices), strict=True))
+
+
+def test_results_have_memory_of_their_own(machine: Machine) -> None:
+    assert collectives.spawn(alone, 1, "mesh-1", **MODES["processes on one GPU"]) == [False]
+
+
 def refused(rank: int) -> list[str]:
     values, indices = vector(rank, 0, 9)
     said = []
