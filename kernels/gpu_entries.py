@@ -17,8 +17,8 @@ Pair = tuple[Any, Any]
 
 
 def admit(gpu: Gpu, values: Any, indices: Any, dtype: str, limit: int) -> Pair | None:
-    """A caller's vector, widened, in memory of its own; None where its indices do not ascend or are not from 0 to
-    `limit` - 1. Waits for the GPU."""
+    """A caller's vector, widened, in memory of its own; None where its indices do not ascend or are
+    not from 0 to `limit` - 1. Waits for the GPU."""
     n = int(indices.shape[0])
     wide, where, wrong = gpu.empty(n, "float32"), gpu.empty(n, "int32"), gpu.full(1, "int64", 0)
     _launch(
