@@ -79,7 +79,8 @@ def time_sparse(rank: int, arrays: Arrays, numel: int, rounds: int) -> tuple[flo
 
 
 def sparse_ranks(ranks: int, arrays: Arrays, virtual: bool, numel: int, rounds: int = 10) -> Row:
-    """`sparse_allreduce` of ranks on one GPU: checked, then timed beside a dense one."""
+    """`sparse_allreduce` of ranks on one GPU: checked, then timed beside a dense one of so many
+    elements; not timed for none."""
     name = "dgx1-v100" if ranks == 8 else f"mesh-{ranks}"
 
     def spawn(*call: Any) -> list[Any]:
@@ -87,6 +88,8 @@ def sparse_ranks(ranks: int, arrays: Arrays, virtual: bool, numel: int, rounds: 
         return collectives.spawn(call[0], ranks, name, (arrays, *call[1:]), **where)
 
     checked = sum(spawn(check_sparse))
+    if not numel:
+        return {"checked": checked}
     times = spawn(time_sparse, numel, rounds)
     sparse, dense = (max(column) for column in zip(*times, strict=True))
     return {"checked": checked, "elements": numel, "k": round(numel * DENSITY), "seconds": sparse,

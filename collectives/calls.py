@@ -19,7 +19,7 @@ from collectives.errors import CollectiveError
 from collectives.planning.goals import Root
 from collectives.planning.plan import Plan
 from collectives.planning.planner import plan_collective
-from collectives.request import NOTHING, Request, difference, notice
+from collectives.request import EXCHANGES, NOTHING, Request, difference, notice
 from collectives.runtime.arena import Arena
 from collectives.runtime.shm import SLOT_BYTES, Buffer, Region, ShmRuntime, place_of
 from collectives.settings import Settings
@@ -116,11 +116,11 @@ class Calls:
             self._agree(request)
             self.runtime.finish(self.made)
 
-    def gather(self, said: bytes) -> list[bytes]:
-        """What every rank says, by rank; a part of a page each."""
+    def gather(self, what: str, said: bytes) -> list[bytes]:
+        """What every rank says of one of `EXCHANGES`, by rank; a part of a page each."""
         with self._calling():
             self._arena.say(said)
-            self._agree(Request("exchange", NOTHING))
+            self._agree(Request("exchange", NOTHING, root=EXCHANGES.index(what)))
             found = [self._arena.said(rank) for rank in range(self.size)]
             self.runtime.finish(self.made)
             return found

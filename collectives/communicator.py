@@ -163,8 +163,11 @@ class Communicator:
         """
         from collectives.sparse.gtopk import Asked, agreed, sparse_allreduce
 
-        if gpu_of(values) is not None and self._last is not None:
-            self._last.exception()  # so that this thread goes on, whose stream is the caller's
+        if (index := gpu_of(values)) is not None:
+            if self._last is not None:
+                self._last.exception()  # so that this thread goes on, whose stream is the caller's
+            with self._calls.telling():
+                self._refuse_other_than_ours(index)
         arguments = (values, indices, numel, k, residual, mode, conserve)
         asked = cast(Asked, self._submit(False, None, agreed, *arguments))
         return self._submit(False, values, sparse_allreduce, asked)  # type: ignore[return-value]
@@ -218,7 +221,7 @@ class Communicator:
             raise CollectiveError(f"color must be an integer, not {color!r}")
         self._submit(False, None, lambda calls: None)  # behind what is under way
         self._splits += 1
-        colors = [int(said) for said in self._calls.gather(str(color).encode())]
+        colors = [int(said) for said in self._calls.gather("colors", str(color).encode())]
         ranks = [r for r, other in enumerate(colors) if other == color]
         spec = self.settings.topology
         if not (spec == "auto" or load(spec).devices):  # else GPUs are found by their names
@@ -239,7 +242,7 @@ class Communicator:
             if place == 0:
                 fd = Arena.create(len(ranks))
                 path = Arena.path(fd).encode()
-            paths = self._calls.gather(path)
+            paths = self._calls.gather("memory", path)
             try:
                 arena = Arena.attach(paths[ranks[0]].decode(), len(ranks), place)
             except CollectiveError as error:
@@ -301,6 +304,15 @@ class Communicator:
 
     def _on_gpu(self, number: int) -> GpuCalls:
         """This rank's calls on its GPU; the first one brings all ranks' GPUs together."""
+        self._refuse_other_than_ours(number)
+        with self._lock:
+            if self._last is not None:  # ranks may meet, and must do so in the order of their calls
+                self._last.exception()
+            if self._gpu is None:
+                self._gpu = GpuCalls(number, self._calls, self.settings, self._team, self._part)
+            return self._gpu
+
+    def _refuse_other_than_ours(self, number: int) -> None:
         mine = self._gpu.index if self._gpu else number
         if self._team:
             mine = self._team.gpu.devices[self.rank].index
@@ -308,12 +320,6 @@ class Communicator:
             raise CollectiveError(
                 f"rank {self.rank} runs on GPU {mine}; the tensor is on GPU {number}"
             )
-        with self._lock:
-            if self._last is not None:  # ranks may meet, and must do so in the order of their calls
-                self._last.exception()
-            if self._gpu is None:
-                self._gpu = GpuCalls(number, self._calls, self.settings, self._team, self._part)
-            return self._gpu
 
     # ---- one call ----------------------------------------------------------------------------
     def _submit(self, async_op: bool, x: Any, body: Callable[..., T], *args: Any) -> T | Work:

@@ -125,7 +125,7 @@ class GpuCalls:
                 return self._submit(async_op, x, body, args)
             except CollectiveError:
                 raise
-            except RuntimeError as error:  # CUDA's
+            except (RuntimeError, MemoryError) as error:  # CUDA's; CuPy's where there is no room
                 raise self.fail(error) from error
 
     def _submit(self, async_op: bool, x: Any, body: Callable[..., Any], args: Any) -> Any:
@@ -187,13 +187,22 @@ class GpuCalls:
             self._not_captured(stream, f"is the first {op} of {dtype}, for which a kernel is made")
             self._rooms[dtype, op] = self._gather_rooms(dtype, op)
 
-        def fit(plan: Plan) -> bool:
-            try:
-                return lanes_of(plan, self._rooms[dtype, op], self.team.gpu.max_blocks) > 0
-            except CollectiveError:
-                return False
+        return lambda plan: not self._refusal(plan, dtype, op)
 
-        return fit
+    def _refusal(self, plan: Plan, dtype: str, op: str) -> str:
+        """Why a GPU does not hold all blocks of a plan at once; empty where all do."""
+        try:
+            lanes_of(plan, self._rooms[dtype, op], self.team.gpu.max_blocks)
+        except CollectiveError as error:
+            return str(error)
+        return ""
+
+    def refusal(self, request: Request) -> str:
+        """Why a call would be refused for lack of room, as far as that is known before it is made;
+        the same on all ranks. Empty where it would not."""
+        if (notice(request), request.root) in self._known or self.size == 1:
+            return ""
+        return self._refusal(self.choices.plan(request), request.buffer.dtype, request.op)
 
     def _gather_rooms(self, dtype: str, op: str) -> list[Room]:
         """Raises CollectiveError on every rank where one has no kernel."""
@@ -208,7 +217,7 @@ class GpuCalls:
             )  # fmt: skip
         except Exception as error:  # the others must hear of it, whatever it is
             said["trouble"] = f"{error}"[:_TOLD]
-        rows = [json.loads(row) for row in self._calls.gather(json.dumps(said).encode())]
+        rows = [json.loads(row) for row in self._calls.gather("kernels", json.dumps(said).encode())]
         if trouble := {r: row["trouble"] for r, row in enumerate(rows) if "trouble" in row}:
             words = "; ".join(f"rank {r}: {why}" for r, why in trouble.items())
             raise CollectiveError(f"no kernel for {op} of {dtype}: {words}")

@@ -13,6 +13,10 @@ from collectives.runtime.reference import DTYPES, OPS
 from collectives.runtime.shm import Buffer
 
 KINDS = (*COLLECTIVES, SENDRECV, "barrier", "refused", "exchange")
+EXCHANGES = ("GPUs", "kernels", "memory of GPUs", "access to GPUs", "troubles", "colors", "memory",
+             "sparse_allreduce", "merges")  # fmt: skip
+"""What ranks tell each other of on the host; the place of one is its request's root."""
+
 DEVICES = ("cpu", "gpu")
 NAMES = tuple(dict.fromkeys(["auto", *ALGORITHMS, *(n for of in OTHERS.values() for n in of)]))
 NOTHING = Buffer(0, 0, "uint8", 1)
@@ -51,6 +55,8 @@ def words(notice: tuple[int, ...]) -> str:
     asked = KINDS[kind]
     if asked == "refused":
         asked = "refused its arguments"
+    if asked == "exchange":
+        asked = f"told of its {EXCHANGES[root]}"
     if asked == "allreduce":
         asked += f"({count} x {DTYPES[dtype]}, {OPS[op]}, {NAMES[algorithm]})"
     elif asked in (*COLLECTIVES, SENDRECV):

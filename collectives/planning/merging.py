@@ -58,7 +58,8 @@ def merge_tree(topology: Topology, nbytes: int) -> Tree:
     size = len(topology.gpus)
     trees = [binomial_tree(size)]
     if not topology.on_memory and size > 2:  # on one memory all hops are alike
-        for levels in shortest_trees(topology, range(size if size <= MOST_ROOTS else 1)):
+        roots = range(size if size <= MOST_ROOTS else 1)
+        for levels in shortest_trees(topology, range(size), roots):
             above = {kid: up for level in levels for up, kids in level.items() for kid in kids}
             trees.append(Tree(tuple(above.get(rank, rank) for rank in range(size))))
     return min(trees, key=lambda tree: _up(topology, tree, nbytes))

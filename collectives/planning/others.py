@@ -151,9 +151,9 @@ def direct(topology: Topology, collective: str, root: int) -> Algorithm:
 def pairwise(topology: Topology, collective: str, pairs: Pairs) -> Algorithm:
     """Sendrecv: straight, or over the ranks on a shortest way. Pair i has channel i."""
     size, detours = len(topology.gpus), dict[tuple[int, int, int], tuple[int, ...]]()
-    trees = shortest_trees(topology, range(size))
-    for i, (source, target) in enumerate(pairs):
-        way = _ways(trees[source], source)
+    trees = shortest_trees(topology, range(size), [source for source, _ in pairs])
+    for i, ((source, target), levels) in enumerate(zip(pairs, trees, strict=True)):
+        way = _ways(levels, source)
         if len(way[target]) > 1:
             detours[i, source, target] = way[target][1:]
     moves = tuple(Copy(source, (target,), 0, i) for i, (source, target) in enumerate(pairs))

@@ -15,8 +15,11 @@ Levels = list[dict[int, tuple[int, ...]]]
 _Link = tuple[Vertex, Vertex]
 
 
-def shortest_trees(topology: Topology, ranks: Sequence[int]) -> list[Levels]:
-    """For each of the ranks, in order, the tree that it roots over all of them.
+def shortest_trees(
+    topology: Topology, ranks: Sequence[int], roots: Sequence[int] | None = None
+) -> list[Levels]:
+    """For each of the ranks (or of some `roots` among them), in order, the tree that it roots over
+    all of them.
 
     A rank passes on what came over one hop (switches may lie between); over NVLinks alone where
     they connect the ranks. Raises PlanError where some are not joined.
@@ -32,7 +35,8 @@ def shortest_trees(topology: Topology, ranks: Sequence[int]) -> list[Levels]:
     ]  # fmt: skip
     near = neighbours(fast if connects(fast, ranks) else links)
     load: dict[_Link, Fraction] = {}
-    return [_shortest(topology, root, ranks, near, links, load) for root in ranks]
+    several = ranks if roots is None else roots
+    return [_shortest(topology, root, ranks, near, links, load) for root in several]
 
 
 def _shortest(

@@ -21,8 +21,8 @@ from topology.detect import detect
 
 log = logging.getLogger("linkweave")
 
-Gather = Callable[[bytes], list[bytes]]
-"""What every rank says, by rank (`Calls.gather`)."""
+Gather = Callable[[str, bytes], list[bytes]]
+"""What every rank says of a thing, by rank (`Calls.gather`)."""
 
 _BLOCK = 2 << 20  # bytes: CUDA shares no less with another process
 _LEAVING = 5.0  # s that the others have to let go of our memory
@@ -31,7 +31,7 @@ _TOLD = 200  # characters of an error that the others are told
 
 def troubles(gather: Gather, mine: str) -> str:
     """What went wrong on any rank, in words that all ranks get; empty where nothing did."""
-    told = gather(mine[:_TOLD].encode())
+    told = gather("troubles", mine[:_TOLD].encode())
     return "; ".join(f"rank {r}: {row.decode()}" for r, row in enumerate(told) if row)
 
 
@@ -56,7 +56,7 @@ def common_map(
             trouble = str(error)[:_TOLD]
     graph = crc32(seen.to_json().encode()) if seen and seen.devices else 0
     said = {"bus": bus_id, "uuid": uuid, "graph": graph, "trouble": trouble, "pid": os.getpid()}
-    rows = [json.loads(row) for row in gather(json.dumps(said).encode())]
+    rows = [json.loads(row) for row in gather("GPUs", json.dumps(said).encode())]
     where = [row["bus"] for row in rows]  # parts of one GPU share it, whatever their UUIDs
     shared = {u: [r for r, v in enumerate(where) if v == u] for u in where}
     crowd = next((ranks for ranks in shared.values() if len(ranks) > 1), None)
@@ -127,7 +127,7 @@ class PeerMemory:
             handle, why = self._device.share(mine), ""
         except RuntimeError as error:
             handle, why = b"", f"{error}"
-        handles = self._gather(handle)
+        handles = self._gather("memory of GPUs", handle)
         found = [0] * len(nbytes)
         found[rank] = mine
         refused: list[int] = []
@@ -142,7 +142,7 @@ class PeerMemory:
                 refused.append(peer)
                 why = f"{error}"
         said = json.dumps({"refused": refused, "why": why[:_TOLD]}).encode()
-        told = [json.loads(row) for row in self._gather(said)]
+        told = [json.loads(row) for row in self._gather("access to GPUs", said)]
         ways = {r: row["refused"] for r, row in enumerate(told) if row["refused"]}
         if ways:
             why = next(row["why"] for row in told if row["why"])

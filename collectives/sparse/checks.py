@@ -16,8 +16,8 @@ def check_vector(values: Any, indices: Any, numel: Any) -> int:
     """`numel` as an integer. Raises CollectiveError for what can be seen without its entries."""
     if (number := integer(numel)) is None or not 0 <= number <= 1 << 31:
         raise CollectiveError(f"numel must be an integer from 0 to 2^31, not {numel!r}")
-    if gpu_of(values) != gpu_of(indices):
-        raise CollectiveError("values and indices must be on one device")
+    if gpu_of(values) != gpu_of(indices) or is_torch(values) != is_torch(indices):
+        raise CollectiveError("values and indices must be of one library and on one device")
     name, shapes = dtype_name(values), (tuple(values.shape), tuple(indices.shape))
     if name not in ITEMS or len(shapes[0]) != 1 or shapes[0] != shapes[1]:
         raise CollectiveError(

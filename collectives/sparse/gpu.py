@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 
 from collectives.planning.goals import SENDRECV, Pairs, Root
+from collectives.planning.merging import rounds
+from collectives.planning.trees import Tree
 from collectives.runtime.shm import Buffer
 from collectives.sparse.checks import check_vector, flat_residual, wrong_indices
+from collectives.sparse.gtopk import Asked
 from collectives.sparse.wire import HEAD, Wire
 from collectives.stream_work import OnStream
 from collectives.tensors import dtype_name
@@ -30,10 +33,12 @@ class GpuBackend:
 
     def __init__(self, values: Any, indices: Any, numel: Any, residual: Any) -> None:
         limit = check_vector(values, indices, numel)
-        self._residual = None if residual is None else flat_residual(residual, limit, values)
         self.wire = Wire(dtype_name(values))
         self._gpu: Gpu = LibraryGpu(values)
         gpu = self._gpu
+        self._residual = None
+        if residual is not None:
+            self._residual = gpu.contiguous(flat_residual(residual, limit, values))
         values, indices = gpu.contiguous(values), gpu.contiguous(indices)
         mine = gpu_entries.admit(gpu, values, indices, self.wire.dtype, limit)
         if mine is None:
@@ -67,6 +72,21 @@ class GpuBackend:
         return found
 
     # ---- between ranks -----------------------------------------------------------------------
+    def refusal(self, place: OnStream, mode: str, tree: Tree, asked: Asked) -> str:
+        message = self.wire.message(asked.k), "uint8", 1
+        gathered = self._each(asked.counts) * place.size, "uint8", 1
+        wanted: dict[str, list[tuple[str, tuple[int, str, int], Root]]] = {
+            "gtopk": [*((SENDRECV, message, pairs) for pairs in rounds(tree)),
+                      ("broadcast", message, tree.root)],
+            "topk": [("allgather", gathered, 0)],
+            "dense": [("allreduce", (4 * asked.numel, "float32", 4), 0)],
+        }  # fmt: skip
+        refused = (
+            place.gpu.refusal(place.request(kind, Buffer(0, *what), "sum", root))
+            for kind, what, root in wanted[mode]
+        )
+        return next(filter(None, refused), "")
+
     def send(self, place: OnStream, vector: Vector, pairs: Pairs, k: int) -> Vector | None:
         room = self._message(k)
         if place.rank in dict(pairs):
@@ -82,11 +102,12 @@ class GpuBackend:
         return vector if place.rank == root else self._taken(place, room)
 
     def gather(self, place: OnStream, counts: list[int]) -> list[Vector]:
-        each = -(-self.wire.message(max(counts)) // _ALIGN) * _ALIGN
+        each = self._each(counts)
         whole = self._bytes(each * place.size)
         parts = [whole.address + each * rank for rank in range(place.size)]
         gpu_entries.pack(self._gpu, self.mine, self.wire.dtype, parts[place.rank])
         self._make(place, "allgather", whole, 0)
+        self._arrived(place, whole)
         return [
             gpu_entries.unpack(self._gpu, n, self.wire.dtype, part)
             for n, part in zip(counts, parts, strict=True)
@@ -97,8 +118,13 @@ class GpuBackend:
         gpu_entries.keep(self._gpu, self.mine, whole)
         buffer = Buffer(self._gpu.address(whole), 4 * numel, "float32", 4, whole)
         self._make(place, "allreduce", buffer, 0)
+        self._arrived(place, buffer)
         found: Vector = self._gpu.nonzero(whole)
         return found
+
+    def _each(self, counts: list[int]) -> int:
+        """Bytes of each rank's part of what is gathered."""
+        return -(-self.wire.message(max(counts)) // _ALIGN) * _ALIGN
 
     def _message(self, k: int) -> Buffer:
         """Room for a message of k entries, the same one for all of a call: what is sent of it is
@@ -115,11 +141,16 @@ class GpuBackend:
         place.kept.append(buffer.owner)
         place.make(place.request(kind, buffer, "sum", root))
 
-    def _taken(self, place: OnStream, room: Buffer) -> Vector:
-        """What came in a message. Raises what went wrong: then it holds anything."""
-        array: Any = room.owner
+    def _arrived(self, place: OnStream, buffer: Buffer) -> np.ndarray:
+        """Wait for what was made on a buffer; its first elements. Raises what went wrong: then it
+        may hold anything."""
+        array: Any = buffer.owner
         head: np.ndarray = self._gpu.read(array[:HEAD])
         place.gpu.check()
-        number = int(head.view(np.int64)[0])
+        return head
+
+    def _taken(self, place: OnStream, room: Buffer) -> Vector:
+        """What came in a message."""
+        number = int(self._arrived(place, room).view(np.int64)[0])
         found: Vector = gpu_entries.unpack(self._gpu, number, self.wire.dtype, room.address)
         return found

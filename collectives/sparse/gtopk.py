@@ -15,11 +15,14 @@ import json
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from collectives.bodies import Place
 from collectives.calls import Calls
 from collectives.errors import CollectiveError
 from collectives.planning.goals import Pairs
 from collectives.planning.merging import merge_tree, rounds, sparse_costs
+from collectives.planning.trees import Tree
 from collectives.runtime import cuda
 from collectives.sparse.wire import Wire
 from collectives.tensors import gpu_of, integer, stream_of
@@ -45,6 +48,9 @@ class Backend(Protocol):
 
     def put_back(self, found: Vector) -> None:
         """Our own entries that the result has not go to the residual."""
+
+    def refusal(self, place: Any, mode: str, tree: Tree, asked: Asked) -> str:
+        """Why a mode lacks room, on all ranks alike; empty where it does not."""
 
     def send(self, place: Any, vector: Vector, pairs: Pairs, k: int) -> Vector | None:
         """Each source's vector, of k entries at most, to its target; what comes here."""
@@ -83,26 +89,35 @@ def agreed(
     CollectiveError."""
     with calls.telling():
         backend = _backend(values, indices, numel, residual)
-        if residual is None and conserve:
-            raise CollectiveError("conserve=True needs a residual to keep what a merge drops")
-        if mode not in MODES:
+        if not isinstance(mode, str) or mode not in MODES:
             raise CollectiveError(f"unknown mode {mode!r}; choose from {', '.join(MODES)}")
         if (wanted := integer(k)) is None or not 0 <= wanted <= numel:
             raise CollectiveError(f"k must be an integer from 0 to {numel}, not {k!r}")
-    device = "cpu" if gpu_of(values) is None else "gpu"
-    mine = [int(numel), wanted, mode, bool(conserve), backend.wire.dtype, device]
+        if not isinstance(conserve, bool | np.bool_):
+            raise CollectiveError(f"conserve must be True or False, not {conserve!r}")
+        if residual is None and conserve:
+            raise CollectiveError("conserve=True needs a residual to keep what a merge drops")
+        device = "cpu" if gpu_of(values) is None else "gpu"
+        mine = [int(numel), wanted, mode, bool(conserve), backend.wire.dtype, device]
     said = json.dumps([mine, backend.size(backend.mine)])
-    rows = [json.loads(row) for row in calls.gather(said.encode())]
+    rows = [json.loads(row) for row in calls.gather("sparse_allreduce", said.encode())]
     if any(row[0] != mine for row in rows):
         asked = "; ".join(f"rank {r}: {json.dumps(row[0])}" for r, row in enumerate(rows))
         raise CollectiveError(
             f"sparse_allreduce of [numel, k, mode, conserve, dtype, device] differs: {asked}"
         )
     counts = [row[1] for row in rows]
-    return Asked(backend, int(numel), wanted, mode, conserve, residual is not None, counts)
+    return Asked(backend, int(numel), wanted, mode, bool(conserve), residual is not None, counts)
 
 
 def _backend(values: Any, indices: Any, numel: Any, residual: Any) -> Backend:
+    try:
+        return _backend_of(values, indices, numel, residual)
+    except (TypeError, AttributeError) as error:  # from a library, of what is no array of its own
+        raise CollectiveError(f"sparse_allreduce needs arrays of one library: {error}") from error
+
+
+def _backend_of(values: Any, indices: Any, numel: Any, residual: Any) -> Backend:
     if (index := gpu_of(values)) is None:
         from collectives.sparse.host import HostBackend
 
@@ -119,13 +134,19 @@ def _backend(values: Any, indices: Any, numel: Any, residual: Any) -> Backend:
 
 def sparse_allreduce(place: Place, asked: Asked) -> Vector:
     """The body of `Communicator.sparse_allreduce`."""
-    backend, mode, wire = asked.backend, asked.mode, asked.backend.wire
-    if mode == "auto":
-        topology, item = place.choices.topology, wire.item
-        mode = sparse_costs(topology, asked.numel, asked.k, item)[0].mode
+    backend, wire, topology = asked.backend, asked.backend.wire, place.choices.topology
+    modes = [asked.mode]
+    if asked.mode == "auto":
+        modes = [row.mode for row in sparse_costs(topology, asked.numel, asked.k, wire.item)]
+    tree = merge_tree(topology, wire.entry * asked.k)
+    for mode in modes:
+        if not (why := backend.refusal(place, mode, tree, asked)):
+            break
+    else:  # before any residual is changed
+        raise CollectiveError(why)
     with place.trace.call(f"sparse_allreduce/{mode}/{asked.k}"):
         if mode == "gtopk":
-            found, _ = gtopk(place, backend, asked.k, asked.conserve)
+            found, _ = gtopk(place, backend, tree, asked.k, asked.conserve)
         elif mode == "topk":
             found = backend.settle(_sum(backend, place, asked.counts), _first(place, asked))
         else:
@@ -135,7 +156,7 @@ def sparse_allreduce(place: Place, asked: Asked) -> Vector:
         return backend.result(found)
 
 
-def gtopk(place: Place, backend: Backend, k: int, conserve: bool) -> tuple[Vector, int]:
+def gtopk(place: Place, backend: Backend, tree: Tree, k: int, conserve: bool) -> tuple[Vector, int]:
     """(the k largest of the sum of all ranks' vectors, entries that came here on the way up).
 
     What a merge drops is added to the residual of the rank that merges.
@@ -143,7 +164,6 @@ def gtopk(place: Place, backend: Backend, k: int, conserve: bool) -> tuple[Vecto
     mine, received = backend.mine, 0
     if backend.size(mine) > k:
         mine = backend.settle(backend.merge(mine, None, k, conserve), conserve)
-    tree = merge_tree(place.choices.topology, backend.wire.entry * k)
     for pairs in rounds(tree):
         if (other := backend.send(place, mine, pairs, k)) is not None:
             mine = backend.settle(backend.merge(mine, other, k, conserve), conserve)

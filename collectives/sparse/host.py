@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from collectives.bodies import allgather, in_place
 from collectives.calls import Calls
 from collectives.planning.goals import Pairs
+from collectives.planning.trees import Tree
 from collectives.sparse.checks import check_vector, flat_residual, wrong_indices
+from collectives.sparse.gtopk import Asked
 from collectives.sparse.wire import HEAD, Vector, Wire
-from collectives.tensors import dtype_name, is_torch
+from collectives.tensors import dtype_name, gpu_of, is_torch
 from kernels import merge_topk
 from kernels.merging import add_at
 
@@ -25,13 +27,13 @@ class HostBackend:
     """`gtopk.Backend` of NumPy arrays and torch tensors. Raises CollectiveError."""
 
     def __init__(self, values: Any, indices: Any, numel: Any, residual: Any) -> None:
-        if not is_torch(values):
+        if not is_torch(values) and not is_torch(indices) and gpu_of(indices) is None:
             values, indices = np.asarray(values), np.asarray(indices)
         limit = check_vector(values, indices, numel)
         self.wire = Wire(dtype_name(values))
         wide = _numpy(values.float() if is_torch(values) else values)
         where = _numpy(indices)
-        if where.size and (where[0] < 0 or where[-1] >= limit or (np.diff(where) <= 0).any()):
+        if where.size and (where[0] < 0 or where[-1] >= limit or (where[1:] <= where[:-1]).any()):
             raise wrong_indices(limit)
         self.mine: Vector = wide.astype(np.float32, copy=False), where
         self._like = values
@@ -72,6 +74,9 @@ class HostBackend:
         return torch.from_numpy(values).to(self._like.dtype), torch.from_numpy(indices)
 
     # ---- between ranks -----------------------------------------------------------------------
+    def refusal(self, place: Calls, mode: str, tree: Tree, asked: Asked) -> str:
+        return ""
+
     def send(self, place: Calls, vector: Vector, pairs: Pairs, k: int) -> Vector | None:
         said = (-1, 0)
         if place.rank in dict(pairs):
@@ -79,7 +84,7 @@ class HostBackend:
             self._sent = place.block(self.wire.entry * self.size(vector))
             self.wire.pack(vector, self._sent)
             said = place.offset_of(self._sent), self.size(vector)
-        rows = place.gather(json.dumps(said).encode())
+        rows = place.gather("merges", json.dumps(said).encode())
         source = next((source for source, target in pairs if target == place.rank), None)
         if source is None:
             return None

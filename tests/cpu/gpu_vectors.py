@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,8 @@ class StreamKernels(HostKernels):
     """Of one GPU: behind what its stream holds, and never given back before the end."""
 
     kept: list[Any] = []  # noqa: RUF012
+    threads_seen: set[int] = set()  # noqa: RUF012
+    fail: tuple[int, Exception] | None = None  # what merges raise on a thread
 
     def __init__(self, like: HostTensor) -> None:
         super().__init__(threads=2, blocks=2)
@@ -45,6 +48,9 @@ class StreamKernels(HostKernels):
         return super().read(array)
 
     def launch(self, *arguments: Any) -> None:
+        self.threads_seen.add(threading.get_ident())
+        if arguments[0] == "merge.cu" and self.fail and self.fail[0] == threading.get_ident():
+            raise self.fail[1]
         self._device.synchronise(self._stream)
         super().launch(*arguments)
 

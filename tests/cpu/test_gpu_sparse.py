@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from gpu_ranks import MODES, Machine, failure
-from gpu_vectors import sparse_gpus
+from gpu_vectors import StreamKernels, sparse_gpus
 from host_gpu import CURRENT, HostTensor, needs_compiler
 from test_sparse_allreduce import dense, vector
 
 import collectives
 from collectives import get_default
+from collectives.planning.merging import sparse_costs
+from topology import load
 
 pytestmark = needs_compiler
 NUMEL = 60
@@ -25,8 +29,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         yield found
 
 
-def put(array: np.ndarray, stream: int = 0) -> HostTensor:
-    return HostTensor(array.copy(), CURRENT.index, stream)
+def put(array: np.ndarray, stream: int = 0, device: int | None = None) -> HostTensor:
+    return HostTensor(array.copy(), CURRENT.index if device is None else device, stream)
 
 
 CASES = [
@@ -112,6 +116,8 @@ def refused(rank: int) -> list[str]:
         )
         said.append(str(error or "no error"))
 
+    call(put(values), put(indices))  # from now on its GPU is known
+    assert said.pop() == "no error"
     call(put(values), put(indices[::-1] if rank == 1 else indices))
     call(put(values), put(indices), k=9 - rank)
     call(put(values), put(indices), residual=np.zeros(NUMEL, np.float32) if rank == 1 else None)
@@ -120,6 +126,8 @@ def refused(rank: int) -> list[str]:
         call(values, indices, residual=np.zeros(NUMEL, np.float32))
     else:
         call(put(values), put(indices))
+    far = {"device": 5} if rank == 1 else {}
+    call(put(values, **far), put(indices, **far), residual=put(np.zeros(NUMEL, np.float32), **far))
     call(put(values), put(indices))
     return said
 
@@ -129,12 +137,14 @@ def test_what_a_rank_gives_wrong_is_told_to_all_who_may_go_on(mode: str, machine
     rows = collectives.spawn(refused, 2, "mesh-2", **MODES[mode])
     for said in rows:
         assert '[60, 9, "auto", true, "float32", "gpu"]; rank 1: [60, 8,' in said[1]
-        assert said[3] == "values and indices must be on one device"
+        assert said[3] == "values and indices must be of one library and on one device"
         assert '"gpu"]; rank 1: [60, 9, "auto", true, "float32", "cpu"]' in said[4]
-        assert said[5] == "no error"
+        assert said[6] == "no error"
+    assert rows[1][5] == "rank 1 runs on GPU 0; the tensor is on GPU 5"
     assert rows[1][0] == f"indices must ascend from 0 to {NUMEL - 1} at most, all different"
     assert "on the values' device" in rows[1][2]
-    assert all("ranks [1]: refused its arguments" in rows[0][i] for i in (0, 2))
+    assert all("ranks [1]: refused its arguments" in rows[0][i] for i in (0, 2, 5))
+    assert "ranks [0]: told of its sparse_allreduce" in rows[0][5]
 
 
 def captured(rank: int, machine: Machine) -> str:
@@ -150,25 +160,113 @@ def test_a_graph_is_refused(machine: Machine) -> None:
     assert all("cannot be captured into a graph" in said for said in found)
 
 
-def one_is_missing(rank: int) -> str:
+def leaves(rank: int, mode: str, error: type[Exception]) -> tuple[str, str]:
+    """What a second call raises of which rank 2 makes the first half."""
     comm = get_default()
     values, indices = vector(rank, 0, 9)
     rest = put(np.zeros(NUMEL, np.float32))
-    arguments: Any = (put(values), put(indices), NUMEL, 9)
-    comm.sparse_allreduce(*arguments, residual=rest, mode="gtopk")
-    if rank == 2:
-        made = comm._calls.gather
 
-        def leave(said: bytes) -> list[bytes]:
-            found = made(said)
-            raise RuntimeError(f"rank 2 leaves after {len(found)} have agreed")
+    def call() -> None:
+        comm.sparse_allreduce(put(values), put(indices), NUMEL, 9, residual=rest, mode=mode)
+
+    call()
+    if rank == 2:
+        agree = comm._calls.gather
+
+        def leave(what: str, said: bytes) -> list[bytes]:
+            agree(what, said)
+            comm._calls.gather = agree  # type: ignore[method-assign]
+            raise error("rank 2 leaves")
 
         comm._calls.gather = leave  # type: ignore[method-assign]
-    return str(failure(lambda: comm.sparse_allreduce(*arguments, residual=rest, mode="gtopk")))
+    start = time.monotonic()
+    try:
+        call()
+    except Exception as raised:
+        assert time.monotonic() - start < 10
+        return type(raised).__name__, str(raised)
+    return "no error", ""
 
 
+@pytest.mark.parametrize("how", ["gtopk", "topk", "dense"])
 @pytest.mark.parametrize("mode", ["threads on one GPU", "a process a GPU"])
-def test_nobody_hangs_when_a_rank_leaves_half_way(mode: str, machine: Machine) -> None:
-    """Ranks 0 and 1 have agreed with it, and wait in a sendrecv for ever but for the deadline."""
-    with pytest.raises(RuntimeError, match=r"rank 2.*leaves after 3 have agreed"):
-        collectives.spawn(one_is_missing, 3, "mesh-3", timeout=3.0, **MODES[mode])
+def test_no_result_is_given_when_a_rank_leaves_half_way(
+    mode: str, how: str, machine: Machine
+) -> None:
+    """Nothing but the deadline frees the others, whatever they wait for."""
+    rows = collectives.spawn(leaves, 3, "mesh-3", (how, ValueError), timeout=2.0, **MODES[mode])
+    assert rows[2] == ("ValueError", "rank 2 leaves")
+    for name, words in rows[:2]:
+        assert name in ("CollectiveTimeout", "CollectiveAborted"), (name, words)
+        assert "rank 2" in words or how == "dense"  # where 0 and 1 wait for each other as well
+
+
+def without_memory(rank: int, error: type[Exception]) -> tuple[str, float]:
+    comm = get_default()
+    values, indices = vector(rank, 0, 9)
+    rest = put(np.zeros(NUMEL, np.float32))
+
+    def call() -> None:
+        comm.sparse_allreduce(put(values), put(indices), NUMEL, 9, residual=rest, mode="gtopk")
+
+    call()
+    start = time.monotonic()
+    if rank == 0:
+        StreamKernels.fail = threading.get_ident(), error("no room")
+    raised = failure(call)
+    StreamKernels.fail = None
+    return str(raised), time.monotonic() - start
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+@pytest.mark.parametrize("mode", ["threads on one GPU", "a process a GPU"])
+def test_a_rank_without_memory_frees_the_others_at_once(
+    mode: str, error: type[Exception], machine: Machine
+) -> None:
+    """torch says so by a RuntimeError, CuPy by a MemoryError."""
+    rows = collectives.spawn(without_memory, 3, "mesh-3", (error,), timeout=60.0, **MODES[mode])
+    assert "no room" in rows[0][0] and all("rank 0" in words for words, _ in rows[1:])
+    assert all(taken < 10 for _, taken in rows)
+
+
+def with_little_room(rank: int, mode: str) -> tuple[str, float]:
+    values, indices = (put(x) for x in vector(rank, 0, 20))
+    rest = put(np.zeros(NUMEL, np.float32))
+    error = failure(
+        lambda: collectives.sparse_allreduce(values, indices, NUMEL, 9, residual=rest, mode=mode)
+    )
+    collectives.barrier()
+    return str(error or "no error"), float(np.abs(rest.array).sum())
+
+
+def test_auto_takes_what_the_gpu_has_room_for(machine: Machine) -> None:
+    """The all-gather, the fastest here, needs more blocks."""
+    how: Any = {**MODES["a process a GPU"], "max_blocks": 4}
+    assert sparse_costs(load("mesh-8"), NUMEL, 9)[0].mode == "topk"
+    for mode in ("topk", "auto"):
+        rows = collectives.spawn(with_little_room, 8, "mesh-8", (mode,), **how)
+        assert len({said for said, _ in rows}) == 1
+        assert ("no error" in rows[0][0]) == (mode == "auto")
+
+
+def test_a_call_without_room_leaves_the_residual_alone(machine: Machine) -> None:
+    how: Any = {**MODES["threads on one GPU"], "max_blocks": 2}
+    for said, kept in collectives.spawn(with_little_room, 8, "mesh-8", ("gtopk",), **how):
+        assert "pairwise needs 8 thread blocks" in said and kept == 0
+
+
+def beside_cpu_calls(rank: int) -> bool:
+    """Whether the kernels of a call are launched on the thread that makes it."""
+    comm = get_default()
+    work = comm.allreduce(np.ones(1 << 20, np.float32), async_op=True)
+    values, indices = (put(x) for x in vector(rank, 0, 9))
+    StreamKernels.threads_seen.clear()
+    comm.sparse_allreduce(values, indices, NUMEL, 9, conserve=False)
+    work.wait()
+    return StreamKernels.threads_seen == {threading.get_ident()}
+
+
+def test_launches_are_the_callers_own_beside_calls_on_the_cpu(machine: Machine) -> None:
+    """As a library's current stream is its thread's."""
+    found = collectives.spawn(beside_cpu_calls, 2, "mesh-2", **MODES["processes on one GPU"])
+    assert found == [True, True]

@@ -126,7 +126,7 @@ def test_the_rows_of_sparse_all_reduces(only: str, monkeypatch: pytest.MonkeyPat
         (row,) = run(Suite(None, 1 << 16, 1, [HostArrays()]), 100, only, None)
     assert row["state"] == "ok", row
     assert row["checked"] == 2 * 3 * 3 * 2 * 2
-    assert row["seconds"] > 0 and row["dense"]["seconds"] > 0
+    assert ("seconds" in row) == ("threads" in only)
 
 
 class Wrong(HostDevice):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import time
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 
 import collectives
 from collectives import CollectiveError, get_default
+from collectives.planning.merging import merge_tree
 from collectives.sparse.gtopk import gtopk
 from collectives.sparse.host import HostBackend
 from collectives.sparse.wire import HEAD, Wire
@@ -72,7 +75,8 @@ def counted(rank: int, k: int, dtype: str) -> tuple[int, int, int, int]:
     calls.make = lambda request: (down.append(request.buffer.nbytes), make(request))[1]
     backend = HostBackend(*vector(rank, 0, k), NUMEL, np.zeros(NUMEL, np.float32))
     backend.wire = Wire(dtype)
-    found, received = gtopk(calls, backend, k, True)
+    tree = merge_tree(calls.choices.topology, backend.wire.entry * k)
+    found, received = gtopk(calls, backend, tree, k, True)
     return received, sum(sent), down[-1], found[0].size
 
 
@@ -217,8 +221,13 @@ def said(rank: int, changes: dict[str, Any]) -> str:
             "values must be float32, float16, bfloat16 in one dimension, one for each",
         ),
         ({"indices": np.arange(5)}, "indices must be int32, not int64"),
+        ({"values": torch.ones(5)}, "values and indices must be of one library"),
+        ({"mode": np.array(["gtopk", "topk"])}, "unknown mode array("),
+        ({"conserve": np.array([True, False])}, "conserve must be True or False, not array("),
         ({"indices": np.array([1, 2, 2, 3, 4], np.int32)}, "indices must ascend from 0 to 59"),
         ({"indices": np.array([1, 2, 3, 4, 60], np.int32)}, "indices must ascend from 0 to 59"),
+        # whose differences wrap round
+        ({"indices": np.array([5, -(2**31), -1, 2, 3], np.int32)}, "indices must ascend from 0"),
     ],
 )
 def test_bad_arguments(changes: dict[str, Any], words: str) -> None:
@@ -237,3 +246,48 @@ def differing(rank: int) -> str:
 def test_arguments_that_differ() -> None:
     for text in collectives.spawn(differing, 2):
         assert 'rank 0: [60, 5, "gtopk", false, "float32", "cpu"]; rank 1: [60, 6,' in text
+
+
+# ---- ranks in disorder --------------------------------------------------------------------------
+def in_disorder(rank: int) -> str:
+    comm = get_default()
+    with pytest.raises(CollectiveError) as caught:
+        if rank:
+            comm.split()
+        else:
+            comm.sparse_allreduce(*vector(0, 0, 5), NUMEL, 5, conserve=False)
+    return str(caught.value)
+
+
+def test_another_exchange_is_no_answer() -> None:
+    for text in collectives.spawn(in_disorder, 2):
+        assert "ranks [0]: told of its sparse_allreduce; ranks [1]: told of its colors" in text
+
+
+def read_late(rank: int, size: int) -> Any:
+    """A rank that has sent takes new memory at once and fills it; a rank that merges is slow."""
+    comm: Any = get_default()
+    gather = comm._calls.gather
+
+    def wrapped(what: str, said: bytes) -> list[bytes]:
+        found: list[bytes] = gather(what, said)
+        if what == "merges":
+            if json.loads(said)[0] >= 0:
+                comm._later = [comm.empty(9, "float64") for _ in range(50)]
+                for x in comm._later:
+                    x[:] = -1
+            else:
+                time.sleep(0.1)
+        return found
+
+    comm._calls.gather = wrapped
+    values, indices = vector(rank, 0, 9)
+    return dense((values, indices)), comm.sparse_allreduce(
+        values, indices, NUMEL, NUMEL, conserve=False, mode="gtopk"
+    )
+
+
+def test_what_was_sent_is_kept_until_it_is_read() -> None:
+    rows = collectives.spawn(read_late, 4, args=(4,))
+    want = np.sum([row[0] for row in rows], axis=0)
+    assert all(dense(row[1]).tolist() == want.tolist() for row in rows)

@@ -48,6 +48,13 @@ def test_the_planners_tree_where_they_are_not(name: str) -> None:
     assert tree != binomial_tree(len(topology.gpus)) and len(tree.parent) == len(topology.gpus)
 
 
+@pytest.mark.parametrize("name", ["mesh-65", "ring-65", "pcie-65", "cpu-65"])
+def test_trees_of_many_ranks(name: str) -> None:
+    tree = merge_tree(load(name), 8000)
+    assert len(tree.parent) == 65 and tree.root == 0
+    assert all(row.seconds > 0 for row in sparse_costs(load(name), 1_000_000, 1000))
+
+
 def test_costs_of_two_ranks_by_hand() -> None:
     found = {row.mode: row for row in sparse_costs(load("mesh-2"), 1 << 20, 1000)}
     a, wire = 5e-6, 25e9
