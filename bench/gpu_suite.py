@@ -348,6 +348,8 @@ class Suite:
 def run(suite: Suite, budget: float, only: str, out: Path | None) -> list[Row]:
     """The rows whose names contain `only`, until the budget (s) is spent."""
     start, rows = time.monotonic(), []
+    # asked before anything can break the GPU's context
+    of = {"machine": machine(), "device": suite.device.describe()} if out else {}
     for name, measure in suite.rows():
         if only not in name:
             continue
@@ -360,7 +362,7 @@ def run(suite: Suite, budget: float, only: str, out: Path | None) -> list[Row]:
                 rows.append({"name": name, "state": f"failed: {type(error).__name__}: {error}"})
         print(json.dumps(rows[-1]), flush=True)
         if out:
-            text = {"machine": machine(), "device": suite.device.describe(), "rows": rows}
+            text = {**of, "rows": rows}
             out.write_text(json.dumps(text, indent=1) + "\n")
     return rows
 

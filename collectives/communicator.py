@@ -11,6 +11,7 @@ from dataclasses import replace
 from operator import index
 from types import TracebackType
 from typing import Any, TypeVar, cast
+from weakref import ref
 
 import numpy as np
 
@@ -56,7 +57,7 @@ class Communicator:
         self._part = part  # of another communicator, which has warned already
         self._gpu: GpuCalls | None = None
         self._lock = threading.Lock()
-        self._splits = 0
+        self._splits: list[ref[Communicator]] = []
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future[Any] | None = None
         self._calls.make(Request("barrier", NOTHING))  # all have mapped the arena
@@ -215,24 +216,26 @@ class Communicator:
 
         All ranks must call it. It has memory, flags and streams of its own, so calls of several
         communicators may be under way at once; every rank must make new kinds of calls on them in
-        the same order. Must be closed. Raises CollectiveError.
+        the same order. Must be closed, at the latest it is with this one. Raises CollectiveError.
         """
         if isinstance(color, bool) or not isinstance(color, int):
             raise CollectiveError(f"color must be an integer, not {color!r}")
         self._submit(False, None, lambda calls: None)  # behind what is under way
-        self._splits += 1
         colors = [int(said) for said in self._calls.gather("colors", str(color).encode())]
         ranks = [r for r, other in enumerate(colors) if other == color]
         spec = self.settings.topology
         if not (spec == "auto" or load(spec).devices):  # else GPUs are found by their names
             spec = self.topology.subset([self.topology.gpus[r] for r in ranks])
         settings = replace(self.settings, topology=spec)
-        place = ranks.index(self.rank)
+        place, team = ranks.index(self.rank), None
         if self._team:
-            team, arenas = self._team.child((self._splits, color), ranks)
-            return Communicator(arenas[place], settings, team, True)
-        arena = self._arena_of(ranks, place)
-        return Communicator(arena, settings, None, True)
+            team, arenas = self._team.child((len(self._splits), color), ranks)
+            arena = arenas[place]
+        else:
+            arena = self._arena_of(ranks, place)
+        part = Communicator(arena, settings, team, True)
+        self._splits.append(ref(part))
+        return part
 
     def _arena_of(self, ranks: Sequence[int], place: int) -> Arena:
         """Memory that these ranks share, made by the first of them. Raises CollectiveError on all
@@ -271,6 +274,9 @@ class Communicator:
         """
         if self._calls.closed:
             return
+        for part in self._splits:
+            if split := part():
+                split.close()
         if self._worker:
             self._worker.shutdown(wait=True)
         try:

@@ -22,7 +22,7 @@ from collectives.runtime.counters import Counted
 from collectives.runtime.cuda import GpuRanks, Room, lanes_of
 from collectives.runtime.device import Device
 from collectives.runtime.diagnose import RAISED
-from collectives.runtime.peers import PeerMemory, common_map
+from collectives.runtime.peers import PeerMemory, advice, common_map
 from collectives.runtime.team import Call, Refused, Team
 from collectives.runtime.watch import Watch
 from collectives.settings import Settings
@@ -57,8 +57,9 @@ class GpuCalls:
                 self._done, self._done_captured, self._met = (
                     self.device.make_event() for _ in range(3)
                 )
+                self._side = self.device.make_stream()  # of asynchronous calls
             except RuntimeError as error:
-                raise CollectiveError(f"GPU {index} cannot be used: {error}") from error
+                raise CollectiveError(f"GPU {index} cannot be used: {error}{advice()}") from error
         auto = settings.topology == "auto"
         spec = None if auto else load(settings.topology)
         topology = common_map(identity, self.rank, calls.gather, spec, quiet)
@@ -68,7 +69,6 @@ class GpuCalls:
         self._rooms: dict[tuple[str, str], list[Room]] = {}
         self._known: dict[tuple[tuple[int, ...], Root], tuple[str, Call | None]] = {}
         self._capture = 0
-        self._side: int | None = None
         self._scratch: list[tuple[int, int]] = []  # (address, bytes): graphs may hold old ones
         self._under_way: list[StreamWork] = []
         self._captured: list[int] = []  # events of asynchronous calls in graphs
@@ -133,7 +133,7 @@ class GpuCalls:
         capture = self.device.capturing(caller)
         if not capture:
             self._under_way = [w for w in self._under_way if not w.over()]
-        stream = self._own_stream() if async_op else caller
+        stream = self._side if async_op else caller
         done = self._done_captured if capture else self._done
         if not capture or capture == self._capture:
             self.device.wait(done, stream)
@@ -160,11 +160,6 @@ class GpuCalls:
         else:
             self._under_way.append(work)
         return work
-
-    def _own_stream(self) -> int:
-        if self._side is None:
-            self._side = self.device.make_stream()
-        return self._side
 
     def join(self, stream: int, behind: int) -> None:
         """What `stream` is given from now on comes after what `behind` holds."""
@@ -329,8 +324,7 @@ class GpuCalls:
         with ExitStack() as last:  # backwards
             for address, _ in self._scratch:
                 last.callback(device.free, address)
-            if self._side is not None:
-                last.callback(device.free_stream, self._side)
+            last.callback(device.free_stream, self._side)
             for event in (self._done, self._done_captured, self._met, *self._captured):
                 last.callback(device.free_event, event)
             for work in self._under_way:

@@ -13,6 +13,8 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
 
 from collectives.errors import CollectiveError
 from collectives.planning.explain import explain, size_text
@@ -100,9 +102,15 @@ def _one_of(environ: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> 
 
 
 def _annotate(name: str) -> AbstractContextManager[object]:
+    nvtx = _nvtx()
+    return nvtx.annotate(name, domain="linkweave") if nvtx else nullcontext()
+
+
+@cache
+def _nvtx() -> Any:
+    """None where it is not installed: the program runs without."""
     try:
         import nvtx
-    except ImportError:  # the program runs without
-        return nullcontext()
-    found: AbstractContextManager[object] = nvtx.annotate(name, domain="linkweave")
-    return found
+    except ImportError:
+        return None
+    return nvtx

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from kernels.compile import cubin
-from kernels.source import PLAIN, THREADS, options, source
+from kernels.source import PLAIN, PLAN_THREADS, options, source
 
 CHECK_THREADS = 128
 _NOT_READY = 600  # cudaErrorNotReady
@@ -42,13 +42,15 @@ class CudaDevice:
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """Make it the current GPU of this thread for a while."""
+        """Make it the current GPU of this thread for a while; of a thread that had none, from now
+        on, as CuPy takes a thread that has loaded a kernel to have a context."""
         before = self._driver.ctxGetCurrent()  # to set a device would make a context on it
         self._runtime.setDevice(self.index)
         try:
             yield
         finally:
-            self._driver.ctxSetCurrent(before)
+            if before:
+                self._driver.ctxSetCurrent(before)
 
     def use(self) -> None:
         """Make it the current one of this thread from now on."""
@@ -90,7 +92,7 @@ class CudaDevice:
         one multiprocessor is left to that."""
         kernel = self.kernel(dtype, op)
         with self.here():
-            each = self._driver.occupancyMaxActiveBlocksPerMultiprocessor(kernel, THREADS, 0)
+            each = self._driver.occupancyMaxActiveBlocksPerMultiprocessor(kernel, PLAN_THREADS, 0)
             many = self._cupy.cuda.Device(self.index).attributes["MultiProcessorCount"]
             return int(each) * (int(many) - 1)
 
@@ -100,8 +102,9 @@ class CudaDevice:
         parameters = (ctypes.c_void_p * 1)(launch.ctypes.data)
         with self.here():
             self._driver.launchCooperativeKernel(
-                kernel, blocks, 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(parameters)
-            )
+                kernel, blocks, 1, 1, PLAN_THREADS, 1, 1, 0, stream,
+                ctypes.addressof(parameters),
+            )  # fmt: skip
 
     def start(
         self, file: str, name: str, words: tuple[str, ...], argument: np.ndarray, blocks: int,
@@ -124,7 +127,7 @@ class CudaDevice:
         self.start("queue.cu", "check", PLAIN, argument, 1, CHECK_THREADS, stream)
 
     def filled(self) -> int:
-        """Blocks of THREADS threads that fill the GPU: kernels have registers for two each."""
+        """Blocks of `source.THREADS` threads that fill the GPU: two a multiprocessor."""
         return 2 * int(self._cupy.cuda.Device(self.index).attributes["MultiProcessorCount"])
 
     # ---- memory ------------------------------------------------------------------------------

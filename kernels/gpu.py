@@ -6,6 +6,7 @@ A kernel takes one struct by value; `struct` makes it from a dtype that mirrors 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, Protocol
@@ -74,8 +75,17 @@ def fields(*widths: tuple[str, str]) -> np.dtype:
     return np.dtype([(name, width) for width, names in widths for name in names.split()])
 
 
-@cache
+_opening = threading.Lock()
+
+
 def device_of(index: int) -> CudaDevice:
+    """The GPU of this number, opened once, whichever thread asks first."""
+    with _opening:
+        return _device_of(index)
+
+
+@cache
+def _device_of(index: int) -> CudaDevice:
     return CudaDevice(index)
 
 

@@ -43,10 +43,12 @@ __device__ __forceinline__ void report(const Launch& l, const Group& g, const La
 // How the launch ended. One that finds everybody stopped must not hide where an earlier one stood.
 // A thread of this block that began to wait meanwhile may have put WAITS over a deadline.
 __device__ __forceinline__ void report_end(const Launch& l, const Group& g, const Lane& lane) {
-    const u32 before = ld_acquire_sys(g.report + blockIdx.x % l.lanes * REPORT);
-    if (!lane.failed)
+    if (!lane.failed) {
         report(l, g, lane, DONE);
-    else if (before != TIMED_OUT && before != ABORTED)
+        return;
+    }
+    const u32 before = ld_acquire_sys(g.report + blockIdx.x % l.lanes * REPORT);
+    if (before != TIMED_OUT && before != ABORTED)
         report(l, g, lane, lane.timed_out ? TIMED_OUT : ABORTED);
 }
 

@@ -13,7 +13,7 @@
 #include "move.h"
 
 #ifndef THREADS
-#define THREADS 512
+#define THREADS 256
 #endif
 
 template <class T, class Op> __device__ __forceinline__ void run(const Launch& launch) {
@@ -47,6 +47,6 @@ template <class T, class Op> __device__ __forceinline__ void run(const Launch& l
             cursors[i] = lane.cursor_copy[i];
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) run_plan(const Launch launch) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) run_plan(const Launch launch) {
     run<ELEMENT, OP>(launch);
 }

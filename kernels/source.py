@@ -11,6 +11,9 @@ ELEMENTS = {
 }  # fmt: skip
 OPS = {"sum": "sum", "avg": "sum", "min": "min_", "max": "max_", "prod": "prod"}
 THREADS = 512
+"""Of a block; of the plan interpreter fewer, so that more streams are resident at once."""
+
+PLAN_THREADS = 256
 
 _FOLDER = Path(__file__).parent
 _INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
@@ -36,4 +39,4 @@ PLAIN = ("--std=c++17", "--fmad=false")
 
 def options(dtype: str, op: str) -> tuple[str, ...]:
     """Those of the plan interpreter for one (dtype, op)."""
-    return (*PLAIN, f"-DELEMENT={ELEMENTS[dtype]}", f"-DOP={OPS[op]}", f"-DTHREADS={THREADS}")
+    return (*PLAIN, f"-DELEMENT={ELEMENTS[dtype]}", f"-DOP={OPS[op]}", f"-DTHREADS={PLAN_THREADS}")

@@ -27,8 +27,8 @@ from collectives.runtime.diagnose import Blocked, position_of, waits
 from collectives.runtime.program import CURSOR, GROUP, REPORT, Program, Shape, State
 from collectives.runtime.shm import place_of
 
-MOST_LANES = 8
-"""Blocks a stream; with 8 ranks of 4 streams each, more than an H100's 132 multiprocessors."""
+MOST_LANES = 16
+"""Blocks a stream; with 8 ranks of 4 streams each, twice what an H100 holds."""
 
 
 Room = tuple[tuple[int, ...], int]
@@ -334,9 +334,9 @@ def lanes_of(plan: Plan, rooms: Iterable[Room], max_blocks: int | None = None) -
 def open_device(index: int) -> Device:
     """The GPU of this number, as CUDA numbers them; opened once. Raises CollectiveError."""
     try:
-        from kernels.device import CudaDevice
+        from kernels.gpu import device_of
 
-        found: Device = CudaDevice(index)
+        found: Device = device_of(index)
     except ImportError as error:
         raise CollectiveError(
             f"GPU tensors need CuPy: install linkweave with its extra cuda12 or cuda13 ({error})"

@@ -158,9 +158,9 @@ class PeerMemory:
         pairs = "; ".join(f"rank {r} cannot open that of ranks {o}" for r, o in ways.items())
         words = f"GPU memory of other processes: {pairs} ({why})"
         if self._required:
-            raise CollectiveError(f"{words}; peer_access='require' allows nothing else{_advice()}")
+            raise CollectiveError(f"{words}; peer_access='require' allows nothing else{advice()}")
         if rank == 0 and not self._warned:
-            log.warning("%s; it goes through host memory, which is slow%s", words, _advice())
+            log.warning("%s; it goes through host memory, which is slow%s", words, advice())
         self._warned = True
         trouble = ""
         for owner in sorted({o for owners in ways.values() for o in owners}):
@@ -174,7 +174,7 @@ class PeerMemory:
                     trouble = str(error)
                 found[owner] = address
         if failed := troubles(self._gather, trouble):
-            raise CollectiveError(f"{words}; nor can the GPUs use host memory: {failed}{_advice()}")
+            raise CollectiveError(f"{words}; nor can the GPUs use host memory: {failed}{advice()}")
 
     def close(self) -> None:
         """Shut what is the others', and free our own when all of them have done so: until then
@@ -199,6 +199,6 @@ class PeerMemory:
                 last.callback(self._device.unregister, self._registered.pop())
 
 
-def _advice() -> str:
+def advice() -> str:
     """What `linkweave doctor` finds amiss, a line each."""
     return "".join(f"\n{check}" for check in examine() if check.state != "ok")

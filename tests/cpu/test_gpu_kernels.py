@@ -3,6 +3,7 @@ the same bits, whatever the number of threads and blocks."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -268,6 +269,10 @@ CASES = [
 ]  # fmt: skip
 
 
+RECORD = Path(__file__).parents[1] / "golden" / "kernels.registers.json"
+"""How many registers each kernel has; after a wanted change run with LINKWEAVE_RECORD=1."""
+
+
 @pytest.mark.parametrize(("file", "words"), CASES)
 @pytest.mark.parametrize("architecture", [70, 80, 90])
 def test_they_compile_with_no_spills(file: str, words: tuple[str, ...], architecture: int) -> None:
@@ -278,6 +283,13 @@ def test_they_compile_with_no_spills(file: str, words: tuple[str, ...], architec
         assert kernel.registers <= 64, name  # two blocks of 512 threads a multiprocessor
         assert kernel.shared <= 48 << 10, name
         assert ".ftz" not in kernel.ptx
+    key = " ".join([f"sm_{architecture}", file, *words])
+    found = {f"{key} {name}": kernel.registers for name, kernel in made.items()}
+    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    if os.environ.get("LINKWEAVE_RECORD"):
+        RECORD.write_text(json.dumps({**recorded, **found}, indent=1, sort_keys=True) + "\n")
+    else:
+        assert found == {k: v for k, v in recorded.items() if k in found}
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])

@@ -227,7 +227,7 @@ def test_random_plans(seed: int, shape: Shape) -> None:
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 @pytest.mark.parametrize(("machine", "algorithm"), [
-    *ALGORITHMS[4:9], ("mesh-8", "one_shot"), ("mesh-5", "two_shot"),
+    *ALGORITHMS[:9], ("mesh-8", "one_shot"), ("mesh-5", "two_shot"), ("mesh-8", "two_shot"),
     ("mesh-8", "halving_doubling"), ("mesh-4", "recursive_doubling"),
 ])  # fmt: skip
 @pytest.mark.parametrize("shape", [LINES, plain(2, 512)], ids=["lines", "slots"])

@@ -14,7 +14,7 @@ from gpu_ranks import gpus, tensor
 from host_gpu import needs_compiler
 
 import collectives
-from collectives import CollectiveError, plan_allreduce
+from collectives import CollectiveError, plan_allreduce, trace
 from collectives.planning.plan import Op
 from collectives.trace import Trace, flags
 from topology import load
@@ -32,9 +32,12 @@ def annotate(name: str, domain: str) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(annotate=annotate))
     RANGES.clear()
+    trace._nvtx.cache_clear()
+    yield
+    trace._nvtx.cache_clear()
 
 
 def calls(rank: int, gpu: bool) -> list[str]:
