@@ -344,7 +344,7 @@ def dropped(rank: int) -> bool:
     comm.allreduce([HostTensor(np.ones(4, np.float32), CURRENT.index) for _ in range(2)])
     comm.synchronize()
     device = comm._gpu.device
-    stream = comm._gpu._own_stream()
+    stream = comm._gpu._side
     event = threading.Event()
     device._enqueue(stream, event.wait)
     pair = [HostTensor(np.ones(4, np.float32), CURRENT.index) for _ in range(2)]
