@@ -119,10 +119,11 @@ class Calls:
     def gather(self, what: str, said: bytes) -> list[bytes]:
         """What every rank says of one of `EXCHANGES`, by rank; a part of a page each."""
         with self._calling():
-            self._arena.say(said)
+            page = self._arena.page(self.made + 1)
+            self._arena.say(said, page)
             self._agree(Request("exchange", NOTHING, root=EXCHANGES.index(what)))
-            found = [self._arena.said(rank) for rank in range(self.size)]
-            self.runtime.finish(self.made)
+            found = [self._arena.said(rank, page) for rank in range(self.size)]
+            self.runtime.done(self.made)
             return found
 
     @contextmanager

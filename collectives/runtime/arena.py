@@ -29,9 +29,9 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 # Fields of a rank's control block, byte offsets. Words that different ranks write or that several
 # wait for lie 128 bytes apart: two cache lines, as adjacent ones are fetched in pairs.
 BELL, POSTED, FINISHED, PID, GONE, NOTICE, GPU_CALLS, SAID, LAST_WORDS = (
-    0, 128, 256, 384, 392, 512, 768, 1024, 2560
+    0, 128, 256, 384, 392, 512, 768, 1024, 3072
 )  # fmt: skip
-MOST_SAID = 1528
+MOST_SAID = 1016
 NOTICE_WORDS = 16  # of one notice; two are kept, for calls of even and odd number
 
 
@@ -117,15 +117,21 @@ class Arena:
         return self.words(0, 4)
 
     # ---- words -------------------------------------------------------------------------------
-    def say(self, said: bytes, where: int = SAID) -> None:
-        """Leave up to `MOST_SAID` bytes for the others; the place is SAID or LAST_WORDS."""
+    def say(self, said: bytes, where: int) -> None:
+        """Leave up to `MOST_SAID` bytes for the others; the place is one of `page` or LAST_WORDS."""
         if len(said) > MOST_SAID:
             raise CollectiveError(f"{len(said)} bytes for the other ranks; at most {MOST_SAID}")
         at = self.control(self.rank) + where
         self._bytes[at + 8 : at + 8 + len(said)] = np.frombuffer(said, np.uint8)
         self.words(at, 1)[0] = len(said)
 
-    def said(self, rank: int, where: int = SAID) -> bytes:
+    @staticmethod
+    def page(call: int) -> int:
+        """Where ranks speak in that call: even and odd ones have a place each, as a rank may read
+        until it makes its next call."""
+        return SAID + call % 2 * (LAST_WORDS - SAID) // 2
+
+    def said(self, rank: int, where: int) -> bytes:
         """What that rank has left there."""
         at = self.control(rank) + where
         return self._bytes[at + 8 : at + 8 + int(self.words(at, 1)[0])].tobytes()
