@@ -8,6 +8,9 @@
 #ifndef THREADS
 #define THREADS 512  // of a block, at most
 #endif
+#ifndef ELEMENT
+#define ELEMENT float
+#endif
 
 // The sum of `v` over the threads before this one; the total of all in `total`.
 template <class T> __device__ __forceinline__ T scan(T* room, T v, T& total) {

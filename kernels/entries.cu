@@ -6,14 +6,8 @@
 // entries to and from a message. Launches follow each other on one stream. Bounds: entry i of n
 // alone is touched by a thread; a residual at indices that `admit` has counted as right on the rank
 // that gave them; these are all different, so no two threads add to one element.
+#include "block.h"
 #include "element.h"
-
-#ifndef THREADS
-#define THREADS 512
-#endif
-#ifndef ELEMENT
-#define ELEMENT float
-#endif
 
 struct Entries {
     float* values;  // [n]

@@ -3,10 +3,6 @@
 #include "block.h"
 #include "element.h"
 
-#ifndef ELEMENT
-#define ELEMENT float
-#endif
-
 enum { BINS = 2048, SAMPLE_BINS = 4096, DIGITS = 3 };
 
 struct Step { u64 left; u32 prefix; u32 pad; };  // keys above the prefix are taken; of it, `left`

@@ -8,14 +8,9 @@
 // thread for a WINDOW-th of its times. Launches follow each other on one stream. Bounds: rows are
 // read at places below n, and written at runs below their number; with `table` at rows that
 // `histogram` has checked.
+#include "block.h"
 #include "element.h"
 
-#ifndef THREADS
-#define THREADS 512
-#endif
-#ifndef ELEMENT
-#define ELEMENT float
-#endif
 #ifndef INDEX
 #define INDEX int
 #endif
