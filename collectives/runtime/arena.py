@@ -118,7 +118,7 @@ class Arena:
 
     # ---- words -------------------------------------------------------------------------------
     def say(self, said: bytes, where: int) -> None:
-        """Leave up to `MOST_SAID` bytes for the others; the place is one of `page` or LAST_WORDS."""
+        """Leave up to `MOST_SAID` bytes for the others, at a call's `page` or at LAST_WORDS."""
         if len(said) > MOST_SAID:
             raise CollectiveError(f"{len(said)} bytes for the other ranks; at most {MOST_SAID}")
         at = self.control(self.rank) + where
