@@ -3,8 +3,6 @@ torch and the least number of bytes that any implementation moves."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -13,7 +11,7 @@ import numpy as np
 import collectives
 import kernels
 from bench.gpu_face import Arrays, Failed
-from bench.sparse import torch_coalesce, torch_sparsify, zipf
+from bench.sparse import medians, torch_coalesce, torch_sparsify, zipf
 from collectives import get_default
 
 DENSITY = 0.001
@@ -61,21 +59,17 @@ def time_sparse(rank: int, arrays: Arrays, numel: int, rounds: int) -> tuple[flo
     grad = gradient(numel, rank)
     values, indices = map(arrays.put, kernels.topk_abs(grad, k))
     dense, residual = arrays.put(grad), arrays.put(np.zeros(numel, np.float32))
-    calls = (
-        lambda: comm.sparse_allreduce(values, indices, numel, k, residual=residual, mode="gtopk"),
-        lambda: comm.allreduce(dense, "max"),
-    )
-    found = []
-    for call in calls:
-        taken = []
-        for _ in range(rounds + 1):
-            comm.barrier()
-            start = time.perf_counter()
-            call()
-            comm.synchronize()
-            taken.append(time.perf_counter() - start)
-        found.append(statistics.median(taken[1:]))
-    return found[0], found[1]
+
+    def gtopk() -> None:
+        comm.sparse_allreduce(values, indices, numel, k, residual=residual, mode="gtopk")
+        comm.synchronize()
+
+    def whole() -> None:
+        comm.allreduce(dense, "max")
+        comm.synchronize()
+
+    found = medians({"gtopk": gtopk, "dense": whole}, rounds, comm.barrier)
+    return found["gtopk"], found["dense"]
 
 
 def sparse_ranks(ranks: int, arrays: Arrays, virtual: bool, numel: int, rounds: int = 10) -> Row:

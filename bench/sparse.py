@@ -48,7 +48,7 @@ def as_json(rows: list[Row]) -> str:
     return json.dumps({"machine": machine(), "rows": [asdict(row) for row in rows]}, indent=1)
 
 
-def _medians(
+def medians(
     calls: dict[str, Callable[[], object]], rounds: int,
     ready: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:  # fmt: skip
@@ -71,8 +71,8 @@ def _rows(
     source = np.ones(64 << 20, np.uint8)
     target = np.empty_like(source)
     copy = {"copy": lambda: np.copyto(target, source)}
-    rate = 2 * source.nbytes / _medians(copy, 5)["copy"]
-    times = _medians(calls, rounds)
+    rate = 2 * source.nbytes / medians(copy, 5)["copy"]
+    times = medians(calls, rounds)
     for name, seconds in times.items():
         share = nbytes / seconds / rate if name == "linkweave" else None
         ratio = seconds / times["linkweave"]
@@ -207,7 +207,7 @@ def _rank(rank: int, elements: int, k: int, rounds: int, store: str) -> list[tup
         "linkweave, dense": lambda: comm.allreduce(dense),
         "gloo, dense": lambda: gloo.allreduce(dense, gloo.batch),
     }
-    times = _medians(calls, rounds, comm.barrier)  # what a rank waits for others is not theirs
+    times = medians(calls, rounds, comm.barrier)  # what a rank waits for others is not theirs
     gloo.close()
     return list(times.items())
 

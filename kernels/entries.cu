@@ -1,7 +1,7 @@
 // Entries of sparse vectors: as their owner gives them, as they are added, and as they travel.
 //
-// `admit` copies a caller's entries, widened, and counts indices that do not ascend or are out of range.
-// `settle` rounds values to such as ELEMENT carries (of two as near the even one; what is finite
+// `admit` copies a caller's entries, widened, and counts indices that do not ascend or are out of
+// range. `settle` rounds values to such as ELEMENT carries (of two as near the even one; what is finite
 // stays so) and adds the rest to a residual, `keep` adds entries to it. `pack` and `unpack` move
 // entries to and from a message. Launches follow each other on one stream. Bounds: entry i of n
 // alone is touched by a thread; a residual at indices that `admit` has counted as right on the rank

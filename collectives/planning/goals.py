@@ -32,15 +32,18 @@ def check(collective: str, size: int, root: Root) -> None:
         return
     if collective not in COLLECTIVES:
         raise PlanError(f"unknown collective {collective!r}; choose from {', '.join(COLLECTIVES)}")
-    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < size:
+    if not _is_rank(root, size):
         raise PlanError(f"root {root!r} is not a rank; ranks are 0 to {size - 1}")
 
 
-def _check_pairs(size: int, pairs: Root) -> None:
-    fine = isinstance(pairs, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in pairs)
-    ranks = [rank for pair in pairs for rank in pair] if isinstance(pairs, tuple) and fine else [-1]
-    fine = all(isinstance(r, int) and not isinstance(r, bool) and 0 <= r < size for r in ranks)
-    if not fine or len(set(ranks)) < len(ranks):
+def _is_rank(value: object, size: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < size
+
+
+def _check_pairs(size: int, pairs: object) -> None:
+    shaped = isinstance(pairs, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in pairs)
+    ranks = [rank for pair in pairs for rank in pair] if isinstance(pairs, tuple) and shaped else []
+    if not shaped or not all(_is_rank(r, size) for r in ranks) or len(set(ranks)) < len(ranks):
         raise PlanError(
             f"a sendrecv needs pairs (source, target) of different ranks from 0 to {size - 1}, "
             f"each in one pair at most, not {pairs!r}"

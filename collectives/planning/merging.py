@@ -33,6 +33,7 @@ def binomial_tree(size: int) -> Tree:
     return Tree(tuple(r & (r - 1) for r in range(size)))
 
 
+@lru_cache(maxsize=256)
 def rounds(tree: Tree) -> tuple[Round, ...]:
     """(child, parent) pairs of each round: a rank merges one child at a time, the first that is
     complete first, and sends when it has merged all."""

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from collectives.planning.goals import SENDRECV, Pairs, Root
+from collectives.planning.goals import SENDRECV, Pairs, Root, targets
 from collectives.planning.merging import rounds
 from collectives.planning.trees import Tree
 from collectives.runtime.shm import Buffer
 from collectives.sparse.checks import check_vector, flat_residual, wrong_indices
-from collectives.sparse.gtopk import Asked
+from collectives.sparse.gtopk import Asked, Vector
 from collectives.sparse.wire import HEAD, Wire
 from collectives.stream_work import OnStream
 from collectives.tensors import dtype_name
@@ -23,7 +23,6 @@ from kernels import gpu_entries
 from kernels.gpu import Gpu, LibraryGpu
 from kernels.gpu_face import Calls as Kernels
 
-Vector = tuple[Any, Any]
 _ALIGN = 16  # bytes
 
 
@@ -50,9 +49,9 @@ class GpuBackend:
         return int(vector[1].shape[0])
 
     def merge(self, a: Vector, b: Vector | None, k: int, keeps: bool) -> Vector:
-        nothing = self._gpu.empty(0, "float32"), self._gpu.empty(0, "int32")
+        b = b or (self._gpu.empty(0, "float32"), self._gpu.empty(0, "int32"))
         kept: Vector
-        kept, dropped = Kernels(self._gpu).merge_topk(a, nothing if b is None else b, k)
+        kept, dropped = Kernels(self._gpu).merge_topk(a, b, k)
         if keeps:
             gpu_entries.keep(self._gpu, dropped, self._residual)
         return kept
@@ -64,8 +63,9 @@ class GpuBackend:
         return vector
 
     def put_back(self, found: Vector) -> None:
-        _, lost = self._gpu.parted(self.mine, self.mine[1], found[1])
-        gpu_entries.keep(self._gpu, (lost[0], lost[1]), self._residual)
+        if self._residual is not None:
+            _, lost = self._gpu.parted(self.mine, self.mine[1], found[1])
+            gpu_entries.keep(self._gpu, (lost[0], lost[1]), self._residual)
 
     def result(self, vector: Vector) -> Vector:
         found: Vector = gpu_entries.narrowed(self._gpu, vector, self.wire.dtype)
@@ -92,7 +92,7 @@ class GpuBackend:
         if place.rank in dict(pairs):
             gpu_entries.pack(self._gpu, vector, self.wire.dtype, room.address)
         self._make(place, SENDRECV, room, pairs)
-        return self._taken(place, room) if place.rank in dict(pairs).values() else None
+        return self._taken(place, room) if place.rank in targets(pairs) else None
 
     def share(self, place: OnStream, vector: Vector, root: int, k: int) -> Vector:
         room = self._message(k)

@@ -47,7 +47,7 @@ class Backend(Protocol):
         """With values that the wire carries; the rest goes to the residual, if `keeps`."""
 
     def put_back(self, found: Vector) -> None:
-        """Our own entries that the result has not go to the residual."""
+        """Our own entries that the result has not go to the residual, if there is one."""
 
     def refusal(self, place: Any, mode: str, tree: Tree, asked: Asked) -> str:
         """Why a mode lacks room, on all ranks alike; empty where it does not."""
@@ -77,7 +77,6 @@ class Asked:
     k: int
     mode: str
     conserve: bool
-    has_residual: bool
     counts: list[int]
 
 
@@ -107,7 +106,7 @@ def agreed(
             f"sparse_allreduce of [numel, k, mode, conserve, dtype, device] differs: {asked}"
         )
     counts = [row[1] for row in rows]
-    return Asked(backend, int(numel), wanted, mode, bool(conserve), residual is not None, counts)
+    return Asked(backend, int(numel), wanted, mode, bool(conserve), counts)
 
 
 def _backend(values: Any, indices: Any, numel: Any, residual: Any) -> Backend:
@@ -147,12 +146,12 @@ def sparse_allreduce(place: Place, asked: Asked) -> Vector:
     with place.trace.call(f"sparse_allreduce/{mode}/{asked.k}"):
         if mode == "gtopk":
             found, _ = gtopk(place, backend, tree, asked.k, asked.conserve)
-        elif mode == "topk":
-            found = backend.settle(_sum(backend, place, asked.counts), _first(place, asked))
+            if not asked.conserve:
+                backend.put_back(found)  # the paper's algorithm 4, line 10
         else:
-            found = backend.settle(backend.dense(place, asked.numel), _first(place, asked))
-        if mode == "gtopk" and asked.has_residual and not asked.conserve:
-            backend.put_back(found)  # the paper's algorithm 4, line 10
+            total = backend.dense(place, asked.numel) if mode == "dense" else _sum(place, asked)
+            # what all ranks round away alike, the first one keeps
+            found = backend.settle(total, asked.conserve and place.rank == 0)
         return backend.result(found)
 
 
@@ -171,14 +170,10 @@ def gtopk(place: Place, backend: Backend, tree: Tree, k: int, conserve: bool) ->
     return backend.share(place, mine, tree.root, k), received
 
 
-def _sum(backend: Backend, place: Place, counts: list[int]) -> Vector:
+def _sum(place: Place, asked: Asked) -> Vector:
     """Of all ranks' vectors, in the order of the ranks."""
-    total, *others = backend.gather(place, counts)
+    backend = asked.backend
+    total, *others = backend.gather(place, asked.counts)
     for other in others:
         total = backend.merge(total, other, backend.size(total) + backend.size(other), False)
     return total
-
-
-def _first(place: Place, asked: Asked) -> bool:
-    """Whether this rank keeps what all ranks round away alike."""
-    return asked.conserve and place.rank == 0

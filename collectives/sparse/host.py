@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from collectives.bodies import allgather, in_place
 from collectives.calls import Calls
-from collectives.planning.goals import Pairs
+from collectives.planning.goals import Pairs, targets
 from collectives.planning.trees import Tree
 from collectives.sparse.checks import check_vector, flat_residual, wrong_indices
 from collectives.sparse.gtopk import Asked
@@ -38,7 +38,7 @@ class HostBackend:
         self.mine: Vector = wide.astype(np.float32, copy=False), where
         self._like = values
         flat = None if residual is None else flat_residual(residual, limit, values)
-        self._residual: NDArray[np.float32] = _NOTHING[0] if flat is None else _numpy(flat)
+        self._residual = None if flat is None else _numpy(flat)
         self._sent: NDArray[np.uint8] | None = None
 
     def size(self, vector: Vector) -> int:
@@ -60,8 +60,9 @@ class HostBackend:
         return settled, indices
 
     def put_back(self, found: Vector) -> None:
-        lost = ~np.isin(self.mine[1], found[1])
-        self._keep(self.mine[0][lost], self.mine[1][lost])
+        if self._residual is not None:
+            lost = ~np.isin(self.mine[1], found[1])
+            self._keep(self.mine[0][lost], self.mine[1][lost])
 
     def _keep(self, values: NDArray[np.float32], indices: NDArray[np.int32]) -> None:
         add_at(self._residual, indices, values)
@@ -85,8 +86,7 @@ class HostBackend:
             self.wire.pack(vector, self._sent)
             said = place.offset_of(self._sent), self.size(vector)
         rows = place.gather("merges", json.dumps(said).encode())
-        source = next((source for source, target in pairs if target == place.rank), None)
-        if source is None:
+        if (source := targets(pairs).get(place.rank)) is None:
             return None
         offset, size = json.loads(rows[source])
         return self.wire.unpack(place.bytes_at(offset, self.wire.entry * size))

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.planning.merging import INDEX
+from collectives.runtime.reference import from_bfloat16, to_bfloat16
 
 Vector = tuple[NDArray[np.float32], NDArray[np.int32]]
 """(values, indices), ascending; values of a 16-bit wire are such as it can carry."""
@@ -49,10 +50,7 @@ class Wire:
         values = np.where(finite, np.clip(values, -most, most), values)
         if self.dtype == "float16":
             return values.astype(np.float16).astype(np.float32)
-        bits = values.view(np.uint32)
-        up = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
-        quiet = bits >> np.uint32(16) | np.uint32(0x40)  # what is no number stays none
-        return (np.where(np.isnan(values), quiet, up) << np.uint32(16)).view(np.float32)
+        return from_bfloat16(to_bfloat16(values))
 
     def pack(self, vector: Vector, room: NDArray[np.uint8]) -> None:
         """Write a vector into as many bytes as it takes."""
@@ -64,10 +62,7 @@ class Wire:
         """The vector that fills `room`, in memory of its own."""
         first = room.size // self.entry * INDEX
         stored = room[first:].view(self._stored)
-        if self.dtype == "bfloat16":
-            values = (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        else:
-            values = stored.astype(np.float32)
+        values = from_bfloat16(stored) if self.dtype == "bfloat16" else stored.astype(np.float32)
         return values, room[:first].view(np.int32).copy()
 
     @property
@@ -76,5 +71,5 @@ class Wire:
 
     def _narrow(self, values: NDArray[np.float32]) -> NDArray[np.generic]:
         if self.dtype == "bfloat16":
-            return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+            return to_bfloat16(values)
         return values.astype(self.dtype)
