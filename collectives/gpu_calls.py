@@ -22,7 +22,8 @@ from collectives.runtime.counters import Counted
 from collectives.runtime.cuda import GpuRanks, Room, lanes_of
 from collectives.runtime.device import Device
 from collectives.runtime.diagnose import RAISED
-from collectives.runtime.peers import PeerMemory, advice, common_map
+from collectives.runtime.memory import PeerMemory
+from collectives.runtime.peers import advice, common_map
 from collectives.runtime.team import Call, Refused, Team
 from collectives.runtime.watch import Watch
 from collectives.settings import Settings

@@ -15,8 +15,9 @@ from collectives.default import set_of_thread
 from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from collectives.runtime import cuda
 from collectives.runtime.arena import Arena
-from collectives.runtime.cuda import GpuRanks, LocalMemory
+from collectives.runtime.cuda import GpuRanks
 from collectives.runtime.diagnose import INTERRUPTED, RAISED
+from collectives.runtime.memory import LocalMemory
 from collectives.runtime.team import Team
 from collectives.settings import Settings
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +23,7 @@ from collectives.runtime import program
 from collectives.runtime.counters import Counted, Counters
 from collectives.runtime.device import Device
 from collectives.runtime.diagnose import Blocked, position_of, waits
+from collectives.runtime.memory import LocalMemory, Memory
 from collectives.runtime.program import CURSOR, GROUP, REPORT, Program, Shape, State
 from collectives.runtime.shm import place_of
 
@@ -33,48 +33,6 @@ MOST_LANES = 16
 
 Room = tuple[tuple[int, ...], int]
 """Ranks whose blocks one launch holds, and the blocks that their GPU holds at once."""
-
-
-class Memory(Protocol):
-    """Where all ranks' counters and slots lie."""
-
-    def bases(self, nbytes: Sequence[int], touched: set[int]) -> list[int]:
-        """Zeroed memory of so many bytes for each rank: its address in this process, of the ranks
-        whose memory ours touch."""
-
-    def close(self) -> None:
-        """Give all of it back; nothing may be running, here or on a peer."""
-
-
-class LocalMemory:
-    """Memory of ranks that are all in this process, each on its device.
-
-    Raises CollectiveError where a device cannot reach another.
-    """
-
-    def __init__(self, devices: Sequence[Device]) -> None:
-        self._devices = devices
-        self._made: list[tuple[Device, int]] = []
-        for a in {d.index: d for d in devices}.values():
-            for b in {d.index for d in devices} - {a.index}:
-                if not a.reach(b):
-                    raise CollectiveError(
-                        f"GPU {a.index} has no access to GPU {b}'s memory, so one process cannot "
-                        "run ranks on both; run one process a rank"
-                    )
-
-    def bases(self, nbytes: Sequence[int], touched: set[int]) -> list[int]:
-        found = []
-        for device, size in zip(self._devices, nbytes, strict=True):
-            found.append(device.allocate(size))
-            self._made.append((device, found[-1]))
-        return found
-
-    def close(self) -> None:
-        with ExitStack() as last:
-            while self._made:
-                device, address = self._made.pop()
-                last.callback(device.free, address)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,15 @@
-"""GPUs of several processes: who they are, which map they plan on, and each other's memory."""
+"""GPUs of several processes: who they are, and which map they plan on."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from typing import Any
 from zlib import crc32
 
 from collectives.errors import CollectiveError, TopologyError
-from collectives.runtime.arena import Arena
-from collectives.runtime.device import Device
 from collectives.runtime.doctor import examine
 from collectives.settings import topology_for
 from topology import Topology, load
@@ -24,8 +20,6 @@ log = logging.getLogger("linkweave")
 Gather = Callable[[str, bytes], list[bytes]]
 """What every rank says of a thing, by rank (`Calls.gather`)."""
 
-_BLOCK = 2 << 20  # bytes: CUDA shares no less with another process
-_LEAVING = 5.0  # s that the others have to let go of our memory
 _TOLD = 200  # characters of an error that the others are told
 
 
@@ -101,102 +95,6 @@ def _places(machine: Topology, rows: list[dict[str, Any]], must: bool = False) -
     if must or places:
         raise CollectiveError("; ".join(missing))
     return topology_for(machine, len(rows))
-
-
-class PeerMemory:
-    """Each rank's memory on its own GPU, opened by the others through CUDA IPC.
-
-    All ranks must ask for the same memory in the same order. What a rank cannot open lies in host
-    memory instead, with one warning, or is refused on every rank where `required`.
-    """
-
-    def __init__(self, device: Device, arena: Arena, gather: Gather, required: bool) -> None:
-        self._device, self._arena, self._gather = device, arena, gather
-        self._required = required
-        self._warned = False
-        self._own: list[int] = []
-        self._opened: list[int] = []
-        self._registered: list[int] = []
-
-    def bases(self, nbytes: Sequence[int], touched: set[int]) -> list[int]:
-        rank = self._arena.rank
-        # of less than a block, the driver would share what else lies in it
-        mine = self._device.allocate(-(-max(nbytes[rank], 1) // _BLOCK) * _BLOCK)
-        self._own.append(mine)
-        try:
-            handle, why = self._device.share(mine), ""
-        except RuntimeError as error:
-            handle, why = b"", f"{error}"
-        handles = self._gather("memory of GPUs", handle)
-        found = [0] * len(nbytes)
-        found[rank] = mine
-        refused: list[int] = []
-        for peer in sorted(touched - {rank}):
-            if not handles[peer]:
-                refused.append(peer)
-                continue
-            try:
-                found[peer] = self._device.open(handles[peer])
-                self._opened.append(found[peer])
-            except RuntimeError as error:
-                refused.append(peer)
-                why = f"{error}"
-        said = json.dumps({"refused": refused, "why": why[:_TOLD]}).encode()
-        told = [json.loads(row) for row in self._gather("access to GPUs", said)]
-        ways = {r: row["refused"] for r, row in enumerate(told) if row["refused"]}
-        if ways:
-            why = next(row["why"] for row in told if row["why"])
-            self._fall_back(nbytes, found, touched, ways, why)
-        return found
-
-    def _fall_back(
-        self, nbytes: Sequence[int], found: list[int], touched: set[int],
-        ways: dict[int, list[int]], why: str,
-    ) -> None:  # fmt: skip
-        """Put the memory that not everyone can open where everyone can."""
-        rank = self._arena.rank
-        pairs = "; ".join(f"rank {r} cannot open that of ranks {o}" for r, o in ways.items())
-        words = f"GPU memory of other processes: {pairs} ({why})"
-        if self._required:
-            raise CollectiveError(f"{words}; peer_access='require' allows nothing else{advice()}")
-        if rank == 0 and not self._warned:
-            log.warning("%s; it goes through host memory, which is slow%s", words, advice())
-        self._warned = True
-        trouble = ""
-        for owner in sorted({o for owners in ways.values() for o in owners}):
-            size = max(nbytes[owner], 1)
-            address = self._arena.base + self._arena.reserve(size)
-            if owner == rank or owner in touched:
-                try:
-                    self._device.register(address, -(-size // 4096) * 4096)
-                    self._registered.append(address)
-                except RuntimeError as error:
-                    trouble = str(error)
-                found[owner] = address
-        if failed := troubles(self._gather, trouble):
-            raise CollectiveError(f"{words}; nor can the GPUs use host memory: {failed}{advice()}")
-
-    def close(self) -> None:
-        """Shut what is the others', and free our own when all of them have done so: until then
-        CUDA leaves open what becomes of it. Where one does not, it stays until the process ends."""
-        with ExitStack() as last:  # backwards, and all of it, whatever fails
-            last.callback(self._free)
-            last.callback(self._arena.leave)
-            while self._opened:
-                last.callback(self._device.shut, self._opened.pop())
-
-    def _free(self) -> None:
-        deadline = time.monotonic() + _LEAVING
-        while self._own and not self._arena.others_left():
-            if time.monotonic() > deadline:
-                log.warning("rank %d: others still use its GPU memory", self._arena.rank)
-                return
-            time.sleep(0.001)
-        with ExitStack() as last:
-            while self._own:
-                last.callback(self._device.free, self._own.pop())
-            while self._registered:
-                last.callback(self._device.unregister, self._registered.pop())
 
 
 def advice() -> str:
