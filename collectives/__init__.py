@@ -63,9 +63,9 @@ def _default() -> Communicator:
     return get_default()
 
 
-def allreduce(x: Any, op: str = "sum", async_op: bool = False) -> Work | None:
+def allreduce(x: Any, op: str = "sum", async_op: bool = False, out: Any = None) -> Any:
     """`Communicator.allreduce` on the default communicator."""
-    return _default().allreduce(x, op, async_op)
+    return _default().allreduce(x, op, async_op, out=out)
 
 
 def allreduce_queue(x: Any, layers: Sequence[int], op: str = "sum") -> GradientQueue:
@@ -78,9 +78,9 @@ def broadcast(x: Any, root: int = 0, async_op: bool = False) -> Work | None:
     return _default().broadcast(x, root, async_op)
 
 
-def reduce(x: Any, op: str = "sum", root: int = 0, async_op: bool = False) -> Work | None:
+def reduce(x: Any, op: str = "sum", root: int = 0, async_op: bool = False, out: Any = None) -> Any:
     """`Communicator.reduce` on the default communicator."""
-    return _default().reduce(x, op, root, async_op)
+    return _default().reduce(x, op, root, async_op, out)
 
 
 def allgather(x: Any, out: Any = None, async_op: bool = False) -> Any:

@@ -48,14 +48,23 @@ class Place(Protocol):
     def make(self, request: Request) -> None: ...
 
 
-def in_place(
-    place: Place, kind: str, x: Any, op: str, root: Root = 0, algorithm: str = "auto"
-) -> None:
+def into(
+    place: Place, kind: str, x: Any, op: str, root: Root = 0, algorithm: str = "auto",
+    out: Any = None,
+) -> Any:  # fmt: skip
+    """In place, or of `x` into an `out`, which is returned."""
     with place.telling():
-        buffer, done = place.buffer(x)
+        source = None
+        if out is not None:
+            source, _ = place.buffer(x, written=False)
+            out = room_for(x, tuple(x.shape), out)
+        buffer, done = place.buffer(x if out is None else out)
+        if source:
+            _refuse_overlap(source, buffer)
         request = place.request(kind, buffer, op, root, algorithm)
-    place.make(request)
+    place.make(replace(request, source=source))
     done()
+    return out
 
 
 def queued(
@@ -71,16 +80,15 @@ def queued(
     place.make(replace(request, layers=nbytes, arrivals=arrivals))
 
 
-def reduce(place: Place, x: Any, op: str, root: int) -> None:
+def reduce(place: Place, x: Any, op: str, root: int, out: Any) -> Any:
     if place.rank == root:
-        in_place(place, "reduce", x, op, root)
-        return
+        return into(place, "reduce", x, op, root, out=out)
     with place.telling():  # partial results must not reach the caller
         buffer, _ = place.buffer(x, written=False)
         scratch = place.scratch(buffer, buffer.nbytes)
         request = place.request("reduce", scratch, op, root)
-    place.copy(scratch.address, buffer.address, buffer.nbytes)
-    place.make(request)
+    place.make(replace(request, source=buffer))
+    return None
 
 
 def allgather(place: Place, x: Any, out: Any) -> Any:
@@ -104,8 +112,7 @@ def reduce_scatter(place: Place, x: Any, op: str, out: Any) -> Any:
         mine, done = place.buffer(out)
         scratch = place.scratch(buffer, buffer.nbytes)
         request = place.request("reduce_scatter", scratch, op)
-    place.copy(scratch.address, buffer.address, buffer.nbytes)
-    place.make(request)
+    place.make(replace(request, source=buffer))
     place.copy(mine.address, scratch.address + place.rank * mine.nbytes, mine.nbytes)
     done()
     return out
@@ -120,22 +127,22 @@ def alltoall(place: Place, x: Any, out: Any) -> Any:
         scratch = place.scratch(buffer, 2 * buffer.nbytes)
         request = place.request("alltoall", scratch, "sum")
     received, own = scratch.address + buffer.nbytes, place.rank * block
-    place.copy(scratch.address, buffer.address, buffer.nbytes)
     place.copy(received + own, buffer.address + own, block)
-    place.make(request)
+    place.make(replace(request, source=buffer))
     place.copy(got.address, received, buffer.nbytes)
     done()
     return out
 
 
-def allreduce_list(place: Place, tensors: list[Any], op: str, algorithm: str) -> None:
+def allreduce_list(place: Place, tensors: list[Any], op: str, algorithm: str, out: Any) -> Any:
     with place.telling():
         if not tensors:
             raise CollectiveError("allreduce needs at least one tensor in its list")
-        buffers = [place.buffer(x) for x in tensors]
+        buffers = [place.buffer(x, written=out is None) for x in tensors]
         names = sorted({b.dtype for b, _ in buffers})
         if len(names) > 1:
             raise CollectiveError(f"the tensors of one call need one dtype, not {names}")
+        results = buffers if out is None else _results(place, tensors, out)
         total = sum(b.nbytes for b, _ in buffers)
         first = buffers[0][0]
         like = Buffer(0, total, first.dtype, first.itemsize)
@@ -148,10 +155,24 @@ def allreduce_list(place: Place, tensors: list[Any], op: str, algorithm: str) ->
         at += buffer.nbytes
     place.make(request)
     at = flat.address
-    for buffer, done in buffers:
+    for buffer, done in results:
         place.copy(buffer.address, at, buffer.nbytes)
         at += buffer.nbytes
         done()
+    return out
+
+
+def _results(place: Place, tensors: list[Any], out: Any) -> list[tuple[Buffer, Callable[[], None]]]:
+    if not isinstance(out, list | tuple) or len(out) != len(tensors):
+        raise CollectiveError(f"out must be a list of {len(tensors)} tensors, as there are inputs")
+    return [place.buffer(room_for(x, tuple(x.shape), y)) for x, y in zip(tensors, out, strict=True)]
+
+
+def _refuse_overlap(source: Buffer, buffer: Buffer) -> None:
+    """All of it may be the same: that is in place."""
+    far = max(source.address, buffer.address) - min(source.address, buffer.address)
+    if 0 < far < buffer.nbytes:
+        raise CollectiveError("out overlaps the input: it must be the input or lie elsewhere")
 
 
 def _layout(sizes: Iterable[int]) -> int:

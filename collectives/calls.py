@@ -154,11 +154,13 @@ class Calls:
         return rows[:, words]
 
     def _agree_and_run(self, request: Request) -> None:
-        buffer = request.buffer
+        buffer, source = request.buffer, request.source
         offset = self._arena.offset_of(buffer.address, buffer.nbytes)
         start = time.monotonic()
         with self.trace.phase("agree"):
             offsets = self._agree(request, offset)
+        if source and source.address != buffer.address:
+            ctypes.memmove(buffer.address, source.address, source.nbytes)
         if buffer.nbytes == 0 or self.size == 1:
             if request.arrivals:
                 request.arrivals.begin(None, self.rank, 0, request.layers or ())

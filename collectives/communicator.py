@@ -70,8 +70,9 @@ class Communicator:
 
     # ---- collectives -------------------------------------------------------------------------
     def allreduce(
-        self, x: Any, op: str = "sum", async_op: bool = False, algorithm: str = "auto"
-    ) -> Work | None:
+        self, x: Any, op: str = "sum", async_op: bool = False, algorithm: str = "auto",
+        out: Any = None,
+    ) -> Any:  # fmt: skip
         """Combine `x` over all ranks, in place; every rank ends with the same bits.
 
         `x`: a torch tensor, NumPy or CuPy array of any shape and size, or a list of them with one
@@ -79,16 +80,17 @@ class Communicator:
         integers. 16-bit floats are combined in float32 and rounded once a hop; min and max
         propagate NaN; integers wrap. On a GPU the call is enqueued on the current stream. With
         `async_op` a `Work` is returned at once, and calls keep their order; on a GPU it goes
-        beside the current stream, which `Work.wait` then makes wait for it.
-        `algorithm`: auto, or a name, to compare them; refused together with order="fixed".
-        Raises CollectiveError for bad input or calls that differ between ranks, CollectiveTimeout
-        and CollectiveAborted where a peer does not come; on a GPU from a later call, `Work.wait` or
-        `synchronize`.
+        beside the current stream, which `Work.wait` then makes wait for it. `out`, of the same
+        shape and dtype (or a list of such), takes the result instead, and is returned; `x` then
+        stays as it is. `algorithm`: auto, or a name, to compare them; refused together with
+        order="fixed". Raises CollectiveError for bad input or calls that differ between ranks,
+        CollectiveTimeout and CollectiveAborted where a peer does not come; on a GPU from a later
+        call, `Work.wait` or `synchronize`.
         """
         if isinstance(x, list | tuple):
             first = x[0] if x else None
-            return self._submit(async_op, first, bodies.allreduce_list, list(x), op, algorithm)
-        return self._submit(async_op, x, bodies.in_place, "allreduce", x, op, 0, algorithm)
+            return self._submit(async_op, first, bodies.allreduce_list, list(x), op, algorithm, out)
+        return self._submit(async_op, x, bodies.into, "allreduce", x, op, 0, algorithm, out)
 
     def allreduce_queue(
         self, x: Any, layers: Sequence[int], op: str = "sum", algorithm: str = "auto"
@@ -109,14 +111,17 @@ class Communicator:
 
     def broadcast(self, x: Any, root: int = 0, async_op: bool = False) -> Work | None:
         """Copy `root`'s `x` over everyone's, in place. Same tensors and errors as `allreduce`."""
-        return self._submit(async_op, x, bodies.in_place, "broadcast", x, "sum", root)
+        return self._submit(async_op, x, bodies.into, "broadcast", x, "sum", root)
 
-    def reduce(self, x: Any, op: str = "sum", root: int = 0, async_op: bool = False) -> Work | None:
+    def reduce(
+        self, x: Any, op: str = "sum", root: int = 0, async_op: bool = False, out: Any = None
+    ) -> Any:
         """Combine `x` over all ranks into `root`'s, in place; the others' stay as they are.
 
-        Same tensors, ops and errors as `allreduce`.
+        `out` takes the result on `root` and is returned there; the others' is not looked at. Same
+        tensors, ops and errors as `allreduce`.
         """
-        return self._submit(async_op, x, bodies.reduce, x, op, root)
+        return self._submit(async_op, x, bodies.reduce, x, op, root, out)
 
     def allgather(self, x: Any, out: Any = None, async_op: bool = False) -> Any:
         """Everyone's `x`, rank by rank: a tensor of shape (ranks, *x.shape), `out` if given.

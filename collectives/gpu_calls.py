@@ -24,7 +24,7 @@ from collectives.runtime.device import Device
 from collectives.runtime.diagnose import RAISED
 from collectives.runtime.memory import PeerMemory
 from collectives.runtime.peers import advice, common_map
-from collectives.runtime.team import Call, Refused, Team
+from collectives.runtime.team import Arrival, Call, Refused, Team
 from collectives.runtime.watch import Watch
 from collectives.settings import Settings
 from collectives.stream_work import POLL, OnStream, StreamQueue, StreamWork
@@ -237,7 +237,10 @@ class GpuCalls:
         self._checksum = crc32(repr(said).encode(), self._checksum)
         if self._owns_team:  # a team of several compares its calls itself
             self._arena.log_call(self.made, self._checksum)
+        values = (request.source or request.buffer).address
         if call is None:
+            if request.buffer.nbytes and values != request.buffer.address:
+                self.device.copy(request.buffer.address, values, request.buffer.nbytes, stream)
             return None
         trace = self.trace
         trace.say(CALLS, f"GPU call {self.made}: {request.label} {call.dtype} {call.op} on stream "
@@ -252,9 +255,8 @@ class GpuCalls:
 
         with trace.call(request.label), trace.phase("launch"):
             try:
-                counted = self.team.launch(
-                    self.rank, call, request.buffer.address, stream, patience, begun
-                )
+                mine = Arrival(call, request.buffer.address, values, stream, begun)
+                counted = self.team.launch(self.rank, mine, patience)
             except Refused:
                 raise
             except (CollectiveTimeout, CollectiveAborted) as error:

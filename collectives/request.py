@@ -24,7 +24,7 @@ NOTHING = Buffer(0, 0, "uint8", 1)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One rank's side of a call; all but the buffer's address must agree between ranks."""
+    """One rank's side of a call; all but where its values lie must agree between ranks."""
 
     kind: str
     buffer: Buffer
@@ -36,6 +36,7 @@ class Request:
     label: str = ""  # for people and profilers; not compared
     layers: tuple[int, ...] | None = None  # bytes of each, for a gradient queue
     arrivals: Arrivals | None = field(default=None, compare=False)  # which a CPU rank counts
+    source: Buffer | None = field(default=None, compare=False)  # of the values; None: in place
 
 
 def notice(request: Request, settings: int = 0) -> tuple[int, ...]:

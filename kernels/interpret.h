@@ -64,6 +64,7 @@ __device__ __forceinline__ void prepare(const Launch& l, const Group& g, Lane& l
     t.ahead = step[2] >> 1;
     t.nbytes = start >= size ? 0 : (size - start < slice ? size - start : slice);
     t.own = l.buffers[g.rank] + g.place[2 * chunk] + start;
+    t.value = step[3] == INPUT ? l.inputs[g.rank] + g.place[2 * chunk] + start : t.own;
     t.source = 0;
     if (t.op == SEND && step[3] >= 0) {
         Cursor& from = lane.cursors[step[3]];

@@ -10,8 +10,9 @@ enum { SPINS = 256 };
 struct Task {
     u32 op, n, ahead, last;
     i64 nbytes;  // of this lane's slice
-    u8* own;
-    u8* source;  // SEND: the slot that is passed on, or 0
+    u8* own;  // where results go
+    const u8* value;  // REDUCE, SEND: the own chunk
+    const u8* source;  // SEND: the slot that is passed on, or 0
     u32 source_use;
     u8* slot[MOST_PEERS];
     u32 use[MOST_PEERS];  // the low-latency flag: the connection's number of this use

@@ -4,6 +4,7 @@
 #include "sync.h"
 
 enum Op { SEND, REDUCE, COPY, SIGNAL, WAIT, STOP };
+enum { INPUT = -2 };  // a step's source: its own chunk, as the caller gave it
 enum State { NOTHING, WAITS, TIMED_OUT, ABORTED, DONE };  // first word of a report
 
 enum {
@@ -53,5 +54,6 @@ struct Launch {
     u32 low_latency;  // 1: slots hold lines, and data-ready counters are not used
     u32 divisor;  // of a chunk that is complete; 0 or 1: none
     u32 ps_per_byte;  // emulated links: a send takes that long at least; 0: as fast as it goes
-    u8* buffers[MOST_RANKS];
+    u8* buffers[MOST_RANKS];  // of the ranks of this launch, where results go
+    const u8* inputs[MOST_RANKS];  // what their callers gave; the same where in place
 };

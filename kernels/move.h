@@ -60,7 +60,7 @@ __device__ __forceinline__ void move_lines(const Launch& l, const Group& g, Lane
         } else if (t.source) {
             if (have > 0) v = receive<T>(t.source, at, t.source_use, l, g, lane, lost);
         } else if (have > 0) {
-            v = load<T, 8>(t.own + at, have);
+            v = load<T, 8>(t.value + at, have);
         }
         if (lost) return;
         if (t.op == SEND) {
@@ -93,7 +93,7 @@ __device__ __forceinline__ void move_lines(const Launch& l, const Group& g, Lane
 template <class T, class Op, int COUNT>
 __device__ __forceinline__ void move_packs(const Task& t, u32 divisor, i64 at, i64 step) {
     Pack<T, 16> v[COUNT];
-    const u8* from = t.op == COPY ? t.slot[0] : t.source ? t.source : t.own;
+    const u8* from = t.op == COPY ? t.slot[0] : t.source ? t.source : t.value;
 #pragma unroll
     for (int u = 0; u < COUNT; ++u)
         v[u] = load<T, 16>(from + at + u * step, t.nbytes - at - u * step);

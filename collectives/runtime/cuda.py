@@ -139,16 +139,19 @@ class GpuRanks:
     def run(
         self, prepared: Prepared, buffers: Sequence[int], stream: int | Mapping[int, int] = 0,
         ps_per_byte: int = 0, begun: Mapping[int, int] | None = None,
+        inputs: Sequence[int] | None = None,
     ) -> Counted | None:  # fmt: skip
-        """Enqueue one collective, in place on one buffer (an address) for each of our ranks.
+        """Enqueue one collective on one buffer (an address) for each of our ranks: in place, or of
+        the values at `inputs`, which stay as they are.
 
         `stream`: one, or one for each GPU by its index. Returns at once; `check` tells whether it
         went well. Buffers are aligned to their elements. `begun`: for each of our ranks an event,
         behind which `dequeue` may follow, with the counters that are returned.
         """
-        if len(buffers) != len(self.devices):
+        inputs = buffers if inputs is None else inputs
+        if not len(buffers) == len(inputs) == len(self.devices):
             raise CollectiveError(f"{len(buffers)} buffers for {_some(tuple(self.devices))}")
-        where = dict(zip(self.devices, buffers, strict=True))
+        where = dict(zip(self.devices, zip(buffers, inputs, strict=True), strict=True))
         self._launched[id(prepared.parts)] = prepared
         streams = {i: stream if isinstance(stream, int) else stream[i] for i in self.shares}
         blocks = [len(part.programs) * prepared.shape.lanes for part in prepared.parts]

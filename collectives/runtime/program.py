@@ -14,12 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.errors import PlanError
+from collectives.planning.inputs import input_reads
 from collectives.planning.plan import ALIGN, Op, Plan, Stream
 
 MOST_RANKS = 64
 MOST_PEERS = 64
 LINE = 128
 REPORT = 4
+INPUT = -2
+"""A step's source: its own chunk, as the caller gave it."""
 
 SLOT_BYTES = 512 << 10
 """Data of one slot. With two slots for each of the 28 connections of a DGX-1's double tree that is
@@ -52,7 +55,7 @@ LAUNCH = np.dtype(
         for name in ("lanes", "num_chunks", "stride", "slots", "stripe", "low_latency", "divisor",
                      "ps_per_byte")
     ]
-    + [("buffers", "u8", (MOST_RANKS,))]
+    + [(name, "u8", (MOST_RANKS,)) for name in ("buffers", "inputs")]
 )  # fmt: skip
 
 
@@ -158,34 +161,39 @@ def programs(plan: Plan, rank: int) -> list[Program]:
     """The streams of a rank.
 
     `code` is `[phases, phases + 1 offsets, steps]` with the steps of `Plan.encode`, in which
-    connections are numbers into `ends`, and the flag of a SIGNAL or WAIT has 2 added where the
+    connections are numbers into `ends`, the source of a SEND or REDUCE is `INPUT` where it takes
+    what the caller gave (`input_reads`), and the flag of a SIGNAL or WAIT has 2 added where the
     connection carries data. Raises PlanError where a step has more peers than the kernel admits.
     """
-    whole = plan.encode(rank).tolist()
+    streams = [s for s in plan.streams if s.rank == rank]
+    for step in (step for s in streams for body in s.phases for step in body):
+        if (n := len(step.connections)) > MOST_PEERS:
+            raise PlanError(
+                f"{plan.algorithm}: rank {rank} has a {step.op.name} with {n} peers; GPU "
+                f"kernels take at most {MOST_PEERS} in one step"
+            )
+    whole, given = plan.encode(rank).tolist(), input_reads(plan)
     phases = whole[1]
     found = []
-    for i, stream in enumerate(s for s in plan.streams if s.rank == rank):
+    for i, stream in enumerate(streams):
         row = 2 + i * (phases + 1)
         first, stop = whole[row], whole[row + phases]
         shift = phases + 2 - first
         code = [phases, *(offset + shift for offset in whole[row : row + phases + 1])]
         number: dict[int, int] = {}
-        at = first
+        at, position = first, 0
         while at < stop:
             op, chunk, flag, source, n = whole[at : at + 5]
-            if n > MOST_PEERS:
-                raise PlanError(
-                    f"{plan.algorithm}: rank {rank} has a {Op(op).name} with {n} peers; GPU "
-                    f"kernels take at most {MOST_PEERS} in one step"
-                )
             connections = whole[at + 5 : at + 5 + n]
             if op in (Op.SIGNAL, Op.WAIT):
                 flag += 0 if plan.connections[connections[0]].local else 2
-            if source >= 0:
+            if (rank, stream.channel, position) in given:
+                source = INPUT
+            elif source >= 0:
                 source = number.setdefault(source, len(number))
             numbers = [number.setdefault(c, len(number)) for c in connections]
             code += [op, chunk, flag, source, n, *numbers]
-            at += 5 + n
+            at, position = at + 5 + n, position + 1
         found.append(Program(stream, np.array(code, np.int32), tuple(number)))
     return found
 
@@ -204,12 +212,12 @@ def ends(plan: Plan, layout: Layout, program: Program, bases: Sequence[int]) -> 
 
 
 def launch(
-    plan: Plan, shape: Shape, groups: int, abort: int, buffers: Sequence[int],
+    plan: Plan, shape: Shape, groups: int, abort: int, buffers: Sequence[tuple[int, int]],
     timeout: float, average: bool, ps_per_byte: int = 0, finals: int = 0,
 ) -> NDArray[np.void]:  # fmt: skip
     """[1] of LAUNCH. `groups`, `abort`, `finals` are addresses, `timeout` is in seconds; `average`
-    divides by the number of ranks. A buffer for each rank that this launch runs, in the groups'
-    order."""
+    divides by the number of ranks. For each rank that this launch runs, in the groups' order, the
+    buffer in which results go and that in which its values lie: the same one in place."""
     if len(buffers) > MOST_RANKS:
         raise PlanError(f"{len(buffers)} ranks in one launch; at most {MOST_RANKS}")
     made = np.zeros(1, LAUNCH)
@@ -219,5 +227,5 @@ def launch(
     row["lanes"], row["stripe"], row["low_latency"] = shape.lanes, shape.stripe, shape.low_latency
     row["num_chunks"], row["stride"], row["slots"] = plan.num_chunks, plan.stride, plan.slots
     row["divisor"], row["ps_per_byte"] = plan.size if average else 0, ps_per_byte
-    row["buffers"][: len(buffers)] = buffers
+    row["buffers"][: len(buffers)], row["inputs"][: len(buffers)] = zip(*buffers, strict=True)
     return made

@@ -36,11 +36,15 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class _Arrival:
+class Arrival:
+    """One rank's side of a call; `values` lie in the buffer, or are left as they are."""
+
     call: Call
     buffer: int
+    values: int
     stream: int
-    begun: int | None
+    begun: int | None = None
+    """An event for a call with layers, behind which its `dequeue`s may follow."""
 
 
 class Refused(CollectiveError):
@@ -51,7 +55,7 @@ class _Round:
     """One call, from the first rank's arrival to the launch."""
 
     def __init__(self) -> None:
-        self.came: dict[int, _Arrival] = {}
+        self.came: dict[int, Arrival] = {}
         self.over = False
         self.error: BaseException | None = None
         self.counted: Counted | None = None
@@ -78,29 +82,28 @@ class Team:
         return self._prepared[call]
 
     def launch(
-        self, rank: int, call: Call, buffer: int, stream: int,
-        patience: Callable[[str, int], None], begun: int | None = None,
-    ) -> Counted | None:  # fmt: skip
-        """Enqueue a call behind what `stream` holds; what it is given later comes behind the call.
+        self, rank: int, mine: Arrival, patience: Callable[[str, int], None]
+    ) -> Counted | None:
+        """Enqueue a call behind what its stream holds; what that is given later comes behind it.
 
-        Returns once it is enqueued. A call with layers takes an event `begun`, behind which its
-        `dequeue`s may follow with the counters that are returned. `patience(what, peer)` is called
-        again and again while ranks of this process are missing, and raises when that has lasted too
-        long. Raises CollectiveError on all of them where their calls differ.
+        Returns once it is enqueued, for a call with layers the counters for `dequeue`.
+        `patience(what, peer)` is called again and again while ranks of this process are missing,
+        and raises when that has lasted too long. Raises CollectiveError on all of them where their
+        calls differ.
         """
         if len(self.gpu.devices) == 1:
-            events = None if begun is None else {rank: begun}
-            return self.gpu.run(self.prepare(call), [buffer], stream, begun=events)
+            return self._run({rank: mine}, mine.stream)
         with self._changed:
             now = self._round
-            now.came[rank] = _Arrival(call, buffer, stream, begun)
+            now.came[rank] = mine
             if len(now.came) == len(self.gpu.devices):
                 self._end(now, self._launch_all(now))
             try:
                 while not now.over:
                     self._changed.wait(_POLL)
                     if not now.over:
-                        patience(call.said, next(r for r in self.gpu.devices if r not in now.came))
+                        late = next(r for r in self.gpu.devices if r not in now.came)
+                        patience(mine.call.said, late)
             except BaseException as error:  # nobody may launch onto a buffer that is given up
                 self._end(now, error)
                 raise
@@ -120,7 +123,16 @@ class Team:
             return error
         return None
 
-    def _launch_together(self, came: dict[int, _Arrival]) -> Counted | None:
+    def _run(self, came: dict[int, Arrival], stream: int | dict[int, int]) -> Counted | None:
+        """Launch one call of all ranks."""
+        arrivals = [came[r] for r in self.gpu.devices]
+        begun = {r: a.begun for r, a in came.items() if a.begun is not None}
+        return self.gpu.run(
+            self.prepare(arrivals[0].call), [a.buffer for a in arrivals], stream,
+            begun=begun or None, inputs=[a.values for a in arrivals],
+        )  # fmt: skip
+
+    def _launch_together(self, came: dict[int, Arrival]) -> Counted | None:
         calls = {a.call for a in came.values()}
         if len(calls) > 1:
             asked: dict[str, list[int]] = {}
@@ -139,7 +151,6 @@ class Team:
                 raise Refused(
                     "ranks that are threads can be captured into a graph from one stream only"
                 )
-        prepared = self.prepare(calls.pop())
         first = {i: came[ranks[0]].stream for i, (_, ranks) in self.gpu.shares.items()}
         others = {
             i: {came[r].stream for r in ranks} - {first[i]}
@@ -149,9 +160,7 @@ class Team:
             for other in others[i]:
                 device.record(self._meeting[i], other)
                 device.wait(self._meeting[i], first[i])
-        begun = {r: a.begun for r, a in came.items() if a.begun is not None}
-        buffers = [came[r].buffer for r in self.gpu.devices]
-        counted = self.gpu.run(prepared, buffers, first, begun=begun or None)
+        counted = self._run(came, first)
         for i, (device, _) in self.gpu.shares.items():
             if others[i]:
                 device.record(self._meeting[i], first[i])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.bodies import allgather, in_place
+from collectives.bodies import allgather, into
 from collectives.calls import Calls
 from collectives.planning.goals import Pairs, targets
 from collectives.planning.trees import Tree
@@ -96,7 +96,7 @@ class HostBackend:
         if place.rank == root:
             whole[:HEAD].view(np.int64)[0] = self.size(vector)
             self.wire.pack(vector, whole[HEAD : HEAD + self.wire.entry * self.size(vector)])
-        in_place(place, "broadcast", whole, "sum", root)
+        into(place, "broadcast", whole, "sum", root)
         size = int(whole[:HEAD].view(np.int64)[0])
         return self.wire.unpack(whole[HEAD : HEAD + self.wire.entry * size])
 
@@ -110,7 +110,7 @@ class HostBackend:
     def dense(self, place: Calls, numel: int) -> Vector:
         whole = np.zeros(numel, np.float32)
         whole[self.mine[1]] = self.mine[0]
-        in_place(place, "allreduce", whole, "sum")
+        into(place, "allreduce", whole, "sum")
         where = np.flatnonzero(whole).astype(np.int32)
         return whole[where], where
 

@@ -338,6 +338,7 @@ class HostGpu:
             if start and not c.local:  # lines then hold flags of earlier uses
                 memory[c.dst][layout.slot[i] // 4 :] = (start - 100) % 2**32
         bases = [self.image.add(m) for m in memory]
+        self.given: list[tuple[int, np.ndarray]] = []  # segments that must stay, and their bytes
         self.groups: list[tuple[int, dict[str, int]]] = []
         self.programs: list[program.Program] = []
         for rank in range(plan.size):
@@ -360,10 +361,11 @@ class HostGpu:
     def call(
         self, inputs: Sequence[np.ndarray], op: str = "sum", dtype: str = "float32",
         nbytes: int | None = None, plan: Plan | None = None, skew: int = 0, ps_per_byte: int = 0,
-        only: int | None = None, finals: int = 0,
+        only: int | None = None, finals: int = 0, apart: bool = False,
     ) -> list[int]:  # fmt: skip
         """Add a launch; returns the segments of the ranks' buffers, each `skew` bytes in.
 
+        `apart`: the inputs lie in segments of their own, which must not change (`given`).
         `only`: leave out all blocks of every other rank. `finals`: address of a queue's counters.
         """
         plan = plan or self.plan
@@ -373,6 +375,11 @@ class HostGpu:
             self.image.add(np.concatenate([np.zeros(skew, np.uint8), x.reshape(-1).view(np.uint8)]))
             for x in inputs
         ]
+        values = buffers
+        if apart:
+            self.given += [((b >> 40) - 1, self.image.segments[(b >> 40) - 1][skew:].copy())
+                           for b in buffers]  # fmt: skip
+            buffers = [self.image.add(~self.image.segments[(b >> 40) - 1]) for b in values]
         chosen = [(r, f) for r, f in self.groups if only in (None, r)]
         table = np.zeros(len(chosen), GROUP)
         where = [self.image.add(p) for p in places]
@@ -382,10 +389,11 @@ class HostGpu:
             row["place"] = where[rank]
         groups = self.image.add(table, ("code", "ends", "cursors", "place", "report"))
         launch = program.launch(
-            plan, self.shape, groups, self.abort, [b + skew for b in buffers], self.timeout,
+            plan, self.shape, groups, self.abort,
+            [(b + skew, v + skew) for b, v in zip(buffers, values, strict=True)], self.timeout,
             op == "avg", ps_per_byte, finals,
         )  # fmt: skip
-        at = self.image.add(launch, ("groups", "abort", "finals", "buffers"))
+        at = self.image.add(launch, ("groups", "abort", "finals", "buffers", "inputs"))
         blocks = len(chosen) * self.shape.lanes
         kernel = (DTYPES.index(dtype), OPS[op])
         self.image.launches.append(((at >> 40) - 1, blocks, self.threads, *kernel))

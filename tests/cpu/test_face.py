@@ -88,6 +88,52 @@ def test_shapes_lists_order_and_broadcast(size: int) -> None:
     collectives.spawn(_shapes, size)
 
 
+def _apart(rank: int) -> None:
+    """Results that go elsewhere: the inputs stay."""
+    comm = get_default()
+    total, root = sum(range(comm.size)), comm.size - 1
+    for n in (0, 1, 1009, 200_003):
+        for make in (
+            lambda v, n=n: np.full(n, v, np.float32),
+            lambda v, n=n: torch.full((n,), float(v)),
+            lambda v, n=n: comm.empty(n, torch.float32).fill_(v),
+            lambda v, n=n: torch.full((2 * n,), float(v))[::2],
+        ):
+            x, out = make(rank), make(-1)
+            assert comm.allreduce(x, out=out) is out
+            assert (x == rank).all() and (out == total).all()
+            assert comm.reduce(x, "max", root, out=out) is (out if rank == root else None)
+            assert (x == rank).all() and (out == (root if rank == root else total)).all()
+    shared = comm.empty(500)
+    shared[:] = rank
+    fixed = np.full(500, rank, np.float32)
+    fixed.flags.writeable = False
+    assert comm.allreduce(fixed, out=shared, async_op=True).wait(10) is shared
+    assert (shared == total).all() and (fixed == rank).all()
+    assert collectives.allreduce(shared, "min", out=shared) is shared
+    assert (shared == total).all()
+    parts = [torch.full((n,), float(rank)) for n in (3, 0, 1000)]
+    outs = [torch.zeros(n) for n in (3, 0, 1000)]
+    assert comm.allreduce(parts, out=outs) is outs
+    assert all((p == rank).all() for p in parts) and all((p == total).all() for p in outs)
+    for bad, words in (
+        (np.zeros(499, np.float32), "out must be of shape (500,) and float32, not (499,)"),
+        (np.zeros(500), "and float64"),
+        (torch.zeros(500), "out must be a NumPy array"),
+        (fixed, "read-only"),
+    ):
+        assert words in error_of(comm.allreduce, np.zeros(500, np.float32), out=bad)
+    row = np.zeros(600, np.float32)
+    assert "out overlaps the input" in error_of(comm.allreduce, row[:500], out=row[100:])
+    for bad in (outs[:2], outs[0]):
+        assert "out must be a list of 3 tensors" in error_of(comm.allreduce, parts, out=bad)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_results_that_go_elsewhere(size: int) -> None:
+    collectives.spawn(_apart, size)
+
+
 def _memory(rank: int) -> None:
     comm = get_default()
     first = comm.offset_of(comm.empty(1000))

@@ -56,8 +56,19 @@ def every_collective(rank: int, n: int, machine: Machine, forked: bool) -> list[
     comm.allreduce(several, op="max")
     work = comm.allreduce(w := tensor(given[rank]), op="avg", async_op=True)
     assert work is not None and work.wait(20) is None and work.done()
+    unchanged, apart, rooted = tensor(given[rank]), tensor([0.0] * n), tensor([0.0] * n)
+    assert comm.allreduce(unchanged, out=apart) is apart
+    root = size // 2
+    assert comm.reduce(unchanged, root=root, out=rooted) is (rooted if rank == root else None)
+    both = [tensor(given[rank]), tensor([0.0] * n)]
+    comm.allreduce(both[:1], op="max", out=both[1:])
     comm.synchronize()
 
+    assert unchanged.array.tolist() == given[rank].tolist()
+    assert apart.array.tolist() == total.tolist()
+    assert rooted.array.tolist() == (total.tolist() if rank == root else [0.0] * n)
+    assert both[0].array.tolist() == given[rank].tolist()
+    assert both[1].array.tolist() == np.max(given, axis=0).tolist()
     assert x.array.tolist() == total.tolist()
     assert y.array.tolist() == given[-1].tolist()
     assert z.array.tolist() == (total if rank == size // 2 else given[rank]).tolist()

@@ -69,9 +69,10 @@ def same(a: np.ndarray, b: np.ndarray, dtype: str) -> bool:
 
 def check(
     plan: Plan, shape: Shape, sizes: list[int], dtype: str = "float32", op: str = "sum",
-    sanitizer: str = "", start: int = 0, threads: int = 2, skew: int = 0,
+    sanitizer: str = "", start: int = 0, threads: int = 2, skew: int = 0, apart: bool = False,
 ) -> None:  # fmt: skip
-    """Messages of several sizes, one after another over the same memory."""
+    """Messages of several sizes, one after another over the same memory; in place, or with the
+    values `apart`."""
     gpu = HostGpu(plan, shape, threads, start)
     calls = []
     for seed, nbytes in enumerate(sizes):
@@ -80,7 +81,7 @@ def check(
         while chunks.chunk_bytes(nbytes) > most:
             chunks = chunks.with_chunks(chunks.num_chunks + plan.stride)
         inputs = values(plan, nbytes, dtype, seed)
-        segments = gpu.call(inputs, op, dtype, nbytes, chunks, skew)
+        segments = gpu.call(inputs, op, dtype, nbytes, chunks, skew, apart=apart)
         calls.append((segments, reference.run(chunks, inputs, op, bfloat16=dtype == "bfloat16")))
     everything = dtype != "float32" or op not in ("sum", "avg")
     done = gpu.image.run(build(sanitizer, everything))
@@ -89,6 +90,8 @@ def check(
         for segment, want in zip(segments, expected, strict=True):
             assert same(done[segment][skew:].view(want.dtype), want, dtype)
     assert all(row[0] == State.DONE for row in gpu.reports(done).values())
+    for segment, given in gpu.given:
+        assert (done[segment][skew:] == given).all()
 
 
 def test_layouts_and_numbers_are_those_of_the_device() -> None:
@@ -114,6 +117,16 @@ def test_layouts_and_numbers_are_those_of_the_device() -> None:
 def test_all_reduces(machine: str, algorithm: str, shape: Shape) -> None:
     plan = plan_allreduce(load(machine), 40_000, algorithm)
     check(plan, shape, [4 * 10007, 4, 0, 4 * 1009, 4 * 10007], op="avg")
+
+
+@pytest.mark.parametrize(("machine", "algorithm"), ALGORITHMS)
+@pytest.mark.parametrize("shape", [LINES, plain(2)], ids=["lines", "slots"])
+def test_all_reduces_out_of_place(machine: str, algorithm: str, shape: Shape) -> None:
+    """The inputs stay; the buffers hold other values at first."""
+    plan = plan_allreduce(load(machine), 40_000, algorithm)
+    check(plan, shape, [4 * 1009, 4], apart=True)
+    sanitizer = "thread" if shape == LINES else "address,undefined"
+    check(plan, shape, [4 * 1009, 4], sanitizer=sanitizer, apart=True)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
@@ -197,7 +210,7 @@ def test_programs_too_long_for_shared_memory(shape: Shape) -> None:
 
 def test_more_peers_or_ranks_than_the_kernel_takes_are_refused() -> None:
     with pytest.raises(PlanError, match=r"65 ranks in one launch; at most 64"):
-        program.launch(plan_allreduce(load("mesh-2"), 4), LINES, 0, 0, [0] * 65, 1.0, False)
+        program.launch(plan_allreduce(load("mesh-2"), 4), LINES, 0, 0, [(0, 0)] * 65, 1.0, False)
     plan = plan_allreduce(load("mesh-2"), 4, "one_shot")
     wide = replace(plan.streams[0].phases[0][1], connections=(0,) * 65)
     stream = replace(plan.streams[0], phases=((wide,),))

@@ -33,7 +33,7 @@ static int layout() {
     FIELD(Launch, lanes);
     FIELD(Launch, num_chunks), FIELD(Launch, stride), FIELD(Launch, slots), FIELD(Launch, stripe);
     FIELD(Launch, low_latency), FIELD(Launch, divisor), FIELD(Launch, ps_per_byte);
-    FIELD(Launch, buffers);
+    FIELD(Launch, buffers), FIELD(Launch, inputs);
     FIELD(Check, counters), FIELD(Check, need), FIELD(Check, abort), FIELD(Check, timeout_ns);
     FIELD(Check, streams), FIELD(Check, lanes);
     std::printf("sizeof End %zu\nsizeof Cursor %zu\n", sizeof(End), sizeof(Cursor));

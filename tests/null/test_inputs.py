@@ -1,0 +1,49 @@
+"""Which steps read what the caller has given."""
+
+from __future__ import annotations
+
+import pytest
+
+from collectives.planning.goals import COLLECTIVES
+from collectives.planning.inputs import input_reads
+from collectives.planning.plan import Op, Plan
+from collectives.planning.planner import plan_allreduce, plan_collective
+from collectives.planning.walk import Visit, walk
+from tests.null.helpers import random_plan
+from topology import load
+
+
+def first_touches(plan: Plan, seed: int | None) -> set[tuple[int, int, int]]:
+    """By every chunk's whole history, in another legal order of the steps."""
+    history: dict[tuple[int, int], list[Visit]] = {}
+    walk(plan, lambda v: history.setdefault((v.stream.rank, v.chunk), []).append(v), seed)
+    found = set()
+    for visits in history.values():
+        for v in visits:
+            if v.step.op is Op.REDUCE or (v.step.op is Op.SEND and v.step.source is None):
+                found.add((v.stream.rank, v.stream.channel, v.at))
+            if v.step.op in (Op.REDUCE, Op.COPY):
+                break  # what follows at this rank reads results
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "double_tree", "ccube_dgx1", "packed_trees"])
+def test_any_legal_order_and_number_of_chunks_tells_the_same(algorithm: str) -> None:
+    plan = plan_allreduce(load("dgx1-v100"), 1 << 20, algorithm)
+    for seed in (None, 1, 2):
+        for chunks in (plan.stride, 2 * plan.stride + 1):
+            assert first_touches(plan.with_chunks(chunks), seed) == input_reads(plan)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_plans(seed: int) -> None:
+    plan = random_plan(seed)[0]
+    assert first_touches(plan, seed) == input_reads(plan)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_rank_that_has_something_to_give_reads_it_once(collective: str) -> None:
+    """On a chain, where every value goes one way."""
+    plan = plan_collective(collective, load("mesh-2"), 4096, 1)
+    readers = {rank for rank, _, _ in input_reads(plan)}
+    assert readers == ({1} if collective == "broadcast" else {0, 1})
