@@ -27,6 +27,7 @@ class Arrays(Protocol):
 
     def put(self, array: np.ndarray) -> Any: ...
     def get(self, x: Any) -> np.ndarray: ...
+    def seen(self, n: int) -> Any: ...  # float32 that the other ranks' GPUs see
 
 
 class CupyArrays:
@@ -40,6 +41,9 @@ class CupyArrays:
     def get(self, x: Any) -> np.ndarray:
         return x.get()
 
+    def seen(self, n: int) -> Any:
+        return collectives.empty(n, "float32", "cuda")
+
 
 class TorchTensors:
     name = "torch"
@@ -51,6 +55,11 @@ class TorchTensors:
 
     def get(self, x: Any) -> np.ndarray:
         return x.cpu().numpy()
+
+    def seen(self, n: int) -> Any:
+        import torch
+
+        return collectives.empty(n, torch.float32, "cuda")
 
 
 def with_cuda() -> bool:
@@ -71,7 +80,7 @@ def check_collectives(rank: int, arrays: Arrays, sizes: tuple[int, ...]) -> tupl
     """(results checked, checksum of a sum of random numbers) on one rank. Raises AssertionError."""
     comm, checked = get_default(), 0
     size = comm.size
-    checked += check_algorithms(rank, arrays)
+    checked += check_algorithms(rank, arrays) + check_seen(rank, arrays)
     if size == 2:
         checked += check_dtypes(rank, arrays)
     for n in sizes:
@@ -87,6 +96,8 @@ def check_collectives(rank: int, arrays: Arrays, sizes: tuple[int, ...]) -> tupl
         comm.allgather(arrays.put(given[rank]), every)
         comm.reduce_scatter(arrays.put(np.stack([given[rank]] * size)), out=part)
         comm.alltoall(arrays.put(np.stack([given[rank] + r for r in range(size)])), swapped)
+        apart = arrays.put(np.zeros(n, np.float32))
+        comm.allreduce(kept := arrays.put(given[rank]), "min", out=apart)
         work = comm.allreduce(w := arrays.put(given[rank]), op="max", async_op=True)
         work.wait(60)
         comm.synchronize()
@@ -94,6 +105,7 @@ def check_collectives(rank: int, arrays: Arrays, sizes: tuple[int, ...]) -> tupl
             (x, total), (y, given[-1]), (z, total if rank == 0 else given[rank]),
             (every, np.stack(given)), (part, total[None]),
             (swapped, np.stack([g + rank for g in given])), (w, np.max(given, axis=0)),
+            (apart, np.min(given, axis=0)), (kept, given[rank]),
         ):  # fmt: skip
             np.testing.assert_array_equal(arrays.get(got), want)
             checked += 1
@@ -131,6 +143,19 @@ def check_algorithms(rank: int, arrays: Arrays) -> int:
             np.testing.assert_array_equal(arrays.get(x), given)
             checked += 1
     return checked
+
+
+def check_seen(rank: int, arrays: Arrays) -> int:
+    """Results that other ranks' GPUs write, several times over the same memory."""
+    comm, n = get_default(), 100_003
+    x, total = arrays.seen(n), np.sum([exact(r, n) for r in range(comm.size)], axis=0)
+    ways = ("tree", "ring") * 2
+    for name in ways:
+        x[:] = arrays.put(exact(rank, n))
+        comm.allreduce(x, algorithm=name)
+        comm.synchronize()
+        np.testing.assert_array_equal(arrays.get(x), total)
+    return len(ways)
 
 
 def check_dtypes(rank: int, arrays: Arrays) -> int:

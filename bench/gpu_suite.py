@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,7 @@ class Suite:
         libraries: Sequence[Arrays] = (CupyArrays(),),
     ) -> None:  # fmt: skip
         self.device, self.largest, self.repeats = device, largest, repeats
-        self.libraries = libraries
-        self.gradient = min(GRADIENT, largest // 4)  # elements
+        self.libraries, self.gradient = libraries, min(GRADIENT, largest // 4)  # elements
 
     def rows(self) -> Iterator[tuple[str, Callable[[], Row]]]:
         """(name, what measures it), most important first."""
@@ -90,7 +90,6 @@ class Suite:
         for size in (1, 16, 256):
             if size * MIB <= self.largest:
                 yield f"uncapped {size} MiB", lambda s=size: self.overlap(s * MIB, None)
-
         for arrays in self.libraries:  # late: processes on one GPU take turns, slowly
             yield (
                 f"IPC processes, {arrays.name}",
@@ -128,13 +127,17 @@ class Suite:
         made = [rng.standard_normal(n, np.float32) for _ in range(ranks)]
         return [to_bfloat16(x) if dtype == "bfloat16" else x.astype(dtype) for x in made]
 
-    def check(self, ranks: GpuRanks, plan: Plan, nbytes: int, dtype: str, op: str) -> None:
-        """One call against the reference, bit for bit. Raises Failed."""
-        prepared = ranks.prepare(plan, nbytes, dtype, op)
+    def check(
+        self, ranks: GpuRanks, plan: Plan, nbytes: int, dtype: str, op: str, apart: bool = False
+    ) -> None:
+        """One call against the reference, bit for bit: in place, pushing into buffers; or `apart`,
+        out of place and through slots. Raises Failed."""
+        prepared = ranks.prepare(plan, nbytes, dtype, op, seen=False if apart else None)
         given = self.inputs(plan.size, nbytes, dtype)
-        buffers = [self.device.upload(x) for x in given]
+        inputs = [self.device.upload(x) for x in given]
+        buffers = [self.device.upload(~x.view(np.uint8)) for x in given] if apart else inputs
         try:
-            ranks.run(prepared, buffers)
+            ranks.run(prepared, buffers, inputs=inputs)
             ranks.check()
             wanted = reference.run(prepared.plan, given, op, bfloat16=dtype == "bfloat16")
             for rank, (address, want) in enumerate(zip(buffers, wanted, strict=True)):
@@ -146,24 +149,25 @@ class Suite:
                         f"rank {rank}"
                     )
         finally:
-            for address in buffers:
+            for address in {*buffers, *inputs}:
                 self.device.free(address)
 
     def algorithms(self) -> Row:
-        """Every algorithm, 2 to 8 ranks, four sizes, twice over the same counters."""
+        """Every algorithm, 2 to 8 ranks, four sizes, twice over the same counters: in place,
+        pushing into buffers, and out of place through slots."""
         done, skipped = 0, []
         for name in ("mesh-2", "mesh-3", "mesh-5", "mesh-8", "dgx1-v100", "dgx1-p100"):
             topology = load(name)
             with virtual_ranks(self.device, len(topology.gpus)) as ranks:
                 for algorithm in candidates(topology):
-                    for nbytes in (4, 4036, 8192, 1_000_036) * 2:
+                    for apart, nbytes in product((False, True), (4, 4036, 8192, 1_000_036)):
                         try:
                             plan = plan_allreduce(topology, nbytes, algorithm)
                             lanes_of(plan, ranks.rooms("float32", "sum"))
                         except CollectiveError as error:  # not here, or too many blocks
                             skipped.append(f"{name} {algorithm}: {error}")
                             break
-                        self.check(ranks, plan, nbytes, "float32", "sum")
+                        self.check(ranks, plan, nbytes, "float32", "sum", apart)
                         done += 1
         return {"checked": done, "skipped": skipped}
 
@@ -198,9 +202,11 @@ class Suite:
             found.append((time.perf_counter() - start) / batch)
         return statistics.median(found)
 
-    def timed(self, plan: Plan, nbytes: int, ps_per_byte: int = 0) -> float:
+    def timed(
+        self, plan: Plan, nbytes: int, ps_per_byte: int = 0, seen: bool | None = None
+    ) -> float:
         with virtual_ranks(self.device, plan.size, timeout=60) as ranks:
-            prepared = ranks.prepare(plan, nbytes, "float32", "max")
+            prepared = ranks.prepare(plan, nbytes, "float32", "max", seen=seen)
             buffers = [self.device.upload(tiled(r, nbytes)) for r in range(plan.size)]
             try:
                 ranks.run(prepared, buffers)
@@ -219,14 +225,15 @@ class Suite:
                     self.device.free(address)
 
     def bandwidth(self) -> Row:
-        """7 reduces of 3 N and 7 copies of 2 N, slot traffic not counted, against a plain copy."""
+        """7 reduces of 3 N and 7 copies of 2 N, slot traffic not counted, against a plain copy:
+        results pushed into buffers, and through slots, as on GPUs that do not see these."""
         nbytes = min(256 * MIB, self.largest)
         row: Row = {"bytes": nbytes, "copy_bytes_per_s": self.copy_rate(nbytes)}
-        for algorithm in ("overlapped_double_tree", "tree"):
+        for algorithm, seen in product(("overlapped_double_tree", "tree"), (None, False)):
             plan = plan_allreduce(load("dgx1-v100"), nbytes, algorithm)
-            seconds = self.timed(plan, nbytes)
+            seconds = self.timed(plan, nbytes, seen=seen)
             rate = 35 * nbytes / seconds
-            row[algorithm] = {
+            row[algorithm + (", slots" if seen is False else "")] = {
                 "seconds": seconds, "bytes_per_s": rate, "share": rate / row["copy_bytes_per_s"],
             }  # fmt: skip
         return row

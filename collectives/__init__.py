@@ -113,6 +113,6 @@ def barrier() -> None:
     _default().barrier()
 
 
-def empty(shape: Any, dtype: Any = "float32") -> Any:
+def empty(shape: Any, dtype: Any = "float32", device: Any = "cpu") -> Any:
     """`Communicator.empty` on the default communicator."""
-    return _default().empty(shape, dtype)
+    return _default().empty(shape, dtype, device)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from operator import index
 from types import TracebackType
 from typing import Any, TypeVar, cast
 from weakref import ref
-
-import numpy as np
 
 from collectives import bodies
 from collectives.calls import Calls
@@ -21,14 +18,14 @@ from collectives.errors import CollectiveError
 from collectives.gpu_calls import GpuCalls
 from collectives.gradient_queue import GradientQueue, HostQueue
 from collectives.request import NOTHING, Request
+from collectives.runtime import cuda
 from collectives.runtime.arena import Arena
 from collectives.runtime.arrivals import Arrivals
 from collectives.runtime.diagnose import CLOSED
 from collectives.runtime.peers import troubles
-from collectives.runtime.reference import DTYPES
 from collectives.runtime.team import Team
 from collectives.settings import Settings, topology_for
-from collectives.tensors import as_buffer, gpu_of, numpy_name
+from collectives.tensors import as_buffer, gpu_of, layout_of, shaped
 from collectives.work import Work
 from topology import load
 
@@ -182,30 +179,26 @@ class Communicator:
         """Return once every rank has called it."""
         self._submit(False, None, lambda calls: calls.make(Request("barrier", NOTHING)))
 
-    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
+    def empty(self, shape: int | Sequence[int], dtype: Any = "float32", device: Any = "cpu") -> Any:
         """An uninitialised tensor in memory that all ranks share: collectives need not stage it.
 
-        A torch dtype gives a torch tensor, anything else a NumPy array. It is faster where every
-        rank passes one of these. Freed when the tensor and its views are.
+        A torch dtype gives a torch tensor, anything else a NumPy or CuPy array. On the CPU it is
+        faster where every rank passes one of these, and freed when the tensor and its views are.
+
+        `device` "cuda" (this thread's current GPU) or "cuda:N": an all-reduce writes results there
+        from other ranks' GPUs, past the slots; where these cannot see it, it is memory like any
+        other. All ranks must call `empty` alike, and either all pass such tensors, the same part of
+        the same one, or none does. It is freed when the communicator is closed and the tensor gone.
+        Raises CollectiveError, on every rank, where sizes differ or there is no room.
         """
         self._calls.check()
-        try:
-            dims = tuple(map(index, shape if isinstance(shape, Iterable) else (shape,)))
-        except TypeError:
-            dims = (-1,)
-        if any(d < 0 for d in dims):
-            raise CollectiveError(f"a shape is made of integers >= 0, not {shape!r}")
-        torch_dtype = type(dtype).__module__ == "torch"
-        name = str(dtype).removeprefix("torch.") if torch_dtype else numpy_name(dtype)
-        if name not in DTYPES or (name == "bfloat16" and not torch_dtype):
-            raise CollectiveError(f"unsupported dtype {name}; choose from {', '.join(DTYPES)}")
-        item = 2 if name == "bfloat16" else np.dtype(name).itemsize
-        array = self._calls.block(math.prod(dims) * item)
-        if torch_dtype:
-            import torch
-
-            return torch.from_numpy(array).view(dtype).reshape(dims)
-        return array.view(name).reshape(dims)
+        dims, name, item = layout_of(shape, dtype)
+        nbytes, where = math.prod(dims) * item, str(device)
+        if where == "cpu":
+            return shaped(self._calls.block(nbytes), dims, name, dtype)
+        number = cuda.gpu_named(where)
+        gpu = self._on_gpu(cuda.current_device() if number is None else number)
+        return shaped(gpu.empty(nbytes), dims, name, dtype)
 
     def offset_of(self, x: Any) -> int:
         """Where a tensor of `empty` lies in the shared memory, in bytes; -1 for any other."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
+from weakref import finalize
 from zlib import crc32
 
 from collectives.calls import Calls
@@ -22,8 +23,9 @@ from collectives.runtime.counters import Counted
 from collectives.runtime.cuda import GpuRanks, Room, lanes_of
 from collectives.runtime.device import Device
 from collectives.runtime.diagnose import RAISED
-from collectives.runtime.memory import PeerMemory
+from collectives.runtime.memory import PeerMemory, Shared
 from collectives.runtime.peers import advice, common_map
+from collectives.runtime.shm import Buffer
 from collectives.runtime.team import Arrival, Call, Refused, Team
 from collectives.runtime.watch import Watch
 from collectives.settings import Settings
@@ -33,6 +35,10 @@ from collectives.trace import CALLS, KERNELS
 from topology import load
 
 _TOLD = 500  # characters of an error that the others are told
+
+
+class _Owner:
+    """Lives as long as a tensor."""
 
 
 class GpuCalls:
@@ -71,6 +77,7 @@ class GpuCalls:
         self._known: dict[tuple[tuple[int, ...], Root], tuple[str, Call | None]] = {}
         self._capture = 0
         self._scratch: list[tuple[int, int]] = []  # (address, bytes): graphs may hold old ones
+        self._shared: list[Shared | None] = []  # memory of tensors; None: there was no room
         self._under_way: list[StreamWork] = []
         self._captured: list[int] = []  # events of asynchronous calls in graphs
         self._in_graphs: list[OnStream] = []  # and the calls
@@ -175,6 +182,34 @@ class GpuCalls:
             size = max(nbytes, 2 * self._scratch[-1][1] if self._scratch else 0)
             self._scratch.append((self.device.allocate(size), size))
         return self._scratch[-1][0]
+
+    def empty(self, nbytes: int) -> Any:
+        """A new array of bytes in memory that all ranks' GPUs see. All ranks must call it."""
+        with self._lock, self.device.here():
+            self.check()
+            asked = [row.decode() for row in self._calls.gather("tensors", str(nbytes).encode())]
+            if len({*asked}) > 1:
+                raise CollectiveError(
+                    f"the ranks ask for tensors of different sizes: {', '.join(asked)} bytes, by "
+                    "rank; they must agree"
+                )
+            self._shared.append(None)
+            self._shared[-1] = shared = self.team.share(len(self._shared) - 1, nbytes)
+            lease, owner = shared.leases[self.rank], _Owner()
+            finalize(owner, lease.release).atexit = False  # CUDA may be gone by then
+            return self.device.array(lease.address, nbytes, owner)
+
+    def spot(self, buffer: Buffer) -> tuple[int, int] | None:
+        """Where a buffer lies in memory that all ranks' GPUs see; None: elsewhere, or all ranks run
+        in one launch, which sees all of them anyway."""
+        if len(self.team.gpu.shares) == 1 and len(self.team.gpu.devices) == self.size:
+            return None
+        for number, shared in enumerate(self._shared):
+            if shared and shared.addresses:
+                offset = buffer.address - shared.leases[self.rank].address
+                if 0 <= offset <= shared.nbytes - buffer.nbytes:
+                    return number, offset
+        return None
 
     def fits(self, dtype: str, op: str, stream: int) -> Callable[[Plan], bool]:
         """Whether all ranks' GPUs hold all blocks of a plan at once. The first time for a dtype
@@ -296,7 +331,9 @@ class GpuCalls:
         rooms = self._rooms[buffer.dtype, request.op]
         lanes = lanes_of(plan, rooms, self.team.gpu.max_blocks)
         layers = request.layers or ()
-        call = Call(said, plan, buffer.nbytes, buffer.dtype, request.op, lanes, layers)
+        call = Call(
+            said, plan, buffer.nbytes, buffer.dtype, request.op, lanes, layers, request.spot
+        )
         if self._owns_team:
             try:
                 self.team.prepare(call)
@@ -330,10 +367,10 @@ class GpuCalls:
             last.callback(device.free_stream, self._side)
             for event in (self._done, self._done_captured, self._met, *self._captured):
                 last.callback(device.free_event, event)
-            for work in self._under_way:
-                last.callback(work.free)
-            for place in self._in_graphs:
-                last.callback(place.free)
+            while self._under_way:
+                last.callback(self._under_way.pop().free)
+            while self._in_graphs:
+                last.callback(self._in_graphs.pop().free)
             if self._owns_team:
                 last.callback(self.team.close)
             last.callback(self._watch.close)

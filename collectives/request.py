@@ -14,11 +14,12 @@ from collectives.runtime.shm import Buffer
 
 KINDS = (*COLLECTIVES, SENDRECV, "barrier", "refused", "exchange")
 EXCHANGES = ("GPUs", "kernels", "memory of GPUs", "access to GPUs", "troubles", "colors", "memory",
-             "sparse_allreduce", "merges")  # fmt: skip
+             "sparse_allreduce", "merges", "tensors")  # fmt: skip
 """What ranks tell each other of on the host; the place of one is its request's root."""
 
 DEVICES = ("cpu", "gpu")
 NAMES = tuple(dict.fromkeys(["auto", *ALGORITHMS, *(n for of in OTHERS.values() for n in of)]))
+_SPOT = 40  # bits of an offset
 NOTHING = Buffer(0, 0, "uint8", 1)
 
 
@@ -35,6 +36,7 @@ class Request:
     device: str = "cpu"
     label: str = ""  # for people and profilers; not compared
     layers: tuple[int, ...] | None = None  # bytes of each, for a gradient queue
+    spot: tuple[int, int] | None = None  # on GPUs: where the buffer lies in memory that all see
     arrivals: Arrivals | None = field(default=None, compare=False)  # which a CPU rank counts
     source: Buffer | None = field(default=None, compare=False)  # of the values; None: in place
 
@@ -47,12 +49,13 @@ def notice(request: Request, settings: int = 0) -> tuple[int, ...]:
         KINDS.index(request.kind), OPS.index(request.op), DTYPES.index(buffer.dtype),
         buffer.nbytes // buffer.itemsize, place, NAMES.index(request.algorithm), settings,
         request.layout, DEVICES.index(request.device),
+        -1 if request.spot is None else request.spot[0] << _SPOT | request.spot[1],
     )  # fmt: skip
 
 
 def words(notice: tuple[int, ...]) -> str:
     """What a notice asks for."""
-    kind, op, dtype, count, root, algorithm, settings, layout, device = notice
+    kind, op, dtype, count, root, algorithm, settings, layout, device, spot = notice
     asked = KINDS[kind]
     if asked == "refused":
         asked = "refused its arguments"
@@ -70,6 +73,8 @@ def words(notice: tuple[int, ...]) -> str:
         asked += f" in parts of sizes {layout:08x}"
     if settings:
         asked += f" with settings {settings:08x}"
+    if spot >= 0:
+        asked += f" at {spot & (1 << _SPOT) - 1} in shared memory {spot >> _SPOT}"
     return asked + (" on the GPU" if DEVICES[device] == "gpu" else "")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from collectives.errors import CollectiveError, CollectiveTimeout
@@ -61,10 +62,13 @@ class OnStream:
         self, kind: str, buffer: Buffer, op: str, root: Root = 0, algorithm: str = "auto",
         layout: int = 0,
     ) -> Request:  # fmt: skip
-        return self.gpu.choices.request(
+        made = self.gpu.choices.request(
             kind, buffer, op, root, algorithm, layout, "gpu",
             lambda: self.gpu.fits(buffer.dtype, op, self.caller),
         )  # fmt: skip
+        if kind == "allreduce":  # of others some ranks' buffers are scratch, or nothing is pushed
+            made = replace(made, spot=self.gpu.spot(buffer))
+        return made
 
     def make(self, request: Request) -> None:
         self._begin()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import index
 from typing import Any
 
@@ -187,6 +187,34 @@ def numpy_name(dtype: Any) -> str:
         return str(np.dtype(dtype))
     except TypeError:
         return str(dtype)
+
+
+def layout_of(shape: Any, dtype: Any) -> tuple[tuple[int, ...], str, int]:
+    """(dimensions, dtype's name, bytes of an element) of a tensor to be made; a torch dtype stands
+    for a torch tensor. Raises CollectiveError."""
+    try:
+        dims = tuple(map(index, shape if isinstance(shape, Iterable) else (shape,)))
+    except TypeError:
+        dims = (-1,)
+    if any(d < 0 for d in dims):
+        raise CollectiveError(f"a shape is made of integers >= 0, not {shape!r}")
+    name = str(dtype).removeprefix("torch.") if _of_torch(dtype) else numpy_name(dtype)
+    if name not in DTYPES or (name == "bfloat16" and not _of_torch(dtype)):
+        raise CollectiveError(f"unsupported dtype {name}; choose from {', '.join(DTYPES)}")
+    return dims, name, 2 if name == "bfloat16" else np.dtype(name).itemsize
+
+
+def shaped(raw: Any, dims: tuple[int, ...], name: str, dtype: Any) -> Any:
+    """A tensor over an array of bytes, which it keeps: NumPy's or CuPy's, or torch's by DLPack."""
+    if _of_torch(dtype):
+        from torch.utils.dlpack import from_dlpack
+
+        return from_dlpack(raw).view(dtype).reshape(dims)
+    return raw.view(name).reshape(dims)
+
+
+def _of_torch(dtype: Any) -> bool:
+    return type(dtype).__module__ == "torch"
 
 
 def room_for(x: Any, shape: tuple[int, ...], out: Any) -> Any:

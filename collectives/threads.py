@@ -120,7 +120,5 @@ def spawn_threads(
 
 def gpus_of(device: str, size: int) -> list[int]:
     """The GPU of each rank: "cuda:N" is one for all, "cuda" one each. Raises CollectiveError."""
-    kind, _, number = device.partition(":")
-    if kind != "cuda" or (":" in device and not number.isdigit()):
-        raise CollectiveError(f"unknown device {device!r}; choose from cpu, cuda, cuda:N")
-    return [int(number)] * size if number else list(range(size))
+    number = cuda.gpu_named(device)
+    return list(range(size)) if number is None else [number] * size

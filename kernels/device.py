@@ -19,6 +19,13 @@ CHECK_THREADS = 128
 _NOT_READY = 600  # cudaErrorNotReady
 
 
+def current() -> int:
+    """The number of this thread's current GPU."""
+    from cupy_backends.cuda.api import runtime
+
+    return int(runtime.getDevice())
+
+
 class CudaDevice:
     """The GPU of this index, for one process; any thread may use it.
 
@@ -146,6 +153,13 @@ class CudaDevice:
     def free(self, address: int) -> None:
         with self.here():
             self._runtime.free(address)
+
+    def array(self, address: int, nbytes: int, owner: object) -> object:
+        """A CuPy array [nbytes] of uint8 over memory of `allocate`, which keeps `owner`."""
+        cupy = self._cupy
+        with self.here():
+            memory = cupy.cuda.UnownedMemory(address, nbytes, owner, self.index)
+            return cupy.ndarray((nbytes,), "uint8", cupy.cuda.MemoryPointer(memory, 0))
 
     def upload(self, array: np.ndarray) -> int:
         """New device memory with the array's bytes."""

@@ -58,13 +58,15 @@ __device__ __forceinline__ void prepare(const Launch& l, const Group& g, Lane& l
     const i64 size = g.place[2 * chunk + 1];
     const i64 slice = (size + 16 * l.lanes - 1) / (16 * l.lanes) * 16;
     const i64 start = i64(blockIdx.x % l.lanes) * slice;
+    const i64 at = g.place[2 * chunk] + start;
+    const bool direct = l.direct && step[0] != REDUCE && (step[2] & 1);
     t.op = step[0];
     t.n = step[4];
     t.last = step[2] & 1;
     t.ahead = step[2] >> 1;
     t.nbytes = start >= size ? 0 : (size - start < slice ? size - start : slice);
-    t.own = l.buffers[g.rank] + g.place[2 * chunk] + start;
-    t.value = step[3] == INPUT ? l.inputs[g.rank] + g.place[2 * chunk] + start : t.own;
+    t.own = l.buffers[g.rank] + at;
+    t.value = step[3] == INPUT ? l.inputs[g.rank] + at : t.own;
     t.source = 0;
     if (t.op == SEND && step[3] >= 0) {
         Cursor& from = lane.cursors[step[3]];
@@ -74,10 +76,12 @@ __device__ __forceinline__ void prepare(const Launch& l, const Group& g, Lane& l
     }
     for (u32 j = 0; j < t.n; ++j) {
         const int end = step[5 + j];
-        t.slot[j] = slot_of(l, g.ends[end], lane.cursors[end]);
+        t.slot[j] = direct ? l.buffers[g.ends[end].peer] + at
+                           : slot_of(l, g.ends[end], lane.cursors[end]);
         t.use[j] = lane.cursors[end].moved + 1;
         advance(l, lane.cursors[end]);
     }
+    if (t.op == COPY && direct) t.nbytes = 0;  // its sender has written it here
     if (t.op == SEND && l.ps_per_byte) {
         const u64 now = clock_ns();
         if (lane.link_free < now) lane.link_free = now;

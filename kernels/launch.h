@@ -22,6 +22,8 @@ struct End {
     u8* slot;  // the first slot, at the receiver; 0 where the connection carries no data
     u8* ready;  // data-ready counters, at the receiver
     u8* free;  // slot-free counters, at the sender
+    u32 peer;  // at the sender: whose buffer it may write, an index of Launch.buffers
+    u32 pad;
 };
 
 // How far one lane has come at one end of a connection, over all calls: waits, accesses to slots
@@ -54,6 +56,8 @@ struct Launch {
     u32 low_latency;  // 1: slots hold lines, and data-ready counters are not used
     u32 divisor;  // of a chunk that is complete; 0 or 1: none
     u32 ps_per_byte;  // emulated links: a send takes that long at least; 0: as fast as it goes
-    u8* buffers[MOST_RANKS];  // of the ranks of this launch, where results go
-    const u8* inputs[MOST_RANKS];  // what their callers gave; the same where in place
+    u32 direct;  // 1: pushes (see programs in program.py) go past the slots
+    u32 pad;
+    u8* buffers[MOST_RANKS];  // where results go: of the ranks of this launch, then of their peers
+    const u8* inputs[MOST_RANKS];  // what our callers gave; the same where in place
 };

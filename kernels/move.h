@@ -1,6 +1,8 @@
 // What a block does with its slice of a chunk: SEND, REDUCE and COPY, over plain slots or lines.
 //
 // Plain slots: 16-byte accesses, neighbouring threads side by side, several in flight a thread.
+// A SEND that pushes writes the receivers' buffers instead, where the host has proved that nobody
+// touches the chunk there before the counter that follows tells of it.
 // Lines (see sync.h): 8 bytes of data as two lines; a reader polls each line for the number of this
 // use, so it needs no counter and no barrier. A value that comes back over other ranks' lines is
 // stored behind the store of its part here: between that and the lines that carried it on stand two

@@ -9,6 +9,7 @@ from collectives.errors import PlanError
 from collectives.planning.form import check_form, check_links, repeats
 from collectives.planning.goals import goal, start
 from collectives.planning.plan import Op, Plan, pushed
+from collectives.planning.touches import place, pushes
 from collectives.planning.walk import Visit, walk
 from topology import Topology
 
@@ -54,15 +55,19 @@ def shortened(plan: Plan) -> Plan:
     return plan.with_chunks(enough + (plan.num_chunks - enough) % plan.stride)
 
 
-def races(plan: Plan, direct: bool = False) -> list[str]:
+def races(plan: Plan, direct: bool = False, pushing: bool = False) -> list[str]:
     """Unordered pairs of accesses, in words; empty if there are none.
+
+    With `pushing`, a SEND to COPYs writes the receivers' chunks, and the COPYs do nothing (see
+    `touches.pushes`), as ranks may do that see each other's buffers. Such a write is over when the
+    receiver's streams have ended, as the COPY stands behind the WAIT for it.
 
     With `direct`, no slots are used, which is how ranks on one memory may run a plan: a REDUCE
     reads the chunks it is sent where they lie, a SEND to a COPY writes the receiver's chunk, and
     the COPY does nothing (see `plan.pushed`). Then a caller must not get its buffer back before
     the streams of all ranks have ended.
     """
-    proof = _Proof(shortened(plan), direct)
+    proof = _Proof(shortened(plan), direct, pushing)
     walk(proof.plan, proof.visit)
     return proof.races
 
@@ -78,9 +83,10 @@ class _Proof:
     reader, and the k-th wait always takes the k-th signal, so the same is known everywhere.
     """
 
-    def __init__(self, plan: Plan, direct: bool = False) -> None:
+    def __init__(self, plan: Plan, direct: bool = False, pushing: bool = False) -> None:
         self.plan, self.direct = plan, direct
         self.pushed = pushed(plan) if direct else []
+        self.pushes = pushes(plan) if pushing else frozenset()
         size, n = plan.size, len(plan.connections)
         self.everyone = (1 << size) - 1
         # accesses to each chunk so far, of all ranks; the first are the callers' filling
@@ -193,7 +199,8 @@ class _Proof:
                         + "marked as the last one of its chunk"
                     )
                 own[chunk] = total
-                if not (self.direct and self.pushed[step.connections[0]] >= 0):
+                written = self.direct and self.pushed[step.connections[0]] >= 0
+                if not written and place(visit) not in self.pushes:
                     self.touch((stream.rank, chunk), visit, write=True)
 
     def send(self, visit: Visit) -> None:
@@ -218,6 +225,8 @@ class _Proof:
                 if self.pushed[i] >= 0:
                     self.touch(own, visit, write=False)
                     self.touch((self.pushed[i], chunk), visit, write=True)
+            elif place(visit) in self.pushes:
+                self.touch((self.plan.connections[i].dst, chunk), visit, write=True)
 
 
 def _ranks(mask: int) -> Sequence[int]:

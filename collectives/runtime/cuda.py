@@ -23,7 +23,7 @@ from collectives.runtime import program
 from collectives.runtime.counters import Counted, Counters
 from collectives.runtime.device import Device
 from collectives.runtime.diagnose import Blocked, position_of, waits
-from collectives.runtime.memory import LocalMemory, Memory
+from collectives.runtime.memory import LocalMemory, Memory, Shared
 from collectives.runtime.program import CURSOR, GROUP, REPORT, Program, Shape, State
 from collectives.runtime.shm import place_of
 
@@ -41,6 +41,7 @@ class _Part:
 
     device: Device
     ranks: tuple[int, ...]
+    peers: tuple[int, ...]  # of other launches, whose buffers they may write
     programs: tuple[tuple[int, Program], ...]
     groups: NDArray[np.void]  # [streams] of GROUP, all but `place` filled in
     report: NDArray[np.uint32]
@@ -57,6 +58,7 @@ class Prepared:
     parts: tuple[_Part, ...]
     tables: tuple[int, ...]  # for each part the address of its groups, complete
     needs: Mapping[int, tuple[int, NDArray[np.void]]]  # of a queue: each rank's part and CHECKs
+    direct: bool  # results are pushed into buffers
 
 
 class GpuRanks:
@@ -88,17 +90,22 @@ class GpuRanks:
         ranks = dict(enumerate(devices))
         return GpuRanks(ranks, LocalMemory(devices), self.timeout, self.max_blocks)
 
+    def share(self, nbytes: int) -> Shared:
+        """Memory for a tensor of each rank; all ranks must call it together."""
+        return self._memory.share(nbytes)
+
     def rooms(self, dtype: str, op: str) -> list[Room]:
         """Of each of our GPUs."""
         return [(ranks, d.resident(dtype, op)) for d, ranks in self.shares.values()]
 
     def prepare(
         self, plan: Plan, nbytes: int, dtype: str, op: str, lanes: int | None = None,
-        layers: Sequence[int] = (),
+        layers: Sequence[int] = (), seen: bool | None = None,
     ) -> Prepared:  # fmt: skip
         """Memory and tables for a verified plan. `lanes`, by default as many as our own GPUs have
         room for (`lanes_of`), must be the same on all ranks. `layers`: bytes of each, for a
-        gradient queue."""
+        gradient queue. `seen`: ranks of all launches see each other's buffers (None: as those of
+        one launch do); then results are pushed into these where that is no race."""
         lanes = lanes or lanes_of(plan, self.rooms(dtype, op), self.max_blocks)
         plan, shape = program.fit(plan, nbytes, lanes)
         key = (plan.with_chunks(plan.stride), shape)
@@ -113,7 +120,10 @@ class GpuRanks:
                 row["place"] = places[rank]
             tables.append(self._upload(part.device, groups))
         needs = dict(self._needs(plan, shape, nbytes, layers, parts)) if layers else {}
-        return Prepared(plan, shape, dtype, op, parts, tuple(tables), needs)
+        if seen is None:
+            seen = any(len(part.ranks) == plan.size for part in parts)
+        direct = seen and not shape.low_latency and program.may_push(plan)
+        return Prepared(plan, shape, dtype, op, parts, tuple(tables), needs, direct)
 
     def _needs(
         self, plan: Plan, shape: Shape, nbytes: int, layers: Sequence[int],
@@ -139,14 +149,15 @@ class GpuRanks:
     def run(
         self, prepared: Prepared, buffers: Sequence[int], stream: int | Mapping[int, int] = 0,
         ps_per_byte: int = 0, begun: Mapping[int, int] | None = None,
-        inputs: Sequence[int] | None = None,
+        inputs: Sequence[int] | None = None, everyone: Sequence[int] = (),
     ) -> Counted | None:  # fmt: skip
         """Enqueue one collective on one buffer (an address) for each of our ranks: in place, or of
         the values at `inputs`, which stay as they are.
 
         `stream`: one, or one for each GPU by its index. Returns at once; `check` tells whether it
         went well. Buffers are aligned to their elements. `begun`: for each of our ranks an event,
-        behind which `dequeue` may follow, with the counters that are returned.
+        behind which `dequeue` may follow, with the counters that are returned. `everyone`: the
+        buffers of all ranks, as we see them, of a plan that was prepared so.
         """
         inputs = buffers if inputs is None else inputs
         if not len(buffers) == len(inputs) == len(self.devices):
@@ -168,7 +179,7 @@ class GpuRanks:
             launch = program.launch(
                 prepared.plan, prepared.shape, table, int(self._abort.ctypes.data),
                 [where[r] for r in part.ranks], self.timeout, prepared.op == "avg", ps_per_byte,
-                address,
+                address, [everyone[r] for r in part.peers] if prepared.direct else None,
             )  # fmt: skip
             if begun:
                 part.device.zero(address, 4 * count, on)
@@ -261,16 +272,17 @@ class GpuRanks:
         parts = []
         for device, ranks in self.shares.values():
             found = tuple((r, p) for r in ranks for p in program.programs(plan, r))
+            peers = tuple(program.receivers(plan, ranks))
             report = device.pinned(max(1, len(found) * shape.lanes * REPORT))
-            groups = np.zeros(len(found), GROUP)
+            groups, order = np.zeros(len(found), GROUP), (*ranks, *peers)
             for i, (row, (rank, p)) in enumerate(zip(groups, found, strict=True)):
                 row["code"] = self._upload(device, p.code)
-                row["ends"] = self._upload(device, program.ends(plan, layout, p, bases))
+                row["ends"] = self._upload(device, program.ends(plan, layout, p, bases, order))
                 row["cursors"] = self._upload(device, np.zeros((shape.lanes, len(p.ends)), CURSOR))
                 row["report"] = report.ctypes.data + 4 * i * shape.lanes * REPORT
                 row["rank"], row["num_ends"] = ranks.index(rank), len(p.ends)
                 row["code_words"] = p.code.size
-            parts.append(_Part(device, ranks, found, groups, report))
+            parts.append(_Part(device, ranks, peers, found, groups, report))
         return tuple(parts)
 
 
@@ -304,6 +316,28 @@ def open_device(index: int) -> Device:
         ) from None
     except (RuntimeError, OSError) as error:  # CuPy's errors
         raise CollectiveError(f"GPU {index} cannot be used: {error}") from None
+    return found
+
+
+def gpu_named(device: str) -> int | None:
+    """N of "cuda:N", None of "cuda". Raises CollectiveError for anything else."""
+    kind, _, number = device.partition(":")
+    if kind != "cuda" or (":" in device and not number.isdigit()):
+        raise CollectiveError(f"unknown device {device!r}; choose from cpu, cuda, cuda:N")
+    return int(number) if number else None
+
+
+def current_device() -> int:
+    """The current GPU of this thread: torch's where it uses GPUs, else CuPy's."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        return int(torch.cuda.current_device())
+    try:
+        from kernels.device import current
+
+        found: int = current()
+    except ImportError as error:
+        raise CollectiveError(f"GPU tensors need CuPy ({error})") from None
     return found
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Protocol
 
 from collectives.errors import CollectiveError
@@ -21,12 +23,45 @@ _LEAVING = 5.0  # s that the others have to let go of our memory
 _TOLD = 200  # characters of an error that the others are told
 
 
+class Lease:
+    """Memory of a GPU that a tensor lies in: given back when neither it nor the ranks need it."""
+
+    def __init__(self, device: Device, address: int) -> None:
+        self.address = address
+        self._device, self._holders, self._lock = device, 2, threading.Lock()
+
+    def release(self) -> None:
+        """To be called by each of the two, once."""
+        with self._lock:
+            self._holders -= 1
+            unneeded = self._holders == 0
+        if unneeded:
+            self._device.free(self.address)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Memory of `nbytes` on each rank's GPU, for tensors.
+
+    `addresses`: where this process sees each rank's; none where not all see all. `leases`: of the
+    ranks of this process.
+    """
+
+    nbytes: int
+    addresses: tuple[int, ...]
+    leases: Mapping[int, Lease]
+
+
 class Memory(Protocol):
-    """Where all ranks' counters and slots lie."""
+    """Where all ranks' counters and slots lie, and tensors that others may write."""
 
     def bases(self, nbytes: Sequence[int], touched: set[int]) -> list[int]:
         """Zeroed memory of so many bytes for each rank: its address in this process, of the ranks
         whose memory ours touch."""
+
+    def share(self, nbytes: int) -> Shared:
+        """Zeroed memory for a tensor on each rank, which outlives us where that is still there.
+        Raises CollectiveError, on all ranks, where one has no room."""
 
     def close(self) -> None:
         """Give all of it back; nothing may be running, here or on a peer."""
@@ -41,6 +76,7 @@ class LocalMemory:
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
         self._made: list[tuple[Device, int]] = []
+        self._leases: list[Lease] = []
         for a in {d.index: d for d in devices}.values():
             for b in {d.index for d in devices} - {a.index}:
                 if not a.reach(b):
@@ -56,11 +92,25 @@ class LocalMemory:
             self._made.append((device, found[-1]))
         return found
 
+    def share(self, nbytes: int) -> Shared:
+        leases: dict[int, Lease] = {}
+        try:
+            for rank, device in enumerate(self._devices):
+                leases[rank] = Lease(device, device.allocate(nbytes))
+                self._leases.append(leases[rank])
+        except RuntimeError as error:
+            for lease in leases.values():  # of which there will be no tensor
+                lease.release()
+            raise CollectiveError(f"no memory for a tensor of {nbytes} bytes: {error}") from error
+        return Shared(nbytes, tuple(lease.address for lease in leases.values()), leases)
+
     def close(self) -> None:
         with ExitStack() as last:
             while self._made:
                 device, address = self._made.pop()
                 last.callback(device.free, address)
+            while self._leases:
+                last.callback(self._leases.pop().release)
 
 
 class PeerMemory:
@@ -75,20 +125,51 @@ class PeerMemory:
         self._required = required
         self._warned = False
         self._own: list[int] = []
+        self._leases: list[Lease] = []
         self._opened: list[int] = []
         self._registered: list[int] = []
 
     def bases(self, nbytes: Sequence[int], touched: set[int]) -> list[int]:
-        rank = self._arena.rank
-        # of less than a block, the driver would share what else lies in it
-        mine = self._device.allocate(-(-max(nbytes[rank], 1) // _BLOCK) * _BLOCK)
+        mine = self._allocate(nbytes[self._arena.rank])
         self._own.append(mine)
+        found, ways, why = self._exchange(mine, touched)
+        if ways:
+            self._fall_back(nbytes, found, touched, ways, why)
+        return found
+
+    def share(self, nbytes: int) -> Shared:
+        lease, trouble = None, ""
+        try:
+            lease = Lease(self._device, self._allocate(nbytes))
+            self._leases.append(lease)
+        except RuntimeError as error:
+            trouble = str(error)
+        try:
+            failed = troubles(self._gather, trouble)
+            if lease is None or failed:
+                raise CollectiveError(f"no memory for a tensor of {nbytes} bytes: {failed}")
+            found, ways, _ = self._exchange(lease.address, {*range(self._arena.size)})
+        except BaseException:
+            if lease:
+                lease.release()  # as there will be no tensor
+            raise
+        return Shared(nbytes, () if ways else tuple(found), {self._arena.rank: lease})
+
+    def _allocate(self, nbytes: int) -> int:
+        # of less than a block, the driver would share what else lies in it
+        return self._device.allocate(-(-max(nbytes, 1) // _BLOCK) * _BLOCK)
+
+    def _exchange(
+        self, mine: int, touched: set[int]
+    ) -> tuple[list[int], dict[int, list[int]], str]:
+        """Where we see the memory of the ranks `touched`; who cannot open whose, and why."""
+        rank = self._arena.rank
         try:
             handle, why = self._device.share(mine), ""
         except RuntimeError as error:
             handle, why = b"", f"{error}"
         handles = self._gather("memory of GPUs", handle)
-        found = [0] * len(nbytes)
+        found = [0] * self._arena.size
         found[rank] = mine
         refused: list[int] = []
         for peer in sorted(touched - {rank}):
@@ -104,10 +185,7 @@ class PeerMemory:
         said = json.dumps({"refused": refused, "why": why[:_TOLD]}).encode()
         told = [json.loads(row) for row in self._gather("access to GPUs", said)]
         ways = {r: row["refused"] for r, row in enumerate(told) if row["refused"]}
-        if ways:
-            why = next(row["why"] for row in told if row["why"])
-            self._fall_back(nbytes, found, touched, ways, why)
-        return found
+        return found, ways, next((row["why"] for row in told if row["why"]), "")
 
     def _fall_back(
         self, nbytes: Sequence[int], found: list[int], touched: set[int],
@@ -147,7 +225,7 @@ class PeerMemory:
 
     def _free(self) -> None:
         deadline = time.monotonic() + _LEAVING
-        while self._own and not self._arena.others_left():
+        while (self._own or self._leases) and not self._arena.others_left():
             if time.monotonic() > deadline:
                 log.warning("rank %d: others still use its GPU memory", self._arena.rank)
                 return
@@ -155,5 +233,7 @@ class PeerMemory:
         with ExitStack() as last:
             while self._own:
                 last.callback(self._device.free, self._own.pop())
+            while self._leases:
+                last.callback(self._leases.pop().release)
             while self._registered:
                 last.callback(self._device.unregister, self._registered.pop())

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.errors import PlanError
-from collectives.planning.inputs import input_reads
 from collectives.planning.plan import ALIGN, Op, Plan, Stream
+from collectives.planning.touches import input_reads, pushes
+from collectives.planning.verify import races
 
 MOST_RANKS = 64
 MOST_PEERS = 64
@@ -42,7 +44,7 @@ class State(IntEnum):
     DONE = 4
 
 
-END = np.dtype([("slot", "u8"), ("ready", "u8"), ("free", "u8")])
+END = np.dtype([("slot", "u8"), ("ready", "u8"), ("free", "u8"), ("peer", "u4"), ("pad", "u4")])
 CURSOR = np.dtype([(name, "u4") for name in ("waited", "moved", "signalled", "slot")])
 GROUP = np.dtype(
     [(name, "u8") for name in ("code", "ends", "cursors", "place", "report")]
@@ -53,7 +55,7 @@ LAUNCH = np.dtype(
     + [
         (name, "u4")
         for name in ("lanes", "num_chunks", "stride", "slots", "stripe", "low_latency", "divisor",
-                     "ps_per_byte")
+                     "ps_per_byte", "direct", "pad")
     ]
     + [(name, "u8", (MOST_RANKS,)) for name in ("buffers", "inputs")]
 )  # fmt: skip
@@ -162,8 +164,9 @@ def programs(plan: Plan, rank: int) -> list[Program]:
 
     `code` is `[phases, phases + 1 offsets, steps]` with the steps of `Plan.encode`, in which
     connections are numbers into `ends`, the source of a SEND or REDUCE is `INPUT` where it takes
-    what the caller gave (`input_reads`), and the flag of a SIGNAL or WAIT has 2 added where the
-    connection carries data. Raises PlanError where a step has more peers than the kernel admits.
+    what the caller gave (`input_reads`), the flag of a SEND or COPY is 1 where it pushes
+    (`pushes`), and that of a SIGNAL or WAIT has 2 added where the connection carries data.
+    Raises PlanError where a step has more peers than the kernel admits.
     """
     streams = [s for s in plan.streams if s.rank == rank]
     for step in (step for s in streams for body in s.phases for step in body):
@@ -172,7 +175,7 @@ def programs(plan: Plan, rank: int) -> list[Program]:
                 f"{plan.algorithm}: rank {rank} has a {step.op.name} with {n} peers; GPU "
                 f"kernels take at most {MOST_PEERS} in one step"
             )
-    whole, given = plan.encode(rank).tolist(), input_reads(plan)
+    whole, given, pushed = plan.encode(rank).tolist(), input_reads(plan), pushes(plan)
     phases = whole[1]
     found = []
     for i, stream in enumerate(streams):
@@ -187,7 +190,9 @@ def programs(plan: Plan, rank: int) -> list[Program]:
             connections = whole[at + 5 : at + 5 + n]
             if op in (Op.SIGNAL, Op.WAIT):
                 flag += 0 if plan.connections[connections[0]].local else 2
-            if (rank, stream.channel, position) in given:
+            here = rank, stream.channel, position
+            flag += here in pushed
+            if here in given:
                 source = INPUT
             elif source >= 0:
                 source = number.setdefault(source, len(number))
@@ -198,12 +203,29 @@ def programs(plan: Plan, rank: int) -> list[Program]:
     return found
 
 
-def ends(plan: Plan, layout: Layout, program: Program, bases: Sequence[int]) -> NDArray[np.void]:
+@lru_cache(maxsize=64)
+def may_push(plan: Plan) -> bool:
+    """Whether ranks that see each other's buffers write results there; the same on all ranks."""
+    if plan.collective == "alltoall" or plan.size > MOST_RANKS:  # chunks lie elsewhere; no room
+        return False
+    return bool(pushes(plan)) and not races(plan, pushing=True)
+
+
+def receivers(plan: Plan, ranks: Sequence[int]) -> list[int]:
+    """Other ranks whose buffers these may write, where they push."""
+    return sorted({c.dst for c in plan.connections if c.src in ranks} - {*ranks})
+
+
+def ends(
+    plan: Plan, layout: Layout, program: Program, bases: Sequence[int], order: Sequence[int]
+) -> NDArray[np.void]:
     """[ends] of END: the addresses at which one process sees them, with each rank's memory at
-    `bases[rank]`."""
+    `bases[rank]`; `order`: the ranks of the launch's buffers."""
     table = np.zeros(len(program.ends), END)
     for row, index in zip(table, program.ends, strict=True):
         c = plan.connections[index]
+        if c.src == program.stream.rank:
+            row["peer"] = order.index(c.dst)
         row["ready"] = bases[c.dst] + layout.ready[index]
         if not c.local:
             row["free"] = bases[c.src] + layout.free[index]
@@ -214,10 +236,12 @@ def ends(plan: Plan, layout: Layout, program: Program, bases: Sequence[int]) -> 
 def launch(
     plan: Plan, shape: Shape, groups: int, abort: int, buffers: Sequence[tuple[int, int]],
     timeout: float, average: bool, ps_per_byte: int = 0, finals: int = 0,
+    peers: Sequence[int] | None = None,
 ) -> NDArray[np.void]:  # fmt: skip
     """[1] of LAUNCH. `groups`, `abort`, `finals` are addresses, `timeout` is in seconds; `average`
     divides by the number of ranks. For each rank that this launch runs, in the groups' order, the
-    buffer in which results go and that in which its values lie: the same one in place."""
+    buffer in which results go and that in which its values lie: the same one in place. `peers`: the
+    buffers of `receivers`, to push into; None: nothing is pushed."""
     if len(buffers) > MOST_RANKS:
         raise PlanError(f"{len(buffers)} ranks in one launch; at most {MOST_RANKS}")
     made = np.zeros(1, LAUNCH)
@@ -228,4 +252,7 @@ def launch(
     row["num_chunks"], row["stride"], row["slots"] = plan.num_chunks, plan.stride, plan.slots
     row["divisor"], row["ps_per_byte"] = plan.size if average else 0, ps_per_byte
     row["buffers"][: len(buffers)], row["inputs"][: len(buffers)] = zip(*buffers, strict=True)
+    if peers is not None:
+        row["direct"] = 1
+        row["buffers"][len(buffers) : len(buffers) + len(peers)] = peers
     return made

@@ -17,6 +17,7 @@ from collectives.planning.plan import Plan
 from collectives.runtime.arena import Arena
 from collectives.runtime.counters import Counted
 from collectives.runtime.cuda import GpuRanks, Prepared
+from collectives.runtime.memory import Shared
 
 _POLL = 0.05  # s
 _PER_THREAD = 2  # cudaStreamPerThread
@@ -33,6 +34,8 @@ class Call:
     op: str
     lanes: int
     layers: tuple[int, ...] = ()  # bytes of each, for a gradient queue
+    spot: tuple[int, int] | None = None
+    """Where all ranks' buffers lie: number of a piece of shared memory, and offset in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class Team:
         self._prepared: dict[Call, Prepared] = {}
         self._changed = threading.Condition()
         self._children: dict[tuple[int, int], tuple[Team, list[Arena]]] = {}
+        self._shared: list[Shared | Exception] = []
         self._left = 0
         self._round = _Round()
         self._meeting = {i: device.make_event() for i, (device, _) in gpu.shares.items()}
@@ -77,9 +81,24 @@ class Team:
         """Memory and tables of a call. In a team of one, all ranks must prepare it together."""
         if call not in self._prepared:
             self._prepared[call] = self.gpu.prepare(
-                call.plan, call.nbytes, call.dtype, call.op, call.lanes, call.layers
-            )
+                call.plan, call.nbytes, call.dtype, call.op, call.lanes, call.layers,
+                True if call.spot else None,
+            )  # fmt: skip
         return self._prepared[call]
+
+    def share(self, number: int, nbytes: int) -> Shared:
+        """The `number`-th piece of memory for tensors, which the first rank that asks makes for all
+        ranks of this process. Raises the same on all of them."""
+        with self._changed:
+            if number == len(self._shared):
+                try:
+                    self._shared.append(self.gpu.share(nbytes))
+                except Exception as error:
+                    self._shared.append(error)
+            found = self._shared[number]
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def launch(
         self, rank: int, mine: Arrival, patience: Callable[[str, int], None]
@@ -126,10 +145,15 @@ class Team:
     def _run(self, came: dict[int, Arrival], stream: int | dict[int, int]) -> Counted | None:
         """Launch one call of all ranks."""
         arrivals = [came[r] for r in self.gpu.devices]
+        call, everyone = arrivals[0].call, []
+        if call.spot:
+            shared = self._shared[call.spot[0]]
+            assert isinstance(shared, Shared)
+            everyone = [address + call.spot[1] for address in shared.addresses]
         begun = {r: a.begun for r, a in came.items() if a.begun is not None}
         return self.gpu.run(
-            self.prepare(arrivals[0].call), [a.buffer for a in arrivals], stream,
-            begun=begun or None, inputs=[a.values for a in arrivals],
+            self.prepare(call), [a.buffer for a in arrivals], stream, begun=begun or None,
+            inputs=[a.values for a in arrivals], everyone=everyone,
         )  # fmt: skip
 
     def _launch_together(self, came: dict[int, Arrival]) -> Counted | None:

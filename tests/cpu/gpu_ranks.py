@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,10 +58,12 @@ def gpus(
     build(everything=True, what="library")  # before ranks are forked
     machine = Machine(make)
     monkeypatch.setattr(cuda, "open_device", machine)
+    monkeypatch.setattr(cuda, "current_device", lambda: CURRENT.index)
     yield machine
     for device in machine.ours():
         device.close()
     _KEPT.clear()
+    gc.collect()  # tensors that threads had
     assert not machine.left()
 
 

@@ -117,6 +117,11 @@ class HostDevice:
         if address in self._files:
             os.close(self._files.pop(address))
 
+    def array(self, address: int, nbytes: int, owner: object) -> HostTensor:
+        memory = (ctypes.c_uint8 * nbytes).from_address(address)
+        memory.owner = owner  # type: ignore[attr-defined]
+        return HostTensor(np.frombuffer(memory, np.uint8, nbytes), self.index)
+
     def upload(self, array: np.ndarray) -> int:
         raw = np.zeros(array.nbytes + 128, np.uint8)
         address = -(-raw.ctypes.data // 128) * 128
@@ -258,8 +263,17 @@ class HostTensor:
         self.shape, self.dtype = array.shape, array.dtype
         self.device = SimpleNamespace(id=device)
 
-    def reshape(self, *shape: int) -> HostTensor:
+    def reshape(self, *shape: Any) -> HostTensor:
         return HostTensor(self.array.reshape(*shape), self.device.id, self.stream)
+
+    def view(self, dtype: str) -> HostTensor:
+        return HostTensor(self.array.view(dtype), self.device.id, self.stream)
+
+    def __setitem__(self, where: Any, values: HostTensor) -> None:
+        self.array[where] = values.array
+
+    def __getitem__(self, where: Any) -> HostTensor:
+        return HostTensor(self.array[where], self.device.id, self.stream)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -349,7 +363,8 @@ class HostGpu:
                 fields = {
                     "code": self.image.add(p.code),
                     "ends": self.image.add(
-                        program.ends(plan, layout, p, bases), ("slot", "ready", "free")
+                        program.ends(plan, layout, p, bases, range(plan.size)),
+                        ("slot", "ready", "free"),
                     ),
                     "cursors": self.image.add(cursors),
                     "report": self.image.add(np.zeros(shape.lanes * REPORT, np.uint32)),
@@ -361,11 +376,12 @@ class HostGpu:
     def call(
         self, inputs: Sequence[np.ndarray], op: str = "sum", dtype: str = "float32",
         nbytes: int | None = None, plan: Plan | None = None, skew: int = 0, ps_per_byte: int = 0,
-        only: int | None = None, finals: int = 0, apart: bool = False,
+        only: int | None = None, finals: int = 0, apart: bool = False, direct: bool = False,
     ) -> list[int]:  # fmt: skip
         """Add a launch; returns the segments of the ranks' buffers, each `skew` bytes in.
 
         `apart`: the inputs lie in segments of their own, which must not change (`given`).
+        `direct`: ranks push into each other's buffers.
         `only`: leave out all blocks of every other rank. `finals`: address of a queue's counters.
         """
         plan = plan or self.plan
@@ -391,7 +407,7 @@ class HostGpu:
         launch = program.launch(
             plan, self.shape, groups, self.abort,
             [(b + skew, v + skew) for b, v in zip(buffers, values, strict=True)], self.timeout,
-            op == "avg", ps_per_byte, finals,
+            op == "avg", ps_per_byte, finals, [] if direct else None,
         )  # fmt: skip
         at = self.image.add(launch, ("groups", "abort", "finals", "buffers", "inputs"))
         blocks = len(chosen) * self.shape.lanes

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,6 +85,25 @@ def test_memory_that_cannot_be_cleared_is_given_back(runtime: Runtime) -> None:
     with pytest.raises(RuntimeError, match=r"^no$"):
         device.allocate(8)
     assert runtime.calls[-1] == ("free", 0, (4096,))
+
+
+def test_an_array_lies_in_memory_of_ours_and_keeps_its_owner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the real CuPy, where it is installed: this needs no GPU."""
+    cupy = pytest.importorskip("cupy")
+    device = object.__new__(CudaDevice)
+    device._cupy, device.index = cupy, 3
+    monkeypatch.setattr(CudaDevice, "here", lambda self: nullcontext())
+    owner = set("x")
+    alone = weakref.ref(owner)
+    array = device.array(1 << 20, 96, owner)
+    assert (array.shape, array.dtype, array.data.ptr) == ((96,), "uint8", 1 << 20)
+    part = array.view("float32").reshape(4, 6)[1:]
+    del owner, array
+    assert part.data.ptr == (1 << 20) + 24 and part.device.id == 3 and alone() is not None
+    del part
+    assert alone() is None
 
 
 @pytest.mark.parametrize(("code", "wanted"), [(0, True), (600, False)])

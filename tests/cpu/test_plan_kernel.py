@@ -13,6 +13,7 @@ from host_gpu import BROKEN, HostGpu, build, needs_compiler
 from collectives import PlanError, plan_allreduce, plan_collective
 from collectives.planning.goals import COLLECTIVES
 from collectives.planning.plan import Op, Plan
+from collectives.planning.verify import races
 from collectives.runtime import program, reference
 from collectives.runtime.program import Shape, State, fit
 from collectives.runtime.reference import DTYPES, from_bfloat16, to_bfloat16
@@ -70,9 +71,10 @@ def same(a: np.ndarray, b: np.ndarray, dtype: str) -> bool:
 def check(
     plan: Plan, shape: Shape, sizes: list[int], dtype: str = "float32", op: str = "sum",
     sanitizer: str = "", start: int = 0, threads: int = 2, skew: int = 0, apart: bool = False,
+    direct: tuple[bool, ...] = (False,),
 ) -> None:  # fmt: skip
     """Messages of several sizes, one after another over the same memory; in place, or with the
-    values `apart`."""
+    values `apart`; pushing into buffers where that call's turn of `direct` says so."""
     gpu = HostGpu(plan, shape, threads, start)
     calls = []
     for seed, nbytes in enumerate(sizes):
@@ -81,7 +83,8 @@ def check(
         while chunks.chunk_bytes(nbytes) > most:
             chunks = chunks.with_chunks(chunks.num_chunks + plan.stride)
         inputs = values(plan, nbytes, dtype, seed)
-        segments = gpu.call(inputs, op, dtype, nbytes, chunks, skew, apart=apart)
+        pushing = direct[seed % len(direct)]
+        segments = gpu.call(inputs, op, dtype, nbytes, chunks, skew, apart=apart, direct=pushing)
         calls.append((segments, reference.run(chunks, inputs, op, bfloat16=dtype == "bfloat16")))
     everything = dtype != "float32" or op not in ("sum", "avg")
     done = gpu.image.run(build(sanitizer, everything))
@@ -125,8 +128,44 @@ def test_all_reduces_out_of_place(machine: str, algorithm: str, shape: Shape) ->
     """The inputs stay; the buffers hold other values at first."""
     plan = plan_allreduce(load(machine), 40_000, algorithm)
     check(plan, shape, [4 * 1009, 4], apart=True)
-    sanitizer = "thread" if shape == LINES else "address,undefined"
-    check(plan, shape, [4 * 1009, 4], sanitizer=sanitizer, apart=True)
+    if algorithm in ("ccube_dgx1", "two_shot"):
+        sanitizer = "thread" if shape == LINES else "address,undefined"
+        check(plan, shape, [4 * 1009, 4], sanitizer=sanitizer, apart=True)
+
+
+@pytest.mark.parametrize(("machine", "algorithm", "sanitizer"), [
+    *((machine, algorithm, "") for machine, algorithm in ALGORITHMS),
+    ("dgx1-v100", "ccube_dgx1", "thread"), ("dgx1-v100", "ring", "thread"),
+    ("mesh-8", "two_shot", "thread"), ("dgx1-v100", "ccube_dgx1", "address,undefined"),
+])  # fmt: skip
+def test_all_reduces_that_push_into_buffers(machine: str, algorithm: str, sanitizer: str) -> None:
+    """In turns with calls that do not, over the same slots and counters."""
+    plan = plan_allreduce(load(machine), 40_000, algorithm)
+    assert not races(plan, pushing=True)
+    sizes = [4 * 1009, 4, 4 * 1009, 4 * 337]
+    check(plan, plain(2, 512), sizes, op="avg", sanitizer=sanitizer, direct=(True, False, True))
+    if not sanitizer:
+        check(plan, plain(1), sizes, skew=4, apart=True, direct=(True,))
+
+
+def test_what_is_pushed_passes_no_slot() -> None:
+    plan, shape = plan_allreduce(load("mesh-5"), 40_000, "double_tree"), plain(2)
+    gpu = HostGpu(plan, shape)
+    gpu.call(values(plan, 4000), direct=True)
+    done, layout = gpu.image.run(build()), program.lay_out(plan, shape)
+    copies = {i for s in plan.streams for body in s.phases for step in body
+              if step.op is Op.COPY for i in step.connections}  # fmt: skip
+    assert len(copies) == 8  # of two trees with four edges each
+    for i, c in enumerate(plan.connections):
+        if not c.local:  # segment 0 is the abort word
+            ring = done[1 + c.dst][layout.slot[i] :][: plan.slots * shape.lanes * shape.stripe]
+            assert ring.any() == (i not in copies)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_plans_that_push_where_that_is_no_race(seed: int) -> None:
+    plan = random_plan(seed)[0]
+    check(plan, plain(2, 512), [4 * 1009, 4], direct=(not races(plan, pushing=True),))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
@@ -280,13 +319,17 @@ MUTANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", MUTANTS)
-def test_a_mutant_is_caught_by_the_thread_sanitizer(what: str) -> None:
+@pytest.mark.parametrize(("what", "direct"), [
+    *((what, False) for what in MUTANTS),
+    ("release of data", True), ("wait for data", True), ("barrier behind the data", True),
+])  # fmt: skip
+def test_a_mutant_is_caught_by_the_thread_sanitizer(what: str, direct: bool) -> None:
     """Most give right results here: only the order that they lack is seen."""
-    plan = replace(plan_allreduce(load("mesh-3"), 8000, "overlapped_tree", 8), slots=3)
+    algorithm = "chain" if direct else "overlapped_tree"
+    plan = replace(plan_allreduce(load("mesh-3"), 8000, algorithm, 8), slots=3)
     gpu = HostGpu(plan, plain(1, 1024), threads=2)
     for _ in range(3):
-        gpu.call(values(plan, 8000))
+        gpu.call(values(plan, 8000), direct=direct)
     done = gpu.image.run(build("thread", changes=(MUTANTS[what],)))
     assert not isinstance(done, list), "nothing was reported"
     assert done.returncode == BROKEN and "data race" in done.stderr

@@ -24,7 +24,7 @@ struct Image {
 
 #define FIELD(S, f) std::printf(#S " " #f " %zu %zu\n", offsetof(S, f), sizeof(S::f))
 static int layout() {
-    FIELD(End, slot), FIELD(End, ready), FIELD(End, free);
+    FIELD(End, slot), FIELD(End, ready), FIELD(End, free), FIELD(End, peer), FIELD(End, pad);
     FIELD(Cursor, waited), FIELD(Cursor, moved), FIELD(Cursor, signalled), FIELD(Cursor, slot);
     FIELD(Group, code), FIELD(Group, ends), FIELD(Group, cursors), FIELD(Group, place);
     FIELD(Group, report), FIELD(Group, rank), FIELD(Group, num_ends), FIELD(Group, code_words);
@@ -33,6 +33,7 @@ static int layout() {
     FIELD(Launch, lanes);
     FIELD(Launch, num_chunks), FIELD(Launch, stride), FIELD(Launch, slots), FIELD(Launch, stripe);
     FIELD(Launch, low_latency), FIELD(Launch, divisor), FIELD(Launch, ps_per_byte);
+    FIELD(Launch, direct), FIELD(Launch, pad);
     FIELD(Launch, buffers), FIELD(Launch, inputs);
     FIELD(Check, counters), FIELD(Check, need), FIELD(Check, abort), FIELD(Check, timeout_ns);
     FIELD(Check, streams), FIELD(Check, lanes);

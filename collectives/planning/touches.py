@@ -1,0 +1,70 @@
+"""What steps touch besides their own buffer: what callers gave, and the results of other ranks."""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import lru_cache
+
+from collectives.planning.plan import Op, Plan
+from collectives.planning.walk import Visit, walk
+
+Place = tuple[int, int, int]  # rank, channel, position in the stream's code
+
+
+@lru_cache(maxsize=16)
+def input_reads(plan: Plan) -> frozenset[Place]:
+    """The SENDs and REDUCEs that take their own chunk before anything at their rank has written it.
+
+    All other accesses to own chunks are to results. In a verified plan every two accesses to a
+    chunk of which one writes are ordered, so any legal order of steps tells; and as each group of
+    chunks repeats the steps, one group tells for all.
+    """
+    written: set[tuple[int, int]] = set()
+    found: set[Place] = set()
+
+    def visit(v: Visit) -> None:
+        own = v.stream.rank, v.chunk
+        reads = v.step.op is Op.REDUCE or (v.step.op is Op.SEND and v.step.source is None)
+        if reads and own not in written:
+            found.add(place(v))
+        if v.step.op in (Op.REDUCE, Op.COPY):
+            written.add(own)
+
+    walk(plan.with_chunks(plan.stride), visit)
+    return frozenset(found)
+
+
+@lru_cache(maxsize=16)
+def pushes(plan: Plan) -> frozenset[Place]:
+    """The SENDs of which every receiver makes a COPY, and these COPYs.
+
+    A rank that sees the receivers' buffers may write there at once, and the COPY has nothing to do:
+    if `verify.races` finds no race in that. Connections are queues and a COPY is of the chunk that
+    was sent (`verify`), so again one group tells for all.
+    """
+    under_way: dict[int, deque[Place]] = {}
+    came: dict[Place, Place] = {}  # from a COPY to the SEND that it takes
+    others: set[Place] = set()  # SENDs into slots that are needed
+
+    def visit(v: Visit) -> None:
+        step = v.step
+        if step.op in (Op.SIGNAL, Op.WAIT):
+            return
+        if step.op is not Op.SEND:
+            sent = [under_way[i].popleft() for i in step.connections]
+            if step.op is Op.COPY:
+                came[place(v)] = sent[0]
+            else:
+                others.update(sent)
+            return
+        if step.source is not None:
+            others.add(under_way[step.source].popleft())
+        for i in step.connections:
+            under_way.setdefault(i, deque()).append(place(v))
+
+    walk(plan.with_chunks(plan.stride), visit)
+    return frozenset({p for pair in came.items() if pair[1] not in others for p in pair})
+
+
+def place(visit: Visit) -> Place:
+    return visit.stream.rank, visit.stream.channel, visit.at

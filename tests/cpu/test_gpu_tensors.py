@@ -1,0 +1,197 @@
+"""`Communicator.empty` on GPUs made of threads: tensors that other ranks' GPUs write."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gpu_ranks import MODES, Machine, failure, gpus, tensor
+from host_gpu import HostDevice, needs_compiler
+
+import collectives
+from collectives.default import get_default
+from collectives.tensors import shaped
+
+pytestmark = needs_compiler
+
+LARGE = 100_003  # elements: chunks that pass plain slots
+CALLS = [
+    ("ring", LARGE), ("overlapped_double_tree", LARGE), ("ccube_dgx1", LARGE), ("two_shot", LARGE),
+    ("one_shot", 331), ("tree", 1), ("tree", 0),
+]  # fmt: skip
+
+
+def values(rank: int, n: int) -> np.ndarray:
+    return ((np.arange(n) * 7 + rank * 3) % 5).astype(np.float32)
+
+
+def pushed(comm: Any) -> list[bool]:
+    """Of each kind of call that was launched whether results are written into buffers."""
+    return [p.direct for p in comm._gpu.team._prepared.values()]
+
+
+def all_reduces(rank: int, machine: Machine, calls: list[tuple[str, int]]) -> list[Any]:
+    comm = get_default()
+    whole = comm.empty((2, LARGE), device="cuda")
+    assert whole.shape == (2, LARGE) and whole.dtype == np.float32
+    found = []
+    for row, (algorithm, n) in zip((0, 1) * 4, calls, strict=False):
+        x, want = whole[row][:n], np.sum([values(r, n) for r in range(comm.size)], axis=0)
+        x.array[:] = values(rank, n)
+        comm.allreduce(x, algorithm=algorithm)
+        comm.synchronize()
+        assert (x.array == want).all(), (algorithm, n)
+        comm.allreduce(given := tensor(values(rank, n)), algorithm=algorithm, out=x)
+        comm.allreduce(ordinary := tensor(values(rank, n)), algorithm=algorithm)
+        comm.synchronize()
+        for result in (x, ordinary):
+            assert (result.array == want).all(), (algorithm, n)
+        assert (given.array == values(rank, n)).all()
+        found.append(pushed(comm))
+    whole.array[:] = values(rank, LARGE)
+    layers = [1000, LARGE - 1000]
+    queue = comm.allreduce_queue(whole[0], layers)
+    queue.dequeue(0)
+    queue.wait()
+    comm.synchronize()
+    found.append(pushed(comm))
+    del x, whole, queue
+    comm.close()
+    gc.collect()
+    return [found, machine.left() if len(machine.ours()) == 1 else []]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_results_are_written_where_they_belong(mode: str, machine: Machine) -> None:
+    arguments = (machine, [c for c in CALLS if c[0] != "ccube_dgx1"])
+    for found, left in collectives.spawn(all_reduces, 3, "mesh-3", arguments, **MODES[mode]):
+        last = found[-1]
+        if mode == "threads on one GPU":  # one launch: whatever is passed
+            assert sum(last) == 4
+        else:  # the tensors of `empty`, but not the ordinary ones
+            assert sum(last) == 4 and len(last) > 8
+        if "processes" in mode:
+            assert not left
+
+
+def test_over_detours(machine: Machine) -> None:
+    arguments = (machine, [("ccube_dgx1", LARGE), ("tree", LARGE)])
+    for found, _ in collectives.spawn(all_reduces, 8, "dgx1-v100", arguments, device="cuda"):
+        assert sum(found[-1]) == 3
+
+
+def outliving(rank: int, machine: Machine) -> list[int]:
+    comm = get_default()
+    x = comm.empty(LARGE, device="cuda")
+    short = comm.empty(7, "int8", device="cuda:0")
+    x.array[:] = rank
+    comm.allreduce(x)
+    del short
+    comm.close()
+    left = [len(machine.left())]
+    assert (x.array == 1).all()
+    del x
+    gc.collect()
+    return [*left, len(machine.left())]
+
+
+def test_a_tensor_may_outlive_the_communicator(machine: Machine) -> None:
+    assert collectives.spawn(outliving, 2, "mesh-2", (machine,), device="cuda:0") == [[1, 0]] * 2
+
+
+def wrong(rank: int) -> list[str]:
+    comm = get_default()
+    x = comm.empty(LARGE, device="cuda")
+    calls = [
+        lambda: comm.empty(10 + rank, device="cuda"),
+        lambda: comm.empty(-1, device="cuda"),
+        lambda: comm.empty(3, "complex64", "cuda"),
+        lambda: comm.empty(3, device="gpu"),
+        lambda: comm.empty(3, device="cuda:5"),
+        lambda: comm.allreduce(x if rank else tensor(values(0, LARGE))),
+        lambda: comm.allreduce(x[rank:][: LARGE - 1]),
+    ]
+    said = [str(failure(call)) for call in calls]
+    x.array[:] = rank
+    comm.allreduce(x)
+    comm.synchronize()
+    assert (x.array == 1).all()
+    return said
+
+
+@pytest.mark.parametrize("mode", ["processes on one GPU", "a thread a GPU"])
+def test_what_is_refused_leaves_the_ranks_in_step(mode: str, machine: Machine) -> None:
+    for rank, said in enumerate(collectives.spawn(wrong, 2, "mesh-2", **MODES[mode])):
+        assert said[0] == (
+            "the ranks ask for tensors of different sizes: 40, 44 bytes, by rank; they must agree"
+        )
+        assert said[1] == "a shape is made of integers >= 0, not -1"
+        assert "unsupported dtype complex64" in said[2]
+        assert said[3] == "unknown device 'gpu'; choose from cpu, cuda, cuda:N"
+        assert f"rank {rank} runs on GPU" in said[4] and "on GPU 5" in said[4]
+        assert "ranks [1]: allreduce(100003 x float32, sum" in said[5]
+        assert "at 0 in shared memory 0 on the GPU" in said[5]
+        assert "at 4 in shared memory 0 on the GPU" in said[6]
+
+
+class Full(HostDevice):
+    """GPU 1 has no room for a tensor."""
+
+    def allocate(self, nbytes: int) -> int:
+        if self.index == 1 and nbytes >= 1 << 26:
+            raise RuntimeError("cudaErrorMemoryAllocation: out of memory")
+        return super().allocate(nbytes)
+
+
+def without_room(rank: int) -> list[str]:
+    comm = get_default()
+    said = str(failure(lambda: comm.empty(1 << 26, "uint8", "cuda")))
+    x = comm.empty(LARGE, device="cuda")
+    x.array[:] = 1
+    comm.allreduce(x, algorithm="tree")
+    comm.synchronize()
+    return [said, *pushed(comm), bool((x.array == 2).all())]
+
+
+@pytest.mark.parametrize("mode", ["a process a GPU", "a thread a GPU"])
+def test_no_room_on_one_gpu_is_told_to_all(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gpus(monkeypatch, lambda index: Full(32, index=index, bus_id=f"0000:0{index}:00.0")):
+        for said, *after in collectives.spawn(without_room, 2, "mesh-2", **MODES[mode]):
+            assert said.startswith("no memory for a tensor of 67108864 bytes: ")
+            assert "out of memory" in said
+            assert after == [True, True]
+        gc.collect()
+
+
+class Walled(HostDevice):
+    """Opens nobody's memory."""
+
+    def open(self, handle: bytes) -> int:
+        raise RuntimeError("cudaErrorMapBufferObjectFailed: mapping of buffer object failed")
+
+
+def unseen(rank: int) -> list[Any]:
+    comm = get_default()
+    x = comm.empty(LARGE, device="cuda")
+    x.array[:] = 1
+    comm.allreduce(x, algorithm="tree")
+    comm.synchronize()
+    return [*pushed(comm), bool((x.array == 2).all())]
+
+
+def test_memory_that_others_do_not_see_is_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    with gpus(monkeypatch, lambda index: Walled(32, index=index, bus_id=f"0000:0{index}:00.0")):
+        assert collectives.spawn(unseen, 2, "mesh-2", device="cuda") == [[False, True]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_torch_tensors_are_made_by_dlpack(dtype: torch.dtype) -> None:
+    raw = np.zeros(6 * dtype.itemsize, np.uint8)
+    x = shaped(raw, (2, 3), str(dtype).removeprefix("torch."), dtype)
+    assert isinstance(x, torch.Tensor) and x.dtype == dtype and tuple(x.shape) == (2, 3)
+    assert x.data_ptr() == raw.ctypes.data
+    none = shaped(raw[:0], (0, 3), "float32", torch.float32)
+    assert tuple(none.shape) == (0, 3)
