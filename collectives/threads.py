@@ -56,7 +56,7 @@ def spawn_threads(
         )
     devices = [cuda.open_device(index) for index in gpus]
     ranks = [_Rank(r) for r in range(size)]
-    memory = LocalMemory(devices)
+    memory = LocalMemory(devices, settings.peer_access == "require")
     team = Team(GpuRanks(dict(enumerate(devices)), memory, settings.timeout, settings.max_blocks))
     failed = threading.Event()
     open_ones: list[Communicator] = []

@@ -88,7 +88,7 @@ class GpuRanks:
     def like(self, devices: Sequence[Device]) -> GpuRanks:
         """As many ranks of this process on these devices, with memory of their own."""
         ranks = dict(enumerate(devices))
-        return GpuRanks(ranks, LocalMemory(devices), self.timeout, self.max_blocks)
+        return GpuRanks(ranks, LocalMemory(devices, quiet=True), self.timeout, self.max_blocks)
 
     def share(self, nbytes: int) -> Shared:
         """Memory for a tensor of each rank; all ranks must call it together."""

@@ -11,7 +11,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from collectives.errors import CollectiveError
+from collectives.planning.plan import ALIGN
 from collectives.runtime.arena import Arena
 from collectives.runtime.device import Device
 from collectives.runtime.peers import Gather, advice, troubles
@@ -70,24 +74,34 @@ class Memory(Protocol):
 class LocalMemory:
     """Memory of ranks that are all in this process, each on its device.
 
-    Raises CollectiveError where a device cannot reach another.
+    That of a GPU which not all the others reach lies in host memory instead, with one warning
+    (`quiet`: none), or is refused with CollectiveError where `required`.
     """
 
-    def __init__(self, devices: Sequence[Device]) -> None:
+    def __init__(
+        self, devices: Sequence[Device], required: bool = False, quiet: bool = False
+    ) -> None:
         self._devices = devices
         self._made: list[tuple[Device, int]] = []
+        self._pinned: list[NDArray[np.uint32]] = []
         self._leases: list[Lease] = []
-        for a in {d.index: d for d in devices}.values():
-            for b in {d.index for d in devices} - {a.index}:
-                if not a.reach(b):
-                    raise CollectiveError(
-                        f"GPU {a.index} has no access to GPU {b}'s memory, so one process cannot "
-                        "run ranks on both; run one process a rank"
-                    )
+        gpus = {d.index: d for d in devices}
+        walls = [(a, b) for a, d in gpus.items() for b in gpus if a != b and not d.reach(b)]
+        self._walled = {b for _, b in walls}
+        pairs = "; ".join(f"GPU {a} has no access to GPU {b}'s" for a, b in walls)
+        words = f"memory of GPUs of one process: {pairs}"
+        if walls and required:
+            raise CollectiveError(f"{words}; peer_access='require' allows nothing else{advice()}")
+        if walls and not quiet:
+            log.warning("%s; it goes through host memory, which is slow%s", words, advice())
 
     def bases(self, nbytes: Sequence[int], touched: set[int]) -> list[int]:
         found = []
         for device, size in zip(self._devices, nbytes, strict=True):
+            if device.index in self._walled:
+                self._pinned.append(device.pinned(-(-(size + ALIGN) // 4)))
+                found.append(-(-self._pinned[-1].ctypes.data // ALIGN) * ALIGN)
+                continue
             found.append(device.allocate(size))
             self._made.append((device, found[-1]))
         return found
@@ -102,7 +116,8 @@ class LocalMemory:
             for lease in leases.values():  # of which there will be no tensor
                 lease.release()
             raise CollectiveError(f"no memory for a tensor of {nbytes} bytes: {error}") from error
-        return Shared(nbytes, tuple(lease.address for lease in leases.values()), leases)
+        addresses = [] if self._walled else [lease.address for lease in leases.values()]
+        return Shared(nbytes, tuple(addresses), leases)
 
     def close(self) -> None:
         with ExitStack() as last:
@@ -111,6 +126,7 @@ class LocalMemory:
                 last.callback(device.free, address)
             while self._leases:
                 last.callback(self._leases.pop().release)
+        self._pinned.clear()
 
 
 class PeerMemory:

@@ -309,16 +309,54 @@ def test_a_machine_without_a_map_is_a_mesh(
 
 
 class Apart(HostDevice):
+    """GPU 1 reaches GPU 0, but not the other way round."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(capacity=32, index=index, bus_id=f"0000:0{index}:00.0")
+        self.large: list[int] = []
+
     def reach(self, peer: int) -> bool:
-        return False
+        return self.index != 0 or peer != 1
+
+    def allocate(self, nbytes: int) -> int:
+        self.large += [nbytes] * (nbytes > 1 << 20)
+        return super().allocate(nbytes)
 
 
-def test_one_process_needs_peer_access_between_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def threads_apart(rank: int, machine: Machine) -> list[Any]:
+    comm: Any = get_default()
+    for n in (4, 400_003):
+        x = comm.empty(n, device="cuda")
+        x[:] = tensor(np.arange(n) % 7)
+        comm.allreduce(x, algorithm="chain")
+        comm.synchronize()
+        assert (x.array == np.arange(n) % 7 * 3).all()
+    part = comm.split()
+    part.allreduce(y := tensor([1.0]))
+    part.synchronize()
+    slots = [n for d in machine.ours() for n in d.large if n not in (1_600_012,)]
+    return [y.array.tolist(), len(slots), [p.direct for p in comm._gpu.team._prepared.values()]]
+
+
+def test_gpus_of_one_process_without_peer_access_go_through_host_memory(
+    monkeypatch: pytest.MonkeyPatch, log: Path
+) -> None:
+    with gpus(monkeypatch, Apart) as machine:
+        found = collectives.spawn(threads_apart, 3, "mesh-3", (machine,), **MODES["a thread a GPU"])
+    # slots of the ranks on GPU 0 and 2 only
+    assert found == [[[3.0], 2, [False, False]]] * 3
+    said = log.read_text()
+    assert said.count("GPU 0 has no access to GPU 1's; it goes through host memory") == 1
+
+
+def test_gpus_of_one_process_without_peer_access_are_refused_where_that_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with (
-        gpus(monkeypatch, lambda index: Apart(index=index)),
-        pytest.raises(CollectiveError, match=r"GPU 0 has no access to GPU 1's memory, so one pro"),
+        gpus(monkeypatch, Apart),
+        pytest.raises(CollectiveError, match=r"GPU 0 has no access to GPU 1's; peer_access='requ"),
     ):
-        collectives.spawn(on_the_map, 2, args=(-1,), **MODES["a thread a GPU"])
+        collectives.spawn(print, 2, peer_access="require", **MODES["a thread a GPU"])
 
 
 def closes_early(rank: int) -> str:
