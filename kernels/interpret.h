@@ -34,7 +34,7 @@ __device__ __forceinline__ bool synchronise(const Launch& l, const Group& g, Lan
     const End& end = g.ends[step[5]];
     Cursor& at = lane.cursors[step[5]];
     const u64 line = u64(blockIdx.x % l.lanes) * LINE;
-    const bool sender = step[2] & 1, data = step[2] & 2;
+    const bool sender = step[2] & SENDER, data = step[2] & DATA;
     const bool counted = !(data && l.low_latency);
     if (step[0] == WAIT) {
         ++at.waited;
@@ -51,42 +51,57 @@ __device__ __forceinline__ bool synchronise(const Launch& l, const Group& g, Lan
     return true;
 }
 
-// SEND, REDUCE and COPY: what the block is to do.
-__device__ __forceinline__ void prepare(const Launch& l, const Group& g, Lane& lane,
-                                        const int* step, int chunk) {
+// SEND, REDUCE and COPY: what the block is to do. Returns the words of code that it stands for.
+__device__ __forceinline__ int prepare(const Launch& l, const Group& g, Lane& lane,
+                                       const int* step, int chunk) {
     Task& t = lane.task;
     const i64 size = g.place[2 * chunk + 1];
     const i64 slice = (size + 16 * l.lanes - 1) / (16 * l.lanes) * 16;
     const i64 start = i64(blockIdx.x % l.lanes) * slice;
     const i64 at = g.place[2 * chunk] + start;
-    const bool direct = l.direct && step[0] != REDUCE && (step[2] & 1);
+    const bool reduces = step[0] == REDUCE;
+    const int* send = step[0] == SEND ? step : step[2] & PASSES_ON ? step + 5 + step[4] : 0;
     t.op = step[0];
-    t.n = step[4];
-    t.last = step[2] & 1;
-    t.ahead = step[2] >> 1;
+    t.n = reduces ? step[4] : 0;
+    t.m = send ? send[4] : 0;
+    t.last = reduces && (step[2] & LAST);
+    t.ahead = reduces ? step[2] >> AHEAD : 0;
+    t.keep = reduces ? !(step[2] & DROPS) : step[0] == COPY;
     t.nbytes = start >= size ? 0 : (size - start < slice ? size - start : slice);
     t.own = l.buffers[g.rank] + at;
     t.value = step[3] == INPUT ? l.inputs[g.rank] + at : t.own;
     t.source = 0;
-    if (t.op == SEND && step[3] >= 0) {
-        Cursor& from = lane.cursors[step[3]];
-        t.source = slot_of(l, g.ends[step[3]], from);
-        t.source_use = from.moved + 1;
-        advance(l, from);
+    const int from = step[0] == COPY ? step[5] : step[3];
+    if (from >= 0) {
+        Cursor& end = lane.cursors[from];
+        t.source = slot_of(l, g.ends[from], end);
+        t.source_use = end.moved + 1;
+        advance(l, end);
+    }
+    if (step[0] == COPY && l.direct && (step[2] & PUSHES)) {  // its sender has written it here
+        t.source = 0;
+        t.keep = 0;
+        if (!t.m) t.nbytes = 0;
     }
     for (u32 j = 0; j < t.n; ++j) {
-        const int end = step[5 + j];
-        t.slot[j] = direct ? l.buffers[g.ends[end].peer] + at
-                           : slot_of(l, g.ends[end], lane.cursors[end]);
-        t.use[j] = lane.cursors[end].moved + 1;
-        advance(l, lane.cursors[end]);
+        Cursor& end = lane.cursors[step[5 + j]];
+        t.slot[j] = slot_of(l, g.ends[step[5 + j]], end);
+        t.use[j] = end.moved + 1;
+        advance(l, end);
     }
-    if (t.op == COPY && direct) t.nbytes = 0;  // its sender has written it here
-    if (t.op == SEND && l.ps_per_byte) {
+    for (u32 j = 0; j < t.m; ++j) {
+        const End& end = g.ends[send[5 + j]];
+        Cursor& to = lane.cursors[send[5 + j]];
+        t.out[j] = l.direct && (send[2] & PUSHES) ? l.buffers[end.peer] + at : slot_of(l, end, to);
+        t.out_use[j] = to.moved + 1;
+        advance(l, to);
+    }
+    if (t.m && l.ps_per_byte) {
         const u64 now = clock_ns();
         if (lane.link_free < now) lane.link_free = now;
         lane.link_free += u64(t.nbytes) * l.lanes * l.ps_per_byte / 1000;
     }
+    return 5 + step[4] + (send && send != step ? 5 + send[4] : 0);
 }
 
 // The first thread's part: on to the next step that moves data, or to the end.
@@ -119,10 +134,10 @@ __device__ __forceinline__ void next(const Launch& l, const Group& g, Lane& lane
         const i64 chunk = i64(lane.group) * l.stride + step[1];
         if (chunk < l.num_chunks) {
             if (step[0] < SIGNAL) {
-                prepare(l, g, lane, step, int(chunk));
+                const int length = prepare(l, g, lane, step, int(chunk));
                 // lines are seen as soon as they are written: their time passes before
-                if (l.low_latency && lane.task.op == SEND && !held(l, g, lane)) break;
-                lane.length = 5 + step[4];
+                if (l.low_latency && lane.task.m && !held(l, g, lane)) break;
+                lane.length = length;
                 return;
             }
             if (!synchronise(l, g, lane, step)) break;

@@ -7,15 +7,18 @@
 
 enum { SPINS = 256 };
 
-struct Task {
-    u32 op, n, ahead, last;
+struct Task {  // from = source, or value; REDUCE: combined with slots; then to `out`, and to `own`
+    u32 op, n, m, ahead, last;
+    u32 keep;  // the result goes to `own`
     i64 nbytes;  // of this lane's slice
-    u8* own;  // where results go
-    const u8* value;  // REDUCE, SEND: the own chunk
-    const u8* source;  // SEND: the slot that is passed on, or 0
+    u8* own;
+    const u8* value;  // the own chunk
+    const u8* source;  // the slot that is copied or passed on, or 0
     u32 source_use;
-    u8* slot[MOST_PEERS];
+    const u8* slot[MOST_PEERS];  // [n]
     u32 use[MOST_PEERS];  // the low-latency flag: the connection's number of this use
+    u8* out[MOST_PEERS];  // [m]
+    u32 out_use[MOST_PEERS];
 };
 
 struct Lane {  // in shared memory

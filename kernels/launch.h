@@ -5,6 +5,14 @@
 
 enum Op { SEND, REDUCE, COPY, SIGNAL, WAIT, STOP };
 enum { INPUT = -2 };  // a step's source: its own chunk, as the caller gave it
+enum Flag {
+    SENDER = 1, DATA = 2,  // SIGNAL and WAIT: at the sender; of a connection that carries data
+    PUSHES = 1,  // SEND and COPY: into the receiver's buffer, where the launch is direct
+    LAST = 1,  // REDUCE: completes the chunk
+    PASSES_ON = 2,  // REDUCE and COPY: the next step, a SEND of the result, is part of this one
+    DROPS = 4,  // REDUCE: and needs no result here
+    AHEAD = 3,  // REDUCE: from this bit on, how many of the peers come before the own value
+};
 enum State { NOTHING, WAITS, TIMED_OUT, ABORTED, DONE };  // first word of a report
 
 enum {

@@ -6,9 +6,10 @@
 // Lines (see sync.h): 8 bytes of data as two lines; a reader polls each line for the number of this
 // use, so it needs no counter and no barrier. A value that comes back over other ranks' lines is
 // stored behind the store of its part here: between that and the lines that carried it on stand two
-// barriers and the release of the slots it was made of (a REDUCE's SIGNAL). Slots are 16-byte
-// aligned; the caller's buffer may be aligned to its elements only, and is then accessed element by
-// element.
+// barriers and the release of the slots it was made of (a REDUCE's SIGNAL); where a REDUCE passes
+// its result on itself, it stores none that is overwritten (touches.py: passed_on). Slots are
+// 16-byte aligned; the caller's buffer may be aligned to its elements only, and is then accessed
+// element by element.
 // Bounds: no access to a buffer goes beyond the slice, and none to a slot beyond the lane's part,
 // as a slice has at most `stripe` bytes (the host picks the number of chunks so).
 #pragma once
@@ -50,44 +51,38 @@ template <class T, class Op>
 __device__ __forceinline__ void move_lines(const Launch& l, const Group& g, Lane& lane) {
     const Task& t = lane.task;
     i64 stop = t.nbytes;
-    if (t.op == SEND)
-        for (u32 j = 0; j < t.n; ++j)
-            if (cleaning(l, t.use[j])) stop = l.stripe;
+    for (u32 j = 0; j < t.m; ++j)
+        if (cleaning(l, t.out_use[j])) stop = l.stripe;
     bool lost = false;
     for (i64 at = 8 * i64(threadIdx.x); at < stop; at += 8 * i64(blockDim.x)) {
         const i64 have = t.nbytes - at;
         Pack<T, 8> v = {};
-        if (t.op == COPY) {
-            v = receive<T>(t.slot[0], at, t.use[0], l, g, lane, lost);
-        } else if (t.source) {
-            if (have > 0) v = receive<T>(t.source, at, t.source_use, l, g, lane, lost);
-        } else if (have > 0) {
-            v = load<T, 8>(t.value + at, have);
-        }
-        if (lost) return;
-        if (t.op == SEND) {
-            union { Pack<T, 8> v; u32 w[2]; } put;
-            put.v = v;
-            for (u32 j = 0; j < t.n; ++j) {
-                const u64 flag = u64(t.use[j]) << 32;
-                st_line((u64*)(t.slot[j] + 2 * at), flag | put.w[0]);
-                st_line((u64*)(t.slot[j] + 2 * at + 8), flag | put.w[1]);
-            }
-            continue;
-        }
-        if (t.op == REDUCE) {
-            const u32 head = t.ahead ? 1 : 0;
-            Total<T, 8> total =
-                widen(head ? receive<T>(t.slot[0], at, t.use[0], l, g, lane, lost) : v);
-            for (u32 j = head; j <= t.n; ++j) {
-                if (head && j == t.ahead) combine<Op>(total, v);
-                if (j < t.n)
-                    combine<Op>(total, receive<T>(t.slot[j], at, t.use[j], l, g, lane, lost));
+        if (have > 0) {
+            v = t.source ? receive<T>(t.source, at, t.source_use, l, g, lane, lost)
+                         : load<T, 8>(t.value + at, have);
+            if (t.op == REDUCE) {
+                const u32 head = t.ahead ? 1 : 0;
+                Total<T, 8> total =
+                    widen(head ? receive<T>(t.slot[0], at, t.use[0], l, g, lane, lost) : v);
+                for (u32 j = head; j <= t.n; ++j) {
+                    if (head && j == t.ahead) combine<Op>(total, v);
+                    if (j < t.n)
+                        combine<Op>(total, receive<T>(t.slot[j], at, t.use[j], l, g, lane, lost));
+                }
+                v = narrow<T, 8>(total, t.last ? l.divisor : 0);
             }
             if (lost) return;
-            v = narrow<T, 8>(total, t.last ? l.divisor : 0);
         }
-        store<T, 8>(t.own + at, have, v);
+        if (t.m) {
+            union { Pack<T, 8> v; u32 w[2]; } put;
+            put.v = v;
+            for (u32 j = 0; j < t.m; ++j) {
+                const u64 flag = u64(t.out_use[j]) << 32;
+                st_line((u64*)(t.out[j] + 2 * at), flag | put.w[0]);
+                st_line((u64*)(t.out[j] + 2 * at + 8), flag | put.w[1]);
+            }
+        }
+        if (t.keep) store<T, 8>(t.own + at, have, v);
     }
 }
 
@@ -95,17 +90,10 @@ __device__ __forceinline__ void move_lines(const Launch& l, const Group& g, Lane
 template <class T, class Op, int COUNT>
 __device__ __forceinline__ void move_packs(const Task& t, u32 divisor, i64 at, i64 step) {
     Pack<T, 16> v[COUNT];
-    const u8* from = t.op == COPY ? t.slot[0] : t.source ? t.source : t.value;
+    const u8* from = t.source ? t.source : t.value;
 #pragma unroll
     for (int u = 0; u < COUNT; ++u)
         v[u] = load<T, 16>(from + at + u * step, t.nbytes - at - u * step);
-    if (t.op == SEND) {
-        for (u32 j = 0; j < t.n; ++j)
-#pragma unroll
-            for (int u = 0; u < COUNT; ++u)
-                store<T, 16>(t.slot[j] + at + u * step, t.nbytes - at - u * step, v[u]);
-        return;
-    }
     if (t.op == REDUCE) {
         const u32 head = t.ahead ? 1 : 0;
         Total<T, 16> total[COUNT];
@@ -126,6 +114,11 @@ __device__ __forceinline__ void move_packs(const Task& t, u32 divisor, i64 at, i
 #pragma unroll
         for (int u = 0; u < COUNT; ++u) v[u] = narrow<T, 16>(total[u], divisor);
     }
+    for (u32 j = 0; j < t.m; ++j)
+#pragma unroll
+        for (int u = 0; u < COUNT; ++u)
+            store<T, 16>(t.out[j] + at + u * step, t.nbytes - at - u * step, v[u]);
+    if (!t.keep) return;
 #pragma unroll
     for (int u = 0; u < COUNT; ++u)
         store<T, 16>(t.own + at + u * step, t.nbytes - at - u * step, v[u]);

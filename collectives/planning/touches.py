@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from functools import lru_cache
+from itertools import pairwise
 
 from collectives.planning.plan import Op, Plan
 from collectives.planning.walk import Visit, walk
@@ -64,6 +66,53 @@ def pushes(plan: Plan) -> frozenset[Place]:
 
     walk(plan.with_chunks(plan.stride), visit)
     return frozenset({p for pair in came.items() if pair[1] not in others for p in pair})
+
+
+@lru_cache(maxsize=16)
+def passed_on(plan: Plan) -> Mapping[Place, bool]:
+    """The REDUCEs and COPYs whose result the stream's next step but for signals and waits sends
+    on, so that one pass over the data may do both; and whether the own chunk needs the result.
+
+    It does not where a COPY overwrites it and only that SEND has read it before. Where others read
+    it and it is overwritten, the two stay apart: a result that came back over lines, whose stores
+    are not ordered, could be overtaken by the store of what it was made of.
+    """
+    touched: dict[tuple[int, int], list[tuple[Place, Op]]] = {}  # by (rank, chunk)
+
+    def visit(v: Visit) -> None:
+        if v.step.op < Op.SIGNAL and v.step.source is None:
+            touched.setdefault((v.stream.rank, v.chunk), []).append((place(v), v.step.op))
+
+    walk(plan.with_chunks(plan.stride), visit)
+    sender = _next_sends(plan)
+    found = {}
+    for accesses in touched.values():
+        for i, (at, op) in enumerate(accesses):
+            if op is Op.SEND or at not in sender:
+                continue
+            after = accesses[i + 1 :]
+            writes = [j for j, (_, then) in enumerate(after) if then is not Op.SEND]
+            if not writes:
+                found[at] = True
+            elif after[writes[0]][1] is Op.COPY and writes[0] == 1 and after[0][0] == sender[at]:
+                found[at] = False
+    return found
+
+
+def _next_sends(plan: Plan) -> dict[Place, Place]:
+    """For each REDUCE and COPY the SEND of the same chunk that follows in its stream's phase."""
+    found = {}
+    for stream in plan.streams:
+        base = 0
+        for body in stream.phases:
+            moves = [(at, s) for at, s in enumerate(body, base) if s.op < Op.SIGNAL]
+            for (at, step), (then, send) in pairwise(moves):
+                same = send.chunk == step.chunk and send.source is None
+                if step.op is not Op.SEND and send.op is Op.SEND and same:
+                    here = stream.rank, stream.channel
+                    found[*here, at] = *here, then
+            base += len(body)
+    return found
 
 
 def place(visit: Visit) -> Place:

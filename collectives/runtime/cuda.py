@@ -375,7 +375,7 @@ def _blocked(plan: Plan, rank: int, p: Program, group: int, pc: int) -> Blocked:
     ends = code[pc + 5 : pc + 5 + n]
     # of a REDUCE over lines, which of its peers is missing is not known: the first is named
     connection = p.ends[source if op == Op.SEND and source >= 0 else ends[0]]
-    sender = op == Op.WAIT and bool(flag & 1)
+    sender = op == Op.WAIT and bool(flag & program.SENDER)
     step, chunk = position_of(code, code[1], pc), group * plan.stride + chunk
     return waits(plan, connection, sender, rank, p.stream.channel, step, chunk)
 

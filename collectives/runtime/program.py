@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.errors import PlanError
+from collectives.planning.fuse import fused
 from collectives.planning.plan import ALIGN, Op, Plan, Stream
-from collectives.planning.touches import input_reads, pushes
+from collectives.planning.touches import input_reads, passed_on, pushes
 from collectives.planning.verify import races
 
 MOST_RANKS = 64
@@ -25,6 +26,10 @@ LINE = 128
 REPORT = 4
 INPUT = -2
 """A step's source: its own chunk, as the caller gave it."""
+SENDER, DATA = 1, 2
+PUSHES = 1
+LAST, PASSES_ON, DROPS, AHEAD = 1, 2, 4, 3
+"""A step's flags; see `kernels/launch.h`."""
 
 SLOT_BYTES = 512 << 10
 """Data of one slot. With two slots for each of the 28 connections of a DGX-1's double tree that is
@@ -80,7 +85,8 @@ class Shape:
 
 
 def fit(plan: Plan, nbytes: int, lanes: int) -> tuple[Plan, Shape]:
-    """The plan in as many chunks as fit its slots, and its shape, for a message of `nbytes`.
+    """The plan as the kernel runs it (`fused`), in as many chunks as fit its slots, and its shape,
+    for a message of `nbytes`.
 
     More chunks are proved with the plan's own where these are whole groups; fewer than one group
     raises PlanError. A short message takes one lane and lines, which order nothing until they are
@@ -88,6 +94,7 @@ def fit(plan: Plan, nbytes: int, lanes: int) -> tuple[Plan, Shape]:
     takes one of two values for each `lanes`, so one piece of memory serves all messages of a plan
     and a protocol.
     """
+    plan = fused(plan)
     if plan.chunk_bytes(nbytes) > SLOT_BYTES:
         if plan.num_chunks < plan.stride:
             raise PlanError(
@@ -164,9 +171,9 @@ def programs(plan: Plan, rank: int) -> list[Program]:
 
     `code` is `[phases, phases + 1 offsets, steps]` with the steps of `Plan.encode`, in which
     connections are numbers into `ends`, the source of a SEND or REDUCE is `INPUT` where it takes
-    what the caller gave (`input_reads`), the flag of a SEND or COPY is 1 where it pushes
-    (`pushes`), and that of a SIGNAL or WAIT has 2 added where the connection carries data.
-    Raises PlanError where a step has more peers than the kernel admits.
+    what the caller gave (`input_reads`), and flags are those of the device: which steps push
+    (`pushes`), and which are one with the SEND behind them (`passed_on`). Raises PlanError where a
+    step has more peers than the kernel admits.
     """
     streams = [s for s in plan.streams if s.rank == rank]
     for step in (step for s in streams for body in s.phases for step in body):
@@ -176,6 +183,7 @@ def programs(plan: Plan, rank: int) -> list[Program]:
                 f"kernels take at most {MOST_PEERS} in one step"
             )
     whole, given, pushed = plan.encode(rank).tolist(), input_reads(plan), pushes(plan)
+    together = passed_on(plan)
     phases = whole[1]
     found = []
     for i, stream in enumerate(streams):
@@ -188,10 +196,15 @@ def programs(plan: Plan, rank: int) -> list[Program]:
         while at < stop:
             op, chunk, flag, source, n = whole[at : at + 5]
             connections = whole[at + 5 : at + 5 + n]
-            if op in (Op.SIGNAL, Op.WAIT):
-                flag += 0 if plan.connections[connections[0]].local else 2
             here = rank, stream.channel, position
-            flag += here in pushed
+            if op in (Op.SIGNAL, Op.WAIT):
+                flag = SENDER * flag | DATA * (not plan.connections[connections[0]].local)
+            elif op == Op.REDUCE:
+                flag = LAST * (flag & 1) | flag >> 1 << AHEAD
+            else:
+                flag = PUSHES * (here in pushed)
+            if here in together and whole[at + 5 + n] == Op.SEND:
+                flag |= PASSES_ON | DROPS * (not together[here])
             if here in given:
                 source = INPUT
             elif source >= 0:

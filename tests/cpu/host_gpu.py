@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from collectives.planning.fuse import fused
 from collectives.planning.plan import Plan
 from collectives.runtime import program
 from collectives.runtime.program import CURSOR, GROUP, LINE, REPORT, Shape
@@ -337,8 +338,10 @@ class HostGpu:
     """One plan's memory on ranks of one image, and calls over it, one after another."""
 
     def __init__(
-        self, plan: Plan, shape: Shape, threads: int = 2, start: int = 0, timeout: float = 20.0
-    ) -> None:
+        self, plan: Plan, shape: Shape, threads: int = 2, start: int = 0, timeout: float = 20.0,
+        fuse: bool = True,
+    ) -> None:  # fmt: skip
+        plan = fused(plan) if fuse else plan
         self.plan, self.shape, self.threads, self.timeout = plan, shape, threads, timeout
         self.image = Image()
         self.abort = self.image.add(np.zeros(1, np.uint32))

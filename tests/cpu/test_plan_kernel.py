@@ -71,11 +71,11 @@ def same(a: np.ndarray, b: np.ndarray, dtype: str) -> bool:
 def check(
     plan: Plan, shape: Shape, sizes: list[int], dtype: str = "float32", op: str = "sum",
     sanitizer: str = "", start: int = 0, threads: int = 2, skew: int = 0, apart: bool = False,
-    direct: tuple[bool, ...] = (False,),
+    direct: tuple[bool, ...] = (False,), fuse: bool = True,
 ) -> None:  # fmt: skip
     """Messages of several sizes, one after another over the same memory; in place, or with the
     values `apart`; pushing into buffers where that call's turn of `direct` says so."""
-    gpu = HostGpu(plan, shape, threads, start)
+    gpu = HostGpu(plan, shape, threads, start, fuse=fuse)
     calls = []
     for seed, nbytes in enumerate(sizes):
         chunks = plan
@@ -112,7 +112,10 @@ def test_layouts_and_numbers_are_those_of_the_device() -> None:
     mine += ["Op " + " ".join(str(op.value) for op in Op)]
     mine += ["State " + " ".join(str(state.value) for state in State)]
     limits = (program.MOST_RANKS, program.MOST_PEERS, program.LINE, program.REPORT)
-    assert told == [*mine, "limits " + " ".join(map(str, limits))]
+    flags = (program.INPUT, program.SENDER, program.DATA, program.PUSHES, program.LAST,
+             program.PASSES_ON, program.DROPS, program.AHEAD)  # fmt: skip
+    mine += ["limits " + " ".join(map(str, limits)), "flags " + " ".join(map(str, flags))]
+    assert told == mine
 
 
 @pytest.mark.parametrize(("machine", "algorithm"), ALGORITHMS)
@@ -146,6 +149,16 @@ def test_all_reduces_that_push_into_buffers(machine: str, algorithm: str, saniti
     check(plan, plain(2, 512), sizes, op="avg", sanitizer=sanitizer, direct=(True, False, True))
     if not sanitizer:
         check(plan, plain(1), sizes, skew=4, apart=True, direct=(True,))
+
+
+@pytest.mark.parametrize("sanitizer", ["", "thread"])
+@pytest.mark.parametrize("shape", [LINES, plain(2, 512)], ids=["lines", "slots"])
+def test_results_that_are_not_passed_on_in_the_step_that_makes_them(
+    shape: Shape, sanitizer: str
+) -> None:
+    plan = plan_allreduce(load("dgx1-v100"), 40_000, "ccube_dgx1")
+    direct = (False, not shape.low_latency)
+    check(plan, shape, [4 * 1009, 4], sanitizer=sanitizer, direct=direct, fuse=False)
 
 
 def test_what_is_pushed_passes_no_slot() -> None:

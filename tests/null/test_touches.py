@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from collectives.planning.goals import COLLECTIVES
@@ -12,7 +11,6 @@ from collectives.planning.touches import input_reads, place, pushes
 from collectives.planning.verify import races
 from collectives.planning.walk import Visit, walk
 from tests.null.helpers import random_plan
-from tests.null.test_verify import inputs_of
 from topology import load
 
 
@@ -50,42 +48,6 @@ def test_a_rank_that_has_something_to_give_reads_it_once(collective: str) -> Non
     plan = plan_collective(collective, load("mesh-2"), 4096, 1)
     readers = {rank for rank, _, _ in input_reads(plan)}
     assert readers == ({1} if collective == "broadcast" else {0, 1})
-
-
-def run_pushing(plan: Plan, seed: int | None) -> list[np.ndarray]:
-    """Carried out literally; slots past which data goes hold nonsense."""
-    buffers = inputs_of(plan)
-    bounds = plan.chunk_bounds(buffers[0].nbytes)
-    slots: dict[tuple[int, int], np.ndarray] = {}
-
-    def visit(v: Visit) -> None:
-        first, stop = (n // 8 for n in bounds[v.chunk])
-        own, pushed = buffers[v.stream.rank][first:stop], place(v) in pushes(plan)
-        keys = list(zip(v.step.connections, v.slots, strict=False))  # no slots: SIGNAL and WAIT
-        if v.step.op is Op.SEND:
-            source = own if v.step.source is None else slots[v.step.source, v.source_slot]
-            for key in keys:
-                slots[key] = np.full_like(source, -1) if pushed else source.copy()
-                if pushed:
-                    buffers[plan.connections[key[0]].dst][first:stop] = source
-        elif v.step.op is Op.REDUCE:
-            for key in keys:
-                own += slots[key]
-        elif v.step.op is Op.COPY and not pushed:
-            own[...] = slots[keys[0]]
-
-    walk(plan, visit, seed)
-    return buffers
-
-
-def test_an_all_reduce_may_always_push() -> None:
-    """A final value contains the receiver's own: so its rank has come, and has sent that."""
-    for seed in range(150):
-        plan, _ = random_plan(seed)
-        assert not races(plan, pushing=True), seed
-        total = sum(inputs_of(plan))
-        for order in (None, 1, 2, 3):
-            assert all((out == total).all() for out in run_pushing(plan, order)), seed
 
 
 def test_what_may_be_pushed() -> None:

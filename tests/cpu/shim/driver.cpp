@@ -43,6 +43,8 @@ static int layout() {
     std::printf("Op %d %d %d %d %d\n", SEND, REDUCE, COPY, SIGNAL, WAIT);
     std::printf("State %d %d %d %d %d\n", NOTHING, WAITS, TIMED_OUT, ABORTED, DONE);
     std::printf("limits %d %d %d %d\n", MOST_RANKS, MOST_PEERS, LINE, REPORT);
+    std::printf("flags %d %d %d %d %d %d %d %d\n", INPUT, SENDER, DATA, PUSHES, LAST, PASSES_ON,
+                DROPS, AHEAD);
     return 0;
 }
 

@@ -1,0 +1,128 @@
+"""Results that are sent on in the step that makes them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from collectives.planning.fuse import fused
+from collectives.planning.goals import COLLECTIVES
+from collectives.planning.plan import Op, Plan
+from collectives.planning.planner import plan_allreduce, plan_collective
+from collectives.planning.touches import passed_on, place, pushes
+from collectives.planning.verify import races, verify
+from collectives.planning.walk import Visit, walk
+from collectives.runtime.program import DROPS, PASSES_ON, programs
+from tests.null.helpers import random_plan
+from tests.null.test_verify import inputs_of
+from topology import load
+
+ALGORITHMS = [
+    ("dgx1-v100", name)
+    for name in ("ring", "chain", "tree", "double_tree", "overlapped_double_tree", "packed_trees",
+                 "ccube_dgx1", "two_shot")
+] + [("mesh-8", "halving_doubling"), ("mesh-8", "recursive_doubling"), ("mesh-8", "one_shot"),
+     ("2 x dgx-a100", "hierarchical")]  # fmt: skip
+
+
+def run_literally(plan: Plan, seed: int | None) -> list[np.ndarray]:
+    """Carried out so that what is not kept is nonsense at once: own chunks that need no result, and
+    the slots and chunks of results that are pushed."""
+    buffers = inputs_of(plan)
+    bounds = plan.chunk_bounds(buffers[0].nbytes)
+    slots: dict[tuple[int, int], np.ndarray] = {}
+    dropped: dict[tuple[int, int], bool] = {}  # by (rank, chunk), until it is sent on
+
+    def visit(v: Visit) -> None:
+        first, stop = (n // 8 for n in bounds[v.chunk])
+        own, pushed = buffers[v.stream.rank][first:stop], place(v) in pushes(plan)
+        keys = list(zip(v.step.connections, v.slots, strict=False))  # no slots: SIGNAL and WAIT
+        if v.step.op is Op.SEND:
+            source = own if v.step.source is None else slots[v.step.source, v.source_slot]
+            for key in keys:
+                slots[key] = np.full_like(source, -1) if pushed else source.copy()
+                if pushed:
+                    buffers[plan.connections[key[0]].dst][first:stop] = source
+            if v.step.source is None and dropped.pop((v.stream.rank, v.chunk), False):
+                own[...] = -1
+        elif v.step.op is Op.REDUCE:
+            for key in keys:
+                own += slots[key]
+        elif v.step.op is Op.COPY and not pushed:
+            own[...] = slots[keys[0]]
+        if not passed_on(plan).get(place(v), True):
+            dropped[v.stream.rank, v.chunk] = True
+
+    walk(plan, visit, seed)
+    return buffers
+
+
+@pytest.mark.parametrize(("machine", "algorithm"), ALGORITHMS)
+def test_fused_plans_are_proved_and_keep_their_steps(machine: str, algorithm: str) -> None:
+    topology = load(machine)
+    plan = plan_allreduce(topology, 1 << 24, algorithm)
+    made = fused(plan)
+    verify(made, topology)
+    assert not races(made, pushing=True)
+    for before, after in zip(plan.streams, made.streams, strict=True):
+        for a, b in zip(before.phases, after.phases, strict=True):
+            assert Counter(a) == Counter(b)
+    assert (made != plan) == bool(passed_on(plan))
+    assert len(passed_on(made)) == len(passed_on(plan))
+    flags = [(op, flag) for rank in range(plan.size) for p in programs(made, rank)
+             for op, flag in steps_of(p.code.tolist())]  # fmt: skip
+    fusing = [flag for op, flag in flags if op in (Op.REDUCE, Op.COPY) and flag & PASSES_ON]
+    assert len(fusing) == len(passed_on(made))
+    assert sum(flag & DROPS == 0 for flag in fusing) == sum(passed_on(made).values())
+
+
+def steps_of(code: list[int]) -> list[tuple[int, int]]:
+    """(op, flag) of each step of a program."""
+    at, found = code[1], []
+    while at < len(code):
+        found.append((code[at], code[at + 2]))
+        at += 5 + code[at + 4]
+    return found
+
+
+def test_random_plans_that_fuse_and_push_give_the_sum() -> None:
+    """No all-reduce has a race in pushing: a final value contains the receiver's own, so its rank
+    has come and has sent that."""
+    kinds = Counter()
+    for seed in range(200):
+        plan, topology = random_plan(seed)
+        made = fused(plan)
+        verify(made, topology)
+        assert not races(plan, pushing=True) and not races(made, pushing=True)
+        total = sum(inputs_of(plan))
+        for order in (None, 1, 2, 3):
+            assert all((out == total).all() for out in run_literally(made, order)), seed
+        kinds.update(passed_on(made).values())
+    assert kinds[True] >= 100 and kinds[False] >= 100
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("machine", ["mesh-5", "dgx1-v100"])
+def test_other_collectives(collective: str, machine: str) -> None:
+    topology = load(machine)
+    plan = plan_collective(collective, topology, 40_000, 1)
+    verify(fused(plan), topology)
+
+
+def test_a_ring_with_one_slot_would_hang_and_stays() -> None:
+    ring = replace(plan_allreduce(load("mesh-5"), 1 << 20, "ring"), slots=1)
+    assert passed_on(ring) and fused(ring) is ring
+    assert fused(replace(ring, slots=2)) != replace(ring, slots=2)
+
+
+def test_what_is_needed_again_is_not_dropped() -> None:
+    """Recursive doubling combines a result with others after it has been sent."""
+    plan = plan_allreduce(load("mesh-8"), 4096, "recursive_doubling")
+    assert not passed_on(plan) and fused(plan) == plan
+    tree = plan_allreduce(load("mesh-7"), 1 << 20, "overlapped_tree")
+    roots = {at for at, kept in passed_on(tree).items() if kept}
+    assert {rank for rank, _, _ in roots} >= {tree.trees[0].root}
+    assert False in passed_on(tree).values()
