@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar, cast
-from weakref import ref
 
 from collectives import bodies
 from collectives.calls import Calls
@@ -54,7 +53,8 @@ class Communicator:
         self._part = part  # of another communicator, which has warned already
         self._gpu: GpuCalls | None = None
         self._lock = threading.Lock()
-        self._splits: list[ref[Communicator]] = []
+        self._splits: list[Communicator] = []  # that are not closed, as far as we know
+        self._split = 0  # how many there have been
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future[Any] | None = None
         self._calls.make(Request("barrier", NOTHING))  # all have mapped the arena
@@ -227,12 +227,13 @@ class Communicator:
         settings = replace(self.settings, topology=spec)
         place, team = ranks.index(self.rank), None
         if self._team:
-            team, arenas = self._team.child((len(self._splits), color), ranks)
+            team, arenas = self._team.child((self._split, color), ranks)
             arena = arenas[place]
         else:
             arena = self._arena_of(ranks, place)
         part = Communicator(arena, settings, team, True)
-        self._splits.append(ref(part))
+        self._splits = [p for p in self._splits if not p._calls.closed] + [part]
+        self._split += 1
         return part
 
     def _arena_of(self, ranks: Sequence[int], place: int) -> Arena:
@@ -273,8 +274,7 @@ class Communicator:
         if self._calls.closed:
             return
         for part in self._splits:
-            if split := part():
-                split.close()
+            part.close()
         if self._worker:
             self._worker.shutdown(wait=True)
         try:

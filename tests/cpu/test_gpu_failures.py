@@ -96,9 +96,8 @@ def test_the_error_says_who_waits_for_whom_and_what_that_did(
         assert all(isinstance(f, int) for f in fields)
     # its neighbour's word on rank 2, and rank 2's own
     told = " ".join(text for text, _ in late_ones)
-    assert re.search(rf"rank 2 last: 1 calls on the GPU, the last {asked}; nothing", told) or (
-        "rank 1 last: 2 calls" in told
-    ), told  # fmt: skip
+    own = rf"rank 2 last: 1 calls on the GPU, the last {asked}; nothing"
+    assert re.search(rf"{own}|rank 1 last: [23] calls", told), told
     assert all(seconds < 3 for _, _, seconds, _ in found)
     assert re.match(r"rank (0|1) gave up waiting for rank \d; ", found[2][1])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
@@ -125,6 +126,23 @@ def two_at_once(rank: int) -> float:
         a.allreduce(x)
         b.allreduce(x)
     return float(x[0])
+
+
+def lost(rank: int) -> float:
+    """A part that nobody closes, or keeps."""
+    x = tensor([1.0] * 4)
+    get_default().split().allreduce(x)
+    gc.collect()
+    get_default().synchronize()
+    return float(x.array[0])
+
+
+def test_lost_ones_are_closed_with_the_one_that_they_come_from(machine: Machine) -> None:
+    before = threading.active_count()
+    collectives.spawn(lost, 2, "mesh-2", **MODES["a thread a GPU"])
+    for device in machine.ours():
+        device.close()
+    assert threading.active_count() == before
 
 
 def test_many_threads_have_address_space_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
