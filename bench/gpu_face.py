@@ -76,6 +76,12 @@ def exact(rank: int, n: int) -> np.ndarray:
     return ((np.arange(n) * 7 + rank * 3) % 5).astype(np.float32)
 
 
+def tiled(rank: int, nbytes: int) -> np.ndarray:
+    """Numbers that repeat after a prime number of them, larger for larger ranks."""
+    few = np.arange(10_007, dtype=np.float32) + rank
+    return np.resize(few, nbytes // 4)
+
+
 def check_collectives(rank: int, arrays: Arrays, sizes: tuple[int, ...]) -> tuple[int, int]:
     """(results checked, checksum of a sum of random numbers) on one rank. Raises AssertionError."""
     comm, checked = get_default(), 0

@@ -28,8 +28,10 @@ from bench.gpu_face import (
     run_graph,
     run_killed,
     run_ranks,
+    tiled,
     with_cuda,
 )
+from bench.gpu_queue import GRAPH, dequeue
 from bench.gpu_sparse import GRADIENT, SparseRows, sparse_ranks
 from bench.timing import machine
 from collectives import CollectiveAborted, CollectiveError, plan_allreduce
@@ -42,14 +44,7 @@ from topology import load
 
 MIB = 1 << 20
 LINK = 25e9  # bytes/s: one NVLink of the DGX-1, for the rows with emulated links
-GRAPH = 20  # calls captured in one graph
 Row = dict[str, Any]
-
-
-def tiled(rank: int, nbytes: int) -> np.ndarray:
-    """Numbers that repeat after a prime number of them, larger for larger ranks."""
-    few = np.arange(10_007, dtype=np.float32) + rank
-    return np.resize(few, nbytes // 4)
 
 
 class Suite:
@@ -82,7 +77,7 @@ class Suite:
                     f"sparse_allreduce, {arrays.name}, {n} threads",
                     lambda a=arrays, n=n: sparse_ranks(n, a, True, self.gradient),
                 )
-        yield "dequeue of a gradient queue", self.dequeue
+        yield "dequeue of a gradient queue", lambda: dequeue(self)
         yield "device copy against 35 N, 8 ranks", self.bandwidth
         for size in (1, 16, 64, 256, 1024):
             if size * MIB <= self.largest:
@@ -128,11 +123,12 @@ class Suite:
         return [to_bfloat16(x) if dtype == "bfloat16" else x.astype(dtype) for x in made]
 
     def check(
-        self, ranks: GpuRanks, plan: Plan, nbytes: int, dtype: str, op: str, apart: bool = False
-    ) -> None:
-        """One call against the reference, bit for bit: in place, pushing into buffers; or `apart`,
-        out of place and through slots. Raises Failed."""
-        prepared = ranks.prepare(plan, nbytes, dtype, op, seen=False if apart else None)
+        self, ranks: GpuRanks, plan: Plan, nbytes: int, dtype: str, op: str, apart: bool = False,
+        seen: bool = True,
+    ) -> None:  # fmt: skip
+        """One call against the reference, bit for bit: in place or `apart`, pushing into buffers
+        that are `seen` or through slots. Raises Failed."""
+        prepared = ranks.prepare(plan, nbytes, dtype, op, seen=seen)
         given = self.inputs(plan.size, nbytes, dtype)
         inputs = [self.device.upload(x) for x in given]
         buffers = [self.device.upload(~x.view(np.uint8)) for x in given] if apart else inputs
@@ -140,34 +136,37 @@ class Suite:
             ranks.run(prepared, buffers, inputs=inputs)
             ranks.check()
             wanted = reference.run(prepared.plan, given, op, bfloat16=dtype == "bfloat16")
-            for rank, (address, want) in enumerate(zip(buffers, wanted, strict=True)):
+            checks = [*zip(buffers, wanted, strict=True)]
+            checks += zip(inputs, given, strict=True) if apart else ()  # which stay
+            for rank, (address, want) in enumerate(checks):
                 got = np.empty_like(want)
                 self.device.download(address, got)
                 if wrong := int((got.view(np.uint8) != want.view(np.uint8)).sum()):
                     raise Failed(
                         f"{plan.algorithm} {nbytes} bytes {dtype} {op}: {wrong} wrong bytes on "
-                        f"rank {rank}"
+                        f"rank {rank % plan.size}"
                     )
         finally:
             for address in {*buffers, *inputs}:
                 self.device.free(address)
 
     def algorithms(self) -> Row:
-        """Every algorithm, 2 to 8 ranks, four sizes, twice over the same counters: in place,
-        pushing into buffers, and out of place through slots."""
+        """Every algorithm, 2 to 8 ranks, four sizes, four times over the same counters: in place
+        and not, pushing into buffers and through slots."""
         done, skipped = 0, []
         for name in ("mesh-2", "mesh-3", "mesh-5", "mesh-8", "dgx1-v100", "dgx1-p100"):
             topology = load(name)
             with virtual_ranks(self.device, len(topology.gpus)) as ranks:
                 for algorithm in candidates(topology):
-                    for apart, nbytes in product((False, True), (4, 4036, 8192, 1_000_036)):
+                    ways = product((False, True), (True, False), (4, 4036, 8192, 1_000_036))
+                    for apart, seen, nbytes in ways:
                         try:
                             plan = plan_allreduce(topology, nbytes, algorithm)
                             lanes_of(plan, ranks.rooms("float32", "sum"))
                         except CollectiveError as error:  # not here, or too many blocks
                             skipped.append(f"{name} {algorithm}: {error}")
                             break
-                        self.check(ranks, plan, nbytes, "float32", "sum", apart)
+                        self.check(ranks, plan, nbytes, "float32", "sum", apart, seen)
                         done += 1
         return {"checked": done, "skipped": skipped}
 
@@ -202,9 +201,7 @@ class Suite:
             found.append((time.perf_counter() - start) / batch)
         return statistics.median(found)
 
-    def timed(
-        self, plan: Plan, nbytes: int, ps_per_byte: int = 0, seen: bool | None = None
-    ) -> float:
+    def timed(self, plan: Plan, nbytes: int, ps_per_byte: int = 0, seen: bool = True) -> float:
         with virtual_ranks(self.device, plan.size, timeout=60) as ranks:
             prepared = ranks.prepare(plan, nbytes, "float32", "max", seen=seen)
             buffers = [self.device.upload(tiled(r, nbytes)) for r in range(plan.size)]
@@ -229,11 +226,11 @@ class Suite:
         results pushed into buffers, and through slots, as on GPUs that do not see these."""
         nbytes = min(256 * MIB, self.largest)
         row: Row = {"bytes": nbytes, "copy_bytes_per_s": self.copy_rate(nbytes)}
-        for algorithm, seen in product(("overlapped_double_tree", "tree"), (None, False)):
+        for algorithm, seen in product(("overlapped_double_tree", "tree"), (True, False)):
             plan = plan_allreduce(load("dgx1-v100"), nbytes, algorithm)
             seconds = self.timed(plan, nbytes, seen=seen)
             rate = 35 * nbytes / seconds
-            row[algorithm + (", slots" if seen is False else "")] = {
+            row[algorithm + ("" if seen else ", slots")] = {
                 "seconds": seconds, "bytes_per_s": rate, "share": rate / row["copy_bytes_per_s"],
             }  # fmt: skip
         return row
@@ -284,48 +281,6 @@ class Suite:
                 self.device.free(address)
         return {"algorithm": plan.algorithm, "launched_us": launched * 1e6,
                 "replayed_us": replayed * 1e6}  # fmt: skip
-
-    def dequeue(self) -> Row:
-        """A layer that is there, from a graph of many: the check alone."""
-        nbytes, layers = min(16 * MIB, self.largest), 16
-        plan = plan_allreduce(load("dgx1-v100"), nbytes, "overlapped_double_tree")
-        with virtual_ranks(self.device, plan.size) as ranks:
-            sizes = [nbytes // layers] * layers
-            prepared = ranks.prepare(plan, nbytes, "float32", "max", layers=sizes)
-            buffers = [self.device.upload(tiled(r, nbytes)) for r in range(plan.size)]
-            begun = {rank: self.device.make_event() for rank in range(plan.size)}
-            end, copy = self.device.make_event(), self.device.allocate(sizes[0])
-            main, other = self.device.make_stream(), self.device.make_stream()
-            try:
-                slow = round(1e12 / nbytes)  # a link takes a second or more for all
-                counted = ranks.run(prepared, buffers, main, slow, begun)
-                self.device.record(end, main)
-                self.device.wait(begun[0], other)
-                ranks.dequeue(prepared, counted, 0, 0, other)
-                self.device.copy(copy, buffers[0], sizes[0], other)
-                self.device.synchronise(other)
-                early = not self.device.ready(end)
-                first = np.empty(sizes[0] // 4, np.float32)
-                ranks.check(main)
-                self.device.download(copy, first)
-                if not early:
-                    raise Failed("a dequeue waited for the whole all-reduce")
-                if not np.array_equal(first, tiled(plan.size - 1, nbytes)[: first.size]):
-                    raise Failed("the first layer is wrong when it is dequeued")
-
-                def calls(stream: int) -> None:
-                    for _ in range(GRAPH):
-                        ranks.dequeue(prepared, counted, 0, layers - 1, stream)
-
-                replayed = self.seconds(self.device.capture(calls), ranks.check) / GRAPH
-            finally:
-                for address in (*buffers, copy):
-                    self.device.free(address)
-                for event in (*begun.values(), end):
-                    self.device.free_event(event)
-                for stream in (main, other):
-                    self.device.free_stream(stream)
-        return {"bytes": nbytes, "dequeue_us": replayed * 1e6}
 
     def abort(self) -> Row:
         """Sends that would take minutes are given up; then new ranks work."""

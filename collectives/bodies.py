@@ -59,7 +59,7 @@ def into(
             source, _ = place.buffer(x, written=False)
             out = room_for(x, tuple(x.shape), out)
         buffer, done = place.buffer(x if out is None else out)
-        if source:
+        if source is not None:
             _refuse_overlap(source, buffer)
         request = place.request(kind, buffer, op, root, algorithm)
     place.make(replace(request, source=source))

@@ -159,7 +159,7 @@ class Calls:
         start = time.monotonic()
         with self.trace.phase("agree"):
             offsets = self._agree(request, offset)
-        if source and source.address != buffer.address:
+        if source is not None and source.address != buffer.address:
             ctypes.memmove(buffer.address, source.address, source.nbytes)
         if buffer.nbytes == 0 or self.size == 1:
             if request.arrivals:

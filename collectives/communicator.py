@@ -185,20 +185,31 @@ class Communicator:
         A torch dtype gives a torch tensor, anything else a NumPy or CuPy array. On the CPU it is
         faster where every rank passes one of these, and freed when the tensor and its views are.
 
-        `device` "cuda" (this thread's current GPU) or "cuda:N": an all-reduce writes results there
-        from other ranks' GPUs, past the slots; where these cannot see it, it is memory like any
-        other. All ranks must call `empty` alike, and either all pass such tensors, the same part of
-        the same one, or none does. It is freed when the communicator is closed and the tensor gone.
-        Raises CollectiveError, on every rank, where sizes differ or there is no room.
+        `device` "cuda" (this rank's GPU) or "cuda:N": this communicator's all-reduces of one tensor
+        write results there from other ranks' GPUs, past the slots; where those that have to do not
+        see it, it is memory like any other. All ranks must call `empty` alike, not while a graph is
+        captured, and then either all pass such tensors, the same part of the same one, or none
+        does: else they may be overwritten before that is noticed. After a failure what they hold is
+        undefined until all ranks have closed the communicator. To be made once and used often: the
+        memory is given back when the communicator is closed and the tensor gone. Raises
+        CollectiveError, on every rank, where one's arguments are bad, sizes differ or there is no
+        room.
         """
         self._calls.check()
-        dims, name, item = layout_of(shape, dtype)
-        nbytes, where = math.prod(dims) * item, str(device)
-        if where == "cpu":
-            return shaped(self._calls.block(nbytes), dims, name, dtype)
-        number = cuda.gpu_named(where)
-        gpu = self._on_gpu(cuda.current_device() if number is None else number)
-        return shaped(gpu.empty(nbytes), dims, name, dtype)
+        if str(device) in ("cpu", "cpu:0"):
+            dims, name, item = layout_of(shape, dtype)
+            return shaped(self._calls.block(math.prod(dims) * item), dims, name, dtype)
+        if self._last is not None:
+            self._last.exception()  # what tells the others comes behind calls on the CPU
+        with self._calls.telling():
+            dims, name, item = layout_of(shape, dtype)
+            number, mine = cuda.gpu_named(str(device)), self._own_gpu()
+            if number is None:
+                number = cuda.current_device() if mine is None else mine
+            elif mine not in (None, number):
+                raise CollectiveError(f"rank {self.rank} runs on GPU {mine}, not on GPU {number}")
+        raw = self._on_gpu(number).empty(math.prod(dims) * item)
+        return shaped(raw, dims, name, dtype)
 
     def offset_of(self, x: Any) -> int:
         """Where a tensor of `empty` lies in the shared memory, in bytes; -1 for any other."""
@@ -316,11 +327,14 @@ class Communicator:
                 self._gpu = GpuCalls(number, self._calls, self.settings, self._team, self._part)
             return self._gpu
 
-    def _refuse_other_than_ours(self, number: int) -> None:
-        mine = self._gpu.index if self._gpu else number
+    def _own_gpu(self) -> int | None:
+        """This rank's GPU, where that is known."""
         if self._team:
-            mine = self._team.gpu.devices[self.rank].index
-        if mine != number:
+            return self._team.gpu.devices[self.rank].index
+        return self._gpu.index if self._gpu else None
+
+    def _refuse_other_than_ours(self, number: int) -> None:
+        if (mine := self._own_gpu()) not in (None, number):
             raise CollectiveError(
                 f"rank {self.rank} runs on GPU {mine}; the tensor is on GPU {number}"
             )

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
-from weakref import finalize
 from zlib import crc32
 
 from collectives.calls import Calls
@@ -37,8 +36,10 @@ from topology import load
 _TOLD = 500  # characters of an error that the others are told
 
 
-class _Owner:
-    """Lives as long as a tensor."""
+def _key(request: Request) -> tuple[tuple[int, ...], Root]:
+    """What calls have in common that go by one agreement: all but an offset in shared memory; of
+    pairs a notice has a checksum."""
+    return notice(request)[:-1], request.root
 
 
 class GpuCalls:
@@ -195,9 +196,7 @@ class GpuCalls:
                 )
             self._shared.append(None)
             self._shared[-1] = shared = self.team.share(len(self._shared) - 1, nbytes)
-            lease, owner = shared.leases[self.rank], _Owner()
-            finalize(owner, lease.release).atexit = False  # CUDA may be gone by then
-            return self.device.array(lease.address, nbytes, owner)
+            return shared.leases[self.rank].tensor(nbytes)
 
     def spot(self, buffer: Buffer) -> tuple[int, int] | None:
         """Where a buffer lies in memory that all ranks' GPUs see; None: elsewhere, or all ranks run
@@ -205,11 +204,18 @@ class GpuCalls:
         if len(self.team.gpu.shares) == 1 and len(self.team.gpu.devices) == self.size:
             return None
         for number, shared in enumerate(self._shared):
-            if shared and shared.addresses:
+            if shared:
                 offset = buffer.address - shared.leases[self.rank].address
                 if 0 <= offset <= shared.nbytes - buffer.nbytes:
                     return number, offset
         return None
+
+    def _sees(self, plan: Plan, piece: int) -> bool:
+        """Whether every rank sees the memory of those that it sends to."""
+        shared = self._shared[piece]
+        return shared is not None and not any(
+            (c.src, c.dst) in shared.unseen for c in plan.connections
+        )
 
     def fits(self, dtype: str, op: str, stream: int) -> Callable[[Plan], bool]:
         """Whether all ranks' GPUs hold all blocks of a plan at once. The first time for a dtype
@@ -231,7 +237,7 @@ class GpuCalls:
     def refusal(self, request: Request) -> str:
         """Why a call would be refused for lack of room, as far as that is known before it is made;
         the same on all ranks. Empty where it would not."""
-        if (notice(request), request.root) in self._known or self.size == 1:
+        if _key(request) in self._known or self.size == 1:
             return ""
         return self._refusal(self.choices.plan(request), request.buffer.dtype, request.op)
 
@@ -260,8 +266,7 @@ class GpuCalls:
     ) -> tuple[Call, Counted | None] | None:
         """Enqueue what is asked for; what was launched, if anything. The first time, all ranks
         meet and agree on it. `begun`: an event for a call with layers."""
-        said = notice(request)
-        key = said, request.root  # of pairs a notice has a checksum
+        said, key = notice(request), _key(request)
         if key not in self._known:
             text = words(said)
             self._not_captured(stream, f"is the first {text}, which all ranks agree on")
@@ -290,7 +295,7 @@ class GpuCalls:
 
         with trace.call(request.label), trace.phase("launch"):
             try:
-                mine = Arrival(call, request.buffer.address, values, stream, begun)
+                mine = Arrival(call, request.buffer.address, values, stream, request.spot, begun)
                 counted = self.team.launch(self.rank, mine, patience)
             except Refused:
                 raise
@@ -331,9 +336,8 @@ class GpuCalls:
         rooms = self._rooms[buffer.dtype, request.op]
         lanes = lanes_of(plan, rooms, self.team.gpu.max_blocks)
         layers = request.layers or ()
-        call = Call(
-            said, plan, buffer.nbytes, buffer.dtype, request.op, lanes, layers, request.spot
-        )
+        seen = request.spot is not None and self._sees(plan, request.spot[0])
+        call = Call(said, plan, buffer.nbytes, buffer.dtype, request.op, lanes, layers, seen)
         if self._owns_team:
             try:
                 self.team.prepare(call)

@@ -19,7 +19,6 @@ EXCHANGES = ("GPUs", "kernels", "memory of GPUs", "access to GPUs", "troubles", 
 
 DEVICES = ("cpu", "gpu")
 NAMES = tuple(dict.fromkeys(["auto", *ALGORITHMS, *(n for of in OTHERS.values() for n in of)]))
-_SPOT = 40  # bits of an offset
 NOTHING = Buffer(0, 0, "uint8", 1)
 
 
@@ -49,13 +48,13 @@ def notice(request: Request, settings: int = 0) -> tuple[int, ...]:
         KINDS.index(request.kind), OPS.index(request.op), DTYPES.index(buffer.dtype),
         buffer.nbytes // buffer.itemsize, place, NAMES.index(request.algorithm), settings,
         request.layout, DEVICES.index(request.device),
-        -1 if request.spot is None else request.spot[0] << _SPOT | request.spot[1],
+        *(request.spot or (-1, 0)),
     )  # fmt: skip
 
 
 def words(notice: tuple[int, ...]) -> str:
     """What a notice asks for."""
-    kind, op, dtype, count, root, algorithm, settings, layout, device, spot = notice
+    kind, op, dtype, count, root, algorithm, settings, layout, device, piece, offset = notice
     asked = KINDS[kind]
     if asked == "refused":
         asked = "refused its arguments"
@@ -73,8 +72,8 @@ def words(notice: tuple[int, ...]) -> str:
         asked += f" in parts of sizes {layout:08x}"
     if settings:
         asked += f" with settings {settings:08x}"
-    if spot >= 0:
-        asked += f" at {spot & (1 << _SPOT) - 1} in shared memory {spot >> _SPOT}"
+    if piece >= 0:
+        asked += f" at {offset} in shared memory {piece}"
     return asked + (" on the GPU" if DEVICES[device] == "gpu" else "")
 
 

@@ -65,7 +65,8 @@ def races(plan: Plan, direct: bool = False, pushing: bool = False) -> list[str]:
 
     With `pushing`, a SEND to COPYs writes the receivers' chunks, and the COPYs do nothing (see
     `touches.pushes`), as ranks may do that see each other's buffers. Such a write is over when the
-    receiver's streams have ended, as the COPY stands behind the WAIT for it.
+    receiver's streams have ended, as the COPY stands behind the WAIT for it. An access to the chunk
+    between the two counts as a race: it would see the new value too early.
 
     With `direct`, no slots are used, which is how ranks on one memory may run a plan: a REDUCE
     reads the chunks it is sent where they lie, a SEND to a COPY writes the receiver's chunk, and
@@ -111,6 +112,7 @@ class _Proof:
         self.wrote: dict[_Cell, _Access] = {}
         self.read: dict[_Cell, list[_Access]] = {}
         self.origin: dict[tuple[int, int], tuple[_Cell, _Access]] = {}
+        self.push: dict[_Cell, _Access] = {}  # the last push into a chunk
         self.races: list[str] = []
 
     def run(self) -> None:
@@ -205,8 +207,18 @@ class _Proof:
                     )
                 own[chunk] = total
                 written = self.direct and self.pushed[step.connections[0]] >= 0
-                if not written and place(visit) not in self.pushes:
+                if place(visit) in self.pushes:
+                    self.take_over(visit)
+                elif not written:
                     self.touch((stream.rank, chunk), visit, write=True)
+
+    def take_over(self, visit: Visit) -> None:
+        """A COPY whose data has been pushed: nobody may have looked at the chunk since."""
+        cell = visit.stream.rank, visit.chunk
+        if self.writer(cell) != self.push.get(cell):
+            self.races.append(f"{self.writer(cell)[1]} writes before {visit} what was pushed")
+        for _, words in self.read.get(cell, ()):
+            self.races.append(f"{words} reads what was pushed before {visit}")
 
     def send(self, visit: Visit) -> None:
         _, stream, _, chunk, step, slots, source_slot = visit
@@ -231,7 +243,9 @@ class _Proof:
                     self.touch(own, visit, write=False)
                     self.touch((self.pushed[i], chunk), visit, write=True)
             elif place(visit) in self.pushes:
-                self.touch((self.plan.connections[i].dst, chunk), visit, write=True)
+                cell = self.plan.connections[i].dst, chunk
+                self.touch(cell, visit, write=True)
+                self.push[cell] = self.wrote[cell]
 
 
 def _ranks(mask: int) -> Sequence[int]:

@@ -266,9 +266,8 @@ class GpuRanks:
 
     def _lay_out(self, plan: Plan, shape: Shape) -> tuple[_Part, ...]:
         layout = program.lay_out(plan, shape)
-        ends = [{c.src, c.dst} for c in plan.connections]
-        touched = set().union(*(pair for pair in ends if pair & set(self.devices)))
-        bases = self._memory.bases(layout.nbytes, touched)
+        ends = {(c.src, c.dst) for c in plan.connections if not c.local}
+        bases = self._memory.bases(layout.nbytes, ends | {(b, a) for a, b in ends})
         parts = []
         for device, ranks in self.shares.values():
             found = tuple((r, p) for r in ranks for p in program.programs(plan, r))

@@ -6,10 +6,11 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,12 +28,24 @@ _LEAVING = 5.0  # s that the others have to let go of our memory
 _TOLD = 200  # characters of an error that the others are told
 
 
+class _Owner:
+    """Lives as long as a tensor."""
+
+
 class Lease:
     """Memory of a GPU that a tensor lies in: given back when neither it nor the ranks need it."""
 
     def __init__(self, device: Device, address: int) -> None:
         self.address = address
-        self._device, self._holders, self._lock = device, 2, threading.Lock()
+        # a collector may run `release` while it runs
+        self._device, self._holders, self._lock = device, 2, threading.RLock()
+
+    def tensor(self, nbytes: int) -> Any:
+        """An array of bytes there, with which its half of the lease ends. Not at exit: CUDA may be
+        gone by then."""
+        owner = _Owner()
+        weakref.finalize(owner, self.release).atexit = False
+        return self._device.array(self.address, nbytes, owner)
 
     def release(self) -> None:
         """To be called by each of the two, once."""
@@ -47,21 +60,22 @@ class Lease:
 class Shared:
     """Memory of `nbytes` on each rank's GPU, for tensors.
 
-    `addresses`: where this process sees each rank's; none where not all see all. `leases`: of the
-    ranks of this process.
+    `addresses`: where this process sees each rank's; `unseen`: (a, b) where rank a does not see
+    rank b's, the same on all ranks; `leases`: of the ranks of this process.
     """
 
     nbytes: int
     addresses: tuple[int, ...]
+    unseen: frozenset[tuple[int, int]]
     leases: Mapping[int, Lease]
 
 
 class Memory(Protocol):
     """Where all ranks' counters and slots lie, and tensors that others may write."""
 
-    def bases(self, nbytes: Sequence[int], touched: set[int]) -> list[int]:
+    def bases(self, nbytes: Sequence[int], pairs: Collection[tuple[int, int]]) -> list[int]:
         """Zeroed memory of so many bytes for each rank: its address in this process, of the ranks
-        whose memory ours touch."""
+        whose memory ours touch. `pairs`: (a, b) where rank a touches rank b's."""
 
     def share(self, nbytes: int) -> Shared:
         """Zeroed memory for a tensor on each rank, which outlives us where that is still there.
@@ -74,7 +88,7 @@ class Memory(Protocol):
 class LocalMemory:
     """Memory of ranks that are all in this process, each on its device.
 
-    That of a GPU which not all the others reach lies in host memory instead, with one warning
+    What a GPU that has to touch it cannot reach lies in host memory instead, with one warning
     (`quiet`: none), or is refused with CollectiveError where `required`.
     """
 
@@ -85,26 +99,38 @@ class LocalMemory:
         self._made: list[tuple[Device, int]] = []
         self._pinned: list[NDArray[np.uint32]] = []
         self._leases: list[Lease] = []
+        self._required, self._quiet = required, quiet
         gpus = {d.index: d for d in devices}
-        walls = [(a, b) for a, d in gpus.items() for b in gpus if a != b and not d.reach(b)]
-        self._walled = {b for _, b in walls}
-        pairs = "; ".join(f"GPU {a} has no access to GPU {b}'s" for a, b in walls)
-        words = f"memory of GPUs of one process: {pairs}"
-        if walls and required:
-            raise CollectiveError(f"{words}; peer_access='require' allows nothing else{advice()}")
-        if walls and not quiet:
-            log.warning("%s; it goes through host memory, which is slow%s", words, advice())
+        walls = {(a, b) for a, d in gpus.items() for b in gpus if a != b and not d.reach(b)}
+        self._unseen = frozenset(
+            (i, j) for i, a in enumerate(devices) for j, b in enumerate(devices)
+            if (a.index, b.index) in walls
+        )  # fmt: skip
 
-    def bases(self, nbytes: Sequence[int], touched: set[int]) -> list[int]:
+    def bases(self, nbytes: Sequence[int], pairs: Collection[tuple[int, int]]) -> list[int]:
         found = []
-        for device, size in zip(self._devices, nbytes, strict=True):
-            if device.index in self._walled:
+        apart = sorted(self._unseen.intersection(pairs))
+        if apart:
+            self._say(apart)
+        walled = {b for _, b in apart}
+        for rank, (device, size) in enumerate(zip(self._devices, nbytes, strict=True)):
+            if rank in walled:
                 self._pinned.append(device.pinned(-(-(size + ALIGN) // 4)))
                 found.append(-(-self._pinned[-1].ctypes.data // ALIGN) * ALIGN)
                 continue
             found.append(device.allocate(size))
             self._made.append((device, found[-1]))
         return found
+
+    def _say(self, apart: Sequence[tuple[int, int]]) -> None:
+        gpus = dict.fromkeys((self._devices[a].index, self._devices[b].index) for a, b in apart)
+        pairs = "; ".join(f"GPU {a} has no access to GPU {b}'s" for a, b in gpus)
+        words = f"memory of GPUs of one process: {pairs}"
+        if self._required:
+            raise CollectiveError(f"{words}; peer_access='require' allows nothing else{advice()}")
+        if not self._quiet:
+            log.warning("%s; it goes through host memory, which is slow%s", words, advice())
+        self._quiet = True
 
     def share(self, nbytes: int) -> Shared:
         leases: dict[int, Lease] = {}
@@ -115,9 +141,10 @@ class LocalMemory:
         except RuntimeError as error:
             for lease in leases.values():  # of which there will be no tensor
                 lease.release()
-            raise CollectiveError(f"no memory for a tensor of {nbytes} bytes: {error}") from error
-        addresses = [] if self._walled else [lease.address for lease in leases.values()]
-        return Shared(nbytes, tuple(addresses), leases)
+            where = f"rank {rank} on GPU {device.index}: {error}"
+            raise CollectiveError(f"no memory for a tensor of {nbytes} bytes: {where}") from error
+        addresses = tuple(lease.address for lease in leases.values())
+        return Shared(nbytes, addresses, self._unseen, leases)
 
     def close(self) -> None:
         with ExitStack() as last:
@@ -145,7 +172,8 @@ class PeerMemory:
         self._opened: list[int] = []
         self._registered: list[int] = []
 
-    def bases(self, nbytes: Sequence[int], touched: set[int]) -> list[int]:
+    def bases(self, nbytes: Sequence[int], pairs: Collection[tuple[int, int]]) -> list[int]:
+        touched = {b for a, b in pairs if a == self._arena.rank}
         mine = self._allocate(nbytes[self._arena.rank])
         self._own.append(mine)
         found, ways, why = self._exchange(mine, touched)
@@ -164,12 +192,15 @@ class PeerMemory:
             failed = troubles(self._gather, trouble)
             if lease is None or failed:
                 raise CollectiveError(f"no memory for a tensor of {nbytes} bytes: {failed}")
-            found, ways, _ = self._exchange(lease.address, {*range(self._arena.size)})
+            found, ways, why = self._exchange(lease.address, {*range(self._arena.size)})
         except BaseException:
             if lease:
                 lease.release()  # as there will be no tensor
             raise
-        return Shared(nbytes, () if ways else tuple(found), {self._arena.rank: lease})
+        unseen = frozenset((rank, owner) for rank, owners in ways.items() for owner in owners)
+        if unseen and self._arena.rank == 0:
+            log.info("a tensor's memory is not seen by all ranks: %s (%s)", sorted(unseen), why)
+        return Shared(nbytes, tuple(found), unseen, {self._arena.rank: lease})
 
     def _allocate(self, nbytes: int) -> int:
         # of less than a block, the driver would share what else lies in it

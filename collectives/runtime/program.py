@@ -18,7 +18,7 @@ from collectives.errors import PlanError
 from collectives.planning.fuse import fused
 from collectives.planning.plan import ALIGN, Op, Plan, Stream
 from collectives.planning.touches import input_reads, passed_on, pushes
-from collectives.planning.verify import races
+from collectives.planning.verify import races, shortened
 
 MOST_RANKS = 64
 MOST_PEERS = 64
@@ -216,12 +216,16 @@ def programs(plan: Plan, rank: int) -> list[Program]:
     return found
 
 
-@lru_cache(maxsize=64)
 def may_push(plan: Plan) -> bool:
     """Whether ranks that see each other's buffers write results there; the same on all ranks."""
     if plan.collective == "alltoall" or plan.size > MOST_RANKS:  # chunks lie elsewhere; no room
         return False
-    return bool(pushes(plan)) and not races(plan, pushing=True)
+    return bool(pushes(plan)) and _is_free_of_races(shortened(plan))
+
+
+@lru_cache(maxsize=64)
+def _is_free_of_races(plan: Plan) -> bool:
+    return not races(plan, pushing=True)
 
 
 def receivers(plan: Plan, ranks: Sequence[int]) -> list[int]:

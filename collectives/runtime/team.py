@@ -23,6 +23,10 @@ _POLL = 0.05  # s
 _PER_THREAD = 2  # cudaStreamPerThread
 
 
+Spot = tuple[int, int]
+"""Where a buffer lies: number of a piece of shared memory, and offset in it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """What is launched; equal on all ranks. `said` is it in words."""
@@ -34,18 +38,18 @@ class Call:
     op: str
     lanes: int
     layers: tuple[int, ...] = ()  # bytes of each, for a gradient queue
-    spot: tuple[int, int] | None = None
-    """Where all ranks' buffers lie: number of a piece of shared memory, and offset in it."""
+    seen: bool = False  # all ranks' buffers, by those that write them
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One rank's side of a call; `values` lie in the buffer, or are left as they are."""
+    """One rank's side of a call. `values`: where they are read; in place the buffer itself."""
 
     call: Call
     buffer: int
     values: int
     stream: int
+    spot: Spot | None = None
     begun: int | None = None
     """An event for a call with layers, behind which its `dequeue`s may follow."""
 
@@ -72,7 +76,7 @@ class Team:
         self._prepared: dict[Call, Prepared] = {}
         self._changed = threading.Condition()
         self._children: dict[tuple[int, int], tuple[Team, list[Arena]]] = {}
-        self._shared: list[Shared | Exception] = []
+        self._shared: dict[int, Shared | Exception] = {}
         self._left = 0
         self._round = _Round()
         self._meeting = {i: device.make_event() for i, (device, _) in gpu.shares.items()}
@@ -82,7 +86,7 @@ class Team:
         if call not in self._prepared:
             self._prepared[call] = self.gpu.prepare(
                 call.plan, call.nbytes, call.dtype, call.op, call.lanes, call.layers,
-                True if call.spot else None,
+                call.seen or None,
             )  # fmt: skip
         return self._prepared[call]
 
@@ -90,14 +94,14 @@ class Team:
         """The `number`-th piece of memory for tensors, which the first rank that asks makes for all
         ranks of this process. Raises the same on all of them."""
         with self._changed:
-            if number == len(self._shared):
+            if number not in self._shared:
                 try:
-                    self._shared.append(self.gpu.share(nbytes))
+                    self._shared[number] = self.gpu.share(nbytes)
                 except Exception as error:
-                    self._shared.append(error)
+                    self._shared[number] = error
             found = self._shared[number]
         if isinstance(found, Exception):
-            raise found
+            raise _again(found) from found
         return found
 
     def launch(
@@ -145,11 +149,11 @@ class Team:
     def _run(self, came: dict[int, Arrival], stream: int | dict[int, int]) -> Counted | None:
         """Launch one call of all ranks."""
         arrivals = [came[r] for r in self.gpu.devices]
-        call, everyone = arrivals[0].call, []
-        if call.spot:
-            shared = self._shared[call.spot[0]]
+        call, spot, everyone = arrivals[0].call, arrivals[0].spot, []
+        if call.seen and spot:
+            shared = self._shared[spot[0]]
             assert isinstance(shared, Shared)
-            everyone = [address + call.spot[1] for address in shared.addresses]
+            everyone = [address + spot[1] for address in shared.addresses]
         begun = {r: a.begun for r, a in came.items() if a.begun is not None}
         return self.gpu.run(
             self.prepare(call), [a.buffer for a in arrivals], stream, begun=begun or None,
@@ -164,6 +168,8 @@ class Team:
                 asked.setdefault(arrival.call.said, []).append(rank)
             words = "; ".join(f"ranks {ranks}: {said}" for said, ranks in asked.items())
             raise Refused(f"the ranks' calls on the GPU differ: {words}")
+        if len({a.spot for a in came.values()}) > 1:
+            raise Refused("the ranks' tensors lie at different places of their shared memory")
         streams = {a.stream for a in came.values()}
         if _PER_THREAD in streams:
             raise Refused(

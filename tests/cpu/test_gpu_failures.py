@@ -355,7 +355,8 @@ def test_gpus_of_one_process_without_peer_access_are_refused_where_that_is_said(
         gpus(monkeypatch, Apart),
         pytest.raises(CollectiveError, match=r"GPU 0 has no access to GPU 1's; peer_access='requ"),
     ):
-        collectives.spawn(print, 2, peer_access="require", **MODES["a thread a GPU"])
+        collectives.spawn(killed, 2, "mesh-2", (".",), peer_access="require",
+                          **MODES["a thread a GPU"])  # fmt: skip
 
 
 def closes_early(rank: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,14 @@ from host_gpu import HostDevice, needs_compiler
 import collectives
 from collectives.default import get_default
 from collectives.tensors import shaped
+from topology import load
 
 pytestmark = needs_compiler
 
 LARGE = 100_003  # elements: chunks that pass plain slots
 CALLS = [
-    ("ring", LARGE), ("overlapped_double_tree", LARGE), ("ccube_dgx1", LARGE), ("two_shot", LARGE),
-    ("one_shot", 331), ("tree", 1), ("tree", 0),
+    ("ring", LARGE), ("overlapped_double_tree", LARGE), ("two_shot", LARGE), ("one_shot", 331),
+    ("tree", 1), ("tree", 0),
 ]  # fmt: skip
 
 
@@ -33,7 +35,9 @@ def pushed(comm: Any) -> list[bool]:
     return [p.direct for p in comm._gpu.team._prepared.values()]
 
 
-def all_reduces(rank: int, machine: Machine, calls: list[tuple[str, int]]) -> list[Any]:
+def all_reduces(
+    rank: int, machine: Machine, calls: list[tuple[str, int]], threads: bool
+) -> list[Any]:
     comm = get_default()
     whole = comm.empty((2, LARGE), device="cuda")
     assert whole.shape == (2, LARGE) and whole.dtype == np.float32
@@ -44,6 +48,7 @@ def all_reduces(rank: int, machine: Machine, calls: list[tuple[str, int]]) -> li
         comm.allreduce(x, algorithm=algorithm)
         comm.synchronize()
         assert (x.array == want).all(), (algorithm, n)
+        x.array[:] = -1
         comm.allreduce(given := tensor(values(rank, n)), algorithm=algorithm, out=x)
         comm.allreduce(ordinary := tensor(values(rank, n)), algorithm=algorithm)
         comm.synchronize()
@@ -61,26 +66,78 @@ def all_reduces(rank: int, machine: Machine, calls: list[tuple[str, int]]) -> li
     del x, whole, queue
     comm.close()
     gc.collect()
-    return [found, machine.left() if len(machine.ours()) == 1 else []]
+    return [found, [] if threads else machine.left()]
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_results_are_written_where_they_belong(mode: str, machine: Machine) -> None:
-    arguments = (machine, [c for c in CALLS if c[0] != "ccube_dgx1"])
+    arguments = (machine, CALLS, "thread" in mode)
     for found, left in collectives.spawn(all_reduces, 3, "mesh-3", arguments, **MODES[mode]):
         last = found[-1]
         if mode == "threads on one GPU":  # one launch: whatever is passed
             assert sum(last) == 4
         else:  # the tensors of `empty`, but not the ordinary ones
             assert sum(last) == 4 and len(last) > 8
-        if "processes" in mode:
-            assert not left
+        assert not left
 
 
-def test_over_detours(machine: Machine) -> None:
-    arguments = (machine, [("ccube_dgx1", LARGE), ("tree", LARGE)])
-    for found, _ in collectives.spawn(all_reduces, 8, "dgx1-v100", arguments, device="cuda"):
-        assert sum(found[-1]) == 3
+DGX1 = load("dgx1-v100")
+
+
+class Linked(HostDevice):
+    """A GPU of a DGX-1: reaches those at the other ends of its NVLinks only."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(capacity=64, index=index, bus_id=f"0000:0{index}:00.0")
+
+    def reach(self, peer: int) -> bool:
+        return (self.index, peer) in DGX1.by_ends
+
+    def share(self, address: int) -> bytes:
+        return super().share(address).rstrip(b"\0") + b"#%d" % self.index
+
+    def open(self, handle: bytes) -> int:
+        handle, owner = handle.split(b"#")
+        if not self.reach(int(owner[:1])):
+            raise RuntimeError("cudaErrorPeerAccessUnsupported")
+        return super().open(handle)
+
+
+@pytest.mark.parametrize("mode", ["a process a GPU", "a thread a GPU"])
+def test_over_detours(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank needs the memory of one that it has no link to."""
+    with gpus(monkeypatch, Linked) as machine:
+        calls = [("ccube_dgx1", LARGE), ("tree", LARGE)]
+        arguments = (machine, calls, "thread" in mode)
+        found = collectives.spawn(
+            all_reduces, 8, "dgx1-v100", arguments, peer_access="require", timeout=60, **MODES[mode]
+        )
+        for pushing, _ in found:
+            assert sum(pushing[-1]) == 3
+
+
+def views(rank: int, machine: Machine) -> list[int]:
+    """One all-reduce of many parts of a tensor; then other parts on one rank than on the other."""
+    comm: Any = get_default()
+    x, n = comm.empty(10 * LARGE, device="cuda"), LARGE
+    x.array[:] = 1
+    for i in range(10):
+        comm.allreduce(x[i * n : (i + 1) * n], algorithm="tree")
+    comm.synchronize()
+    assert (x.array == comm.size).all()
+    made = [len(comm._gpu.team._prepared), len(comm._gpu._known)]
+    error = failure(lambda: comm.allreduce(x[rank * n :][:n], algorithm="tree"))
+    error = error or failure(comm.synchronize)
+    while error is None:  # known to both, so only noticed
+        error = failure(comm.synchronize)
+    assert re.search(r"calls on the GPU differ|different places of their shared", str(error)), error
+    return made
+
+
+@pytest.mark.parametrize("mode", ["processes on one GPU", "a thread a GPU"])
+def test_parts_of_a_tensor_go_by_one_agreement(mode: str, machine: Machine) -> None:
+    found = collectives.spawn(views, 2, "mesh-2", (machine,), timeout=5, **MODES[mode])
+    assert found == [[1, 1]] * 2
 
 
 def outliving(rank: int, machine: Machine) -> list[int]:
@@ -107,10 +164,10 @@ def wrong(rank: int) -> list[str]:
     x = comm.empty(LARGE, device="cuda")
     calls = [
         lambda: comm.empty(10 + rank, device="cuda"),
-        lambda: comm.empty(-1, device="cuda"),
-        lambda: comm.empty(3, "complex64", "cuda"),
-        lambda: comm.empty(3, device="gpu"),
-        lambda: comm.empty(3, device="cuda:5"),
+        lambda: comm.empty(5 if rank else -1, device="cuda"),
+        lambda: comm.empty(3, "float32" if rank else "complex64", "cuda"),
+        lambda: comm.empty(3, device="cuda" if rank else "gpu"),
+        lambda: comm.empty(3, device="cuda" if rank else "cuda:5"),
         lambda: comm.allreduce(x if rank else tensor(values(0, LARGE))),
         lambda: comm.allreduce(x[rank:][: LARGE - 1]),
     ]
@@ -128,10 +185,12 @@ def test_what_is_refused_leaves_the_ranks_in_step(mode: str, machine: Machine) -
         assert said[0] == (
             "the ranks ask for tensors of different sizes: 40, 44 bytes, by rank; they must agree"
         )
-        assert said[1] == "a shape is made of integers >= 0, not -1"
-        assert "unsupported dtype complex64" in said[2]
-        assert said[3] == "unknown device 'gpu'; choose from cpu, cuda, cuda:N"
-        assert f"rank {rank} runs on GPU" in said[4] and "on GPU 5" in said[4]
+        for words, mine in zip(said[1:5], (
+            "a shape is made of integers >= 0, not -1", "unsupported dtype complex64; choose",
+            "unknown device 'gpu'; choose from cpu, cuda, cuda:N",
+            "rank 0 runs on GPU 0, not on GPU 5",
+        ), strict=True):  # fmt: skip
+            assert (mine if rank == 0 else "refused its arguments") in words
         assert "ranks [1]: allreduce(100003 x float32, sum" in said[5]
         assert "at 0 in shared memory 0 on the GPU" in said[5]
         assert "at 4 in shared memory 0 on the GPU" in said[6]
@@ -161,7 +220,7 @@ def test_no_room_on_one_gpu_is_told_to_all(mode: str, monkeypatch: pytest.Monkey
     with gpus(monkeypatch, lambda index: Full(32, index=index, bus_id=f"0000:0{index}:00.0")):
         for said, *after in collectives.spawn(without_room, 2, "mesh-2", **MODES[mode]):
             assert said.startswith("no memory for a tensor of 67108864 bytes: ")
-            assert "out of memory" in said
+            assert "rank 1" in said and "out of memory" in said
             assert after == [True, True]
         gc.collect()
 

@@ -175,6 +175,22 @@ def test_what_is_pushed_passes_no_slot() -> None:
             assert ring.any() == (i not in copies)
 
 
+def test_nothing_is_pushed_by_a_launch_after_an_abort() -> None:
+    """The tensors may be in other use by then, and counters of the call may be there."""
+    plan = plan_allreduce(load("mesh-3"), 4000, "chain")
+    gpu = HostGpu(plan, plain(2))
+    gpu.image.segments[(gpu.abort >> 40) - 1][:] = 1
+    given = values(plan, 4000)
+    segments = gpu.call(given, direct=True)
+    done = gpu.image.run(build())
+    for segment, want in zip(segments, given, strict=True):
+        assert done[segment].tobytes() == want.tobytes()
+    for (rank, channel, _), (state, _, _, pc) in gpu.reports(done).items():
+        (p,) = [p for p, (r, _) in zip(gpu.programs, gpu.groups, strict=True)
+                if (r, p.stream.channel) == (rank, channel)]  # fmt: skip
+        assert state == State.ABORTED and p.code[pc] == Op.WAIT
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_random_plans_that_push_where_that_is_no_race(seed: int) -> None:
     plan = random_plan(seed)[0]

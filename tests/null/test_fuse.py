@@ -10,7 +10,7 @@ import pytest
 
 from collectives.planning.fuse import fused
 from collectives.planning.goals import COLLECTIVES
-from collectives.planning.plan import Op, Plan
+from collectives.planning.plan import Connection, Op, Plan, Step, Stream
 from collectives.planning.planner import plan_allreduce, plan_collective
 from collectives.planning.touches import passed_on, place, pushes
 from collectives.planning.verify import races, verify
@@ -102,6 +102,36 @@ def test_random_plans_that_fuse_and_push_give_the_sum() -> None:
             assert all((out == total).all() for out in run_literally(made, order)), seed
         kinds.update(passed_on(made).values())
     assert kinds[True] >= 100 and kinds[False] >= 100
+
+
+def test_a_chunk_that_is_read_behind_a_push_and_before_its_copy_is_a_race() -> None:
+    """A right plan, whose rank 1 sends its own chunk on while what it will copy is there."""
+    mesh = load("mesh-3")
+    ends = [(1, 0), (0, 1), (1, 2), (0, 2), (2, 0), (2, 1)]
+
+    def wait(i: int) -> Step:
+        return Step(Op.WAIT, (i,), 0)
+
+    def signal(i: int) -> Step:
+        return Step(Op.SIGNAL, (i,), 0)
+
+    def send(*to: int) -> list[Step]:
+        return [*map(wait, to), Step(Op.SEND, to, 0), *map(signal, to)]
+
+    def copy(i: int) -> list[Step]:
+        return [wait(i), Step(Op.COPY, (i,), 0), signal(i)]
+
+    combine = [wait(0), Step(Op.REDUCE, (0,), 0), signal(0)]
+    late = [wait(1), *send(2), *copy(1)[1:]]
+    total = [wait(3), wait(2), Step(Op.REDUCE, (3, 2), 0, last=True), signal(3), signal(2)]
+    bodies = ([*send(3), *combine, *send(1), *copy(4)], [*send(0), *late, *copy(5)],
+              [*total, *send(4, 5)])  # fmt: skip
+    connections = tuple(Connection(a, 0, b, 0, mesh.hops[a, b]) for a, b in ends)
+    streams = tuple(Stream(rank, 0, (tuple(body),)) for rank, body in enumerate(bodies))
+    plan = Plan("by hand", "allreduce", 3, 1, 1, 1, connections, streams, exclusive=False)
+    verify(plan, mesh)
+    assert any("reads what was pushed" in words for words in races(plan, pushing=True))
+    assert any((out != sum(inputs_of(plan))).any() for out in run_literally(plan, None))
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
