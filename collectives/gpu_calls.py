@@ -14,6 +14,7 @@ from zlib import crc32
 from collectives.calls import Calls
 from collectives.choices import Choices
 from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
+from collectives.planning.fuse import fused
 from collectives.planning.goals import Root
 from collectives.planning.plan import Plan
 from collectives.request import Request, notice, words
@@ -331,7 +332,7 @@ class GpuCalls:
             ) from None
         if buffer.nbytes == 0 or self.size == 1:
             return None
-        plan = self.choices.plan(request)
+        plan = fused(self.choices.plan(request))  # as the kernel runs it
         self.trace.planned(request.label, plan, self.choices.topology, buffer.nbytes)
         rooms = self._rooms[buffer.dtype, request.op]
         lanes = lanes_of(plan, rooms, self.team.gpu.max_blocks)

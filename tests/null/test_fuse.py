@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from collectives.planning.planner import plan_allreduce, plan_collective
 from collectives.planning.touches import passed_on, place, pushes
 from collectives.planning.verify import races, verify
 from collectives.planning.walk import Visit, walk
-from collectives.runtime.program import DROPS, PASSES_ON, programs
+from collectives.runtime.program import DROPS, PASSES_ON, PUSHES, programs
 from tests.null.helpers import random_plan
 from tests.null.test_verify import inputs_of
 from topology import load
@@ -72,20 +73,52 @@ def test_fused_plans_are_proved_and_keep_their_steps(machine: str, algorithm: st
             assert Counter(a) == Counter(b)
     assert (made != plan) == bool(passed_on(plan))
     assert len(passed_on(made)) == len(passed_on(plan))
-    flags = [(op, flag) for rank in range(plan.size) for p in programs(made, rank)
-             for op, flag in steps_of(p.code.tolist())]  # fmt: skip
-    fusing = [flag for op, flag in flags if op in (Op.REDUCE, Op.COPY) and flag & PASSES_ON]
+    fusing = [f for op, f in flags_of(made) if op in (Op.REDUCE, Op.COPY) and f & PASSES_ON]
     assert len(fusing) == len(passed_on(made))
     assert sum(flag & DROPS == 0 for flag in fusing) == sum(passed_on(made).values())
 
 
-def steps_of(code: list[int]) -> list[tuple[int, int]]:
-    """(op, flag) of each step of a program."""
-    at, found = code[1], []
-    while at < len(code):
-        found.append((code[at], code[at + 2]))
-        at += 5 + code[at + 4]
+def flags_of(plan: Plan) -> list[tuple[int, int]]:
+    """(op, flag) of each step of the programs."""
+    found = []
+    for code in (p.code.tolist() for rank in range(plan.size) for p in programs(plan, rank)):
+        at = code[1]
+        while at < len(code):
+            found.append((code[at], code[at + 2]))
+            at += 5 + code[at + 4]
     return found
+
+
+def traffic(plan: Plan, direct: bool) -> Fraction:
+    """Bytes that the GPUs read and write for each byte of the message, as the programs say."""
+    chunks = 0
+    for program in (p for rank in range(plan.size) for p in programs(plan, rank)):
+        code = program.code.tolist()
+        at, passed = code[1], False
+        while at < len(code):
+            op, _, flag, _, n = code[at : at + 5]
+            if op == Op.SEND:  # what the step before has passed on is not read again
+                chunks += n + (not passed)
+            elif op == Op.REDUCE:
+                chunks += n + 1 + (not flag & DROPS)
+            elif op == Op.COPY:
+                empty = direct and flag & PUSHES
+                chunks += 2 * (not empty) + bool(empty and flag & PASSES_ON)
+            passed = op in (Op.REDUCE, Op.COPY) and bool(flag & PASSES_ON)
+            at += 5 + n
+    return Fraction(chunks, plan.stride)
+
+
+@pytest.mark.parametrize(("algorithm", "before", "after"), [
+    ("overlapped_double_tree", 54, 33), ("double_tree", 54, 34), ("ring", 63, 36),
+])  # fmt: skip
+def test_bytes_that_are_moved_for_each_of_the_message(
+    algorithm: str, before: int, after: int
+) -> None:
+    """Of 7 reduces and 7 copies, at the least 3 N and 2 N each, 14 N are slots' now."""
+    plan = plan_allreduce(load("dgx1-v100"), 1 << 28, algorithm)
+    assert not any(flag & PASSES_ON for op, flag in flags_of(plan) if op == Op.REDUCE)
+    assert (traffic(plan, False), traffic(fused(plan), True)) == (before, after)
 
 
 def test_random_plans_that_fuse_and_push_give_the_sum() -> None:
