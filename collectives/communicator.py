@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -225,7 +226,8 @@ class Communicator:
 
         All ranks must call it. It has memory, flags and streams of its own, so calls of several
         communicators may be under way at once; every rank must make new kinds of calls on them in
-        the same order. Must be closed, at the latest it is with this one. Raises CollectiveError.
+        the same order. It keeps its memory until it is closed, at the latest with this one. Raises
+        CollectiveError.
         """
         if isinstance(color, bool) or not isinstance(color, int):
             raise CollectiveError(f"color must be an integer, not {color!r}")
@@ -284,22 +286,24 @@ class Communicator:
         """
         if self._calls.closed:
             return
-        for part in self._splits:
-            part.close()
-        if self._worker:
-            self._worker.shutdown(wait=True)
-        try:
+        with ExitStack() as last:  # backwards, and all of it, whatever fails
+            last.callback(self._leave)
             if self._gpu:
-                self._gpu.close()
-        finally:
-            self._calls.closed = True
-            if self._calls.broken is None and self._calls.differ():
-                # a peer is in a call that this rank will never make
-                self._calls.runtime.give_up(CLOSED)
-            self._calls.runtime.close()
-            self._arena.close()
-            if self._team:
-                self._team.leave()
+                last.callback(self._gpu.close)
+            if self._worker:
+                last.callback(self._worker.shutdown, wait=True)
+            while self._splits:
+                last.callback(self._splits.pop().close)
+
+    def _leave(self) -> None:
+        self._calls.closed = True
+        if self._calls.broken is None and self._calls.differ():
+            # a peer is in a call that this rank will never make
+            self._calls.runtime.give_up(CLOSED)
+        self._calls.runtime.close()
+        self._arena.close()
+        if self._team:
+            self._team.leave()
 
     def __enter__(self) -> Communicator:
         return self

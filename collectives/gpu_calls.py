@@ -269,7 +269,7 @@ class GpuCalls:
         meet and agree on it. `begun`: an event for a call with layers."""
         said, key = notice(request), _key(request)
         if key not in self._known:
-            text = words(said)
+            text = words((*said[:-1], -1))
             self._not_captured(stream, f"is the first {text}, which all ranks agree on")
             with self.trace.phase("agree"):
                 self._known[key] = text, self._agree(request, text)

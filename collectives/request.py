@@ -53,7 +53,7 @@ def notice(request: Request, settings: int = 0) -> tuple[int, ...]:
 
 
 def words(notice: tuple[int, ...]) -> str:
-    """What a notice asks for."""
+    """What a notice asks for; an offset of -1 is left out."""
     kind, op, dtype, count, root, algorithm, settings, layout, device, piece, offset = notice
     asked = KINDS[kind]
     if asked == "refused":
@@ -73,7 +73,7 @@ def words(notice: tuple[int, ...]) -> str:
     if settings:
         asked += f" with settings {settings:08x}"
     if piece >= 0:
-        asked += f" at {offset} in shared memory {piece}"
+        asked += (f" at {offset}" if offset >= 0 else "") + f" in shared memory {piece}"
     return asked + (" on the GPU" if DEVICES[device] == "gpu" else "")
 
 

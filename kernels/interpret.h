@@ -60,13 +60,17 @@ __device__ __forceinline__ int prepare(const Launch& l, const Group& g, Lane& la
     const i64 start = i64(blockIdx.x % l.lanes) * slice;
     const i64 at = g.place[2 * chunk] + start;
     const bool reduces = step[0] == REDUCE;
-    const int* send = step[0] == SEND ? step : step[2] & PASSES_ON ? step + 5 + step[4] : 0;
+    // over lines an emulated link's time passes before the SEND: so behind the data, apart from it
+    // (what is stored and overwritten is then kept in order by that time alone)
+    const bool passes_on = step[0] != SEND && (step[2] & PASSES_ON) &&
+                           !(l.low_latency && l.ps_per_byte);
+    const int* send = step[0] == SEND ? step : passes_on ? step + 5 + step[4] : 0;
     t.op = step[0];
     t.n = reduces ? step[4] : 0;
     t.m = send ? send[4] : 0;
     t.last = reduces && (step[2] & LAST);
     t.ahead = reduces ? step[2] >> AHEAD : 0;
-    t.keep = reduces ? !(step[2] & DROPS) : step[0] == COPY;
+    t.keep = step[0] != SEND && !(passes_on && (step[2] & DROPS));
     t.nbytes = start >= size ? 0 : (size - start < slice ? size - start : slice);
     t.own = l.buffers[g.rank] + at;
     t.value = step[3] == INPUT ? l.inputs[g.rank] + at : t.own;
@@ -101,7 +105,7 @@ __device__ __forceinline__ int prepare(const Launch& l, const Group& g, Lane& la
         if (lane.link_free < now) lane.link_free = now;
         lane.link_free += u64(t.nbytes) * l.lanes * l.ps_per_byte / 1000;
     }
-    return 5 + step[4] + (send && send != step ? 5 + send[4] : 0);
+    return 5 + step[4] + (passes_on ? 5 + send[4] : 0);
 }
 
 // The first thread's part: on to the next step that moves data, or to the end.

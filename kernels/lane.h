@@ -26,7 +26,7 @@ struct Lane {  // in shared memory
     u32 failed;  // a wait was given up
     u32 timed_out;  // and that was its own deadline
     int phase, group, pc;  // where the first thread stands
-    int length;  // of the step there that the block has carried out; 0: none
+    int length;  // of the one or two steps there that the block has carried out; 0: none
     u32 finals;  // chunks made final
     u64 link_free;  // emulated links: when the last send's time is over
     const int* code;

@@ -10,7 +10,7 @@ enum Flag {
     PUSHES = 1,  // SEND and COPY: into the receiver's buffer, where the launch is direct
     LAST = 1,  // REDUCE: completes the chunk
     PASSES_ON = 2,  // REDUCE and COPY: the next step, a SEND of the result, is part of this one
-    DROPS = 4,  // REDUCE: and needs no result here
+    DROPS = 4,  // likewise: and needs no result here
     AHEAD = 3,  // REDUCE: from this bit on, how many of the peers come before the own value
 };
 enum State { NOTHING, WAITS, TIMED_OUT, ABORTED, DONE };  // first word of a report

@@ -4,12 +4,13 @@
 // A SEND that pushes writes the receivers' buffers instead, where the host has proved that nobody
 // touches the chunk there before the counter that follows tells of it.
 // Lines (see sync.h): 8 bytes of data as two lines; a reader polls each line for the number of this
-// use, so it needs no counter and no barrier. A value that comes back over other ranks' lines is
-// stored behind the store of its part here: between that and the lines that carried it on stand two
-// barriers and the release of the slots it was made of (a REDUCE's SIGNAL); where a REDUCE passes
-// its result on itself, it stores none that is overwritten (touches.py: passed_on). Slots are
-// 16-byte aligned; the caller's buffer may be aligned to its elements only, and is then accessed
-// element by element.
+// use, so it needs no counter and no barrier.
+// A result over lines that overwrites a chunk must be stored behind the store of what it was made
+// of. Where a REDUCE and its SEND are two steps, two barriers and a release (the REDUCE's SIGNAL)
+// stand between that store and the lines. Where they are one, nothing that will be overwritten is
+// stored (touches.py: passed_on). A load of the own chunk comes before, as the lines depend on it.
+// Slots are 16-byte aligned; the caller's buffer may be aligned to its elements only, and is then
+// accessed element by element.
 // Bounds: no access to a buffer goes beyond the slice, and none to a slot beyond the lane's part,
 // as a slice has at most `stripe` bytes (the host picks the number of chunks so).
 #pragma once

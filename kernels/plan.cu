@@ -28,10 +28,9 @@ template <class T, class Op> __device__ __forceinline__ void run(const Launch& l
         for (u32 i = threadIdx.x; i < group.num_ends; i += blockDim.x)
             lane.cursor_copy[i] = cursors[i];
     if (threadIdx.x == 0) {
-        lane.timed_out = lane.phase = lane.group = lane.length = 0;
+        lane.timed_out = lane.phase = lane.group = lane.pc = lane.length = 0;
         // what is pushed by a launch that begins after a failure would hit tensors in other use
         lane.failed = launch.direct && ld_acquire_sys(launch.abort);
-        lane.pc = lane.failed ? group.code[1] : 0;
         lane.link_free = lane.finals = 0;
         lane.code = near_code ? lane.code_copy : group.code;
         lane.cursors = near_ends ? lane.cursor_copy : cursors;
@@ -44,7 +43,8 @@ template <class T, class Op> __device__ __forceinline__ void run(const Launch& l
         carry_out<T, Op>(launch, group, lane);
         __syncthreads();
     }
-    if (threadIdx.x == 0) report_end(launch, group, lane);
+    const bool never_began = lane.failed && !lane.pc;  // and so has nothing to report
+    if (threadIdx.x == 0 && !never_began) report_end(launch, group, lane);
     if (near_ends)  // after a failure nobody uses them again
         for (u32 i = threadIdx.x; i < group.num_ends; i += blockDim.x)
             cursors[i] = lane.cursor_copy[i];

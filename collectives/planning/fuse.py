@@ -8,7 +8,7 @@ from functools import lru_cache
 from collectives.errors import PlanError
 from collectives.planning.plan import Op, Plan, Step, Stream
 from collectives.planning.touches import passed_on
-from collectives.planning.verify import prove
+from collectives.planning.verify import prove, shortened
 
 
 @lru_cache(maxsize=64)
@@ -20,10 +20,12 @@ def fused(plan: Plan) -> Plan:
     is proved like any plan, for these chunks and for any number of whole groups, and where it is
     refused the plan stays as it is.
     """
+    if not passed_on(plan):
+        return plan
     made = replace(plan, streams=tuple(_stream(plan, s) for s in plan.streams))
     try:
-        prove(made)
-        prove(made.with_chunks(plan.stride * (plan.slots + 2)))
+        for one in {shortened(made), made.with_chunks(plan.stride * (plan.slots + 2))}:
+            prove(one)
     except PlanError:
         return plan
     return made

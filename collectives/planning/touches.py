@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from functools import lru_cache
 from itertools import pairwise
+from types import MappingProxyType
 
 from collectives.planning.plan import Op, Plan
 from collectives.planning.walk import Visit, walk
@@ -96,7 +97,7 @@ def passed_on(plan: Plan) -> Mapping[Place, bool]:
                 found[at] = True
             elif after[writes[0]][1] is Op.COPY and writes[0] == 1 and after[0][0] == sender[at]:
                 found[at] = False
-    return found
+    return MappingProxyType(found)
 
 
 def _next_sends(plan: Plan) -> dict[Place, Place]:

@@ -168,8 +168,10 @@ class Team:
                 asked.setdefault(arrival.call.said, []).append(rank)
             words = "; ".join(f"ranks {ranks}: {said}" for said, ranks in asked.items())
             raise Refused(f"the ranks' calls on the GPU differ: {words}")
-        if len({a.spot for a in came.values()}) > 1:
-            raise Refused("the ranks' tensors lie at different places of their shared memory")
+        spots = {rank: a.spot[1] for rank, a in sorted(came.items()) if a.spot}
+        if len({*spots.values()}) > 1:
+            words = ", ".join(f"rank {rank}: {offset}" for rank, offset in spots.items())
+            raise Refused(f"the ranks' tensors lie at different bytes of shared memory: {words}")
         streams = {a.stream for a in came.values()}
         if _PER_THREAD in streams:
             raise Refused(

@@ -13,11 +13,12 @@ from host_gpu import BROKEN, HostGpu, build, needs_compiler
 from collectives import PlanError, plan_allreduce, plan_collective
 from collectives.planning.goals import COLLECTIVES
 from collectives.planning.plan import Op, Plan
-from collectives.planning.verify import races
+from collectives.planning.touches import passed_on
+from collectives.planning.verify import races, verify
 from collectives.runtime import program, reference
 from collectives.runtime.program import Shape, State, fit
 from collectives.runtime.reference import DTYPES, from_bfloat16, to_bfloat16
-from tests.null.helpers import random_plan
+from tests.null.helpers import by_hand, hop, random_plan, receive, send, step
 from topology import load
 
 pytestmark = needs_compiler
@@ -70,11 +71,11 @@ def same(a: np.ndarray, b: np.ndarray, dtype: str) -> bool:
 
 def check(
     plan: Plan, shape: Shape, sizes: list[int], dtype: str = "float32", op: str = "sum",
-    sanitizer: str = "", start: int = 0, threads: int = 2, skew: int = 0, apart: bool = False,
-    direct: tuple[bool, ...] = (False,), fuse: bool = True,
+    sanitizer: str = "", start: int = 0, threads: int = 2, skew: int = 0,
+    apart: tuple[bool, ...] = (False,), direct: tuple[bool, ...] = (False,), fuse: bool = True,
 ) -> None:  # fmt: skip
-    """Messages of several sizes, one after another over the same memory; in place, or with the
-    values `apart`; pushing into buffers where that call's turn of `direct` says so."""
+    """Messages of several sizes, one after another over the same memory; out of place and pushing
+    into buffers where that call's turn of `apart` and `direct` says so."""
     gpu = HostGpu(plan, shape, threads, start, fuse=fuse)
     calls = []
     for seed, nbytes in enumerate(sizes):
@@ -83,8 +84,8 @@ def check(
         while chunks.chunk_bytes(nbytes) > most:
             chunks = chunks.with_chunks(chunks.num_chunks + plan.stride)
         inputs = values(plan, nbytes, dtype, seed)
-        pushing = direct[seed % len(direct)]
-        segments = gpu.call(inputs, op, dtype, nbytes, chunks, skew, apart=apart, direct=pushing)
+        how = {"apart": apart[seed % len(apart)], "direct": direct[seed % len(direct)]}
+        segments = gpu.call(inputs, op, dtype, nbytes, chunks, skew, **how)
         calls.append((segments, reference.run(chunks, inputs, op, bfloat16=dtype == "bfloat16")))
     everything = dtype != "float32" or op not in ("sum", "avg")
     done = gpu.image.run(build(sanitizer, everything))
@@ -121,34 +122,43 @@ def test_layouts_and_numbers_are_those_of_the_device() -> None:
 @pytest.mark.parametrize(("machine", "algorithm"), ALGORITHMS)
 @pytest.mark.parametrize("shape", [LINES, plain(1), plain(2)], ids=["lines", "1-lane", "2-lanes"])
 def test_all_reduces(machine: str, algorithm: str, shape: Shape) -> None:
+    """In place and not, pushing into buffers and not, in turns over the same slots and counters."""
     plan = plan_allreduce(load(machine), 40_000, algorithm)
-    check(plan, shape, [4 * 10007, 4, 0, 4 * 1009, 4 * 10007], op="avg")
-
-
-@pytest.mark.parametrize(("machine", "algorithm"), ALGORITHMS)
-@pytest.mark.parametrize("shape", [LINES, plain(2)], ids=["lines", "slots"])
-def test_all_reduces_out_of_place(machine: str, algorithm: str, shape: Shape) -> None:
-    """The inputs stay; the buffers hold other values at first."""
-    plan = plan_allreduce(load(machine), 40_000, algorithm)
-    check(plan, shape, [4 * 1009, 4], apart=True)
-    if algorithm in ("ccube_dgx1", "two_shot"):
-        sanitizer = "thread" if shape == LINES else "address,undefined"
-        check(plan, shape, [4 * 1009, 4], sanitizer=sanitizer, apart=True)
+    assert not races(plan, pushing=True)
+    direct = (False,) if shape.low_latency else (True, False, True)
+    sizes = [4 * 10007, 4, 0, 4 * 1009, 4 * 337, 4 * 10007]
+    check(plan, shape, sizes, op="avg", apart=(False, True), direct=direct)
 
 
 @pytest.mark.parametrize(("machine", "algorithm", "sanitizer"), [
-    *((machine, algorithm, "") for machine, algorithm in ALGORITHMS),
     ("dgx1-v100", "ccube_dgx1", "thread"), ("dgx1-v100", "ring", "thread"),
     ("mesh-8", "two_shot", "thread"), ("dgx1-v100", "ccube_dgx1", "address,undefined"),
 ])  # fmt: skip
-def test_all_reduces_that_push_into_buffers(machine: str, algorithm: str, sanitizer: str) -> None:
-    """In turns with calls that do not, over the same slots and counters."""
+@pytest.mark.parametrize("shape", [LINES, plain(2, 512)], ids=["lines", "slots"])
+def test_sanitizers_find_nothing_in_these_turns(
+    machine: str, algorithm: str, sanitizer: str, shape: Shape
+) -> None:
     plan = plan_allreduce(load(machine), 40_000, algorithm)
-    assert not races(plan, pushing=True)
+    direct = (False,) if shape.low_latency else (True, False, True)
     sizes = [4 * 1009, 4, 4 * 1009, 4 * 337]
-    check(plan, plain(2, 512), sizes, op="avg", sanitizer=sanitizer, direct=(True, False, True))
-    if not sanitizer:
-        check(plan, plain(1), sizes, skew=4, apart=True, direct=(True,))
+    check(plan, shape, sizes, sanitizer=sanitizer, apart=(False, True), direct=direct)
+
+
+def test_a_copy_that_is_passed_on_and_overwritten_is_not_stored() -> None:
+    """Over lines nothing would order that store and the one by the other stream."""
+    connections = [hop(1, 0, 2), hop(0, 0, 1, 1), hop(1, 1, 2), hop(2, 0, 0), hop(2, 0, 1, 2),
+                   hop(1, 0, 1, 1)]  # fmt: skip
+    total = [step(Op.WAIT, 0), step(Op.WAIT, 2), step(Op.REDUCE, 0, 2, last=True)]
+    total += [step(Op.SIGNAL, 0), step(Op.SIGNAL, 2), step(Op.WAIT, 3), step(Op.WAIT, 4)]
+    total += [step(Op.SEND, 3, 4), step(Op.SIGNAL, 3), step(Op.SIGNAL, 4)]
+    plan = by_hand(connections, {
+        (0, 0): [[*send(1), *receive(Op.COPY, 3)]], (1, 0): [[*send(0), step(Op.SIGNAL, 5)]],
+        (1, 1): [[step(Op.WAIT, 5), *receive(Op.COPY, 1), *send(2)]],
+        (1, 2): [receive(Op.COPY, 4)], (2, 0): [total],
+    })  # fmt: skip
+    verify(plan, load("mesh-3"))
+    assert False in passed_on(plan).values()
+    check(plan, LINES, [4 * 16], sanitizer="thread")
 
 
 @pytest.mark.parametrize("sanitizer", ["", "thread"])
@@ -185,10 +195,7 @@ def test_nothing_is_pushed_by_a_launch_after_an_abort() -> None:
     done = gpu.image.run(build())
     for segment, want in zip(segments, given, strict=True):
         assert done[segment].tobytes() == want.tobytes()
-    for (rank, channel, _), (state, _, _, pc) in gpu.reports(done).items():
-        (p,) = [p for p, (r, _) in zip(gpu.programs, gpu.groups, strict=True)
-                if (r, p.stream.channel) == (rank, channel)]  # fmt: skip
-        assert state == State.ABORTED and p.code[pc] == Op.WAIT
+    assert {row[0] for row in gpu.reports(done).values()} == {State.NOTHING}
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -344,6 +351,7 @@ MUTANTS = {
     "barrier behind the data": (
         "plan.cu", "lane);\n        __syncthreads();\n    }", "lane);\n    }",
     ),
+    "a result stored that is overwritten": ("interpret.h", "(step[2] & DROPS)", "false"),
     "slots that turn early": ("interpret.h", "at.slot + 1 == l.slots", "at.slot + 2 >= l.slots"),
 }  # fmt: skip
 
@@ -356,7 +364,7 @@ def test_a_mutant_is_caught_by_the_thread_sanitizer(what: str, direct: bool) -> 
     """Most give right results here: only the order that they lack is seen."""
     algorithm = "chain" if direct else "overlapped_tree"
     plan = replace(plan_allreduce(load("mesh-3"), 8000, algorithm, 8), slots=3)
-    gpu = HostGpu(plan, plain(1, 1024), threads=2)
+    gpu = HostGpu(plan, LINES if "overwritten" in what else plain(1, 1024), threads=2)
     for _ in range(3):
         gpu.call(values(plan, 8000), direct=direct)
     done = gpu.image.run(build("thread", changes=(MUTANTS[what],)))
@@ -431,8 +439,10 @@ def test_the_abort_word_frees_every_rank(shape: Shape) -> None:
 
 @pytest.mark.parametrize("shape", [LINES, plain(2)], ids=["lines", "slots"])
 def test_an_emulated_link_takes_its_time(shape: Shape) -> None:
-    """4,096 bytes at 50 us a byte over two hops, one after the other."""
-    plan, driver = plan_allreduce(load("mesh-2"), 4096, "tree", 1), build()
+    """4,096 bytes at 50 us a byte over two hops, one after the other, where the second one sends on
+    what it makes."""
+    plan, driver = plan_allreduce(load("mesh-2"), 4096, "overlapped_tree", 1), build()
+    assert passed_on(plan)
     taken = []
     for ps_per_byte in (0, 50_000_000):
         gpu = HostGpu(plan, shape)
