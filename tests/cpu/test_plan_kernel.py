@@ -130,20 +130,6 @@ def test_all_reduces(machine: str, algorithm: str, shape: Shape) -> None:
     check(plan, shape, sizes, op="avg", apart=(False, True), direct=direct)
 
 
-@pytest.mark.parametrize(("machine", "algorithm", "sanitizer"), [
-    ("dgx1-v100", "ccube_dgx1", "thread"), ("dgx1-v100", "ring", "thread"),
-    ("mesh-8", "two_shot", "thread"), ("dgx1-v100", "ccube_dgx1", "address,undefined"),
-])  # fmt: skip
-@pytest.mark.parametrize("shape", [LINES, plain(2, 512)], ids=["lines", "slots"])
-def test_sanitizers_find_nothing_in_these_turns(
-    machine: str, algorithm: str, sanitizer: str, shape: Shape
-) -> None:
-    plan = plan_allreduce(load(machine), 40_000, algorithm)
-    direct = (False,) if shape.low_latency else (True, False, True)
-    sizes = [4 * 1009, 4, 4 * 1009, 4 * 337]
-    check(plan, shape, sizes, sanitizer=sanitizer, apart=(False, True), direct=direct)
-
-
 def test_a_copy_that_is_passed_on_and_overwritten_is_not_stored() -> None:
     """Over lines nothing would order that store and the one by the other stream."""
     connections = [hop(1, 0, 2), hop(0, 0, 1, 1), hop(1, 1, 2), hop(2, 0, 0), hop(2, 0, 1, 2),
@@ -322,8 +308,10 @@ def test_random_plans(seed: int, shape: Shape) -> None:
 def test_sanitizers_find_nothing(
     sanitizer: str, machine: str, algorithm: str, shape: Shape
 ) -> None:
+    """In and out of place, pushing and not, in turns."""
     plan = plan_allreduce(load(machine), 4000, algorithm)
-    check(plan, shape, [4 * 1009, 4, 4 * 1009], op="avg", sanitizer=sanitizer)
+    how = {"apart": (False, True), "direct": (False,) if shape.low_latency else (True, False, True)}
+    check(plan, shape, [4 * 1009, 4, 4 * 1009], op="avg", sanitizer=sanitizer, **how)
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
