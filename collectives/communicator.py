@@ -55,7 +55,7 @@ class Communicator:
         self._gpu: GpuCalls | None = None
         self._lock = threading.Lock()
         self._splits: list[Communicator] = []  # that are not closed, as far as we know
-        self._split = 0  # how many there have been
+        self._times_split = 0
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future[Any] | None = None
         self._calls.make(Request("barrier", NOTHING))  # all have mapped the arena
@@ -240,13 +240,13 @@ class Communicator:
         settings = replace(self.settings, topology=spec)
         place, team = ranks.index(self.rank), None
         if self._team:
-            team, arenas = self._team.child((self._split, color), ranks)
+            team, arenas = self._team.child((self._times_split, color), ranks)
             arena = arenas[place]
         else:
             arena = self._arena_of(ranks, place)
         part = Communicator(arena, settings, team, True)
         self._splits = [p for p in self._splits if not p._calls.closed] + [part]
-        self._split += 1
+        self._times_split += 1
         return part
 
     def _arena_of(self, ranks: Sequence[int], place: int) -> Arena:

@@ -23,7 +23,7 @@ from collectives.runtime.counters import Counted
 from collectives.runtime.cuda import GpuRanks, Room, lanes_of
 from collectives.runtime.device import Device
 from collectives.runtime.diagnose import RAISED
-from collectives.runtime.memory import PeerMemory, Shared
+from collectives.runtime.memory import PeerMemory, Shared, Spot
 from collectives.runtime.peers import advice, common_map
 from collectives.runtime.shm import Buffer
 from collectives.runtime.team import Arrival, Call, Refused, Team
@@ -35,12 +35,6 @@ from collectives.trace import CALLS, KERNELS
 from topology import load
 
 _TOLD = 500  # characters of an error that the others are told
-
-
-def _key(request: Request) -> tuple[tuple[int, ...], Root]:
-    """What calls have in common that go by one agreement: all but an offset in shared memory; of
-    pairs a notice has a checksum."""
-    return notice(request)[:-1], request.root
 
 
 class GpuCalls:
@@ -199,10 +193,10 @@ class GpuCalls:
             self._shared[-1] = shared = self.team.share(len(self._shared) - 1, nbytes)
             return shared.leases[self.rank].tensor(nbytes)
 
-    def spot(self, buffer: Buffer) -> tuple[int, int] | None:
+    def spot(self, buffer: Buffer) -> Spot | None:
         """Where a buffer lies in memory that all ranks' GPUs see; None: elsewhere, or all ranks run
         in one launch, which sees all of them anyway."""
-        if len(self.team.gpu.shares) == 1 and len(self.team.gpu.devices) == self.size:
+        if self.team.gpu.launches_all(self.size):
             return None
         for number, shared in enumerate(self._shared):
             if shared:
@@ -238,7 +232,7 @@ class GpuCalls:
     def refusal(self, request: Request) -> str:
         """Why a call would be refused for lack of room, as far as that is known before it is made;
         the same on all ranks. Empty where it would not."""
-        if _key(request) in self._known or self.size == 1:
+        if (notice(request)[:-1], request.root) in self._known or self.size == 1:
             return ""
         return self._refusal(self.choices.plan(request), request.buffer.dtype, request.op)
 
@@ -267,7 +261,9 @@ class GpuCalls:
     ) -> tuple[Call, Counted | None] | None:
         """Enqueue what is asked for; what was launched, if anything. The first time, all ranks
         meet and agree on it. `begun`: an event for a call with layers."""
-        said, key = notice(request), _key(request)
+        said = notice(request)
+        # one agreement for all offsets in shared memory; of pairs a notice has a checksum
+        key = said[:-1], request.root
         if key not in self._known:
             text = words((*said[:-1], -1))
             self._not_captured(stream, f"is the first {text}, which all ranks agree on")

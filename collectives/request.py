@@ -9,6 +9,7 @@ from collectives.planning.algorithms import ALGORITHMS
 from collectives.planning.goals import COLLECTIVES, SENDRECV, Root
 from collectives.planning.others import OTHERS
 from collectives.runtime.arrivals import Arrivals
+from collectives.runtime.memory import Spot
 from collectives.runtime.reference import DTYPES, OPS
 from collectives.runtime.shm import Buffer
 
@@ -35,7 +36,7 @@ class Request:
     device: str = "cpu"
     label: str = ""  # for people and profilers; not compared
     layers: tuple[int, ...] | None = None  # bytes of each, for a gradient queue
-    spot: tuple[int, int] | None = None  # on GPUs: where the buffer lies in memory that all see
+    spot: Spot | None = None  # on GPUs: where the buffer lies in memory that all see
     arrivals: Arrivals | None = field(default=None, compare=False)  # which a CPU rank counts
     source: Buffer | None = field(default=None, compare=False)  # of the values; None: in place
 

@@ -11,23 +11,30 @@ from collectives.planning.touches import passed_on
 from collectives.planning.verify import prove, shortened
 
 
-@lru_cache(maxsize=64)
 def fused(plan: Plan) -> Plan:
-    """The plan with each REDUCE or COPY of `passed_on` just before the SEND of its result.
+    """A proved plan with each REDUCE or COPY of `passed_on` just before the SEND of its result.
 
     The waits between the two come before them, the signals behind. So a slot is freed when its
     content has been sent on, which could let ranks wait for each other in a circle: the new order
     is proved like any plan, for these chunks and for any number of whole groups, and where it is
-    refused the plan stays as it is.
+    refused the plan stays as it is. What `shortened` asks of a plan does not depend on the order of
+    a phase's steps, so one proof serves all long messages.
     """
-    if not passed_on(plan):
-        return plan
+    made = _reordered(shortened(plan))
+    return made.with_chunks(plan.num_chunks) if made else plan
+
+
+@lru_cache(maxsize=64)
+def _reordered(plan: Plan) -> Plan | None:
+    """None where nothing changes."""
     made = replace(plan, streams=tuple(_stream(plan, s) for s in plan.streams))
+    if made == plan:
+        return None
     try:
-        for one in {shortened(made), made.with_chunks(plan.stride * (plan.slots + 2))}:
+        for one in {made, made.with_chunks(plan.stride * (plan.slots + 2))}:
             prove(one)
     except PlanError:
-        return plan
+        return None
     return made
 
 

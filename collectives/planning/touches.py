@@ -91,11 +91,10 @@ def passed_on(plan: Plan) -> Mapping[Place, bool]:
         for i, (at, op) in enumerate(accesses):
             if op is Op.SEND or at not in sender:
                 continue
-            after = accesses[i + 1 :]
-            writes = [j for j, (_, then) in enumerate(after) if then is not Op.SEND]
-            if not writes:
+            places, ops = zip(*accesses[i + 1 :], strict=True)  # its SEND among them
+            if {*ops} == {Op.SEND}:
                 found[at] = True
-            elif after[writes[0]][1] is Op.COPY and writes[0] == 1 and after[0][0] == sender[at]:
+            elif ops[:2] == (Op.SEND, Op.COPY) and places[0] == sender[at]:
                 found[at] = False
     return MappingProxyType(found)
 

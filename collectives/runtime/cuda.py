@@ -94,6 +94,10 @@ class GpuRanks:
         """Memory for a tensor of each rank; all ranks must call it together."""
         return self._memory.share(nbytes)
 
+    def launches_all(self, size: int) -> bool:
+        """Whether one launch runs all ranks of a plan for so many, and so sees all buffers."""
+        return len(self.shares) == 1 and len(self.devices) == size
+
     def rooms(self, dtype: str, op: str) -> list[Room]:
         """Of each of our GPUs."""
         return [(ranks, d.resident(dtype, op)) for d, ranks in self.shares.values()]
@@ -121,7 +125,7 @@ class GpuRanks:
             tables.append(self._upload(part.device, groups))
         needs = dict(self._needs(plan, shape, nbytes, layers, parts)) if layers else {}
         if seen is None:
-            seen = any(len(part.ranks) == plan.size for part in parts)
+            seen = self.launches_all(plan.size)
         direct = seen and not shape.low_latency and program.may_push(plan)
         return Prepared(plan, shape, dtype, op, parts, tuple(tables), needs, direct)
 

@@ -28,6 +28,10 @@ _LEAVING = 5.0  # s that the others have to let go of our memory
 _TOLD = 200  # characters of an error that the others are told
 
 
+Spot = tuple[int, int]
+"""Where a buffer lies: number of a `Shared` in the order in which they were made, and offset."""
+
+
 class _Owner:
     """Lives as long as a tensor."""
 

@@ -220,12 +220,12 @@ def may_push(plan: Plan) -> bool:
     """Whether ranks that see each other's buffers write results there; the same on all ranks."""
     if plan.collective == "alltoall" or plan.size > MOST_RANKS:  # chunks lie elsewhere; no room
         return False
-    return bool(pushes(plan)) and _is_free_of_races(shortened(plan))
+    return _may_push(shortened(plan))
 
 
 @lru_cache(maxsize=64)
-def _is_free_of_races(plan: Plan) -> bool:
-    return not races(plan, pushing=True)
+def _may_push(plan: Plan) -> bool:
+    return bool(pushes(plan)) and not races(plan, pushing=True)
 
 
 def receivers(plan: Plan, ranks: Sequence[int]) -> list[int]:

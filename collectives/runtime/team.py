@@ -17,14 +17,10 @@ from collectives.planning.plan import Plan
 from collectives.runtime.arena import Arena
 from collectives.runtime.counters import Counted
 from collectives.runtime.cuda import GpuRanks, Prepared
-from collectives.runtime.memory import Shared
+from collectives.runtime.memory import Shared, Spot
 
 _POLL = 0.05  # s
 _PER_THREAD = 2  # cudaStreamPerThread
-
-
-Spot = tuple[int, int]
-"""Where a buffer lies: number of a piece of shared memory, and offset in it."""
 
 
 @dataclass(frozen=True, slots=True)

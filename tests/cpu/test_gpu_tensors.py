@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_ranks import MODES, Machine, failure, gpus, tensor
+from gpu_ranks import MODES, Choosy, Machine, failure, gpus, tensor
 from host_gpu import HostDevice, needs_compiler
 
 import collectives
+from bench.gpu_face import exact as values
 from collectives.default import get_default
 from collectives.tensors import shaped
 from topology import load
@@ -24,10 +25,6 @@ CALLS = [
     ("ring", LARGE), ("overlapped_double_tree", LARGE), ("two_shot", LARGE), ("one_shot", 331),
     ("tree", 1), ("tree", 0),
 ]  # fmt: skip
-
-
-def values(rank: int, n: int) -> np.ndarray:
-    return ((np.arange(n) * 7 + rank * 3) % 5).astype(np.float32)
 
 
 def pushed(comm: Any) -> list[bool]:
@@ -84,29 +81,19 @@ def test_results_are_written_where_they_belong(mode: str, machine: Machine) -> N
 DGX1 = load("dgx1-v100")
 
 
-class Linked(HostDevice):
+class Linked(Choosy):
     """A GPU of a DGX-1: reaches those at the other ends of its NVLinks only."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__(capacity=64, index=index, bus_id=f"0000:0{index}:00.0")
 
     def reach(self, peer: int) -> bool:
         return (self.index, peer) in DGX1.by_ends
 
-    def share(self, address: int) -> bytes:
-        return super().share(address).rstrip(b"\0") + b"#%d" % self.index
-
-    def open(self, handle: bytes) -> int:
-        handle, owner = handle.split(b"#")
-        if not self.reach(int(owner[:1])):
-            raise RuntimeError("cudaErrorPeerAccessUnsupported")
-        return super().open(handle)
+    sees = reach
 
 
 @pytest.mark.parametrize("mode", ["a process a GPU", "a thread a GPU"])
 def test_over_detours(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank needs the memory of one that it has no link to."""
-    with gpus(monkeypatch, Linked) as machine:
+    with gpus(monkeypatch, lambda index: Linked(index, 64)) as machine:
         calls = [("ccube_dgx1", LARGE), ("tree", LARGE)]
         arguments = (machine, calls, "thread" in mode)
         found = collectives.spawn(
@@ -226,11 +213,9 @@ def test_no_room_on_one_gpu_is_told_to_all(mode: str, monkeypatch: pytest.Monkey
         gc.collect()
 
 
-class Walled(HostDevice):
-    """Opens nobody's memory."""
-
-    def open(self, handle: bytes) -> int:
-        raise RuntimeError("cudaErrorMapBufferObjectFailed: mapping of buffer object failed")
+class Walled(Choosy):
+    def sees(self, peer: int) -> bool:
+        return False
 
 
 def unseen(rank: int) -> list[Any]:
@@ -243,7 +228,7 @@ def unseen(rank: int) -> list[Any]:
 
 
 def test_memory_that_others_do_not_see_is_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    with gpus(monkeypatch, lambda index: Walled(32, index=index, bus_id=f"0000:0{index}:00.0")):
+    with gpus(monkeypatch, Walled):
         assert collectives.spawn(unseen, 2, "mesh-2", device="cuda") == [[False, True]] * 2
 
 
