@@ -42,7 +42,7 @@ class CupyArrays:
         return x.get()
 
     def seen(self, n: int) -> Any:
-        return collectives.empty(n, "float32", "cuda")
+        return collectives.symmetric_empty(n)
 
 
 class TorchTensors:
@@ -59,7 +59,7 @@ class TorchTensors:
     def seen(self, n: int) -> Any:
         import torch
 
-        return collectives.empty(n, torch.float32, "cuda")
+        return collectives.symmetric_empty(n, torch.float32)
 
 
 def with_cuda() -> bool:

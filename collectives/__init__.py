@@ -27,22 +27,24 @@ if TYPE_CHECKING:
     from collectives.communicator import Communicator
     from collectives.default import get_default, shutdown
     from collectives.gradient_queue import GradientQueue
-    from collectives.launch import init, spawn
+    from collectives.join import init
+    from collectives.launch import spawn
     from collectives.work import Work
 
 __all__ = [
     "CollectiveAborted", "CollectiveError", "CollectiveTimeout", "Communicator", "Explanation",
     "GradientQueue", "Plan", "PlanError", "Timeline", "TopologyError", "Work", "allgather",
     "allreduce", "allreduce_queue", "alltoall", "barrier", "broadcast", "empty", "explain",
-    "get_default", "init", "plan_allreduce", "plan_collective", "reduce", "reduce_scatter",
-    "shutdown", "simulate", "sparse_allreduce", "spawn", "verify",
+    "get_default", "init", "plan_allreduce", "plan_collective", "recv", "reduce",
+    "reduce_scatter", "run", "send", "shutdown", "simulate", "sparse_allreduce", "spawn",
+    "symmetric_empty", "verify",
 ]  # fmt: skip
 
 _RUNNING = {
     "Communicator": "communicator",
     "GradientQueue": "gradient_queue",
     "Work": "work",
-    "init": "launch",
+    "init": "join",
     "spawn": "launch",
     "shutdown": "default",
     "get_default": "default",
@@ -63,49 +65,80 @@ def _default() -> Communicator:
     return get_default()
 
 
-def allreduce(x: Any, op: str = "sum", async_op: bool = False, out: Any = None) -> Any:
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def allreduce(
+    x: Any, op: str = "sum", *, out: Any = None, async_op: bool = False, algorithm: Any = "auto"
+) -> Any:
     """`Communicator.allreduce` on the default communicator."""
-    return _default().allreduce(x, op, async_op, out=out)
+    return _default().allreduce(x, op, out=out, async_op=async_op, algorithm=algorithm)
 
 
-def allreduce_queue(x: Any, layers: Sequence[int], op: str = "sum") -> GradientQueue:
+def allreduce_queue(
+    x: Any, layers: Sequence[int], op: str = "sum", *, algorithm: Any = "auto"
+) -> GradientQueue:
     """`Communicator.allreduce_queue` on the default communicator."""
-    return _default().allreduce_queue(x, layers, op)
+    return _default().allreduce_queue(x, layers, op, algorithm=algorithm)
 
 
-def broadcast(x: Any, root: int = 0, async_op: bool = False) -> Work | None:
+def run(plan: Plan, x: Any, op: str = "sum", *, out: Any = None, async_op: bool = False) -> Any:
+    """`Communicator.run` on the default communicator."""
+    return _default().run(plan, x, op, out=out, async_op=async_op)
+
+
+def broadcast(x: Any, root: int = 0, *, async_op: bool = False) -> Any:
     """`Communicator.broadcast` on the default communicator."""
-    return _default().broadcast(x, root, async_op)
+    return _default().broadcast(x, root, async_op=async_op)
 
 
-def reduce(x: Any, op: str = "sum", root: int = 0, async_op: bool = False, out: Any = None) -> Any:
+def reduce(
+    x: Any, op: str = "sum", root: int = 0, *, out: Any = None, async_op: bool = False
+) -> Any:
     """`Communicator.reduce` on the default communicator."""
-    return _default().reduce(x, op, root, async_op, out)
+    return _default().reduce(x, op, root, out=out, async_op=async_op)
 
 
-def allgather(x: Any, out: Any = None, async_op: bool = False) -> Any:
+def allgather(
+    x: Any, *, counts: Sequence[int] | None = None, out: Any = None, async_op: bool = False
+) -> Any:
     """`Communicator.allgather` on the default communicator."""
-    return _default().allgather(x, out, async_op)
+    return _default().allgather(x, counts=counts, out=out, async_op=async_op)
 
 
-def reduce_scatter(x: Any, op: str = "sum", out: Any = None, async_op: bool = False) -> Any:
+def reduce_scatter(x: Any, op: str = "sum", *, out: Any = None, async_op: bool = False) -> Any:
     """`Communicator.reduce_scatter` on the default communicator."""
-    return _default().reduce_scatter(x, op, out, async_op)
+    return _default().reduce_scatter(x, op, out=out, async_op=async_op)
 
 
-def alltoall(x: Any, out: Any = None, async_op: bool = False) -> Any:
+def alltoall(
+    x: Any, out: Any = None, in_splits: Sequence[int] | None = None,
+    out_splits: Sequence[int] | None = None, *, async_op: bool = False,
+) -> Any:  # fmt: skip
     """`Communicator.alltoall` on the default communicator."""
-    return _default().alltoall(x, out, async_op)
+    return _default().alltoall(x, out, in_splits, out_splits, async_op=async_op)
+
+
+def send(x: Any, to: int, *, async_op: bool = False) -> Work | None:
+    """`Communicator.send` on the default communicator."""
+    return _default().send(x, to, async_op=async_op)
+
+
+def recv(x: Any, source: int, *, async_op: bool = False) -> Work | None:
+    """`Communicator.recv` on the default communicator."""
+    return _default().recv(x, source, async_op=async_op)
 
 
 def sparse_allreduce(
-    values: Any, indices: Any, numel: int, k: int, *, residual: Any = None, mode: str = "auto",
-    conserve: bool = True,
-) -> tuple[Any, Any]:  # fmt: skip
+    values: Any, indices: Any, numel: int, k: int, op: str = "sum", *, residual: Any = None,
+    mode: str = "auto", conserve: bool = True, async_op: bool = False,
+) -> Any:  # fmt: skip
     """`Communicator.sparse_allreduce` on the default communicator."""
     return _default().sparse_allreduce(
-        values, indices, numel, k, residual=residual, mode=mode, conserve=conserve
-    )
+        values, indices, numel, k, op, residual=residual, mode=mode, conserve=conserve,
+        async_op=async_op,
+    )  # fmt: skip
 
 
 def barrier() -> None:
@@ -113,6 +146,11 @@ def barrier() -> None:
     _default().barrier()
 
 
-def empty(shape: Any, dtype: Any = "float32", device: Any = "cpu") -> Any:
+def empty(shape: Any, dtype: Any = "float32") -> Any:
     """`Communicator.empty` on the default communicator."""
-    return _default().empty(shape, dtype, device)
+    return _default().empty(shape, dtype)
+
+
+def symmetric_empty(shape: Any, dtype: Any = "float32", *, device: Any = "cuda") -> Any:
+    """`Communicator.symmetric_empty` on the default communicator."""
+    return _default().symmetric_empty(shape, dtype, device=device)

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
 from zlib import crc32
 
+from collectives.calls import Calls
 from collectives.choices import Choices
 from collectives.errors import CollectiveError
+from collectives.planning.blocks import Sizes
 from collectives.planning.goals import Root
-from collectives.request import Request
+from collectives.planning.plan import Plan
+from collectives.request import How, Request
 from collectives.runtime.arrivals import Arrivals
-from collectives.runtime.shm import Buffer
+from collectives.runtime.buffer import Buffer
 from collectives.tensors import integer, room_for, stands_in_order
 from collectives.trace import Trace
+
+_RUN = ("allreduce", "broadcast", "reduce")
+"""Collectives whose plans of a user's own are run."""
 
 
 class Place(Protocol):
@@ -41,7 +49,7 @@ class Place(Protocol):
     def copy(self, dst: int, src: int, nbytes: int) -> None: ...
 
     def request(
-        self, kind: str, buffer: Buffer, op: str, root: Root = 0, algorithm: str = "auto",
+        self, kind: str, buffer: Buffer, op: str, root: Root = 0, algorithm: How = "auto",
         layout: int = 0,
     ) -> Request: ...  # fmt: skip
 
@@ -49,7 +57,7 @@ class Place(Protocol):
 
 
 def into(
-    place: Place, kind: str, x: Any, op: str, root: Root = 0, algorithm: str = "auto",
+    place: Place, kind: str, x: Any, op: str, root: Root = 0, algorithm: How = "auto",
     out: Any = None,
 ) -> Any:  # fmt: skip
     """In place, or of `x` into an `out`, which is returned."""
@@ -68,7 +76,7 @@ def into(
 
 
 def queued(
-    place: Place, x: Any, layers: Any, op: str, algorithm: str, arrivals: Arrivals | None = None
+    place: Place, x: Any, layers: Any, op: str, algorithm: How, arrivals: Arrivals | None = None
 ) -> None:
     with place.telling():
         buffer, _ = place.buffer(x)
@@ -80,25 +88,39 @@ def queued(
     place.make(replace(request, layers=nbytes, arrivals=arrivals))
 
 
-def reduce(place: Place, x: Any, op: str, root: int, out: Any) -> Any:
+def reduce(place: Place, x: Any, op: str, root: int, out: Any, how: How = "auto") -> Any:
     if place.rank == root:
-        return into(place, "reduce", x, op, root, out=out)
+        return into(place, "reduce", x, op, root, how, out)
     with place.telling():  # partial results must not reach the caller
         buffer, _ = place.buffer(x, written=False)
         scratch = place.scratch(buffer, buffer.nbytes)
-        request = place.request("reduce", scratch, op, root)
+        request = place.request("reduce", scratch, op, root, how)
     place.make(replace(request, source=buffer))
     return None
 
 
-def allgather(place: Place, x: Any, out: Any) -> Any:
+def allgather(place: Place, x: Any, out: Any, counts: Any) -> Any:
     with place.telling():
         mine, _ = place.buffer(x, written=False)
-        out = room_for(x, (place.size, *x.shape), out)
+        if counts is None:
+            shape, sizes = (place.size, *x.shape), None
+        else:
+            rows = _row_counts("counts", counts, place.size)
+            row = _row_bytes(x, mine)
+            if mine.nbytes != rows[place.rank] * row:
+                raise CollectiveError(
+                    f"counts says {rows[place.rank]} rows for rank {place.rank}, whose tensor has "
+                    f"shape {tuple(x.shape)}"
+                )
+            shape, sizes = (sum(rows), *x.shape[1:]), tuple(n * row for n in rows)
+        out = room_for(x, shape, out)
         whole, done = place.buffer(out)
         work = place.staged(whole)
-        request = place.request("allgather", work, "sum")
-    place.copy(work.address + place.rank * mine.nbytes, mine.address, mine.nbytes)
+        request = place.request("allgather", work, "sum", layout=_layout(sizes or ()))
+        if sizes:
+            request = uneven(request, sizes)
+    before = place.rank * mine.nbytes if sizes is None else sum(sizes[: place.rank])
+    place.copy(work.address + before, mine.address, mine.nbytes)
     place.make(request)
     place.copy(whole.address, work.address, whole.nbytes)
     done()
@@ -134,7 +156,97 @@ def alltoall(place: Place, x: Any, out: Any) -> Any:
     return out
 
 
-def allreduce_list(place: Place, tensors: list[Any], op: str, algorithm: str, out: Any) -> Any:
+def alltoall_uneven(place: Calls, x: Any, out: Any, in_splits: Any, out_splits: Any) -> Any:
+    """Of CPU tensors: ranks tell each other how many rows they send."""
+    with place.telling():
+        buffer, _ = place.buffer(x, written=False)
+        rows = int(x.shape[0]) if x.shape else -1
+        sent = _even(rows, place.size) if in_splits is None else in_splits
+        sends = _row_counts("in_splits", sent, place.size)
+        if sum(sends) != rows:
+            raise CollectiveError(
+                f"in_splits deals out {sum(sends)} rows of a tensor of shape {tuple(x.shape)}"
+            )
+        row = _row_bytes(x, buffer)
+    told = place.gather("sizes", json.dumps([sends, row, buffer.dtype]).encode())
+    splits, widths, dtypes = zip(*map(json.loads, told), strict=True)
+    if len({*widths}) > 1 or len({*dtypes}) > 1:
+        raise CollectiveError(
+            f"the ranks' rows differ: {list(widths)} bytes of {list(dtypes)}, by rank"
+        )
+    comes = [of[place.rank] for of in splits]
+    with place.telling():
+        if out_splits is not None and _row_counts("out_splits", out_splits, place.size) != comes:
+            raise CollectiveError(
+                f"out_splits of rank {place.rank} says {list(out_splits)} rows come, by rank, but "
+                f"the ranks send {comes}"
+            )
+        out = room_for(x, (sum(comes), *x.shape[1:]), out)
+        got, done = place.buffer(out)
+        sizes = tuple(tuple(n * row for n in of) for of in splits)
+        largest = max(max(of) for of in sizes)
+        like = replace(buffer, nbytes=largest * place.size)  # the same on all ranks
+        scratch = place.scratch(like, buffer.nbytes + got.nbytes)
+        request = uneven(place.request("alltoall", scratch, "sum", layout=_layout(sizes)), sizes)
+    received = scratch.address + buffer.nbytes
+    place.copy(
+        received + sum(of[place.rank] for of in sizes[: place.rank]),
+        buffer.address + sum(sizes[place.rank][: place.rank]), sizes[place.rank][place.rank],
+    )  # fmt: skip
+    place.make(replace(request, source=buffer))
+    place.copy(got.address, received, got.nbytes)
+    done()
+    return out
+
+
+def uneven(request: Request, sizes: Sizes) -> Request:
+    """With blocks of these sizes (bytes). Raises CollectiveError on a GPU."""
+    if request.device != "cpu":
+        raise CollectiveError(f"{request.kind} of uneven parts takes CPU tensors only")
+    return replace(request, sizes=sizes)
+
+
+def _row_counts(name: str, given: Any, size: int) -> list[int]:
+    """One number of rows for each rank."""
+    try:
+        found = [integer(n) for n in given]
+    except TypeError:
+        found = []
+    if len(found) != size or any(n is None or n < 0 for n in found):
+        raise CollectiveError(
+            f"{name} must be {size} integers >= 0, rows of one rank each, not {given!r}"
+        )
+    return [n for n in found if n is not None]
+
+
+def _even(rows: int, size: int) -> list[int]:
+    if rows < 0 or rows % size:
+        raise CollectiveError(f"{rows} rows cannot be dealt out evenly over {size} ranks")
+    return [rows // size] * size
+
+
+def _row_bytes(x: Any, buffer: Buffer) -> int:
+    if not x.shape:
+        raise CollectiveError("rows are dealt out along the first dimension; a scalar has none")
+    return int(math.prod(x.shape[1:])) * buffer.itemsize
+
+
+def run(place: Place, plan: Any, x: Any, op: str, root: int, out: Any) -> Any:
+    with place.telling():
+        if not isinstance(plan, Plan):
+            raise CollectiveError(f"a Plan is needed, not {type(plan).__name__}")
+        if plan.collective not in _RUN:
+            raise CollectiveError(
+                f"run carries out {', '.join(_RUN)}, not plans of {plan.collective}"
+            )
+        if plan.size != place.size:
+            raise CollectiveError(f"the plan is for {plan.size} ranks; there are {place.size}")
+    if plan.collective == "reduce" and place.rank != root:
+        return reduce(place, x, op, root, None, plan)
+    return into(place, plan.collective, x, op, root, plan, out)
+
+
+def allreduce_list(place: Place, tensors: list[Any], op: str, algorithm: How, out: Any) -> Any:
     with place.telling():
         if not tensors:
             raise CollectiveError("allreduce needs at least one tensor in its list")
@@ -175,9 +287,10 @@ def _refuse_overlap(source: Buffer, buffer: Buffer) -> None:
         raise CollectiveError("out overlaps the input: it must be the input or lie elsewhere")
 
 
-def _layout(sizes: Iterable[int]) -> int:
-    """A checksum of the sizes that a message is made of."""
-    return crc32(repr(list(sizes)).encode())
+def _layout(sizes: Iterable[Any]) -> int:
+    """A checksum of the sizes that a message is made of; 0 for none."""
+    found = list(sizes)
+    return crc32(repr(found).encode()) if found else 0
 
 
 def _share(place: Place, kind: str, x: Any) -> int:

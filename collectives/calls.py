@@ -3,65 +3,80 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import threading
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import TracebackType
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives import errors
 from collectives.choices import Choices
 from collectives.errors import CollectiveError
-from collectives.planning.goals import Root
+from collectives.planning.blocks import chunk_bytes, table
+from collectives.planning.finals import table as layer_table
+from collectives.planning.goals import COLLECTIVES, SENDRECV, parts
 from collectives.planning.plan import Plan
-from collectives.planning.planner import plan_collective
-from collectives.request import EXCHANGES, NOTHING, Request, difference, notice
+from collectives.planning.planner import proved, size_class
+from collectives.request import EXCHANGES, KINDS, NOTHING, ORDER, How, Request, difference, notice
 from collectives.runtime.arena import Arena
-from collectives.runtime.shm import SLOT_BYTES, Buffer, Region, ShmRuntime, place_of
+from collectives.runtime.arrivals import Arrivals
+from collectives.runtime.buffer import Buffer
+from collectives.runtime.control import PLANNING, Health, HostControl
+from collectives.runtime.diagnose import RAISED
+from collectives.runtime.encoded import Encoded, encode, nothing
+from collectives.runtime.shm import SLOT_BYTES, CpuExecutor, Ready, Region, memory_of
 from collectives.settings import Settings
 from collectives.tensors import Block, as_buffer
-from collectives.trace import CALLS, KERNELS, Trace
+from collectives.trace import CALLS, KERNELS, Trace, label
+from kernels.interpret import NBYTES, NUM_CHUNKS, SPAN
 from topology import Topology
 
 log = logging.getLogger("linkweave")
 
-_Placed = tuple[Plan, Region, NDArray[np.int64]]
+T = TypeVar("T")
+
+PLANNED = (*COLLECTIVES, SENDRECV)
+_KNOWN, _REGIONS, _CHOSEN = 256, 64, 1024
+"""How many kinds of calls, plans and choices are kept; the longest unused go first."""
+_HEAD = 128  # bytes of numbers before a plan
+_TOLD = 200  # bytes of an error that the others are told
+_ONE_BLOCK = np.zeros((1, 2), np.int64)
 
 
 class Calls:
     """What a communicator's collectives have in common; one call at a time."""
 
-    def __init__(self, arena: Arena, topology: Topology, settings: Settings) -> None:
+    def __init__(
+        self, arena: Arena, topology: Topology, settings: Settings,
+        next_order: Callable[[], int] = int,
+    ) -> None:  # fmt: skip
         self.rank, self.size = arena.rank, arena.size
         self.choices = Choices(topology, settings.order)
-        self.runtime = ShmRuntime(arena, settings.timeout)
         self.request = self.choices.request
-        self.made = 0
-        self.closed = False
-        self.broken: str | None = None
+        self.health = Health(arena.rank)
+        self.control = HostControl(arena, settings.timeout, self.health)
+        self.executor = CpuExecutor(self.control)
+        self.trace = Trace(self.rank)
+        self.next_order = next_order  # numbers the calls on lanes; 0 elsewhere
+        self._order = 0
         self._arena = arena
         self._settings = settings.checksum(topology)
-        self.trace = Trace(self.rank)
-        self._plans: dict[tuple[str, int, str, Root], _Placed] = {}
-        self._lock = threading.Lock()
-
-    def check(self) -> None:
-        """Raise CollectiveError unless calls can be made."""
-        if self.closed:
-            raise CollectiveError("this communicator is closed")
-        if self.broken:
-            raise CollectiveError(
-                f"this communicator failed before ({self.broken}); make a new one"
-            )
-
-    def differ(self) -> bool:
-        """Whether a peer is in a call that this rank has not made."""
-        posted = self.runtime.posted()
-        return any(call > self.made for call in posted)
+        self._known: OrderedDict[tuple[object, ...], Ready] = OrderedDict()
+        self._chosen: OrderedDict[tuple[object, ...], tuple[int, int]] = OrderedDict()
+        self._regions: OrderedDict[int, Region] = OrderedDict()
+        self._idle = self.executor.load(nothing(self.size), arena.start)
+        self._count = 0  # of plans that rank 0 has numbered
+        self._mine: dict[int, tuple[Plan, int]] = {}  # on rank 0: plans, and bytes of their regions
+        self._scratch: NDArray[np.uint8] | None = None
+        self._calling = _Calling(self)
 
     # ---- tensors -----------------------------------------------------------------------------
     def buffer(self, x: Any, written: bool = True) -> tuple[Buffer, Callable[[], None]]:
@@ -71,20 +86,24 @@ class Calls:
         """Bytes of memory that all ranks share; given back with the last array over them."""
         offset, memory = self._arena.allocate(nbytes)
         block = Block(memory)
-        weakref.finalize(block, self._arena.free, offset)
+        weakref.finalize(block, self._arena.free, offset, nbytes)
         return np.asarray(block)
 
     def offset_of(self, memory: NDArray[np.uint8]) -> int:
         """Where a `block` lies for all ranks."""
-        return self._arena.offset_of(int(memory.ctypes.data), memory.nbytes)
+        return self._arena.mapping.offset_of(int(memory.ctypes.data), memory.nbytes)
 
     def bytes_at(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
         """What any rank's block holds there."""
-        return self._arena.bytes_at(offset, nbytes)
+        return self._arena.mapping.at(offset, nbytes)
 
     def scratch(self, like: Buffer, nbytes: int) -> Buffer:
-        memory = self.block(nbytes)
-        return Buffer(int(memory.ctypes.data), like.nbytes, like.dtype, like.itemsize, memory)
+        """Calls follow each other, so one piece of memory serves all."""
+        if self._scratch is None or self._scratch.nbytes < nbytes:
+            self._scratch = None  # given back first
+            self._scratch = self.block(nbytes)
+        address = int(self._scratch.ctypes.data)
+        return Buffer(address, like.nbytes, like.dtype, like.itemsize, self._scratch)
 
     def staged(self, whole: Buffer) -> Buffer:
         return self.scratch(whole, whole.nbytes)
@@ -93,115 +112,258 @@ class Calls:
         ctypes.memmove(dst, src, nbytes)
 
     # ---- calls -------------------------------------------------------------------------------
+    def carry_out(self, order: int, body: Callable[..., T], *args: Any) -> T:
+        """One of `bodies`, with the number that `next_order` gave when it was asked for."""
+        self._order = order
+        return body(self, *args)
+
+    def repeat(
+        self, kind: str, address: int, nbytes: int, dtype: str, op: str, root: int, how: How
+    ) -> bool:
+        """Make a call in place of a kind that has been made before; whether it was one."""
+        ready = self._known.get((kind, nbytes, dtype, op, root, how, 0, None, None))
+        if ready is None or self.trace.level:
+            return False
+        with self._calling, self.trace.call(ready.label):
+            self._order = self.next_order()
+            self._make(ready, address, 0, None)
+        return True
+
     @contextmanager
     def telling(self) -> Iterator[None]:
         """Bad arguments of one rank are told to the others, whose calls must not pair up wrong."""
         try:
             yield
         except Exception as error:
-            try:
-                self.make(Request("refused", NOTHING))
-            except CollectiveError as others:
-                if self.broken:
-                    raise others from error
+            self.refuse(error)
             raise error
 
+    def refuse(self, error: Exception) -> None:
+        """Tell the others that this rank does not make the call that they make."""
+        try:
+            with self._calling:
+                self._gather(Request("refused", NOTHING), str(error).encode()[:_TOLD])
+        except CollectiveError as others:
+            if self.health.broken:
+                raise others from error
+
     def make(self, request: Request) -> None:
-        with self._calling(), self.trace.call(request.label or request.kind):
-            self._agree_and_run(request)
+        with self._calling:
+            key = request.kind_of_call
+            if (ready := self._known.get(key)) is None:
+                ready = self._prepared(request)
+                self._known[key] = ready
+                if len(self._known) > _KNOWN:
+                    self._known.popitem(last=False)
+            else:
+                self._known.move_to_end(key)
+            with self.trace.call(ready.label):
+                self._run(ready, request)
 
     def meet(self, request: Request) -> None:
         """Agree with all ranks on a call that is made elsewhere."""
-        with self._calling():
-            self._agree(request)
-            self.runtime.finish(self.made)
+        with self._calling:
+            self._gather(request, b"")
 
     def gather(self, what: str, said: bytes) -> list[bytes]:
-        """What every rank says of one of `EXCHANGES`, by rank; a part of a page each."""
-        with self._calling():
-            page = self._arena.page(self.made + 1)
-            self._arena.say(said, page)
-            self._agree(Request("exchange", NOTHING, root=EXCHANGES.index(what)))
-            found = [self._arena.said(rank, page) for rank in range(self.size)]
-            self.runtime.done(self.made)
-            return found
+        """What every rank says of one of `EXCHANGES`, by rank."""
+        with self._calling:
+            return self._gather(_exchange(what), said)
 
-    @contextmanager
-    def _calling(self) -> Iterator[None]:
-        with self._lock:
-            self.check()
+    def share(self, make: Callable[[], bytes]) -> bytes:
+        """What `make` returns on rank 0, on all ranks; what it raises, all raise."""
+        with self._calling:
+            return self._share(make)
+
+    def _share(self, make: Callable[[], bytes]) -> bytes:
+        said = b""
+        if self.rank == 0:
             try:
-                yield
-            except _Mismatch as error:
-                raise CollectiveError(str(error)) from None
-            except BaseException as error:
-                self.broken = f"{type(error).__name__}: {error}"
-                raise
+                said = b"+" + make()
+            except CollectiveError as error:
+                said = b"-" + json.dumps([type(error).__name__, str(error)]).encode()
+        found = self._gather(_exchange("plan"), said, PLANNING)[0]
+        if found[:1] == b"-":
+            name, text = json.loads(found[1:])
+            raise _Refused(getattr(errors, name, CollectiveError), text)
+        return found[1:]
 
-    def _agree(self, request: Request, extra: int = 0) -> NDArray[np.int64]:
-        """Wait until all ranks ask for the same; what each adds. Then `runtime.done` or `finish`
-        must follow."""
-        self.made += 1
-        said = notice(request, self._settings if self.made == 1 else 0)
-        self.runtime.post(self.made, (*said, extra))
-        rows = self.runtime.await_posts(self.made)
-        words = len(said)
-        if (rows[:, :words] != said).any():
-            theirs = [tuple(row) for row in rows[:, :words].tolist()]
-            # every rank sees all notices, so every rank raises, and all may go on
-            self.runtime.finish(self.made)
-            raise _Mismatch(difference(self.made, theirs))
-        return rows[:, words]
+    def _gather(self, request: Request, said: bytes, timeout: float | None = None) -> list[bytes]:
+        first = self.control.number == 0
+        mine = notice(request, self._settings if first else 0, self._order)
+        rows, found = self.control.gather(mine, said, timeout)
+        if (rows != mine).any():
+            self._differ(rows)
+        return found
 
-    def _agree_and_run(self, request: Request) -> None:
-        buffer, source = request.buffer, request.source
-        offset = self._arena.offset_of(buffer.address, buffer.nbytes)
-        start = time.monotonic()
-        with self.trace.phase("agree"):
-            offsets = self._agree(request, offset)
-        if source is not None and source.address != buffer.address:
-            ctypes.memmove(buffer.address, source.address, source.nbytes)
-        if buffer.nbytes == 0 or self.size == 1:
-            if request.arrivals:
-                request.arrivals.begin(None, self.rank, 0, request.layers or ())
-            self.runtime.done(self.made)
+    def _differ(self, rows: NDArray[np.int64]) -> NoReturn:
+        """Raise on every rank that their calls differ. Nothing has moved, and all may go on."""
+        number, asked = self.control.number, rows.tolist()
+        page = self._arena.page(number)
+        said = {
+            r: self._arena.said(r, page).decode(errors="replace")
+            for r, row in enumerate(asked) if KINDS[row[0]] == "refused"
+        }  # fmt: skip
+        self.control.finish()
+        for region in self._regions.values():  # of which some ranks may have sent to slots
+            self.executor.reset(region)
+        self.control.agree(())
+        self.control.done()
+        raise _Refused(CollectiveError, difference(number, asked, said))
+
+    # ---- what a call of a new kind needs -----------------------------------------------------
+    def _prepared(self, request: Request) -> Ready:
+        """Its plan, agreed on where it is a new one; the call itself is agreed on as it is made."""
+        kind, buffer = request.kind, request.buffer
+        said = np.array([*notice(request), -1], np.int64)
+        where = _ONE_BLOCK
+        if kind in PLANNED:
+            where = table(kind, self.size, self.rank, buffer.nbytes, request.sizes)
+        largest = int(where[:, 1].max())
+        if largest == 0 or self.size == 1:
+            needs = None if request.layers is None else np.zeros((len(request.layers), 0), np.int64)
+            return self.executor.prepare(
+                self._idle, said, where, len(where), buffer, request.op, kind, needs
+            )  # fmt: skip
+        of = parts(kind, self.size)
+        template, chunks = self._choice(request, size_class(largest * of, of))
+        region = self._regions[template]
+        needs = None
+        if request.layers is not None:
+            finals = region.encoded.finals(self.rank, chunks)
+            needs = layer_table(finals, chunks, chunk_bytes(where, chunks), request.layers)
+        name = label(kind, region.encoded.algorithm, buffer.nbytes)
+        log.info("%s: %d chunks", name, chunks)
+        self.trace.say(KERNELS, f"{name}: interpreter and combiners by Numba")
+        return self.executor.prepare(region, said, where, chunks, buffer, request.op, name, needs)
+
+    def _choice(self, request: Request, nbytes: int) -> tuple[int, int]:
+        """(number of the plan, chunks) for messages of that class of sizes."""
+        streamed = request.layers is not None
+        key = (request.kind, nbytes, request.root, request.algorithm, streamed)
+        if key not in self._chosen:
+            self._gather(request, b"")  # all ask for the same
+            with self.trace.phase("plan"):
+                data = self._share(lambda: self._planned(request, nbytes))
+            number, chunks, start = json.loads(data[:_HEAD])
+            if number not in self._regions:
+                self._add(number, self.executor.load(Encoded.from_bytes(data[_HEAD:]), start))
+            self._chosen[key] = number, chunks
+            if len(self._chosen) > _CHOSEN:
+                self._chosen.popitem(last=False)
+        number, chunks = self._chosen[key]
+        self._regions.move_to_end(number)
+        return number, chunks
+
+    def _planned(self, request: Request, nbytes: int) -> bytes:
+        """On rank 0: what all ranks need to know of a plan for `nbytes`.
+
+        The algorithm is the topology's; the number of chunks is this runtime's own tuning.
+        """
+        plan = self.choices.plan(request, nbytes)
+        needed = -(-plan.volume(nbytes) // SLOT_BYTES)
+        if needed > plan.num_chunks:
+            plan = proved(plan.with_chunks(-(-needed // plan.stride) * plan.stride),
+                          self.choices.topology)  # fmt: skip
+        name = label(request.kind, plan.algorithm, nbytes)
+        self.trace.planned(name, plan, self.choices.topology, nbytes)
+        template, body, start = plan.with_chunks(plan.stride), b"", 0
+        number = next((n for n, (p, _) in self._mine.items() if p == template), None)
+        if number is None:
+            encoded = encode(plan)
+            start, number = self._arena.reserve(memory_of(encoded)), self._count
+            body = encoded.to_bytes()
+            self._count += 1
+            self._mine[number] = template, memory_of(encoded)
+        return json.dumps([number, plan.num_chunks, start]).encode().ljust(_HEAD) + body
+
+    def _add(self, number: int, region: Region) -> None:
+        """Keep a plan, in place of the one that has not been used for longest."""
+        self._regions[number] = region
+        if len(self._regions) <= _REGIONS:
             return
-        plan, region, place = self._plan(request)
-        if request.arrivals:
-            request.arrivals.begin(plan, self.rank, buffer.nbytes, request.layers or ())
-        direct = region.direct and offset >= 0 and offsets.min() >= 0
+        oldest, gone = self._regions.popitem(last=False)
+        self._known = OrderedDict((k, r) for k, r in self._known.items() if r.region is not gone)
+        self._chosen = OrderedDict((k, c) for k, c in self._chosen.items() if c[0] != oldest)
+        if self.rank == 0:  # all ranks have come here, so none uses it
+            self._arena.release(gone.start, self._mine.pop(oldest)[1])
+
+    def _run(self, ready: Ready, request: Request) -> None:
+        buffer, source = request.buffer, request.source
+        if request.arrivals and ready.needs is not None:
+            request.arrivals.begin(ready.needs)
+        start = time.monotonic()
         with self.trace.phase("run"):
-            where = offsets.copy() if direct else None
-            self.runtime.run(plan, region, place, buffer, request.op, where, request.arrivals)
-        if direct:
-            with self.trace.phase("finish"):
-                self.runtime.finish(self.made)
-        else:
-            self.runtime.done(self.made)
+            if source:
+                ready.state[NBYTES] = source.nbytes
+            self._make(ready, buffer.address, source.address if source else 0, request.arrivals)
         if self.trace.level >= CALLS:
             took = (time.monotonic() - start) * 1e6
-            self.trace.say(CALLS, f"call {self.made}: {request.label} {buffer.dtype} {request.op}, "
-                           f"{took:.0f} us{', in shared memory' if direct else ''}")  # fmt: skip
-            self.trace.flags(plan)
+            self.trace.say(
+                CALLS, f"call {self.control.number}: {ready.label} {buffer.dtype} {request.op}, "
+                f"{took:.0f} us{', in shared memory' if ready.direct else ''}"
+            )  # fmt: skip
+            self.trace.flags(lambda: ready.region.encoded, int(ready.state[NUM_CHUNKS]))
 
-    def _plan(self, request: Request) -> _Placed:
-        """The algorithm is the topology's; the number of chunks is this runtime's own tuning."""
-        kind, nbytes, root = request.kind, request.buffer.nbytes, request.root
-        key = (kind, nbytes, request.algorithm, root)
-        if key not in self._plans:
-            plan = self.choices.plan(request)
-            chunks = -(-plan.volume(nbytes) // SLOT_BYTES)
-            if chunks > plan.num_chunks:
-                chunks = -(-chunks // plan.stride) * plan.stride
-                topology = self.choices.topology
-                plan = plan_collective(kind, topology, nbytes, root, plan.algorithm, chunks)
-            place = place_of(plan, nbytes, self.rank)
-            self._plans[key] = plan, self.runtime.prepare(plan), place
-            log.info("%s: %d chunks", request.label, plan.num_chunks)
-            self.trace.planned(request.label, plan, self.choices.topology, nbytes)
-            self.trace.say(KERNELS, f"{request.label}: interpreter and combiners by Numba")
-        return self._plans[key]
+    def _make(
+        self, ready: Ready, address: int, source: int, arrivals: Arrivals | None
+    ) -> None:  # fmt: skip
+        if self.size == 1:
+            self.control.number += 1
+            if source and source != address:
+                ctypes.memmove(address, source, int(ready.state[NBYTES]))
+            return
+        nbytes = int(ready.state[SPAN])
+        ready.said[ORDER] = self._order
+        ready.said[-1] = self._arena.mapping.offset_of(address, nbytes) if nbytes else -1
+        if not self.executor.run(ready, address, source, arrivals):
+            rows = self.control.notices[self.control.number % 2][:, : len(ready.said) - 1]
+            self._differ(rows.copy())
+
+    def close(self) -> None:
+        """Leave: a rank that waits for us is told at once."""
+        self.health.close()
+        self._scratch = None
+        self._known.clear()
+        self.control.close()
+        self._arena.close()
 
 
-class _Mismatch(Exception):
-    """Ranks asked for different things; nothing has moved."""
+def _exchange(what: str) -> Request:
+    return Request("exchange", NOTHING, root=EXCHANGES.index(what))
+
+
+class _Calling:
+    """Around a call of `calls`: one at a time, and an error of our own is told to the others."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls, self._lock = calls, threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if not self._calls.health.usable:
+            self._lock.release()
+            self._calls.health.check()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        try:
+            if error is None:
+                return
+            if isinstance(error, _Refused):
+                raise error.kind(error.text) from None
+            if not self._calls.control.aborted():  # the others must not wait
+                self._calls.control.give_up(RAISED)
+            self._calls.health.fail(error)
+        finally:
+            self._lock.release()
+
+
+class _Refused(Exception):
+    """A call that no rank makes; nothing has moved, and all may go on."""
+
+    def __init__(self, kind: type[CollectiveError], text: str) -> None:
+        super().__init__(text)
+        self.kind, self.text = kind, text

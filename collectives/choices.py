@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from collectives.errors import CollectiveError
-from collectives.planning.goals import Root
+from collectives.planning.blocks import Sizes
+from collectives.planning.goals import Root, check
 from collectives.planning.plan import Plan
-from collectives.planning.planner import plan_collective, ranked
-from collectives.request import Request
+from collectives.planning.planner import adopt, plan_collective, ranked
+from collectives.request import How, Request, algorithm_word
+from collectives.runtime.buffer import Buffer
 from collectives.runtime.reference import OPS
-from collectives.runtime.shm import Buffer
-from collectives.trace import label
 from topology import Topology
 
 Fits = Callable[[Plan], bool]
@@ -29,45 +29,37 @@ class Choices:
 
     def __init__(self, topology: Topology, order: str) -> None:
         self.topology, self.order = topology, order
-        self._taken: dict[tuple[object, ...], str] = {}
 
     def request(
-        self, kind: str, buffer: Buffer, op: str, root: Root = 0, algorithm: str = "auto",
-        layout: int = 0, device: str = "cpu", fits: Callable[[], Fits] | None = None,
+        self, kind: str, buffer: Buffer, op: str, root: Root = 0, algorithm: How = "auto",
+        layout: int = 0, device: str = "cpu", sizes: Sizes | None = None,
     ) -> Request:  # fmt: skip
-        """What a rank is about to ask for. Raises CollectiveError where that is no sense.
-
-        `fits`, called the first time for each kind of call, gives what must hold for what `auto`
-        takes.
-        """
+        """What a rank is about to ask for. Raises CollectiveError where that makes no sense."""
         if op not in OPS:
             raise CollectiveError(f"unknown op {op!r}; choose from {', '.join(OPS)}")
         if op == "avg" and "int" in buffer.dtype:
             raise CollectiveError(f"avg is not defined for {buffer.dtype}; use sum")
+        algorithm_word(algorithm)
         if algorithm != "auto" and self.order == "fixed":
             raise CollectiveError(
                 f"order='fixed' chooses the algorithm: do not ask for {algorithm}"
             )
-        asked = (kind, buffer.nbytes, root, algorithm)
-        key = (*asked, buffer.dtype, op)  # to which `fits` belongs
-        if key not in self._taken:
-            self._taken[key] = self._algorithm(*asked, fits() if fits else None)
-        taken = self._taken[key]
-        name = label(kind, taken, buffer.nbytes)
-        return Request(kind, buffer, op, root, taken, layout, device, name)
+        check(kind, len(self.topology.gpus), root)
+        return Request(kind, buffer, op, root, algorithm, layout, device, sizes)
 
-    def plan(self, request: Request) -> Plan:
-        """The plan of what is asked for."""
-        kind, nbytes = request.kind, request.buffer.nbytes
-        return plan_collective(kind, self.topology, nbytes, request.root, request.algorithm)
-
-    def _algorithm(self, kind: str, nbytes: int, root: Root, name: str, fits: Fits | None) -> str:
-        """What `name` stands for; what cannot run is refused before any rank waits for it."""
-        if name == "auto" and self.order == "fixed":
-            name = _FIXED.get(kind, "auto")
-        plan = plan_collective(kind, self.topology, nbytes, root, name)
-        if name == "auto" and fits and not fits(plan):
+    def plan(self, request: Request, nbytes: int, fits: Fits | None = None) -> Plan:
+        """The verified plan for a message of `nbytes`; of what `auto` may take, one that `fits`.
+        Raises PlanError."""
+        kind, root, asked = request.kind, request.root, request.algorithm
+        if isinstance(asked, Plan):
+            return adopt(asked, self.topology)
+        if asked == "auto" and self.order == "fixed":
+            asked = _FIXED.get(kind, "auto")
+        streamed = request.layers is not None
+        plan = plan_collective(kind, self.topology, nbytes, root, asked, streamed=streamed)
+        if asked == "auto" and fits and not fits(plan):
             for other in ranked(self.topology, nbytes, kind, root):
-                if fits(plan_collective(kind, self.topology, nbytes, root, other)):
-                    return other
-        return plan.algorithm  # if it does not fit, the caller says what it lacks
+                found = plan_collective(kind, self.topology, nbytes, root, other)
+                if fits(found):
+                    return found
+        return plan  # if it does not fit, the caller says what it lacks

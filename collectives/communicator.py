@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import math
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import count
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from collectives import bodies
 from collectives.calls import Calls
+from collectives.channels import Channels
 from collectives.errors import CollectiveError
 from collectives.gpu_calls import GpuCalls
 from collectives.gradient_queue import GradientQueue, HostQueue
-from collectives.request import NOTHING, Request
+from collectives.planning.plan import Plan
+from collectives.request import NOTHING, How, Request
 from collectives.runtime import cuda
 from collectives.runtime.arena import Arena
 from collectives.runtime.arrivals import Arrivals
-from collectives.runtime.diagnose import CLOSED
-from collectives.runtime.peers import troubles
+from collectives.runtime.mapping import SEGMENT
 from collectives.runtime.team import Team
 from collectives.settings import Settings, topology_for
-from collectives.tensors import as_buffer, gpu_of, layout_of, shaped
-from collectives.work import Work
+from collectives.tensors import as_buffer, gpu_of, integer, layout_of, quick, shaped
+from collectives.work import HostWork, Work
 from topology import load
+
+log = logging.getLogger("linkweave")
+
+MOST_LANES = 64
 
 T = TypeVar("T")
 
@@ -35,41 +42,43 @@ T = TypeVar("T")
 class Communicator:
     """The ranks of one machine, and the collectives among them.
 
-    A context manager; `close` ends it. Every rank must make the same calls in the same order: on
-    the CPU each call begins by comparing what all ranks ask for, and differs anywhere ->
-    CollectiveError on every rank, before any data moves; on a GPU the first one of each kind does,
-    and later ones that differ end the communicator with an error. What may be set: `Settings`.
+    A context manager; `close` ends it. Every rank must make the same calls in the same order. On
+    the CPU each call begins by comparing what all ranks ask for; where they differ, every rank
+    raises CollectiveError before any data moves. On a GPU the first call of each kind does so;
+    later calls that differ end the communicator with an error. What may be set: `Settings`.
     """
 
     def __init__(
         self, arena: Arena, settings: Settings | None = None, team: Team | None = None,
-        part: bool = False,
+        part: bool = False, order: Callable[[], int] = int,
     ) -> None:  # fmt: skip
         self.settings = settings or Settings()
         self.rank, self.size = arena.rank, arena.size
         self.topology = topology_for(self.settings.topology, self.size)
         self._arena = arena
-        self._calls = Calls(arena, self.topology, self.settings)
+        self._calls = Calls(arena, self.topology, self.settings, order)
+        self._health = self._calls.health
         self._team = team  # of ranks that are threads; None: made at the first call on a GPU
         self._part = part  # of another communicator, which has warned already
         self._gpu: GpuCalls | None = None
         self._lock = threading.Lock()
-        self._splits: list[Communicator] = []  # that are not closed, as far as we know
-        self._times_split = 0
+        self._parts: list[Communicator] = []  # that are not closed, as far as we know
+        self._times_parted = 0
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future[Any] | None = None
-        self._calls.make(Request("barrier", NOTHING))  # all have mapped the arena
-        arena.watch()
+        self._unheard: list[HostWork] = []  # asynchronous calls whose errors nobody has seen
+        self._channels = Channels(self._calls, self.settings)
+        self._calls.meet(Request("barrier", NOTHING))  # all have come
 
     @property
     def timeout(self) -> float:
         """Seconds that a wait for a peer may last."""
-        return self._calls.runtime.timeout
+        return self.settings.timeout
 
     # ---- collectives -------------------------------------------------------------------------
     def allreduce(
-        self, x: Any, op: str = "sum", async_op: bool = False, algorithm: str = "auto",
-        out: Any = None,
+        self, x: Any, op: str = "sum", *, out: Any = None, async_op: bool = False,
+        algorithm: How = "auto",
     ) -> Any:  # fmt: skip
         """Combine `x` over all ranks, in place; every rank ends with the same bits.
 
@@ -80,39 +89,58 @@ class Communicator:
         `async_op` a `Work` is returned at once, and calls keep their order; on a GPU it goes
         beside the current stream, which `Work.wait` then makes wait for it. `out`, of the same
         shape and dtype (or a list of such), takes the result instead, and is returned; `x` then
-        stays as it is. `algorithm`: auto, or a name, to compare them; refused together with
-        order="fixed". Raises CollectiveError for bad input or calls that differ between ranks,
-        CollectiveTimeout and CollectiveAborted where a peer does not come; on a GPU from a later
-        call, `Work.wait` or `synchronize`.
+        stays as it is. `algorithm`: auto, a name, or a function that makes an `Algorithm` for a
+        topology, the same on all ranks; refused together with order="fixed". Raises
+        CollectiveError for bad input or calls that differ between ranks, CollectiveTimeout and
+        CollectiveAborted where a peer does not come; on a GPU from a later call, `Work.wait` or
+        `synchronize`.
         """
+        if out is None and not async_op and self._again("allreduce", x, op, 0, algorithm):
+            return None
         if isinstance(x, list | tuple):
             first = x[0] if x else None
             return self._submit(async_op, first, bodies.allreduce_list, list(x), op, algorithm, out)
         return self._submit(async_op, x, bodies.into, "allreduce", x, op, 0, algorithm, out)
 
+    def run(
+        self, plan: Plan, x: Any, op: str = "sum", *, out: Any = None, async_op: bool = False
+    ) -> Any:
+        """Carry out an all-reduce, a broadcast or a reduce by a plan of your own, in place.
+
+        `plan`: from `plan_allreduce`, `Plan.from_json` or by hand, the same on all ranks, for as
+        many ranks as there are; it is proved before it runs. Messages whose chunks would not fit
+        64 KiB slots are cut into more groups of chunks. `op`, `out`, `async_op`, tensors and errors
+        as in `allreduce`; PlanError for a plan that is wrong.
+        """
+        root = plan.root if isinstance(plan, Plan) and isinstance(plan.root, int) else 0
+        return self._submit(async_op, x, bodies.run, plan, x, op, root, out)
+
     def allreduce_queue(
-        self, x: Any, layers: Sequence[int], op: str = "sum", algorithm: str = "auto"
+        self, x: Any, layers: Sequence[int], op: str = "sum", *, algorithm: How = "auto"
     ) -> GradientQueue:
         """Start an `allreduce` of `x`, whose layers may be used as soon as each is final.
 
         `layers`: elements of each, in the order in which they lie in `x`, which is contiguous;
         chunks arrive in about that order (C-Cube, section III-D). `GradientQueue.dequeue` waits
-        for one layer, `wait` for all. The rest as in `allreduce` with `async_op`.
+        for one layer, `wait` for all. Of algorithms that take about as long, auto chooses the one
+        whose first chunk is final first. The rest as in `allreduce` with `async_op`.
         """
         if gpu_of(x) is not None:
             queue = self._submit(True, x, bodies.queued, x, layers, op, algorithm)
             return cast(GradientQueue, queue)
-        self._calls.check()
+        self._health.check()
         arrivals = Arrivals()
         future = self._enqueue(bodies.queued, x, layers, op, algorithm, arrivals)
-        return HostQueue(future, arrivals, self._arena.base)
+        return HostQueue(future, arrivals, self._arena.abort_address)
 
-    def broadcast(self, x: Any, root: int = 0, async_op: bool = False) -> Work | None:
+    def broadcast(self, x: Any, root: int = 0, *, async_op: bool = False) -> Any:
         """Copy `root`'s `x` over everyone's, in place. Same tensors and errors as `allreduce`."""
+        if not async_op and self._again("broadcast", x, "sum", root, "auto"):
+            return None
         return self._submit(async_op, x, bodies.into, "broadcast", x, "sum", root)
 
     def reduce(
-        self, x: Any, op: str = "sum", root: int = 0, async_op: bool = False, out: Any = None
+        self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None, async_op: bool = False
     ) -> Any:
         """Combine `x` over all ranks into `root`'s, in place; the others' stay as they are.
 
@@ -121,15 +149,20 @@ class Communicator:
         """
         return self._submit(async_op, x, bodies.reduce, x, op, root, out)
 
-    def allgather(self, x: Any, out: Any = None, async_op: bool = False) -> Any:
+    def allgather(
+        self, x: Any, *, counts: Sequence[int] | None = None, out: Any = None,
+        async_op: bool = False,
+    ) -> Any:  # fmt: skip
         """Everyone's `x`, rank by rank: a tensor of shape (ranks, *x.shape), `out` if given.
 
-        With `async_op` a `Work`, whose `wait` returns it. Tensors and errors as in `allreduce`.
+        `counts`, the same on all ranks: how many rows (first dimension) each rank has, where these
+        differ; then the result has shape (sum(counts), *x.shape[1:]). CPU tensors only. With
+        `async_op` a `Work`, whose `wait` returns it. Tensors and errors as in `allreduce`.
         """
-        return self._submit(async_op, x, bodies.allgather, x, out)
+        return self._submit(async_op, x, bodies.allgather, x, out, counts)
 
     def reduce_scatter(
-        self, x: Any, op: str = "sum", out: Any = None, async_op: bool = False
+        self, x: Any, op: str = "sum", *, out: Any = None, async_op: bool = False
     ) -> Any:
         """This rank's part of the combined `x`: its rows are dealt out evenly, in rank order.
 
@@ -138,23 +171,45 @@ class Communicator:
         """
         return self._submit(async_op, x, bodies.reduce_scatter, x, op, out)
 
-    def alltoall(self, x: Any, out: Any = None, async_op: bool = False) -> Any:
+    def alltoall(
+        self, x: Any, out: Any = None, in_splits: Sequence[int] | None = None,
+        out_splits: Sequence[int] | None = None, *, async_op: bool = False,
+    ) -> Any:  # fmt: skip
         """Rows of `x`, dealt out evenly, go to the ranks in order; what comes has `x`'s shape.
 
         The first dimension is a multiple of the number of ranks; block r of the result is what
-        rank r sent here. `out`, `async_op`, tensors and errors as in `allgather`.
+        rank r sent here. With `in_splits` `x` is dealt out unevenly: so many rows to each rank.
+        Ranks tell each other; `out_splits`, rows that come from each, is compared with that if
+        given. Then the result has shape (rows that come, *x.shape[1:]), and only CPU tensors are
+        taken. `out`, `async_op`, tensors and errors as in `allgather`.
         """
-        return self._submit(async_op, x, bodies.alltoall, x, out)
+        if in_splits is None and out_splits is None:
+            return self._submit(async_op, x, bodies.alltoall, x, out)
+        return self._submit(async_op, x, bodies.alltoall_uneven, x, out, in_splits, out_splits)
+
+    def send(self, x: Any, to: int, *, async_op: bool = False) -> Work | None:
+        """Send `x` to a rank, which must `recv` as many elements of the same dtype.
+
+        CPU tensors only. Only the two ranks take part; messages from one rank to another arrive in
+        the order in which they were sent. Returns when `x` may be written again; with `async_op` a
+        `Work` at once. Raises as `allreduce` does.
+        """
+        return self._channels.submit(x, self.rank, to, async_op)
+
+    def recv(self, x: Any, source: int, *, async_op: bool = False) -> Work | None:
+        """Receive into `x` what a rank `send`s here. Arguments and errors as in `send`."""
+        return self._channels.submit(x, source, self.rank, async_op)
 
     def sparse_allreduce(
-        self, values: Any, indices: Any, numel: int, k: int, *, residual: Any = None,
-        mode: str = "auto", conserve: bool = True,
-    ) -> tuple[Any, Any]:  # fmt: skip
+        self, values: Any, indices: Any, numel: int, k: int, op: str = "sum", *,
+        residual: Any = None, mode: str = "auto", conserve: bool = True, async_op: bool = False,
+    ) -> Any:  # fmt: skip
         """(values, indices) of the sum of all ranks' sparse vectors, the same on every rank.
 
         `values` [n] float32, float16 or bfloat16 and `indices` int32 [n], ascending, below `numel`,
         on the CPU or this rank's GPU, where they are merged; 8 bytes an entry on the wire, 6 of
-        16-bit values, which are added in float32 and rounded once a hop. `mode`:
+        16-bit values, which are added in float32 and rounded once a hop. `op`: sum, or avg, the sum
+        over the number of ranks (divided in float32 at the end). `mode`:
         "gtopk", the k largest of the sum by the planner's tree of merges (gTop-k paper, algorithm
         3, for any number of ranks); "topk", the whole sum; "dense", the same by a dense all-reduce
         in float32, without zeros; "auto", what is predicted to be the fastest
@@ -162,44 +217,57 @@ class Communicator:
         with `conserve` the rank that merges adds to its own what it drops, so that the sum of all
         residuals and the result keeps all that came in; else the paper's algorithm 4: a rank's
         entries that are not in the result come back, and what was dropped half way is lost.
-        On a GPU the host waits, as the result's size is the GPU's to tell: not for graphs. Raises
+        With `async_op` a `Work`, whose `wait` returns the pair; CPU tensors only. On a GPU the host
+        waits, as the result's size is known on the GPU only: not for graphs. Raises
         CollectiveError, on every rank where their arguments differ.
         """
-        from collectives.sparse.gtopk import Asked, agreed, sparse_allreduce
+        from collectives.sparse.gtopk import agreed, sparse_allreduce, whole
 
-        if (index := gpu_of(values)) is not None:
-            if self._last is not None:
-                self._last.exception()  # so that this thread goes on, whose stream is the caller's
-            with self._calls.telling():
-                self._refuse_other_than_ours(index)
-        arguments = (values, indices, numel, k, residual, mode, conserve)
-        asked = cast(Asked, self._submit(False, None, agreed, *arguments))
-        return self._submit(False, values, sparse_allreduce, asked)  # type: ignore[return-value]
+        arguments = (values, indices, numel, k, op, residual, mode, conserve)
+        if (index := gpu_of(values)) is None:
+            return self._submit(async_op, None, whole, *arguments)
+        if self._last is not None:
+            self._last.exception()  # so that this thread goes on, whose stream is the caller's
+        with self._calls.telling():
+            self._refuse_other_than_ours(index)
+            if async_op:
+                raise CollectiveError("an asynchronous sparse_allreduce takes CPU tensors only")
+        asked = self._submit(False, None, agreed, *arguments)
+        return self._submit(False, values, sparse_allreduce, asked)
 
     def barrier(self) -> None:
-        """Return once every rank has called it."""
+        """Return when every rank has come."""
         self._submit(False, None, lambda calls: calls.make(Request("barrier", NOTHING)))
 
-    def empty(self, shape: int | Sequence[int], dtype: Any = "float32", device: Any = "cpu") -> Any:
-        """An uninitialised tensor in memory that all ranks share: collectives need not stage it.
+    # ---- memory ------------------------------------------------------------------------------
+    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
+        """An uninitialised CPU tensor in memory that all ranks share, which needs no staging.
 
-        A torch dtype gives a torch tensor, anything else a NumPy or CuPy array. On the CPU it is
-        faster where every rank passes one of these, and freed when the tensor and its views are.
-
-        `device` "cuda" (this rank's GPU) or "cuda:N": this communicator's all-reduces of one tensor
-        write results there from other ranks' GPUs, past the slots; where those that have to do not
-        see it, it is memory like any other. All ranks must call `empty` alike, not while a graph is
-        captured, and then either all pass such tensors, the same part of the same one, or none
-        does: else they may be overwritten before that is noticed. After a failure what they hold is
-        undefined until all ranks have closed the communicator. To be made once and used often: the
-        memory is given back when the communicator is closed and the tensor gone. Raises
-        CollectiveError, on every rank, where one's arguments are bad, sizes differ or there is no
-        room.
+        A torch dtype gives a torch tensor, anything else a NumPy array. A call is faster where
+        every rank passes one of these, whichever communicator of these ranks made it: this one, or
+        one of its splits or lanes. Its memory is given back when it and its views are gone. Each
+        rank calls it by itself. Raises CollectiveError.
         """
-        self._calls.check()
-        if str(device) in ("cpu", "cpu:0"):
-            dims, name, item = layout_of(shape, dtype)
-            return shaped(self._calls.block(math.prod(dims) * item), dims, name, dtype)
+        self._health.check()
+        dims, name, item = layout_of(shape, dtype)
+        return shaped(self._calls.block(math.prod(dims) * item), dims, name, dtype)
+
+    def symmetric_empty(
+        self, shape: int | Sequence[int], dtype: Any = "float32", *, device: Any = "cuda"
+    ) -> Any:
+        """An uninitialised GPU tensor in memory that the GPUs of all ranks see; all must call it.
+
+        `device`: "cuda" (this rank's GPU) or "cuda:N". A torch dtype gives a torch tensor, anything
+        else a CuPy array. This communicator's all-reduces of one such tensor write results there
+        from other ranks' GPUs, past the slots; where a GPU does not see the memory, it is memory
+        like any other. Not to be called while a graph is captured. Either all ranks pass the same
+        part of the same tensor to a call or none does: else it may be overwritten before that is
+        noticed. After a failure its contents are undefined until all ranks have closed the
+        communicator. Make it once and use it often: the memory is given back when the communicator
+        is closed and the tensor gone. Raises CollectiveError, on every rank, where one's arguments
+        are bad, sizes differ or there is no room.
+        """
+        self._health.check()
         if self._last is not None:
             self._last.exception()  # what tells the others comes behind calls on the CPU
         with self._calls.telling():
@@ -215,65 +283,91 @@ class Communicator:
     def offset_of(self, x: Any) -> int:
         """Where a tensor of `empty` lies in the shared memory, in bytes; -1 for any other."""
         buffer, _ = as_buffer(x)
-        return self._arena.offset_of(buffer.address, buffer.nbytes)
+        return self._arena.mapping.offset_of(buffer.address, buffer.nbytes)
 
     def address_at(self, offset: int) -> int:
         """The address at which this process sees that place, on whichever rank it was made."""
         return self._arena.base + offset
 
+    # ---- parts -------------------------------------------------------------------------------
     def split(self, color: int = 0) -> Communicator:
-        """A communicator of its own of the ranks that give the same `color`, in the same order.
+        """A communicator of the ranks that give the same `color`, in the same order.
 
-        All ranks must call it. It has memory, flags and streams of its own, so calls of several
-        communicators may be under way at once; every rank must make new kinds of calls on them in
-        the same order. It keeps its memory until it is closed, at the latest with this one. Raises
-        CollectiveError.
+        All ranks must call it. It has flags, slots and streams of its own, so calls of several
+        communicators may be under way at once; on GPUs every rank must make new kinds of calls on
+        them in the same order. Tensors of `empty` are shared memory on all of them. It is closed at
+        the latest with this one. Raises CollectiveError, on every rank.
         """
-        if isinstance(color, bool) or not isinstance(color, int):
-            raise CollectiveError(f"color must be an integer, not {color!r}")
         self._submit(False, None, lambda calls: None)  # behind what is under way
-        colors = [int(said) for said in self._calls.gather("colors", str(color).encode())]
-        ranks = [r for r, other in enumerate(colors) if other == color]
+        with self._calls.telling():
+            if (number := integer(color)) is None:
+                raise CollectiveError(f"color must be an integer, not {color!r}")
+        colors = [int(said) for said in self._calls.gather("colors", str(number).encode())]
+        groups = [[r for r, c in enumerate(colors) if c == one] for one in dict.fromkeys(colors)]
+        ((ranks, start),) = self._segments(groups)
+        return self._part_of(ranks, start)
+
+    def lanes(self, n: int) -> list[Communicator]:
+        """`n` communicators of all ranks, for calls that are under way at once.
+
+        All ranks must call it, and make the calls on all lanes together in the same order, which
+        each call compares: so the ranks cannot wait for each other in a circle. Calls of one lane
+        follow each other; a short call on one does not wait for a long one on another. The rest as
+        for `split`. Raises CollectiveError, on every rank.
+        """
+        self._submit(False, None, lambda calls: None)
+        with self._calls.telling():
+            number = integer(n)
+            if number is None or not 1 <= number <= MOST_LANES:
+                raise CollectiveError(
+                    f"the number of lanes must be an integer from 1 to {MOST_LANES}, not {n!r}"
+                )
+        said = {int(row) for row in self._calls.gather("lanes", str(number).encode())}
+        if len(said) > 1:
+            raise CollectiveError(f"the ranks ask for different numbers of lanes: {sorted(said)}")
+        calls = count(1)
+        parts = self._segments([[*range(self.size)]] * said.pop())
+        return [self._part_of(ranks, start, lambda: next(calls)) for ranks, start in parts]
+
+    def _segments(self, groups: Sequence[list[int]]) -> list[tuple[list[int], int]]:
+        """Memory for a part of each of these ranks, taken by the first of them: ours, with where
+        they begin. Raises CollectiveError, on all ranks, where there is none."""
+        mapping, taken, trouble = self._arena.mapping, {}, ""
+        try:
+            for i, ranks in enumerate(groups):
+                if ranks[0] == self.rank:
+                    taken[i] = mapping.take(SEGMENT)[0]
+        except CollectiveError as error:
+            trouble = f"rank {self.rank}: {error}"
+        rows = [
+            json.loads(row)
+            for row in self._calls.gather("memory", json.dumps([taken, trouble]).encode())
+        ]
+        if failed := "; ".join(row[1] for row in rows if row[1]):
+            for start in taken.values():
+                mapping.give(start, SEGMENT)
+            raise CollectiveError(failed)
+        found = {int(i): start for row in rows for i, start in row[0].items()}
+        return [(g, found[i]) for i, g in enumerate(groups) if self.rank in g]
+
+    def _part_of(
+        self, ranks: list[int], start: int, order: Callable[[], int] = int
+    ) -> Communicator:
         spec = self.settings.topology
         if not (spec == "auto" or load(spec).devices):  # else GPUs are found by their names
             spec = self.topology.subset([self.topology.gpus[r] for r in ranks])
-        settings = replace(self.settings, topology=spec)
-        place, team = ranks.index(self.rank), None
+        settings, team = replace(self.settings, topology=spec), None
         if self._team:
-            team, arenas = self._team.child((self._times_split, color), ranks)
-            arena = arenas[place]
-        else:
-            arena = self._arena_of(ranks, place)
-        part = Communicator(arena, settings, team, True)
-        self._splits = [p for p in self._splits if not p._calls.closed] + [part]
-        self._times_split += 1
+            team = self._team.child((self._times_parted, start), ranks)
+        part = Communicator(self._arena.part(ranks, start), settings, team, True, order)
+        self._parts = [p for p in self._parts if not p._health.closed] + [part]
+        self._times_parted += 1
         return part
-
-    def _arena_of(self, ranks: Sequence[int], place: int) -> Arena:
-        """Memory that these ranks share, made by the first of them. Raises CollectiveError on all
-        ranks where one cannot have it."""
-        fd, path, arena, trouble = -1, b"", None, ""
-        try:
-            if place == 0:
-                fd = Arena.create(len(ranks))
-                path = Arena.path(fd).encode()
-            paths = self._calls.gather("memory", path)
-            try:
-                arena = Arena.attach(paths[ranks[0]].decode(), len(ranks), place)
-            except CollectiveError as error:
-                trouble = str(error)
-            failed = troubles(self._calls.gather, trouble)
-        finally:
-            if fd >= 0:
-                os.close(fd)
-        if arena is None or failed:
-            raise CollectiveError(failed)
-        return arena
 
     def synchronize(self) -> None:
         """Wait until this rank's calls on its GPU are over, but for replays of graphs. Raises what
         went wrong there: CollectiveTimeout, CollectiveAborted or CollectiveError."""
-        self._calls.check()
+        self._health.check()
         if self._gpu:
             self._gpu.synchronise()
 
@@ -282,26 +376,31 @@ class Communicator:
         """Finish what runs asynchronously, tell waiting peers, and let go. May be repeated.
 
         A rank that has used a GPU waits some seconds for the others to close as well, as their
-        kernels write into its memory; if they do not, that stays until the process ends.
+        kernels write into its memory; if they do not, that stays until the process ends. Errors of
+        asynchronous calls that nobody has waited for are logged. In a process that was forked from
+        a rank it does nothing.
         """
-        if self._calls.closed:
+        if self._health.closed or self._health.foreign:
             return
         with ExitStack() as last:  # backwards, and all of it, whatever fails
             last.callback(self._leave)
+            last.callback(self._report)
+            last.callback(self._channels.close)
             if self._gpu:
                 last.callback(self._gpu.close)
             if self._worker:
                 last.callback(self._worker.shutdown, wait=True)
-            while self._splits:
-                last.callback(self._splits.pop().close)
+            while self._parts:
+                last.callback(self._parts.pop().close)
+
+    def _report(self) -> None:
+        for work in self._unheard:
+            if work.unheard:
+                log.error("rank %d: nobody waited for an asynchronous call, which raised %s",
+                          self.rank, work.unheard)  # fmt: skip
 
     def _leave(self) -> None:
-        self._calls.closed = True
-        if self._calls.broken is None and self._calls.differ():
-            # a peer is in a call that this rank will never make
-            self._calls.runtime.give_up(CLOSED)
-        self._calls.runtime.close()
-        self._arena.close()
+        self._calls.close()
         if self._team:
             self._team.leave()
 
@@ -318,8 +417,8 @@ class Communicator:
 
     def abort(self, why: int) -> None:
         """Make every rank's present and future calls raise CollectiveAborted."""
-        if not self._calls.closed:
-            self._calls.runtime.give_up(why)
+        if not (self._health.closed or self._health.foreign):
+            self._calls.control.give_up(why)
 
     def _on_gpu(self, number: int) -> GpuCalls:
         """This rank's calls on its GPU; the first one brings all ranks' GPUs together."""
@@ -344,23 +443,30 @@ class Communicator:
             )
 
     # ---- one call ----------------------------------------------------------------------------
-    def _submit(self, async_op: bool, x: Any, body: Callable[..., T], *args: Any) -> T | Work:
+    def _again(self, kind: str, x: Any, op: str, root: int, algorithm: How) -> bool:
+        """Make a call in place of a kind that has been made before; whether it was one."""
+        if self._last is not None and not self._last.done():
+            return False
+        found = quick(x)
+        return found is not None and self._calls.repeat(kind, *found, op, root, algorithm)
+
+    def _submit(self, async_op: bool, x: Any, body: Callable[..., T], *args: Any) -> Any:
         """Carry out a body where the tensor `x` lies."""
-        self._calls.check()
+        self._health.check()
         if (index := gpu_of(x)) is not None:
-            done_on_gpu: T | Work = self._on_gpu(index).submit(async_op, x, body, *args)
-            return done_on_gpu
+            return self._on_gpu(index).submit(async_op, x, body, *args)
         if not async_op and (self._last is None or self._last.done()):
-            return body(self._calls, *args)
-        work = Work(self._enqueue(body, *args))
-        if async_op:
-            return work
-        done: T = work.wait()
-        return done
+            return self._calls.carry_out(self._calls.next_order(), body, *args)
+        work = HostWork(self._enqueue(body, *args))
+        if not async_op:
+            return work.wait()
+        self._unheard = [w for w in self._unheard if w.unheard or not w.done()] + [work]
+        return work
 
     def _enqueue(self, body: Callable[..., T], *args: Any) -> Future[T]:
         """Carry out a body on the CPU, behind those before it."""
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="linkweave")
-        self._last = future = self._worker.submit(body, self._calls, *args)
+        order = self._calls.next_order()  # as it is asked for
+        self._last = future = self._worker.submit(self._calls.carry_out, order, body, *args)
         return future

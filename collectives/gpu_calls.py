@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import lru_cache
 from typing import Any
 from zlib import crc32
 
@@ -19,22 +20,29 @@ from collectives.planning.goals import Root
 from collectives.planning.plan import Plan
 from collectives.request import Request, notice, words
 from collectives.runtime import cuda
+from collectives.runtime.buffer import Buffer
 from collectives.runtime.counters import Counted
 from collectives.runtime.cuda import GpuRanks, Room, lanes_of
 from collectives.runtime.device import Device
 from collectives.runtime.diagnose import RAISED
+from collectives.runtime.encoded import encode
 from collectives.runtime.memory import PeerMemory, Shared, Spot
 from collectives.runtime.peers import advice, common_map
-from collectives.runtime.shm import Buffer
 from collectives.runtime.team import Arrival, Call, Refused, Team
 from collectives.runtime.watch import Watch
 from collectives.settings import Settings
 from collectives.stream_work import POLL, OnStream, StreamQueue, StreamWork
 from collectives.tensors import stream_of
-from collectives.trace import CALLS, KERNELS
+from collectives.trace import CALLS, KERNELS, label
 from topology import load
 
 _TOLD = 500  # characters of an error that the others are told
+
+
+@lru_cache(maxsize=64)
+def _read(text: bytes) -> Plan:
+    """One object for all ranks of this process, which compare their calls."""
+    return Plan.from_json(text.decode())
 
 
 class GpuCalls:
@@ -49,7 +57,8 @@ class GpuCalls:
         quiet: bool = False,
     ) -> None:  # fmt: skip
         self.index, self.rank, self.size = index, calls.rank, calls.size
-        self._calls, self._runtime, self._arena = calls, calls.runtime, calls.runtime.arena
+        self._calls, self._control, self._health = calls, calls.control, calls.health
+        self._arena = calls.control.arena
         self._owns_team, self.trace = team is None, calls.trace
         with calls.telling():  # a GPU that cannot be used: the others must not wait
             self.device: Device = cuda.open_device(index)
@@ -70,7 +79,8 @@ class GpuCalls:
         self.made = 0
         self._last, self._checksum = "", 0
         self._rooms: dict[tuple[str, str], list[Room]] = {}
-        self._known: dict[tuple[tuple[int, ...], Root], tuple[str, Call | None]] = {}
+        self._known: dict[tuple[tuple[int, ...], Root], tuple[str, str, Call | None]] = {}
+        self._plans: dict[tuple[tuple[int, ...], Root], Plan] = {}
         self._capture = 0
         self._scratch: list[tuple[int, int]] = []  # (address, bytes): graphs may hold old ones
         self._shared: list[Shared | None] = []  # memory of tensors; None: there was no room
@@ -78,7 +88,7 @@ class GpuCalls:
         self._captured: list[int] = []  # events of asynchronous calls in graphs
         self._in_graphs: list[OnStream] = []  # and the calls
         self._lock = threading.Lock()
-        self._watch = Watch(self.team.gpu, self._runtime, self._describe)
+        self._watch = Watch(self.team.gpu, self._control, self._describe)
 
     def _alone(self, settings: Settings) -> Team:
         """The team of a process with one rank."""
@@ -93,20 +103,20 @@ class GpuCalls:
     # ---- what goes wrong ---------------------------------------------------------------------
     def check(self) -> None:
         """Raise what went wrong on a GPU or another rank, if anything has."""
-        self._calls.check()
+        self._health.check()
         try:
             self._watch.check()
         except CollectiveError as error:
-            self._calls.broken = f"{type(error).__name__}: {error}"
+            self._health.fail(error)
             raise
 
     def fail(self, error: Exception) -> CollectiveError:
         """End the communicator on all ranks; what is to be raised here."""
         if not isinstance(error, CollectiveError):
             error = CollectiveError(f"rank {self.rank} on GPU {self.index}: {error}")
-        self._calls.broken = self._calls.broken or f"{type(error).__name__}: {error}"
+        self._health.fail(error)
         self.team.gpu.abort()
-        self._runtime.give_up(RAISED)
+        self._control.give_up(RAISED)
         return error
 
     def ready(self, event: int) -> bool:
@@ -212,14 +222,12 @@ class GpuCalls:
             (c.src, c.dst) in shared.unseen for c in plan.connections
         )
 
-    def fits(self, dtype: str, op: str, stream: int) -> Callable[[Plan], bool]:
-        """Whether all ranks' GPUs hold all blocks of a plan at once. The first time for a dtype
-        and op ranks compile the kernel and tell each other how many they hold."""
+    def know_rooms(self, dtype: str, op: str, stream: int) -> None:
+        """The first time for a dtype and op ranks compile the kernel, and tell each other how many
+        of its blocks their GPUs hold at once."""
         if (dtype, op) not in self._rooms:
             self._not_captured(stream, f"is the first {op} of {dtype}, for which a kernel is made")
             self._rooms[dtype, op] = self._gather_rooms(dtype, op)
-
-        return lambda plan: not self._refusal(plan, dtype, op)
 
     def _refusal(self, plan: Plan, dtype: str, op: str) -> str:
         """Why a GPU does not hold all blocks of a plan at once; empty where all do."""
@@ -234,7 +242,25 @@ class GpuCalls:
         the same on all ranks. Empty where it would not."""
         if (notice(request)[:-1], request.root) in self._known or self.size == 1:
             return ""
-        return self._refusal(self.choices.plan(request), request.buffer.dtype, request.op)
+        return self._refusal(self._plan(request), request.buffer.dtype, request.op)
+
+    def _plan(self, request: Request) -> Plan:
+        """The plan of a call, as the kernel runs it: rank 0 plans, the others read. All ranks must
+        ask for the same ones."""
+        key = notice(request)[:-1], request.root
+        if key not in self._plans:
+            dtype, op = request.buffer.dtype, request.op
+
+            def make() -> bytes:
+                plan = self.choices.plan(
+                    request, request.buffer.nbytes, lambda p: not self._refusal(p, dtype, op)
+                )
+                name = label(request.kind, plan.algorithm, request.buffer.nbytes)
+                self.trace.planned(name, plan, self.choices.topology, request.buffer.nbytes)
+                return fused(plan).to_json().encode()
+
+            self._plans[key] = _read(self._calls.share(make))
+        return self._plans[key]
 
     def _gather_rooms(self, dtype: str, op: str) -> list[Room]:
         """Raises CollectiveError on every rank where one has no kernel."""
@@ -268,8 +294,8 @@ class GpuCalls:
             text = words((*said[:-1], -1))
             self._not_captured(stream, f"is the first {text}, which all ranks agree on")
             with self.trace.phase("agree"):
-                self._known[key] = text, self._agree(request, text)
-        self._last, call = self._known[key]
+                self._known[key] = self._agree(request, text)
+        self._last, name, call = self._known[key]
         self.made += 1
         self._checksum = crc32(repr(said).encode(), self._checksum)
         if self._owns_team:  # a team of several compares its calls itself
@@ -280,24 +306,24 @@ class GpuCalls:
                 self.device.copy(request.buffer.address, values, request.buffer.nbytes, stream)
             return None
         trace = self.trace
-        trace.say(CALLS, f"GPU call {self.made}: {request.label} {call.dtype} {call.op} on stream "
+        trace.say(CALLS, f"GPU call {self.made}: {name} {call.dtype} {call.op} on stream "
                   f"{stream:#x}, {call.lanes} lanes at most")  # fmt: skip
-        trace.flags(call.plan)
+        trace.flags(lambda: encode(call.plan), call.plan.num_chunks)
         start = time.monotonic()
 
         def patience(what: str, peer: int) -> None:
             late = f"rank {self.rank} waits for rank {peer} to make its {what}"
             where = {"rank": self.rank, "peer": peer}
-            self._runtime.patience(start, lambda: (late, where))
+            self._control.patience(start, lambda: (late, where))
 
-        with trace.call(request.label), trace.phase("launch"):
+        with trace.call(name), trace.phase("launch"):
             try:
                 mine = Arrival(call, request.buffer.address, values, stream, request.spot, begun)
                 counted = self.team.launch(self.rank, mine, patience)
             except Refused:
                 raise
             except (CollectiveTimeout, CollectiveAborted) as error:
-                self._calls.broken = f"{type(error).__name__}: {error}"
+                self._health.fail(error)
                 raise
             except Exception as error:
                 raise self.fail(error) from error
@@ -318,7 +344,8 @@ class GpuCalls:
             except RuntimeError as error:  # CUDA's
                 raise self.fail(error) from error
 
-    def _agree(self, request: Request, said: str) -> Call | None:
+    def _agree(self, request: Request, said: str) -> tuple[str, str, Call | None]:
+        """What is asked for, a name for profilers, and what is launched."""
         buffer = request.buffer
         try:
             self._calls.meet(request)
@@ -327,9 +354,8 @@ class GpuCalls:
                 f"{error} (this rank asks for {said})", **error.fields()
             ) from None
         if buffer.nbytes == 0 or self.size == 1:
-            return None
-        plan = fused(self.choices.plan(request))  # as the kernel runs it
-        self.trace.planned(request.label, plan, self.choices.topology, buffer.nbytes)
+            return said, request.kind, None
+        plan = self._plan(request)
         rooms = self._rooms[buffer.dtype, request.op]
         lanes = lanes_of(plan, rooms, self.team.gpu.max_blocks)
         layers = request.layers or ()
@@ -340,7 +366,7 @@ class GpuCalls:
                 self.team.prepare(call)
             except Exception as error:
                 raise self.fail(error) from error
-        return call
+        return said, label(request.kind, plan.algorithm, buffer.nbytes), call
 
     def _not_captured(self, stream: int, why: str) -> None:
         if self.device.capturing(stream):
@@ -375,6 +401,6 @@ class GpuCalls:
             if self._owns_team:
                 last.callback(self.team.close)
             last.callback(self._watch.close)
-            if self._calls.broken or self._arena.abort[0]:
+            if self._health.broken or self._control.aborted():
                 self.team.gpu.abort()
             last.callback(device.finish)

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 from collectives.errors import CollectiveError
 from collectives.runtime.arrivals import Arrivals
 from collectives.tensors import integer
-from collectives.work import Work
+from collectives.work import HostWork, Work
 
 _POLL = 0.05  # s
 
 
-class GradientQueue(Work):
+class GradientQueue(Work, Protocol):
     """An all-reduce whose layers may be used before all of it is done (C-Cube, figure 9).
 
     `wait` and `done` are those of `Work`. Until `wait` has returned the tensor may be read where
     `dequeue` allows it, and must not be written: other ranks may still read it.
     """
 
-    @abstractmethod
     def dequeue(self, layer: int) -> None:
         """Make what follows wait for one layer, counted from 0, in any order, any number of times.
 
@@ -31,8 +29,9 @@ class GradientQueue(Work):
         """
 
 
-class HostQueue(GradientQueue):
-    """On a CPU rank. `abort`: address of the word that is raised when a rank gives up."""
+class HostQueue(HostWork):
+    """`GradientQueue` of CPU ranks. `abort`: address of the word that is raised when a rank gives
+    up."""
 
     def __init__(self, future: Future[Any], arrivals: Arrivals, abort: int) -> None:
         super().__init__(future)

@@ -1,4 +1,4 @@
-"""Starting ranks: `spawn` makes processes, `init` finds those that exist."""
+"""Starting ranks: `spawn` makes processes, or threads that share GPUs."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from collectives.communicator import Communicator
 from collectives.default import set_default
-from collectives.errors import CollectiveError, CollectiveTimeout
+from collectives.errors import CollectiveError
 from collectives.runtime.arena import Arena
 from collectives.runtime.cuda import use_device
 from collectives.runtime.cuda_driver import started
 from collectives.runtime.diagnose import DIED, RAISED
+from collectives.runtime.mapping import Mapping
 from collectives.runtime.shm import compile_kernels
 from collectives.settings import Settings, topology_for
 from collectives.threads import GRACE, consequence, gpus_of, spawn_threads
@@ -66,13 +65,13 @@ def spawn(
     context: Any = mp.get_context("fork" if _fork_is_safe() else "spawn")
     if context.get_start_method() == "fork":
         compile_kernels()  # so that the forked ranks find the machine code in memory
-    fd = Arena.create(nprocs)
+    fd = Mapping.create(nprocs)
     ranks: list[_Rank] = []
     try:
         for rank in range(nprocs):
             ours, theirs = context.Pipe(duplex=False)
             gpu = None if gpus is None else gpus[rank]
-            job = (fn, args, rank, nprocs, settings, gpu, Arena.path(fd), os.getpid())
+            job = (fn, args, rank, nprocs, settings, gpu, Mapping.location(fd), os.getpid())
             process = context.Process(target=_child, args=(theirs, job), daemon=False)
             try:
                 process.start()
@@ -102,6 +101,8 @@ class _Rank:
     def collect(self) -> None:
         """Read what the child sent, or find out how it died."""
         try:
+            if not self.results.poll():  # ended, and a process of its own holds the pipe open
+                raise EOFError
             ok, payload = self.results.recv()
         except (EOFError, OSError):
             self.process.join()
@@ -136,16 +137,17 @@ class _Rank:
 
 
 def _gather(ranks: list[_Rank], fd: int, size: int) -> list[Any]:
-    waiting: dict[Any, _Rank] = {r.results: r for r in ranks}
+    waiting = list(ranks)
     first: _Rank | None = None
     deadline: float | None = None
     while waiting:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = wait(list(waiting), left)
+        signs = {sign: r for r in waiting for sign in (r.results, r.process.sentinel)}
+        ready = {signs[sign].rank for sign in wait(list(signs), left)}
         if not ready:
             break
-        for results in ready:
-            r = waiting.pop(results)
+        for r in [r for r in waiting if r.rank in ready]:
+            waiting.remove(r)
             r.collect()
             if r.error is None:
                 continue
@@ -184,7 +186,7 @@ def _child(results: Connection, job: tuple[Any, ...]) -> None:
     try:
         if gpu is not None:
             use_device(gpu)
-        communicator = Communicator(Arena.attach(path, size, rank), settings)
+        communicator = Communicator(Arena(Mapping.open(path, size, rank), rank), settings)
         set_default(communicator)
         value = fn(rank, *args)
         try:
@@ -231,101 +233,3 @@ def _die_with(parent: int) -> None:
 
 def _fork_is_safe() -> bool:
     return threading.active_count() == 1 and not started()
-
-
-def init(
-    topology: Topology | str = "auto",
-    timeout: float = 30.0,
-    order: str = "fastest",
-    max_blocks: int | None = None,
-    peer_access: str = "prefer",
-) -> Communicator:
-    """Join the ranks of this job and make theirs the default communicator.
-
-    A rank's GPU is that of the first GPU tensor that it passes. The arguments are those of
-    `Settings`.
-
-    Inside an initialised torch.distributed group its ranks are the ranks; else under torchrun
-    (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) the ranks that it started; else this process
-    alone. All ranks must be on one machine. Raises CollectiveError.
-    """
-    settings = Settings(topology, timeout, order, max_blocks, peer_access)
-    rank, size, store = _rendezvous(timeout)
-    fd = -1
-    try:
-        if rank == 0:
-            fd = Arena.create(size)
-            _publish(store, {"path": Arena.path(fd), "host": socket.gethostname()})
-        found = _look_up(store, rank, timeout)
-        if found["host"] != socket.gethostname():
-            raise CollectiveError(
-                f"rank {rank} is on {socket.gethostname()}, rank 0 on {found['host']}: CPU ranks "
-                "must share one machine"
-            )
-        communicator = Communicator(Arena.attach(found["path"], size, rank), settings)
-    finally:
-        if fd >= 0:
-            os.close(fd)
-    set_default(communicator)
-    return communicator
-
-
-_generation = iter(range(1 << 30))  # makes the key of each `init` of this process its own
-
-
-def _publish(store: Any, value: dict[str, str]) -> None:
-    store["value"] = value
-    if store["store"] is not None:
-        store["store"].set(store["key"], pickle.dumps(value))
-
-
-def _look_up(store: Any, rank: int, timeout: float) -> dict[str, str]:
-    if rank == 0:
-        found: dict[str, str] = store["value"]
-        return found
-    try:
-        store["store"].wait([store["key"]], timedelta(seconds=timeout))
-        found = pickle.loads(store["store"].get(store["key"]))
-    except Exception as error:
-        raise CollectiveTimeout(
-            f"rank {rank} waits for rank 0 to set up the shared memory: {error}", rank=rank, peer=0
-        ) from None
-    return found
-
-
-def _rendezvous(timeout: float) -> tuple[int, int, dict[str, Any]]:
-    """(rank, size, the store through which rank 0 tells the others where the memory is)."""
-    box: dict[str, Any] = {"store": None, "key": f"linkweave/arena/{next(_generation)}"}
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_available():
-        dist = torch.distributed
-        if dist.is_initialized():
-            box["store"] = dist.distributed_c10d._get_default_store()
-            return dist.get_rank(), dist.get_world_size(), box
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return 0, 1, box
-    try:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    except ValueError:
-        raise CollectiveError(
-            f"RANK={os.environ['RANK']!r} and WORLD_SIZE={os.environ['WORLD_SIZE']!r} must be "
-            "integers"
-        ) from None
-    if not 0 <= rank < size:
-        raise CollectiveError(f"RANK={rank} must be from 0 to WORLD_SIZE - 1 = {size - 1}")
-    if size == 1:
-        return rank, size, box
-    if missing := [v for v in ("MASTER_ADDR", "MASTER_PORT") if v not in os.environ]:
-        raise CollectiveError(f"RANK and WORLD_SIZE are set, but {missing[0]} is not")
-    import torch.distributed as dist
-
-    try:
-        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
-    except (RuntimeError, ValueError) as error:  # torch's DistError family derives from these
-        raise CollectiveTimeout(
-            f"rank {rank} cannot meet the other {size - 1} ranks at "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {error}",
-            rank=rank,
-        ) from None
-    box["store"] = store
-    return rank, size, box

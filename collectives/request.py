@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from zlib import crc32
 
+from collectives.errors import CollectiveError
 from collectives.planning.algorithms import ALGORITHMS
+from collectives.planning.blocks import Sizes
 from collectives.planning.goals import COLLECTIVES, SENDRECV, Root
+from collectives.planning.lower import Algorithm
 from collectives.planning.others import OTHERS
+from collectives.planning.plan import Plan
 from collectives.runtime.arrivals import Arrivals
+from collectives.runtime.buffer import Buffer
 from collectives.runtime.memory import Spot
 from collectives.runtime.reference import DTYPES, OPS
-from collectives.runtime.shm import Buffer
+from topology import Topology
 
 KINDS = (*COLLECTIVES, SENDRECV, "barrier", "refused", "exchange")
 EXCHANGES = ("GPUs", "kernels", "memory of GPUs", "access to GPUs", "troubles", "colors", "memory",
-             "sparse_allreduce", "merges", "tensors")  # fmt: skip
+             "sparse_allreduce", "merges", "tensors", "plan", "sizes", "lanes")  # fmt: skip
 """What ranks tell each other of on the host; the place of one is its request's root."""
 
+ORDER = 9
+"""The word of a notice that counts calls on lanes."""
 DEVICES = ("cpu", "gpu")
 NAMES = tuple(dict.fromkeys(["auto", *ALGORITHMS, *(n for of in OTHERS.values() for n in of)]))
 NOTHING = Buffer(0, 0, "uint8", 1)
+_FUNCTION, _PLAN = 1 << 32, 1 << 33  # above the checksum of an algorithm that has no name
+
+How = str | Callable[[Topology], Algorithm] | Plan
+"""What carries out a call: an algorithm's name or function, or a plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,38 +44,80 @@ class Request:
     buffer: Buffer
     op: str = "sum"
     root: Root = 0
-    algorithm: str = "auto"
-    layout: int = 0  # of a list: a checksum of its tensors' sizes
+    algorithm: How = "auto"
+    layout: int = 0  # a checksum of the sizes of what the message is made of
     device: str = "cpu"
-    label: str = ""  # for people and profilers; not compared
+    sizes: Sizes | None = None  # bytes of blocks that are not equal (`planning.blocks`)
     layers: tuple[int, ...] | None = None  # bytes of each, for a gradient queue
     spot: Spot | None = None  # on GPUs: where the buffer lies in memory that all see
     arrivals: Arrivals | None = field(default=None, compare=False)  # which a CPU rank counts
     source: Buffer | None = field(default=None, compare=False)  # of the values; None: in place
 
+    @property
+    def kind_of_call(self) -> tuple[object, ...]:
+        """What calls have in common that need no more planning."""
+        b = self.buffer
+        return (
+            self.kind, b.nbytes, b.dtype, self.op, self.root, self.algorithm, self.layout,
+            self.sizes, self.layers,
+        )  # fmt: skip
 
-def notice(request: Request, settings: int = 0) -> tuple[int, ...]:
-    """A request as numbers, which all ranks compare; `settings`: their checksum, or 0."""
+
+def algorithm_word(algorithm: How) -> int:
+    """A number by which ranks compare what they ask for. Raises CollectiveError."""
+    if isinstance(algorithm, str):
+        if algorithm not in NAMES:
+            raise CollectiveError(
+                f"unknown algorithm {algorithm!r}; choose from {', '.join(NAMES)}, or give a "
+                "function that makes one"
+            )
+        return NAMES.index(algorithm)
+    if isinstance(algorithm, Plan):
+        return _PLAN | checksum(algorithm)
+    if not callable(algorithm):
+        raise CollectiveError(
+            f"algorithm must be a name or a function of a topology, not {algorithm!r}"
+        )
+    code = getattr(algorithm, "__code__", None)
+    return _FUNCTION | crc32(repr((name_of(algorithm), getattr(code, "co_code", b""))).encode())
+
+
+@lru_cache(maxsize=64)
+def checksum(plan: Plan) -> int:
+    """Of a plan, the same on all ranks that have the same one."""
+    return crc32(plan.to_json().encode())
+
+
+def name_of(algorithm: How) -> str:
+    """What people call it."""
+    if isinstance(algorithm, Plan):
+        return algorithm.algorithm
+    return algorithm if isinstance(algorithm, str) else getattr(algorithm, "__name__", "function")
+
+
+def notice(request: Request, settings: int = 0, order: int = 0) -> tuple[int, ...]:
+    """A request as numbers, which all ranks compare. `settings`: their checksum, or 0; `order`: the
+    number of a call among those of all lanes, or 0."""
     buffer, root = request.buffer, request.root
     place = root if isinstance(root, int) else crc32(repr(root).encode())
     return (
         KINDS.index(request.kind), OPS.index(request.op), DTYPES.index(buffer.dtype),
-        buffer.nbytes // buffer.itemsize, place, NAMES.index(request.algorithm), settings,
-        request.layout, DEVICES.index(request.device),
-        *(request.spot or (-1, 0)),
+        buffer.nbytes // buffer.itemsize, place, algorithm_word(request.algorithm), settings,
+        request.layout, DEVICES.index(request.device), order, *(request.spot or (-1, 0)),
     )  # fmt: skip
 
 
-def words(notice: tuple[int, ...]) -> str:
+def words(notice: Sequence[int]) -> str:
     """What a notice asks for; an offset of -1 is left out."""
-    kind, op, dtype, count, root, algorithm, settings, layout, device, piece, offset = notice
+    kind, op, dtype, count, root, algorithm, settings, layout, device, order, piece, offset = notice
     asked = KINDS[kind]
+    how = NAMES[algorithm] if algorithm < len(NAMES) else f"own algorithm {algorithm:08x}"
     if asked == "refused":
         asked = "refused its arguments"
     if asked == "exchange":
         asked = f"told of its {EXCHANGES[root]}"
     if asked == "allreduce":
-        asked += f"({count} x {DTYPES[dtype]}, {OPS[op]}, {NAMES[algorithm]})"
+        asked += f"({count} x {DTYPES[dtype]}, {OPS[op]}, {how})"
     elif asked in (*COLLECTIVES, SENDRECV):
         asked += f"({count} x {DTYPES[dtype]}"
         asked += f", {OPS[op]}" if "reduce" in asked else ""
@@ -73,15 +128,18 @@ def words(notice: tuple[int, ...]) -> str:
         asked += f" in parts of sizes {layout:08x}"
     if settings:
         asked += f" with settings {settings:08x}"
+    if order:
+        asked += f" as call {order} on lanes"
     if piece >= 0:
         asked += (f" at {offset}" if offset >= 0 else "") + f" in shared memory {piece}"
     return asked + (" on the GPU" if DEVICES[device] == "gpu" else "")
 
 
-def difference(call: int, notices: list[tuple[int, ...]]) -> str:
-    """What the ranks asked for, where they differ."""
+def difference(call: int, notices: Sequence[Sequence[int]], refusals: dict[int, str]) -> str:
+    """What the ranks asked for, where they differ; `refusals`: why some would not."""
     groups: dict[str, list[int]] = {}
     for peer, said in enumerate(notices):
-        groups.setdefault(words(said), []).append(peer)
+        why = f": {refusals[peer]}" if refusals.get(peer) else ""
+        groups.setdefault(words(said) + why, []).append(peer)
     asked = "; ".join(f"ranks {peers}: {what}" for what, peers in groups.items())
     return f"the ranks' call number {call} differs: {asked}"

@@ -9,14 +9,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from collectives.errors import CollectiveError, CollectiveTimeout
-from collectives.gradient_queue import GradientQueue, number_of
+from collectives.gradient_queue import number_of
 from collectives.planning.goals import Root
-from collectives.request import Request
+from collectives.request import How, Request
+from collectives.runtime.buffer import Buffer
 from collectives.runtime.counters import Counted
-from collectives.runtime.shm import Buffer
 from collectives.runtime.team import Call
 from collectives.tensors import as_buffer, stream_of
-from collectives.work import Work
 
 if TYPE_CHECKING:
     from collectives.gpu_calls import GpuCalls
@@ -59,13 +58,11 @@ class OnStream:
             self.gpu.device.copy(dst, src, nbytes, self.stream)
 
     def request(
-        self, kind: str, buffer: Buffer, op: str, root: Root = 0, algorithm: str = "auto",
+        self, kind: str, buffer: Buffer, op: str, root: Root = 0, algorithm: How = "auto",
         layout: int = 0,
     ) -> Request:  # fmt: skip
-        made = self.gpu.choices.request(
-            kind, buffer, op, root, algorithm, layout, "gpu",
-            lambda: self.gpu.fits(buffer.dtype, op, self.caller),
-        )  # fmt: skip
+        made = self.gpu.choices.request(kind, buffer, op, root, algorithm, layout, "gpu")
+        self.gpu.know_rooms(buffer.dtype, op, self.caller)
         if kind == "allreduce":  # of others some ranks' buffers are scratch, or nothing is pushed
             made = replace(made, spot=self.gpu.spot(buffer))
         return made
@@ -97,7 +94,7 @@ class OnStream:
         self._later.clear()
 
 
-class StreamWork(Work):
+class StreamWork:
     """A collective on a stream of its own, beside the caller's. Keeps its tensors until it is
     over."""
 
@@ -142,7 +139,7 @@ class StreamWork(Work):
             self._event = None
 
 
-class StreamQueue(StreamWork, GradientQueue):
+class StreamQueue(StreamWork):
     """An all-reduce on a stream of its own whose layers other streams can wait for."""
 
     def __init__(self, *arguments: Any) -> None:

@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError
+from collectives.runtime.buffer import Buffer
 from collectives.runtime.reference import DTYPES
-from collectives.runtime.shm import Buffer
+
+_NUMPY = {np.dtype(name): name for name in DTYPES if name != "bfloat16"}
 
 
 def is_torch(x: Any) -> bool:
@@ -55,6 +57,25 @@ def stream_of(x: Any) -> int:
         return int(cupy.cuda.get_current_stream(x.device.id).ptr)
     stream = x.__cuda_array_interface__.get("stream")
     return 0 if stream in (None, 1) else int(stream)  # 1: the legacy default stream
+
+
+def quick(x: Any) -> tuple[int, int, str] | None:
+    """(address, bytes, dtype) of a tensor on the CPU that can be worked on where it lies, as in
+    most calls; None for any other, of which `as_buffer` tells more."""
+    if type(x) is np.ndarray:
+        flags = x.flags
+        if flags.c_contiguous and flags.writeable and (name := _NUMPY.get(x.dtype)):
+            return x.__array_interface__["data"][0], x.nbytes, name
+        return None
+    torch = sys.modules.get("torch")
+    if torch is None or type(x) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    if x.device.type != "cpu" or x.layout is not torch.strided or x.is_neg():
+        return None
+    torch_name = str(x.dtype)[6:]
+    if not x.is_contiguous() or torch_name not in DTYPES:
+        return None
+    return x.data_ptr(), x.nbytes, torch_name
 
 
 def as_buffer(

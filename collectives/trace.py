@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -19,8 +19,11 @@ from typing import Any
 from collectives.errors import CollectiveError
 from collectives.planning.explain import explain, size_text
 from collectives.planning.plan import Op, Plan
+from collectives.runtime.diagnose import position_of
+from collectives.runtime.encoded import Encoded
 from topology import Topology
 
+_RANGES = 512  # names that are kept
 CHOICE, CALLS, PLANS, KERNELS, FLAGS = range(1, 6)
 
 
@@ -35,11 +38,16 @@ class Trace:
     def __init__(self, rank: int, environ: Mapping[str, str] = os.environ) -> None:
         self.rank = rank
         self.level = _one_of(environ, "LINKWEAVE_DEBUG", ("0", "1", "2", "3", "4", "5"))
+        self._ranges: dict[str, AbstractContextManager[object]] = {}
         self._phases = _one_of(environ, "LINKWEAVE_NVTX", ("calls", "phases"))
 
     def call(self, name: str) -> AbstractContextManager[object]:
-        """A range round one call; `name` is its `label`."""
-        return _annotate(name)
+        """A range round one call; `name` is its `label`. Calls of one `Trace` follow each other."""
+        if name not in self._ranges:
+            if len(self._ranges) >= _RANGES:
+                self._ranges.clear()
+            self._ranges[name] = _annotate(name)
+        return self._ranges[name]
 
     def phase(self, name: str) -> AbstractContextManager[object]:
         return _annotate(name) if self._phases else nullcontext()
@@ -57,10 +65,10 @@ class Trace:
                      f"{_why(plan, topology, nbytes)}")  # fmt: skip
             self.say(PLANS, str(plan))
 
-    def flags(self, plan: Plan) -> None:
+    def flags(self, encoded: Callable[[], Encoded], num_chunks: int) -> None:
         """Say each flag of one call, in the order in which each of our streams takes them."""
         if self.level >= FLAGS:
-            for line in flags(plan, self.rank):
+            for line in flags(encoded(), self.rank, num_chunks):
                 self.say(FLAGS, line)
 
 
@@ -73,24 +81,26 @@ def _why(plan: Plan, topology: Topology, nbytes: int) -> str:
     return f"asked for, or order='fixed'; else {found.choice}: {found.reason}"
 
 
-def flags(plan: Plan, rank: int) -> Iterator[str]:
+def flags(encoded: Encoded, rank: int, num_chunks: int) -> Iterator[str]:
     """Each flag that a rank awaits or raises, a line each; streams run beside each other."""
-    for stream in plan.streams:
-        if stream.rank != rank:
-            continue
-        for at, chunk, step in plan.steps(stream):
-            if step.op not in (Op.WAIT, Op.SIGNAL):
-                continue
-            for index in step.connections:
-                c = plan.connections[index]
-                sender = plan.sends_on(stream, index)
-                data = sender == (step.op is Op.SIGNAL)
-                yield (
-                    f"channel {stream.channel} step {at}: "
-                    f"{'awaits' if step.op is Op.WAIT else 'raises'} "
-                    f"{'data' if data else 'slot free'} of chunk {chunk}, "
-                    f"rank {c.dst if sender else c.src}"
-                )
+    code = encoded.codes[rank].tolist()
+    phases = code[1]
+    for row, channel in enumerate(encoded.channels[rank]):
+        places = code[2 + row * (phases + 1) : 2 + (row + 1) * (phases + 1)]
+        for first, stop in zip(places, places[1:], strict=False):
+            for group in range(0, num_chunks, encoded.stride):
+                step, pc = position_of(code, places[0], first), first
+                while pc < stop:
+                    op, chunk, sender, _, n = code[pc : pc + 5]
+                    if op in (Op.WAIT, Op.SIGNAL) and group + chunk < num_chunks:
+                        data = bool(sender) == (op == Op.SIGNAL)
+                        yield (
+                            f"channel {channel} step {step}: "
+                            f"{'awaits' if op == Op.WAIT else 'raises'} "
+                            f"{'data' if data else 'slot free'} of chunk {group + chunk}, "
+                            f"rank {encoded.ends[code[pc + 5]][1 if sender else 0]}"
+                        )
+                    step, pc = step + 1, pc + 5 + n
 
 
 def _one_of(environ: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> int:

@@ -51,6 +51,19 @@ def store_release(typingctx: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
+def exchange_if(typingctx: Any, address: Any, expected: Any, value: Any) -> Any:
+    """Store `value` in the int64 at `address` if that is `expected`; whether it was. Ordered both
+    ways."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _at(builder, args[0], _I64)
+        found = builder.cmpxchg(pointer, args[1], args[2], "seq_cst", "seq_cst")
+        return builder.extract_value(found, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
 def fence(typingctx: Any) -> Any:
     """Order earlier stores before later loads, too."""
 

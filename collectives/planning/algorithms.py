@@ -239,9 +239,18 @@ ALGORITHMS: dict[str, Callable[[Topology], Algorithm]] = {
 """By name. Where the cost model sees no difference, `auto` takes the first."""
 
 
+Named = str | Callable[[Topology], Algorithm]
+"""An algorithm: by name, or a function that makes it for a topology."""
+
+
 @lru_cache(maxsize=512)
-def algorithm_for(name: str, topology: Topology) -> Algorithm:
-    """The named all-reduce algorithm on this topology; the searches are done once."""
+def algorithm_for(name: Named, topology: Topology) -> Algorithm:
+    """An all-reduce algorithm on this topology; the searches are done once. Raises PlanError."""
+    if not isinstance(name, str):
+        made = name(topology)
+        if not isinstance(made, Algorithm):
+            raise PlanError(f"{name!r} must return an Algorithm, not {type(made).__name__}")
+        return made
     if name not in ALGORITHMS:
         raise PlanError(f"unknown algorithm {name!r}; choose from auto, {', '.join(ALGORITHMS)}")
     return ALGORITHMS[name](topology)

@@ -7,7 +7,6 @@ which chunks are there (C-Cube, section III-D: the enqueue semaphore; here one f
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -43,17 +42,25 @@ def layer_chunk_table(
 
     `layers`: bytes of each, in the order in which they lie in the message of `nbytes`.
     """
-    bounds = plan.chunk_bounds(nbytes)
-    stops = np.cumsum([0, *layers]).tolist()
-    streams = finals(plan, rank)
-    table = np.zeros((len(layers), len(streams)), np.int64)
-    for column, chunks in enumerate(streams):
-        for count, chunk in enumerate(chunks, 1):
-            first, last = bounds[chunk]
-            if first == last:
-                continue
-            at = bisect_right(stops, first) - 1  # the layer of the chunk's first byte
-            while at < len(layers) and stops[at] < last:
-                table[at, column] = count if layers[at] else 0
-                at += 1
-    return table
+    made = [np.array(chunks, np.int64) for chunks in finals(plan, rank)]
+    return table(made, plan.num_chunks, plan.chunk_bytes(nbytes), layers)
+
+
+def table(
+    finals: Sequence[NDArray[np.int64]], num_chunks: int, chunk_bytes: int, layers: Sequence[int]
+) -> NDArray[np.int64]:
+    """`layer_chunk_table` of the chunks that each stream makes final, in that order."""
+    sizes = np.array(layers, np.int64)
+    stops = np.cumsum(sizes)
+    found = np.zeros((len(sizes), len(finals)), np.int64)
+    some = np.flatnonzero(sizes)  # an empty layer needs nothing
+    if not some.size:
+        return found
+    first = (stops - sizes)[some] // chunk_bytes
+    last = (stops[some] - 1) // chunk_bytes
+    spans = np.stack([first, last + 1], axis=1).reshape(-1)
+    for column, chunks in enumerate(finals):
+        counts = np.zeros(num_chunks + 1, np.int64)
+        counts[chunks] = np.arange(1, len(chunks) + 1)
+        found[some, column] = np.maximum.reduceat(counts, spans)[::2]
+    return found

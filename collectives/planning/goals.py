@@ -25,6 +25,11 @@ def blocks(collective: str, size: int) -> int:
     return {"allgather": size, "reduce_scatter": size, "alltoall": size * size}.get(collective, 1)
 
 
+def parts(collective: str, size: int) -> int:
+    """How many equal parts a rank's buffer has; its size is a multiple of that."""
+    return 1 if blocks(collective, size) == 1 else size
+
+
 def check(collective: str, size: int, root: Root) -> None:
     """Raise PlanError unless there is such a collective, and its root is a rank, or pairs."""
     if collective == SENDRECV:

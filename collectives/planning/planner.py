@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 
 from collectives.errors import PlanError
-from collectives.planning.algorithms import ALGORITHMS, algorithm_for
+from collectives.planning.algorithms import ALGORITHMS, Named, algorithm_for
 from collectives.planning.cost import (
     LARGE,
     Shape,
@@ -18,29 +15,41 @@ from collectives.planning.cost import (
     shape_of,
     simulated_seconds,
 )
-from collectives.planning.goals import Root, blocks, check
+from collectives.planning.goals import Root, check, parts
 from collectives.planning.lower import MOST_SQUARED, Tuning, lower
 from collectives.planning.others import OTHERS, other_algorithm
 from collectives.planning.plan import Plan
 from collectives.planning.verify import shortened, verify
+from collectives.runtime.simulate import simulate
 from topology import Topology
 from topology.timings import measured_seconds
 
 ALLREDUCE = "allreduce"
 _FOR_CLUSTERS = ("overlapped_double_tree", "recursive_doubling", "hierarchical",
                  "hierarchical_ring")  # fmt: skip
+_LATER = 1.03
 _WORTH = 0.995  # of the time: a smaller gain ends the search for a number of chunks
+
+
+def size_class(nbytes: int, unit: int = 1) -> int:
+    """The size that stands for messages of `nbytes`, in `unit` equal blocks: the least of eight to
+    an octave that is no smaller. Plans are made for it, and take the size itself at run time."""
+    block = -(-nbytes // unit)
+    step = 1 << max(0, (block - 1).bit_length() - 4)
+    return -(-block // step) * step * unit
 
 
 @lru_cache(maxsize=512)
 def _template(
-    topology: Topology, algorithm: str, collective: str = ALLREDUCE, root: Root = 0
+    topology: Topology, algorithm: Named, collective: str = ALLREDUCE, root: Root = 0
 ) -> tuple[Plan, Shape]:
     """A plan of one group of chunks, to be given its number of chunks, and its shape."""
     if collective == ALLREDUCE:
         program = algorithm_for(algorithm, topology)
-    else:
+    elif isinstance(algorithm, str):
         program = other_algorithm(topology, collective, algorithm, root)
+    else:
+        raise PlanError(f"a function makes an algorithm of an allreduce, not of {collective}")
     plan = lower(program, topology, Tuning(num_chunks=program.stride))
     return plan, shape_of(plan, topology)
 
@@ -50,8 +59,9 @@ def _prove(topology: Topology, short: Plan) -> None:
     verify(short, topology)
 
 
-def _verified(topology: Topology, plan: Plan) -> Plan:
-    """The plan, proved right: one proof serves all numbers of chunks that shorten to the same."""
+def proved(plan: Plan, topology: Topology) -> Plan:
+    """The plan, proved right: one proof serves all numbers of chunks that shorten to the same.
+    Raises PlanError."""
     _prove(topology, shortened(plan))
     return plan
 
@@ -83,19 +93,42 @@ def candidates(topology: Topology, collective: str = ALLREDUCE, root: Root = 0) 
     return able
 
 
-@lru_cache(maxsize=65536)
 def predict(
-    topology: Topology, nbytes: int, algorithm: str, collective: str = ALLREDUCE, root: Root = 0
+    topology: Topology, nbytes: int, algorithm: Named, collective: str = ALLREDUCE, root: Root = 0
 ) -> tuple[float, int]:
-    """(seconds, chunks) of an algorithm at its best number of chunks.
+    """(seconds, chunks) of an algorithm at the number of chunks that is best for `size_class`.
 
     Measured times (`Topology.timings`), between the sizes they are of; else the cost model's.
     The closed forms where they are exact, or on CPU ranks; else, from where they point, the number
     of chunks that simulates fastest; ties go to the fewest.
     """
+    of_class = size_class(nbytes, parts(collective, len(topology.gpus)))
+    seconds, chunks = _predicted(topology, of_class, algorithm, collective, root)
+    if nbytes == of_class:
+        return seconds, chunks
+    if measured := _measured(topology, nbytes, algorithm, collective):
+        return measured[0], chunks
     template, shape = _template(topology, algorithm, collective, root)
-    measured = measured_seconds(topology.timings, algorithm, nbytes)
-    if collective == ALLREDUCE and measured:
+    moved = template.volume(nbytes)
+    if shape.exact or largest_chunk(topology) or not nbytes:
+        return shape.seconds(moved, chunks), chunks
+    return simulated_seconds(template, topology, nbytes, chunks), chunks
+
+
+def _measured(
+    topology: Topology, nbytes: int, algorithm: Named, collective: str
+) -> tuple[float, int] | None:
+    if collective != ALLREDUCE or not isinstance(algorithm, str):
+        return None
+    return measured_seconds(topology.timings, algorithm, nbytes)
+
+
+@lru_cache(maxsize=65536)
+def _predicted(
+    topology: Topology, nbytes: int, algorithm: Named, collective: str, root: Root
+) -> tuple[float, int]:
+    template, shape = _template(topology, algorithm, collective, root)
+    if measured := _measured(topology, nbytes, algorithm, collective):
         return measured[0], min(measured[1], most_chunks(nbytes, template.stride))
     moved = template.volume(nbytes)
     chunks = shape.best_chunks(moved, largest_chunk(topology))
@@ -122,8 +155,14 @@ def predict(
     return best
 
 
-def choose(topology: Topology, nbytes: int, collective: str = ALLREDUCE, root: Root = 0) -> str:
+def choose(
+    topology: Topology, nbytes: int, collective: str = ALLREDUCE, root: Root = 0,
+    streamed: bool = False,
+) -> str:  # fmt: skip
     """The algorithm with the least predicted time; the first named of equals.
+
+    `streamed`: of those that take at most `_LATER` times as long, the one whose first chunk is
+    final first, as its layers are used while later ones are under way.
 
     `LINKWEAVE_ALGORITHM` overrides the choice of an all-reduce's.
     """
@@ -135,7 +174,24 @@ def choose(topology: Topology, nbytes: int, collective: str = ALLREDUCE, root: R
                 + ", ".join(ALGORITHMS)
             )
         return forced
-    return _fastest(topology, nbytes, collective, root)
+    of_class = size_class(nbytes, parts(collective, len(topology.gpus)))
+    if streamed and nbytes and collective == ALLREDUCE:
+        return _earliest(topology, of_class)
+    return _fastest(topology, of_class, collective, root)
+
+
+@lru_cache(maxsize=4096)
+def _earliest(topology: Topology, nbytes: int) -> str:
+    fastest = _fastest(topology, nbytes, ALLREDUCE, 0)
+    most = predict(topology, nbytes, fastest)[0] * _LATER
+    names = [n for n in candidates(topology) if predict(topology, nbytes, n)[0] <= most]
+
+    def first(name: str) -> float:
+        template, _ = _template(topology, name)
+        chunks = predict(topology, nbytes, name)[1]
+        return simulate(template.with_chunks(chunks), topology, nbytes).first_chunk_seconds
+
+    return min(names, key=first)
 
 
 @lru_cache(maxsize=4096)
@@ -174,20 +230,21 @@ def ranked(
 
 
 def plan_allreduce(
-    topology: Topology, nbytes: int, algorithm: str = "auto", num_chunks: int | None = None
+    topology: Topology, nbytes: int, algorithm: Named = "auto", num_chunks: int | None = None
 ) -> Plan:
     """A verified all-reduce plan for a message of `nbytes` on this topology.
 
-    `num_chunks` (the total over all trees) is chosen by the cost model where it is None. Pure
-    (but for `LINKWEAVE_ALGORITHM`) and cached. Raises PlanError for an unknown algorithm, one that
-    the machine cannot run, or sizes that make no sense.
+    `algorithm`: a name, or a function of a topology that returns an `Algorithm`
+    (`planning.algorithms` has examples). `num_chunks` (the total over all trees) is chosen by the
+    cost model where it is None. Pure (but for `LINKWEAVE_ALGORITHM`) and cached. Raises PlanError
+    for an unknown algorithm, one that the machine cannot run, or sizes that make no sense.
     """
     return plan_collective(ALLREDUCE, topology, nbytes, 0, algorithm, num_chunks)
 
 
 def plan_collective(
-    collective: str, topology: Topology, nbytes: int, root: Root = 0, algorithm: str = "auto",
-    num_chunks: int | None = None,
+    collective: str, topology: Topology, nbytes: int, root: Root = 0, algorithm: Named = "auto",
+    num_chunks: int | None = None, streamed: bool = False,
 ) -> Plan:  # fmt: skip
     """A verified plan of any collective (`planning.goals`), by `plan_allreduce`'s algorithms or
     those of `planning.others`.
@@ -195,41 +252,30 @@ def plan_collective(
     `nbytes` is the rank's whole buffer, as in nccl-tests: what is broadcast or reduced; all P
     blocks of an all-gather's result, of what a reduce-scatter takes, of what a rank sends in an
     all-to-all (then a multiple of P); what a sendrecv sends. `root` matters to broadcast and
-    reduce; of a sendrecv it is its pairs. Pure and cached. Raises PlanError as `plan_allreduce`
-    does.
+    reduce; of a sendrecv it is its pairs. `streamed`: see `choose`. Plans are made for classes of
+    sizes (`size_class`). Pure and cached. Raises PlanError as `plan_allreduce` does.
     """
     if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
         raise PlanError(f"nbytes must be an integer of at least 0, not {nbytes!r}")
     size = len(topology.gpus)
     check(collective, size, root)
-    if blocks(collective, size) > 1 and nbytes % size:
+    if nbytes % parts(collective, size):
         raise PlanError(
-            f"{collective} over {size} ranks: {nbytes} bytes are no {size} equal blocks"
+            f"{collective} over {size} ranks needs {size} equal blocks; {nbytes} bytes cannot be "
+            f"split into {size}"
         )
-    with _uncollected():
-        if algorithm == "auto":
-            algorithm = choose(topology, nbytes, collective, root)
-        return _planned(topology, nbytes, algorithm, num_chunks, collective, root)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """A plan is a million small objects and no cycle: to collect meanwhile takes a fifth longer."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@lru_cache(maxsize=1024, typed=True)  # True is no number of chunks
-def _planned(
-    topology: Topology, nbytes: int, algorithm: str, num_chunks: int | None, collective: str,
-    root: Root,
-) -> Plan:  # fmt: skip
+    if algorithm == "auto":
+        algorithm = choose(topology, nbytes, collective, root, streamed)
     template, _ = _template(topology, algorithm, collective, root)
     if num_chunks is None:
         num_chunks = predict(topology, nbytes, algorithm, collective, root)[1]
-    return _verified(topology, template.with_chunks(num_chunks))
+    return proved(template.with_chunks(num_chunks), topology)
+
+
+def adopt(plan: Plan, topology: Topology) -> Plan:
+    """A plan made elsewhere, by hand or from JSON, if it is right here. Raises PlanError."""
+    if plan.size != len(topology.gpus):
+        raise PlanError(
+            f"the plan is for {plan.size} ranks; {topology.name} has {len(topology.gpus)} GPUs"
+        )
+    return proved(plan, topology)

@@ -1,129 +1,111 @@
-"""The memory that the ranks of one machine share: one sparse, nameless file.
+"""What one communicator has of the shared memory: control words, flags and slots of its plans.
 
-It is a memfd, so nothing ever appears in /dev/shm and nothing stays when all ranks are killed.
-Peers open it as /proc/PID/fd/FD of the rank that made it; pages exist once they are touched.
-
-Layout: one page of abort words; a control block for each rank; the plans' flags and slots, which
-all ranks lay out alike, in the same order; and a heap for each rank, for `Communicator.empty`.
+A page of abort words, a control block for each rank, and behind them memory that rank 0 deals out
+for plans. Ranks are numbered within the communicator; `members` are their numbers in the mapping.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import select
-import threading
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError
-
-PAGE = 4096
-PLANS = 64 << 30  # bytes of address space, not of memory
-HEAP = 256 << 30
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+from collectives.runtime.mapping import PAGE, SEGMENT, SEGMENTS, Mapping
+from kernels.counters import add_one
 
 # Fields of a rank's control block, byte offsets. Words that different ranks write or that several
 # wait for lie 128 bytes apart: two cache lines, as adjacent ones are fetched in pairs.
-BELL, POSTED, FINISHED, PID, GONE, NOTICE, GPU_CALLS, SAID, LAST_WORDS = (
-    0, 128, 256, 384, 392, 512, 768, 1024, 3072
+BELL, POSTED, FINISHED, PID, GONE, CLOSED, WAITS, NOTICE, GPU_CALLS, SAID, LAST_WORDS = (
+    0, 128, 256, 384, 392, 400, 408, 512, 768, 1024, 3072
 )  # fmt: skip
-MOST_SAID = 1016
+_LEFT = 64  # in the page of abort words: how many ranks have left
+MOST_SAID = 1008
+"""Bytes that fit into a control block; what is longer lies in the rank's heap."""
 NOTICE_WORDS = 16  # of one notice; two are kept, for calls of even and odd number
 
 
 class Arena:
-    """One rank's mapping of the shared file. `base` is the address of its first byte here."""
+    """One rank's side of it. `base` is the address of the mapping's first byte."""
 
-    def __init__(self, memory: mmap.mmap, size: int, rank: int) -> None:
-        self.size, self.rank, self.nbytes = size, rank, len(memory)
-        self._heaps = PAGE * (1 + size) + PLANS
-        self._map = memory
-        self._bytes = np.frombuffer(self._map, np.uint8)
-        self.base = int(self._bytes.ctypes.data)
-        self._plans_used = 0
-        self._heap = _Heap(HEAP)
-        self._watch: dict[int, int] = {}  # peer -> pidfd
+    def __init__(
+        self, mapping: Mapping, rank: int, members: Sequence[int] = (), start: int = 0,
+        whole: tuple[Arena, Sequence[int]] | None = None,
+    ) -> None:  # fmt: skip
+        self.mapping, self.rank, self.start = mapping, rank, start
+        self._whole = whole  # of which it is a part, and its ranks there
+        self.members = tuple(members) or tuple(range(mapping.size))
+        self.size, self.base = len(self.members), mapping.base
+        mapping.use()
+        first = PAGE * (1 + self.size)
+        if start == 0:  # the mapping's own table of segments lies behind the control blocks
+            first += _pages(8 * SEGMENTS)
+        self._channels = start + first
+        first += _pages(8 * self.size * self.size)
+        self._room = [(start + first, SEGMENT - first)]  # free, by rank 0
+        self._segments = [(start, SEGMENT)]
+        self._given_back: dict[int, list[int]] = {}  # offsets, by size
+        self._handles: dict[int, int] = {}  # peer -> pidfd
         self.words(self.control(rank) + PID, 1)[0] = os.getpid()
-
-    @staticmethod
-    def _mapped(fd: int, size: int) -> mmap.mmap:
-        nbytes = PAGE * (1 + size) + PLANS + size * HEAP
-        try:
-            return mmap.mmap(fd, nbytes)
-        except OSError as error:
-            raise CollectiveError(
-                f"{nbytes >> 30} GiB of address space cannot be mapped for shared memory: "
-                f"{error.strerror}; is `ulimit -v` set?"
-            ) from None
 
     @staticmethod
     def local(size: int) -> list[Arena]:
         """For ranks that are threads of this process: one mapping, seen by each."""
-        fd = Arena.create(size)
+        fd = Mapping.create(size)
         try:
-            memory = Arena._mapped(fd, size)
+            mapping = Mapping(fd, size)
         finally:
             os.close(fd)
-        return [Arena(memory, size, rank) for rank in range(size)]
+        return [Arena(mapping, rank) for rank in range(size)]
 
-    @staticmethod
-    def create(size: int) -> int:
-        """A new file for `size` ranks; returns its descriptor."""
-        fd = os.memfd_create("linkweave", os.MFD_CLOEXEC)
-        os.ftruncate(fd, PAGE * (1 + size) + PLANS + size * HEAP)
-        return fd
-
-    @staticmethod
-    def path(fd: int) -> str:
-        """Where other processes of this user open the file."""
-        return f"/proc/{os.getpid()}/fd/{fd}"
-
-    @staticmethod
-    def attach(path: str, size: int, rank: int) -> Arena:
-        """Map the file that another process made. Raises CollectiveError where it may not."""
-        try:
-            fd = os.open(path, os.O_RDWR)
-        except OSError as error:
-            raise CollectiveError(
-                f"rank {rank} cannot open the ranks' shared memory at {path}: {error.strerror}; "
-                "all ranks must run under one user and in one PID namespace"
-            ) from None
-        try:
-            return Arena(Arena._mapped(fd, size), size, rank)
-        finally:
-            os.close(fd)
+    def part(self, ranks: Sequence[int], start: int) -> Arena:
+        """That of some of our ranks, in a segment that `ranks[0]` has taken."""
+        members = [self.members[r] for r in ranks]
+        return Arena(self.mapping, list(ranks).index(self.rank), members, start, (self, ranks))
 
     def words(self, offset: int, count: int) -> NDArray[np.int64]:
         """`count` int64s at a byte offset of the file."""
-        return self._bytes[offset : offset + 8 * count].view(np.int64)
+        return self.mapping.words(offset, count)
 
     def control(self, rank: int) -> int:
         """Byte offset of a rank's control block."""
-        return PAGE * (1 + rank)
+        return self.start + PAGE * (1 + rank)
 
     def notices(self, call: int) -> NDArray[np.int64]:
         """[size, NOTICE_WORDS]: what every rank says of its call number `call`."""
-        start = PAGE + NOTICE + call % 2 * 8 * NOTICE_WORDS
-        shape, strides = (self.size, NOTICE_WORDS), (PAGE, 8)
-        return np.ndarray(shape, np.int64, self._map, start, strides)
+        start = self.control(0) + NOTICE + call % 2 * 8 * NOTICE_WORDS
+        return self._rows(start, NOTICE_WORDS)
+
+    def _rows(self, start: int, count: int) -> NDArray[np.int64]:
+        """[size, count]: words at the same place of every rank's control block."""
+        return np.ndarray(
+            (self.size, count), np.int64, self.mapping.bytes.data, start, (PAGE, 8)
+        )  # fmt: skip
 
     @property
     def abort(self) -> NDArray[np.int64]:
         """[set, rank that gave up, why (an index of `diagnose.REASONS`), rank it blames]"""
-        return self.words(0, 4)
+        return self.words(self.start, 4)
+
+    @property
+    def abort_address(self) -> int:
+        return self.base + self.start
 
     # ---- words -------------------------------------------------------------------------------
     def say(self, said: bytes, where: int) -> None:
         """Leave up to `MOST_SAID` bytes for the others, at a call's `page` or at LAST_WORDS."""
         if len(said) > MOST_SAID:
             raise CollectiveError(f"{len(said)} bytes for the other ranks; at most {MOST_SAID}")
-        at = self.control(self.rank) + where
-        self._bytes[at + 8 : at + 8 + len(said)] = np.frombuffer(said, np.uint8)
-        self.words(at, 1)[0] = len(said)
+        self.tell(where, len(said), -1)
+        at = self.control(self.rank) + where + 16
+        self.mapping.at(at, len(said))[:] = np.frombuffer(said, np.uint8)
+
+    def tell(self, where: int, nbytes: int, offset: int) -> None:
+        """Say that so many bytes lie elsewhere in the mapping."""
+        self.words(self.control(self.rank) + where, 2)[:] = nbytes, offset
 
     @staticmethod
     def page(call: int) -> int:
@@ -134,7 +116,8 @@ class Arena:
     def said(self, rank: int, where: int) -> bytes:
         """What that rank has left there."""
         at = self.control(rank) + where
-        return self._bytes[at + 8 : at + 8 + int(self.words(at, 1)[0])].tobytes()
+        nbytes, offset = self.words(at, 2).tolist()
+        return self.mapping.at(at + 16 if offset < 0 else offset, nbytes).tobytes()
 
     # ---- calls on GPUs, at which ranks do not meet -------------------------------------------
     def log_call(self, number: int, checksum: int) -> None:
@@ -144,131 +127,116 @@ class Arena:
         latest common multiple of a power of two can still be compared.
         """
         place = (number & -number).bit_length() - 1
-        self._logs()[self.rank, min(place, 31)] = (number & 0x7FFFFFFF) << 32 | checksum
+        logs = self._rows(self.control(0) + GPU_CALLS, 32)
+        logs[self.rank, min(place, 31)] = (number & 0x7FFFFFFF) << 32 | checksum
 
     def differing(self) -> int | None:
         """A rank whose calls on its GPU have been others than ours."""
-        logs = self._logs().copy()  # each word is read once: they change meanwhile
+        logs = self._rows(self.control(0) + GPU_CALLS, 32).copy()  # each word is read once
         mine = logs[self.rank]
         differ = (mine >> 32 != 0) & (logs >> 32 == mine >> 32) & (logs != mine)
         found = np.flatnonzero(differ.any(axis=1))
         return int(found[0]) if found.size else None
 
-    def _logs(self) -> NDArray[np.int64]:
-        start, strides = self.control(0) + GPU_CALLS, (PAGE, 8)
-        return np.ndarray((self.size, 32), np.int64, self._map, start, strides)
-
-    def leave(self) -> None:
+    def leave_gpus(self) -> None:
         """Say that this rank touches no other rank's GPU memory any more."""
         self.words(self.control(self.rank) + GONE, 1)[0] = 1
 
-    def others_left(self) -> bool:
+    def others_left_gpus(self) -> bool:
         """Whether no other rank touches our GPU memory any more."""
         here = {*range(self.size)} - {self.rank, *self.dead()}
         return all(self.words(self.control(r) + GONE, 1)[0] for r in here)
 
     # ---- memory ------------------------------------------------------------------------------
     def reserve(self, nbytes: int) -> int:
-        """Offset of a new region for a plan; every rank must ask for the same ones in order."""
-        start = PAGE * (1 + self.size) + self._plans_used
-        rounded = -(-nbytes // PAGE) * PAGE
-        if self._plans_used + rounded > PLANS:
-            raise CollectiveError(f"plans have used up their {PLANS >> 30} GiB of address space")
-        self._plans_used += rounded
-        self._populate(start, rounded)
+        """Offset of zeroed memory for a plan. Rank 0 reserves it and tells the others."""
+        rounded = _pages(nbytes)
+        if spare := self._given_back.get(rounded):
+            start = spare.pop()
+        else:
+            start = self._room[-1][0] if self._room[-1][1] >= rounded else self._grow(rounded)
+            self._room[-1] = (start + rounded, self._room[-1][1] - rounded)
+        self.mapping.populate(start, rounded)
         return start
 
-    def _populate(self, start: int, nbytes: int) -> None:
-        try:  # a first touch costs more than the transfer itself
-            self._map.madvise(_POPULATE_WRITE, start, nbytes)
-        except OSError:
-            pass  # an older kernel: the pages come when they are touched
+    def _grow(self, nbytes: int) -> int:
+        self._segments.append(self.mapping.take(nbytes))
+        self._room.append(self._segments[-1])
+        return self._room[-1][0]
+
+    def adopt(self, start: int, nbytes: int) -> None:
+        """Memory that rank 0 has reserved for a plan: we give it back if we leave last."""
+        if not any(first <= start < first + room for first, room in self._segments):
+            rounded = -(-nbytes // SEGMENT) * SEGMENT
+            self._segments.append((start // SEGMENT * SEGMENT, rounded))
+
+    def release(self, start: int, nbytes: int) -> None:
+        """Give memory of `reserve` back, when no rank uses it any more. By rank 0."""
+        rounded = _pages(nbytes)
+        self.mapping.clear(start, rounded)
+        self._given_back.setdefault(rounded, []).append(start)
 
     def allocate(self, nbytes: int) -> tuple[int, NDArray[np.uint8]]:
         """(offset, bytes) of a block in this rank's own heap, 128-byte aligned."""
-        start = self._heap.take(max(nbytes, 1))
-        offset = self._heaps + self.rank * HEAP + start
-        page = offset // PAGE * PAGE
-        self._populate(page, offset + nbytes - page)
-        return offset, self._bytes[offset : offset + nbytes]
+        return self.mapping.allocate(self.members[self.rank], nbytes)
 
-    def bytes_at(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        """The memory at an offset, whichever rank's it is."""
-        return self._bytes[offset : offset + nbytes]
-
-    def free(self, offset: int) -> None:
+    def free(self, offset: int, nbytes: int) -> None:
         """Give a block of `allocate` back."""
-        self._heap.give(offset - self._heaps - self.rank * HEAP)
-
-    def offset_of(self, address: int, nbytes: int) -> int:
-        """Where in the file a local address lies, or -1 if it is not in it."""
-        offset = address - self.base
-        return offset if offset >= 0 and offset + nbytes <= self.nbytes else -1
+        self.mapping.free(self.members[self.rank], offset, nbytes)
 
     # ---- peers -------------------------------------------------------------------------------
-    def watch(self) -> None:
-        """Open a handle on every peer's process; call once all ranks have attached."""
-        for peer in range(self.size):
-            if peer != self.rank:
-                pid = int(self.words(self.control(peer) + PID, 1)[0])
-                try:
-                    self._watch[peer] = os.pidfd_open(pid)
-                except (OSError, AttributeError):
-                    continue  # gone already or not supported: the deadline will tell
-
-    def dead(self) -> Sequence[int]:
+    def dead(self) -> list[int]:
         """Peers whose process has ended."""
+        for peer in range(self.size):
+            if peer != self.rank and peer not in self._handles and (pid := self.pid(peer)):
+                try:
+                    self._handles[peer] = os.pidfd_open(pid)
+                except ProcessLookupError:
+                    self._handles[peer] = -1
+                except (OSError, AttributeError):
+                    continue  # not supported: the deadline will tell
         poll = select.poll()
-        by_fd = {fd: peer for peer, fd in self._watch.items()}
+        handles = dict(self._handles)  # another thread may look as well
+        by_fd = {fd: peer for peer, fd in handles.items() if fd >= 0}
         for fd in by_fd:
             poll.register(fd, select.POLLIN)
-        return sorted(by_fd[fd] for fd, _ in poll.poll(0))
+        gone = [peer for peer, fd in handles.items() if fd < 0]
+        return sorted([*gone, *(by_fd[fd] for fd, _ in poll.poll(0))])
 
     def pid(self, rank: int) -> int:
+        """A rank's process; 0 before it has come."""
         return int(self.words(self.control(rank) + PID, 1)[0])
 
+    def closed(self, rank: int) -> bool:
+        """Whether a rank has closed this communicator, or the one that it is a part of."""
+        if self.words(self.control(rank) + CLOSED, 1)[0]:
+            return True
+        return self._whole is not None and self._whole[0].closed(self._whole[1][rank])
+
+    def expect(self) -> None:
+        """Make it known who the ranks are, though some may not have come yet."""
+        if self._whole:
+            for rank, other in enumerate(self._whole[1]):
+                self.words(self.control(rank) + PID, 1)[0] = self._whole[0].pid(other)
+
+    def channel(self, src: int, dst: int) -> NDArray[np.int64]:
+        """The word that says where the memory of a channel between two ranks begins, or 0."""
+        return self.words(self._channels + 8 * (src * self.size + dst), 1)
+
     def close(self) -> None:
-        """Drop the peers' handles. The mapping goes with the last tensor that lies in it."""
-        for fd in self._watch.values():
-            os.close(fd)
-        self._watch.clear()
-        del self._bytes
-        try:
-            self._map.close()
-        except BufferError:
-            pass  # tensors of `empty` still lie in it: it goes with the last of them
+        """Leave it. The memory of a part goes back with its last rank; that of the whole with the
+        mapping, and this with the last tensor that lies in it."""
+        for fd in self._handles.values():
+            if fd >= 0:
+                os.close(fd)
+        self._handles.clear()
+        left = add_one(self.base + self.start + _LEFT)
+        if self.start and left == self.size:
+            for start, nbytes in self._segments:
+                self.mapping.give(start, nbytes)
+        self.mapping.leave()
 
 
-class _Heap:
-    """First fit over a list of free spans (start, length), in units of 128 bytes."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._free: list[tuple[int, int]] = [(0, nbytes)]
-        self._used: dict[int, int] = {}
-        self._returned: deque[int] = deque()  # by finalizers, which run anywhere
-        self._lock = threading.Lock()
-
-    def take(self, nbytes: int) -> int:
-        need = -(-nbytes // 128) * 128
-        with self._lock:
-            while self._returned:
-                self._merge(self._returned.popleft())
-            for i, (start, length) in enumerate(self._free):
-                if length >= need:
-                    self._free[i : i + 1] = [(start + need, length - need)] if length > need else []
-                    self._used[start] = need
-                    return start
-        raise CollectiveError(f"no {nbytes} bytes left in this rank's shared heap")
-
-    def give(self, start: int) -> None:
-        self._returned.append(start)
-
-    def _merge(self, start: int) -> None:
-        spans = sorted([*self._free, (start, self._used.pop(start))])
-        merged: list[tuple[int, int]] = []
-        for begin, length in spans:
-            if merged and sum(merged[-1]) == begin:
-                merged[-1] = (merged[-1][0], merged[-1][1] + length)
-            else:
-                merged.append((begin, length))
-        self._free = merged
+def _pages(nbytes: int) -> int:
+    """As bytes of whole pages."""
+    return -(-nbytes // PAGE) * PAGE

@@ -24,8 +24,7 @@ from collectives.runtime.counters import Counted, Counters
 from collectives.runtime.device import Device
 from collectives.runtime.diagnose import Blocked, position_of, waits
 from collectives.runtime.memory import LocalMemory, Memory, Shared
-from collectives.runtime.program import CURSOR, GROUP, REPORT, Program, Shape, State
-from collectives.runtime.shm import place_of
+from collectives.runtime.program import CURSOR, GROUP, REPORT, Program, Shape, State, place_of
 
 MOST_LANES = 16
 """Blocks a stream; with 8 ranks of 4 streams each, twice what an H100 holds."""

@@ -9,12 +9,13 @@ from typing import Any
 from numpy.typing import NDArray
 
 from collectives.planning.plan import Op, Plan, origins
+from collectives.runtime.encoded import Encoded
 
 REASONS = (
     "gave up waiting", "died", "raised an exception", "was interrupted", "was closed",
     "made other calls on its GPU than",
 )  # fmt: skip
-TIMED_OUT, DIED, RAISED, INTERRUPTED, CLOSED, DIFFERED = range(len(REASONS))
+TIMED_OUT, DIED, RAISED, INTERRUPTED, LEFT, DIFFERED = range(len(REASONS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +67,25 @@ def waits(
     return Blocked(rank, c.src, channel, step, chunk, "the data", origin)
 
 
-def blocked(plan: Plan, rank: int, at: NDArray[Any]) -> list[Blocked]:
+def blocked(encoded: Encoded, rank: int, at: NDArray[Any]) -> list[Blocked]:
     """Where each unfinished stream of `rank` stands; `at` is the interpreter's state."""
     found = []
-    code = plan.encode(rank).tolist()
-    phases = int(code[1])
-    for row, stream in enumerate(s for s in plan.streams if s.rank == rank):
+    code = encoded.codes[rank].tolist()
+    phases = code[1]
+    for row, channel in enumerate(encoded.channels[rank]):
         phase, group, pc = (int(v) for v in at[row])
         if phase >= phases:
             continue
-        first = int(code[2 + row * (phases + 1)])
-        pc = pc or int(code[2 + row * (phases + 1) + phase])
+        first = code[2 + row * (phases + 1)]
+        pc = pc or code[2 + row * (phases + 1) + phase]
         if pc >= len(code) or code[pc] != Op.WAIT:
             continue
-        step, chunk = position_of(code, first, pc), group * plan.stride + int(code[pc + 1])
-        connection, sender = int(code[pc + 5]), bool(code[pc + 2])
-        found.append(waits(plan, connection, sender, rank, stream.channel, step, chunk))
+        step, chunk = position_of(code, first, pc), group * encoded.stride + code[pc + 1]
+        connection, sender = code[pc + 5], bool(code[pc + 2])
+        src, dst = encoded.ends[connection].tolist()
+        what, peer, origin = "a free slot", dst, dst
+        if not sender:
+            what, peer, origin = "the data", src, int(encoded.origin[connection])
+            origin = src if src == dst else origin  # one stream of a rank waits for another
+        found.append(Blocked(rank, peer, channel, step, chunk, what, origin))
     return found

@@ -24,12 +24,18 @@ from collectives.runtime.peers import Gather, advice, troubles
 log = logging.getLogger("linkweave")
 
 _BLOCK = 2 << 20  # bytes: CUDA shares no less with another process
+_PAGE = 4096
 _LEAVING = 5.0  # s that the others have to let go of our memory
 _TOLD = 200  # characters of an error that the others are told
 
 
 Spot = tuple[int, int]
 """Where a buffer lies: number of a `Shared` in the order in which they were made, and offset."""
+
+
+def _pages(nbytes: int) -> int:
+    """As bytes of whole pages; at least one."""
+    return -(-max(nbytes, 1) // _PAGE) * _PAGE
 
 
 class _Owner:
@@ -251,13 +257,21 @@ class PeerMemory:
         if rank == 0 and not self._warned:
             log.warning("%s; it goes through host memory, which is slow%s", words, advice())
         self._warned = True
-        trouble = ""
-        for owner in sorted({o for owners in ways.values() for o in owners}):
-            size = max(nbytes[owner], 1)
-            address = self._arena.base + self._arena.reserve(size)
-            if owner == rank or owner in touched:
+        trouble, offset = "", -1
+        owners = sorted({o for owners in ways.values() for o in owners})
+        if rank in owners:
+            try:
+                offset, _ = self._arena.allocate(_pages(nbytes[rank]) + _PAGE)
+                offset = _pages(offset)
+                self._arena.mapping.at(offset, _pages(nbytes[rank]))[:] = 0
+            except CollectiveError as error:
+                trouble = str(error)
+        places = [int(row) for row in self._gather("memory", str(offset).encode())]
+        for owner in owners:
+            if places[owner] >= 0 and (owner == rank or owner in touched):
+                address = self._arena.base + places[owner]
                 try:
-                    self._device.register(address, -(-size // 4096) * 4096)
+                    self._device.register(address, _pages(nbytes[owner]))
                     self._registered.append(address)
                 except RuntimeError as error:
                     trouble = str(error)
@@ -270,13 +284,13 @@ class PeerMemory:
         CUDA leaves open what becomes of it. Where one does not, it stays until the process ends."""
         with ExitStack() as last:  # backwards, and all of it, whatever fails
             last.callback(self._free)
-            last.callback(self._arena.leave)
+            last.callback(self._arena.leave_gpus)
             while self._opened:
                 last.callback(self._device.shut, self._opened.pop())
 
     def _free(self) -> None:
         deadline = time.monotonic() + _LEAVING
-        while (self._own or self._leases) and not self._arena.others_left():
+        while (self._own or self._leases) and not self._arena.others_left_gpus():
             if time.monotonic() > deadline:
                 log.warning("rank %d: others still use its GPU memory", self._arena.rank)
                 return

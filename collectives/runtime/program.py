@@ -273,3 +273,13 @@ def launch(
         row["direct"] = 1
         row["buffers"][len(buffers) : len(buffers) + len(peers)] = peers
     return made
+
+
+def place_of(plan: Plan, nbytes: int, rank: int) -> NDArray[np.int64]:
+    """[chunks, 2]: first byte and bytes of every chunk of a message of `nbytes`.
+
+    A chunk that a rank only passes on has a size there too, and no place.
+    """
+    place = np.array(plan.chunk_bounds(nbytes, rank), np.int64).reshape(-1, 2)
+    place[:, 1] = plan.chunk_sizes(nbytes)
+    return place

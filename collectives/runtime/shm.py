@@ -3,303 +3,197 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.errors import CollectiveAborted, CollectiveTimeout
+from collectives.planning.blocks import chunk_bytes
 from collectives.planning.cost import MEMORY_CHUNK
-from collectives.planning.plan import Op, Plan, origins, pushed
-from collectives.planning.verify import races
-from collectives.runtime.arena import BELL, FINISHED, POSTED, Arena
 from collectives.runtime.arrivals import Arrivals
-from collectives.runtime.diagnose import DIED, DIFFERED, INTERRUPTED, REASONS, TIMED_OUT, blocked
+from collectives.runtime.buffer import Buffer
+from collectives.runtime.control import HostControl
+from collectives.runtime.diagnose import blocked
+from collectives.runtime.encoded import Encoded
+from kernels import counters
 from kernels import interpret as kernel
 from kernels.combine import combine_address
 
 _LINE = 128
 SLOT_BYTES = MEMORY_CHUNK
-DIRECT_SLOTS = 16
-"""How far a sender may run ahead where no slot is used: memory does not limit it then."""
 STREAM_BYTES = 4 << 20
 """A message from which on copies go past the caches (see `kernels.interpret.move`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """A contiguous piece of memory, as the runtimes see it; `owner` keeps it."""
-
-    address: int
-    nbytes: int
-    dtype: str
-    itemsize: int
-    owner: object = field(default=None, compare=False, repr=False)
+_IDLE = counters.SLEEPS * counters.SLEEP_NS * 1e-9  # s that a rank sleeps before it looks round
+_NO_BELLS, _NO_NEEDS = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One plan's flags, slots and cursors; it serves all numbers of chunks of that plan.
+    """One plan's flags, slots and cursors; it serves all numbers of chunks of that plan."""
 
-    `direct`: ranks may read one another's chunks where they lie (proved by `races`).
-    """
-
+    encoded: Encoded
+    start: int
+    """Where its `memory_of` lies in the mapping."""
     code: NDArray[np.int32]
     flag: NDArray[np.int64]
     slot: NDArray[np.int64]
-    origin: NDArray[np.int64]
-    pushed: NDArray[np.int64]
     cursor: NDArray[np.int64]
-    streams: int
-    direct: bool
+    at: NDArray[np.int64]
+    peers: NDArray[np.int64]
+    table: NDArray[np.int64]
+
+    def reset(self, words: NDArray[np.int64]) -> None:
+        """As at first; `words` are those of the flags, which one rank resets for all."""
+        self.cursor.fill(0)
+        words.fill(0)
 
 
-class ShmRuntime:
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A call that can be made any number of times; `said` is what the rank says of it."""
+
+    region: Region
+    said: NDArray[np.int64]
+    state: NDArray[np.int64]
+    blocks: NDArray[np.int64]
+    label: str
+    needs: NDArray[np.int64] | None
+    """[layers, streams] of a gradient queue (`planning.finals.table`)."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether the last call read and wrote the ranks' buffers where they lie."""
+        return bool(self.state[kernel.DIRECT])
+
+
+def memory_of(encoded: Encoded) -> int:
+    """Bytes of flags and slots that a plan needs."""
+    return _flags_of(encoded) + encoded.rings * encoded.slots * SLOT_BYTES
+
+
+def _flags_of(encoded: Encoded) -> int:
+    return -(-2 * _LINE * len(encoded.ends) // 4096) * 4096
+
+
+class CpuExecutor:
     """Runs plans for one rank. All ranks must run the same plans in the same order."""
 
-    def __init__(self, arena: Arena, timeout: float) -> None:
-        self.arena, self.timeout = arena, timeout
-        self.rank, self.size = arena.rank, arena.size
-        self._regions: dict[Plan, Region] = {}
-        self._notices = [arena.notices(0), arena.notices(1)]
-        control = [arena.base + arena.control(r) for r in range(self.size)]
-        self._bells = [c + BELL for c in control]
-        peers = [r for r in range(self.size) if r != self.rank]
-        self._peer_bells = np.array([self._bells[r] for r in peers], np.int64)
-        self._posted = np.array([control[r] + POSTED for r in peers], np.int64)
-        self._finished = np.array([control[r] + FINISHED for r in peers], np.int64)
-        self._values = np.zeros(len(peers), np.int64)  # that counters are to reach
-        self._peers = peers
-        self._mine = control[self.rank]
-        self._call = np.zeros(kernel.CALL_FIELDS, np.int64)
-        self._current = 0  # number of the call that is under way
-        self._table = np.zeros(max(self.size, 1), np.int64)
+    def __init__(self, control: HostControl) -> None:
+        self.control = control
+        self.rank, self.size, self.arena = control.rank, control.size, control.arena
 
-    # ---- meeting -----------------------------------------------------------------------------
-    def post(self, call: int, words: Sequence[int]) -> None:
-        """Say what this rank's call number `call` is."""
-        self._current = call
-        self._notices[call % 2][self.rank, : len(words)] = words
-        kernel.raise_counter(self._mine + POSTED, call, self._peer_bells)
+    def load(self, encoded: Encoded, start: int) -> Region:
+        """A plan whose flags and slots rank 0 has reserved at `start`."""
+        self.arena.adopt(start, memory_of(encoded))
+        n, code = len(encoded.ends), encoded.codes[self.rank]
+        first = self.arena.base + start
+        flags = first + 2 * _LINE * np.arange(n)
+        slots = first + _flags_of(encoded) + encoded.ring * encoded.slots * SLOT_BYTES
+        widest = max(self.size, n)  # peers of one step
+        return Region(
+            encoded, start, code, np.stack([flags, flags + _LINE], axis=1), slots,
+            np.zeros((n, 6), np.int64), np.zeros((int(code[0]), 3), np.int64),
+            np.zeros(self.size, np.int64), np.zeros(widest, np.int64),
+        )  # fmt: skip
 
-    def await_posts(self, call: int) -> NDArray[np.int64]:
-        """Wait until every rank has posted its call number `call`; a row of words for each."""
-        self._await(self._posted, call, "to make its call")
-        return self._notices[call % 2]
+    def reset(self, region: Region) -> None:
+        """Forget what a call has left that was not carried out. No rank may use it meanwhile;
+        another agreement must follow before one does."""
+        words = self.arena.words(region.start, _flags_of(region.encoded) // 8)
+        region.reset(words if self.rank == 0 else words[:0])
 
-    def posted(self) -> list[int]:
-        """How far each peer's calls have come."""
-        return [int(kernel.read_counter(a)) for a in self._posted]
+    def prepare(
+        self, region: Region, said: NDArray[np.int64], table: NDArray[np.int64], num_chunks: int,
+        buffer: Buffer, op: str, label: str, needs: NDArray[np.int64] | None = None,
+    ) -> Ready:  # fmt: skip
+        """A kind of call, of that many chunks. `table`: `planning.blocks.table` of the buffer."""
+        control, encoded = self.control, region.encoded
+        state = np.zeros(kernel.STATE_FIELDS, np.int64)
+        state[kernel.NUM_CHUNKS] = num_chunks
+        state[kernel.STRIDE], state[kernel.SLOTS] = encoded.stride, encoded.slots
+        state[kernel.UNITS], state[kernel.CHUNK_BYTES] = len(table), chunk_bytes(table, num_chunks)
+        state[kernel.SLOT_BYTES], state[kernel.ITEM] = SLOT_BYTES, buffer.itemsize
+        state[kernel.COMBINE] = combine_address(buffer.dtype, op)
+        state[kernel.DIVISOR] = self.size
+        state[kernel.STREAMING] = buffer.nbytes >= STREAM_BYTES
+        state[kernel.ABORT], state[kernel.BELL] = self.arena.abort_address, control.bell
+        state[kernel.BASE], state[kernel.RANK] = self.arena.base, self.rank
+        state[kernel.POSTED], state[kernel.FINISHED] = control.posted, control.finished
+        state[kernel.SPAN] = buffer.nbytes if encoded.direct else 0
+        return Ready(region, said, state, table, label, needs)
 
-    def done(self, call: int) -> None:
-        """This rank needs nothing more for its call number `call`, and nobody needs it."""
-        kernel.raise_counter(self._mine + FINISHED, call, self._peer_bells[:0])
-
-    def finish(self, call: int) -> None:
-        """Wait until every rank has finished its call number `call` as well."""
-        kernel.raise_counter(self._mine + FINISHED, call, self._peer_bells)
-        self._await(self._finished, call, "to finish its call")
-
-    def _await(self, counters: NDArray[np.int64], call: int, what: str) -> None:
-        start = time.monotonic()
-
-        def late() -> tuple[str, dict[str, int]]:
-            i = next((i for i, a in enumerate(counters) if kernel.read_counter(a) < call), 0)
-            peer = self._peers[i]
-            words = f"rank {self.rank} waits for rank {peer} {what} number {call}"
-            return words, {"rank": self.rank, "peer": peer}
-
-        bell, abort = self._bells[self.rank], self.arena.base
-        self._values.fill(call)
-        while True:
-            status = self._interruptible(
-                kernel.await_counters, counters, self._values, bell, abort, kernel.YIELDS
-            )
-            if status == kernel.DONE:
-                return
-            self._check(status, start, late)
-
-    # ---- running -----------------------------------------------------------------------------
     def run(
-        self, plan: Plan, region: Region, place: NDArray[np.int64], buffer: Buffer, op: str,
-        direct: NDArray[np.int64] | None = None, arrivals: Arrivals | None = None,
-    ) -> None:  # fmt: skip
-        """Carry out a verified plan in place on `buffer`; `region` is what `prepare` made for it.
+        self, ready: Ready, address: int, source: int, arrivals: Arrivals | None = None
+    ) -> bool:  # fmt: skip
+        """Agree with all ranks on a call, and carry it out; whether all said the same.
 
-        `place` [chunks, 2] tells where each chunk lies (`place_of`).
-        `direct` gives every rank's buffer as an offset into the arena: then chunks are read
-        where they lie, nothing is staged, and the caller must `finish` afterwards. `arrivals`,
-        which have begun, count the chunks that become final. Raises CollectiveTimeout or
-        CollectiveAborted.
+        In place at `address`, or of the values at `source` (0: in place). `ready.said` ends with
+        the buffer's offset in shared memory: where all ranks have one and the plan allows it, ranks
+        read each other's buffers and nothing is staged. Where the ranks differ nothing is written.
+        `arrivals`, which have begun, count the chunks that become final. Raises CollectiveTimeout
+        or CollectiveAborted.
         """
-        call = self._call
-        call[kernel.OWN] = buffer.address
-        call[kernel.NUM_CHUNKS] = plan.num_chunks
-        call[kernel.STRIDE] = plan.stride
-        call[kernel.SLOTS] = plan.slots if direct is None else DIRECT_SLOTS
-        call[kernel.SLOT_BYTES] = SLOT_BYTES
-        call[kernel.ITEM] = buffer.itemsize
-        call[kernel.COMBINE] = combine_address(buffer.dtype, op)
-        call[kernel.DIVISOR] = self.size
-        call[kernel.DIRECT] = direct is not None
-        call[kernel.ABORT] = self.arena.base
-        call[kernel.BELL] = self._bells[self.rank]
-        call[kernel.STREAMING] = direct is None and buffer.nbytes >= STREAM_BYTES
-        call[kernel.FINALS] = 0 if arrivals is None else arrivals.counters.ctypes.data
-        call[kernel.QUEUE] = 0 if arrivals is None else arrivals.bell.ctypes.data
-        peers = self._table if direct is None else direct + self.arena.base
-        at = np.zeros((region.streams, 3), np.int64)
-        before, start = -1, time.monotonic()
+        control, region, state = self.control, ready.region, ready.state
+        encoded = region.encoded
+        control.number += 1
+        state[kernel.NUMBER] = control.number
+        state[kernel.STAGE] = kernel.POST
+        state[kernel.OWN], state[kernel.SOURCE] = address, source
+        state[kernel.DIRECT] = encoded.direct
+        waiters, needs = _NO_BELLS, _NO_NEEDS
+        state[kernel.FINALS] = 0
+        if arrivals is not None:
+            state[kernel.FINALS] = arrivals.counters.ctypes.data
+            waiters, needs = arrivals.bells, arrivals.needs
+        region.at.fill(0)
+        before, start = -1, 0.0  # what had been done when nothing moved, and since when
 
-        def stuck() -> tuple[str, dict[str, int]]:
-            waits = blocked(plan, self.rank, at)
+        def stands() -> tuple[str, dict[str, int]]:
+            if state[kernel.STAGE] == kernel.AGREE:
+                return control.late(0, "make its call")
+            if state[kernel.STAGE] == kernel.FINISH:
+                return control.late(1, "finish its call")
+            waits = blocked(encoded, self.rank, region.at)
             if not waits:
-                return f"rank {self.rank} was inside a step", {"rank": self.rank}
-            dead = self._dead()
+                return f"{control.name(self.rank)} was inside a step", {"rank": self.rank}
+            dead = self.arena.dead()
             first = next((w for w in waits if w.peer in dead), waits[0])
             return str(first), first.fields()
 
         while True:
-            status = self._interruptible(
-                kernel.interpret, region.code, call, place, region.flag, self._peer_bells,
-                region.slot, region.origin, region.pushed, region.cursor, at, peers, self._table,
+            status = control.interruptible(
+                kernel.call, state, ready.said, control.notices[control.number % 2],
+                control.others, control.bells, waiters, needs, region.code, ready.blocks,
+                region.flag, region.slot, encoded.origin, encoded.pushed, region.cursor, region.at,
+                region.peers, region.table,
             )  # fmt: skip
-            if status == kernel.DONE:
-                return
-            if (progress := int(region.cursor.sum())) != before:
-                before, start = progress, time.monotonic()
-            self._check(status, start, stuck)
-
-    def prepare(self, plan: Plan) -> Region:
-        """Flags and slots for a plan, made once for all its numbers of chunks."""
-        template = plan.with_chunks(plan.stride)
-        if template not in self._regions:
-            self._regions[template] = self._lay_out(plan)
-        return self._regions[template]
-
-    def _lay_out(self, plan: Plan) -> Region:
-        n = len(plan.connections)
-        widest = max(
-            (len(step.connections) for s in plan.streams for body in s.phases for step in body),
-            default=0,
-        )
-        if widest > len(self._table):
-            self._table = np.zeros(widest, np.int64)
-        shared = _shared_slots(plan)
-        flags = 2 * _LINE * n
-        start = self.arena.reserve(flags + len(set(shared)) * plan.slots * SLOT_BYTES + SLOT_BYTES)
-        base = self.arena.base + start
-        first_slot = base + -(-flags // 4096) * 4096
-        code = plan.encode(self.rank)
-        origin = origins(plan)
-        return Region(
-            code,
-            np.array([(base + 2 * i * _LINE, base + (2 * i + 1) * _LINE) for i in range(n)],
-                     np.int64).reshape(n, 2),
-            np.array([first_slot + g * plan.slots * SLOT_BYTES for g in shared], np.int64),
-            np.array([origin.get(i, 0) for i in range(n)], np.int64),
-            np.array(pushed(plan), np.int64),
-            np.zeros((n, 6), np.int64),
-            int(code[0]),
-            plan.collective != "alltoall"  # whose chunks lie elsewhere on every rank
-            and not races(replace(plan, slots=DIRECT_SLOTS), direct=True),
-        )  # fmt: skip
-
-    # ---- not hanging -------------------------------------------------------------------------
-    def _interruptible(self, function: Any, *args: Any) -> int:
-        try:
-            return int(function(*args))
-        except KeyboardInterrupt:
-            self.give_up(INTERRUPTED)
-            raise
-
-    def give_up(self, why: int, blamed: int | None = None, who: int | None = None) -> None:
-        """Stop all ranks: whoever waits, now or later, raises CollectiveAborted. `who` gave up:
-        this rank if None."""
-        abort, who = self.arena.abort, self.rank if who is None else who
-        if not abort[0]:
-            abort[1:4] = who, why, who if blamed is None else blamed
-        kernel.raise_counter(self.arena.base, 1, self._peer_bells)
-
-    def _check(self, status: int, start: float, where: Any) -> None:
-        """Raise if someone gave up, a peer died or the deadline has passed."""
-        if status == kernel.IDLE:
-            if dead := self._dead():
-                self.give_up(DIED, dead[0])
-            elif time.monotonic() - start < self.timeout:
-                return
-            else:
-                words, fields = where()
-                self.give_up(TIMED_OUT, fields.get("peer"))
-                raise CollectiveTimeout(f"{words} for {self.timeout:g} s", **fields)
-        self.raise_aborted(where)
-
-    def patience(self, start: float, where: Any) -> None:
-        """To be called again and again while something else than the interpreter waits, since
-        `start`. Raises CollectiveTimeout or CollectiveAborted."""
-        self._check(kernel.DONE if self.arena.abort[0] else kernel.IDLE, start, where)
-
-    def _dead(self) -> list[int]:
-        """Peers that ended before they were done with this call; later they may."""
-        finished = dict(zip(self._peers, self._finished, strict=True))
-        return [p for p in self.arena.dead() if kernel.read_counter(finished[p]) < self._current]
-
-    def close(self) -> None:
-        """Let go of the shared memory."""
-        self._notices.clear()
-
-    def raise_aborted(self, where: Any = None) -> NoReturn:
-        """Raise CollectiveAborted in the words of whoever gave up first."""
-        _, who, why, blamed = (int(v) for v in self.arena.abort)
-        words, fields = where() if where else (f"rank {self.rank} cannot go on", {})
-        culprit = (
-            f"rank {blamed} (process {self.arena.pid(blamed)})" if why == DIED else (f"rank {who}")
-        )
-        reason = f"{culprit} {REASONS[why]}"
-        if why == TIMED_OUT:
-            reason += f" for rank {blamed}"
-        elif why == DIFFERED:
-            reason += f" rank {blamed}"
-        raise CollectiveAborted(f"{reason}; {words}", **fields)
-
-
-def _shared_slots(plan: Plan) -> list[int]:
-    """For each connection the number of its slot ring: those always sent together share one."""
-    sends: dict[int, list[tuple[int, ...]]] = {i: [] for i in range(len(plan.connections))}
-    place = 0
-    for stream in plan.streams:
-        for body in stream.phases:
-            for step in body:
-                place += 1
-                if step.op is Op.SEND:
-                    for i in step.connections:
-                        sends[i].append((place,))
-    rings: dict[tuple[tuple[int, ...], ...], int] = {}
-    return [rings.setdefault(tuple(sends[i]) or ((-i - 1,),), len(rings)) for i in sends]
-
-
-def place_of(plan: Plan, nbytes: int, rank: int) -> NDArray[np.int64]:
-    """First byte and number of bytes of every chunk of a message of `nbytes`.
-
-    A chunk that a rank only passes on has a size there too, and no place.
-    """
-    place = np.array(plan.chunk_bounds(nbytes, rank), np.int64).reshape(-1, 2)
-    place[:, 1] = plan.chunk_sizes(nbytes)
-    return place
+            if status == counters.DONE:
+                return True
+            if status == kernel.DIFFERS:
+                return False
+            progress = int(region.cursor.sum()) + int(state[kernel.STAGE])
+            if progress != before:
+                before, start = progress, time.monotonic() - _IDLE
+            control.check(status, start, stands)
 
 
 def compile_kernels() -> None:
     """Load (at the very first time: compile) the machine code of the common case."""
     combine_address("float32", "sum")
-    none = np.zeros((0, 2), np.int64)
-    word = np.zeros(1, np.int64)
-    kernel.interpret(
-        np.array([0, 1], np.int32), np.ones(kernel.CALL_FIELDS, np.int64), none, none, word[:0],
-        word[:0], word[:0], word[:0], np.zeros((0, 6), np.int64), np.zeros((0, 3), np.int64),
-        word, word,
+    word, pairs = np.zeros(1, np.int64), np.zeros((0, 2), np.int64)
+    none, state = word[:0], np.zeros(kernel.STATE_FIELDS, np.int64)
+    finished = np.zeros(1, np.int64)
+    state[kernel.STRIDE] = state[kernel.UNITS] = 1
+    state[kernel.FINISHED] = state[kernel.POSTED] = finished.ctypes.data
+    frozen = np.zeros(0, np.int64)
+    kernel.call(
+        state, np.full(1, -1, np.int64), np.full((1, 1), -1, np.int64),
+        np.zeros((2, 0), np.int64), none, none, np.zeros((0, 0), np.int64),
+        np.array([0, 1], np.int32), pairs, pairs, none, frozen, frozen,
+        np.zeros((0, 6), np.int64), np.zeros((0, 3), np.int64), word, word,
     )  # fmt: skip
-    kernel.await_counters(word[:0], word[:0], 0, 0, 0)
-    kernel.raise_counter(int(word.ctypes.data), 1, word[:0])
-    kernel.read_counter(int(word.ctypes.data))
+    counters.await_counters(none, none, 0, 0, 0)
+    counters.raise_counter(int(word.ctypes.data), 1, none)
+    counters.read_counter(int(word.ctypes.data))
+    counters.claim(int(word.ctypes.data), 0, 1)
+    counters.add_one(int(word.ctypes.data))

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from collectives.planning.plan import Plan
-from collectives.runtime.arena import Arena
 from collectives.runtime.counters import Counted
 from collectives.runtime.cuda import GpuRanks, Prepared
 from collectives.runtime.memory import Shared, Spot
@@ -71,7 +70,7 @@ class Team:
         self.gpu = gpu
         self._prepared: dict[Call, Prepared] = {}
         self._changed = threading.Condition()
-        self._children: dict[tuple[int, int], tuple[Team, list[Arena]]] = {}
+        self._children: dict[tuple[int, int], Team] = {}
         self._shared: dict[int, Shared | Exception] = {}
         self._left = 0
         self._round = _Round()
@@ -196,13 +195,12 @@ class Team:
                 device.wait(self._meeting[i], other)
         return counted
 
-    def child(self, key: tuple[int, int], ranks: Sequence[int]) -> tuple[Team, list[Arena]]:
-        """The team of some of these ranks, numbered anew, and their arenas; the same ones for all
-        that say the same key. It is closed when all of them have left, or with this one."""
+    def child(self, key: tuple[int, int], ranks: Sequence[int]) -> Team:
+        """The team of some of these ranks, numbered anew; the same one for all that say the same
+        key. It is closed when all of them have left, or with this one."""
         with self._changed:
             if key not in self._children:
-                gpu = self.gpu.like([self.gpu.devices[r] for r in ranks])
-                self._children[key] = Team(gpu), Arena.local(len(ranks))
+                self._children[key] = Team(self.gpu.like([self.gpu.devices[r] for r in ranks]))
             return self._children[key]
 
     def leave(self) -> None:
@@ -222,7 +220,7 @@ class Team:
                 index, event = self._meeting.popitem()
                 last.callback(self.gpu.shares[index][0].free_event, event)
             while self._children:
-                last.callback(self._children.popitem()[1][0].close)
+                last.callback(self._children.popitem()[1].close)
 
 
 def _again(error: BaseException) -> CollectiveError:

@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from collectives.runtime.arena import LAST_WORDS, MOST_SAID
+from collectives.runtime.control import HostControl
 from collectives.runtime.cuda import GpuRanks
 from collectives.runtime.diagnose import DIED, DIFFERED, RAISED, TIMED_OUT
-from collectives.runtime.shm import ShmRuntime
 
 log = logging.getLogger("linkweave")
 
@@ -25,20 +25,20 @@ _HEARING = 0.3  # s that other ranks have to say where they stand
 
 
 class Watch:
-    """Watches `gpu` for the rank of `runtime`; `describe` tells what that rank did last.
+    """Watches `gpu` for the rank of `control`; `describe` tells what that rank did last.
 
     Of the ranks of one process one has a thread for it.
     """
 
-    def __init__(self, gpu: GpuRanks, runtime: ShmRuntime, describe: Callable[[], str]) -> None:
-        self._gpu, self._runtime, self._arena = gpu, runtime, runtime.arena
+    def __init__(self, gpu: GpuRanks, control: HostControl, describe: Callable[[], str]) -> None:
+        self._gpu, self._control, self._arena = gpu, control, control.arena
         self._describe = describe
         self._failure: CollectiveTimeout | CollectiveAborted | None = None
         self._over = False
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="linkweave-watch", daemon=True)
-        if runtime.rank == min(gpu.devices):
+        if control.rank == min(gpu.devices):
             self._thread.start()
 
     def _run(self) -> None:
@@ -47,11 +47,11 @@ class Watch:
                 if not self._look():
                     continue
                 if self._gpu.stands():
-                    log.error("rank %d: %s", self._runtime.rank, self.failure())
+                    log.error("rank %d: %s", self._control.rank, self.failure())
             except Exception:  # without a watch nobody would free the GPU
-                log.exception("rank %d: its watch failed", self._runtime.rank)
+                log.exception("rank %d: its watch failed", self._control.rank)
                 self._gpu.abort()
-                self._runtime.give_up(RAISED)
+                self._control.give_up(RAISED)
             return
 
     def _look(self) -> bool:
@@ -61,19 +61,19 @@ class Watch:
                 return True
             ours = self._gpu.aborted
             if not ours:
-                if not self._arena.abort[0]:
+                if not self._control.aborted():
                     if (peer := self._arena.differing()) is not None:
-                        self._runtime.give_up(DIFFERED, peer)
+                        self._control.give_up(DIFFERED, peer)
                     elif self._gpu.waiting() and (dead := self._arena.dead()):
-                        self._runtime.give_up(DIED, dead[0])
+                        self._control.give_up(DIED, dead[0])
                     else:
                         return False
                 self._gpu.abort()
             time.sleep(_PERIOD)  # until all lanes have said where they stood
             if ours:
                 self._failure = self._gpu.failure()
-                if not self._arena.abort[0]:
-                    self._runtime.give_up(TIMED_OUT, self._failure.peer, self._failure.rank)
+                if not self._control.aborted():
+                    self._control.give_up(TIMED_OUT, self._failure.peer, self._failure.rank)
             if len(self._gpu.devices) == 1:
                 words = f"{self._describe()}; {self._stands()}"
                 self._arena.say(words.encode()[:MOST_SAID], LAST_WORDS)
@@ -98,7 +98,7 @@ class Watch:
                 f"the ranks' calls on the GPU differ{said}", rank=who, peer=blamed
             )
         try:
-            self._runtime.raise_aborted(lambda: (self._stands(), {"rank": self._runtime.rank}))
+            self._control.raise_aborted(lambda: (self._stands(), {"rank": self._control.rank}))
         except CollectiveAborted as aborted:
             return aborted
 

@@ -13,7 +13,7 @@ import numpy as np
 from collectives.planning.goals import SENDRECV, Pairs, Root, targets
 from collectives.planning.merging import rounds
 from collectives.planning.trees import Tree
-from collectives.runtime.shm import Buffer
+from collectives.runtime.buffer import Buffer
 from collectives.sparse.checks import check_vector, flat_residual, wrong_indices
 from collectives.sparse.gtopk import Asked, Vector
 from collectives.sparse.wire import HEAD, Wire
@@ -67,7 +67,9 @@ class GpuBackend:
             _, lost = self._gpu.parted(self.mine, self.mine[1], found[1])
             gpu_entries.keep(self._gpu, (lost[0], lost[1]), self._residual)
 
-    def result(self, vector: Vector) -> Vector:
+    def result(self, vector: Vector, divisor: int) -> Vector:
+        if divisor != 1:
+            vector = vector[0] / divisor, vector[1]
         found: Vector = gpu_entries.narrowed(self._gpu, vector, self.wire.dtype)
         return found
 

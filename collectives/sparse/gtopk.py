@@ -28,6 +28,7 @@ from collectives.sparse.wire import Wire
 from collectives.tensors import gpu_of, integer, stream_of
 
 MODES = ("auto", "gtopk", "topk", "dense")
+_OPS = ("sum", "avg")
 Vector = tuple[Any, Any]
 """(values, indices), ascending; float32 values, such as the wire carries, and int32."""
 
@@ -64,8 +65,9 @@ class Backend(Protocol):
     def dense(self, place: Any, numel: int) -> Vector:
         """The sum of all ranks' own vectors, without zeros."""
 
-    def result(self, vector: Vector) -> Vector:
-        """As the caller's library has them, in the dtype of its values."""
+    def result(self, vector: Vector, divisor: int) -> Vector:
+        """As the caller's library has them, in the dtype of its values, which are divided in
+        float32 first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +77,19 @@ class Asked:
     backend: Backend
     numel: int
     k: int
+    op: str
     mode: str
     conserve: bool
     counts: list[int]
 
 
+def whole(calls: Calls, *arguments: Any) -> Vector:
+    """Agree and carry out, on CPU ranks."""
+    return sparse_allreduce(calls, agreed(calls, *arguments))
+
+
 def agreed(
-    calls: Calls, values: Any, indices: Any, numel: Any, k: Any, residual: Any, mode: str,
+    calls: Calls, values: Any, indices: Any, numel: Any, k: Any, op: str, residual: Any, mode: str,
     conserve: bool,
 ) -> Asked:  # fmt: skip
     """Arguments, checked here and compared with all ranks'. Waits for a GPU. Raises
@@ -90,6 +98,8 @@ def agreed(
         backend = _backend(values, indices, numel, residual)
         if not isinstance(mode, str) or mode not in MODES:
             raise CollectiveError(f"unknown mode {mode!r}; choose from {', '.join(MODES)}")
+        if op not in _OPS:
+            raise CollectiveError(f"a sparse_allreduce has op {' or '.join(_OPS)}, not {op!r}")
         if (wanted := integer(k)) is None or not 0 <= wanted <= numel:
             raise CollectiveError(f"k must be an integer from 0 to {numel}, not {k!r}")
         if not isinstance(conserve, bool | np.bool_):
@@ -97,16 +107,16 @@ def agreed(
         if residual is None and conserve:
             raise CollectiveError("conserve=True needs a residual to keep what a merge drops")
         device = "cpu" if gpu_of(values) is None else "gpu"
-        mine = [int(numel), wanted, mode, bool(conserve), backend.wire.dtype, device]
+        mine = [int(numel), wanted, op, mode, bool(conserve), backend.wire.dtype, device]
     said = json.dumps([mine, backend.size(backend.mine)])
     rows = [json.loads(row) for row in calls.gather("sparse_allreduce", said.encode())]
     if any(row[0] != mine for row in rows):
         asked = "; ".join(f"rank {r}: {json.dumps(row[0])}" for r, row in enumerate(rows))
         raise CollectiveError(
-            f"sparse_allreduce of [numel, k, mode, conserve, dtype, device] differs: {asked}"
+            f"sparse_allreduce of [numel, k, op, mode, conserve, dtype, device] differs: {asked}"
         )
     counts = [row[1] for row in rows]
-    return Asked(backend, int(numel), wanted, mode, bool(conserve), counts)
+    return Asked(backend, int(numel), wanted, op, mode, bool(conserve), counts)
 
 
 def _backend(values: Any, indices: Any, numel: Any, residual: Any) -> Backend:
@@ -152,7 +162,7 @@ def sparse_allreduce(place: Place, asked: Asked) -> Vector:
             total = backend.dense(place, asked.numel) if mode == "dense" else _sum(place, asked)
             # what all ranks round away alike, the first one keeps
             found = backend.settle(total, asked.conserve and place.rank == 0)
-        return backend.result(found)
+        return backend.result(found, place.size if asked.op == "avg" else 1)
 
 
 def gtopk(place: Place, backend: Backend, tree: Tree, k: int, conserve: bool) -> tuple[Vector, int]:

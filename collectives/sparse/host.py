@@ -67,8 +67,10 @@ class HostBackend:
     def _keep(self, values: NDArray[np.float32], indices: NDArray[np.int32]) -> None:
         add_at(self._residual, indices, values)
 
-    def result(self, vector: Vector) -> tuple[Any, Any]:
+    def result(self, vector: Vector, divisor: int) -> tuple[Any, Any]:
         values, indices = vector
+        if divisor != 1:
+            values = values / np.float32(divisor)
         if not is_torch(self._like):
             return values.astype(self.wire.dtype, copy=False), indices
         torch = sys.modules["torch"]
@@ -104,7 +106,7 @@ class HostBackend:
         entry = self.wire.entry
         packed = np.zeros(entry * max(counts), np.uint8)
         self.wire.pack(self.mine, packed[: entry * self.size(self.mine)])
-        rows = allgather(place, packed, None)
+        rows = allgather(place, packed, None, None)
         return [self.wire.unpack(r[: entry * n]) for r, n in zip(rows, counts, strict=True)]
 
     def dense(self, place: Calls, numel: int) -> Vector:

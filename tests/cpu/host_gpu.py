@@ -24,9 +24,8 @@ import pytest
 from collectives.planning.fuse import fused
 from collectives.planning.plan import Plan
 from collectives.runtime import program
-from collectives.runtime.program import CURSOR, GROUP, LINE, REPORT, Shape
+from collectives.runtime.program import CURSOR, GROUP, LINE, REPORT, Shape, place_of
 from collectives.runtime.reference import DTYPES
-from collectives.runtime.shm import place_of
 
 ROOT = Path(__file__).parents[2]
 SHIM = Path(__file__).parent / "shim"

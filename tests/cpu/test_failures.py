@@ -19,7 +19,8 @@ import pytest
 import collectives
 from collectives import CollectiveAborted, CollectiveError, CollectiveTimeout
 from collectives.default import get_default
-from collectives.runtime.arena import _Heap
+from collectives.runtime import shm
+from collectives.runtime.mapping import _Heap
 
 BIG = 16 << 20  # float32s: 64 MiB, far longer under way than the fuse of `kill_in_the_middle`
 
@@ -100,7 +101,7 @@ def kill_in_the_middle(rank: int, path: str) -> None:
     if rank == 1:
 
         def fuse() -> None:
-            region = next(iter(comm._calls._plans.values()))[1]
+            region = next(iter(comm._calls._regions.values()))
             before = region.cursor.sum()
             while region.cursor.sum() == before:
                 time.sleep(0.0005)
@@ -258,16 +259,20 @@ def running(pid: int) -> bool:
 
 def slow_forwarder(rank: int) -> list[float]:
     """Rank 2 takes its time after all have met: it compiles, say, or its core is busy."""
-    runtime: Any = get_default()._calls.runtime
-    run = runtime.run
+    call = shm.kernel.call
 
-    def slow(*args: Any) -> None:
-        if rank == 2:
+    def slow(state: Any, said: Any, notices: Any, others: Any, bells: Any, *rest: Any) -> int:
+        if state[shm.kernel.STAGE] == shm.kernel.POST:  # as `call` does, but for the first sends
+            notices[rank, : len(said)] = said
+            state[shm.kernel.STAGE], state[shm.kernel.DIRECT] = shm.kernel.AGREE, 0
+            shm.counters.raise_counter(state[shm.kernel.POSTED], state[shm.kernel.NUMBER], bells)
             time.sleep(0.6)
-        run(*args)
+        return int(call(state, said, notices, others, bells, *rest))
 
-    runtime.run = slow
     x = np.full(4, rank, np.float32)
+    collectives.broadcast(x, 0)  # planned
+    if rank == 2:
+        shm.kernel.call = slow
     collectives.broadcast(x, 0)
     return x.tolist()
 

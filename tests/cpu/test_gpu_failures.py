@@ -320,7 +320,7 @@ class Apart(HostDevice):
 def threads_apart(rank: int, machine: Machine) -> list[Any]:
     comm: Any = get_default()
     for n in (4, 400_003):
-        x = comm.empty(n, device="cuda")
+        x = comm.symmetric_empty(n, device="cuda")
         x[:] = tensor(np.arange(n) % 7)
         comm.allreduce(x, algorithm="chain")
         comm.synchronize()

@@ -218,7 +218,7 @@ def closing_with_a_fault(rank: int, machine: Machine, fault: str) -> list[Any]:
     else:
         text = "no error"
     comm.close()
-    return [text, comm._calls.closed, len(machine.left())]
+    return [text, comm._health.closed, len(machine.left())]
 
 
 @pytest.mark.parametrize("fault", ["free_stream", "shut"])

@@ -36,7 +36,7 @@ class HostArrays:
         return x.array if isinstance(x, HostTensor) else x
 
     def seen(self, n: int) -> HostTensor:
-        return collectives.empty(n, "float32", "cuda")
+        return collectives.symmetric_empty(n)
 
 
 @needs_compiler

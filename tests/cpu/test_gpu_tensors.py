@@ -36,7 +36,7 @@ def all_reduces(
     rank: int, machine: Machine, calls: list[tuple[str, int]], threads: bool
 ) -> list[Any]:
     comm = get_default()
-    whole = comm.empty((2, LARGE), device="cuda")
+    whole = comm.symmetric_empty((2, LARGE), device="cuda")
     assert whole.shape == (2, LARGE) and whole.dtype == np.float32
     found = []
     for row, (algorithm, n) in zip((0, 1) * 4, calls, strict=False):
@@ -106,7 +106,7 @@ def test_over_detours(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def views(rank: int, machine: Machine) -> list[int]:
     """One all-reduce of many parts of a tensor; then other parts on one rank than on the other."""
     comm: Any = get_default()
-    x, n = comm.empty(10 * LARGE, device="cuda"), LARGE
+    x, n = comm.symmetric_empty(10 * LARGE, device="cuda"), LARGE
     x.array[:] = 1
     for i in range(10):
         comm.allreduce(x[i * n : (i + 1) * n], algorithm="tree")
@@ -130,8 +130,8 @@ def test_parts_of_a_tensor_go_by_one_agreement(mode: str, machine: Machine) -> N
 
 def outliving(rank: int, machine: Machine) -> list[int]:
     comm = get_default()
-    x = comm.empty(LARGE, device="cuda")
-    short = comm.empty(7, "int8", device="cuda:0")
+    x = comm.symmetric_empty(LARGE, device="cuda")
+    short = comm.symmetric_empty(7, "int8", device="cuda:0")
     x.array[:] = rank
     comm.allreduce(x)
     del short
@@ -149,13 +149,13 @@ def test_a_tensor_may_outlive_the_communicator(machine: Machine) -> None:
 
 def wrong(rank: int) -> list[str]:
     comm = get_default()
-    x = comm.empty(LARGE, device="cuda")
+    x = comm.symmetric_empty(LARGE, device="cuda")
     calls = [
-        lambda: comm.empty(10 + rank, device="cuda"),
-        lambda: comm.empty(5 if rank else -1, device="cuda"),
-        lambda: comm.empty(3, "float32" if rank else "complex64", "cuda"),
-        lambda: comm.empty(3, device="cuda" if rank else "gpu"),
-        lambda: comm.empty(3, device="cuda" if rank else "cuda:5"),
+        lambda: comm.symmetric_empty(10 + rank, device="cuda"),
+        lambda: comm.symmetric_empty(5 if rank else -1, device="cuda"),
+        lambda: comm.symmetric_empty(3, "float32" if rank else "complex64"),
+        lambda: comm.symmetric_empty(3, device="cuda" if rank else "gpu"),
+        lambda: comm.symmetric_empty(3, device="cuda" if rank else "cuda:5"),
         lambda: comm.allreduce(x if rank else tensor(values(0, LARGE))),
         lambda: comm.allreduce(x[rank:][: LARGE - 1]),
     ]
@@ -195,8 +195,8 @@ class Full(HostDevice):
 
 def without_room(rank: int) -> list[str]:
     comm = get_default()
-    said = str(failure(lambda: comm.empty(1 << 26, "uint8", "cuda")))
-    x = comm.empty(LARGE, device="cuda")
+    said = str(failure(lambda: comm.symmetric_empty(1 << 26, "uint8")))
+    x = comm.symmetric_empty(LARGE, device="cuda")
     x.array[:] = 1
     comm.allreduce(x, algorithm="tree")
     comm.synchronize()
@@ -220,7 +220,7 @@ class Walled(Choosy):
 
 def unseen(rank: int) -> list[Any]:
     comm = get_default()
-    x = comm.empty(LARGE, device="cuda")
+    x = comm.symmetric_empty(LARGE, device="cuda")
     x.array[:] = 1
     comm.allreduce(x, algorithm="tree")
     comm.synchronize()

@@ -13,8 +13,10 @@ import collectives
 from collectives.communicator import Communicator
 from collectives.default import get_default
 from collectives.planning.plan import Plan
+from collectives.planning.planner import plan_collective
 from collectives.runtime import reference
 from collectives.runtime.shm import SLOT_BYTES
+from kernels.interpret import NUM_CHUNKS
 from tests.cpu.test_face import DTYPES, error_of
 
 SIZES = [1, 2, 3, 5, 7]
@@ -104,10 +106,10 @@ def test_every_dtype_shape_and_op(size: int) -> None:
 
 def plan_of(comm: Communicator, kind: str, nbytes: int, root: int = 0) -> Plan:
     """The plan that a call of this kind has just carried out."""
-    for (known, of, _, hangs), (plan, *_) in comm._calls._plans.items():
-        if (known, of, hangs) == (kind, nbytes, root):
-            return plan
-    raise AssertionError(f"no {kind} of {nbytes} bytes")
+    known = comm._calls._known
+    ready = next(r for k, r in known.items() if (k[0], k[1], k[4]) == (kind, nbytes, root))
+    name, chunks = ready.region.encoded.algorithm, int(ready.state[NUM_CHUNKS])
+    return plan_collective(kind, comm.topology, nbytes, root, name, chunks)
 
 
 def check_bits(comm: Communicator, count: int, shared: Callable[[int], bool]) -> None:
@@ -218,7 +220,7 @@ def _strided(rank: int) -> None:
             assert (room[1::2] == -1).all() and (room[:, [0, -1]] == -1).all()
         room = torch.full((3, 2 * size, size), -1.0)
         out = room.permute(2, 1, 0).numpy() if as_numpy else room.permute(2, 1, 0)
-        assert comm.allgather(x, out) is out and is_same(out, stack, x)
+        assert comm.allgather(x, out=out) is out and is_same(out, stack, x)
 
 
 def _in_place(rank: int) -> None:
@@ -259,11 +261,13 @@ def _kinds(rank: int) -> None:
 
 
 def _given_back(rank: int) -> None:
-    """Memory to work in, also where a call is refused."""
+    """Memory to work in serves later calls, also where one is refused."""
     comm = get_default()
-    first = comm.offset_of(comm.empty(1000))
     x = np.ones(comm.size * 1000, np.float32)
+    first = 0
     for _ in range(3):
+        comm.alltoall(np.zeros((comm.size, 4000)))
+        first = first or comm.offset_of(comm.empty(1000))
         for call in (comm.reduce, comm.allgather, comm.reduce_scatter, comm.alltoall):
             call(x)
         error_of(comm.alltoall, x, np.ones(3))
@@ -291,7 +295,7 @@ def _async(rank: int) -> None:
         works = [
             comm.allgather(x, async_op=True), comm.alltoall(x, async_op=True),
             comm.reduce_scatter(x, async_op=True), comm.reduce(y, root=size - 1, async_op=True),
-            comm.allgather(x, out, async_op=True),
+            comm.allgather(x, out=out, async_op=True),
         ]  # fmt: skip
         refused = comm.alltoall(torch.tensor(1.0), async_op=True)
         last = comm.reduce_scatter(x)  # waits for its turn
@@ -336,15 +340,15 @@ def _all_wrong(rank: int) -> None:
     frozen.flags.writeable = False
     calls: list[tuple[str, Callable[[], Any]]] = [
         (f"out must be of shape ({size}, {size}, 2) and float32, not ({size}, 2) and float32",
-         lambda: comm.allgather(x, x)),
+         lambda: comm.allgather(x, out=x)),
         (f"out must be of shape ({size}, 2) and float32, not ({size}, 2) and float64",
          lambda: comm.alltoall(x, np.ones((size, 2)))),
         ("out must be of shape (1, 2) and float32, not (2,) and float32",
-         lambda: comm.reduce_scatter(x, "sum", np.ones(2, np.float32))),
+         lambda: comm.reduce_scatter(x, "sum", out=np.ones(2, np.float32))),
         ("out must be of shape (1, 2) and float32, not (1, 2) and int32",
-         lambda: comm.reduce_scatter(x, "sum", np.ones((1, 2), np.int32))),
+         lambda: comm.reduce_scatter(x, "sum", out=np.ones((1, 2), np.int32))),
         ("out must be a NumPy array like the input, not a torch tensor",
-         lambda: comm.allgather(x, torch.ones(size, size, 2))),
+         lambda: comm.allgather(x, out=torch.ones(size, size, 2))),
         ("out must be a torch tensor like the input, not a NumPy array",
          lambda: comm.allgather(torch.ones(2), np.ones((size, 2), np.float32))),
         ("the array is read-only", lambda: comm.alltoall(x, frozen)),
@@ -390,7 +394,7 @@ def _one_wrong(rank: int) -> list[str]:
     x = np.ones((3, 2), np.float32)
     said = []
     for call in (
-        lambda: comm.allgather(x, np.ones(1) if odd else None),
+        lambda: comm.allgather(x, out=np.ones(1) if odd else None),
         lambda: comm.reduce_scatter(x[:2] if odd else x),
         lambda: comm.alltoall(x, x[:, :1] if odd else None),
         lambda: comm.reduce(x, "mean" if odd else "sum"),
@@ -443,9 +447,9 @@ def test_what_differs_between_ranks_is_an_error_on_every_rank() -> None:
 def _no_tensor(rank: int) -> None:
     comm = get_default()
     x = np.ones(3, np.float32)
-    for call in (comm.allgather, comm.alltoall, lambda x, out: comm.reduce_scatter(x, out=out)):
+    for call in (comm.allgather, comm.alltoall, comm.reduce_scatter):
         for bad in ([1.0, 1.0, 1.0], 5, "out"):
-            said = error_of(call, x, bad if rank == 1 else None)
+            said = error_of(call, x, out=bad if rank == 1 else None)
             words = f"not builtins.{type(bad).__name__}" if rank == 1 else "ranks [1]: refused its"
             assert words in said, said
             assert still_works(comm)
@@ -459,11 +463,11 @@ def _untouched(rank: int) -> None:
     """Calls that differ fail before any data moves, a rank's own included."""
     comm = get_default()
     x, out = np.ones(6 if rank == 1 else 3), np.zeros((3, 3))
-    assert "differs" in error_of(comm.allgather, x, None if rank == 1 else out)
+    assert "differs" in error_of(comm.allgather, x, out=None if rank == 1 else out)
     assert (out == 0).all()
     out = np.zeros(3)
     assert "differs" in error_of(comm.alltoall, x, None if rank == 1 else out)
-    assert "differs" in error_of(comm.reduce_scatter, x, "sum", None if rank == 1 else out[:1])
+    assert "differs" in error_of(comm.reduce_scatter, x, out=None if rank == 1 else out[:1])
     assert (out == 0).all()
 
 

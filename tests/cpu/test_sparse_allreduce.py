@@ -245,7 +245,7 @@ def differing(rank: int) -> str:
 
 def test_arguments_that_differ() -> None:
     for text in collectives.spawn(differing, 2):
-        assert 'rank 0: [60, 5, "gtopk", false, "float32", "cpu"]; rank 1: [60, 6,' in text
+        assert 'rank 0: [60, 5, "sum", "gtopk", false, "float32", "cpu"]; rank 1: [60, 6,' in text
 
 
 # ---- ranks in disorder --------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from host_gpu import needs_compiler
 import collectives
 from collectives import CollectiveError
 from collectives.default import get_default
-from collectives.runtime.arena import Arena
+from collectives.runtime.mapping import Mapping
 from topology import Device, Topology, load
 
 RANKS = 5
@@ -154,19 +154,19 @@ def test_many_threads_have_address_space_for_several(monkeypatch: pytest.MonkeyP
 def without_memory(rank: int) -> str:
     comm = get_default()
     if rank == 1:
-        Arena.attach = staticmethod(_fails)  # type: ignore[method-assign,assignment]
+        Mapping.take = _fails  # type: ignore[method-assign]
     with pytest.raises(CollectiveError) as caught:
-        comm.split()
+        comm.split(rank // 2 + (rank == 1))
     comm.barrier()
-    return str(caught.value)
+    return f"{caught.value} {comm._arena.mapping.held()}"
 
 
-def _fails(path: str, size: int, rank: int) -> Arena:
+def _fails(mapping: Mapping, nbytes: int) -> tuple[int, int]:
     raise CollectiveError("no address space")
 
 
 def test_a_rank_that_cannot_have_memory_is_told_to_all() -> None:
-    assert collectives.spawn(without_memory, 3) == ["rank 1: no address space"] * 3
+    assert collectives.spawn(without_memory, 3) == ["rank 1: no address space 1"] * 3
 
 
 def in_no_common_order(rank: int) -> list[list[float]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,19 +15,25 @@ from host_gpu import needs_compiler
 import collectives
 from collectives import CollectiveError, plan_allreduce, trace
 from collectives.planning.plan import Op
+from collectives.runtime.encoded import encode
 from collectives.trace import Trace, flags
 from topology import load
 
 RANGES: list[str] = []
 
 
-@contextmanager
-def annotate(name: str, domain: str) -> Iterator[None]:
+class annotate:
     """Keeps `inside [` and `]` for a range."""
-    assert domain == "linkweave"
-    RANGES.append(f"{name} [")
-    yield
-    RANGES.append("]")
+
+    def __init__(self, name: str, domain: str) -> None:
+        assert domain == "linkweave"
+        self.name = name
+
+    def __enter__(self) -> None:
+        RANGES.append(f"{self.name} [")
+
+    def __exit__(self, *_: object) -> None:
+        RANGES.append("]")
 
 
 @pytest.fixture(autouse=True)
@@ -74,8 +79,8 @@ def test_a_sparse_all_reduce_is_a_range_round_its_broadcast() -> None:
 def test_phases_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LINKWEAVE_NVTX", "phases")
     found = collectives.spawn(calls, 2, "mesh-2", (False,))[0]
-    one = ["allreduce/one_shot/64KiB [", "agree [", "]", "run [", "]", "]"]
-    assert found[: 2 * len(one)] == one + one
+    one = ["allreduce/one_shot/64KiB [", "run [", "]", "]"]
+    assert found[: 2 + 2 * len(one)] == ["plan [", "]", *one, *one]
 
 
 @needs_compiler
@@ -110,7 +115,7 @@ def test_each_level_says_one_layer_more(
     (choice,) = lines[1]
     assert choice.startswith("linkweave[0] allreduce/one_shot/16bytes on mesh-2: 1 chunks. ")
     assert [line.split(",")[0] for line in lines[2][1:]] == [
-        f"linkweave[0] call {n}: allreduce/one_shot/16bytes float32 sum" for n in (2, 3)
+        f"linkweave[0] call {n}: allreduce/one_shot/16bytes float32 sum" for n in (4, 5)
     ]
     plan = str(plan_allreduce(load("mesh-2"), 16)).splitlines()
     assert set(lines[3]) >= {f"linkweave[0] {line}" for line in plan}
@@ -123,9 +128,10 @@ def test_each_level_says_one_layer_more(
 @pytest.mark.parametrize("algorithm", ["tree", "overlapped_double_tree", "ring"])
 def test_every_flag_that_is_raised_is_awaited(algorithm: str) -> None:
     plan = plan_allreduce(load("dgx1-v100"), 1 << 20, algorithm)
+    encoded = encode(plan)
     raised: dict[str, int] = {}
     for rank in range(8):
-        for line in flags(plan, rank):
+        for line in flags(encoded, rank, plan.num_chunks):
             what, other = line.split(": ")[1].split(", rank ")
             verb, kind = what.split(" ", 1)
             ends = (rank, int(other)) if verb == "raises" else (int(other), rank)
@@ -134,7 +140,10 @@ def test_every_flag_that_is_raised_is_awaited(algorithm: str) -> None:
             raised[f"{kind} {ends}"] = raised.get(f"{kind} {ends}", 0) + (verb == "raises") * 2 - 1
     assert raised and not any(raised.values())
     waits = sum(step.op is Op.WAIT for s in plan.streams for _, _, step in plan.steps(s))
-    assert sum("awaits" in line for r in range(8) for line in flags(plan, r)) >= waits
+    assert (
+        sum("awaits" in line for r in range(8) for line in flags(encoded, r, plan.num_chunks))
+        >= waits
+    )
 
 
 @pytest.mark.parametrize(

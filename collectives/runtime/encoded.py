@@ -1,0 +1,134 @@
+"""A plan as CPU ranks read it: arrays only, made by one rank and read by the others."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.planning.plan import Op, Plan, origins, pushed
+from collectives.planning.verify import races
+from kernels.interpret import DIRECT_SLOTS
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One group of chunks; it serves every number of chunks.
+
+    `codes`: of each rank (`Plan.encode`); `channels`: of each rank's streams. By connection:
+    `ends` [n, 2] its ranks, `origin` the rank whose data it carries, `pushed` the rank whose chunk
+    its sender may write (or -1), `ring` the number of its ring of slots, of `rings`. `direct`:
+    ranks may read one another's chunks where they lie (proved by `races`).
+    """
+
+    algorithm: str
+    collective: str
+    size: int
+    stride: int
+    slots: int
+    rings: int
+    direct: bool
+    codes: tuple[NDArray[np.int32], ...]
+    channels: tuple[tuple[int, ...], ...]
+    ends: NDArray[np.int64]
+    origin: NDArray[np.int64]
+    pushed: NDArray[np.int64]
+    ring: NDArray[np.int64]
+
+    def to_bytes(self) -> bytes:
+        """For `from_bytes` on another rank."""
+        words = [len(code) for code in self.codes]
+        head = json.dumps([
+            self.algorithm, self.collective, self.size, self.stride, self.slots, self.rings,
+            self.direct, words, self.channels, len(self.ends),
+        ]).encode()  # fmt: skip
+        parts = [a.tobytes() for a in (self.ends, self.origin, self.pushed, self.ring)]
+        parts += [code.tobytes() for code in self.codes]
+        return b"".join([len(head).to_bytes(8, "little"), head, *parts])
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Encoded:
+        """What `to_bytes` gave."""
+        at = 8 + int.from_bytes(data[:8], "little")
+        name, collective, size, stride, slots, rings, direct, words, channels, n = json.loads(
+            data[8:at]
+        )
+        arrays = []
+        for count in (2 * n, n, n, n):
+            arrays.append(np.frombuffer(data, np.int64, count, at).copy())  # writable, as at home
+            at += 8 * count
+        codes = []
+        for count in words:
+            codes.append(np.frombuffer(data, np.int32, count, at).copy())
+            at += 4 * count
+        ends, origin, pushed, ring = arrays
+        return Encoded(
+            name, collective, size, stride, slots, rings, direct, tuple(codes),
+            tuple(map(tuple, channels)), ends.reshape(n, 2), origin, pushed, ring,
+        )  # fmt: skip
+
+    def finals(self, rank: int, num_chunks: int) -> list[NDArray[np.int64]]:
+        """As `planning.finals.finals` of the plan over that many chunks."""
+        code = self.codes[rank].tolist()
+        streams, phases = code[:2]
+        groups = self.stride * np.arange(-(-num_chunks // self.stride))[:, None]
+        found = []
+        for row in range(2, 2 + streams * (phases + 1), phases + 1):
+            parts = [np.zeros(0, np.int64)]
+            for pc, stop in zip(code[row : row + phases], code[row + 1 :], strict=False):
+                offsets = []
+                while pc < stop:
+                    op, chunk, flag, _, n = code[pc : pc + 5]
+                    if op == Op.COPY or (op == Op.REDUCE and flag & 1):
+                        offsets.append(chunk)
+                    pc += 5 + n
+                parts.append((groups + np.array(offsets, np.int64)).reshape(-1))
+            chunks = np.concatenate(parts)
+            found.append(chunks[chunks < num_chunks])
+        return found
+
+
+def encode(plan: Plan) -> Encoded:
+    """The arrays of a verified plan."""
+    origin, ring = origins(plan), _rings(plan)
+    channels: dict[int, list[int]] = {r: [] for r in range(plan.size)}
+    for stream in plan.streams:
+        channels[stream.rank].append(stream.channel)
+    direct = plan.collective != "alltoall"  # whose chunks lie elsewhere on every rank
+    n = len(plan.connections)
+    return Encoded(
+        plan.algorithm, plan.collective, plan.size, plan.stride, plan.slots,
+        len(set(ring)), direct and not races(replace(plan, slots=DIRECT_SLOTS), direct=True),
+        tuple(plan.encode(r) for r in range(plan.size)),
+        tuple(tuple(channels[r]) for r in range(plan.size)),
+        np.array([(c.src, c.dst) for c in plan.connections], np.int64).reshape(n, 2),
+        np.array([origin.get(i, 0) for i in range(n)], np.int64),
+        np.array(pushed(plan), np.int64),
+        np.array(ring, np.int64),
+    )  # fmt: skip
+
+
+def _rings(plan: Plan) -> list[int]:
+    """For each connection the number of its slot ring: those always sent together share one."""
+    sends: dict[int, list[int]] = {i: [] for i in range(len(plan.connections))}
+    place = 0
+    for stream in plan.streams:
+        for body in stream.phases:
+            for step in body:
+                place += 1
+                if step.op is Op.SEND:
+                    for i in step.connections:
+                        sends[i].append(place)
+    rings: dict[tuple[int, ...], int] = {}
+    return [rings.setdefault(tuple(sends[i]) or (-i - 1,), len(rings)) for i in sends]
+
+
+def nothing(size: int) -> Encoded:
+    """The plan of a call in which nothing moves."""
+    none, code = np.zeros(0, np.int64), np.array([0, 1], np.int32)
+    return Encoded(
+        "none", "allreduce", size, 1, 1, 0, False, (code,) * size, ((),) * size,
+        none.reshape(0, 2), none, none, none,
+    )  # fmt: skip
