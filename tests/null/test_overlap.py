@@ -358,6 +358,8 @@ def test_profiles_go_to_json_and_back(tmp_path) -> None:  # type: ignore[no-unty
     text = "name,nbytes,forward_s,backward_s\nx,8,0.1,0.2\ny,4,0,0.5\n"
     (tmp_path / "p.csv").write_text(text)
     assert overlap.load(str(tmp_path / "p.csv")).layers[1] == Layer("y", 4, 0.0, 0.5)
+    old_mac = text.replace("\n", "\r")
+    assert Profile.from_csv(old_mac) == Profile.from_csv(text)
     (tmp_path / "p.json").write_text(profile.to_json())
     assert overlap.load(str(tmp_path / "p.json")) == profile
 
@@ -371,6 +373,7 @@ def test_models_are_the_papers() -> None:
     assert profile.forward_s == pytest.approx(0.091) and profile.backward_s == pytest.approx(0.182)
 
 
+HEAD = "name,nbytes,forward_s,backward_s\n"
 LAYERS = '"layers": [{"name": "x", "nbytes": 4, "forward_s": %s, "backward_s": 1}]'
 
 
@@ -400,10 +403,29 @@ LAYERS = '"layers": [{"name": "x", "nbytes": 4, "forward_s": %s, "backward_s": 1
          "layer 0: forward_s must be a number, not 'a'"),
         (lambda: Profile.from_csv("name,nbytes,forward_s,backward_s\nx,1e6,1,1\n"),
          "layer 0: nbytes must be a number, not '1e6'"),
-        (lambda: Layer("x", 4, 10**400, 1.0), "forward_s must be a number"),
-        (lambda: overlap.plan(Profile((Layer("x", 10**12, 0.0, 0.0),)), Network(0.0, 1e299),
-                              "wfbp").predicted_seconds,
-         "too large to be added"),
+        (lambda: Profile.from_json("[" * 3000), "a profile in JSON is needed"),
+        (lambda: Profile.from_json('{"layers": %s}' % ("[" * 900 + "]" * 900)), "not [[["),
+        (lambda: Profile.from_json('{"name": 1, ' + LAYERS % "1" + "}"),
+         "name must be a string, not 1"),
+        (lambda: Profile.from_json("{" + LAYERS % ("1" * 5000) + "}"), "JSON is needed: Exceeds"),
+        (lambda: Profile.from_json("{" + LAYERS % ("1" * 4000) + "}"),
+         "layer 'x': forward_s must be at most 1e+09, not 111"),
+        (lambda: Profile.from_csv(HEAD + "x" * 200_000 + ",4,1,1\n"), "CSV is needed: field"),
+        (lambda: Profile.from_csv(HEAD + "x,4,1,1\n" * 5001), "has more than 5000 layers"),
+        (lambda: Layer("x", 10**12 * 2, 1.0, 1.0), "nbytes must be at most 1099511627776, not 2"),
+        (lambda: Layer("x", 10**320, 1.0, 1.0), "nbytes must be at most 1099511627776, not 1000"),
+        (lambda: Layer("x", 10**5000, 1.0, 1.0), "not a value too large to be printed"),
+        (lambda: Layer("x", 4, 10**400, 1.0), "forward_s must be at most 1e+09, not 1000"),
+        (lambda: Layer("x", 4, math.inf, 1.0), "forward_s must be at most 1e+09, not inf"),
+        (lambda: Network(0.0, 1e299), "seconds_per_byte must be at most 1e+09, not 1e+299"),
+        (lambda: overlap.network("10GbE", 10**320), "workers must be at most 1e+09"),
+        (lambda: overlap.load("x" * 5000), "neither a file nor a model"),
+        (lambda: overlap.plan(*case(0), "us-byte", partition=1 << 44), "partition must be at most"),
+        (lambda: overlap.plan(*case(0), "asc-wfbp", ways=10**9), "ways must be at most 64"),
+        (lambda: overlap.plan(*case(0), "bytescheduler", credit=65), "credit must be at most 64"),
+        (lambda: overlap.plan(Profile((Layer("x", 10**12, 1.0, 1.0),)), Network(0.0, 1e-9),
+                              "bytescheduler", partition=16),
+         "pieces with a partition of 16 bytes must be at most 100000, not 62500000000"),
         (lambda: overlap.load("resnet"), "neither a file nor a model; models: resnet50"),
         (lambda: overlap.network("fast"), "unknown network 'fast'; choose from 10GbE"),
         (lambda: overlap.network("10GbE", 0), "workers must be a number of at least 1, not 0"),
@@ -442,6 +464,7 @@ def one(*pieces: Piece, **extra: object) -> tuple[Communication, ...]:
         (one(Piece(1, 0, 48)), "there are 1 layers, and no 1"),
         (one(Piece(-1, 0, 48)), "layer must be an integer >= 0, not -1"),
         (one(Piece(0, 0, 48), lane=-1), "lane must be an integer >= 0, not -1"),
+        (one(Piece(0, 10**5000, 48)), "first must be at most 1099511627776"),
         (one(Piece(0, 0, 48), lane=0.5), "lane must be an integer >= 0, not 0.5"),
         ((Communication(()),), "communication 0 has no pieces"),
         (one(Piece(0, 0, 48), after=(0,)), "communication 0 waits for"),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collectives.errors import CollectiveError
 from collectives.overlap.network import Network
-from collectives.overlap.profile import Profile
-from collectives.overlap.schedule import Communication, Schedule, whole
+from collectives.overlap.profile import Profile, check_count
+from collectives.overlap.schedule import MAX_LANES, Communication, Schedule, whole
 
 NORMAL, MERGED, SIMULTANEOUS = "normal", "merged", "simultaneous"
 
@@ -18,8 +17,7 @@ def asc_wfbp(profile: Profile, network: Network, ways: int = 2) -> Schedule:
     of more is that of `overlap.network`). What the types predict is the paper's; what the schedule
     takes is the timeline's. Raises CollectiveError.
     """
-    if isinstance(ways, bool) or not isinstance(ways, int) or ways < 1:
-        raise CollectiveError(f"ways must be an integer of at least 1, not {ways!r}")
+    check_count("ways", ways, MAX_LANES)
     types = layer_types(profile, network)
     sends: list[Communication] = []
     gathered: list[int] = []
