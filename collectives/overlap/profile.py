@@ -193,8 +193,8 @@ ASSUMED_S = 0.08
 
 
 @cache
-def _models() -> dict[str, dict[str, list[Any]]]:
-    found: dict[str, dict[str, list[Any]]] = json.loads(
+def _models() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads(
         files("collectives.overlap").joinpath("models.json").read_text()
     )
     return found
@@ -208,9 +208,11 @@ def models() -> tuple[str, ...]:
 def model(name: str, forward_s: float | None = None, backward_s: float | None = None) -> Profile:
     """A published model with float32 gradients and synthetic times.
 
-    The forward total is measured where one is public (`FORWARD_S`), the backward total twice that;
-    both are shared out in proportion to the parameters, as US-Byte's own published times are. No
-    public source has measured times of single layers. Raises CollectiveError.
+    The forward total is measured where one is public (`FORWARD_S`), the backward total twice that:
+    a layer's backward pass makes two products as large as its forward pass's, one for its input and
+    one for its parameters. Both are shared out in proportion to each tensor's forward FLOPs on one
+    sample (`models.json`: at the shape `input`, by `bench/flops.py`). No public source has measured
+    times of single layers. Raises CollectiveError.
     """
     if name not in _models():
         raise CollectiveError(f"unknown model {shown(name)}; choose from {', '.join(_models())}")
@@ -218,12 +220,14 @@ def model(name: str, forward_s: float | None = None, backward_s: float | None = 
     backward = 2 * forward if backward_s is None else backward_s
     check_number("forward_s", forward)
     check_number("backward_s", backward)
-    names, sizes = _models()[name]["names"], _models()[name]["numel"]
-    total = sum(sizes)
+    known = _models()[name]
+    total = sum(known["flops"])
     return Profile(
         tuple(
-            Layer(tensor, 4 * n, forward * n / total, backward * n / total)
-            for tensor, n in zip(names, sizes, strict=True)
+            Layer(tensor, 4 * n, forward * flops / total, backward * flops / total)
+            for tensor, n, flops in zip(
+                known["names"], known["numel"], known["flops"], strict=True
+            )
         ),
         name, True,
     )  # fmt: skip
