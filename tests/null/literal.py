@@ -286,7 +286,8 @@ def contiguous(size: int) -> Iterator[list[list[int]]]:
 
 
 def ordered_partitions(size: int) -> Iterator[list[list[int]]]:
-    """All ordered partitions: each order, cut in every way, once for each set of sets."""
+    """All ordered partitions into groups of neighbours: each order, cut in every way, once for each
+    set of sets."""
     for order in permutations(range(size)):
         for cuts in range(1 << size - 1):
             groups = [[order[0]]]
@@ -295,5 +296,5 @@ def ordered_partitions(size: int) -> Iterator[list[list[int]]]:
                     groups.append([order[i]])
                 else:
                     groups[-1].append(order[i])
-            if all(group == sorted(group) for group in groups):
+            if all(group == list(range(group[0], group[-1] + 1)) for group in groups):
                 yield groups

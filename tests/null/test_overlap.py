@@ -18,7 +18,7 @@ from collectives.overlap.policies.bytescheduler import bytescheduler
 from collectives.overlap.policies.carlier import best_order
 from collectives.overlap.policies.fusion_dp import fusion_dp
 from collectives.overlap.policies.mg_wfbp import mg_wfbp
-from collectives.overlap.policies.optimal import EXACT, every_fusion, optimal
+from collectives.overlap.policies.optimal import EXACT, _by_two_phases, every_fusion, optimal
 from collectives.overlap.policies.us_byte import First, first_phase, iteration, priorities, us_byte
 from collectives.overlap.policies.wfbp import wfbp
 
@@ -211,6 +211,26 @@ def test_the_optimum_never_loses_and_no_bound_is_above_a_schedule() -> None:
             assert bound <= schedule.predicted_seconds * (1 + 1e-9), (seed, schedule.policy)
             compute = profile.backward_s + profile.forward_s
             assert bound >= compute * (1 - 1e-12)
+
+
+def one_run(profile: Profile, c: Communication) -> bool:
+    """Whether these are neighbouring bytes of a buffer of all gradients in forward order."""
+    starts = [sum(x.nbytes for x in profile.layers[:i]) for i in range(len(profile.layers))]
+    spans = sorted((starts[p.layer] + p.first, p.nbytes) for p in c.pieces)
+    return all(a + n == b for (a, n), (b, _) in zip(spans, spans[1:], strict=False))
+
+
+def test_the_optimums_communications_are_one_run_of_a_buffer_each() -> None:
+    cases = [case(seed) for seed in range(40)]
+    cases.append((overlap.model("resnet152"), overlap.network("10GbE", 32)))  # gamma 1.5: cut
+    cases.append((overlap.model("bert-base"), overlap.network("56GbIB", 32)))
+    for profile, network in cases:
+        for made in _by_two_phases(profile, network):
+            assert all(one_run(profile, c) for c in made.communications)
+            if len(profile.layers) > 100:
+                break
+        made = optimal(profile, network, 0.05)
+        assert all(one_run(profile, c) for c in made.communications), made.note
 
 
 def at_random(profile: Profile, network: Network, rng: random.Random) -> Schedule:
