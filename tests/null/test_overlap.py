@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from itertools import permutations
+from itertools import accumulate, permutations
 
 import literal
 import pytest
@@ -201,8 +201,8 @@ def test_the_optimum_never_loses_and_no_bound_is_above_a_schedule() -> None:
         profile, network = case(seed, 7 if seed % 5 else 14)
         names = [name for name in overlap.POLICIES if name not in ("optimal", "carlier")]
         made = [overlap.plan(profile, network, name) for name in names]
-        if seed % 10 == 0:
-            made.append(optimal(profile, network, 0.2))
+        if seed % 20 == 0:
+            made.append(optimal(profile, network, 0.1))
             assert made[-1].predicted_seconds == min(s.predicted_seconds for s in made)
         rng = random.Random(seed)
         made.append(at_random(profile, network, rng))
@@ -215,22 +215,20 @@ def test_the_optimum_never_loses_and_no_bound_is_above_a_schedule() -> None:
 
 def one_run(profile: Profile, c: Communication) -> bool:
     """Whether these are neighbouring bytes of a buffer of all gradients in forward order."""
-    starts = [sum(x.nbytes for x in profile.layers[:i]) for i in range(len(profile.layers))]
+    starts = [0, *accumulate(x.nbytes for x in profile.layers)]
     spans = sorted((starts[p.layer] + p.first, p.nbytes) for p in c.pieces)
     return all(a + n == b for (a, n), (b, _) in zip(spans, spans[1:], strict=False))
 
 
 def test_the_optimums_communications_are_one_run_of_a_buffer_each() -> None:
-    cases = [case(seed) for seed in range(40)]
-    cases.append((overlap.model("resnet152"), overlap.network("10GbE", 32)))  # gamma 1.5: cut
-    cases.append((overlap.model("bert-base"), overlap.network("56GbIB", 32)))
-    for profile, network in cases:
+    for seed in range(20):
+        profile, network = case(seed)
         for made in _by_two_phases(profile, network):
-            assert all(one_run(profile, c) for c in made.communications)
-            if len(profile.layers) > 100:
-                break
-        made = optimal(profile, network, 0.05)
-        assert all(one_run(profile, c) for c in made.communications), made.note
+            assert all(one_run(profile, c) for c in made.communications), seed
+    profile, network = overlap.model("resnet152"), overlap.network("10GbE", 32)
+    assert network.gamma < 2  # so that all is cut for several lanes
+    made = optimal(profile, network, 0.3)
+    assert made.lanes > 1 and all(one_run(profile, c) for c in made.communications)
 
 
 def at_random(profile: Profile, network: Network, rng: random.Random) -> Schedule:

@@ -59,18 +59,22 @@ def optimal(profile: Profile, network: Network, limit_s: float = 10.0) -> Schedu
 
 
 def _by_two_phases(profile: Profile, network: Network) -> Iterator[Schedule]:
-    """On one lane; in turns on several, which hide one another's start-ups; cut into parts for
-    several, where these together are faster than one."""
+    """On one lane and in turns on several, which hide one another's start-ups. Every all-reduce is
+    cut into one part a lane where these together are faster than one; one that is streamed into
+    more, so that the first bytes do not share the network with the last."""
     for lanes in sorted(_LANES, key=network.fastest):  # the most promising first
         cut = network.fastest(lanes) < network.fastest(1)
         startup = network.startup_s if cut else network.startup_s / lanes
         narrow = replace(network, startup_s=startup, seconds_per_byte=network.fastest(lanes))
         for sends in two_phases(profile, narrow):
-            for parts in _PARTS if cut and any(c.streamed for c in sends) else (1,):
+            several = lanes > 1 and any(c.streamed for c in sends)
+            for parts in _PARTS if several else (1,):
                 made = [
                     replace(c, pieces=part)
                     for c in sends
-                    for part in _parts(c.pieces, lanes * (parts if c.streamed else 1) * cut or 1)
+                    for part in _parts(
+                        c.pieces, (lanes if cut else 1) * (parts if c.streamed else 1)
+                    )
                 ]
                 dealt = (replace(c, lane=i % lanes) for i, c in enumerate(made))
                 yield Schedule("optimal", profile, network, tuple(dealt), True)
@@ -155,22 +159,24 @@ def _while_coming(
     end = profile.backward_s
     sends: list[Pieces] = []
     waiting: list[Piece] = []  # in forward order
-    free = 0.0
+    free, here = 0.0, 0  # bytes that wait
     for new in reversed(range(len(profile.layers))):
         waiting.insert(0, Piece(new, 0, profile.layers[new].nbytes))
+        here += waiting[0].nbytes
         soon = profile.ready[new - 1] if new else end
         free = max(free, profile.ready[new])
         while free < soon and waiting and len(sends) < _SENDS:
             fits = (end - free - a) / b if b else float("inf")
             room = int(min(block, fits))
-            here = sum(piece.nbytes for piece in waiting)
             if room < ALIGN or min(room, here) * b < span * a:
                 break  # too short to be worth a start-up: later, with more
             pieces = take(profile, waiting, room)
             if not pieces:
                 break
             sends.append(pieces)
-            free += a + b * sum(piece.nbytes for piece in pieces)
+            nbytes = sum(piece.nbytes for piece in pieces)
+            here -= nbytes
+            free += a + b * nbytes
     return sends, tuple(waiting), max(free, end)
 
 
@@ -252,7 +258,7 @@ def _deadlines(profile: Profile, network: Network, rest: Pieces, free: float) ->
     low = free + a + b * rest[0].nbytes
     high = free + len(rest) * a + b * sum(p.nbytes for p in rest) + profile.tails[0]
     best = cut(high) or [(piece,) for piece in rest]
-    for _ in range(40):
+    while high - low > 1e-5 * high:
         middle = (low + high) / 2
         if (found := cut(middle)) is None:
             low = middle
