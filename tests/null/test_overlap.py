@@ -112,6 +112,25 @@ def test_us_bytes_greedy_raises_what_shortens_the_iteration() -> None:
     assert raised > 5
 
 
+def test_us_bytes_blocks_are_of_4_megabits() -> None:
+    profile, network = Profile((Layer("x", 4 << 20, 1e-3, 1e-3),)), Network(1e-3, 1e-9)
+    assert us_byte(profile, network).note.startswith("basic blocks of 500000 bytes")
+
+
+def test_one_all_reduce_is_all_that_either_rule_makes_of_even_layers() -> None:
+    """Equations 5 and 24 are the same condition: so the paper's S2 needs another reason."""
+    name, network = "resnet152", overlap.network("10GbE", 8)
+    sizes = [layer.nbytes for layer in overlap.model(name).layers]
+    even = tuple(Layer("", n, 0.091 / len(sizes), 0.182 / len(sizes)) for n in sizes)
+    for policy in (mg_wfbp, asc_wfbp):
+        made = policy(Profile(even), network)
+        assert len(made.communications) == 1
+        assert made.predicted_seconds == pytest.approx(0.273 + network.seconds(sum(sizes)))
+    assert made.predicted_seconds == pytest.approx(0.710, rel=0.04)  # as MG-WFBP was measured
+    fused = fusion_dp(Profile(even), network).predicted_seconds
+    assert made.predicted_seconds / fused == pytest.approx(1.35, abs=0.01)
+
+
 def test_us_bytes_greedy_is_algorithm_2() -> None:
     for seed in range(CASES):
         profile, network = case(seed, 8)
