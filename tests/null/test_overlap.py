@@ -167,8 +167,8 @@ def test_fusion_is_the_best_of_all_contiguous_ones() -> None:
     for seed in range(200):
         profile, network = case(seed, 9)
         all_of_them = literal.contiguous(len(profile.layers))
-        best = min(literal.end_of_groups(profile, network, g) for g in all_of_them)
-        found = literal.end_of_groups(profile, network, groups_of(fusion_dp(profile, network)))
+        best = min(literal.end_of_groups(profile, network, g)[0] for g in all_of_them)
+        found = literal.end_of_groups(profile, network, groups_of(fusion_dp(profile, network)))[0]
         assert found == pytest.approx(best, rel=1e-12), seed
 
 

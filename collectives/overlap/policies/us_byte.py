@@ -11,7 +11,7 @@ from collectives.overlap.profile import Profile
 from collectives.overlap.schedule import Communication, Piece, Schedule, partition_of
 
 PARTITION = 4_000_000 // 8
-"""Bytes of a basic block: the 4 Mb of the paper's simulations (section 6.7), read as megabits, as it
+"""Bytes of a basic block: the 4 Mb of the paper's simulations (section 6.7), read as megabits: it
 writes Gbps and GB elsewhere. Its published program counts parameters, 1,000,000 unless told."""
 
 
