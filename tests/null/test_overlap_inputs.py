@@ -188,6 +188,15 @@ def test_planning_takes_little_time() -> None:
         assert time.process_time() - start < 2
 
 
+def test_gradients_of_a_terabyte_are_planned_in_no_time() -> None:
+    layers = tuple(Layer(f"{i}", 10**12, 1.0, 1e4) for i in range(3))
+    start = time.process_time()
+    for policy, options in (("bytescheduler", {}), ("us-byte", {}), ("optimal", {"limit_s": 0.1})):
+        made = overlap.plan(Profile(layers), Network(1e-6, 1e-9, 1.5), policy, **options)
+        assert made.gap < 0.01
+    assert time.process_time() - start < 2
+
+
 def test_a_network_of_other_sizes_is_equation_14s() -> None:
     alpha, beta = 1e-4, 1e-9
     four = Network(2 * 3 * alpha, 2 * 3 / 4 * beta, 2.0, 4)
