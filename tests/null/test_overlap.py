@@ -240,7 +240,7 @@ def one_run(profile: Profile, c: Communication) -> bool:
 
 
 def test_the_optimums_communications_are_one_run_of_a_buffer_each() -> None:
-    for seed in range(20):
+    for seed in range(8):
         profile, network = case(seed)
         for made in _by_two_phases(profile, network):
             assert all(one_run(profile, c) for c in made.communications), seed
