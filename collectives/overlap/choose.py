@@ -11,7 +11,7 @@ from collectives.overlap.network import Network
 from collectives.overlap.policies import NAMED
 from collectives.overlap.policies.carlier import carlier
 from collectives.overlap.policies.optimal import optimal
-from collectives.overlap.profile import Profile
+from collectives.overlap.profile import Profile, shown
 from collectives.overlap.schedule import Schedule
 
 POLICIES: dict[str, Callable[..., Schedule]] = {
@@ -32,7 +32,8 @@ def plan(profile: Profile, network: Network, policy: str = "auto", **options: An
         refuse(options, "auto")
         return replace(best, policy="auto")
     if policy not in POLICIES:
-        raise CollectiveError(f"unknown policy {policy!r}; choose from auto, {', '.join(POLICIES)}")
+        known = ", ".join(["auto", *POLICIES])
+        raise CollectiveError(f"unknown policy {shown(policy)}; choose from {known}")
     try:
         return POLICIES[policy](profile, network, **options)
     except TypeError as error:

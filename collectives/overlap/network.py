@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from collectives.errors import CollectiveError
-from collectives.overlap.profile import check_number
+from collectives.overlap.profile import MAX_NUMBER, check_count, check_number, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,7 @@ class Network:
         check_number("startup_s", self.startup_s)
         check_number("seconds_per_byte", self.seconds_per_byte)
         check_number("gamma", self.gamma, 1.0)
-        if isinstance(self.workers, bool) or not isinstance(self.workers, int) or self.workers < 1:
-            raise CollectiveError(f"workers must be an integer of at least 1, not {self.workers!r}")
+        check_count("workers", self.workers, int(MAX_NUMBER))
 
     def __str__(self) -> str:
         return (
@@ -110,7 +109,7 @@ def network(name: str, workers: int | None = None) -> Network:
     Raises CollectiveError.
     """
     if name not in PRESETS:
-        raise CollectiveError(f"unknown network {name!r}; choose from {', '.join(PRESETS)}")
+        raise CollectiveError(f"unknown network {shown(name)}; choose from {', '.join(PRESETS)}")
     known = PRESETS[name]
     if workers is None:
         workers = known[-1].workers

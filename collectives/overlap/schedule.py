@@ -9,11 +9,13 @@ from functools import cached_property
 from collectives.errors import CollectiveError
 from collectives.overlap.bounds import LANES, lower_bound
 from collectives.overlap.network import Network
-from collectives.overlap.profile import Profile
+from collectives.overlap.profile import MAX_BYTES, Profile, check_count, shown
 from collectives.overlap.timeline import Timeline, timeline
 
 ALIGN = 16
 """Bytes: where gradients may be cut, so that no element is, of whatever dtype."""
+MAX_LANES = 64
+"""All-reduces at once that a policy may be asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,9 @@ def _check(policy: str, number: int, sends: Communication, layers: int) -> None:
         numbers += [("layer", piece.layer), ("first", piece.first), ("nbytes", piece.nbytes)]
     for name, value in numbers:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise CollectiveError(f"{where}: {name} must be an integer >= 0, not {value!r}")
+            raise CollectiveError(f"{where}: {name} must be an integer >= 0, not {shown(value)}")
+        if value > MAX_BYTES:
+            raise CollectiveError(f"{where}: {name} must be at most {MAX_BYTES}")
     for piece in sends.pieces:
         if piece.layer >= layers:
             raise CollectiveError(f"{where}: there are {layers} layers, and no {piece.layer}")
@@ -181,9 +185,9 @@ def partition_of(value: object) -> int:
     """A size of blocks, in bytes."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value % ALIGN:
         raise CollectiveError(
-            f"partition must be a positive multiple of {ALIGN} bytes, not {value!r}"
+            f"partition must be a positive multiple of {ALIGN} bytes, not {shown(value)}"
         )
-    return value
+    return check_count("partition", value, MAX_BYTES)
 
 
 def whole(profile: Profile, layers: tuple[int, ...], **extra: object) -> Communication:

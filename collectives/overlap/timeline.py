@@ -9,13 +9,11 @@ bytes, each as long as `Network.crowding` says of those that transmit at that mo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from collectives.errors import CollectiveError
 from collectives.overlap.network import Network
 from collectives.overlap.profile import Profile
 
@@ -59,8 +57,6 @@ def timeline(
         start = max(at, own) if chained else at
         at = start + layer.forward_s
         forward.append((start, at))
-    if not math.isfinite(at):
-        raise CollectiveError("the times of the profile and the network are too large to be added")
     starts = [r - layer.backward_s for r, layer in zip(profile.ready, profile.layers, strict=True)]
     backward = tuple(zip(starts, profile.ready, strict=True))
     return Timeline(

@@ -1,16 +1,21 @@
-"""Slow readings of the papers' algorithms, one line after another, to compare the policies with.
+"""Slow readings of the papers, to compare the policies with: from their definitions and equations,
+with no help of the code but its data. Where a paper allows two readings it is said which, and why.
 
 Layers are numbered from 1 as in the papers; `r[l]` is tau_b + t_b, when layer l's gradient is
-there. What had to be decided is said at the policies.
+there.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from itertools import permutations
 
 from collectives.overlap import Network, Profile
+
+
+def seconds(n: Network, nbytes: float) -> float:
+    """ASC-WFBP, equation 3; US-Byte, equation 1."""
+    return n.startup_s + n.seconds_per_byte * nbytes
 
 
 def ready(p: Profile) -> list[float]:
@@ -26,8 +31,8 @@ def wfbp(p: Profile, n: Network) -> float:
     """ASC-WFBP, section II-B: the end of layer 1's communication, then the forward pass."""
     r, end = ready(p), 0.0
     for number in range(len(p.layers), 0, -1):
-        end = max(end, r[number]) + n.startup_s + n.seconds_per_byte * p.layers[number - 1].nbytes
-    return end + p.forward_s
+        end = max(end, r[number]) + seconds(n, p.layers[number - 1].nbytes)
+    return end + sum(layer.forward_s for layer in p.layers)
 
 
 def mg_wfbp(p: Profile, n: Network) -> list[list[int]]:
@@ -56,55 +61,52 @@ def mg_wfbp(p: Profile, n: Network) -> list[list[int]]:
 
 
 def asc_types(p: Profile, n: Network) -> list[str]:
-    """Algorithm 1, with CALCCOMMTIME called anew for every layer."""
-    a, b, gamma, size = n.startup_s, n.seconds_per_byte, n.gamma, len(p.layers)
-    r = ready(p)
-    s = ["normal"] * (size + 1)
+    """Theorem 1 by definitions 1 to 3; the pseudo-code of algorithm 1 says other things.
 
-    def calc(upto: int) -> tuple[float, float, float, float, float, float]:
-        """(normal start, immediate start, bytes of layer `upto`; start, bytes, end before it)."""
-        m = [0.0] + [float(layer.nbytes) for layer in p.layers]
-        before = (0.0, 0.0, 0.0)
-        since = 0.0
-        for number in range(size, upto - 1, -1):
-            immediate = max(r[number], since)
-            normal = max(immediate, before[2])
-            if number == upto:
-                return (normal, immediate, m[number], *before)
-            if s[number] == "merged":
-                m[number - 1] += m[number]
-                since = normal
-                continue
-            since = 0.0
-            if s[number] == "normal":
-                before = (normal, m[number], normal + a + b * m[number])
-            else:
-                end = immediate + a + b * m[number] + penalty(before, immediate)
-                before = (immediate, m[number], end)
-        raise AssertionError
-
-    def penalty(before: tuple[float, float, float], at: float) -> float:
-        start, nbytes, _ = before
-        if not nbytes or not a + b * nbytes:
-            return 0.0
-        return (gamma - 1) * b * nbytes * max(0.0, 1 - (at - start) / (a + b * nbytes))
-
+    Q1 is equation 21, about the end of layer l - 1's backward pass: line 8 adds up times of two
+    layers. A normal communication waits for the one before (definition 1, equation 15), which
+    line 26 forgets: then no two would ever wait for each other. A simultaneous one starts at once,
+    whatever it carries (definition 3, line 34), so Q3 begins at tau_b + t_b, as in equation 29;
+    equation 27 and line 12 have tau_c + t_b, which counts t_b twice. Merged bytes are sent once.
+    Equation 12 holds within the communication before; behind its end nothing overlaps.
+    """
+    r, size = ready(p), len(p.layers)
+    types = []
+    sent = [(0.0, 0, 0.0)]  # (start, bytes, end), the last of which is the one before
+    carried = 0
     for number in range(size, 1, -1):
-        normal, immediate, m, *before = calc(number)
-        q1 = normal + a + b * m <= r[number - 1]
-        q2 = r[number - 1] < normal + a
-        more = penalty((before[0], before[1], before[2]), immediate)
-        q3 = immediate + a + b * m + more < r[number - 1]
-        s[number] = "normal" if q1 else "merged" if q2 and not q3 else "simultaneous"
-    s[1] = "simultaneous"
-    return s[1:]
+        carried += p.layers[number - 1].nbytes
+        begin, nbytes, end = sent[-1]
+        overlapped = 0.0  # of the bytes of the one before, equation 12
+        if nbytes and r[number] < begin + seconds(n, nbytes):
+            overlapped = nbytes - (r[number] - begin) * nbytes / seconds(n, nbytes)
+        penalty = (n.gamma - 1) * n.seconds_per_byte * overlapped
+        normal, at_once = max(r[number], end), r[number]
+        q1 = normal + seconds(n, carried) <= r[number - 1]
+        q2 = r[number - 1] < normal + n.startup_s
+        q3 = at_once + seconds(n, carried) + penalty < r[number - 1]
+        if q1:
+            types.append("normal")
+            sent.append((normal, carried, normal + seconds(n, carried)))
+        elif q2 and not q3:
+            types.append("merged")
+            continue
+        else:
+            types.append("simultaneous")
+            sent.append((at_once, carried, at_once + seconds(n, carried) + penalty))
+        carried = 0
+    return ["simultaneous", *reversed(types)]
 
 
 def bytescheduler(
     p: Profile, n: Network, partition: int, credit: int
 ) -> list[tuple[int, int, int]]:
     """(layer, bytes, lane) in the order in which they are sent: at every moment at which a lane is
-    free and a block is there, the first block of all that are there, by layer and place."""
+    free and a block is there, the first block of all that are there, by layer and place.
+
+    US-Byte, section 2.2, says no more of it; how long a block takes beside others it does not say:
+    all lanes are taken to transmit all the time, at ASC-WFBP's gamma.
+    """
     r = ready(p)
     blocks = [
         (number, first, min(partition, layer.nbytes - first))
@@ -132,63 +134,54 @@ def bytescheduler(
 def us_byte_first(
     p: Profile, n: Network, partition: int, p1: list[float]
 ) -> tuple[list[list[float]], list[int], float]:
-    """Algorithm 1: [layer, blocks, start] of each all-reduce, blocks left, when the channel is
-    free; blocks are taken one by one."""
-    a, b, size = n.startup_s, n.seconds_per_byte, len(p.layers)
-    r = ready(p)
-    blocks = [[]] + [
-        [min(partition, layer.nbytes - x) for x in range(0, layer.nbytes, partition)]
-        for layer in p.layers
-    ]
-    have: list[list[int]] = [[] for _ in range(size + 1)]
+    """[layer, blocks, start] of each all-reduce, blocks left, when the channel is free.
+
+    One basic block after another: while a layer's pass lasts, the next block of the most urgent
+    layer that is there joins the all-reduce before if that is of the same layer, else a new one
+    starts. This is what figure 5 shows and equations 4 to 7 count: at least one block, as many as
+    reach the end of the pass, rounded up, or all. That a layer's consecutive all-reduces are one,
+    with one start-up, is the text's "i will not need to be updated"; lines 13 to 22 of algorithm 1
+    would overwrite the blocks of the one before, and never send them.
+    """
+    r, size = ready(p), len(p.layers)
+    blocks: list[list[int]] = [[] for _ in range(size + 1)]
     operations: list[list[float]] = []
     tau = r[size]
     for number in range(size, 0, -1):
-        while r[number] > tau:
-            layer, best = 0, math.inf
-            for other in range(size, 0, -1):  # CALCULATE_Olay
-                if have[other] and p1[other] < best:
-                    layer, best = other, p1[other]
-            if layer == 0:
+        while tau < r[number]:
+            there = [other for other in range(1, size + 1) if blocks[other]]
+            if not there:
                 tau = r[number]
                 break
-            again = bool(operations) and operations[-1][0] == layer
-            startup = 0.0 if again else a
-            room, rest = r[number] - tau, sum(have[layer])
-            if room < startup:
-                take = 1
-            elif room < startup + b * rest:
-                take = math.ceil((room - startup) / (b * partition)) if b else len(have[layer])
-                take = min(max(take, 1), len(have[layer]))
+            layer = min(there, key=lambda x: p1[x])
+            if operations and operations[-1][0] == layer:
+                operations[-1][1] += 1
             else:
-                take = len(have[layer])
-            if again:
-                operations[-1][1] += take
-            else:
-                operations.append([layer, take, tau])
-            tau += startup + b * sum(have[layer][:take])
-            have[layer] = have[layer][take:]
-        have[number] = list(blocks[number])
-    return operations, [len(x) for x in have[1:]], tau
+                operations.append([layer, 1, tau])
+                tau += n.startup_s
+            tau += n.seconds_per_byte * blocks[layer].pop(0)
+        whole = p.layers[number - 1].nbytes
+        blocks[number] = [min(partition, whole - x) for x in range(0, whole, partition)]
+    return operations, [len(x) for x in blocks[1:]], tau
 
 
 def us_byte_iteration(p: Profile, n: Network, partition: int, p1: list[float]) -> float:
-    """Equations 9 to 12 behind algorithm 1."""
+    """Equations 9 to 12 behind the first phase. As printed, equation 11 lets a layer of which
+    nothing is left wait for the channel too."""
     _, left, tau = us_byte_first(p, n, partition, p1)
     tau = max(tau, ready(p)[1])
     at = 0.0
     for layer, blocks in zip(p.layers, left, strict=True):
         if blocks:
-            all_blocks = [
-                min(partition, layer.nbytes - x) for x in range(0, layer.nbytes, partition)
-            ]
-            tau += n.startup_s + n.seconds_per_byte * sum(all_blocks[-blocks:])
+            sizes = [min(partition, layer.nbytes - x) for x in range(0, layer.nbytes, partition)]
+            tau += seconds(n, sum(sizes[-blocks:]))
         at = max(at, tau) + layer.forward_s
     return at
 
 
 def us_byte_priorities(p: Profile, n: Network, partition: int) -> list[float]:
-    """Algorithm 2, line by line."""
+    """Algorithm 2, line by line. Line 10's Delta t makes tau the end of all the layer's bytes
+    (equation 13); what is shorter by rounding only is not taken for shorter (line 21)."""
     size, r = len(p.layers), ready(p)
     p1 = [0.0, *(float(x) for x in range(1, size + 1))]
     best = us_byte_iteration(p, n, partition, p1)
@@ -198,7 +191,7 @@ def us_byte_priorities(p: Profile, n: Network, partition: int) -> list[float]:
         for layer, _, start in us_byte_first(p, n, partition, p1)[0]:
             if layer == number:
                 nbytes = p.layers[number - 1].nbytes
-                tau = start + n.startup_s + n.seconds_per_byte * nbytes
+                tau = start + seconds(n, nbytes)
                 break
         if tau == 0:
             number -= 1
@@ -210,9 +203,9 @@ def us_byte_priorities(p: Profile, n: Network, partition: int) -> list[float]:
         trial[number] = p1[k]
         for j in range(k, number):
             trial[j] += 1
-        seconds = us_byte_iteration(p, n, partition, trial)
-        if seconds < best * (1 - 1e-12):
-            best, p1, number = seconds, trial, k
+        found = us_byte_iteration(p, n, partition, trial)
+        if found < best * (1 - 1e-12):
+            best, p1, number = found, trial, k
         number -= 1
     return p1[1:]
 
@@ -244,30 +237,28 @@ def spans_by_small_steps(
 
 def c_cube(p: Profile, n: Network) -> float:
     """Layer l computes when the bytes up to its last have arrived, and layer l - 1 is over."""
-    at, sent = p.backward_s, 0
+    at = there = ready(p)[1]
+    sent = 0
     for layer in p.layers:
         sent += layer.nbytes
-        at = max(at, p.backward_s + n.startup_s + n.seconds_per_byte * sent) + layer.forward_s
+        at = max(at, there + seconds(n, sent)) + layer.forward_s
     return at
 
 
-def end_of_groups(p: Profile, n: Network, groups: list[list[int]]) -> float:
-    """When the last of some groups, sent in this order on one lane, has been sent."""
-    end = 0.0
+def end_of_groups(p: Profile, n: Network, groups: list[list[int]]) -> dict[int, float]:
+    """When each layer of some groups, sent in this order on one lane, has been sent."""
+    r, end, there = ready(p), 0.0, {}
     for group in groups:
-        there = max(p.ready[i] for i in group)
-        end = max(end, there) + n.seconds(sum(p.layers[i].nbytes for i in group))
-    return end
+        start = max(r[i + 1] for i in group)
+        end = max(end, start) + seconds(n, sum(p.layers[i].nbytes for i in group))
+        there |= dict.fromkeys(group, end)
+    return there
 
 
 def chained(p: Profile, n: Network, groups: list[list[int]]) -> float:
     """The end of the forward pass, layer l of which waits for its group only."""
-    end, there = 0.0, {}
-    for group in groups:
-        start = max(p.ready[i] for i in group)
-        end = max(end, start) + n.seconds(sum(p.layers[i].nbytes for i in group))
-        there |= dict.fromkeys(group, end)
-    at = p.backward_s
+    there = end_of_groups(p, n, groups)
+    at = ready(p)[1]
     for i, layer in enumerate(p.layers):
         at = max(at, there[i]) + layer.forward_s
     return at
@@ -286,7 +277,8 @@ def contiguous(size: int) -> Iterator[list[list[int]]]:
 
 
 def ordered_partitions(size: int) -> Iterator[list[list[int]]]:
-    """All ordered partitions: each order, cut in every way, once for each set of sets."""
+    """All ordered partitions into groups of neighbours: each order, cut in every way, once for each
+    set of sets."""
     for order in permutations(range(size)):
         for cuts in range(1 << size - 1):
             groups = [[order[0]]]
@@ -295,5 +287,5 @@ def ordered_partitions(size: int) -> Iterator[list[list[int]]]:
                     groups.append([order[i]])
                 else:
                     groups[-1].append(order[i])
-            if all(group == sorted(group) for group in groups):
+            if all(group == list(range(group[0], group[-1] + 1)) for group in groups):
                 yield groups

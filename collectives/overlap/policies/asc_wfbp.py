@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collectives.errors import CollectiveError
 from collectives.overlap.network import Network
-from collectives.overlap.profile import Profile
-from collectives.overlap.schedule import Communication, Schedule, whole
+from collectives.overlap.profile import Profile, check_count
+from collectives.overlap.schedule import MAX_LANES, Communication, Schedule, whole
 
 NORMAL, MERGED, SIMULTANEOUS = "normal", "merged", "simultaneous"
 
@@ -18,8 +17,7 @@ def asc_wfbp(profile: Profile, network: Network, ways: int = 2) -> Schedule:
     of more is that of `overlap.network`). What the types predict is the paper's; what the schedule
     takes is the timeline's. Raises CollectiveError.
     """
-    if isinstance(ways, bool) or not isinstance(ways, int) or ways < 1:
-        raise CollectiveError(f"ways must be an integer of at least 1, not {ways!r}")
+    check_count("ways", ways, MAX_LANES)
     types = layer_types(profile, network)
     sends: list[Communication] = []
     gathered: list[int] = []
@@ -45,8 +43,9 @@ def layer_types(profile: Profile, network: Network) -> list[str]:
     equation 21 has the end of layer l - 1's backward pass, as here. In line 12 the term t_b[l]
     follows tau_c[l], which line 34 has as the end of that pass already; equation 17 starts from
     tau_b[l] + t_b[l], so it is left out. A normal layer starts when the channel is free
-    (definition 1), which line 26 leaves out; a merged one's bytes are counted once, though the
-    procedure's line 29 adds them again at each call. A penalty cannot be negative. The last layer
+    (definition 1), which line 26 leaves out; a simultaneous one starts at once, whatever it carries
+    (definition 3, line 34). A merged one's bytes are counted once, though the procedure's line 29
+    adds them again at each call. A penalty cannot be negative. The last layer
     to be computed, layer 1, is simultaneous (line 18).
     """
     a, b, gamma = network.startup_s, network.seconds_per_byte, network.gamma
@@ -55,26 +54,24 @@ def layer_types(profile: Profile, network: Network) -> list[str]:
     ready = profile.ready  # tau_b + t_b
     start, size, busy = 0.0, 0, 0.0  # of the communication before: tau_c, bytes, its end
     gathered = 0  # bytes that wait to travel with this layer
-    since = 0.0  # when they would have been sent
     for i in range(last, 0, -1):
         nbytes = gathered + profile.layers[i].nbytes
-        begins = max(ready[i], since, busy)  # tau_c of a normal layer
+        begins = max(ready[i], busy)  # tau_c of a normal layer
         q1 = begins + a + b * nbytes <= ready[i - 1]  # equation 21
         if q1:
             types[i] = NORMAL
         else:
             q2 = ready[i - 1] < begins + a  # equation 24
-            at_once = max(ready[i], since)
             alone = a + b * size
-            share = 1 - (at_once - start) / alone if alone and size else 0.0
+            share = 1 - (ready[i] - start) / alone if alone and size else 0.0
             penalty = (gamma - 1) * b * size * max(0.0, share)  # equation 13
-            q3 = at_once + a + b * nbytes + penalty < ready[i - 1]  # equation 27
+            q3 = ready[i] + a + b * nbytes + penalty < ready[i - 1]  # equation 27
             types[i] = MERGED if q2 and not q3 else SIMULTANEOUS
         if types[i] == MERGED:
-            gathered, since = nbytes, begins
+            gathered = nbytes
             continue
-        start = begins if types[i] == NORMAL else at_once
+        start = begins if types[i] == NORMAL else ready[i]
         busy = start + a + b * nbytes + (0.0 if types[i] == NORMAL else penalty)
-        size, gathered, since = nbytes, 0, 0.0
+        size, gathered = nbytes, 0
     types[0] = SIMULTANEOUS
     return types

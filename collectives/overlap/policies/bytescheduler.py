@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import heapq
 
-from collectives.errors import CollectiveError
 from collectives.overlap.network import Network
-from collectives.overlap.profile import Profile
-from collectives.overlap.schedule import Communication, Piece, Schedule, partition_of
+from collectives.overlap.profile import Profile, check_count
+from collectives.overlap.schedule import (
+    ALIGN,
+    MAX_LANES,
+    Communication,
+    Piece,
+    Schedule,
+    partition_of,
+)
 
 PARTITIONS = tuple(1 << i for i in range(20, 28))  # bytes: 1 to 128 MiB
 CREDITS = (1, 2, 4)
+PIECES = 2000
+"""About how many pieces the tried partitions cut a profile into at most, besides its layers."""
+MOST = 100_000
+"""Pieces that a given partition may cut a profile into."""
 
 
 def bytescheduler(
@@ -23,12 +33,15 @@ def bytescheduler(
     best taken, as ByteScheduler tunes both by Bayesian optimisation. Lanes are taken to be equally
     fast when blocks are dealt out. Raises CollectiveError.
     """
-    wrong = isinstance(credit, bool) or not isinstance(credit, int) or credit < 1
-    if credit is not None and wrong:
-        raise CollectiveError(f"credit must be an integer of at least 1, not {credit!r}")
-    sizes = PARTITIONS if partition is None else (partition_of(partition),)
-    credits = CREDITS if credit is None else (credit,)
-    tried = [_dealt(profile, network, size, lanes) for size in sizes for lanes in credits]
+    if partition is None:
+        least = profile.nbytes // PIECES // ALIGN * ALIGN + ALIGN
+        sizes = {max(size, least) for size in PARTITIONS}
+    else:
+        sizes = {partition_of(partition)}
+        pieces = sum(-(-layer.nbytes // partition) for layer in profile.layers)
+        check_count(f"the number of pieces with a partition of {partition} bytes", pieces, MOST)
+    credits = CREDITS if credit is None else (check_count("credit", credit, MAX_LANES),)
+    tried = [_dealt(profile, network, size, lanes) for size in sorted(sizes) for lanes in credits]
     return min(tried, key=lambda schedule: schedule.predicted_seconds)
 
 

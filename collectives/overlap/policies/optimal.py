@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -18,7 +18,10 @@ EXACT = 7
 """Blocks up to which every fusion in every order is compared."""
 _LANES = (1, 2, LANES)
 _SPANS = (0.0, 0.5, 1.0, 2.0, 4.0)  # start-ups that a communication should last at least
-_BLOCKS = (1 << 62, 1 << 24, 1 << 22, 1 << 20)  # bytes of one at most, while gradients come
+_ALL = 1 << 62
+_BLOCKS = (_ALL, 1 << 24, 1 << 22, 1 << 20)  # bytes of one at most, while gradients come
+_SENDS = 2000  # of them at most
+_PARTS = (1, 4, 16)  # how often all lanes take part in what is streamed
 
 
 def optimal(profile: Profile, network: Network, limit_s: float = 10.0) -> Schedule:
@@ -51,23 +54,30 @@ def optimal(profile: Profile, network: Network, limit_s: float = 10.0) -> Schedu
         words.append(f"{ratio:.2f} times faster than {rival.policy}, the best named policy")
     if exact:
         cut = "" if len(profile.layers) * 2 > EXACT else f" cut into {EXACT // len(profile.layers)}"
-        words.append(f"on one lane no fusion and order of whole tensors{cut} is shorter")
+        words.append(f"on one lane no fusion of neighbours and order of tensors{cut} is shorter")
     return replace(best, policy="optimal", note="; ".join(words))
 
 
 def _by_two_phases(profile: Profile, network: Network) -> Iterator[Schedule]:
-    """On one lane; in turns on several, which hide one another's start-ups; cut into equal parts
-    for several, where these together are faster than one."""
+    """On one lane and in turns on several, which hide one another's start-ups. Every all-reduce is
+    cut into one part a lane where these together are faster than one; one that is streamed into
+    more, so that the first bytes do not share the network with the last."""
     for lanes in sorted(_LANES, key=network.fastest):  # the most promising first
         cut = network.fastest(lanes) < network.fastest(1)
         startup = network.startup_s if cut else network.startup_s / lanes
         narrow = replace(network, startup_s=startup, seconds_per_byte=network.fastest(lanes))
         for sends in two_phases(profile, narrow):
-            if cut:
-                yield _spread(profile, network, sends, lanes)
-            else:
-                made = (replace(c, lane=i % lanes) for i, c in enumerate(sends))
-                yield Schedule("optimal", profile, network, tuple(made), True)
+            several = lanes > 1 and any(c.streamed for c in sends)
+            for parts in _PARTS if several else (1,):
+                made = [
+                    replace(c, pieces=part)
+                    for c in sends
+                    for part in _parts(
+                        c.pieces, (lanes if cut else 1) * (parts if c.streamed else 1)
+                    )
+                ]
+                dealt = (replace(c, lane=i % lanes) for i, c in enumerate(made))
+                yield Schedule("optimal", profile, network, tuple(dealt), True)
 
 
 def _cut(layer: int, nbytes: int, parts: int) -> list[Piece]:
@@ -77,11 +87,11 @@ def _cut(layer: int, nbytes: int, parts: int) -> list[Piece]:
 
 
 def every_fusion(profile: Profile, network: Network) -> Schedule:
-    """The best of all ways to fuse and order blocks, chained, on one lane.
+    """The best of all ways to fuse neighbouring blocks and to order them, chained, on one lane.
 
     Every tensor is cut into as many equal blocks as keep all within EXACT. By sets of blocks that
     have been sent: of each, the pairs (channel free, largest end + tail) of which no other is
-    better in both. 3^EXACT steps.
+    better in both.
     """
     ready, tails = profile.ready, profile.tails
     parts = max(1, EXACT // len(profile.layers))
@@ -97,7 +107,7 @@ def every_fusion(profile: Profile, network: Network) -> Schedule:
             network.seconds(sum(b.nbytes for b in of)),
         )
         for mask, of in enumerate(sets)
-        if of
+        if of and "01" not in f"{mask:b}"  # bits side by side
     ]
     State = tuple[float, float, tuple[int, ...]]
     fronts: list[list[State]] = [[] for _ in sets]
@@ -119,113 +129,136 @@ def every_fusion(profile: Profile, network: Network) -> Schedule:
     return Schedule("optimal", profile, network, sends, True)
 
 
-Sends = list[tuple[Piece, ...]]
+Pieces = tuple[Piece, ...]
 
 
 def two_phases(profile: Profile, network: Network) -> Iterator[list[Communication]]:
     """Plans for one lane: while gradients come, the most urgent (or the oldest) of those that are
-    there, fused or cut to between a span and a block; then the rest in forward order: as one
-    all-reduce whose chunks are used as they arrive, or fused as much as deadlines admit
-    (`_deadlines`)."""
+    there, fused or cut to between a span and a block; then the rest in forward order: as few
+    all-reduces as there are runs, whose chunks are used as they arrive, or fused as much as
+    deadlines admit (`_deadlines`).
+
+    Every communication is one run of bytes of a buffer that holds the gradients in forward order.
+    """
     for block in _BLOCKS:
         for span in _SPANS:
-            for urgent in (True, False):
-                sends, left, free = _while_coming(profile, network, urgent, span, block)
+            for take in (_urgent, _oldest):
+                sends, rest, free = _while_coming(profile, network, take, span, block)
                 first = [Communication(pieces) for pieces in sends]
-                rest = tuple(
-                    Piece(i, profile.layers[i].nbytes - nbytes, nbytes)
-                    for i, nbytes in enumerate(left) if nbytes
-                )  # fmt: skip
-                yield [*first, *([Communication(rest, streamed=True)] if rest else [])]
-                late = _deadlines(profile, network, left, free)
+                streamed = [Communication(run, streamed=True) for run in _runs(profile, rest)]
+                yield [*first, *streamed]
+                late = _deadlines(profile, network, rest, free)
                 yield [*first, *(Communication(pieces) for pieces in late)]
 
 
 def _while_coming(
-    profile: Profile, network: Network, urgent: bool, span: float, block: int
-) -> tuple[Sends, list[int], float]:
-    """(communications, bytes left of each layer, when the channel is free)."""
+    profile: Profile, network: Network, take: Callable[..., Pieces], span: float, block: int
+) -> tuple[list[Pieces], Pieces, float]:
+    """(communications, what is left of the layers, when the channel is free)."""
     a, b = network.startup_s, network.seconds_per_byte
-    sent = [0] * len(profile.layers)
-    left = [0] * len(profile.layers)
     end = profile.backward_s
-    sends: Sends = []
-    free = 0.0
-    waiting: list[int] = []  # layers, oldest first, which is the largest number first
+    sends: list[Pieces] = []
+    waiting: list[Piece] = []  # in forward order
+    free, here = 0.0, 0  # bytes that wait
     for new in reversed(range(len(profile.layers))):
-        waiting.append(new)
-        left[new] = profile.layers[new].nbytes
-        here = profile.ready[new]
+        waiting.insert(0, Piece(new, 0, profile.layers[new].nbytes))
+        here += waiting[0].nbytes
         soon = profile.ready[new - 1] if new else end
-        free = max(free, here)
-        while free < soon and waiting:
+        free = max(free, profile.ready[new])
+        while free < soon and waiting and len(sends) < _SENDS:
             fits = (end - free - a) / b if b else float("inf")
-            room = min(block, fits)
-            if room * b < span * a or room < ALIGN or sum(left[i] for i in waiting) * b < span * a:
+            room = int(min(block, fits))
+            if room < ALIGN or min(room, here) * b < span * a:
                 break  # too short to be worth a start-up: later, with more
-            pieces = []
-            while waiting:
-                i = waiting[-1] if urgent else waiting[0]
-                nbytes = left[i] if left[i] <= room else int(room) // ALIGN * ALIGN
-                if not nbytes:
-                    break
-                pieces.append(Piece(i, sent[i], nbytes))
-                sent[i] += nbytes
-                left[i] -= nbytes
-                room -= nbytes
-                if not left[i]:
-                    waiting.remove(i)
+            pieces = take(profile, waiting, room)
             if not pieces:
                 break
-            sends.append(tuple(pieces))
-            free += a + b * sum(piece.nbytes for piece in pieces)
-    return sends, left, max(free, end)
+            sends.append(pieces)
+            nbytes = sum(piece.nbytes for piece in pieces)
+            here -= nbytes
+            free += a + b * nbytes
+    return sends, tuple(waiting), max(free, end)
 
 
-def _deadlines(profile: Profile, network: Network, left: Sequence[int], free: float) -> Sends:
+def _urgent(profile: Profile, waiting: list[Piece], room: int) -> Pieces:
+    """At most `room` bytes from the front of what waits, up to the end of the run."""
+    taken: list[Piece] = []
+    while waiting and (not taken or _adjoin(profile, taken[-1], waiting[0])):
+        p = waiting[0]
+        nbytes = p.nbytes if p.nbytes <= room else room // ALIGN * ALIGN
+        if not nbytes:
+            break
+        taken.append(Piece(p.layer, p.first, nbytes))
+        room -= nbytes
+        if nbytes < p.nbytes:
+            waiting[0] = Piece(p.layer, p.first + nbytes, p.nbytes - nbytes)
+            break
+        del waiting[0]
+    return tuple(taken)
+
+
+def _oldest(profile: Profile, waiting: list[Piece], room: int) -> Pieces:
+    """At most `room` bytes from the back of what waits, which is always one run."""
+    taken: list[Piece] = []
+    while waiting:
+        p = waiting[-1]
+        first = max(0, -(-(p.nbytes - room) // ALIGN) * ALIGN)
+        if first >= p.nbytes:
+            break
+        taken.append(Piece(p.layer, first, p.nbytes - first))
+        room -= p.nbytes - first
+        if first:
+            waiting[-1] = Piece(p.layer, 0, first)
+            break
+        del waiting[-1]
+    return tuple(reversed(taken))
+
+
+def _adjoin(profile: Profile, one: Piece, other: Piece) -> bool:
+    """Whether the other begins where one ends, in a buffer of all gradients in forward order."""
+    if other.layer == one.layer:
+        return other.first == one.first + one.nbytes
+    over = one.first + one.nbytes == profile.layers[one.layer].nbytes
+    return over and other.layer == one.layer + 1 and not other.first
+
+
+def _runs(profile: Profile, pieces: Pieces) -> list[Pieces]:
+    """The pieces, which are in forward order, by the runs that they make."""
+    runs: list[list[Piece]] = []
+    for piece in pieces:
+        if runs and _adjoin(profile, runs[-1][-1], piece):
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    return [tuple(run) for run in runs]
+
+
+def _deadlines(profile: Profile, network: Network, rest: Pieces, free: float) -> list[Pieces]:
     """What is left, in forward order from `free` on, such that the iteration ends soonest.
 
-    For an end T each communication takes as many bytes as its first layer's deadline T - tail
-    admits: more can only help those behind it. The least T by bisection.
+    For an end T each communication takes as many bytes of its run as its first layer's deadline
+    T - tail admits: more can only help those behind it. The least T by bisection.
     """
-    rest = [(i, nbytes) for i, nbytes in enumerate(left) if nbytes]
     if not rest:
         return []
     a, b = network.startup_s, network.seconds_per_byte
-    total = sum(nbytes for _, nbytes in rest)
 
-    def cut(end: float) -> Sends | None:
-        sends: Sends = []
-        now, at = free, 0
-        first = profile.layers[rest[0][0]].nbytes - rest[0][1]
-        while at < len(rest):
-            room = (end - profile.tails[rest[at][0]] - now - a) / b if b else float("inf")
-            pieces: list[Piece] = []
-            while at < len(rest):
-                i = rest[at][0]
-                stop = profile.layers[i].nbytes
-                if stop - first <= room:
-                    pieces.append(Piece(i, first, stop - first))
-                    room -= stop - first
-                    at += 1
-                    if at < len(rest):
-                        first = profile.layers[rest[at][0]].nbytes - rest[at][1]
-                elif pieces and room >= ALIGN:  # the head of the next one fills it up
-                    pieces.append(Piece(i, first, int(room) // ALIGN * ALIGN))
-                    first += int(room) // ALIGN * ALIGN
-                    break
-                else:
-                    break
-            if not pieces:
+    def cut(end: float) -> list[Pieces] | None:
+        sends: list[Pieces] = []
+        waiting = list(rest)
+        now = free
+        while waiting:
+            room = (end - profile.tails[waiting[0].layer] - now - a) / b if b else _ALL
+            if room < waiting[0].nbytes:
                 return None
-            sends.append(tuple(pieces))
-            now += a + b * sum(piece.nbytes for piece in pieces)
+            sends.append(_urgent(profile, waiting, int(min(room, _ALL))))
+            now += a + b * sum(piece.nbytes for piece in sends[-1])
         return sends
 
-    low = free + a + b * rest[0][1]
-    high = free + len(rest) * a + b * total + profile.tails[0]
-    best = cut(high) or [(Piece(i, profile.layers[i].nbytes - n, n),) for i, n in rest]
-    for _ in range(40):
+    low = free + a + b * rest[0].nbytes
+    high = free + len(rest) * a + b * sum(p.nbytes for p in rest) + profile.tails[0]
+    best = cut(high) or [(piece,) for piece in rest]
+    while high - low > 1e-5 * high:
         middle = (low + high) / 2
         if (found := cut(middle)) is None:
             low = middle
@@ -234,27 +267,20 @@ def _deadlines(profile: Profile, network: Network, left: Sequence[int], free: fl
     return best
 
 
-def _spread(
-    profile: Profile, network: Network, sends: Sequence[Communication], lanes: int
-) -> Schedule:
-    """Each piece cut into equal parts, one a lane, which transmit side by side: as one channel of
-    `Network.fastest`."""
-    made: list[Communication] = []
-    before: tuple[int, ...] = ()
-    for c in sends:
-        number = len(made)
-        for lane in range(lanes):
-            part = tuple(
-                Piece(p.layer, p.first + low, high - low)
-                for p in c.pieces for low, high in (_share(p.nbytes, lane, lanes),) if low < high
-            )  # fmt: skip
-            if part:
-                made.append(Communication(part, lane, before, c.streamed))
-        before = tuple(range(number, len(made)))
-    return Schedule("optimal", profile, network, tuple(made), True)
-
-
-def _share(nbytes: int, lane: int, lanes: int) -> tuple[int, int]:
-    """[first, stop) of a lane's part."""
-    first, stop = (nbytes * n // lanes // ALIGN * ALIGN for n in (lane, lane + 1))
-    return first, nbytes if lane + 1 == lanes else stop
+def _parts(pieces: Pieces, count: int) -> list[Pieces]:
+    """A run cut into at most so many runs, as equal as ALIGN admits."""
+    total = sum(piece.nbytes for piece in pieces)
+    parts: list[list[Piece]] = [[]]
+    at = 0  # bytes before this piece
+    for p in pieces:
+        first = 0
+        while first < p.nbytes:
+            to = total * len(parts) // count - at  # where this part ends, in this piece
+            stop = p.nbytes if len(parts) == count else min(p.nbytes, to // ALIGN * ALIGN)
+            if stop > first:
+                parts[-1].append(Piece(p.layer, p.first + first, stop - first))
+                first = stop
+            if first < p.nbytes:
+                parts.append([])
+        at += p.nbytes
+    return [tuple(part) for part in parts if part]

@@ -10,8 +10,9 @@ from collectives.overlap.network import Network
 from collectives.overlap.profile import Profile
 from collectives.overlap.schedule import Communication, Piece, Schedule, partition_of
 
-PARTITION = 4 << 20
-"""Bytes of a basic block, as in the paper's simulations (section 6.7: 4 Mb)."""
+PARTITION = 4_000_000 // 8
+"""Bytes of a basic block: the 4 Mb of the paper's simulations (section 6.7), read as megabits: it
+writes Gbps and GB elsewhere. Its published program counts parameters, 1,000,000 unless told."""
 
 
 @dataclass(frozen=True, slots=True)
