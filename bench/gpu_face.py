@@ -99,7 +99,7 @@ def check_collectives(rank: int, arrays: Arrays, sizes: tuple[int, ...]) -> tupl
         comm.allreduce(x)
         comm.broadcast(y, root=size - 1)
         comm.reduce(z, root=0)
-        comm.allgather(arrays.put(given[rank]), every)
+        comm.allgather(arrays.put(given[rank]), out=every)
         comm.reduce_scatter(arrays.put(np.stack([given[rank]] * size)), out=part)
         comm.alltoall(arrays.put(np.stack([given[rank] + r for r in range(size)])), swapped)
         apart = arrays.put(np.zeros(n, np.float32))

@@ -122,7 +122,7 @@ class Calls:
     ) -> bool:
         """Make a call in place of a kind that has been made before; whether it was one."""
         ready = self._known.get((kind, nbytes, dtype, op, root, how, 0, None, None))
-        if ready is None or self.trace.level:
+        if ready is None or self.trace.wants_more:
             return False
         with self._calling, self.trace.call(ready.label):
             self._order = self.next_order()

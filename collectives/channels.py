@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from collectives.calls import Calls
-from collectives.errors import CollectiveError
+from collectives.errors import CollectiveAborted, CollectiveError
 from collectives.planning.goals import SENDRECV
+from collectives.runtime.diagnose import DIED, LEFT, REASONS
 from collectives.runtime.mapping import SEGMENT
 from collectives.settings import Settings
 from collectives.tensors import gpu_of, integer
@@ -84,6 +85,10 @@ class _Channel:
         where = {"rank": self._dst, "peer": self._src}
         while not word[0]:
             control.patience(begun, lambda: (name, where))
+            gone = REASONS[LEFT] if arena.closed(self._src) else ""
+            gone = REASONS[DIED] if self._src in arena.dead() else gone
+            if gone and not word[0]:
+                raise CollectiveAborted(f"{control.name(self._src)} {gone}; {name}", **where)
             time.sleep(_POLL)
         part = arena.part([self._src, self._dst], int(word[0]))
         part.expect()

@@ -49,6 +49,11 @@ class Trace:
             self._ranges[name] = _annotate(name)
         return self._ranges[name]
 
+    @property
+    def wants_more(self) -> bool:
+        """Whether someone asked for more than a range round each call."""
+        return bool(self.level or self._phases)
+
     def phase(self, name: str) -> AbstractContextManager[object]:
         return _annotate(name) if self._phases else nullcontext()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -18,7 +19,7 @@ from collectives.planning.plan import Op, Plan
 from kernels.timeline import compiled_play, play
 from topology import Link, Topology, Vertex
 
-_SHORT = 40_000  # steps carried out: beyond, the loop is compiled
+_SHORT = 40_000  # steps: beyond, the loop is compiled even if Numba must be loaded for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +95,15 @@ def simulate(plan: Plan, topology: Topology, nbytes: int, alpha_s: float | None 
     i mod lanes, first come first served (a switch's port is one lane, as wide as all its links).
     A send to several connections starts on each as that one is free and holds its stream until the
     last is over; it crosses a link into common memory once (`Link.stores`) and any other link once
-    for each. Signals and arithmetic take no time. Deterministic; long plans
-    are carried out by machine code, to the same bits. `alpha_s` stands in for the links' latencies.
+    for each. Signals and arithmetic take no time. Deterministic; long plans, and
+    all where Numba is loaded, are carried out by machine code, to the same bits. `alpha_s` stands in for the links' latencies.
     Raises PlanError where the plan hangs or the topology lacks a link.
     """
     if nbytes < 0:
         raise PlanError(f"a message has 0 bytes or more, not {nbytes}")
     layout = _layout(plan.with_chunks(plan.stride), topology)
-    return _simulate(plan, topology, nbytes, alpha_s, layout.steps * plan.groups > _SHORT)
+    long = layout.steps * plan.groups > _SHORT
+    return _simulate(plan, topology, nbytes, alpha_s, long or "numba" in sys.modules)
 
 
 def _simulate(

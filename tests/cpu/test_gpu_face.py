@@ -45,7 +45,7 @@ def every_collective(rank: int, n: int, machine: Machine, forked: bool) -> list[
     z = tensor(given[rank])
     comm.reduce(z, root=size // 2)
     every = tensor(np.zeros((size, n)))
-    assert comm.allgather(tensor(given[rank]), every) is every
+    assert comm.allgather(tensor(given[rank]), out=every) is every
     rows = np.stack([np.arange(size) * 10 + r for r in range(size)])  # what each rank sends
     swapped = tensor(np.zeros(size))
     comm.alltoall(tensor(rows[rank]), swapped)
@@ -155,7 +155,7 @@ def under_capture(rank: int, machine: Machine) -> list[str]:
     said = [
         what_is_said(lambda: comm.allreduce(known)),
         what_is_said(lambda: comm.allreduce(unknown)),
-        what_is_said(lambda: comm.allgather(known, every)),
+        what_is_said(lambda: comm.allgather(known, out=every)),
         what_is_said(lambda: comm.reduce_scatter(every, out=tensor([0.0] * 5, stream=9))),
     ]
     device.synchronise(9)
@@ -167,7 +167,7 @@ def test_what_needs_the_other_ranks_is_not_captured(machine: Machine) -> None:
     for said in collectives.spawn(under_capture, 2, "mesh-2", (machine,), device="cuda:0"):
         assert said[0] == "no error"
         assert said[1] == (
-            "this call is the first allreduce(7 x float32, sum, one_shot) on the GPU, which all "
+            "this call is the first allreduce(7 x float32, sum, auto) on the GPU, which all "
             "ranks agree on, and cannot be captured into a graph: make it once before"
         )
         assert "is the first allgather(10 x float32) on the GPU" in said[2]
@@ -187,8 +187,8 @@ def test_first_calls_that_differ_raise_everywhere_and_move_nothing(
     mode: str, machine: Machine
 ) -> None:
     for said, after in collectives.spawn(differing, 3, "mesh-3", **MODES[mode]):
-        assert "ranks [0, 1]: allreduce(4 x float32, sum, one_shot) on the GPU" in said
-        assert "ranks [2]: allreduce(5 x float32, sum, one_shot) on the GPU" in said
+        assert "ranks [0, 1]: allreduce(4 x float32, sum, auto) on the GPU" in said
+        assert "ranks [2]: allreduce(5 x float32, sum, auto) on the GPU" in said
         assert after == [3.0] * 4
 
 
@@ -208,7 +208,7 @@ def test_threads_notice_known_calls_that_differ(machine: Machine) -> None:
     ):
         assert said == (
             "the ranks' calls on the GPU differ: ranks [0, 1]: allreduce(4 x float32, sum, "
-            "one_shot) on the GPU; ranks [2]: allreduce(5 x float32, sum, one_shot) on the GPU"
+            "auto) on the GPU; ranks [2]: allreduce(5 x float32, sum, auto) on the GPU"
         )
         assert after == [3.0] * 4
 
@@ -225,7 +225,7 @@ def refused(rank: int) -> list[str]:
         what_is_said(lambda: comm.allreduce(HostTensor(np.ones(8, np.float32)[::2]))),
         what_is_said(lambda: comm.allreduce(x, op="mean")),
         what_is_said(lambda: comm.allgather(x)),
-        what_is_said(lambda: comm.allgather(x, np.ones((2, 4), np.float32))),
+        what_is_said(lambda: comm.allgather(x, out=np.ones((2, 4), np.float32))),
         what_is_said(lambda: comm.alltoall(tensor([1.0] * 5))),
         what_is_said(lambda: comm.allreduce(HostTensor(np.ones(4, np.float32), device=3))),
     ]
@@ -295,7 +295,7 @@ def what_is_taken(rank: int) -> set[str]:
     comm.broadcast(x)
     comm.synchronize()
     assert x.array.tolist() == np.sum([values(r, 250_000) for r in range(8)], axis=0).tolist()
-    return {call.plan.algorithm for _, call in comm._gpu._known.values()}
+    return {call.plan.algorithm for *_, call in comm._gpu._known.values()}
 
 
 def test_auto_takes_what_the_gpu_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:

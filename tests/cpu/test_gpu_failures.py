@@ -112,7 +112,7 @@ def late_thread(rank: int) -> str:
 
 def test_threads_say_which_one_is_missing(machine: Machine) -> None:
     found = collectives.spawn(late_thread, 3, "mesh-3", timeout=0.3, **MODES["threads on one GPU"])
-    words = r"rank [02] waits for rank 1 to make its allreduce\(4 x float32, sum, one_shot\) on"
+    words = r"rank [02] waits for rank 1 to make its allreduce\(4 x float32, sum, auto\) on"
     assert any(re.match(words, text) for text in found), found
     assert all("rank 1" in text for text in found)
 

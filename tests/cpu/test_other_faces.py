@@ -350,7 +350,7 @@ def _all_wrong(rank: int) -> None:
         ("out must be a NumPy array like the input, not a torch tensor",
          lambda: comm.allgather(x, out=torch.ones(size, size, 2))),
         ("out must be a torch tensor like the input, not a NumPy array",
-         lambda: comm.allgather(torch.ones(2), np.ones((size, 2), np.float32))),
+         lambda: comm.allgather(torch.ones(2), out=np.ones((size, 2), np.float32))),
         ("the array is read-only", lambda: comm.alltoall(x, frozen)),
         ("a tensor on cpu or cuda is needed, not on meta",
          lambda: comm.alltoall(torch.ones(size), torch.ones(size, device="meta"))),
