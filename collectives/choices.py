@@ -9,7 +9,7 @@ from collectives.planning.goals import Root
 from collectives.planning.plan import Plan
 from collectives.planning.planner import plan_collective, ranked
 from collectives.request import Request
-from collectives.runtime.reference import OPS
+from collectives.runtime.dtypes import check_op
 from collectives.runtime.shm import Buffer
 from collectives.trace import label
 from topology import Topology
@@ -40,10 +40,7 @@ class Choices:
         `fits`, called the first time for each kind of call, gives what must hold for what `auto`
         takes.
         """
-        if op not in OPS:
-            raise CollectiveError(f"unknown op {op!r}; choose from {', '.join(OPS)}")
-        if op == "avg" and "int" in buffer.dtype:
-            raise CollectiveError(f"avg is not defined for {buffer.dtype}; use sum")
+        check_op(op, buffer.dtype, device)
         if algorithm != "auto" and self.order == "fixed":
             raise CollectiveError(
                 f"order='fixed' chooses the algorithm: do not ask for {algorithm}"

@@ -9,8 +9,8 @@ from collectives.planning.algorithms import ALGORITHMS
 from collectives.planning.goals import COLLECTIVES, SENDRECV, Root
 from collectives.planning.others import OTHERS
 from collectives.runtime.arrivals import Arrivals
+from collectives.runtime.dtypes import DTYPES, OPS
 from collectives.runtime.memory import Spot
-from collectives.runtime.reference import DTYPES, OPS
 from collectives.runtime.shm import Buffer
 
 KINDS = (*COLLECTIVES, SENDRECV, "barrier", "refused", "exchange")
@@ -20,6 +20,7 @@ EXCHANGES = ("GPUs", "kernels", "memory of GPUs", "access to GPUs", "troubles", 
 
 DEVICES = ("cpu", "gpu")
 NAMES = tuple(dict.fromkeys(["auto", *ALGORITHMS, *(n for of in OTHERS.values() for n in of)]))
+_DTYPES, _OPS = tuple(DTYPES), tuple(OPS)
 NOTHING = Buffer(0, 0, "uint8", 1)
 
 
@@ -46,7 +47,7 @@ def notice(request: Request, settings: int = 0) -> tuple[int, ...]:
     buffer, root = request.buffer, request.root
     place = root if isinstance(root, int) else crc32(repr(root).encode())
     return (
-        KINDS.index(request.kind), OPS.index(request.op), DTYPES.index(buffer.dtype),
+        KINDS.index(request.kind), _OPS.index(request.op), _DTYPES.index(buffer.dtype),
         buffer.nbytes // buffer.itemsize, place, NAMES.index(request.algorithm), settings,
         request.layout, DEVICES.index(request.device),
         *(request.spot or (-1, 0)),
@@ -62,10 +63,10 @@ def words(notice: tuple[int, ...]) -> str:
     if asked == "exchange":
         asked = f"told of its {EXCHANGES[root]}"
     if asked == "allreduce":
-        asked += f"({count} x {DTYPES[dtype]}, {OPS[op]}, {NAMES[algorithm]})"
+        asked += f"({count} x {_DTYPES[dtype]}, {_OPS[op]}, {NAMES[algorithm]})"
     elif asked in (*COLLECTIVES, SENDRECV):
-        asked += f"({count} x {DTYPES[dtype]}"
-        asked += f", {OPS[op]}" if "reduce" in asked else ""
+        asked += f"({count} x {_DTYPES[dtype]}"
+        asked += f", {_OPS[op]}" if "reduce" in asked else ""
         if KINDS[kind] == SENDRECV:
             asked += f", pairs {root:08x}"
         asked += f", root {root})" if KINDS[kind] in ("broadcast", "reduce") else ")"

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError
-from collectives.runtime.reference import DTYPES
+from collectives.runtime.dtypes import DTYPES, unsupported
 from collectives.runtime.shm import Buffer
 
 
@@ -88,7 +88,7 @@ def as_buffer(
         raise CollectiveError(f"this call runs on {names[0]}; the tensor is on {names[1]}")
     name = dtype_name(x)
     if name not in DTYPES:
-        raise CollectiveError(f"unsupported dtype {name}; choose from {', '.join(DTYPES)}")
+        raise unsupported(name)
     if not is_torch(x) and not isinstance(x, np.ndarray):
         return _cuda_buffer(x, written, name)
     strides = x.stride() if is_torch(x) else x.strides
@@ -200,8 +200,8 @@ def layout_of(shape: Any, dtype: Any) -> tuple[tuple[int, ...], str, int]:
         raise CollectiveError(f"a shape is made of integers >= 0, not {shape!r}")
     name = str(dtype).removeprefix("torch.") if _of_torch(dtype) else numpy_name(dtype)
     if name not in DTYPES or (name == "bfloat16" and not _of_torch(dtype)):
-        raise CollectiveError(f"unsupported dtype {name}; choose from {', '.join(DTYPES)}")
-    return dims, name, 2 if name == "bfloat16" else np.dtype(name).itemsize
+        raise unsupported(name)
+    return dims, name, DTYPES[name].size
 
 
 def shaped(raw: Any, dims: tuple[int, ...], name: str, dtype: Any) -> Any:
