@@ -177,10 +177,7 @@ def test_known_values() -> None:
     assert run("float16", "avg", h, [h], 2).tolist() == [float(h[0]), 2**-24]  # not through inf
 
 
-BYTES = (
-    np.array([0, 0, 1, 1, 2, 2, 4, 255], np.uint8),
-    np.array([0, 2, 0, 1, 0, 1, 8, 254], np.uint8),
-)
+BYTES = [[0, 0, 1, 1, 2, 2, 4, 255], [0, 2, 0, 1, 0, 1, 8, 254]]
 
 
 @pytest.mark.parametrize(
@@ -192,14 +189,14 @@ BYTES = (
     ],
 )
 def test_any_byte_but_0_is_true(ops: tuple[str, ...], want: list[int]) -> None:
-    a, b = (x.view(np.bool_) for x in BYTES)
+    a, b = (np.array(x, np.uint8).view(np.bool_) for x in BYTES)
     for op in ops:
         for got in (run("bool", op, a, [b], 1), reference.combine(a, [b], op)):
             assert got.view(np.uint8).tolist() == want, op
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_reference_refuses_what_no_dtype_has(dtype: str) -> None:
+def test_the_reference_refuses_an_op_that_the_dtype_does_not_take(dtype: str) -> None:
     x = np.zeros(2, storage(dtype))
     for op in OPS:
         if (dtype, op) not in CASES:
