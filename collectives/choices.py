@@ -41,6 +41,8 @@ class Choices:
         takes.
         """
         check_op(op, buffer.dtype, device)
+        if not isinstance(algorithm, str):
+            raise CollectiveError(f"algorithm must be a name, not {algorithm!r}")
         if algorithm != "auto" and self.order == "fixed":
             raise CollectiveError(
                 f"order='fixed' chooses the algorithm: do not ask for {algorithm}"

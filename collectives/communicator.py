@@ -81,7 +81,7 @@ class Communicator:
         `async_op` a `Work` is returned at once, and calls keep their order; on a GPU it goes
         beside the current stream, which `Work.wait` then makes wait for it. `out`, of the same
         shape and dtype (or a list of such), takes the result instead, and is returned; `x` then
-        stays as it is. `algorithm`: auto, or a name, to compare them; refused together with
+        stays as it is, unless `out` is `x`; they overlap in no other way. `algorithm`: auto, or a name, to compare them; refused together with
         order="fixed". Raises CollectiveError for bad input or calls that differ between ranks,
         CollectiveTimeout and CollectiveAborted where a peer does not come; on a GPU from a later
         call, `Work.wait` or `synchronize`.

@@ -95,7 +95,7 @@ def as_buffer(
     if written:
         _refuse_shared(tuple(x.shape), strides)
     if is_torch(x):
-        whole = x if x.is_contiguous() else x.contiguous()
+        whole = x if stands_in_order(x) else x.resolve_neg().contiguous()
         item = x.element_size()
         buffer = Buffer(whole.data_ptr(), whole.numel() * item, name, item, whole)
     else:
@@ -123,8 +123,8 @@ def _cuda_buffer(x: Any, written: bool, name: str) -> tuple[Buffer, Callable[[],
 
 def stands_in_order(x: Any) -> bool:
     """Whether a tensor's elements lie side by side, so that it is worked on where it lies."""
-    if is_torch(x):
-        return bool(x.is_contiguous())
+    if is_torch(x):  # of one with the negative bit, memory holds the negated values
+        return bool(x.is_contiguous() and not x.is_neg())
     if isinstance(x, np.ndarray):
         return bool(x.flags.c_contiguous)
     told = x.__cuda_array_interface__
