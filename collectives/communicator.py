@@ -80,11 +80,11 @@ class Communicator:
         sum is or, prod is and. On a GPU the call is enqueued on the current stream. With
         `async_op` a `Work` is returned at once, and calls keep their order; on a GPU it goes
         beside the current stream, which `Work.wait` then makes wait for it. `out`, of the same
-        shape and dtype (or a list of such), takes the result instead, and is returned; `x` then
-        stays as it is, unless `out` is `x`; they overlap in no other way. `algorithm`: auto, or a name, to compare them; refused together with
-        order="fixed". Raises CollectiveError for bad input or calls that differ between ranks,
-        CollectiveTimeout and CollectiveAborted where a peer does not come; on a GPU from a later
-        call, `Work.wait` or `synchronize`.
+        shape and dtype (or a list of such), takes the result instead, and is returned; it may be
+        `x`, but not overlap it otherwise: then `x` stays as it is. `algorithm`: auto, or a name, to
+        compare them; refused together with order="fixed". Raises CollectiveError for bad input or
+        calls that differ between ranks, CollectiveTimeout and CollectiveAborted where a peer does
+        not come; on a GPU from a later call, `Work.wait` or `synchronize`.
         """
         if isinstance(x, list | tuple):
             first = x[0] if x else None
