@@ -39,7 +39,8 @@ from collectives.planning.plan import Plan
 from collectives.planning.planner import candidates
 from collectives.runtime import reference
 from collectives.runtime.cuda import GpuRanks, lanes_of, virtual_ranks
-from collectives.runtime.reference import DTYPES, OPS, to_bfloat16
+from collectives.runtime.reference import to_bfloat16
+from kernels.dtypes import DTYPES, ops_of
 from topology import load
 
 MIB = 1 << 20
@@ -116,9 +117,10 @@ class Suite:
 
     def inputs(self, ranks: int, nbytes: int, dtype: str) -> list[np.ndarray]:
         rng = np.random.default_rng(nbytes)
-        n = nbytes // (2 if dtype == "bfloat16" else np.dtype(dtype).itemsize)
-        if "int" in dtype:
-            return [rng.integers(0, 100, n).astype(dtype) for _ in range(ranks)]
+        n, kind = nbytes // DTYPES[dtype].size, DTYPES[dtype].kind
+        if kind != "float":
+            below = 100 if kind == "int" else 2
+            return [rng.integers(0, below, n).astype(dtype) for _ in range(ranks)]
         made = [rng.standard_normal(n, np.float32) for _ in range(ranks)]
         return [to_bfloat16(x) if dtype == "bfloat16" else x.astype(dtype) for x in made]
 
@@ -174,9 +176,7 @@ class Suite:
         """Every dtype and op over lines and slots."""
         topology, done = load("mesh-3"), 0
         for dtype in DTYPES:
-            for op in OPS:
-                if op == "avg" and "int" in dtype:
-                    continue
+            for op in ops_of(dtype, gpu=True):
                 with virtual_ranks(self.device, 3) as ranks:
                     for nbytes in (8 * 331, 8 * 50_021):
                         plan = plan_allreduce(topology, nbytes, "overlapped_tree")

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 from zlib import crc32
 
+from collectives.aliasing import is_same, refuse_overlaps
 from collectives.calls import Calls
 from collectives.choices import Choices
 from collectives.errors import CollectiveError
@@ -57,7 +58,7 @@ class Place(Protocol):
 
 
 def into(
-    place: Place, kind: str, x: Any, op: str, root: Root = 0, algorithm: How = "auto",
+    place: Place, kind: str, x: Any, op: str, root: Any = 0, algorithm: How = "auto",
     out: Any = None,
 ) -> Any:  # fmt: skip
     """In place, or of `x` into an `out`, which is returned."""
@@ -65,11 +66,9 @@ def into(
         source = None
         if out is not None:
             source, _ = place.buffer(x, written=False)
-            out = room_for(x, tuple(x.shape), out)
+            out = _room(x, tuple(x.shape), out, lambda out: (x, out))
         buffer, done = place.buffer(x if out is None else out)
-        if source is not None:
-            _refuse_overlap(source, buffer)
-        request = place.request(kind, buffer, op, root, algorithm)
+        request = place.request(kind, buffer, op, _rank(place, root), algorithm)
     place.make(replace(request, source=source))
     done()
     return out
@@ -88,7 +87,9 @@ def queued(
     place.make(replace(request, layers=nbytes, arrivals=arrivals))
 
 
-def reduce(place: Place, x: Any, op: str, root: int, out: Any, how: How = "auto") -> Any:
+def reduce(place: Place, x: Any, op: str, root: Any, out: Any, how: How = "auto") -> Any:
+    with place.telling():
+        root = _rank(place, root)
     if place.rank == root:
         return into(place, "reduce", x, op, root, how, out)
     with place.telling():  # partial results must not reach the caller
@@ -102,8 +103,10 @@ def reduce(place: Place, x: Any, op: str, root: int, out: Any, how: How = "auto"
 def allgather(place: Place, x: Any, out: Any, counts: Any) -> Any:
     with place.telling():
         mine, _ = place.buffer(x, written=False)
+        in_place: Callable[[Any], tuple[Any, Any]]
         if counts is None:
             shape, sizes = (place.size, *x.shape), None
+            in_place = lambda out: (x, out[place.rank, ...])  # noqa: E731
         else:
             rows = _row_counts("counts", counts, place.size)
             row = _row_bytes(x, mine)
@@ -113,7 +116,9 @@ def allgather(place: Place, x: Any, out: Any, counts: Any) -> Any:
                     f"shape {tuple(x.shape)}"
                 )
             shape, sizes = (sum(rows), *x.shape[1:]), tuple(n * row for n in rows)
-        out = room_for(x, shape, out)
+            first = sum(rows[: place.rank])
+            in_place = lambda out: (x, out[first : first + len(x)])  # noqa: E731
+        out = _room(x, shape, out, in_place)
         whole, done = place.buffer(out)
         work = place.staged(whole)
         request = place.request("allgather", work, "sum", layout=_layout(sizes or ()))
@@ -130,7 +135,9 @@ def allgather(place: Place, x: Any, out: Any, counts: Any) -> Any:
 def reduce_scatter(place: Place, x: Any, op: str, out: Any) -> Any:
     with place.telling():
         buffer, _ = place.buffer(x, written=False)
-        out = room_for(x, (_share(place, "reduce_scatter", x), *x.shape[1:]), out)
+        rows = _share(place, "reduce_scatter", x)
+        own = slice(place.rank * rows, (place.rank + 1) * rows)
+        out = _room(x, (rows, *x.shape[1:]), out, lambda out: (x[own], out))
         mine, done = place.buffer(out)
         scratch = place.scratch(buffer, buffer.nbytes)
         request = place.request("reduce_scatter", scratch, op)
@@ -144,7 +151,7 @@ def alltoall(place: Place, x: Any, out: Any) -> Any:
     with place.telling():
         buffer, _ = place.buffer(x, written=False)
         block = _share(place, "alltoall", x) * (buffer.nbytes // max(1, x.shape[0]))
-        out = room_for(x, tuple(x.shape), out)
+        out = _room(x, tuple(x.shape), out, lambda out: (x, out))
         got, done = place.buffer(out)
         scratch = place.scratch(buffer, 2 * buffer.nbytes)
         request = place.request("alltoall", scratch, "sum")
@@ -255,6 +262,7 @@ def allreduce_list(place: Place, tensors: list[Any], op: str, algorithm: How, ou
         if len(names) > 1:
             raise CollectiveError(f"the tensors of one call need one dtype, not {names}")
         results = buffers if out is None else _results(place, tensors, out)
+        refuse_overlaps(*(([], tensors) if out is None else (tensors, out)))
         total = sum(b.nbytes for b, _ in buffers)
         first = buffers[0][0]
         like = Buffer(0, total, first.dtype, first.itemsize)
@@ -280,11 +288,21 @@ def _results(place: Place, tensors: list[Any], out: Any) -> list[tuple[Buffer, C
     return [place.buffer(room_for(x, tuple(x.shape), y)) for x, y in zip(tensors, out, strict=True)]
 
 
-def _refuse_overlap(source: Buffer, buffer: Buffer) -> None:
-    """All of it may be the same: that is in place."""
-    far = max(source.address, buffer.address) - min(source.address, buffer.address)
-    if 0 < far < buffer.nbytes:
-        raise CollectiveError("out overlaps the input: it must be the input or lie elsewhere")
+def _room(
+    x: Any, shape: tuple[int, ...], out: Any, in_place: Callable[[Any], tuple[Any, Any]]
+) -> Any:
+    """Where a result goes: `out`, or a new tensor. What is the same memory where a call is in
+    place, `in_place` takes from `x` and `out`; else these must lie apart."""
+    room = room_for(x, shape, out)
+    if out is not None and not is_same(*in_place(out)):
+        refuse_overlaps([x], [out])
+    return room
+
+
+def _rank(place: Place, root: Any) -> int:
+    if (number := integer(root)) is None:
+        raise CollectiveError(f"root {root!r} is not a rank; ranks are 0 to {place.size - 1}")
+    return number
 
 
 def _layout(sizes: Iterable[Any]) -> int:

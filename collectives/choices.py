@@ -11,7 +11,7 @@ from collectives.planning.plan import Plan
 from collectives.planning.planner import adopt, plan_collective, ranked
 from collectives.request import How, Request, algorithm_word
 from collectives.runtime.buffer import Buffer
-from collectives.runtime.reference import OPS
+from collectives.runtime.dtypes import check_op
 from topology import Topology
 
 Fits = Callable[[Plan], bool]
@@ -35,10 +35,7 @@ class Choices:
         layout: int = 0, device: str = "cpu", sizes: Sizes | None = None,
     ) -> Request:  # fmt: skip
         """What a rank is about to ask for. Raises CollectiveError where that makes no sense."""
-        if op not in OPS:
-            raise CollectiveError(f"unknown op {op!r}; choose from {', '.join(OPS)}")
-        if op == "avg" and "int" in buffer.dtype:
-            raise CollectiveError(f"avg is not defined for {buffer.dtype}; use sum")
+        check_op(op, buffer.dtype, device)
         algorithm_word(algorithm)
         if algorithm != "auto" and self.order == "fixed":
             raise CollectiveError(

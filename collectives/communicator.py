@@ -83,17 +83,18 @@ class Communicator:
         """Combine `x` over all ranks, in place; every rank ends with the same bits.
 
         `x`: a torch tensor, NumPy or CuPy array of any shape and size, or a list of them with one
-        dtype and device, which is one call. `op`: sum, avg, min, max or prod; avg is refused for
-        integers. 16-bit floats are combined in float32 and rounded once a hop; min and max
-        propagate NaN; integers wrap. On a GPU the call is enqueued on the current stream. With
+        dtype and device, which is one call. `op`: sum, min, max or prod; avg of floats; and, or or
+        xor of integers on the CPU. 16-bit floats are combined in float32 and rounded once a hop;
+        min and max propagate NaN; integers wrap. A bool takes all but avg (on a GPU xor neither):
+        sum is or, prod is and. On a GPU the call is enqueued on the current stream. With
         `async_op` a `Work` is returned at once, and calls keep their order; on a GPU it goes
         beside the current stream, which `Work.wait` then makes wait for it. `out`, of the same
-        shape and dtype (or a list of such), takes the result instead, and is returned; `x` then
-        stays as it is. `algorithm`: auto, a name, or a function that makes an `Algorithm` for a
-        topology, the same on all ranks; refused together with order="fixed". Raises
-        CollectiveError for bad input or calls that differ between ranks, CollectiveTimeout and
-        CollectiveAborted where a peer does not come; on a GPU from a later call, `Work.wait` or
-        `synchronize`.
+        shape and dtype (or a list of such), takes the result instead, and is returned; it may be
+        `x`, but not overlap it otherwise: then `x` stays as it is. `algorithm`: auto, a name, or a
+        function that makes an `Algorithm` for a topology, the same on all ranks; refused together
+        with order="fixed". Raises CollectiveError for bad input or calls that differ between ranks,
+        CollectiveTimeout and CollectiveAborted where a peer does not come; on a GPU from a later
+        call, `Work.wait` or `synchronize`.
         """
         if out is None and not async_op and self._again("allreduce", x, op, 0, algorithm):
             return None

@@ -16,8 +16,8 @@ from collectives.planning.others import OTHERS
 from collectives.planning.plan import Plan
 from collectives.runtime.arrivals import Arrivals
 from collectives.runtime.buffer import Buffer
+from collectives.runtime.dtypes import DTYPES, OPS
 from collectives.runtime.memory import Spot
-from collectives.runtime.reference import DTYPES, OPS
 from topology import Topology
 
 KINDS = (*COLLECTIVES, SENDRECV, "barrier", "refused", "exchange")
@@ -29,6 +29,7 @@ ORDER = 9
 """The word of a notice that counts calls on lanes."""
 DEVICES = ("cpu", "gpu")
 NAMES = tuple(dict.fromkeys(["auto", *ALGORITHMS, *(n for of in OTHERS.values() for n in of)]))
+_DTYPES, _OPS = tuple(DTYPES), tuple(OPS)
 NOTHING = Buffer(0, 0, "uint8", 1)
 _FUNCTION, _PLAN = 1 << 32, 1 << 33  # above the checksum of an algorithm that has no name
 
@@ -101,7 +102,7 @@ def notice(request: Request, settings: int = 0, order: int = 0) -> tuple[int, ..
     buffer, root = request.buffer, request.root
     place = root if isinstance(root, int) else crc32(repr(root).encode())
     return (
-        KINDS.index(request.kind), OPS.index(request.op), DTYPES.index(buffer.dtype),
+        KINDS.index(request.kind), _OPS.index(request.op), _DTYPES.index(buffer.dtype),
         buffer.nbytes // buffer.itemsize, place, algorithm_word(request.algorithm), settings,
         request.layout, DEVICES.index(request.device), order, *(request.spot or (-1, 0)),
     )  # fmt: skip
@@ -117,10 +118,10 @@ def words(notice: Sequence[int]) -> str:
     if asked == "exchange":
         asked = f"told of its {EXCHANGES[root]}"
     if asked == "allreduce":
-        asked += f"({count} x {DTYPES[dtype]}, {OPS[op]}, {how})"
+        asked += f"({count} x {_DTYPES[dtype]}, {_OPS[op]}, {how})"
     elif asked in (*COLLECTIVES, SENDRECV):
-        asked += f"({count} x {DTYPES[dtype]}"
-        asked += f", {OPS[op]}" if "reduce" in asked else ""
+        asked += f"({count} x {_DTYPES[dtype]}"
+        asked += f", {_OPS[op]}" if "reduce" in asked else ""
         if KINDS[kind] == SENDRECV:
             asked += f", pairs {root:08x}"
         asked += f", root {root})" if KINDS[kind] in ("broadcast", "reduce") else ")"

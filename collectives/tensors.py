@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError
 from collectives.runtime.buffer import Buffer
-from collectives.runtime.reference import DTYPES
+from collectives.runtime.dtypes import DTYPES, unsupported
 
 _NUMPY = {np.dtype(name): name for name in DTYPES if name != "bfloat16"}
 
@@ -109,14 +109,14 @@ def as_buffer(
         raise CollectiveError(f"this call runs on {names[0]}; the tensor is on {names[1]}")
     name = dtype_name(x)
     if name not in DTYPES:
-        raise CollectiveError(f"unsupported dtype {name}; choose from {', '.join(DTYPES)}")
+        raise unsupported(name)
     if not is_torch(x) and not isinstance(x, np.ndarray):
         return _cuda_buffer(x, written, name)
     strides = x.stride() if is_torch(x) else x.strides
     if written:
         _refuse_shared(tuple(x.shape), strides)
     if is_torch(x):
-        whole = x if x.is_contiguous() else x.contiguous()
+        whole = x if stands_in_order(x) else x.resolve_neg().contiguous()
         item = x.element_size()
         buffer = Buffer(whole.data_ptr(), whole.numel() * item, name, item, whole)
     else:
@@ -144,8 +144,8 @@ def _cuda_buffer(x: Any, written: bool, name: str) -> tuple[Buffer, Callable[[],
 
 def stands_in_order(x: Any) -> bool:
     """Whether a tensor's elements lie side by side, so that it is worked on where it lies."""
-    if is_torch(x):
-        return bool(x.is_contiguous())
+    if is_torch(x):  # of one with the negative bit, memory holds the negated values
+        return bool(x.is_contiguous() and not x.is_neg())
     if isinstance(x, np.ndarray):
         return bool(x.flags.c_contiguous)
     told = x.__cuda_array_interface__
@@ -221,8 +221,8 @@ def layout_of(shape: Any, dtype: Any) -> tuple[tuple[int, ...], str, int]:
         raise CollectiveError(f"a shape is made of integers >= 0, not {shape!r}")
     name = str(dtype).removeprefix("torch.") if _of_torch(dtype) else numpy_name(dtype)
     if name not in DTYPES or (name == "bfloat16" and not _of_torch(dtype)):
-        raise CollectiveError(f"unsupported dtype {name}; choose from {', '.join(DTYPES)}")
-    return dims, name, 2 if name == "bfloat16" else np.dtype(name).itemsize
+        raise unsupported(name)
+    return dims, name, DTYPES[name].size
 
 
 def shaped(raw: Any, dims: tuple[int, ...], name: str, dtype: Any) -> Any:

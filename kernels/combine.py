@@ -1,9 +1,10 @@
 """Combine a chunk with several others on the CPU: the arithmetic of REDUCE.
 
-One machine-code function for each (dtype, op), compiled at first use and cached on disk. Bytes
-moved: each operand read once and the result written once, in blocks that stay in the L1 cache;
-operands are added strictly in order. 16-bit floats are widened to float32, combined, and rounded
-once (to nearest even; subnormals are kept). No fast-math.
+One machine-code function for each way to combine a dtype, compiled at first use and cached on
+disk. Bytes moved: each operand read once and the result written once, in blocks that stay in the L1
+cache; operands are added strictly in order. 16-bit floats are widened to float32, combined, and
+rounded once (to nearest even; subnormals are kept). No fast-math. Any byte of a bool but 0 is True;
+results are 0 or 1.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from numba import carray, cfunc, njit, types
 
 from kernels.atomics import load, pointer
+from kernels.dtypes import DTYPES, step_of
 from kernels.halves import narrow_bfloat16, narrow_float16, widen_bfloat16, widen_float16
 
 BLOCK = 2048  # elements: with float32 three operands are 24 KiB, inside a 32 KiB L1 cache
@@ -23,13 +25,13 @@ SIGNATURE = types.void(*[types.int64] * 5, types.float64)
 
 
 # What a kernel closes over is numbers only: then its cached code is found again by other processes.
-SUM, PROD, MIN, MAX = range(4)
+SUM, PROD, MIN, MAX, AND, OR, XOR, ALL, ANY, ODD = range(10)
 FLOAT16, BFLOAT16 = range(2)
-_STEPS = {"sum": SUM, "avg": SUM, "prod": PROD, "min": MIN, "max": MAX}
+_STEPS = {
+    "sum": SUM, "prod": PROD, "min": MIN, "max": MAX, "and": AND, "or": OR, "xor": XOR,
+    "all": ALL, "any": ANY, "odd": ODD,
+}  # fmt: skip
 _HALVES = {"float16": FLOAT16, "bfloat16": BFLOAT16}
-_NATIVE: dict[str, Any] = {
-    name: getattr(np, name)(0) for name in ("float32", "float64", "int8", "uint8", "int32", "int64")
-}
 
 
 @njit(inline="always")
@@ -41,6 +43,21 @@ def _apply(step, a, b):
     if step == MIN:
         return b if (b < a or b != b) else a  # b != b: a NaN wins
     return b if (b > a or b != b) else a
+
+
+@njit(inline="always")
+def _join(step, a, b):
+    if step == AND:
+        return a & b
+    if step == OR:
+        return a | b
+    if step == XOR:
+        return a ^ b
+    if step == ALL:  # of bytes that are True where they are not 0, as the others below
+        return np.uint8((a != 0) & (b != 0))
+    if step == ANY:
+        return np.uint8((a | b) != 0)
+    return np.uint8((a != 0) ^ (b != 0))
 
 
 @njit(inline="always")
@@ -59,7 +76,8 @@ def _narrow(half, src, dst):
         narrow_bfloat16(src, dst)
 
 
-def _native(step: int, zero: Any, average: bool) -> Callable[..., None]:
+def _native(step: int, stored: str, average: bool) -> Callable[..., None]:
+    zero = np.dtype(stored).type(0)
     single = isinstance(zero, np.float32)
 
     def kernel(dst, table, m, ahead, n, divisor):
@@ -136,16 +154,28 @@ def _half(step: int, half: int, average: bool) -> Callable[..., None]:
     return kernel
 
 
+def _bits(step: int, stored: str) -> Callable[..., None]:
+    zero = np.dtype(stored).type(0)
+
+    def kernel(dst, table, m, ahead, n, divisor):  # the order of the operands makes no difference
+        own = carray(pointer(dst, zero), n)
+        for start in range(0, n, BLOCK):
+            stop = min(start + BLOCK, n)
+            a = own[start:stop]
+            for j in range(m):
+                b = carray(pointer(load(table + 8 * j), zero), n)[start:stop]
+                for i in range(a.size):
+                    a[i] = _join(step, a[i], b[i])
+
+    return kernel
+
+
 @cache
-def _compiled(dtype: str, op: str) -> Any:
-    step, average = _STEPS[op], op == "avg"
-    if dtype in _HALVES:
-        kernel = _half(step, _HALVES[dtype], average)
-    else:
-        kernel = _native(step, _NATIVE[dtype], average)
-    return cfunc(SIGNATURE, cache=True)(kernel)
+def _compiled(make: Callable[..., Callable[..., None]], *arguments: Any) -> Any:
+    return cfunc(SIGNATURE, cache=True)(make(*arguments))
 
 
+@cache
 def combine_address(dtype: str, op: str) -> int:
     """Address of `void(dst, table, m, ahead, n, divisor)`.
 
@@ -153,4 +183,11 @@ def combine_address(dtype: str, op: str) -> int:
     at `table`, in order, and divides by `divisor` where the op is "avg". The own elements stand
     behind the first `ahead` of them.
     """
-    return int(_compiled(dtype, op).address)
+    known, step, average = DTYPES[dtype], _STEPS[step_of(op, dtype)], op == "avg"
+    if step >= AND:  # bits have no sign: int8, uint8 and bool share functions
+        made = _compiled(_bits, step, f"u{known.size}")
+    elif dtype in _HALVES:
+        made = _compiled(_half, step, _HALVES[dtype], average)
+    else:
+        made = _compiled(_native, step, known.stored, average)
+    return int(made.address)

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from kernels.device import CudaDevice
-from kernels.source import ELEMENTS, PLAIN, THREADS
+from kernels.dtypes import DTYPES
+from kernels.source import PLAIN, THREADS
 
 Words = tuple[str, ...]
 
@@ -57,9 +58,9 @@ def grid(gpu: Gpu, n: int, least: int, unit: int) -> tuple[int, int]:
     return blocks, -(-n // (blocks * unit)) * unit
 
 
-def element(dtype: str) -> Words:
-    """Options for a kernel of one dtype."""
-    return (f"-DELEMENT={ELEMENTS[dtype]}",)
+def element(dtype: str, name: str = "ELEMENT") -> Words:
+    """Options for a kernel of one dtype, which its source calls by that name."""
+    return (f"-D{name}={DTYPES[dtype].element}",)
 
 
 def struct(dtype: np.dtype, **fields: Any) -> np.ndarray:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernels.gpu import Gpu, element, fields, grid, struct
-from kernels.source import ELEMENTS
 
 SORT = fields(
     ("u8", "indices keys order keys_out order_out counts told run unique n limit chunk"),
@@ -34,7 +33,7 @@ def sort(gpu: Gpu, indices: Any, dtype: str, n: int, limit: int) -> Sorted | int
     `limit` - 1. Waits for the GPU once, as only it knows the number of runs."""
     wide = limit > 1 << 32
     key, stored = ("u64", "int64") if wide else ("u32", "int32")
-    words = (f"-DINDEX={ELEMENTS[dtype]}", f"-DKEY={key}")
+    words = (*element(dtype, "INDEX"), f"-DKEY={key}")
     blocks, chunk = grid(gpu, n, 4 * gpu.threads, gpu.threads)
     pairs = [(gpu.empty(n, stored), gpu.empty(n, "int32")) for _ in range(2)]
     counts, told = gpu.empty(_RADIX * blocks, "int32"), gpu.full(2, "int64", n)
@@ -80,7 +79,7 @@ def add(
         table=0 if table is None else gpu.address(table), head=gpu.address(head),
         tail=gpu.address(tail), n=rows.n, width=width,
     )  # fmt: skip
-    words = (*element(dtype), f"-DINDEX={ELEMENTS[index]}")
+    words = (*element(dtype), *element(index, "INDEX"))
     blocks = max(1, min(16 * gpu.blocks, -(-windows * width // gpu.threads)))
     gpu.launch("rows.cu", "windows", words, argument, blocks)
     gpu.launch("rows.cu", "join", words, argument, blocks)

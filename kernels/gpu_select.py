@@ -6,7 +6,6 @@ from typing import Any
 
 from kernels.checks import index_type
 from kernels.gpu import Gpu, element, fields, grid, struct
-from kernels.source import ELEMENTS
 from kernels.topk import SAMPLE, rank_of
 
 SELECT = fields(
@@ -80,7 +79,7 @@ def merge(gpu: Gpu, a: Pair, b: Pair, sizes: tuple[int, int], dtype: str) -> Pai
         MERGE, **dict(zip(MERGE.names or (), where, strict=False)), counts=gpu.address(counts),
         told=gpu.address(told), num_a=sizes[0], num_b=sizes[1], chunk=chunk,
     )  # fmt: skip
-    words = (f"-DINDEX={ELEMENTS[dtype]}",)
+    words = element(dtype, "INDEX")
     for name in ("place", "heads", "unite"):
         gpu.launch("merge.cu", name, words, argument, blocks)
     unique, first, second = gpu.read(told).tolist()
@@ -99,5 +98,5 @@ def part(
         PART, **dict(zip(PART.names or (), where, strict=False)), number=number, kept=kept
     )
     blocks, _ = grid(gpu, number, gpu.threads, gpu.threads)
-    gpu.launch("merge.cu", "part", (f"-DINDEX={ELEMENTS[dtype]}",), argument, blocks)
+    gpu.launch("merge.cu", "part", element(dtype, "INDEX"), argument, blocks)
     return sides[0], sides[1]

@@ -5,11 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-ELEMENTS = {
-    "float32": "float", "float64": "double", "float16": "float16", "bfloat16": "bfloat16",
-    "int8": "signed char", "uint8": "u8", "int32": "int", "int64": "i64",
-}  # fmt: skip
-OPS = {"sum": "sum", "avg": "sum", "min": "min_", "max": "max_", "prod": "prod"}
+from kernels.dtypes import DTYPES, REDUCTIONS, step_of
+
 THREADS = 512
 """Of a block; of the plan interpreter fewer, so that more streams are resident at once."""
 
@@ -39,4 +36,5 @@ PLAIN = ("--std=c++17", "--fmad=false")
 
 def options(dtype: str, op: str) -> tuple[str, ...]:
     """Those of the plan interpreter for one (dtype, op)."""
-    return (*PLAIN, f"-DELEMENT={ELEMENTS[dtype]}", f"-DOP={OPS[op]}", f"-DTHREADS={PLAN_THREADS}")
+    element, reduction = DTYPES[dtype].element, REDUCTIONS[step_of(op, dtype)]
+    return (*PLAIN, f"-DELEMENT={element}", f"-DOP={reduction}", f"-DTHREADS={PLAN_THREADS}")

@@ -11,13 +11,9 @@ from numpy.typing import NDArray
 from collectives.errors import CollectiveError
 from collectives.planning.plan import Op, Plan
 from collectives.planning.walk import Visit, walk
+from collectives.runtime.dtypes import check_op, step_of
 
 Array = NDArray[Any]
-
-OPS = ("sum", "avg", "min", "max", "prod")
-DTYPES = (
-    "float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64",
-)  # fmt: skip
 
 
 def run(
@@ -31,9 +27,9 @@ def run(
 
     The named connections in plan order, the own value before them (or behind the first `ahead`).
     16-bit floats are combined in float32 and rounded once for each REDUCE; integers wrap; min and
-    max propagate NaN; avg divides in the REDUCE that completes a chunk. With `bfloat16` the
-    arrays are uint16 bit patterns. `seed` picks another legal order of steps. Raises
-    CollectiveError.
+    max propagate NaN; avg divides in the REDUCE that completes a chunk. Any byte of a bool but 0
+    is True; what is combined is 0 or 1. With `bfloat16` the arrays are uint16 bit patterns. `seed`
+    picks another legal order of steps. Raises CollectiveError.
     """
     if len(inputs) != plan.size:
         raise CollectiveError(f"the plan is for {plan.size} ranks, not {len(inputs)} inputs")
@@ -83,7 +79,9 @@ def _max(a: Array, b: Array) -> Array:
 
 
 _STEPS: dict[str, Callable[[Array, Array], Array]] = {
-    "sum": np.add, "avg": np.add, "prod": np.multiply, "min": _min, "max": _max,
+    "sum": np.add, "prod": np.multiply, "min": _min, "max": _max,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+    "any": np.logical_or, "all": np.logical_and, "odd": np.logical_xor,
 }  # fmt: skip
 
 
@@ -91,16 +89,14 @@ def combine(
     own: Array, others: Sequence[Array], op: str, divisor: int = 1, bfloat16: bool = False
 ) -> Array:
     """One REDUCE: `own` combined with `others` in order, then divided, then rounded once."""
-    if op not in OPS:
-        raise CollectiveError(f"unknown op {op!r}; choose from {', '.join(OPS)}")
-    step = _STEPS[op]
     dtype = own.dtype
+    name = "bfloat16" if bfloat16 else str(dtype)
+    check_op(op, name)
+    step = _STEPS[step_of(op, name)]
     total = _widen(own, bfloat16)
     for other in others:
         total = step(total, _widen(other, bfloat16))
     if divisor != 1:
-        if dtype.kind in "iu" and not bfloat16:
-            raise CollectiveError(f"avg is not defined for {dtype}; use sum")
         total = total / total.dtype.type(divisor)
     if bfloat16:
         return to_bfloat16(total)
@@ -110,6 +106,8 @@ def combine(
 def _widen(x: Array, bfloat16: bool) -> Array:
     if bfloat16:
         return from_bfloat16(x)
+    if x.dtype == np.bool_:
+        return np.not_equal(x.view(np.uint8), 0)
     return x.astype(np.float32) if x.dtype == np.float16 else x
 
 

@@ -95,8 +95,9 @@ def simulate(plan: Plan, topology: Topology, nbytes: int, alpha_s: float | None 
     i mod lanes, first come first served (a switch's port is one lane, as wide as all its links).
     A send to several connections starts on each as that one is free and holds its stream until the
     last is over; it crosses a link into common memory once (`Link.stores`) and any other link once
-    for each. Signals and arithmetic take no time. Deterministic; long plans, and
-    all where Numba is loaded, are carried out by machine code, to the same bits. `alpha_s` stands in for the links' latencies.
+    for each. Signals and arithmetic take no time. Deterministic. Long plans
+    are carried out by machine code, and all where Numba is loaded, to the same bits.
+    `alpha_s` stands in for the links' latencies.
     Raises PlanError where the plan hangs or the topology lacks a link.
     """
     if nbytes < 0:

@@ -118,4 +118,4 @@ class HostBackend:
 
 
 def _numpy(x: Any) -> NDArray[Any]:
-    return np.asarray(x.detach().numpy() if is_torch(x) else x)
+    return np.asarray(x.detach().resolve_neg().numpy() if is_torch(x) else x)

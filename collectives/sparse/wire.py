@@ -8,13 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.planning.merging import INDEX
+from collectives.runtime.dtypes import DTYPES
 from collectives.runtime.reference import from_bfloat16, to_bfloat16
 
 Vector = tuple[NDArray[np.float32], NDArray[np.int32]]
 """(values, indices), ascending; values of a 16-bit wire are such as it can carry."""
-
-ITEMS = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes of a value."""
 
 HEAD = 8
 """Bytes before the entries of a message: how many these are."""
@@ -29,7 +27,7 @@ class Wire:
     @property
     def item(self) -> int:
         """Bytes of a value."""
-        return ITEMS[self.dtype]
+        return DTYPES[self.dtype].size
 
     @property
     def entry(self) -> int:
@@ -67,7 +65,7 @@ class Wire:
 
     @property
     def _stored(self) -> str:
-        return "uint16" if self.dtype == "bfloat16" else self.dtype
+        return DTYPES[self.dtype].stored
 
     def _narrow(self, values: NDArray[np.float32]) -> NDArray[np.generic]:
         if self.dtype == "bfloat16":

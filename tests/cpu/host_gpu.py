@@ -25,14 +25,21 @@ from collectives.planning.fuse import fused
 from collectives.planning.plan import Plan
 from collectives.runtime import program
 from collectives.runtime.program import CURSOR, GROUP, LINE, REPORT, Shape, place_of
-from collectives.runtime.reference import DTYPES
+from kernels.dtypes import DTYPES, REDUCTIONS, step_of
 
 ROOT = Path(__file__).parents[2]
 SHIM = Path(__file__).parent / "shim"
-OPS = {"sum": 0, "avg": 0, "min": 1, "max": 2, "prod": 3}
+ELEMENTS = list(dict.fromkeys(dtype.element for dtype in DTYPES.values()))
+FUNCTORS = ["sum", "min_", "max_", "prod"]
 COMPILER = os.environ.get("CXX") or shutil.which("g++")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler (g++, or CXX)")
 BROKEN = 99  # what a sanitizer exits with
+
+
+def kernel_number(dtype: str, op: str) -> tuple[int, int]:
+    """Where `shim/table.h` has the plan interpreter for that."""
+    place = ELEMENTS.index(DTYPES[dtype].element)
+    return place, FUNCTORS.index(REDUCTIONS[step_of(op, dtype)])
 
 
 @cache
@@ -166,7 +173,7 @@ class HostDevice:
         self.launches.append((stream, blocks))
         self.done.append(("launch", 0, stream))
         copy = launch.copy()
-        arguments = (DTYPES.index(dtype), OPS[op], ctypes.c_void_p(copy.ctypes.data), blocks)
+        arguments = (*kernel_number(dtype, op), ctypes.c_void_p(copy.ctypes.data), blocks)
         self._enqueue(stream, lambda: (copy, self._library.launch(*arguments, self.threads)))
 
     def load_check(self) -> None:
@@ -413,7 +420,7 @@ class HostGpu:
         )  # fmt: skip
         at = self.image.add(launch, ("groups", "abort", "finals", "buffers", "inputs"))
         blocks = len(chosen) * self.shape.lanes
-        kernel = (DTYPES.index(dtype), OPS[op])
+        kernel = kernel_number(dtype, op)
         self.image.launches.append(((at >> 40) - 1, blocks, self.threads, *kernel))
         return [(b >> 40) - 1 for b in buffers]
 

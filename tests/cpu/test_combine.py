@@ -7,18 +7,19 @@ import ctypes
 import numpy as np
 import pytest
 
+from collectives import CollectiveError
 from collectives.runtime import reference
-from collectives.runtime.reference import DTYPES, OPS
 from kernels.combine import combine_address
+from kernels.dtypes import DTYPES, OPS, ops_of
 
 LENGTHS = (0, 1, 7, 2047, 2048, 2049, 5003)
 FLOATS = ("float32", "float64", "float16", "bfloat16")
-CASES = [(d, op) for d in DTYPES for op in OPS if op != "avg" or d in FLOATS]
+CASES = [(d, op) for d in DTYPES for op in ops_of(d)]
 KERNEL = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5, ctypes.c_double)
 
 
 def storage(dtype: str) -> np.dtype:
-    return np.dtype("uint16" if dtype == "bfloat16" else dtype)
+    return np.dtype(DTYPES[dtype].stored)
 
 
 def placed(x: np.ndarray, shift: int) -> np.ndarray:
@@ -52,12 +53,9 @@ def run(
     return dst.copy()
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int32"])
+@pytest.mark.parametrize(("dtype", "op"), [c for c in CASES if c[0] in (*FLOATS, "int32", "bool")])
 def test_the_own_value_may_stand_anywhere(dtype: str, op: str) -> None:
     """Behind any number of the others; min and max tell zeros of both signs by their order."""
-    if dtype == "int32" and op == "avg":
-        return
     rng = np.random.default_rng(3)
     zeros = np.array([0.0, -0.0, 2.0, -3.0], np.float16)
     bits = np.array([0, 0x8000, 0x4000, 0xC040], np.uint16)
@@ -72,7 +70,7 @@ def test_the_own_value_may_stand_anywhere(dtype: str, op: str) -> None:
             want = reference.combine(values[0], values[1:], op, divisor, dtype == "bfloat16")
             assert_same(got, want, dtype)
             results.add(got.tobytes())
-        if op in ("min", "max") and dtype != "int32":
+        if op in ("min", "max") and dtype in FLOATS:
             assert len(results) > 1, "the order would not be seen"
 
 
@@ -105,6 +103,8 @@ def random_bits(rng: np.random.Generator, dtype: str, n: int) -> np.ndarray:
 
 def tame(rng: np.random.Generator, dtype: str, n: int) -> np.ndarray:
     """Values near one another, so that sums round and do not overflow."""
+    if dtype == "bool":
+        return rng.integers(0, 2, n).astype(bool)
     if dtype not in FLOATS:
         return random_bits(rng, dtype, n)
     x = rng.standard_normal(n)
@@ -124,7 +124,7 @@ def test_every_length_and_number_of_operands(dtype: str, op: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", ops_of("float16"))
 def test_all_16_bit_patterns(dtype: str, op: str) -> None:
     every = np.arange(1 << 16, dtype=np.uint16)
     rng = np.random.default_rng(5)
@@ -164,6 +164,9 @@ def test_known_values() -> None:
     assert run("uint8", "max", u8, [np.array([1, 200], np.uint8)], 1).tolist() == [255, 200]
     big = np.array([2**62], np.int64)
     assert run("int64", "sum", big, [big], 1).tolist() == [-(2**63)]
+    a, b = np.array([0b1100, -1], np.int8), np.array([0b1010, 0x55], np.int8)
+    for op, want in (("and", [8, 0x55]), ("or", [14, -1]), ("xor", [6, ~0x55])):
+        assert run("int8", op, a, [b], 1).tolist() == want
     nan, inf = np.nan, np.inf
     x, y = np.array([nan, 1, inf, -inf], np.float32), np.array([0, nan, 1, 1], np.float32)
     for op, want in (("min", [nan, nan, 1, -inf]), ("max", [nan, nan, inf, 1])):
@@ -172,3 +175,30 @@ def test_known_values() -> None:
     got = run("float16", "sum", h, [h], 1)
     assert got.tolist() == [inf, 2**-23]
     assert run("float16", "avg", h, [h], 2).tolist() == [float(h[0]), 2**-24]  # not through inf
+
+
+BYTES = [[0, 0, 1, 1, 2, 2, 4, 255], [0, 2, 0, 1, 0, 1, 8, 254]]
+
+
+@pytest.mark.parametrize(
+    ("ops", "want"),
+    [
+        (("sum", "max", "or"), [0, 1, 1, 1, 1, 1, 1, 1]),
+        (("prod", "min", "and"), [0, 0, 0, 1, 0, 1, 1, 1]),
+        (("xor",), [0, 1, 1, 0, 1, 0, 0, 0]),
+    ],
+)
+def test_any_byte_but_0_is_true(ops: tuple[str, ...], want: list[int]) -> None:
+    a, b = (np.array(x, np.uint8).view(np.bool_) for x in BYTES)
+    for op in ops:
+        for got in (run("bool", op, a, [b], 1), reference.combine(a, [b], op)):
+            assert got.view(np.uint8).tolist() == want, op
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_reference_refuses_an_op_that_the_dtype_does_not_take(dtype: str) -> None:
+    x = np.zeros(2, storage(dtype))
+    for op in OPS:
+        if (dtype, op) not in CASES:
+            with pytest.raises(CollectiveError, match=f"{op} is not defined for {dtype}; choose"):
+                reference.combine(x, [x], op, 2, dtype == "bfloat16")

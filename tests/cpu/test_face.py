@@ -17,10 +17,13 @@ import torch
 import collectives
 from collectives import CollectiveError
 from collectives.default import get_default
+from kernels.dtypes import OPS, ops_of
 
 ROOT = Path(__file__).parents[2]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16,
-          torch.int8, torch.uint8, torch.int32, torch.int64]  # fmt: skip
+          torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool]  # fmt: skip
+FUNCTIONS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum,
+             "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}  # fmt: skip
 
 
 def error_of(call: Any, *args: Any, **kwargs: Any) -> str:
@@ -35,6 +38,12 @@ def _every_dtype(rank: int) -> None:
     comm = get_default()
     size = comm.size
     for dtype in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        for op in OPS.keys() - ops_of(name):
+            said = error_of(comm.allreduce, torch.ones(2, dtype=dtype), op)
+            assert said == f"{op} is not defined for {name}; choose from {', '.join(ops_of(name))}"
+        if not dtype.is_floating_point:
+            continue
         for op, want in {
             "sum": sum(range(1, size + 1)),
             "max": size,
@@ -44,14 +53,28 @@ def _every_dtype(rank: int) -> None:
         }.items():
             for count in (0, 1, 257):
                 x = torch.full((count,), rank + 1, dtype=dtype)
-                if op == "avg" and not dtype.is_floating_point:
-                    assert "avg is not defined for" in error_of(comm.allreduce, x, op)
-                    continue
                 comm.allreduce(x, op)
                 assert (x == torch.tensor(want).to(dtype)).all(), (dtype, op, count)
+    for dtype in ("int8", "uint8", "int32", "int64", "bool"):
+        for count in (0, 1, 257, 40_003):
+            parts = [anything(r, count, dtype) for r in range(size)]
+            for op in ops_of(dtype):
+                x = parts[rank].copy()
+                comm.allreduce(torch.from_numpy(x) if count == 257 else x, op)
+                want = FUNCTIONS[op].reduce(parts, dtype=dtype)
+                assert x.tobytes() == want.tobytes(), (dtype, op, count)
 
 
-@pytest.mark.parametrize("size", [1, 3, 5])
+def anything(rank: int, count: int, dtype: str) -> np.ndarray:
+    """Any integers, of which sums wrap; of a bool True in two of three places."""
+    rng = np.random.default_rng([rank, count])
+    if dtype == "bool":
+        return rng.integers(0, 3, count) > 0
+    info = np.iinfo(dtype)
+    return rng.integers(info.min, info.max, count, dtype, endpoint=True)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_every_dtype_and_op(size: int) -> None:
     collectives.spawn(_every_dtype, size)
 

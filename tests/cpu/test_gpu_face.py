@@ -18,7 +18,7 @@ from topology import load
 
 pytestmark = needs_compiler
 
-DTYPES = ("float32", "float64", "float16", "int8", "uint8", "int32", "int64")
+DTYPES = ("float32", "float64", "float16", "int8", "uint8", "int32", "int64", "bool")
 
 
 def values(rank: int, n: int, dtype: str = "float32") -> np.ndarray:
@@ -95,11 +95,18 @@ def test_every_collective(mode: str, size: int, machine: Machine) -> None:
 def every_dtype(rank: int, size: int) -> None:
     for dtype in DTYPES:
         for n in (0, 1, 331, 30_011):
-            x = tensor(values(rank, n, dtype))
+            x = tensor(values(rank, n, dtype), dtype)
             collectives.allreduce(x)
             get_default().synchronize()
             want = np.sum([values(r, n, dtype) for r in range(size)], axis=0, dtype=dtype)
             assert x.array.tolist() == want.tolist(), (dtype, n)
+    for op in ("sum", "or", "max", "prod", "and", "min"):
+        for true in range(size + 1):  # on so many ranks
+            want = true > 0 if op in ("sum", "or", "max") else true == size
+            x = tensor([rank < true] * 2, "bool")
+            collectives.allreduce(x, op)
+            get_default().synchronize()
+            assert x.array.tolist() == [want] * 2, (op, true)
 
 
 @pytest.mark.parametrize("mode", ["threads on one GPU", "a process a GPU"])
@@ -228,6 +235,9 @@ def refused(rank: int) -> list[str]:
         what_is_said(lambda: comm.allgather(x, out=np.ones((2, 4), np.float32))),
         what_is_said(lambda: comm.alltoall(tensor([1.0] * 5))),
         what_is_said(lambda: comm.allreduce(HostTensor(np.ones(4, np.float32), device=3))),
+        what_is_said(lambda: comm.allreduce(tensor([1], "int32"), op="and")),
+        what_is_said(lambda: comm.reduce(tensor([True], "bool"), op="xor")),
+        what_is_said(lambda: comm.allreduce(x, op="or")),
     ]
     comm.allreduce(x)
     comm.synchronize()
@@ -241,15 +251,19 @@ def test_bad_input_is_refused_and_leaves_the_ranks_in_step(mode: str, machine: M
         assert said == [
             "this call runs on GPU 0; the tensor is on the CPU",
             "unsupported dtype complex64; choose from float32, float64, float16, bfloat16, int8, "
-            "uint8, int32, int64",
+            "uint8, int32, int64, bool",
             "the array is read-only; a collective writes its result into it",
             "a contiguous array is needed, not one of strides (8,)",
-            "unknown op 'mean'; choose from sum, avg, min, max, prod",
+            "unknown op 'mean'; choose from sum, avg, min, max, prod, and, or, xor",
             "out is needed for results of type HostTensor",
             "this call runs on GPU 0; the tensor is on the CPU",
             "alltoall deals out rows over 2 ranks: the first dimension must be a multiple of that, "
             "not of shape (5,)",
             f"rank {rank} runs on GPU 0; the tensor is on GPU 3",
+            "and of int32 runs on CPU tensors only; on GPUs choose from sum, min, max, prod",
+            "xor of bool runs on CPU tensors only; on GPUs choose from sum, min, max, prod, and, "
+            "or",
+            "or is not defined for float32; choose from sum, avg, min, max, prod",
         ]
 
 

@@ -26,7 +26,7 @@ import kernels
 from collectives.sparse.wire import Wire
 from kernels import gpu, gpu_entries, gpu_rows, gpu_select, topk
 from kernels.gpu_face import Calls
-from kernels.source import ELEMENTS, PLAIN, source
+from kernels.source import PLAIN, source
 
 pytestmark = needs_compiler
 GRIDS = [(1, 1), (4, 3), (7, 2), (32, 2)]  # (threads, blocks)
@@ -261,10 +261,10 @@ def test_structs_are_those_of_the_device(file: str) -> None:
 CASES = [
     *((file, gpu.element(d))
       for file in ("select.cu", "entries.cu") for d in ("float32", "float16", "bfloat16")),
-    *(("rows.cu", (*gpu.element(d), f"-DINDEX={ELEMENTS[i]}"))
+    *(("rows.cu", (*gpu.element(d), *gpu.element(i, "INDEX")))
       for d in ("float32", "float16", "bfloat16") for i in ("int32", "int64")),
-    *(("merge.cu", (f"-DINDEX={ELEMENTS[i]}",)) for i in ("int32", "int64")),
-    *(("sort.cu", (f"-DINDEX={ELEMENTS[i]}", f"-DKEY={k}"))
+    *(("merge.cu", gpu.element(i, "INDEX")) for i in ("int32", "int64")),
+    *(("sort.cu", (*gpu.element(i, "INDEX"), f"-DKEY={k}"))
       for i in ("int32", "int64") for k in ("u32", "u64")),
 ]  # fmt: skip
 

@@ -19,11 +19,12 @@ import pytest
 from nvrtc import Compiled, Nvrtc
 
 from kernels.compile import cubin
-from kernels.source import ELEMENTS, OPS, PLAIN, PLAN_THREADS, options, source
+from kernels.dtypes import DTYPES, ops_of
+from kernels.source import PLAIN, PLAN_THREADS, options, source
 
 RECORD = Path(__file__).parents[1] / "golden" / "plan.cu.registers.json"
 ARCHITECTURES = (70, 80, 90)
-KERNELS = [(d, o) for d, o in product(ELEMENTS, OPS) if o != "avg"]  # which is a sum
+KERNELS = [*product((d for d in DTYPES if d != "bool"), ("sum", "min", "max", "prod"))]
 REGISTERS = 65536  # of a multiprocessor
 
 
@@ -77,6 +78,14 @@ def test_the_check_of_a_queue(architecture: int) -> None:
     # beside a resident block of the plan interpreter on the same multiprocessor
     assert kernel.registers <= 32
     assert "ld.acquire.sys.global.u32" in kernel.ptx and "st.release.sys.global.u32" in kernel.ptx
+
+
+def test_whatever_runs_on_gpus_runs_by_one_of_these_kernels() -> None:
+    """A bool is a byte, 0 or 1; no bits are combined otherwise."""
+    made = {options(*kernel) for kernel in KERNELS}
+    assert {options(d, op) for d in DTYPES for op in ops_of(d, gpu=True)} == made
+    assert options("bool", "sum") == options("bool", "or") == options("uint8", "max")
+    assert options("bool", "prod") == options("bool", "and") == options("uint8", "min")
 
 
 def test_a_faulty_source_is_refused() -> None:

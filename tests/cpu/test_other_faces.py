@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,8 @@ def combined(parts: list[torch.Tensor], op: str) -> torch.Tensor:
     every, dtype = torch.stack(parts), parts[0].dtype
     if op in ("min", "max"):
         return every.amin(0) if op == "min" else every.amax(0)
+    if op == "xor":
+        return functools.reduce(torch.bitwise_xor, parts)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     total = every.to(wide).sum(0)
     return (total / len(parts) if op == "avg" else total).to(dtype)
@@ -86,6 +89,8 @@ def _every_dtype(rank: int) -> None:
     comm = get_default()
     for dtype in DTYPES:
         ops = ("sum", "min", "max", *(("avg",) if dtype.is_floating_point else ()))
+        if dtype == torch.bool:
+            ops = ("sum", "xor")
         for shape in shapes(comm.size):
             check_all(comm, lambda x: x, shape, dtype, ops)
             if dtype != torch.bfloat16:  # which NumPy has not

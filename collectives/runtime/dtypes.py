@@ -1,0 +1,26 @@
+"""Which dtypes and ops the collectives take."""
+
+from __future__ import annotations
+
+from collectives.errors import CollectiveError
+from kernels.dtypes import DTYPES, OPS, REDUCTIONS, ops_of, step_of
+
+__all__ = ["DTYPES", "OPS", "check_op", "step_of", "unsupported"]
+
+
+def unsupported(dtype: str) -> CollectiveError:
+    return CollectiveError(f"unsupported dtype {dtype}; choose from {', '.join(DTYPES)}")
+
+
+def check_op(op: object, dtype: str, device: str = "cpu") -> None:
+    """Raise CollectiveError unless `op` combines tensors of `dtype` on a "cpu" or "gpu"."""
+    if not isinstance(op, str) or op not in OPS:
+        raise CollectiveError(f"unknown op {op!r}; choose from {', '.join(OPS)}")
+    if DTYPES[dtype].kind not in OPS[op]:
+        able = ", ".join(ops_of(dtype))
+        raise CollectiveError(f"{op} is not defined for {dtype}; choose from {able}")
+    if device == "gpu" and step_of(op, dtype) not in REDUCTIONS:
+        able = ", ".join(ops_of(dtype, gpu=True))
+        raise CollectiveError(
+            f"{op} of {dtype} runs on CPU tensors only; on GPUs choose from {able}"
+        )
