@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 
 from collectives.errors import PlanError
-from collectives.planning.form import check_form, check_links, repeats
+from collectives.planning.form import MOST_WALKED, check_form, check_links, repeats
 from collectives.planning.goals import goal, start
-from collectives.planning.plan import Op, Plan, pushed
-from collectives.planning.touches import place, pushes
+from collectives.planning.plan import Op, Plan
+from collectives.planning.touches import origins, place, pushed, pushes
 from collectives.planning.walk import Visit, walk
 from topology import Topology
 
@@ -44,18 +44,31 @@ def verify(plan: Plan, topology: Topology, expand: bool = False) -> None:
     """
     check_form(plan)
     check_links(plan, topology)
-    _Proof(plan if expand else shortened(plan)).run()
+    prove(plan, expand)
 
 
-def prove(plan: Plan) -> None:
+def prove(plan: Plan, expand: bool = False) -> None:
     """`verify` of a plan whose connections are known to be right."""
-    _Proof(shortened(plan)).run()
+    _Proof(plan if expand else shortened(plan)).run()
+    if plan.num_chunks < plan.stride:  # what looks at a whole group relies on it
+        _Proof(plan.with_chunks(plan.stride)).run()
 
 
 def shortened(plan: Plan) -> Plan:
-    """The plan on the fewest chunks that prove it for all (see `verify`)."""
+    """The plan on the fewest chunks that prove it for all (see `verify`).
+
+    Raises PlanError where there is no short form and the plan is too long to be walked in full.
+    """
     enough = plan.stride * (plan.slots + 2)
-    if plan.num_chunks <= enough + plan.stride or not repeats(plan):
+    if plan.num_chunks <= enough + plan.stride:
+        return plan
+    if not repeats(plan):
+        steps = plan.groups * sum(len(body) for s in plan.streams for body in s.phases)
+        if steps > MOST_WALKED:
+            raise PlanError(
+                "groups whose signals and waits do not pair within each are proved one by one: "
+                f"at most {MOST_WALKED} steps in all, not {steps}"
+            )
         return plan
     return plan.with_chunks(enough + (plan.num_chunks - enough) % plan.stride)
 
@@ -111,6 +124,7 @@ class _Proof:
     def __init__(self, plan: Plan, direct: bool = False, pushing: bool = False) -> None:
         self.plan, self.direct = plan, direct
         self.pushed = pushed(plan) if direct else []
+        self.origins = origins(plan) if direct else {}
         self.pushes = pushes(plan) if pushing else frozenset()
         size, n = plan.size, len(plan.connections)
         self.everyone = (1 << size) - 1
@@ -211,6 +225,8 @@ class _Proof:
             self.races.append(f"{visit} combines what its sender writes over the own chunk")
         if self.direct and self.pushed[index] < 0:
             cell, version = self.origin[index, number]
+            if cell[0] != self.origins[index]:
+                self.races.append(f"{visit} reads {cell} over a connection of several ranks' data")
             self.touch(cell, visit, write=False)
             if (now := self.writer(cell)) != version:
                 self.races.append(f"{visit} reads {cell} after it was written by: {now[1]}")

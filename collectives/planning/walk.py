@@ -34,7 +34,9 @@ _OnSync = Callable[[int, int, Op, int, bool], None]
 class _Walk:
     """The counters of all connections, and the step at which each stream stands."""
 
-    def __init__(self, plan: Plan, visit: _OnMove, sync: _OnSync | None, pick: random.Random | None) -> None:
+    def __init__(
+        self, plan: Plan, visit: _OnMove, sync: _OnSync | None, pick: random.Random | None
+    ) -> None:
         self.plan, self.visit, self.sync, self.pick = plan, visit, sync, pick
         number = {(s.rank, s.channel): i for i, s in enumerate(plan.streams)}
         self.src = [number.get((c.src, c.src_channel), -1) for c in plan.connections]
@@ -45,7 +47,9 @@ class _Walk:
         self.waited_free, self.waited_ready = [0] * n, [0] * n
         self.sent, self.read = [0] * n, [0] * n
         self.moved = True
-        self.heads: dict[int, tuple[int, int, Step]] = {}  # where the streams that have not ended stand
+        self.heads: dict[
+            int, tuple[int, int, Step]
+        ] = {}  # where the streams that have not ended stand
 
     def run(self) -> None:
         left = [self.stream(index) for index in range(len(self.plan.streams))]
@@ -109,7 +113,8 @@ class _Walk:
         if index == self.dst[i]:
             if self.free[i] == self.read[i]:
                 self.refuse(
-                    index, f"frees a slot of connection {self.plan.connections[i]} before reading it"
+                    index,
+                    f"frees a slot of connection {self.plan.connections[i]} before reading it",
                 )
             self.free[i] += 1
             return False
@@ -128,7 +133,8 @@ class _Walk:
             self.refuse(index, f"sends on connection {i}, which does not begin here")
         if self.waited_free[i] == self.sent[i]:
             self.refuse(
-                index, f"writes connection {self.plan.connections[i]} without a WAIT for a free slot"
+                index,
+                f"writes connection {self.plan.connections[i]} without a WAIT for a free slot",
             )
         self.sent[i] += 1
         return (self.sent[i] - 1) % self.plan.slots
@@ -184,9 +190,7 @@ class _Walk:
             raise PlanError(f"the plan hangs: {'; '.join(stuck[:4])}{more}")
 
 
-def walk(
-    plan: Plan, visit: _OnMove, seed: int | None = None, sync: _OnSync | None = None
-) -> None:
+def walk(plan: Plan, visit: _OnMove, seed: int | None = None, sync: _OnSync | None = None) -> None:
     """Call `visit` for every SEND, REDUCE and COPY, in an order that respects all waits.
 
     `sync` is called for every SIGNAL and WAIT in between, with the stream's index, the chunk, the

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from collectives.errors import CollectiveAborted, CollectiveTimeout
 from collectives.planning.cost import MEMORY_CHUNK
-from collectives.planning.plan import Op, Plan, origins, pushed
+from collectives.planning.plan import Op, Plan
+from collectives.planning.touches import origins, pushed
 from collectives.planning.verify import races
 from collectives.runtime.arena import BELL, FINISHED, POSTED, Arena
 from collectives.runtime.arrivals import Arrivals

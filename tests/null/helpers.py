@@ -203,10 +203,10 @@ def send(index: int, chunk: int = 0, source: int | None = None) -> list[Step]:
     ]
 
 
-def receive(op: Op, index: int, chunk: int = 0, last: bool = False) -> list[Step]:
+def receive(op: Op, index: int, chunk: int = 0, **rest: Any) -> list[Step]:
     return [
         step(Op.WAIT, index, chunk=chunk),
-        step(op, index, chunk=chunk, last=last),
+        step(op, index, chunk=chunk, **rest),
         step(Op.SIGNAL, index, chunk=chunk),
     ]
 

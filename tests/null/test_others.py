@@ -419,7 +419,7 @@ def test_bytes_that_make_no_equal_blocks_are_refused(collective: str) -> None:
 @every_collective
 @pytest.mark.parametrize("nbytes", [-4, True, 4.0, "4K", None])
 def test_sizes_that_make_no_sense_are_refused(collective: str, nbytes: object) -> None:
-    with pytest.raises(PlanError, match=r"nbytes must be an integer of at least 0, not "):
+    with pytest.raises(PlanError, match=r"nbytes must be an integer from 0 to .*, not "):
         plan_collective(collective, load("mesh-4"), nbytes)  # type: ignore[arg-type]
 
 
@@ -459,7 +459,7 @@ def test_pairs_that_are_none_are_refused(pairs: object) -> None:
 @pytest.mark.parametrize("num_chunks", [0, -3, True, 16.0, "16"])
 def test_chunk_counts_that_make_no_sense_are_refused(num_chunks: object) -> None:
     for collective in OTHERS:
-        with pytest.raises(PlanError, match=r"num_chunks must be an integer of at least 1, not "):
+        with pytest.raises(PlanError, match=r"num_chunks must be an integer from 1 to .*, not "):
             plan_collective(
                 collective, load("mesh-4"), 1024, roots(collective, 4)[0],
                 num_chunks=num_chunks,  # type: ignore[arg-type]

@@ -132,7 +132,9 @@ def test_a_change_to_any_step_is_caught_or_right(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(0, 200, 5))
 def test_the_order_of_the_walk_does_not_matter(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, topo = random_plan(seed)
-    todo = Counter((i, at, c) for i, s in enumerate(plan.streams) for at, c, _ in plan.steps(s))
+    todo = Counter(
+        (i, c, step.op) for i, s in enumerate(plan.streams) for _, c, step in plan.steps(s)
+    )
     rng = random.Random(seed)
     mutants = [without(plan, rng.choice(list(places(plan)))[0])]
     for (s, p, at), _ in rng.sample(list(places(plan)), 6):
@@ -140,9 +142,15 @@ def test_the_order_of_the_walk_does_not_matter(seed: int, monkeypatch: pytest.Mo
     verdicts = [caught(m, topo) for m in (plan, *mutants)]
     assert not verdicts[0]
     for other in range(3):
-        seen: list[Visit] = []
-        walk(plan, seen.append, seed=other)
-        assert Counter((v.stream_index, v.at, v.chunk) for v in seen) == todo
+        seen: list[tuple[int, int, Op]] = []
+        see = seen.append
+        walk(
+            plan,
+            lambda v, see=see: see((v.stream_index, v.chunk, v.step.op)),
+            other,
+            lambda index, chunk, op, *_, see=see: see((index, chunk, op)),
+        )
+        assert Counter(seen) == todo
         monkeypatch.setattr("collectives.planning.verify.walk", partial(walk, seed=other))
         assert [caught(m, topo) for m in (plan, *mutants)] == verdicts
 
@@ -355,7 +363,7 @@ def test_a_rank_left_out_is_named() -> None:
         (1, 1): [receive(COPY, 1)],
         (2, 0): [[]],
     })  # fmt: skip
-    words = r"rank 0 ends with chunk 0 combined over ranks \[0, 1\], not over \[0, 1, 2\]"
+    words = r"rank 0 ends with chunk 0 combined over ranks \[0, 1\], not over ranks \[0, 1, 2\]"
     with pytest.raises(PlanError, match=words):
         verify(plan, load("mesh-3"))
     (s, p, at), old = next(x for x in places(plan) if x[1].op is REDUCE)
@@ -415,7 +423,7 @@ def test_streams_are_checked() -> None:
     plan = pair()
     with pytest.raises(PlanError, match="two streams share a rank and a channel"):
         verify(replace(plan, streams=(*plan.streams, plan.streams[0])), load("mesh-2"))
-    with pytest.raises(PlanError, match="a stream is of rank 2; the plan has 2 ranks"):
+    with pytest.raises(PlanError, match="a stream is of rank 2, channel 0; the plan has 2 ranks"):
         stray = replace(plan.streams[0], rank=2)
         verify(replace(plan, streams=(*plan.streams, stray)), load("mesh-2"))
 
@@ -428,7 +436,7 @@ def exchange(ordered: bool) -> Plan:
     streams = {}
     for rank in (0, 1):
         tell, hear = [step(SIGNAL, 2 + rank)], [step(WAIT, 2 + rank)]
-        take = receive(REDUCE, 1 - rank, last=True)
+        take = receive(REDUCE, 1 - rank, last=True, ahead=rank)
         streams[rank, 1] = [[*send(rank), *(tell if ordered else [])]]
         streams[rank, 0] = [[*(hear if ordered else []), *take]]
     return by_hand(ONE_SHOT, streams)
