@@ -61,8 +61,8 @@ def _checks(data: dict[str, Any], ops: Collection[str]) -> dict[str, _Check]:
     connection, truth, word = _below(count), _one_of(True, False), _kind(str, "a string")
     steps = _list(
         _row(
-            _one_of(*ops), _list(connection, least=1), _below(data["stride"]), _or_none(connection), truth,
-            _below(count + 1),
+            _one_of(*ops), _list(connection, least=1), _below(data["stride"]),
+            _or_none(connection), truth, _below(count + 1),
         )
     )  # fmt: skip
     return {

@@ -55,27 +55,29 @@ def _is_stream(plan: Plan, rank: object, channel: object) -> bool:
 
 def _wrong(plan: Plan, rank: int, step: Step) -> str:
     """What is wrong with a step, or nothing."""
-    named = (*step.connections, *(() if step.source is None else (step.source,)))
-    if not all(map(_whole, (*named, step.chunk))):
+    named = step.connections if step.source is None else (*step.connections, step.source)
+    if {*map(type, named), type(step.chunk), type(step.ahead)} != {int}:
         return "needs whole numbers"
     if not 0 <= step.chunk < plan.stride or not step.connections:
         return f"needs a connection and a chunk below the stride {plan.stride}, not {step.chunk}"
     if bad := [i for i in named if not 0 <= i < len(plan.connections)]:
         return f"names connection {bad[0]}; the plan has {len(plan.connections)}"
-    if len(set(named)) != len(named):
-        return "names a connection twice"
-    if step.op in (Op.WAIT, Op.SIGNAL, Op.COPY) and len(named) != 1:
-        return f"takes one connection only, not {len(named)}"
-    if step.op in (Op.SEND, Op.REDUCE, Op.COPY):
-        if any(plan.connections[i].local for i in named):
-            return "moves data over a connection that is only for order"
-        if not _whole(step.ahead) or not 0 <= step.ahead <= len(named) * (step.op is Op.REDUCE):
-            return f"puts {step.ahead} of its connections before the rank's own value"
-        if step.op is not Op.SEND and step.source is not None:
-            return "has a source, which only a SEND may have"
-        ends = divmod(step.chunk % plan.size**2, plan.size)
-        if plan.collective == "alltoall" and step.source is None and rank not in ends:
-            return f"uses chunk {step.chunk}, which rank {rank} only passes on and has no room for"
+    if len(named) > 1:
+        if len(set(named)) != len(named):
+            return "names a connection twice"
+        if step.op in (Op.WAIT, Op.SIGNAL, Op.COPY):
+            return f"takes one connection only, not {len(named)}"
+    if step.op in (Op.WAIT, Op.SIGNAL):
+        return ""
+    if any(plan.connections[i].local for i in named):
+        return "moves data over a connection that is only for order"
+    if not 0 <= step.ahead <= len(named) * (step.op is Op.REDUCE):
+        return f"puts {step.ahead} of its connections before the rank's own value"
+    if step.op is not Op.SEND and step.source is not None:
+        return "has a source, which only a SEND may have"
+    ends = divmod(step.chunk % plan.size**2, plan.size)
+    if plan.collective == "alltoall" and step.source is None and rank not in ends:
+        return f"uses chunk {step.chunk}, which rank {rank} only passes on and has no room for"
     return ""
 
 

@@ -253,7 +253,7 @@ class _Proof:
         arrived = [self.take(i, k, visit) for i, k in zip(step.connections, slots, strict=True)]
         value = arrived[0] if step.op is Op.COPY else self.combine(visit, arrived)
         self.holds[stream.rank, chunk] = value
-        if place(visit) in self.pushes:
+        if self.pushes and place(visit) in self.pushes:
             self.take_over(visit)
         elif not (self.direct and self.pushed[step.connections[0]] >= 0):
             self.touch((stream.rank, chunk), visit, write=True)
@@ -308,7 +308,7 @@ class _Proof:
                 if self.pushed[i] >= 0:
                     self.touch(own, visit, write=False)
                     self.touch((self.pushed[i], chunk), visit, write=True)
-            elif place(visit) in self.pushes:
+            elif self.pushes and place(visit) in self.pushes:
                 cell = self.plan.connections[i].dst, chunk
                 self.touch(cell, visit, write=True)
                 self.push[cell] = self.wrote[cell]
