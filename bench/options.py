@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from collectives import CollectiveError
+from collectives.planning.fields import shown
 from collectives.planning.goals import COLLECTIVES
 
 console = Console(stderr=True)
@@ -18,9 +19,9 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 def parse_size(text: str) -> int:
     """Bytes of "64M": binary units K, M, G, an optional B. Raises CollectiveError."""
-    found = re.fullmatch(r"(\d+)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"(\d{1,18})\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if not found:
-        raise CollectiveError(f"a size is like 1024, 64K, 16M or 1G, not {text!r}")
+        raise CollectiveError(f"a size is like 1024, 64K, 16M or 1G, not {shown(text)}")
     return int(found[1]) * _UNITS[found[2].upper()]
 
 

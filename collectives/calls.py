@@ -21,6 +21,7 @@ from collectives import errors
 from collectives.choices import Choices
 from collectives.errors import CollectiveError
 from collectives.planning.blocks import chunk_bytes, table
+from collectives.planning.finals import finals
 from collectives.planning.finals import table as layer_table
 from collectives.planning.goals import COLLECTIVES, SENDRECV, parts
 from collectives.planning.plan import Plan
@@ -230,8 +231,8 @@ class Calls:
         region = self._regions[template]
         needs = None
         if request.layers is not None:
-            finals = region.encoded.finals(self.rank, chunks)
-            needs = layer_table(finals, chunks, chunk_bytes(where, chunks), request.layers)
+            made = region.encoded.finals(self.rank, chunks)
+            needs = layer_table(made, chunks, chunk_bytes(where, chunks), request.layers)
         name = label(kind, region.encoded.algorithm, buffer.nbytes)
         log.info("%s: %d chunks", name, chunks)
         self.trace.say(KERNELS, f"{name}: interpreter and combiners by Numba")
@@ -265,6 +266,9 @@ class Calls:
         if needed > plan.num_chunks:
             plan = proved(plan.with_chunks(-(-needed // plan.stride) * plan.stride),
                           self.choices.topology)  # fmt: skip
+        if request.layers is not None:
+            for rank in range(self.size):
+                finals(plan.with_chunks(plan.stride), rank)  # refuses what no queue can count
         name = label(request.kind, plan.algorithm, nbytes)
         self.trace.planned(name, plan, self.choices.topology, nbytes)
         template, body, start = plan.with_chunks(plan.stride), b"", 0

@@ -7,7 +7,10 @@ which chunks are there (C-Cube, section III-D: the enqueue semaphore; here one f
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +22,12 @@ from collectives.planning.plan import Op, Plan
 def finals(plan: Plan, rank: int) -> list[list[int]]:
     """For each stream of `rank`, in the plan's order, the chunks that it makes final.
 
-    Raises PlanError for anything but an all-reduce.
+    Raises PlanError for anything but an all-reduce, and for one that copies a chunk more than once:
+    the first copy need not be final.
     """
     if plan.collective != "allreduce":
         raise PlanError(f"a gradient queue belongs to an allreduce, not to {plan.collective}")
-    return [
+    found = [
         [
             chunk
             for _, chunk, step in plan.steps(stream)
@@ -32,6 +36,13 @@ def finals(plan: Plan, rank: int) -> list[list[int]]:
         for stream in plan.streams
         if stream.rank == rank
     ]
+    chunk, times = max(Counter(chain(*found)).items(), key=itemgetter(1), default=(0, 0))
+    if times > 1:
+        raise PlanError(
+            f"a gradient queue needs a plan that completes every chunk once; rank {rank} completes "
+            f"chunk {chunk} {times} times"
+        )
+    return found
 
 
 def layer_chunk_table(

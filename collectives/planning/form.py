@@ -3,47 +3,43 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from typing import TypeGuard
 
 from collectives.errors import PlanError
-from collectives.planning.goals import blocks, check
+from collectives.planning.fields import MOST_CHANNELS
 from collectives.planning.plan import Op, Plan, Step, Stream
 from topology import Topology
 
 
 def check_form(plan: Plan) -> None:
     """Raise PlanError unless every number of the plan is one that means something."""
-    check(plan.collective, plan.size, plan.root)
-    unit = blocks(plan.collective, plan.size)
-    if plan.stride % unit or (unit > 1 and plan.num_chunks % plan.stride):
-        raise PlanError(
-            f"{plan.collective} needs whole groups of a multiple of {unit} chunks, not "
-            f"{plan.num_chunks} in groups of {plan.stride}"
-        )
     for c in plan.connections:
-        if not all(map(_whole, (c.src, c.src_channel, c.dst, c.dst_channel))) or not (
-            0 <= c.src < plan.size and 0 <= c.dst < plan.size
-        ):
+        ends = (c.src, c.src_channel), (c.dst, c.dst_channel)
+        if not all(_is_stream(plan, *end) for end in ends):
             raise PlanError(f"connection {c} does not join ranks of the plan's {plan.size}")
+        if ends[0] == ends[1]:
+            raise PlanError(f"connection {c} joins a stream to itself")
+        if not all(isinstance(v, int | str) for v in c.path) or (c.local and c.path):
+            raise PlanError(f"connection {c} runs over {c.path}, which is no path")
     keys = [(s.rank, s.channel) for s in plan.streams]
-    for stream in plan.streams:
-        if (
-            not _whole(stream.rank)
-            or not _whole(stream.channel)
-            or not (0 <= stream.rank < plan.size)
-        ):
-            raise PlanError(f"a stream is of rank {stream.rank}; the plan has {plan.size} ranks")
+    for rank, channel in keys:
+        if not _is_stream(plan, rank, channel):
+            raise PlanError(
+                f"a stream is of rank {rank}, channel {channel}; the plan has {plan.size} ranks, "
+                f"each up to {MOST_CHANNELS} channels"
+            )
     if len(set(keys)) != len(keys):
         raise PlanError("two streams share a rank and a channel")
     for stream in plan.streams:
         at = 0
         for body in stream.phases:
             for step in body:
-                if wrong := _wrong(plan, step):
+                if wrong := _wrong(plan, stream.rank, step):
                     raise PlanError(f"{_place(stream, at)}: {step.op.name} {wrong}")
                 at += 1
 
 
-def _whole(value: object) -> bool:
+def _whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -51,26 +47,37 @@ def _place(stream: Stream, at: int) -> str:
     return f"rank {stream.rank} channel {stream.channel} step {at}"
 
 
-def _wrong(plan: Plan, step: Step) -> str:
+def _is_stream(plan: Plan, rank: object, channel: object) -> bool:
+    return (
+        _whole(rank) and 0 <= rank < plan.size and _whole(channel) and 0 <= channel < MOST_CHANNELS
+    )
+
+
+def _wrong(plan: Plan, rank: int, step: Step) -> str:
     """What is wrong with a step, or nothing."""
-    named = (*step.connections, *(() if step.source is None else (step.source,)))
-    if not all(map(_whole, (*named, step.chunk))):
+    named = step.connections if step.source is None else (*step.connections, step.source)
+    if {*map(type, named), type(step.chunk), type(step.ahead)} != {int}:
         return "needs whole numbers"
     if not 0 <= step.chunk < plan.stride or not step.connections:
         return f"needs a connection and a chunk below the stride {plan.stride}, not {step.chunk}"
     if bad := [i for i in named if not 0 <= i < len(plan.connections)]:
         return f"names connection {bad[0]}; the plan has {len(plan.connections)}"
-    if len(set(named)) != len(named):
-        return "names a connection twice"
-    if step.op in (Op.WAIT, Op.SIGNAL, Op.COPY) and len(named) != 1:
-        return f"takes one connection only, not {len(named)}"
-    if step.op in (Op.SEND, Op.REDUCE, Op.COPY):
-        if any(plan.connections[i].local for i in named):
-            return "moves data over a connection that is only for order"
-        if not _whole(step.ahead) or not 0 <= step.ahead <= len(named) * (step.op is Op.REDUCE):
-            return f"puts {step.ahead} of its connections before the rank's own value"
-        if step.op is not Op.SEND and step.source is not None:
-            return "has a source, which only a SEND may have"
+    if len(named) > 1:
+        if len(set(named)) != len(named):
+            return "names a connection twice"
+        if step.op in (Op.WAIT, Op.SIGNAL, Op.COPY):
+            return f"takes one connection only, not {len(named)}"
+    if step.op in (Op.WAIT, Op.SIGNAL):
+        return ""
+    if any(plan.connections[i].local for i in named):
+        return "moves data over a connection that is only for order"
+    if not 0 <= step.ahead <= len(named) * (step.op is Op.REDUCE):
+        return f"puts {step.ahead} of its connections before the rank's own value"
+    if step.op is not Op.SEND and step.source is not None:
+        return "has a source, which only a SEND may have"
+    ends = divmod(step.chunk % plan.size**2, plan.size)
+    if plan.collective == "alltoall" and step.source is None and rank not in ends:
+        return f"uses chunk {step.chunk}, which rank {rank} only passes on and has no room for"
     return ""
 
 
@@ -104,6 +111,10 @@ def check_links(plan: Plan, topology: Topology) -> None:
                     f"the plan claims exclusive links, but {used} connections take link {a}->{b}, "
                     f"which has {has}"
                 )
+
+
+MOST_WALKED = 1 << 18
+"""Steps of a plan whose groups are not alike, so that all of them have to be carried out."""
 
 
 def repeats(plan: Plan) -> bool:

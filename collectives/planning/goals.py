@@ -1,6 +1,7 @@
 """What each collective starts from and must end with.
 
-In a plan over P ranks, contributions are sets of ranks, as bits. Chunk c of an all-gather or a
+In a plan over P ranks, contributions are sets of ranks, as bits: bit r for what rank r gives, bit
+P + r for other data in its buffer, which no result may contain. Chunk c of an all-gather or a
 reduce-scatter belongs to block (= rank) c mod P; of an all-to-all, to the block that rank s sends
 to rank d, where c mod P^2 = s P + d. In a sendrecv the target of each pair gets its source's data;
 a rank is in one pair at most, and those in none keep what they have.
@@ -62,13 +63,18 @@ def targets(root: Root) -> dict[int, int]:
 
 def start(collective: str, size: int, root: Root, rank: int, index: int) -> int:
     """What a rank's own chunk holds at first; `index` is the chunk's place in its group."""
-    holds = {
-        "broadcast": rank == root,
-        "allgather": rank == index % size,
-        "alltoall": rank == index % (size * size) // size,
-        SENDRECV: rank not in targets(root),
-    }.get(collective, True)
-    return 1 << rank if holds else 0
+    match collective:
+        case "broadcast":
+            holds = rank == root
+        case "allgather":
+            holds = rank == index % size
+        case "alltoall":
+            holds = rank == index % (size * size) // size
+        case "sendrecv":
+            holds = rank not in targets(root)
+        case _:
+            holds = True
+    return 1 << rank if holds else 1 << size + rank
 
 
 def goal(collective: str, size: int, root: Root, rank: int, index: int) -> int | None:

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.errors import PlanError
-from collectives.planning.goals import Root, blocks
+from collectives.planning.fields import LIMITS, MOST_BYTES, MOST_CELLS, check_json, whole
+from collectives.planning.goals import Root, blocks, check
 from collectives.planning.trees import Tree
 from topology import Vertex
 
@@ -123,10 +124,20 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, value in (("num_chunks", self.num_chunks), ("stride", self.stride),
-                            ("slots", self.slots), ("size", self.size)):  # fmt: skip
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise PlanError(f"{name} must be an integer of at least 1, not {value!r}")
+        for name, most in LIMITS.items():
+            whole(getattr(self, name), name, 1, most)
+        if self.size * self.stride > MOST_CELLS:
+            raise PlanError(
+                f"a group of {self.stride} chunks on {self.size} ranks is too large: stride times "
+                f"size must be at most {MOST_CELLS}"
+            )
+        check(self.collective, self.size, self.root)
+        unit = blocks(self.collective, self.size)
+        if self.stride % unit or (unit > 1 and self.num_chunks % self.stride):
+            raise PlanError(
+                f"{self.collective} needs whole groups of a multiple of {unit} chunks, not "
+                f"{self.num_chunks} in groups of {self.stride}"
+            )
 
     @cached_property
     def _hash(self) -> int:
@@ -170,19 +181,19 @@ class Plan:
         others are (0, 0).
         """
         unit, per = blocks(self.collective, self.size), self.chunk_bytes(nbytes)
-        whole = nbytes // (1 if unit == 1 else self.size)
+        block = nbytes // (1 if unit == 1 else self.size)
         found = []
         for chunk in range(self.num_chunks):
             group, index = divmod(chunk, self.stride)
             part = group * (self.stride // unit) + index // unit
-            base = index % unit * whole
+            base = index % unit * block
             if self.collective == "alltoall":
                 source, target = divmod(index % unit, self.size)
                 if rank not in (source, target):
                     found.append((0, 0))
                     continue
-                base = nbytes + source * whole if rank == target else target * whole
-            found.append((base + min(part * per, whole), base + min((part + 1) * per, whole)))
+                base = nbytes + source * block if rank == target else target * block
+            found.append((base + min(part * per, block), base + min((part + 1) * per, block)))
         return found
 
     def chunk_bytes(self, nbytes: int) -> int:
@@ -196,12 +207,13 @@ class Plan:
         return nbytes * (self.size if self.collective == "alltoall" else 1)
 
     def chunk_sizes(self, nbytes: int) -> NDArray[np.int64]:
-        """Bytes of each chunk."""
+        """Bytes of each chunk. Raises PlanError for more than `MOST_BYTES`."""
+        whole(nbytes, "nbytes", 0, MOST_BYTES)
         unit, per = blocks(self.collective, self.size), self.chunk_bytes(nbytes)
-        whole = nbytes // (1 if unit == 1 else self.size)
+        block = nbytes // (1 if unit == 1 else self.size)
         chunk = np.arange(self.num_chunks)
         part = chunk // self.stride * (self.stride // unit) + chunk % self.stride // unit
-        sizes: NDArray[np.int64] = np.clip(whole - part * per, 0, per)
+        sizes: NDArray[np.int64] = np.clip(block - part * per, 0, per)
         return sizes
 
     def sends_on(self, stream: Stream, connection: int) -> bool:
@@ -272,40 +284,41 @@ class Plan:
         return json.dumps(data)
 
     @staticmethod
-    def from_json(text: str) -> Plan:
-        """Read `to_json`'s form. The result is not yet verified. Raises PlanError."""
+    def from_json(source: str) -> Plan:
+        """Read `to_json`'s form: a plan of right types and ranges that is not yet verified.
+
+        Raises PlanError.
+        """
         try:
-            data = json.loads(text)
+            data: dict[str, Any] = json.loads(source)
         except json.JSONDecodeError as error:
             raise PlanError(
                 f"plan JSON: line {error.lineno} column {error.colno}: {error.msg}"
             ) from None
-        if not isinstance(data, dict) or data.get("format") != "linkweave-plan":
-            raise PlanError('plan JSON needs "format": "linkweave-plan" at the top')
-        if data.get("version") != 1:
-            raise PlanError(f"plan JSON: version {data.get('version')!r} is unknown; known: 1")
-        try:
-            root = data["root"]  # a rank, or pairs
-            return Plan(
-                algorithm=data["algorithm"],
-                collective=data["collective"],
-                size=data["size"],
-                num_chunks=data["num_chunks"],
-                stride=data["stride"],
-                slots=data["slots"],
-                connections=tuple(map(_connection_in, data["connections"])),
-                streams=tuple(
-                    Stream(rank, channel, tuple(tuple(map(_step_in, body)) for body in phases))
-                    for rank, channel, phases in data["streams"]
-                ),
-                trees=tuple(Tree(tuple(parent)) for parent in data["trees"]),
-                detours=tuple(map(tuple, data["detours"])),
-                exclusive=data["exclusive"],
-                root=tuple(map(tuple, root)) if isinstance(root, list) else root,
-                notes=tuple(data["notes"]),
-            )
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise PlanError(f"plan JSON is malformed: {type(error).__name__}: {error}") from None
+        except (ValueError, RecursionError) as error:  # numbers too long, lists too deep
+            raise PlanError(f"plan JSON: {error}") from None
+        check_json(data, Op.__members__)
+        root = data["root"]  # a rank, or pairs
+        return Plan(
+            algorithm=data["algorithm"],
+            collective=data["collective"],
+            size=data["size"],
+            num_chunks=data["num_chunks"],
+            stride=data["stride"],
+            slots=data["slots"],
+            connections=tuple(
+                Connection(a, x, b, y, tuple(path)) for a, x, b, y, path in data["connections"]
+            ),
+            streams=tuple(
+                Stream(rank, channel, tuple(tuple(map(_step_in, body)) for body in phases))
+                for rank, channel, phases in data["streams"]
+            ),
+            trees=tuple(Tree(tuple(parent)) for parent in data["trees"]),
+            detours=tuple(map(tuple, data["detours"])),
+            exclusive=data["exclusive"],
+            root=tuple(map(tuple, root)) if isinstance(root, list) else root,
+            notes=tuple(data["notes"]),
+        )
 
     @cached_property
     def _streams_of(self) -> Mapping[int, list[Stream]]:
@@ -341,55 +354,9 @@ class Plan:
         return np.array([len(mine), phases, *table, *code], dtype=np.int32)
 
 
-def origins(plan: Plan) -> Mapping[int, int]:
-    """For each connection that carries data, the rank whose own chunk it carries.
-
-    Differs from the connection's `src` on detours, where a slot is passed on.
-    """
-    origin = {i: c.src for i, c in enumerate(plan.connections) if not c.local}
-    passed = {
-        out: step.source
-        for stream in plan.streams
-        for body in stream.phases
-        for step in body
-        if step.op is Op.SEND and step.source is not None
-        for out in step.connections
-    }
-    for index in origin:
-        at = index
-        while at in passed:
-            at = passed[at]
-        origin[index] = plan.connections[at].src
-    return origin
-
-
-def pushed(plan: Plan) -> list[int]:
-    """For each connection, the rank that copies from it if its sender is the origin, else -1.
-
-    On one memory such a sender may write the receiver's chunk itself.
-    """
-    first = origins(plan)
-    copies = {
-        i
-        for stream in plan.streams
-        for body in stream.phases
-        for step in body
-        if step.op is Op.COPY
-        for i in step.connections
-    }
-    return [
-        c.dst if i in copies and first[i] == c.src else -1 for i, c in enumerate(plan.connections)
-    ]
-
-
 def _step_out(step: Step) -> list[Any]:
     return [step.op.name, list(step.connections), step.chunk, step.source, step.last,
             step.ahead]  # fmt: skip
-
-
-def _connection_in(row: list[Any]) -> Connection:
-    src, src_channel, dst, dst_channel, path = row
-    return Connection(src, src_channel, dst, dst_channel, tuple(path))
 
 
 def _step_in(row: list[Any]) -> Step:

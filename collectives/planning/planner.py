@@ -15,6 +15,7 @@ from collectives.planning.cost import (
     shape_of,
     simulated_seconds,
 )
+from collectives.planning.fields import MOST_BYTES, whole
 from collectives.planning.goals import Root, check, parts
 from collectives.planning.lower import MOST_SQUARED, Tuning, lower
 from collectives.planning.others import OTHERS, other_algorithm
@@ -255,8 +256,7 @@ def plan_collective(
     reduce; of a sendrecv it is its pairs. `streamed`: see `choose`. Plans are made for classes of
     sizes (`size_class`). Pure and cached. Raises PlanError as `plan_allreduce` does.
     """
-    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
-        raise PlanError(f"nbytes must be an integer of at least 0, not {nbytes!r}")
+    whole(nbytes, "nbytes", 0, MOST_BYTES)
     size = len(topology.gpus)
     check(collective, size, root)
     if nbytes % parts(collective, size):

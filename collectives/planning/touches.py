@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
 
-from collectives.planning.plan import Op, Plan
+from collectives.planning.plan import Op, Plan, Step
 from collectives.planning.walk import Visit, walk
 
 Place = tuple[int, int, int]  # rank, channel, position in the stream's code
@@ -97,6 +97,52 @@ def passed_on(plan: Plan) -> Mapping[Place, bool]:
             elif ops[:2] == (Op.SEND, Op.COPY) and places[0] == sender[at]:
                 found[at] = False
     return MappingProxyType(found)
+
+
+def origins(plan: Plan) -> Mapping[int, int]:
+    """For each connection that carries data, the rank whose own chunk it carries.
+
+    Differs from the connection's `src` on detours, where a slot is passed on. Of a connection that
+    carries several ranks' chunks it is `src`.
+    """
+    passed = {
+        i: source
+        for i, (source, *more) in _sources(plan).items()
+        if source is not None and not more
+    }
+    found = {}
+    for index, connection in enumerate(plan.connections):
+        at, left = index, len(passed)  # no more hops, though an unverified plan may go in circles
+        while at in passed and left:
+            at, left = passed[at], left - 1
+        if not connection.local:
+            found[index] = plan.connections[at].src
+    return found
+
+
+def pushed(plan: Plan) -> list[int]:
+    """For each connection, the rank that copies from it if its sender sends own chunks only on it,
+    else -1.
+
+    On one memory such a sender may write the receiver's chunk itself.
+    """
+    own = {i for i, sources in _sources(plan).items() if sources == {None}}
+    copies = {i for step in _steps(plan) if step.op is Op.COPY for i in step.connections}
+    return [c.dst if i in copies & own else -1 for i, c in enumerate(plan.connections)]
+
+
+def _sources(plan: Plan) -> dict[int, set[int | None]]:
+    """For each connection, the connections whose slots are sent over it; None for own chunks."""
+    found: dict[int, set[int | None]] = {}
+    for step in _steps(plan):
+        if step.op is Op.SEND:
+            for i in step.connections:
+                found.setdefault(i, set()).add(step.source)
+    return found
+
+
+def _steps(plan: Plan) -> Iterator[Step]:
+    return (step for stream in plan.streams for body in stream.phases for step in body)
 
 
 def _next_sends(plan: Plan) -> dict[Place, Place]:

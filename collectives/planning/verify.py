@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
 from collectives.errors import PlanError
-from collectives.planning.form import check_form, check_links, repeats
+from collectives.planning.form import MOST_WALKED, check_form, check_links, repeats
 from collectives.planning.goals import goal, start
-from collectives.planning.plan import Op, Plan, pushed
-from collectives.planning.touches import place, pushes
+from collectives.planning.plan import Op, Plan
+from collectives.planning.touches import origins, place, pushed, pushes
 from collectives.planning.walk import Visit, walk
 from topology import Topology
 
@@ -17,8 +16,9 @@ from topology import Topology
 def verify(plan: Plan, topology: Topology, expand: bool = False) -> None:
     """Raise PlanError unless the plan is right on this topology.
 
-    1. Contributions: every rank ends with what the collective promises it (`planning.goals`); of
-       an all-reduce, with every chunk combined exactly once over all ranks.
+    1. Contributions: every rank ends with what the collective promises it (`planning.goals`), and
+       nothing else in it; of an all-reduce, with every chunk combined exactly once over all ranks,
+       in one order on all of them, so that they have the same bits whatever the data and operator.
     2. Links: every connection runs over an existing hop, through switches only; where the plan
        claims exclusive links, none carries more connections than it has physical links.
     3. Pairing and progress: no access without the WAIT that guards it, every signal waited for,
@@ -44,18 +44,31 @@ def verify(plan: Plan, topology: Topology, expand: bool = False) -> None:
     """
     check_form(plan)
     check_links(plan, topology)
-    _Proof(plan if expand else shortened(plan)).run()
+    prove(plan, expand)
 
 
-def prove(plan: Plan) -> None:
+def prove(plan: Plan, expand: bool = False) -> None:
     """`verify` of a plan whose connections are known to be right."""
-    _Proof(shortened(plan)).run()
+    _Proof(plan if expand else shortened(plan)).run()
+    if plan.num_chunks < plan.stride:  # what looks at a whole group relies on it
+        _Proof(plan.with_chunks(plan.stride)).run()
 
 
 def shortened(plan: Plan) -> Plan:
-    """The plan on the fewest chunks that prove it for all (see `verify`)."""
+    """The plan on the fewest chunks that prove it for all (see `verify`).
+
+    Raises PlanError where there is no short form and the plan is too long to be walked in full.
+    """
     enough = plan.stride * (plan.slots + 2)
-    if plan.num_chunks <= enough + plan.stride or not repeats(plan):
+    if plan.num_chunks <= enough + plan.stride:
+        return plan
+    if not repeats(plan):
+        steps = plan.groups * sum(len(body) for s in plan.streams for body in s.phases)
+        if steps > MOST_WALKED:
+            raise PlanError(
+                "groups whose signals and waits do not pair within each are proved one by one: "
+                f"at most {MOST_WALKED} steps in all, not {steps}"
+            )
         return plan
     return plan.with_chunks(enough + (plan.num_chunks - enough) % plan.stride)
 
@@ -74,12 +87,31 @@ def races(plan: Plan, direct: bool = False, pushing: bool = False) -> list[str]:
     the streams of all ranks have ended.
     """
     proof = _Proof(shortened(plan), direct, pushing)
-    walk(proof.plan, proof.visit)
+    walk(proof.plan, proof.visit, sync=proof.sync)
     return proof.races
 
 
 _Cell = tuple[int, int]  # (rank, chunk)
 _Access = tuple[int, Visit | str]  # its bit among the accesses to this chunk of any rank; words
+
+
+class _Values:
+    """What chunks and slots hold, as numbers: those of one number have the same bits.
+
+    Number r is what rank r gives, P + r its other data. The value of a REDUCE is its operands' in
+    their order: as each is rounded once, one of three operands is not two of two; and min and max
+    of 0 and -0 depend on the order of even two.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.ranks = [1 << r for r in range(2 * size)]  # that each contains, as in `goals`
+        self.known: dict[tuple[int, ...], int] = {}
+
+    def combined(self, operands: tuple[int, ...], ranks: int) -> int:
+        number = self.known.setdefault(operands, len(self.ranks))
+        if number == len(self.ranks):
+            self.ranks.append(ranks)
+        return number
 
 
 class _Proof:
@@ -92,6 +124,7 @@ class _Proof:
     def __init__(self, plan: Plan, direct: bool = False, pushing: bool = False) -> None:
         self.plan, self.direct = plan, direct
         self.pushed = pushed(plan) if direct else []
+        self.origins = origins(plan) if direct else {}
         self.pushes = pushes(plan) if pushing else frozenset()
         size, n = plan.size, len(plan.connections)
         self.everyone = (1 << size) - 1
@@ -100,15 +133,11 @@ class _Proof:
         # for each stream and chunk, the accesses known to be over, as bits
         self.known: list[dict[int, int]] = [{} for _ in plan.streams]
         self.ready: list[deque[tuple[int, int]]] = [deque() for _ in range(n)]
-        self.free: list[deque[tuple[int, int]]] = [deque([(0, 0)] * plan.slots) for _ in range(n)]
-        self.holds = [
-            [
-                start(plan.collective, size, plan.root, r, c % plan.stride)
-                for c in range(plan.num_chunks)
-            ]
-            for r in range(size)
-        ]
-        self.slot: list[list[tuple[int, int]]] = [[(0, 0)] * plan.slots for _ in range(n)]
+        self.free: list[deque[tuple[int, int]]] = [deque() for _ in range(n)]
+        self.unused = [plan.slots] * n
+        self.values = _Values(size)
+        self.holds: dict[_Cell, int] = {}  # that streams have written
+        self.slot: dict[tuple[int, int], tuple[int, int]] = {}  # what it holds, of which chunk
         self.wrote: dict[_Cell, _Access] = {}
         self.read: dict[_Cell, list[_Access]] = {}
         self.origin: dict[tuple[int, int], tuple[_Cell, _Access]] = {}
@@ -116,19 +145,49 @@ class _Proof:
         self.races: list[str] = []
 
     def run(self) -> None:
-        walk(self.plan, self.visit)
+        walk(self.plan, self.visit, sync=self.sync)
         if self.races:
             more = f" (and {len(self.races) - 1} more)" if len(self.races) > 1 else ""
             raise PlanError(f"race: {self.races[0]}{more}")
-        plan = self.plan
-        for r, row in enumerate(self.holds):
-            for c, held in enumerate(row):
+        self.check_results()
+
+    def check_results(self) -> None:
+        """Of chunks that no step touches, those of the first group stand for all."""
+        plan, ranks = self.plan, self.values.ranks
+        touched = {chunk for _, chunk in self.holds}
+        for c in sorted(touched.union(range(min(plan.stride, plan.num_chunks)))):
+            first: dict[int, tuple[int, int]] = {}  # for what is wanted: who has it, and its value
+            for r in range(plan.size):
                 wanted = goal(plan.collective, plan.size, plan.root, r, c % plan.stride)
-                if wanted is not None and held != wanted:
+                if wanted is None:
+                    continue
+                value = self.value(r, c)
+                if ranks[value] != wanted:
                     raise PlanError(
-                        f"rank {r} ends with chunk {c} combined over ranks {_ranks(held)}, "
-                        f"not over {_ranks(wanted)}"
+                        f"rank {r} ends with chunk {c} combined over {self.words(ranks[value])}, "
+                        f"not over {self.words(wanted)}"
                     )
+                other, same = first.setdefault(wanted, (r, value))
+                if value != same:
+                    raise PlanError(
+                        f"rank {r} combines chunk {c} in another order than rank {other}, so that "
+                        "their bits may differ"
+                    )
+
+    def value(self, rank: int, chunk: int) -> int:
+        """The number of what a rank's chunk holds."""
+        value = self.holds.get((rank, chunk))
+        if value is not None:
+            return value
+        plan = self.plan
+        held = start(plan.collective, plan.size, plan.root, rank, chunk % plan.stride)
+        return held.bit_length() - 1
+
+    def words(self, mask: int) -> str:
+        size = self.plan.size
+        counted = [r for r in range(size) if mask >> r & 1]
+        others = [r for r in range(size) if mask >> size + r & 1]
+        return f"ranks {counted}" + (f" and other data of ranks {others}" if others else "")
 
     def writer(self, cell: _Cell) -> _Access:
         """The last write to a chunk; at first, that of the caller who filled it."""
@@ -159,58 +218,65 @@ class _Proof:
 
     def take(self, index: int, number: int, visit: Visit) -> int:
         """What a slot that is read holds; with `direct`, its chunk is read where it was sent."""
-        held, chunk = self.slot[index][number]
+        value, chunk = self.slot[index, number]
         if chunk != visit.chunk:
             raise PlanError(f"{visit} takes a slot that holds chunk {chunk}")
         if self.direct and self.pushed[index] >= 0 and visit.step.op is Op.REDUCE:
             self.races.append(f"{visit} combines what its sender writes over the own chunk")
         if self.direct and self.pushed[index] < 0:
             cell, version = self.origin[index, number]
+            if cell[0] != self.origins[index]:
+                self.races.append(f"{visit} reads {cell} over a connection of several ranks' data")
             self.touch(cell, visit, write=False)
             if (now := self.writer(cell)) != version:
                 self.races.append(f"{visit} reads {cell} after it was written by: {now[1]}")
-        return held
+        return value
+
+    def sync(self, index: int, chunk: int, op: Op, i: int, sender: bool) -> None:
+        """A signal carries what is known of its chunk to the wait for it."""
+        if op is Op.SIGNAL:
+            queue = self.ready if sender else self.free
+            queue[i].append((chunk, self.knows(index, chunk)))
+            return
+        queue = self.free if sender else self.ready
+        if sender and self.unused[i]:
+            self.unused[i] -= 1  # a slot that is free from the start
+            return
+        of, known = queue[i].popleft()
+        self.known[index][of] = self.knows(index, of) | known
 
     def visit(self, visit: Visit) -> None:
-        index, stream, _, chunk, step, slots, _ = visit
-        match step.op:
-            case Op.SIGNAL:
-                i = step.connections[0]
-                queue = self.ready if self.plan.sends_on(stream, i) else self.free
-                queue[i].append((chunk, self.knows(index, chunk)))
-            case Op.WAIT:
-                i = step.connections[0]
-                if not self.plan.sends_on(stream, i):
-                    of, known = self.ready[i].popleft()
-                else:
-                    of, known = self.free[i].popleft()
-                if known:
-                    self.known[index][of] = self.knows(index, of) | known
-            case Op.SEND:
-                self.send(visit)
-            case Op.REDUCE | Op.COPY:
-                own = self.holds[stream.rank]
-                total = own[chunk] if step.op is Op.REDUCE else 0
-                for i, number in zip(step.connections, slots, strict=True):
-                    held = self.take(i, number, visit)
-                    if total & held:
-                        raise PlanError(
-                            f"{visit} counts ranks {_ranks(total & held)} twice (connection "
-                            f"{self.plan.connections[i]})"
-                        )
-                    total |= held
-                if step.op is Op.REDUCE and step.last != (total == self.everyone):
-                    raise PlanError(
-                        f"{visit} covers ranks {_ranks(total)}, yet it is "
-                        + ("" if step.last else "not ")
-                        + "marked as the last one of its chunk"
-                    )
-                own[chunk] = total
-                written = self.direct and self.pushed[step.connections[0]] >= 0
-                if place(visit) in self.pushes:
-                    self.take_over(visit)
-                elif not written:
-                    self.touch((stream.rank, chunk), visit, write=True)
+        _, stream, _, chunk, step, slots, _ = visit
+        if step.op is Op.SEND:
+            self.send(visit)
+            return
+        arrived = [self.take(i, k, visit) for i, k in zip(step.connections, slots, strict=True)]
+        value = arrived[0] if step.op is Op.COPY else self.combine(visit, arrived)
+        self.holds[stream.rank, chunk] = value
+        if self.pushes and place(visit) in self.pushes:
+            self.take_over(visit)
+        elif not (self.direct and self.pushed[step.connections[0]] >= 0):
+            self.touch((stream.rank, chunk), visit, write=True)
+
+    def combine(self, visit: Visit, arrived: list[int]) -> int:
+        """The value of a REDUCE."""
+        step, ranks = visit.step, self.values.ranks
+        own = self.value(visit.stream.rank, visit.chunk)
+        total = ranks[own]
+        for i, value in zip(step.connections, arrived, strict=True):
+            if twice := total & ranks[value] & self.everyone:
+                raise PlanError(
+                    f"{visit} counts {self.words(twice)} twice (connection "
+                    f"{self.plan.connections[i]})"
+                )
+            total |= ranks[value]
+        if step.last != (total == self.everyone):
+            raise PlanError(
+                f"{visit} covers {self.words(total)}, yet it is "
+                + ("" if step.last else "not ")
+                + "marked as the last one of its chunk"
+            )
+        return self.values.combined((*arrived[: step.ahead], own, *arrived[step.ahead :]), total)
 
     def take_over(self, visit: Visit) -> None:
         """A COPY whose data has been pushed: nobody may have looked at the chunk since."""
@@ -224,11 +290,11 @@ class _Proof:
         _, stream, _, chunk, step, slots, source_slot = visit
         own = (stream.rank, chunk)
         if step.source is None:
-            held = self.holds[stream.rank][chunk]
+            value = self.value(stream.rank, chunk)
             if not self.direct:
                 self.touch(own, visit, write=False)
         else:
-            held, of = self.slot[step.source][source_slot]
+            value, of = self.slot[step.source, source_slot]
             if of != chunk:
                 raise PlanError(f"{visit} takes a slot that holds chunk {of}")
         if self.direct:
@@ -236,17 +302,13 @@ class _Proof:
             if step.source is not None:
                 origin = self.origin[step.source, source_slot]
         for i, number in zip(step.connections, slots, strict=True):
-            self.slot[i][number] = held, chunk
+            self.slot[i, number] = value, chunk
             if self.direct:
                 self.origin[i, number] = origin
                 if self.pushed[i] >= 0:
                     self.touch(own, visit, write=False)
                     self.touch((self.pushed[i], chunk), visit, write=True)
-            elif place(visit) in self.pushes:
+            elif self.pushes and place(visit) in self.pushes:
                 cell = self.plan.connections[i].dst, chunk
                 self.touch(cell, visit, write=True)
                 self.push[cell] = self.wrote[cell]
-
-
-def _ranks(mask: int) -> Sequence[int]:
-    return [r for r in range(mask.bit_length()) if mask >> r & 1]

@@ -8,7 +8,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from collectives.planning.plan import Op, Plan, origins
+from collectives.planning.plan import Op, Plan
+from collectives.planning.touches import origins
 from collectives.runtime.encoded import Encoded
 
 REASONS = (

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.planning.plan import Op, Plan, origins, pushed
+from collectives.planning.plan import Op, Plan
+from collectives.planning.touches import origins, pushed
 from collectives.planning.verify import races
 from kernels.interpret import DIRECT_SLOTS
 

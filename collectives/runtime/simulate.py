@@ -15,10 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.errors import PlanError
+from collectives.planning.fields import MOST_BYTES, whole
 from collectives.planning.plan import Op, Plan
 from kernels.timeline import compiled_play, play
 from topology import Link, Topology, Vertex
 
+_MOST_SENDS = 1 << 25  # a gigabyte of results
 _SHORT = 40_000  # steps: beyond, the loop is compiled even if Numba must be loaded for it
 
 
@@ -95,14 +97,18 @@ def simulate(plan: Plan, topology: Topology, nbytes: int, alpha_s: float | None 
     i mod lanes, first come first served (a switch's port is one lane, as wide as all its links).
     A send to several connections starts on each as that one is free and holds its stream until the
     last is over; it crosses a link into common memory once (`Link.stores`) and any other link once
-    for each. Signals and arithmetic take no time. Deterministic. Long plans
-    are carried out by machine code, and all where Numba is loaded, to the same bits.
-    `alpha_s` stands in for the links' latencies.
-    Raises PlanError where the plan hangs or the topology lacks a link.
+    for each. Signals and arithmetic take no time. Deterministic: long plans, and all where Numba
+    is loaded, are carried out by machine code, to the same bits. `alpha_s` stands in for the links'
+    latencies. Raises PlanError where the plan hangs, takes too many sends or the topology lacks a
+    link.
     """
-    if nbytes < 0:
-        raise PlanError(f"a message has 0 bytes or more, not {nbytes}")
+    whole(nbytes, "nbytes", 0, MOST_BYTES)
     layout = _layout(plan.with_chunks(plan.stride), topology)
+    if layout.sends * plan.groups > _MOST_SENDS:
+        raise PlanError(
+            f"{plan.num_chunks} chunks take {layout.sends * plan.groups} sends, too many to "
+            f"simulate: at most {_MOST_SENDS}"
+        )
     long = layout.steps * plan.groups > _SHORT
     return _simulate(plan, topology, nbytes, alpha_s, long or "numba" in sys.modules)
 

@@ -163,7 +163,7 @@ def test_simulate_lists_all_and_traces_one(tmp_path: Path) -> None:
         (["plan", "-t", "dgx2", "-s", "1M", "-a", "ccube_dgx1"], "dgx2 is wired differently"),
         (
             ["plan", "-t", "dgx2", "-s", "1M", "-k", "0"],
-            "num_chunks must be an integer of at least",
+            "num_chunks must be an integer from 1 to",
         ),
         (["bench", "allreduce", "-n", "9", "-t", "dgx1-v100"], "has 8 GPUs, fewer than the 9"),
         (["bench", "allreduce", "-f", "1"], "-f must be at least 2, not 1"),

@@ -82,7 +82,7 @@ def _one_shot(topology: Topology, rng: random.Random) -> Algorithm:
     size = len(topology.gpus)
     ranks = range(size)
     channel = [rng.randrange(size) for _ in ranks]
-    moves = [Reduce(tuple(s for s in ranks if s != r), r, 0, channel[r]) for r in ranks]
+    moves = [Reduce(tuple(s for s in ranks if s != r), r, 0, channel[r], r) for r in ranks]
     return Algorithm("one shot", size, 1, ((tuple(moves),),))
 
 
@@ -90,7 +90,8 @@ def _butterfly(topology: Topology, rng: random.Random) -> Algorithm:
     """Ranks exchange all they have with the one 1, then 2 away, on random channels."""
     ranks = range(len(topology.gpus))
     rounds = tuple(
-        tuple(Reduce((r ^ far,), r, 0, rng.randrange(3)) for r in ranks) for far in (1, 2)
+        tuple(Reduce((r ^ far,), r, 0, rng.randrange(3), int(r & far > 0)) for r in ranks)
+        for far in (1, 2)
     )
     return Algorithm("butterfly", len(ranks), 1, (rounds,))
 
@@ -202,10 +203,10 @@ def send(index: int, chunk: int = 0, source: int | None = None) -> list[Step]:
     ]
 
 
-def receive(op: Op, index: int, chunk: int = 0, last: bool = False) -> list[Step]:
+def receive(op: Op, index: int, chunk: int = 0, **rest: Any) -> list[Step]:
     return [
         step(Op.WAIT, index, chunk=chunk),
-        step(op, index, chunk=chunk, last=last),
+        step(op, index, chunk=chunk, **rest),
         step(Op.SIGNAL, index, chunk=chunk),
     ]
 

@@ -10,8 +10,9 @@ import pytest
 
 from collectives.planning.algorithms import algorithm_for
 from collectives.planning.lower import Tuning, lower
-from collectives.planning.plan import Op, Plan, origins
+from collectives.planning.plan import Op, Plan
 from collectives.planning.planner import choose, plan_allreduce
+from collectives.planning.touches import origins
 from collectives.planning.verify import verify
 from collectives.runtime.reference import Array, run
 from collectives.runtime.simulate import simulate

@@ -281,10 +281,15 @@ def test_a_plan_serves_no_other_collective_and_no_other_root(name: str, collecti
     for plan, topo in small_plans(name, collective):
         for expand in (True, False):
             for other in (*COLLECTIVES, SENDRECV):
-                relabelled = replace(plan, collective=other, root=roots(other, plan.size)[-1])
                 # of two ranks, a pair is a broadcast
                 same = plan.size == 2 and {other, collective} == {"broadcast", SENDRECV}
-                assert caught(relabelled, topo, expand) == (other != collective and not same)
+                refused = other != collective and not same
+                try:
+                    relabelled = replace(plan, collective=other, root=roots(other, plan.size)[-1])
+                except PlanError:  # chunks of other blocks
+                    assert refused
+                    continue
+                assert caught(relabelled, topo, expand) == refused
             if collective == SENDRECV:
                 for pairs in pairs_of(plan.size):
                     refused = pairs != plan.root
@@ -298,10 +303,10 @@ def test_a_plan_serves_no_other_collective_and_no_other_root(name: str, collecti
 def test_what_is_missing_is_named() -> None:
     topo = load("mesh-3")
     broadcast = made(topo, "broadcast", "shortest_tree", 1, root=1)
-    words = r"rank 0 ends with chunk 0 combined over ranks \[\], not over \[2\]"
+    words = r"rank 0 ends with chunk 0 combined over ranks \[\] and other data of ranks \[1\], not "
     with pytest.raises(PlanError, match=words):
         verify(replace(broadcast, root=2), topo)
-    with pytest.raises(PlanError, match=r"combined over ranks \[1\], not over \[0, 1, 2\]"):
+    with pytest.raises(PlanError, match=r"combined over ranks \[1\], not over ranks \[0, 1, 2\]"):
         verify(replace(broadcast, collective="allreduce"), topo)
 
 
@@ -391,7 +396,7 @@ def test_unknown_collectives_are_told_the_choices() -> None:
         verify(replace(plan, collective="gather"), topo)
     for value in (None, 5, [], "gather"):  # a plan may come from a file
         text = json.dumps({**json.loads(plan.to_json()), "collective": value})
-        with pytest.raises(PlanError, match="unknown collective"):
+        with pytest.raises(PlanError, match=r"unknown collective|must be a string"):
             verify(Plan.from_json(text), topo)
 
 
@@ -419,7 +424,7 @@ def test_bytes_that_make_no_equal_blocks_are_refused(collective: str) -> None:
 @every_collective
 @pytest.mark.parametrize("nbytes", [-4, True, 4.0, "4K", None])
 def test_sizes_that_make_no_sense_are_refused(collective: str, nbytes: object) -> None:
-    with pytest.raises(PlanError, match=r"nbytes must be an integer of at least 0, not "):
+    with pytest.raises(PlanError, match=r"nbytes must be an integer from 0 to .*, not "):
         plan_collective(collective, load("mesh-4"), nbytes)  # type: ignore[arg-type]
 
 
@@ -459,7 +464,7 @@ def test_pairs_that_are_none_are_refused(pairs: object) -> None:
 @pytest.mark.parametrize("num_chunks", [0, -3, True, 16.0, "16"])
 def test_chunk_counts_that_make_no_sense_are_refused(num_chunks: object) -> None:
     for collective in OTHERS:
-        with pytest.raises(PlanError, match=r"num_chunks must be an integer of at least 1, not "):
+        with pytest.raises(PlanError, match=r"num_chunks must be an integer from 1 to .*, not "):
             plan_collective(
                 collective, load("mesh-4"), 1024, roots(collective, 4)[0],
                 num_chunks=num_chunks,  # type: ignore[arg-type]
@@ -506,7 +511,8 @@ def test_chunks_tile_every_block(collective: str, numbers: tuple[int, int, int, 
     size, rings, groups, block = numbers
     unit = blocks(collective, size)
     parts, stride = groups * rings, rings * unit
-    plan = Plan("a", collective, size, groups * stride, stride, 1, (), ())
+    root = () if collective == SENDRECV else 0
+    plan = Plan("a", collective, size, groups * stride, stride, 1, (), (), root=root)
     nbytes = block if unit == 1 else block * size
     cut = plan.chunk_sizes(nbytes).tolist()
     assert sum(cut) == plan.volume(nbytes)

@@ -1,0 +1,286 @@
+"""No mutant that the literal executor finds wrong is accepted by `verify`.
+
+`python -m tests.null.test_mutants COUNT` tries that many and counts the verdicts.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from collectives.errors import PlanError
+from collectives.planning.plan import Op, Plan, Step
+from collectives.planning.planner import candidates, plan_collective
+from collectives.planning.verify import verify
+from tests.null.executor import Executor, is_right, why_wrong
+from tests.null.helpers import edited, places, random_plan
+from topology import Topology, load
+
+Base = tuple[Plan, Topology]
+MOVES = (Op.SEND, Op.REDUCE, Op.COPY)
+
+
+@cache
+def bases() -> list[Base]:
+    """Right plans of all collectives, small, some with detours, some of a group cut short."""
+    found = [random_plan(seed) for seed in range(40)]
+    for machine in ("mesh-2", "mesh-3", "ring-4"):
+        topology = load(machine)
+        for collective in ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter",
+                           "alltoall"):  # fmt: skip
+            for name in candidates(topology, collective):
+                plan = plan_collective(collective, topology, 0, 0, name)
+                groups = 1 if plan.stride > 9 else 2
+                found.append((plan.with_chunks(groups * plan.stride), topology))
+        pairs = ((1, 0),) if plan.size < 4 else ((3, 1), (0, 2))
+        found.append((plan_collective("sendrecv", topology, 0, pairs).with_chunks(2), topology))
+    return found
+
+
+# ---- mutations: each takes a plan, and a step's place and text -------------------------------
+
+
+def changed(plan: Plan, rng: random.Random, **values: object) -> Plan:
+    """One step with other values."""
+    (s, p, at), old = rng.choice(list(places(plan)))
+    body = list(plan.streams[s].phases[p])
+    body[at] = replace(old, **values)
+    return edited(plan, s, p, body)
+
+
+def of(plan: Plan, rng: random.Random, *ops: Op) -> tuple[tuple[int, int, int], Step, list[Step]]:
+    """A random step of these ops, and its body; of all where there is none."""
+    every = list(places(plan))
+    (s, p, at), old = rng.choice([x for x in every if x[1].op in ops] or every)
+    return (s, p, at), old, list(plan.streams[s].phases[p])
+
+
+def _op(plan: Plan, rng: random.Random) -> Plan:
+    (s, p, at), old, body = of(plan, rng, *MOVES)
+    body[at] = replace(old, op=rng.choice(list(Op)), ahead=0, last=rng.random() < 0.3)
+    return edited(plan, s, p, body)
+
+
+def _reduce_for_copy(plan: Plan, rng: random.Random) -> Plan:
+    for (s, p, at), old in places(plan):
+        if old.op is Op.COPY and rng.random() < 0.8:
+            body = list(plan.streams[s].phases[p])
+            body[at] = replace(old, op=Op.REDUCE)
+            plan = edited(plan, s, p, body)
+    return plan
+
+
+def _ahead(plan: Plan, rng: random.Random) -> Plan:
+    (s, p, at), old, body = of(plan, rng, Op.REDUCE)
+    body[at] = replace(old, ahead=rng.randint(0, len(old.connections)))
+    return edited(plan, s, p, body)
+
+
+def _order(plan: Plan, rng: random.Random) -> Plan:
+    (s, p, at), old, body = of(plan, rng, Op.REDUCE, Op.SEND)
+    body[at] = replace(old, connections=tuple(rng.sample(old.connections, len(old.connections))))
+    return edited(plan, s, p, body)
+
+
+def _last(plan: Plan, rng: random.Random) -> Plan:
+    (s, p, at), old, body = of(plan, rng, Op.REDUCE)
+    body[at] = replace(old, last=not old.last)
+    return edited(plan, s, p, body)
+
+
+def _connections(plan: Plan, rng: random.Random) -> Plan:
+    (s, p, at), old, body = of(plan, rng, *Op)
+    other = rng.randrange(len(plan.connections))
+    more = rng.random() < 0.5
+    body[at] = replace(old, connections=(*old.connections[: len(old.connections) * more], other))
+    return edited(plan, s, p, body)
+
+
+def _chunk(plan: Plan, rng: random.Random) -> Plan:
+    return changed(plan, rng, chunk=rng.randrange(plan.stride))
+
+
+def _source(plan: Plan, rng: random.Random) -> Plan:
+    (s, p, at), old, body = of(plan, rng, Op.SEND)
+    body[at] = replace(old, source=rng.choice([None, *range(len(plan.connections))]))
+    return edited(plan, s, p, body)
+
+
+def _dropped(plan: Plan, rng: random.Random) -> Plan:
+    (s, p, at), _, body = of(plan, rng, *rng.choice([(Op.WAIT, Op.SIGNAL), MOVES]))
+    return edited(plan, s, p, body[:at] + body[at + 1 :])
+
+
+def _doubled(plan: Plan, rng: random.Random) -> Plan:
+    (s, p, at), _, body = of(plan, rng, *Op)
+    return edited(plan, s, p, body[: at + 1] + body[at:])
+
+
+def _moved(plan: Plan, rng: random.Random) -> Plan:
+    """Anywhere in its body."""
+    (s, p, at), old, body = of(plan, rng, *rng.choice([(Op.WAIT, Op.SIGNAL), MOVES]))
+    rest = body[:at] + body[at + 1 :]
+    to = rng.randint(0, len(rest))
+    return edited(plan, s, p, [*rest[:to], old, *rest[to:]])
+
+
+def _nudged(plan: Plan, rng: random.Random) -> Plan:
+    """Two neighbours swapped."""
+    (s, p, at), _, body = of(plan, rng, *Op)
+    to = min(at + 1, len(body) - 1)
+    body[at], body[to] = body[to], body[at]
+    return edited(plan, s, p, body)
+
+
+def _pair_dropped(plan: Plan, rng: random.Random) -> Plan:
+    """All waits for and signals of one counter and chunk."""
+    _, old, _ = of(plan, rng, Op.WAIT, Op.SIGNAL)
+    kinds = rng.choice([(Op.WAIT, Op.SIGNAL), (Op.WAIT,), (Op.SIGNAL,)])
+    for s, stream in enumerate(plan.streams):
+        for p, phase in enumerate(stream.phases):
+            body = [
+                x for x in phase
+                if x.op not in kinds or x.connections != old.connections or x.chunk != old.chunk
+            ]  # fmt: skip
+            if len(body) < len(phase):
+                plan = edited(plan, s, p, body)
+    return plan
+
+
+def _phase(plan: Plan, rng: random.Random) -> Plan:
+    """The end of a body in a phase of its own."""
+    (s, p, at), _, body = of(plan, rng, *Op)
+    stream = plan.streams[s]
+    phases = (*stream.phases[:p], tuple(body[:at]), tuple(body[at:]), *stream.phases[p + 1 :])
+    return replace(
+        plan, streams=(*plan.streams[:s], replace(stream, phases=phases), *plan.streams[s + 1 :])
+    )
+
+
+def _slots(plan: Plan, rng: random.Random) -> Plan:
+    return replace(plan, slots=rng.randint(1, 4))
+
+
+def _root(plan: Plan, rng: random.Random) -> Plan:
+    if plan.collective == "sendrecv":
+        return replace(plan, root=tuple(pair[:: rng.choice((1, -1))] for pair in plan.root))
+    return replace(plan, root=rng.randrange(plan.size))
+
+
+def _collective(plan: Plan, rng: random.Random) -> Plan:
+    return replace(plan, collective=rng.choice(["allreduce", "broadcast", "reduce", "allgather"]))
+
+
+def _path(plan: Plan, rng: random.Random) -> Plan:
+    """A connection over other vertices, or between other streams."""
+    i = rng.randrange(len(plan.connections))
+    old, other = plan.connections[i], rng.choice(plan.connections)
+    new = rng.choice([replace(old, path=other.path), replace(old, path=old.path[::-1]), other])
+    return replace(plan, connections=(*plan.connections[:i], new, *plan.connections[i + 1 :]))
+
+
+MUTATIONS: list[Callable[[Plan, random.Random], Plan]] = [
+    _op, _reduce_for_copy, _ahead, _order, _last, _connections, _chunk, _source, _dropped,
+    _doubled, _moved, _nudged, _pair_dropped, _phase, _slots, _root, _collective, _path,
+]  # fmt: skip
+
+
+def mutants(count: int, seed: int) -> Iterator[tuple[str, Plan, Topology]]:
+    """Of one mutation, or of two."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        plan, topology = rng.choice(bases())
+        made, names = plan, []
+        try:
+            for mutate in rng.choices(MUTATIONS, k=rng.choice((1, 2))):
+                made = mutate(made, rng)
+                names.append(mutate.__name__)
+        except (PlanError, IndexError):  # no plan at all; no step is left
+            continue
+        if made != plan:
+            yield " ".join(names), made, topology
+
+
+def refused(plan: Plan, topology: Topology) -> str:
+    try:
+        verify(plan, topology)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def wires_are_there(plan: Plan, topology: Topology) -> bool:
+    """Every connection leads from its source to its target over links, and not through GPUs."""
+    for c in plan.connections:
+        if c.src == c.dst:
+            continue
+        inner = c.path[1:-1]
+        if (*c.path[:1], *c.path[-1:]) != (topology.gpus[c.src], topology.gpus[c.dst]):
+            return False
+        if any(isinstance(v, int) for v in inner) or not {*c.links} <= {*topology.by_ends}:
+            return False
+    return True
+
+
+def test_right_plans_are_right() -> None:
+    for plan, topology in bases():
+        verify(plan, topology)
+        assert is_right(plan), plan.algorithm
+
+
+def test_no_wrong_mutant_is_accepted() -> None:
+    verdicts = Counter()
+    for names, plan, topology in mutants(4000, seed=1):
+        accepted = not refused(plan, topology)
+        if accepted:
+            assert wires_are_there(plan, topology), names
+            assert not why_wrong(Executor(plan)), names
+        verdicts[accepted] += 1
+    assert verdicts[True] > 300 and verdicts[False] > 2000
+
+
+BREAKING = [m for m in MUTATIONS if m is not _slots]  # these plans need one slot only
+
+
+@pytest.mark.parametrize("mutate", BREAKING, ids=lambda m: m.__name__)
+def test_the_executor_sees_what_each_mutation_breaks(mutate: Callable) -> None:
+    """Else the test above would say nothing."""
+    rng = random.Random(mutate.__name__)
+    for _ in range(300):
+        plan, topology = rng.choice(bases())
+        try:
+            made = mutate(plan, rng)
+        except PlanError:
+            return
+        if not is_right(made) or not wires_are_there(made, topology):
+            return
+    raise AssertionError(f"{mutate.__name__} breaks nothing")
+
+
+def main(count: int, seed: int) -> None:
+    """Count the verdicts, and say why right mutants were refused."""
+    verdicts, needless = Counter(), Counter()
+    for names, plan, topology in mutants(count, seed):
+        why = refused(plan, topology)
+        wrong = why_wrong(Executor(plan, seed)) or (
+            "" if wires_are_there(plan, topology) else "no wire"
+        )
+        verdicts["refused" if why else "ACCEPTED", "wrong" if wrong else "right"] += 1
+        if wrong and not why:
+            print("ACCEPTED", names, plan.collective, plan.algorithm, topology.name, wrong)
+        if why and not wrong:
+            words = " ".join(w for w in why.split() if w.isalpha())
+            needless[words] += 1
+    print(verdicts)
+    for words, n in needless.most_common(25):
+        print(n, words)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
