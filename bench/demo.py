@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -81,7 +82,7 @@ def _train(rank: int, images: Any, labels: Any, epochs: int, store: str) -> dict
     models = {"linkweave": _model(), "gloo": _model()}
     models["gloo"].load_state_dict(models["linkweave"].state_dict())
     steps = {name: torch.optim.Adam(m.parameters(), lr=2e-3) for name, m in models.items()}
-    spent = dict.fromkeys(models, 0.0)
+    spent: dict[str, list[float]] = {name: [] for name in models}  # seconds of each call
     difference = 0.0
     passes: Any = range(epochs)
     if rank == 0:  # drawn by the rank itself: a thread beside `spawn` would rule out forking
@@ -94,9 +95,10 @@ def _train(rank: int, images: Any, labels: Any, epochs: int, store: str) -> dict
                 steps[name].zero_grad()
                 torch.nn.functional.cross_entropy(model(x[mine]), y[mine]).backward()
                 gradients = [p.grad for p in model.parameters()]
+                comm.barrier()  # what ranks wait for a slower one is nobody's all-reduce
                 start = time.perf_counter()
                 if name == "linkweave":
-                    collectives.allreduce(gradients, "avg")
+                    collectives.allreduce(gradients, "avg", algorithm=ALGORITHM)
                 else:
                     flat = torch.cat([g.reshape(-1) for g in gradients])
                     dist.all_reduce(flat)
@@ -105,7 +107,7 @@ def _train(rank: int, images: Any, labels: Any, epochs: int, store: str) -> dict
                     for g in gradients:
                         g.copy_(flat[at : at + g.numel()].view_as(g))
                         at += g.numel()
-                spent[name] += time.perf_counter() - start
+                spent[name].append(time.perf_counter() - start)
                 steps[name].step()
     for ours, theirs in zip(*(m.parameters() for m in models.values()), strict=True):
         difference = max(difference, float((ours - theirs).abs().max().detach()))
@@ -120,6 +122,7 @@ def _train(rank: int, images: Any, labels: Any, epochs: int, store: str) -> dict
         "gradient_bytes": sum(p.numel() * 4 for p in models["linkweave"].parameters()),
         "allreduce_seconds": spent["linkweave"],
         "allreduce_seconds_gloo": spent["gloo"],
+        "algorithm": ALGORITHM,
     }
 
 
@@ -129,9 +132,10 @@ def _predict(nbytes: int) -> list[dict[str, Any]]:
     rows = []
     for label, size in (("this model", nbytes), ("ResNet-50", 25_557_032 * 4)):
         row: dict[str, Any] = {"gradients": label, "bytes": size}
-        for name in (ALGORITHM, "ring", "double_tree", "tree"):
+        for name in (ALGORITHM, "ring", "double_tree", "tree", "auto"):
             plan = collectives.plan_allreduce(machine, size, name)
             row[f"{name}_us"] = collectives.simulate(plan, machine, size).seconds * 1e6
+        row["auto"] = plan.algorithm
         rows.append(row)
     return rows
 
@@ -145,15 +149,29 @@ def summary(result: dict[str, Any]) -> str:
         f"with gloo: {result['accuracy_gloo']:.1%}",
         f"largest difference of any weight from the training through gloo: "
         f"{result['largest_difference']:.2e}",
-        f"time in all-reduce: {result['allreduce_seconds']:.2f} s, "
-        f"gloo {result['allreduce_seconds_gloo']:.2f} s",
+        f"time in all-reduce, by {result['algorithm']} on the links of {MACHINE}: "
+        f"{_times(result['allreduce_seconds'])}",
+        f"  with gloo: {_times(result['allreduce_seconds_gloo'])}",
         f"predicted on a real {MACHINE} (simulated, 5 us a step):",
     ]
     for row in result["predictions"]:
         lines.append(
             f"  {row['gradients']:11} {row['bytes'] / 1e6:7.2f} MB: overlapped double tree "
             f"{row[ALGORITHM + '_us']:8.0f} us, ring {row['ring_us']:8.0f} us, baseline double "
-            f"tree {row['double_tree_us']:8.0f} us, one tree {row['tree_us']:8.0f} us"
+            f"tree {row['double_tree_us']:8.0f} us, one tree {row['tree_us']:8.0f} us; auto takes "
+            f"{row['auto']}, {row['auto_us']:.0f} us"
         )
+    lines.append(
+        "  a large message is fastest over rings or packed trees, which take all six links of a "
+        "GPU; two trees leave some idle"
+    )
     lines.append(f"picture of the trees on the links: {result['picture']}")
     return "\n".join(lines)
+
+
+def _times(seconds: list[float]) -> str:
+    """Of all calls, the first of which may plan or connect."""
+    return (
+        f"{sum(seconds):.2f} s in {len(seconds)} calls; the first {seconds[0] * 1e3:.0f} ms, "
+        f"the median of the others {median(seconds[1:] or seconds) * 1e3:.1f} ms"
+    )

@@ -21,19 +21,18 @@ from collectives import errors
 from collectives.choices import Choices
 from collectives.errors import CollectiveError
 from collectives.planning.blocks import chunk_bytes, table
-from collectives.planning.finals import finals
 from collectives.planning.finals import table as layer_table
 from collectives.planning.goals import COLLECTIVES, SENDRECV, parts
-from collectives.planning.plan import Plan
-from collectives.planning.planner import proved, size_class
+from collectives.planning.planner import size_class
+from collectives.plans import Plans
 from collectives.request import EXCHANGES, KINDS, NOTHING, ORDER, How, Request, difference, notice
 from collectives.runtime.arena import Arena
 from collectives.runtime.arrivals import Arrivals
 from collectives.runtime.buffer import Buffer
 from collectives.runtime.control import PLANNING, Health, HostControl
 from collectives.runtime.diagnose import RAISED
-from collectives.runtime.encoded import Encoded, encode, nothing
-from collectives.runtime.shm import SLOT_BYTES, CpuExecutor, Ready, Region, memory_of
+from collectives.runtime.encoded import Encoded, nothing
+from collectives.runtime.shm import CpuExecutor, Ready, Region, memory_of
 from collectives.settings import Settings
 from collectives.tensors import Block, as_buffer
 from collectives.trace import CALLS, KERNELS, Trace, label
@@ -75,7 +74,8 @@ class Calls:
         self._regions: OrderedDict[int, Region] = OrderedDict()
         self._idle = self.executor.load(nothing(self.size), arena.start)
         self._count = 0  # of plans that rank 0 has numbered
-        self._mine: dict[int, tuple[Plan, int]] = {}  # on rank 0: plans, and bytes of their regions
+        self._mine: dict[int, tuple[str, int]] = {}  # on rank 0: names of plans, bytes of regions
+        self._plans = Plans(self.choices, self.trace)
         self._scratch: NDArray[np.uint8] | None = None
         self._calling = _Calling(self)
 
@@ -257,29 +257,16 @@ class Calls:
         return number, chunks
 
     def _planned(self, request: Request, nbytes: int) -> bytes:
-        """On rank 0: what all ranks need to know of a plan for `nbytes`.
-
-        The algorithm is the topology's; the number of chunks is this runtime's own tuning.
-        """
-        plan = self.choices.plan(request, nbytes)
-        needed = -(-plan.volume(nbytes) // SLOT_BYTES)
-        if needed > plan.num_chunks:
-            plan = proved(plan.with_chunks(-(-needed // plan.stride) * plan.stride),
-                          self.choices.topology)  # fmt: skip
-        if request.layers is not None:
-            for rank in range(self.size):
-                finals(plan.with_chunks(plan.stride), rank)  # refuses what no queue can count
-        name = label(request.kind, plan.algorithm, nbytes)
-        self.trace.planned(name, plan, self.choices.topology, nbytes)
-        template, body, start = plan.with_chunks(plan.stride), b"", 0
-        number = next((n for n, (p, _) in self._mine.items() if p == template), None)
+        """On rank 0: what all ranks need to know of a plan for `nbytes`."""
+        made, body, start = self._plans.make(request, nbytes), b"", 0
+        number = next((n for n, (name, _) in self._mine.items() if name == made.name), None)
         if number is None:
-            encoded = encode(plan)
-            start, number = self._arena.reserve(memory_of(encoded)), self._count
-            body = encoded.to_bytes()
+            nbytes = memory_of(made.encoded)
+            start, number = self._arena.reserve(nbytes), self._count
+            body = made.encoded.to_bytes()
             self._count += 1
-            self._mine[number] = template, memory_of(encoded)
-        return json.dumps([number, plan.num_chunks, start]).encode().ljust(_HEAD) + body
+            self._mine[number] = made.name, nbytes
+        return json.dumps([number, made.num_chunks, start]).encode().ljust(_HEAD) + body
 
     def _add(self, number: int, region: Region) -> None:
         """Keep a plan, in place of the one that has not been used for longest."""

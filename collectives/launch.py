@@ -182,13 +182,15 @@ def _child(results: Connection, job: tuple[Any, ...]) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)  # ranks share the cores; a forked OpenMP pool would hang
-    communicator = None
+    communicator, me = None, os.getpid()
     try:
         if gpu is not None:
             use_device(gpu)
         communicator = Communicator(Arena(Mapping.open(path, size, rank), rank), settings)
         set_default(communicator)
         value = fn(rank, *args)
+        if os.getpid() != me:
+            os._exit(0)  # a process that the rank forked, and that came back from `fn`
         try:
             payload = pickle.dumps((True, value))
         except (AttributeError, TypeError, pickle.PicklingError) as error:
@@ -196,6 +198,9 @@ def _child(results: Connection, job: tuple[Any, ...]) -> None:
                 f"rank {rank}'s result, a {type(value).__qualname__}, does not pickle: {error}"
             ) from None
     except BaseException as error:
+        if os.getpid() != me:
+            code = error.code if isinstance(error, SystemExit) else 1
+            os._exit(code if isinstance(code, int) else int(code is not None))
         if communicator is not None:
             communicator.abort(RAISED)
         payload = _failure(error, traceback.format_exc())

@@ -6,7 +6,7 @@ link is taken may detour as well as one that has none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -65,6 +65,7 @@ class _Search:
         for edge in self.edges:
             self.closing[max(place[edge.a], place[edge.b])].append(edge)
         self.links, self.near, self.behind = _ways(topology)
+        self.ways_up = self._ways_up()
 
     def _connected_order(self) -> list[int]:
         """Positions such that each (after the first) has an edge to one before it, if it can."""
@@ -188,7 +189,7 @@ class _Search:
             depth = self.depth(via)
             if self.best is None or depth < self.best[0]:
                 self.best = depth, Embedding(tuple(rank_of), dict(via))
-            return depth <= self.depth({})
+            return depth <= self.depth(())
         edge = pending[0]
         for middle in self.middles(rank_of[edge.a], rank_of[edge.b]):
             wires = self.wires(edge, rank_of, middle)
@@ -203,19 +204,27 @@ class _Search:
                 return True
         return False
 
-    def depth(self, via: dict[tuple[int, int, int], int]) -> int:
-        """Hops on the longest way in any shape; edges run from a child `a` to its parent `b`."""
-        deepest = 0
-        for shape in {e.shape for e in self.edges}:
-            above = {e.a: e for e in self.edges if e.shape == shape and not e.one_way}
-            for start in above:
-                hops, at = 0, start
-                while at in above:
-                    edge = above[at]
-                    hops += 2 if (shape, edge.a, edge.b) in via else 1
-                    at = edge.b
-                deepest = max(deepest, hops)
-        return deepest
+    def _ways_up(self) -> tuple[list[int], dict[tuple[int, int, int], list[int]]]:
+        """Of the way from each position to its root, in every shape: the edges, and for each edge
+        the ways that it is on; edges run from a child `a` to its parent `b`."""
+        above = {(e.shape, e.a): e for e in self.edges if not e.one_way}
+        lengths: list[int] = []
+        on: dict[tuple[int, int, int], list[int]] = {}
+        for shape, start in above:
+            hops, at = 0, start
+            while edge := above.get((shape, at)):
+                on.setdefault((shape, edge.a, edge.b), []).append(len(lengths))
+                hops, at = hops + 1, edge.b
+            lengths.append(hops)
+        return lengths, on
+
+    def depth(self, via: Iterable[tuple[int, int, int]]) -> int:
+        """Hops on the longest way to a root in any shape, where those edges detour."""
+        lengths, on = self.ways_up[0].copy(), self.ways_up[1]
+        for key in via:
+            for way in on.get(key, ()):
+                lengths[way] += 1
+        return max(lengths, default=0)
 
     # ---- shared ------------------------------------------------------------------------------
     def load(self, rank_of: Sequence[int]) -> tuple[_Use, dict[tuple[int, int, int], int]] | None:
@@ -289,6 +298,11 @@ def embed(topology: Topology, edges: Sequence[Edge], size: int, relabel: bool = 
     for the machines that matter (8 GPUs, up to two detours), a bounded search beyond. Raises
     PlanError where some edge has no way at all.
     """
+    return _embed(topology, tuple(edges), size, relabel)
+
+
+@lru_cache(maxsize=64)
+def _embed(topology: Topology, edges: tuple[Edge, ...], size: int, relabel: bool) -> Embedding:
     if size != len(topology.gpus):
         raise PlanError(f"a shape of {size} positions does not fit {len(topology.gpus)} GPUs")
     search = _Search(topology, edges, size)

@@ -61,7 +61,9 @@ def shortened(plan: Plan) -> Plan:
     """
     enough = plan.stride * (plan.slots + 2)
     if plan.num_chunks <= enough + plan.stride:
-        return plan
+        groups, rest = divmod(plan.num_chunks, plan.stride)
+        one_for_all = groups > 1 and not rest and has_one_phase(plan) and repeats(plan)
+        return plan.with_chunks(enough) if one_for_all else plan
     if not repeats(plan):
         steps = plan.groups * sum(len(body) for s in plan.streams for body in s.phases)
         if steps > MOST_WALKED:
@@ -71,6 +73,11 @@ def shortened(plan: Plan) -> Plan:
             )
         return plan
     return plan.with_chunks(enough + (plan.num_chunks - enough) % plan.stride)
+
+
+def has_one_phase(plan: Plan) -> bool:
+    """Whether every stream does all its work in one phase."""
+    return all(len(stream.phases) <= 1 for stream in plan.streams)
 
 
 def races(plan: Plan, direct: bool = False, pushing: bool = False) -> list[str]:

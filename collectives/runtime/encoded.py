@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from collectives.planning.plan import Op, Plan
 from collectives.planning.touches import origins, pushed
-from collectives.planning.verify import races
+from collectives.planning.verify import has_one_phase, races
 from kernels.interpret import DIRECT_SLOTS
 
 
@@ -97,11 +97,10 @@ def encode(plan: Plan) -> Encoded:
     channels: dict[int, list[int]] = {r: [] for r in range(plan.size)}
     for stream in plan.streams:
         channels[stream.rank].append(stream.channel)
-    direct = plan.collective != "alltoall"  # whose chunks lie elsewhere on every rank
     n = len(plan.connections)
     return Encoded(
         plan.algorithm, plan.collective, plan.size, plan.stride, plan.slots,
-        len(set(ring)), direct and not races(replace(plan, slots=DIRECT_SLOTS), direct=True),
+        len(set(ring)), may_be_direct(plan),
         tuple(plan.encode(r) for r in range(plan.size)),
         tuple(tuple(channels[r]) for r in range(plan.size)),
         np.array([(c.src, c.dst) for c in plan.connections], np.int64).reshape(n, 2),
@@ -109,6 +108,15 @@ def encode(plan: Plan) -> Encoded:
         np.array(pushed(plan), np.int64),
         np.array(ring, np.int64),
     )  # fmt: skip
+
+
+def may_be_direct(plan: Plan) -> bool:
+    """Whether ranks may read one another's chunks where they lie, however many chunks there are."""
+    if plan.collective == "alltoall":  # whose chunks lie elsewhere on every rank
+        return False
+    free, enough = replace(plan, slots=DIRECT_SLOTS), DIRECT_SLOTS + 2
+    counts = [enough] if has_one_phase(plan) else range(1, enough + 1)
+    return not any(races(free.with_chunks(n * plan.stride), direct=True) for n in counts)
 
 
 def _rings(plan: Plan) -> list[int]:

@@ -1,0 +1,289 @@
+"""What ranks say to each other: who is waited for, who has left, who is no rank at all."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import collectives
+from collectives import CollectiveAborted, CollectiveError, CollectiveTimeout
+from collectives.default import get_default
+from collectives.join import _Job
+from collectives.runtime.mapping import Mapping
+from tests.cpu.test_face import error_of
+
+ROOT = Path(__file__).parents[2]
+
+
+# ---- processes that are no ranks -----------------------------------------------------------------
+def in_a_child(rank: int) -> list[Any]:
+    """What a forked child of rank 0 is told, and the sums of the ranks beside it."""
+    comm = get_default()
+    comm.allreduce(np.ones(4))
+    said = ""
+    if rank == 0:
+        read, write = os.pipe()
+        if (pid := os.fork()) == 0:
+            words = [error_of(collectives.allreduce, np.ones(4)) for _ in range(3)]
+            words.append(error_of(comm.send, np.ones(4), 1))
+            comm.close()  # which touches nothing
+            os.write(write, json.dumps(words).encode())
+            os._exit(0)
+        os.waitpid(pid, 0)
+        said = os.read(read, 4096).decode()
+        if (pid := os.fork()) == 0:
+            collectives.shutdown()
+            sys.exit(0)  # unwinds, and would close the communicator
+        os.waitpid(pid, 0)
+    x = np.full(4, rank + 1.0)
+    comm.allreduce(x)
+    return [x.tolist(), said]
+
+
+def test_a_forked_child_is_not_its_rank() -> None:
+    found = collectives.spawn(in_a_child, 2, timeout=5)
+    assert [x for x, _ in found] == [[3.0] * 4] * 2
+    for words in json.loads(found[0][1]):
+        assert "was forked from rank 0 (process" in words and "is not a rank itself" in words
+
+
+def nested(rank: int) -> list[float]:
+    comm = get_default()
+    inner = collectives.spawn(one_sum, 2) if rank == 0 else []
+    x = np.ones(3)
+    comm.allreduce(x)
+    return [*inner, float(x[0])]
+
+
+def one_sum(rank: int) -> float:
+    x = np.full(2, rank + 1.0)
+    collectives.allreduce(x)
+    return float(x[0])
+
+
+def test_a_rank_may_spawn_ranks_of_its_own() -> None:
+    assert collectives.spawn(nested, 2, timeout=20) == [[3.0, 3.0, 2.0], [2.0]]
+
+
+class Store:
+    """What another user has put into torch's store, which anyone can reach."""
+
+    def __init__(self, value: bytes) -> None:
+        self.value = value
+
+    def wait(self, *_: Any) -> None:
+        pass
+
+    def get(self, key: str) -> bytes:
+        return self.value
+
+
+class Payload:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch /tmp/linkweave-was-here",)
+
+
+@pytest.mark.parametrize(
+    "value", [pickle.dumps(Payload()), b"[" * 10_000, b"[1, 2]", b'["a"]', b'{"path": 1}', b"\xff"]
+)
+def test_what_the_store_says_is_not_run(value: bytes) -> None:
+    with pytest.raises(CollectiveError, match="in the store is not what rank 0 writes"):
+        _Job(1, 2, Store(value), "key").look_up(1.0)
+    assert not Path("/tmp/linkweave-was-here").exists()
+
+
+def test_only_shared_memory_of_our_own_is_opened(tmp_path: Path) -> None:
+    victim = tmp_path / "file"
+    victim.write_bytes(b"mine")
+    with victim.open("r+b") as file:
+        for location in (str(victim), f"/proc/{os.getpid()}/fd/{file.fileno()}", "/proc/1/fd/x"):
+            with pytest.raises(CollectiveError, match="rank 1"):
+                Mapping.open(location, 2, 1)
+    assert victim.read_bytes() == b"mine"
+    fd = Mapping.create(2)
+    try:
+        Mapping.open(Mapping.location(fd), 2, 1).use()
+    finally:
+        os.close(fd)
+
+
+# ---- leaving -------------------------------------------------------------------------------------
+def leaves(rank: int, path: str) -> None:
+    comm = get_default()
+    comm.barrier()
+    if rank == 1:
+        comm.close()
+        time.sleep(8)  # and lives on
+        return
+    start = time.monotonic()
+    said = error_of(comm.allreduce, np.ones(9))
+    Path(path, str(rank)).write_text(f"{time.monotonic() - start}|{said}")
+
+
+def test_who_closes_first_is_named_at_once(tmp_path: Path) -> None:
+    start = time.monotonic()
+    collectives.spawn(leaves, 3, args=(str(tmp_path),), timeout=30)
+    assert time.monotonic() - start < 20
+    for rank in (0, 2):
+        took, said = (tmp_path / str(rank)).read_text().split("|")
+        assert float(took) < 3 and "rank 1 was closed; rank" in said
+
+
+def fails_inside(rank: int, path: str) -> None:
+    """Rank 1's call raises something that is no CollectiveError; it closes, and lives on."""
+    comm: Any = get_default()
+    comm.barrier()
+    if rank == 1:
+        comm._calls.executor.run = None  # not callable
+        with pytest.raises(TypeError):
+            comm.allreduce(np.ones(9))
+        comm.close()
+        time.sleep(6)
+        return
+    start = time.monotonic()
+    said = error_of(comm.allreduce, np.ones(9))
+    Path(path, str(rank)).write_text(f"{time.monotonic() - start}|{said}")
+
+
+def test_an_exception_inside_a_call_is_told_at_once(tmp_path: Path) -> None:
+    collectives.spawn(fails_inside, 2, args=(str(tmp_path),), timeout=30)
+    took, said = (tmp_path / "0").read_text().split("|")
+    assert float(took) < 3 and "rank 1 raised an exception" in said
+
+
+def held_open(rank: int) -> None:
+    """A killed rank whose own child holds its pipe to the parent."""
+    if rank == 1:
+        subprocess.Popen(["sleep", "6"], close_fds=False)
+        os.kill(os.getpid(), 9)
+    collectives.barrier()
+
+
+def test_a_killed_rank_is_noticed_though_its_child_lives() -> None:
+    start = time.monotonic()
+    with pytest.raises(CollectiveError, match="rank 1 .* was killed by SIGKILL"):
+        collectives.spawn(held_open, 2, timeout=30)
+    assert time.monotonic() - start < 4
+
+
+# ---- who is waited for ---------------------------------------------------------------------------
+def chained(rank: int, path: str) -> None:
+    """Rank 0 waits in a part for rank 1, which waits in another part for rank 2, which sleeps."""
+    comm = get_default()
+    first = comm.split(int(rank == 2))  # ranks 0 and 1
+    second = comm.split(int(rank == 0))  # ranks 1 and 2
+    x = np.ones(9)
+    try:
+        if rank == 2:
+            time.sleep(3)
+        elif rank == 1:
+            second.allreduce(x)
+        else:
+            first.allreduce(x)
+    except CollectiveError as error:
+        Path(path, str(rank)).write_text(str(error))
+        time.sleep(2)
+
+
+def test_ranks_of_a_part_are_named_by_both_numbers(tmp_path: Path) -> None:
+    collectives.spawn(chained, 3, args=(str(tmp_path),), timeout=1)
+    said = (tmp_path / "1").read_text()
+    assert "rank 0 (1 of all) waits for rank 1 (2 of all) to make its call" in said
+
+
+def in_line(rank: int, path: str) -> None:
+    """All wait for the same call of rank 2, or for one who does."""
+    comm = get_default()
+    x = np.ones(200_000, np.float32)
+    comm.allreduce(x, algorithm="chain")
+    if rank == 2:
+        time.sleep(4)
+    try:
+        comm.allreduce(x, algorithm="chain")
+    except (CollectiveTimeout, CollectiveAborted) as error:
+        Path(path, str(rank)).write_text(f"{error.peer}|{error}")
+        raise
+
+
+def test_the_chain_of_waits_ends_at_the_culprit(tmp_path: Path) -> None:
+    with pytest.raises(CollectiveTimeout, match="rank 2"):
+        collectives.spawn(in_line, 4, args=(str(tmp_path),), timeout=0.7)
+    said = [p.read_text() for p in tmp_path.iterdir()]
+    assert len(said) >= 3 and all("rank 2" in text for text in said)
+
+
+def refused(rank: int) -> str:
+    comm = get_default()
+    said = error_of(comm.allreduce, np.ones(3, np.complex64 if rank == 1 else np.float32))
+    comm.barrier()
+    return said
+
+
+def test_a_refusal_is_told_with_its_reason() -> None:
+    found = collectives.spawn(refused, 3)
+    for rank in (0, 2):
+        assert "ranks [1]: refused its arguments: unsupported dtype complex64" in found[rank]
+
+
+def unheard(rank: int) -> str:
+    comm = get_default()
+    logging.getLogger("linkweave").addHandler(logging.StreamHandler(os.fdopen(2, "w")))
+    comm.allreduce(np.ones(3 + rank), async_op=True)  # differs, and nobody waits
+    comm.barrier()
+    comm.close()
+    return ""
+
+
+def test_an_error_that_nobody_waits_for_is_logged(capfd: pytest.CaptureFixture[str]) -> None:
+    collectives.spawn(unheard, 2)
+    assert "nobody waited for an asynchronous call, which raised" in capfd.readouterr().err
+
+
+# ---- many ----------------------------------------------------------------------------------------
+def many(rank: int) -> float:
+    comm = get_default()
+    lanes = comm.lanes(32)
+    x = np.ones(2, np.float32)
+    works = [lane.allreduce(x.copy(), async_op=True) for lane in lanes[:2]]
+    for work in works:
+        work.wait()
+    lanes[-1].allreduce(x)
+    return float(x[0])
+
+
+@pytest.mark.slow
+def test_64_ranks_have_32_parts() -> None:
+    assert collectives.spawn(many, 64, timeout=120) == [64.0] * 64
+
+
+def in_threads(rank: int) -> bool:
+    """The lanes of a rank may be used by a thread each."""
+    lanes = get_default().lanes(2)
+    arrays = [np.full(1000, rank, np.float32), np.full(2000, rank, np.float64)]
+    done = []
+
+    def work(i: int) -> None:
+        done.append(lanes[i].allreduce(arrays[i], async_op=True))
+
+    for i in range(2):  # started in the same order on every rank
+        thread = threading.Thread(target=work, args=(i,))
+        thread.start()
+        thread.join()
+    for handle in done:
+        handle.wait()
+    return all((x == 3).all() for x in arrays)
+
+
+def test_lanes_of_several_threads() -> None:
+    assert collectives.spawn(in_threads, 3) == [True] * 3
