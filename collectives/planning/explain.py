@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from collectives.errors import PlanError
-from collectives.planning.algorithms import ALGORITHMS, algorithm_for
+from collectives.planning.algorithms import ALGORITHMS, Named, algorithm_for
 from collectives.planning.lower import MOST_SQUARED
 from collectives.planning.merging import Sparse, sparse_costs
 from collectives.planning.planner import candidates, choose, plan_allreduce, predict
@@ -107,10 +108,14 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
-def explain(topology: Topology, nbytes: int, k: int | None = None) -> Explanation:
-    """Compare all algorithms for a message of `nbytes`, and say why one is chosen.
+def explain(
+    topology: Topology, nbytes: int, k: int | None = None,
+    algorithms: Sequence[Named] | None = None,
+) -> Explanation:  # fmt: skip
+    """Compare algorithms for a message of `nbytes`, and say why one is chosen.
 
-    With `k`, of the message as float32, also sparse all-reduces of k entries a rank. Raises
+    `algorithms`: names or functions to compare with what auto takes; None: all. With `k`, of the
+    message as float32, also sparse all-reduces of k entries a rank. Raises
     PlanError for a size that makes no sense, TopologyError where GPUs are not connected.
     """
     if k is not None and (isinstance(k, bool) or not 0 <= k <= nbytes // 4):
@@ -119,7 +124,10 @@ def explain(topology: Topology, nbytes: int, k: int | None = None) -> Explanatio
     choice = plan_allreduce(topology, nbytes).algorithm
     rows, refused = [], []
     able = candidates(topology)
-    for name in ALGORITHMS:
+    for own in algorithms or ():
+        if own != choice:
+            rows.append(_row(topology, nbytes, own, best))
+    for name in ALGORITHMS if algorithms is None else (choice,):
         if name in able or name == choice:
             rows.append(_row(topology, nbytes, name, best))
         elif "hierarchical" in able and len(topology.gpus) > MOST_SQUARED:
@@ -137,8 +145,8 @@ def explain(topology: Topology, nbytes: int, k: int | None = None) -> Explanatio
     )  # fmt: skip
 
 
-def _row(topology: Topology, nbytes: int, name: str, best: Bound) -> Row:
-    known = measured_seconds(topology.timings, name, nbytes)
+def _row(topology: Topology, nbytes: int, name: Named, best: Bound) -> Row:
+    known = measured_seconds(topology.timings, name, nbytes) if isinstance(name, str) else None
     chunks = known[1] if known else predict(topology, nbytes, name)[1]
     plan = plan_allreduce(topology, nbytes, name, chunks)
     line: Timeline = simulate(plan, topology, nbytes)
@@ -151,8 +159,8 @@ def _row(topology: Topology, nbytes: int, name: str, best: Bound) -> Row:
     seconds = known[0] if known else line.seconds
     share = nbytes / seconds * float(best.seconds_per_byte) if seconds else 0.0
     return Row(
-        name, plan.num_chunks, seconds, known is not None, line.first_chunk_seconds, share,
-        len(plan.detours), crowd, busiest,
+        plan.algorithm, plan.num_chunks, seconds, known is not None, line.first_chunk_seconds,
+        share, len(plan.detours), crowd, busiest,
     )  # fmt: skip
 
 

@@ -172,7 +172,7 @@ def held_open(rank: int) -> None:
 
 def test_a_killed_rank_is_noticed_though_its_child_lives() -> None:
     start = time.monotonic()
-    with pytest.raises(CollectiveError, match="rank 1 .* was killed by SIGKILL"):
+    with pytest.raises(CollectiveError, match=r"rank 1 .* was killed by SIGKILL"):
         collectives.spawn(held_open, 2, timeout=30)
     assert time.monotonic() - start < 4
 

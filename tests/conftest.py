@@ -1,0 +1,16 @@
+"""What holds for all tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from collectives.runtime import plan_store
+
+
+@pytest.fixture(autouse=True, scope="session")
+def plans_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No test depends on plans that the user's other processes have kept."""
+    folder: Path = tmp_path_factory.mktemp("plans")
+    plan_store._folder = lambda: folder  # type: ignore[assignment]
