@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -36,7 +36,6 @@ from collectives.runtime.shm import CpuExecutor, Ready, Region, memory_of
 from collectives.settings import Settings
 from collectives.tensors import Block, as_buffer
 from collectives.trace import CALLS, KERNELS, Trace, label
-from kernels.interpret import NBYTES, NUM_CHUNKS, SPAN
 from topology import Topology
 
 log = logging.getLogger("linkweave")
@@ -122,12 +121,14 @@ class Calls:
         self, kind: str, address: int, nbytes: int, dtype: str, op: str, root: int, how: How
     ) -> bool:
         """Make a call in place of a kind that has been made before; whether it was one."""
+        if type(root) is not int or not isinstance(op, str) or not isinstance(how, Hashable):
+            return False
         ready = self._known.get((kind, nbytes, dtype, op, root, how, 0, None, None))
         if ready is None or self.trace.wants_more:
             return False
         with self._calling, self.trace.call(ready.label):
             self._order = self.next_order()
-            self._make(ready, address, 0, None)
+            self._make(ready, address, None, None)
         return True
 
     @contextmanager
@@ -285,26 +286,24 @@ class Calls:
             request.arrivals.begin(ready.needs)
         start = time.monotonic()
         with self.trace.phase("run"):
-            if source:
-                ready.state[NBYTES] = source.nbytes
-            self._make(ready, buffer.address, source.address if source else 0, request.arrivals)
+            self._make(ready, buffer.address, source, request.arrivals)
         if self.trace.level >= CALLS:
             took = (time.monotonic() - start) * 1e6
             self.trace.say(
                 CALLS, f"call {self.control.number}: {ready.label} {buffer.dtype} {request.op}, "
                 f"{took:.0f} us{', in shared memory' if ready.direct else ''}"
             )  # fmt: skip
-            self.trace.flags(lambda: ready.region.encoded, int(ready.state[NUM_CHUNKS]))
+            self.trace.flags(lambda: ready.region.encoded, ready.num_chunks)
 
     def _make(
-        self, ready: Ready, address: int, source: int, arrivals: Arrivals | None
-    ) -> None:  # fmt: skip
+        self, ready: Ready, address: int, source: Buffer | None, arrivals: Arrivals | None
+    ) -> None:
         if self.size == 1:
             self.control.number += 1
-            if source and source != address:
-                ctypes.memmove(address, source, int(ready.state[NBYTES]))
+            if source and source.address != address:
+                ctypes.memmove(address, source.address, source.nbytes)
             return
-        nbytes = int(ready.state[SPAN])
+        nbytes = ready.span
         ready.said[ORDER] = self._order
         ready.said[-1] = self._arena.mapping.offset_of(address, nbytes) if nbytes else -1
         if not self.executor.run(ready, address, source, arrivals):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
-from itertools import count
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
@@ -20,21 +17,18 @@ from collectives.channels import Channels
 from collectives.errors import CollectiveError
 from collectives.gpu_calls import GpuCalls
 from collectives.gradient_queue import GradientQueue, HostQueue
+from collectives.parts import Order, Parts
 from collectives.planning.plan import Plan
 from collectives.request import NOTHING, How, Request
 from collectives.runtime import cuda
 from collectives.runtime.arena import Arena
 from collectives.runtime.arrivals import Arrivals
-from collectives.runtime.mapping import SEGMENT
 from collectives.runtime.team import Team
 from collectives.settings import Settings, topology_for
-from collectives.tensors import as_buffer, gpu_of, integer, layout_of, quick, shaped
+from collectives.tensors import as_buffer, gpu_of, layout_of, quick, shaped
 from collectives.work import HostWork, Work
-from topology import load
 
 log = logging.getLogger("linkweave")
-
-MOST_LANES = 64
 
 T = TypeVar("T")
 
@@ -50,7 +44,7 @@ class Communicator:
 
     def __init__(
         self, arena: Arena, settings: Settings | None = None, team: Team | None = None,
-        part: bool = False, order: Callable[[], int] = int,
+        part: bool = False, order: Order = int,
     ) -> None:  # fmt: skip
         self.settings = settings or Settings()
         self.rank, self.size = arena.rank, arena.size
@@ -62,8 +56,10 @@ class Communicator:
         self._part = part  # of another communicator, which has warned already
         self._gpu: GpuCalls | None = None
         self._lock = threading.Lock()
-        self._parts: list[Communicator] = []  # that are not closed, as far as we know
-        self._times_parted = 0
+        self._parts = Parts(
+            arena, self._calls, self.settings, self.topology, team,
+            lambda arena, settings, team, order: Communicator(arena, settings, team, True, order),
+        )  # fmt: skip
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future[Any] | None = None
         self._unheard: list[HostWork] = []  # asynchronous calls whose errors nobody has seen
@@ -300,13 +296,8 @@ class Communicator:
         the latest with this one. Raises CollectiveError, on every rank.
         """
         self._submit(False, None, lambda calls: None)  # behind what is under way
-        with self._calls.telling():
-            if (number := integer(color)) is None:
-                raise CollectiveError(f"color must be an integer, not {color!r}")
-        colors = [int(said) for said in self._calls.gather("colors", str(number).encode())]
-        groups = [[r for r, c in enumerate(colors) if c == one] for one in dict.fromkeys(colors)]
-        ((ranks, start),) = self._segments(groups)
-        return self._part_of(ranks, start)
+        part: Communicator = self._parts.split(color)
+        return part
 
     def lanes(self, n: int) -> list[Communicator]:
         """`n` communicators of all ranks, for calls that are under way at once.
@@ -317,53 +308,7 @@ class Communicator:
         for `split`. Raises CollectiveError, on every rank.
         """
         self._submit(False, None, lambda calls: None)
-        with self._calls.telling():
-            number = integer(n)
-            if number is None or not 1 <= number <= MOST_LANES:
-                raise CollectiveError(
-                    f"the number of lanes must be an integer from 1 to {MOST_LANES}, not {n!r}"
-                )
-        said = {int(row) for row in self._calls.gather("lanes", str(number).encode())}
-        if len(said) > 1:
-            raise CollectiveError(f"the ranks ask for different numbers of lanes: {sorted(said)}")
-        calls = count(1)
-        parts = self._segments([[*range(self.size)]] * said.pop())
-        return [self._part_of(ranks, start, lambda: next(calls)) for ranks, start in parts]
-
-    def _segments(self, groups: Sequence[list[int]]) -> list[tuple[list[int], int]]:
-        """Memory for a part of each of these ranks, taken by the first of them: ours, with where
-        they begin. Raises CollectiveError, on all ranks, where there is none."""
-        mapping, taken, trouble = self._arena.mapping, {}, ""
-        try:
-            for i, ranks in enumerate(groups):
-                if ranks[0] == self.rank:
-                    taken[i] = mapping.take(SEGMENT)[0]
-        except CollectiveError as error:
-            trouble = f"rank {self.rank}: {error}"
-        rows = [
-            json.loads(row)
-            for row in self._calls.gather("memory", json.dumps([taken, trouble]).encode())
-        ]
-        if failed := "; ".join(row[1] for row in rows if row[1]):
-            for start in taken.values():
-                mapping.give(start, SEGMENT)
-            raise CollectiveError(failed)
-        found = {int(i): start for row in rows for i, start in row[0].items()}
-        return [(g, found[i]) for i, g in enumerate(groups) if self.rank in g]
-
-    def _part_of(
-        self, ranks: list[int], start: int, order: Callable[[], int] = int
-    ) -> Communicator:
-        spec = self.settings.topology
-        if not (spec == "auto" or load(spec).devices):  # else GPUs are found by their names
-            spec = self.topology.subset([self.topology.gpus[r] for r in ranks])
-        settings, team = replace(self.settings, topology=spec), None
-        if self._team:
-            team = self._team.child((self._times_parted, start), ranks)
-        part = Communicator(self._arena.part(ranks, start), settings, team, True, order)
-        self._parts = [p for p in self._parts if not p._health.closed] + [part]
-        self._times_parted += 1
-        return part
+        return self._parts.lanes(n)
 
     def synchronize(self) -> None:
         """Wait until this rank's calls on its GPU are over, but for replays of graphs. Raises what
@@ -373,6 +318,10 @@ class Communicator:
             self._gpu.synchronise()
 
     # ---- lifetime ----------------------------------------------------------------------------
+    @property
+    def closed(self) -> bool:
+        return self._health.closed
+
     def close(self) -> None:
         """Finish what runs asynchronously, tell waiting peers, and let go. May be repeated.
 
@@ -391,8 +340,7 @@ class Communicator:
                 last.callback(self._gpu.close)
             if self._worker:
                 last.callback(self._worker.shutdown, wait=True)
-            while self._parts:
-                last.callback(self._parts.pop().close)
+            last.callback(self._parts.close)
 
     def _report(self) -> None:
         for work in self._unheard:

@@ -66,6 +66,7 @@ class _Search:
             self.closing[max(place[edge.a], place[edge.b])].append(edge)
         self.links, self.near, self.behind = _ways(topology)
         self.ways_up = self._ways_up()
+        self.laid: dict[tuple[int, int, int | None, bool], list[_Link] | None] = {}
 
     def _connected_order(self) -> list[int]:
         """Positions such that each (after the first) has an edge to one before it, if it can."""
@@ -89,10 +90,15 @@ class _Search:
 
     def wires(self, edge: Edge, rank_of: Sequence[int], via: int | None) -> list[_Link] | None:
         """Every directed link the edge takes, or None where hardware has no such way."""
-        a, b = rank_of[edge.a], rank_of[edge.b]
+        key = rank_of[edge.a], rank_of[edge.b], via, edge.one_way
+        if key not in self.laid:
+            self.laid[key] = self._lay(*key)
+        return self.laid[key]
+
+    def _lay(self, a: int, b: int, via: int | None, one_way: bool) -> list[_Link] | None:
         stops = [a, b] if via is None else [a, via, b]
         ways = list(zip(stops, stops[1:], strict=False))
-        if not edge.one_way:
+        if not one_way:
             ways += [(y, x) for x, y in ways]
         found: list[_Link] = []
         for way in ways:
@@ -154,7 +160,11 @@ class _Search:
         if at == self.size:
             return self.detour(rank_of, use, pending, {})
         position = self.order[at]
-        for rank in range(self.size):
+        able: Iterable[int] = range(self.size)
+        if len(pending) + len(self.closing[at]) > detours:  # some edge must go straight
+            ends = {rank_of[e.a + e.b - position] for e in self.closing[at]}
+            able = sorted({r for end in ends for r in self.near.get(end, ())})
+        for rank in able:
             if rank in taken:
                 continue
             rank_of[position] = rank

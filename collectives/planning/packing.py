@@ -27,11 +27,16 @@ def spanning_forests(size: int, edges: Sequence[Edge], count: int) -> list[set[E
     """`count` disjoint forests over `edges` with as many edges in all as there can be.
 
     Matroid union (Edmonds 1965): an edge that closes a circle in every forest may still go in, if
-    edges of the circles can move on to other forests; the shortest such chain is carried out.
+    edges of the circles can move on to other forests; the shortest such chain is carried out. Where
+    there is none, every forest spans the ranks that were reached, so no edge among them can go in
+    later (Roskind and Tarjan 1985: a clump).
     """
     forests = [_Forest(size) for _ in range(count)]
     home: dict[Edge, int] = {}
+    clump = list(range(size))  # of each rank; ranks of one clump are spanned by every forest
     for edge in edges:
+        if clump[edge[0]] == clump[edge[1]]:
+            continue
         came: dict[Edge, Edge | None] = {edge: None}
         queue = deque([edge])
         end: tuple[Edge, int] | None = None
@@ -48,6 +53,9 @@ def spanning_forests(size: int, edges: Sequence[Edge], count: int) -> list[set[E
                     if other not in came:
                         came[other] = moving
                         queue.append(other)
+        if end is None:
+            reached = {clump[rank] for a, b, _ in came for rank in (a, b)}
+            clump = [edge[0] + size if c in reached else c for c in clump]
         step: Edge | None
         step, to = end or (None, 0)
         while step is not None:  # each takes the place that the one before it leaves
@@ -61,36 +69,61 @@ def spanning_forests(size: int, edges: Sequence[Edge], count: int) -> list[set[E
 
 
 class _Forest:
+    """Its trees hang from a root each, as long as no edge comes or goes."""
+
     def __init__(self, size: int) -> None:
         self.edges: set[Edge] = set()
         self._near: list[dict[Edge, int]] = [{} for _ in range(size)]
+        self._above: list[tuple[int, Edge] | None] = []  # of each rank, on the way to its root
+        self._level: list[int] = []
+        self._root: list[int] = []
 
     def add(self, edge: Edge) -> None:
         self.edges.add(edge)
         self._near[edge[0]][edge] = edge[1]
         self._near[edge[1]][edge] = edge[0]
+        self._root = []
 
     def remove(self, edge: Edge) -> None:
         self.edges.remove(edge)
         del self._near[edge[0]][edge], self._near[edge[1]][edge]
+        self._root = []
+
+    def _hang(self) -> None:
+        size = len(self._near)
+        self._above, self._level, self._root = [None] * size, [0] * size, [-1] * size
+        for root in range(size):
+            if self._root[root] >= 0:
+                continue
+            self._root[root] = root
+            order = [root]
+            for at in order:
+                for edge, other in self._near[at].items():
+                    if self._root[other] < 0:
+                        self._root[other] = root
+                        self._above[other] = at, edge
+                        self._level[other] = self._level[at] + 1
+                        order.append(other)
 
     def path(self, a: int, b: int) -> list[Edge] | None:
-        """The edges between two ranks, or None where they are not connected."""
-        came: dict[int, tuple[int, Edge] | None] = {a: None}
-        queue = deque([a])
-        while queue:
-            at = queue.popleft()
-            if at == b:
-                found = []
-                while (step := came[at]) is not None:
-                    at, edge = step
-                    found.append(edge)
-                return found
-            for edge, other in self._near[at].items():
-                if other not in came:
-                    came[other] = at, edge
-                    queue.append(other)
-        return None
+        """The edges from b to a, or None where they are not connected."""
+        if not self._root:
+            self._hang()
+        if self._root[a] != self._root[b]:
+            return None
+        above, level = self._above, self._level
+        from_a: list[Edge] = []
+        from_b: list[Edge] = []
+        while a != b:
+            at, found = (a, from_a) if level[a] > level[b] else (b, from_b)
+            step = above[at]
+            assert step is not None  # only a root has none, and both have the same
+            found.append(step[1])
+            if found is from_a:
+                a = step[0]
+            else:
+                b = step[0]
+        return from_b + from_a[::-1]
 
 
 def rooted(size: int, edges: Sequence[Pair] | set[Edge]) -> Tree:

@@ -12,6 +12,8 @@ from collectives.planning.touches import origins, place, pushed, pushes
 from collectives.planning.walk import Visit, walk
 from topology import Topology
 
+_FEW = 8  # slots
+
 
 def verify(plan: Plan, topology: Topology, expand: bool = False) -> None:
     """Raise PlanError unless the plan is right on this topology.
@@ -62,7 +64,8 @@ def shortened(plan: Plan) -> Plan:
     enough = plan.stride * (plan.slots + 2)
     if plan.num_chunks <= enough + plan.stride:
         groups, rest = divmod(plan.num_chunks, plan.stride)
-        one_for_all = groups > 1 and not rest and has_one_phase(plan) and repeats(plan)
+        few = plan.slots <= _FEW and has_one_phase(plan)  # else a longer proof costs too much
+        one_for_all = groups > 1 and not rest and few and repeats(plan)
         return plan.with_chunks(enough) if one_for_all else plan
     if not repeats(plan):
         steps = plan.groups * sum(len(body) for s in plan.streams for body in s.phases)

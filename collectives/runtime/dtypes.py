@@ -16,6 +16,8 @@ def check_op(op: object, dtype: str, device: str = "cpu") -> None:
     """Raise CollectiveError unless `op` combines tensors of `dtype` on a "cpu" or "gpu"."""
     if not isinstance(op, str) or op not in OPS:
         raise CollectiveError(f"unknown op {op!r}; choose from {', '.join(OPS)}")
+    if dtype not in DTYPES:
+        raise unsupported(dtype)
     if DTYPES[dtype].kind not in OPS[op]:
         able = ", ".join(ops_of(dtype))
         raise CollectiveError(f"{op} is not defined for {dtype}; choose from {able}")

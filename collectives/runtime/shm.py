@@ -61,6 +61,15 @@ class Ready:
     """[layers, streams] of a gradient queue (`planning.finals.table`)."""
 
     @property
+    def num_chunks(self) -> int:
+        return int(self.state[kernel.NUM_CHUNKS])
+
+    @property
+    def span(self) -> int:
+        """Bytes of the buffer where it may be worked on in shared memory, else 0."""
+        return int(self.state[kernel.SPAN])
+
+    @property
     def direct(self) -> bool:
         """Whether the last call read and wrote the ranks' buffers where they lie."""
         return bool(self.state[kernel.DIRECT])
@@ -123,11 +132,12 @@ class CpuExecutor:
         return Ready(region, said, state, table, label, needs)
 
     def run(
-        self, ready: Ready, address: int, source: int, arrivals: Arrivals | None = None
+        self, ready: Ready, address: int, source: Buffer | None = None,
+        arrivals: Arrivals | None = None,
     ) -> bool:  # fmt: skip
         """Agree with all ranks on a call, and carry it out; whether all said the same.
 
-        In place at `address`, or of the values at `source` (0: in place). `ready.said` ends with
+        In place at `address`, or of the values in `source`. `ready.said` ends with
         the buffer's offset in shared memory: where all ranks have one and the plan allows it, ranks
         read each other's buffers and nothing is staged. Where the ranks differ nothing is written.
         `arrivals`, which have begun, count the chunks that become final. Raises CollectiveTimeout
@@ -138,7 +148,9 @@ class CpuExecutor:
         control.number += 1
         state[kernel.NUMBER] = control.number
         state[kernel.STAGE] = kernel.POST
-        state[kernel.OWN], state[kernel.SOURCE] = address, source
+        state[kernel.OWN], state[kernel.SOURCE] = address, 0
+        if source is not None:
+            state[kernel.SOURCE], state[kernel.NBYTES] = source.address, source.nbytes
         state[kernel.DIRECT] = encoded.direct
         waiters, needs = _NO_BELLS, _NO_NEEDS
         state[kernel.FINALS] = 0

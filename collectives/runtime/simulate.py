@@ -109,8 +109,12 @@ def simulate(plan: Plan, topology: Topology, nbytes: int, alpha_s: float | None 
             f"{plan.num_chunks} chunks take {layout.sends * plan.groups} sends, too many to "
             f"simulate: at most {_MOST_SENDS}"
         )
-    long = layout.steps * plan.groups > _SHORT
-    return _simulate(plan, topology, nbytes, alpha_s, long or "numba" in sys.modules)
+    return _simulate(plan, topology, nbytes, alpha_s, _compiled(layout.steps * plan.groups))
+
+
+def _compiled(steps: int) -> bool:
+    """Whether machine code is worth it: always where Numba is there, else for long plans."""
+    return steps > _SHORT or "numba" in sys.modules
 
 
 def _simulate(

@@ -170,7 +170,7 @@ def test_simulate_lists_all_and_traces_one(tmp_path: Path) -> None:
         (["reproduce", "nonsense"], "unknown table 'nonsense'; choose from c-cube-14, choice"),
         (
             ["simulate", "-c", "allgather", "-t", "ring-5", "-s", "1001"],
-            "allgather over 5 ranks: 1001 bytes are no 5 equal blocks",
+            "allgather over 5 ranks needs 5 equal blocks; 1001 bytes cannot be split into 5",
         ),
         (
             ["plan", "-c", "broadcast", "-t", "mesh-4", "-s", "1K", "--root", "9"],

@@ -78,7 +78,7 @@ def with_a_fault(rank: int, fault: str, machine: Machine) -> tuple[list[str], fl
     comm.barrier()
     machine.ours()[0].fault = fault
     start = time.monotonic()
-    pair = [tensor([1.0] * 4, "float64")] * 2  # a list needs memory of its own
+    pair = [tensor([1.0] * 4, "float64") for _ in range(2)]  # a list needs memory of its own
     found = [said(lambda: [comm.allreduce(pair), comm.synchronize()])]
     found.append(said(lambda: [comm.allreduce(tensor([1.0] * 4)), comm.synchronize()]))
     return found, time.monotonic() - start
@@ -261,7 +261,7 @@ def what_is_taken(rank: int) -> set[str]:
     comm.allreduce(x := tensor([1.0] * 40_000))
     comm.synchronize()
     assert x.array.tolist() == [3.0] * 40_000
-    return {call.plan.algorithm for _, call in comm._gpu._known.values()}
+    return {call.plan.algorithm for *_, call in comm._gpu._known.values()}
 
 
 def test_auto_agrees_where_gpus_have_different_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,9 +136,9 @@ def refused(rank: int) -> list[str]:
 def test_what_a_rank_gives_wrong_is_told_to_all_who_may_go_on(mode: str, machine: Machine) -> None:
     rows = collectives.spawn(refused, 2, "mesh-2", **MODES[mode])
     for said in rows:
-        assert '[60, 9, "auto", true, "float32", "gpu"]; rank 1: [60, 8,' in said[1]
+        assert '[60, 9, "sum", "auto", true, "float32", "gpu"]; rank 1: [60, 8,' in said[1]
         assert said[3] == "values and indices must be of one library and on one device"
-        assert '"gpu"]; rank 1: [60, 9, "auto", true, "float32", "cpu"]' in said[4]
+        assert '"gpu"]; rank 1: [60, 9, "sum", "auto", true, "float32", "cpu"]' in said[4]
         assert said[6] == "no error"
     assert rows[1][5] == "rank 1 runs on GPU 0; the tensor is on GPU 5"
     assert rows[1][0] == f"indices must ascend from 0 to {NUMEL - 1} at most, all different"

@@ -80,7 +80,7 @@ def run_plan(region: Region, plan: Plan, x: np.ndarray, op: str = "sum") -> None
     buffer, where = buffer_of(x), table("allreduce", plan.size, calls.rank, x.nbytes)
     said = np.full(3, -1, np.int64)
     ready = calls.executor.prepare(region, said, where, plan.num_chunks, buffer, op, "")
-    assert calls.executor.run(ready, buffer.address, 0)
+    assert calls.executor.run(ready, buffer.address)
 
 
 def run_plans(rank: int, plans: list[Plan]) -> list[bytes]:

@@ -17,7 +17,6 @@ from collectives.planning.plan import Plan
 from collectives.planning.planner import plan_collective
 from collectives.runtime import reference
 from collectives.runtime.shm import SLOT_BYTES
-from kernels.interpret import NUM_CHUNKS
 from tests.cpu.test_face import DTYPES, error_of
 
 SIZES = [1, 2, 3, 5, 7]
@@ -113,7 +112,7 @@ def plan_of(comm: Communicator, kind: str, nbytes: int, root: int = 0) -> Plan:
     """The plan that a call of this kind has just carried out."""
     known = comm._calls._known
     ready = next(r for k, r in known.items() if (k[0], k[1], k[4]) == (kind, nbytes, root))
-    name, chunks = ready.region.encoded.algorithm, int(ready.state[NUM_CHUNKS])
+    name, chunks = ready.region.encoded.algorithm, ready.num_chunks
     return plan_collective(kind, comm.topology, nbytes, root, name, chunks)
 
 

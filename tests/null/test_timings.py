@@ -215,7 +215,7 @@ def test_the_fastest_measured_is_taken(nbytes: int, chunks: int, seconds: float)
     collectives.verify(plan, machine)
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 4 * KIB - 1, MIB + 1, 64 * MIB])
+@pytest.mark.parametrize("nbytes", [0, 1, 3 * KIB + 1, MIB + 1, 64 * MIB])
 def test_outside_the_model_chooses(nbytes: int) -> None:
     machine, plain = timed(*SLOW), load("cpu-4")
     assert collectives.plan_allreduce(machine, nbytes) == collectives.plan_allreduce(plain, nbytes)
