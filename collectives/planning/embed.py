@@ -14,7 +14,7 @@ from collectives.errors import PlanError
 from topology import Topology, Vertex
 from topology.routes import neighbours
 
-_NODES, _LAID = 20_000, 300_000  # nodes, and edges laid, of a search: a fraction of a second
+_NODES, _LAID = 20_000, 100_000  # nodes, and edges laid, of a search: a fraction of a second
 _EXTRA_DETOURS = 3  # how many more than the least conceivable are tried
 _SWAPS, _EDGES = 1_500, 50_000  # labellings, and edges laid, where no exclusive one was found
 

@@ -20,6 +20,7 @@ from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTim
 from collectives.planning.finals import layer_chunk_table
 from collectives.planning.plan import Op, Plan
 from collectives.runtime import program
+from collectives.runtime.buffer import Buffer
 from collectives.runtime.counters import Counted, Counters
 from collectives.runtime.device import Device
 from collectives.runtime.diagnose import Blocked, position_of, waits
@@ -100,6 +101,16 @@ class GpuRanks:
     def rooms(self, dtype: str, op: str) -> list[Room]:
         """Of each of our GPUs."""
         return [(ranks, d.resident(dtype, op)) for d, ranks in self.shares.values()]
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return tuple(self.devices)
+
+    def execute(self, plan: Plan, buffers: Sequence[Buffer], op: str = "sum") -> None:
+        """As `Executor.execute`, on the default stream."""
+        prepared = self.prepare(plan, buffers[0].nbytes, buffers[0].dtype, op)
+        self.run(prepared, [b.address for b in buffers])
+        self.check()
 
     def prepare(
         self, plan: Plan, nbytes: int, dtype: str, op: str, lanes: int | None = None,

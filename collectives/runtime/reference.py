@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,9 +12,26 @@ from numpy.typing import NDArray
 from collectives.errors import CollectiveError
 from collectives.planning.plan import Op, Plan
 from collectives.planning.walk import Visit, walk
-from collectives.runtime.dtypes import check_op, step_of
+from collectives.runtime.buffer import Buffer
+from collectives.runtime.dtypes import DTYPES, check_op, step_of
 
 Array = NDArray[Any]
+
+
+class Reference:
+    """The reference as an `Executor` of all ranks, over memory of this process."""
+
+    def __init__(self, size: int) -> None:
+        self.ranks = range(size)
+
+    def execute(self, plan: Plan, buffers: Sequence[Buffer], op: str = "sum") -> None:
+        arrays = []
+        for b in buffers:
+            raw = (ctypes.c_uint8 * b.nbytes).from_address(b.address)
+            arrays.append(np.ctypeslib.as_array(raw).view(DTYPES[b.dtype].stored))
+        results = run(plan, arrays, op, bfloat16=buffers[0].dtype == "bfloat16")
+        for array, result in zip(arrays, results, strict=True):
+            array[:] = result
 
 
 def run(

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.errors import CollectiveError
 from collectives.planning.blocks import chunk_bytes
+from collectives.planning.blocks import table as block_table
 from collectives.planning.cost import MEMORY_CHUNK
+from collectives.planning.plan import Plan
 from collectives.runtime.arrivals import Arrivals
 from collectives.runtime.buffer import Buffer
 from collectives.runtime.control import HostControl
 from collectives.runtime.diagnose import blocked
-from collectives.runtime.encoded import Encoded
+from collectives.runtime.encoded import Encoded, encode
 from kernels import counters
 from kernels import interpret as kernel
 from kernels.combine import combine_address
@@ -85,11 +89,27 @@ def _flags_of(encoded: Encoded) -> int:
 
 
 class CpuExecutor:
-    """Runs plans for one rank. All ranks must run the same plans in the same order."""
+    """An `Executor` of one rank. `Calls` takes it apart: it plans once, and runs many times."""
 
     def __init__(self, control: HostControl) -> None:
-        self.control = control
+        self.control, self.ranks = control, (control.rank,)
+        self._own: dict[Plan, Region] = {}
         self.rank, self.size, self.arena = control.rank, control.size, control.arena
+
+    def execute(self, plan: Plan, buffers: Sequence[Buffer], op: str = "sum") -> None:
+        (buffer,) = buffers
+        template = plan.with_chunks(plan.stride)
+        if template not in self._own:
+            encoded = encode(plan)
+            start = self.arena.reserve(memory_of(encoded)) if self.rank == 0 else 0
+            _, told = self.control.gather((0,), start.to_bytes(8, "little"))
+            self._own[template] = self.load(encoded, int.from_bytes(told[0], "little"))
+        where = block_table(plan.collective, plan.size, self.rank, buffer.nbytes)
+        said = np.array([plan.num_chunks, buffer.nbytes, -1], np.int64)
+        region, name = self._own[template], plan.algorithm
+        ready = self.prepare(region, said, where, plan.num_chunks, buffer, op, name)
+        if not self.run(ready, buffer.address):
+            raise CollectiveError(f"the ranks carry out {name} on different messages")
 
     def load(self, encoded: Encoded, start: int) -> Region:
         """A plan whose flags and slots rank 0 has reserved at `start`."""
@@ -117,10 +137,13 @@ class CpuExecutor:
     ) -> Ready:  # fmt: skip
         """A kind of call, of that many chunks. `table`: `planning.blocks.table` of the buffer."""
         control, encoded = self.control, region.encoded
+        largest = chunk_bytes(table, num_chunks)
+        if encoded.rings and largest > SLOT_BYTES:
+            raise CollectiveError(f"chunks of {largest} bytes do not fit slots of {SLOT_BYTES}")
         state = np.zeros(kernel.STATE_FIELDS, np.int64)
         state[kernel.NUM_CHUNKS] = num_chunks
         state[kernel.STRIDE], state[kernel.SLOTS] = encoded.stride, encoded.slots
-        state[kernel.UNITS], state[kernel.CHUNK_BYTES] = len(table), chunk_bytes(table, num_chunks)
+        state[kernel.UNITS], state[kernel.CHUNK_BYTES] = len(table), largest
         state[kernel.SLOT_BYTES], state[kernel.ITEM] = SLOT_BYTES, buffer.itemsize
         state[kernel.COMBINE] = combine_address(buffer.dtype, op)
         state[kernel.DIVISOR] = self.size

@@ -11,12 +11,10 @@ import collectives
 from collectives import PlanError, plan_allreduce
 from collectives.default import get_default
 from collectives.planning.algorithms import ALGORITHMS
-from collectives.planning.blocks import table
 from collectives.planning.plan import Op, Plan
 from collectives.runtime import reference
 from collectives.runtime.buffer import Buffer
-from collectives.runtime.encoded import encode
-from collectives.runtime.shm import SLOT_BYTES, Region, memory_of
+from collectives.runtime.shm import SLOT_BYTES
 from kernels import interpret as kernel
 from tests.null.helpers import by_hand, hop, random_plan, receive, send
 from topology import load
@@ -68,30 +66,15 @@ def test_layout_of_the_code() -> None:
     ]  # fmt: skip
 
 
-def load_plan(plan: Plan) -> Region:
-    """As `Calls` does, but of a plan that fits no map; every rank reserves the same memory."""
-    calls: Any = get_default()._calls
-    encoded = encode(plan)
-    return calls.executor.load(encoded, calls.control.arena.reserve(memory_of(encoded)))
-
-
-def run_plan(region: Region, plan: Plan, x: np.ndarray, op: str = "sum") -> None:
-    calls: Any = get_default()._calls
-    buffer, where = buffer_of(x), table("allreduce", plan.size, calls.rank, x.nbytes)
-    said = np.full(3, -1, np.int64)
-    ready = calls.executor.prepare(region, said, where, plan.num_chunks, buffer, op, "")
-    assert calls.executor.run(ready, buffer.address)
-
-
 def run_plans(rank: int, plans: list[Plan]) -> list[bytes]:
     """Each plan on each size, twice over one region, so that its counters go on."""
+    executor: Any = get_default()._calls.executor
     results = []
     for salt, plan in enumerate(plans):
-        region = load_plan(plan)
         for n in SIZES:
             for again in range(2):
                 x = misaligned(values(rank, n, salt + 100 * again))
-                run_plan(region, plan, x)
+                executor.execute(plan, [buffer_of(x)])
                 results.append(x.tobytes())
     return results
 
@@ -118,11 +101,11 @@ def test_random_plans() -> None:
 
 def exchange(rank: int, plan: Plan) -> list[bytes]:
     """Smallest of zeros of both signs, where it shows who comes first."""
-    region = load_plan(plan)
+    executor: Any = get_default()._calls.executor
     results = []
     for op in ("min", "max"):
         x = np.where(np.random.default_rng(rank).random(999) < 0.5, 0.0, -0.0).astype(np.float32)
-        run_plan(region, plan, x, op)
+        executor.execute(plan, [buffer_of(x)], op)
         results.append(x.tobytes())
     return results
 
