@@ -188,7 +188,7 @@ def _earliest(topology: Topology, nbytes: int) -> str:
     names = [n for n in candidates(topology) if predict(topology, nbytes, n)[0] <= most]
 
     def first(name: str) -> float:
-        template, _ = _template(topology, name)
+        template, _ = _template(topology, name, ALLREDUCE, 0)
         chunks = predict(topology, nbytes, name)[1]
         return simulate(template.with_chunks(chunks), topology, nbytes).first_chunk_seconds
 

@@ -18,7 +18,7 @@ from collectives.errors import PlanError
 from collectives.planning.fields import MOST_BYTES, whole
 from collectives.planning.plan import Op, Plan
 from kernels.timeline import compiled_play, play
-from topology import Link, Topology, Vertex
+from topology import Topology, Vertex
 
 _MOST_SENDS = 1 << 25  # a gigabyte of results
 _SHORT = 40_000  # steps: beyond, the loop is compiled even if Numba must be loaded for it
@@ -176,30 +176,39 @@ class _Layout:
 @lru_cache(maxsize=64)
 def _layout(plan: Plan, topology: Topology) -> _Layout:
     number: dict[tuple[Vertex, Vertex], int] = {}
+    known: list[tuple[int, bool, float, float]] = []  # of each link: lanes, stores, s/byte, alpha
     lane_number: dict[tuple[int, int], int] = {}
     taken: dict[int, int] = defaultdict(int)
     count, stores = [], []
     lane, link, is_store, lane_per_byte = [], [], [], []
     per_byte, alpha = [], []
     for connection in plan.connections:
-        passed: list[Link] = []
-        for ends in connection.links:
-            if ends not in topology.by_ends:
-                raise PlanError(f"{topology.name} has no link {ends[0]}->{ends[1]}")
-            wire = topology.by_ends[ends]
+        slowest = latency = 0.0
+        stored = 0
+        links = connection.links
+        for ends in links:
             at = number.setdefault(ends, len(number))
-            lane.append(lane_number.setdefault((at, taken[at] % wire.lanes), len(lane_number)))
+            if at == len(known):
+                if ends not in topology.by_ends:
+                    raise PlanError(f"{topology.name} has no link {ends[0]}->{ends[1]}")
+                wire = topology.by_ends[ends]
+                known.append(
+                    (wire.lanes, wire.stores, 1 / wire.lane_bandwidth, wire.latency_us * 1e-6)
+                )
+            lanes, into_memory, seconds, start = known[at]
+            lane.append(lane_number.setdefault((at, taken[at] % lanes), len(lane_number)))
             taken[at] += 1
             link.append(at)
-            is_store.append(wire.stores)
-            lane_per_byte.append(1 / wire.lane_bandwidth)
-            passed.append(wire)
-        count.append(len(passed))
-        stores.append(sum(k.stores for k in passed))
-        per_byte.append(max((1 / k.lane_bandwidth for k in passed), default=0.0))
-        alpha.append(max((k.latency_us for k in passed), default=0.0) * 1e-6)
+            is_store.append(into_memory)
+            lane_per_byte.append(seconds)
+            stored += into_memory
+            slowest, latency = max(slowest, seconds), max(latency, start)
+        count.append(len(links))
+        stores.append(stored)
+        per_byte.append(slowest)
+        alpha.append(latency)
     signals = np.zeros(2 * len(plan.connections), np.int64)
-    steps, sends, stored = 0, 0, []
+    steps, sends, most_stored = 0, 0, []
     for stream in plan.streams:
         widest = 0
         for step in (step for body in stream.phases for step in body):
@@ -210,12 +219,12 @@ def _layout(plan: Plan, topology: Topology) -> _Layout:
             elif step.op is Op.SEND:
                 sends += len(step.connections)
                 widest = max(widest, sum(stores[i] for i in step.connections))
-        stored.append(widest)
+        most_stored.append(widest)
     return _Layout(
         plan.encode().astype(np.int64),
         np.array([s.rank for s in plan.streams], np.int64), steps, sends, signals,
         np.array([0 if c.local else plan.slots for c in plan.connections], np.int64),
-        np.array(stored, np.int64), tuple(number), len(lane_number),
+        np.array(most_stored, np.int64), tuple(number), len(lane_number),
         (
             _starts(np.array(count)), np.array(lane, np.int64), np.array(link, np.int64),
             np.array(is_store, np.bool_), np.array(lane_per_byte, float),
