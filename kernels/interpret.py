@@ -62,7 +62,7 @@ POST, AGREE, RUN, FINISH = 0, 1, 2, 3  # stages
 # Columns of `cursor`, for each connection: what its two ends have done so far, over all calls.
 SENT, RAISED, GRANTED, READ, FREED, TAKEN = range(6)
 
-DIRECT_SLOTS = 4
+DIRECT_SLOTS = 16
 """How far a sender may run ahead where no slot is used: memory does not limit it then."""
 
 _MOVED, _LEFT, _ARRIVED = 1, 2, 4  # what `_advance` tells

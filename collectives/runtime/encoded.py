@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.planning.form import repeats
 from collectives.planning.plan import Op, Plan
 from collectives.planning.touches import origins, pushed
 from collectives.planning.verify import has_one_phase, races
@@ -111,11 +112,16 @@ def encode(plan: Plan) -> Encoded:
 
 
 def may_be_direct(plan: Plan) -> bool:
-    """Whether ranks may read one another's chunks where they lie, however many chunks there are."""
+    """Whether ranks may read one another's chunks where they lie, however many chunks there are.
+
+    A chunk is touched by the steps of one group only. In a plan of one phase, order between steps
+    of one group never leads over another group, so what holds for one group holds for all.
+    """
     if plan.collective == "alltoall":  # whose chunks lie elsewhere on every rank
         return False
     free, enough = replace(plan, slots=DIRECT_SLOTS), DIRECT_SLOTS + 2
-    counts = [enough] if has_one_phase(plan) else range(1, enough + 1)
+    alone = has_one_phase(plan) and repeats(plan)
+    counts = [1] if alone else range(1, enough + 1)
     return not any(races(free.with_chunks(n * plan.stride), direct=True) for n in counts)
 
 
