@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -179,6 +180,7 @@ def _abort(fd: int, size: int, failed: _Rank) -> None:
 def _child(results: Connection, job: tuple[Any, ...]) -> None:
     fn, args, rank, size, settings, gpu, path, parent = job
     _die_with(parent)
+    gc.freeze()  # a collection would copy every page that holds what the parent has loaded
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)  # ranks share the cores; a forked OpenMP pool would hang
