@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -27,8 +26,7 @@ from collectives.runtime.team import Team
 from collectives.settings import Settings, topology_for
 from collectives.tensors import as_buffer, gpu_of, layout_of, quick, shaped
 from collectives.work import HostWork, Work
-
-log = logging.getLogger("linkweave")
+from collectives.worker import Worker
 
 T = TypeVar("T")
 
@@ -60,9 +58,7 @@ class Communicator:
             arena, self._calls, self.settings, self.topology, team,
             lambda arena, settings, team, order: Communicator(arena, settings, team, True, order),
         )  # fmt: skip
-        self._worker: ThreadPoolExecutor | None = None
-        self._last: Future[Any] | None = None
-        self._unheard: list[HostWork] = []  # asynchronous calls whose errors nobody has seen
+        self._worker = Worker()
         self._channels = Channels(self._calls, self.settings)
         self._calls.meet(Request("barrier", NOTHING))  # all have come
 
@@ -223,8 +219,7 @@ class Communicator:
         arguments = (values, indices, numel, k, op, residual, mode, conserve)
         if (index := gpu_of(values)) is None:
             return self._submit(async_op, None, whole, *arguments)
-        if self._last is not None:
-            self._last.exception()  # so that this thread goes on, whose stream is the caller's
+        self._worker.settle()  # so that this thread goes on, whose stream is the caller's
         with self._calls.telling():
             self._refuse_other_than_ours(index)
             if async_op:
@@ -265,8 +260,7 @@ class Communicator:
         are bad, sizes differ or there is no room.
         """
         self._health.check()
-        if self._last is not None:
-            self._last.exception()  # what tells the others comes behind calls on the CPU
+        self._worker.settle()  # what tells the others comes behind calls on the CPU
         with self._calls.telling():
             dims, name, item = layout_of(shape, dtype)
             number, mine = cuda.gpu_named(str(device)), self._own_gpu()
@@ -334,19 +328,11 @@ class Communicator:
             return
         with ExitStack() as last:  # backwards, and all of it, whatever fails
             last.callback(self._leave)
-            last.callback(self._report)
             last.callback(self._channels.close)
             if self._gpu:
                 last.callback(self._gpu.close)
-            if self._worker:
-                last.callback(self._worker.shutdown, wait=True)
+            last.callback(self._worker.close, self.rank)
             last.callback(self._parts.close)
-
-    def _report(self) -> None:
-        for work in self._unheard:
-            if work.unheard:
-                log.error("rank %d: nobody waited for an asynchronous call, which raised %s",
-                          self.rank, work.unheard)  # fmt: skip
 
     def _leave(self) -> None:
         self._calls.close()
@@ -373,8 +359,7 @@ class Communicator:
         """This rank's calls on its GPU; the first one brings all ranks' GPUs together."""
         self._refuse_other_than_ours(number)
         with self._lock:
-            if self._last is not None:  # ranks may meet, and must do so in the order of their calls
-                self._last.exception()
+            self._worker.settle()  # ranks may meet, and must do so in the order of their calls
             if self._gpu is None:
                 self._gpu = GpuCalls(number, self._calls, self.settings, self._team, self._part)
             return self._gpu
@@ -394,7 +379,7 @@ class Communicator:
     # ---- one call ----------------------------------------------------------------------------
     def _again(self, kind: str, x: Any, op: str, root: int, algorithm: How) -> bool:
         """Make a call in place of a kind that has been made before; whether it was one."""
-        if self._last is not None and not self._last.done():
+        if not self._worker.idle:
             return False
         found = quick(x)
         return found is not None and self._calls.repeat(kind, *found, op, root, algorithm)
@@ -404,18 +389,12 @@ class Communicator:
         self._health.check()
         if (index := gpu_of(x)) is not None:
             return self._on_gpu(index).submit(async_op, x, body, *args)
-        if not async_op and (self._last is None or self._last.done()):
+        if not async_op and self._worker.idle:
             return self._calls.carry_out(self._calls.next_order(), body, *args)
         work = HostWork(self._enqueue(body, *args))
-        if not async_op:
-            return work.wait()
-        self._unheard = [w for w in self._unheard if w.unheard or not w.done()] + [work]
-        return work
+        return self._worker.keep(work) if async_op else work.wait()
 
     def _enqueue(self, body: Callable[..., T], *args: Any) -> Future[T]:
         """Carry out a body on the CPU, behind those before it."""
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="linkweave")
         order = self._calls.next_order()  # as it is asked for
-        self._last = future = self._worker.submit(self._calls.carry_out, order, body, *args)
-        return future
+        return self._worker.enqueue(self._calls.carry_out, order, body, *args)

@@ -3,7 +3,6 @@ launched with no host between the ranks, on the caller's stream."""
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from zlib import crc32
 from collectives.calls import Calls
 from collectives.choices import Choices
 from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
+from collectives.gpu_rooms import gather_rooms
 from collectives.planning.fuse import fused
 from collectives.planning.goals import Root
 from collectives.planning.plan import Plan
@@ -33,10 +33,8 @@ from collectives.runtime.watch import Watch
 from collectives.settings import Settings
 from collectives.stream_work import POLL, OnStream, StreamQueue, StreamWork
 from collectives.tensors import stream_of
-from collectives.trace import CALLS, KERNELS, label
+from collectives.trace import CALLS, label
 from topology import load
-
-_TOLD = 500  # characters of an error that the others are told
 
 
 @lru_cache(maxsize=64)
@@ -227,7 +225,9 @@ class GpuCalls:
         of its blocks their GPUs hold at once."""
         if (dtype, op) not in self._rooms:
             self._not_captured(stream, f"is the first {op} of {dtype}, for which a kernel is made")
-            self._rooms[dtype, op] = self._gather_rooms(dtype, op)
+            self._rooms[dtype, op] = gather_rooms(
+                self._calls, self.team.gpu, self.device, dtype, op
+            )
 
     def _refusal(self, plan: Plan, dtype: str, op: str) -> str:
         """Why a GPU does not hold all blocks of a plan at once; empty where all do."""
@@ -261,26 +261,6 @@ class GpuCalls:
 
             self._plans[key] = _read(self._calls.share(make))
         return self._plans[key]
-
-    def _gather_rooms(self, dtype: str, op: str) -> list[Room]:
-        """Raises CollectiveError on every rank where one has no kernel."""
-        said: dict[str, Any] = {}
-        try:
-            with self.trace.phase("kernel"):
-                rooms = self.team.gpu.rooms(dtype, op)
-            said["rooms"] = [room for room in rooms if self.rank in room[0]]
-            self.trace.say(
-                KERNELS, f"kernel plan.cu for {dtype} {op}: {self.device.registers(dtype, op)} "
-                f"registers, {rooms} blocks at once on GPU {self.index}"
-            )  # fmt: skip
-        except Exception as error:  # the others must hear of it, whatever it is
-            said["trouble"] = f"{error}"[:_TOLD]
-        rows = [json.loads(row) for row in self._calls.gather("kernels", json.dumps(said).encode())]
-        if trouble := {r: row["trouble"] for r, row in enumerate(rows) if "trouble" in row}:
-            words = "; ".join(f"rank {r}: {why}" for r, why in trouble.items())
-            raise CollectiveError(f"no kernel for {op} of {dtype}: {words}")
-        found = {(tuple(ranks), room) for row in rows for ranks, room in row["rooms"]}
-        return sorted(found)
 
     def make(
         self, request: Request, stream: int, begun: int | None = None

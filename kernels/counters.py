@@ -66,11 +66,12 @@ def await_counters(counters, values, own_bell, abort, yields):
             fence()
         else:
             futex_wait(own_bell, 1, SLEEP_NS)
+            rung = load_acquire(own_bell) == 0
             store_release(own_bell, 0)
             sleeps += 1
             if sleeps == SLEEPS:
                 return IDLE
-            idle = yields // 2
+            idle = yields // 2 if rung else yields  # to yield may take long on a busy machine
     return DONE
 
 

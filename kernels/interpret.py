@@ -55,7 +55,8 @@ POSTED, FINISHED = 20, 21  # addresses of this rank's counters of calls
 STAGE = 22  # of the call; kept between calls of an unfinished one
 AWAITED = 23  # ranks that have posted, or finished, as far as known
 SPAN = 24  # bytes of the buffer, for those who look whether it is shared; 0: it must not be
-STATE_FIELDS = 25
+SLEPT = 25  # 1: nothing moved when `call` returned the last time
+STATE_FIELDS = 26
 
 POST, AGREE, RUN, FINISH = 0, 1, 2, 3  # stages
 
@@ -233,14 +234,14 @@ def call(
         for i in range(said.size):
             notices[state[RANK], i] = said[i]
         store_release(state[POSTED], number)
-        state[STAGE], state[AWAITED] = AGREE, 0
+        state[STAGE], state[AWAITED], state[SLEPT] = AGREE, 0, 0
         state[DIRECT] = state[DIRECT] != 0 and offset >= 0
         if not state[DIRECT] and not state[SOURCE]:
             _advance(
                 state, True, code, blocks, flag, slot, origin, pushed, cursor, at, peers, table
             )  # fmt: skip
         ring(bells)
-    idle = 0
+    idle = YIELDS if state[SLEPT] else 0
     sleeps = 0
     while True:
         moved = False
@@ -298,8 +299,10 @@ def call(
             fence()  # and once more round all streams before sleeping
         else:
             futex_wait(state[BELL], 1, SLEEP_NS)
+            rung = load_acquire(state[BELL]) == 0
             store_release(state[BELL], 0)
             sleeps += 1
             if sleeps == SLEEPS:
+                state[SLEPT] = 1
                 return IDLE
-            idle = YIELDS // 2
+            idle = YIELDS // 2 if rung else YIELDS  # to yield may take long on a busy machine

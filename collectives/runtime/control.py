@@ -192,11 +192,13 @@ class HostControl:
     def _await(self, which: int, what: str, timeout: float | None = None) -> None:
         start, counters = time.monotonic(), self.others[which]
         self._values.fill(self.number)
+        yields = kernel.YIELDS
         while True:
             status = self.interruptible(
                 kernel.await_counters, counters, self._values, self.bell,
-                self.arena.abort_address, kernel.YIELDS,
+                self.arena.abort_address, yields,
             )  # fmt: skip
+            yields = 0  # it has slept
             if status == kernel.DONE:
                 self._waits[0] = 0
                 return

@@ -18,14 +18,15 @@ from numpy.typing import NDArray
 
 from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from collectives.planning.finals import layer_chunk_table
-from collectives.planning.plan import Op, Plan
+from collectives.planning.plan import Plan
 from collectives.runtime import program
 from collectives.runtime.buffer import Buffer
 from collectives.runtime.counters import Counted, Counters
 from collectives.runtime.device import Device
-from collectives.runtime.diagnose import Blocked, position_of, waits
+from collectives.runtime.diagnose import Blocked
 from collectives.runtime.memory import LocalMemory, Memory, Shared
 from collectives.runtime.program import CURSOR, GROUP, REPORT, Program, Shape, State, place_of
+from collectives.runtime.standing import others, standing
 
 MOST_LANES = 16
 """Blocks a stream; with 8 ranks of 4 streams each, twice what an H100 holds."""
@@ -235,21 +236,24 @@ class GpuRanks:
         """What is to be raised once `aborted`, with who waits for whom."""
         found = self._standing()
         if State.TIMED_OUT not in {state for state, _ in found}:
-            return CollectiveAborted("the launch was aborted" + _others(found, None))
+            return CollectiveAborted("the launch was aborted" + others(found, None))
         waiting = {blocked.rank for _, blocked in found}
         # the end of the chain of those who wait: its peer waits for nobody
         late = [b for state, b in found if state is State.TIMED_OUT]
         first = next((b for _, b in found if b.peer not in waiting), late[0])
-        words = f"{first} for {self.timeout:g} s" + _others(found, first)
+        words = f"{first} for {self.timeout:g} s" + others(found, first)
         return CollectiveTimeout(words, **first.fields())
 
     def _standing(self) -> list[tuple[State, Blocked]]:
         # a copy: calls of new kinds are added while the watch looks
-        return [w for p in list(self._launched.values()) for w in standing(p)]
+        return [
+            w for p in list(self._launched.values()) for part in p.parts
+            for w in standing(p.plan, p.shape.lanes, part.programs, part.report)
+        ]  # fmt: skip
 
     def stands(self) -> str:
         """What each of our ranks that is under way waits for; empty where none is."""
-        return _others(self._standing(), None).removeprefix("; ")
+        return others(self._standing(), None).removeprefix("; ")
 
     def abort(self) -> None:
         """Free the GPUs: every wait ends, now and later."""
@@ -368,40 +372,6 @@ def virtual_ranks(
     """All `size` ranks on one GPU."""
     devices = [device] * size
     return GpuRanks(dict(enumerate(devices)), LocalMemory(devices), timeout, max_blocks)
-
-
-def standing(prepared: Prepared) -> Iterator[tuple[State, Blocked]]:
-    """Where each lane of our ranks stands that had to stop or has waited long."""
-    for part in prepared.parts:
-        used = part.report[: len(part.programs) * prepared.shape.lanes * REPORT]
-        rows = used.reshape(-1, prepared.shape.lanes, REPORT)
-        for (rank, p), lanes in zip(part.programs, rows, strict=True):
-            for state, _, group, pc in lanes.tolist():
-                if state in (State.WAITS, State.TIMED_OUT, State.ABORTED):
-                    yield State(state), _blocked(prepared.plan, rank, p, group, pc)
-
-
-def _blocked(plan: Plan, rank: int, p: Program, group: int, pc: int) -> Blocked:
-    """The step at which a program stands: a WAIT, or one that polls its slots' lines."""
-    code = p.code.tolist()
-    op, chunk, flag, source, n = code[pc : pc + 5]
-    ends = code[pc + 5 : pc + 5 + n]
-    # of a REDUCE over lines, which of its peers is missing is not known: the first is named
-    connection = p.ends[source if op == Op.SEND and source >= 0 else ends[0]]
-    sender = op == Op.WAIT and bool(flag & program.SENDER)
-    step, chunk = position_of(code, code[1], pc), group * plan.stride + chunk
-    return waits(plan, connection, sender, rank, p.stream.channel, step, chunk)
-
-
-def _others(found: Sequence[tuple[State, Blocked]], first: Blocked | None) -> str:
-    """One line for each rank beside the first one's."""
-    seen = set() if first is None else {first.rank}
-    words = ""
-    for _, blocked in found:
-        if blocked.rank not in seen:
-            seen.add(blocked.rank)
-            words += f"; {blocked}"
-    return words
 
 
 def _some(ranks: Sequence[int]) -> str:
