@@ -1,0 +1,123 @@
+"""Plans for classes of sizes, queues' choice of an algorithm, and where blocks lie."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import collectives
+from collectives import plan_allreduce, plan_collective
+from collectives.planning import packing
+from collectives.planning.blocks import chunk_bytes, table
+from collectives.planning.goals import parts
+from collectives.planning.planner import candidates, choose, predict, size_class
+from collectives.runtime.encoded import Encoded, encode
+from topology import load
+
+
+@given(st.integers(0, 2**50), st.integers(1, 64))
+def test_a_class_is_at_most_an_eighth_too_large(nbytes: int, unit: int) -> None:
+    found = size_class(nbytes * unit, unit)
+    assert found % unit == 0 and nbytes * unit <= found <= nbytes * unit * 9 / 8
+    assert size_class(found, unit) == found
+
+
+def test_an_octave_has_eight_classes() -> None:
+    for power in range(5, 30):
+        octave = {
+            size_class(n) for n in range(2**power + 1, 2 ** (power + 1) + 1, 2 ** (power - 5))
+        }
+        assert len(octave) == 8 and 2 ** (power + 1) in octave
+    assert [size_class(n) for n in range(18)] == [*range(17), 18]
+
+
+def test_sizes_of_a_class_have_one_plan() -> None:
+    machine = load("dgx1-v100")
+    plans = {plan_allreduce(machine, n) for n in range(1_000_000, 1_040_000, 4_001)}
+    assert len(plans) == 1
+    seconds = [predict(machine, n, "packed_trees")[0] for n in (1_000_000, 1_030_000)]
+    assert seconds[0] < seconds[1] <= predict(machine, 1 << 20, "packed_trees")[0]
+
+
+@pytest.mark.parametrize(("name", "nbytes"), [("dgx1-v100", 256 << 20), ("pcie-8", 64 << 20)])
+def test_a_queue_takes_what_is_final_early(name: str, nbytes: int) -> None:
+    """There all rings at once take the least time, and end with their first chunk."""
+    machine = load(name)
+    plan = plan_collective("allreduce", machine, nbytes, streamed=True)
+    found = collectives.simulate(plan, machine, nbytes)
+    least = min(predict(machine, nbytes, a)[0] for a in candidates(machine))
+    assert found.first_chunk_seconds <= 0.05 * found.seconds
+    assert found.seconds <= 1.03 * least
+    assert choose(machine, nbytes) == "ring" != plan.algorithm
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "broadcast", "allgather", "reduce_scatter",
+                                        "alltoall"])  # fmt: skip
+@pytest.mark.parametrize("nbytes", [0, 60, 4_020, 100_020])
+def test_equal_blocks_lie_as_the_plan_says(collective: str, nbytes: int) -> None:
+    plan = plan_collective(collective, load("mesh-5"), nbytes)
+    nbytes //= parts(collective, 5)
+    nbytes *= parts(collective, 5)
+    for rank in range(5):
+        blocks = table(collective, 5, rank, nbytes)
+        per, unit = chunk_bytes(blocks, plan.num_chunks), len(blocks)
+        for chunk, (first, last) in enumerate(plan.chunk_bounds(nbytes, rank)):
+            group, index = divmod(chunk, plan.stride)
+            part = group * (plan.stride // unit) + index // unit
+            start, size = blocks[index % unit]
+            found = start + min(part * per, size), start + min((part + 1) * per, size)
+            if collective != "alltoall" or rank in divmod(index % unit, 5):
+                assert found == (first, last) or index % unit % 6 == 0  # a block to itself
+        assert (plan.chunk_sizes(nbytes) <= per).all()
+
+
+@given(st.lists(st.lists(st.integers(0, 99), min_size=4, max_size=4), min_size=4, max_size=4))
+def test_uneven_blocks_cover_what_is_sent_and_what_comes(sizes: list[list[int]]) -> None:
+    for rank in range(4):
+        blocks = table("alltoall", 4, rank, 0, sizes).reshape(4, 4, 2)
+        sent = [tuple(blocks[rank, r]) for r in range(4) if r != rank]
+        came = [tuple(blocks[r, rank]) for r in range(4) if r != rank]
+        own, total = sizes[rank][rank], sum(sizes[rank]) + sum(row[rank] for row in sizes)
+        taken = np.zeros(total, int)
+        for first, size in [*sent, *came]:
+            taken[first : first + size] += 1
+        assert taken.max(initial=0) <= 1 and taken.sum() == total - 2 * own
+
+
+def test_an_encoded_plan_comes_back_from_bytes() -> None:
+    for name in ("ring", "packed_trees", "two_shot"):
+        one = encode(plan_allreduce(load("dgx1-v100"), 1 << 20, name))
+        two = Encoded.from_bytes(one.to_bytes())
+        assert two.to_bytes() == one.to_bytes() and two.channels == one.channels
+        assert all(code.flags.writeable for code in two.codes)
+
+
+@given(st.data())
+def test_forests_are_as_large_without_trying_hopeless_edges(data: st.DataObject) -> None:
+    """As many edges as Nash-Williams' formula says, none of which closes a circle."""
+    size, count = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 3))
+    ends = st.tuples(st.integers(0, size - 1), st.integers(0, size - 1)).filter(
+        lambda e: e[0] < e[1]
+    )
+    edges = [(a, b, i) for i, (a, b) in enumerate(data.draw(st.lists(ends, max_size=14)))]
+    found = packing.spanning_forests(size, edges, count)
+    for forest in found:
+        seen = list(range(size))
+        for a, b, _ in forest:
+            assert seen[a] != seen[b]
+            seen = [seen[b] if s == seen[a] else s for s in seen]
+    taken = sum(map(len, found))
+    # Nash-Williams: the most is the least of count * (size - parts) + edges between parts
+    assert taken == min(
+        count * (size - len({*part})) + sum(part[a] != part[b] for a, b, _ in edges)
+        for part in partitions(size)
+    )
+
+
+def partitions(size: int) -> list[list[int]]:
+    found: list[list[int]] = [[0]]
+    for _ in range(size - 1):
+        found = [[*part, c] for part in found for c in range(max(part) + 2)]
+    return found
