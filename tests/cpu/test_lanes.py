@@ -83,9 +83,11 @@ def many_parts(rank: int) -> list[int]:
     comm: Any = get_default()
     held = comm._arena.mapping.held
     before = held()
+    comm.barrier()
     parts = comm.lanes(6) + [comm.split(rank % 2) for _ in range(3)]
     comm.barrier()
     most = held()
+    comm.barrier()
     for part in parts:
         part.close()
     comm.barrier()
