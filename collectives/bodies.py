@@ -188,7 +188,9 @@ def alltoall_uneven(place: Calls, x: Any, out: Any, in_splits: Any, out_splits: 
                 f"out_splits of rank {place.rank} says {list(out_splits)} rows come, by rank, but "
                 f"the ranks send {comes}"
             )
-        out = room_for(x, (sum(comes), *x.shape[1:]), out)
+        given, out = out, room_for(x, (sum(comes), *x.shape[1:]), out)
+        if given is not None:
+            refuse_overlaps([x], [out])
         got, done = place.buffer(out)
         sizes = tuple(tuple(n * row for n in of) for of in splits)
         largest = max(max(of) for of in sizes)

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -25,7 +25,18 @@ from collectives.planning.finals import table as layer_table
 from collectives.planning.goals import COLLECTIVES, SENDRECV, parts
 from collectives.planning.planner import size_class
 from collectives.plans import Plans
-from collectives.request import EXCHANGES, KINDS, NOTHING, ORDER, How, Request, difference, notice
+from collectives.request import (
+    EXCHANGES,
+    KINDS,
+    NOTHING,
+    ORDER,
+    WORDS,
+    How,
+    Request,
+    algorithm_word,
+    difference,
+    notice,
+)
 from collectives.runtime.arena import Arena
 from collectives.runtime.arrivals import Arrivals
 from collectives.runtime.buffer import Buffer
@@ -76,7 +87,7 @@ class Calls:
         self._mine: dict[int, tuple[str, int]] = {}  # on rank 0: names of plans, bytes of regions
         self._plans = Plans(self.choices, self.trace)
         self._scratch: NDArray[np.uint8] | None = None
-        self._calling = _Calling(self)
+        self._calling = _Calling(self.control)
 
     # ---- tensors -----------------------------------------------------------------------------
     def buffer(self, x: Any, written: bool = True) -> tuple[Buffer, Callable[[], None]]:
@@ -86,7 +97,7 @@ class Calls:
         """Bytes of memory that all ranks share; given back with the last array over them."""
         offset, memory = self._arena.allocate(nbytes)
         block = Block(memory)
-        weakref.finalize(block, self._arena.free, offset, nbytes)
+        weakref.finalize(block, self._arena.free, offset, nbytes).atexit = False
         return np.asarray(block)
 
     def offset_of(self, memory: NDArray[np.uint8]) -> int:
@@ -121,9 +132,10 @@ class Calls:
         self, kind: str, address: int, nbytes: int, dtype: str, op: str, root: int, how: How
     ) -> bool:
         """Make a call in place of a kind that has been made before; whether it was one."""
-        if type(root) is not int or not isinstance(op, str) or not isinstance(how, Hashable):
+        if type(root) is not int or not isinstance(op, str) or not isinstance(how, str):
             return False
-        ready = self._known.get((kind, nbytes, dtype, op, root, how, 0, None, None))
+        word = WORDS.get(how)
+        ready = self._known.get((kind, nbytes, dtype, op, root, word, 0, None, None))
         if ready is None or self.trace.wants_more:
             return False
         with self._calling, self.trace.call(ready.label):
@@ -190,9 +202,11 @@ class Calls:
             raise _Refused(getattr(errors, name, CollectiveError), text)
         return found[1:]
 
-    def _gather(self, request: Request, said: bytes, timeout: float | None = None) -> list[bytes]:
-        first = self.control.number == 0
-        mine = notice(request, self._settings if first else 0, self._order)
+    def _gather(
+        self, request: Request, said: bytes, timeout: float | None = None, first: bool = False
+    ) -> list[bytes]:
+        settings = 0 if self.control.number else self._settings
+        mine = notice(request, settings, self._order, first)
         rows, found = self.control.gather(mine, said, timeout)
         if (rows != mine).any():
             self._differ(rows)
@@ -228,8 +242,9 @@ class Calls:
                 self._idle, said, where, len(where), buffer, request.op, kind, needs
             )  # fmt: skip
         of = parts(kind, self.size)
-        template, chunks = self._choice(request, size_class(largest * of, of))
-        region = self._regions[template]
+        choice = self._choice(request, size_class(largest * of, of))
+        number, chunks = self._chosen[choice]
+        region = self._regions[number]
         needs = None
         if request.layers is not None:
             made = region.encoded.finals(self.rank, chunks)
@@ -237,14 +252,22 @@ class Calls:
         name = label(kind, region.encoded.algorithm, buffer.nbytes)
         log.info("%s: %d chunks", name, chunks)
         self.trace.say(KERNELS, f"{name}: interpreter and combiners by Numba")
-        return self.executor.prepare(region, said, where, chunks, buffer, request.op, name, needs)
+        return self.executor.prepare(
+            region, said, where, chunks, buffer, request.op, name, needs, choice
+        )  # fmt: skip
 
-    def _choice(self, request: Request, nbytes: int) -> tuple[int, int]:
-        """(number of the plan, chunks) for messages of that class of sizes."""
+    def _choice(self, request: Request, nbytes: int) -> tuple[object, ...]:
+        """The key in `_chosen` of messages of that class of sizes; planned where it is new.
+
+        What is in `_chosen` and `_regions`, and in which order, is the same on all ranks: they
+        change here only, and not by what one rank has done alone. A call in `_known` has its choice
+        there, so a rank that has forgotten a call need not ask the others.
+        """
         streamed = request.layers is not None
-        key = (request.kind, nbytes, request.root, request.algorithm, streamed)
+        how = algorithm_word(request.algorithm)
+        key = (request.kind, nbytes, request.root, how, streamed)
         if key not in self._chosen:
-            self._gather(request, b"")  # all ask for the same
+            self._gather(request, b"", first=True)  # all ask for the same
             with self.trace.phase("plan"):
                 data = self._share(lambda: self._planned(request, nbytes))
             number, chunks, start = json.loads(data[:_HEAD])
@@ -252,10 +275,9 @@ class Calls:
                 self._add(number, self.executor.load(Encoded.from_bytes(data[_HEAD:]), start))
             self._chosen[key] = number, chunks
             if len(self._chosen) > _CHOSEN:
-                self._chosen.popitem(last=False)
-        number, chunks = self._chosen[key]
-        self._regions.move_to_end(number)
-        return number, chunks
+                gone, _ = self._chosen.popitem(last=False)
+                self._forget(lambda ready: ready.choice == gone)
+        return key
 
     def _planned(self, request: Request, nbytes: int) -> bytes:
         """On rank 0: what all ranks need to know of a plan for `nbytes`."""
@@ -270,15 +292,18 @@ class Calls:
         return json.dumps([number, made.num_chunks, start]).encode().ljust(_HEAD) + body
 
     def _add(self, number: int, region: Region) -> None:
-        """Keep a plan, in place of the one that has not been used for longest."""
+        """Keep a plan, in place of the oldest where there are too many."""
         self._regions[number] = region
         if len(self._regions) <= _REGIONS:
             return
         oldest, gone = self._regions.popitem(last=False)
-        self._known = OrderedDict((k, r) for k, r in self._known.items() if r.region is not gone)
+        self._forget(lambda ready: ready.region is gone)
         self._chosen = OrderedDict((k, c) for k, c in self._chosen.items() if c[0] != oldest)
         if self.rank == 0:  # all ranks have come here, so none uses it
             self._arena.release(gone.start, self._mine.pop(oldest)[1])
+
+    def _forget(self, gone: Callable[[Ready], bool]) -> None:
+        self._known = OrderedDict((k, r) for k, r in self._known.items() if not gone(r))
 
     def _run(self, ready: Ready, request: Request) -> None:
         buffer, source = request.buffer, request.source
@@ -324,16 +349,16 @@ def _exchange(what: str) -> Request:
 
 
 class _Calling:
-    """Around a call of `calls`: one at a time, and an error of our own is told to the others."""
+    """Around a call: one at a time, and an error of our own is told to the others."""
 
-    def __init__(self, calls: Calls) -> None:
-        self._calls, self._lock = calls, threading.Lock()
+    def __init__(self, control: HostControl) -> None:
+        self._control, self._health, self._lock = control, control.health, threading.Lock()
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        if not self._calls.health.usable:
+        if not self._health.usable:
             self._lock.release()
-            self._calls.health.check()
+            self._health.check()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None,
@@ -344,9 +369,9 @@ class _Calling:
                 return
             if isinstance(error, _Refused):
                 raise error.kind(error.text) from None
-            if not self._calls.control.aborted():  # the others must not wait
-                self._calls.control.give_up(RAISED)
-            self._calls.health.fail(error)
+            if not self._control.aborted():  # the others must not wait
+                self._control.give_up(RAISED)
+            self._health.fail(error)
         finally:
             self._lock.release()
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from collectives.calls import Calls
-from collectives.errors import CollectiveAborted, CollectiveError
+from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from collectives.planning.goals import SENDRECV
 from collectives.runtime.diagnose import DIED, LEFT, REASONS
 from collectives.runtime.mapping import SEGMENT
@@ -18,7 +18,7 @@ from collectives.tensors import gpu_of, integer
 from collectives.work import HostWork, Work
 from topology import load
 
-_POLL = 0.0002  # s
+_POLL, _SLOW = 0.0002, 0.02  # s: of the first wait for a sender, and of later ones
 _FORWARD = ((0, 1),)
 
 
@@ -41,7 +41,9 @@ class Channels:
             raise CollectiveError("send and recv take CPU tensors only")
         self._calls.health.check()
         with self._lock:
-            channel = self._open.setdefault((src, dst), _Channel(self._calls, src, dst))
+            if (src, dst) not in self._open:
+                self._open[src, dst] = _Channel(self._calls, src, dst)
+            channel = self._open[src, dst]
         work = channel.submit(self._settings, x, dst == rank)
         if async_op:
             return work
@@ -49,7 +51,13 @@ class Channels:
         return None
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all of them, also those that were opened for us and never used."""
+        arena = self._calls.executor.arena
+        for src in range(arena.size):
+            start = int(arena.channel(src, arena.rank)[0])
+            channel = self._open.get((src, arena.rank))
+            if start and (channel is None or not channel.opened):
+                arena.part([src, arena.rank], start).close()
         while self._open:
             self._open.popitem()[1].close()
 
@@ -61,6 +69,10 @@ class _Channel:
         self._whole, self._src, self._dst = calls, src, dst
         self._calls: Calls | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="linkweave-channel")
+
+    @property
+    def opened(self) -> bool:
+        return self._calls is not None
 
     def submit(self, settings: Settings, x: Any, written: bool) -> HostWork:
         return HostWork(self._worker.submit(self._move, settings, x, written))
@@ -83,13 +95,19 @@ class _Channel:
             word[0] = arena.mapping.take(SEGMENT)[0]
         name = f"{control.name(self._dst)} waits for {control.name(self._src)} to send"
         where = {"rank": self._dst, "peer": self._src}
-        while not word[0]:
-            control.patience(begun, lambda: (name, where))
+        pause = _POLL
+        while not word[0]:  # a failure here is the channel's alone
+            if control.aborted():
+                control.raise_aborted(lambda: (name, where))
             gone = REASONS[LEFT] if arena.closed(self._src) else ""
-            gone = REASONS[DIED] if self._src in arena.dead() else gone
+            if pause == _SLOW and self._src in arena.dead():
+                gone = REASONS[DIED]
             if gone and not word[0]:
                 raise CollectiveAborted(f"{control.name(self._src)} {gone}; {name}", **where)
-            time.sleep(_POLL)
+            if time.monotonic() - begun > settings.timeout:
+                raise CollectiveTimeout(f"{name} for {settings.timeout:g} s", **where)
+            time.sleep(pause)
+            pause = min(_SLOW, 2 * pause)
         part = arena.part([self._src, self._dst], int(word[0]))
         part.expect()
         return Calls(part, load("cpu-2"), settings)

@@ -9,7 +9,7 @@ from collectives.planning.blocks import Sizes
 from collectives.planning.goals import Root, check
 from collectives.planning.plan import Plan
 from collectives.planning.planner import adopt, plan_collective, ranked
-from collectives.request import How, Request, algorithm_word
+from collectives.request import How, Request, algorithm_word, name_of
 from collectives.runtime.buffer import Buffer
 from collectives.runtime.dtypes import check_op
 from topology import Topology
@@ -39,7 +39,7 @@ class Choices:
         algorithm_word(algorithm)
         if algorithm != "auto" and self.order == "fixed":
             raise CollectiveError(
-                f"order='fixed' chooses the algorithm: do not ask for {algorithm}"
+                f"order='fixed' chooses the algorithm: do not ask for {name_of(algorithm)}"
             )
         check(kind, len(self.topology.gpus), root)
         return Request(kind, buffer, op, root, algorithm, layout, device, sizes)

@@ -22,6 +22,7 @@ from collectives.request import NOTHING, How, Request
 from collectives.runtime import cuda
 from collectives.runtime.arena import Arena
 from collectives.runtime.arrivals import Arrivals
+from collectives.runtime.diagnose import RAISED
 from collectives.runtime.team import Team
 from collectives.settings import Settings, topology_for
 from collectives.tensors import as_buffer, gpu_of, layout_of, quick, shaped
@@ -101,9 +102,9 @@ class Communicator:
         """Carry out an all-reduce, a broadcast or a reduce by a plan of your own, in place.
 
         `plan`: from `plan_allreduce`, `Plan.from_json` or by hand, the same on all ranks, for as
-        many ranks as there are; it is proved before it runs. Messages whose chunks would not fit
-        64 KiB slots are cut into more groups of chunks. `op`, `out`, `async_op`, tensors and errors
-        as in `allreduce`; PlanError for a plan that is wrong.
+        many ranks as there are; it is proved before it runs. Refused with order="fixed". Messages
+        whose chunks would not fit 64 KiB slots are cut into more groups of chunks. `op`, `out`,
+        `async_op`, tensors and errors as in `allreduce`; PlanError for a plan that is wrong.
         """
         root = plan.root if isinstance(plan, Plan) and isinstance(plan.root, int) else 0
         return self._submit(async_op, x, bodies.run, plan, x, op, root, out)
@@ -298,8 +299,9 @@ class Communicator:
 
         All ranks must call it, and make the calls on all lanes together in the same order, which
         each call compares: so the ranks cannot wait for each other in a circle. Calls of one lane
-        follow each other; a short call on one does not wait for a long one on another. The rest as
-        for `split`. Raises CollectiveError, on every rank.
+        follow each other, one thread at a time; a short call on one does not wait for a long one on
+        another. Where a call fails, all of these lanes end. The rest as for `split`. Raises
+        CollectiveError, on every rank.
         """
         self._submit(False, None, lambda calls: None)
         return self._parts.lanes(n)
@@ -314,6 +316,7 @@ class Communicator:
     # ---- lifetime ----------------------------------------------------------------------------
     @property
     def closed(self) -> bool:
+        """Whether it has been closed."""
         return self._health.closed
 
     def close(self) -> None:
@@ -354,6 +357,20 @@ class Communicator:
         """Make every rank's present and future calls raise CollectiveAborted."""
         if not (self._health.closed or self._health.foreign):
             self._calls.control.give_up(why)
+            self._parts.abort(why)
+
+    def fail_with(self, lanes: Sequence[Communicator]) -> None:
+        """Where a call fails here, end those too: their calls are numbered together."""
+
+        def tell(lane: Communicator) -> Callable[[BaseException], None]:
+            def fail(error: BaseException) -> None:
+                if not lane.closed:
+                    lane._calls.control.give_up(RAISED)
+                    lane._health.fail(error)
+
+            return fail
+
+        self._health.family = [tell(lane) for lane in lanes]
 
     def _on_gpu(self, number: int) -> GpuCalls:
         """This rank's calls on its GPU; the first one brings all ranks' GPUs together."""

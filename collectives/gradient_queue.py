@@ -42,8 +42,8 @@ class HostQueue(HostWork):
             if self.done():
                 self.wait()  # raises what went wrong
         at = number_of(layer, self._arrivals.layers)
-        while not self._arrivals.wait(at, self._abort) and not self.done():
-            pass
+        while not self.done() and not self._arrivals.wait(at, self._abort):
+            pass  # (once it is done the memory at `abort` may be gone)
         if self.done():
             self.wait()
 

@@ -29,6 +29,8 @@ class Closable(Protocol):
 
     def close(self) -> None: ...
 
+    def abort(self, why: int) -> None: ...
+
 
 Make = Callable[[Arena, Settings, Team | None, Order], Any]
 
@@ -66,7 +68,10 @@ class Parts:
             raise CollectiveError(f"the ranks ask for different numbers of lanes: {sorted(said)}")
         calls = count(1)
         parts = self._segments([[*range(self._calls.size)]] * said.pop())
-        return [self._part(ranks, start, lambda: next(calls)) for ranks, start in parts]
+        family = [self._part(ranks, start, lambda: next(calls)) for ranks, start in parts]
+        for lane in family:
+            lane.fail_with([other for other in family if other is not lane])
+        return family
 
     def _segments(self, groups: Sequence[list[int]]) -> list[tuple[list[int], int]]:
         """Memory for a part of each of these ranks, taken by the first of them: ours, with where
@@ -100,6 +105,11 @@ class Parts:
         self._open = [p for p in self._open if not p.closed] + [part]
         self._made += 1
         return part
+
+    def abort(self, why: int) -> None:
+        """Make all calls on them raise."""
+        for part in self._open:
+            part.abort(why)
 
     def close(self) -> None:
         """Close those that are still open."""

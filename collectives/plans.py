@@ -17,6 +17,8 @@ from collectives.runtime.plan_store import LONG, PlanStore
 from collectives.runtime.shm import SLOT_BYTES
 from collectives.trace import Trace, label
 
+_MOST = 64  # plans that rank 0 keeps at hand
+
 
 class Made(NamedTuple):
     """An encoded plan, its name, and the number of chunks for a class of sizes."""
@@ -74,5 +76,7 @@ class Plans:
         self._trace.planned(name, plan, topology, nbytes)
         if template not in self._encoded:
             encoded = encode(plan)
+            if len(self._encoded) >= _MOST:
+                self._encoded.pop(next(iter(self._encoded)))
             self._encoded[template] = sha256(encoded.to_bytes()).hexdigest(), encoded
         return Made(*self._encoded[template], plan.num_chunks)

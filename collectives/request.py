@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import CodeType, FunctionType
 from zlib import crc32
 
 from collectives.errors import CollectiveError
@@ -29,6 +30,7 @@ ORDER = 9
 """The word of a notice that counts calls on lanes."""
 DEVICES = ("cpu", "gpu")
 NAMES = tuple(dict.fromkeys(["auto", *ALGORITHMS, *(n for of in OTHERS.values() for n in of)]))
+WORDS = {name: i for i, name in enumerate(NAMES)}
 _DTYPES, _OPS = tuple(DTYPES), tuple(OPS)
 NOTHING = Buffer(0, 0, "uint8", 1)
 _FUNCTION, _PLAN = 1 << 32, 1 << 33  # above the checksum of an algorithm that has no name
@@ -59,28 +61,41 @@ class Request:
         """What calls have in common that need no more planning."""
         b = self.buffer
         return (
-            self.kind, b.nbytes, b.dtype, self.op, self.root, self.algorithm, self.layout,
-            self.sizes, self.layers,
+            self.kind, b.nbytes, b.dtype, self.op, self.root, algorithm_word(self.algorithm),
+            self.layout, self.sizes, self.layers,
         )  # fmt: skip
 
 
 def algorithm_word(algorithm: How) -> int:
     """A number by which ranks compare what they ask for. Raises CollectiveError."""
     if isinstance(algorithm, str):
-        if algorithm not in NAMES:
+        if algorithm not in WORDS:
             raise CollectiveError(
                 f"unknown algorithm {algorithm!r}; choose from {', '.join(NAMES)}, or give a "
                 "function that makes one"
             )
-        return NAMES.index(algorithm)
+        return WORDS[algorithm]
     if isinstance(algorithm, Plan):
         return _PLAN | checksum(algorithm)
-    if not callable(algorithm):
+    if not isinstance(algorithm, FunctionType):
         raise CollectiveError(
             f"algorithm must be a name or a function of a topology, not {algorithm!r}"
         )
-    code = getattr(algorithm, "__code__", None)
-    return _FUNCTION | crc32(repr((name_of(algorithm), getattr(code, "co_code", b""))).encode())
+    cells = [cell.cell_contents for cell in algorithm.__closure__ or ()]
+    bound = [*cells, *(algorithm.__defaults__ or ()), *(algorithm.__kwdefaults__ or {}).items()]
+    said = (algorithm.__qualname__, _code(algorithm.__code__), [_plain(value) for value in bound])
+    return _FUNCTION | crc32(repr(said).encode())
+
+
+def _code(code: CodeType) -> tuple[object, ...]:
+    consts = [_code(c) if isinstance(c, CodeType) else _plain(c) for c in code.co_consts]
+    return code.co_code, code.co_names, consts
+
+
+def _plain(value: object) -> object:
+    """A value that ranks can compare; of others, which have addresses, the type."""
+    simple = value is None or isinstance(value, int | float | str | bytes | tuple)
+    return value if simple else type(value).__qualname__
 
 
 @lru_cache(maxsize=64)
@@ -96,21 +111,25 @@ def name_of(algorithm: How) -> str:
     return algorithm if isinstance(algorithm, str) else getattr(algorithm, "__name__", "function")
 
 
-def notice(request: Request, settings: int = 0, order: int = 0) -> tuple[int, ...]:
+def notice(
+    request: Request, settings: int = 0, order: int = 0, first: bool = False
+) -> tuple[int, ...]:
     """A request as numbers, which all ranks compare. `settings`: their checksum, or 0; `order`: the
-    number of a call among those of all lanes, or 0."""
+    number of a call among those of all lanes, or 0; `first`: it is about to be planned."""
     buffer, root = request.buffer, request.root
     place = root if isinstance(root, int) else crc32(repr(root).encode())
     return (
         KINDS.index(request.kind), _OPS.index(request.op), _DTYPES.index(buffer.dtype),
         buffer.nbytes // buffer.itemsize, place, algorithm_word(request.algorithm), settings,
-        request.layout, DEVICES.index(request.device), order, *(request.spot or (-1, 0)),
+        request.layout, DEVICES.index(request.device), order, int(first),
+        *(request.spot or (-1, 0)),
     )  # fmt: skip
 
 
 def words(notice: Sequence[int]) -> str:
     """What a notice asks for; an offset of -1 is left out."""
-    kind, op, dtype, count, root, algorithm, settings, layout, device, order, piece, offset = notice
+    kind, op, dtype, count, root, algorithm, settings, layout, device, order, *rest = notice
+    first, piece, offset = rest
     asked = KINDS[kind]
     how = NAMES[algorithm] if algorithm < len(NAMES) else f"own algorithm {algorithm:08x}"
     if asked == "refused":
@@ -129,6 +148,8 @@ def words(notice: Sequence[int]) -> str:
         asked += f" in parts of sizes {layout:08x}"
     if settings:
         asked += f" with settings {settings:08x}"
+    if first:
+        asked += " for the first time"
     if order:
         asked += f" as call {order} on lanes"
     if piece >= 0:

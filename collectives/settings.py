@@ -18,10 +18,12 @@ PEER_ACCESS = ("prefer", "require")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`timeout` (s) bounds every wait for a peer. `order`: "fixed" keeps one order of summation for
-    every size. `max_blocks` caps the thread blocks of a launch beside compute (None: no cap).
-    `peer_access`: "require" refuses GPUs that cannot reach each other's memory, which otherwise
-    go through host memory. Raises CollectiveError."""
+    """`timeout` (s) bounds every wait for a peer; only rank 0 may plan for longer, five minutes.
+    `order`: "fixed" keeps one order of summation for every size. `max_blocks` caps the thread
+    blocks of a launch beside compute (None: no cap). `peer_access`: "require" refuses GPUs that
+    cannot reach each other's memory, which otherwise go through host memory. Raises
+    CollectiveError.
+    """
 
     topology: Topology | str = "auto"
     timeout: float = 30.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from collectives.errors import PlanError
+from collectives.errors import CollectiveError, PlanError
 from collectives.planning.embed import Edge, Embedding, embed
 from collectives.planning.exchange import halving_doubling, recursive_doubling
 from collectives.planning.hierarchical import hierarchical, hierarchical_ring
@@ -247,7 +247,13 @@ Named = str | Callable[[Topology], Algorithm]
 def algorithm_for(name: Named, topology: Topology) -> Algorithm:
     """An all-reduce algorithm on this topology; the searches are done once. Raises PlanError."""
     if not isinstance(name, str):
-        made = name(topology)
+        try:
+            made = name(topology)
+        except CollectiveError:
+            raise
+        except Exception as error:  # a user's own: all ranks are told, and may go on
+            text = f"{name.__name__} on {topology.name}: {type(error).__name__}: {error}"
+            raise PlanError(text) from error
         if not isinstance(made, Algorithm):
             raise PlanError(f"{name!r} must return an Algorithm, not {type(made).__name__}")
         return made

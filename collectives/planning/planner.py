@@ -16,6 +16,7 @@ from collectives.planning.cost import (
     simulated_seconds,
 )
 from collectives.planning.fields import MOST_BYTES, whole
+from collectives.planning.form import check_form
 from collectives.planning.goals import Root, check, parts
 from collectives.planning.lower import MOST_SQUARED, Tuning, lower
 from collectives.planning.others import OTHERS, other_algorithm
@@ -278,4 +279,5 @@ def adopt(plan: Plan, topology: Topology) -> Plan:
         raise PlanError(
             f"the plan is for {plan.size} ranks; {topology.name} has {len(topology.gpus)} GPUs"
         )
+    check_form(plan)
     return proved(plan, topology)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -49,6 +50,7 @@ class Arena:
         self._segments = [(start, SEGMENT)]
         self._given_back: dict[int, list[int]] = {}  # offsets, by size
         self._handles: dict[int, int] = {}  # peer -> pidfd
+        self._lock = threading.Lock()
         self.words(self.control(rank) + PID, 1)[0] = os.getpid()
 
     @staticmethod
@@ -187,6 +189,10 @@ class Arena:
     # ---- peers -------------------------------------------------------------------------------
     def dead(self) -> list[int]:
         """Peers whose process has ended."""
+        with self._lock:  # another thread may look as well
+            return self._dead()
+
+    def _dead(self) -> list[int]:
         for peer in range(self.size):
             if peer != self.rank and peer not in self._handles and (pid := self.pid(peer)):
                 try:
@@ -196,12 +202,11 @@ class Arena:
                 except (OSError, AttributeError):
                     continue  # not supported: the deadline will tell
         poll = select.poll()
-        handles = dict(self._handles)  # another thread may look as well
-        by_fd = {fd: peer for peer, fd in handles.items() if fd >= 0}
+        by_fd = {fd: peer for peer, fd in self._handles.items() if fd >= 0}
         for fd in by_fd:
             poll.register(fd, select.POLLIN)
-        gone = [peer for peer, fd in handles.items() if fd < 0]
-        return sorted([*gone, *(by_fd[fd] for fd, _ in poll.poll(0))])
+        gone = [peer for peer, fd in self._handles.items() if fd < 0]
+        return sorted([*gone, *(by_fd[fd] for fd, what in poll.poll(0) if what & select.POLLIN)])
 
     def pid(self, rank: int) -> int:
         """A rank's process; 0 before it has come."""
@@ -226,10 +231,11 @@ class Arena:
     def close(self) -> None:
         """Leave it. The memory of a part goes back with its last rank; that of the whole with the
         mapping, and this with the last tensor that lies in it."""
-        for fd in self._handles.values():
-            if fd >= 0:
-                os.close(fd)
-        self._handles.clear()
+        with self._lock:
+            for fd in self._handles.values():
+                if fd >= 0:
+                    os.close(fd)
+            self._handles.clear()
         left = add_one(self.base + self.start + _LEFT)
         if self.start and left == self.size:
             for start, nbytes in self._segments:

@@ -24,6 +24,7 @@ from kernels import counters as kernel
 Where = Callable[[], tuple[str, dict[str, int]]]
 """Where a rank stands: in words, and as the fields of `CollectiveTimeout`."""
 
+_CLAIMED = 32  # byte offset of the word by which one of those who give up speaks
 PLANNING = 300.0
 """Seconds that the other ranks wait for the one that plans; they notice at once if it dies."""
 
@@ -36,6 +37,7 @@ class Health:
         self.closed = False
         self.broken: str | None = None  # what went wrong
         self.usable = True
+        self.family: list[Callable[[BaseException], None]] = []  # tells the other lanes
         _alive.add(self)
 
     @property
@@ -44,9 +46,11 @@ class Health:
         return os.getpid() != self._pid
 
     def fail(self, error: BaseException) -> None:
-        """No call can be made any more."""
-        self.broken = self.broken or f"{type(error).__name__}: {error}"
-        self.usable = False
+        """No call can be made any more, nor on other lanes of the family."""
+        if self.broken is None:
+            self.broken, self.usable = f"{type(error).__name__}: {error}", False
+            for other in self.family:
+                other(error)
 
     def close(self) -> None:
         self.closed, self.usable = True, False
@@ -155,6 +159,7 @@ class HostControl:
         self.number += 1
         rows = self.notices[self.number % 2]
         rows[self.rank, : len(words)] = words
+        rows[self.rank, len(words) :] = -1  # where no buffer lies
         kernel.raise_counter(self.posted, self.number, self.bells)
         self._await(0, "make its call", timeout)
         return rows[:, : len(words)]
@@ -264,10 +269,10 @@ class HostControl:
         return bool(self.arena.abort[0])
 
     def give_up(self, why: int, blamed: int | None = None, who: int | None = None) -> None:
-        abort, who = self.arena.abort, self.rank if who is None else who
-        if not abort[0]:
-            abort[1:4] = who, why, who if blamed is None else blamed
-        kernel.raise_counter(self.arena.abort_address, 1, self.bells)
+        who = self.rank if who is None else who
+        if kernel.claim(self.arena.abort_address + _CLAIMED, 0, 1):  # the first one says why
+            self.arena.abort[1:4] = who, why, who if blamed is None else blamed
+            kernel.raise_counter(self.arena.abort_address, 1, self.bells)
 
     def raise_aborted(self, where: Where | None = None) -> NoReturn:
         _, who, why, blamed = (int(v) for v in self.arena.abort)
@@ -291,3 +296,4 @@ class HostControl:
             self.arena.free(offset, nbytes)
         self._told.clear()
         self.notices.clear()
+        self._waits = np.zeros(1, np.int64)  # no view may keep the memory mapped

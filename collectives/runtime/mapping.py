@@ -24,7 +24,7 @@ from collectives.errors import CollectiveError
 from kernels.counters import claim, read_counter
 
 PAGE = 4096
-SEGMENT = 1 << 30  # bytes of address space, not of memory
+SEGMENT = 64 << 20  # bytes of address space, not of memory
 SEGMENTS = 4096
 MOST_HEAPS = 16 << 40  # bytes of address space of all heaps
 LOCATION = re.compile(r"/proc/\d+/fd/\d+")
@@ -58,7 +58,7 @@ class Mapping:
         self.base = int(self.bytes.ctypes.data)
         self._heaps: dict[int, _Heap] = {}
         self._lock = threading.Lock()
-        self._users = 0
+        self._users, self._pid = 0, os.getpid()
         claim(self._segment(0), _FREE, _HELD)  # the whole communicator's
 
     @staticmethod
@@ -119,7 +119,7 @@ class Mapping:
     def clear(self, start: int, nbytes: int) -> None:
         """Give the memory of the whole pages of a range back; they then read as zeros."""
         first, stop = -(-start // PAGE) * PAGE, (start + nbytes) // PAGE * PAGE
-        if first < stop:
+        if first < stop and os.getpid() == self._pid:  # a forked child's copies are not the ranks'
             self._map.madvise(_REMOVE, first, stop - first)
 
     # ---- segments ----------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """Plans that took long to make, kept on disk for later processes of this user.
 
 One file a question (a map, a collective, a class of sizes), and one for each encoded plan, under
-`$XDG_CACHE_HOME/linkweave` (`~/.cache/linkweave`). What they hold depends on this program's own
-files, whose sizes and times are part of every name; a checksum guards against files cut short. A
-folder that others may write is not used. Whatever fails, plans are made anew.
+`$XDG_CACHE_HOME/linkweave/plans` (`~/.cache/linkweave/plans`). What they hold depends on this
+program's own files, whose sizes and times are part of every name; a checksum guards against files
+cut short. A folder that others may write is not used. Whatever fails, plans are made anew.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class PlanStore:
         if (path := self._path(question)) is None:
             return
         try:
-            if len(list(path.parent.iterdir())) > _MOST_FILES:
-                for old in path.parent.iterdir():
-                    old.unlink(missing_ok=True)
+            found = sorted(path.parent.iterdir(), key=lambda p: p.stat().st_mtime)
+            for old in found[: len(found) // 2] if len(found) > _MOST_FILES else ():
+                old.unlink(missing_ok=True)
             handle, name = tempfile.mkstemp(dir=path.parent)
             with os.fdopen(handle, "wb") as file:
                 file.write(sha256(said).digest() + said)
@@ -61,14 +61,17 @@ class PlanStore:
 def _folder() -> Path | None:
     """Ours alone; None where there can be none."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    path = Path(base) / "linkweave"
+    path = Path(base) / "linkweave" / "plans"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.stat()
+        for folder in (path.parent, path):
+            found = folder.lstat()
+            others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or others:
+                return None
     except OSError:
         return None
-    others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return path if found.st_uid == os.geteuid() and not others else None
+    return path
 
 
 @cache

@@ -61,6 +61,8 @@ class Ready:
     state: NDArray[np.int64]
     blocks: NDArray[np.int64]
     label: str
+    choice: tuple[object, ...]
+    """What it was planned for (`Calls._choice`)."""
     needs: NDArray[np.int64] | None
     """[layers, streams] of a gradient queue (`planning.finals.table`)."""
 
@@ -134,6 +136,7 @@ class CpuExecutor:
     def prepare(
         self, region: Region, said: NDArray[np.int64], table: NDArray[np.int64], num_chunks: int,
         buffer: Buffer, op: str, label: str, needs: NDArray[np.int64] | None = None,
+        choice: tuple[object, ...] = (),
     ) -> Ready:  # fmt: skip
         """A kind of call, of that many chunks. `table`: `planning.blocks.table` of the buffer."""
         control, encoded = self.control, region.encoded
@@ -152,7 +155,7 @@ class CpuExecutor:
         state[kernel.BASE], state[kernel.RANK] = self.arena.base, self.rank
         state[kernel.POSTED], state[kernel.FINISHED] = control.posted, control.finished
         state[kernel.SPAN] = buffer.nbytes if encoded.direct else 0
-        return Ready(region, said, state, table, label, needs)
+        return Ready(region, said, state, table, label, choice, needs)
 
     def run(
         self, ready: Ready, address: int, source: Buffer | None = None,

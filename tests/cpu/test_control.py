@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -10,18 +11,22 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import pytest
 
 import collectives
-from collectives import CollectiveAborted, CollectiveError, CollectiveTimeout
+from collectives import CollectiveAborted, CollectiveError, CollectiveTimeout, plan_allreduce
 from collectives.default import get_default
 from collectives.join import _Job
+from collectives.planning.algorithms import ALGORITHMS
 from collectives.runtime.mapping import Mapping
 from tests.cpu.test_face import error_of
+from topology import load
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,6 +79,104 @@ def one_sum(rank: int) -> float:
 
 def test_a_rank_may_spawn_ranks_of_its_own() -> None:
     assert collectives.spawn(nested, 2, timeout=20) == [[3.0, 3.0, 2.0], [2.0]]
+
+
+def shared_with_a_child(rank: int) -> float:
+    """A child drops its copy of a tensor in shared memory, and ends."""
+    comm = get_default()
+    x = comm.empty(1 << 18)
+    x[:] = 1
+    for drop in (True, False):
+        if (pid := os.fork()) == 0:
+            if drop:
+                del x
+                os._exit(0)
+            sys.exit(0)
+        os.waitpid(pid, 0)
+    comm.barrier()
+    return float(x.sum())
+
+
+def test_a_child_leaves_its_parents_tensors_alone() -> None:
+    assert collectives.spawn(shared_with_a_child, 2) == [float(1 << 18)] * 2
+
+
+def in_other_ways(rank: int) -> bool:
+    """More plans than are kept, by calls that ranks make in ways of their own."""
+    comm: Any = get_default()
+    for again in range(2):
+        for i in range(90):
+            n = 100 + 13 * i
+            x = np.full((n, 2), rank, np.float32)
+            strided = rank == 1 and i % 3 == 0
+            y = x[:, 0] if strided else np.ascontiguousarray(x[:, 0])
+            plan = plan_allreduce(load("cpu-3"), 4 * n, ("tree", "chain", "ring")[i % 3], 3)
+            plan = replace(plan, notes=(str(i % 80),))  # a plan of its own
+            if rank == 2 and i % 7 == again:
+                comm.run(plan, y, async_op=True).wait()
+            else:
+                comm.run(plan, y)
+            z = np.full(n, rank, np.float32)
+            comm.allreduce(z)
+            if not ((y == 3).all() and (z == 3).all()):
+                return False
+    return len(comm._calls._regions) <= 64
+
+
+def test_ranks_keep_the_same_plans_however_they_make_their_calls() -> None:
+    assert collectives.spawn(in_other_ways, 3, timeout=10) == [True] * 3
+
+
+def lambdas(rank: int) -> list[str]:
+    """A function made anew at each call on some ranks; closures that differ."""
+    comm = get_default()
+
+    def fixed(topology: Any) -> Any:
+        return ALGORITHMS["tree"](topology)
+
+    def make(name: str) -> Any:
+        return lambda topology: ALGORITHMS[name](topology)
+
+    for _ in range(3):
+        x = np.ones(30)
+        comm.allreduce(x, algorithm=fixed if rank else _again(fixed))
+        assert (x == 2).all()
+    return [
+        error_of(comm.allreduce, np.ones(30), algorithm=make(("tree", "chain")[rank])),
+        error_of(comm.allreduce, np.ones(30), algorithm=Payload()),
+    ]
+
+
+def _again(function: Any) -> Any:
+    return FunctionType(
+        function.__code__, function.__globals__, function.__name__, None, function.__closure__
+    )
+
+
+def test_functions_are_compared_by_what_they_are_made_of() -> None:
+    for said in collectives.spawn(lambdas, 2, timeout=10):
+        assert "differs" in said[0] and "a name or a function of a topology" in said[1]
+
+
+def opened_and_closed(rank: int) -> int:
+    """Without a collector."""
+    gc.disable()
+    for _ in range(60):
+        with collectives.init() as comm:
+            comm.allreduce(np.ones(9))
+    return sum("memfd:linkweave" in line for line in Path("/proc/self/maps").open())
+
+
+def test_closed_communicators_are_unmapped_at_once() -> None:
+    script = (
+        "import sys; sys.path.insert(0, '.'); import tests.cpu.test_control as t; "
+        "print(t.opened_and_closed(0))"
+    )
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests/cpu"}
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=env, text=True,
+                          capture_output=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == 0
 
 
 class Store:
@@ -245,6 +348,60 @@ def unheard(rank: int) -> str:
 def test_an_error_that_nobody_waits_for_is_logged(capfd: pytest.CaptureFixture[str]) -> None:
     collectives.spawn(unheard, 2)
     assert "nobody waited for an asynchronous call, which raised" in capfd.readouterr().err
+
+
+def lane_that_fails(rank: int) -> list[str]:
+    comm: Any = get_default()
+    first, second = comm.lanes(2)
+    first.barrier()
+    if rank == 0:
+        first._calls.executor.run = None  # not callable
+    said = []
+    try:
+        first.allreduce(np.ones(3))
+    except (TypeError, CollectiveError) as error:
+        said.append(str(error))
+    said += [error_of(second.allreduce, np.ones(3)) for _ in range(2)]
+    x = np.ones(3)
+    comm.allreduce(x)
+    return [*said, str(float(x[0]))]
+
+
+def test_where_a_lane_fails_its_family_ends_and_the_whole_goes_on() -> None:
+    for said in collectives.spawn(lane_that_fails, 3, timeout=10):
+        assert said[-1] == "3.0" and not any("differs" in words for words in said)
+        assert all("rank 0 raised" in w or "failed before" in w for w in said[1:3]), said
+
+
+def messages_that_never_come(rank: int) -> list[str]:
+    comm = get_default()
+    said = [error_of(comm.recv, np.ones(3), 1)] if rank == 0 else []
+    time.sleep(0.0 if rank == 0 else 1.5)
+    x = np.ones(3)
+    comm.allreduce(x)
+    return [*said, str(float(x[0]))]
+
+
+def test_a_message_that_never_comes_is_the_receivers_error_alone() -> None:
+    found = collectives.spawn(messages_that_never_come, 3, timeout=1)
+    assert [said[-1] for said in found] == ["3.0"] * 3
+    assert "rank 0 waits for rank 1 to send for 1 s" in found[0][0]
+
+
+def a_function_that_raises(rank: int) -> list[str]:
+    comm = get_default()
+
+    def broken(topology: Any) -> Any:
+        return {}["nothing"]
+
+    said = [error_of(comm.allreduce, np.ones(3), algorithm=broken)]
+    comm.barrier()
+    return said
+
+
+def test_an_algorithm_that_raises_is_an_error_on_all_who_may_go_on() -> None:
+    for (said,) in collectives.spawn(a_function_that_raises, 3):
+        assert "broken on cpu-3: KeyError: 'nothing'" in said
 
 
 # ---- many ----------------------------------------------------------------------------------------
