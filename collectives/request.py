@@ -26,8 +26,8 @@ EXCHANGES = ("GPUs", "kernels", "memory of GPUs", "access to GPUs", "troubles", 
              "sparse_allreduce", "merges", "tensors", "plan", "sizes", "lanes")  # fmt: skip
 """What ranks tell each other of on the host; the place of one is its request's root."""
 
-ORDER = 9
-"""The word of a notice that counts calls on lanes."""
+ORDER, FIRST = 9, 10
+"""Words of a notice: the number of a call on lanes; whether it is about to be planned."""
 DEVICES = ("cpu", "gpu")
 NAMES = tuple(dict.fromkeys(["auto", *ALGORITHMS, *(n for of in OTHERS.values() for n in of)]))
 WORDS = {name: i for i, name in enumerate(NAMES)}
@@ -129,7 +129,7 @@ def notice(
 def words(notice: Sequence[int]) -> str:
     """What a notice asks for; an offset of -1 is left out."""
     kind, op, dtype, count, root, algorithm, settings, layout, device, order, *rest = notice
-    first, piece, offset = rest
+    _, piece, offset = rest
     asked = KINDS[kind]
     how = NAMES[algorithm] if algorithm < len(NAMES) else f"own algorithm {algorithm:08x}"
     if asked == "refused":
@@ -148,8 +148,6 @@ def words(notice: Sequence[int]) -> str:
         asked += f" in parts of sizes {layout:08x}"
     if settings:
         asked += f" with settings {settings:08x}"
-    if first:
-        asked += " for the first time"
     if order:
         asked += f" as call {order} on lanes"
     if piece >= 0:
@@ -159,9 +157,14 @@ def words(notice: Sequence[int]) -> str:
 
 def difference(call: int, notices: Sequence[Sequence[int]], refusals: dict[int, str]) -> str:
     """What the ranks asked for, where they differ; `refusals`: why some would not."""
+    told = [words(said) for said in notices]
+    if len({*told}) == 1:
+        told = [
+            t + " for the first time" * said[FIRST] for t, said in zip(told, notices, strict=True)
+        ]
     groups: dict[str, list[int]] = {}
-    for peer, said in enumerate(notices):
+    for peer, text in enumerate(told):
         why = f": {refusals[peer]}" if refusals.get(peer) else ""
-        groups.setdefault(words(said) + why, []).append(peer)
+        groups.setdefault(text + why, []).append(peer)
     asked = "; ".join(f"ranks {peers}: {what}" for what, peers in groups.items())
     return f"the ranks' call number {call} differs: {asked}"

@@ -54,6 +54,7 @@ class Health:
 
     def close(self) -> None:
         self.closed, self.usable = True, False
+        self.family.clear()
 
     def check(self) -> None:
         """Raise CollectiveError unless calls can be made."""
@@ -189,10 +190,6 @@ class HostControl:
         self.done()
         return rows, found
 
-    def calls_behind(self) -> bool:
-        """Whether a peer is in a call that this rank has not made."""
-        return any(int(kernel.read_counter(a)) > self.number for a in self.others[0])
-
     # ---- not hanging -------------------------------------------------------------------------
     def _await(self, which: int, what: str, timeout: float | None = None) -> None:
         start, counters = time.monotonic(), self.others[which]
@@ -270,6 +267,8 @@ class HostControl:
 
     def give_up(self, why: int, blamed: int | None = None, who: int | None = None) -> None:
         who = self.rank if who is None else who
+        if self.aborted():  # `spawn`, too, tells of a rank that has ended
+            return
         if kernel.claim(self.arena.abort_address + _CLAIMED, 0, 1):  # the first one says why
             self.arena.abort[1:4] = who, why, who if blamed is None else blamed
             kernel.raise_counter(self.arena.abort_address, 1, self.bells)
