@@ -7,8 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from collectives import bodies
 from collectives.calls import Calls
@@ -22,14 +21,11 @@ from collectives.request import NOTHING, How, Request
 from collectives.runtime import cuda
 from collectives.runtime.arena import Arena
 from collectives.runtime.arrivals import Arrivals
-from collectives.runtime.diagnose import RAISED
 from collectives.runtime.team import Team
 from collectives.settings import Settings, topology_for
 from collectives.tensors import as_buffer, gpu_of, layout_of, quick, shaped
 from collectives.work import HostWork, Work
 from collectives.worker import Worker
-
-T = TypeVar("T")
 
 
 class Communicator:
@@ -319,6 +315,11 @@ class Communicator:
         """Whether it has been closed."""
         return self._health.closed
 
+    @property
+    def calls(self) -> Calls:
+        """What carries out its calls on CPU tensors."""
+        return self._calls
+
     def close(self) -> None:
         """Finish what runs asynchronously, tell waiting peers, and let go. May be repeated.
 
@@ -345,12 +346,7 @@ class Communicator:
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def abort(self, why: int) -> None:
@@ -358,19 +354,6 @@ class Communicator:
         if not (self._health.closed or self._health.foreign):
             self._calls.control.give_up(why)
             self._parts.abort(why)
-
-    def fail_with(self, lanes: Sequence[Communicator]) -> None:
-        """Where a call fails here, end those too: their calls are numbered together."""
-
-        def tell(lane: Communicator) -> Callable[[BaseException], None]:
-            def fail(error: BaseException) -> None:
-                if not lane.closed:
-                    lane._calls.control.give_up(RAISED)
-                    lane._health.fail(error)
-
-            return fail
-
-        self._health.family = [tell(lane) for lane in lanes]
 
     def _on_gpu(self, number: int) -> GpuCalls:
         """This rank's calls on its GPU; the first one brings all ranks' GPUs together."""
@@ -401,7 +384,7 @@ class Communicator:
         found = quick(x)
         return found is not None and self._calls.repeat(kind, *found, op, root, algorithm)
 
-    def _submit(self, async_op: bool, x: Any, body: Callable[..., T], *args: Any) -> Any:
+    def _submit(self, async_op: bool, x: Any, body: Callable[..., Any], *args: Any) -> Any:
         """Carry out a body where the tensor `x` lies."""
         self._health.check()
         if (index := gpu_of(x)) is not None:
@@ -411,7 +394,7 @@ class Communicator:
         work = HostWork(self._enqueue(body, *args))
         return self._worker.keep(work) if async_op else work.wait()
 
-    def _enqueue(self, body: Callable[..., T], *args: Any) -> Future[T]:
+    def _enqueue(self, body: Callable[..., Any], *args: Any) -> Future[Any]:
         """Carry out a body on the CPU, behind those before it."""
         order = self._calls.next_order()  # as it is asked for
         return self._worker.enqueue(self._calls.carry_out, order, body, *args)

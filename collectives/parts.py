@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
 from collectives.calls import Calls
 from collectives.errors import CollectiveError
 from collectives.runtime.arena import Arena
+from collectives.runtime.diagnose import RAISED
 from collectives.runtime.mapping import SEGMENT
 from collectives.runtime.team import Team
 from collectives.settings import Settings
@@ -33,6 +35,13 @@ class Closable(Protocol):
 
 
 Make = Callable[[Arena, Settings, Team | None, Order], Any]
+
+
+def _fail(calls: Calls, error: BaseException) -> None:
+    """End a lane, as another one of its family has failed: their calls are numbered together."""
+    if not calls.health.closed:
+        calls.control.give_up(RAISED)
+        calls.health.fail(error)
 
 
 class Parts:
@@ -70,7 +79,8 @@ class Parts:
         parts = self._segments([[*range(self._calls.size)]] * said.pop())
         family = [self._part(ranks, start, lambda: next(calls)) for ranks, start in parts]
         for lane in family:
-            lane.fail_with([other for other in family if other is not lane])
+            others = [other.calls for other in family if other is not lane]
+            lane.calls.health.family = [partial(_fail, calls) for calls in others]
         return family
 
     def _segments(self, groups: Sequence[list[int]]) -> list[tuple[list[int], int]]:
