@@ -167,14 +167,15 @@ def alltoall_uneven(place: Calls, x: Any, out: Any, in_splits: Any, out_splits: 
     """Of CPU tensors: ranks tell each other how many rows they send."""
     with place.telling():
         buffer, _ = place.buffer(x, written=False)
-        rows = int(x.shape[0]) if x.shape else -1
-        sent = _even(rows, place.size) if in_splits is None else in_splits
+        row = _row_bytes(x, buffer)
+        sent = in_splits
+        if in_splits is None:
+            sent = [_share(place, "alltoall", x)] * place.size
         sends = _row_counts("in_splits", sent, place.size)
-        if sum(sends) != rows:
+        if sum(sends) != x.shape[0]:
             raise CollectiveError(
                 f"in_splits deals out {sum(sends)} rows of a tensor of shape {tuple(x.shape)}"
             )
-        row = _row_bytes(x, buffer)
     told = place.gather("sizes", json.dumps([sends, row, buffer.dtype]).encode())
     splits, widths, dtypes = zip(*map(json.loads, told), strict=True)
     if len({*widths}) > 1 or len({*dtypes}) > 1:
@@ -226,12 +227,6 @@ def _row_counts(name: str, given: Any, size: int) -> list[int]:
             f"{name} must be {size} integers >= 0, rows of one rank each, not {given!r}"
         )
     return [n for n in found if n is not None]
-
-
-def _even(rows: int, size: int) -> list[int]:
-    if rows < 0 or rows % size:
-        raise CollectiveError(f"{rows} rows cannot be dealt out evenly over {size} ranks")
-    return [rows // size] * size
 
 
 def _row_bytes(x: Any, buffer: Buffer) -> int:

@@ -55,7 +55,8 @@ T = TypeVar("T")
 
 PLANNED = (*COLLECTIVES, SENDRECV)
 _KNOWN, _REGIONS, _CHOSEN = 256, 64, 1024
-"""How many kinds of calls, plans and choices are kept; the longest unused go first."""
+"""How many kinds of calls, plans and choices are kept: of calls those used last, of the others,
+which are the same on all ranks, the newest."""
 _HEAD = 128  # bytes of numbers before a plan
 _TOLD = 200  # bytes of an error that the others are told
 _ONE_BLOCK = np.zeros((1, 2), np.int64)

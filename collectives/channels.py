@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from collectives.runtime.mapping import SEGMENT
 from collectives.settings import Settings
 from collectives.tensors import gpu_of, integer
 from collectives.work import HostWork, Work
+from collectives.worker import Worker
 from topology import load
 
 _POLL, _SLOW = 0.0002, 0.02  # s: of the first wait for a sender, and of later ones
@@ -68,14 +68,14 @@ class _Channel:
     def __init__(self, calls: Calls, src: int, dst: int) -> None:
         self._whole, self._src, self._dst = calls, src, dst
         self._calls: Calls | None = None
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="linkweave-channel")
+        self._worker = Worker()
 
     @property
     def opened(self) -> bool:
         return self._calls is not None
 
     def submit(self, settings: Settings, x: Any, written: bool) -> HostWork:
-        return HostWork(self._worker.submit(self._move, settings, x, written))
+        return self._worker.keep(HostWork(self._worker.enqueue(self._move, settings, x, written)))
 
     def _move(self, settings: Settings, x: Any, written: bool) -> None:
         if self._calls is None:
@@ -113,7 +113,7 @@ class _Channel:
         return Calls(part, load("cpu-2"), settings)
 
     def close(self) -> None:
-        self._worker.shutdown(wait=True)
+        self._worker.close(self._whole.rank)
         if self._calls:
             self._calls.close()
 

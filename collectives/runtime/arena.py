@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError
-from collectives.runtime.mapping import PAGE, SEGMENT, SEGMENTS, Mapping
+from collectives.runtime.mapping import PAGE, SEGMENT, SEGMENTS, Mapping, pages
 from kernels.counters import add_one
 
 # Fields of a rank's control block, byte offsets. Words that different ranks write or that several
@@ -43,9 +43,9 @@ class Arena:
         mapping.use()
         first = PAGE * (1 + self.size)
         if start == 0:  # the mapping's own table of segments lies behind the control blocks
-            first += _pages(8 * SEGMENTS)
+            first += pages(8 * SEGMENTS)
         self._channels = start + first
-        first += _pages(8 * self.size * self.size)
+        first += pages(8 * self.size * self.size)
         self._room = [(start + first, SEGMENT - first)]  # free, by rank 0
         self._segments = [(start, SEGMENT)]
         self._given_back: dict[int, list[int]] = {}  # offsets, by size
@@ -152,7 +152,7 @@ class Arena:
     # ---- memory ------------------------------------------------------------------------------
     def reserve(self, nbytes: int) -> int:
         """Offset of zeroed memory for a plan. Rank 0 reserves it and tells the others."""
-        rounded = _pages(nbytes)
+        rounded = pages(nbytes)
         if spare := self._given_back.get(rounded):
             start = spare.pop()
         else:
@@ -174,7 +174,7 @@ class Arena:
 
     def release(self, start: int, nbytes: int) -> None:
         """Give memory of `reserve` back, when no rank uses it any more. By rank 0."""
-        rounded = _pages(nbytes)
+        rounded = pages(nbytes)
         self.mapping.clear(start, rounded)
         self._given_back.setdefault(rounded, []).append(start)
 
@@ -241,8 +241,3 @@ class Arena:
             for start, nbytes in self._segments:
                 self.mapping.give(start, nbytes)
         self.mapping.leave()
-
-
-def _pages(nbytes: int) -> int:
-    """As bytes of whole pages."""
-    return -(-nbytes // PAGE) * PAGE

@@ -70,16 +70,13 @@ class Health:
             raise CollectiveError("this communicator is closed")
         raise CollectiveError(f"this communicator failed before ({self.broken}); make a new one")
 
-    def _forked(self) -> None:
-        self.usable = False
-
 
 _alive: weakref.WeakSet[Health] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
     for health in list(_alive):
-        health._forked()
+        health.usable = False
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -128,7 +125,7 @@ class Control(Protocol):
 
 
 class HostControl:
-    """`Control` over shared memory. `names`: what a rank of a part is called."""
+    """`Control` over shared memory."""
 
     def __init__(self, arena: Arena, timeout: float, health: Health) -> None:
         self.arena, self.timeout, self.health = arena, timeout, health

@@ -34,6 +34,11 @@ _REMOVE = 9  # MADV_REMOVE: gives the pages of a shared file back
 _FREE, _HELD, _RETURNED = 0, 1, 2  # what a segment's word says
 
 
+def pages(nbytes: int) -> int:
+    """As bytes of whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
 def heap_bytes(size: int) -> int:
     """Address space of one rank's heap: all of the machine's memory, where so much fits."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

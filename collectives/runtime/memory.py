@@ -19,23 +19,18 @@ from collectives.errors import CollectiveError
 from collectives.planning.plan import ALIGN
 from collectives.runtime.arena import Arena
 from collectives.runtime.device import Device
+from collectives.runtime.mapping import PAGE, pages
 from collectives.runtime.peers import Gather, advice, troubles
 
 log = logging.getLogger("linkweave")
 
 _BLOCK = 2 << 20  # bytes: CUDA shares no less with another process
-_PAGE = 4096
 _LEAVING = 5.0  # s that the others have to let go of our memory
 _TOLD = 200  # characters of an error that the others are told
 
 
 Spot = tuple[int, int]
 """Where a buffer lies: number of a `Shared` in the order in which they were made, and offset."""
-
-
-def _pages(nbytes: int) -> int:
-    """As bytes of whole pages; at least one."""
-    return -(-max(nbytes, 1) // _PAGE) * _PAGE
 
 
 class _Owner:
@@ -261,9 +256,9 @@ class PeerMemory:
         owners = sorted({o for owners in ways.values() for o in owners})
         if rank in owners:
             try:
-                offset, _ = self._arena.allocate(_pages(nbytes[rank]) + _PAGE)
-                offset = _pages(offset)
-                self._arena.mapping.at(offset, _pages(nbytes[rank]))[:] = 0
+                offset, _ = self._arena.allocate(pages(max(nbytes[rank], 1)) + PAGE)
+                offset = pages(offset)
+                self._arena.mapping.at(offset, pages(max(nbytes[rank], 1)))[:] = 0
             except CollectiveError as error:
                 trouble = str(error)
         places = [int(row) for row in self._gather("memory", str(offset).encode())]
@@ -271,7 +266,7 @@ class PeerMemory:
             if places[owner] >= 0 and (owner == rank or owner in touched):
                 address = self._arena.base + places[owner]
                 try:
-                    self._device.register(address, _pages(nbytes[owner]))
+                    self._device.register(address, pages(max(nbytes[owner], 1)))
                     self._registered.append(address)
                 except RuntimeError as error:
                     trouble = str(error)

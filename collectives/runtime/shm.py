@@ -19,6 +19,7 @@ from collectives.runtime.buffer import Buffer
 from collectives.runtime.control import HostControl
 from collectives.runtime.diagnose import blocked
 from collectives.runtime.encoded import Encoded, encode
+from collectives.runtime.mapping import pages
 from kernels import counters
 from kernels import interpret as kernel
 from kernels.combine import combine_address
@@ -45,11 +46,6 @@ class Region:
     at: NDArray[np.int64]
     peers: NDArray[np.int64]
     table: NDArray[np.int64]
-
-    def reset(self, words: NDArray[np.int64]) -> None:
-        """As at first; `words` are those of the flags, which one rank resets for all."""
-        self.cursor.fill(0)
-        words.fill(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +83,7 @@ def memory_of(encoded: Encoded) -> int:
 
 
 def _flags_of(encoded: Encoded) -> int:
-    return -(-2 * _LINE * len(encoded.ends) // 4096) * 4096
+    return pages(2 * _LINE * len(encoded.ends))
 
 
 class CpuExecutor:
@@ -130,8 +126,9 @@ class CpuExecutor:
     def reset(self, region: Region) -> None:
         """Forget what a call has left that was not carried out. No rank may use it meanwhile;
         another agreement must follow before one does."""
-        words = self.arena.words(region.start, _flags_of(region.encoded) // 8)
-        region.reset(words if self.rank == 0 else words[:0])
+        region.cursor.fill(0)
+        if self.rank == 0:  # for all
+            self.arena.words(region.start, _flags_of(region.encoded) // 8).fill(0)
 
     def prepare(
         self, region: Region, said: NDArray[np.int64], table: NDArray[np.int64], num_chunks: int,
@@ -223,11 +220,10 @@ def compile_kernels() -> None:
     finished = np.zeros(1, np.int64)
     state[kernel.STRIDE] = state[kernel.UNITS] = 1
     state[kernel.FINISHED] = state[kernel.POSTED] = finished.ctypes.data
-    frozen = np.zeros(0, np.int64)
     kernel.call(
         state, np.full(1, -1, np.int64), np.full((1, 1), -1, np.int64),
         np.zeros((2, 0), np.int64), none, none, np.zeros((0, 0), np.int64),
-        np.array([0, 1], np.int32), pairs, pairs, none, frozen, frozen,
+        np.array([0, 1], np.int32), pairs, pairs, none, none, none,
         np.zeros((0, 6), np.int64), np.zeros((0, 3), np.int64), word, word,
     )  # fmt: skip
     counters.await_counters(none, none, 0, 0, 0)

@@ -173,7 +173,6 @@ def test_a_folder_that_others_may_write_is_not_used(
 
 
 def run_python(script: str, env: dict[str, str]) -> str:
-
     done = subprocess.run(
         [sys.executable, "-c", script],
         env=env,
