@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
-import topology
-from bench.options import parse_size
-from collectives import CollectiveError, Plan, plan_allreduce, plan_collective, verify
-from collectives.planning.explain import size_text
-from topology.measured import LinkFigures, PairFigure
+from linkweave import topology
+from linkweave.bench.options import parse_size
+from linkweave.collectives import CollectiveError, Plan, plan_allreduce, plan_collective, verify
+from linkweave.collectives.planning.explain import size_text
+from linkweave.topology.measured import LinkFigures, PairFigure
 
 ROOT = Path(__file__).parents[2]
 
 
 def command(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "bench.cli", *words],
+        [sys.executable, "-m", "linkweave.bench.cli", *words],
         cwd=cwd, capture_output=True, text=True, timeout=100,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip

@@ -22,11 +22,15 @@ from hypothesis import strategies as st
 from nvrtc import Nvrtc
 from test_sparse_kernels import GRADIENTS, KINDS, row
 
-import kernels
-from collectives.sparse.wire import Wire
-from kernels import gpu, gpu_entries, gpu_rows, gpu_select, topk
-from kernels.gpu_face import Calls
-from kernels.source import PLAIN, source
+from linkweave import kernels
+from linkweave.collectives.sparse.wire import Wire
+from linkweave.kernels.gpu import arrays as gpu
+from linkweave.kernels.gpu.api import Calls
+from linkweave.kernels.gpu.source import PLAIN, source
+from linkweave.kernels.merge import entries as gpu_entries
+from linkweave.kernels.rows import gpu as gpu_rows
+from linkweave.kernels.topk import cpu as topk
+from linkweave.kernels.topk import gpu as gpu_select
 
 pytestmark = needs_compiler
 GRIDS = [(1, 1), (4, 3), (7, 2), (32, 2)]  # (threads, blocks)
@@ -242,9 +246,9 @@ def test_indices_that_are_wrong_are_seen() -> None:
 
 # ---- the sources --------------------------------------------------------------------------------
 STRUCTS = {
-    "select.cu": {"Select": gpu_select.SELECT}, "rows.cu": {"Rows": gpu_rows.ROWS},
-    "merge.cu": {"Merge": gpu_select.MERGE, "Part": gpu_select.PART},
-    "sort.cu": {"Sort": gpu_rows.SORT}, "entries.cu": {"Entries": gpu_entries.ENTRIES},
+    "topk/select.cu": {"Select": gpu_select.SELECT}, "rows/rows.cu": {"Rows": gpu_rows.ROWS},
+    "merge/merge.cu": {"Merge": gpu_select.MERGE, "Part": gpu_select.PART},
+    "rows/sort.cu": {"Sort": gpu_rows.SORT}, "merge/entries.cu": {"Entries": gpu_entries.ENTRIES},
 }  # fmt: skip
 
 
@@ -254,17 +258,17 @@ def test_structs_are_those_of_the_device(file: str) -> None:
         told = source_of_layouts(file, name, dtype.names or ())
         mine = [(dtype.fields[f][1], dtype.fields[f][0].itemsize) for f in dtype.names or ()]
         assert told == [*mine, (dtype.itemsize, 0)], name
-    if file == "select.cu":
+    if file == "topk/select.cu":
         assert source_of_layouts(file, "Choice", ())[0][0] == gpu_select.CHOICE_BYTES
 
 
 CASES = [
-    *((file, gpu.element(d))
-      for file in ("select.cu", "entries.cu") for d in ("float32", "float16", "bfloat16")),
-    *(("rows.cu", (*gpu.element(d), *gpu.element(i, "INDEX")))
+    *((file, gpu.element(d)) for file in ("topk/select.cu", "merge/entries.cu")
+      for d in ("float32", "float16", "bfloat16")),
+    *(("rows/rows.cu", (*gpu.element(d), *gpu.element(i, "INDEX")))
       for d in ("float32", "float16", "bfloat16") for i in ("int32", "int64")),
-    *(("merge.cu", gpu.element(i, "INDEX")) for i in ("int32", "int64")),
-    *(("sort.cu", (*gpu.element(i, "INDEX"), f"-DKEY={k}"))
+    *(("merge/merge.cu", gpu.element(i, "INDEX")) for i in ("int32", "int64")),
+    *(("rows/sort.cu", (*gpu.element(i, "INDEX"), f"-DKEY={k}"))
       for i in ("int32", "int64") for k in ("u32", "u64")),
 ]  # fmt: skip
 
@@ -348,5 +352,5 @@ def test_torch_tensors_and_their_stream(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(TypeError, match=r"Tensor on cpu, not ndarray"):
         found.contiguous(np.zeros(3))
     argument = np.zeros(1)
-    found.launch("select.cu", "take", ("-DX",), argument, 5)
-    assert device.started == [("select.cu", "take", (*PLAIN, "-DX"), argument, 5, 512, 77)]
+    found.launch("topk/select.cu", "take", ("-DX",), argument, 5)
+    assert device.started == [("topk/select.cu", "take", (*PLAIN, "-DX"), argument, 5, 512, 77)]

@@ -14,10 +14,10 @@ from gpu_vectors import StreamKernels, sparse_gpus
 from host_gpu import CURRENT, HostTensor, needs_compiler
 from test_sparse_allreduce import dense, vector
 
-import collectives
-from collectives import get_default
-from collectives.planning.merging import sparse_costs
-from topology import load
+from linkweave import collectives
+from linkweave.collectives import get_default
+from linkweave.collectives.planning.sparse_tree import sparse_costs
+from linkweave.topology import load
 
 pytestmark = needs_compiler
 NUMEL = 60

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kernels
-from kernels import topk
+from linkweave import kernels
+from linkweave.kernels.topk import cpu as topk
 
 KINDS = ("random", "constant", "ascending", "denormal", "special", "zeros", "one-hot", "halves",
          "huge steps")  # fmt: skip

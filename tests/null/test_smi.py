@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from linkweave.topology import Topology, TopologyError, bound, load
 from tests.null.fixtures import (
     LEGEND,
     MACHINES,
@@ -22,7 +23,6 @@ from tests.null.fixtures import (
     tabs,
     uuid,
 )
-from topology import Topology, TopologyError, bound, load
 
 GB = 10**9
 
