@@ -211,7 +211,7 @@ class Communicator:
         waits, as the result's size is known on the GPU only: not for graphs. Raises
         CollectiveError, on every rank where their arguments differ.
         """
-        from linkweave.collectives.sparse.gtopk import agreed, sparse_allreduce, whole
+        from linkweave.collectives.sparse.allreduce import agreed, sparse_allreduce, whole
 
         arguments = (values, indices, numel, k, op, residual, mode, conserve)
         if (index := gpu_of(values)) is None:
