@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from linkweave.collectives.calls.context import CallContext
 from linkweave.collectives.calls.host import HostCalls
-from linkweave.collectives.calls.operations import CallContext
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.sparse_tree import merge_tree, sparse_costs
 from linkweave.collectives.runtime.gpu import executor as cuda
