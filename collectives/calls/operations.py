@@ -21,7 +21,8 @@ from linkweave.collectives.planning.goals import Root
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.cpu.arrivals import Arrivals
-from linkweave.collectives.tensors import integer, room_for, stands_in_order
+from linkweave.collectives.tensors import room_for, stands_in_order
+from linkweave.topology.checks import integer
 
 _RUN = ("allreduce", "broadcast", "reduce")
 """Collectives whose plans of a user's own are run."""
@@ -227,14 +228,14 @@ def uneven(request: Request, sizes: Sizes) -> Request:
 def _row_counts(name: str, given: Any, size: int) -> list[int]:
     """One number of rows for each rank."""
     try:
-        found = [integer(n) for n in given]
-    except TypeError:
+        found = [integer(n, name, 0) for n in given]
+    except (TypeError, CollectiveError):
         found = []
-    if len(found) != size or any(n is None or n < 0 for n in found):
+    if len(found) != size:
         raise CollectiveError(
             f"{name} must be {size} integers >= 0, rows of one rank each, not {given!r}"
         )
-    return [n for n in found if n is not None]
+    return found
 
 
 def _row_bytes(x: Any, buffer: Buffer) -> int:
@@ -311,9 +312,7 @@ def _room(
 
 
 def _rank(context: CallContext, root: Any) -> int:
-    if (number := integer(root)) is None:
-        raise CollectiveError(f"root {root!r} is not a rank; ranks are 0 to {context.size - 1}")
-    return number
+    return integer(root, "root", 0, context.size - 1)
 
 
 def _layout(sizes: Iterable[Any]) -> int:
@@ -335,15 +334,10 @@ def _share(context: CallContext, kind: str, x: Any) -> int:
 def _layer_sizes(layers: Any, elements: int) -> list[int]:
     """Elements of each layer, checked against those of the tensor."""
     try:
-        sizes = list(layers)
+        given = list(layers)
     except TypeError:
-        sizes = [layers]
-    numbers = [integer(n) for n in sizes]
-    if wrong := [
-        n for n, number in zip(sizes, numbers, strict=True) if number is None or number < 0
-    ]:
-        raise CollectiveError(f"layers are numbers of elements, integers >= 0, not {wrong[0]!r}")
-    sizes = [int(n) for n in sizes]
+        given = [layers]
+    sizes = [integer(n, "the number of elements of a layer", 0) for n in given]
     if sum(sizes) != elements:
         raise CollectiveError(
             f"layers of {sum(sizes)} elements for a tensor of {elements}: they must agree"

@@ -11,8 +11,9 @@ from linkweave.collectives.overlap.network import Network
 from linkweave.collectives.overlap.policies import NAMED
 from linkweave.collectives.overlap.policies.carlier import carlier
 from linkweave.collectives.overlap.policies.optimal import optimal
-from linkweave.collectives.overlap.profile import Profile, shown
+from linkweave.collectives.overlap.profile import Profile
 from linkweave.collectives.overlap.schedule import Schedule
+from linkweave.topology.checks import shown
 
 POLICIES: dict[str, Callable[..., Schedule]] = {
     **NAMED, "carlier": carlier, "optimal": optimal,

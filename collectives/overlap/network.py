@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.overlap.profile import MAX_NUMBER, check_count, check_number, shown
+from linkweave.collectives.overlap.profile import MAX_NUMBER
+from linkweave.topology.checks import integer, number, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +31,11 @@ class Network:
     name: str = "network"
 
     def __post_init__(self) -> None:
-        check_number("startup_s", self.startup_s)
-        check_number("seconds_per_byte", self.seconds_per_byte)
-        check_number("gamma", self.gamma, 1.0)
-        check_count("workers", self.workers, int(MAX_NUMBER))
+        number(self.startup_s, "startup_s", 0, MAX_NUMBER)
+        number(self.seconds_per_byte, "seconds_per_byte", 0, MAX_NUMBER)
+        number(self.gamma, "gamma", 1, MAX_NUMBER)
+        workers = integer(self.workers, "workers", 1, int(MAX_NUMBER))
+        object.__setattr__(self, "workers", workers)
 
     def __str__(self) -> str:
         return (
@@ -113,7 +115,7 @@ def network(name: str, workers: int | None = None) -> Network:
     known = PRESETS[name]
     if workers is None:
         workers = known[-1].workers
-    check_number("workers", workers, 1)
+    workers = integer(workers, "workers", 1, int(MAX_NUMBER))
     nearest = min(known, key=lambda row: (abs(row.workers - workers), row.workers))
     return replace(nearest.at(workers), name=name)
 
@@ -138,8 +140,8 @@ def fit(
     Raises CollectiveError.
     """
     for nbytes, seconds in pairs:
-        check_number("bytes of a measurement", nbytes)
-        check_number("seconds of a measurement", seconds)
+        number(nbytes, "bytes of a measurement", 0, MAX_NUMBER)
+        number(seconds, "seconds of a measurement", 0, MAX_NUMBER)
     sizes = np.array([float(n) for n, _ in pairs])
     times = np.array([float(s) for _, s in pairs])
     if len(set(sizes.tolist())) < 2:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from linkweave.collectives.errors import CollectiveError
+from linkweave.topology.checks import integer, number, shown
 
 MAX_LAYERS = 5000
 MAX_BYTES = 1 << 40
@@ -36,9 +37,10 @@ class Layer:
 
     def __post_init__(self) -> None:
         where = f"layer {shown(self.name)}"
-        check_count(f"{where}: nbytes", self.nbytes, MAX_BYTES)
+        nbytes = integer(self.nbytes, f"{where}: nbytes", 1, MAX_BYTES)
+        object.__setattr__(self, "nbytes", nbytes)
         for field in ("forward_s", "backward_s"):
-            check_number(f"{where}: {field}", getattr(self, field))
+            number(getattr(self, field), f"{where}: {field}", 0, MAX_NUMBER)
 
 
 @dataclass(frozen=True)
@@ -155,33 +157,6 @@ def _layer(place: int, row: Any) -> Layer:
     return Layer(**values)
 
 
-def check_number(what: str, value: Any, least: float = 0.0) -> None:
-    """Raise CollectiveError unless it is a number from `least` to MAX_NUMBER."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not value >= least:
-        raise CollectiveError(f"{what} must be a number of at least {least:g}, not {shown(value)}")
-    if value > MAX_NUMBER:
-        raise CollectiveError(f"{what} must be at most {MAX_NUMBER:g}, not {shown(value)}")
-
-
-def check_count(what: str, value: object, most: int) -> int:
-    """The value. Raises CollectiveError unless it is an integer from 1 to `most`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CollectiveError(f"{what} must be an integer of at least 1, not {shown(value)}")
-    if value > most:
-        raise CollectiveError(f"{what} must be at most {most}, not {shown(value)}")
-    return value
-
-
-def shown(value: object) -> str:
-    """A short repr, of whatever was given."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # more digits or levels than Python prints
-        return "a value too large to be printed"
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 FORWARD_S = {
     "vgg16": 0.1776, "resnet50": 0.0825, "resnet152": 0.091, "densenet201": 0.4915,
     "googlenet": 0.0184, "mobilenetv2": 0.1042,
@@ -218,8 +193,8 @@ def model(name: str, forward_s: float | None = None, backward_s: float | None = 
         raise CollectiveError(f"unknown model {shown(name)}; choose from {', '.join(_models())}")
     forward = FORWARD_S.get(name, ASSUMED_S) if forward_s is None else forward_s
     backward = 2 * forward if backward_s is None else backward_s
-    check_number("forward_s", forward)
-    check_number("backward_s", backward)
+    number(forward, "forward_s", 0, MAX_NUMBER)
+    number(backward, "backward_s", 0, MAX_NUMBER)
     known = _models()[name]
     total = sum(known["flops"])
     return Profile(

@@ -9,8 +9,9 @@ from functools import cached_property
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.bounds import LANES, lower_bound
 from linkweave.collectives.overlap.network import Network
-from linkweave.collectives.overlap.profile import MAX_BYTES, Profile, check_count, shown
+from linkweave.collectives.overlap.profile import MAX_BYTES, Profile
 from linkweave.collectives.overlap.timeline import StepTimeline, timeline
+from linkweave.topology.checks import integer, shown
 
 ALIGN = 16
 """Bytes: where gradients may be cut, so that no element is, of whatever dtype."""
@@ -187,7 +188,7 @@ def partition_of(value: object) -> int:
         raise CollectiveError(
             f"partition must be a positive multiple of {ALIGN} bytes, not {shown(value)}"
         )
-    return check_count("partition", value, MAX_BYTES)
+    return integer(value, "partition", 1, MAX_BYTES)
 
 
 def whole(profile: Profile, layers: tuple[int, ...], **extra: object) -> Communication:

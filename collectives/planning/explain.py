@@ -14,6 +14,7 @@ from linkweave.collectives.planning.planner import candidates, choose, plan_allr
 from linkweave.collectives.planning.simulate import Timeline, simulate
 from linkweave.collectives.planning.sparse_tree import Sparse, sparse_costs
 from linkweave.topology import Bound, Topology, Vertex, bound
+from linkweave.topology.checks import integer
 from linkweave.topology.timings import measured_seconds
 
 SIZES = tuple(1 << i for i in range(10, 31))
@@ -118,8 +119,8 @@ def explain(
     message as float32, also sparse all-reduces of k entries a rank. Raises
     PlanError for a size that makes no sense, TopologyError where GPUs are not connected.
     """
-    if k is not None and (isinstance(k, bool) or not 0 <= k <= nbytes // 4):
-        raise PlanError(f"k must be an integer from 0 to {nbytes // 4}, not {k!r}")
+    if k is not None:
+        k = integer(k, "k", 0, nbytes // 4, PlanError)
     best = bound(topology)
     choice = plan_allreduce(topology, nbytes).algorithm
     rows, refused = [], []

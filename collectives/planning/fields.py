@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from linkweave.collectives.errors import PlanError
+from linkweave.topology.checks import integer, shown
 
 LIMITS = {"size": 1 << 16, "num_chunks": 1 << 20, "stride": 1 << 16, "slots": 64}
 """What these fields of a plan are at most; at least they are 1."""
@@ -14,26 +15,9 @@ MOST_CELLS = 1 << 20
 MOST_CHANNELS = 1 << 20
 MOST_BYTES = 1 << 50
 """Of a message."""
-_SHOWN = 40  # characters
 
 _Check = Callable[[Any, str], object]
 """Takes a value and its name; raises PlanError."""
-
-
-def whole(value: object, name: str, least: int, most: int) -> None:
-    """Raise PlanError unless the value is an integer from `least` to `most`."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise PlanError(f"{name} must be an integer from {least} to {most}, not {shown(value)}")
-
-
-def shown(value: object) -> str:
-    """A value in words: its repr, or where that may be long what it is."""
-    if isinstance(value, list | tuple | dict):
-        return f"a {type(value).__name__} of {len(value)} items"
-    if isinstance(value, int) and abs(value) >> 128:
-        return f"an integer of {value.bit_length()} bits"
-    words = repr(value)
-    return words if len(words) <= _SHOWN else f"{words[:_SHOWN]}..."
 
 
 def check_json(data: object, ops: Collection[str]) -> None:
@@ -55,7 +39,7 @@ def check_json(data: object, ops: Collection[str]) -> None:
 def _checks(data: dict[str, Any], ops: Collection[str]) -> dict[str, _Check]:
     """The check of each field."""
     for name, most in LIMITS.items():
-        whole(data[name], name, 1, most)
+        integer(data[name], name, 1, most, PlanError)
     ranks, channels = _below(data["size"]), _below(MOST_CHANNELS)
     count = len(data["connections"]) if isinstance(data["connections"], list) else 0
     connection, truth, word = _below(count), _one_of(True, False), _kind(str, "a string")
@@ -79,7 +63,7 @@ def _checks(data: dict[str, Any], ops: Collection[str]) -> dict[str, _Check]:
 
 
 def _below(end: int) -> _Check:
-    return lambda value, name: whole(value, name, 0, end - 1)
+    return lambda value, name: integer(value, name, 0, end - 1, PlanError)
 
 
 def _one_of(*allowed: object) -> _Check:

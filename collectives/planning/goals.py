@@ -10,6 +10,7 @@ a rank is in one pair at most, and those in none keep what they have.
 from __future__ import annotations
 
 from linkweave.collectives.errors import PlanError
+from linkweave.topology.checks import integer
 
 COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "alltoall")
 SENDRECV = "sendrecv"
@@ -38,8 +39,7 @@ def check(collective: str, size: int, root: Root) -> None:
         return
     if collective not in COLLECTIVES:
         raise PlanError(f"unknown collective {collective!r}; choose from {', '.join(COLLECTIVES)}")
-    if not _is_rank(root, size):
-        raise PlanError(f"root {root!r} is not a rank; ranks are 0 to {size - 1}")
+    integer(root, "root", 0, size - 1, PlanError)
 
 
 def _is_rank(value: object, size: int) -> bool:

@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.trees import Tree
-from linkweave.collectives.planning.fields import LIMITS, MOST_BYTES, MOST_CELLS, check_json, whole
+from linkweave.collectives.planning.fields import LIMITS, MOST_BYTES, MOST_CELLS, check_json
 from linkweave.collectives.planning.goals import Root, blocks, check
 from linkweave.topology import Vertex
+from linkweave.topology.checks import integer
 
 ALIGN = 16  # chunk boundaries, bytes: a GPU moves 16 bytes at once
 
@@ -125,7 +126,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name, most in LIMITS.items():
-            whole(getattr(self, name), name, 1, most)
+            value = integer(getattr(self, name), name, 1, most, PlanError)
+            object.__setattr__(self, name, value)
         if self.size * self.stride > MOST_CELLS:
             raise PlanError(
                 f"a group of {self.stride} chunks on {self.size} ranks is too large: stride times "
@@ -208,7 +210,7 @@ class Plan:
 
     def chunk_sizes(self, nbytes: int) -> NDArray[np.int64]:
         """Bytes of each chunk. Raises PlanError for more than `MOST_BYTES`."""
-        whole(nbytes, "nbytes", 0, MOST_BYTES)
+        nbytes = integer(nbytes, "nbytes", 0, MOST_BYTES, PlanError)
         unit, per = blocks(self.collective, self.size), self.chunk_bytes(nbytes)
         block = nbytes // (1 if unit == 1 else self.size)
         chunk = np.arange(self.num_chunks)

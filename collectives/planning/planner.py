@@ -16,7 +16,7 @@ from linkweave.collectives.planning.cost import (
     pipeline_of,
     simulated_seconds,
 )
-from linkweave.collectives.planning.fields import MOST_BYTES, MOST_CELLS, whole
+from linkweave.collectives.planning.fields import MOST_BYTES, MOST_CELLS
 from linkweave.collectives.planning.floor import Floor, floor_of
 from linkweave.collectives.planning.goals import Root, blocks, check, parts
 from linkweave.collectives.planning.lower import MOST_SQUARED, Algorithm, Tuning, lower
@@ -25,6 +25,7 @@ from linkweave.collectives.planning.simulate import simulate
 from linkweave.collectives.planning.verify import shortened, verify
 from linkweave.collectives.planning.wellformed import check_form
 from linkweave.topology import Topology
+from linkweave.topology.checks import integer
 from linkweave.topology.timings import measured_seconds
 
 ALLREDUCE = "allreduce"
@@ -278,7 +279,7 @@ def plan_collective(
     reduce; of a sendrecv it is its pairs. `streamed`: see `choose`. Plans are made for classes of
     sizes (`size_class`). Pure and cached. Raises PlanError as `plan_allreduce` does.
     """
-    whole(nbytes, "nbytes", 0, MOST_BYTES)
+    nbytes = integer(nbytes, "nbytes", 0, MOST_BYTES, PlanError)
     size = len(topology.gpus)
     check(collective, size, root)
     if nbytes % parts(collective, size):

@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linkweave.collectives.errors import PlanError
-from linkweave.collectives.planning.fields import MOST_BYTES, whole
+from linkweave.collectives.planning.fields import MOST_BYTES
 from linkweave.collectives.planning.plan import Op, Plan
 from linkweave.kernels.plan.timeline import compiled_play, play
 from linkweave.topology import Topology, Vertex
+from linkweave.topology.checks import integer
 
 _MOST_SENDS = 1 << 25  # a gigabyte of results
 _SHORT = 40_000  # steps: beyond, the loop is compiled even if Numba must be loaded for it
@@ -103,7 +104,7 @@ def simulate(plan: Plan, topology: Topology, nbytes: int, alpha_s: float | None 
     latencies. Raises PlanError where the plan hangs, takes too many sends or the topology lacks a
     link.
     """
-    whole(nbytes, "nbytes", 0, MOST_BYTES)
+    nbytes = integer(nbytes, "nbytes", 0, MOST_BYTES, PlanError)
     layout = _layout(plan.with_chunks(plan.stride), topology)
     if layout.sends * plan.groups > _MOST_SENDS:
         raise PlanError(

@@ -69,9 +69,9 @@ def test_the_hopeless_are_left_out_but_not_the_choice(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["-n", "1"], "-n must be at least 2, not 1"),
-        (["-r", "0"], "-r must be at least 1, not 0"),
-        (["-f", "1"], "-f must be at least 2, not 1"),
+        (["-n", "1"], "-n must be an integer of at least 2, not 1"),
+        (["-r", "0"], "-r must be an integer of at least 1, not 0"),
+        (["-f", "1"], "-f must be an integer of at least 2, not 1"),
         (["-b", "4K", "-e", "1K"], "-b 4K and -e 1K: sizes from 4 bytes up, -b not above -e"),
         (["--out", "/nowhere/x.json"], "/nowhere/x.json"),
     ],

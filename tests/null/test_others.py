@@ -431,7 +431,7 @@ def test_sizes_that_make_no_sense_are_refused(collective: str, nbytes: object) -
 @pytest.mark.parametrize("root", [-1, 4, True, 1.0, "1", None])
 def test_roots_that_are_no_ranks_are_refused(root: object) -> None:
     topo = load("mesh-4")
-    words = rf"root {root!r} is not a rank; ranks are 0 to 3"
+    words = rf"root must be an integer from 0 to 3, not {root!r}"
     for collective in COLLECTIVES:
         with pytest.raises(PlanError, match=words):
             plan_collective(collective, topo, 1024, root)  # type: ignore[arg-type]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from linkweave.collectives.overlap.network import Network
-from linkweave.collectives.overlap.profile import Profile, check_count
+from linkweave.collectives.overlap.profile import Profile
 from linkweave.collectives.overlap.schedule import MAX_LANES, Communication, Schedule, whole
+from linkweave.topology.checks import integer
 
 NORMAL, MERGED, SIMULTANEOUS = "normal", "merged", "simultaneous"
 
@@ -17,7 +18,7 @@ def asc_wfbp(profile: Profile, network: Network, ways: int = 2) -> Schedule:
     of more is that of `overlap.network`). What the types predict is the paper's; what the schedule
     takes is the timeline's. Raises CollectiveError.
     """
-    check_count("ways", ways, MAX_LANES)
+    ways = integer(ways, "ways", 1, MAX_LANES)
     types = layer_types(profile, network)
     sends: list[Communication] = []
     gathered: list[int] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 
 from linkweave.collectives.overlap.network import Network
-from linkweave.collectives.overlap.profile import Profile, check_count
+from linkweave.collectives.overlap.profile import Profile
 from linkweave.collectives.overlap.schedule import (
     ALIGN,
     MAX_LANES,
@@ -14,6 +14,7 @@ from linkweave.collectives.overlap.schedule import (
     Schedule,
     partition_of,
 )
+from linkweave.topology.checks import integer
 
 PARTITIONS = tuple(1 << i for i in range(20, 28))  # bytes: 1 to 128 MiB
 CREDITS = (1, 2, 4)
@@ -39,8 +40,8 @@ def bytescheduler(
     else:
         sizes = {partition_of(partition)}
         pieces = sum(-(-layer.nbytes // partition) for layer in profile.layers)
-        check_count(f"the number of pieces with a partition of {partition} bytes", pieces, MOST)
-    credits = CREDITS if credit is None else (check_count("credit", credit, MAX_LANES),)
+        integer(pieces, f"the number of pieces with a partition of {partition} bytes", 1, MOST)
+    credits = CREDITS if credit is None else (integer(credit, "credit", 1, MAX_LANES),)
     tried = [_dealt(profile, network, size, lanes) for size in sorted(sizes) for lanes in credits]
     return min(tried, key=lambda schedule: schedule.predicted_seconds)
 

@@ -13,14 +13,15 @@ from collections.abc import Sequence
 
 from linkweave.collectives.overlap.bounds import preemptive
 from linkweave.collectives.overlap.network import Network
-from linkweave.collectives.overlap.profile import Profile, check_number
+from linkweave.collectives.overlap.profile import MAX_NUMBER, Profile
 from linkweave.collectives.overlap.schedule import Schedule, whole
+from linkweave.topology.checks import number
 
 
 def carlier(profile: Profile, network: Network, limit_s: float = 1.0) -> Schedule:
     """Every gradient alone, in the best order found within `limit_s`; the note tells whether it is
     proved. Raises CollectiveError."""
-    check_number("limit_s", limit_s)
+    number(limit_s, "limit_s", 0, MAX_NUMBER)
     times = [network.seconds(layer.nbytes) for layer in profile.layers]
     _, order, proved = best_order(profile.ready, times, profile.tails, limit_s)
     sends = tuple(whole(profile, (i,)) for i in order)

@@ -11,8 +11,9 @@ from linkweave.collectives.overlap.bounds import LANES
 from linkweave.collectives.overlap.network import Network
 from linkweave.collectives.overlap.policies import NAMED
 from linkweave.collectives.overlap.policies.carlier import carlier
-from linkweave.collectives.overlap.profile import Profile, check_number
+from linkweave.collectives.overlap.profile import MAX_NUMBER, Profile
 from linkweave.collectives.overlap.schedule import ALIGN, Communication, Piece, Schedule
+from linkweave.topology.checks import number
 
 EXACT = 7
 """Blocks up to which every fusion in every order is compared."""
@@ -32,7 +33,7 @@ def optimal(profile: Profile, network: Network, limit_s: float = 10.0) -> Schedu
     The note tells how far from the bound it may be, and how much the best named policy loses.
     Takes about `limit_s`, more only where the named policies do. Raises CollectiveError.
     """
-    check_number("limit_s", limit_s)
+    number(limit_s, "limit_s", 0, MAX_NUMBER)
     deadline = time.monotonic() + limit_s
     named = [policy(profile, network) for policy in NAMED.values()]
     named.append(carlier(profile, network, limit_s / 5))
