@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.planning.goals import COLLECTIVES
+from linkweave.collectives.planning.collective import PUBLIC
 from linkweave.topology.checks import integer, shown
 
 console = Console(stderr=True)
@@ -39,7 +39,7 @@ AlgorithmOption = Annotated[
     str, typer.Option("--algorithm", "--force", "-a", help="auto, or a name.")
 ]
 CollectiveOption = Annotated[
-    str, typer.Option("--collective", "-c", help=f"One of {', '.join(COLLECTIVES)}.")
+    str, typer.Option("--collective", "-c", help=f"One of {', '.join(PUBLIC)}.")
 ]
 RootOption = Annotated[int, typer.Option(help="Of a broadcast or a reduce.")]
 ChunksOption = Annotated[

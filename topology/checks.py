@@ -22,8 +22,11 @@ def integer(
         found = None if isinstance(value, bool) else index(cast(SupportsIndex, value))
     except TypeError:
         found = None
-    low, high = (found if end is None else end for end in (least, most))
-    if found is None or not low <= found <= high:
+    if (
+        found is None
+        or (least is not None and found < least)
+        or (most is not None and found > most)
+    ):
         allowed = "" if least is None else f" of at least {least}"
         if least is not None and most is not None:
             allowed = f" from {least} to {most}"

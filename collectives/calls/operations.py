@@ -16,16 +16,16 @@ from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.calls.request import How, Request
 from linkweave.collectives.calls.trace import Trace
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.planning.blocks import Sizes
-from linkweave.collectives.planning.goals import Root
+from linkweave.collectives.planning.collective import COLLECTIVES, Layout, Root
+from linkweave.collectives.planning.layout import Sizes
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.cpu.arrivals import Arrivals
 from linkweave.collectives.tensors import room_for, stands_in_order
 from linkweave.topology.checks import integer
 
-_RUN = ("allreduce", "broadcast", "reduce")
-"""Collectives whose plans of a user's own are run."""
+_RUN = tuple(c.name for c in COLLECTIVES.values() if c.layout is Layout.WHOLE and c.root != "pairs")
+"""The collectives whose plans `run` takes from a caller."""
 
 
 class CallContext(Protocol):

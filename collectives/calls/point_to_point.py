@@ -11,7 +11,7 @@ from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.calls.work import HostWork, Work
 from linkweave.collectives.calls.worker import Worker
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
-from linkweave.collectives.planning.goals import SENDRECV
+from linkweave.collectives.planning.collective import SENDRECV
 from linkweave.collectives.runtime.cpu.mapping import SEGMENT
 from linkweave.collectives.runtime.diagnose import DIED, LEFT, REASONS
 from linkweave.collectives.settings import Settings

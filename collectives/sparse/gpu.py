@@ -12,7 +12,7 @@ import numpy as np
 
 from linkweave.collectives.calls.stream_work import OnStream
 from linkweave.collectives.planning.algorithms.trees import Tree
-from linkweave.collectives.planning.goals import SENDRECV, Pairs, Root, targets
+from linkweave.collectives.planning.collective import SENDRECV, Pairs, Root, targets
 from linkweave.collectives.planning.sparse_tree import rounds
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.sparse.checks import check_vector, flat_residual, wrong_indices

@@ -21,7 +21,7 @@ from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.calls.operations import CallContext
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.algorithms.trees import Tree
-from linkweave.collectives.planning.goals import Pairs
+from linkweave.collectives.planning.collective import Pairs
 from linkweave.collectives.planning.sparse_tree import merge_tree, rounds, sparse_costs
 from linkweave.collectives.runtime.gpu import executor as cuda
 from linkweave.collectives.sparse.wire import Wire

@@ -159,7 +159,10 @@ def test_simulate_lists_all_and_traces_one(tmp_path: Path) -> None:
         (["topo", "cpu-4", "--xml", "x.xml"], "cpu-4 has CPU ranks"),
         (["topo", "dgx2", "--plan", "ring"], "--plan draws: give --svg FILE or --png FILE"),
         (["plan", "-t", "dgx2", "-s", "-5"], "a size is like 1024, 64K, 16M or 1G, not '-5'"),
-        (["plan", "-t", "dgx2", "-s", "1M", "-a", "rong"], "unknown algorithm 'rong'; choose from"),
+        (
+            ["plan", "-t", "dgx2", "-s", "1M", "-a", "rong"],
+            "unknown algorithm 'rong' of allreduce; choose from",
+        ),
         (["plan", "-t", "dgx2", "-s", "1M", "-a", "ccube_dgx1"], "dgx2 is wired differently"),
         (
             ["plan", "-t", "dgx2", "-s", "1M", "-k", "0"],
