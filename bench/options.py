@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.planning.fields import shown
-from linkweave.collectives.planning.goals import COLLECTIVES
+from linkweave.collectives.planning.collective import PUBLIC
+from linkweave.topology.checks import integer, shown
 
 console = Console(stderr=True)
 
@@ -28,8 +28,7 @@ def parse_size(text: str) -> int:
 def at_least(*options: tuple[str, int, int]) -> None:
     """Raise CollectiveError for the first (flag, value, least) that is too small."""
     for flag, value, least in options:
-        if value < least:
-            raise CollectiveError(f"{flag} must be at least {least}, not {value}")
+        integer(value, flag, least)
 
 
 TopologyOption = Annotated[
@@ -40,7 +39,7 @@ AlgorithmOption = Annotated[
     str, typer.Option("--algorithm", "--force", "-a", help="auto, or a name.")
 ]
 CollectiveOption = Annotated[
-    str, typer.Option("--collective", "-c", help=f"One of {', '.join(COLLECTIVES)}.")
+    str, typer.Option("--collective", "-c", help=f"One of {', '.join(PUBLIC)}.")
 ]
 RootOption = Annotated[int, typer.Option(help="Of a broadcast or a reduce.")]
 ChunksOption = Annotated[

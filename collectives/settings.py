@@ -9,6 +9,7 @@ from zlib import crc32
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.topology import Topology, load
+from linkweave.topology.checks import integer
 
 log = logging.getLogger("linkweave")
 
@@ -34,12 +35,12 @@ class Settings:
     def __post_init__(self) -> None:
         _one_of("order", self.order, ORDERS)
         _one_of("peer_access", self.peer_access, PEER_ACCESS)
-        timeout, blocks = self.timeout, self.max_blocks
+        timeout = self.timeout
         if not isinstance(timeout, int | float) or not timeout > 0 or math.isinf(timeout):
             raise CollectiveError(f"timeout must be a positive number of seconds, not {timeout!r}")
-        whole = isinstance(blocks, int) and not isinstance(blocks, bool)
-        if blocks is not None and not (whole and blocks > 0):
-            raise CollectiveError(f"max_blocks must be a positive integer or None, not {blocks!r}")
+        if self.max_blocks is not None:
+            blocks = integer(self.max_blocks, "max_blocks", 1)
+            object.__setattr__(self, "max_blocks", blocks)
 
     def checksum(self, topology: Topology) -> int:
         """By which ranks notice that they were given different settings."""

@@ -182,14 +182,6 @@ def _copy_back(to: Any, source: Any) -> Callable[[], None]:
     return copy
 
 
-def integer(value: Any) -> int | None:
-    """An integer of whatever library; None for anything else, True and False among it."""
-    try:
-        return None if isinstance(value, bool | np.bool_) else index(value)
-    except TypeError:
-        return None
-
-
 class Block:
     """A block of the arena; when the last array over it goes, the block is free again.
 

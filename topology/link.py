@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from linkweave.topology.checks import integer, number
 from linkweave.topology.errors import TopologyError
 from linkweave.topology.routes import Vertex
 
@@ -17,7 +18,7 @@ KINDS = {
 }
 """Kinds of link, and what people call one and several of them."""
 
-_FASTEST, _MOST_LINKS, _SLOWEST_US = 10**15, 10**6, 1e12
+_FASTEST, _MOST_LINKS, _SLOWEST_US, _LARGEST = 10**15, 10**6, 1e12, 10**9 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +43,10 @@ class Link:
                 raise TopologyError(f"{where}: {name} must be a GPU number or a switch name")
         if self.src == self.dst:
             raise TopologyError(f"{where} joins a vertex to itself")
-        for name, value, integer in (
-            ("bandwidth", self.bandwidth, True),
-            ("count", self.count, True),
-            ("latency_us", self.latency_us, False),
-        ):
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or (integer and not isinstance(value, int)):
-                raise TopologyError(f"{where}: {name} must be a number, not {value!r}")
-        if self.bandwidth <= 0 or self.count <= 0 or not 0 <= self.latency_us <= _SLOWEST_US:
-            raise TopologyError(
-                f"{where}: bandwidth {self.bandwidth} and count {self.count} must be positive, "
-                f"latency_us {self.latency_us} finite and not negative"
-            )
-        if self.bandwidth > _FASTEST or self.count > _MOST_LINKS:
-            raise TopologyError(
-                f"{where}: bandwidth is at most {_FASTEST:.0e} bytes/s, and count {_MOST_LINKS}"
-            )
+        for name, most in (("bandwidth", _FASTEST), ("count", _MOST_LINKS)):
+            value = integer(getattr(self, name), f"{where}: {name}", 1, most, TopologyError)
+            object.__setattr__(self, name, value)
+        number(self.latency_us, f"{where}: latency_us", 0, _SLOWEST_US, TopologyError)
         if self.kind not in KINDS:
             raise TopologyError(
                 f"{where}: unknown kind {self.kind!r}; choose from {', '.join(KINDS)}"
@@ -98,10 +86,9 @@ class Device:
     sm: int = 0
 
     def __post_init__(self) -> None:
-        for name, number in (("gpu", self.gpu), ("sm", self.sm)):
-            whole = isinstance(number, int) and not isinstance(number, bool)
-            if not whole or not 0 <= number < 1e9:
-                raise TopologyError(f"device: {name} must be an integer >= 0, not {number!r}")
+        for name in ("gpu", "sm"):
+            value = integer(getattr(self, name), f"device: {name}", 0, _LARGEST, TopologyError)
+            object.__setattr__(self, name, value)
         for name, text in (("bus_id", self.bus_id), ("uuid", self.uuid), ("model", self.model)):
             if not isinstance(text, str):
                 raise TopologyError(f"device of GPU {self.gpu}: {name} must be text, not {text!r}")

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from linkweave.topology.checks import integer
 from linkweave.topology.errors import TopologyError
 
 FORMAT = "linkweave-timings"
@@ -22,14 +23,9 @@ class Timing:
     seconds: float
 
     def __post_init__(self) -> None:
-        for name, value, most in (
-            ("nbytes", self.nbytes, 1 << 50), ("num_chunks", self.num_chunks, 1 << 20),
-        ):  # fmt: skip
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole or not 1 <= value <= most:
-                raise TopologyError(
-                    f"timing: {name} must be an integer from 1 to {most}, not {value!r}"
-                )
+        for name, most in (("nbytes", 1 << 50), ("num_chunks", 1 << 20)):
+            value = integer(getattr(self, name), f"timing: {name}", 1, most, TopologyError)
+            object.__setattr__(self, name, value)
         number = isinstance(self.seconds, int | float) and not isinstance(self.seconds, bool)
         if not number or not 0 < self.seconds < 1e9:
             raise TopologyError(

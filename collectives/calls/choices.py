@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from linkweave.collectives.calls.request import How, Request, algorithm_word, name_of
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.planning.blocks import Sizes
-from linkweave.collectives.planning.goals import Root, check
+from linkweave.collectives.planning.algorithms.registry import fixed_order
+from linkweave.collectives.planning.collective import Root, check
+from linkweave.collectives.planning.layout import Sizes
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.planning.planner import adopt, plan_collective, ranked
 from linkweave.collectives.runtime.buffer import Buffer
@@ -15,13 +16,6 @@ from linkweave.collectives.runtime.dtypes import check_op
 from linkweave.topology import Topology
 
 Fits = Callable[[Plan], bool]
-
-# one tree, or the ranks' own: every element is combined in the same order, whatever the size
-_FIXED = {
-    "allreduce": "overlapped_tree",
-    "reduce": "shortest_tree",
-    "reduce_scatter": "shortest_trees",
-}
 
 
 class Choices:
@@ -51,9 +45,9 @@ class Choices:
         if isinstance(asked, Plan):
             return adopt(asked, self.topology)
         if asked == "auto" and self.order == "fixed":
-            asked = _FIXED.get(kind, "auto")
-        streamed = request.layers is not None
-        plan = plan_collective(kind, self.topology, nbytes, root, asked, streamed=streamed)
+            asked = fixed_order(kind)
+        queued = request.layers is not None
+        plan = plan_collective(kind, self.topology, nbytes, root, asked, queued=queued)
         if asked == "auto" and fits and not fits(plan):
             for other in ranked(self.topology, nbytes, kind, root):
                 found = plan_collective(kind, self.topology, nbytes, root, other)

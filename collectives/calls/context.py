@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from linkweave.collectives.calls.choices import Choices
 from linkweave.collectives.calls.request import How, Request
 from linkweave.collectives.calls.trace import Trace
-from linkweave.collectives.planning.goals import Root
+from linkweave.collectives.planning.collective import Root
 from linkweave.collectives.runtime.buffer import Buffer
 
 

@@ -6,9 +6,8 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from linkweave.collectives.calls.work import HostWork, Work
-from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.runtime.cpu.arrivals import Arrivals
-from linkweave.collectives.tensors import integer
+from linkweave.topology.checks import integer
 
 _POLL = 0.05  # s
 
@@ -50,7 +49,4 @@ class HostQueue(HostWork):
 
 def number_of(layer: int, count: int) -> int:
     """`layer`, if it is one of that many."""
-    number = integer(layer)
-    if number is None or not 0 <= number < count:
-        raise CollectiveError(f"layer must be an integer from 0 to {count - 1}, not {layer!r}")
-    return number
+    return integer(layer, "layer", 0, count - 1)

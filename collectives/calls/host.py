@@ -33,9 +33,9 @@ from linkweave.collectives.calls.request import (
 )
 from linkweave.collectives.calls.trace import CALLS, KERNELS, Trace, label
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.planning.blocks import chunk_bytes, table
-from linkweave.collectives.planning.completion import table as layer_table
-from linkweave.collectives.planning.goals import COLLECTIVES, SENDRECV, parts
+from linkweave.collectives.planning.collective import COLLECTIVES
+from linkweave.collectives.planning.completion import chunk_counts
+from linkweave.collectives.planning.layout import block_table, chunk_bytes
 from linkweave.collectives.planning.planner import size_class
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.control import PLANNING, Health
@@ -52,7 +52,6 @@ log = logging.getLogger("linkweave")
 
 T = TypeVar("T")
 
-PLANNED = (*COLLECTIVES, SENDRECV)
 _KNOWN, _REGIONS, _CHOSEN = 256, 64, 1024
 """How many kinds of calls, plans and choices are kept: of calls those used last, of the others,
 which are the same on all ranks, the newest."""
@@ -233,22 +232,22 @@ class HostCalls:
         kind, buffer = request.kind, request.buffer
         said = np.array([*notice(request), -1], np.int64)
         where = _ONE_BLOCK
-        if kind in PLANNED:
-            where = table(kind, self.size, self.rank, buffer.nbytes, request.sizes)
+        if kind in COLLECTIVES:
+            where = block_table(kind, self.size, self.rank, buffer.nbytes, request.sizes)
         largest = int(where[:, 1].max())
         if largest == 0 or self.size == 1:
             needs = None if request.layers is None else np.zeros((len(request.layers), 0), np.int64)
             return self.executor.prepare(
                 self._idle, said, where, len(where), buffer, request.op, kind, needs
             )  # fmt: skip
-        of = parts(kind, self.size)
+        of = COLLECTIVES[kind].layout.parts(self.size)
         choice = self._choice(request, size_class(largest * of, of))
         number, chunks = self._chosen[choice]
         region = self._regions[number]
         needs = None
         if request.layers is not None:
             made = region.encoded.finals(self.rank, chunks)
-            needs = layer_table(made, chunks, chunk_bytes(where, chunks), request.layers)
+            needs = chunk_counts(made, chunks, chunk_bytes(where, chunks), request.layers)
         name = label(kind, region.encoded.algorithm, buffer.nbytes)
         log.info("%s: %d chunks", name, chunks)
         self.trace.say(KERNELS, f"{name}: interpreter and combiners by Numba")
@@ -263,9 +262,9 @@ class HostCalls:
         change here only, and not by what one rank has done alone. A call in `_known` has its choice
         there, so a rank that has forgotten a call need not ask the others.
         """
-        streamed = request.layers is not None
+        queued = request.layers is not None
         how = algorithm_word(request.algorithm)
-        key = (request.kind, nbytes, request.root, how, streamed)
+        key = (request.kind, nbytes, request.root, how, queued)
         if key not in self._chosen:
             self._gather(request, b"", first=True)  # all ask for the same
             with self.trace.phase("plan"):

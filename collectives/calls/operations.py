@@ -11,13 +11,15 @@ from linkweave.collectives.calls.context import CallContext
 from linkweave.collectives.calls.request import How
 from linkweave.collectives.calls.uneven import layout_of, row_bytes, row_counts, rows_each, uneven
 from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.planning.collective import COLLECTIVES, Layout
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.cpu.arrivals import Arrivals
-from linkweave.collectives.tensors import integer, room_for, stands_in_order
+from linkweave.collectives.tensors import room_for, stands_in_order
+from linkweave.topology.checks import integer
 
-_RUN = ("allreduce", "broadcast", "reduce")
-"""Collectives whose plans of a user's own are run."""
+_RUN = tuple(c.name for c in COLLECTIVES.values() if c.layout is Layout.WHOLE and c.root != "pairs")
+"""The collectives whose plans `run` takes from a caller."""
 
 
 def into(
@@ -199,23 +201,16 @@ def _room(
 
 
 def _rank(context: CallContext, root: Any) -> int:
-    if (number := integer(root)) is None:
-        raise CollectiveError(f"root {root!r} is not a rank; ranks are 0 to {context.size - 1}")
-    return number
+    return integer(root, "root", 0, context.size - 1)
 
 
 def _layer_sizes(layers: Any, elements: int) -> list[int]:
     """Elements of each layer, checked against those of the tensor."""
     try:
-        sizes = list(layers)
+        given = list(layers)
     except TypeError:
-        sizes = [layers]
-    numbers = [integer(n) for n in sizes]
-    if wrong := [
-        n for n, number in zip(sizes, numbers, strict=True) if number is None or number < 0
-    ]:
-        raise CollectiveError(f"layers are numbers of elements, integers >= 0, not {wrong[0]!r}")
-    sizes = [int(n) for n in sizes]
+        given = [layers]
+    sizes = [integer(n, "the number of elements of a layer", 0) for n in given]
     if sum(sizes) != elements:
         raise CollectiveError(
             f"layers of {sum(sizes)} elements for a tensor of {elements}: they must agree"

@@ -16,8 +16,8 @@ from linkweave.collectives.runtime.cpu.mapping import SEGMENT
 from linkweave.collectives.runtime.diagnose import RAISED
 from linkweave.collectives.runtime.gpu.team import Team
 from linkweave.collectives.settings import Settings
-from linkweave.collectives.tensors import integer
 from linkweave.topology import Topology, load
+from linkweave.topology.checks import integer
 
 MOST_LANES = 64
 
@@ -58,8 +58,7 @@ class Parts:
 
     def split(self, color: Any) -> Any:
         with self._calls.telling():
-            if (number := integer(color)) is None:
-                raise CollectiveError(f"color must be an integer, not {color!r}")
+            number = integer(color, "color")
         colors = [int(said) for said in self._calls.gather("colors", str(number).encode())]
         groups = [[r for r, c in enumerate(colors) if c == one] for one in dict.fromkeys(colors)]
         ((ranks, start),) = self._segments(groups)
@@ -67,11 +66,7 @@ class Parts:
 
     def lanes(self, n: Any) -> list[Any]:
         with self._calls.telling():
-            number = integer(n)
-            if number is None or not 1 <= number <= MOST_LANES:
-                raise CollectiveError(
-                    f"the number of lanes must be an integer from 1 to {MOST_LANES}, not {n!r}"
-                )
+            number = integer(n, "the number of lanes", 1, MOST_LANES)
         said = {int(row) for row in self._calls.gather("lanes", str(number).encode())}
         if len(said) > 1:
             raise CollectiveError(f"the ranks ask for different numbers of lanes: {sorted(said)}")

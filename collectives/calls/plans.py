@@ -42,8 +42,8 @@ class Plans:
         question = None
         if isinstance(request.algorithm, str) and not self._trace.level:
             forced = os.environ.get("LINKWEAVE_ALGORITHM", "")
-            streamed = request.layers is not None
-            question = request.kind, nbytes, request.root, request.algorithm, streamed, forced
+            queued = request.layers is not None
+            question = request.kind, nbytes, request.root, request.algorithm, queued, forced
             if found := self._found(question):
                 return found
         start = time.perf_counter()

@@ -11,12 +11,13 @@ from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.calls.work import HostWork, Work
 from linkweave.collectives.calls.worker import Worker
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
-from linkweave.collectives.planning.goals import SENDRECV
+from linkweave.collectives.planning.collective import SENDRECV
 from linkweave.collectives.runtime.cpu.mapping import SEGMENT
 from linkweave.collectives.runtime.diagnose import DIED, LEFT, REASONS
 from linkweave.collectives.settings import Settings
-from linkweave.collectives.tensors import gpu_of, integer
+from linkweave.collectives.tensors import gpu_of
 from linkweave.topology import load
+from linkweave.topology.checks import integer
 
 _POLL, _SLOW = 0.0002, 0.02  # s: of the first wait for a sender, and of later ones
 _FORWARD = ((0, 1),)
@@ -34,7 +35,7 @@ class PointToPoint:
         """Move `x` from rank `src` into `dst`'s; one of them is this rank. Raises
         CollectiveError."""
         rank, size = self._calls.rank, self._calls.size
-        src, dst = _rank(src, size), _rank(dst, size)
+        src, dst = integer(src, "src", 0, size - 1), integer(dst, "dst", 0, size - 1)
         if src == dst:
             raise CollectiveError(f"rank {rank} cannot send to itself")
         if gpu_of(x) is not None:
@@ -116,10 +117,3 @@ class _Channel:
         self._worker.close(self._whole.rank)
         if self._calls:
             self._calls.close()
-
-
-def _rank(value: Any, size: int) -> int:
-    number = integer(value)
-    if number is None or not 0 <= number < size:
-        raise CollectiveError(f"ranks are integers from 0 to {size - 1}, not {value!r}")
-    return number

@@ -9,10 +9,9 @@ from types import CodeType, FunctionType
 from zlib import crc32
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
-from linkweave.collectives.planning.algorithms.rooted_and_exchange import OTHERS
-from linkweave.collectives.planning.blocks import Sizes
-from linkweave.collectives.planning.goals import COLLECTIVES, SENDRECV, Root
+from linkweave.collectives.planning.algorithms.registry import NAMES
+from linkweave.collectives.planning.collective import COLLECTIVES, Root
+from linkweave.collectives.planning.layout import Sizes
 from linkweave.collectives.planning.lower import Algorithm
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.buffer import Buffer
@@ -21,7 +20,7 @@ from linkweave.collectives.runtime.dtypes import DTYPES, OPS
 from linkweave.collectives.runtime.gpu.memory import Spot
 from linkweave.topology import Topology
 
-KINDS = (*COLLECTIVES, SENDRECV, "barrier", "refused", "exchange")
+KINDS = (*COLLECTIVES, "barrier", "refused", "exchange")
 EXCHANGES = ("GPUs", "kernels", "memory of GPUs", "access to GPUs", "troubles", "colors", "memory",
              "sparse_allreduce", "merges", "tensors", "plan", "sizes", "lanes")  # fmt: skip
 """What ranks tell each other of on the host; the place of one is its request's root."""
@@ -29,7 +28,6 @@ EXCHANGES = ("GPUs", "kernels", "memory of GPUs", "access to GPUs", "troubles", 
 ORDER, FIRST = 9, 10
 """Words of a notice: the number of a call on lanes; whether it is about to be planned."""
 DEVICES = ("cpu", "gpu")
-NAMES = tuple(dict.fromkeys(["auto", *ALGORITHMS, *(n for of in OTHERS.values() for n in of)]))
 WORDS = {name: i for i, name in enumerate(NAMES)}
 _DTYPES, _OPS = tuple(DTYPES), tuple(OPS)
 NOTHING = Buffer(0, 0, "uint8", 1)
@@ -50,7 +48,7 @@ class Request:
     algorithm: How = "auto"
     layout: int = 0  # a checksum of the sizes of what the message is made of
     device: str = "cpu"
-    sizes: Sizes | None = None  # bytes of blocks that are not equal (`planning.blocks`)
+    sizes: Sizes | None = None  # bytes of blocks that are not equal (`planning.layout`)
     layers: tuple[int, ...] | None = None  # bytes of each, for a gradient queue
     spot: Spot | None = None  # on GPUs: where the buffer lies in memory that all see
     arrivals: Arrivals | None = field(default=None, compare=False)  # which a CPU rank counts
@@ -144,14 +142,11 @@ def words(notice: Sequence[int]) -> str:
         asked = "refused its arguments"
     if asked == "exchange":
         asked = f"told of its {EXCHANGES[root]}"
-    if asked == "allreduce":
-        asked += f"({count} x {_DTYPES[dtype]}, {_OPS[op]}, {how})"
-    elif asked in (*COLLECTIVES, SENDRECV):
-        asked += f"({count} x {_DTYPES[dtype]}"
-        asked += f", {_OPS[op]}" if "reduce" in asked else ""
-        if KINDS[kind] == SENDRECV:
-            asked += f", pairs {root:08x}"
-        asked += f", root {root})" if KINDS[kind] in ("broadcast", "reduce") else ")"
+    if collective := COLLECTIVES.get(asked):
+        what = [f"{count} x {_DTYPES[dtype]}"]
+        what += [_OPS[op]] * collective.combines + [how] * collective.tunable
+        roots = {"none": [], "rank": [f"root {root}"], "pairs": [f"pairs {root:08x}"]}
+        asked += f"({', '.join([*what, *roots[collective.root]])})"
     if layout:
         asked += f" in parts of sizes {layout:08x}"
     if settings:

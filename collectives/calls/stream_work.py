@@ -12,7 +12,7 @@ from linkweave.collectives.calls.gpu_launcher import GpuLauncher
 from linkweave.collectives.calls.gradient_queue import number_of
 from linkweave.collectives.calls.request import How, Request
 from linkweave.collectives.errors import CollectiveError, CollectiveTimeout
-from linkweave.collectives.planning.goals import Root
+from linkweave.collectives.planning.collective import COLLECTIVES, Root
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.gpu.counters import Counted
 from linkweave.collectives.runtime.gpu.team import Call
@@ -61,7 +61,7 @@ class OnStream:
     ) -> Request:  # fmt: skip
         made = self.gpu.choices.request(kind, buffer, op, root, algorithm, layout, "gpu")
         self.gpu.know_occupancy(buffer.dtype, op, self.caller)
-        if kind == "allreduce":  # of others some ranks' buffers are scratch, or nothing is pushed
+        if COLLECTIVES[kind].symmetric:  # else some ranks' buffers are scratch, or no rank pushes
             made = replace(made, spot=self.gpu.spot(buffer))
         return made
 

@@ -78,7 +78,7 @@ class Trace:
 
 
 def _why(plan: Plan, topology: Topology, nbytes: int) -> str:
-    if plan.collective != "allreduce":
+    if not plan.definition.tunable:
         return f"{plan.algorithm} serves every size"
     found = explain(topology, nbytes)
     if found.choice == plan.algorithm:

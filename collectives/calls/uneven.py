@@ -13,9 +13,10 @@ from linkweave.collectives.calls.aliasing import refuse_overlaps
 from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.calls.request import Request
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.planning.blocks import Sizes
+from linkweave.collectives.planning.layout import Sizes
 from linkweave.collectives.runtime.buffer import Buffer
-from linkweave.collectives.tensors import integer, room_for
+from linkweave.collectives.tensors import room_for
+from linkweave.topology.checks import integer
 
 
 def alltoall(context: HostCalls, x: Any, out: Any, in_splits: Any, out_splits: Any) -> Any:
@@ -77,14 +78,14 @@ def uneven(request: Request, sizes: Sizes) -> Request:
 def row_counts(name: str, given: Any, size: int) -> list[int]:
     """One number of rows for each rank."""
     try:
-        found = [integer(n) for n in given]
-    except TypeError:
+        found = [integer(n, name, 0) for n in given]
+    except (TypeError, CollectiveError):
         found = []
-    if len(found) != size or any(n is None or n < 0 for n in found):
+    if len(found) != size:
         raise CollectiveError(
             f"{name} must be {size} integers >= 0, rows of one rank each, not {given!r}"
         )
-    return [n for n in found if n is not None]
+    return found
 
 
 def row_bytes(x: Any, buffer: Buffer) -> int:

@@ -27,6 +27,7 @@ from linkweave.collectives.runtime.gpu.driver import started
 from linkweave.collectives.runtime.gpu.executor import use_device
 from linkweave.collectives.settings import Settings, topology_for
 from linkweave.topology import Topology, load
+from linkweave.topology.checks import integer
 
 
 def spawn(
@@ -53,8 +54,7 @@ def spawn(
     process runs other threads or has used CUDA: then they are started afresh and `fn` must pickle.
     torch gets one thread a rank.
     """
-    if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
-        raise CollectiveError(f"nprocs must be an integer of at least 1, not {nprocs!r}")
+    nprocs = integer(nprocs, "nprocs", 1)
     gpus = None if device == "cpu" else gpus_of(device, nprocs)
     if virtual and gpus is None:
         raise CollectiveError("virtual ranks share a GPU: say device='cuda:0'")

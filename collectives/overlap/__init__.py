@@ -1,4 +1,4 @@
-"""When to send what: schedules of gradient communication against computation, planned."""
+"""Planned schedules of gradient communication that overlap with computation."""
 
 from linkweave.collectives.overlap.bounds import lower_bound
 from linkweave.collectives.overlap.choose import POLICIES, plan

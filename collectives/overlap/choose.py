@@ -1,4 +1,4 @@
-"""Which policy: by name, or the one that is predicted to be the fastest."""
+"""The choice of a policy: by name, or the one predicted to be the fastest."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from linkweave.collectives.overlap.network import Network
 from linkweave.collectives.overlap.policies import NAMED
 from linkweave.collectives.overlap.policies.carlier import carlier
 from linkweave.collectives.overlap.policies.optimal import optimal
-from linkweave.collectives.overlap.profile import Profile, shown
+from linkweave.collectives.overlap.profile import Profile
 from linkweave.collectives.overlap.schedule import Schedule
+from linkweave.topology.checks import shown
 
 POLICIES: dict[str, Callable[..., Schedule]] = {
     **NAMED, "carlier": carlier, "optimal": optimal,
@@ -21,15 +22,16 @@ AUTO_LIMIT_S = 3.0
 
 
 def plan(profile: Profile, network: Network, policy: str = "auto", **options: Any) -> Schedule:
-    """The schedule of a policy, whose own options may follow.
+    """Return the schedule of a policy, which receives the `options`.
 
-    "auto" takes what is predicted to be the fastest; as "optimal" starts from all named policies,
-    it is never slower than any of them (than "carlier" within its share of the time). Raises
-    CollectiveError.
+    "auto" returns the best of all policies within a time limit (`limit_s`, in seconds). It is never
+    slower than a named policy, as it starts from all of them ("carlier" with a share of the time).
+    Raises CollectiveError for an unknown policy or option.
     """
     if policy == "auto":
         best = optimal(profile, network, options.pop("limit_s", AUTO_LIMIT_S))
-        refuse(options, "auto")
+        if options:
+            raise CollectiveError(f"auto has no option {', '.join(options)}")
         return replace(best, policy="auto")
     if policy not in POLICIES:
         known = ", ".join(["auto", *POLICIES])
@@ -40,8 +42,3 @@ def plan(profile: Profile, network: Network, policy: str = "auto", **options: An
         if "unexpected keyword" not in str(error):
             raise
         raise CollectiveError(f"{policy}: {error}") from None
-
-
-def refuse(options: dict[str, Any], policy: str) -> None:
-    if options:
-        raise CollectiveError(f"{policy} has no option {', '.join(options)}")

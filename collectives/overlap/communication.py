@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.overlap.profile import MAX_BYTES, Profile, check_count, shown
+from linkweave.collectives.overlap.profile import MAX_BYTES, Profile
+from linkweave.topology.checks import integer, shown
 
 ALIGN = 16
 """Bytes: where gradients may be cut, so that no element is, of whatever dtype."""
@@ -70,7 +71,7 @@ def partition_of(value: object) -> int:
         raise CollectiveError(
             f"partition must be a positive multiple of {ALIGN} bytes, not {shown(value)}"
         )
-    return check_count("partition", value, MAX_BYTES)
+    return integer(value, "partition", 1, MAX_BYTES)
 
 
 def whole(profile: Profile, layers: tuple[int, ...], **extra: object) -> Communication:

@@ -1,11 +1,11 @@
-"""What an all-reduce takes on a network: a start-up, a time per byte, and contention.
+"""The time of all-reduces on a network: start-up, time per byte, and contention.
 
-An all-reduce of m bytes alone takes a + b m (ASC-WFBP, equation 3; US-Byte, equation 1). While
-two of them transmit at once, a byte of each takes gamma b (ASC-WFBP, section III). The paper leaves
-more than two open; here two fill the link as far as it goes, and n share what two reach: gamma b
-n / 2 each. Start-ups do not slow each other down. gamma = 2 means that one fills the link already:
-two at once transmit as fast as one after the other; below that they use it better. Where b and
-gamma come from different fits, as the paper's do, gamma b / 2 may be faster than the wire itself.
+An all-reduce of m bytes alone takes a + b m seconds (ASC-WFBP, equation 3; US-Byte, equation 1).
+While two all-reduces transmit simultaneously, a byte of each takes gamma b (ASC-WFBP, section III).
+The paper does not define the case of more than two; here two of them saturate the link, so that a
+byte of each of n takes gamma b n / 2. Start-ups do not slow each other down. With gamma = 2 a
+single all-reduce saturates the link; with a smaller gamma, simultaneous ones use it better. If b
+and gamma come from different fits, like the paper's, gamma b / 2 may exceed the link's speed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.overlap.profile import MAX_NUMBER, check_count, check_number, shown
+from linkweave.collectives.overlap.profile import MAX_NUMBER
+from linkweave.topology.checks import integer, number, shown
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """`startup_s` a, `seconds_per_byte` b of an all-reduce over all `workers`; `gamma` above 1."""
+    """The parameters a (`startup_s`), b (`seconds_per_byte`) and `gamma` (at least 1) of an
+    all-reduce over all `workers`. Raises CollectiveError for numbers out of range."""
 
     startup_s: float
     seconds_per_byte: float
@@ -30,10 +32,11 @@ class Network:
     name: str = "network"
 
     def __post_init__(self) -> None:
-        check_number("startup_s", self.startup_s)
-        check_number("seconds_per_byte", self.seconds_per_byte)
-        check_number("gamma", self.gamma, 1.0)
-        check_count("workers", self.workers, int(MAX_NUMBER))
+        number(self.startup_s, "startup_s", 0, MAX_NUMBER)
+        number(self.seconds_per_byte, "seconds_per_byte", 0, MAX_NUMBER)
+        number(self.gamma, "gamma", 1, MAX_NUMBER)
+        workers = integer(self.workers, "workers", 1, int(MAX_NUMBER))
+        object.__setattr__(self, "workers", workers)
 
     def __str__(self) -> str:
         return (
@@ -42,27 +45,30 @@ class Network:
         )
 
     def seconds(self, nbytes: float) -> float:
-        """Of one all-reduce that has the network to itself."""
+        """Return the time of an all-reduce that has the network to itself."""
         return self.startup_s + self.seconds_per_byte * nbytes
 
     def crowding(self, transmitting: int) -> float:
-        """By how much a byte takes longer while so many transmit."""
+        """Return the factor by which a byte takes longer while so many all-reduces transmit."""
         return 1.0 if transmitting == 1 else self.gamma * transmitting / 2
 
     def fastest(self, lanes: int) -> float:
-        """Seconds per byte of all together, at best, with at most so many at once."""
+        """Return the least seconds per byte of all together, with at most `lanes` at once."""
         return self.seconds_per_byte * (min(1.0, self.gamma / 2) if lanes > 1 else 1.0)
 
     def at(self, workers: int) -> Network:
-        """The same links between another number of workers, in a ring (US-Byte, equation 14:
-        a = 2 (N - 1) alpha, b = 2 (N - 1) / N beta, the sum's own time within beta)."""
+        """Return the network with other workers in a ring of the same links.
+
+        US-Byte, equation 14: a = 2 (N - 1) alpha, b = 2 (N - 1) / N beta, where beta includes the
+        time to add. Raises CollectiveError.
+        """
         made = replace(self, workers=workers)
         if workers == self.workers:
             return made
         if workers == 1:
             return replace(made, startup_s=0.0, seconds_per_byte=0.0)
         if self.workers == 1:
-            raise CollectiveError("one worker tells nothing about a network of more")
+            raise CollectiveError("a network of one worker does not determine one of several")
         steps = (workers - 1) / (self.workers - 1)
         share = steps * self.workers / workers
         return replace(
@@ -96,32 +102,35 @@ PRESETS: dict[str, tuple[Network, ...]] = {
     "1GbE-gtopk": (Network(2 * 0.000436, 9e-9, 2.0, 2),),
     "10GbE-gtopk": (Network(2 * 4.525e-05, 9.934107462565104e-10, 2.0, 2),),
 }  # fmt: skip
-"""Fitted figures that others have published, for the workers that they measured: 10GbE: ASC-WFBP,
-section VI-B, 8 nodes; -mgwfbp, 56GbIB, 1GbE (large messages): the MG-WFBP repository (without its
-smallest rows of 10GbE, which are of one node); -dear: the DeAR repository, which multiplies
-start-ups by hand; -gtopk: the gTop-k repository, between two nodes. All in seconds and bytes;
-US-Byte's own table is left out, as it is in seconds per parameter of one machine's links."""
+"""Published fits, for the numbers of workers that were measured, in seconds and bytes.
+
+10GbE: ASC-WFBP, section VI-B, 8 nodes. 10GbE-mgwfbp, 56GbIB, 1GbE (large messages): the MG-WFBP
+repository, without the smallest rows of 10GbE, which were measured on one node. 10GbE-dear: the
+DeAR repository, which scales start-ups by hand. -gtopk: the gTop-k repository, between two nodes.
+US-Byte's table is not included, because it gives seconds per parameter on one machine."""
 
 
 def network(name: str, workers: int | None = None) -> Network:
-    """A preset; for other numbers of workers than those measured the nearest by equation 14.
+    """Return a preset, scaled by US-Byte's equation 14 from the nearest number of workers.
 
-    Raises CollectiveError.
+    Raises CollectiveError for an unknown name.
     """
     if name not in PRESETS:
         raise CollectiveError(f"unknown network {shown(name)}; choose from {', '.join(PRESETS)}")
     known = PRESETS[name]
     if workers is None:
         workers = known[-1].workers
-    check_number("workers", workers, 1)
+    workers = integer(workers, "workers", 1, int(MAX_NUMBER))
     nearest = min(known, key=lambda row: (abs(row.workers - workers), row.workers))
     return replace(nearest.at(workers), name=name)
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A network fitted to measured times; `r2` (1: all explained) and the largest relative error
-    tell how well, `smallest` and `largest` (bytes) where it holds."""
+    """A network fitted to measured times between `smallest` and `largest` bytes.
+
+    `r2` is the coefficient of determination, `worst` the largest relative error.
+    """
 
     network: Network
     r2: float
@@ -133,13 +142,13 @@ class Fit:
 def fit(
     pairs: Sequence[tuple[int, float]], workers: int = 2, gamma: float = 2.0, name: str = "fitted"
 ) -> Fit:
-    """Least squares of seconds over bytes, at least two different sizes; a and b are not negative.
+    """Return the least-squares fit, with a and b at least 0, to pairs of bytes and seconds.
 
-    Raises CollectiveError.
+    Raises CollectiveError for fewer than two different sizes.
     """
     for nbytes, seconds in pairs:
-        check_number("bytes of a measurement", nbytes)
-        check_number("seconds of a measurement", seconds)
+        number(nbytes, "bytes of a measurement", 0, MAX_NUMBER)
+        number(seconds, "seconds of a measurement", 0, MAX_NUMBER)
     sizes = np.array([float(n) for n, _ in pairs])
     times = np.array([float(s) for _, s in pairs])
     if len(set(sizes.tolist())) < 2:

@@ -1,4 +1,4 @@
-"""What a model's iteration is made of: its layers, their gradients' bytes and their times."""
+"""Profiles of models: the layers, the bytes of their gradients, and their computation times."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from linkweave.collectives.errors import CollectiveError
+from linkweave.topology.checks import integer, number, shown
 
 MAX_LAYERS = 5000
 MAX_BYTES = 1 << 40
-"""Of one gradient."""
+"""The largest gradient."""
 MAX_NUMBER = 1e9
-"""The largest number of seconds, seconds per byte or workers: sums and products stay finite."""
+"""The largest number of seconds, seconds per byte or workers, so that products stay finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One gradient tensor of 1 to MAX_BYTES bytes; times in seconds of one iteration on one worker.
+    """One gradient tensor, and the seconds of its forward and backward pass on one worker.
 
-    What has no gradient is left out, its times added to a neighbour's. Raises CollectiveError.
+    Layers without a gradient are left out; their times belong to a neighbour. Raises
+    CollectiveError for numbers out of range.
     """
 
     name: str
@@ -36,16 +38,17 @@ class Layer:
 
     def __post_init__(self) -> None:
         where = f"layer {shown(self.name)}"
-        check_count(f"{where}: nbytes", self.nbytes, MAX_BYTES)
+        nbytes = integer(self.nbytes, f"{where}: nbytes", 1, MAX_BYTES)
+        object.__setattr__(self, "nbytes", nbytes)
         for field in ("forward_s", "backward_s"):
-            check_number(f"{where}: {field}", getattr(self, field))
+            number(getattr(self, field), f"{where}: {field}", 0, MAX_NUMBER)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """1 to MAX_LAYERS layers in forward order. `synthetic`: the times are not measured.
+    """Up to MAX_LAYERS layers in forward order; `synthetic` if the times were not measured.
 
-    Raises CollectiveError.
+    Raises CollectiveError for no layers, or too many.
     """
 
     layers: tuple[Layer, ...]
@@ -63,13 +66,13 @@ class Profile:
 
     @cached_property
     def ready(self) -> tuple[float, ...]:
-        """When each layer's gradient is there, in seconds from the start of the backward pass."""
+        """When each layer's gradient is ready, in seconds from the start of the backward pass."""
         upto = list(accumulate(layer.backward_s for layer in reversed(self.layers)))
         return tuple(reversed(upto))
 
     @cached_property
     def tails(self) -> tuple[float, ...]:
-        """The forward time from each layer's start to the end."""
+        """The forward seconds from the start of each layer to the end of the pass."""
         after = list(accumulate(layer.forward_s for layer in reversed(self.layers)))
         return tuple(reversed(after))
 
@@ -98,7 +101,7 @@ class Profile:
 
     @staticmethod
     def from_json(text: str) -> Profile:
-        """What `to_json` wrote. Raises CollectiveError."""
+        """Return the profile that `to_json` wrote. Raises CollectiveError."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -116,7 +119,8 @@ class Profile:
 
     @staticmethod
     def from_csv(text: str, name: str = "profile") -> Profile:
-        """Rows of name, nbytes, forward_s, backward_s under a header. Raises CollectiveError."""
+        """Read rows of name, nbytes, forward_s, backward_s after a header. Raises
+        CollectiveError."""
         try:
             return Profile(_layers(csv.DictReader(io.StringIO(text, newline=None))), name)
         except csv.Error as error:
@@ -127,69 +131,42 @@ _FIELDS = ("name", "nbytes", "forward_s", "backward_s")
 
 
 def _layers(rows: Iterable[Any]) -> tuple[Layer, ...]:
-    """As many as a profile may have and one more, which it refuses."""
+    """Read at most one layer more than a profile may have, which then refuses them."""
     return tuple(_layer(i, row) for i, row in enumerate(islice(rows, MAX_LAYERS + 1)))
 
 
-def _layer(place: int, row: Any) -> Layer:
+def _layer(index: int, row: Any) -> Layer:
     if not isinstance(row, dict):
-        raise CollectiveError(f"layer {place} must have {', '.join(_FIELDS)}, not {shown(row)}")
+        raise CollectiveError(f"layer {index} must have {', '.join(_FIELDS)}, not {shown(row)}")
     for field in _FIELDS:
         if row.get(field) in (None, ""):
-            raise CollectiveError(f"layer {place} has no {field}")
+            raise CollectiveError(f"layer {index} has no {field}")
     if unknown := [field for field in row if field not in _FIELDS]:
         raise CollectiveError(
-            f"layer {place}: unknown field {shown(unknown[0])}; fields are {', '.join(_FIELDS)}"
+            f"layer {index}: unknown field {shown(unknown[0])}; fields are {', '.join(_FIELDS)}"
         )
     values = {field: row[field] for field in _FIELDS}
     for field, kind in (("nbytes", int), ("forward_s", float), ("backward_s", float)):
-        if isinstance(values[field], str):  # of a CSV
+        if isinstance(values[field], str):  # from CSV
             try:
                 values[field] = kind(values[field])
             except ValueError:
                 raise CollectiveError(
-                    f"layer {place}: {field} must be a number, not {shown(values[field])}"
+                    f"layer {index}: {field} must be a number, not {shown(values[field])}"
                 ) from None
     if not isinstance(values["name"], str):
-        raise CollectiveError(f"layer {place}: name must be a string, not {shown(values['name'])}")
+        raise CollectiveError(f"layer {index}: name must be a string, not {shown(values['name'])}")
     return Layer(**values)
-
-
-def check_number(what: str, value: Any, least: float = 0.0) -> None:
-    """Raise CollectiveError unless it is a number from `least` to MAX_NUMBER."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not value >= least:
-        raise CollectiveError(f"{what} must be a number of at least {least:g}, not {shown(value)}")
-    if value > MAX_NUMBER:
-        raise CollectiveError(f"{what} must be at most {MAX_NUMBER:g}, not {shown(value)}")
-
-
-def check_count(what: str, value: object, most: int) -> int:
-    """The value. Raises CollectiveError unless it is an integer from 1 to `most`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CollectiveError(f"{what} must be an integer of at least 1, not {shown(value)}")
-    if value > most:
-        raise CollectiveError(f"{what} must be at most {most}, not {shown(value)}")
-    return value
-
-
-def shown(value: object) -> str:
-    """A short repr, of whatever was given."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # more digits or levels than Python prints
-        return "a value too large to be printed"
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 FORWARD_S = {
     "vgg16": 0.1776, "resnet50": 0.0825, "resnet152": 0.091, "densenet201": 0.4915,
     "googlenet": 0.0184, "mobilenetv2": 0.1042,
 }  # fmt: skip
-"""Forward seconds that were measured: ResNet-152 on an RTX 2080 Ti, batch 32 (ASC-WFBP paper,
-section VI-E, with a backward pass twice as long); the others on a V100 (US-Byte's sources)."""
+"""Measured seconds of a forward pass: ResNet-152 on an RTX 2080 Ti, batch 32 (ASC-WFBP, section
+VI-E, with a backward pass twice as long); the others on a V100 (US-Byte's sources)."""
 ASSUMED_S = 0.08
-"""Of models for which no measurement is public."""
+"""Seconds of a forward pass for models without a published measurement."""
 
 
 @cache
@@ -201,25 +178,25 @@ def _models() -> dict[str, dict[str, Any]]:
 
 
 def models() -> tuple[str, ...]:
-    """Names of the models whose gradients' sizes are known."""
+    """Return the names of the models that `model` knows."""
     return tuple(_models())
 
 
 def model(name: str, forward_s: float | None = None, backward_s: float | None = None) -> Profile:
-    """A published model with float32 gradients and synthetic times.
+    """Return a published model with float32 gradients and synthetic times.
 
-    The forward total is measured where one is public (`FORWARD_S`), the backward total twice that:
-    a layer's backward pass makes two products as large as its forward pass's, one for its input and
-    one for its parameters. Both are shared out in proportion to each tensor's forward FLOPs on one
-    sample (`models.json`: at the shape `input`, by `bench/flops.py`). No public source has measured
-    times of single layers. Raises CollectiveError.
+    The total of the forward pass is `forward_s`, by default a published measurement (`FORWARD_S`).
+    The total of the backward pass is by default twice that, as it computes two products of the size
+    of the forward pass, for the gradients of the input and of the parameters. Tensors share the
+    totals in proportion to their forward FLOPs on one sample (`models.json`, for the shape `input`,
+    by `bench/flops.py`), as no public source has times of single layers. Raises CollectiveError.
     """
     if name not in _models():
         raise CollectiveError(f"unknown model {shown(name)}; choose from {', '.join(_models())}")
     forward = FORWARD_S.get(name, ASSUMED_S) if forward_s is None else forward_s
     backward = 2 * forward if backward_s is None else backward_s
-    check_number("forward_s", forward)
-    check_number("backward_s", backward)
+    number(forward, "forward_s", 0, MAX_NUMBER)
+    number(backward, "backward_s", 0, MAX_NUMBER)
     known = _models()[name]
     total = sum(known["flops"])
     return Profile(
@@ -234,7 +211,8 @@ def model(name: str, forward_s: float | None = None, backward_s: float | None = 
 
 
 def load(spec: str) -> Profile:
-    """A model's name, or a file of JSON or CSV. Raises CollectiveError."""
+    """Return the profile of a known model, or read one from a JSON or CSV file. Raises
+    CollectiveError."""
     if spec in _models():
         return model(spec)
     path = Path(spec)

@@ -11,8 +11,9 @@ from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.bounds import LANES, lower_bound
 from linkweave.collectives.overlap.communication import Communication, Piece
 from linkweave.collectives.overlap.network import Network
-from linkweave.collectives.overlap.profile import Profile, shown
+from linkweave.collectives.overlap.profile import Profile
 from linkweave.collectives.overlap.timeline import StepTimeline, timeline
+from linkweave.topology.checks import shown
 
 T = TypeVar("T")
 _FORMAT = "linkweave-schedule"

@@ -1,8 +1,8 @@
-"""Which chunks each track of a rank makes final, in which order: what a gradient queue counts.
+"""Which chunks each track of a rank completes, and in which order, for gradient queues.
 
-A chunk of an all-reduce is final on a rank once: at its COPY, or at the REDUCE that completes it.
-Tracks finish their chunks in the order of their steps, so one counter for each track tells
-which chunks are there (C-Cube, section III-D: the enqueue semaphore; here one for every tree).
+A chunk of an all-reduce becomes final on a rank once: at its COPY, or at the REDUCE that completes
+it. A track completes its chunks in the order of its steps, so one counter for each track tells
+which chunks are final (the enqueue semaphore of C-Cube, section III-D; here one for every track).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from linkweave.collectives.planning.plan import Op, Plan
 
 
 def finals(plan: Plan, rank: int) -> list[list[int]]:
-    """For each track of `rank`, in the plan's order, the chunks that it makes final.
+    """Return, for each track of `rank` in the plan's order, the chunks that it makes final.
 
-    Raises PlanError for anything but an all-reduce, and for one that copies a chunk more than once:
-    the first copy need not be final.
+    Raises PlanError if the collective is not symmetric, or if the rank copies a chunk more than
+    once, as the first copy need not be final.
     """
-    if plan.collective != "allreduce":
+    if not plan.definition.symmetric:
         raise PlanError(f"a gradient queue belongs to an allreduce, not to {plan.collective}")
     found = [
         [
@@ -48,19 +48,20 @@ def finals(plan: Plan, rank: int) -> list[list[int]]:
 def layer_chunk_table(
     plan: Plan, rank: int, nbytes: int, layers: Sequence[int]
 ) -> NDArray[np.int64]:
-    """[layers, tracks]: how many chunks each track must have made final before a layer's
-    gradients are there (C-Cube, figure 9: the layer-chunk table).
+    """Return [layers, tracks]: how many chunks each track must complete for each layer (C-Cube,
+    figure 9: the layer-chunk table).
 
-    `layers`: bytes of each, in the order in which they lie in the message of `nbytes`.
+    `layers` gives the bytes of each layer, in the order in which they lie in the message of
+    `nbytes`.
     """
     made = [np.array(chunks, np.int64) for chunks in finals(plan, rank)]
-    return table(made, plan.num_chunks, plan.chunk_bytes(nbytes), layers)
+    return chunk_counts(made, plan.num_chunks, plan.chunk_bytes(nbytes), layers)
 
 
-def table(
+def chunk_counts(
     finals: Sequence[NDArray[np.int64]], num_chunks: int, chunk_bytes: int, layers: Sequence[int]
 ) -> NDArray[np.int64]:
-    """`layer_chunk_table` of the chunks that each track makes final, in that order."""
+    """Return `layer_chunk_table` from the chunks that each track makes final, in that order."""
     sizes = np.array(layers, np.int64)
     stops = np.cumsum(sizes)
     found = np.zeros((len(sizes), len(finals)), np.int64)

@@ -1,16 +1,16 @@
-"""How long a plan takes, in closed form, and how many chunks make it shortest.
+"""The alpha-beta model: the time of a plan in closed form, and the best number of chunks.
 
-N bytes over T trees in K chunks; alpha a s a step; b bytes/s of one link. A chunk step over an
-exclusive link takes a + s/b with s = N/K bytes. With k = K/T chunks a tree and depth d (a detour
-counts as one level more), exactly:
+A message of N bytes crosses T trees in K chunks. A step of a chunk over an exclusive link takes
+a + N/(K b) seconds, with start-up a (alpha) and bandwidth b in bytes/s. With k = K/T chunks for
+each tree and depth d (a detour adds one level), the number of steps is exactly:
 
     reduce, or broadcast                 k + d - 1 steps
     all-reduce, one after the other      2 (k + d - 1)
     all-reduce, overlapped               k + 2d - 1
     ring over P ranks, g rounds          2 (P - 1) g
 
-C-Cube's equations 3 to 6 write log(P) + K for k + d - 1; its equation 7, the overlapped time, keeps
-the K that is best for the baseline (equation 4), which is not the best one for it.
+C-Cube's equations 3 to 6 have log(P) + K for k + d - 1. Its equation 7, the overlapped time, keeps
+the K of equation 4, which is the best one for the baseline only.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 
-from linkweave.collectives.planning.plan import ALIGN, Op, Plan
+from linkweave.collectives.planning.layout import ALIGN
+from linkweave.collectives.planning.plan import Op, Plan
 from linkweave.collectives.planning.simulate import simulate
 from linkweave.topology import Topology, Vertex
 
 MEMORY_CHUNK = 64 << 10
-"""Bytes: a chunk that ranks on one memory hand on stays in a core's own cache."""
+"""Bytes: chunks of this size stay in a core's own cache when ranks share one memory."""
 MAX_CHUNKS = 8192
-_SENDS = 40_000  # simulated to tell how long a group takes, over at most so many groups:
-_GROUPS = 128
+_SENDS, _GROUPS = 40_000, 128  # limits of a simulation to find the time of a group
 LARGE = 10_000
-"""Connections of a plan of which a group takes a good part of a second to simulate."""
+"""Connections: simulating one group of a larger plan takes a large part of a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """All that the closed forms need: `fill + per_group * g` chunk steps for g groups of chunks.
+    """The parameters of the closed forms: g groups of chunks take `fill + per_group * g` steps.
 
-    `alpha_s` and `bandwidth` (bytes/s) are the slowest link's; `load` is the time in s the busiest
-    link needs for one byte of the message (summed over phases), however well it is pipelined.
+    `alpha_s` (s) and `bandwidth` (bytes/s) are those of the slowest link. `load` is the time in s
+    that the busiest link needs for one byte of the message, summed over phases, at best.
     """
 
     stride: int
@@ -48,15 +48,15 @@ class Pipeline:
     bandwidth: float
     load: float
     exact: bool = True
-    """Whether `seconds` is: every connection has a lane of its own, all lanes are alike, and every
-    group of chunks takes as many steps more."""
+    """Whether `seconds` is exact: every connection has its own physical link, all links are equal,
+    and every further group adds the same number of steps."""
 
     def seconds(self, nbytes: int, num_chunks: int) -> float:
-        """Exact for exclusive, equal links and full groups; an estimate where links are shared.
+        """Return the predicted time; exact for exclusive, equal links and full groups.
 
         (f + p g)(a + N / (S g b)) for g groups is N p / (S b) + (f + p g) a + f N / (S g b): the
-        whole message at the pipeline's rate, the start-ups, and the bytes that fill and drain it.
-        Where a link is shared, its load sets the rate instead.
+        whole message at the pipeline's rate, the start-ups, and the bytes that fill and drain the
+        pipeline. If a link is shared, its load may limit the rate.
         """
         groups = -(-num_chunks // self.stride)
         rate = max(self.load, self.per_group / (self.stride * self.bandwidth))
@@ -64,11 +64,11 @@ class Pipeline:
         return rate * nbytes + startups + self.fill * nbytes / num_chunks / self.bandwidth
 
     def best_chunks(self, nbytes: int, largest: int | None = None) -> int:
-        """The number of chunks, in whole groups, with the least `seconds`.
+        """Return the number of chunks, in whole groups, with the least `seconds`.
 
-        g groups take (f + p g)(a + N / (S g b)), least at g = sqrt(f N / (p S b a)): for the
-        overlapped tree K = sqrt((2d - 1) b N / a) in the paper's b = 1/bandwidth.
-        `largest` (bytes of a chunk) asks for more where small chunks are better for other reasons.
+        (f + p g)(a + N / (S g b)) is least at g = sqrt(f N / (p S b a)); for the overlapped tree
+        that is K = sqrt((2d - 1) b N / a) with C-Cube's b = 1/bandwidth. `largest` limits the bytes
+        of a chunk.
         """
         most = most_chunks(nbytes, self.stride) // self.stride
         ideal = float(most)
@@ -83,15 +83,15 @@ class Pipeline:
 
 
 def most_chunks(nbytes: int, stride: int) -> int:
-    """The most chunks, in whole groups, that a message is cut into."""
+    """Return the largest number of chunks, in whole groups, for a message."""
     return stride * max(1, min(MAX_CHUNKS, -(-nbytes // ALIGN)) // stride)
 
 
 @lru_cache(maxsize=65536)
 def simulated_seconds(template: Plan, topology: Topology, nbytes: int, num_chunks: int) -> float:
-    """The simulated time, of many groups extrapolated from few with chunks of the same size.
+    """Return the simulated time, extrapolated from a few groups if there are many.
 
-    Where links are shared, groups do not repeat exactly: the estimate is good to about 1 %.
+    On shared links groups do not repeat exactly; there the error is about 1 %.
     """
     stride = template.stride
     groups = -(-num_chunks // stride)
@@ -114,7 +114,7 @@ def simulated_seconds(template: Plan, topology: Topology, nbytes: int, num_chunk
 
 
 def pipeline_of(plan: Plan, topology: Topology) -> Pipeline:
-    """A plan's shape, counted on the plan itself: simulated with steps of 1 s and no bytes."""
+    """Return the parameters of a plan, counted by simulating it with steps of 1 s and no bytes."""
     if not plan.connections:
         return Pipeline(plan.stride, 0, 1, 0.0, math.inf, 0.0)
 
@@ -123,7 +123,7 @@ def pipeline_of(plan: Plan, topology: Topology) -> Pipeline:
 
     first = steps(1)
     per_group = (steps(4) - first) / 3
-    uneven = steps(2) - first != per_group  # then groups repeat every 2, 3 or 4
+    uneven = steps(2) - first != per_group  # the pattern then has a period of 2, 3 or 4 groups
     if uneven and len(plan.connections) < LARGE:
         per_group = (steps(13) - first) / 12
     used = [topology.by_ends[ends] for c in plan.connections for ends in c.links]
@@ -142,7 +142,7 @@ def pipeline_of(plan: Plan, topology: Topology) -> Pipeline:
 
 
 def _load(plan: Plan, topology: Topology, phase: int) -> float:
-    """Seconds a byte of the message that the phase's busiest link needs."""
+    """Return the seconds that the phase's busiest link needs for a byte of the message."""
     load: dict[tuple[Vertex, Vertex], float] = defaultdict(float)
     for step in (s for track in plan.tracks for body in track.phases[phase:][:1] for s in body):
         if step.op is not Op.SEND:
@@ -156,5 +156,5 @@ def _load(plan: Plan, topology: Topology, phase: int) -> float:
 
 
 def largest_chunk(topology: Topology) -> int | None:
-    """The largest chunk in bytes that suits the machine, or None where only the model decides."""
+    """Return the largest useful chunk in bytes, or None if only the model decides."""
     return MEMORY_CHUNK if topology.on_memory else None

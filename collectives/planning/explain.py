@@ -1,4 +1,4 @@
-"""Why the planner chose as it did: what it compared, how far each is from what the links allow."""
+"""Explanations of the planner's choice: the alternatives, and how far each is from the bound."""
 
 from __future__ import annotations
 
@@ -9,24 +9,32 @@ from itertools import groupby
 
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS, Named, algorithm_for
+from linkweave.collectives.planning.collective import ALLREDUCE
 from linkweave.collectives.planning.lower import MOST_SQUARED
-from linkweave.collectives.planning.planner import candidates, choose, plan_allreduce, predict
+from linkweave.collectives.planning.planner import (
+    candidates,
+    choose,
+    on_large_cluster,
+    plan_allreduce,
+    predict,
+)
 from linkweave.collectives.planning.simulate import Timeline, simulate
 from linkweave.collectives.planning.sparse_tree import Sparse, sparse_costs
 from linkweave.topology import Bound, Topology, Vertex, bound
+from linkweave.topology.checks import integer
 from linkweave.topology.timings import measured_seconds
 
 SIZES = tuple(1 << i for i in range(10, 31))
-"""Messages in bytes, 1 KiB to 1 GiB, for which the choice is told."""
+"""Bytes of the messages for which crossovers are listed: 1 KiB to 1 GiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One algorithm at its best number of chunks, simulated (`seconds` measured where they are).
+    """One algorithm with its best number of chunks, simulated; `seconds` are measured if possible.
 
-    `share` is algbw over the bound (0 where nothing moves), `crowd` the most connections that take
-    turns on one lane of a link (1: every connection has its own), `busiest` the link with the most
-    work and the share of the time it carries bytes.
+    `share` is algbw divided by the bound (0 if nothing moves), `crowd` the largest number of
+    connections that share a strand of a link, and `busiest` the link that is busy for the largest
+    share of the time, with that share.
     """
 
     algorithm: str
@@ -42,25 +50,25 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What was compared for one message; rows are the fastest first."""
+    """The comparison for one message; `rows` start with the fastest algorithm."""
 
     topology: str
     nbytes: int
     rows: tuple[Row, ...]
     refused: tuple[tuple[str, str], ...]
-    """Algorithms that cannot run here, and why."""
+    """Algorithms that were not compared, and why."""
     choice: str
     reason: str
     bound: Bound
     crossovers: tuple[tuple[int, str], ...]
-    """From which size in bytes on `auto` takes which algorithm."""
+    """(bytes, algorithm): from this size on `auto` takes this algorithm."""
     k: int | None = None
     sparse: tuple[Sparse, ...] = ()
-    """With k entries a rank: the ways of `sparse_allreduce`, of which `auto` takes the first."""
+    """The modes of a `sparse_allreduce` of k entries on each rank; `auto` takes the first."""
 
     @property
     def bottleneck(self) -> str:
-        """What holds up even the best possible algorithm."""
+        """What limits even the best possible algorithm."""
         return self.bound.bottleneck
 
     def __str__(self) -> str:
@@ -70,7 +78,7 @@ class Explanation:
             str(self.bound),
             "",
             f"{'algorithm':24}{'chunks':>7}{'time us':>12}{'first chunk us':>16}{'of bound':>10}"
-            f"{'detours':>9}{'a lane':>8}  busiest link",
+            f"{'detours':>9}{'sharing':>8}  busiest link",
         ]
         for r in self.rows:
             ends = f"{r.busiest[0][0]}->{r.busiest[0][1]} {r.busiest[1]:.0%}" if r.busiest else "-"
@@ -101,7 +109,7 @@ class Explanation:
 
 
 def size_text(nbytes: int) -> str:
-    """64 MiB, as people say it."""
+    """Return a size in the largest binary unit that divides it: 64 MiB, 1000 bytes."""
     for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if nbytes >= 1 << shift and nbytes % (1 << shift) == 0:
             return f"{nbytes >> shift} {unit}"
@@ -112,14 +120,14 @@ def explain(
     topology: Topology, nbytes: int, k: int | None = None,
     algorithms: Sequence[Named] | None = None,
 ) -> Explanation:  # fmt: skip
-    """Compare algorithms for a message of `nbytes`, and say why one is chosen.
+    """Compare all-reduce algorithms for a message of `nbytes`, and explain the choice.
 
-    `algorithms`: names or functions to compare with what auto takes; None: all. With `k`, of the
-    message as float32, also sparse all-reduces of k entries a rank. Raises
-    PlanError for a size that makes no sense, TopologyError where GPUs are not connected.
+    `algorithms` are names or functions to compare with the choice of `auto`, by default all. With
+    `k`, also compare sparse all-reduces of k entries on each rank, of the message as float32.
+    Raises PlanError for numbers out of range, TopologyError if the GPUs are not connected.
     """
-    if k is not None and (isinstance(k, bool) or not 0 <= k <= nbytes // 4):
-        raise PlanError(f"k must be an integer from 0 to {nbytes // 4}, not {k!r}")
+    if k is not None:
+        k = integer(k, "k", 0, nbytes // 4, PlanError)
     best = bound(topology)
     choice = plan_allreduce(topology, nbytes).algorithm
     rows, refused = [], []
@@ -127,10 +135,11 @@ def explain(
     for own in algorithms or ():
         if own != choice:
             rows.append(_row(topology, nbytes, own, best))
-    for name in ALGORITHMS if algorithms is None else (choice,):
+    few = on_large_cluster(topology)
+    for name in ALGORITHMS[ALLREDUCE] if algorithms is None else (choice,):
         if name in able or name == choice:
             rows.append(_row(topology, nbytes, name, best))
-        elif "hierarchical" in able and len(topology.gpus) > MOST_SQUARED:
+        elif few:
             refused.append((name, f"not compared on clusters of more than {MOST_SQUARED} GPUs"))
         else:
             try:
@@ -192,6 +201,6 @@ def _reason(rows: list[Row], choice: str, nbytes: int) -> str:
 
 
 def crossovers(topology: Topology) -> tuple[tuple[int, str], ...]:
-    """From which size in bytes on `auto` takes which algorithm."""
+    """Return (bytes, algorithm) for each size in `SIZES` where the choice of `auto` changes."""
     chosen = ((choose(topology, size), size) for size in SIZES)
-    return tuple((next(group)[1], name) for name, group in groupby(chosen, key=lambda c: c[0]))
+    return tuple((next(sizes)[1], name) for name, sizes in groupby(chosen, key=lambda c: c[0]))

@@ -1,7 +1,7 @@
-"""From what moves (`Algorithm`) to who does what when (`Plan`).
+"""Lowering: from which data moves (`Algorithm`) to what each rank does when (`Plan`).
 
-The only place that invents signals and waits: an algorithm says which chunk is combined or copied
-from where to where, and nothing else.
+Signals and waits are made here only: an algorithm says which chunk is combined or copied from where
+to where, and nothing else.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from types import MappingProxyType
 
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.trees import Tree
-from linkweave.collectives.planning.goals import Root, start
+from linkweave.collectives.planning.collective import ALLREDUCE, COLLECTIVES, Root, check
 from linkweave.collectives.planning.plan import Connection, Op, Plan, Step, Track
 from linkweave.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """`dst`'s chunk becomes itself combined with those of `srcs`, in that order.
+    """Combine `dst`'s chunk with those of `srcs`, in that order.
 
-    With `ahead`, that many sources come before `dst`'s own value: ranks that all combine the same
-    values then do so in the same order, and have the same bits whatever the operator.
+    The first `ahead` sources come before `dst`'s own value. So ranks that combine the same values
+    can do so in the same order, and get the same bits with every operator.
     """
 
     srcs: tuple[int, ...]
@@ -35,7 +35,7 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The chunk of each of `dsts` becomes `src`'s."""
+    """Overwrite the chunk of each of `dsts` with that of `src`."""
 
     src: int
     dsts: tuple[int, ...]
@@ -44,21 +44,22 @@ class Copy:
 
 
 MOST_SQUARED = 64
-"""Ranks of an algorithm whose plan grows with their square."""
+"""The most ranks of an algorithm whose plan grows with their square."""
 
 Move = Reduce | Copy
 Round = tuple[Move, ...]
-"""Moves that happen at once: each reads what was there before the round."""
+"""Simultaneous moves: each reads the values from before the round."""
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What moves, for one group of `stride` chunks; the plan repeats it for every group.
+    """The moves of one group of `stride` chunks, which the plan repeats for every group.
 
-    `phases` are lists of rounds; a track finishes one phase for all chunks before it starts the
-    next, and that is the whole difference between a baseline and an overlapped tree. Moves of
-    different channels run at once; moves of one channel at a rank run in list order. `detours`
-    maps (channel, src, dst) to the ranks that forward; other moves go straight.
+    `phases` are lists of rounds. A track finishes one phase for all chunks before it starts the
+    next; a baseline tree differs from an overlapped one only in that. Moves on different channels
+    run simultaneously; the moves of a rank on one channel run in order. `detours` maps (channel,
+    src, dst) to the ranks that forward; other moves go straight. Raises PlanError for an unknown
+    collective or a root that is not one.
     """
 
     name: str
@@ -67,22 +68,23 @@ class Algorithm:
     phases: tuple[tuple[Round, ...], ...]
     trees: tuple[Tree, ...] = ()
     detours: Mapping[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)
-    collective: str = "allreduce"
+    collective: str = ALLREDUCE
     root: Root = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "root", check(self.collective, self.size, self.root))
         object.__setattr__(self, "detours", MappingProxyType(dict(self.detours)))
 
 
 def few_enough(name: str, size: int) -> None:
-    """Refuse, for an algorithm in which every two ranks exchange data, or as much as if."""
+    """Raise PlanError if there are too many ranks for a plan that grows with their square."""
     if size > MOST_SQUARED:
         raise PlanError(f"a plan of {name} grows as P^2: at most {MOST_SQUARED} ranks, not {size}")
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What depends on the size of the message: how many chunks, and how many slots for them."""
+    """The number of chunks, and of slots for each connection."""
 
     num_chunks: int
     slots: int = 2
@@ -93,11 +95,11 @@ _Key = tuple[int, int]  # (rank, channel): names a track
 
 @dataclass
 class _Value:
-    """Who last touched one rank's chunk while the moves are walked in order."""
+    """The accesses to one rank's chunk so far."""
 
-    writer: _Key | None = None  # the track that produced the value; None: the caller
-    readers: list[_Key] = field(default_factory=list)  # tracks that sent it since
-    holds: int = 0  # bit r: rank r's contribution is in it
+    writer: _Key | None = None  # the track that wrote the value; None: the caller
+    readers: list[_Key] = field(default_factory=list)  # the tracks that have sent it since
+    holds: int = 0  # its contributions (`planning.collective`)
 
 
 class _Lowering:
@@ -120,7 +122,7 @@ class _Lowering:
         phases[self.phase].append(Step(op, connections, chunk, source, last, ahead))
 
     def connect(self, src: _Key, dst: _Key) -> int:
-        """The connection between two tracks, made at its first use."""
+        """Return the connection between two tracks, which is made at its first use."""
         hop: tuple[int | str, ...] = ()
         if src[0] != dst[0]:
             gpus = self.topology.gpus
@@ -140,13 +142,12 @@ class _Lowering:
     def value(self, rank: int, chunk: int) -> _Value:
         if (rank, chunk) not in self.values:
             a = self.algorithm
-            self.values[rank, chunk] = _Value(
-                holds=start(a.collective, a.size, a.root, rank, chunk)
-            )
+            start = COLLECTIVES[a.collective].start(a.size, a.root, rank, chunk)
+            self.values[rank, chunk] = _Value(holds=start)
         return self.values[rank, chunk]
 
     def way(self, src: _Key, dst: _Key, channel: int) -> list[int]:
-        """The connections from the sender over its forwarders to the receiver."""
+        """Return the connections from the sender over its forwarders to the receiver."""
         via = self.algorithm.detours.get((channel, src[0], dst[0]), ())
         route = (src, dst, via)
         if not via:
@@ -160,9 +161,9 @@ class _Lowering:
         return self.forwarders[route]
 
     def send(self, src: int, dsts: tuple[_Key, ...], chunk: int, channel: int) -> list[int]:
-        """Emit one send to all of `dsts`; returns the connection that each receiver reads."""
+        """Emit one send to all of `dsts`, and return the connection that each receiver reads."""
         value = self.value(src, chunk)
-        key = value.writer or (src, channel)  # where the value was made: no signal needed
+        key = value.writer or (src, channel)  # the writer needs no signal
         ways = [self.way(key, dst, channel) for dst in dsts]
         for first, *_ in ways:
             self.emit(key, Op.WAIT, (first,), chunk)
@@ -171,7 +172,7 @@ class _Lowering:
             self.emit(key, Op.SIGNAL, (first,), chunk)
         value.readers.append(key)
         for way in ways:
-            for into, out in zip(way, way[1:], strict=False):  # a forwarder passes its slot on
+            for into, out in zip(way, way[1:], strict=False):  # a rank that forwards
                 middle = self.connections[into]
                 via = (middle.dst, middle.dst_channel)
                 self.emit(via, Op.WAIT, (into,), chunk)
@@ -198,16 +199,16 @@ class _Lowering:
         self.values[dst[0], chunk] = _Value(dst, [], held)
 
     def order(self, value: _Value, dst: _Key, chunk: int, holds: int) -> None:
-        """Make `dst`, about to write a chunk, wait for this rank's other tracks that touched it.
+        """Make `dst`, about to write a chunk, wait for the other tracks of its rank that used it.
 
-        One that sent the value once needs no wait if what arrives now contains the contribution
-        it sent: then the arrival itself proves that the send is over.
+        A single send of the value needs no wait if the data that arrives contains the contribution
+        sent: its arrival proves that the send is over.
         """
         rank = dst[0]
         others = [k for k in dict.fromkeys([*value.readers, value.writer]) if k and k != dst]
         proven = len(value.readers) == 1 and holds >> rank & 1 == 1
         if proven:
-            return  # its writer is its only reader: `send` puts both into one track
+            return  # its only reader is also its writer, as `send` uses the writer's track
         for other in others:
             index = self.connect(other, dst)
             self.emit(other, Op.SIGNAL, (index,), chunk)
@@ -236,9 +237,9 @@ class _Lowering:
                     self.receive(*arrival)
 
     def send_all(self, rnd: Round) -> dict[tuple[int, int, _Key], int]:
-        """Send all that a round moves; a value that goes to several ranks on one channel, once.
+        """Emit the sends of a round: one for a value that goes to several ranks on one channel.
 
-        Returns the connection on which each (source, chunk, receiving track) gets it.
+        Returns the connection for each (source, chunk, receiving track).
         """
         wanted: dict[tuple[int, int, int], list[_Key]] = {}
         for move in rnd:
@@ -256,15 +257,14 @@ class _Lowering:
 
 
 def lower(algorithm: Algorithm, topology: Topology, tuning: Tuning) -> Plan:
-    """The plan of an algorithm on a topology.
+    """Return the plan of an algorithm on a topology, in which rank r is `topology.gpus[r]`.
 
-    Rank r is `topology.gpus[r]`. A send runs in the track that produced the value it sends (in
-    its move's channel where that is the caller's), so that most order needs no signal; where two
-    tracks of one rank touch a chunk, the later waits for the earlier. The tracks follow one
-    global order, chunk group by chunk group and round by round, in which every wait comes after
-    the signal it waits for; each track keeps that order, so with one slot or more no cycle of
-    waits can arise. `verify` checks the result all the same. Raises PlanError where a move has no
-    link and no detour, or the topology has another number of GPUs.
+    A send runs in the track that wrote the value (for the caller's data, on its move's channel), so
+    most order needs no signal; if two tracks of a rank use one chunk, the later waits for the
+    earlier. All tracks follow one global order, group by group and round by round, in which every
+    signal comes before the wait for it. So no cycle of waits can arise, even with one slot; still,
+    `verify` checks the result. Raises PlanError if a move has neither link nor detour, or if the
+    topology has another number of GPUs.
     """
     if algorithm.size != len(topology.gpus):
         raise PlanError(
@@ -298,7 +298,7 @@ def lower(algorithm: Algorithm, topology: Topology, tuning: Tuning) -> Plan:
 
 
 def _most_shared(connections: Iterable[Connection], topology: Topology) -> str:
-    """The link with the most connections for its number of physical links, if these are fewer."""
+    """Describe the link with the most connections per physical link, if these are more than 1."""
     use = Counter(link for connection in connections for link in connection.links)
     if not use:
         return ""

@@ -1,7 +1,7 @@
-"""The plan: what each rank does, in order, on each channel. Frozen data; knows nothing of bytes.
+"""The plan: what each rank does, in order, on each channel. Frozen data that knows no bytes.
 
-A plan is a set of *tracks*, one for each (rank, channel) that has work, and *connections*
-between them. A track repeats its steps for every group of `stride` chunks, so the plan's size
+A plan is a set of *tracks*, one for each (rank, channel) that has work, and of *connections*
+between tracks. A track repeats its steps for every group of `stride` chunks, so the size of a plan
 does not depend on the number of chunks. A connection is an ordered queue from one track to
 another: a ring of `slots` buffers at the receiver, and two counters, data-ready and slot-free.
 """
@@ -21,48 +21,51 @@ from numpy.typing import NDArray
 
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.trees import Tree
-from linkweave.collectives.planning.fields import LIMITS, MOST_BYTES, MOST_CELLS, check_json, whole
-from linkweave.collectives.planning.goals import Root, blocks, check
+from linkweave.collectives.planning.collective import COLLECTIVES, Collective, Root, check
+from linkweave.collectives.planning.layout import block_table, chunk_bytes
+from linkweave.collectives.planning.limits import LIMITS, MOST_BYTES, MOST_CELLS, read_json
 from linkweave.topology import Vertex
+from linkweave.topology.checks import integer
 
-ALIGN = 16  # chunk boundaries, bytes: a GPU moves 16 bytes at once
+_PLAIN = ("algorithm", "collective", "size", "num_chunks", "stride", "slots", "exclusive")
+"""The fields of a plan that JSON holds as they are."""
 
 
 class Op(IntEnum):
-    """The verbs. Their values are the device encoding: append, never renumber."""
+    """The kinds of steps. Their values are the device encoding: append, never renumber."""
 
     SEND = 0
-    """Write the own chunk (or a slot of `source`: forwarding) into the next slot of each
-    connection named; all links are used at once, and the data is read once."""
+    """Write the own chunk, or the slot of `source` (forwarding), into the next slot of each
+    connection. The data is read once and sent over all links at the same time."""
     REDUCE = 1
-    """Own chunk = own chunk combined with the next slot of each connection, in that order; the own
-    value stands first, or behind `ahead` of them."""
+    """Combine the own chunk with the next slot of each connection, in that order. The own value is
+    the first operand, or comes after the first `ahead` connections."""
     COPY = 2
-    """Own chunk = the next slot of the connection: the final value."""
+    """Overwrite the own chunk with the next slot of the connection: the final value."""
     SIGNAL = 3
     """Raise a counter of the connection: data-ready at its sender, slot-free at its receiver."""
     WAIT = 4
-    """Until the other end has signalled: slot-free at the sender, data-ready at the receiver."""
+    """Wait for the other end's signal: slot-free at the sender, data-ready at the receiver."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One verb. `chunk` counts from the first chunk of the track's current group."""
+    """One operation. `chunk` counts from the first chunk of the track's current group."""
 
     op: Op
     connections: tuple[int, ...]
     chunk: int
     source: int | None = None
-    """SEND only: the connection whose slot is passed on."""
+    """SEND only: the connection whose slot is forwarded."""
     last: bool = False
-    """REDUCE only: this completes the chunk (an average divides here)."""
+    """REDUCE only: whether this completes the chunk (an average divides here)."""
     ahead: int = 0
     """REDUCE only: how many of the connections come before the rank's own value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """From one track to another, over the vertices of `path`.
+    """A queue from one track to another, over the vertices of `path`.
 
     Between two tracks of one rank it carries no data (`path` is empty), only order.
     """
@@ -75,10 +78,12 @@ class Connection:
 
     @property
     def local(self) -> bool:
+        """Whether both tracks belong to one rank."""
         return self.src == self.dst
 
     @property
     def links(self) -> tuple[tuple[Vertex, Vertex], ...]:
+        """The ends of each link on the path."""
         return tuple(zip(self.path, self.path[1:], strict=False))
 
     def __str__(self) -> str:
@@ -91,7 +96,7 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """The work of one rank on one channel: for each phase, the steps repeated for every group."""
+    """The steps of one rank on one channel: a tuple for each phase, repeated for every group."""
 
     rank: int
     channel: int
@@ -102,10 +107,11 @@ class Track:
 class Plan:
     """A collective, ready to be verified, simulated or run.
 
-    `num_chunks` is the total over all trees; groups of `stride` chunks repeat the same steps, and
-    a step whose chunk would be `num_chunks` or more does nothing. `exclusive` claims that no
-    directed link carries more connections than it has physical links. `root` matters to a
-    broadcast and a reduce, and is the pairs of a sendrecv.
+    `num_chunks` is the total over all trees. Groups of `stride` chunks repeat the same steps; a
+    step whose chunk would be `num_chunks` or more does nothing. `exclusive` claims that no directed
+    link carries more connections than it has physical links. `root` is the root's rank in a
+    broadcast or a reduce, and the pairs of a sendrecv. Raises PlanError for numbers outside
+    `limits`, and for chunks that do not divide into the collective's blocks.
     """
 
     algorithm: str
@@ -118,21 +124,22 @@ class Plan:
     tracks: tuple[Track, ...]
     trees: tuple[Tree, ...] = ()
     detours: tuple[tuple[int, ...], ...] = ()
-    """(rank, ranks that forward, rank), once for both directions."""
+    """(rank, forwarding ranks, rank), listed once for both directions."""
     exclusive: bool = True
     root: Root = 0
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, most in LIMITS.items():
-            whole(getattr(self, name), name, 1, most)
+            value = integer(getattr(self, name), name, 1, most, PlanError)
+            object.__setattr__(self, name, value)
         if self.size * self.stride > MOST_CELLS:
             raise PlanError(
                 f"a group of {self.stride} chunks on {self.size} ranks is too large: stride times "
                 f"size must be at most {MOST_CELLS}"
             )
-        check(self.collective, self.size, self.root)
-        unit = blocks(self.collective, self.size)
+        object.__setattr__(self, "root", check(self.collective, self.size, self.root))
+        unit = self.definition.layout.blocks(self.size)
         if self.stride % unit or (unit > 1 and self.num_chunks % self.stride):
             raise PlanError(
                 f"{self.collective} needs whole groups of a multiple of {unit} chunks, not "
@@ -147,23 +154,28 @@ class Plan:
         return self._hash
 
     @property
+    def definition(self) -> Collective:
+        """What the plan's collective promises."""
+        return COLLECTIVES[self.collective]
+
+    @property
     def groups(self) -> int:
         """How often each phase repeats."""
         return -(-self.num_chunks // self.stride)
 
     @property
     def link_use(self) -> dict[tuple[Vertex, Vertex], int]:
-        """Physical links taken on each directed link: one for each connection that crosses it."""
+        """The number of connections over each directed link."""
         return dict(Counter(link for c in self.connections for link in c.links))
 
     def with_chunks(self, num_chunks: int) -> Plan:
-        """The same plan over another number of chunks."""
+        """Return the same plan over another number of chunks."""
         made = replace(self, num_chunks=num_chunks)
-        made.__dict__["_hash"] = self._hash  # which holds for any number, and takes a walk
+        made.__dict__["_hash"] = self._hash  # the same for any number, and slow to compute
         return made
 
     def steps(self, track: Track) -> Iterator[tuple[int, int, Step]]:
-        """(position in the track's code, chunk, step) for every step that is carried out."""
+        """Yield (position in the track's code, chunk, step) for every step of an execution."""
         base = 0
         for body in track.phases:
             for first in range(0, self.num_chunks, self.stride):
@@ -172,58 +184,50 @@ class Plan:
                         yield at, first + step.chunk, step
             base += len(body)
 
+    # ---- bytes -------------------------------------------------------------------------------
     def chunk_bounds(self, nbytes: int, rank: int = 0) -> list[tuple[int, int]]:
-        """[start, stop) of each chunk in the buffer of a rank; late chunks may be empty.
+        """Return [start, stop) of each chunk in the rank's buffer; late chunks may be empty.
 
-        The buffer has `nbytes`: for an all-gather or a reduce-scatter P equal blocks in the order
-        of the ranks. For an all-to-all these are the blocks to be sent, and as many bytes follow,
-        for those received; the block to itself lies there from the start, and chunks between
-        others are (0, 0).
+        `nbytes` is the rank's message; `layout.block_table` tells where its blocks lie. Chunks that
+        the rank only passes on are (0, 0).
         """
-        unit, per = blocks(self.collective, self.size), self.chunk_bytes(nbytes)
-        block = nbytes // (1 if unit == 1 else self.size)
-        found = []
-        for chunk in range(self.num_chunks):
-            group, index = divmod(chunk, self.stride)
-            part = group * (self.stride // unit) + index // unit
-            base = index % unit * block
-            if self.collective == "alltoall":
-                source, target = divmod(index % unit, self.size)
-                if rank not in (source, target):
-                    found.append((0, 0))
-                    continue
-                base = nbytes + source * block if rank == target else target * block
-            found.append((base + min(part * per, block), base + min((part + 1) * per, block)))
-        return found
-
-    def chunk_bytes(self, nbytes: int) -> int:
-        """Bytes of a full chunk: the least multiple of 16 that lets all chunks cover the data."""
-        unit = blocks(self.collective, self.size)
-        parts = self.num_chunks // unit
-        return -(-(nbytes // (1 if unit == 1 else self.size)) // (parts * ALIGN)) * ALIGN
-
-    def volume(self, nbytes: int) -> int:
-        """Bytes of all chunks together: of an all-to-all, of all ranks' messages."""
-        return nbytes * (self.size if self.collective == "alltoall" else 1)
+        table = block_table(self.collective, self.size, rank, nbytes)
+        block, start, stop = self._cut(table)
+        has = self.definition.has_chunk
+        mine = np.array([has(self.size, rank, b) for b in range(len(table))])[block]
+        first = table[block, 0]
+        return list(zip(*(((first + x) * mine).tolist() for x in (start, stop)), strict=True))
 
     def chunk_sizes(self, nbytes: int) -> NDArray[np.int64]:
-        """Bytes of each chunk. Raises PlanError for more than `MOST_BYTES`."""
-        whole(nbytes, "nbytes", 0, MOST_BYTES)
-        unit, per = blocks(self.collective, self.size), self.chunk_bytes(nbytes)
-        block = nbytes // (1 if unit == 1 else self.size)
-        chunk = np.arange(self.num_chunks)
-        part = chunk // self.stride * (self.stride // unit) + chunk % self.stride // unit
-        sizes: NDArray[np.int64] = np.clip(block - part * per, 0, per)
-        return sizes
+        """Return the bytes of each chunk. Raises PlanError for more than `MOST_BYTES`."""
+        nbytes = integer(nbytes, "nbytes", 0, MOST_BYTES, PlanError)
+        _, start, stop = self._cut(block_table(self.collective, self.size, 0, nbytes))
+        return stop - start
+
+    def _cut(self, table: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+        """Return each chunk's block, and [start, stop) of its bytes in that block."""
+        group, index = np.divmod(np.arange(self.num_chunks), self.stride)
+        part, block = np.divmod(index, len(table))
+        part += group * (self.stride // len(table))
+        most, per = table[block, 1], chunk_bytes(table, self.num_chunks)
+        return block, np.minimum(part * per, most), np.minimum((part + 1) * per, most)
+
+    def chunk_bytes(self, nbytes: int) -> int:
+        """Return the bytes of a full chunk, a multiple of `ALIGN`."""
+        return chunk_bytes(block_table(self.collective, self.size, 0, nbytes), self.num_chunks)
+
+    def volume(self, nbytes: int) -> int:
+        """Return the bytes of all chunks together, for a message of `nbytes` on each rank."""
+        return self.definition.volume(self.size, nbytes)
 
     def sends_on(self, track: Track, connection: int) -> bool:
-        """Whether the track is the connection's sender (else its receiver)."""
+        """Return whether the track is the connection's sender, rather than its receiver."""
         c = self.connections[connection]
         return (c.src, c.src_channel) == (track.rank, track.channel)
 
-    # ---- forms -----------------------------------------------------------------------------
+    # ---- forms -------------------------------------------------------------------------------
     def describe(self, track: Track, step: Step) -> str:
-        """One line that names peers, not connection numbers."""
+        """Return one line that names peers instead of connection numbers."""
 
         def peer(index: int) -> int:
             c = self.connections[index]
@@ -258,19 +262,11 @@ class Plan:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """Stable JSON: equal plans give equal text, and `from_json` gives back an equal plan."""
+        """Return JSON text that is equal for equal plans, and that `from_json` reads."""
         data: dict[str, Any] = {
             "format": "linkweave-plan",
             "version": 1,
-            "algorithm": self.algorithm,
-            "collective": self.collective,
-            "size": self.size,
-            "num_chunks": self.num_chunks,
-            "stride": self.stride,
-            "slots": self.slots,
-            "exclusive": self.exclusive,
-            "root": self.root,
-            "notes": self.notes,
+            **{name: getattr(self, name) for name in (*_PLAIN, "root", "notes")},
             "trees": [tree.parent for tree in self.trees],
             "detours": self.detours,
             "connections": [
@@ -285,27 +281,14 @@ class Plan:
 
     @staticmethod
     def from_json(source: str) -> Plan:
-        """Read `to_json`'s form: a plan of right types and ranges that is not yet verified.
+        """Return the plan of a `to_json` text, with types and ranges checked but not verified.
 
         Raises PlanError.
         """
-        try:
-            data: dict[str, Any] = json.loads(source)
-        except json.JSONDecodeError as error:
-            raise PlanError(
-                f"plan JSON: line {error.lineno} column {error.colno}: {error.msg}"
-            ) from None
-        except (ValueError, RecursionError) as error:  # numbers too long, lists too deep
-            raise PlanError(f"plan JSON: {error}") from None
-        check_json(data, Op.__members__)
-        root = data["root"]  # a rank, or pairs
+        data = read_json(source, Op.__members__)
+        root = data["root"]
         return Plan(
-            algorithm=data["algorithm"],
-            collective=data["collective"],
-            size=data["size"],
-            num_chunks=data["num_chunks"],
-            stride=data["stride"],
-            slots=data["slots"],
+            **{name: data[name] for name in _PLAIN},
             connections=tuple(
                 Connection(a, x, b, y, tuple(path)) for a, x, b, y, path in data["connections"]
             ),
@@ -315,7 +298,6 @@ class Plan:
             ),
             trees=tuple(Tree(tuple(parent)) for parent in data["trees"]),
             detours=tuple(map(tuple, data["detours"])),
-            exclusive=data["exclusive"],
             root=tuple(map(tuple, root)) if isinstance(root, list) else root,
             notes=tuple(data["notes"]),
         )
@@ -328,13 +310,12 @@ class Plan:
         return found
 
     def encode(self, rank: int | None = None) -> NDArray[np.int32]:
-        """One rank's part (or all of it) as the int32 array that interpreter kernels read.
+        """Return the tracks of one rank, or of all, as the int32 array that interpreters read.
 
-        `[num_streams, num_phases]`, then a row of `num_phases + 1` code offsets for each track
-        (phase p is `code[offset[p]:offset[p + 1]]`, counted from the start of the array), then
-        the code: for each step `op, chunk, flag, source or -1, n, connection * n`. The flag is
-        `last + 2 * ahead` for a REDUCE; for SIGNAL and WAIT it is 1 at the connection's sender,
-        else 0.
+        The array is `[num_tracks, num_phases]`; a row of `num_phases + 1` offsets for each track
+        (phase p is `array[offset[p]:offset[p + 1]]`); and for each step `op, chunk, flag, source
+        or -1, n` and its n connections. The flag of a REDUCE is `last + 2 * ahead`; that of a
+        SIGNAL or a WAIT is 1 at the connection's sender, else 0.
         """
         mine = self.tracks if rank is None else self._tracks_of.get(rank, [])
         phases = max((len(s.phases) for s in mine), default=1)

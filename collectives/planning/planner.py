@@ -1,4 +1,4 @@
-"""Which plan for which message: `plan_allreduce`, `plan_collective`."""
+"""The choice of plans: `plan_allreduce`, `plan_collective` and what they compare."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS, Named, algorithm_for
-from linkweave.collectives.planning.algorithms.rooted_and_exchange import OTHERS, other_algorithm
+from linkweave.collectives.planning.collective import ALLREDUCE, COLLECTIVES, Root, check
 from linkweave.collectives.planning.cost import (
     LARGE,
     Pipeline,
@@ -16,60 +16,49 @@ from linkweave.collectives.planning.cost import (
     pipeline_of,
     simulated_seconds,
 )
-from linkweave.collectives.planning.fields import MOST_BYTES, MOST_CELLS, whole
-from linkweave.collectives.planning.floor import Floor, floor_of
-from linkweave.collectives.planning.goals import Root, blocks, check, parts
-from linkweave.collectives.planning.lower import MOST_SQUARED, Algorithm, Tuning, lower
+from linkweave.collectives.planning.limits import MOST_BYTES, MOST_CELLS
+from linkweave.collectives.planning.lower import MOST_SQUARED, Tuning, lower
+from linkweave.collectives.planning.lower_bound import LowerBound, lower_bound
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.planning.simulate import simulate
 from linkweave.collectives.planning.verify import shortened, verify
 from linkweave.collectives.planning.wellformed import check_form
 from linkweave.topology import Topology
+from linkweave.topology.checks import integer
 from linkweave.topology.timings import measured_seconds
 
-ALLREDUCE = "allreduce"
-_FOR_CLUSTERS = ("overlapped_double_tree", "recursive_doubling", "hierarchical",
-                 "hierarchical_ring")  # fmt: skip
-_LATER = 1.03
-_STEEP = 1.05  # of the least time: still more chunks are not tried
-_WORTH = 0.995  # of the time: a smaller gain ends the search for a number of chunks
+_QUEUE_SLACK = 1.03  # how much slower a plan for a gradient queue may be
+_STEEP = 1.05  # the search for a number of chunks ends at times so far above the best,
+_WORTH = 0.995  # and once a step improves the time by less
 
 
 def size_class(nbytes: int, unit: int = 1) -> int:
-    """The size that stands for messages of `nbytes`, in `unit` equal blocks: the least of eight to
-    an octave that is no smaller. Plans are made for it, and take the size itself at run time."""
+    """Return the size, of eight in each octave, that stands for messages of `nbytes`.
+
+    It is the smallest that is not below `nbytes`, in `unit` equal blocks. Plans are made for
+    classes of sizes, and take the size itself at run time.
+    """
     block = -(-nbytes // unit)
     step = 1 << max(0, (block - 1).bit_length() - 4)
     return -(-block // step) * step * unit
-
-
-@lru_cache(maxsize=128)
-def _algorithm(
-    topology: Topology, algorithm: Named, collective: str = ALLREDUCE, root: Root = 0
-) -> Algorithm:
-    if collective == ALLREDUCE:
-        return algorithm_for(algorithm, topology)
-    if isinstance(algorithm, str):
-        return other_algorithm(topology, collective, algorithm, root)
-    raise PlanError(f"a function makes an algorithm of an allreduce, not of {collective}")
 
 
 @lru_cache(maxsize=512)
 def _template(
     topology: Topology, algorithm: Named, collective: str = ALLREDUCE, root: Root = 0
 ) -> tuple[Plan, Pipeline]:
-    """A plan of one group of chunks, to be given its number of chunks, and its shape."""
-    program = _algorithm(topology, algorithm, collective, root)
+    """Return a plan of one group of chunks, and its pipeline."""
+    program = algorithm_for(algorithm, topology, collective, root)
     plan = lower(program, topology, Tuning(num_chunks=program.stride))
     return plan, pipeline_of(plan, topology)
 
 
 @lru_cache(maxsize=512)
-def _floor(topology: Topology, name: str, collective: str, root: Root) -> Floor:
-    program = _algorithm(topology, name, collective, root)
+def _bound(topology: Topology, name: str, collective: str, root: Root) -> LowerBound:
+    program = algorithm_for(name, topology, collective, root)
     if program.size * program.stride > MOST_CELLS:
         raise PlanError(f"a group of {program.stride} chunks of {name} is too large")
-    return floor_of(program, topology)
+    return lower_bound(program, topology)
 
 
 @lru_cache(maxsize=4096)
@@ -78,30 +67,40 @@ def _prove(topology: Topology, short: Plan) -> None:
 
 
 def proved(plan: Plan, topology: Topology) -> Plan:
-    """The plan, proved right: one proof serves all numbers of chunks that shorten to the same.
-    Raises PlanError."""
+    """Return the plan once it is verified; raises PlanError if it is wrong.
+
+    One proof, which is cached, serves all numbers of chunks that `shortened` maps to the same one.
+    """
     _prove(topology, shortened(plan))
     return plan
 
 
 def _able(topology: Topology, name: str, collective: str, root: Root) -> bool:
     try:
-        _floor(topology, name, collective, root)
+        _bound(topology, name, collective, root)
     except PlanError:
         return False
     return True
 
 
+def on_large_cluster(topology: Topology, collective: str = ALLREDUCE, root: Root = 0) -> bool:
+    """Return whether only algorithms that suit clusters are compared, as comparing takes long."""
+    return len(topology.gpus) > MOST_SQUARED and any(
+        entry.clusters == "only" and _able(topology, name, collective, root)
+        for name, entry in ALGORITHMS[collective].items()
+    )
+
+
 @lru_cache(maxsize=256)
 def candidates(topology: Topology, collective: str = ALLREDUCE, root: Root = 0) -> tuple[str, ...]:
-    """Names of the algorithms that this machine can run, in the order of preference.
+    """Return the names of the algorithms that this machine can run, in the order of preference.
 
-    On a cluster of more than 64 GPUs only those that suit one, as to compare takes its time.
+    On a cluster of more than 64 GPUs these are only the ones that suit clusters. Raises PlanError
+    if there are none.
     """
-    names = tuple(ALGORITHMS if collective == ALLREDUCE else OTHERS[collective])
-    large = len(topology.gpus) > MOST_SQUARED and collective == ALLREDUCE
-    if large and _able(topology, "hierarchical", collective, root):
-        names = _FOR_CLUSTERS
+    check(collective, len(topology.gpus), root)
+    few, known = on_large_cluster(topology, collective, root), ALGORITHMS[collective]
+    names = [name for name, entry in known.items() if not few or entry.clusters != "no"]
     able = tuple(name for name in names if _able(topology, name, collective, root))
     if not able:
         try:
@@ -114,29 +113,33 @@ def candidates(topology: Topology, collective: str = ALLREDUCE, root: Root = 0) 
 def predict(
     topology: Topology, nbytes: int, algorithm: Named, collective: str = ALLREDUCE, root: Root = 0
 ) -> tuple[float, int]:
-    """(seconds, chunks) of an algorithm at the number of chunks that is best for `size_class`.
+    """Return (seconds, chunks) of an algorithm with the number of chunks best for `size_class`.
 
-    Measured times (`Topology.timings`), between the sizes they are of; else the cost model's.
-    The closed forms where they are exact, or on CPU ranks; else, from where they point, the number
-    of chunks that simulates fastest; ties go to the fewest.
+    Measured times (`Topology.timings`) come first, interpolated between their sizes; then the
+    closed forms, if they are exact or the ranks share one memory; else the simulator, with the
+    number of chunks that simulates fastest in a search from where the closed forms point. Ties go
+    to the fewest chunks. Raises PlanError.
     """
-    of_class = size_class(nbytes, parts(collective, len(topology.gpus)))
+    of_class = _class_of(topology, nbytes, collective)
     seconds, chunks = _predicted(topology, of_class, algorithm, collective, root)
     if nbytes == of_class:
         return seconds, chunks
     if measured := _measured(topology, nbytes, algorithm, collective):
         return measured[0], chunks
     template, shape = _template(topology, algorithm, collective, root)
-    moved = template.volume(nbytes)
     if shape.exact or largest_chunk(topology) or not nbytes:
-        return shape.seconds(moved, chunks), chunks
+        return shape.seconds(template.volume(nbytes), chunks), chunks
     return simulated_seconds(template, topology, nbytes, chunks), chunks
+
+
+def _class_of(topology: Topology, nbytes: int, collective: str) -> int:
+    return size_class(nbytes, COLLECTIVES[collective].layout.parts(len(topology.gpus)))
 
 
 def _measured(
     topology: Topology, nbytes: int, algorithm: Named, collective: str
 ) -> tuple[float, int] | None:
-    if collective != ALLREDUCE or not isinstance(algorithm, str):
+    if not COLLECTIVES[collective].tunable or not isinstance(algorithm, str):
         return None
     return measured_seconds(topology.timings, algorithm, nbytes)
 
@@ -159,95 +162,91 @@ def _predicted(
         return simulated_seconds(template, topology, nbytes, count), count
 
     start = chunks / stride
-    # a single group has no next one to wait for: its time lies on no curve
-    best, quarter = at(1), len(template.connections) < LARGE
-    for factor in (0.25, 0.5, 1, 2, 4) if quarter else (0.5, 1, 2):
+    best = at(1)  # tried separately, as a single group waits for no other
+    small = len(template.connections) < LARGE
+    for factor in (0.25, 0.5, 1, 2, 4) if small else (0.5, 1, 2):
         best = min(best, then := at(start * factor))
         if factor >= 1 and then[0] > _STEEP * best[0]:
             break
-    for factor in (2.0, 0.5):  # and on, as long as it is worth it
+    for factor in (2.0, 0.5):
         while (then := at(best[1] / stride * factor)) < best:
-            small = then[0] > _WORTH * best[0]
+            ends = then[0] > _WORTH * best[0]
             best = then
-            if small:
+            if ends:
                 break
     return best
 
 
 def choose(
     topology: Topology, nbytes: int, collective: str = ALLREDUCE, root: Root = 0,
-    streamed: bool = False,
+    queued: bool = False,
 ) -> str:  # fmt: skip
-    """The algorithm with the least predicted time; the first named of equals.
+    """Return the algorithm with the least predicted time; of equals the first in the registry.
 
-    `streamed`: of those that take at most `_LATER` times as long, the one whose first chunk is
-    final first, as its layers are used while later ones are under way.
-
-    `LINKWEAVE_ALGORITHM` overrides the choice of an all-reduce's.
+    `queued` is for gradient queues, which use layers while later ones are in flight: of the
+    algorithms at most 3 % slower, it returns the one whose first chunk is final earliest.
+    `LINKWEAVE_ALGORITHM` overrides the choice of an all-reduce. Raises PlanError.
     """
-    forced = os.environ.get("LINKWEAVE_ALGORITHM")
-    if collective == ALLREDUCE and forced:
-        if forced not in ALGORITHMS:
+    forced, known = os.environ.get("LINKWEAVE_ALGORITHM"), COLLECTIVES[collective]
+    if known.tunable and forced:
+        if forced not in ALGORITHMS[collective]:
             raise PlanError(
                 f"LINKWEAVE_ALGORITHM={forced!r} is no algorithm; choose from "
-                + ", ".join(ALGORITHMS)
+                + ", ".join(ALGORITHMS[collective])
             )
         return forced
-    of_class = size_class(nbytes, parts(collective, len(topology.gpus)))
-    if streamed and nbytes and collective == ALLREDUCE:
-        return _earliest(topology, of_class)
+    of_class = _class_of(topology, nbytes, collective)
+    if queued and nbytes and known.symmetric:
+        return _earliest(topology, of_class, collective)
     return _fastest(topology, of_class, collective, root)
 
 
 @lru_cache(maxsize=4096)
-def _earliest(topology: Topology, nbytes: int) -> str:
-    fastest = _fastest(topology, nbytes, ALLREDUCE, 0)
-    most = predict(topology, nbytes, fastest)[0] * _LATER
-    names = [n for n in candidates(topology) if predict(topology, nbytes, n)[0] <= most]
+def _earliest(topology: Topology, nbytes: int, collective: str) -> str:
+    def seconds(name: str) -> float:
+        return predict(topology, nbytes, name, collective)[0]
 
     def first(name: str) -> float:
-        template, _ = _template(topology, name, ALLREDUCE, 0)
-        chunks = predict(topology, nbytes, name)[1]
-        return simulate(template.with_chunks(chunks), topology, nbytes).first_chunk_seconds
+        chunks = predict(topology, nbytes, name, collective)[1]
+        plan = _template(topology, name, collective)[0].with_chunks(chunks)
+        return simulate(plan, topology, nbytes).first_chunk_seconds
 
-    return min(names, key=first)
+    most = seconds(_fastest(topology, nbytes, collective, 0)) * _QUEUE_SLACK
+    return min((n for n in candidates(topology, collective) if seconds(n) <= most), key=first)
 
 
 @lru_cache(maxsize=4096)
 def _fastest(topology: Topology, nbytes: int, collective: str, root: Root) -> str:
-    """The most promising first; what cannot be as fast is not made a plan, or not simulated.
+    """Return the fastest candidate, or if some have been measured at this size, the fastest of
+    those.
 
-    Where some algorithms have been measured at this size, the fastest of those.
+    The most promising one is predicted first; the others are lowered, and simulated, only while
+    their lower bounds leave them a chance.
     """
     names = candidates(topology, collective, root)
-    if collective == ALLREDUCE and topology.timings:
-        timed = [n for n in names if measured_seconds(topology.timings, n, nbytes)]
-        if timed:
-            return min(timed, key=lambda name: predict(topology, nbytes, name)[0])
-    size = len(topology.gpus)
-    moved = nbytes * blocks(collective, size) // parts(collective, size)
-    floors = {name: _floor(topology, name, collective, root) for name in names}
 
-    def timed_at(name: str) -> tuple[float, int]:
-        return predict(topology, nbytes, name, collective, root)[0], names.index(name)
+    def seconds(name: str) -> float:
+        return predict(topology, nbytes, name, collective, root)[0]
 
-    best = timed_at(min(names, key=lambda name: floors[name].guess(moved)))
-    left = [name for name in names if floors[name].seconds(moved) <= best[0]]
+    if timed := [name for name in names if _measured(topology, nbytes, name, collective)]:
+        return min(timed, key=seconds)
+    moved = COLLECTIVES[collective].volume(len(topology.gpus), nbytes)
+    bounds = {name: _bound(topology, name, collective, root) for name in names}
+    first = min(names, key=lambda name: bounds[name].guess(moved))
+    best = seconds(first), names.index(first)
+    left = [name for name in names if bounds[name].seconds(moved) <= best[0]]
     shapes = {name: _template(topology, name, collective, root)[1] for name in left}
-    least = {
-        name: max(floors[name].seconds(moved), shape.load * moved) for name, shape in shapes.items()
-    }
     estimate = {n: shape.seconds(moved, shape.best_chunks(moved)) for n, shape in shapes.items()}
     for name in sorted(left, key=lambda n: estimate[n]):
-        if least[name] <= best[0]:
-            best = min(best, timed_at(name))
+        if max(bounds[name].seconds(moved), shapes[name].load * moved) <= best[0]:
+            best = min(best, (seconds(name), names.index(name)))
     return names[best[1]]
 
 
 def ranked(
     topology: Topology, nbytes: int, collective: str = ALLREDUCE, root: Root = 0
 ) -> tuple[str, ...]:
-    """All that this machine can run, the least predicted time first."""
+    """Return all candidates in the order of their predicted times."""
     names = candidates(topology, collective, root)
     return tuple(sorted(names, key=lambda n: predict(topology, nbytes, n, collective, root)[0]))
 
@@ -255,39 +254,39 @@ def ranked(
 def plan_allreduce(
     topology: Topology, nbytes: int, algorithm: Named = "auto", num_chunks: int | None = None
 ) -> Plan:
-    """A verified all-reduce plan for a message of `nbytes` on this topology.
+    """Return a verified all-reduce plan for a message of `nbytes` on this topology.
 
-    `algorithm`: a name, or a function of a topology that returns an `Algorithm`
-    (`planning.algorithms` has examples). `num_chunks` (the total over all trees) is chosen by the
-    cost model where it is None. Pure (but for `LINKWEAVE_ALGORITHM`) and cached. Raises PlanError
-    for an unknown algorithm, one that the machine cannot run, or sizes that make no sense.
+    `algorithm` is a name, or a function of a topology that returns an `Algorithm`
+    (`planning.algorithms` has examples). `num_chunks` is the total over all trees; by default the
+    cost model chooses it. The result is cached and depends only on the arguments and on
+    `LINKWEAVE_ALGORITHM`. Raises PlanError for an unknown algorithm, one that the machine cannot
+    run, and numbers out of range.
     """
     return plan_collective(ALLREDUCE, topology, nbytes, 0, algorithm, num_chunks)
 
 
 def plan_collective(
     collective: str, topology: Topology, nbytes: int, root: Root = 0, algorithm: Named = "auto",
-    num_chunks: int | None = None, streamed: bool = False,
+    num_chunks: int | None = None, queued: bool = False,
 ) -> Plan:  # fmt: skip
-    """A verified plan of any collective (`planning.goals`), by `plan_allreduce`'s algorithms or
-    those of `planning.others`.
+    """Return a verified plan of any collective in `planning.collective`, as `plan_allreduce` does.
 
-    `nbytes` is the rank's whole buffer, as in nccl-tests: what is broadcast or reduced; all P
-    blocks of an all-gather's result, of what a reduce-scatter takes, of what a rank sends in an
-    all-to-all (then a multiple of P); what a sendrecv sends. `root` matters to broadcast and
-    reduce; of a sendrecv it is its pairs. `streamed`: see `choose`. Plans are made for classes of
-    sizes (`size_class`). Pure and cached. Raises PlanError as `plan_allreduce` does.
+    `nbytes` is the rank's whole buffer, as in nccl-tests: the message of a broadcast, a reduce or
+    a sendrecv; all P blocks of an all-gather's result, of a reduce-scatter's input, or of what a
+    rank sends in an all-to-all (a multiple of P). `root` is the rank of a broadcast's or a reduce's
+    root, or the pairs of a sendrecv. `queued`: see `choose`. The number of chunks is chosen for a
+    class of sizes (`size_class`). Raises PlanError.
     """
-    whole(nbytes, "nbytes", 0, MOST_BYTES)
+    nbytes = integer(nbytes, "nbytes", 0, MOST_BYTES, PlanError)
     size = len(topology.gpus)
-    check(collective, size, root)
-    if nbytes % parts(collective, size):
+    root = check(collective, size, root)
+    if nbytes % COLLECTIVES[collective].layout.parts(size):
         raise PlanError(
             f"{collective} over {size} ranks needs {size} equal blocks; {nbytes} bytes cannot be "
             f"split into {size}"
         )
     if algorithm == "auto":
-        algorithm = choose(topology, nbytes, collective, root, streamed)
+        algorithm = choose(topology, nbytes, collective, root, queued)
     template, _ = _template(topology, algorithm, collective, root)
     if num_chunks is None:
         num_chunks = predict(topology, nbytes, algorithm, collective, root)[1]
@@ -295,7 +294,7 @@ def plan_collective(
 
 
 def adopt(plan: Plan, topology: Topology) -> Plan:
-    """A plan made elsewhere, by hand or from JSON, if it is right here. Raises PlanError."""
+    """Return a plan made elsewhere, by hand or from JSON, once verified. Raises PlanError."""
     if plan.size != len(topology.gpus):
         raise PlanError(
             f"the plan is for {plan.size} ranks; {topology.name} has {len(topology.gpus)} GPUs"

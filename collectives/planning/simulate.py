@@ -1,4 +1,4 @@
-"""The simulator: when each step of a plan happens on the modelled wires."""
+"""The simulator: when each step of a plan happens on the modelled links."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linkweave.collectives.errors import PlanError
-from linkweave.collectives.planning.fields import MOST_BYTES, whole
+from linkweave.collectives.planning.limits import MOST_BYTES
 from linkweave.collectives.planning.plan import Op, Plan
 from linkweave.kernels.plan.timeline import compiled_play, play
 from linkweave.topology import Topology, Vertex
+from linkweave.topology.checks import integer
 
-_MOST_SENDS = 1 << 25  # a gigabyte of results
-_SHORT = 40_000  # steps: beyond, the loop is compiled even if Numba must be loaded for it
+_MOST_SENDS = 1 << 25  # which fill a gigabyte with results
+_SHORT = 40_000  # steps; for more, importing Numba to compile the loop pays off
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """One chunk crossing one connection: it holds its track to `end`, its links to `free`."""
+    """One chunk on one connection: it occupies its track until `end`, its links until `free`."""
 
     connection: int
     chunk: int
@@ -37,7 +38,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated run; times in seconds."""
+    """A simulated run; all times are in seconds."""
 
     plan: Plan
     nbytes: int
@@ -45,7 +46,7 @@ class Timeline:
     first_chunk_by_rank: tuple[float, ...]
     busy: dict[tuple[Vertex, Vertex], float] = field(repr=False)
     rows: tuple[NDArray[Any], ...] = field(repr=False, compare=False)
-    """The fields of all sends, one array each, in order of their start."""
+    """One array for each field of `Send`, in the order in which the sends start."""
 
     @cached_property
     def sends(self) -> tuple[Send, ...]:
@@ -53,21 +54,21 @@ class Timeline:
 
     @property
     def algbw(self) -> float:
-        """Bytes of the message over the time, bytes/s (0 where nothing moves)."""
+        """The message's bytes divided by the time, in bytes/s (0 if nothing moves)."""
         return self.nbytes / self.seconds if self.seconds else 0.0
 
     @property
     def first_chunk_seconds(self) -> float:
-        """When chunk 0 is final on the last rank: the gradient turnaround time."""
+        """When chunk 0 is final on all ranks: the gradient turnaround time."""
         return max(self.first_chunk_by_rank)
 
     @property
     def utilisation(self) -> dict[tuple[Vertex, Vertex], float]:
-        """For each directed link, the share of its physical links' time that carries bytes."""
+        """For each directed link, the share of the time in which its physical links carry bytes."""
         return {k: (b / self.seconds if self.seconds else 0.0) for k, b in self.busy.items()}
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Chrome trace JSON (chrome://tracing, Perfetto): a row for each connection's wire time."""
+        """Write Chrome trace JSON (chrome://tracing, Perfetto) with one row for each connection."""
         events: list[dict[str, object]] = [
             {"ph": "M", "name": "process_name", "pid": 0,
              "args": {"name": f"{self.plan.algorithm}, {self.nbytes} bytes"}},
@@ -89,21 +90,22 @@ class Timeline:
 
 
 def simulate(plan: Plan, topology: Topology, nbytes: int, alpha_s: float | None = None) -> Timeline:
-    """The time of a verified plan for a message of `nbytes`.
+    """Simulate a verified plan for a message of `nbytes`.
 
     A send starts when its track and one strand (`Link.parallel`) of every link on its path are
-    free. It holds the track for alpha + bytes/bandwidth, and each strand for bytes/bandwidth. Where
-    a link has a strand for every connection, each has its own; otherwise connection i of a link
-    takes strand i mod strands, first come first served. A switch's port is one strand, as wide as
-    all its links.
-    A send to several connections starts on each as that one is free and holds its track until the
-    last is over; it crosses a link into common memory once (`Link.stores`) and any other link once
-    for each. Signals and arithmetic take no time. Deterministic: long plans, and all where Numba
-    is loaded, are carried out by machine code, to the same bits. `alpha_s` stands in for the links'
-    latencies. Raises PlanError where the plan hangs, takes too many sends or the topology lacks a
-    link.
+    free. It occupies the track for alpha + bytes/bandwidth seconds, and each strand for
+    bytes/bandwidth. If a link has enough strands, each connection has its own; otherwise connection
+    i of the link takes strand i mod strands, first come first served. The port of a switch is one
+    strand with the bandwidth of all its links.
+
+    A send to several connections starts on each of them as it becomes free, and occupies its track
+    until the last ends; it crosses a link into common memory (`Link.stores`) once, and any other
+    link once for each connection. Signals and arithmetic take no time. The result is deterministic:
+    compiled code, which runs long plans and all plans once Numba is loaded, gives the same bits.
+    `alpha_s` (s) replaces the latencies of the links. Raises PlanError if the plan hangs or has too
+    many sends, or if the topology lacks a link.
     """
-    whole(nbytes, "nbytes", 0, MOST_BYTES)
+    nbytes = integer(nbytes, "nbytes", 0, MOST_BYTES, PlanError)
     layout = _layout(plan.with_chunks(plan.stride), topology)
     if layout.sends * plan.groups > _MOST_SENDS:
         raise PlanError(
@@ -114,7 +116,7 @@ def simulate(plan: Plan, topology: Topology, nbytes: int, alpha_s: float | None 
 
 
 def _compiled(steps: int) -> bool:
-    """Whether machine code is worth it: always where Numba is there, else for long plans."""
+    """Return whether to run compiled code: for long plans, and always once Numba is loaded."""
     return steps > _SHORT or "numba" in sys.modules
 
 
@@ -155,29 +157,29 @@ def _simulate(
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What a simulation needs of a plan and its links, however many groups of chunks there are."""
+    """What a simulation needs to know of a plan and its links, for any number of groups."""
 
     code: NDArray[Any]
     ranks: NDArray[Any]
     steps: int
     sends: int
     signals: NDArray[Any]
-    """For each connection's two queues, the signals of one group."""
+    """The signals of one group for each of a connection's two counters."""
     free: NDArray[Any]
-    """For each connection, the slots that are free from the start."""
+    """For each connection, the slots that are free at the start."""
     stored: NDArray[Any]
-    """For each track, the most links into common memory of one send."""
+    """For each track, the largest number of links into common memory of one send."""
     links: tuple[tuple[Vertex, Vertex], ...]
     strands: int
     wires: tuple[NDArray[Any], ...]
-    """Arguments of `kernels.timeline.play`, from `strand_at` to `per_byte`."""
+    """The arguments of `kernels.plan.timeline.play` from `strand_at` to `per_byte`."""
     alpha: NDArray[Any]
 
 
 @lru_cache(maxsize=64)
 def _layout(plan: Plan, topology: Topology) -> _Layout:
     number: dict[tuple[Vertex, Vertex], int] = {}
-    known: list[tuple[int, bool, float, float]] = []  # of each link: strands, stores, s/byte, alpha
+    known: list[tuple[int, bool, float, float]] = []  # strands, stores, s/byte, alpha of links
     strand_number: dict[tuple[int, int], int] = {}
     taken: dict[int, int] = defaultdict(int)
     count, stores = [], []
@@ -236,5 +238,5 @@ def _layout(plan: Plan, topology: Topology) -> _Layout:
 
 
 def _starts(counts: NDArray[Any]) -> NDArray[np.int64]:
-    """Where each of the parts begins that lie one behind another, and where the last ends."""
+    """Return the offsets of consecutive parts, and the end of the last one."""
     return np.concatenate(([0], np.cumsum(counts))).astype(np.int64)

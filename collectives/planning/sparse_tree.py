@@ -1,7 +1,7 @@
-"""gTop-k's tree of merges on a real machine, and what sparse all-reduces are predicted to take.
+"""The merge tree of gTop-k on a machine, and the predicted times of sparse all-reduces.
 
 Source: Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for
-Low Bandwidth Networks", algorithm 3 (whose pairs of ranks 1, 2, 4, ... apart are a binomial tree)
+Low Bandwidth Networks", algorithm 3 (its pairs of ranks 1, 2, 4, ... apart form a binomial tree)
 and equations 5 to 7.
 """
 
@@ -20,23 +20,26 @@ from linkweave.collectives.planning.planner import plan_allreduce, predict, rank
 from linkweave.topology import Topology
 
 INDEX = 4
-"""Bytes of an entry's index on the wire, beside its value."""
+"""Bytes of an entry's index in a message."""
 
 MOST_ROOTS = 64
-"""Ranks up to which every one of them is tried as the root."""
+"""The most ranks for which every rank is tried as the root."""
 
 Round = tuple[tuple[int, int], ...]
 
 
 def binomial_tree(size: int) -> Tree:
-    """Rank r sends to r without its lowest bit, for any size; rank 0 is the root."""
+    """Return the tree, for any size, in which the parent of r is r without its lowest set bit."""
     return Tree(tuple(r & (r - 1) for r in range(size)))
 
 
 @lru_cache(maxsize=256)
 def rounds(tree: Tree) -> tuple[Round, ...]:
-    """(child, parent) pairs of each round: a rank merges one child at a time, the first that is
-    complete first, and sends when it has merged all."""
+    """Return the (child, parent) pairs of each round.
+
+    A rank merges one child at a time, in the order in which they are complete, and sends to its
+    parent when it has merged all.
+    """
     ready: dict[int, int] = {}
     found: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for rank in reversed(tree.top_down):
@@ -51,14 +54,14 @@ def rounds(tree: Tree) -> tuple[Round, ...]:
 
 @lru_cache(maxsize=256)
 def merge_tree(topology: Topology, nbytes: int) -> Tree:
-    """The tree over which ranks merge vectors of `nbytes` soonest: the binomial one, which has the
-    fewest rounds, or where its hops are slow one of the planner's trees of shortest ways.
+    """Return the tree over which ranks merge vectors of `nbytes` fastest.
 
-    Raises PlanError where ranks are not joined.
+    That is the binomial tree, which has the fewest rounds, or if its hops are slow, one of the
+    planner's trees of shortest paths. Raises PlanError if the links do not connect the ranks.
     """
     size = len(topology.gpus)
     trees = [binomial_tree(size)]
-    if not topology.on_memory and size > 2:  # on one memory all hops are alike
+    if not topology.on_memory and size > 2:  # on one memory all hops are equal
         roots = range(size if size <= MOST_ROOTS else 1)
         for levels in shortest_trees(topology, range(size), roots):
             above = {kid: up for level in levels for up, kids in level.items() for kid in kids}
@@ -67,12 +70,12 @@ def merge_tree(topology: Topology, nbytes: int) -> Tree:
 
 
 def _up(topology: Topology, tree: Tree, nbytes: int) -> float:
-    """Seconds from the leaves to the root."""
+    """Return the seconds from the leaves to the root."""
     return sum(max(_hop(topology, *pair, nbytes) for pair in pairs) for pairs in rounds(tree))
 
 
 def _hop(topology: Topology, child: int, parent: int, nbytes: int) -> float:
-    """Seconds over switches, or else over one rank between."""
+    """Return the seconds of a hop over switches, or if there is none, over one other rank."""
     a, b = topology.gpus[child], topology.gpus[parent]
     over = (_direct(topology, a, v, nbytes) + _direct(topology, v, b, nbytes)
             for v in topology.gpus if v not in (a, b))  # fmt: skip
@@ -81,14 +84,15 @@ def _hop(topology: Topology, child: int, parent: int, nbytes: int) -> float:
 
 
 def _direct(topology: Topology, a: int, b: int, nbytes: int) -> float:
-    if not (way := topology.hops.get((a, b))):
+    if not (path := topology.hops.get((a, b))):
         return math.inf
-    links = [topology.by_ends[ends] for ends in zip(way, way[1:], strict=False)]
+    links = [topology.by_ends[ends] for ends in zip(path, path[1:], strict=False)]
     slowest = min(link.count * link.bandwidth for link in links)
     return max(link.latency_us for link in links) * 1e-6 + nbytes / slowest
 
 
 def _best(topology: Topology, nbytes: int, kind: str, root: int = 0) -> float:
+    """Return the predicted seconds of a collective; infinity if there is no plan."""
     try:
         return predict(topology, nbytes, ranked(topology, nbytes, kind, root)[0], kind, root)[0]
     except PlanError:
@@ -97,8 +101,8 @@ def _best(topology: Topology, nbytes: int, kind: str, root: int = 0) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """One way to sum sparse vectors: seconds as planned on this map, and by the paper's equation
-    with the start-up and the bandwidth of the links that the dense plan uses."""
+    """One mode of a sparse all-reduce: its seconds as planned on this machine, and by the paper's
+    equation with the start-up and the bandwidth of the links that the dense plan uses."""
 
     mode: str
     seconds: float
@@ -108,9 +112,11 @@ class Sparse:
 
 @lru_cache(maxsize=256)
 def sparse_costs(topology: Topology, numel: int, k: int, item: int = 4) -> tuple[Sparse, ...]:
-    """gTop-k, top-k by all-gather and dense, for k entries a rank of `numel` elements, values of
-    `item` bytes on the wire (dense: of 4); the fastest first. What merging takes is left out.
-    Infinite where there is no plan."""
+    """Return the cost of gTop-k, top-k by all-gather and dense, in the order of their times.
+
+    Each rank has k entries of `numel` elements, with values of `item` bytes in messages (4 for
+    dense). The time to merge is left out. A mode without a plan takes infinitely long.
+    """
     size = len(topology.gpus)
     if size == 1:
         return tuple(Sparse(m, 0.0, e, 0.0) for m, e in (("gtopk", 7), ("topk", 6), ("dense", 5)))
@@ -118,12 +124,13 @@ def sparse_costs(topology: Topology, numel: int, k: int, item: int = 4) -> tuple
     tree = merge_tree(topology, sparse)
     up, down = _up(topology, tree, sparse), _best(topology, sparse, "broadcast", tree.root)
     shape = pipeline_of(plan_allreduce(topology, dense), topology)
-    a, rise = shape.alpha_s, math.log2(size)
-    one, all_of_it = sparse / shape.bandwidth, dense / shape.bandwidth
+    a, levels = shape.alpha_s, math.log2(size)
+    one, whole = sparse / shape.bandwidth, dense / shape.bandwidth
     found = [
-        Sparse("gtopk", up + down, 7, 2 * rise * (a + one)),
-        Sparse("topk", _best(topology, sparse * size, "allgather"), 6, rise * a + (size - 1) * one),
+        Sparse("gtopk", up + down, 7, 2 * levels * (a + one)),
+        Sparse("topk", _best(topology, sparse * size, "allgather"), 6,
+               levels * a + (size - 1) * one),
         Sparse("dense", _best(topology, dense, "allreduce"), 5,
-               2 * (size - 1) * (a + all_of_it / size)),
+               2 * (size - 1) * (a + whole / size)),
     ]  # fmt: skip
     return tuple(sorted(found, key=lambda row: row.seconds))

@@ -1,14 +1,13 @@
-"""`verify`: a plan is proved right before it is ever run."""
+"""`verify`: the proof that a plan is right, before it runs."""
 
 from __future__ import annotations
 
 from collections import deque
 
 from linkweave.collectives.errors import PlanError
-from linkweave.collectives.planning.access import origins, pushed, pushes, step_id
-from linkweave.collectives.planning.execute_order import Visit, walk
-from linkweave.collectives.planning.goals import goal, start
+from linkweave.collectives.planning.dataflow import origins, pushed, pushes, step_id
 from linkweave.collectives.planning.plan import Op, Plan
+from linkweave.collectives.planning.walk import Visit, walk
 from linkweave.collectives.planning.wellformed import MOST_WALKED, check_form, check_links, repeats
 from linkweave.topology import Topology
 
@@ -18,31 +17,31 @@ _FEW = 8  # slots
 def verify(plan: Plan, topology: Topology, expand: bool = False) -> None:
     """Raise PlanError unless the plan is right on this topology.
 
-    1. Contributions: every rank ends with what the collective promises it (`planning.goals`), and
-       nothing else in it; of an all-reduce, with every chunk combined exactly once over all ranks,
-       in one order on all of them, so that they have the same bits whatever the data and operator.
-    2. Links: every connection runs over an existing hop, through switches only; where the plan
-       claims exclusive links, none carries more connections than it has physical links.
-    3. Pairing and progress: no access without the WAIT that guards it, every signal waited for,
-       no deadlock with the plan's number of slots.
-    4. Happens-before: of two accesses to one chunk of a rank, or to one slot, of which one writes,
-       one is ordered before the other by signals. Of slots this follows from 3: the k-th write
-       comes after as many waits for a free slot, the k-th read after as many for data, and each
-       signal after the access it tells of. Of chunks, every signal carries what has been done to
-       its chunk so far, and every access asks whether it knows of the one before. (So order that
-       only a signal of another chunk gives does not count: stricter than need be.) That the
-       caller fills the buffer first is an access like any other; that it gets the buffer back
-       when its rank's tracks have ended comes after all of them, as no others touch it.
+    1. Contributions: every rank ends with exactly what the collective promises it
+       (`planning.collective`). In an all-reduce every chunk is combined exactly once over all
+       ranks, and in the same order on all ranks, so that they get the same bits with any data and
+       operator.
+    2. Links: every connection runs over one existing hop, through switches only. If the plan claims
+       exclusive links, no link carries more connections than it has physical links.
+    3. Pairing and progress: every access has the WAIT that guards it, every signal is waited for,
+       and the plan does not deadlock with its number of slots.
+    4. Happens-before: if two tracks access a chunk of a rank, or a slot, and one of them writes,
+       signals order the accesses. For slots this follows from 3: the k-th write comes after as many
+       waits for a free slot, the k-th read after as many waits for data, and each signal after the
+       access that it announces. For chunks, each signal carries what has been done to its chunk so
+       far, and each access checks that its track knows of the access before. (Order that only a
+       signal for another chunk provides does not count, which is stricter than necessary.) The
+       caller's filling of the buffer is the first access; the caller gets the buffer back when the
+       tracks of its rank have ended, and no other tracks access it.
 
-    **Long plans** are walked for a few groups of chunks only (all of them with `expand`). Every
-    group repeats the same steps, and a step of group g waits for signals of group g (data, order
-    within a rank) or of group g - slots (a free slot) and for nothing else: so the order between
-    two accesses depends on the difference of their groups, not on g. `slots + 2` groups contain
-    every such difference up to the reuse of a slot, after which slots, counters and waits are
-    those of a group before, shifted. The walk keeps the number of chunks modulo the stride, so a
-    last group that is cut short is walked as it is. A plan whose groups do not pair their signals
-    with waits of the same group, or that signals in a later phase than it waits, is walked in full
-    (`form.repeats`).
+    Of a long plan only a few groups of chunks are walked (all of them with `expand`). Every group
+    repeats the same steps. A step of group g waits only for signals of group g (data, order within
+    a rank) and of group g - slots (a free slot), so the order of two accesses depends on the
+    difference of their groups, not on g. `slots + 2` groups contain every such difference up to the
+    reuse of a slot; from there on everything repeats. The walk keeps the number of chunks modulo
+    the stride, and so a last group that is incomplete. A plan whose groups do not pair signals with
+    waits of the same group, or that signals in a later phase than it waits, is walked in full
+    (`wellformed.repeats`).
     """
     check_form(plan)
     check_links(plan, topology)
@@ -50,51 +49,51 @@ def verify(plan: Plan, topology: Topology, expand: bool = False) -> None:
 
 
 def prove(plan: Plan, expand: bool = False) -> None:
-    """`verify` of a plan whose connections are known to be right."""
+    """Do the part of `verify` that depends neither on the form nor on the topology."""
     _Proof(plan if expand else shortened(plan)).run()
-    if plan.num_chunks < plan.stride:  # what looks at a whole group relies on it
+    if plan.num_chunks < plan.stride:  # the analyses in `dataflow` rely on a whole group
         _Proof(plan.with_chunks(plan.stride)).run()
 
 
 def shortened(plan: Plan) -> Plan:
-    """The plan on the fewest chunks that prove it for all (see `verify`).
+    """Return the plan on the fewest chunks that prove it for all (see `verify`).
 
-    Raises PlanError where there is no short form and the plan is too long to be walked in full.
+    Raises PlanError if there is no short form and the plan is too long to be walked in full.
     """
     enough = plan.stride * (plan.slots + 2)
     if plan.num_chunks <= enough + plan.stride:
         groups, rest = divmod(plan.num_chunks, plan.stride)
-        few = plan.slots <= _FEW and has_one_phase(plan)  # else a longer proof costs too much
+        few = plan.slots <= _FEW and has_one_phase(plan)  # else the longer proof costs too much
         one_for_all = groups > 1 and not rest and few and repeats(plan)
         return plan.with_chunks(enough) if one_for_all else plan
     if not repeats(plan):
         steps = plan.groups * sum(len(body) for s in plan.tracks for body in s.phases)
         if steps > MOST_WALKED:
             raise PlanError(
-                "groups whose signals and waits do not pair within each are proved one by one: "
-                f"at most {MOST_WALKED} steps in all, not {steps}"
+                "the signals and waits of a group do not pair, so all groups must be walked: "
+                f"at most {MOST_WALKED} steps, not {steps}"
             )
         return plan
     return plan.with_chunks(enough + (plan.num_chunks - enough) % plan.stride)
 
 
 def has_one_phase(plan: Plan) -> bool:
-    """Whether every track does all its work in one phase."""
+    """Return whether every track has at most one phase."""
     return all(len(track.phases) <= 1 for track in plan.tracks)
 
 
 def races(plan: Plan, direct: bool = False, pushing: bool = False) -> list[str]:
-    """Unordered pairs of accesses, in words; empty if there are none.
+    """Return descriptions of all unordered pairs of accesses.
 
     With `pushing`, a SEND to COPYs writes the receivers' chunks, and the COPYs do nothing (see
-    `touches.pushes`), as ranks may do that see each other's buffers. Such a write is over when the
-    receiver's tracks have ended, as the COPY stands behind the WAIT for it. An access to the chunk
-    between the two counts as a race: it would see the new value too early.
+    `dataflow.pushes`), as on ranks that can access each other's buffers. The write is over when the
+    receiver's tracks have ended, because the COPY comes after the WAIT for it. An access to the
+    chunk between the SEND and the COPY is a race: it would see the new value too early.
 
-    With `direct`, no slots are used, which is how ranks on one memory may run a plan: a REDUCE
-    reads the chunks it is sent where they lie, a SEND to a COPY writes the receiver's chunk, and
-    the COPY does nothing (see `plan.pushed`). Then a caller must not get its buffer back before
-    the tracks of all ranks have ended.
+    With `direct`, no slots are used, as on ranks that share one memory: a REDUCE reads its
+    operands in their senders' buffers, a SEND to a COPY writes the receiver's chunk, and the COPY
+    does nothing (see `dataflow.pushed`). The caller must then not get its buffer back before the
+    tracks of all ranks have ended.
     """
     proof = _Proof(shortened(plan), direct, pushing)
     walk(proof.plan, proof.visit, sync=proof.sync)
@@ -102,19 +101,19 @@ def races(plan: Plan, direct: bool = False, pushing: bool = False) -> list[str]:
 
 
 _Cell = tuple[int, int]  # (rank, chunk)
-_Access = tuple[int, Visit | str]  # its bit among the accesses to this chunk of any rank; words
+_Access = tuple[int, Visit | str]  # its bit among the accesses to this chunk; a description
 
 
 class _Values:
-    """What chunks and slots hold, as numbers: those of one number have the same bits.
+    """The values of chunks and slots, numbered so that equal numbers mean equal bits.
 
-    Number r is what rank r gives, P + r its other data. The value of a REDUCE is its operands' in
-    their order: as each is rounded once, one of three operands is not two of two; and min and max
-    of 0 and -0 depend on the order of even two.
+    Number r is what rank r contributes, P + r its other data. The value of a REDUCE is the tuple of
+    its operands: a REDUCE rounds once, so one with three operands differs from two with two, and
+    the min and max of 0 and -0 depend on the order even of two operands.
     """
 
     def __init__(self, size: int) -> None:
-        self.ranks = [1 << r for r in range(2 * size)]  # that each contains, as in `goals`
+        self.ranks = [1 << r for r in range(2 * size)]  # the contributions in each value
         self.known: dict[tuple[int, ...], int] = {}
 
     def combined(self, operands: tuple[int, ...], ranks: int) -> int:
@@ -125,10 +124,10 @@ class _Values:
 
 
 class _Proof:
-    """Contributions and happens-before, moved along one walk.
+    """Contributions and happens-before, tracked along one walk.
 
-    Which order the walk takes does not matter: counters only grow, each has one writer and one
-    reader, and the k-th wait always takes the k-th signal, so the same is known everywhere.
+    The order of the walk does not matter: counters only grow, each has one writer and one reader,
+    and the k-th wait always takes the k-th signal.
     """
 
     def __init__(self, plan: Plan, direct: bool = False, pushing: bool = False) -> None:
@@ -138,16 +137,16 @@ class _Proof:
         self.pushes = pushes(plan) if pushing else frozenset()
         size, n = plan.size, len(plan.connections)
         self.everyone = (1 << size) - 1
-        # accesses to each chunk so far, of all ranks; the first are the callers' filling
+        # accesses to each chunk so far, on all ranks; the first are those of the callers
         self.accesses = [size] * plan.num_chunks
-        # for each track and chunk, the accesses known to be over, as bits
+        # for each track and chunk, the accesses known to be over, as a set of bits
         self.known: list[dict[int, int]] = [{} for _ in plan.tracks]
         self.ready: list[deque[tuple[int, int]]] = [deque() for _ in range(n)]
         self.free: list[deque[tuple[int, int]]] = [deque() for _ in range(n)]
         self.unused = [plan.slots] * n
         self.values = _Values(size)
-        self.holds: dict[_Cell, int] = {}  # that tracks have written
-        self.slot: dict[tuple[int, int], tuple[int, int]] = {}  # what it holds, of which chunk
+        self.holds: dict[_Cell, int] = {}  # the values that tracks have written
+        self.slot: dict[tuple[int, int], tuple[int, int]] = {}  # value and chunk in each slot
         self.wrote: dict[_Cell, _Access] = {}
         self.read: dict[_Cell, list[_Access]] = {}
         self.origin: dict[tuple[int, int], tuple[_Cell, _Access]] = {}
@@ -166,9 +165,9 @@ class _Proof:
         plan, ranks = self.plan, self.values.ranks
         touched = {chunk for _, chunk in self.holds}
         for c in sorted(touched.union(range(min(plan.stride, plan.num_chunks)))):
-            first: dict[int, tuple[int, int]] = {}  # for what is wanted: who has it, and its value
+            first: dict[int, tuple[int, int]] = {}  # by goal: a rank that has it, and its value
             for r in range(plan.size):
-                wanted = goal(plan.collective, plan.size, plan.root, r, c % plan.stride)
+                wanted = plan.definition.goal(plan.size, plan.root, r, c % plan.stride)
                 if wanted is None:
                     continue
                 value = self.value(r, c)
@@ -185,13 +184,13 @@ class _Proof:
                     )
 
     def value(self, rank: int, chunk: int) -> int:
-        """The number of what a rank's chunk holds."""
+        """Return the number of the value in a rank's chunk."""
         value = self.holds.get((rank, chunk))
         if value is not None:
             return value
         plan = self.plan
-        held = start(plan.collective, plan.size, plan.root, rank, chunk % plan.stride)
-        return held.bit_length() - 1
+        start = plan.definition.start(plan.size, plan.root, rank, chunk % plan.stride)
+        return start.bit_length() - 1
 
     def words(self, mask: int) -> str:
         size = self.plan.size
@@ -200,12 +199,12 @@ class _Proof:
         return f"ranks {counted}" + (f" and other data of ranks {others}" if others else "")
 
     def writer(self, cell: _Cell) -> _Access:
-        """The last write to a chunk; at first, that of the caller who filled it."""
+        """Return the last write to a chunk, at first by its caller."""
         rank, chunk = cell
         return self.wrote.get(cell) or (rank, f"the caller of rank {rank} fills chunk {chunk}")
 
     def knows(self, index: int, chunk: int) -> int:
-        """What a track knows of a chunk; at first, that its own caller has filled it."""
+        """Return the accesses to a chunk that a track knows of, at first that of its caller."""
         return self.known[index].get(chunk) or 1 << self.plan.tracks[index].rank
 
     def touch(self, cell: _Cell, visit: Visit, write: bool) -> None:
@@ -227,7 +226,7 @@ class _Proof:
             self.read.setdefault(cell, []).append((bit, visit))
 
     def take(self, index: int, number: int, visit: Visit) -> int:
-        """What a slot that is read holds; with `direct`, its chunk is read where it was sent."""
+        """Return the value that is read from a slot, or with `direct` from the sender's chunk."""
         value, chunk = self.slot[index, number]
         if chunk != visit.chunk:
             raise PlanError(f"{visit} takes a slot that holds chunk {chunk}")
@@ -243,14 +242,14 @@ class _Proof:
         return value
 
     def sync(self, index: int, chunk: int, op: Op, i: int, sender: bool) -> None:
-        """A signal carries what is known of its chunk to the wait for it."""
+        """Pass what a track knows of a chunk from a signal to the wait for it."""
         if op is Op.SIGNAL:
             queue = self.ready if sender else self.free
             queue[i].append((chunk, self.knows(index, chunk)))
             return
         queue = self.free if sender else self.ready
         if sender and self.unused[i]:
-            self.unused[i] -= 1  # a slot that is free from the start
+            self.unused[i] -= 1  # this slot has been free from the start
             return
         of, known = queue[i].popleft()
         self.known[index][of] = self.knows(index, of) | known
@@ -269,7 +268,7 @@ class _Proof:
             self.touch((track.rank, chunk), visit, write=True)
 
     def combine(self, visit: Visit, arrived: list[int]) -> int:
-        """The value of a REDUCE."""
+        """Return the value of a REDUCE."""
         step, ranks = visit.step, self.values.ranks
         own = self.value(visit.track.rank, visit.chunk)
         total = ranks[own]
@@ -289,7 +288,7 @@ class _Proof:
         return self.values.combined((*arrived[: step.ahead], own, *arrived[step.ahead :]), total)
 
     def take_over(self, visit: Visit) -> None:
-        """A COPY whose data has been pushed: nobody may have looked at the chunk since."""
+        """Check a COPY of pushed data: no other access to the chunk may come in between."""
         cell = visit.track.rank, visit.chunk
         if self.writer(cell) != self.push.get(cell):
             self.races.append(f"{self.writer(cell)[1]} writes before {visit} what was pushed")

@@ -1,18 +1,17 @@
-"""What `verify` can see without carrying a plan out: its form, and the links it takes."""
+"""The checks of `verify` that need no execution of the plan: its form, and the links it uses."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from typing import TypeGuard
 
 from linkweave.collectives.errors import PlanError
-from linkweave.collectives.planning.fields import MOST_CHANNELS
-from linkweave.collectives.planning.plan import Op, Plan, Step, Track
+from linkweave.collectives.planning.limits import MOST_CHANNELS
+from linkweave.collectives.planning.plan import Op, Plan, Step
 from linkweave.topology import Topology
 
 
 def check_form(plan: Plan) -> None:
-    """Raise PlanError unless every number of the plan is one that means something."""
+    """Raise PlanError unless every rank, channel, chunk and connection number is valid."""
     for c in plan.connections:
         ends = (c.src, c.src_channel), (c.dst, c.dst_channel)
         if not all(_is_track(plan, *end) for end in ends):
@@ -20,13 +19,13 @@ def check_form(plan: Plan) -> None:
         if ends[0] == ends[1]:
             raise PlanError(f"connection {c} joins a track to itself")
         if not all(isinstance(v, int | str) for v in c.path) or (c.local and c.path):
-            raise PlanError(f"connection {c} runs over {c.path}, which is no path")
+            raise PlanError(f"connection {c} runs over {c.path}, which is not a path")
     keys = [(s.rank, s.channel) for s in plan.tracks]
     for rank, channel in keys:
         if not _is_track(plan, rank, channel):
             raise PlanError(
-                f"a track is of rank {rank}, channel {channel}; the plan has {plan.size} ranks, "
-                f"each up to {MOST_CHANNELS} channels"
+                f"a track has rank {rank}, channel {channel}; the plan has {plan.size} ranks "
+                f"of at most {MOST_CHANNELS} channels"
             )
     if len(set(keys)) != len(keys):
         raise PlanError("two tracks share a rank and a channel")
@@ -35,29 +34,26 @@ def check_form(plan: Plan) -> None:
         for body in track.phases:
             for step in body:
                 if wrong := _wrong(plan, track.rank, step):
-                    raise PlanError(f"{_place(track, at)}: {step.op.name} {wrong}")
+                    raise PlanError(
+                        f"rank {track.rank} channel {track.channel} step {at}: {step.op.name} "
+                        f"{wrong}"
+                    )
                 at += 1
 
 
-def _whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _place(track: Track, at: int) -> str:
-    return f"rank {track.rank} channel {track.channel} step {at}"
-
-
 def _is_track(plan: Plan, rank: object, channel: object) -> bool:
-    return (
-        _whole(rank) and 0 <= rank < plan.size and _whole(channel) and 0 <= channel < MOST_CHANNELS
+    """Return whether the plan may have a track of this rank and channel."""
+    return all(
+        isinstance(value, int) and not isinstance(value, bool) and 0 <= value < end
+        for value, end in ((rank, plan.size), (channel, MOST_CHANNELS))
     )
 
 
 def _wrong(plan: Plan, rank: int, step: Step) -> str:
-    """What is wrong with a step, or nothing."""
+    """Return what is wrong with a step, or an empty string."""
     named = step.connections if step.source is None else (*step.connections, step.source)
     if {*map(type, named), type(step.chunk), type(step.ahead)} != {int}:
-        return "needs whole numbers"
+        return "needs integers"
     if not 0 <= step.chunk < plan.stride or not step.connections:
         return f"needs a connection and a chunk below the stride {plan.stride}, not {step.chunk}"
     if bad := [i for i in named if not 0 <= i < len(plan.connections)]:
@@ -66,23 +62,23 @@ def _wrong(plan: Plan, rank: int, step: Step) -> str:
         if len(set(named)) != len(named):
             return "names a connection twice"
         if step.op in (Op.WAIT, Op.SIGNAL, Op.COPY):
-            return f"takes one connection only, not {len(named)}"
+            return f"takes only one connection, not {len(named)}"
     if step.op in (Op.WAIT, Op.SIGNAL):
         return ""
     if any(plan.connections[i].local for i in named):
-        return "moves data over a connection that is only for order"
+        return "moves data over a connection that only orders steps"
     if not 0 <= step.ahead <= len(named) * (step.op is Op.REDUCE):
         return f"puts {step.ahead} of its connections before the rank's own value"
     if step.op is not Op.SEND and step.source is not None:
         return "has a source, which only a SEND may have"
-    ends = divmod(step.chunk % plan.size**2, plan.size)
-    if plan.collective == "alltoall" and step.source is None and rank not in ends:
-        return f"uses chunk {step.chunk}, which rank {rank} only passes on and has no room for"
+    if step.source is None and not plan.definition.has_chunk(plan.size, rank, step.chunk):
+        return f"uses chunk {step.chunk}, which rank {rank} can only forward: it is not its own"
     return ""
 
 
 def check_links(plan: Plan, topology: Topology) -> None:
-    """Raise PlanError unless every connection runs over links that exist, and are its own."""
+    """Raise PlanError unless every connection runs over existing links, and where the plan claims
+    exclusive links, over links of its own."""
     if plan.size != len(topology.gpus):
         raise PlanError(
             f"the plan is for {plan.size} ranks; {topology.name} has {len(topology.gpus)} GPUs"
@@ -114,14 +110,14 @@ def check_links(plan: Plan, topology: Topology) -> None:
 
 
 MOST_WALKED = 1 << 18
-"""Steps of a plan whose groups are not alike, so that all of them have to be carried out."""
+"""The most steps of a plan whose groups differ, so that all groups must be walked."""
 
 
 def repeats(plan: Plan) -> bool:
-    """Whether every group of chunks is like the one before, so that a few prove all.
+    """Return whether every group of chunks is like the one before, so that a few groups prove all.
 
-    For each connection and each of its two counters, a group raises it for the chunks for which it
-    waits for it, and no WAIT stands in an earlier phase than a SIGNAL it waits for.
+    That holds if each group raises each counter of each connection for the same chunks for which it
+    waits for that counter, and no WAIT is in an earlier phase than a SIGNAL it waits for.
     """
     raised: dict[tuple[int, bool], Counter[int]] = defaultdict(Counter)
     waited: dict[tuple[int, bool], Counter[int]] = defaultdict(Counter)

@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from linkweave.collectives.planning.access import origins
+from linkweave.collectives.planning.dataflow import origins
 from linkweave.collectives.planning.plan import Op, Plan
 from linkweave.collectives.runtime.encoded import Encoded
 

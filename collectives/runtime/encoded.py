@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from linkweave.collectives.planning.access import origins, pushed
+from linkweave.collectives.planning.collective import ALLREDUCE
+from linkweave.collectives.planning.dataflow import origins, pushed
 from linkweave.collectives.planning.plan import Op, Plan
 from linkweave.collectives.planning.verify import has_one_phase, races
 from linkweave.collectives.planning.wellformed import repeats
@@ -72,7 +73,7 @@ class Encoded:
         )  # fmt: skip
 
     def finals(self, rank: int, num_chunks: int) -> list[NDArray[np.int64]]:
-        """As `planning.finals.finals` of the plan over that many chunks."""
+        """As `planning.completion.finals` of the plan over that many chunks."""
         code = self.codes[rank].tolist()
         tracks, phases = code[:2]
         groups = self.stride * np.arange(-(-num_chunks // self.stride))[:, None]
@@ -117,7 +118,7 @@ def may_be_direct(plan: Plan) -> bool:
     A chunk is touched by the steps of one group only. In a plan of one phase, order between steps
     of one group never leads over another group, so what holds for one group holds for all.
     """
-    if plan.collective == "alltoall":  # whose chunks lie elsewhere on every rank
+    if not plan.definition.same_offsets:
         return False
     free, enough = replace(plan, slots=DIRECT_SLOTS), DIRECT_SLOTS + 2
     alone = has_one_phase(plan) and repeats(plan)
@@ -144,6 +145,6 @@ def nothing(size: int) -> Encoded:
     """The plan of a call in which nothing moves."""
     none, code = np.zeros(0, np.int64), np.array([0, 1], np.int32)
     return Encoded(
-        "none", "allreduce", size, 1, 1, 0, False, (code,) * size, ((),) * size,
+        "none", ALLREDUCE, size, 1, 1, 0, False, (code,) * size, ((),) * size,
         none.reshape(0, 2), none, none, none,
     )  # fmt: skip

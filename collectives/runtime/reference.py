@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.planning.execute_order import Visit, walk
 from linkweave.collectives.planning.plan import Op, Plan
+from linkweave.collectives.planning.walk import Visit, walk
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.dtypes import DTYPES, check_op, step_of
 
@@ -56,7 +56,7 @@ def run(
     if any(b.shape != first.shape or b.dtype != first.dtype for b in buffers):
         raise CollectiveError("all inputs must have one shape and dtype")
     size = first.dtype.itemsize
-    nbytes = first.nbytes // (2 if plan.collective == "alltoall" else 1)
+    nbytes = first.nbytes // plan.definition.sides
     bounds = [
         [(a // size, b // size) for a, b in plan.chunk_bounds(nbytes, rank)]
         for rank in range(plan.size)

@@ -20,7 +20,8 @@ from linkweave.collectives.runtime.gpu import executor as cuda
 from linkweave.collectives.sparse.backend import Asked, Backend, Vector
 from linkweave.collectives.sparse.host import HostBackend
 from linkweave.collectives.sparse.modes import MODES
-from linkweave.collectives.tensors import gpu_of, integer, stream_of
+from linkweave.collectives.tensors import gpu_of, stream_of
+from linkweave.topology.checks import integer
 
 _OPS = ("sum", "avg")
 
@@ -42,8 +43,7 @@ def agreed(
             raise CollectiveError(f"unknown mode {mode!r}; choose from auto, {', '.join(MODES)}")
         if op not in _OPS:
             raise CollectiveError(f"a sparse_allreduce has op {' or '.join(_OPS)}, not {op!r}")
-        if (wanted := integer(k)) is None or not 0 <= wanted <= numel:
-            raise CollectiveError(f"k must be an integer from 0 to {numel}, not {k!r}")
+        wanted = integer(k, "k", 0, numel)
         if not isinstance(conserve, bool | np.bool_):
             raise CollectiveError(f"conserve must be True or False, not {conserve!r}")
         if residual is None and conserve:

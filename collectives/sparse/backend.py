@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from linkweave.collectives.planning.goals import Pairs, Root
+from linkweave.collectives.planning.collective import Pairs, Root
 from linkweave.collectives.sparse.wire import Wire
 
 Vector = tuple[Any, Any]

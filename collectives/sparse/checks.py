@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.tensors import dtype_name, gpu_of, integer, is_torch, stands_in_order
+from linkweave.collectives.tensors import dtype_name, gpu_of, is_torch, stands_in_order
 from linkweave.kernels.validate import DTYPES
+from linkweave.topology.checks import integer
 
 
 def check_vector(values: Any, indices: Any, numel: Any) -> int:
     """`numel` as an integer. Raises CollectiveError for what can be seen without its entries."""
-    if (number := integer(numel)) is None or not 0 <= number <= 1 << 31:
-        raise CollectiveError(f"numel must be an integer from 0 to 2^31, not {numel!r}")
+    number = integer(numel, "numel", 0, 1 << 31)
     if gpu_of(values) != gpu_of(indices) or is_torch(values) != is_torch(indices):
         raise CollectiveError("values and indices must be of one library and on one device")
     name, shapes = dtype_name(values), (tuple(values.shape), tuple(indices.shape))

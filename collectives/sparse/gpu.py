@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from linkweave.collectives.calls.stream_work import OnStream
-from linkweave.collectives.planning.goals import SENDRECV, Pairs, Root, targets
+from linkweave.collectives.planning.collective import SENDRECV, Pairs, Root, targets
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.sparse.backend import Message, Vector
 from linkweave.collectives.sparse.checks import check_vector, flat_residual, wrong_indices

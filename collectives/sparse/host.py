@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.calls.operations import allgather, into
-from linkweave.collectives.planning.goals import Pairs, targets
+from linkweave.collectives.planning.collective import Pairs, targets
 from linkweave.collectives.sparse.backend import Message, Vector
 from linkweave.collectives.sparse.checks import check_vector, flat_residual, wrong_indices
 from linkweave.collectives.sparse.wire import HEAD, Wire

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from linkweave.collectives.calls.context import CallContext
 from linkweave.collectives.planning.algorithms.trees import Tree
-from linkweave.collectives.planning.goals import SENDRECV
+from linkweave.collectives.planning.collective import SENDRECV
 from linkweave.collectives.planning.sparse_tree import rounds
 from linkweave.collectives.sparse.backend import Asked, Backend, Message, Vector
 

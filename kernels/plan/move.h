@@ -8,7 +8,7 @@
 // A result over lines that overwrites a chunk must be stored behind the store of what it was made
 // of. Where a REDUCE and its SEND are two steps, two barriers and a release (the REDUCE's SIGNAL)
 // stand between that store and the lines. Where they are one, nothing that will be overwritten is
-// stored (touches.py: passed_on). A load of the own chunk comes before, as the lines depend on it.
+// stored (dataflow.py: passed_on). A load of the own chunk comes before, as the lines depend on it.
 // Slots are 16-byte aligned; the caller's buffer may be aligned to its elements only, and is then
 // accessed element by element.
 // Bounds: no access to a buffer goes beyond the slice, and none to a slot beyond the block's part,

@@ -69,9 +69,9 @@ def test_the_hopeless_are_left_out_but_not_the_choice(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["-n", "1"], "-n must be at least 2, not 1"),
-        (["-r", "0"], "-r must be at least 1, not 0"),
-        (["-f", "1"], "-f must be at least 2, not 1"),
+        (["-n", "1"], "-n must be an integer of at least 2, not 1"),
+        (["-r", "0"], "-r must be an integer of at least 1, not 0"),
+        (["-f", "1"], "-f must be an integer of at least 2, not 1"),
         (["-b", "4K", "-e", "1K"], "-b 4K and -e 1K: sizes from 4 bytes up, -b not above -e"),
         (["--out", "/nowhere/x.json"], "/nowhere/x.json"),
     ],
@@ -98,7 +98,7 @@ def _by_name(rank: int) -> None:
         comm.allreduce(x, algorithm=name)
         comm.allreduce(parts, algorithm=name)
         assert (x == 3).all() and all((p == 3).all() for p in parts), name
-    assert "unknown algorithm 'rong'; choose from auto, " in refusal(algorithm="rong")
+    assert "unknown algorithm 'rong' of allreduce; choose from auto, " in refusal(algorithm="rong")
     assert "ccube_dgx1" in refusal(algorithm="ccube_dgx1")
     assert "differs" in refusal(algorithm="tree" if rank else "ring")
     assert refusal() == ""

@@ -11,6 +11,7 @@ import torch
 from linkweave import collectives
 from linkweave.collectives.calls.aliasing import refuse_overlaps
 from linkweave.collectives.launch.default import get_default
+from linkweave.topology.checks import shown
 from tests.cpu.test_face import error_of
 
 
@@ -125,7 +126,7 @@ def _roots(rank: int) -> None:
     for bad in ([0], True, np.bool_(True), 1.0, None, "0", np.array([0, 1])):
         for call in (comm.broadcast, lambda x, root: comm.reduce(x, root=root)):
             said = error_of(call, np.ones(3), bad if rank else 0)
-            words = f"root {bad!r} is not a rank; ranks are 0 to 1"
+            words = f"root must be an integer from 0 to 1, not {shown(bad)}"
             assert (words if rank else "ranks [1]: refused its arguments") in said, said
     for bad in ([], None, 3):
         said = error_of(comm.allreduce, np.ones(3), algorithm=bad if rank else "auto")

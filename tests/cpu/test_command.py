@@ -155,18 +155,21 @@ def test_simulate_lists_all_and_traces_one(tmp_path: Path) -> None:
         (["topo", "dgx2", "--measured", "none.json"], "measured figures: no file 'none.json'"),
         (["topo", "2 x dgx2 nics=3"], "nics='3': choose"),
         (["topo", "--xml", "x.xml", "40 x dgx2"], "an NCCL topology is of one node"),
-        (["bench", "links", "-n", "1"], "-n must be at least 2, not 1"),
+        (["bench", "links", "-n", "1"], "-n must be an integer of at least 2, not 1"),
         (["topo", "cpu-4", "--xml", "x.xml"], "cpu-4 has CPU ranks"),
         (["topo", "dgx2", "--plan", "ring"], "--plan draws: give --svg FILE or --png FILE"),
         (["plan", "-t", "dgx2", "-s", "-5"], "a size is like 1024, 64K, 16M or 1G, not '-5'"),
-        (["plan", "-t", "dgx2", "-s", "1M", "-a", "rong"], "unknown algorithm 'rong'; choose from"),
+        (
+            ["plan", "-t", "dgx2", "-s", "1M", "-a", "rong"],
+            "unknown algorithm 'rong' of allreduce; choose from",
+        ),
         (["plan", "-t", "dgx2", "-s", "1M", "-a", "ccube_dgx1"], "dgx2 is wired differently"),
         (
             ["plan", "-t", "dgx2", "-s", "1M", "-k", "0"],
             "num_chunks must be an integer from 1 to",
         ),
         (["bench", "allreduce", "-n", "9", "-t", "dgx1-v100"], "has 8 GPUs, fewer than the 9"),
-        (["bench", "allreduce", "-f", "1"], "-f must be at least 2, not 1"),
+        (["bench", "allreduce", "-f", "1"], "-f must be an integer of at least 2, not 1"),
         (["reproduce", "nonsense"], "unknown table 'nonsense'; choose from c-cube-14, choice"),
         (
             ["simulate", "-c", "allgather", "-t", "ring-5", "-s", "1001"],
@@ -174,13 +177,13 @@ def test_simulate_lists_all_and_traces_one(tmp_path: Path) -> None:
         ),
         (
             ["plan", "-c", "broadcast", "-t", "mesh-4", "-s", "1K", "--root", "9"],
-            "root 9 is not a rank; ranks are 0 to 3",
+            "root must be an integer from 0 to 3, not 9",
         ),
         (
             ["plan", "-c", "broadcast", "-t", "mesh-4", "-s", "1K", "--explain"],
             "--explain is for all-reduce; simulate compares the others",
         ),
-        (["demo", "--epochs", "0"], "--epochs must be at least 1, not 0"),
+        (["demo", "--epochs", "0"], "--epochs must be an integer of at least 1, not 0"),
     ],
 )
 def test_bad_input_is_one_line_and_status_two(words: list[str], said: str) -> None:

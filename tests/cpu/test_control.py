@@ -137,10 +137,10 @@ def lambdas(rank: int) -> list[str]:
     comm = get_default()
 
     def fixed(topology: Any) -> Any:
-        return ALGORITHMS["tree"](topology)
+        return ALGORITHMS["allreduce"]["tree"].make(topology)
 
     def make(name: str) -> Any:
-        return lambda topology: ALGORITHMS[name](topology)
+        return lambda topology: ALGORITHMS["allreduce"][name].make(topology)
 
     for _ in range(3):
         x = np.ones(30)

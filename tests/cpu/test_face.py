@@ -227,8 +227,8 @@ def _all_wrong(rank: int) -> None:
         ),
         "at least one tensor": lambda: comm.allreduce([]),
         "elements share memory": lambda: comm.allreduce(torch.ones(1).expand(4)),
-        "root 9 is not a rank; ranks are 0 to 2": lambda: comm.broadcast(np.ones(2), 9),
-        "root True is not a rank": lambda: comm.broadcast(np.ones(2), True),
+        "root must be an integer from 0 to 2, not 9": lambda: comm.broadcast(np.ones(2), 9),
+        "root must be an integer from 0 to 2, not True": lambda: comm.broadcast(np.ones(2), True),
         "not one of layout": lambda: comm.allreduce(torch.eye(3).to_sparse()),
     }.items():
         assert words in error_of(call), words

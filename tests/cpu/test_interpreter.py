@@ -146,7 +146,7 @@ def test_named_algorithms(name: str) -> None:
     topology = load(name)
     size = len(topology.gpus)
     names = []
-    for algorithm in ALGORITHMS:
+    for algorithm in ALGORITHMS["allreduce"]:
         try:
             plan_allreduce(topology, 4, algorithm)
         except PlanError:

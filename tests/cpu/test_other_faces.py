@@ -364,10 +364,12 @@ def _all_wrong(rank: int) -> None:
         ("not builtins.list", lambda: comm.alltoall([1.0] * size)),
         ("not builtins.list", lambda: comm.reduce([x])),
         ("not builtins.int", lambda: comm.reduce_scatter(5)),
-        (f"root {size} is not a rank; ranks are 0 to {size - 1}",
+        (f"root must be an integer from 0 to {size - 1}, not {size}",
          lambda: comm.reduce(x, "sum", size)),
-        ("root True is not a rank", lambda: comm.reduce(x, "sum", True)),
-        ("root -1 is not a rank", lambda: comm.reduce(x, "sum", -1)),
+        (f"root must be an integer from 0 to {size - 1}, not True",
+         lambda: comm.reduce(x, "sum", True)),
+        (f"root must be an integer from 0 to {size - 1}, not -1",
+         lambda: comm.reduce(x, "sum", -1)),
     ]  # fmt: skip
     for kind in ("reduce_scatter", "alltoall"):
         call = getattr(comm, kind)

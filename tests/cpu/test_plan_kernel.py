@@ -11,8 +11,8 @@ import pytest
 from host_gpu import BROKEN, HostGpu, build, needs_compiler
 
 from linkweave.collectives import PlanError, plan_allreduce, plan_collective
-from linkweave.collectives.planning.access import passed_on
-from linkweave.collectives.planning.goals import COLLECTIVES
+from linkweave.collectives.planning.collective import PUBLIC
+from linkweave.collectives.planning.dataflow import passed_on
 from linkweave.collectives.planning.plan import Op, Plan
 from linkweave.collectives.planning.verify import races, verify
 from linkweave.collectives.runtime import reference
@@ -195,7 +195,7 @@ def test_random_plans_that_push_where_that_is_no_race(seed: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("collective", PUBLIC)
 @pytest.mark.parametrize("shape", [LINES, plain(2, 512)], ids=["lines", "2-width"])
 def test_every_collective_on_any_number_of_ranks(
     size: int, collective: str, shape: LaunchConfig
@@ -317,7 +317,7 @@ def test_sanitizers_find_nothing(
     check(plan, shape, [4 * 1009, 4, 4 * 1009], op="avg", sanitizer=sanitizer, **how)
 
 
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("collective", PUBLIC)
 def test_sanitizers_find_nothing_in_other_collectives(collective: str) -> None:
     plan = plan_collective(collective, load("mesh-3"), 6000, 1)
     for sanitizer in ("thread", "address,undefined"):
@@ -467,7 +467,7 @@ def test_less_than_a_group_of_chunks_is_not_divided() -> None:
         fit(plan, 4 << 20, 1)
 
 
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("collective", PUBLIC)
 @pytest.mark.parametrize("nbytes", [0, 4, 8 << 10, 1 << 20, 1 << 26, (1 << 30) + 48])
 def test_chunks_fit_their_slots(collective: str, nbytes: int) -> None:
     plan = plan_collective(collective, load("mesh-6"), nbytes // 24 * 24)

@@ -120,9 +120,8 @@ def test_bad_input_is_refused_by_name_on_every_rank() -> None:
         for at, text in enumerate(("2", "-1", "0.5", "True")):
             assert words[at] == f"layer must be an integer from 0 to 1, not {text}"
         assert words[4] == "layers of 9 elements for a tensor of 10: they must agree"
-        assert words[5] == "layers are numbers of elements, integers >= 0, not -1"
-        assert words[6] == "layers are numbers of elements, integers >= 0, not 4.0"
-        assert words[7] == "layers are numbers of elements, integers >= 0, not 10.0"
+        count = "the number of elements of a layer must be an integer of at least 0, not"
+        assert words[5:8] == [f"{count} -1", f"{count} 4.0", f"{count} 10.0"]
         assert words[8] == "a gradient queue needs a contiguous tensor"
 
 

@@ -54,7 +54,7 @@ def test_json_and_a_profile_of_ones_own(tmp_path: Path) -> None:
         ("--model vgg16 --network fast", "unknown network 'fast'"),
         ("--model vgg16 --policy best", "unknown policy 'best'"),
         ("--model vgg16 --trace x.json", "--trace needs one policy"),
-        ("--model vgg16 --workers 0", "workers must be a number of at least 1, not 0"),
+        ("--model vgg16 --workers 0", "workers must be an integer from 1 to 1000000000, not 0"),
         ("--model vgg16 --policy wfbp --json --explain", "--explain goes without --json"),
         ("--model vgg16 --policy wfbp --png x.pdf", "ends in .png, not x.pdf"),
     ],

@@ -215,7 +215,7 @@ def said(rank: int, changes: dict[str, Any]) -> str:
         ({"mode": "best"}, "unknown mode 'best'; choose from auto, gtopk, topk, dense"),
         ({"residual": None}, "conserve=True needs a residual"),
         ({"residual": np.zeros(9, np.float32)}, "float32 array of 60 elements"),
-        ({"numel": -1}, "numel must be an integer from 0 to 2^31, not -1"),
+        ({"numel": -1}, "numel must be an integer from 0 to 2147483648, not -1"),
         (
             {"values": np.ones(5)},
             "values must be float32, float16, bfloat16 in one dimension, one for each",

@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning.algorithms.direct import two_shot
 from linkweave.collectives.planning.algorithms.embed import Embedding
-from linkweave.collectives.planning.algorithms.registry import (
+from linkweave.collectives.planning.algorithms.over_trees import (
     broadcast_down,
     over_trees,
     reduce_up,
-    ring,
-    two_shot,
 )
+from linkweave.collectives.planning.algorithms.rings import ring
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.lower import Algorithm, Move, Reduce, Tuning, lower
 from linkweave.collectives.planning.plan import Connection, Op, Plan, Step, Track

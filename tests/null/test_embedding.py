@@ -239,7 +239,7 @@ def test_gpus_that_nothing_can_join_are_named() -> None:
         algorithm_for("two_shot", load("ring-6"))
     pairs = ((0, 1), (1, 0), (2, 3), (3, 2))
     islands = Topology("islands", (0, 1, 2, 3), tuple(Link(a, b, 10**9) for a, b in pairs))
-    for name in ALGORITHMS:
+    for name in ALGORITHMS["allreduce"]:
         if name not in SPECIAL:
             with pytest.raises(PlanError, match=r"islands: GPUs \d and \d are not joined"):
                 algorithm_for(name, islands)

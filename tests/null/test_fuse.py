@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from linkweave.collectives.planning.access import passed_on, pushes
+from linkweave.collectives.planning.dataflow import passed_on, pushes
 from linkweave.collectives.planning.plan import Connection, Op, Plan, Step, Track
 from linkweave.collectives.planning.planner import plan_allreduce, plan_collective
 from linkweave.collectives.planning.verify import races, verify

@@ -8,8 +8,8 @@ from functools import reduce
 import numpy as np
 import pytest
 
-from linkweave.collectives.planning.access import origins
 from linkweave.collectives.planning.algorithms.registry import algorithm_for
+from linkweave.collectives.planning.dataflow import origins
 from linkweave.collectives.planning.lower import Tuning, lower
 from linkweave.collectives.planning.plan import Op, Plan
 from linkweave.collectives.planning.planner import choose, plan_allreduce

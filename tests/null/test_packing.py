@@ -11,7 +11,7 @@ import pytest
 
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.packing import pack, rooted, spanning_forests
-from linkweave.collectives.planning.algorithms.shares import _rates, pair_capacity
+from linkweave.collectives.planning.algorithms.pair_rates import _rates, pair_capacity
 from linkweave.collectives.planning.planner import candidates, plan_allreduce, predict
 from linkweave.collectives.planning.simulate import simulate
 from linkweave.collectives.planning.verify import verify

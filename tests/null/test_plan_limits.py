@@ -13,7 +13,7 @@ import pytest
 
 from linkweave.bench.options import parse_size
 from linkweave.collectives.errors import CollectiveError, PlanError
-from linkweave.collectives.planning.fields import LIMITS
+from linkweave.collectives.planning.limits import LIMITS
 from linkweave.collectives.planning.plan import Connection, Op, Plan, Step
 from linkweave.collectives.planning.planner import plan_allreduce, plan_collective
 from linkweave.collectives.planning.simulate import simulate
@@ -156,8 +156,8 @@ def test_a_long_plan_without_a_short_form_is_refused() -> None:
 @pytest.mark.parametrize(
     ("connection", "words"),
     [
-        (Connection(0, 0, 0, 1, (0, 99)), "which is no path"),
-        (Connection(0, 0, 1, 0, ((0,), 1)), "which is no path"),  # type: ignore[arg-type]
+        (Connection(0, 0, 0, 1, (0, 99)), "which is not a path"),
+        (Connection(0, 0, 1, 0, ((0,), 1)), "which is not a path"),  # type: ignore[arg-type]
         (Connection(0, 0, 0, 0), "joins a track to itself"),
         (Connection(0, -1, 1, 0, (0, 1)), "does not join ranks"),
         (Connection(0, 0, 1, 1 << 40, (0, 1)), "does not join ranks"),

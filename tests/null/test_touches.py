@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from linkweave.collectives.planning.access import input_reads, pushes, step_id
-from linkweave.collectives.planning.execute_order import Visit, walk
-from linkweave.collectives.planning.goals import COLLECTIVES
+from linkweave.collectives.planning.collective import PUBLIC
+from linkweave.collectives.planning.dataflow import input_reads, pushes, step_id
 from linkweave.collectives.planning.plan import Op, Plan
 from linkweave.collectives.planning.planner import plan_allreduce, plan_collective
 from linkweave.collectives.planning.verify import races
+from linkweave.collectives.planning.walk import Visit, walk
 from linkweave.topology import load
 from tests.null.helpers import random_plan
 
@@ -42,7 +42,7 @@ def test_random_plans(seed: int) -> None:
     assert first_touches(plan, seed) == input_reads(plan)
 
 
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("collective", PUBLIC)
 def test_a_rank_that_has_something_to_give_reads_it_once(collective: str) -> None:
     """On a chain, where every value goes one way."""
     plan = plan_collective(collective, load("mesh-2"), 4096, 1)

@@ -1,4 +1,7 @@
-"""One policy a file: a function of (profile, network) that gives a Schedule."""
+"""Scheduling policies, one in each file: functions of (profile, network) that return a Schedule.
+
+A new policy needs its file and an entry in `NAMED`.
+"""
 
 from collections.abc import Callable
 
@@ -15,4 +18,4 @@ NAMED: dict[str, Callable[..., Schedule]] = {
     "wfbp": wfbp, "mg-wfbp": mg_wfbp, "asc-wfbp": asc_wfbp, "bytescheduler": bytescheduler,
     "us-byte": us_byte, "c-cube": c_cube, "fusion-dp": fusion_dp,
 }  # fmt: skip
-"""Those that need no time limit."""
+"""The policies that need no time limit; `carlier` and `optimal` search within one."""

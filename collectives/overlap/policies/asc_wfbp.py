@@ -1,24 +1,25 @@
-"""ASC-WFBP: gradients are sent alone, merged, or at once with the ones before."""
+"""ASC-WFBP: sends gradients alone, merged, or simultaneously with earlier ones."""
 
 from __future__ import annotations
 
 from linkweave.collectives.overlap.communication import MAX_LANES, Communication, whole
 from linkweave.collectives.overlap.network import Network
-from linkweave.collectives.overlap.profile import Profile, check_count
+from linkweave.collectives.overlap.profile import Profile
 from linkweave.collectives.overlap.schedule import Schedule
+from linkweave.topology.checks import integer
 
 NORMAL, MERGED, SIMULTANEOUS = "normal", "merged", "simultaneous"
 
 
 def asc_wfbp(profile: Profile, network: Network, ways: int = 2) -> Schedule:
-    """Algorithm 1 decides each layer's type; layers that are merged travel with the next one.
+    """Return the schedule of ASC-WFBP, whose algorithm 1 decides the type of each layer.
 
-    A normal communication waits for all before it, a simultaneous one for none but those on its
-    lane: `ways` lanes are taken in turn (the paper has two, and leaves more open; the contention
-    of more is that of `overlap.network`). What the types predict is the paper's; what the schedule
-    takes is the timeline's. Raises CollectiveError.
+    A merged layer is sent with the next one. A normal communication waits for all earlier ones, a
+    simultaneous one only for those on its lane; `ways` lanes take turns (the paper has two;
+    `overlap.network` defines the contention of more). The types follow the paper's predictions, the
+    times of the schedule follow `overlap.timeline`. Raises CollectiveError.
     """
-    check_count("ways", ways, MAX_LANES)
+    ways = integer(ways, "ways", 1, MAX_LANES)
     types = layer_types(profile, network)
     sends: list[Communication] = []
     gathered: list[int] = []
@@ -38,23 +39,23 @@ def asc_wfbp(profile: Profile, network: Network, ways: int = 2) -> Schedule:
 
 
 def layer_types(profile: Profile, network: Network) -> list[str]:
-    """Algorithm 1 (equation 40, Q1 to Q3 by equations 21, 24 and 27), for layers in forward order.
+    """Return the type of each layer, in forward order, by algorithm 1 (equation 40, with Q1 to Q3
+    from equations 21, 24 and 27).
 
-    Decided where the paper is ambiguous or wrong: in line 8 it is tau_b[l] + t_b[l - 1], where
-    equation 21 has the end of layer l - 1's backward pass, as here. In line 12 the term t_b[l]
-    follows tau_c[l], which line 34 has as the end of that pass already; equation 17 starts from
-    tau_b[l] + t_b[l], so it is left out. A normal layer starts when the channel is free
-    (definition 1), which line 26 leaves out; a simultaneous one starts at once, whatever it carries
-    (definition 3, line 34). A merged one's bytes are counted once, though the procedure's line 29
-    adds them again at each call. A penalty cannot be negative. The last layer
-    to be computed, layer 1, is simultaneous (line 18).
+    Where the paper is ambiguous or inconsistent, this implementation does the following. Line 8
+    uses the end of layer l - 1's backward pass, as equation 21 does, not tau_b[l] + t_b[l - 1].
+    Line 12 omits the term t_b[l], because tau_c[l] is already the end of that pass (line 34,
+    equation 17). A normal layer starts when the channel is free (definition 1), which line 26
+    omits. A simultaneous layer starts at once with all that it carries (definition 3, line 34). The
+    bytes of a merged layer count once, although line 29 adds them at each call. A penalty is not
+    negative. Layer 1, the last in the backward pass, is simultaneous (line 18).
     """
     a, b, gamma = network.startup_s, network.seconds_per_byte, network.gamma
     last = len(profile.layers) - 1
     types = [NORMAL] * (last + 1)
     ready = profile.ready  # tau_b + t_b
-    start, size, busy = 0.0, 0, 0.0  # of the communication before: tau_c, bytes, its end
-    gathered = 0  # bytes that wait to travel with this layer
+    start, size, busy = 0.0, 0, 0.0  # tau_c, bytes and end of the previous communication
+    gathered = 0  # bytes of merged layers that wait for this one
     for i in range(last, 0, -1):
         nbytes = gathered + profile.layers[i].nbytes
         begins = max(ready[i], busy)  # tau_c of a normal layer

@@ -1,4 +1,4 @@
-"""ByteScheduler: equal partitions, the most urgent first, a credit of them on their way at once."""
+"""ByteScheduler: equal partitions, sent by priority, with a credit of partitions in flight."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ from linkweave.collectives.overlap.communication import (
     partition_of,
 )
 from linkweave.collectives.overlap.network import Network
-from linkweave.collectives.overlap.profile import Profile, check_count
+from linkweave.collectives.overlap.profile import Profile
 from linkweave.collectives.overlap.schedule import Schedule
+from linkweave.topology.checks import integer
 
-PARTITIONS = tuple(1 << i for i in range(20, 28))  # bytes: 1 to 128 MiB
+PARTITIONS = tuple(1 << i for i in range(20, 28))
+"""Bytes of the partitions in the grid: 1 to 128 MiB."""
 CREDITS = (1, 2, 4)
 PIECES = 2000
-"""About how many pieces the tried partitions cut a profile into at most, besides its layers."""
+"""The approximate limit on the pieces, beyond one for each layer, of a partition in the grid."""
 MOST = 100_000
-"""Pieces that a given partition may cut a profile into."""
+"""The limit on the pieces of a partition that the caller gives."""
 
 
 def bytescheduler(
     profile: Profile, network: Network, partition: int | None = None, credit: int | None = None
 ) -> Schedule:
-    """Blocks of at most `partition` bytes; `credit` of them may be under way, on as many lanes.
+    """Return the schedule of blocks of at most `partition` bytes, `credit` of them in flight.
 
-    When a lane is free, the block of the first layer among those whose gradients are there goes
-    next (US-Byte, section 2.2: sequential scheduling). What is not given is tried on a grid and the
-    best taken, as ByteScheduler tunes both by Bayesian optimisation. Lanes are taken to be equally
-    fast when blocks are dealt out. Raises CollectiveError.
+    There are `credit` lanes. When a lane is free, it sends the next block of the first layer whose
+    gradient is ready (sequential scheduling in US-Byte, section 2.2). ByteScheduler tunes both
+    parameters by Bayesian optimisation; here the best of a grid replaces those not given. Lanes are
+    assumed equally fast when blocks are assigned. Raises CollectiveError.
     """
     if partition is None:
         least = profile.nbytes // PIECES // ALIGN * ALIGN + ALIGN
@@ -39,14 +41,14 @@ def bytescheduler(
     else:
         sizes = {partition_of(partition)}
         pieces = sum(-(-layer.nbytes // partition) for layer in profile.layers)
-        check_count(f"the number of pieces with a partition of {partition} bytes", pieces, MOST)
-    credits = CREDITS if credit is None else (check_count("credit", credit, MAX_LANES),)
-    tried = [_dealt(profile, network, size, lanes) for size in sorted(sizes) for lanes in credits]
+        integer(pieces, f"the number of pieces with a partition of {partition} bytes", 1, MOST)
+    credits = CREDITS if credit is None else (integer(credit, "credit", 1, MAX_LANES),)
+    tried = [_fixed(profile, network, size, lanes) for size in sorted(sizes) for lanes in credits]
     return min(tried, key=lambda schedule: schedule.predicted_seconds)
 
 
-def _dealt(profile: Profile, network: Network, partition: int, credit: int) -> Schedule:
-    waiting: list[tuple[int, int]] = []  # (layer, first byte): the most urgent on top
+def _fixed(profile: Profile, network: Network, partition: int, credit: int) -> Schedule:
+    waiting: list[tuple[int, int]] = []  # heap of (layer, first byte)
     free = [(0.0, lane) for lane in range(credit)]
     coming = list(reversed(range(len(profile.layers))))
     sends = []
@@ -54,7 +56,7 @@ def _dealt(profile: Profile, network: Network, partition: int, credit: int) -> S
     at, now = 0, 0.0
     while at < len(coming) or waiting:
         there, lane = heapq.heappop(free)
-        now = max(now, there)  # a lane that was idle is dealt to now, not before
+        now = max(now, there)  # an idle lane starts now
         if not waiting:
             now = max(now, profile.ready[coming[at]])
         while at < len(coming) and profile.ready[coming[at]] <= now:

@@ -1,4 +1,4 @@
-"""C-Cube: one all-reduce of everything, whose chunks arrive in the order of the forward pass."""
+"""C-Cube: one all-reduce of all gradients, whose chunks arrive in the order of the forward pass."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from linkweave.collectives.overlap.schedule import Schedule
 
 
 def c_cube(profile: Profile, network: Network) -> Schedule:
-    """One-shot all-reduce behind the backward pass, chained with the next forward pass by a
-    gradient queue (C-Cube, sections II-C and III-D, figure 8): layer l computes when its last chunk
-    has arrived. Chunks are taken to be small beside layers."""
+    """Return one all-reduce after the backward pass, chained with the next forward pass.
+
+    A gradient queue lets layer l compute once its last chunk has arrived (C-Cube, sections II-C and
+    III-D, figure 8). Chunks are assumed small compared with layers.
+    """
     sends = whole(profile, tuple(range(len(profile.layers))), streamed=True)
     return Schedule("c-cube", profile, network, (sends,), chained=True)

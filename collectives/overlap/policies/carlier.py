@@ -1,8 +1,9 @@
 """The best order of whole tensors on one lane, chained with the forward pass: Carlier's algorithm.
 
-One machine with heads (when a gradient is there), times (a + b m) and tails (the forward pass that
-follows): 1 | r, q | Cmax, NP-hard, solved for hundreds of jobs by branch and bound. Source:
-Carlier, "The one-machine sequencing problem", European Journal of Operational Research 11 (1982).
+Each tensor is a job on one machine, with a head (when its gradient is ready), a time (a + b m) and
+a tail (the forward pass that follows): the problem 1 | r, q | Cmax. It is NP-hard, but branch and
+bound solves it for hundreds of jobs. Source: Carlier, "The one-machine sequencing problem",
+European Journal of Operational Research 11 (1982).
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from collections.abc import Sequence
 from linkweave.collectives.overlap.bounds import preemptive
 from linkweave.collectives.overlap.communication import whole
 from linkweave.collectives.overlap.network import Network
-from linkweave.collectives.overlap.profile import Profile, check_number
+from linkweave.collectives.overlap.profile import MAX_NUMBER, Profile
 from linkweave.collectives.overlap.schedule import Schedule
+from linkweave.topology.checks import number
 
 
 def carlier(profile: Profile, network: Network, limit_s: float = 1.0) -> Schedule:
-    """Every gradient alone, in the best order found within `limit_s`; the note tells whether it is
-    proved. Raises CollectiveError."""
-    check_number("limit_s", limit_s)
+    """Return the best order of single gradients found within `limit_s` seconds.
+
+    The note says whether it is proved optimal. Raises CollectiveError.
+    """
+    number(limit_s, "limit_s", 0, MAX_NUMBER)
     times = [network.seconds(layer.nbytes) for layer in profile.layers]
     _, order, proved = best_order(profile.ready, times, profile.tails, limit_s)
     sends = tuple(whole(profile, (i,)) for i in order)
@@ -32,7 +36,7 @@ def carlier(profile: Profile, network: Network, limit_s: float = 1.0) -> Schedul
 def best_order(
     heads: Sequence[float], times: Sequence[float], tails: Sequence[float], limit_s: float = 10.0
 ) -> tuple[float, list[int], bool]:
-    """(largest end + tail, the order, whether no order is better)."""
+    """Return the largest end + tail, the order, and whether the order is proved optimal."""
     deadline = time.monotonic() + limit_s
     best, order = _schrage(heads, times, tails)
     serial = 0
@@ -48,7 +52,7 @@ def best_order(
         if true < best:
             best, order = true, found
         critical = _critical(found, r, times, q, value)
-        if critical is None:  # this order is the best of the node
+        if critical is None:  # this order is optimal for the node
             continue
         job, block = critical
         least_head = min(r[i] for i in block)
@@ -56,9 +60,9 @@ def best_order(
         work = sum(times[i] for i in block)
         for side in (0, 1):
             heads_, tails_ = r.copy(), q.copy()
-            if side == 0:  # before all of the block
+            if side == 0:  # the job runs before the block
                 tails_[job] = max(q[job], work + least_tail)
-            else:  # behind all of it
+            else:  # the job runs after the block
                 heads_[job] = max(r[job], least_head + work)
             lower = max(bound, least_head + work + least_tail, preemptive(heads_, times, tails_))
             if lower < best - 1e-12:
@@ -80,7 +84,7 @@ def _value(
 def _schrage(
     heads: Sequence[float], times: Sequence[float], tails: Sequence[float]
 ) -> tuple[float, list[int]]:
-    """Always the job with the longest tail of those that are there."""
+    """Schrage's schedule: always run the ready job with the longest tail. Returns value, order."""
     coming = sorted(range(len(heads)), key=lambda i: heads[i])
     waiting: list[tuple[float, int]] = []
     order: list[int] = []
@@ -103,8 +107,8 @@ def _critical(
     order: Sequence[int], heads: Sequence[float], times: Sequence[float],
     tails: Sequence[float], value: float,
 ) -> tuple[int, list[int]] | None:  # fmt: skip
-    """(the job that is in the way, the block behind it): the last job of the critical path's last
-    block whose tail is shorter than that of the path's end; None where there is none."""
+    """Return the interference job, which is the last on the critical path with a shorter tail than
+    the path's end, and the block after it; None if there is no such job."""
     now, ends, starts = 0.0, [], []
     for i in order:
         starts.append(max(now, heads[i]))
@@ -114,7 +118,7 @@ def _critical(
     first = last
     while first and starts[first] <= ends[first - 1]:
         first -= 1
-    for place in range(last - 1, first - 1, -1):
-        if tails[order[place]] < tails[order[last]]:
-            return order[place], list(order[place + 1 : last + 1])
+    for position in range(last - 1, first - 1, -1):
+        if tails[order[position]] < tails[order[last]]:
+            return order[position], list(order[position + 1 : last + 1])
     return None

@@ -1,4 +1,4 @@
-"""The best contiguous fusion, exactly."""
+"""The optimal fusion of neighbouring gradients, by dynamic programming."""
 
 from __future__ import annotations
 
@@ -12,28 +12,27 @@ from linkweave.collectives.overlap.schedule import Schedule
 
 
 def fusion_dp(profile: Profile, network: Network) -> Schedule:
-    """Groups of neighbours in the order of the backward pass, such that the last all-reduce ends as
-    early as possible; nothing is chained. What MG-WFBP's rule approximates.
+    """Return the fusion of neighbours whose last all-reduce ends earliest, without chaining.
 
-    F[j] = min over i < j of max(F[i], ready of the j-th) + a + b (bytes of the (i+1)-th to the
-    j-th), in O(L^2).
+    MG-WFBP's rule approximates it. With layers in the order of the backward pass, F[j] = min over
+    i < j of max(F[i], ready[j]) + a + b (bytes of layers i + 1 to j), in O(L^2) steps.
     """
     _, before = earliest_ends(profile, network)
     last = len(profile.layers)
-    groups: list[tuple[int, ...]] = []
+    fused: list[tuple[int, ...]] = []
     j = last
     while j:
         i = int(before[j])
-        groups.append(tuple(last - 1 - k for k in range(i, j)))
+        fused.append(tuple(last - 1 - k for k in range(i, j)))
         j = i
-    sends = tuple(whole(profile, group) for group in reversed(groups))
+    sends = tuple(whole(profile, layers) for layers in reversed(fused))
     return Schedule("fusion-dp", profile, network, sends)
 
 
 def earliest_ends(
     profile: Profile, network: Network
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """(F, i of the last group of each j), j layers from the last one on; F[0] = 0."""
+    """Return F, with F[0] = 0, and the i that attains each minimum."""
     sizes = np.array([layer.nbytes for layer in reversed(profile.layers)], np.float64)
     ready = np.array(profile.ready[::-1])
     upto = np.concatenate([[0.0], np.cumsum(sizes)])

@@ -1,4 +1,4 @@
-"""MG-WFBP: gradients are merged where waiting for the next one costs less than a start-up."""
+"""MG-WFBP: merges gradients if waiting for the next one costs less than a start-up."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from linkweave.collectives.overlap.schedule import Schedule
 
 
 def mg_wfbp(profile: Profile, network: Network) -> Schedule:
-    """ASC-WFBP, section II-C, equation 5, from the last layer to the first.
+    """Return the schedule of the merge rule in ASC-WFBP, section II-C, equation 5.
 
-    What has been gathered would start at tau_c = max(it is there, the channel is free); where the
-    next gradient is there before tau_c + a (equation 5), it joins. The rule looks one layer ahead:
-    where a start-up lasts longer than each layer's backward pass all layers become one.
+    Gradients merged so far would start at tau_c = max(ready, channel free). The next gradient joins
+    them if it is ready before tau_c + a (equation 5). The rule looks only one layer ahead, so if a
+    start-up takes longer than the backward pass of each layer, all layers are merged.
     """
-    groups: list[list[int]] = []
+    merged: list[list[int]] = []
     gathered: list[int] = []
     free = 0.0
     for i in reversed(range(len(profile.layers))):
         gathered.append(i)
-        start = max(free, profile.ready[i])  # tau_c of what is gathered
+        start = max(free, profile.ready[i])
         if i > 0 and profile.ready[i - 1] < start + network.startup_s:
             continue
-        groups.append(gathered)
+        merged.append(gathered)
         free = start + network.seconds(sum(profile.layers[j].nbytes for j in gathered))
         gathered = []
-    return Schedule("mg-wfbp", profile, network, tuple(whole(profile, tuple(g)) for g in groups))
+    return Schedule("mg-wfbp", profile, network, tuple(whole(profile, tuple(m)) for m in merged))

@@ -1,4 +1,4 @@
-"""The best schedule: exact for few tensors, else the best found and its distance from the bound."""
+"""The best schedule: exact for few tensors, else the best one found with its gap to the bound."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from linkweave.collectives.overlap.communication import ALIGN, Communication, Pi
 from linkweave.collectives.overlap.network import Network
 from linkweave.collectives.overlap.policies import NAMED
 from linkweave.collectives.overlap.policies.carlier import carlier
-from linkweave.collectives.overlap.profile import Profile, check_number
+from linkweave.collectives.overlap.profile import MAX_NUMBER, Profile
 from linkweave.collectives.overlap.schedule import Schedule
+from linkweave.topology.checks import number
 
 EXACT = 7
-"""Blocks up to which every fusion in every order is compared."""
+"""The most blocks for which every fusion in every order is compared."""
 _LANES = (1, 2, LANES)
-_SPANS = (0.0, 0.5, 1.0, 2.0, 4.0)  # start-ups that a communication should last at least
+_SPANS = (0.0, 0.5, 1.0, 2.0, 4.0)  # the least time of a communication, in start-ups
 _ALL = 1 << 62
-_BLOCKS = (_ALL, 1 << 24, 1 << 22, 1 << 20)  # bytes of one at most, while gradients come
-_SENDS = 2000  # of them at most
-_PARTS = (1, 4, 16)  # how often all lanes take part in what is streamed
+_BLOCKS = (_ALL, 1 << 24, 1 << 22, 1 << 20)  # the most bytes of one during the backward pass
+_SENDS = 2000  # the most communications during the backward pass
+_PARTS = (1, 4, 16)  # parts on each lane of a streamed communication
 
 
 def optimal(profile: Profile, network: Network, limit_s: float = 10.0) -> Schedule:
-    """The shortest of: every named policy's, Carlier's order among them (with a fifth of the time);
-    every fusion and order of few blocks (`every_fusion`); and many plans of `two_phases`, on one
-    lane and over several.
+    """Return the shortest of many schedules, found in about `limit_s` seconds.
 
-    The note tells how far from the bound it may be, and how much the best named policy loses.
-    Takes about `limit_s`, more only where the named policies do. Raises CollectiveError.
+    These are the schedules of all named policies and of `carlier` (with a fifth of the time), all
+    fusions and orders of a few blocks (`every_fusion`), and many plans of `two_phases` on one or
+    more lanes. The note gives the gap to the lower bound and the loss of the best named policy.
+    Raises CollectiveError.
     """
-    check_number("limit_s", limit_s)
+    number(limit_s, "limit_s", 0, MAX_NUMBER)
     deadline = time.monotonic() + limit_s
     named = [policy(profile, network) for policy in NAMED.values()]
     named.append(carlier(profile, network, limit_s / 5))
@@ -60,10 +61,11 @@ def optimal(profile: Profile, network: Network, limit_s: float = 10.0) -> Schedu
 
 
 def _by_two_phases(profile: Profile, network: Network) -> Iterator[Schedule]:
-    """On one lane and in turns on several, which hide one another's start-ups. Every all-reduce is
-    cut into one part a lane where these together are faster than one; one that is streamed into
-    more, so that the first bytes do not share the network with the last."""
-    for lanes in sorted(_LANES, key=network.fastest):  # the most promising first
+    """Yield the plans of `two_phases` on one lane, and in turns on several, which hide one
+    another's start-ups. If simultaneous transmissions are faster than a single one, every
+    all-reduce is cut into a part for each lane; a streamed one into more parts, so that its first
+    bytes do not share the network with its last."""
+    for lanes in sorted(_LANES, key=network.fastest):
         cut = network.fastest(lanes) < network.fastest(1)
         startup = network.startup_s if cut else network.startup_s / lanes
         narrow = replace(network, startup_s=startup, seconds_per_byte=network.fastest(lanes))
@@ -82,17 +84,17 @@ def _by_two_phases(profile: Profile, network: Network) -> Iterator[Schedule]:
 
 
 def _cut(layer: int, nbytes: int, parts: int) -> list[Piece]:
-    """A layer in at most so many blocks, as equal as ALIGN admits."""
+    """Return at most `parts` blocks of a layer, as equal as ALIGN permits."""
     ends = [0, *(nbytes * n // parts // ALIGN * ALIGN for n in range(1, parts)), nbytes]
     return [Piece(layer, a, b - a) for a, b in pairwise(ends) if a < b]
 
 
 def every_fusion(profile: Profile, network: Network) -> Schedule:
-    """The best of all ways to fuse neighbouring blocks and to order them, chained, on one lane.
+    """Return the best of all fusions of neighbouring blocks, in all orders, chained on one lane.
 
-    Every tensor is cut into as many equal blocks as keep all within EXACT. By sets of blocks that
-    have been sent: of each, the pairs (channel free, largest end + tail) of which no other is
-    better in both.
+    Every tensor is cut into equal blocks, up to EXACT in total. Dynamic programming over the sets
+    of blocks already sent keeps, for each set, the Pareto front of (channel free, largest end +
+    tail).
     """
     ready, tails = profile.ready, profile.tails
     parts = max(1, EXACT // len(profile.layers))
@@ -100,7 +102,7 @@ def every_fusion(profile: Profile, network: Network) -> Schedule:
     sets = [
         tuple(b for n, b in enumerate(blocks) if mask >> n & 1) for mask in range(1 << len(blocks))
     ]
-    groups = [
+    fusions = [
         (
             mask,
             max(ready[b.layer] for b in of),
@@ -108,18 +110,18 @@ def every_fusion(profile: Profile, network: Network) -> Schedule:
             network.seconds(sum(b.nbytes for b in of)),
         )
         for mask, of in enumerate(sets)
-        if of and "01" not in f"{mask:b}"  # bits side by side
+        if of and "01" not in f"{mask:b}"  # consecutive bits
     ]
     State = tuple[float, float, tuple[int, ...]]
     fronts: list[list[State]] = [[] for _ in sets]
     fronts[0] = [(0.0, 0.0, ())]
     for done in range(len(sets)):
         front: list[State] = []
-        for state in sorted(fronts[done]):  # the earliest first
+        for state in sorted(fronts[done]):
             if not front or state[1] < front[-1][1]:
                 front.append(state)
         fronts[done] = front
-        for mask, there, tail, seconds in groups:
+        for mask, there, tail, seconds in fusions:
             if mask & done:
                 continue
             for free, worst, path in front:
@@ -134,17 +136,17 @@ Pieces = tuple[Piece, ...]
 
 
 def two_phases(profile: Profile, network: Network) -> Iterator[list[Communication]]:
-    """Plans for one lane: while gradients come, the most urgent (or the oldest) of those that are
-    there, fused or cut to between a span and a block; then the rest in forward order: as few
-    all-reduces as there are runs, whose chunks are used as they arrive, or fused as much as
-    deadlines admit (`_deadlines`).
+    """Yield plans for one lane.
 
-    Every communication is one run of bytes of a buffer that holds the gradients in forward order.
+    During the backward pass they send the most urgent, or the oldest, gradients that are ready, cut
+    or fused to between a span and a block. Then they send the rest in forward order: either as
+    streamed all-reduces of one run each, or fused as far as deadlines permit (`_deadlines`). Every
+    communication is one run of bytes in a buffer of the gradients in forward order.
     """
     for block in _BLOCKS:
         for span in _SPANS:
             for take in (_urgent, _oldest):
-                sends, rest, free = _while_coming(profile, network, take, span, block)
+                sends, rest, free = _in_backward_pass(profile, network, take, span, block)
                 first = [Communication(pieces) for pieces in sends]
                 streamed = [Communication(run, streamed=True) for run in _runs(profile, rest)]
                 yield [*first, *streamed]
@@ -152,15 +154,15 @@ def two_phases(profile: Profile, network: Network) -> Iterator[list[Communicatio
                 yield [*first, *(Communication(pieces) for pieces in late)]
 
 
-def _while_coming(
+def _in_backward_pass(
     profile: Profile, network: Network, take: Callable[..., Pieces], span: float, block: int
 ) -> tuple[list[Pieces], Pieces, float]:
-    """(communications, what is left of the layers, when the channel is free)."""
+    """Return the communications, the pieces that are left, and when the channel is free."""
     a, b = network.startup_s, network.seconds_per_byte
     end = profile.backward_s
     sends: list[Pieces] = []
     waiting: list[Piece] = []  # in forward order
-    free, here = 0.0, 0  # bytes that wait
+    free, here = 0.0, 0  # here: bytes that wait
     for new in reversed(range(len(profile.layers))):
         waiting.insert(0, Piece(new, 0, profile.layers[new].nbytes))
         here += waiting[0].nbytes
@@ -170,7 +172,7 @@ def _while_coming(
             fits = (end - free - a) / b if b else float("inf")
             room = int(min(block, fits))
             if room < ALIGN or min(room, here) * b < span * a:
-                break  # too short to be worth a start-up: later, with more
+                break  # too short for a start-up
             pieces = take(profile, waiting, room)
             if not pieces:
                 break
@@ -182,7 +184,7 @@ def _while_coming(
 
 
 def _urgent(profile: Profile, waiting: list[Piece], room: int) -> Pieces:
-    """At most `room` bytes from the front of what waits, up to the end of the run."""
+    """Take at most `room` bytes from the front of what waits, within one run."""
     taken: list[Piece] = []
     while waiting and (not taken or _adjoin(profile, taken[-1], waiting[0])):
         p = waiting[0]
@@ -199,7 +201,7 @@ def _urgent(profile: Profile, waiting: list[Piece], room: int) -> Pieces:
 
 
 def _oldest(profile: Profile, waiting: list[Piece], room: int) -> Pieces:
-    """At most `room` bytes from the back of what waits, which is always one run."""
+    """Take at most `room` bytes from the back of what waits, which is always one run."""
     taken: list[Piece] = []
     while waiting:
         p = waiting[-1]
@@ -216,7 +218,7 @@ def _oldest(profile: Profile, waiting: list[Piece], room: int) -> Pieces:
 
 
 def _adjoin(profile: Profile, one: Piece, other: Piece) -> bool:
-    """Whether the other begins where one ends, in a buffer of all gradients in forward order."""
+    """Return whether `other` begins where `one` ends, in a buffer of all gradients in order."""
     if other.layer == one.layer:
         return other.first == one.first + one.nbytes
     over = one.first + one.nbytes == profile.layers[one.layer].nbytes
@@ -224,7 +226,7 @@ def _adjoin(profile: Profile, one: Piece, other: Piece) -> bool:
 
 
 def _runs(profile: Profile, pieces: Pieces) -> list[Pieces]:
-    """The pieces, which are in forward order, by the runs that they make."""
+    """Split pieces in forward order into runs of adjacent ones."""
     runs: list[list[Piece]] = []
     for piece in pieces:
         if runs and _adjoin(profile, runs[-1][-1], piece):
@@ -235,10 +237,10 @@ def _runs(profile: Profile, pieces: Pieces) -> list[Pieces]:
 
 
 def _deadlines(profile: Profile, network: Network, rest: Pieces, free: float) -> list[Pieces]:
-    """What is left, in forward order from `free` on, such that the iteration ends soonest.
+    """Return communications of what is left, in forward order, that end the iteration earliest.
 
-    For an end T each communication takes as many bytes of its run as its first layer's deadline
-    T - tail admits: more can only help those behind it. The least T by bisection.
+    For an end T each communication takes as many bytes of its run as the deadline T - tail of its
+    first layer permits, since more bytes can only help later ones. Bisection finds the least T.
     """
     if not rest:
         return []
@@ -269,7 +271,7 @@ def _deadlines(profile: Profile, network: Network, rest: Pieces, free: float) ->
 
 
 def _parts(pieces: Pieces, count: int) -> list[Pieces]:
-    """A run cut into at most so many runs, as equal as ALIGN admits."""
+    """Cut a run into at most `count` runs, as equal as ALIGN permits."""
     total = sum(piece.nbytes for piece in pieces)
     parts: list[list[Piece]] = [[]]
     at = 0  # bytes before this piece

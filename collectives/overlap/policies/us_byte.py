@@ -1,4 +1,4 @@
-"""US-Byte: blocks of unequal size in a near-optimal order, over the backward and forward pass."""
+"""US-Byte: blocks of unequal size in a near-optimal order during both passes."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from linkweave.collectives.overlap.profile import Profile
 from linkweave.collectives.overlap.schedule import Schedule
 
 PARTITION = 4_000_000 // 8
-"""Bytes of a basic block: the 4 Mb of the paper's simulations (section 6.7), read as megabits: it
-writes Gbps and GB elsewhere. Its published program counts parameters, 1,000,000 unless told."""
+"""Bytes of a basic block: the 4 Mb of the paper's simulations (section 6.7), read as megabits,
+because the paper writes Gbps and GB elsewhere. Its published program uses 1,000,000 parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class First:
-    """The first phase: (layer, blocks, start) of each all-reduce, then what is left of each layer,
-    and when the channel is free."""
+    """The result of the first phase."""
 
     sends: tuple[tuple[int, int, float], ...]
+    """(layer, blocks, start in seconds) of each all-reduce."""
     left: tuple[int, ...]
+    """The blocks of each layer that are left."""
     free: float
+    """When the channel becomes free."""
 
 
 def us_byte(profile: Profile, network: Network, partition: int = PARTITION) -> Schedule:
-    """Algorithms 1 and 2; then what is left of each layer, from the first on (theorem 1).
+    """Return the schedule of algorithms 1 and 2, then the rest of each layer in order (theorem 1).
 
-    Raises CollectiveError.
+    `partition` is in bytes. Raises CollectiveError.
     """
     partition = partition_of(partition)
     first = first_phase(profile, network, partition, priorities(profile, network, partition))
@@ -47,30 +49,29 @@ def us_byte(profile: Profile, network: Network, partition: int = PARTITION) -> S
 def first_phase(
     profile: Profile, network: Network, partition: int, priority: Sequence[float]
 ) -> First:
-    """Algorithm 1, equations 1 to 8: what is sent while the backward pass computes.
+    """Return what is sent during the backward pass, by algorithm 1 and equations 1 to 8.
 
-    Before each layer's pass ends, the blocks of the most urgent layer among those computed go: as
-    many as are done by that end (equation 6), all that are left (7), or one (4). Consecutive
-    all-reduces of one layer are one (line 13): its start-up is not paid again, and its start is
-    kept. Decided where the paper is unclear: in equation 6 the bracket is rounded up, as in line
-    18, and taken for the least of that, what is left, and at least one; lines 13 and 14 replace the
-    operation before, so blocks are added to it, which is what the text says ("i will not need to be
-    updated").
+    Until the backward pass of a layer ends, blocks of the most urgent computed layer are sent: as
+    many as finish by that end (equation 6), all that are left (7), or one (4). Consecutive
+    all-reduces of one layer are merged into one (line 13), with one start-up and the first start.
+    Where the paper is unclear, equation 6 rounds up as line 18 does, and sends at least one block
+    and at most those left; lines 13 and 14 add blocks to the previous operation, as the text says
+    ("i will not need to be updated").
     """
     a, b = network.startup_s, network.seconds_per_byte
     layers = profile.layers
     count = [math.ceil(layer.nbytes / partition) for layer in layers]
     left = [0] * len(layers)
-    there: list[int] = []  # layers with blocks left, the most urgent last
+    waiting: list[int] = []  # layers with blocks left, the most urgent last
     sends: list[tuple[int, int, float]] = []
     free = profile.ready[-1]
     for new in reversed(range(len(layers))):
         end = profile.ready[new]
         while end > free:
-            if not there:
+            if not waiting:
                 free = end
                 break
-            layer = there[-1]
+            layer = waiting[-1]
             again = bool(sends) and sends[-1][0] == layer
             startup = 0.0 if again else a
             nbytes = _bytes(layers[layer].nbytes, count[layer], left[layer], left[layer], partition)
@@ -84,31 +85,34 @@ def first_phase(
                 blocks = left[layer]
             nbytes = _bytes(layers[layer].nbytes, count[layer], left[layer], blocks, partition)
             start = free
-            free += startup + b * nbytes  # equation 8 takes the short last block's excess off
+            free += startup + b * nbytes  # equation 8 subtracts what the last block lacks
             left[layer] -= blocks
             if again:
                 sends[-1] = layer, sends[-1][1] + blocks, sends[-1][2]
             else:
                 sends.append((layer, blocks, start))
             if not left[layer]:
-                there.pop()
+                waiting.pop()
         left[new] = count[new]
-        at = len(there)
-        while at and (priority[there[at - 1]], -there[at - 1]) < (priority[new], -new):
+        at = len(waiting)
+        while at and (priority[waiting[at - 1]], -waiting[at - 1]) < (priority[new], -new):
             at -= 1
-        there.insert(at, new)
+        waiting.insert(at, new)
     return First(tuple(sends), tuple(left), free)
 
 
 def _bytes(nbytes: int, count: int, left: int, blocks: int, partition: int) -> int:
-    """Of the next `blocks` of a layer of which `left` of `count` blocks are left."""
+    """Return the bytes of the next `blocks` of a layer that has `left` of `count` blocks left."""
     first = (count - left) * partition
     return min(blocks * partition, nbytes - first)
 
 
 def priorities(profile: Profile, network: Network, partition: int) -> list[float]:
-    """Algorithm 2: which layers the first phase prefers, lower first; from the last layer on, one
-    is raised above another as long as the iteration becomes shorter (equation 13)."""
+    """Return the layers' priorities in the first phase, lower first, by algorithm 2.
+
+    From the last layer on, it raises a layer above others if that shortens the iteration (equation
+    13).
+    """
     size = len(profile.layers)
     priority = [float(i) for i in range(size)]
     now = first_phase(profile, network, partition, priority)
@@ -127,14 +131,14 @@ def priorities(profile: Profile, network: Network, partition: int) -> list[float
                 trial[j] += 1
             found = first_phase(profile, network, partition, trial)
             seconds = iteration(profile, network, partition, found)
-            if seconds < best * (1 - 1e-12):  # and not by rounding only
+            if seconds < best * (1 - 1e-12):  # by more than rounding
                 best, priority, now, layer = seconds, trial, found, above
         layer -= 1
     return priority
 
 
 def iteration(profile: Profile, network: Network, partition: int, first: First) -> float:
-    """Equations 9 to 12, the second phase in the order of the layers."""
+    """Return the seconds of an iteration by equations 9 to 12, with a second phase in order."""
     channel = max(profile.ready[0], first.free)
     at = profile.ready[0]
     for layer, blocks in enumerate(first.left):

@@ -1,4 +1,4 @@
-"""WFBP: each gradient is sent alone, when it is there and the one before has been sent."""
+"""WFBP: sends each gradient alone, once it is ready and the previous one has been sent."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from linkweave.collectives.overlap.schedule import Schedule
 
 
 def wfbp(profile: Profile, network: Network) -> Schedule:
-    """Wait-free backpropagation (ASC-WFBP, section II-B, equation 4). Nothing is chained."""
+    """Return the schedule of wait-free backpropagation (ASC-WFBP, section II-B, equation 4)."""
     sends = tuple(whole(profile, (i,)) for i in reversed(range(len(profile.layers))))
     return Schedule("wfbp", profile, network, sends)

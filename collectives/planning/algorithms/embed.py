@@ -1,7 +1,7 @@
-"""Where on the machine a logical shape goes: which GPU holds each position, which pairs detour.
+"""Embedding of logical shapes: which GPU takes each position, and which edges detour.
 
-The search wants exclusive directed links, then fewest detours, then least depth; a pair whose
-link is taken may detour as well as one that has none.
+The search prefers exclusive directed links, then the fewest detours, then the least depth. An edge
+may detour because its GPUs have no link, or because their links are taken.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from linkweave.collectives.errors import PlanError
 from linkweave.topology import Topology
 from linkweave.topology.routes import neighbours
 
-_NODES, _LAID = 20_000, 100_000  # nodes, and edges laid, of a search: a fraction of a second
-_EXTRA_DETOURS = 3  # how many more than the least conceivable are tried
-_SWAPS, _EDGES = 1_500, 50_000  # labellings, and edges laid, where no exclusive one was found
+_NODES, _ROUTED = 20_000, 100_000  # limits of a search: a fraction of a second
+_EXTRA_DETOURS = 3  # tried beyond the lower bound
+_SWAPS, _EDGES = 1_500, 50_000  # limits of the local search for shared links
 
-_Link = int  # its place in `Topology.by_ends`
+_Link = int  # index in `Topology.by_ends`
 _Use = dict[_Link, int]
+_Key = tuple[int, int, int]  # (shape, position a, position b): names an edge
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Positions a and b of shape `shape` exchange data: a -> b, and b -> a unless `one_way`."""
+    """Positions a and b of a shape send data: a -> b, and b -> a unless `one_way`."""
 
     shape: int
     a: int
@@ -34,17 +35,18 @@ class Edge:
 
 @dataclass(frozen=True)
 class Embedding:
-    """`rank_of[position]`; `via[(shape, position a, position b)]` for each edge that detours."""
+    """The rank of each position, and the forwarder of each edge (shape, a, b) that detours."""
 
     rank_of: tuple[int, ...]
-    via: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    via: dict[_Key, int] = field(default_factory=dict)
 
 
 @lru_cache(maxsize=8)
-def _ways(
+def _hops(
     topology: Topology,
 ) -> tuple[dict[tuple[int, int], tuple[_Link, ...]], dict[int, list[int]], dict[int, list[int]]]:
-    """For each two ranks that hardware joins, the links; whom each leads to, and who to it."""
+    """Return the links of each hop between two ranks, each rank's successors, and its
+    predecessors."""
     rank = {g: r for r, g in enumerate(topology.gpus)}
     number = {ends: i for i, ends in enumerate(topology.by_ends)}
     links = {
@@ -55,22 +57,24 @@ def _ways(
 
 
 class _Search:
+    """The state of one embedding search."""
+
     def __init__(self, topology: Topology, edges: Sequence[Edge], size: int) -> None:
         self.topology, self.size = topology, size
         self.edges = tuple(e for e in edges if e.a != e.b)
         self.capacity = [link.count for link in topology.by_ends.values()]
-        self.most = min(_NODES, _LAID // max(1, len(self.edges)))
+        self.most = min(_NODES, _ROUTED // max(1, len(self.edges)))
         self.order = self._connected_order()
-        place = {p: i for i, p in enumerate(self.order)}
-        self.closing: list[list[Edge]] = [[] for _ in range(size)]  # edges complete at a position
+        step = {p: i for i, p in enumerate(self.order)}
+        self.closing: list[list[Edge]] = [[] for _ in range(size)]  # the edges complete at a step
         for edge in self.edges:
-            self.closing[max(place[edge.a], place[edge.b])].append(edge)
-        self.links, self.near, self.behind = _ways(topology)
-        self.ways_up = self._ways_up()
-        self.laid: dict[tuple[int, int, int | None, bool], list[_Link] | None] = {}
+            self.closing[max(step[edge.a], step[edge.b])].append(edge)
+        self.links, self.near, self.behind = _hops(topology)
+        self.paths_up = self._paths_up()
+        self.routes: dict[tuple[int, int, int | None, bool], list[_Link] | None] = {}
 
     def _connected_order(self) -> list[int]:
-        """Positions such that each (after the first) has an edge to one before it, if it can."""
+        """Return the positions so that each has an edge to an earlier one, if the shape allows."""
         near: list[list[int]] = [[] for _ in range(self.size)]
         for e in self.edges:
             near[e.a].append(e.b)
@@ -89,48 +93,45 @@ class _Search:
                         order.append(q)
         return order
 
-    def wires(self, edge: Edge, rank_of: Sequence[int], via: int | None) -> list[_Link] | None:
-        """Every directed link the edge takes, or None where hardware has no such way."""
+    def route(self, edge: Edge, rank_of: Sequence[int], via: int | None) -> list[_Link] | None:
+        """Return the directed links that the edge takes, or None if some hop has no link."""
         key = rank_of[edge.a], rank_of[edge.b], via, edge.one_way
-        if key not in self.laid:
-            self.laid[key] = self._lay(*key)
-        return self.laid[key]
+        if key not in self.routes:
+            self.routes[key] = self._find_route(*key)
+        return self.routes[key]
 
-    def _lay(self, a: int, b: int, via: int | None, one_way: bool) -> list[_Link] | None:
+    def _find_route(self, a: int, b: int, via: int | None, one_way: bool) -> list[_Link] | None:
         stops = [a, b] if via is None else [a, via, b]
-        ways = list(zip(stops, stops[1:], strict=False))
+        hops = list(zip(stops, stops[1:], strict=False))
         if not one_way:
-            ways += [(y, x) for x, y in ways]
-        found: list[_Link] = []
-        for way in ways:
-            if way not in self.links:
-                return None
-            found += self.links[way]
-        return found
+            hops += [(y, x) for x, y in hops]
+        if any(hop not in self.links for hop in hops):
+            return None
+        return [link for hop in hops for link in self.links[hop]]
 
     def middles(self, a: int, b: int) -> list[int]:
-        """Who could forward from a to b, in the order of the ranks."""
+        """Return the ranks that could forward from a to b, in ascending order."""
         return sorted(set(self.near.get(a, ())) & set(self.behind.get(b, ())) - {a, b})
 
-    def claim(self, use: _Use, wires: list[_Link] | None) -> bool:
-        """Take the links if all are free; leaves `use` as it was if not."""
-        if wires is None:
+    def claim(self, use: _Use, route: list[_Link] | None) -> bool:
+        """Take the links and return True if all are free; else leave `use` as it is."""
+        if route is None:
             return False
-        for i, link in enumerate(wires):
+        for i, link in enumerate(route):
             use[link] = use.get(link, 0) + 1
             if use[link] > self.capacity[link]:
-                self.release(use, wires[: i + 1])
+                self.release(use, route[: i + 1])
                 return False
         return True
 
     @staticmethod
-    def release(use: _Use, wires: list[_Link]) -> None:
-        for link in wires:
+    def release(use: _Use, route: list[_Link]) -> None:
+        for link in route:
             use[link] -= 1
 
     # ---- exclusive ---------------------------------------------------------------------------
     def least_detours(self) -> int:
-        """A lower bound: edges beyond the widest link between any one pair must detour."""
+        """Return a lower bound: parallel edges beyond the widest link must detour."""
         if not self.links:
             return 0
         widest = max(min(self.capacity[k] for k in links) for links in self.links.values())
@@ -141,20 +142,24 @@ class _Search:
         return sum(max(0, n - widest) for n in parallel.values())
 
     def exclusive(self) -> Embedding | None:
+        """Return an embedding without shared links, or None if the search finds none."""
         fewest = self.least_detours()
         for detours in range(fewest, fewest + _EXTRA_DETOURS + 1):
             self.best: tuple[int, Embedding] | None = None
             self.nodes = 0
-            self.place(0, [-1] * self.size, set(), {}, [], detours)
+            self.assign(0, [-1] * self.size, set(), {}, [], detours)
             if self.best:
                 return self.best[1]
         return None
 
-    def place(
+    def assign(
         self, at: int, rank_of: list[int], taken: set[int], use: _Use, pending: list[Edge],
         detours: int,
     ) -> bool:  # fmt: skip
-        """Depth-first over labellings; True ends the search (budget spent or none better)."""
+        """Assign ranks to the positions from step `at` on, depth first.
+
+        Returns True to end the search: its budget is spent, or no embedding is better.
+        """
         self.nodes += 1
         if self.nodes > self.most:
             return True
@@ -172,13 +177,13 @@ class _Search:
             claimed: list[_Link] = []
             waiting = list(pending)
             for edge in self.closing[at]:
-                wires = self.wires(edge, rank_of, None)
-                if self.claim(use, wires):
-                    claimed += wires or []
+                route = self.route(edge, rank_of, None)
+                if self.claim(use, route):
+                    claimed += route or []
                 else:
                     waiting.append(edge)
             taken.add(rank)
-            done = len(waiting) <= detours and self.place(
+            done = len(waiting) <= detours and self.assign(
                 at + 1, rank_of, taken, use, waiting, detours
             )
             taken.discard(rank)
@@ -189,10 +194,9 @@ class _Search:
         return False
 
     def detour(
-        self, rank_of: list[int], use: _Use, pending: list[Edge],
-        via: dict[tuple[int, int, int], int],
-    ) -> bool:  # fmt: skip
-        """Find forwarders for the pending edges on the links that are left."""
+        self, rank_of: list[int], use: _Use, pending: list[Edge], via: dict[_Key, int]
+    ) -> bool:
+        """Find forwarders for the pending edges on the links that are left; returns as `assign`."""
         self.nodes += 1
         if self.nodes > self.most:
             return True
@@ -203,24 +207,24 @@ class _Search:
             return depth <= self.depth(())
         edge = pending[0]
         for middle in self.middles(rank_of[edge.a], rank_of[edge.b]):
-            wires = self.wires(edge, rank_of, middle)
-            if wires is None or not self.claim(use, wires):
+            route = self.route(edge, rank_of, middle)
+            if route is None or not self.claim(use, route):
                 continue
             key = (edge.shape, edge.a, edge.b)
             via[key] = middle
             done = self.detour(rank_of, use, pending[1:], via)
             del via[key]
-            self.release(use, wires)
+            self.release(use, route)
             if done:
                 return True
         return False
 
-    def _ways_up(self) -> tuple[list[int], dict[tuple[int, int, int], list[int]]]:
-        """Of the way from each position to its root, in every shape: the edges, and for each edge
-        the ways that it is on; edges run from a child `a` to its parent `b`."""
+    def _paths_up(self) -> tuple[list[int], dict[_Key, list[int]]]:
+        """Return the length of the path from each position to its root, in every shape, and for
+        each edge, from a child `a` to its parent `b`, the paths that contain it."""
         above = {(e.shape, e.a): e for e in self.edges if not e.one_way}
         lengths: list[int] = []
-        on: dict[tuple[int, int, int], list[int]] = {}
+        on: dict[_Key, list[int]] = {}
         for shape, start in above:
             hops, at = 0, start
             while edge := above.get((shape, at)):
@@ -229,36 +233,38 @@ class _Search:
             lengths.append(hops)
         return lengths, on
 
-    def depth(self, via: Iterable[tuple[int, int, int]]) -> int:
-        """Hops on the longest way to a root in any shape, where those edges detour."""
-        lengths, on = self.ways_up[0].copy(), self.ways_up[1]
+    def depth(self, via: Iterable[_Key]) -> int:
+        """Return the hops of the longest path to a root in any shape if these edges detour."""
+        lengths, on = self.paths_up[0].copy(), self.paths_up[1]
         for key in via:
-            for way in on.get(key, ()):
-                lengths[way] += 1
+            for path in on.get(key, ()):
+                lengths[path] += 1
         return max(lengths, default=0)
 
     # ---- shared ------------------------------------------------------------------------------
-    def load(self, rank_of: Sequence[int]) -> tuple[_Use, dict[tuple[int, int, int], int]] | None:
-        """Links used with this labelling, each edge straight or over its least loaded forwarder."""
+    def load(self, rank_of: Sequence[int]) -> tuple[_Use, dict[_Key, int]] | None:
+        """Return how often each link is used, and the detours, or None if an edge has no route.
+
+        An edge without a direct route takes its least loaded forwarder.
+        """
         use: _Use = {}
-        via: dict[tuple[int, int, int], int] = {}
+        via: dict[_Key, int] = {}
         for edge in self.edges:
-            wires, middle = self.wires(edge, rank_of, None), None
-            if wires is None:
+            route = self.route(edge, rank_of, None)
+            if route is None:
                 middles = self.middles(rank_of[edge.a], rank_of[edge.b])
-                ways = ((m, self.wires(edge, rank_of, m)) for m in middles)
-                choices = [(m, over) for m, over in ways if over is not None]
+                routes = ((m, self.route(edge, rank_of, m)) for m in middles)
+                choices = [(m, over) for m, over in routes if over is not None]
                 if not choices:
                     return None
-                middle, wires = min(choices, key=lambda c: max(use.get(k, 0) for k in c[1]))
-            if middle is not None:
+                middle, route = min(choices, key=lambda c: max(use.get(k, 0) for k in c[1]))
                 via[edge.shape, edge.a, edge.b] = middle
-            for link in wires:
+            for link in route:
                 use[link] = use.get(link, 0) + 1
         return use, via
 
     def cost(self, rank_of: Sequence[int]) -> tuple[float, float, int]:
-        """How congested a labelling is: worst link, all links' excess, detours."""
+        """Return the congestion: of the busiest link, of all links (squared), and the detours."""
         loaded = self.load(rank_of)
         if loaded is None:
             return (float("inf"), 0.0, 0)
@@ -267,7 +273,7 @@ class _Search:
         return (max(share, default=0.0), sum(s * s for s in share), len(via))
 
     def least_congested(self, swaps: int) -> Embedding:
-        """Swap two positions while that lowers the congestion, `swaps` trials at most."""
+        """Swap two positions while that lowers the congestion, in at most `swaps` trials."""
         best = list(range(self.size))
         cost, tried, improved = self.cost(best), 0, True
         while improved and tried < swaps:
@@ -287,8 +293,8 @@ class _Search:
             edge = next(
                 e
                 for e in self.edges
-                if not self.wires(e, best, None)
-                and not any(self.wires(e, best, m) for m in self.middles(best[e.a], best[e.b]))
+                if not self.route(e, best, None)
+                and not any(self.route(e, best, m) for m in self.middles(best[e.a], best[e.b]))
             )
             raise PlanError(
                 f"{self.topology.name}: GPUs {gpus[best[edge.a]]} and {gpus[best[edge.b]]} are "
@@ -299,11 +305,11 @@ class _Search:
 
 
 def embed(topology: Topology, edges: Sequence[Edge], size: int, relabel: bool = True) -> Embedding:
-    """Positions 0..size-1 on ranks 0..size-1 of the topology.
+    """Assign the positions of shapes to the ranks of the topology, and choose detours.
 
-    Without `relabel` position i stays on rank i and only ways are chosen. Deterministic. Complete
-    for the machines that matter (8 GPUs, up to two detours), a bounded search beyond. Raises
-    PlanError where some edge has no way at all.
+    Without `relabel` position i stays on rank i. The result is deterministic. The search is
+    complete for 8 GPUs and up to two detours, and bounded beyond. Raises PlanError if an edge has
+    no route, not even over one other GPU.
     """
     return _embed(topology, tuple(edges), size, relabel)
 
@@ -315,9 +321,9 @@ def _embed(topology: Topology, edges: tuple[Edge, ...], size: int, relabel: bool
     search = _Search(topology, edges, size)
     identity = list(range(size))
     use: _Use = {}
-    if all(search.claim(use, search.wires(e, identity, None)) for e in search.edges):
+    if all(search.claim(use, search.route(e, identity, None)) for e in search.edges):
         return Embedding(tuple(identity))
-    # every labelling of a bus is the same, so where one is not exclusive, none is
+    # on one memory all assignments are alike
     relabel = relabel and not topology.on_memory
     if relabel and size <= 64 and (found := search.exclusive()):
         return found

@@ -1,4 +1,4 @@
-"""All-reduce on clusters: inside each node first, then between nodes, then inside again."""
+"""All-reduce on clusters: inside each node, then between nodes, then inside each node again."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from linkweave.topology import Topology
 from linkweave.topology.clusters import nodes_of
 
 _RING_NODES = 8
-_MIDDLE, _DOWN = 100_000, 200_000  # first channels between the nodes, and back inside them
+_MIDDLE, _DOWN = 100_000, 200_000  # the first channels between nodes, and of the way back
 
 
 def hierarchical(topology: Topology) -> Algorithm:
-    """Each GPU reduces its slice of its node's data, slices go between nodes, and back.
+    """Each GPU reduces one slice inside its node, nodes all-reduce slices, GPUs broadcast them.
 
-    Inside a node a slice comes and goes over a tree of shortest ways (a star behind a switch),
-    over NVLinks alone where they connect the node; the trees share the links out evenly. Between
-    nodes each slice is two chunks, one for each tree of an overlapped double tree over the nodes,
-    so every NIC sends and receives about twice its slice; GPU g talks to GPU g of the other nodes
-    only, over its own rail where there are rails. Raises PlanError unless the machine is a cluster
-    of equal nodes.
+    Inside a node a slice moves over a tree of shortest paths (a star behind a switch), over NVLinks
+    alone if they connect the node; the trees share the links evenly. Between nodes each slice is
+    two chunks, one for each tree of an overlapped double tree over the nodes, so every NIC sends
+    and receives about twice its slice. GPU g communicates with GPU g of other nodes only, over its
+    own rail if there are rails. Raises PlanError unless the machine is a cluster of equal nodes.
     """
     at = _nodes("hierarchical", topology)
-    ways = [_over_tree(at, tree, t, 2) for t, tree in enumerate(two_trees(len(at)))]
+    trees = [_over_tree(at, tree, t, 2) for t, tree in enumerate(two_trees(len(at)))]
     middle = [
-        tuple(m for part in parts for m in part) for parts in zip_longest(*ways, fillvalue=())
+        tuple(m for part in parts for m in part) for parts in zip_longest(*trees, fillvalue=())
     ]
     return _wrapped("hierarchical", topology, at, 2, middle)
 
 
 def hierarchical_ring(topology: Topology) -> Algorithm:
-    """As `hierarchical`, with a ring over the nodes: a NIC sends 2(n - 1)/n of its slice.
+    """Like `hierarchical`, with a ring over n nodes: a NIC sends 2(n - 1)/n of its slice.
 
-    More start-ups than trees have, and fewer bytes. PlanError for more than 8 nodes as well.
+    This takes more start-ups than trees and moves fewer bytes. Raises PlanError also for more than
+    8 nodes.
     """
     at = _nodes("hierarchical_ring", topology)
     n = len(at)
@@ -48,7 +48,7 @@ def hierarchical_ring(topology: Topology) -> Algorithm:
 
 
 def _nodes(name: str, topology: Topology) -> list[list[int]]:
-    """The ranks of each node. Raises PlanError unless there are several nodes of one size."""
+    """Return the ranks of each node. Raises PlanError unless there are several equal nodes."""
     nodes = nodes_of(topology)
     sizes = {len(node) for node in nodes}
     if not any(link.kind == "network" for link in topology.links):
@@ -65,8 +65,9 @@ def _nodes(name: str, topology: Topology) -> list[list[int]]:
 def _wrapped(
     name: str, topology: Topology, at: list[list[int]], parts: int, middle: list[Round]
 ) -> Algorithm:
-    """The rounds inside the nodes before and after those between them, `parts` chunks a slice."""
-    up: list[list[Move]] = []  # by the depth from which data comes
+    """Return an algorithm with the rounds inside nodes around the `middle` ones between nodes, for
+    slices of `parts` chunks."""
+    up: list[list[Move]] = []  # by depth
     down: list[list[Move]] = []
     for node in at:
         for g, tree in enumerate(shortest_trees(topology, node)):
@@ -85,7 +86,7 @@ def _wrapped(
 
 
 def _over_tree(at: list[list[int]], tree: Tree, t: int, parts: int) -> list[Round]:
-    """Tree t over the nodes, for chunk t of every slice: up, deepest level first, and down."""
+    """Return the rounds of tree t over the nodes, which all-reduces chunk t of every slice."""
     up: list[Round] = []
     down: list[Round] = []
     for level in tree.levels[:-1]:

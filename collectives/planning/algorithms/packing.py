@@ -1,9 +1,9 @@
-"""As many spanning trees as the links hold: the trees of `packed_trees`.
+"""Packing of spanning trees into links, for `packed_trees`.
 
-Reduce up and broadcast down at once over a spanning tree take each of its links once in each
-direction, wherever the root is. So trees for all-reduce are undirected spanning trees, packed into
-the links; with every link split into m equal shares, floor(bound * m) trees fit, where the bound is
-that of Nash-Williams and Tutte (`topology.bounds`), and carry 1/m of a link each.
+An overlapped all-reduce over a spanning tree uses each link of the tree once in each direction,
+wherever the root is. So the trees are undirected spanning trees. If every link is split into m
+equal shares, floor(bound * m) trees fit, where the bound is that of Nash-Williams and Tutte
+(`topology.bounds`), and each carries 1/m of a link's bandwidth.
 """
 
 from __future__ import annotations
@@ -18,27 +18,26 @@ from linkweave.topology import Vertex
 from linkweave.topology.bounds import narrowest_partition
 from linkweave.topology.cuts import FlowNetwork
 
-_TREES, _PARTS, _VALUES = 32, 8, 6  # most trees; shares of a link; sizes of link tried
+_TREES, _PARTS, _VALUES = 32, 8, 6  # limits: trees, shares of a link, link bandwidths tried
 _ENOUGH = Fraction(99, 100)
 Pair = tuple[int, int]
-NumberedEdge = tuple[
-    int, int, int
-]  # the ranks it joins, and a number that tells parallel ones apart
+NumberedEdge = tuple[int, int, int]
+"""The ranks that an edge joins, and a number that distinguishes parallel edges."""
 
 
 def spanning_forests(
     size: int, edges: Sequence[NumberedEdge], count: int
 ) -> list[set[NumberedEdge]]:
-    """`count` disjoint forests over `edges` with as many edges in all as there can be.
+    """Return `count` disjoint forests over `edges` with the largest possible number of edges.
 
-    Matroid union (Edmonds 1965): an edge that closes a circle in every forest may still go in, if
-    edges of the circles can move on to other forests; the shortest such chain is carried out. Where
-    there is none, every forest spans the ranks that were reached, so no edge among them can go in
-    later (Roskind and Tarjan 1985: a clump).
+    Matroid union (Edmonds 1965): an edge that closes a cycle in every forest can still enter if
+    edges of those cycles can move on to other forests; the shortest such chain of moves is applied.
+    If there is none, every forest spans the ranks that the search has reached, so no later edge
+    among them can enter (the clumps of Roskind and Tarjan 1985).
     """
     forests = [_Forest(size) for _ in range(count)]
     home: dict[NumberedEdge, int] = {}
-    clump = list(range(size))  # of each rank; ranks of one clump are spanned by every forest
+    clump = list(range(size))  # of each rank; every forest spans the ranks of a clump
     for edge in edges:
         if clump[edge[0]] == clump[edge[1]]:
             continue
@@ -50,11 +49,11 @@ def spanning_forests(
             for i, forest in enumerate(forests):
                 if home.get(moving) == i:
                     continue
-                circle = forest.path(moving[0], moving[1])
-                if circle is None:
+                cycle = forest.path(moving[0], moving[1])
+                if cycle is None:
                     end = moving, i
                     break
-                for other in circle:
+                for other in cycle:
                     if other not in came:
                         came[other] = moving
                         queue.append(other)
@@ -63,7 +62,7 @@ def spanning_forests(
             clump = [edge[0] + size if c in reached else c for c in clump]
         step: NumberedEdge | None
         step, to = end or (None, 0)
-        while step is not None:  # each takes the place that the one before it leaves
+        while step is not None:  # each edge moves to the forest that the one before it leaves
             left = home.get(step)
             if left is not None:
                 forests[left].remove(step)
@@ -74,14 +73,12 @@ def spanning_forests(
 
 
 class _Forest:
-    """Its trees hang from a root each, as long as no edge comes or goes."""
+    """A set of edges without a cycle. The roots of its trees are found again after a change."""
 
     def __init__(self, size: int) -> None:
         self.edges: set[NumberedEdge] = set()
         self._near: list[dict[NumberedEdge, int]] = [{} for _ in range(size)]
-        self._above: list[
-            tuple[int, NumberedEdge] | None
-        ] = []  # of each rank, on the way to its root
+        self._above: list[tuple[int, NumberedEdge] | None] = []  # each rank's parent
         self._level: list[int] = []
         self._root: list[int] = []
 
@@ -96,7 +93,7 @@ class _Forest:
         del self._near[edge[0]][edge], self._near[edge[1]][edge]
         self._root = []
 
-    def _hang(self) -> None:
+    def _find_roots(self) -> None:
         size = len(self._near)
         self._above, self._level, self._root = [None] * size, [0] * size, [-1] * size
         for root in range(size):
@@ -113,9 +110,9 @@ class _Forest:
                         order.append(other)
 
     def path(self, a: int, b: int) -> list[NumberedEdge] | None:
-        """The edges from b to a, or None where they are not connected."""
+        """Return the edges of the path from b to a, or None if there is no path."""
         if not self._root:
-            self._hang()
+            self._find_roots()
         if self._root[a] != self._root[b]:
             return None
         above, level = self._above, self._level
@@ -124,7 +121,7 @@ class _Forest:
         while a != b:
             at, found = (a, from_a) if level[a] > level[b] else (b, from_b)
             step = above[at]
-            assert step is not None  # only a root has none, and both have the same
+            assert step is not None  # only the common root has none
             found.append(step[1])
             if found is from_a:
                 a = step[0]
@@ -134,7 +131,7 @@ class _Forest:
 
 
 def rooted(size: int, edges: Sequence[Pair] | set[NumberedEdge]) -> Tree:
-    """The tree over these edges, rooted where it is least deep (the lowest rank of equals)."""
+    """Return the tree over these edges, with the lowest root of those of least depth."""
     near: list[list[int]] = [[] for _ in range(size)]
     for a, b, *_ in edges:
         near[a].append(b)
@@ -155,28 +152,28 @@ def rooted(size: int, edges: Sequence[Pair] | set[NumberedEdge]) -> Tree:
 
 
 def pack(size: int, links: Mapping[Pair, tuple[int, int]]) -> list[Tree]:
-    """Spanning trees over links.
+    """Return spanning trees that share the links.
 
-    `links` tells what ranks a < b may send each other, in any unit, and the most of it that one
-    tree can use. A tree gets a share that is the same for all trees; of the shares tried the one
-    with the fewest trees is taken that loses no more than 1 % of the bound, else the best.
+    `links` gives the bandwidth between ranks a < b, in any unit, and how much of it one tree can
+    use. All trees get equal shares. Of the shares tried, the result uses the one with the fewest
+    trees that loses at most 1 % of the bound, or else the one that loses least.
     """
     capacity = {pair: c for pair, (c, _) in links.items()}
     best = _strength(size, capacity)
-    taken: tuple[Fraction, int] | None = None  # how good it is: of the bound, and fewer trees
+    taken: tuple[Fraction, int] | None = None  # (part of the bound, -trees)
     share = min(Fraction(c) for c in capacity.values())
     slowest = min(widest for _, widest in links.values())
     wide = sorted({min(c, widest) for c, widest in links.values()}, reverse=True)
     narrow = sorted({min(c, slowest) for c in capacity.values()}, reverse=True)
     for value in dict.fromkeys((*wide[:_VALUES], *narrow[:_VALUES])):
-        for parts in range(2, _PARTS + 1):  # with two or more, start-ups hide behind others' bytes
+        for parts in range(2, _PARTS + 1):  # two or more trees hide one another's start-ups
             tried = Fraction(value, parts)
-            whole = {pair: c * parts // value for pair, c in capacity.items()}
-            most = sum(whole.values()) // (size - 1)  # a tree takes so many edges
+            shares = {pair: c * parts // value for pair, c in capacity.items()}
+            most = sum(shares.values()) // (size - 1)
             loses_little = math.ceil(_ENOUGH * best / tried)
             if taken and (min(most * tried / best, _ENOUGH), -min(most, loses_little)) <= taken:
                 continue
-            count = int(_strength(size, whole))
+            count = int(_strength(size, shares))
             found = min(count * tried / best, _ENOUGH), -count
             if 0 < count <= _TREES and (taken is None or found > taken):
                 taken, share = found, tried
@@ -187,6 +184,7 @@ def pack(size: int, links: Mapping[Pair, tuple[int, int]]) -> list[Tree]:
 
 
 def _strength(size: int, capacity: Mapping[Pair, int]) -> Fraction:
+    """Return the bound of Nash-Williams and Tutte."""
     there: dict[tuple[Vertex, Vertex], int] = {
         ends: c for (a, b), c in capacity.items() if c for ends in ((a, b), (b, a))
     }

@@ -1,4 +1,4 @@
-"""Rings through all GPUs that share no link: as many as a search finds."""
+"""Rings through all GPUs that share no link, and the collectives that run around them."""
 
 from __future__ import annotations
 
@@ -6,23 +6,51 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 
 from linkweave.collectives.planning.algorithms.embed import Edge, embed
-from linkweave.collectives.planning.lower import Copy, Reduce, Round
+from linkweave.collectives.planning.lower import Algorithm, Copy, Reduce, Round, few_enough
 from linkweave.topology import Topology
 
 Ring = tuple[int, ...]
 """The ranks in the order in which data passes them."""
 
 _TRIALS = 200
-_NODES = 2_000  # of one search for one more ring
-_SENDS = 20_000  # in a plan: fewer rings where they are long
+_NODES = 2_000  # visited by one search for one more ring
+_SENDS = 20_000  # of a plan, which limits the number of long rings
+
+
+def ring(topology: Topology) -> Algorithm:
+    """All-reduce as reduce-scatter and all-gather around R rings: 2(P - 1) steps of N/(R P).
+
+    Chunk c runs around ring c mod R. It starts at the rank after its owner, rank c // R of the
+    ring, and is complete at the owner. A rank has one track for each ring, so its sends there
+    follow one another. The plan grows as P^2: PlanError for more than 64 ranks.
+    """
+    size = len(topology.gpus)
+    few_enough("ring", size)
+    found, detours = rings(topology)
+    count = len(found)
+    scatter, gather = around(found, lambda r, i: i * count + r)
+    return Algorithm("ring", size, size * count, ((*scatter, *gather),), (), detours)
+
+
+def half_ring(topology: Topology, collective: str, root: int) -> Algorithm:
+    """All-gather or reduce-scatter around R rings: P - 1 steps of N/(R P).
+
+    Chunk r P + b of a group is a part of block b and runs around ring r.
+    """
+    size = len(topology.gpus)
+    few_enough("ring", size)
+    found, detours = rings(topology)
+    scatter, gather = around(found, lambda r, i: r * size + found[r][i])
+    phases = (tuple(gather if collective == "allgather" else scatter),)
+    return Algorithm("ring", size, size * len(found), phases, (), detours, collective)
 
 
 def rings(topology: Topology) -> tuple[list[Ring], Mapping[tuple[int, int, int], tuple[int, ...]]]:
-    """Rings, and (ring, src, dst) -> forwarders for the hops that detour.
+    """Return rings, and the forwarders of each hop (ring, src, dst) that detours.
 
-    Where equal links join GPUs directly, rings are drawn at random (always the same ones), in both
-    directions of a circle first, until every link of some GPU is taken. Otherwise, or where there
-    is no such ring, it is the one ring of least congestion that `embed` finds.
+    If equal links join GPUs directly, a search with fixed random seeds adds rings, at first in both
+    directions, until some GPU has no link left. Otherwise, or if it finds none, the result is the
+    ring of least congestion that `embed` finds.
     """
     size = len(topology.gpus)
     rank = {g: r for r, g in enumerate(topology.gpus)}
@@ -40,7 +68,8 @@ def rings(topology: Topology) -> tuple[list[Ring], Mapping[tuple[int, int, int],
 def around(
     found: Sequence[Ring], chunk: Callable[[int, int], int], channel: int = 0
 ) -> tuple[list[Round], list[Round]]:
-    """A reduce-scatter, and an all-gather: chunk(r, i) ends on, or begins at, i in ring r."""
+    """Return the rounds of a reduce-scatter, in which chunk(r, i) ends at position i of ring r, and
+    those of an all-gather, in which it begins there."""
     size = len(found[0])
     hops = [(r, i, at[i], at[(i + 1) % size]) for r, at in enumerate(found) for i in range(size)]
     scatter: list[Round] = []
@@ -56,9 +85,9 @@ def around(
 
 
 def _disjoint(size: int, links: Mapping[tuple[int, int], int]) -> list[Ring]:
-    ways = [[sum(n for ends, n in links.items() if ends[side] == r) for r in range(size)]
+    degrees = [[sum(n for ends, n in links.items() if ends[side] == r) for r in range(size)]
             for side in (0, 1)]  # fmt: skip
-    most = min(map(min, ways))
+    most = min(map(min, degrees))
     wanted = min(most, max(1, _SENDS // (2 * size * (size - 1))))
     best: list[Ring] = []
     for trial in range(_TRIALS):
@@ -85,9 +114,9 @@ def _disjoint(size: int, links: Mapping[tuple[int, int], int]) -> list[Ring]:
 def _one(
     size: int, left: Mapping[tuple[int, int], int], rng: random.Random, both: bool
 ) -> Ring | None:
-    """A ring over what is left (with `both`, in both directions), or None where none is found.
+    """Return a ring over the links that are left (with `both`, in both directions), or None.
 
-    Depth first; to the rank with the fewest ways on, the most links first among equals.
+    Depth-first search that prefers the rank with the fewest next hops, then the most links.
     """
 
     def free(a: int, b: int) -> bool:
@@ -97,14 +126,14 @@ def _one(
     path, seen, nodes = [0], {0}, 0
     stack: list[list[int]] = []
 
-    def ahead() -> list[int]:
+    def next_hops() -> list[int]:
         here = path[-1]
         choices = [b for b in out[here] if b not in seen]
         rng.shuffle(choices)
         choices.sort(key=lambda b: (sum(c not in seen for c in out[b]), -left[here, b]))
-        return choices[::-1]  # the best is taken from the end
+        return choices[::-1]  # the best last, where pop takes it
 
-    stack.append(ahead())
+    stack.append(next_hops())
     while stack:
         nodes += 1
         if nodes > _NODES + size:
@@ -115,7 +144,7 @@ def _one(
             nxt = stack[-1].pop()
             path.append(nxt)
             seen.add(nxt)
-            stack.append(ahead())
+            stack.append(next_hops())
         else:
             stack.pop()
             seen.discard(path.pop())

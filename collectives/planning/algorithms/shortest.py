@@ -1,4 +1,4 @@
-"""A tree of shortest ways from each of some ranks to the others, sharing the links out evenly."""
+"""Trees of shortest paths from given ranks to all others, which share the links evenly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from linkweave.topology import Topology, Vertex
 from linkweave.topology.routes import connects, neighbours
 
 Levels = list[dict[int, tuple[int, ...]]]
-"""From the root on: who has which children. All are ranks."""
+"""For each level from the root on: the children of each rank."""
 
 _Link = tuple[Vertex, Vertex]
 
@@ -18,11 +18,10 @@ _Link = tuple[Vertex, Vertex]
 def shortest_trees(
     topology: Topology, ranks: Sequence[int], roots: Sequence[int] | None = None
 ) -> list[Levels]:
-    """For each of the ranks (or of some `roots` among them), in order, the tree that it roots over
-    all of them.
+    """Return the trees over `ranks` whose roots are `roots` (by default all ranks), in that order.
 
-    A rank passes on what came over one hop (switches may lie between); over NVLinks alone where
-    they connect the ranks. Raises PlanError where some are not joined.
+    A hop may pass switches, but no other GPU. If NVLinks connect the ranks, the trees use no other
+    links. Raises PlanError if the links do not connect the ranks.
     """
     gpus = topology.gpus
     links = {
@@ -35,15 +34,16 @@ def shortest_trees(
     ]  # fmt: skip
     near = neighbours(fast if connects(fast, ranks) else links)
     load: dict[_Link, Fraction] = {}
-    several = ranks if roots is None else roots
-    return [_shortest(topology, root, ranks, near, links, load) for root in several]
+    order = ranks if roots is None else roots
+    return [_shortest(topology, root, ranks, near, links, load) for root in order]
 
 
 def _shortest(
     topology: Topology, root: int, ranks: Sequence[int], near: Mapping[int, list[int]],
     links: Mapping[tuple[int, int], tuple[_Link, ...]], load: dict[_Link, Fraction],
 ) -> Levels:  # fmt: skip
-    """Of several parents, the one over whose links the least goes so far (s a byte)."""
+    """Return one tree. Among possible parents it takes the one whose busiest link has the least
+    `load` (seconds a byte) so far, and adds to that load."""
     tree: Levels = []
     seen, level = {root}, [root]
     while below := sorted({b for a in level for b in near.get(a, ())} - seen):

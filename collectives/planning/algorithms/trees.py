@@ -11,9 +11,9 @@ from linkweave.collectives.errors import PlanError
 
 @dataclass(frozen=True)
 class Tree:
-    """`parent[r]` is r's parent; the root is its own, so every rank has one.
+    """A rooted tree: `parent[r]` is the parent of rank r, and the root is its own parent.
 
-    Raises PlanError unless there is one root and every rank reaches it.
+    Raises PlanError unless there is one root that every rank reaches.
     """
 
     parent: tuple[int, ...]
@@ -42,20 +42,20 @@ class Tree:
         return tuple(map(tuple, below))
 
     def children(self, rank: int) -> tuple[int, ...]:
-        """In rank order, which is also the order in which a reduction adds them."""
+        """The children in rank order, in which a reduction combines them."""
         return self._children[rank]
 
     @cached_property
     def top_down(self) -> tuple[int, ...]:
-        """Ranks level by level from the root: every parent stands before its children."""
+        """Ranks level by level from the root, so every parent comes before its children."""
         order = [self.root]
-        for rank in order:  # grows while it is walked
+        for rank in order:  # the loop extends it
             order.extend(self.children(rank))
         return tuple(order)
 
     @cached_property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """(child, parent) pairs, from the root down."""
+        """(child, parent) pairs in the order of `top_down`."""
         return tuple((r, self.parent[r]) for r in self.top_down[1:])
 
     @cached_property
@@ -68,11 +68,11 @@ class Tree:
 
     @property
     def depth(self) -> int:
-        """Edges on the longest way to the root."""
+        """The number of edges on the longest path to the root."""
         return len(self.levels) - 1
 
     def rerooted(self, root: int) -> Tree:
-        """The same edges, hung from another rank."""
+        """Return the tree of the same edges with another root."""
         parent = list(self.parent)
         at, above = root, root
         while True:
@@ -81,7 +81,7 @@ class Tree:
                 return Tree(tuple(parent))
 
     def relabel(self, rank_of: Sequence[int]) -> Tree:
-        """The same tree with position i held by rank `rank_of[i]`."""
+        """Return the tree in which rank `rank_of[i]` takes position i."""
         parent = [0] * len(self.parent)
         for position, above in enumerate(self.parent):
             parent[rank_of[position]] = rank_of[above]
@@ -89,15 +89,15 @@ class Tree:
 
 
 def chain(size: int) -> Tree:
-    """0 <- 1 <- 2 <- ..., rooted at its end."""
+    """Return the path 0 <- 1 <- 2 <- ..., whose root is 0."""
     return Tree(tuple(max(r - 1, 0) for r in range(size)))
 
 
 def binary_tree(size: int) -> Tree:
-    """The in-order binary tree in which odd positions are leaves.
+    """Return the in-order binary tree in which odd positions are leaves and 0 is the root.
 
-    A rank with lowest set bit b hangs under (r ^ b) | 2b, or under r ^ b where that does not
-    exist; rank 0 is the root. Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth
+    The parent of r, whose lowest set bit is b, is (r ^ b) | 2b, or r ^ b if the former is not a
+    rank. Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth
     broadcast, reduction and scan", Parallel Computing 35 (2009), section 3.
     """
 
@@ -112,10 +112,10 @@ def binary_tree(size: int) -> Tree:
 
 
 def two_trees(size: int) -> tuple[Tree, Tree]:
-    """Two binary trees such that (for even sizes) each rank is interior in exactly one.
+    """Return two binary trees; for even sizes each rank is interior in exactly one of them.
 
-    The second is the mirror of the first (even size) or its shift by one (odd size; there rank 0
-    is interior in both). Same source as `binary_tree`.
+    The second is the mirror image of the first (even size), or its shift by one (odd size, where
+    rank 0 is interior in both). Same source as `binary_tree`.
     """
     first = binary_tree(size)
     if size % 2:

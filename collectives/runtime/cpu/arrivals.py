@@ -30,7 +30,7 @@ class Arrivals:
 
     def begin(self, needs: NDArray[np.int64]) -> None:
         """To be called before anything moves. `needs` [layers, tracks]: chunks that each track
-        makes final for a layer (`planning.finals.table`)."""
+        makes final for a layer (`planning.completion.chunk_counts`)."""
         self.layers, tracks = needs.shape
         self.counters = np.zeros(max(1, tracks), np.int64)
         self._words = np.zeros(self.layers, np.int64)

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.planning.blocks import chunk_bytes
-from linkweave.collectives.planning.blocks import table as block_table
 from linkweave.collectives.planning.cost import MEMORY_CHUNK
+from linkweave.collectives.planning.layout import block_table, chunk_bytes
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.cpu.arrivals import Arrivals
@@ -60,7 +59,7 @@ class Ready:
     choice: tuple[object, ...]
     """What it was planned for (`HostCalls._choice`)."""
     needs: NDArray[np.int64] | None
-    """[layers, tracks] of a gradient queue (`planning.finals.table`)."""
+    """[layers, tracks] of a gradient queue (`planning.completion.chunk_counts`)."""
 
     @property
     def num_chunks(self) -> int:
@@ -135,7 +134,7 @@ class CpuExecutor:
         buffer: Buffer, op: str, label: str, needs: NDArray[np.int64] | None = None,
         choice: tuple[object, ...] = (),
     ) -> Ready:  # fmt: skip
-        """A kind of call, of that many chunks. `table`: `planning.blocks.table` of the buffer."""
+        """A kind of call, of that many chunks. `table`: the buffer's `layout.block_table`."""
         control, encoded = self.control, region.encoded
         largest = chunk_bytes(table, num_chunks)
         if encoded.rings and largest > SLOT_BYTES:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from linkweave.collectives.errors import PlanError
-from linkweave.collectives.planning.access import passed_on
+from linkweave.collectives.planning.dataflow import passed_on
 from linkweave.collectives.planning.plan import Op, Plan, Step, Track
 from linkweave.collectives.planning.verify import prove, shortened
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.planning.plan import ALIGN
+from linkweave.collectives.planning.layout import ALIGN
 from linkweave.collectives.runtime.cpu.arena import Arena
 from linkweave.collectives.runtime.cpu.mapping import PAGE, pages
 from linkweave.collectives.runtime.gpu.device import Device

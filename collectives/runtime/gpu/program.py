@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linkweave.collectives.errors import PlanError
-from linkweave.collectives.planning.access import input_reads, passed_on, pushes
-from linkweave.collectives.planning.plan import ALIGN, Op, Plan, Track
+from linkweave.collectives.planning.dataflow import input_reads, passed_on, pushes
+from linkweave.collectives.planning.layout import ALIGN
+from linkweave.collectives.planning.plan import Op, Plan, Track
 from linkweave.collectives.planning.verify import races, shortened
 from linkweave.collectives.runtime.gpu.fuse import fused
 
@@ -218,7 +219,7 @@ def programs(plan: Plan, rank: int) -> list[Program]:
 
 def may_push(plan: Plan) -> bool:
     """Whether ranks that see each other's buffers write results there; the same on all ranks."""
-    if plan.collective == "alltoall" or plan.size > MOST_RANKS:  # chunks lie elsewhere; no room
+    if not plan.definition.same_offsets or plan.size > MOST_RANKS:
         return False
     return _may_push(shortened(plan))
 

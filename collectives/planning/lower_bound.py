@@ -1,4 +1,4 @@
-"""A time that no plan of an algorithm beats, counted on what it moves: before there is a plan."""
+"""A lower bound on the time of an algorithm, from its moves alone, before there is a plan."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ _Pair = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
-    """`start_s`: the latencies of the longest chain of sends that wait for each other; `load`:
-    seconds that the busiest link needs for one byte of all chunks."""
+class LowerBound:
+    """The alpha and beta terms of the bound."""
 
     start_s: float
+    """Seconds of latency on the longest chain of dependent sends."""
     load: float
+    """Seconds that the busiest link needs for each byte of all chunks together."""
 
     def seconds(self, volume: int) -> float:
-        """No plan takes less for chunks of `volume` bytes together, however many they are."""
+        """Return a time that no plan beats for chunks of `volume` bytes together."""
         return max(self.start_s, self.load * volume) * (1 - _ROUNDING)
 
     def guess(self, volume: int) -> float:
-        """What a good plan takes, roughly."""
+        """Return a rough estimate of what a good plan takes."""
         return self.start_s + self.load * volume
 
 
-def floor_of(algorithm: Algorithm, topology: Topology) -> Floor:
-    """Raises PlanError where two ranks exchange data that no link joins."""
+def lower_bound(algorithm: Algorithm, topology: Topology) -> LowerBound:
+    """Return the bound. Raises PlanError if a move has neither link nor detour."""
     sends: Counter[_Pair] = Counter()
     latency: dict[_Pair, float] = {}
-    seen: dict[_Pair, float] = {}  # (rank, chunk): when the rank has its value, if not at once
+    arrived: dict[_Pair, float] = {}  # (rank, chunk): when the rank has the value, if not at 0
     for rnd in (rnd for phase in algorithm.phases for rnd in phase):
         arrivals: list[tuple[_Pair, float]] = []
         for move in rnd:
@@ -43,7 +44,7 @@ def floor_of(algorithm: Algorithm, topology: Topology) -> Floor:
             else:
                 pairs = [(move.src, dst) for dst in move.dsts]
             for src, dst in pairs:
-                then = seen.get((src, move.chunk), 0.0)
+                then = arrived.get((src, move.chunk), 0.0)
                 stops = (src, *algorithm.detours.get((move.channel, src, dst), ()), dst)
                 for hop in zip(stops, stops[1:], strict=False):
                     if hop not in latency:
@@ -53,15 +54,15 @@ def floor_of(algorithm: Algorithm, topology: Topology) -> Floor:
                     then += latency[hop]
                 arrivals.append(((dst, move.chunk), then))
         for cell, then in arrivals:
-            seen[cell] = max(then, seen.get(cell, 0.0))
+            arrived[cell] = max(then, arrived.get(cell, 0.0))
     bytes_over: Counter[tuple[Vertex, Vertex]] = Counter()
     for hop, times in sends.items():
         for ends in _links(topology, hop):
             bytes_over[ends] += times
     used = ((topology.by_ends[ends], times) for ends, times in bytes_over.items())
-    # what ranks put into common memory, several may read
+    # several ranks may read what one stores in common memory, so those links count for nothing
     loads = [n / (algorithm.stride * k.bandwidth * k.count) for k, n in used if not k.stores]
-    return Floor(max(seen.values(), default=0.0), max(loads, default=0.0))
+    return LowerBound(max(arrived.values(), default=0.0), max(loads, default=0.0))
 
 
 def _links(topology: Topology, hop: _Pair) -> list[tuple[Vertex, Vertex]]:

@@ -1,4 +1,4 @@
-"""What steps touch besides their own buffer: what callers gave, and the results of other ranks."""
+"""Data-flow analyses: which inputs steps read, and which results they could write directly."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
 
-from linkweave.collectives.planning.execute_order import Visit, walk
 from linkweave.collectives.planning.plan import Op, Plan, Step
+from linkweave.collectives.planning.walk import Visit, walk
 
 StepId = tuple[int, int, int]  # rank, channel, position in the track's code
 
 
 @lru_cache(maxsize=16)
 def input_reads(plan: Plan) -> frozenset[StepId]:
-    """The SENDs and REDUCEs that take their own chunk before anything at their rank has written it.
+    """Return the SENDs and REDUCEs that read their own chunk before a step of their rank writes it.
 
-    All other accesses to own chunks are to results. In a verified plan every two accesses to a
-    chunk of which one writes are ordered, so any legal order of steps tells; and as each group of
-    chunks repeats the steps, one group tells for all.
+    All other accesses to own chunks are to results. In a verified plan the accesses to a chunk are
+    ordered if one of them writes, so any legal order of steps gives the same answer; and as every
+    group repeats the same steps, one group suffices.
     """
     written: set[tuple[int, int]] = set()
     found: set[StepId] = set()
@@ -39,15 +39,15 @@ def input_reads(plan: Plan) -> frozenset[StepId]:
 
 @lru_cache(maxsize=16)
 def pushes(plan: Plan) -> frozenset[StepId]:
-    """The SENDs of which every receiver makes a COPY, and these COPYs.
+    """Return the SENDs that every receiver takes by a COPY, and these COPYs.
 
-    A rank that sees the receivers' buffers may write there at once, and the COPY has nothing to do:
-    if `verify.races` finds no race in that. Connections are queues and a COPY is of the chunk that
-    was sent (`verify`), so again one group tells for all.
+    A rank that can access the receivers' buffers may write there directly, and the COPY does
+    nothing, if `verify.races` finds no race. Connections are queues, and a COPY takes the chunk
+    that was sent (`verify`), so again one group suffices.
     """
     under_way: dict[int, deque[StepId]] = {}
-    came: dict[StepId, StepId] = {}  # from a COPY to the SEND that it takes
-    others: set[StepId] = set()  # SENDs into slots that are needed
+    sent_by: dict[StepId, StepId] = {}  # the SEND that each COPY takes
+    others: set[StepId] = set()  # SENDs whose slots are needed
 
     def visit(v: Visit) -> None:
         step = v.step
@@ -56,7 +56,7 @@ def pushes(plan: Plan) -> frozenset[StepId]:
         if step.op is not Op.SEND:
             sent = [under_way[i].popleft() for i in step.connections]
             if step.op is Op.COPY:
-                came[step_id(v)] = sent[0]
+                sent_by[step_id(v)] = sent[0]
             else:
                 others.update(sent)
             return
@@ -66,17 +66,19 @@ def pushes(plan: Plan) -> frozenset[StepId]:
             under_way.setdefault(i, deque()).append(step_id(v))
 
     walk(plan.with_chunks(plan.stride), visit)
-    return frozenset({p for pair in came.items() if pair[1] not in others for p in pair})
+    return frozenset({p for pair in sent_by.items() if pair[1] not in others for p in pair})
 
 
 @lru_cache(maxsize=16)
 def passed_on(plan: Plan) -> Mapping[StepId, bool]:
-    """The REDUCEs and COPYs whose result the track's next step but for signals and waits sends
-    on, so that one pass over the data may do both; and whether the own chunk needs the result.
+    """Return the REDUCEs and COPYs that may be fused with the SEND after them, and for each whether
+    the own chunk needs the result.
 
-    It does not where a COPY overwrites it and only that SEND has read it before. Where others read
-    it and it is overwritten, the two stay apart: a result that came back over lines, whose stores
-    are not ordered, could be overtaken by the store of what it was made of.
+    The SEND is the next step of the track apart from signals and waits, and sends the result. The
+    own chunk does not need it if a COPY overwrites the chunk and only that SEND reads it before. If
+    others read it and it is overwritten, the two steps are not fused: over the low-latency
+    protocol, whose stores are not ordered, a result that comes back could be overtaken by the store
+    of the value it was made of.
     """
     touched: dict[tuple[int, int], list[tuple[StepId, Op]]] = {}  # by (rank, chunk)
 
@@ -91,19 +93,19 @@ def passed_on(plan: Plan) -> Mapping[StepId, bool]:
         for i, (at, op) in enumerate(accesses):
             if op is Op.SEND or at not in sender:
                 continue
-            places, ops = zip(*accesses[i + 1 :], strict=True)  # its SEND among them
+            ids, ops = zip(*accesses[i + 1 :], strict=True)  # its SEND is among them
             if {*ops} == {Op.SEND}:
                 found[at] = True
-            elif ops[:2] == (Op.SEND, Op.COPY) and places[0] == sender[at]:
+            elif ops[:2] == (Op.SEND, Op.COPY) and ids[0] == sender[at]:
                 found[at] = False
     return MappingProxyType(found)
 
 
 def origins(plan: Plan) -> Mapping[int, int]:
-    """For each connection that carries data, the rank whose own chunk it carries.
+    """Return, for each connection that carries data, the rank whose own chunk it carries.
 
-    Differs from the connection's `src` on detours, where a slot is passed on. Of a connection that
-    carries several ranks' chunks it is `src`.
+    On detours, where ranks forward slots, that is not the connection's `src`. If a connection
+    carries chunks of several ranks, it is `src`.
     """
     passed = {
         i: source
@@ -112,7 +114,7 @@ def origins(plan: Plan) -> Mapping[int, int]:
     }
     found = {}
     for index, connection in enumerate(plan.connections):
-        at, left = index, len(passed)  # no more hops, though an unverified plan may go in circles
+        at, left = index, len(passed)  # bounds the hops, as an unverified plan may have cycles
         while at in passed and left:
             at, left = passed[at], left - 1
         if not connection.local:
@@ -121,18 +123,15 @@ def origins(plan: Plan) -> Mapping[int, int]:
 
 
 def pushed(plan: Plan) -> list[int]:
-    """For each connection, the rank that copies from it if its sender sends own chunks only on it,
-    else -1.
-
-    On one memory such a sender may write the receiver's chunk itself.
-    """
+    """Return, for each connection, the rank that copies from it, or -1 if the sender also forwards
+    slots on it. On one memory such a sender may write the receiver's chunk directly."""
     own = {i for i, sources in _sources(plan).items() if sources == {None}}
     copies = {i for step in _steps(plan) if step.op is Op.COPY for i in step.connections}
     return [c.dst if i in copies & own else -1 for i, c in enumerate(plan.connections)]
 
 
 def _sources(plan: Plan) -> dict[int, set[int | None]]:
-    """For each connection, the connections whose slots are sent over it; None for own chunks."""
+    """Return, for each connection, the connections whose slots it carries; None for own chunks."""
     found: dict[int, set[int | None]] = {}
     for step in _steps(plan):
         if step.op is Op.SEND:
@@ -146,7 +145,7 @@ def _steps(plan: Plan) -> Iterator[Step]:
 
 
 def _next_sends(plan: Plan) -> dict[StepId, StepId]:
-    """For each REDUCE and COPY the SEND of the same chunk that follows in its track's phase."""
+    """Return, for each REDUCE and COPY, the SEND of the same chunk that follows in its phase."""
     found = {}
     for track in plan.tracks:
         base = 0
@@ -162,4 +161,5 @@ def _next_sends(plan: Plan) -> dict[StepId, StepId]:
 
 
 def step_id(visit: Visit) -> StepId:
+    """Return the step's rank, channel and position in its track's code."""
     return visit.track.rank, visit.track.channel, visit.at

@@ -1,44 +1,39 @@
-"""What the fields of a plan may be: limits, and a check of plans that come as JSON."""
+"""Limits on the fields of a plan, and the check of plans read from JSON."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection
 from typing import Any
 
 from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning.collective import COLLECTIVES
+from linkweave.topology.checks import integer, shown
 
 LIMITS = {"size": 1 << 16, "num_chunks": 1 << 20, "stride": 1 << 16, "slots": 64}
-"""What these fields of a plan are at most; at least they are 1."""
+"""The largest values of these fields; the smallest value is 1."""
 MOST_CELLS = 1 << 20
-"""Chunks of one group on all ranks together."""
+"""The most chunks of one group, counted on all ranks together."""
 MOST_CHANNELS = 1 << 20
 MOST_BYTES = 1 << 50
-"""Of a message."""
-_SHOWN = 40  # characters
+"""The largest message."""
 
 _Check = Callable[[Any, str], object]
-"""Takes a value and its name; raises PlanError."""
+"""A function of a value and its name that raises PlanError."""
 
 
-def whole(value: object, name: str, least: int, most: int) -> None:
-    """Raise PlanError unless the value is an integer from `least` to `most`."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise PlanError(f"{name} must be an integer from {least} to {most}, not {shown(value)}")
+def read_json(source: str, ops: Collection[str]) -> dict[str, Any]:
+    """Return the object that `Plan.to_json` wrote, after checking the type and range of each field.
 
-
-def shown(value: object) -> str:
-    """A value in words: its repr, or where that may be long what it is."""
-    if isinstance(value, list | tuple | dict):
-        return f"a {type(value).__name__} of {len(value)} items"
-    if isinstance(value, int) and abs(value) >> 128:
-        return f"an integer of {value.bit_length()} bits"
-    words = repr(value)
-    return words if len(words) <= _SHOWN else f"{words[:_SHOWN]}..."
-
-
-def check_json(data: object, ops: Collection[str]) -> None:
-    """Raise PlanError unless this is a plan as `Plan.to_json` writes it, in which every number is
-    of something that the plan has."""
+    Every rank, channel, chunk and connection number names one that the plan has. Raises PlanError.
+    """
+    try:
+        data: object = json.loads(source)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno}"
+        raise PlanError(f"plan JSON: {where}: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # numbers too long, lists nested too deep
+        raise PlanError(f"plan JSON: {error}") from None
     if not isinstance(data, dict) or data.get("format") != "linkweave-plan":
         raise PlanError('plan JSON needs "format": "linkweave-plan" at the top')
     if data.get("version") != 1:
@@ -50,15 +45,17 @@ def check_json(data: object, ops: Collection[str]) -> None:
         raise PlanError(f"plan JSON lacks {error}") from None
     except PlanError as error:
         raise PlanError(f"plan JSON: {error}") from None
+    return data
 
 
 def _checks(data: dict[str, Any], ops: Collection[str]) -> dict[str, _Check]:
-    """The check of each field."""
     for name, most in LIMITS.items():
-        whole(data[name], name, 1, most)
+        integer(data[name], name, 1, most, PlanError)
     ranks, channels = _below(data["size"]), _below(MOST_CHANNELS)
     count = len(data["connections"]) if isinstance(data["connections"], list) else 0
     connection, truth, word = _below(count), _one_of(True, False), _kind(str, "a string")
+    word(data["collective"], "collective")
+    kind = COLLECTIVES.get(data["collective"])
     steps = _list(
         _row(
             _one_of(*ops), _list(connection, least=1), _below(data["stride"]),
@@ -67,9 +64,8 @@ def _checks(data: dict[str, Any], ops: Collection[str]) -> dict[str, _Check]:
     )  # fmt: skip
     return {
         "algorithm": word,
-        "collective": word,
         "exclusive": truth,
-        "root": _list(_row(ranks, ranks)) if data["collective"] == "sendrecv" else ranks,
+        "root": _list(_row(ranks, ranks)) if kind and kind.root == "pairs" else ranks,
         "notes": _list(word),
         "trees": _list(_list(ranks)),
         "detours": _list(_list(ranks, least=3)),
@@ -79,7 +75,7 @@ def _checks(data: dict[str, Any], ops: Collection[str]) -> dict[str, _Check]:
 
 
 def _below(end: int) -> _Check:
-    return lambda value, name: whole(value, name, 0, end - 1)
+    return lambda value, name: integer(value, name, 0, end - 1, PlanError)
 
 
 def _one_of(*allowed: object) -> _Check:

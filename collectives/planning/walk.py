@@ -1,4 +1,4 @@
-"""Carry out a plan's steps in one legal order: what the verifier and the reference share."""
+"""Walks of a plan: its steps in a legal order, for the verifier and the reference executor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from linkweave.collectives.planning.plan import Op, Plan, Step, Track
 
 
 class Visit(NamedTuple):
-    """One move of data as it is carried out; `slots` are the slot numbers of `step.connections`."""
+    """One execution of a SEND, REDUCE or COPY; `slots` has the slot for each connection."""
 
     track_index: int
     track: Track
@@ -32,7 +32,7 @@ _OnSync = Callable[[int, int, Op, int, bool], None]
 
 
 class _Walk:
-    """The counters of all connections, and the step at which each track stands."""
+    """The counters of all connections, and the current step of each track."""
 
     def __init__(
         self, plan: Plan, visit: _OnMove, sync: _OnSync | None, pick: random.Random | None
@@ -41,15 +41,13 @@ class _Walk:
         number = {(s.rank, s.channel): i for i, s in enumerate(plan.tracks)}
         self.src = [number.get((c.src, c.src_channel), -1) for c in plan.connections]
         self.dst = [number.get((c.dst, c.dst_channel), -1) for c in plan.connections]
-        self.local = [c.local for c in plan.connections]  # which have no slots
+        self.local = [c.local for c in plan.connections]  # those have no slots
         n = len(plan.connections)
-        self.ready, self.free = [0] * n, [0] * n  # signals given
+        self.ready, self.free = [0] * n, [0] * n  # signals raised
         self.waited_free, self.waited_ready = [0] * n, [0] * n
         self.sent, self.read = [0] * n, [0] * n
         self.moved = True
-        self.heads: dict[
-            int, tuple[int, int, Step]
-        ] = {}  # where the tracks that have not ended stand
+        self.heads: dict[int, tuple[int, int, Step]] = {}  # the step of each unfinished track
 
     def run(self) -> None:
         left = [self.track(index) for index in range(len(self.plan.tracks))]
@@ -60,7 +58,7 @@ class _Walk:
             left = [track for track in left if next(track, True) is None]
 
     def track(self, index: int) -> Iterator[None]:
-        """Carry out the steps of a track; yields where it waits, and at random."""
+        """Run a track; yields while it waits, and with a seed also at random."""
         plan, sync, pick = self.plan, self.sync, self.pick
         track = plan.tracks[index]
         num_chunks, stride, slots = plan.num_chunks, plan.stride, plan.slots
@@ -106,49 +104,42 @@ class _Walk:
         if index != self.src[i]:
             self.refuse(index, f"connection {i} does not end here")
         if self.local[i]:
-            self.refuse(index, f"waits for a slot of {i}, which is only for order")
+            self.refuse(index, f"waits for a slot of {i}, which only orders steps")
 
     def signal(self, index: int, i: int) -> bool:
-        """Raise a counter; returns whether the track is the connection's sender."""
+        """Raise a counter, and return whether the track is the connection's sender."""
         if index == self.dst[i]:
             if self.free[i] == self.read[i]:
-                self.refuse(
-                    index,
-                    f"frees a slot of connection {self.plan.connections[i]} before reading it",
-                )
+                self.refuse(index, f"frees a slot of connection {self.name(i)} before reading it")
             self.free[i] += 1
             return False
         if index != self.src[i]:
             self.refuse(index, f"connection {i} does not end here")
         if not self.local[i] and self.ready[i] == self.sent[i]:
-            self.refuse(
-                index, f"signals data on connection {self.plan.connections[i]} before sending it"
-            )
+            self.refuse(index, f"signals data on connection {self.name(i)} before sending it")
         self.ready[i] += 1
         return True
 
     def put(self, index: int, i: int) -> int:
-        """The slot that is written next."""
+        """Return the slot that is written next."""
         if index != self.src[i]:
             self.refuse(index, f"sends on connection {i}, which does not begin here")
         if self.waited_free[i] == self.sent[i]:
-            self.refuse(
-                index,
-                f"writes connection {self.plan.connections[i]} without a WAIT for a free slot",
-            )
+            self.refuse(index, f"writes connection {self.name(i)} without a WAIT for a free slot")
         self.sent[i] += 1
         return (self.sent[i] - 1) % self.plan.slots
 
     def take(self, index: int, i: int) -> int:
-        """The slot that is read next."""
+        """Return the slot that is read next."""
         if index != self.dst[i]:
             self.refuse(index, f"reads connection {i}, which does not end here")
         if self.waited_ready[i] == self.read[i]:
-            self.refuse(
-                index, f"reads connection {self.plan.connections[i]} without a WAIT for its data"
-            )
+            self.refuse(index, f"reads connection {self.name(i)} without a WAIT for its data")
         self.read[i] += 1
         return (self.read[i] - 1) % self.plan.slots
+
+    def name(self, i: int) -> str:
+        return str(self.plan.connections[i])
 
     def refuse(self, index: int, words: str) -> NoReturn:
         at, chunk, step = self.heads[index]
@@ -159,8 +150,8 @@ class _Walk:
         )
 
     def finish(self) -> None:
-        """Raise PlanError where a track still waits, or counters do not pair."""
-        self.no_one_waits()
+        """Raise PlanError if a track still waits, or if counters do not pair."""
+        self.check_hangs()
         for i, connection in enumerate(self.plan.connections):
             pairs = [("sent", self.sent[i], "read", self.read[i]),
                      ("data-ready signals", self.ready[i],
@@ -173,7 +164,7 @@ class _Walk:
                 if a != b:
                     raise PlanError(f"connection {connection}: {a} {left}, but {b} {right}")
 
-    def no_one_waits(self) -> None:
+    def check_hangs(self) -> None:
         stuck = []
         for index, (at, chunk, step) in sorted(self.heads.items()):
             track = self.plan.tracks[index]
@@ -194,10 +185,10 @@ def walk(plan: Plan, visit: _OnMove, seed: int | None = None, sync: _OnSync | No
     """Call `visit` for every SEND, REDUCE and COPY, in an order that respects all waits.
 
     `sync` is called for every SIGNAL and WAIT in between, with the track's index, the chunk, the
-    op, the connection and whether the track is its sender. Each track runs as far as it can
-    before the next is tried; with a `seed`, runnable tracks are picked at random one step at a
-    time. Raises PlanError where the plan hangs (naming who waits for whom), touches a connection
-    it has not waited for, or leaves counters unpaired.
+    op, the connection, and whether the track is its sender. Each track runs until it waits before
+    the next one runs; with a `seed`, tracks alternate at random. Raises PlanError if the plan hangs
+    (saying who waits for whom), accesses a connection without waiting for it, or leaves counters
+    unpaired.
     """
     state = _Walk(plan, visit, sync, random.Random(seed) if seed is not None else None)
     state.run()

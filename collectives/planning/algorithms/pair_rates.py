@@ -1,9 +1,9 @@
-"""How much each pair of GPUs should exchange, where links are shared or of several speeds.
+"""The rate at which each pair of GPUs exchanges data, if pairs share links or links are unequal.
 
-Trees are packed into links between pairs of ranks. Where messages pass switches, or links differ in
-speed, the rates of the pairs come first: a linear program (HiGHS) that raises the bound of the
-pairs' network as far as the machine's links allow. The bound has a constraint for every partition
-of the ranks; those that matter are found one by one, by the exact bound of each solution.
+`packing` packs trees into links between pairs of ranks. If messages pass switches, or links differ
+in bandwidth, a linear program (HiGHS) first finds rates for the pairs that maximise the bound of
+their network within the capacities of the links. The bound has one constraint for each partition of
+the ranks; the exact bound of each solution yields the next violated constraints.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from linkweave.topology.cuts import FlowNetwork
 from linkweave.topology.symmetry import pairs_alike
 
 _ROUNDS = 60
-_MOST = 64  # GPUs; the program has a rate for every pair
-_FINE = 1 << 20  # rates are rounded down to this part of the largest
+_MOST = 64  # GPUs, as the program has a variable for every pair
+_FINE = 1 << 20  # rates are rounded down to multiples of this part of the largest
 
 
 def pair_capacity(topology: Topology) -> dict[Pair, tuple[int, int]]:
-    """What each pair of ranks a < b may send each other each way, and what one message can take.
+    """Return the capacity of each pair of ranks a < b in each direction, and that of one message.
 
-    Both in one unit: link counts, and 1, where equal links join GPUs directly; else rates from the
-    linear program, and lanes. Pairs that exchange nothing are left out.
+    The unit is one link if equal links join GPUs directly; else the capacities are rates from the
+    linear program. Pairs that exchange nothing are left out. Raises PlanError if the program would
+    be too large.
     """
     rank = {g: r for r, g in enumerate(topology.gpus)}
     fabric = topology.fabric
@@ -39,19 +40,19 @@ def pair_capacity(topology: Topology) -> dict[Pair, tuple[int, int]]:
         return {(a, b): (n, 1) for (a, b), n in counts.items() if a < b}
     if len(topology.gpus) > _MOST:
         raise PlanError(
-            f"sharing out {topology.name}'s links is for at most {_MOST} GPUs, not "
+            f"sharing the links of {topology.name} is for at most {_MOST} GPUs, not "
             f"{len(topology.gpus)}: use hierarchical"
         )
     rates = _rates(topology)
     unit = max(1, max(rates.values()) // _FINE)
     return {
-        pair: (rate // unit, _lane(topology, *pair) // unit)
+        pair: (rate // unit, _message_rate(topology, *pair) // unit)
         for pair, rate in rates.items() if rate >= unit
     }  # fmt: skip
 
 
-def _lane(topology: Topology, a: int, b: int) -> int:
-    """Bytes/s of one message between two ranks."""
+def _message_rate(topology: Topology, a: int, b: int) -> int:
+    """Return the bytes/s of one message between two ranks."""
     path = topology.hops[topology.gpus[a], topology.gpus[b]]
     return min(topology.by_ends[ends].bandwidth_each for ends in zip(path, path[1:], strict=False))
 
@@ -64,9 +65,9 @@ def _two_way(topology: Topology) -> bool:
 
 
 def _rates(topology: Topology) -> dict[Pair, int]:
-    """Bytes/s each way for each pair that hardware joins, greatest for the bottleneck.
+    """Return the bytes/s in each direction of each pair that links join.
 
-    Like pairs get like rates: of all solutions that symmetry exchanges, the mean is one as well.
+    Symmetric pairs get equal rates: the mean over the symmetries of a solution is a solution too.
     """
     from scipy.optimize import linprog
     from scipy.sparse import csr_array
@@ -87,7 +88,7 @@ def _rates(topology: Topology) -> dict[Pair, int]:
                 for link in zip(path, path[1:], strict=False):
                     crossing.setdefault(link, Counter())[i] += 1
     scale = max(k.bandwidth * k.count for k in topology.fabric)
-    goal = len(members)  # the last column is the bound
+    goal = len(members)  # the column of the bound, which is the last
     rows: dict[tuple[tuple[int, float], ...], float] = {}
     for link, users in crossing.items():
         row = tuple((i, float(n)) for i, n in sorted(users.items()))
@@ -98,13 +99,14 @@ def _rates(topology: Topology) -> dict[Pair, int]:
     reached = Fraction(-1)
     for _ in range(_ROUNDS):
         known = len(rows)
-        for groups in [parts, *([part] for part in parts if len(parts) > 2)]:
-            part_of = {r: i for i, part in enumerate(groups) for r in part}  # the rest: one more
+        for partition in [parts, *([part] for part in parts if len(parts) > 2)]:
+            # ranks in no part make up one more part
+            part_of = {r: i for i, part in enumerate(partition) for r in part}
             across = [
                 (i, -float(n)) for i, pairs in enumerate(members)
                 if (n := sum(part_of.get(a) != part_of.get(b) for a, b in pairs))
             ]  # fmt: skip
-            count = len(groups) + (len(part_of) < size)
+            count = len(partition) + (len(part_of) < size)
             rows[*across, (goal, float(count - 1))] = 0.0
         if len(rows) == known:
             break
@@ -112,7 +114,7 @@ def _rates(topology: Topology) -> dict[Pair, int]:
         columns = [c for row in rows for c, _ in row]
         starts = list(accumulate(map(len, rows), initial=0))
         matrix = csr_array((data, columns, starts), shape=(len(rows), goal + 1))
-        # of equal solutions, one that moves little
+        # the small cost prefers, among optimal solutions, one that moves little
         cost = [*(1e-6 * len(pairs) / size for pairs in members), -1.0]
         solution = linprog(
             cost, A_ub=matrix, b_ub=list(rows.values()), bounds=(0, None), method="highs"

@@ -1,4 +1,4 @@
-"""All-reduce by exchanges between pairs of ranks, 1, 2, 4, ... positions apart."""
+"""All-reduce by exchanges between pairs of ranks that are 1, 2, 4, ... positions apart."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from linkweave.topology import Topology
 
 
 def _distances(size: int) -> list[int]:
-    """1, 2, 4, ... below the greatest power of two that is no larger than the size."""
+    """Return 1, 2, 4, ... below the largest power of two that does not exceed the size."""
     return [1 << i for i in range(size.bit_length() - 1)]
 
 
 def _cube(topology: Topology) -> tuple[int, Embedding]:
-    """The power of two that exchanges, and which rank holds each position.
-
-    Positions beyond it hand their data to the one that far below first, and get it back at the end.
-    """
+    """Return the largest power of two that does not exceed the size, and which rank holds each
+    position. Positions from there on first send their data to the position that many below, and
+    receive the result at the end."""
     size = len(topology.gpus)
     cube = 1 << (size.bit_length() - 1)
     edges = [Edge(0, p, p ^ d) for d in _distances(size) for p in range(cube) if not p & d]
@@ -33,20 +32,11 @@ def _detours(embedding: Embedding, channels: range) -> dict[tuple[int, int, int]
     return found
 
 
-def _finish(
-    name: str, topology: Topology, stride: int, rounds: list[Round], embedding: Embedding,
-    channels: range,
-) -> Algorithm:  # fmt: skip
-    return Algorithm(
-        name, len(topology.gpus), stride, (tuple(rounds),), (), _detours(embedding, channels),
-    )  # fmt: skip
-
-
 def recursive_doubling(topology: Topology) -> Algorithm:
-    """In round i ranks 2^i apart exchange all they have: log2 P start-ups, for small messages.
+    """In round i ranks 2^i apart exchange all their data: log2 P start-ups, for small messages.
 
-    Both partners combine the same two values in the same order, so the bits are the same on all
-    ranks (Thakur, Rabenseifner, Gropp 2005, section 4.2).
+    Both partners combine the same two values in the same order, so all ranks get the same bits
+    (Thakur, Rabenseifner, Gropp 2005, section 4.2).
     """
     size = len(topology.gpus)
     cube, embedding = _cube(topology)
@@ -61,18 +51,19 @@ def recursive_doubling(topology: Topology) -> Algorithm:
     last = len(rounds)
     if size > cube:
         rounds.append(tuple(Copy(at[p - cube], (at[p],), 0, last) for p in range(cube, size)))
-    return _finish("recursive_doubling", topology, 1, rounds, embedding, range(last + 1))
+    detours = _detours(embedding, range(last + 1))
+    return Algorithm("recursive_doubling", size, 1, (tuple(rounds),), (), detours)
 
 
 def halving_doubling(topology: Topology) -> Algorithm:
-    """Reduce-scatter by halves between ranks ever nearer, all-gather back: 2 log2 P start-ups.
+    """Reduce-scatter by recursive halving, all-gather by recursive doubling: 2 log2 P start-ups.
 
-    Every byte is sent 2 (P - 1) / P times by each rank, as in a ring (Rabenseifner 2004). Chunk c
-    ends on position c; each chunk has channels of its own, so that exchanges run side by side. The
+    Each rank sends 2 (P - 1) / P times the message, as in a ring (Rabenseifner 2004). Chunk c is
+    complete at position c; each chunk has its own channels, so that exchanges run side by side. The
     plan grows as P^2: PlanError for more than 64 ranks.
     """
     size = len(topology.gpus)
-    few_enough("halving_doubling", len(topology.gpus))
+    few_enough("halving_doubling", size)
     cube, embedding = _cube(topology)
     at = embedding.rank_of
     chunks = range(cube)
@@ -81,22 +72,23 @@ def halving_doubling(topology: Topology) -> Algorithm:
         rounds.append(tuple(
             Reduce((at[p],), at[p - cube], c, c) for p in range(cube, size) for c in chunks
         ))  # fmt: skip
-    open_: int = 0  # bits of a position that the chunks it still works on share with it
+    fixed = 0  # the bits that a position shares with the chunks that it still works on
     for d in reversed(_distances(size)):
-        open_ |= d
+        fixed |= d
         rounds.append(tuple(
             Reduce((at[p ^ d],), at[p], c, c)
-            for p in chunks for c in chunks if (p ^ c) & open_ == 0
+            for p in chunks for c in chunks if (p ^ c) & fixed == 0
         ))  # fmt: skip
     for d in _distances(size):
         moves: list[Move] = [
             Copy(at[p], (at[p ^ d],), c, cube + c)
-            for p in chunks for c in chunks if (p ^ c) & open_ == 0
+            for p in chunks for c in chunks if (p ^ c) & fixed == 0
         ]  # fmt: skip
         rounds.append(tuple(moves))
-        open_ &= ~d
+        fixed &= ~d
     if size > cube:
         rounds.append(tuple(
             Copy(at[p - cube], (at[p],), c, cube + c) for p in range(cube, size) for c in chunks
         ))  # fmt: skip
-    return _finish("halving_doubling", topology, cube, rounds, embedding, range(2 * cube))
+    detours = _detours(embedding, range(2 * cube))
+    return Algorithm("halving_doubling", size, cube, (tuple(rounds),), (), detours)

@@ -1,0 +1,48 @@
+"""Where the blocks of a collective lie in a rank's buffer; they may be of unequal sizes.
+
+Every block is cut into the same number of chunks, so the largest block determines how large a
+chunk is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linkweave.collectives.planning.collective import COLLECTIVES, Layout
+
+ALIGN = 16
+"""Chunks begin at multiples of so many bytes in their blocks: a GPU moves 16 bytes at once."""
+
+Sizes = Sequence[Sequence[int]] | Sequence[int]
+
+
+def block_table(
+    collective: str, size: int, rank: int, nbytes: int, sizes: Sizes | None = None
+) -> NDArray[np.int64]:
+    """Return [blocks, 2]: first byte and bytes of each block in a rank's buffer.
+
+    `nbytes` is the rank's message. `sizes` gives the bytes of unequal blocks: one for each rank, or
+    for each pair of ranks [source][target]. A block that the rank only passes on lies at 0.
+    """
+    layout = COLLECTIVES[collective].layout
+    if layout is Layout.WHOLE:
+        return np.array([(0, nbytes)], np.int64)
+    if layout is Layout.PER_RANK:
+        of_ranks = np.array([nbytes // size] * size if sizes is None else sizes, np.int64)
+        return np.stack([np.cumsum(of_ranks) - of_ranks, of_ranks], axis=1)
+    matrix = np.full((size, size), nbytes // size, np.int64) if sizes is None else np.array(sizes)
+    table = np.zeros((size, size, 2), np.int64)
+    table[:, :, 1] = matrix
+    sent, received = matrix[rank], matrix[:, rank]
+    table[rank, :, 0] = np.cumsum(sent) - sent
+    table[:, rank, 0] = sent.sum() + np.cumsum(received) - received
+    return table.reshape(-1, 2)
+
+
+def chunk_bytes(table: NDArray[np.int64], num_chunks: int) -> int:
+    """Bytes of a full chunk: the least multiple of ALIGN with which all chunks cover each block."""
+    parts = num_chunks // len(table)
+    return -(-int(table[:, 1].max()) // (parts * ALIGN)) * ALIGN
