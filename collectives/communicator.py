@@ -21,8 +21,8 @@ from linkweave.collectives.calls.worker import Worker
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.cpu.arena import Arena
-from linkweave.collectives.runtime.cpu.arrivals import Arrivals
-from linkweave.collectives.runtime.gpu import executor as cuda
+from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
+from linkweave.collectives.runtime.gpu import device as cuda
 from linkweave.collectives.runtime.gpu.team import Team
 from linkweave.collectives.settings import Settings, topology_for
 from linkweave.collectives.tensors import as_buffer, gpu_of, layout_of, quick, shaped
@@ -119,9 +119,9 @@ class Communicator:
             queue = self._submit(True, x, bodies.queued, x, layers, op, algorithm)
             return cast(GradientQueue, queue)
         self._health.check()
-        arrivals = Arrivals()
-        future = self._enqueue(bodies.queued, x, layers, op, algorithm, arrivals)
-        return HostQueue(future, arrivals, self._arena.abort_address)
+        layer_counters = LayerCounters()
+        future = self._enqueue(bodies.queued, x, layers, op, algorithm, layer_counters)
+        return HostQueue(future, layer_counters, self._arena.abort_address)
 
     def broadcast(self, x: Any, root: int = 0, *, async_op: bool = False) -> Any:
         """Copy `root`'s `x` over everyone's, in place. Same tensors and errors as `allreduce`."""

@@ -102,7 +102,7 @@ def coalesce(indices: Any, values: Any, num_rows: int) -> tuple[Any, Any]:
         return gpu.coalesce(indices, values, num_rows)
     where, dtype = _indices(indices, num_rows), checks.dtype_of(values)
     data = _rows(values, where)
-    unique, place = rows.unique_places(where, num_rows)
+    unique, place = rows.unique_positions(where, num_rows)
     sums = np.zeros((unique.size, data.shape[1]), np.float32)
     rows.add_rows(place, data, sums)
     shape = (unique.size, *tuple(values.shape)[1:])

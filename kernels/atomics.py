@@ -130,7 +130,7 @@ def copy_bytes(typingctx: Any, dst: Any, src: Any, nbytes: Any) -> Any:
 
 
 @intrinsic
-def stream_bytes(typingctx: Any, dst: Any, src: Any, nbytes: Any) -> Any:
+def copy_bytes_nontemporal(typingctx: Any, dst: Any, src: Any, nbytes: Any) -> Any:
     """Copy past the caches, `dst` 64-byte aligned; `fence` before others may read it."""
     return types.void(types.int64, types.int64, types.int64), _copy(streaming=True)
 

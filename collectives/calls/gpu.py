@@ -23,15 +23,15 @@ from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.diagnose import RAISED
 from linkweave.collectives.runtime.encoded import encode
-from linkweave.collectives.runtime.gpu import executor as cuda
-from linkweave.collectives.runtime.gpu.counters import Counted
+from linkweave.collectives.runtime.gpu import device as cuda
+from linkweave.collectives.runtime.gpu.counters import CallCounters
 from linkweave.collectives.runtime.gpu.device import Device
 from linkweave.collectives.runtime.gpu.executor import GpuRanks, Occupancy, width_of
 from linkweave.collectives.runtime.gpu.fuse import fused
-from linkweave.collectives.runtime.gpu.memory import PeerMemory, Shared, Spot
-from linkweave.collectives.runtime.gpu.peers import advice, common_map
-from linkweave.collectives.runtime.gpu.team import Arrival, Call, Refused, Team
-from linkweave.collectives.runtime.gpu.watch import Watch
+from linkweave.collectives.runtime.gpu.memory import PeerMemory, SymmetricAddress, SymmetricMemory
+from linkweave.collectives.runtime.gpu.peers import advice, common_topology
+from linkweave.collectives.runtime.gpu.team import Call, RankCall, Refused, Team
+from linkweave.collectives.runtime.gpu.watchdog import Watchdog
 from linkweave.collectives.settings import Settings
 from linkweave.collectives.tensors import stream_of
 from linkweave.topology import load
@@ -72,7 +72,7 @@ class GpuCalls:
                 raise CollectiveError(f"GPU {index} cannot be used: {error}{advice()}") from error
         auto = settings.topology == "auto"
         spec = None if auto else load(settings.topology)
-        topology = common_map(identity, self.rank, calls.gather, spec, quiet)
+        topology = common_topology(identity, self.rank, calls.gather, spec, quiet)
         self.choices = Choices(topology, settings.order)
         self.made = 0
         self._last, self._checksum = "", 0
@@ -81,12 +81,12 @@ class GpuCalls:
         self._plans = Newest[Key, Plan]()
         self._capture, self._captures = 0, False
         self._scratch: list[tuple[int, int]] = []  # (address, bytes): graphs may hold old ones
-        self._shared: list[Shared | None] = []  # memory of tensors; None: there was no room
+        self._shared: list[SymmetricMemory | None] = []  # None: there was no room
         self._under_way: list[StreamWork] = []
         self._captured: list[int] = []  # events of asynchronous calls in graphs
         self._in_graphs: list[OnStream] = []  # and the calls
         self._lock = threading.Lock()
-        self._watch = Watch(self.team.gpu, self._control, self._describe)
+        self._watchdog = Watchdog(self.team.gpu, self._control, self._describe)
 
     def _alone(self, settings: Settings) -> Team:
         """The team of a process with one rank."""
@@ -104,7 +104,7 @@ class GpuCalls:
         """Raise what went wrong on a GPU or another rank, if anything has."""
         self._health.check()
         try:
-            self._watch.check()
+            self._watchdog.check()
         except CollectiveError as error:
             self._health.fail(error)
             raise
@@ -200,10 +200,10 @@ class GpuCalls:
                     "rank; they must agree"
                 )
             self._shared.append(None)
-            self._shared[-1] = shared = self.team.share(len(self._shared) - 1, nbytes)
+            self._shared[-1] = shared = self.team.allocate_symmetric(len(self._shared) - 1, nbytes)
             return shared.leases[self.rank].tensor(nbytes)
 
-    def spot(self, buffer: Buffer) -> Spot | None:
+    def symmetric_address(self, buffer: Buffer) -> SymmetricAddress | None:
         """Where a buffer lies in memory that all ranks' GPUs see; None: elsewhere, or all ranks run
         in one launch, which sees all of them anyway."""
         if self.team.gpu.launches_all(self.size):
@@ -264,7 +264,7 @@ class GpuCalls:
 
     def make(
         self, request: Request, stream: int, begun: int | None = None
-    ) -> tuple[Call, Counted | None] | None:
+    ) -> tuple[Call, CallCounters | None] | None:
         """Enqueue what is asked for; what was launched, if anything. The first time, all ranks
         meet and agree on it. `begun`: an event for a call with layers."""
         said = notice(request)
@@ -299,7 +299,8 @@ class GpuCalls:
 
         with trace.call(name), trace.phase("launch"):
             try:
-                mine = Arrival(call, request.buffer.address, values, stream, request.spot, begun)
+                buffer, where = request.buffer.address, request.symmetric
+                mine = RankCall(call, buffer, values, stream, where, begun)
                 counted = self.team.launch(self.rank, mine, patience)
             except Refused:
                 raise
@@ -311,7 +312,7 @@ class GpuCalls:
         return call, counted
 
     def dequeue(
-        self, call: Call, counted: Counted, layer: int, begun: int, checked: int, stream: int
+        self, call: Call, counted: CallCounters, layer: int, begun: int, checked: int, stream: int
     ) -> None:
         """What `stream` is given from now on comes behind that layer of a call that began with the
         event `begun`; `checked` is recorded behind that. Raises what went wrong so far."""
@@ -339,7 +340,7 @@ class GpuCalls:
         rooms = self._rooms[buffer.dtype, request.op]
         lanes = width_of(plan, rooms, self.team.gpu.max_blocks)
         layers = request.layers or ()
-        seen = request.spot is not None and self._sees(plan, request.spot[0])
+        seen = request.symmetric is not None and self._sees(plan, request.symmetric[0])
         call = Call(said, plan, buffer.nbytes, buffer.dtype, request.op, lanes, layers, seen)
         if self._owns_team:
             try:
@@ -380,7 +381,7 @@ class GpuCalls:
                 last.callback(self._in_graphs.pop().free)
             if self._owns_team:
                 last.callback(self.team.close)
-            last.callback(self._watch.close)
+            last.callback(self._watchdog.close)
             if self._health.broken or self._control.aborted():
                 self.team.gpu.abort()
             last.callback(device.finish)

@@ -23,7 +23,7 @@ from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.goals import Pairs
 from linkweave.collectives.planning.sparse_tree import merge_tree, rounds, sparse_costs
-from linkweave.collectives.runtime.gpu import executor as cuda
+from linkweave.collectives.runtime.gpu import device as cuda
 from linkweave.collectives.sparse.wire import Wire
 from linkweave.collectives.tensors import gpu_of, integer, stream_of
 

@@ -106,7 +106,7 @@ class LibraryGpu:
             cupy = sys.modules["cupy"]
             self._device = device_of(x.device.id)
             self._stream = int(cupy.cuda.get_current_stream(x.device.id).ptr)
-        self.blocks = self._device.filled()
+        self.blocks = self._device.blocks_to_fill()
 
     def empty(self, size: int, dtype: str) -> Any:
         return self._make("empty", size, dtype)

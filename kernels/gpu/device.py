@@ -133,7 +133,7 @@ class CudaDevice:
         """Enqueue a queue's `check`; the argument is copied."""
         self.start("plan/queue.cu", "check", PLAIN, argument, 1, CHECK_THREADS, stream)
 
-    def filled(self) -> int:
+    def blocks_to_fill(self) -> int:
         """Blocks of `source.THREADS` threads that fill the GPU: two a multiprocessor."""
         return 2 * int(self._cupy.cuda.Device(self.index).attributes["MultiProcessorCount"])
 
@@ -287,7 +287,7 @@ class CudaDevice:
         parts = (text[:8], text[8:12], text[12:16], text[16:20], text[20:])
         return self._runtime.deviceGetPCIBusId(self.index).lower(), "GPU-" + "-".join(parts)
 
-    def reach(self, peer: int) -> bool:
+    def enable_peer_access(self, peer: int) -> bool:
         """Open the memory of another GPU of this process to this one; False where that cannot
         be."""
         with self.here():
@@ -300,7 +300,7 @@ class CudaDevice:
                     raise
         return True
 
-    def share(self, address: int) -> bytes:
+    def ipc_handle(self, address: int) -> bytes:
         """A handle (64 bytes) by which another process opens memory of `allocate`.
 
         The whole 2 MiB block in which smaller memory lies is shared with it.
@@ -308,12 +308,12 @@ class CudaDevice:
         with self.here():
             return bytes(self._runtime.ipcGetMemHandle(address))
 
-    def open(self, handle: bytes) -> int:
+    def ipc_open(self, handle: bytes) -> int:
         """The address here of another process's memory."""
         with self.here():
             return int(self._runtime.ipcOpenMemHandle(handle))
 
-    def shut(self, address: int) -> None:
+    def ipc_close(self, address: int) -> None:
         """Undo `open`."""
         with self.here():
             self._runtime.ipcCloseMemHandle(address)

@@ -1,4 +1,4 @@
-"""Counters in shared memory, and how ranks wait for them.
+"""CounterPool in shared memory, and how ranks wait for them.
 
 A counter has one writer and only grows. A rank that waits yields its core; after `YIELDS` rounds it
 sleeps on its *bell*, a word that whoever raises a counter for it clears and wakes. A rank that

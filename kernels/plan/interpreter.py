@@ -2,7 +2,7 @@
 
 All tracks of a rank take turns: each runs until a WAIT is not yet fulfilled. A rank that can do
 nothing yields its core; after `YIELDS` such rounds it sleeps on its *bell*, a word that whoever
-signals it clears and wakes. Counters only grow and are never reset, so one region of flags and
+signals it clears and wakes. CounterPool only grow and are never reset, so one region of flags and
 slots serves any number of calls: a rank can run ahead into the next call only as far as the
 slots freed by its receivers allow.
 
@@ -30,12 +30,12 @@ from numba import njit
 from linkweave.kernels.atomics import (
     call_combine,
     copy_bytes,
+    copy_bytes_nontemporal,
     fence,
     futex_wait,
     load_acquire,
     sched_yield,
     store_release,
-    stream_bytes,
 )
 from linkweave.kernels.plan.counters import (
     ABORTED,
@@ -89,7 +89,7 @@ def move(dst, src, nbytes, streaming):
     if streaming:
         head = min(-dst & 63, nbytes)
         copy_bytes(dst, src, head)
-        stream_bytes(dst + head, src + head, nbytes - head)
+        copy_bytes_nontemporal(dst + head, src + head, nbytes - head)
     else:
         copy_bytes(dst, src, nbytes)
 

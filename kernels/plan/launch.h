@@ -16,10 +16,10 @@ enum Flag {
 enum State { NOTHING, WAITS, TIMED_OUT, ABORTED, DONE };  // first word of a report
 
 enum {
-    MOST_RANKS = 64,  // of one launch
-    MOST_PEERS = 64,  // of one step
+    MAX_RANKS = 64,  // of one launch
+    MAX_PEERS = 64,  // of one step
     CODE_WORDS = 1024,  // of a track, kept in shared memory; a longer one is read where it lies
-    MOST_ENDS = 128,  // likewise
+    MAX_ENDS = 128,  // likewise
     LINE = 128,  // bytes from one counter to the next: nobody's polling slows another's
     REPORT = 4,  // words: state, phase, group, place in the code
 };
@@ -39,11 +39,11 @@ struct End {
 struct Cursor { u32 waited, moved, signalled, slot; };
 
 // One track of one rank; `width` blocks run it.
-struct Group {
+struct Track {
     const int* code;  // number of phases; phases + 1 offsets; steps, with numbers of ends
     const End* ends;
     Cursor* cursors;  // [width][num_ends]
-    const i64* place;  // [chunks][2]: first byte in the rank's buffer, number of bytes
+    const i64* chunks;  // [chunks][2]: first byte in the rank's buffer, number of bytes
     u32* report;  // [width][REPORT], which the host may read at any time
     u32 rank;  // whose buffer it works on: an index of Launch.buffers
     u32 num_ends;
@@ -52,7 +52,7 @@ struct Group {
 };
 
 struct Launch {
-    const Group* groups;  // [gridDim.x / width]
+    const Track* tracks;  // [gridDim.x / width]
     u32* abort;  // not zero: everybody stops; the host may set it, and a deadline does
     u32* finals;  // [blocks], zero at first: chunks that each has made final, for a queue; or 0
     u64 timeout_ns;  // of one wait
@@ -66,6 +66,6 @@ struct Launch {
     u32 ps_per_byte;  // emulated links: a send takes that long at least; 0: as fast as it goes
     u32 direct;  // 1: pushes (see programs in program.py) go past the slots
     u32 pad;
-    u8* buffers[MOST_RANKS];  // where results go: of the ranks of this launch, then of their peers
-    const u8* inputs[MOST_RANKS];  // what our callers gave; the same where in place
+    u8* buffers[MAX_RANKS];  // where results go: of the ranks of this launch, then of their peers
+    const u8* inputs[MAX_RANKS];  // what our callers gave; the same where in place
 };

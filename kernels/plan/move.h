@@ -28,28 +28,28 @@ __device__ __forceinline__ bool cleaning(const Launch& l, u32 use) {
 }
 
 // Nothing that is read after `lost` may be stored: it is not what was sent.
-__device__ __forceinline__ u32 poll(const u8* at, u32 use, const Launch& l, const Group& g,
+__device__ __forceinline__ u32 poll(const u8* at, u32 use, const Launch& l, const Track& track,
                                     ThreadBlock& block, bool& lost) {
     Patience patience = {0, 0};
     while (!lost) {
         const u64 line = ld_line((const u64*)at);
         if (u32(line >> 32) == use) return u32(line);
-        lost = !patience.more(l, g, block);
+        lost = !patience.more(l, track, block);
     }
     return 0;
 }
 
 template <class T>
 __device__ __forceinline__ Pack<T, 8> receive(const u8* slot, i64 at, u32 use, const Launch& l,
-                                              const Group& g, ThreadBlock& block, bool& lost) {
+                                              const Track& track, ThreadBlock& block, bool& lost) {
     union { u32 w[2]; Pack<T, 8> v; } got;
-    got.w[0] = poll(slot + 2 * at, use, l, g, block, lost);
-    got.w[1] = poll(slot + 2 * at + 8, use, l, g, block, lost);
+    got.w[0] = poll(slot + 2 * at, use, l, track, block, lost);
+    got.w[1] = poll(slot + 2 * at + 8, use, l, track, block, lost);
     return got.v;
 }
 
 template <class T, class Op>
-__device__ __forceinline__ void move_lines(const Launch& l, const Group& g, ThreadBlock& block) {
+__device__ __forceinline__ void move_lines(const Launch& l, const Track& track, ThreadBlock& block) {
     const Task& t = block.task;
     i64 stop = t.nbytes;
     for (u32 j = 0; j < t.m; ++j)
@@ -59,16 +59,16 @@ __device__ __forceinline__ void move_lines(const Launch& l, const Group& g, Thre
         const i64 have = t.nbytes - at;
         Pack<T, 8> v = {};
         if (have > 0) {
-            v = t.source ? receive<T>(t.source, at, t.source_use, l, g, block, lost)
+            v = t.source ? receive<T>(t.source, at, t.source_use, l, track, block, lost)
                          : load<T, 8>(t.value + at, have);
             if (t.op == REDUCE) {
                 const u32 head = t.ahead ? 1 : 0;
                 Total<T, 8> total =
-                    widen(head ? receive<T>(t.slot[0], at, t.use[0], l, g, block, lost) : v);
+                    widen(head ? receive<T>(t.slot[0], at, t.use[0], l, track, block, lost) : v);
                 for (u32 j = head; j <= t.n; ++j) {
                     if (head && j == t.ahead) combine<Op>(total, v);
                     if (j < t.n)
-                        combine<Op>(total, receive<T>(t.slot[j], at, t.use[j], l, g, block, lost));
+                        combine<Op>(total, receive<T>(t.slot[j], at, t.use[j], l, track, block, lost));
                 }
                 v = narrow<T, 8>(total, t.last ? l.divisor : 0);
             }
@@ -126,9 +126,9 @@ __device__ __forceinline__ void move_packs(const Task& t, u32 divisor, i64 at, i
 }
 
 template <class T, class Op>
-__device__ __forceinline__ void carry_out(const Launch& l, const Group& g, ThreadBlock& block) {
+__device__ __forceinline__ void carry_out(const Launch& l, const Track& track, ThreadBlock& block) {
     if (l.low_latency) {
-        move_lines<T, Op>(l, g, block);
+        move_lines<T, Op>(l, track, block);
         return;
     }
     const Task& t = block.task;

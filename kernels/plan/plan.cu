@@ -18,35 +18,35 @@
 
 template <class T, class Op> __device__ __forceinline__ void run(const Launch& launch) {
     SHARED(ThreadBlock, block);
-    const Group& group = launch.groups[blockIdx.x / launch.width];
-    Cursor* cursors = group.cursors + u64(blockIdx.x % launch.width) * group.num_ends;
-    const bool near_code = group.code_words <= CODE_WORDS, near_ends = group.num_ends <= MOST_ENDS;
+    const Track& track = launch.tracks[blockIdx.x / launch.width];
+    Cursor* cursors = track.cursors + u64(blockIdx.x % launch.width) * track.num_ends;
+    const bool near_code = track.code_words <= CODE_WORDS, near_ends = track.num_ends <= MAX_ENDS;
     if (near_code)
-        for (u32 i = threadIdx.x; i < group.code_words; i += blockDim.x)
-            block.code_copy[i] = group.code[i];
+        for (u32 i = threadIdx.x; i < track.code_words; i += blockDim.x)
+            block.code_copy[i] = track.code[i];
     if (near_ends)
-        for (u32 i = threadIdx.x; i < group.num_ends; i += blockDim.x)
+        for (u32 i = threadIdx.x; i < track.num_ends; i += blockDim.x)
             block.cursor_copy[i] = cursors[i];
     if (threadIdx.x == 0) {
         block.timed_out = block.phase = block.group = block.pc = block.length = 0;
         // what is pushed by a launch that begins after a failure would hit tensors in other use
         block.failed = launch.direct && ld_acquire_sys(launch.abort);
         block.link_free = block.finals = 0;
-        block.code = near_code ? block.code_copy : group.code;
+        block.code = near_code ? block.code_copy : track.code;
         block.cursors = near_ends ? block.cursor_copy : cursors;
     }
     __syncthreads();
     for (;;) {
-        if (threadIdx.x == 0) next(launch, group, block);
+        if (threadIdx.x == 0) next(launch, track, block);
         __syncthreads();
         if (block.task.op == STOP) break;
-        carry_out<T, Op>(launch, group, block);
+        carry_out<T, Op>(launch, track, block);
         __syncthreads();
     }
     const bool never_began = block.failed && !block.pc;  // and so has nothing to report
-    if (threadIdx.x == 0 && !never_began) report_end(launch, group, block);
+    if (threadIdx.x == 0 && !never_began) report_end(launch, track, block);
     if (near_ends)  // after a failure nobody uses them again
-        for (u32 i = threadIdx.x; i < group.num_ends; i += blockDim.x)
+        for (u32 i = threadIdx.x; i < track.num_ends; i += blockDim.x)
             cursors[i] = block.cursor_copy[i];
 }
 

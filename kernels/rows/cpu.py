@@ -92,7 +92,7 @@ def first_outside(indices: np.ndarray, num_rows: int) -> int:
     return int(_outside(indices, num_rows))
 
 
-def unique_places(indices: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+def unique_positions(indices: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
     """(indices that occur, ascending; for each i the place of indices[i] among them)."""
     n = indices.size
     place = np.empty(n, np.int64)

@@ -309,7 +309,7 @@ class Apart(HostDevice):
         super().__init__(capacity=32, index=index, bus_id=f"0000:0{index}:00.0")
         self.large: list[int] = []
 
-    def reach(self, peer: int) -> bool:
+    def enable_peer_access(self, peer: int) -> bool:
         return self.index != 0 or peer != 1
 
     def allocate(self, nbytes: int) -> int:

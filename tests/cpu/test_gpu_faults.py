@@ -54,9 +54,9 @@ class Faulty(HostDevice):
         self._maybe("launch")
         super().launch(*arguments)
 
-    def share(self, address: int) -> bytes:
+    def ipc_handle(self, address: int) -> bytes:
         self._maybe("share")
-        return super().share(address)
+        return super().ipc_handle(address)
 
     def free_stream(self, stream: int) -> None:
         self._maybe("free_stream")
@@ -66,8 +66,8 @@ class Faulty(HostDevice):
         self._maybe("allocate")
         return super().allocate(nbytes)
 
-    def shut(self, address: int) -> None:
-        super().shut(address)
+    def ipc_close(self, address: int) -> None:
+        super().ipc_close(address)
         self._maybe("shut")
 
 
@@ -465,7 +465,7 @@ def many_sizes(rank: int) -> int:
         looks = 0
         while not stop.is_set():
             comm._gpu.team.gpu.waiting()
-            list(comm._gpu.team.gpu.stands())
+            list(comm._gpu.team.gpu.describe_waits())
             looks += 1
         return looks
 

@@ -320,7 +320,7 @@ class FakeDevice:
     def __init__(self) -> None:
         self.started: list[tuple[Any, ...]] = []
 
-    def filled(self) -> int:
+    def blocks_to_fill(self) -> int:
         return 8
 
     def here(self) -> Any:

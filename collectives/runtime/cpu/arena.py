@@ -24,7 +24,7 @@ BELL, POSTED, FINISHED, PID, GONE, CLOSED, WAITS, NOTICE, GPU_CALLS, SAID, LAST_
     0, 128, 256, 384, 392, 400, 408, 512, 768, 1024, 3072
 )  # fmt: skip
 _LEFT = 64  # in the page of abort words: how many ranks have left
-MOST_SAID = 1008
+MAX_SAID = 1008
 """Bytes that fit into a control block; what is longer lies in the rank's heap."""
 NOTICE_WORDS = 16  # of one notice; two are kept, for calls of even and odd number
 
@@ -98,9 +98,9 @@ class Arena:
 
     # ---- words -------------------------------------------------------------------------------
     def say(self, said: bytes, where: int) -> None:
-        """Leave up to `MOST_SAID` bytes for the others, at a call's `page` or at LAST_WORDS."""
-        if len(said) > MOST_SAID:
-            raise CollectiveError(f"{len(said)} bytes for the other ranks; at most {MOST_SAID}")
+        """Leave up to `MAX_SAID` bytes for the others, at a call's `page` or at LAST_WORDS."""
+        if len(said) > MAX_SAID:
+            raise CollectiveError(f"{len(said)} bytes for the other ranks; at most {MAX_SAID}")
         self.tell(where, len(said), -1)
         at = self.control(self.rank) + where + 16
         self.mapping.at(at, len(said))[:] = np.frombuffer(said, np.uint8)

@@ -15,7 +15,7 @@ from linkweave.collectives.runtime.cpu.arena import (
     BELL,
     CLOSED,
     FINISHED,
-    MOST_SAID,
+    MAX_SAID,
     POSTED,
     WAITS,
     Arena,
@@ -84,7 +84,7 @@ class HostControl:
         page = self.arena.page(self.number + 1)
         while len(self._told) > 1:  # all ranks have made the call after that one
             self.arena.free(*self._told.pop(0))
-        if len(said) <= MOST_SAID:
+        if len(said) <= MAX_SAID:
             self.arena.say(said, page)
         else:
             offset, memory = self.arena.allocate(len(said))

@@ -1,4 +1,4 @@
-"""The CPU runtime: a plan run by processes on shared memory, one interpreter thread a rank."""
+"""Run plans on the CPU: ranks are processes with shared memory and one interpreter thread each."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from linkweave.collectives.planning.blocks import table as block_table
 from linkweave.collectives.planning.cost import MEMORY_CHUNK
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.buffer import Buffer
-from linkweave.collectives.runtime.cpu.arrivals import Arrivals
 from linkweave.collectives.runtime.cpu.control import HostControl
+from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
 from linkweave.collectives.runtime.cpu.mapping import pages
 from linkweave.collectives.runtime.diagnose import blocked
 from linkweave.collectives.runtime.encoded import Encoded, encode
@@ -26,19 +26,22 @@ from linkweave.kernels.plan.combine import combine_address
 
 _LINE = 128
 SLOT_BYTES = MEMORY_CHUNK
-STREAM_BYTES = 4 << 20
-"""A message from which on copies go past the caches (see `kernels.interpret.move`)."""
-_IDLE = counters.SLEEPS * counters.SLEEP_NS * 1e-9  # s that a rank sleeps before it looks round
+NONTEMPORAL_BYTES = 4 << 20
+"""Messages of at least this size are copied with non-temporal stores (`interpreter.move`)."""
+_IDLE = counters.SLEEPS * counters.SLEEP_NS * 1e-9  # s of sleep before `call` returns IDLE
 _NO_BELLS, _NO_NEEDS = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One plan's flags, slots and cursors; it serves all numbers of chunks of that plan."""
+    """A plan's flags, slots and cursors, which serve any number of chunks.
+
+    `start` is the offset of the plan's `memory_of` bytes in the mapping. The arrays are those of
+    `interpreter.call`.
+    """
 
     encoded: Encoded
     start: int
-    """Where its `memory_of` lies in the mapping."""
     code: NDArray[np.int32]
     flag: NDArray[np.int64]
     slot: NDArray[np.int64]
@@ -50,7 +53,12 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A call that can be made any number of times; `said` is what the rank says of it."""
+    """A call that can be made any number of times.
+
+    `said`, `state` and `blocks` are arguments of `interpreter.call`; `choice` is what the call was
+    planned for (`HostCalls._choice`); `needs` [layers, tracks] is the layer-chunk table of a
+    gradient queue (`planning.completion`).
+    """
 
     region: Region
     said: NDArray[np.int64]
@@ -58,9 +66,7 @@ class Ready:
     blocks: NDArray[np.int64]
     label: str
     choice: tuple[object, ...]
-    """What it was planned for (`HostCalls._choice`)."""
     needs: NDArray[np.int64] | None
-    """[layers, tracks] of a gradient queue (`planning.finals.table`)."""
 
     @property
     def num_chunks(self) -> int:
@@ -68,17 +74,17 @@ class Ready:
 
     @property
     def span(self) -> int:
-        """Bytes of the buffer where it may be worked on in shared memory, else 0."""
+        """Bytes of the buffer if the plan may run directly in shared memory, otherwise 0."""
         return int(self.state[kernel.SPAN])
 
     @property
     def direct(self) -> bool:
-        """Whether the last call read and wrote the ranks' buffers where they lie."""
+        """Whether the last call read and wrote the ranks' buffers directly, without slots."""
         return bool(self.state[kernel.DIRECT])
 
 
 def memory_of(encoded: Encoded) -> int:
-    """Bytes of flags and slots that a plan needs."""
+    """Bytes of shared memory for a plan's flags and slots."""
     return _flags_of(encoded) + encoded.rings * encoded.slots * SLOT_BYTES
 
 
@@ -87,7 +93,7 @@ def _flags_of(encoded: Encoded) -> int:
 
 
 class CpuExecutor:
-    """An `Executor` of one rank. `Calls` takes it apart: it plans once, and runs many times."""
+    """An `Executor` for one rank. `HostCalls` uses its parts: load, prepare once, run often."""
 
     def __init__(self, control: HostControl) -> None:
         self.control, self.ranks = control, (control.rank,)
@@ -110,24 +116,26 @@ class CpuExecutor:
             raise CollectiveError(f"the ranks carry out {name} on different messages")
 
     def load(self, encoded: Encoded, start: int) -> Region:
-        """A plan whose flags and slots rank 0 has reserved at `start`."""
+        """The region of a plan whose memory rank 0 has reserved at offset `start`."""
         self.arena.adopt(start, memory_of(encoded))
         n, code = len(encoded.ends), encoded.codes[self.rank]
         first = self.arena.base + start
         flags = first + 2 * _LINE * np.arange(n)
         slots = first + _flags_of(encoded) + encoded.ring * encoded.slots * SLOT_BYTES
-        widest = max(self.size, n)  # peers of one step
+        most_peers = max(self.size, n)  # of one step
         return Region(
             encoded, start, code, np.stack([flags, flags + _LINE], axis=1), slots,
             np.zeros((n, 6), np.int64), np.zeros((int(code[0]), 3), np.int64),
-            np.zeros(self.size, np.int64), np.zeros(widest, np.int64),
+            np.zeros(self.size, np.int64), np.zeros(most_peers, np.int64),
         )  # fmt: skip
 
     def reset(self, region: Region) -> None:
-        """Forget what a call has left that was not carried out. No rank may use it meanwhile;
-        another agreement must follow before one does."""
+        """Clear the region after a call that was not carried out.
+
+        No rank may use it meanwhile, and all ranks must agree on another call before one does.
+        """
         region.cursor.fill(0)
-        if self.rank == 0:  # for all
+        if self.rank == 0:  # the flags are shared
             self.arena.words(region.start, _flags_of(region.encoded) // 8).fill(0)
 
     def prepare(
@@ -135,7 +143,10 @@ class CpuExecutor:
         buffer: Buffer, op: str, label: str, needs: NDArray[np.int64] | None = None,
         choice: tuple[object, ...] = (),
     ) -> Ready:  # fmt: skip
-        """A kind of call, of that many chunks. `table`: `planning.blocks.table` of the buffer."""
+        """Prepare a call of `num_chunks` chunks; `table` is the buffer's `planning.blocks.table`.
+
+        Raises CollectiveError if a chunk does not fit a slot.
+        """
         control, encoded = self.control, region.encoded
         largest = chunk_bytes(table, num_chunks)
         if encoded.rings and largest > SLOT_BYTES:
@@ -147,7 +158,7 @@ class CpuExecutor:
         state[kernel.SLOT_BYTES], state[kernel.ITEM] = SLOT_BYTES, buffer.itemsize
         state[kernel.COMBINE] = combine_address(buffer.dtype, op)
         state[kernel.DIVISOR] = self.size
-        state[kernel.STREAMING] = buffer.nbytes >= STREAM_BYTES
+        state[kernel.STREAMING] = buffer.nbytes >= NONTEMPORAL_BYTES
         state[kernel.ABORT], state[kernel.BELL] = self.arena.abort_address, control.bell
         state[kernel.BASE], state[kernel.RANK] = self.arena.base, self.rank
         state[kernel.POSTED], state[kernel.FINISHED] = control.posted, control.finished
@@ -156,15 +167,15 @@ class CpuExecutor:
 
     def run(
         self, ready: Ready, address: int, source: Buffer | None = None,
-        arrivals: Arrivals | None = None,
+        layer_counters: LayerCounters | None = None,
     ) -> bool:  # fmt: skip
-        """Agree with all ranks on a call, and carry it out; whether all said the same.
+        """Agree with all ranks on a call and carry it out; False if the ranks' calls differ.
 
-        In place at `address`, or of the values in `source`. `ready.said` ends with
-        the buffer's offset in shared memory: where all ranks have one and the plan allows it, ranks
-        read each other's buffers and nothing is staged. Where the ranks differ nothing is written.
-        `arrivals`, which have begun, count the chunks that become final. Raises CollectiveTimeout
-        or CollectiveAborted.
+        Works in place on the buffer at `address`, or reads the values from `source`. If the calls
+        differ, nothing is written. `ready.said` ends with the buffer's offset in shared memory: if
+        all ranks have one and the plan allows it, they read each other's buffers directly. Final
+        chunks are counted in `layer_counters`, which must have begun. Raises CollectiveTimeout or
+        CollectiveAborted.
         """
         control, region, state = self.control, ready.region, ready.state
         encoded = region.encoded
@@ -177,13 +188,13 @@ class CpuExecutor:
         state[kernel.DIRECT] = encoded.direct
         waiters, needs = _NO_BELLS, _NO_NEEDS
         state[kernel.FINALS] = 0
-        if arrivals is not None:
-            state[kernel.FINALS] = arrivals.counters.ctypes.data
-            waiters, needs = arrivals.bells, arrivals.needs
+        if layer_counters is not None:
+            state[kernel.FINALS] = layer_counters.counters.ctypes.data
+            waiters, needs = layer_counters.bells, layer_counters.needs
         region.at.fill(0)
-        before, start = -1, 0.0  # what had been done when nothing moved, and since when
+        before, start = -1, 0.0  # the progress at the last IDLE, and when it was reached
 
-        def stands() -> tuple[str, dict[str, int]]:
+        def where() -> tuple[str, dict[str, int]]:
             if state[kernel.STAGE] == kernel.AGREE:
                 return control.late(0, "make its call")
             if state[kernel.STAGE] == kernel.FINISH:
@@ -209,11 +220,11 @@ class CpuExecutor:
             progress = int(region.cursor.sum()) + int(state[kernel.STAGE])
             if progress != before:
                 before, start = progress, time.monotonic() - _IDLE
-            control.check(status, start, stands)
+            control.check(status, start, where)
 
 
 def compile_kernels() -> None:
-    """Load (at the very first time: compile) the machine code of the common case."""
+    """Load the machine code of the common case, or compile it if it is not cached yet."""
     combine_address("float32", "sum")
     word, pairs = np.zeros(1, np.int64), np.zeros((0, 2), np.int64)
     none, state = word[:0], np.zeros(kernel.STATE_FIELDS, np.int64)

@@ -26,7 +26,7 @@ from linkweave.kernels.plan.counters import claim, read_counter
 PAGE = 4096
 SEGMENT = 64 << 20  # bytes of address space, not of memory
 SEGMENTS = 4096
-MOST_HEAPS = 16 << 40  # bytes of address space of all heaps
+MAX_HEAPS = 16 << 40  # bytes of address space of all heaps
 LOCATION = re.compile(r"/proc/\d+/fd/\d+")
 _NAME = "linkweave"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
@@ -43,7 +43,7 @@ def heap_bytes(size: int) -> int:
     """Address space of one rank's heap: all of the machine's memory, where so much fits."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     whole = -(-memory // (1 << 30)) << 30
-    return int(min(whole, MOST_HEAPS // size // PAGE * PAGE))
+    return int(min(whole, MAX_HEAPS // size // PAGE * PAGE))
 
 
 class Mapping:

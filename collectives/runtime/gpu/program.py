@@ -20,8 +20,8 @@ from linkweave.collectives.planning.plan import ALIGN, Op, Plan, Track
 from linkweave.collectives.planning.verify import races, shortened
 from linkweave.collectives.runtime.gpu.fuse import fused
 
-MOST_RANKS = 64
-MOST_PEERS = 64
+MAX_RANKS = 64
+MAX_PEERS = 64
 LINE = 128
 REPORT = 4
 INPUT = -2
@@ -51,18 +51,18 @@ class State(IntEnum):
 
 END = np.dtype([("slot", "u8"), ("ready", "u8"), ("free", "u8"), ("peer", "u4"), ("pad", "u4")])
 CURSOR = np.dtype([(name, "u4") for name in ("waited", "moved", "signalled", "slot")])
-GROUP = np.dtype(
-    [(name, "u8") for name in ("code", "ends", "cursors", "place", "report")]
+TRACK = np.dtype(
+    [(name, "u8") for name in ("code", "ends", "cursors", "chunks", "report")]
     + [(name, "u4") for name in ("rank", "num_ends", "code_words", "pad")]
 )
 LAUNCH = np.dtype(
-    [(name, "u8") for name in ("groups", "abort", "finals", "timeout_ns")]
+    [(name, "u8") for name in ("tracks", "abort", "finals", "timeout_ns")]
     + [
         (name, "u4")
         for name in ("width", "num_chunks", "stride", "slots", "stripe", "low_latency", "divisor",
                      "ps_per_byte", "direct", "pad")
     ]
-    + [(name, "u8", (MOST_RANKS,)) for name in ("buffers", "inputs")]
+    + [(name, "u8", (MAX_RANKS,)) for name in ("buffers", "inputs")]
 )  # fmt: skip
 
 
@@ -141,7 +141,7 @@ class SlotLayout:
 
 
 def lay_out(plan: Plan, config: LaunchConfig) -> SlotLayout:
-    """Counters first, then slots, in the order of the connections; all must be zero at first."""
+    """CounterPool first, then slots, in the order of the connections; all must be zero at first."""
     used = [0] * plan.size
     ready, free, slot = [], [], []
     counters = config.width * LINE
@@ -177,10 +177,10 @@ def programs(plan: Plan, rank: int) -> list[Program]:
     """
     tracks = [s for s in plan.tracks if s.rank == rank]
     for step in (step for s in tracks for body in s.phases for step in body):
-        if (n := len(step.connections)) > MOST_PEERS:
+        if (n := len(step.connections)) > MAX_PEERS:
             raise PlanError(
                 f"{plan.algorithm}: rank {rank} has a {step.op.name} with {n} peers; GPU "
-                f"kernels take at most {MOST_PEERS} in one step"
+                f"kernels take at most {MAX_PEERS} in one step"
             )
     whole, given, pushed = plan.encode(rank).tolist(), input_reads(plan), pushes(plan)
     together = passed_on(plan)
@@ -218,7 +218,7 @@ def programs(plan: Plan, rank: int) -> list[Program]:
 
 def may_push(plan: Plan) -> bool:
     """Whether ranks that see each other's buffers write results there; the same on all ranks."""
-    if plan.collective == "alltoall" or plan.size > MOST_RANKS:  # chunks lie elsewhere; no room
+    if plan.collective == "alltoall" or plan.size > MAX_RANKS:  # chunks lie elsewhere; no room
         return False
     return _may_push(shortened(plan))
 
@@ -259,11 +259,11 @@ def launch(
     divides by the number of ranks. For each rank that this launch runs, in the groups' order, the
     buffer in which results go and that in which its values lie: the same one in place. `peers`: the
     buffers of `receivers`, to push into; None: nothing is pushed."""
-    if len(buffers) > MOST_RANKS:
-        raise PlanError(f"{len(buffers)} ranks in one launch; at most {MOST_RANKS}")
+    if len(buffers) > MAX_RANKS:
+        raise PlanError(f"{len(buffers)} ranks in one launch; at most {MAX_RANKS}")
     made = np.zeros(1, LAUNCH)
     row = made[0]
-    row["groups"], row["abort"], row["timeout_ns"] = groups, abort, int(timeout * 1e9)
+    row["tracks"], row["abort"], row["timeout_ns"] = groups, abort, int(timeout * 1e9)
     row["finals"] = finals
     row["width"], row["stripe"], row["low_latency"] = (
         config.width,
@@ -279,7 +279,7 @@ def launch(
     return made
 
 
-def chunk_places(plan: Plan, nbytes: int, rank: int) -> NDArray[np.int64]:
+def chunk_extents(plan: Plan, nbytes: int, rank: int) -> NDArray[np.int64]:
     """[chunks, 2]: first byte and bytes of every chunk of a message of `nbytes`.
 
     A chunk that a rank only passes on has a size there too, and no place.
