@@ -72,7 +72,7 @@ class Encoded:
         )  # fmt: skip
 
     def finals(self, rank: int, num_chunks: int) -> list[NDArray[np.int64]]:
-        """As `planning.finals.finals` of the plan over that many chunks."""
+        """As `planning.completion.finals` of the plan over that many chunks."""
         code = self.codes[rank].tolist()
         tracks, phases = code[:2]
         groups = self.stride * np.arange(-(-num_chunks // self.stride))[:, None]

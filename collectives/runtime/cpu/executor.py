@@ -57,7 +57,7 @@ class Ready:
 
     `said`, `state` and `blocks` are arguments of `interpreter.call`; `choice` is what the call was
     planned for (`HostCalls._choice`); `needs` [layers, tracks] is the layer-chunk table of a
-    gradient queue (`planning.completion`).
+    gradient queue (`planning.completion.table`).
     """
 
     region: Region

@@ -1,6 +1,7 @@
-"""What `linkweave doctor` finds: whether this machine can run collectives, and if not, why.
+"""`linkweave doctor`: whether this machine can run collectives, and what prevents it.
 
-Every check stands alone, asks the system itself, and never raises: what it cannot ask is a finding.
+Every check is independent and queries the system directly; a check that fails to run is itself
+reported as a problem.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from linkweave.topology import TopologyError, load
 from linkweave.topology.detect import detect
 
 GIB = 1 << 30
-_LARGE = 1 << 60  # bytes; a larger limit is none
+_LARGE = 1 << 60  # bytes; larger limits mean "unlimited"
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding. `state` is "ok", "warning" (it will do, but) or "problem"."""
+    """The result of a check. `state` is "ok", "warning" or "problem" (collectives cannot run)."""
 
     name: str
     state: str
@@ -42,7 +43,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Where the checks look: the file system's root, the environment, the GPU driver's faces."""
+    """What the checks query; tests replace it."""
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -50,7 +51,7 @@ class System:
     open_cuda: Callable[[], CudaDriver] = CudaDriver
 
     def text(self, path: str) -> str:
-        """A file's content, empty where there is none or it may not be read."""
+        """The content of a file; empty if it does not exist or cannot be read."""
         try:
             return (self.root / path).read_text(errors="replace").strip()
         except OSError:
@@ -58,13 +59,13 @@ class System:
 
 
 def examine(system: System | None = None) -> list[Check]:
-    """All checks, in the order in which their answers matter."""
+    """Run all checks, the most fundamental ones first."""
     here = system or System()
     found: list[Check] = []
     for check in (_kernel, _shared_memory, _handles, _limits, _cores, _gpus, _iommu, _libraries):
         try:
             found += check(here)
-        except Exception as error:  # a check that breaks must not hide the others
+        except Exception as error:  # the other checks must still run
             name = check.__name__.strip("_").replace("_", " ")
             found.append(Check(name, "problem", f"could not be checked: {error!r}"))
     return found
@@ -119,7 +120,7 @@ _OPEN = "import os,sys; os.close(os.open(sys.argv[1], os.O_RDWR))"
 
 
 def _handles(here: System) -> Iterator[Check]:
-    """Peers open each other's memory as /proc/PID/fd/FD: try it from another process."""
+    """Open /proc/PID/fd/FD from another process, as ranks do with each other's memory."""
     fd = os.memfd_create("linkweave-doctor", os.MFD_CLOEXEC)
     try:
         done = subprocess.run(
