@@ -102,9 +102,9 @@ def coalesce(indices: Any, values: Any, num_rows: int) -> tuple[Any, Any]:
         return gpu.coalesce(indices, values, num_rows)
     where, dtype = _indices(indices, num_rows), checks.dtype_of(values)
     data = _rows(values, where)
-    unique, place = rows.unique_positions(where, num_rows)
+    unique, position = rows.unique_positions(where, num_rows)
     sums = np.zeros((unique.size, data.shape[1]), np.float32)
-    rows.add_rows(place, data, sums)
+    rows.add_rows(position, data, sums)
     shape = (unique.size, *tuple(values.shape)[1:])
     return _out(unique, indices), _out(sums.reshape(shape), values, dtype, narrow=True)
 

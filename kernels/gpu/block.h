@@ -1,18 +1,18 @@
-// What the threads of one block do together: running sums, and the bin at which a count is reached.
+// Functions of a whole thread block: prefix sums, and the bin in which a count is reached.
 //
-// Barriers are reached by all threads: loops around these functions have bounds that are the same
-// for the whole block.
+// They contain barriers, so all threads of the block must call them: the bounds of loops around
+// these functions are uniform.
 #pragma once
 #include "gpu/sync.h"
 
 #ifndef THREADS
-#define THREADS 512  // of a block, at most
+#define THREADS 512  // per block, at most
 #endif
 #ifndef ELEMENT
 #define ELEMENT float
 #endif
 
-// The sum of `v` over the threads before this one; the total of all in `total`.
+// Exclusive prefix sum of `v` over the threads; `total` receives the sum over all threads.
 template <class T> __device__ __forceinline__ T scan(T* room, T v, T& total) {
     const u32 t = threadIdx.x;
     room[t] = v;
@@ -29,7 +29,7 @@ template <class T> __device__ __forceinline__ T scan(T* room, T v, T& total) {
     return upto - v;
 }
 
-// The sum of `counts[0 .. number)`, in all threads.
+// The sum of `counts[i * stride]` for i below `number`, in all threads.
 __device__ __forceinline__ u64 sum_of(u64* room, const u32* counts, u32 number, u32 stride) {
     u64 mine = 0;
     for (u32 i = threadIdx.x; i < number; i += blockDim.x) mine += counts[u64(i) * stride];
@@ -46,8 +46,8 @@ template <class T> __device__ __forceinline__ bool first_of(const T* sorted, u64
     return i == 0 || sorted[i - 1] != sorted[i];
 }
 
-// How many places of this block's chunk hold another value than the one before them: into `counts`,
-// and added to `told`.
+// Count the positions in this block's chunk whose value differs from the previous one; the number
+// goes to `counts` and is added to `told`.
 template <class T>
 __device__ __forceinline__ void count_firsts(u32* room, const T* sorted, u64 number, u64 chunk,
                                              u32* counts, u64* told) {
@@ -63,10 +63,10 @@ __device__ __forceinline__ void count_firsts(u32* room, const T* sorted, u64 num
     }
 }
 
-struct Found { u64 above, at; u32 bin; };  // counts in the bins above, and in this one
+struct Found { u64 above, at; u32 bin; };  // counts in the bins above `bin`, and in it
 
-// The highest bin such that it and those above it hold at least `wanted` (from 1); bin 0 where even
-// all do not. Each thread has a run of bins.
+// The highest bin that together with the bins above it holds at least `wanted` > 0; bin 0 if all
+// bins hold less. Each thread adds a run of adjacent bins.
 __device__ __forceinline__ Found reach(u64* sums, Found& room, const u64* bins, u32 number,
                                        u64 wanted) {
     const u32 each = (number + blockDim.x - 1) / blockDim.x, t = threadIdx.x;

@@ -1,32 +1,28 @@
-// Entries of sparse vectors: as their owner gives them, as they are added, and as they travel.
+// Sparse vectors: copies of the caller's entries, their residual, and messages.
 //
-// `admit` copies a caller's entries, widened, and counts indices that do not ascend or are out of
-// range. `settle` rounds values to such as ELEMENT carries (of two as near the even one; what is finite
-// stays so) and adds the rest to a residual, `keep` adds entries to it. `pack` and `unpack` move
-// entries to and from a message. Launches follow each other on one stream. Bounds: entry i of n
-// alone is touched by a thread; a residual at indices that `admit` has counted as right on the rank
-// that gave them; these are all different, so no two threads add to one element.
+// `admit` copies a caller's entries, widened to float, and counts indices that do not ascend or are
+// out of range. `settle` rounds values to ELEMENT (to nearest even; finite values stay finite) and
+// adds the rounding error to a residual; `keep` adds entries to it. `pack` and `unpack` copy
+// entries to and from a message. All launches go to one stream.
+// Bounds: one thread accesses entry i of n. The residual is accessed at indices that `admit` has
+// checked; these are distinct, so no two threads add to the same element.
 #include "gpu/block.h"
 #include "gpu/element.h"
 
 struct Entries {
     float* values;  // [n]
     int* indices;  // [n]
-    ELEMENT* far_values;  // [n] of a message, or of the caller
+    ELEMENT* far_values;  // [n] of a message or of the caller
     int* far_indices;  // [n]
-    u64* head;  // of a message: n; for `admit`, which adds to it: how many entries are wrong
+    u64* head;  // of a message: n; for `admit`: the number of wrong entries
     float* residual;  // [limit], or 0
     u64 n;
     u64 limit;
 };
 
-__device__ __forceinline__ float largest(float) { return 3.4028234663852886e38f; }
-__device__ __forceinline__ float largest(float16) { return 65504.0f; }
-__device__ __forceinline__ float largest(bfloat16) { return 3.3895313892515355e38f; }
-
 __device__ __forceinline__ bool finite(float v) { return v - v == 0; }
 
-// The nearest value that ELEMENT holds.
+// The nearest value of ELEMENT.
 __device__ __forceinline__ float carried(float v) {
     const float most = largest(ELEMENT());
     if (finite(v)) v = v > most ? most : v < -most ? -most : v;

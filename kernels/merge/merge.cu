@@ -1,11 +1,11 @@
-// The sum of two sparse vectors, and the parting of one by positions (gTop-k paper, definition 1).
+// The sum of two sparse vectors, and the division of one by positions (gTop-k paper, definition 1).
 //
-// `place`: every entry goes to its place in the merged order, found by a search of the other
-// vector; a's entry stands before b's of the same index. `heads` counts, and `unite` writes, the
-// entries that are first of their index, with the second one's value added: a's first, as on the
-// CPU. `part` writes each entry to the kept or the dropped ones. Launches follow each other on one
-// stream. Bounds: places are below num_a + num_b, as indices of each vector are all different;
-// where they do not ascend that fails, so `place` drops what lies outside and reports it.
+// `merge` writes every entry to its position in the merged order, which it finds by a binary search
+// in the other vector; a's entry precedes b's of the same index. `heads` counts the entries that
+// are the first of their index; `unite` writes these, adding b's value to a's as on the CPU. `part`
+// writes each entry to the kept or the dropped ones. All launches go to one stream.
+// Bounds: positions are below num_a + num_b if each vector's indices are distinct. If they do not
+// ascend, `merge` reports that and skips positions out of range.
 #include "gpu/block.h"
 
 #ifndef INDEX
@@ -19,16 +19,16 @@ struct Merge {
     const INDEX* b_indices;
     float* values;  // [num_a + num_b], merged
     INDEX* indices;
-    float* sums;  // [num_a + num_b], of which as many as there are different indices are written
+    float* sums;  // [num_a + num_b]; one for each distinct index is written
     INDEX* unique;
     u32* counts;  // [blocks]
-    u64* told;  // [3]: different indices; 1 where a's do not ascend; where b's do not
+    u64* told;  // [3]: distinct indices; nonzero if a's do not ascend; nonzero if b's do not
     u64 num_a;
     u64 num_b;
-    u64 chunk;  // entries of a block
+    u64 chunk;  // entries per block
 };
 
-// How many of the ascending `indices` are below `index`, or (`upto`) not above it.
+// The number of the ascending `indices` that are below `index`, or with `upto` not above it.
 __device__ __forceinline__ u64 rank_in(const INDEX* indices, u64 number, INDEX index, bool upto) {
     u64 first = 0, last = number;
     while (first < last) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ u64 rank_in(const INDEX* indices, u64 number, INDEX i
     return first;
 }
 
-__device__ __forceinline__ void place_entries(const Merge& a) {
+__device__ __forceinline__ void merge_entries(const Merge& a) {
     const u64 number = a.num_a + a.num_b, stride = u64(gridDim.x) * blockDim.x;
     for (u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x; i < number; i += stride) {
         const bool second = i >= a.num_a;
@@ -83,7 +83,7 @@ __device__ __forceinline__ void unite_entries(const Merge& a) {
 struct Part {
     const float* values;  // [number]
     const INDEX* indices;
-    const int* found;  // [kept], ascending places of those that are kept
+    const int* found;  // [kept]: ascending positions of the entries that are kept
     float* kept_values;
     INDEX* kept_indices;
     float* left_values;  // [number - kept]
@@ -108,7 +108,7 @@ __device__ __forceinline__ void part_entries(const Part& a) {
     }
 }
 
-KERNEL(place, Merge, place_entries)
+KERNEL(merge, Merge, merge_entries)
 KERNEL(heads, Merge, count_heads)
 KERNEL(unite, Merge, unite_entries)
 KERNEL(part, Part, part_entries)

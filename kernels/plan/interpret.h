@@ -1,17 +1,17 @@
-// The control flow of a block: one thread walks the track's steps, waits and signals, and stops at
-// each step that moves data, which the whole block then carries out (move.h).
+// The control flow of a thread block: its first thread executes the track's waits and signals, and
+// stops at each step that moves data, which the whole block then carries out (move.h).
 //
-// Memory order: a block's data is written before a barrier, behind which its first thread stores
-// the counter with release; the receiver's first thread loads it with acquire, and a barrier stands
-// before its block's reads. Releases are cumulative over the barrier (PTX memory model, causality
-// order), so all threads' data is covered. Counters only grow and wrap: they are compared by their
-// signed difference, which is right as long as the ends are less than 2^31 apart; only calls of no
-// bytes, which need not be launched, could take them there. Nothing is reset between calls.
+// Memory order: after a block has written its data, there is a barrier, and then its first thread
+// stores the counter with release. The receiver's first thread loads the counter with acquire, and
+// a barrier precedes its block's reads. Releases are cumulative over the barrier (PTX memory model,
+// causality order), so this covers the data of all threads. Counters only grow, and wrap: they are
+// compared by their signed difference, which is correct while the two ends differ by less than
+// 2^31; only calls of zero bytes, which are not launched, could exceed that. Calls reset nothing.
 #pragma once
 #include "plan/thread_block.h"
 
 __device__ __forceinline__ u8* slot_of(const Launch& l, const End& end, const Cursor& at) {
-    const u64 bytes = u64(l.stripe) << l.low_latency;  // a line is twice its data
+    const u64 bytes = u64(l.stripe) << l.low_latency;  // a line is twice as large as its data
     return end.slot + (u64(at.slot) * l.width + blockIdx.x % l.width) * bytes;
 }
 
@@ -20,7 +20,7 @@ __device__ __forceinline__ void advance(const Launch& l, Cursor& at) {
     at.slot = at.slot + 1 == l.slots ? 0 : at.slot + 1;
 }
 
-// An emulated link holds what was sent until its time is over.
+// Wait until an emulated link has transmitted what was sent.
 __device__ __forceinline__ bool held(const Launch& l, const Track& track, ThreadBlock& block) {
     Patience patience = {0, 0};
     while (l.ps_per_byte && clock_ns() < block.link_free)
@@ -28,7 +28,7 @@ __device__ __forceinline__ bool held(const Launch& l, const Track& track, Thread
     return true;
 }
 
-// WAIT and SIGNAL. With lines a wait for data is the receiver's poll of each line.
+// WAIT and SIGNAL. Over lines a WAIT for data does nothing, as the reader polls each line.
 __device__ __forceinline__ bool synchronise(const Launch& l, const Track& track, ThreadBlock& block,
                                             const int* step) {
     const End& end = track.ends[step[5]];
@@ -51,7 +51,7 @@ __device__ __forceinline__ bool synchronise(const Launch& l, const Track& track,
     return true;
 }
 
-// SEND, REDUCE and COPY: what the block is to do. Returns the words of code that it stands for.
+// Prepare the task of a SEND, REDUCE or COPY; returns the words of code that it covers.
 __device__ __forceinline__ int prepare(const Launch& l, const Track& track, ThreadBlock& block,
                                        const int* step, int chunk) {
     Task& t = block.task;
@@ -60,8 +60,8 @@ __device__ __forceinline__ int prepare(const Launch& l, const Track& track, Thre
     const i64 start = i64(blockIdx.x % l.width) * slice;
     const i64 at = track.chunks[2 * chunk] + start;
     const bool reduces = step[0] == REDUCE;
-    // over lines an emulated link's time passes before the SEND: so behind the data, apart from it
-    // (what is stored and overwritten is then kept in order by that time alone)
+    // Over lines, an emulated link's time passes before the SEND, so the SEND cannot be fused.
+    // (Only that time then orders the store of a result and a later store that overwrites it.)
     const bool passes_on = step[0] != SEND && (step[2] & PASSES_ON) &&
                            !(l.low_latency && l.ps_per_byte);
     const int* send = step[0] == SEND ? step : passes_on ? step + 5 + step[4] : 0;
@@ -82,7 +82,7 @@ __device__ __forceinline__ int prepare(const Launch& l, const Track& track, Thre
         t.source_use = end.moved + 1;
         advance(l, end);
     }
-    if (step[0] == COPY && l.direct && (step[2] & PUSHES)) {  // its sender has written it here
+    if (step[0] == COPY && l.direct && (step[2] & PUSHES)) {  // the sender has written our buffer
         t.source = 0;
         t.keep = 0;
         if (!t.m) t.nbytes = 0;
@@ -108,17 +108,17 @@ __device__ __forceinline__ int prepare(const Launch& l, const Track& track, Thre
     return 5 + step[4] + (passes_on ? 5 + send[4] : 0);
 }
 
-// The first thread's part: on to the next step that moves data, or to the end.
+// Run by the first thread: continue to the next step that moves data, or to the end.
 __device__ __forceinline__ void next(const Launch& l, const Track& track, ThreadBlock& block) {
     const int* code = block.code;
     const int groups = (l.num_chunks + l.stride - 1) / l.stride;
-    if (block.failed) {  // while the block moved data: pc stays where that was
+    if (block.failed) {  // while the block moved data: pc stays at that step
         block.task.op = STOP;
         return;
     }
     const Task& done = block.task;
     if (block.length && l.finals && (done.op == COPY || (done.op == REDUCE && done.last)))
-        st_release_sys(l.finals + blockIdx.x, ++block.finals);  // behind the block's barrier
+        st_release_sys(l.finals + blockIdx.x, ++block.finals);  // after the block's barrier
     block.pc += block.length;
     block.length = 0;
     while (block.phase < code[0]) {
@@ -139,7 +139,7 @@ __device__ __forceinline__ void next(const Launch& l, const Track& track, Thread
         if (chunk < l.num_chunks) {
             if (step[0] < SIGNAL) {
                 const int length = prepare(l, track, block, step, int(chunk));
-                // lines are seen as soon as they are written: their time passes before
+                // lines are visible as soon as they are written, so the link's time passes first
                 if (l.low_latency && block.task.m && !held(l, track, block)) break;
                 block.length = length;
                 return;

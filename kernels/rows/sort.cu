@@ -1,11 +1,12 @@
-// A stable radix sort of indices and their places, and the runs of equal ones.
+// A stable radix sort of indices with their positions, and the runs of equal indices.
 //
-// A pass sorts by 8 bits: `histogram` counts digits by block, `offsets` (one block) adds them up in
-// the order (digit, block), `scatter` writes. Within a block threads take `blockDim` neighbours at
-// a time, and each finds how many before it have its digit: so equal digits keep their order. The
-// first pass reads the caller's indices. Then `runs` counts and `name` numbers the runs of equal
-// indices. Launches follow each other on one stream. Bounds: an index out of range is reported and
-// sorted by its low bits; nothing is read or written by an index's value.
+// A pass sorts by 8 bits: `histogram` counts the digits of each block, `offsets` (one block) adds
+// them up in the order (digit, block), and `scatter` writes. A block scatters `blockDim` adjacent
+// elements at a time; each thread counts the earlier ones with its digit, so the sort is stable.
+// The first pass reads the caller's indices. Then `runs` counts and `name` numbers the runs. All
+// launches go to one stream.
+// Bounds: an index out of range is reported and sorted by its low bits; no address depends on the
+// value of an index.
 #include "gpu/block.h"
 
 #ifndef INDEX
@@ -18,20 +19,20 @@
 enum { RADIX = 256 };
 
 struct Sort {
-    const INDEX* indices;  // [n]; the first pass's keys, or 0
+    const INDEX* indices;  // [n]: the keys of the first pass; 0 in later passes
     const KEY* keys;
     const u32* order;
     KEY* keys_out;
     u32* order_out;
-    u32* counts;  // [RADIX][blocks]; of `runs` [blocks]
-    u64* told;  // [2]: runs; the first place whose index is out of range, or n
-    u32* run;  // [n]: the number of each sorted place's run
+    u32* counts;  // [RADIX][blocks]; in `runs` and `name` [blocks]
+    u64* told;  // [2]: n + number of runs; the first position with an index out of range, or n
+    u32* run;  // [n]: the run of each sorted position
     INDEX* unique;  // [n]: the index of each run
     u64 n;  // below 2^32
     u64 limit;  // of indices
-    u64 chunk;  // of a block
+    u64 chunk;  // elements per block
     u32 shift;
-    u32 blocks;  // of the other launches, for `offsets`
+    u32 blocks;  // of the other kernels' launches, for `offsets`
 };
 
 __device__ __forceinline__ KEY key_at(const Sort& a, u64 i) {
@@ -46,7 +47,7 @@ __device__ __forceinline__ void count_digits(const Sort& a) {
     __syncthreads();
     const u64 start = blockIdx.x * a.chunk;
     for (u64 i = start + threadIdx.x; i < start + a.chunk && i < a.n; i += blockDim.x) {
-        // as unsigned numbers negative indices are out of range as well
+        // as unsigned numbers, negative indices are out of range too
         if (a.indices && u64(i64(a.indices[i])) >= a.limit) count_down_to(a.told + 1, i);
         count_up(&room.bins[key_at(a, i) >> a.shift & (RADIX - 1)], 1u);
     }
@@ -86,7 +87,7 @@ __device__ __forceinline__ void scatter_pairs(const Sort& a) {
         const u64 to = here ? u64(room.bins[digit]) + rank : 0;
         __syncthreads();
         if (here) {
-            count_up(&room.bins[digit], 1u);  // for the next ones
+            count_up(&room.bins[digit], 1u);  // the offset of the next elements
             a.keys_out[to] = key;
             a.order_out[to] = a.indices ? u32(i) : a.order[i];
         }

@@ -1,4 +1,4 @@
-"""Launches of `select.cu` and `merge.cu`: the k largest of a row, with a residual, and of sums."""
+"""Launches of `select.cu` (the k largest of a row) and `merge.cu` (sums of sparse vectors)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ SELECT = fields(
     ("u4", "samples rank wide digit"),
 )
 CHOICE_BYTES = 8 + 4 * 16 + 3 * 2048 * 8 + 8
-_AHEAD = 8  # elements of a thread in flight in `mark`
+_AHEAD = 8  # loads in flight per thread in `mark`
 
 
 def select(gpu: Gpu, x: Any, dtype: str, n: int, k: int, residual: Any = None) -> tuple[Any, Any]:
-    """(values, indices) of the k largest |x|, indices ascending; x [n].
+    """(values, ascending indices) of the k largest |x| of x [n]. Does not wait for the GPU.
 
-    With `residual` (float32 [n]): those of |x + residual|, as float32; the residual becomes what
-    is left. Nothing waits for the GPU. Scratch memory: n / 8 bytes and some 60 KB.
+    With `residual` (float32 [n]): those of |x + residual|, with float32 values; the rest of the sum
+    stays in the residual. Uses n / 8 bytes and about 60 KB of scratch memory.
     """
     wide = index_type(n)
     values = gpu.empty(k, dtype if residual is None else "float32")
@@ -66,8 +66,11 @@ Pair = tuple[Any, Any]
 
 
 def merge(gpu: Gpu, a: Pair, b: Pair, sizes: tuple[int, int], dtype: str) -> Pair | int:
-    """The sum of two sparse vectors (float32 values, indices of `dtype`); or 1 or 2 where the
-    first's or second's indices do not ascend. Waits for the GPU once, for the sum's size."""
+    """The sum of two sparse vectors (float32 values, indices of `dtype`).
+
+    Returns 1 or 2 instead if the first or second vector's indices do not ascend. Waits for the GPU
+    once, for the size of the sum.
+    """
     number = sum(sizes)
     merged, total = ((gpu.empty(number, "float32"), gpu.empty(number, dtype)) for _ in range(2))
     if not number:
@@ -80,7 +83,7 @@ def merge(gpu: Gpu, a: Pair, b: Pair, sizes: tuple[int, int], dtype: str) -> Pai
         told=gpu.address(told), num_a=sizes[0], num_b=sizes[1], chunk=chunk,
     )  # fmt: skip
     words = element(dtype, "INDEX")
-    for name in ("place", "heads", "unite"):
+    for name in ("merge", "heads", "unite"):
         gpu.launch("merge/merge.cu", name, words, argument, blocks)
     unique, first, second = gpu.read(told).tolist()
     if first or second:
@@ -91,7 +94,7 @@ def merge(gpu: Gpu, a: Pair, b: Pair, sizes: tuple[int, int], dtype: str) -> Pai
 def part(
     gpu: Gpu, total: Pair, number: int, found: Any, kept: int, dtype: str
 ) -> tuple[Pair, Pair]:
-    """A sparse vector's entries at these ascending int32 places, and the others."""
+    """A sparse vector's entries at the ascending int32 positions `found`, and the others."""
     sides = [(gpu.empty(size, "float32"), gpu.empty(size, dtype)) for size in (kept, number - kept)]
     where = [gpu.address(x) for x in (*total, found, *sides[0], *sides[1])]
     argument = struct(

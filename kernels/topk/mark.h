@@ -1,10 +1,10 @@
-// The one pass over the whole row: `sample` before it, and `mark`.
+// `sample`, which picks a threshold, and `mark`, the only pass over the whole row.
 #pragma once
 #include "topk/keys.h"
 
 struct SampleRoom { u64 bins[SAMPLE_BINS]; u64 sums[THREADS]; Found found; };
 
-// One block.
+// Runs as one block.
 __device__ __forceinline__ void sample_row(const Select& a) {
     SHARED(SampleRoom, room);
     u32* state = (u32*)a.choice;
@@ -13,7 +13,7 @@ __device__ __forceinline__ void sample_row(const Select& a) {
     __syncthreads();
     const u32 shift = bits_of(a) - 12;
     for (u32 j = threadIdx.x; j < a.samples && a.rank; j += blockDim.x) {
-        // multiples of the golden ratio, which lie evenly
+        // multiples of the golden ratio are evenly distributed
         const u64 i = a.samples == a.n ? j : u64(j * 2654435769u) * a.n >> 32;
         const u32 key = a.residual ? key_of(widen(a.x[i]) + a.residual[i]) : key_of(a.x[i]);
         count_up(&room.bins[key >> shift], u64(1));
@@ -26,7 +26,7 @@ __device__ __forceinline__ void sample_row(const Select& a) {
     a.choice->step[0].left = a.k;
 }
 
-enum { AHEAD = 8 };  // loads of a thread in flight
+enum { AHEAD = 8 };  // loads in flight per thread
 
 struct MarkRoom { u32 marked; };
 
@@ -46,7 +46,7 @@ __device__ __forceinline__ void mark_row(const Select& a) {
         ELEMENT x[AHEAD];
         u32 key[AHEAD];
 #pragma unroll
-        for (int u = 0; u < AHEAD; ++u)  // all loads before the first use
+        for (int u = 0; u < AHEAD; ++u)  // issue all loads before the first use
             x[u] = u * step < left ? from[u * step] : ELEMENT();
         if (a.residual) {
             float sum[AHEAD];

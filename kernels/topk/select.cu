@@ -1,16 +1,17 @@
 // The k largest |x| of a row, exact, ties by lowest index; with a residual, the fused selection of
-// gTop-k (algorithm 1, lines 4 to 8). Compiled once for each ELEMENT; no host in between.
+// gTop-k (algorithm 1, lines 4 to 8). Compiled for each ELEMENT; the host takes no decisions.
 //
-// A key is the bit pattern of |x|; all NaN are alike, above infinity. `sample` tells a key that
-// somewhat more than k others reach; `mark` reads the row once, and writes a bit for each element
-// that does (n / 32 words) and, with a residual, the sums. `digit` counts the marked elements' keys
-// digit by digit, `tally` those above and at the k-th largest by block, and `take` writes them in
-// order. Only `mark` reads the whole row: were fewer than k marked, all count as marked.
+// The key of x is the bit pattern of |x|; all NaN share one key above infinity. `sample` picks a
+// threshold that somewhat more than k keys should reach. `mark` reads the row once and sets a bit
+// for each element that reaches it; with a residual it also writes the sums. `digit` counts the
+// marked elements' keys digit by digit (radix select), `tally` counts those above and at the k-th
+// largest in each block, and `take` writes them in order. If fewer than k elements are marked, all
+// elements count as marked.
 //
-// Launches follow each other on one stream, so nothing is waited for; counts are of integers, so
-// their order does not matter. Each block has a run of `chunk` elements, a multiple of 32 threads.
-// Bounds: no element at or beyond n is read, no output at or beyond k is written (there are exactly
-// k keys above the k-th largest or, in order, at it).
+// All launches go to one stream. Results do not depend on the order of blocks, as only integers are
+// counted. Each block has `chunk` elements, a multiple of 32 times its threads.
+// Bounds: no element beyond n is read, and exactly k outputs are written: the keys above the k-th
+// largest and, in order of position, enough of those equal to it.
 #include "topk/mark.h"
 
 struct DigitRoom { u32 bins[BINS]; u64 sums[THREADS]; Found found; };
@@ -78,15 +79,15 @@ __device__ __forceinline__ void take_keys(const Select& a) {
             const bool takes = at >> bit & 1 && at_before < step.left;
             if (above >> bit & 1 || takes) {
                 const u64 i = 32 * w + bit;
-                const u64 place = above_before + (at_before < step.left ? at_before : step.left);
+                const u64 to = above_before + (at_before < step.left ? at_before : step.left);
                 if (a.residual) {
-                    ((float*)a.values)[place] = a.residual[i];
+                    ((float*)a.values)[to] = a.residual[i];
                     a.residual[i] = 0;
                 } else {
-                    a.values[place] = a.x[i];
+                    a.values[to] = a.x[i];
                 }
-                if (a.wide) ((i64*)a.indices)[place] = i64(i);
-                else ((int*)a.indices)[place] = int(i);
+                if (a.wide) ((i64*)a.indices)[to] = i64(i);
+                else ((int*)a.indices)[to] = int(i);
             }
             above_before += above >> bit & 1;
             at_before += at >> bit & 1;
