@@ -158,7 +158,7 @@ class CpuExecutor:
         state[kernel.SLOT_BYTES], state[kernel.ITEM] = SLOT_BYTES, buffer.itemsize
         state[kernel.COMBINE] = combine_address(buffer.dtype, op)
         state[kernel.DIVISOR] = self.size
-        state[kernel.STREAMING] = buffer.nbytes >= NONTEMPORAL_BYTES
+        state[kernel.NONTEMPORAL] = buffer.nbytes >= NONTEMPORAL_BYTES
         state[kernel.ABORT], state[kernel.BELL] = self.arena.abort_address, control.bell
         state[kernel.BASE], state[kernel.RANK] = self.arena.base, self.rank
         state[kernel.POSTED], state[kernel.FINISHED] = control.posted, control.finished
