@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -34,21 +34,8 @@ def parts(n: int, unit: int = 1, least: int = _LEAST) -> list[tuple[int, int]]:
 
 def run_parts(work: Callable[[int], T], many: int) -> list[T]:
     """[work(0), ..., work(many - 1)], computed by threads. Raises the first error of a thread."""
-    found: list[T | None] = [None] * many
-    errors: list[BaseException] = []
-
-    def run(i: int) -> None:
-        try:
-            found[i] = work(i)
-        except BaseException as error:
-            errors.append(error)
-
-    others = [threading.Thread(target=run, args=(i,)) for i in range(1, many)]
-    for other in others:
-        other.start()
-    run(0)
-    for other in others:
-        other.join()
-    if errors:
-        raise errors[0]
-    return found  # type: ignore[return-value]
+    if many == 1:
+        return [work(0)]
+    with ThreadPoolExecutor(many - 1) as pool:
+        others = [pool.submit(work, i) for i in range(1, many)]
+        return [work(0), *(other.result() for other in others)]

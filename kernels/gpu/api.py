@@ -7,8 +7,9 @@ from typing import Any
 
 from linkweave.kernels import validate as checks
 from linkweave.kernels.gpu.arrays import Gpu
+from linkweave.kernels.merge.gpu import merge, part
 from linkweave.kernels.rows.gpu import Sorted, add, sort
-from linkweave.kernels.topk.gpu import merge, part, select
+from linkweave.kernels.topk.gpu import select
 
 Pair = tuple[Any, Any]
 

@@ -12,6 +12,11 @@
 #define ELEMENT float
 #endif
 
+// A grid-stride loop over i from 0 to n - 1.
+#define EACH(i, n) \
+    for (u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x; i < (n); \
+         i += u64(gridDim.x) * blockDim.x)
+
 // Exclusive prefix sum of `v` over the threads; `total` receives the sum over all threads.
 template <class T> __device__ __forceinline__ T scan(T* room, T v, T& total) {
     const u32 t = threadIdx.x;

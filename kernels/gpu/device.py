@@ -51,7 +51,7 @@ class CudaDevice:
         If the thread had none, it stays current: CuPy assumes that a thread which has loaded a
         kernel has a context.
         """
-        before = self._driver.ctxGetCurrent()  # getDevice/setDevice would create a context
+        before = self._driver.ctxGetCurrent()  # restoring with setDevice would create a context
         self._runtime.setDevice(self.index)
         try:
             yield

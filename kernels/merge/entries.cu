@@ -31,12 +31,8 @@ __device__ __forceinline__ float carried(float v) {
     return widen(stored);
 }
 
-#define EACH(i) \
-    for (u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x; i < a.n; \
-         i += u64(gridDim.x) * blockDim.x)
-
 __device__ __forceinline__ void admit_entries(const Entries& a) {
-    EACH(i) {
+    EACH(i, a.n) {
         const i64 index = a.far_indices[i];
         if (index < 0 || u64(index) >= a.limit || (i && a.far_indices[i - 1] >= index))
             count_up(a.head, u64(1));
@@ -46,7 +42,7 @@ __device__ __forceinline__ void admit_entries(const Entries& a) {
 }
 
 __device__ __forceinline__ void settle_entries(const Entries& a) {
-    EACH(i) {
+    EACH(i, a.n) {
         const float v = a.values[i], kept = carried(v);
         a.values[i] = kept;
         if (a.residual && finite(v)) a.residual[a.indices[i]] += v - kept;
@@ -54,19 +50,19 @@ __device__ __forceinline__ void settle_entries(const Entries& a) {
 }
 
 __device__ __forceinline__ void keep_entries(const Entries& a) {
-    EACH(i) a.residual[a.indices[i]] += a.values[i];
+    EACH(i, a.n) a.residual[a.indices[i]] += a.values[i];
 }
 
 __device__ __forceinline__ void pack_entries(const Entries& a) {
     if (blockIdx.x == 0 && threadIdx.x == 0) *a.head = a.n;
-    EACH(i) {
+    EACH(i, a.n) {
         narrow(a.values[i], a.far_values[i]);
         a.far_indices[i] = a.indices[i];
     }
 }
 
 __device__ __forceinline__ void unpack_entries(const Entries& a) {
-    EACH(i) {
+    EACH(i, a.n) {
         a.values[i] = widen(a.far_values[i]);
         a.indices[i] = a.far_indices[i];
     }

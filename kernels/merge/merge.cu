@@ -29,7 +29,8 @@ struct Merge {
 };
 
 // The number of the ascending `indices` that are below `index`, or with `upto` not above it.
-__device__ __forceinline__ u64 rank_in(const INDEX* indices, u64 number, INDEX index, bool upto) {
+template <class T>
+__device__ __forceinline__ u64 rank_in(const T* indices, u64 number, T index, bool upto) {
     u64 first = 0, last = number;
     while (first < last) {
         const u64 middle = (first + last) / 2;
@@ -40,8 +41,8 @@ __device__ __forceinline__ u64 rank_in(const INDEX* indices, u64 number, INDEX i
 }
 
 __device__ __forceinline__ void merge_entries(const Merge& a) {
-    const u64 number = a.num_a + a.num_b, stride = u64(gridDim.x) * blockDim.x;
-    for (u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x; i < number; i += stride) {
+    const u64 number = a.num_a + a.num_b;
+    EACH(i, number) {
         const bool second = i >= a.num_a;
         const u64 at = second ? i - a.num_a : i;
         const INDEX* own = second ? a.b_indices : a.a_indices;
@@ -93,14 +94,8 @@ struct Part {
 };
 
 __device__ __forceinline__ void part_entries(const Part& a) {
-    const u64 stride = u64(gridDim.x) * blockDim.x;
-    for (u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x; i < a.number; i += stride) {
-        u64 first = 0, last = a.kept;
-        while (first < last) {
-            const u64 middle = (first + last) / 2;
-            if (u64(a.found[middle]) < i) first = middle + 1;
-            else last = middle;
-        }
+    EACH(i, a.number) {
+        const u64 first = rank_in(a.found, a.kept, int(i), false);
         const bool keeps = first < a.kept && u64(a.found[first]) == i;
         const u64 to = keeps ? first : i - first;
         (keeps ? a.kept_values : a.left_values)[to] = a.values[i];

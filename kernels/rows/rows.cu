@@ -35,9 +35,8 @@ __device__ __forceinline__ void put(const Rows& a, u32 run, u64 column, float su
 }
 
 __device__ __forceinline__ void add_windows(const Rows& a) {
-    const u64 windows = (a.n + WINDOW - 1) / WINDOW, stride = u64(gridDim.x) * blockDim.x;
-    for (u64 id = u64(blockIdx.x) * blockDim.x + threadIdx.x; id < windows * a.width;
-         id += stride) {
+    const u64 windows = (a.n + WINDOW - 1) / WINDOW;
+    EACH(id, windows * a.width) {
         const u64 w = id / a.width, column = id % a.width, start = w * WINDOW;
         const u64 stop = start + WINDOW < a.n ? start + WINDOW : a.n;
         u32 run = a.run[start];
@@ -74,9 +73,8 @@ __device__ __forceinline__ void add_windows(const Rows& a) {
 }
 
 __device__ __forceinline__ void join_windows(const Rows& a) {
-    const u64 windows = (a.n + WINDOW - 1) / WINDOW, stride = u64(gridDim.x) * blockDim.x;
-    for (u64 id = u64(blockIdx.x) * blockDim.x + threadIdx.x; id < windows * a.width;
-         id += stride) {
+    const u64 windows = (a.n + WINDOW - 1) / WINDOW;
+    EACH(id, windows * a.width) {
         const u64 w = id / a.width, column = id % a.width, start = w * WINDOW;
         u64 stop = start + WINDOW;
         if (stop >= a.n) continue;

@@ -19,6 +19,7 @@ from linkweave.collectives.planning.access import input_reads, passed_on, pushes
 from linkweave.collectives.planning.plan import ALIGN, Op, Plan, Track
 from linkweave.collectives.planning.verify import races, shortened
 from linkweave.collectives.runtime.gpu.fuse import fused
+from linkweave.kernels.gpu.arrays import fields
 
 MAX_RANKS = 64
 MAX_PEERS = 64
@@ -49,26 +50,14 @@ class State(IntEnum):
     DONE = 4
 
 
-END = np.dtype([("slot", "u8"), ("ready", "u8"), ("free", "u8"), ("peer", "u4"), ("pad", "u4")])
-CURSOR = np.dtype([(name, "u4") for name in ("waited", "moved", "signalled", "slot")])
-TRACK = np.dtype(
-    [(name, "u8") for name in ("code", "ends", "cursors", "chunks", "report")]
-    + [(name, "u4") for name in ("rank", "num_ends", "code_words", "pad")]
-)
-LAUNCH = np.dtype(
-    [(name, "u8") for name in ("tracks", "abort", "finals", "timeout_ns")]
-    + [
-        (name, "u4")
-        for name in ("width", "num_chunks", "stride", "slots", "stripe", "low_latency", "divisor",
-                     "ps_per_byte", "direct", "pad")
-    ]
-    + [(name, "u8", (MAX_RANKS,)) for name in ("buffers", "inputs")]
-)  # fmt: skip
-
-
-CHECK = np.dtype(
-    [(name, "u8") for name in ("counters", "need", "abort", "timeout_ns")]
-    + [(name, "u4") for name in ("tracks", "width")]
+END = fields(("u8", "slot ready free"), ("u4", "peer pad"))
+CURSOR = fields(("u4", "waited moved signalled slot"))
+TRACK = fields(("u8", "code ends cursors chunks report"), ("u4", "rank num_ends code_words pad"))
+CHECK = fields(("u8", "counters need abort timeout_ns"), ("u4", "tracks width"))
+LAUNCH = fields(
+    ("u8", "tracks abort finals timeout_ns"),
+    ("u4", "width num_chunks stride slots stripe low_latency divisor ps_per_byte direct pad"),
+    (f"({MAX_RANKS},)u8", "buffers inputs"),
 )
 
 
