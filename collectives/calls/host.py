@@ -219,7 +219,7 @@ class HostCalls:
         number, asked = self.control.number, rows.tolist()
         page = self._arena.page(number)
         said = {
-            r: self._arena.said(r, page).decode(errors="replace")
+            r: self._arena.message(r, page).decode(errors="replace")
             for r, row in enumerate(asked) if KINDS[row[0]] == "refused"
         }  # fmt: skip
         self.control.finish()
@@ -331,10 +331,10 @@ class HostCalls:
                 ctypes.memmove(address, source.address, source.nbytes)
             return
         nbytes = ready.span
-        ready.said[ORDER] = self._order
-        ready.said[-1] = self._arena.mapping.offset_of(address, nbytes) if nbytes else -1
+        ready.notice[ORDER] = self._order
+        ready.notice[-1] = self._arena.mapping.offset_of(address, nbytes) if nbytes else -1
         if not self.executor.run(ready, address, source, counters):
-            rows = self.control.notices[self.control.number % 2][:, : len(ready.said) - 1]
+            rows = self.control.notices[self.control.number % 2][:, : len(ready.notice) - 1]
             self._differ(rows.copy())
 
     def close(self) -> None:

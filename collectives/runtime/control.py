@@ -101,9 +101,9 @@ class Control(Protocol):
         """End the call and wait until every rank has ended it."""
 
     def gather(
-        self, words: Sequence[int], said: bytes, timeout: float | None = None
+        self, words: Sequence[int], message: bytes, timeout: float | None = None
     ) -> tuple[NDArray[np.int64], list[bytes]]:
-        """A whole call: like `agree`; also gathers every rank's message `said`."""
+        """A whole call: like `agree`; also gathers every rank's `message`."""
 
     def give_up(self, why: int, blamed: int | None = None, who: int | None = None) -> None:
         """Abort all ranks: every wait, now or later, raises CollectiveAborted.

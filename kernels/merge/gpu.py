@@ -7,7 +7,7 @@ from typing import Any
 from linkweave.kernels.gpu.arrays import Gpu, element, fields, grid, struct
 
 MERGE = fields(
-    ("u8", "a_values a_indices b_values b_indices values indices sums unique counts told"),
+    ("u8", "a_values a_indices b_values b_indices values indices sums unique counts summary"),
     ("u8", "num_a num_b chunk"),
 )
 PART = fields(
@@ -27,16 +27,16 @@ def merge(gpu: Gpu, a: Pair, b: Pair, sizes: tuple[int, int], dtype: str) -> Pai
     if not number:
         return total
     blocks, chunk = grid(gpu, number, gpu.threads, gpu.threads)
-    counts, told = gpu.empty(blocks, "int32"), gpu.full(3, "int64", 0)
+    counts, summary = gpu.empty(blocks, "int32"), gpu.full(3, "int64", 0)
     where = [gpu.address(x) for pair in (a, b, merged, total) for x in pair]
     argument = struct(
         MERGE, **dict(zip(MERGE.names or (), where, strict=False)), counts=gpu.address(counts),
-        told=gpu.address(told), num_a=sizes[0], num_b=sizes[1], chunk=chunk,
+        summary=gpu.address(summary), num_a=sizes[0], num_b=sizes[1], chunk=chunk,
     )  # fmt: skip
     words = element(dtype, "INDEX")
     for name in ("merge", "heads", "unite"):
         gpu.launch("merge/merge.cu", name, words, argument, blocks)
-    unique, first, second = gpu.read(told).tolist()
+    unique, first, second = gpu.read(summary).tolist()
     if first or second:
         return 1 if first else 2
     return total[0][:unique], total[1][:unique]

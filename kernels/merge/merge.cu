@@ -22,7 +22,7 @@ struct Merge {
     float* sums;  // [num_a + num_b]; one for each distinct index is written
     INDEX* unique;
     u32* counts;  // [blocks]
-    u64* told;  // [3]: distinct indices; nonzero if a's do not ascend; nonzero if b's do not
+    u64* summary;  // [3]: distinct indices; nonzero if a's do not ascend; nonzero if b's do not
     u64 num_a;
     u64 num_b;
     u64 chunk;  // entries per block
@@ -47,7 +47,7 @@ __device__ __forceinline__ void merge_entries(const Merge& a) {
         const u64 at = second ? i - a.num_a : i;
         const INDEX* own = second ? a.b_indices : a.a_indices;
         const INDEX index = own[at];
-        if (at && own[at - 1] >= index) count_up(a.told + (second ? 2 : 1), u64(1));
+        if (at && own[at - 1] >= index) count_up(a.summary + (second ? 2 : 1), u64(1));
         const u64 to = at + (second ? rank_in(a.a_indices, a.num_a, index, true)
                                     : rank_in(a.b_indices, a.num_b, index, false));
         if (to >= number) continue;
@@ -56,22 +56,22 @@ __device__ __forceinline__ void merge_entries(const Merge& a) {
     }
 }
 
-struct MergeRoom { u32 scan[THREADS]; u64 sum; };
+struct MergeScratch { u32 scan[THREADS]; u64 sum; };
 
 __device__ __forceinline__ void count_heads(const Merge& a) {
-    SHARED(MergeRoom, room);
-    count_firsts(room.scan, a.indices, a.num_a + a.num_b, a.chunk, a.counts, a.told);
+    SHARED(MergeScratch, scratch);
+    count_firsts(scratch.scan, a.indices, a.num_a + a.num_b, a.chunk, a.counts, a.summary);
 }
 
 __device__ __forceinline__ void unite_entries(const Merge& a) {
-    SHARED(MergeRoom, room);
+    SHARED(MergeScratch, scratch);
     const u64 number = a.num_a + a.num_b, start = blockIdx.x * a.chunk;
-    u64 before = sum_of(&room.sum, a.counts, blockIdx.x, 1);
+    u64 before = sum_of(&scratch.sum, a.counts, blockIdx.x, 1);
     for (u64 first = start; first < start + a.chunk && first < number; first += blockDim.x) {
         const u64 i = first + threadIdx.x;
         const bool head = i < start + a.chunk && i < number && first_of(a.indices, i);
         u32 total;
-        const u64 to = before + scan(room.scan, u32(head), total);
+        const u64 to = before + scan(scratch.scan, u32(head), total);
         if (head) {
             const bool pair = i + 1 < number && a.indices[i + 1] == a.indices[i];
             a.sums[to] = pair ? a.values[i] + a.values[i + 1] : a.values[i];

@@ -213,12 +213,12 @@ def _is_there(finals, needs, layer):
 
 @njit(nogil=True, cache=True)
 def call(
-    state, said, notices, others, bells, waiters, needs,
+    state, notice, notices, others, bells, waiters, needs,
     code, blocks, flag, slot, origin, pushed, cursor, at, peers, table,
 ):  # fmt: skip
     """Make a call, or continue one that returned IDLE: returns DONE, DIFFERS, IDLE or ABORTED.
 
-    All arrays are int64 except `code` (int32). Agreement: `said` [words] is this rank's request,
+    All arrays are int64 except `code` (int32). Agreement: `notice` [words] is this rank's request,
     whose last word is the offset of its buffer in shared memory, or -1; `notices` [ranks, words]
     holds all requests. `others` [2, ranks - 1] are the addresses of the other ranks' counters of
     posted and finished calls, `bells` those of their bells.
@@ -238,10 +238,10 @@ def call(
     receiver's chunk, and the COPY there does nothing. Such a call ends when all ranks have
     finished. Any other call may end earlier, as the data for the other ranks is in their slots.
     """
-    number, offset = state[NUMBER], said[said.size - 1]
+    number, offset = state[NUMBER], notice[notice.size - 1]
     if state[STAGE] == POST:
-        for i in range(said.size):
-            notices[state[RANK], i] = said[i]
+        for i in range(notice.size):
+            notices[state[RANK], i] = notice[i]
         store_release(state[POSTED], number)
         state[STAGE], state[AWAITED], state[SLEPT] = AGREE, 0, 0
         state[DIRECT] = state[DIRECT] != 0 and offset >= 0
@@ -261,11 +261,11 @@ def call(
             state[AWAITED] = i
             if i == others.shape[1]:
                 for r in range(notices.shape[0]):
-                    for w in range(said.size - 1):
-                        if notices[r, w] != said[w]:
+                    for w in range(notice.size - 1):
+                        if notices[r, w] != notice[w]:
                             return DIFFERS
-                    peers[r] = state[BASE] + notices[r, said.size - 1]
-                    if notices[r, said.size - 1] < 0:
+                    peers[r] = state[BASE] + notices[r, notice.size - 1]
+                    if notices[r, notice.size - 1] < 0:
                         state[DIRECT] = 0
                 if state[SOURCE] and state[SOURCE] != state[OWN]:
                     copy_bytes(state[OWN], state[SOURCE], state[NBYTES])

@@ -8,7 +8,7 @@ from typing import Any
 from linkweave.kernels.gpu.arrays import Gpu, element, fields, grid, struct
 
 SORT = fields(
-    ("u8", "indices keys order keys_out order_out counts told run unique n limit chunk"),
+    ("u8", "indices keys order keys_out order_out counts summary run unique n limit chunk"),
     ("u4", "shift blocks"),
 )
 ROWS = fields(("u8", "values order run unique sums table head tail n width"))
@@ -41,10 +41,10 @@ def sort(gpu: Gpu, indices: Any, dtype: str, n: int, limit: int) -> Sorted | int
     words = (*element(dtype, "INDEX"), f"-DKEY={key}")
     blocks, chunk = grid(gpu, n, 4 * gpu.threads, gpu.threads)
     pairs = [(gpu.empty(n, stored), gpu.empty(n, "int32")) for _ in range(2)]
-    counts, told = gpu.empty(_RADIX * blocks, "int32"), gpu.full(2, "int64", n)
+    counts, summary = gpu.empty(_RADIX * blocks, "int32"), gpu.full(2, "int64", n)
     run, unique = gpu.empty(n, "int32"), gpu.empty(n, dtype)
     argument = struct(
-        SORT, counts=gpu.address(counts), told=gpu.address(told), run=gpu.address(run),
+        SORT, counts=gpu.address(counts), summary=gpu.address(summary), run=gpu.address(run),
         unique=gpu.address(unique), n=n, limit=limit, chunk=chunk, blocks=blocks,
         indices=gpu.address(indices),
     )  # fmt: skip
@@ -61,7 +61,7 @@ def sort(gpu: Gpu, indices: Any, dtype: str, n: int, limit: int) -> Sorted | int
     argument["keys"] = gpu.address(pairs[0][0])
     gpu.launch("rows/sort.cu", "runs", words, argument, blocks)
     gpu.launch("rows/sort.cu", "name", words, argument, blocks)
-    runs, outside = gpu.read(told).tolist()
+    runs, outside = gpu.read(summary).tolist()
     runs -= n
     if outside < n:
         return int(outside)

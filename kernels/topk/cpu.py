@@ -127,11 +127,11 @@ def _sampled(bits: np.ndarray, keys: Keys, k: int) -> np.ndarray | None:
     limits = bound(keys.of(bits[sample_positions(bits.size)]), bits.size, k)
     if limits is None:
         return None
-    low, room = limits
+    low, most = limits
     spans = parts(bits.size, BLOCK)
-    at = [np.empty(min(room, stop - start) + BLOCK, np.int64) for start, stop in spans]
+    at = [np.empty(min(most, stop - start) + BLOCK, np.int64) for start, stop in spans]
     counts = run_parts(lambda i: _gather(bits, *spans[i], keys.mask, low, at[i]), len(spans))
-    if min(counts) < 0 or not k <= sum(counts) <= room:
+    if min(counts) < 0 or not k <= sum(counts) <= most:
         return None
     return joined(at, counts)
 

@@ -64,11 +64,11 @@ __device__ __forceinline__ u32 marked_word(const Select& a, u64 w) {
 }
 
 // The step after digit d - 1, whose histogram is complete.
-__device__ __forceinline__ Step step_at(const Select& a, u32 d, u64* sums, Found& room) {
+__device__ __forceinline__ Step step_at(const Select& a, u32 d, u64* sums, Found& scratch) {
     if (d == 0) return a.choice->step[0];
     const Step before = a.choice->step[d - 1];
     const u32 width = width_of(bits_of(a), d - 1);
-    const Found found = reach(sums, room, a.choice->bins[d - 1], 1u << width, before.left);
+    const Found found = reach(sums, scratch, a.choice->bins[d - 1], 1u << width, before.left);
     const Step step = {before.left - found.above, before.prefix << width | found.bin, 0};
     if (blockIdx.x == 0 && threadIdx.x == 0) a.choice->step[d] = step;  // for the next launch
     return step;

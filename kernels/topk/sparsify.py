@@ -37,19 +37,19 @@ def sparsify(grad: np.ndarray, residual: np.ndarray, k: int) -> tuple[np.ndarray
     keys = topk.Keys("float32")
     n = grad.size
     low = np.uint32(0xFFFFFFFF)
-    room = 0
+    most = 0
     if 0 < k <= n // 8:
         at = topk.sample_positions(n)
         bound = topk.bound(keys.of((grad[at] + residual[at]).view(np.uint32)), n, k)
         if bound is not None:
-            low, room = bound
+            low, most = bound
     spans = parts(n, BLOCK)
-    found_at = [np.empty(min(room, stop - start) + BLOCK, np.int64) for start, stop in spans]
+    found_at = [np.empty(min(most, stop - start) + BLOCK, np.int64) for start, stop in spans]
     counts = run_parts(
         lambda i: _add_and_gather(grad, residual, *spans[i], low, found_at[i]), len(spans)
     )
     bits = residual.view(np.uint32)
-    if room and min(counts) >= 0 and k <= sum(counts) <= room:
+    if most and min(counts) >= 0 and k <= sum(counts) <= most:
         found = topk.among(bits, keys, k, topk.joined(found_at, counts))
     else:
         found = topk.select(bits, "float32", k)

@@ -20,11 +20,11 @@ from linkweave.kernels.plan.counters import add_one
 
 # Byte offsets of the fields of a rank's control block. Words that different ranks write, or that
 # several ranks poll, are 128 bytes apart: CPUs fetch cache lines in adjacent pairs.
-BELL, POSTED, FINISHED, PID, GONE, CLOSED, WAITS, NOTICE, GPU_CALLS, SAID, LAST_WORDS = (
+BELL, POSTED, FINISHED, PID, GONE, CLOSED, WAITS, NOTICE, GPU_CALLS, MESSAGES, LAST_WORDS = (
     0, 128, 256, 384, 392, 400, 408, 512, 768, 1024, 3072
 )  # fmt: skip
 _LEFT = 64  # byte offset in the page of abort words: the number of ranks that have left
-MAX_SAID = 1008
+MAX_MESSAGE = 1008
 """Bytes of a message in a control block; longer messages lie in the rank's heap."""
 NOTICE_WORDS = 16  # of one notice; there are two, for even and odd calls
 
@@ -96,13 +96,13 @@ class Arena:
         return self.base + self.start
 
     # ---- messages ----------------------------------------------------------------------------
-    def say(self, said: bytes, where: int) -> None:
-        """Leave a message of up to `MAX_SAID` bytes at a call's `page` or at LAST_WORDS."""
-        if len(said) > MAX_SAID:
-            raise CollectiveError(f"{len(said)} bytes for the other ranks; at most {MAX_SAID}")
-        self.write_header(where, len(said), -1)
+    def leave_message(self, message: bytes, where: int) -> None:
+        """Leave a message of up to `MAX_MESSAGE` bytes at a call's `page` or at LAST_WORDS."""
+        if len(message) > MAX_MESSAGE:
+            raise CollectiveError(f"a message of {len(message)} bytes; at most {MAX_MESSAGE}")
+        self.write_header(where, len(message), -1)
         at = self.control(self.rank) + where + 16
-        self.mapping.at(at, len(said))[:] = np.frombuffer(said, np.uint8)
+        self.mapping.at(at, len(message))[:] = np.frombuffer(message, np.uint8)
 
     def write_header(self, where: int, nbytes: int, offset: int) -> None:
         """Announce a message of `nbytes` at an offset of the mapping; -1: right behind it."""
@@ -112,9 +112,9 @@ class Arena:
     def page(call: int) -> int:
         """Offset of a call's messages in the control blocks. Even and odd calls alternate, because
         a rank may read the messages of a call until it makes the next one."""
-        return SAID + call % 2 * (LAST_WORDS - SAID) // 2
+        return MESSAGES + call % 2 * (LAST_WORDS - MESSAGES) // 2
 
-    def said(self, rank: int, where: int) -> bytes:
+    def message(self, rank: int, where: int) -> bytes:
         """The message that a rank has left at `where`."""
         at = self.control(rank) + where
         nbytes, offset = self.words(at, 2).tolist()

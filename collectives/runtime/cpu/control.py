@@ -15,7 +15,7 @@ from linkweave.collectives.runtime.cpu.arena import (
     BELL,
     CLOSED,
     FINISHED,
-    MAX_SAID,
+    MAX_MESSAGE,
     POSTED,
     WAITS,
     Arena,
@@ -79,20 +79,20 @@ class HostControl:
         self._await(1, "finish its call")
 
     def gather(
-        self, words: Sequence[int], said: bytes, timeout: float | None = None
+        self, words: Sequence[int], message: bytes, timeout: float | None = None
     ) -> tuple[NDArray[np.int64], list[bytes]]:
         page = self.arena.page(self.number + 1)
         while len(self._sent) > 1:  # all ranks have made a later call than the oldest
             self.arena.free(*self._sent.pop(0))
-        if len(said) <= MAX_SAID:
-            self.arena.say(said, page)
+        if len(message) <= MAX_MESSAGE:
+            self.arena.leave_message(message, page)
         else:
-            offset, memory = self.arena.allocate(len(said))
-            memory[:] = np.frombuffer(said, np.uint8)
-            self._sent.append((offset, len(said)))
-            self.arena.write_header(page, len(said), offset)
+            offset, memory = self.arena.allocate(len(message))
+            memory[:] = np.frombuffer(message, np.uint8)
+            self._sent.append((offset, len(message)))
+            self.arena.write_header(page, len(message), offset)
         rows = self.agree(words, timeout).copy()
-        found = [self.arena.said(rank, page) for rank in range(self.size)]
+        found = [self.arena.message(rank, page) for rank in range(self.size)]
         self.done()
         return rows, found
 

@@ -55,13 +55,13 @@ class Region:
 class Ready:
     """A call that can be made any number of times.
 
-    `said`, `state` and `blocks` are arguments of `interpreter.call`; `choice` is what the call was
-    planned for (`HostCalls._choice`); `needs` [layers, tracks] is the layer-chunk table of a
+    `notice`, `state` and `blocks` are arguments of `interpreter.call`; `choice` is what the call
+    was planned for (`HostCalls._choice`); `needs` [layers, tracks] is the layer-chunk table of a
     gradient queue (`planning.completion.table`).
     """
 
     region: Region
-    said: NDArray[np.int64]
+    notice: NDArray[np.int64]
     state: NDArray[np.int64]
     blocks: NDArray[np.int64]
     label: str
@@ -109,9 +109,9 @@ class CpuExecutor:
             _, told = self.control.gather((0,), start.to_bytes(8, "little"))
             self._own[template] = self.load(encoded, int.from_bytes(told[0], "little"))
         where = block_table(plan.collective, plan.size, self.rank, buffer.nbytes)
-        said = np.array([plan.num_chunks, buffer.nbytes, -1], np.int64)
+        notice = np.array([plan.num_chunks, buffer.nbytes, -1], np.int64)
         region, name = self._own[template], plan.algorithm
-        ready = self.prepare(region, said, where, plan.num_chunks, buffer, op, name)
+        ready = self.prepare(region, notice, where, plan.num_chunks, buffer, op, name)
         if not self.run(ready, buffer.address):
             raise CollectiveError(f"the ranks carry out {name} on different messages")
 
@@ -139,7 +139,7 @@ class CpuExecutor:
             self.arena.words(region.start, _flags_of(region.encoded) // 8).fill(0)
 
     def prepare(
-        self, region: Region, said: NDArray[np.int64], table: NDArray[np.int64], num_chunks: int,
+        self, region: Region, notice: NDArray[np.int64], table: NDArray[np.int64], num_chunks: int,
         buffer: Buffer, op: str, label: str, needs: NDArray[np.int64] | None = None,
         choice: tuple[object, ...] = (),
     ) -> Ready:  # fmt: skip
@@ -163,7 +163,7 @@ class CpuExecutor:
         state[kernel.BASE], state[kernel.RANK] = self.arena.base, self.rank
         state[kernel.POSTED], state[kernel.FINISHED] = control.posted, control.finished
         state[kernel.SPAN] = buffer.nbytes if encoded.direct else 0
-        return Ready(region, said, state, table, label, choice, needs)
+        return Ready(region, notice, state, table, label, choice, needs)
 
     def run(
         self, ready: Ready, address: int, source: Buffer | None = None,
@@ -172,8 +172,8 @@ class CpuExecutor:
         """Agree with all ranks on a call and carry it out; False if the ranks' calls differ.
 
         Works in place on the buffer at `address`, or reads the values from `source`. If the calls
-        differ, nothing is written. `ready.said` ends with the buffer's offset in shared memory: if
-        all ranks have one and the plan allows it, they read each other's buffers directly. Final
+        differ, nothing is written. `ready.notice` ends with the buffer's offset in shared memory;
+        if all ranks have one and the plan allows it, they read each other's buffers directly. Final
         chunks are counted in `layer_counters`, which must have begun. Raises CollectiveTimeout or
         CollectiveAborted.
         """
@@ -208,7 +208,7 @@ class CpuExecutor:
 
         while True:
             status = control.interruptible(
-                kernel.call, state, ready.said, control.notices[control.number % 2],
+                kernel.call, state, ready.notice, control.notices[control.number % 2],
                 control.others, control.bells, waiters, needs, region.code, ready.blocks,
                 region.flag, region.slot, encoded.origin, encoded.pushed, region.cursor, region.at,
                 region.peers, region.table,

@@ -49,8 +49,8 @@ def common_topology(
         except Exception as error:  # must reach the other ranks, whatever it is
             trouble = str(error)[:ERROR_CHARS]
     graph = crc32(seen.to_json().encode()) if seen and seen.devices else 0
-    said = {"bus": bus_id, "uuid": uuid, "graph": graph, "trouble": trouble, "pid": os.getpid()}
-    rows = [json.loads(row) for row in gather("GPUs", json.dumps(said).encode())]
+    mine = {"bus": bus_id, "uuid": uuid, "graph": graph, "trouble": trouble, "pid": os.getpid()}
+    rows = [json.loads(row) for row in gather("GPUs", json.dumps(mine).encode())]
     buses = [row["bus"] for row in rows]  # MIG instances of a GPU share it, but not a UUID
     shared = {bus: [r for r, other in enumerate(buses) if other == bus] for bus in buses}
     crowd = next((ranks for ranks in shared.values() if len(ranks) > 1), None)

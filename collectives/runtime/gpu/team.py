@@ -24,9 +24,9 @@ _PER_THREAD = 2  # cudaStreamPerThread
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What is launched; equal on all ranks. `said` describes it in error messages."""
+    """What is launched; equal on all ranks. `description` names it in error messages."""
 
-    said: str
+    description: str
     plan: Plan
     nbytes: int
     dtype: str
@@ -151,7 +151,7 @@ class Team:
                     self._changed.wait(_POLL)
                     if not now.over:
                         late = next(r for r in self.gpu.devices if r not in now.came)
-                        patience(mine.call.said, late)
+                        patience(mine.call.description, late)
             except BaseException as error:  # this rank's buffer must not be used any more
                 self._end(now, error)
                 raise
@@ -188,8 +188,8 @@ class Team:
         if len(calls) > 1:
             asked: dict[str, list[int]] = {}
             for rank, arrival in sorted(came.items()):
-                asked.setdefault(arrival.call.said, []).append(rank)
-            words = "; ".join(f"ranks {ranks}: {said}" for said, ranks in asked.items())
+                asked.setdefault(arrival.call.description, []).append(rank)
+            words = "; ".join(f"ranks {ranks}: {call}" for call, ranks in asked.items())
             raise Refused(f"the ranks' calls on the GPU differ: {words}")
         offsets = {rank: a.symmetric[1] for rank, a in sorted(came.items()) if a.symmetric}
         if len({*offsets.values()}) > 1:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
-from linkweave.collectives.runtime.cpu.arena import LAST_WORDS, MAX_SAID
+from linkweave.collectives.runtime.cpu.arena import LAST_WORDS, MAX_MESSAGE
 from linkweave.collectives.runtime.cpu.control import HostControl
 from linkweave.collectives.runtime.diagnose import DIED, DIFFERED, RAISED, TIMED_OUT
 from linkweave.collectives.runtime.gpu.executor import GpuRanks
@@ -76,7 +76,7 @@ class Watchdog:
                     self._control.give_up(TIMED_OUT, self._failure.peer, self._failure.rank)
             if len(self._gpu.devices) == 1:
                 words = f"{self._describe()}; {self._waits()}"
-                self._arena.say(words.encode()[:MAX_SAID], LAST_WORDS)
+                self._arena.leave_message(words.encode()[:MAX_MESSAGE], LAST_WORDS)
             self._over = True
             return True
 
@@ -112,11 +112,10 @@ class Watchdog:
         if peer is None or (len(self._gpu.devices) > 1 and peer in self._gpu.devices):
             return ""
         deadline = time.monotonic() + _HEARING
-        while not (said := self._arena.said(peer, LAST_WORDS)) and time.monotonic() < deadline:
+        while not (words := self._arena.message(peer, LAST_WORDS)) and time.monotonic() < deadline:
             time.sleep(_PERIOD)
-        return f"; rank {peer} last: {said.decode(errors='ignore')}" if said else (
-            f"; rank {peer} says nothing"
-        )  # fmt: skip
+        last = f"last: {words.decode(errors='ignore')}" if words else "says nothing"
+        return f"; rank {peer} {last}"
 
     def close(self) -> None:
         """Stop the thread; afterwards the abort word and the reports are no longer read."""
