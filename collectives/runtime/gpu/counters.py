@@ -47,8 +47,8 @@ class CounterPool:
                 return CallCounters(spare.pop(), key, users)
             if captured:
                 raise CollectiveError(
-                    "a gradient queue in a graph keeps its counters, and none are left: make as "
-                    "many queues of this size at once before, and wait for them"
+                    "a CUDA graph keeps the counters of its gradient queues, and none are left: "
+                    "before the capture, make as many queues of this size at once and wait for them"
                 )
             made = []
             for device, count in zip(self._devices, key, strict=True):

@@ -104,7 +104,7 @@ def _shared_memory(here: System) -> Iterator[Check]:
         stat = os.statvfs(here.root / "dev/shm")
     except OSError:
         yield Check("/dev/shm", "warning", "not there",
-                    "linkweave does without; NCCL and torch's data loaders need it")  # fmt: skip
+                    "only NCCL and torch's data loaders need it, not linkweave")  # fmt: skip
         return
     size, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
     detail = f"{size / GIB:.3g} GiB, {free / GIB:.3g} free"
@@ -179,7 +179,7 @@ def _gpus(here: System) -> Iterator[Check]:
         why = "; ".join(a for a in machine.assumptions if a not in plain)
         if devices or loaded:
             yield Check("GPU driver", "problem", f"{', '.join(devices) or 'a driver is loaded'}, "
-                        f"but no GPU is shown{': ' + why if why else ''}",
+                        f"but no GPU is visible{': ' + why if why else ''}",
                         "check CUDA_VISIBLE_DEVICES and NVIDIA_VISIBLE_DEVICES")  # fmt: skip
         else:
             yield Check("GPU driver", "ok", f"no GPU here{': ' + why if why else ''}; "
@@ -237,12 +237,12 @@ def _peers(driver: CudaDriver, count: int) -> Iterator[Check]:
         f"{a}: {' '.join('x' if ok else '-' for ok in row)}" for a, row in enumerate(matrix)
     )
     if lacking:
-        yield Check("peer access", "problem", f"{len(lacking)} of {count * (count - 1)} ways are "
-                    f"closed ({rows})", "GPUs under different CPUs may have none; else look at the "
-                    "IOMMU, at PCIe ACS (lspci -vvv | grep ACSCtl), and whether a virtual machine "
-                    "hides it")  # fmt: skip
+        yield Check("peer access", "problem",
+                    f"{len(lacking)} of {count * (count - 1)} pairs have none ({rows})",
+                    "GPUs of different CPUs may have none; otherwise check the IOMMU, PCIe ACS "
+                    "(lspci -vvv | grep ACSCtl) and the virtual machine")  # fmt: skip
     else:
-        yield Check("peer access", "ok", f"all {count * (count - 1)} ways ({rows})")
+        yield Check("peer access", "ok", f"all {count * (count - 1)} pairs ({rows})")
 
 
 def _iommu(here: System) -> Iterator[Check]:

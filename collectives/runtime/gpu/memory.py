@@ -312,6 +312,6 @@ class PeerMemory:
 
 def _use_host_memory(words: str, required: bool, warn: bool) -> None:
     if required:
-        raise CollectiveError(f"{words}; peer_access='require' allows nothing else{advice()}")
+        raise CollectiveError(f"{words}; peer_access='require' forbids host memory{advice()}")
     if warn:
-        log.warning("%s; it goes through host memory, which is slow%s", words, advice())
+        log.warning("%s; it is in host memory, which is slow%s", words, advice())

@@ -68,15 +68,15 @@ def common_topology(
     if any(row["trouble"] for row in rows):
         words = "; ".join(f"rank {r}: {row['trouble']}" for r, row in enumerate(rows)
                           if row["trouble"])  # fmt: skip
-        raise CollectiveError(f"the GPUs' links cannot be told; say topology=...: {words}")
+        raise CollectiveError(f"the GPUs' links cannot be detected; pass topology=...: {words}")
     graphs = {row["graph"]: [r for r, o in enumerate(rows) if o["graph"] == row["graph"]]
               for row in rows}  # fmt: skip
     if len(graphs) > 1:
         words = "; ".join(f"ranks {ranks}: {graph:08x}" for graph, ranks in graphs.items())
-        raise CollectiveError(f"the ranks see different machines: {words}; say topology=...")
+        raise CollectiveError(f"the ranks see different machines: {words}; pass topology=...")
     if seen is None or not seen.devices:
         if rank == 0:
-            log.warning("the driver tells no links (is nvidia-ml-py installed?): a mesh is assumed")
+            log.warning("the driver reports no links (is nvidia-ml-py installed?): assuming a mesh")
         return load(f"mesh-{len(rows)}")
     return _subset(seen, rows, here=True)
 
@@ -89,7 +89,7 @@ def _subset(machine: Topology, rows: list[dict[str, Any]], here: bool = False) -
         try:
             gpus.append(machine.find(row["bus"], row["uuid"]))
         except TopologyError as error:
-            missing.append(f"rank {r}'s GPU is not on the map: {error}")
+            missing.append(f"rank {r}'s GPU is not part of the topology: {error}")
     if not missing:
         return machine.subset(gpus)
     if here or gpus:
