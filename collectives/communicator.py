@@ -13,7 +13,7 @@ from linkweave.collectives.calls.request import NOTHING, Request
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.methods import Collectives
 from linkweave.collectives.runtime.cpu.arena import Arena
-from linkweave.collectives.runtime.gpu import executor as cuda
+from linkweave.collectives.runtime.gpu import device as cuda
 from linkweave.collectives.runtime.gpu.team import Team
 from linkweave.collectives.settings import Settings, topology_for
 from linkweave.collectives.tensors import as_buffer, layout_of, shaped

@@ -17,7 +17,7 @@ from linkweave.collectives.calls.work import HostWork, Work
 from linkweave.collectives.calls.worker import Worker
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.plan import Plan
-from linkweave.collectives.runtime.cpu.arrivals import Arrivals
+from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
 from linkweave.collectives.runtime.gpu.team import Team
 from linkweave.collectives.settings import Settings
 from linkweave.collectives.sparse.allreduce import agreed, sparse_allreduce, whole
@@ -95,7 +95,7 @@ class Collectives:
             queue = self._submit(True, x, operations.queued, x, layers, op, algorithm)
             return cast(GradientQueue, queue)
         self._health.check()
-        arrivals = Arrivals()
+        arrivals = LayerCounters()
         future = self._enqueue(operations.queued, x, layers, op, algorithm, arrivals)
         return HostQueue(future, arrivals, self._calls.control.arena.abort_address)
 

@@ -1,4 +1,4 @@
-"""How a machine does it: kernels for GPUs and their Numba twins for CPUs."""
+"""Kernels: CUDA for GPUs, and the same functions in Numba for CPUs."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'linkweave.kernels' has no attribute {name!r}")
-    from linkweave.kernels import api as face  # Numba takes its time
+    from linkweave.kernels import api  # not before it is needed: importing Numba is slow
 
-    return getattr(face, name)
+    return getattr(api, name)

@@ -1,7 +1,8 @@
-"""Top-k, sparse vectors and rows as users call them: NumPy arrays, torch tensors, CuPy arrays.
+"""The public kernels: top-k, sparse vectors and rows of NumPy arrays, torch tensors, CuPy arrays.
 
-What comes out is of the library of what goes in, on its device; on a GPU it is enqueued on the
-library's current stream. Results are the same bits on every run and for every number of threads.
+Results belong to the library and device of the arguments. On a GPU, work is enqueued on the
+library's current CUDA stream. Results are bitwise reproducible for any number of threads. Invalid
+arguments raise TypeError or ValueError before anything is changed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from linkweave.kernels import validate as checks
+from linkweave.kernels.dtypes import DTYPES
 from linkweave.kernels.merge import cpu as merging
 from linkweave.kernels.nvtx_ranges import ranged
 from linkweave.kernels.rows import cpu as rows
@@ -20,17 +22,17 @@ from linkweave.kernels.topk import cpu as topk
 from linkweave.kernels.topk import sparsify as sparse
 
 Vector = tuple[Any, Any]
-"""A sparse vector: (values, indices), indices ascending and all different."""
+"""A sparse vector: (values, indices), with ascending, distinct indices."""
 
 
 @ranged
 def topk_abs(x: Any, k: int) -> Vector:
-    """(values, indices) of the k largest |x|, indices ascending.
+    """Select the k largest |x| exactly; returns (values, ascending indices).
 
-    `x`: [n] of float32, float16 or bfloat16; 0 <= k <= n. Of equals the lowest indices are taken;
-    NaN counts above infinity, all NaN alike. Values keep their signs and dtype; indices are int32,
-    int64 where n is beyond 2^31. Exact: no sort of the row, and the same bits on a GPU, which
-    nothing waits for. Raises TypeError, ValueError.
+    `x` is [n] of float32, float16 or bfloat16, and 0 <= k <= n. Among equal magnitudes, the lowest
+    indices are selected. NaN counts as larger than infinity; all NaN are equal. Values keep sign
+    and dtype; indices are int32, or int64 if n > 2^31. CPUs and GPUs return the same bits. Does not
+    wait for the GPU.
     """
     if gpu := _gpu(x):
         return gpu.topk_abs(x, k)
@@ -39,12 +41,12 @@ def topk_abs(x: Any, k: int) -> Vector:
 
 @ranged
 def threshold_abs(x: Any, k: int) -> Vector:
-    """(values, indices) of all |x| from a threshold on that a sample tells: k and some more.
+    """Select at least the k largest |x|, by a threshold estimated from a sample.
 
-    Approximate: the k largest are among them always, and at most 3 k + 18 sqrt(k n / s) + 36 n / s
-    + 4096 others, where s is the sample's size, min(n / 16, 65536); the expected excess is
-    4.5 sqrt(k n / s). It saves the search among these. Where a sample cannot tell (k above n / 8,
-    equal keys, 16-bit floats, GPUs) exactly k are returned. The rest as in `topk_abs`.
+    Faster than `topk_abs` but approximate. The result contains the k largest and at most
+    3 k + 18 sqrt(k n / s) + 36 n / s + 4096 others, where s = min(n / 16, 65536) is the size of the
+    sample; the expected excess is 4.5 sqrt(k n / s). For k > n / 8, many equal values, 16-bit
+    floats and on GPUs, exactly k are returned. Otherwise like `topk_abs`.
     """
     if gpu := _gpu(x):
         return gpu.topk_abs(x, k)
@@ -53,12 +55,12 @@ def threshold_abs(x: Any, k: int) -> Vector:
 
 @ranged
 def sparsify(grad: Any, residual: Any, k: int) -> Vector:
-    """(values, indices) of the k largest |grad + residual|; what is not taken stays in `residual`.
+    """Select the k largest |grad + residual|; the rest of the sum stays in `residual`.
 
-    `grad`: any shape, float32, float16 or bfloat16, and not changed; `residual`: float32 of the
-    same shape, contiguous, changed in place. Sums are float32, so values are. Float32 moves 12
-    bytes an element: both read, the residual written, once. Ties, NaN and errors as in `topk_abs`;
-    indices count in C order. A sum that is NaN may carry other bits on a GPU.
+    `grad` is float32, float16 or bfloat16 of any shape; `residual` is contiguous float32 of the
+    same shape and is updated in place. Returns (float32 values, ascending indices in C order).
+    Float32 gradients take one pass of 12 bytes per element. Ties and NaN are as in `topk_abs`, but
+    the payload of a NaN may differ on a GPU.
     """
     if gpu := _gpu(residual):
         return gpu.sparsify(grad, residual, k)
@@ -71,12 +73,12 @@ def sparsify(grad: Any, residual: Any, k: int) -> Vector:
 
 @ranged
 def merge_topk(a: Vector, b: Vector, k: int) -> tuple[Vector, Vector]:
-    """(kept, dropped): the k largest of a + b, and the rest (gTop-k paper, definition 1).
+    """Add two sparse vectors; returns (the k largest entries of the sum, the other entries).
 
-    Common indices are summed, a's value first, in float32; `dropped` is what the paper's operator
-    loses. Both are (values, indices), as `a` and `b`, whose indices must ascend. All are kept where
-    there are no more than k. Ties, NaN and errors as in `topk_abs`; on a GPU the host waits once,
-    for the number of different indices.
+    The operator of the gTop-k paper (definition 1), which loses the other entries. Values are
+    float32; for common indices, b's value is added to a's. If the sum has at most k entries, all
+    are kept. Ties and NaN are as in `topk_abs`. On a GPU, the host waits once, for the number of
+    distinct indices.
     """
     if gpu := _gpu(a[0]):
         return gpu.merge_topk(a, b, k)
@@ -91,30 +93,30 @@ def merge_topk(a: Vector, b: Vector, k: int) -> tuple[Vector, Vector]:
 
 @ranged
 def coalesce(indices: Any, values: Any, num_rows: int) -> tuple[Any, Any]:
-    """(indices that occur, ascending; for each the sum of its rows).
+    """Sum rows that have the same index; returns (distinct ascending indices, sums).
 
-    `indices`: [n] of int32 or int64 from 0 to num_rows - 1; `values`: [n, ...] of float32, float16
-    or bfloat16. Rows are summed in float32 and rounded once: in the order in which they come; on a
-    GPU in that order within windows of 32 rows sorted by their index, then window by window. The
-    host waits for a GPU once. Raises TypeError, ValueError.
+    `indices` is [n] of int32 or int64 from 0 to num_rows - 1; `values` is [n, ...] of float32,
+    float16 or bfloat16. Rows are added in float32, in the order given, and rounded once. On a GPU,
+    rows are first sorted by index (stably), added within windows of 32 rows, and then window by
+    window; the host waits once, for the number of distinct indices.
     """
     if gpu := _gpu(values):
         return gpu.coalesce(indices, values, num_rows)
     where, dtype = _indices(indices, num_rows), checks.dtype_of(values)
     data = _rows(values, where)
-    unique, place = rows.unique_places(where, num_rows)
+    unique, position = rows.unique_positions(where, num_rows)
     sums = np.zeros((unique.size, data.shape[1]), np.float32)
-    rows.add_rows(place, data, sums)
+    rows.add_rows(position, data, sums)
     shape = (unique.size, *tuple(values.shape)[1:])
     return _out(unique, indices), _out(sums.reshape(shape), values, dtype, narrow=True)
 
 
 @ranged
 def split_rows(indices: Any, values: Any, needed_rows: Any) -> tuple[tuple[Any, Any], ...]:
-    """(prior, delayed): rows that `needed_rows` names, and the others, each (indices, values) in
-    the order in which they came (EmbRace, algorithm 1: what the next batch looks up goes first).
+    """Split rows by whether the next batch needs them (EmbRace, algorithm 1).
 
-    `needed_rows`: any integers, in any order. Raises TypeError, ValueError.
+    Returns (prior, delayed), each (indices, values) in the order given: rows whose index is in
+    `needed_rows` (int32 or int64 in any order), and the others.
     """
     if gpu := _gpu(values):
         return gpu.split_rows(indices, values, needed_rows)
@@ -130,10 +132,10 @@ def split_rows(indices: Any, values: Any, needed_rows: Any) -> tuple[tuple[Any, 
 
 @ranged
 def scatter_add_rows(table: Any, indices: Any, values: Any) -> None:
-    """table[indices[i]] += values[i] in the order of i, in place.
+    """table[indices[i]] += values[i], in place and in the order of i.
 
-    `table`: [rows, ...] float32, contiguous; the rest as in `coalesce`, whose sums are added on a
-    GPU. Raises TypeError, ValueError, before anything is changed.
+    `table` is contiguous float32 [rows, ...]; `indices` and `values` are as in `coalesce`. On a
+    GPU, the sums of `coalesce` are added to the table.
     """
     if gpu := _gpu(table):
         gpu.scatter_add_rows(table, indices, values)
@@ -145,19 +147,18 @@ def scatter_add_rows(table: Any, indices: Any, values: Any) -> None:
     rows.add_rows(where.astype(np.int64), data, sums.reshape(sums.shape[0], data.shape[1]))
 
 
-# ---- what goes in and out ----------------------------------------------------------------------
+# ---- arguments and results ---------------------------------------------------------------------
 def _gpu(x: Any) -> Any:
-    """`gpu_face.GpuKernels` where `x` lies on a GPU."""
+    """The `GpuKernels` for `x` if it is on a GPU, otherwise None."""
     if _is_torch(x):
         on_gpu = x.device.type == "cuda"
     else:
         on_gpu = not isinstance(x, np.ndarray) and hasattr(x, "__cuda_array_interface__")
     if not on_gpu:
         return None
-    from linkweave.kernels.gpu import api as gpu_face
-    from linkweave.kernels.gpu import arrays as gpu
+    from linkweave.kernels.gpu import api, arrays
 
-    return gpu_face.GpuKernels(gpu.LibraryGpu(x))
+    return api.GpuKernels(arrays.LibraryGpu(x))
 
 
 def _is_torch(x: Any) -> bool:
@@ -166,7 +167,7 @@ def _is_torch(x: Any) -> bool:
 
 
 def _numpy(x: Any, name: str) -> np.ndarray:
-    """A view, in which a bfloat16 is a uint16."""
+    """A NumPy view of an array or CPU tensor; bfloat16 becomes uint16."""
     if _is_torch(x):
         if x.device.type != "cpu":
             raise TypeError(f"{name} is on {x.device}; all must be on the CPU or on one GPU")
@@ -179,7 +180,7 @@ def _numpy(x: Any, name: str) -> np.ndarray:
 
 
 def _written(x: Any, name: str) -> np.ndarray:
-    """What is changed in place."""
+    """A NumPy view of an array that is changed in place."""
     array = _numpy(x, name)
     if array.dtype != np.float32 or not array.flags.c_contiguous or not array.flags.writeable:
         raise TypeError(
@@ -190,20 +191,13 @@ def _written(x: Any, name: str) -> np.ndarray:
 
 
 def _selected(choose: Callable[[np.ndarray, str, int], np.ndarray], x: Any, k: int) -> Vector:
-    """What `choose` takes of a row on the CPU."""
-    row, dtype = _row(x, "x")
+    """The entries of a row on the CPU that `choose` selects by their bit patterns."""
+    array, dtype = _numpy(x, "x"), checks.dtype_of(x)
+    if array.ndim != 1:
+        raise ValueError(f"x must have one dimension, not shape {array.shape}")
+    row = np.ascontiguousarray(array).view(f"u{DTYPES[dtype].size}")
     found = choose(row, dtype, checks.count(k, row.size))
     return _out(row[found], x, dtype), _out(found.astype(checks.index_type(row.size)), x)
-
-
-def _row(x: Any, name: str) -> tuple[np.ndarray, str]:
-    """(bit patterns, dtype) of a row."""
-    array = _numpy(x, name)
-    dtype = checks.dtype_of(x)
-    if array.ndim != 1:
-        raise ValueError(f"{name} must have one dimension, not shape {array.shape}")
-    bits = np.uint32 if dtype == "float32" else np.uint16
-    return np.ascontiguousarray(array).view(bits), dtype
 
 
 def _float32(x: Any, name: str) -> np.ndarray:
@@ -214,8 +208,8 @@ def _float32(x: Any, name: str) -> np.ndarray:
 
 
 def _out(array: np.ndarray, like: Any, dtype: str = "", narrow: bool = False) -> Any:
-    """As an array of the library of `like`. Given a `dtype`, the array holds its bits, or
-    (`narrow`) float32 to be rounded to it."""
+    """The array in the library of `like`. With a `dtype`, the array holds its bit patterns, or
+    with `narrow` float32 values to be rounded to it."""
     if _is_torch(like):
         torch = sys.modules["torch"]
         made = torch.from_numpy(np.ascontiguousarray(array))
@@ -241,7 +235,7 @@ def _indices(x: Any, num_rows: Any) -> np.ndarray:
 
 
 def _rows(values: Any, where: np.ndarray) -> np.ndarray:
-    """float32 [n, width]."""
+    """The values as float32 [n, width]."""
     data = _float32(values, "values")
     checks.one_for_each(where, data)
     width = int(np.prod(data.shape[1:], dtype=np.int64))

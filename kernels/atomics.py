@@ -1,8 +1,8 @@
-"""What Numba lacks: memory by address, acquire and release, yielding, sleeping on a word.
+"""Numba intrinsics: memory access by address, acquire and release, futexes, yielding. Linux only.
 
-All addresses are int64. A `store_release` is seen by another process's `load_acquire` of the same
-mapped memory after everything the storing process wrote before it (C++11 order; on x86 both are
-plain moves, and the compiler keeps their place). `fence` is sequentially consistent. Linux only.
+Addresses are int64. If a `load_acquire` sees the value of a `store_release`, by any process that
+maps the memory, it also sees everything written before the store (C++11 memory order; on x86 both
+are plain moves that the compiler does not reorder). `fence` is sequentially consistent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _extern(builder: Any, name: str, result: Any, args: list[Any], vararg: bool 
 
 @intrinsic
 def load_acquire(typingctx: Any, address: Any) -> Any:
-    """The int64 at `address`; nothing after it is read before it."""
+    """Load the int64 at `address` with acquire."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load_atomic(_at(builder, args[0], _I64), ordering="acquire", align=8)
@@ -40,7 +40,7 @@ def load_acquire(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def store_release(typingctx: Any, address: Any, value: Any) -> Any:
-    """Write an int64 after everything written before it."""
+    """Store an int64 with release."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _at(builder, args[0], _I64)
@@ -52,8 +52,8 @@ def store_release(typingctx: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def exchange_if(typingctx: Any, address: Any, expected: Any, value: Any) -> Any:
-    """Store `value` in the int64 at `address` if that is `expected`; whether it was. Ordered both
-    ways."""
+    """Compare and swap the int64 at `address` (sequentially consistent); returns whether it was
+    `expected`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _at(builder, args[0], _I64)
@@ -65,7 +65,7 @@ def exchange_if(typingctx: Any, address: Any, expected: Any, value: Any) -> Any:
 
 @intrinsic
 def fence(typingctx: Any) -> Any:
-    """Order earlier stores before later loads, too."""
+    """A sequentially consistent fence."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -76,7 +76,7 @@ def fence(typingctx: Any) -> Any:
 
 @intrinsic
 def load(typingctx: Any, address: Any) -> Any:
-    """The int64 at `address`, with no order."""
+    """Load the int64 at `address` without ordering."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(_at(builder, args[0], _I64), align=8)
@@ -86,7 +86,7 @@ def load(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def pointer(typingctx: Any, address: Any, like: Any) -> Any:
-    """`address` as a pointer to values of the type of `like`, for `numba.carray`."""
+    """`address` as a pointer to the type of `like`, for `numba.carray`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_data_type(like).as_pointer())
@@ -94,12 +94,12 @@ def pointer(typingctx: Any, address: Any, like: Any) -> Any:
     return types.CPointer(like)(types.int64, like), codegen
 
 
-_VECTOR = ir.VectorType(ir.FloatType(), 16)  # 64 bytes; LLVM splits it where registers are less
+_VECTOR = ir.VectorType(ir.FloatType(), 16)  # 64 bytes; LLVM splits it for smaller registers
 _UNROLL = 4
 
 
-def _copy(streaming: bool) -> Any:
-    """A copy in 64-byte vectors; `streaming` stores go past the caches (64-byte aligned dst)."""
+def _copy(nontemporal: bool) -> Any:
+    """A copy in 64-byte vectors; non-temporal stores need a 64-byte aligned destination."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         dst, src, nbytes = args
@@ -108,10 +108,10 @@ def _copy(streaming: bool) -> Any:
             value = builder.load(_at(builder, builder.add(src, at), kind), align=1)
             pointer = _at(builder, builder.add(dst, at), kind)
             store = builder.store(value, pointer, align=align)
-            if streaming and kind is _VECTOR:
+            if nontemporal and kind is _VECTOR:
                 store.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
 
-        align = 64 if streaming else 1
+        align = 64 if nontemporal else 1
         wide = builder.and_(nbytes, _I64(-64 * _UNROLL))
         with cgutils.for_range_slice(builder, _I64(0), wide, _I64(64 * _UNROLL)) as (i, _):
             for u in range(_UNROLL):
@@ -125,28 +125,25 @@ def _copy(streaming: bool) -> Any:
 
 @intrinsic
 def copy_bytes(typingctx: Any, dst: Any, src: Any, nbytes: Any) -> Any:
-    """Copy between regions that do not overlap; faster here than memcpy's string moves."""
-    return types.void(types.int64, types.int64, types.int64), _copy(streaming=False)
+    """Copy between regions that do not overlap. For chunks it is faster than memcpy."""
+    return types.void(types.int64, types.int64, types.int64), _copy(nontemporal=False)
 
 
 @intrinsic
-def stream_bytes(typingctx: Any, dst: Any, src: Any, nbytes: Any) -> Any:
-    """Copy past the caches, `dst` 64-byte aligned; `fence` before others may read it."""
-    return types.void(types.int64, types.int64, types.int64), _copy(streaming=True)
+def copy_bytes_nontemporal(typingctx: Any, dst: Any, src: Any, nbytes: Any) -> Any:
+    """`copy_bytes` with stores that bypass the caches; `dst` is aligned to 64 bytes.
+
+    Call `fence` before other processes may read the data.
+    """
+    return types.void(types.int64, types.int64, types.int64), _copy(nontemporal=True)
 
 
 @intrinsic
 def call_combine(
     typingctx: Any,
-    function: Any,
-    dst: Any,
-    table: Any,
-    m: Any,
-    ahead: Any,
-    n: Any,
-    divisor: Any,
-) -> Any:
-    """Call a combine kernel (`kernels.combine`) by its address."""
+    function: Any, dst: Any, table: Any, m: Any, ahead: Any, n: Any, divisor: Any,
+) -> Any:  # fmt: skip
+    """Call a function of `kernels.plan.combine` by its address."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [*[_I64] * 5, _F64])
@@ -159,7 +156,7 @@ def call_combine(
 
 @intrinsic
 def sched_yield(typingctx: Any) -> Any:
-    """Let another process have this core, if one wants it."""
+    """Yield this core to another runnable process."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.call(_extern(builder, "sched_yield", _I32, []), [])
@@ -169,7 +166,7 @@ def sched_yield(typingctx: Any) -> Any:
 
 @intrinsic
 def futex_wait(typingctx: Any, address: Any, value: Any, nanoseconds: Any) -> Any:
-    """Sleep while the low int32 at `address` equals `value`, `nanoseconds` (< 1 s) at most."""
+    """Sleep while the low int32 at `address` equals `value`, for at most `nanoseconds` (< 1 s)."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         spec = cgutils.alloca_once(builder, ir.ArrayType(_I64, 2))
@@ -186,7 +183,7 @@ def futex_wait(typingctx: Any, address: Any, value: Any, nanoseconds: Any) -> An
 
 @intrinsic
 def futex_wake(typingctx: Any, address: Any) -> Any:
-    """Wake whoever sleeps on `address`."""
+    """Wake all that sleep on `address`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         syscall = _extern(builder, "syscall", _I64, [_I64], vararg=True)

@@ -1,6 +1,6 @@
-"""The table of dtypes and ops: what reference, kernels, runtimes and error messages know of them.
+"""The table of dtypes and ops that the reference, the kernels and the runtimes share.
 
-Light, so that planning may read it too.
+It imports nothing heavy, so that planning may read it too.
 """
 
 from __future__ import annotations
@@ -13,13 +13,25 @@ class Dtype(NamedTuple):
     kind: str  # float, int or bool
     stored: str  # NumPy's dtype that holds the same bits
     element: str  # the type's name in the CUDA sources
+    fraction: int = 0  # bits of a float's fraction
+
+    @property
+    def infinity(self) -> int:
+        """The bit pattern of a float's positive infinity; those of NaN are larger."""
+        return (1 << (8 * self.size - 1)) - (1 << self.fraction)
+
+    @property
+    def largest(self) -> float:
+        """A float's largest finite value."""
+        exponent_bits = 8 * self.size - 1 - self.fraction
+        return float((2 - 2.0**-self.fraction) * 2.0 ** (2 ** (exponent_bits - 1) - 1))
 
 
 DTYPES = {
-    "float32": Dtype(4, "float", "float32", "float"),
-    "float64": Dtype(8, "float", "float64", "double"),
-    "float16": Dtype(2, "float", "float16", "float16"),
-    "bfloat16": Dtype(2, "float", "uint16", "bfloat16"),
+    "float32": Dtype(4, "float", "float32", "float", 23),
+    "float64": Dtype(8, "float", "float64", "double", 52),
+    "float16": Dtype(2, "float", "float16", "float16", 10),
+    "bfloat16": Dtype(2, "float", "uint16", "bfloat16", 7),
     "int8": Dtype(1, "int", "int8", "signed char"),
     "uint8": Dtype(1, "int", "uint8", "u8"),
     "int32": Dtype(4, "int", "int32", "int"),
@@ -37,21 +49,21 @@ OPS = {
     "or": {"int": "or", "bool": "any"},
     "xor": {"int": "xor", "bool": "odd"},
 }
-"""For each kind of dtype that an op takes, the step that combines two values."""
+"""The step that combines two values, for each op and each kind of dtype that it supports."""
 
 REDUCTIONS = {
     "sum": "sum", "min": "min_", "max": "max_", "prod": "prod", "any": "max_", "all": "min_",
 }  # fmt: skip
-"""Of the steps that GPUs can do, the reduction in the CUDA sources; bytes of a bool are 0 or 1."""
+"""The functor in the CUDA sources of each step that GPUs support; a bool is a byte, 0 or 1."""
 
 
 def step_of(op: str, dtype: str) -> str:
-    """The step of an op that this dtype takes."""
+    """The step with which an op combines values of a dtype."""
     return OPS[op][DTYPES[dtype].kind]
 
 
 def ops_of(dtype: str, gpu: bool = False) -> list[str]:
-    """The ops that a dtype takes, on CPUs or on GPUs."""
+    """The ops that a dtype supports, on CPUs or on GPUs."""
     kind = DTYPES[dtype].kind
     return [
         op for op, steps in OPS.items() if kind in steps and (not gpu or steps[kind] in REDUCTIONS)

@@ -1,7 +1,7 @@
-"""16-bit floats as bit patterns, to and from float32, in loops that vectorise.
+"""Conversions between 16-bit floats and float32, on bit patterns, in loops that vectorise.
 
-Numba has no 16-bit float on the CPU. `widen_*` writes float32 bit patterns into a uint32 block,
-`narrow_*` rounds them to nearest even; NaN stays NaN, infinities and subnormals are exact.
+Numba has no 16-bit floats on CPUs. `widen_*` converts uint16 patterns to float32 patterns (uint32),
+`narrow_*` rounds these to nearest even. NaN stays NaN; infinities and subnormals are exact.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def widen_float16(src, dst):
     floats = dst.view(np.float32)
     for i in range(src.size):
         dst[i] = (np.uint32(src[i]) & np.uint32(0x7FFF)) << np.uint32(13)
-    for i in range(src.size):  # moves the exponent from bias 15 to 127; exact, subnormals too
+    for i in range(src.size):  # changes the exponent bias from 15 to 127; exact for subnormals too
         floats[i] = floats[i] * np.float32(2.0**112)
     for i in range(src.size):
         h = np.uint32(src[i])
@@ -47,7 +47,7 @@ def narrow_float16(src, dst):
         x = src[i]
         size = x & np.uint32(0x7FFFFFFF)
         sign = (x >> np.uint32(16)) & np.uint32(0x8000)
-        # normal: move the bias, add half a unit less one, plus one if odd, and cut
+        # normal numbers: change the bias, add half a unit (less if even), and truncate
         odd = (size >> np.uint32(13)) & np.uint32(1)
         normal = (size + np.uint32(0xC8000FFF) + odd) >> np.uint32(13)
         special = np.uint32(0x7E00) if size > np.uint32(0x7F800000) else np.uint32(0x7C00)
@@ -56,7 +56,7 @@ def narrow_float16(src, dst):
         src[i] = size  # for the subnormal case below
         dst[i] = np.uint16((out & np.uint32(0x7FFF)) | sign)
     for i in range(dst.size):
-        if src[i] < np.uint32(0x38800000):  # below 2^-14: adding 0.5 rounds at the last bit
+        if src[i] < np.uint32(0x38800000):  # subnormal, below 2^-14: adding 0.5 rounds it
             shifted = np.float32(floats[i] + np.float32(0.5))
             floats[i] = shifted
             low = np.uint16(src[i] - np.uint32(0x3F000000))

@@ -1,4 +1,4 @@
-"""NVTX ranges round the kernels that users call."""
+"""NVTX ranges for the public kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def ranged(function: F) -> F:
-    """The function in a range `kernels/NAME`, domain linkweave; as it is where there is no nvtx."""
+    """Wrap a function in an NVTX range `kernels/NAME` of the domain linkweave, if nvtx exists."""
     try:
         import nvtx
     except ImportError:

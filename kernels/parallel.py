@@ -1,19 +1,19 @@
-"""Long loops shared out over this process's threads."""
+"""Parallel loops over the threads of this process."""
 
 from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
-_LEAST = 1 << 16  # elements that are worth a thread
+_LEAST = 1 << 16  # elements per thread
 
 
 def threads() -> int:
-    """As many as torch uses, where it is loaded; else a thread for each core that we may use."""
+    """The number of threads that torch uses if it is loaded; otherwise that of usable cores."""
     torch = sys.modules.get("torch")
     if torch is not None:
         return int(torch.get_num_threads())
@@ -21,8 +21,10 @@ def threads() -> int:
 
 
 def parts(n: int, unit: int = 1, least: int = _LEAST) -> list[tuple[int, int]]:
-    """[start, stop) for each thread, in order; starts are multiples of `unit`. At least one;
-    `least` elements are worth a thread."""
+    """Divide n elements among threads: [start, stop) of each, in order; at least one part.
+
+    Starts are multiples of `unit`; no thread is used for fewer than `least` elements.
+    """
     if n == 0:
         return [(0, 0)]
     many = max(1, min(threads(), n // least))
@@ -31,22 +33,9 @@ def parts(n: int, unit: int = 1, least: int = _LEAST) -> list[tuple[int, int]]:
 
 
 def run_parts(work: Callable[[int], T], many: int) -> list[T]:
-    """[work(0), work(1), ...], side by side where they let go of the interpreter."""
-    found: list[T | None] = [None] * many
-    errors: list[BaseException] = []
-
-    def run(i: int) -> None:
-        try:
-            found[i] = work(i)
-        except BaseException as error:
-            errors.append(error)
-
-    others = [threading.Thread(target=run, args=(i,)) for i in range(1, many)]
-    for other in others:
-        other.start()
-    run(0)
-    for other in others:
-        other.join()
-    if errors:
-        raise errors[0]
-    return found  # type: ignore[return-value]
+    """[work(0), ..., work(many - 1)], computed by threads. Raises the first error of a thread."""
+    if many == 1:
+        return [work(0)]
+    with ThreadPoolExecutor(many - 1) as pool:
+        others = [pool.submit(work, i) for i in range(1, many)]
+        return [work(0), *(other.result() for other in others)]

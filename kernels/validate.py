@@ -1,27 +1,27 @@
-"""What is refused before anything is done, by name and value; of arrays of any library."""
+"""Checks of arguments, for arrays of any library. Each raises TypeError or ValueError."""
 
 from __future__ import annotations
 
 import operator
 from typing import Any
 
-DTYPES = ("float32", "float16", "bfloat16")
-INDICES = ("int32", "int64")
+from linkweave.kernels.dtypes import DTYPES
+
+FLOATS = tuple(name for name, d in DTYPES.items() if d.kind == "float" and d.size <= 4)
 
 
-def dtype_of(x: Any, name: str = "") -> str:
-    """float32, float16 or bfloat16."""
+def dtype_of(x: Any) -> str:
+    """The dtype of `x`: float32, float16 or bfloat16."""
     found = _name(x)
-    if found not in DTYPES:
-        of = f" of {name}" if name else ""
-        raise TypeError(f"dtype {found}{of} is not supported; choose from {', '.join(DTYPES)}")
+    if found not in FLOATS:
+        raise TypeError(f"dtype {found} is not supported; choose from {', '.join(FLOATS)}")
     return found
 
 
 def index_dtype(x: Any, name: str = "indices") -> str:
-    """int32 or int64, of an array with one dimension."""
+    """The dtype of a one-dimensional array of indices: int32 or int64."""
     found = _name(x)
-    if found not in INDICES or len(x.shape) != 1:
+    if found not in ("int32", "int64") or len(x.shape) != 1:
         raise TypeError(
             f"{name} must be int32 or int64 in one dimension, not {found} of shape "
             f"{tuple(getattr(x, 'shape', ()))}"
@@ -30,7 +30,7 @@ def index_dtype(x: Any, name: str = "indices") -> str:
 
 
 def index_type(n: int) -> str:
-    """The dtype of places in a row of that length."""
+    """The dtype of positions in a row of n elements."""
     return "int32" if n <= 1 << 31 else "int64"
 
 
@@ -50,7 +50,7 @@ def at_least_0(value: Any, name: str) -> int:
 
 
 def count(k: Any, n: int) -> int:
-    """`k` of n."""
+    """`k` as an integer from 0 to n."""
     if not 0 <= (found := integer(k, "k")) <= n:
         raise ValueError(f"k must be from 0 to {n}, not {found}")
     return found
@@ -64,20 +64,20 @@ def same_shape(grad: Any, residual: Any) -> None:
 
 
 def one_for_each(indices: Any, values: Any) -> None:
-    """A row of `values` for each index."""
+    """`values` must have one row for each index."""
     if tuple(values.shape)[:1] != tuple(indices.shape):
         raise ValueError(f"{indices.shape[0]} indices, but values of shape {tuple(values.shape)}")
 
 
 def rows_of(table: Any, values: Any) -> None:
-    """Rows that can be added to the table's."""
+    """The rows of `values` must have the shape of the table's rows."""
     shape = tuple(table.shape)
     if not shape or tuple(values.shape)[1:] != shape[1:]:
         raise ValueError(f"values of shape {tuple(values.shape)} for a table of {shape}")
 
 
 def vectors(a: tuple[Any, Any], b: tuple[Any, Any]) -> str:
-    """The dtype of the indices of two sparse vectors, float32 values."""
+    """The dtype of the indices of two sparse vectors, which must agree; values are float32."""
     for (values, indices), name in ((a, "a"), (b, "b")):
         index_dtype(indices, f"{name}'s indices")
         if _name(values) != "float32" or tuple(values.shape) != tuple(indices.shape):
@@ -92,7 +92,7 @@ def vectors(a: tuple[Any, Any], b: tuple[Any, Any]) -> str:
 
 
 def outside(at: int, index: int, limit: int) -> str:
-    """What is said of an index that is out of range."""
+    """The message for an index that is out of range."""
     return f"indices[{at}] is {index}; the table has {limit} rows, from 0"
 
 

@@ -109,7 +109,7 @@ class GpuCalls(GpuLauncher):
                 last.callback(self._in_graphs.pop().free)
             if self._owns_team:
                 last.callback(self.team.close)
-            last.callback(self._watch.close)
+            last.callback(self._watchdog.close)
             if self._health.broken or self._control.aborted():
                 self.team.gpu.abort()
             last.callback(device.finish)

@@ -19,15 +19,15 @@ from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.diagnose import RAISED
 from linkweave.collectives.runtime.encoded import encode
-from linkweave.collectives.runtime.gpu import executor as cuda
-from linkweave.collectives.runtime.gpu.counters import Counted
+from linkweave.collectives.runtime.gpu import device as cuda
+from linkweave.collectives.runtime.gpu.counters import CallCounters
 from linkweave.collectives.runtime.gpu.device import Device
 from linkweave.collectives.runtime.gpu.executor import GpuRanks, Occupancy, width_of
 from linkweave.collectives.runtime.gpu.fuse import fused
-from linkweave.collectives.runtime.gpu.memory import PeerMemory, Shared, Spot
-from linkweave.collectives.runtime.gpu.peers import advice, common_map
-from linkweave.collectives.runtime.gpu.team import Arrival, Call, Refused, Team
-from linkweave.collectives.runtime.gpu.watch import Watch
+from linkweave.collectives.runtime.gpu.memory import PeerMemory, SymmetricAddress, SymmetricMemory
+from linkweave.collectives.runtime.gpu.peers import advice, common_topology
+from linkweave.collectives.runtime.gpu.team import Call, RankCall, Refused, Team
+from linkweave.collectives.runtime.gpu.watchdog import Watchdog
 from linkweave.collectives.settings import Settings
 from linkweave.topology import load
 
@@ -63,7 +63,7 @@ class GpuLauncher:
                 raise CollectiveError(f"GPU {index} cannot be used: {error}{advice()}") from error
         auto = settings.topology == "auto"
         spec = None if auto else load(settings.topology)
-        topology = common_map(identity, self.rank, calls.gather, spec, quiet)
+        topology = common_topology(identity, self.rank, calls.gather, spec, quiet)
         self.choices = Choices(topology, settings.order)
         self.made = 0
         self._last, self._checksum = "", 0
@@ -72,9 +72,11 @@ class GpuLauncher:
         self._plans = Newest[Key, Plan]()
         self._capture, self._captures = 0, False
         self._scratch: list[tuple[int, int]] = []  # (address, bytes): graphs may hold old ones
-        self._shared: list[Shared | None] = []  # memory of tensors; None: there was no room
+        self._shared: list[
+            SymmetricMemory | None
+        ] = []  # memory of tensors; None: there was no room
         self._lock = threading.Lock()
-        self._watch = Watch(self.team.gpu, self._control, self._describe)
+        self._watchdog = Watchdog(self.team.gpu, self._control, self._describe)
 
     def _alone(self, settings: Settings) -> Team:
         """The team of a process with one rank."""
@@ -92,7 +94,7 @@ class GpuLauncher:
         """Raise what went wrong on a GPU or another rank, if anything has."""
         self._health.check()
         try:
-            self._watch.check()
+            self._watchdog.check()
         except CollectiveError as error:
             self._health.fail(error)
             raise
@@ -138,10 +140,10 @@ class GpuLauncher:
                     "rank; they must agree"
                 )
             self._shared.append(None)
-            self._shared[-1] = shared = self.team.share(len(self._shared) - 1, nbytes)
+            self._shared[-1] = shared = self.team.allocate_symmetric(len(self._shared) - 1, nbytes)
             return shared.leases[self.rank].tensor(nbytes)
 
-    def spot(self, buffer: Buffer) -> Spot | None:
+    def symmetric_address(self, buffer: Buffer) -> SymmetricAddress | None:
         """Where a buffer lies in memory that all ranks' GPUs see; None: elsewhere, or all ranks run
         in one launch, which sees all of them anyway."""
         if self.team.gpu.launches_all(self.size):
@@ -202,7 +204,7 @@ class GpuLauncher:
 
     def make(
         self, request: Request, stream: int, begun: int | None = None
-    ) -> tuple[Call, Counted | None] | None:
+    ) -> tuple[Call, CallCounters | None] | None:
         """Enqueue what is asked for; what was launched, if anything. The first time, all ranks
         meet and agree on it. `begun`: an event for a call with layers."""
         said = notice(request)
@@ -237,7 +239,9 @@ class GpuLauncher:
 
         with trace.call(name), trace.phase("launch"):
             try:
-                mine = Arrival(call, request.buffer.address, values, stream, request.spot, begun)
+                mine = RankCall(
+                    call, request.buffer.address, values, stream, request.symmetric, begun
+                )
                 counted = self.team.launch(self.rank, mine, patience)
             except Refused:
                 raise
@@ -249,7 +253,7 @@ class GpuLauncher:
         return call, counted
 
     def dequeue(
-        self, call: Call, counted: Counted, layer: int, begun: int, checked: int, stream: int
+        self, call: Call, counted: CallCounters, layer: int, begun: int, checked: int, stream: int
     ) -> None:
         """What `stream` is given from now on comes behind that layer of a call that began with the
         event `begun`; `checked` is recorded behind that. Raises what went wrong so far."""
@@ -277,7 +281,7 @@ class GpuLauncher:
         rooms = self._rooms[buffer.dtype, request.op]
         lanes = width_of(plan, rooms, self.team.gpu.max_blocks)
         layers = request.layers or ()
-        seen = request.spot is not None and self._sees(plan, request.spot[0])
+        seen = request.symmetric is not None and self._sees(plan, request.symmetric[0])
         call = Call(said, plan, buffer.nbytes, buffer.dtype, request.op, lanes, layers, seen)
         if self._owns_team:
             try:

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from linkweave.collectives.calls.work import HostWork, Work
-from linkweave.collectives.runtime.cpu.arrivals import Arrivals
+from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
 from linkweave.topology.checks import integer
 
 _POLL = 0.05  # s
@@ -32,9 +32,9 @@ class HostQueue(HostWork):
     """`GradientQueue` of CPU ranks. `abort`: address of the word that is raised when a rank gives
     up."""
 
-    def __init__(self, future: Future[Any], arrivals: Arrivals, abort: int) -> None:
+    def __init__(self, future: Future[Any], layer_counters: LayerCounters, abort: int) -> None:
         super().__init__(future)
-        self._arrivals, self._abort = arrivals, abort
+        self._arrivals, self._abort = layer_counters, abort
 
     def dequeue(self, layer: int) -> None:
         while not self._arrivals.begun.wait(_POLL):

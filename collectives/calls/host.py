@@ -40,9 +40,9 @@ from linkweave.collectives.planning.planner import size_class
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.control import PLANNING, Health
 from linkweave.collectives.runtime.cpu.arena import Arena
-from linkweave.collectives.runtime.cpu.arrivals import Arrivals
 from linkweave.collectives.runtime.cpu.control import HostControl
 from linkweave.collectives.runtime.cpu.executor import CpuExecutor, Ready, Region, memory_of
+from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
 from linkweave.collectives.runtime.encoded import Encoded, nothing
 from linkweave.collectives.settings import Settings
 from linkweave.collectives.tensors import Block, as_buffer
@@ -216,7 +216,7 @@ class HostCalls:
         number, asked = self.control.number, rows.tolist()
         page = self._arena.page(number)
         said = {
-            r: self._arena.said(r, page).decode(errors="replace")
+            r: self._arena.message(r, page).decode(errors="replace")
             for r, row in enumerate(asked) if KINDS[row[0]] == "refused"
         }  # fmt: skip
         self.control.finish()
@@ -306,11 +306,11 @@ class HostCalls:
 
     def _run(self, ready: Ready, request: Request) -> None:
         buffer, source = request.buffer, request.source
-        if request.arrivals and ready.needs is not None:
-            request.arrivals.begin(ready.needs)
+        if request.layer_counters and ready.needs is not None:
+            request.layer_counters.begin(ready.needs)
         start = time.monotonic()
         with self.trace.phase("run"):
-            self._make(ready, buffer.address, source, request.arrivals)
+            self._make(ready, buffer.address, source, request.layer_counters)
         if self.trace.level >= CALLS:
             took = (time.monotonic() - start) * 1e6
             self.trace.say(
@@ -320,7 +320,7 @@ class HostCalls:
             self.trace.flags(lambda: ready.region.encoded, ready.num_chunks)
 
     def _make(
-        self, ready: Ready, address: int, source: Buffer | None, arrivals: Arrivals | None
+        self, ready: Ready, address: int, source: Buffer | None, counters: LayerCounters | None
     ) -> None:
         if self.size == 1:
             self.control.number += 1
@@ -328,10 +328,10 @@ class HostCalls:
                 ctypes.memmove(address, source.address, source.nbytes)
             return
         nbytes = ready.span
-        ready.said[ORDER] = self._order
-        ready.said[-1] = self._arena.mapping.offset_of(address, nbytes) if nbytes else -1
-        if not self.executor.run(ready, address, source, arrivals):
-            rows = self.control.notices[self.control.number % 2][:, : len(ready.said) - 1]
+        ready.notice[ORDER] = self._order
+        ready.notice[-1] = self._arena.mapping.offset_of(address, nbytes) if nbytes else -1
+        if not self.executor.run(ready, address, source, counters):
+            rows = self.control.notices[self.control.number % 2][:, : len(ready.notice) - 1]
             self._differ(rows.copy())
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.collective import COLLECTIVES, Layout
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.buffer import Buffer
-from linkweave.collectives.runtime.cpu.arrivals import Arrivals
+from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
 from linkweave.collectives.tensors import room_for, stands_in_order
 from linkweave.topology.checks import integer
 
@@ -45,7 +45,7 @@ def queued(
     layers: Any,
     op: str,
     algorithm: How,
-    arrivals: Arrivals | None = None,
+    layer_counters: LayerCounters | None = None,
 ) -> None:
     with context.telling():
         buffer, _ = context.buffer(x)
@@ -54,7 +54,7 @@ def queued(
         sizes = _layer_sizes(layers, buffer.nbytes // buffer.itemsize)
         nbytes = tuple(n * buffer.itemsize for n in sizes)
         request = context.request("allreduce", buffer, op, 0, algorithm, layout_of(nbytes))
-    context.make(replace(request, layers=nbytes, arrivals=arrivals))
+    context.make(replace(request, layers=nbytes, layer_counters=layer_counters))
 
 
 def reduce(context: CallContext, x: Any, op: str, root: Any, out: Any, how: How = "auto") -> Any:

@@ -15,9 +15,9 @@ from linkweave.collectives.planning.layout import Sizes
 from linkweave.collectives.planning.lower import Algorithm
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.buffer import Buffer
-from linkweave.collectives.runtime.cpu.arrivals import Arrivals
+from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
 from linkweave.collectives.runtime.dtypes import DTYPES, OPS
-from linkweave.collectives.runtime.gpu.memory import Spot
+from linkweave.collectives.runtime.gpu.memory import SymmetricAddress
 from linkweave.topology import Topology
 
 KINDS = (*COLLECTIVES, "barrier", "refused", "exchange")
@@ -50,8 +50,8 @@ class Request:
     device: str = "cpu"
     sizes: Sizes | None = None  # bytes of blocks that are not equal (`planning.layout`)
     layers: tuple[int, ...] | None = None  # bytes of each, for a gradient queue
-    spot: Spot | None = None  # on GPUs: where the buffer lies in memory that all see
-    arrivals: Arrivals | None = field(default=None, compare=False)  # which a CPU rank counts
+    symmetric: SymmetricAddress | None = None  # of the buffer, on GPUs
+    layer_counters: LayerCounters | None = field(default=None, compare=False)  # on CPUs
     source: Buffer | None = field(default=None, compare=False)  # of the values; None: in place
 
     @property
@@ -120,7 +120,7 @@ def notice(
         KINDS.index(request.kind), _OPS.index(request.op), _DTYPES.index(buffer.dtype),
         buffer.nbytes // buffer.itemsize, context, algorithm_word(request.algorithm), settings,
         request.layout, DEVICES.index(request.device), order, int(first),
-        *(request.spot or (-1, 0)),
+        *(request.symmetric or (-1, 0)),
     )  # fmt: skip
 
 

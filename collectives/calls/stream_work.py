@@ -14,7 +14,7 @@ from linkweave.collectives.calls.request import How, Request
 from linkweave.collectives.errors import CollectiveError, CollectiveTimeout
 from linkweave.collectives.planning.collective import COLLECTIVES, Root
 from linkweave.collectives.runtime.buffer import Buffer
-from linkweave.collectives.runtime.gpu.counters import Counted
+from linkweave.collectives.runtime.gpu.counters import CallCounters
 from linkweave.collectives.runtime.gpu.team import Call
 from linkweave.collectives.tensors import as_buffer, stream_of
 
@@ -31,7 +31,7 @@ class OnStream:
         self.begun = False  # something may have been enqueued
         self.kept: list[object] = []  # the call's tensors and contiguous copies of them
         self.layers: int | None = None  # how many, of a gradient queue
-        self.made: tuple[Call, Counted | None] | None = None
+        self.made: tuple[Call, CallCounters | None] | None = None
         self.events: list[int] = []  # of a queue: behind which it counts from zero; of its checks
         self._later: list[Callable[[], None]] = []
 
@@ -62,7 +62,7 @@ class OnStream:
         made = self.gpu.choices.request(kind, buffer, op, root, algorithm, layout, "gpu")
         self.gpu.know_occupancy(buffer.dtype, op, self.caller)
         if COLLECTIVES[kind].symmetric:  # else some ranks' buffers are scratch, or no rank pushes
-            made = replace(made, spot=self.gpu.spot(buffer))
+            made = replace(made, symmetric=self.gpu.symmetric_address(buffer))
         return made
 
     def make(self, request: Request) -> None:

@@ -23,8 +23,8 @@ from linkweave.collectives.runtime.cpu.arena import Arena
 from linkweave.collectives.runtime.cpu.executor import compile_kernels
 from linkweave.collectives.runtime.cpu.mapping import Mapping
 from linkweave.collectives.runtime.diagnose import DIED, RAISED
+from linkweave.collectives.runtime.gpu.device import use_device
 from linkweave.collectives.runtime.gpu.driver import started
-from linkweave.collectives.runtime.gpu.executor import use_device
 from linkweave.collectives.settings import Settings, topology_for
 from linkweave.topology import Topology, load
 from linkweave.topology.checks import integer

@@ -15,7 +15,7 @@ from linkweave.collectives.errors import CollectiveAborted, CollectiveError, Col
 from linkweave.collectives.launch.default import set_of_thread
 from linkweave.collectives.runtime.cpu.arena import Arena
 from linkweave.collectives.runtime.diagnose import INTERRUPTED, RAISED
-from linkweave.collectives.runtime.gpu import executor as cuda
+from linkweave.collectives.runtime.gpu import device as cuda
 from linkweave.collectives.runtime.gpu.executor import GpuRanks
 from linkweave.collectives.runtime.gpu.memory import LocalMemory
 from linkweave.collectives.runtime.gpu.team import Team

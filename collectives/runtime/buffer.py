@@ -1,4 +1,4 @@
-"""A piece of memory, as the runtimes see it."""
+"""The runtimes' view of a tensor: a buffer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A contiguous piece of memory; `owner` keeps it."""
+    """Contiguous memory of one dtype; `owner` keeps it alive."""
 
     address: int
     nbytes: int

@@ -1,8 +1,7 @@
-"""What the ranks of a communicator say to each other, apart from what moves data.
+"""How the ranks of a communicator coordinate: agree on a call, exchange messages, give up.
 
-`Control` is the protocol: begin a call together, tell each other things, give up.
-`cpu.control.HostControl` implements it for the ranks of one machine. `Health` says whether a
-communicator can still be used.
+`Control` is the protocol, which `cpu.control.HostControl` implements for the ranks of one machine.
+`Health` says whether a communicator can still be used.
 """
 
 from __future__ import annotations
@@ -18,30 +17,30 @@ from numpy.typing import NDArray
 from linkweave.collectives.errors import CollectiveError
 
 Where = Callable[[], tuple[str, dict[str, int]]]
-"""Where a rank stands: in words, and as the fields of `CollectiveTimeout`."""
+"""Returns what a rank waits for, as words and as the fields of `CollectiveTimeout`."""
 
 PLANNING = 300.0
-"""Seconds that the other ranks wait for the one that plans; they notice at once if it dies."""
+"""Timeout for the rank that plans, in seconds; the others notice at once if it dies."""
 
 
 class Health:
-    """Whether a communicator can be used. A process that is forked from a rank is not the rank."""
+    """Whether a communicator can be used. A process forked from a rank cannot use it."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self._pid = rank, os.getpid()
         self.closed = False
         self.broken: str | None = None  # what went wrong
         self.usable = True
-        self.family: list[Callable[[BaseException], None]] = []  # tells the other lanes
+        self.family: list[Callable[[BaseException], None]] = []  # tell the other lanes of a failure
         _alive.add(self)
 
     @property
     def foreign(self) -> bool:
-        """Whether this process was forked from the rank's."""
+        """Whether this process was forked from the rank's process."""
         return os.getpid() != self._pid
 
     def fail(self, error: BaseException) -> None:
-        """No call can be made any more, nor on other lanes of the family."""
+        """Refuse all further calls, on the other lanes of the communicator as well."""
         if self.broken is None:
             self.broken, self.usable = f"{type(error).__name__}: {error}", False
             for other in self.family:
@@ -78,10 +77,11 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class Control(Protocol):
-    """One rank's side; every rank makes the same calls in the same order, numbered from 1.
+    """One rank's side. Every rank makes the same calls in the same order, numbered from 1.
 
-    `agree` or `gather` begins a call; `done` or `finish` ends one that `agree` began. A wait ends
-    after `timeout` seconds, or when a rank dies, leaves or gives up.
+    A call is a `gather`, or an `agree` that is followed by `done` or `finish`. Every wait raises
+    CollectiveTimeout after `timeout` seconds, or CollectiveAborted once a rank dies, leaves or
+    gives up.
     """
 
     rank: int
@@ -91,29 +91,35 @@ class Control(Protocol):
     number: int
 
     def agree(self, words: Sequence[int]) -> NDArray[np.int64]:
-        """Begin a call and wait until all ranks have: [size, len(words)], what each says."""
+        """Begin a call and wait for all ranks to begin it; returns [size, len(words)], every
+        rank's words."""
 
     def done(self) -> None:
-        """This rank needs nothing more for its call, and no rank needs it."""
+        """End the call without waiting for the other ranks."""
 
     def finish(self) -> None:
-        """Wait until every rank has finished its call as well."""
+        """End the call and wait until every rank has ended it."""
 
     def gather(
-        self, words: Sequence[int], said: bytes, timeout: float | None = None
+        self, words: Sequence[int], message: bytes, timeout: float | None = None
     ) -> tuple[NDArray[np.int64], list[bytes]]:
-        """A whole call: as `agree`, and what every rank tells beside it, by rank."""
+        """A whole call: like `agree`; also gathers every rank's `message`."""
 
     def give_up(self, why: int, blamed: int | None = None, who: int | None = None) -> None:
-        """Stop all ranks: whoever waits, now or later, raises CollectiveAborted. `why` is one of
-        `diagnose`; `who` gave up (None: this rank), and blames a rank (None: itself)."""
+        """Abort all ranks: every wait, now or later, raises CollectiveAborted.
+
+        `why` is one of the reasons in `diagnose`; `who` is the rank that gives up (None: this
+        rank), `blamed` the rank that it blames (None: itself).
+        """
 
     def aborted(self) -> bool:
         """Whether a rank has given up."""
 
     def patience(self, start: float, where: Where) -> None:
-        """To be called again and again while something else waits, since `start`. Raises
-        CollectiveTimeout or CollectiveAborted."""
+        """To be polled while something else has been waiting since `start` (`time.monotonic`).
+
+        Raises CollectiveTimeout or CollectiveAborted.
+        """
 
     def raise_aborted(self, where: Where | None = None) -> NoReturn:
-        """Raise CollectiveAborted in the words of whoever gave up first."""
+        """Raise CollectiveAborted with the reason of the rank that gave up first."""

@@ -1,4 +1,4 @@
-"""Who waits for whom: words for a rank that could not go on."""
+"""Why a call failed: the reasons for which ranks give up, and the steps at which tracks block."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMED_OUT, DIED, RAISED, INTERRUPTED, LEFT, DIFFERED = range(len(REASONS))
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """One track's unfulfilled WAIT. On a detour `peer` passes on what `origin` sends."""
+    """A track that is blocked at a WAIT for `peer`, which may only forward the data of `origin`."""
 
     rank: int
     peer: int
@@ -41,7 +41,7 @@ class Blocked:
         )
 
     def fields(self) -> dict[str, int]:
-        """What `CollectiveTimeout` and `CollectiveAborted` carry."""
+        """The keyword arguments of `CollectiveTimeout` and `CollectiveAborted`."""
         return {
             "rank": self.rank, "peer": self.peer, "channel": self.channel, "step": self.step,
             "chunk": self.chunk,
@@ -49,7 +49,7 @@ class Blocked:
 
 
 def position_of(code: Sequence[int], first: int, pc: int) -> int:
-    """How many steps lie in `code` between two places; they have different lengths."""
+    """The number of steps in `code` from offset `first` to offset `pc`."""
     position = 0
     while first < pc:
         first += 5 + int(code[first + 4])
@@ -60,7 +60,7 @@ def position_of(code: Sequence[int], first: int, pc: int) -> int:
 def waits(
     plan: Plan, connection: int, sender: bool, rank: int, channel: int, step: int, chunk: int
 ) -> Blocked:
-    """A track that stands at a wait on a connection, whose sender it is or not."""
+    """A track of `rank` that is blocked on a connection of which it is the sender or receiver."""
     c = plan.connections[connection]
     if sender:
         return Blocked(rank, c.dst, channel, step, chunk, "a free slot", c.dst)
@@ -69,7 +69,7 @@ def waits(
 
 
 def blocked(encoded: Encoded, rank: int, at: NDArray[Any]) -> list[Blocked]:
-    """Where each unfinished track of `rank` stands; `at` is the interpreter's state."""
+    """The blocked tracks of a CPU rank; `at` [tracks, 3] is that of `interpreter.call`."""
     found = []
     code = encoded.codes[rank].tolist()
     phases = code[1]
@@ -87,6 +87,6 @@ def blocked(encoded: Encoded, rank: int, at: NDArray[Any]) -> list[Blocked]:
         what, peer, origin = "a free slot", dst, dst
         if not sender:
             what, peer, origin = "the data", src, int(encoded.origin[connection])
-            origin = src if src == dst else origin  # one track of a rank waits for another
+            origin = src if src == dst else origin  # the peer is another track of this rank
         found.append(Blocked(rank, peer, channel, step, chunk, what, origin))
     return found

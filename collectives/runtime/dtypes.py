@@ -1,4 +1,4 @@
-"""Which dtypes and ops the collectives take."""
+"""Which dtypes and ops the collectives support."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def unsupported(dtype: str) -> CollectiveError:
 
 
 def check_op(op: object, dtype: str, device: str = "cpu") -> None:
-    """Raise CollectiveError unless `op` combines tensors of `dtype` on a "cpu" or "gpu"."""
+    """Raise CollectiveError unless `op` is defined for `dtype` on `device` ("cpu" or "gpu")."""
     if not isinstance(op, str) or op not in OPS:
         raise CollectiveError(f"unknown op {op!r}; choose from {', '.join(OPS)}")
     if dtype not in DTYPES:

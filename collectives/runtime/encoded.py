@@ -1,4 +1,4 @@
-"""A plan as CPU ranks read it: arrays only, made by one rank and read by the others."""
+"""A plan as arrays, which one rank computes and all CPU ranks run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from linkweave.kernels.plan.interpreter import DIRECT_SLOTS
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One group of chunks; it serves every number of chunks.
+    """A plan for one group of chunks, which serves any number of chunks.
 
-    `codes`: of each rank (`Plan.encode`); `channels`: of each rank's tracks. By connection:
-    `ends` [n, 2] its ranks, `origin` the rank whose data it carries, `pushed` the rank whose chunk
-    its sender may write (or -1), `ring` the number of its ring of slots, of `rings`. `direct`:
-    ranks may read one another's chunks where they lie (proved by `races`).
+    `codes[r]` is rank r's `Plan.encode`; `channels[r]` has the channel of each of its tracks. The
+    arrays are indexed by connection: `ends` [n, 2] holds (source, destination), `origin` the rank
+    whose data the connection carries, `pushed` the rank whose chunk the sender may write (or -1),
+    and `ring` the number of its ring of slots, below `rings`. With `direct`, ranks may access each
+    other's chunks in place (proved by `races`).
     """
 
     algorithm: str
@@ -41,7 +42,7 @@ class Encoded:
     ring: NDArray[np.int64]
 
     def to_bytes(self) -> bytes:
-        """For `from_bytes` on another rank."""
+        """The plan as a message for `from_bytes`."""
         words = [len(code) for code in self.codes]
         head = json.dumps([
             self.algorithm, self.collective, self.size, self.stride, self.slots, self.rings,
@@ -53,14 +54,14 @@ class Encoded:
 
     @staticmethod
     def from_bytes(data: bytes) -> Encoded:
-        """What `to_bytes` gave."""
+        """The plan of a message from `to_bytes`."""
         at = 8 + int.from_bytes(data[:8], "little")
         name, collective, size, stride, slots, rings, direct, words, channels, n = json.loads(
             data[8:at]
         )
         arrays = []
         for count in (2 * n, n, n, n):
-            arrays.append(np.frombuffer(data, np.int64, count, at).copy())  # writable, as at home
+            arrays.append(np.frombuffer(data, np.int64, count, at).copy())  # writable
             at += 8 * count
         codes = []
         for count in words:
@@ -73,7 +74,8 @@ class Encoded:
         )  # fmt: skip
 
     def finals(self, rank: int, num_chunks: int) -> list[NDArray[np.int64]]:
-        """As `planning.completion.finals` of the plan over that many chunks."""
+        """The chunks that each track completes, in order: `planning.completion.finals` of the plan
+        with this many chunks."""
         code = self.codes[rank].tolist()
         tracks, phases = code[:2]
         groups = self.stride * np.arange(-(-num_chunks // self.stride))[:, None]
@@ -94,7 +96,7 @@ class Encoded:
 
 
 def encode(plan: Plan) -> Encoded:
-    """The arrays of a verified plan."""
+    """Encode a verified plan."""
     origin, ring = origins(plan), _rings(plan)
     channels: dict[int, list[int]] = {r: [] for r in range(plan.size)}
     for track in plan.tracks:
@@ -113,36 +115,33 @@ def encode(plan: Plan) -> Encoded:
 
 
 def may_be_direct(plan: Plan) -> bool:
-    """Whether ranks may read one another's chunks where they lie, however many chunks there are.
+    """Whether ranks may access each other's chunks in place, for any number of chunks.
 
-    A chunk is touched by the steps of one group only. In a plan of one phase, order between steps
-    of one group never leads over another group, so what holds for one group holds for all.
+    Only the steps of one group access a chunk. If a plan has one phase, the order of two steps of
+    a group never depends on another group, so the proof for one group holds for all.
     """
     if not plan.definition.same_offsets:
         return False
-    free, enough = replace(plan, slots=DIRECT_SLOTS), DIRECT_SLOTS + 2
-    alone = has_one_phase(plan) and repeats(plan)
-    counts = [1] if alone else range(1, enough + 1)
+    free = replace(plan, slots=DIRECT_SLOTS)
+    one_group = has_one_phase(plan) and repeats(plan)
+    counts = [1] if one_group else range(1, DIRECT_SLOTS + 3)
     return not any(races(free.with_chunks(n * plan.stride), direct=True) for n in counts)
 
 
 def _rings(plan: Plan) -> list[int]:
-    """For each connection the number of its slot ring: those always sent together share one."""
+    """The slot ring of each connection; connections that are always sent together share one."""
     sends: dict[int, list[int]] = {i: [] for i in range(len(plan.connections))}
-    place = 0
-    for track in plan.tracks:
-        for body in track.phases:
-            for step in body:
-                place += 1
-                if step.op is Op.SEND:
-                    for i in step.connections:
-                        sends[i].append(place)
+    steps = (step for track in plan.tracks for body in track.phases for step in body)
+    for number, step in enumerate(steps):
+        if step.op is Op.SEND:
+            for i in step.connections:
+                sends[i].append(number)
     rings: dict[tuple[int, ...], int] = {}
     return [rings.setdefault(tuple(sends[i]) or (-i - 1,), len(rings)) for i in sends]
 
 
 def nothing(size: int) -> Encoded:
-    """The plan of a call in which nothing moves."""
+    """The plan of a call that moves no data."""
     none, code = np.zeros(0, np.int64), np.array([0, 1], np.int32)
     return Encoded(
         "none", ALLREDUCE, size, 1, 1, 0, False, (code,) * size, ((),) * size,

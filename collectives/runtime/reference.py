@@ -1,4 +1,4 @@
-"""The reference: a plan carried out one step at a time on NumPy arrays. It defines the result."""
+"""The reference executor: NumPy, one step at a time. It defines the result of a plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Array = NDArray[Any]
 
 
 class Reference:
-    """The reference as an `Executor` of all ranks, over memory of this process."""
+    """The reference as an `Executor` of all ranks, which are in this process."""
 
     def __init__(self, size: int) -> None:
         self.ranks = range(size)
@@ -38,16 +38,17 @@ def run(
     plan: Plan, inputs: Sequence[Array], op: str = "sum", seed: int | None = None,
     bfloat16: bool = False,
 ) -> list[Array]:  # fmt: skip
-    """What each rank's buffer holds after the plan; `inputs` are one array a rank, untouched.
+    """Run a plan; returns the contents of each rank's buffer.
 
-    A buffer is laid out as `Plan.chunk_bounds` says (of an all-to-all: what is sent, and as much
-    room for what is received).
+    `inputs` has one array per rank, all of one shape and dtype, and is not changed. Its layout is
+    that of `Plan.chunk_bounds`; for an all-to-all, the data to send is followed by as much room for
+    the data received. With `bfloat16`, arrays are uint16 bit patterns.
 
-    The named connections in plan order, the own value before them (or behind the first `ahead`).
-    16-bit floats are combined in float32 and rounded once for each REDUCE; integers wrap; min and
-    max propagate NaN; avg divides in the REDUCE that completes a chunk. Any byte of a bool but 0
-    is True; what is combined is 0 or 1. With `bfloat16` the arrays are uint16 bit patterns. `seed`
-    picks another legal order of steps. Raises CollectiveError.
+    A REDUCE combines values in the order of its connections; the rank's own value comes first, or
+    behind the first `ahead` ones. 16-bit floats are combined in float32 and rounded once per
+    REDUCE; integers wrap; min and max propagate NaN; avg divides in the REDUCE that completes a
+    chunk. Any nonzero byte of a bool is True; results are 0 or 1. `seed` selects another valid
+    order of steps, which must not change the result. Raises CollectiveError.
     """
     if len(inputs) != plan.size:
         raise CollectiveError(f"the plan is for {plan.size} ranks, not {len(inputs)} inputs")
@@ -83,7 +84,7 @@ def run(
             values = [*arrived[: v.step.ahead], own, *arrived[v.step.ahead :]]
             own[...] = combine(values[0], values[1:], op, divisor, bfloat16)
 
-    with np.errstate(all="ignore"):  # overflow and NaN are results here, not accidents
+    with np.errstate(all="ignore"):  # overflow and NaN are valid results
         walk(plan, visit, seed)
     return [b.reshape(x.shape) for b, x in zip(buffers, inputs, strict=True)]
 
@@ -106,7 +107,7 @@ _STEPS: dict[str, Callable[[Array, Array], Array]] = {
 def combine(
     own: Array, others: Sequence[Array], op: str, divisor: int = 1, bfloat16: bool = False
 ) -> Array:
-    """One REDUCE: `own` combined with `others` in order, then divided, then rounded once."""
+    """One REDUCE: combine `own` with `others` in order, divide, and round once."""
     dtype = own.dtype
     name = "bfloat16" if bfloat16 else str(dtype)
     check_op(op, name)
@@ -116,9 +117,7 @@ def combine(
         total = step(total, _widen(other, bfloat16))
     if divisor != 1:
         total = total / total.dtype.type(divisor)
-    if bfloat16:
-        return to_bfloat16(total)
-    return total.astype(dtype)
+    return to_bfloat16(total) if bfloat16 else total.astype(dtype)
 
 
 def _widen(x: Array, bfloat16: bool) -> Array:
@@ -135,7 +134,7 @@ def from_bfloat16(bits: Array) -> Array:
 
 
 def to_bfloat16(x: Array) -> Array:
-    """float32 values rounded to nearest even, as uint16 patterns; a NaN stays a quiet NaN."""
+    """float32 values rounded to nearest even, as uint16 patterns; NaN becomes a quiet NaN."""
     bits = x.astype(np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     quiet = (bits >> 16) | 0x40

@@ -16,7 +16,7 @@ from linkweave.collectives.calls.context import CallContext
 from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.sparse_tree import merge_tree, sparse_costs
-from linkweave.collectives.runtime.gpu import executor as cuda
+from linkweave.collectives.runtime.gpu import device as cuda
 from linkweave.collectives.sparse.backend import Asked, Backend, Vector
 from linkweave.collectives.sparse.host import HostBackend
 from linkweave.collectives.sparse.modes import MODES

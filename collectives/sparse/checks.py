@@ -9,7 +9,7 @@ import numpy as np
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.tensors import dtype_name, gpu_of, is_torch, stands_in_order
-from linkweave.kernels.validate import DTYPES
+from linkweave.kernels.validate import FLOATS
 from linkweave.topology.checks import integer
 
 
@@ -19,9 +19,9 @@ def check_vector(values: Any, indices: Any, numel: Any) -> int:
     if gpu_of(values) != gpu_of(indices) or is_torch(values) != is_torch(indices):
         raise CollectiveError("values and indices must be of one library and on one device")
     name, shapes = dtype_name(values), (tuple(values.shape), tuple(indices.shape))
-    if name not in DTYPES or len(shapes[0]) != 1 or shapes[0] != shapes[1]:
+    if name not in FLOATS or len(shapes[0]) != 1 or shapes[0] != shapes[1]:
         raise CollectiveError(
-            f"values must be {', '.join(DTYPES)} in one dimension, one for each index, not {name} "
+            f"values must be {', '.join(FLOATS)} in one dimension, one for each index, not {name} "
             f"of shape {shapes[0]} for indices of shape {shapes[1]}"
         )
     if (kind := dtype_name(indices)) != "int32":

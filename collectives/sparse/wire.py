@@ -50,7 +50,7 @@ class Wire:
         largest number of the dtype it becomes that."""
         if self.dtype == "float32":
             return values
-        most = np.float32(65504.0 if self.dtype == "float16" else 3.3895313892515355e38)
+        most = np.float32(DTYPES[self.dtype].largest)
         finite = np.isfinite(values)
         values = np.where(finite, np.clip(values, -most, most), values)
         if self.dtype == "float16":

@@ -1,4 +1,4 @@
-"""`kernels.face` for arrays on a GPU: the same functions, arguments checked without waiting."""
+"""The functions of `kernels.api` for arrays on a GPU; arguments are checked without waiting."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Any
 
 from linkweave.kernels import validate as checks
 from linkweave.kernels.gpu.arrays import Gpu
+from linkweave.kernels.merge.gpu import merge, part
 from linkweave.kernels.rows.gpu import Sorted, add, sort
-from linkweave.kernels.topk.gpu import merge, part, select
+from linkweave.kernels.topk.gpu import select
 
 Pair = tuple[Any, Any]
 
 
 class GpuKernels:
-    """The functions of `kernels.face`, on one GPU."""
+    """The functions of `kernels.api`, which documents them, on one GPU."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -78,18 +79,11 @@ class GpuKernels:
         rows = self._rows(indices, values, int(table.shape[0]))
         if rows is not None:
             index, width = checks.index_dtype(indices), math.prod(tuple(table.shape)[1:])
-            add(
-                self.gpu,
-                rows,
-                self.gpu.contiguous(values),
-                checks.dtype_of(values),
-                index,
-                width,
-                table,
-            )
+            values, dtype = self.gpu.contiguous(values), checks.dtype_of(values)
+            add(self.gpu, rows, values, dtype, index, width, table)
 
     def _rows(self, indices: Any, values: Any, num_rows: Any) -> Sorted | None:
-        """Sorted; None where there are none."""
+        """The rows sorted by index; None if there are none."""
         dtype = checks.index_dtype(indices)
         limit = checks.at_least_0(num_rows, "num_rows")
         checks.one_for_each(indices, values)
@@ -104,6 +98,6 @@ class GpuKernels:
 
 
 def _written(gpu: Gpu, x: Any, name: str) -> None:
-    """What is changed in place."""
+    """Check an array that is changed in place."""
     if checks.dtype_of(x) != "float32" or gpu.address(gpu.contiguous(x)) != gpu.address(x):
         raise TypeError(f"{name} must be a contiguous float32 array")

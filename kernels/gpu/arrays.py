@@ -1,6 +1,6 @@
-"""Arrays on a GPU, as the kernels' launchers see them: of torch, of CuPy, or (in tests) of NumPy.
+"""Arrays on a GPU for the kernels' launchers: of torch, of CuPy, or (in tests) of NumPy.
 
-A kernel takes one struct by value; `struct` makes it from a dtype that mirrors the source's.
+Every kernel takes one struct by value, which `struct` builds from a dtype with the same layout.
 """
 
 from __future__ import annotations
@@ -21,50 +21,52 @@ Words = tuple[str, ...]
 
 
 class Gpu(Protocol):
-    """What a launcher asks for. All launches go to one stream, in order."""
+    """What a launcher needs of a GPU. All launches go to one CUDA stream, in order."""
 
-    threads: int  # of a block
+    threads: int  # per block
     blocks: int  # of a launch that fills the GPU
 
     def empty(self, size: int, dtype: str) -> Any:
-        """A new array; its memory is used again only behind the launches that were given it."""
+        """A new array [size], which is not reused before the launches that use it are done."""
 
     def full(self, size: int, dtype: str, value: int) -> Any:
-        """The same, filled."""
+        """A new array [size] filled with `value`."""
 
     def contiguous(self, array: Any) -> Any:
-        """The array, or a copy in C order. Raises TypeError for one of another library or
-        device."""
+        """The array, or a copy in C order. Raises TypeError if its library or device differs."""
 
     def parted(self, arrays: Sequence[Any], array: Any, among: Any) -> tuple[list[Any], list[Any]]:
-        """Rows of `arrays` where `array` is among those numbers, and the others."""
+        """The rows of `arrays` at which `array` has a value of `among`, and the other rows."""
 
     def nonzero(self, array: Any) -> tuple[Any, Any]:
-        """(values, int32 indices, ascending) of what is not zero."""
+        """(values, ascending int32 indices) of the elements that are not zero."""
 
     def address(self, array: Any) -> int: ...
 
     def read(self, array: Any) -> np.ndarray:
-        """On the host, behind all launches so far."""
+        """Wait for all launches; returns a copy on the host."""
 
     def launch(self, file: str, name: str, words: Words, argument: np.ndarray, blocks: int) -> None:
-        """Enqueue a kernel of `kernels/FILE`, compiled with these options."""
+        """Enqueue the kernel `name` of `kernels/FILE`, compiled with the options `words`."""
 
 
 def grid(gpu: Gpu, n: int, least: int, unit: int) -> tuple[int, int]:
-    """(blocks, elements of each): runs of whole `unit`s for a launch over n elements, of which
-    `least` are worth a block."""
+    """(blocks, elements per block) of a launch over n elements.
+
+    The elements per block are a multiple of `unit`; there is at most one block per `least`
+    elements.
+    """
     blocks = max(1, min(gpu.blocks, -(-n // least)))
     return blocks, -(-n // (blocks * unit)) * unit
 
 
 def element(dtype: str, name: str = "ELEMENT") -> Words:
-    """Options for a kernel of one dtype, which its source calls by that name."""
+    """Options that define a macro as the CUDA type of a dtype."""
     return (f"-D{name}={DTYPES[dtype].element}",)
 
 
 def struct(dtype: np.dtype, **fields: Any) -> np.ndarray:
-    """[1] of the dtype; what is not named is zero."""
+    """[1] of the dtype; fields that are not given are zero."""
     made = np.zeros(1, dtype)
     for name, value in fields.items():
         made[name] = value
@@ -72,7 +74,7 @@ def struct(dtype: np.dtype, **fields: Any) -> np.ndarray:
 
 
 def fields(*widths: tuple[str, str]) -> np.dtype:
-    """("u8", "a b"), ("u4", "c"): a struct of numbers and addresses, the widest first."""
+    """The dtype of a struct: `fields(("u8", "a b"), ("u4", "c"))`, the widest fields first."""
     return np.dtype([(name, width) for width, names in widths for name in names.split()])
 
 
@@ -80,7 +82,7 @@ _opening = threading.Lock()
 
 
 def device_of(index: int) -> CudaDevice:
-    """The GPU of this number, opened once, whichever thread asks first."""
+    """The GPU with this CUDA device index, opened once per process. Thread-safe."""
     with _opening:
         return _device_of(index)
 
@@ -91,7 +93,7 @@ def _device_of(index: int) -> CudaDevice:
 
 
 class LibraryGpu:
-    """The GPU that `x`, a torch or CuPy array, lies on, and its library's current stream."""
+    """A `Gpu`: that of `x`, a torch or CuPy array, with its library's current CUDA stream."""
 
     threads = THREADS
 
@@ -106,7 +108,7 @@ class LibraryGpu:
             cupy = sys.modules["cupy"]
             self._device = device_of(x.device.id)
             self._stream = int(cupy.cuda.get_current_stream(x.device.id).ptr)
-        self.blocks = self._device.filled()
+        self.blocks = self._device.blocks_to_fill()
 
     def empty(self, size: int, dtype: str) -> Any:
         return self._make("empty", size, dtype)

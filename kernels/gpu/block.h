@@ -1,43 +1,48 @@
-// What the threads of one block do together: running sums, and the bin at which a count is reached.
+// Functions of a whole thread block: prefix sums, and the bin in which a count is reached.
 //
-// Barriers are reached by all threads: loops around these functions have bounds that are the same
-// for the whole block.
+// They contain barriers, so all threads of the block must call them: the bounds of loops around
+// these functions are uniform.
 #pragma once
 #include "gpu/sync.h"
 
 #ifndef THREADS
-#define THREADS 512  // of a block, at most
+#define THREADS 512  // per block, at most
 #endif
 #ifndef ELEMENT
 #define ELEMENT float
 #endif
 
-// The sum of `v` over the threads before this one; the total of all in `total`.
-template <class T> __device__ __forceinline__ T scan(T* room, T v, T& total) {
+// A grid-stride loop over i from 0 to n - 1.
+#define EACH(i, n) \
+    for (u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x; i < (n); \
+         i += u64(gridDim.x) * blockDim.x)
+
+// Exclusive prefix sum of `v` over the threads; `total` receives the sum over all threads.
+template <class T> __device__ __forceinline__ T scan(T* scratch, T v, T& total) {
     const u32 t = threadIdx.x;
-    room[t] = v;
+    scratch[t] = v;
     __syncthreads();
     for (u32 step = 1; step < blockDim.x; step *= 2) {
-        const T before = t >= step ? room[t - step] : 0;
+        const T before = t >= step ? scratch[t - step] : 0;
         __syncthreads();
-        room[t] += before;
+        scratch[t] += before;
         __syncthreads();
     }
-    const T upto = room[t];
-    total = room[blockDim.x - 1];
+    const T upto = scratch[t];
+    total = scratch[blockDim.x - 1];
     __syncthreads();
     return upto - v;
 }
 
-// The sum of `counts[0 .. number)`, in all threads.
-__device__ __forceinline__ u64 sum_of(u64* room, const u32* counts, u32 number, u32 stride) {
+// The sum of `counts[i * stride]` for i below `number`, in all threads.
+__device__ __forceinline__ u64 sum_of(u64* scratch, const u32* counts, u32 number, u32 stride) {
     u64 mine = 0;
     for (u32 i = threadIdx.x; i < number; i += blockDim.x) mine += counts[u64(i) * stride];
-    if (threadIdx.x == 0) *room = 0;
+    if (threadIdx.x == 0) *scratch = 0;
     __syncthreads();
-    if (mine) count_up(room, mine);
+    if (mine) count_up(scratch, mine);
     __syncthreads();
-    const u64 found = *room;
+    const u64 found = *scratch;
     __syncthreads();
     return found;
 }
@@ -46,46 +51,46 @@ template <class T> __device__ __forceinline__ bool first_of(const T* sorted, u64
     return i == 0 || sorted[i - 1] != sorted[i];
 }
 
-// How many places of this block's chunk hold another value than the one before them: into `counts`,
-// and added to `told`.
+// Count the positions in this block's chunk whose value differs from the previous one; the number
+// goes to `counts` and is added to `summary`.
 template <class T>
-__device__ __forceinline__ void count_firsts(u32* room, const T* sorted, u64 number, u64 chunk,
-                                             u32* counts, u64* told) {
+__device__ __forceinline__ void count_firsts(u32* scratch, const T* sorted, u64 number, u64 chunk,
+                                             u32* counts, u64* summary) {
     const u64 start = blockIdx.x * chunk;
     u32 firsts = 0;
     for (u64 i = start + threadIdx.x; i < start + chunk && i < number; i += blockDim.x)
         firsts += first_of(sorted, i);
     u32 total;
-    scan(room, firsts, total);
+    scan(scratch, firsts, total);
     if (threadIdx.x == 0) {
         counts[blockIdx.x] = total;
-        count_up(told, u64(total));
+        count_up(summary, u64(total));
     }
 }
 
-struct Found { u64 above, at; u32 bin; };  // counts in the bins above, and in this one
+struct Found { u64 above, at; u32 bin; };  // counts in the bins above `bin`, and in it
 
-// The highest bin such that it and those above it hold at least `wanted` (from 1); bin 0 where even
-// all do not. Each thread has a run of bins.
-__device__ __forceinline__ Found reach(u64* sums, Found& room, const u64* bins, u32 number,
+// The highest bin that together with the bins above it holds at least `wanted` > 0; bin 0 if all
+// bins hold less. Each thread adds a run of adjacent bins.
+__device__ __forceinline__ Found reach(u64* sums, Found& scratch, const u64* bins, u32 number,
                                        u64 wanted) {
     const u32 each = (number + blockDim.x - 1) / blockDim.x, t = threadIdx.x;
     u64 mine = 0;
     for (u32 i = t * each; i < (t + 1) * each && i < number; ++i) mine += bins[number - 1 - i];
-    if (t == 0) room.above = room.at = room.bin = 0;
+    if (t == 0) scratch.above = scratch.at = scratch.bin = 0;
     u64 total;
     u64 above = scan(sums, mine, total);
     if (above < wanted && above + mine >= wanted)
         for (u32 i = t * each; i < number; ++i) {
             const u32 bin = number - 1 - i;
             if (above + bins[bin] >= wanted) {
-                room.above = above, room.at = bins[bin], room.bin = bin;
+                scratch.above = above, scratch.at = bins[bin], scratch.bin = bin;
                 break;
             }
             above += bins[bin];
         }
     __syncthreads();
-    const Found found = room;
+    const Found found = scratch;
     __syncthreads();
     return found;
 }

@@ -1,6 +1,6 @@
-"""CUDA sources to machine code: NVRTC with our options and no others, and a cache of files.
+"""Compile CUDA sources with NVRTC, and cache the machine code in files.
 
-CuPy's own RawModule adds `-ftz=true` behind the caller's options, which flushes denormals.
+CuPy's RawModule is no alternative: it appends `-ftz=true`, which flushes subnormals to zero.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from pathlib import Path
 
 
 def cubin(source: str, options: tuple[str, ...], architecture: int) -> bytes:
-    """Machine code for sm_`architecture`. Raises RuntimeError with the compiler's words."""
+    """Machine code for sm_`architecture`. Raises RuntimeError with the compiler's messages."""
     from cupy_backends.cuda.libs import nvrtc
 
     words = (*options, f"-arch=sm_{architecture}")
     key = hashlib.sha256(repr((nvrtc.getVersion(), words, source)).encode()).hexdigest()
     try:
-        place = _folder() / f"{key}.cubin"
-    except RuntimeError:  # no home
+        path = _folder() / f"{key}.cubin"
+    except RuntimeError:  # there is no home directory
         return _compile(nvrtc, source, words)
     try:
-        return place.read_bytes()
+        return path.read_bytes()
     except OSError:
         made = _compile(nvrtc, source, words)
-    try:  # whole or not at all, as other ranks read it
-        place.parent.mkdir(parents=True, exist_ok=True)
-        fd, name = tempfile.mkstemp(dir=place.parent)
+    try:  # atomically, as other ranks may read the file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd, name = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(fd, "wb") as file:
             file.write(made)
-        os.replace(name, place)
+        os.replace(name, path)
     except OSError:
-        pass  # no place for a cache
+        pass  # the cache is optional
     return made
 
 

@@ -1,7 +1,4 @@
-"""One GPU through CuPy: memory, the plan interpreter, its launches, streams, other processes.
-
-Nothing here has run on a GPU yet.
-"""
+"""A GPU through CuPy: kernels, memory, streams, events, and memory of other processes."""
 
 from __future__ import annotations
 
@@ -20,19 +17,19 @@ _NOT_READY = 600  # cudaErrorNotReady
 
 
 def current() -> int:
-    """The number of this thread's current GPU."""
+    """The index of this thread's current GPU."""
     from cupy_backends.cuda.api import runtime
 
     return int(runtime.getDevice())
 
 
 class CudaDevice:
-    """The GPU of this index, for one process; any thread may use it.
+    """The GPU with this CUDA device index. Thread-safe.
 
-    Addresses are plain integers. Memory comes from cudaMalloc itself, not from a pool: only whole
-    allocations can be shared with other processes. Setting up goes over a stream of its own, so
-    that it waits for no kernel; `finish`, `free` and `download` may. Raises CuPy's errors, which
-    are RuntimeErrors.
+    Addresses, streams and events are integers. Memory comes from cudaMalloc, not from a pool, since
+    only whole allocations can be shared with other processes. `allocate` and `upload` use a stream
+    of their own and do not wait for kernels; `finish`, `free` and `download` may. Raises CuPy's
+    errors, which are RuntimeErrors.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -45,13 +42,16 @@ class CudaDevice:
         self._lock = threading.Lock()
         self._runtime.getDeviceCount()  # starts the driver
         self._own = self.make_stream()
-        self._cuda = ctypes.CDLL("libcuda.so.1")  # for the few questions that CuPy does not pass on
+        self._cuda = ctypes.CDLL("libcuda.so.1")  # for functions that CuPy does not wrap
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """Make it the current GPU of this thread for a while; of a thread that had none, from now
-        on, as CuPy takes a thread that has loaded a kernel to have a context."""
-        before = self._driver.ctxGetCurrent()  # to set a device would make a context on it
+        """Make this the thread's current GPU within a `with` block.
+
+        If the thread had none, it stays current: CuPy assumes that a thread which has loaded a
+        kernel has a context.
+        """
+        before = self._driver.ctxGetCurrent()  # restoring with setDevice would create a context
         self._runtime.setDevice(self.index)
         try:
             yield
@@ -60,7 +60,7 @@ class CudaDevice:
                 self._driver.ctxSetCurrent(before)
 
     def use(self) -> None:
-        """Make it the current one of this thread from now on."""
+        """Make this the thread's current GPU."""
         self._runtime.setDevice(self.index)
 
     def _ask(self, name: str, *arguments: object) -> None:
@@ -69,7 +69,7 @@ class CudaDevice:
 
     # ---- kernels -----------------------------------------------------------------------------
     def _function(self, file: str, name: str, words: tuple[str, ...]) -> int:
-        """A kernel, compiled at first use: a CUfunction."""
+        """The CUfunction of a kernel, compiled at first use."""
         key = (file, name, *words)
         with self._lock, self.here():
             if key not in self._functions:
@@ -81,22 +81,24 @@ class CudaDevice:
             return self._functions[key][0]
 
     def kernel(self, dtype: str, op: str) -> int:
-        """The plan interpreter for this dtype and op."""
+        """The CUfunction of the plan interpreter for a dtype and op."""
         return self._function("plan/plan.cu", "run_plan", options(dtype, op))
 
     def _architecture(self) -> int:
         return int(self._cupy.cuda.Device(self.index).compute_capability)
 
     def registers(self, dtype: str, op: str) -> int:
-        """Registers that a thread of that kernel takes."""
+        """Registers per thread of the plan interpreter."""
         kernel = self.kernel(dtype, op)
         with self.here():
             wanted = self._driver.CU_FUNC_ATTRIBUTE_NUM_REGS
             return int(self._driver.funcGetAttribute(wanted, kernel))
 
     def resident(self, dtype: str, op: str) -> int:
-        """Blocks of the interpreter that the device holds at once, beside the check of a queue:
-        one multiprocessor is left to that."""
+        """Thread blocks of the plan interpreter that can be resident at once.
+
+        One multiprocessor is left free for a gradient queue's `check`.
+        """
         kernel = self.kernel(dtype, op)
         with self.here():
             each = self._driver.occupancyMaxActiveBlocksPerMultiprocessor(kernel, PLAN_THREADS, 0)
@@ -104,7 +106,8 @@ class CudaDevice:
             return int(each) * (int(many) - 1)
 
     def launch(self, dtype: str, op: str, launch: np.ndarray, blocks: int, stream: int) -> None:
-        """Enqueue the interpreter; `launch` is copied. All blocks come at once or none."""
+        """Enqueue the plan interpreter cooperatively: all blocks are resident at once, or the
+        launch fails. `launch` is copied."""
         kernel = self.kernel(dtype, op)
         parameters = (ctypes.c_void_p * 1)(launch.ctypes.data)
         with self.here():
@@ -117,7 +120,7 @@ class CudaDevice:
         self, file: str, name: str, words: tuple[str, ...], argument: np.ndarray, blocks: int,
         threads: int, stream: int,
     ) -> None:  # fmt: skip
-        """Enqueue a kernel of `kernels/FILE` that takes one struct; the argument is copied."""
+        """Enqueue a kernel of `kernels/FILE` whose argument is one struct, which is copied."""
         kernel = self._function(file, name, words)
         parameters = (ctypes.c_void_p * 1)(argument.ctypes.data)
         with self.here():
@@ -126,20 +129,20 @@ class CudaDevice:
             )
 
     def load_check(self) -> None:
-        """Compile what `check` launches, which it could not in the middle of a capture."""
+        """Compile the kernel of `check`, which is impossible during a stream capture."""
         self._function("plan/queue.cu", "check", PLAIN)
 
     def check(self, argument: np.ndarray, stream: int) -> None:
-        """Enqueue a queue's `check`; the argument is copied."""
+        """Enqueue the check of a gradient queue; the argument is copied."""
         self.start("plan/queue.cu", "check", PLAIN, argument, 1, CHECK_THREADS, stream)
 
-    def filled(self) -> int:
-        """Blocks of `source.THREADS` threads that fill the GPU: two a multiprocessor."""
+    def blocks_to_fill(self) -> int:
+        """Thread blocks of `source.THREADS` threads that fill the GPU: two per multiprocessor."""
         return 2 * int(self._cupy.cuda.Device(self.index).attributes["MultiProcessorCount"])
 
     # ---- memory ------------------------------------------------------------------------------
     def allocate(self, nbytes: int) -> int:
-        """Zeroed device memory of at least one byte."""
+        """Allocate zeroed device memory, at least one byte."""
         with self.here():
             address = int(self._runtime.malloc(max(nbytes, 1)))
             try:
@@ -155,14 +158,14 @@ class CudaDevice:
             self._runtime.free(address)
 
     def array(self, address: int, nbytes: int, owner: object) -> object:
-        """A CuPy array [nbytes] of uint8 over memory of `allocate`, which keeps `owner`."""
+        """A CuPy array [nbytes] of uint8 over device memory; the array keeps `owner` alive."""
         cupy = self._cupy
         with self.here():
             memory = cupy.cuda.UnownedMemory(address, nbytes, owner, self.index)
             return cupy.ndarray((nbytes,), "uint8", cupy.cuda.MemoryPointer(memory, 0))
 
     def upload(self, array: np.ndarray) -> int:
-        """New device memory with the array's bytes."""
+        """Allocate device memory and copy the array's bytes to it."""
         address = self.allocate(array.nbytes)
         if array.nbytes:
             whole = np.ascontiguousarray(array)
@@ -173,7 +176,7 @@ class CudaDevice:
         return address
 
     def download(self, address: int, array: np.ndarray) -> None:
-        """Fill a contiguous array with the bytes at the address."""
+        """Copy device memory into a contiguous array."""
         with self.here():
             self._runtime.memcpy(array.ctypes.data, address, array.nbytes,
                                  self._runtime.memcpyDeviceToHost)  # fmt: skip
@@ -184,20 +187,20 @@ class CudaDevice:
             self._runtime.memcpyAsync(dst, src, nbytes, self._runtime.memcpyDeviceToDevice, stream)
 
     def zero(self, address: int, nbytes: int, stream: int) -> None:
-        """Enqueue the clearing of device memory."""
+        """Enqueue a memset of device memory to zero."""
         with self.here():
             self._runtime.memsetAsync(address, 0, nbytes, stream)
 
     def pinned(self, words: int) -> np.ndarray:
-        """[words] zeroed uint32 of host memory that the device sees at the same address."""
+        """[words] zeroed uint32 of pinned host memory, which has the same address on the GPU."""
         with self.here():
             memory = self._cupy.cuda.alloc_pinned_memory(4 * words)
-        array = np.frombuffer(memory, np.uint32, words)  # which keeps the memory
+        array = np.frombuffer(memory, np.uint32, words)  # keeps the memory alive
         array[:] = 0
         return array
 
     def describe(self) -> dict[str, object]:
-        """Name, versions: what a result is to be read with."""
+        """The GPU's name, and the versions of CuPy, the driver and the runtime."""
         properties = self._runtime.getDeviceProperties(self.index)
         return {
             "gpu": properties["name"].decode(), "cupy": self._cupy.__version__,
@@ -207,7 +210,7 @@ class CudaDevice:
 
     # ---- streams and events ------------------------------------------------------------------
     def make_stream(self) -> int:
-        """A stream that the legacy default stream does not hold up."""
+        """A stream that does not synchronise with the legacy default stream."""
         with self.here():
             return int(self._runtime.streamCreateWithFlags(self._runtime.streamNonBlocking))
 
@@ -216,18 +219,18 @@ class CudaDevice:
             self._runtime.streamDestroy(stream)
 
     def synchronise(self, stream: int) -> None:
-        """Until all that the stream was given is over."""
+        """Wait for all work on a stream."""
         with self.here():
             self._runtime.streamSynchronize(stream)
 
     def finish(self) -> None:
-        """Until all that the GPU was given by this process is over, replays of graphs as well."""
+        """Wait for all work of this process on the GPU, including graph replays."""
         with self.here():
             self._runtime.deviceSynchronize()
 
     def capturing(self, stream: int) -> int:
-        """The number of the capture that the stream is part of; 0: none."""
-        if not stream:  # cannot be captured, and must not be asked while another one is
+        """The id of the capture that a stream is part of; 0 if it is not being captured."""
+        if not stream:  # it cannot be captured, and the query would break another stream's capture
             return 0
         status, number = ctypes.c_int(), ctypes.c_uint64()
         with self.here():
@@ -236,7 +239,8 @@ class CudaDevice:
         return number.value + 1 if status.value else 0
 
     def capture(self, enqueue: Callable[[int], None]) -> Callable[[], None]:
-        """A CUDA graph of what `enqueue(stream)` enqueues; returns its replay, which waits."""
+        """Capture `enqueue(stream)` as a CUDA graph; returns a function that replays it and
+        waits."""
         with self.here():
             stream = self._cupy.cuda.Stream(non_blocking=True)
             with stream:
@@ -260,17 +264,17 @@ class CudaDevice:
             self._runtime.eventDestroy(event)
 
     def record(self, event: int, stream: int) -> None:
-        """From now on the event stands for what the stream has been given so far."""
+        """Record an event: it completes when all earlier work on the stream is done."""
         with self.here():
             self._runtime.eventRecord(event, stream)
 
     def wait(self, event: int, stream: int) -> None:
-        """What the stream is given from now on comes after the event."""
+        """Make later work on a stream wait for an event."""
         with self.here():
             self._runtime.streamWaitEvent(stream, event)
 
     def ready(self, event: int) -> bool:
-        """Whether what the event stands for is over. Raises what has gone wrong on the GPU."""
+        """Whether an event has completed. Raises an error that has occurred on the GPU."""
         with self.here():
             code = int(self._runtime.eventQuery(event))
         if code not in (0, _NOT_READY):
@@ -279,7 +283,7 @@ class CudaDevice:
 
     # ---- peers -------------------------------------------------------------------------------
     def identity(self) -> tuple[str, str]:
-        """(PCI bus id, UUID) as the driver's tools write them."""
+        """(PCI bus id, UUID), written as by nvidia-smi."""
         device, raw = ctypes.c_int(), (ctypes.c_uint8 * 16)()
         self._ask("cuDeviceGet", ctypes.byref(device), self.index)
         self._ask("cuDeviceGetUuid", raw, device)
@@ -287,9 +291,8 @@ class CudaDevice:
         parts = (text[:8], text[8:12], text[12:16], text[16:20], text[20:])
         return self._runtime.deviceGetPCIBusId(self.index).lower(), "GPU-" + "-".join(parts)
 
-    def reach(self, peer: int) -> bool:
-        """Open the memory of another GPU of this process to this one; False where that cannot
-        be."""
+    def enable_peer_access(self, peer: int) -> bool:
+        """Let this GPU access the memory of GPU `peer` in this process; False if it cannot."""
         with self.here():
             if not self._runtime.deviceCanAccessPeer(self.index, peer):
                 return False
@@ -300,28 +303,28 @@ class CudaDevice:
                     raise
         return True
 
-    def share(self, address: int) -> bytes:
-        """A handle (64 bytes) by which another process opens memory of `allocate`.
+    def ipc_handle(self, address: int) -> bytes:
+        """The CUDA IPC handle (64 bytes) of memory from `allocate`.
 
-        The whole 2 MiB block in which smaller memory lies is shared with it.
+        It exports the whole 2 MiB block that contains the memory.
         """
         with self.here():
             return bytes(self._runtime.ipcGetMemHandle(address))
 
-    def open(self, handle: bytes) -> int:
-        """The address here of another process's memory."""
+    def ipc_open(self, handle: bytes) -> int:
+        """Map another process's memory; returns its address here."""
         with self.here():
             return int(self._runtime.ipcOpenMemHandle(handle))
 
-    def shut(self, address: int) -> None:
-        """Undo `open`."""
+    def ipc_close(self, address: int) -> None:
+        """Undo `ipc_open`."""
         with self.here():
             self._runtime.ipcCloseMemHandle(address)
 
     def register(self, address: int, nbytes: int) -> None:
-        """Open pages of host memory to the GPU, at the address that the host has for them.
+        """Pin pages of host memory and map them to the GPU at the same address.
 
-        Raises RuntimeError where the GPU has another address for them.
+        Raises RuntimeError if the GPU would map them at another address.
         """
         with self.here():
             attributes = self._cupy.cuda.Device(self.index).attributes

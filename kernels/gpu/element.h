@@ -1,7 +1,7 @@
-// One element: its wide form, in which it is combined, and the reductions.
+// Elements: conversions to the type in which they are combined, and the reductions.
 //
 // float16 and bfloat16 are combined in float32 and rounded to nearest even; integers wrap; min and
-// max propagate NaN. No header of CUDA is needed, so any NVRTC compiles this.
+// max propagate NaN. No CUDA header is needed, so NVRTC compiles this without an include path.
 #pragma once
 #include "gpu/sync.h"
 
@@ -20,11 +20,22 @@ template <class T> __device__ __forceinline__ void narrow(T v, T& to) { to = v; 
 __device__ __forceinline__ void narrow(float v, float16& to) { to.bits = float_to_half_bits(v); }
 __device__ __forceinline__ void narrow(float v, bfloat16& to) {
     const u32 b = float_bits(v);
-    // to nearest even; a NaN keeps its sign and the head of its payload, and stays a NaN
+    // to nearest even; a NaN keeps its sign and its payload's upper bits, and becomes quiet
     to.bits = u16(v != v ? (b >> 16 | 0x40) : (b + 0x7fff + (b >> 16 & 1)) >> 16);
 }
 
-// Overflow of a signed integer is undefined in C++: sums and products go through the unsigned type.
+// The largest finite value of a float.
+__device__ __forceinline__ float largest(float) { return 3.4028234663852886e38f; }
+__device__ __forceinline__ float largest(float16) { return 65504.0f; }
+__device__ __forceinline__ float largest(bfloat16) { return 3.3895313892515355e38f; }
+
+// Keys order floats by magnitude: the bits without the sign, and NAN_BITS for every NaN.
+template <class T> struct Keys;
+template <> struct Keys<float> { enum { BITS = 31, NAN_BITS = 0x7f800001 }; };
+template <> struct Keys<float16> { enum { BITS = 15, NAN_BITS = 0x7c01 }; };
+template <> struct Keys<bfloat16> { enum { BITS = 15, NAN_BITS = 0x7f81 }; };
+
+// Signed overflow is undefined in C++, so sums and products use the unsigned type.
 template <class T> struct Modular { typedef T type; };
 template <> struct Modular<signed char> { typedef u32 type; };
 template <> struct Modular<u8> { typedef u32 type; };
@@ -54,14 +65,14 @@ struct max_ {
     }
 };
 
-// As many elements as one memory access moves.
+// The elements of one memory access.
 template <class T, int BYTES> struct alignas(BYTES) Pack { T e[BYTES / sizeof(T)]; };
-template <int BYTES> struct Vector;  // which makes it one access
+template <int BYTES> struct Vector;  // the type that the compiler loads in one access
 template <> struct Vector<8> { typedef u64 type; };
 template <> struct Vector<16> { typedef uint4 type; };
 template <class T, int BYTES> struct Total { typename Wide<T>::type e[BYTES / sizeof(T)]; };
 
-// `have` bytes from p; what lies behind them is zero. A misaligned p is read element by element.
+// Load `have` bytes from p, padded with zeros. A misaligned p is read element by element.
 template <class T, int BYTES>
 __device__ __forceinline__ Pack<T, BYTES> load(const u8* p, i64 have) {
     if (have >= BYTES && !(u64(p) & (BYTES - 1))) {

@@ -1,4 +1,4 @@
-"""The CUDA sources as one text, so that a compiler's cache sees every change in them."""
+"""The CUDA sources with their headers inlined, so that the compiler cache sees every change."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from pathlib import Path
 from linkweave.kernels.dtypes import DTYPES, REDUCTIONS, step_of
 
 THREADS = 512
-"""Of a block; of the plan interpreter fewer, so that more streams are resident at once."""
+"""Threads per block of all kernels but the plan interpreter."""
 
 PLAN_THREADS = 256
+"""Threads per block of the plan interpreter: fewer, so that more tracks are resident at once."""
 
 _FOLDER = Path(__file__).parents[1]
 _INCLUDE = re.compile(r'^#include "([\w./]+)"\n', re.MULTILINE)
 
 
 def source(name: str) -> str:
-    """`kernels/NAME` with each header in the place where it is first included."""
+    """The text of `kernels/NAME`, with each header inserted where it is first included."""
     seen: set[str] = set()
 
     def text(name: str) -> str:
@@ -31,10 +32,10 @@ def source(name: str) -> str:
 
 
 PLAIN = ("--std=c++17", "--fmad=false")
-"""NVRTC's options for all kernels: IEEE arithmetic throughout, nothing contracted."""
+"""NVRTC options of all kernels: IEEE arithmetic, no contraction to fused multiply-add."""
 
 
 def options(dtype: str, op: str) -> tuple[str, ...]:
-    """Those of the plan interpreter for one (dtype, op)."""
+    """NVRTC options of the plan interpreter for a dtype and op."""
     element, reduction = DTYPES[dtype].element, REDUCTIONS[step_of(op, dtype)]
     return (*PLAIN, f"-DELEMENT={element}", f"-DOP={reduction}", f"-DTHREADS={PLAN_THREADS}")

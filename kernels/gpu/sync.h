@@ -1,9 +1,9 @@
-// Signals between GPUs, and time: what every kernel here uses and no kernel goes around.
+// Synchronisation, atomics and the clock: the only place where kernels use PTX.
 //
-// All by release store and acquire load at system scope, so that the other end may be a block of
-// the same GPU, another GPU or the host. Never fence + relaxed: the thread sanitizer, which runs
-// the same source on the host, models the former only. A host build defines HOST_SHIM and its own
-// versions of these functions before this header.
+// Signals are release stores and acquire loads at system scope, so the other side may be a block of
+// the same GPU, another GPU or the host. Fences with relaxed accesses are not used: the thread
+// sanitizer, which checks the same source on the host, does not model them. A host build defines
+// HOST_SHIM and its own versions of these functions before it includes this header.
 #pragma once
 
 typedef unsigned char u8;
@@ -29,8 +29,8 @@ __device__ __forceinline__ void st_relaxed_sys(u32* p, u32 v) {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-// A line carries 4 bytes of data and 4 of flag in one 8-byte word, which is read and written whole
-// (PTX: single-copy atomic): whoever sees the flag has the data, with no order among lines needed.
+// A line is an 8-byte word of 4 data bytes and a 4-byte flag, which is loaded and stored atomically
+// (PTX: single-copy atomicity): a reader that sees the flag has the data, so lines need no order.
 __device__ __forceinline__ u64 ld_line(const u64* p) {
     u64 v;
     asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
@@ -49,17 +49,16 @@ __device__ __forceinline__ u64 clock_ns() {
 
 __device__ __forceinline__ void spin_pause() { __nanosleep(20); }
 
-// A word in shared memory that any thread of the block may raise and all read behind a barrier.
+// Sets a word in shared memory; any thread may do so, and all threads read it behind a barrier.
 __device__ __forceinline__ void raise(u32* p) { *(volatile u32*)p = 1; }
 
-// Counts that any block may add to; read by a later launch.
+// Atomics on counts that blocks share; a later launch reads the result.
 __device__ __forceinline__ u32 count_up(u32* p, u32 v) { return atomicAdd(p, v); }
 __device__ __forceinline__ u64 count_up(u64* p, u64 v) { return atomicAdd(p, v); }
 __device__ __forceinline__ void count_down_to(u64* p, u64 v) { atomicMin(p, v); }
 
-// Bit i of a bitmap, from all threads of a warp at once, each with its own i, one after another and
-// the first one a multiple of 32. Returns bits that this thread is to count: those of the word for
-// its first thread, else none.
+// Write bit i of a bitmap. All threads of a warp call it together with consecutive i, the first of
+// which is a multiple of 32. Returns the number of set bits to the first thread, 0 to the others.
 __device__ __forceinline__ u32 write_bit(u32* words, u64 i, bool on) {
     const u32 word = __ballot_sync(0xffffffff, on);
     if (i % 32) return 0;
@@ -67,7 +66,7 @@ __device__ __forceinline__ u32 write_bit(u32* words, u64 i, bool on) {
     return __popc(word);
 }
 
-// A kernel `name` of one argument by value; two blocks a multiprocessor have registers enough.
+// Define a kernel `name` with one argument, whose registers allow two blocks per multiprocessor.
 #define KERNEL(name, T, body) \
     extern "C" __global__ void __launch_bounds__(THREADS, 2) name(const T a) { body(a); }
 

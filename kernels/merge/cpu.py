@@ -1,7 +1,7 @@
-"""Sums of two sparse vectors on the CPU, and the k largest of a sum.
+"""The sum of two sparse vectors on the CPU, and the k largest entries of the sum.
 
-A sparse vector is (values, indices), indices ascending and all different. Vectors interleave at
-random, so loops choose without branches: a branch would be mispredicted at every other entry.
+A sparse vector is (values, indices), with ascending, distinct indices. Vectors interleave at
+random, so the loops are branch-free: a branch would be mispredicted at every other entry.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _ascends(indices):
 
 @njit(nogil=True, cache=True)
 def _unite(a_values, a_indices, b_values, b_indices, values, indices):
-    """The union, common indices summed, a's value first: its size."""
+    """Write the sum of a and b, adding b's value to a's; returns its number of entries."""
     a_bits, b_bits = a_values.view(np.uint32), b_values.view(np.uint32)
     bits = values.view(np.uint32)
     a_size, b_size = U(a_indices.size), U(b_indices.size)
@@ -50,8 +50,8 @@ def _unite(a_values, a_indices, b_values, b_indices, values, indices):
 @njit(nogil=True, cache=True)
 def _part(values, indices, mask, nan, least, equal, kept_values, kept_indices, values_left,
           indices_left):  # fmt: skip
-    """Entries with keys above `least`, and the first `equal` ones at it; and the others. Each side
-    has room for one more, which is written in vain."""
+    """Divide entries: those with keys above `least` and the first `equal` with key `least`, and
+    the others. Each output has room for one extra entry, as every entry is written to both."""
     bits = values.view(np.uint32)
     kept, left = U(0), U(0)
     for i in range(U(values.size)):
@@ -66,9 +66,9 @@ def _part(values, indices, mask, nan, least, equal, kept_values, kept_indices, v
 
 
 def merge_topk(a: Vector, b: Vector, k: int) -> tuple[Vector, Vector]:
-    """(kept, dropped): the k largest of a + b, and the rest. Values are float32.
+    """(kept, dropped): the k largest entries of a + b, and the rest. Values are float32.
 
-    Raises ValueError for indices that do not ascend.
+    Raises ValueError if indices do not ascend.
     """
     for vector, name in ((a, "first"), (b, "second")):
         if not _ascends(vector[1]):
@@ -80,7 +80,7 @@ def merge_topk(a: Vector, b: Vector, k: int) -> tuple[Vector, Vector]:
     if found <= k:
         return (values, indices), (values[:0], indices[:0])
     bits = values.view(np.uint32)
-    # more than any key: nothing is kept
+    # for k = 0, a threshold above every key
     least, equal, _ = kth(bits, _KEYS, k, [(0, found)]) if k else (_KEYS.mask, 0, [])
     sides = [(np.empty(n + 1, np.float32), np.empty(n + 1, indices.dtype)) for n in (k, found - k)]
     _part(values, indices, _KEYS.mask, _KEYS.nan, least, equal, *sides[0], *sides[1])
@@ -90,6 +90,6 @@ def merge_topk(a: Vector, b: Vector, k: int) -> tuple[Vector, Vector]:
 
 @njit(nogil=True, cache=True)
 def add_at(dense, indices, values):
-    """dense[indices[i]] += values[i]; unlike a NumPy index it goes over `dense` once."""
+    """dense[indices[i]] += values[i]; reads and writes each element once, unlike NumPy indexing."""
     for i in range(U(indices.size)):
         dense[U(indices[i])] += values[i]

@@ -1,8 +1,7 @@
-"""Launches of `entries.cu`: sparse vectors checked, added to a residual, and moved to and from
-messages.
+"""Launches of `entries.cu`: check sparse vectors, add them to a residual, pack and unpack them.
 
-A vector is (values, indices), float32 and int32 arrays on the GPU. A message is its number of
-entries (8 bytes), indices of 4 bytes and values of 4 or 2.
+A vector is (float32 values [n], int32 indices [n]) on the GPU. A message holds the number of
+entries n (8 bytes), n indices of 4 bytes, and n values of 4 or 2 bytes.
 """
 
 from __future__ import annotations
@@ -17,71 +16,56 @@ Pair = tuple[Any, Any]
 
 
 def admit(gpu: Gpu, values: Any, indices: Any, dtype: str, limit: int) -> Pair | None:
-    """A caller's vector, widened, in memory of its own; None where its indices do not ascend or are
-    not from 0 to `limit` - 1. Waits for the GPU."""
+    """A copy of a caller's vector, widened to float32. Waits for the GPU.
+
+    None if the indices do not ascend or are not from 0 to `limit` - 1.
+    """
     n = int(indices.shape[0])
-    wide, where, wrong = gpu.empty(n, "float32"), gpu.empty(n, "int32"), gpu.full(1, "int64", 0)
-    _launch(
-        gpu, "admit", dtype, n, values=gpu.address(wide), indices=gpu.address(where),
-        far_values=gpu.address(values), far_indices=gpu.address(indices), head=gpu.address(wrong),
-        limit=limit,
-    )  # fmt: skip
-    return None if gpu.read(wrong)[0] else (wide, where)
+    made, wrong = (gpu.empty(n, "float32"), gpu.empty(n, "int32")), gpu.full(1, "int64", 0)
+    _launch(gpu, "admit", dtype, made, far=(values, indices), head=wrong, limit=limit)
+    return None if gpu.read(wrong)[0] else made
 
 
 def settle(gpu: Gpu, vector: Pair, dtype: str, residual: Any) -> None:
-    """Round a vector's values to those of a dtype, in place; the rest goes to the `residual`, if
-    there is one."""
-    values, indices = vector
-    _launch(
-        gpu, "settle", dtype, int(indices.shape[0]), values=gpu.address(values),
-        indices=gpu.address(indices), residual=0 if residual is None else gpu.address(residual),
-    )  # fmt: skip
+    """Round a vector's values to a dtype, in place; add what is lost to `residual` unless None."""
+    _launch(gpu, "settle", dtype, vector, residual=0 if residual is None else residual)
 
 
 def keep(gpu: Gpu, vector: Pair, residual: Any) -> None:
     """residual[indices[i]] += values[i]."""
-    values, indices = vector
-    _launch(
-        gpu, "keep", "float32", int(indices.shape[0]), values=gpu.address(values),
-        indices=gpu.address(indices), residual=gpu.address(residual),
-    )  # fmt: skip
+    _launch(gpu, "keep", "float32", vector, residual=residual)
 
 
 def pack(gpu: Gpu, vector: Pair, dtype: str, message: int) -> None:
-    """Write a vector to the `message` at an address, with room enough for it."""
-    values, indices = vector
-    n = int(indices.shape[0])
-    _launch(
-        gpu, "pack", dtype, n, values=gpu.address(values), indices=gpu.address(indices),
-        head=message, far_indices=message + HEAD, far_values=message + HEAD + INDEX * n,
-    )  # fmt: skip
+    """Write a vector to the message at the address `message`, with values of a dtype."""
+    far = message + HEAD + INDEX * int(vector[1].shape[0]), message + HEAD
+    _launch(gpu, "pack", dtype, vector, far=far, head=message)
 
 
 def unpack(gpu: Gpu, n: int, dtype: str, message: int) -> Pair:
     """The vector of a message of n entries."""
-    values, indices = gpu.empty(n, "float32"), gpu.empty(n, "int32")
-    _launch(
-        gpu, "unpack", dtype, n, values=gpu.address(values), indices=gpu.address(indices),
-        far_indices=message + HEAD, far_values=message + HEAD + INDEX * n,
-    )  # fmt: skip
-    return values, indices
+    vector = gpu.empty(n, "float32"), gpu.empty(n, "int32")
+    _launch(gpu, "unpack", dtype, vector, far=(message + HEAD + INDEX * n, message + HEAD))
+    return vector
 
 
 def narrowed(gpu: Gpu, vector: Pair, dtype: str) -> Pair:
-    """With values of a dtype."""
+    """The vector with values of a dtype."""
     if dtype == "float32":
         return vector
-    values, indices = vector
-    n = int(indices.shape[0])
-    found, same, head = gpu.empty(n, dtype), gpu.empty(n, "int32"), gpu.empty(1, "int64")
-    _launch(
-        gpu, "pack", dtype, n, values=gpu.address(values), indices=gpu.address(indices),
-        head=gpu.address(head), far_indices=gpu.address(same), far_values=gpu.address(found),
-    )  # fmt: skip
-    return found, same
+    n = int(vector[1].shape[0])
+    made, head = (gpu.empty(n, dtype), gpu.empty(n, "int32")), gpu.empty(1, "int64")
+    _launch(gpu, "pack", dtype, vector, far=made, head=head)
+    return made
 
 
-def _launch(gpu: Gpu, name: str, dtype: str, n: int, **named: int) -> None:
+def _launch(
+    gpu: Gpu, name: str, dtype: str, vector: Pair, far: Pair = (0, 0), **others: Any
+) -> None:
+    """`far` are the values and indices of a message or a caller; fields are arrays or numbers."""
+    n = int(vector[1].shape[0])
+    names = ("values", "indices", "far_values", "far_indices")
+    given = dict(zip(names, (*vector, *far), strict=True)) | others
+    words = {field: x if isinstance(x, int) else gpu.address(x) for field, x in given.items()}
     blocks, _ = grid(gpu, n, gpu.threads, gpu.threads)
-    gpu.launch("merge/entries.cu", name, element(dtype), struct(ENTRIES, n=n, **named), blocks)
+    gpu.launch("merge/entries.cu", name, element(dtype), struct(ENTRIES, n=n, **words), blocks)

@@ -1,11 +1,11 @@
-// The sum of two sparse vectors, and the parting of one by positions (gTop-k paper, definition 1).
+// The sum of two sparse vectors, and the division of one by positions (gTop-k paper, definition 1).
 //
-// `place`: every entry goes to its place in the merged order, found by a search of the other
-// vector; a's entry stands before b's of the same index. `heads` counts, and `unite` writes, the
-// entries that are first of their index, with the second one's value added: a's first, as on the
-// CPU. `part` writes each entry to the kept or the dropped ones. Launches follow each other on one
-// stream. Bounds: places are below num_a + num_b, as indices of each vector are all different;
-// where they do not ascend that fails, so `place` drops what lies outside and reports it.
+// `merge` writes every entry to its position in the merged order, which it finds by a binary search
+// in the other vector; a's entry precedes b's of the same index. `heads` counts the entries that
+// are the first of their index; `unite` writes these, adding b's value to a's as on the CPU. `part`
+// writes each entry to the kept or the dropped ones. All launches go to one stream.
+// Bounds: positions are below num_a + num_b if each vector's indices are distinct. If they do not
+// ascend, `merge` reports that and skips positions out of range.
 #include "gpu/block.h"
 
 #ifndef INDEX
@@ -19,17 +19,18 @@ struct Merge {
     const INDEX* b_indices;
     float* values;  // [num_a + num_b], merged
     INDEX* indices;
-    float* sums;  // [num_a + num_b], of which as many as there are different indices are written
+    float* sums;  // [num_a + num_b]; one for each distinct index is written
     INDEX* unique;
     u32* counts;  // [blocks]
-    u64* told;  // [3]: different indices; 1 where a's do not ascend; where b's do not
+    u64* summary;  // [3]: distinct indices; nonzero if a's do not ascend; nonzero if b's do not
     u64 num_a;
     u64 num_b;
-    u64 chunk;  // entries of a block
+    u64 chunk;  // entries per block
 };
 
-// How many of the ascending `indices` are below `index`, or (`upto`) not above it.
-__device__ __forceinline__ u64 rank_in(const INDEX* indices, u64 number, INDEX index, bool upto) {
+// The number of the ascending `indices` that are below `index`, or with `upto` not above it.
+template <class T>
+__device__ __forceinline__ u64 rank_in(const T* indices, u64 number, T index, bool upto) {
     u64 first = 0, last = number;
     while (first < last) {
         const u64 middle = (first + last) / 2;
@@ -39,14 +40,14 @@ __device__ __forceinline__ u64 rank_in(const INDEX* indices, u64 number, INDEX i
     return first;
 }
 
-__device__ __forceinline__ void place_entries(const Merge& a) {
-    const u64 number = a.num_a + a.num_b, stride = u64(gridDim.x) * blockDim.x;
-    for (u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x; i < number; i += stride) {
+__device__ __forceinline__ void merge_entries(const Merge& a) {
+    const u64 number = a.num_a + a.num_b;
+    EACH(i, number) {
         const bool second = i >= a.num_a;
         const u64 at = second ? i - a.num_a : i;
         const INDEX* own = second ? a.b_indices : a.a_indices;
         const INDEX index = own[at];
-        if (at && own[at - 1] >= index) count_up(a.told + (second ? 2 : 1), u64(1));
+        if (at && own[at - 1] >= index) count_up(a.summary + (second ? 2 : 1), u64(1));
         const u64 to = at + (second ? rank_in(a.a_indices, a.num_a, index, true)
                                     : rank_in(a.b_indices, a.num_b, index, false));
         if (to >= number) continue;
@@ -55,22 +56,22 @@ __device__ __forceinline__ void place_entries(const Merge& a) {
     }
 }
 
-struct MergeRoom { u32 scan[THREADS]; u64 sum; };
+struct MergeScratch { u32 scan[THREADS]; u64 sum; };
 
 __device__ __forceinline__ void count_heads(const Merge& a) {
-    SHARED(MergeRoom, room);
-    count_firsts(room.scan, a.indices, a.num_a + a.num_b, a.chunk, a.counts, a.told);
+    SHARED(MergeScratch, scratch);
+    count_firsts(scratch.scan, a.indices, a.num_a + a.num_b, a.chunk, a.counts, a.summary);
 }
 
 __device__ __forceinline__ void unite_entries(const Merge& a) {
-    SHARED(MergeRoom, room);
+    SHARED(MergeScratch, scratch);
     const u64 number = a.num_a + a.num_b, start = blockIdx.x * a.chunk;
-    u64 before = sum_of(&room.sum, a.counts, blockIdx.x, 1);
+    u64 before = sum_of(&scratch.sum, a.counts, blockIdx.x, 1);
     for (u64 first = start; first < start + a.chunk && first < number; first += blockDim.x) {
         const u64 i = first + threadIdx.x;
         const bool head = i < start + a.chunk && i < number && first_of(a.indices, i);
         u32 total;
-        const u64 to = before + scan(room.scan, u32(head), total);
+        const u64 to = before + scan(scratch.scan, u32(head), total);
         if (head) {
             const bool pair = i + 1 < number && a.indices[i + 1] == a.indices[i];
             a.sums[to] = pair ? a.values[i] + a.values[i + 1] : a.values[i];
@@ -83,7 +84,7 @@ __device__ __forceinline__ void unite_entries(const Merge& a) {
 struct Part {
     const float* values;  // [number]
     const INDEX* indices;
-    const int* found;  // [kept], ascending places of those that are kept
+    const int* found;  // [kept]: ascending positions of the entries that are kept
     float* kept_values;
     INDEX* kept_indices;
     float* left_values;  // [number - kept]
@@ -93,14 +94,8 @@ struct Part {
 };
 
 __device__ __forceinline__ void part_entries(const Part& a) {
-    const u64 stride = u64(gridDim.x) * blockDim.x;
-    for (u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x; i < a.number; i += stride) {
-        u64 first = 0, last = a.kept;
-        while (first < last) {
-            const u64 middle = (first + last) / 2;
-            if (u64(a.found[middle]) < i) first = middle + 1;
-            else last = middle;
-        }
+    EACH(i, a.number) {
+        const u64 first = rank_in(a.found, a.kept, int(i), false);
         const bool keeps = first < a.kept && u64(a.found[first]) == i;
         const u64 to = keeps ? first : i - first;
         (keeps ? a.kept_values : a.left_values)[to] = a.values[i];
@@ -108,7 +103,7 @@ __device__ __forceinline__ void part_entries(const Part& a) {
     }
 }
 
-KERNEL(place, Merge, place_entries)
+KERNEL(merge, Merge, merge_entries)
 KERNEL(heads, Merge, count_heads)
 KERNEL(unite, Merge, unite_entries)
 KERNEL(part, Part, part_entries)

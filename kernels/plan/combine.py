@@ -1,10 +1,10 @@
-"""Combine a chunk with several others on the CPU: the arithmetic of REDUCE.
+"""The arithmetic of REDUCE on the CPU: combine a chunk with several others.
 
-One machine-code function for each way to combine a dtype, compiled at first use and cached on
-disk. Bytes moved: each operand read once and the result written once, in blocks that stay in the L1
-cache; operands are added strictly in order. 16-bit floats are widened to float32, combined, and
-rounded once (to nearest even; subnormals are kept). No fast-math. Any byte of a bool but 0 is True;
-results are 0 or 1.
+There is one function for each dtype and way to combine it, compiled at first use and cached on
+disk. Each operand is read once and the result is written once, in blocks that fit the L1 cache.
+Operands are combined strictly in order, without fast-math. 16-bit floats are widened to float32,
+combined, and rounded once (to nearest even; subnormals are kept). Any nonzero byte of a bool is
+True; results are 0 or 1.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from linkweave.kernels.atomics import load, pointer
 from linkweave.kernels.dtypes import DTYPES, step_of
 from linkweave.kernels.float16 import narrow_bfloat16, narrow_float16, widen_bfloat16, widen_float16
 
-BLOCK = 2048  # elements: with float32 three operands are 24 KiB, inside a 32 KiB L1 cache
+BLOCK = 2048  # elements; three float32 operands are 24 KiB and fit a 32 KiB L1 cache
 SIGNATURE = types.void(*[types.int64] * 5, types.float64)
 
-
-# What a kernel closes over is numbers only: then its cached code is found again by other processes.
+# Kernels close over numbers only; otherwise other processes would not find their cached code.
 SUM, PROD, MIN, MAX, AND, OR, XOR, ALL, ANY, ODD = range(10)
 FLOAT16, BFLOAT16 = range(2)
 _STEPS = {
@@ -53,7 +52,7 @@ def _join(step, a, b):
         return a | b
     if step == XOR:
         return a ^ b
-    if step == ALL:  # of bytes that are True where they are not 0, as the others below
+    if step == ALL:  # this step and those below treat any nonzero byte as True
         return np.uint8((a != 0) & (b != 0))
     if step == ANY:
         return np.uint8((a | b) != 0)
@@ -90,7 +89,7 @@ def _native(step: int, stored: str, average: bool) -> Callable[..., None]:
                 b = carray(pointer(load(table), zero), n)[start:stop]
                 for i in range(a.size):
                     a[i] = _apply(step, b[i], a[i])
-            elif ahead > 1:  # the own value waits until its turn
+            elif ahead > 1:  # the own value comes after `ahead` others
                 b = carray(pointer(load(table), zero), n)[start:stop]
                 for i in range(a.size):
                     mine[i] = a[i]
@@ -102,7 +101,7 @@ def _native(step: int, stored: str, average: bool) -> Callable[..., None]:
                 for i in range(a.size):
                     a[i] = _apply(step, a[i], mine[i])
             j = ahead
-            while j + 1 < m:  # two operands a pass: half the passes over the block
+            while j + 1 < m:  # two operands per pass over the block
                 b = carray(pointer(load(table + 8 * j), zero), n)[start:stop]
                 c = carray(pointer(load(table + 8 * j + 8), zero), n)[start:stop]
                 for i in range(a.size):
@@ -133,7 +132,7 @@ def _half(step: int, half: int, average: bool) -> Callable[..., None]:
         for start in range(0, n, BLOCK):
             stop = min(start + BLOCK, n)
             size = stop - start
-            if ahead:  # the own value waits until its turn
+            if ahead:  # the own value comes after `ahead` others
                 _widen(half, own[start:stop], mine)
                 _widen(half, carray(pointer(load(table), bits), n)[start:stop], total)
             else:
@@ -157,7 +156,7 @@ def _half(step: int, half: int, average: bool) -> Callable[..., None]:
 def _bits(step: int, stored: str) -> Callable[..., None]:
     zero = np.dtype(stored).type(0)
 
-    def kernel(dst, table, m, ahead, n, divisor):  # the order of the operands makes no difference
+    def kernel(dst, table, m, ahead, n, divisor):  # bitwise steps do not depend on the order
         own = carray(pointer(dst, zero), n)
         for start in range(0, n, BLOCK):
             stop = min(start + BLOCK, n)
@@ -177,14 +176,14 @@ def _compiled(make: Callable[..., Callable[..., None]], *arguments: Any) -> Any:
 
 @cache
 def combine_address(dtype: str, op: str) -> int:
-    """Address of `void(dst, table, m, ahead, n, divisor)`.
+    """The address of the C function `void(dst, table, m, ahead, n, divisor)`.
 
     It combines `n` elements at `dst` in place with those at the `m` addresses in the int64 array
-    at `table`, in order, and divides by `divisor` where the op is "avg". The own elements stand
-    behind the first `ahead` of them.
+    at `table`, in order; the own elements come after the first `ahead` of these. If the op is
+    "avg", it divides the result by `divisor`.
     """
     known, step, average = DTYPES[dtype], _STEPS[step_of(op, dtype)], op == "avg"
-    if step >= AND:  # bits have no sign: int8, uint8 and bool share functions
+    if step >= AND:  # bitwise: int8, uint8 and bool share functions
         made = _compiled(_bits, step, f"u{known.size}")
     elif dtype in _HALVES:
         made = _compiled(_half, step, _HALVES[dtype], average)

@@ -1,9 +1,10 @@
 """Counters in shared memory, and how ranks wait for them.
 
 A counter has one writer and only grows. A rank that waits yields its core; after `YIELDS` rounds it
-sleeps on its *bell*, a word that whoever raises a counter for it clears and wakes. A rank that
-wants to sleep sets its bell and looks once more behind a fence; a rank that has raised a counter
-looks at the bells behind a fence: so at least one of the two sees the other.
+sleeps on its *bell*, a futex word. Whoever raises a counter clears the bells of the ranks that may
+wait for it and wakes them. No wake-up is lost: before sleeping, a rank sets its bell, executes a
+fence, and checks the counters again; after raising a counter, a rank executes a fence and then
+checks the bells. So at least one of the two sees the other.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from linkweave.kernels.atomics import (
     store_release,
 )
 
-DONE, IDLE, ABORTED = 0, 1, 2  # what a wait returns
+DONE, IDLE, ABORTED = 0, 1, 2  # results of a wait
 
 YIELDS = 400  # rounds without progress before sleeping
 SLEEP_NS = 10_000_000
-SLEEPS = 10  # after so many sleeps in a row the caller gets control: deadlines, ctrl-C
+SLEEPS = 10  # sleeps before a wait returns IDLE, so that the caller can check for timeouts, ctrl-C
 
 
 @njit(inline="always")
 def wake(bell):
-    """Wake who sleeps on it; behind a fence."""
+    """Wake the rank that sleeps on a bell, if any; call after a fence."""
     if load_acquire(bell) != 0:
         store_release(bell, 0)
         futex_wake(bell)
@@ -37,7 +38,7 @@ def wake(bell):
 
 @njit(inline="always")
 def ring(bells):
-    """Wake every rank of these bells that sleeps; call after the stores they may wait for."""
+    """Wake every rank that sleeps on one of these bells; call after raising counters."""
     fence()
     for i in range(bells.size):
         wake(bells[i])
@@ -45,9 +46,10 @@ def ring(bells):
 
 @njit(nogil=True, cache=True)
 def await_counters(counters, values, own_bell, abort, yields):
-    """Wait until the int64 at each address of `counters` is at least that of `values`.
+    """Wait until the int64 at each address of `counters` is at least the one in `values`.
 
-    `yields`: rounds before sleeping on `own_bell`. Returns DONE, IDLE (as `interpret`) or ABORTED.
+    Sleeps on `own_bell` after `yields` rounds. Returns DONE, IDLE after SLEEPS sleeps, or ABORTED
+    once the word at `abort` is set.
     """
     idle = 0
     sleeps = 0
@@ -71,32 +73,32 @@ def await_counters(counters, values, own_bell, abort, yields):
             sleeps += 1
             if sleeps == SLEEPS:
                 return IDLE
-            idle = yields // 2 if rung else yields  # to yield may take long on a busy machine
+            idle = yields // 2 if rung else yields  # yielding is slow on a busy machine
     return DONE
 
 
 @njit(nogil=True, cache=True)
 def raise_counter(address, value, bells):
-    """Store `value` with release and wake every rank in `bells` (addresses) that sleeps."""
+    """Store `value` with release, and wake the ranks that sleep on `bells` (addresses)."""
     store_release(address, value)
     ring(bells)
 
 
 @njit(nogil=True, cache=True)
 def read_counter(address):
-    """The int64 at `address`, with acquire."""
+    """Load the int64 at `address` with acquire."""
     return load_acquire(address)
 
 
 @njit(nogil=True, cache=True)
 def claim(address, expected, value):
-    """Replace the int64 at `address` if it is `expected`; whether it was."""
+    """Compare and swap the int64 at `address`; returns whether it was `expected`."""
     return exchange_if(address, expected, value)
 
 
 @njit(nogil=True, cache=True)
 def add_one(address):
-    """Add one to the int64 at `address`; what it then is. Any number of processes may."""
+    """Atomically add one to the int64 at `address`; returns the new value."""
     while True:
         before = load_acquire(address)
         if exchange_if(address, before, before + 1):

@@ -1,23 +1,21 @@
-"""The plan interpreter on the CPU: one rank's tracks, run by one thread over shared memory.
+"""The plan interpreter on the CPU: one thread runs the tracks of one rank over shared memory.
 
-All tracks of a rank take turns: each runs until a WAIT is not yet fulfilled. A rank that can do
-nothing yields its core; after `YIELDS` such rounds it sleeps on its *bell*, a word that whoever
-signals it clears and wakes. Counters only grow and are never reset, so one region of flags and
-slots serves any number of calls: a rank can run ahead into the next call only as far as the
-slots freed by its receivers allow.
+The tracks take turns; each runs until it reaches a WAIT that is not fulfilled. If no track can run,
+the rank yields its core and later sleeps (`kernels.plan.counters`). Counters only grow and are
+never reset, so the same flags and slots serve any number of calls: a rank can run ahead into the
+next call only as far as it has free slots.
 
-`call` is a whole call in one piece: the rank posts what it asks for, sends what it can, waits until
-all ranks have posted the same, and runs its tracks. Nothing is written into the caller's buffer
-before all have agreed, so a call that differs between ranks leaves the buffers alone.
+`call` is a whole call: the rank posts its request, sends what it can, waits until all ranks have
+posted the same request, and runs its tracks. Nothing is written to the caller's buffer before all
+ranks agree, so a mismatch leaves the buffers unchanged.
 
-Memory order: a SEND writes its slot, then SIGNAL stores the counter with release; the receiver's
-WAIT loads it with acquire before it reads the slot; the way back (slot-free) is the same. A rank
-that wants to sleep sets its bell, then tries all tracks once more behind a fence; a rank that has
-signalled looks at the bells behind a fence, once a round, before it can sleep or return: so at
-least one of the two sees the other. A rank posts with release after it has written its words, and
-reads the others' words after it has loaded their counters with acquire. Words of even and odd calls
-lie apart: a rank posts its next call but one only after all others have posted the next one, and so
-have read the words of this one.
+Memory order: a SEND writes its slot before SIGNAL stores the counter with release; the receiver's
+WAIT loads the counter with acquire before it reads the slot. Freeing a slot works the same way. No
+wake-up is lost: before sleeping, a rank sets its bell and tries all tracks again behind a fence;
+after signalling, once per round, a rank checks the bells behind a fence. A rank posts its counter
+with release after it has written its request, and reads the others' requests after it has loaded
+their counters with acquire. Even and odd calls use separate memory for requests: a rank posts call
+n + 2 only after all others have posted call n + 1, and so have read the requests of call n.
 
 Op codes and the layout of `code` are those of `collectives.planning.plan` (`Op`, `Plan.encode`);
 a test compares them.
@@ -30,12 +28,12 @@ from numba import njit
 from linkweave.kernels.atomics import (
     call_combine,
     copy_bytes,
+    copy_bytes_nontemporal,
     fence,
     futex_wait,
     load_acquire,
     sched_yield,
     store_release,
-    stream_bytes,
 )
 from linkweave.kernels.plan.counters import (
     ABORTED,
@@ -49,47 +47,47 @@ from linkweave.kernels.plan.counters import (
 )
 
 SEND, REDUCE, COPY, SIGNAL, WAIT = 0, 1, 2, 3, 4
-DIFFERS = 3  # `call` returns it, or one of `kernels.counters`
+DIFFERS = 3  # the result of `call` if the ranks' requests differ
 
 # Fields of `state`, one int64 each.
-OWN, SOURCE, NBYTES = 0, 1, 2  # addresses of the buffer, of the values (0: the buffer); their bytes
+OWN, SOURCE, NBYTES = 0, 1, 2  # address of the buffer; of the values (0: in place); bytes of these
 NUM_CHUNKS, STRIDE, UNITS, CHUNK_BYTES = 3, 4, 5, 6
 SLOTS, SLOT_BYTES, ITEM, COMBINE, DIVISOR = 7, 8, 9, 10, 11
-DIRECT = 12  # 1: ranks may read one another's buffers where all lie in shared memory
+DIRECT = 12  # 1: ranks access each other's buffers directly if all are in shared memory
 ABORT, BELL, BASE = 13, 14, 15  # addresses of the abort word, our bell, the shared memory
-STREAMING = 16
-FINALS = 17  # address of a counter for each track of the chunks it has made final, or 0
+NONTEMPORAL = 16  # 1: copy with stores that bypass the caches
+FINALS = 17  # address of [tracks] counters of completed chunks, or 0
 NUMBER, RANK = 18, 19  # of the call; of this rank
 POSTED, FINISHED = 20, 21  # addresses of this rank's counters of calls
-STAGE = 22  # of the call; kept between calls of an unfinished one
-AWAITED = 23  # ranks that have posted, or finished, as far as known
-SPAN = 24  # bytes of the buffer, for those who look whether it is shared; 0: it must not be
-SLEPT = 25  # 1: nothing moved when `call` returned the last time
+STAGE = 22  # of a call that has returned IDLE and continues
+AWAITED = 23  # how many other ranks are known to have posted, or finished
+SPAN = 24  # bytes of the buffer if it may be accessed directly, otherwise 0; not used here
+SLEPT = 25  # 1: the last `call` returned IDLE
 STATE_FIELDS = 26
 
 POST, AGREE, RUN, FINISH = 0, 1, 2, 3  # stages
 
-# Columns of `cursor`, for each connection: what its two ends have done so far, over all calls.
+# Columns of `cursor`: how often each connection's two ends have acted, over all calls.
 SENT, RAISED, GRANTED, READ, FREED, TAKEN = range(6)
 
 DIRECT_SLOTS = 16
-"""How far a sender may run ahead where no slot is used: memory does not limit it then."""
+"""How many chunks a sender may run ahead in a direct call, which uses no slots."""
 
-_MOVED, _LEFT, _ARRIVED = 1, 2, 4  # what `_advance` tells
+_MOVED, _LEFT, _ARRIVED = 1, 2, 4  # bits of `_advance`'s result
 
 
 @njit(inline="always")
-def move(dst, src, nbytes, streaming):
-    """Copy between private memory and slots; a large message's data goes past the caches.
+def move(dst, src, nbytes, nontemporal):
+    """Copy between private memory and slots, for large messages with non-temporal stores.
 
-    A result is not read again here, and a slot's line that is fetched from another core's cache
-    costs more than one from memory: with cores that share no cache, 64 MB over 8 ranks takes half
-    the time; with cores that do, a fifth more.
+    The data is not read again by this core, and fetching a cache line from another core's cache
+    costs more than from memory. On cores that share no cache, 64 MB over 8 ranks take half the
+    time; on cores that share one, a fifth more.
     """
-    if streaming:
+    if nontemporal:
         head = min(-dst & 63, nbytes)
         copy_bytes(dst, src, head)
-        stream_bytes(dst + head, src + head, nbytes - head)
+        copy_bytes_nontemporal(dst + head, src + head, nbytes - head)
     else:
         copy_bytes(dst, src, nbytes)
 
@@ -98,16 +96,17 @@ def move(dst, src, nbytes, streaming):
 def _advance(
     state, gated, code, blocks, flag, slot, origin, pushed, cursor, at, peers, table
 ):  # fmt: skip
-    """Let every track run as far as it can; `_MOVED`, `_LEFT` and `_ARRIVED`, added up.
+    """Let every track run as far as it can.
 
-    While `gated` no data is taken: a track stops at its first wait for some.
+    Returns the sum of `_MOVED` (a step was carried out), `_LEFT` (a track is not finished) and
+    `_ARRIVED` (a chunk was completed). While `gated`, tracks stop at a WAIT for data.
     """
     tracks, phases = code[0], code[1]
     own, units = state[OWN], state[UNITS]
     stride, num_chunks = state[STRIDE], state[NUM_CHUNKS]
     direct = state[DIRECT] != 0
     slots = DIRECT_SLOTS if direct else state[SLOTS]
-    streaming = state[STREAMING] != 0 and not direct
+    nontemporal = state[NONTEMPORAL] != 0 and not direct
     parts, per = stride // units, state[CHUNK_BYTES]
     groups = (num_chunks + stride - 1) // stride
     found = 0
@@ -156,7 +155,7 @@ def _advance(
                             f = code[pc + 3]
                             src = slot[f] + cursor[f, READ] % slots * state[SLOT_BYTES]
                             cursor[f, READ] += 1
-                        done = 0  # connections that share a slot are written once
+                        done = 0  # write a slot that connections share only once
                         for j in range(n):
                             d = code[pc + 5 + j]
                             dst = slot[d] + cursor[d, SENT] % slots * state[SLOT_BYTES]
@@ -164,10 +163,10 @@ def _advance(
                             if direct:
                                 dst = peers[pushed[d]] + start if pushed[d] >= 0 else done
                             if dst != done:
-                                move(dst, src, size, streaming)
+                                move(dst, src, size, nontemporal)
                             done = dst
-                        if streaming:
-                            fence()  # streaming stores are not ordered by a release store
+                        if nontemporal:
+                            fence()  # a release store does not order non-temporal stores
                     else:
                         for j in range(n):
                             d = code[pc + 5 + j]
@@ -179,7 +178,7 @@ def _advance(
                             cursor[d, READ] += 1
                         if op == COPY:
                             if not direct:
-                                move(own + start, table[0], size, streaming)
+                                move(own + start, table[0], size, nontemporal)
                             elif pushed[c] < 0:
                                 copy_bytes(own + start, table[0], size)
                         elif size:
@@ -190,7 +189,7 @@ def _advance(
                             )  # fmt: skip
                         final = op == COPY or (op == REDUCE and code[pc + 2] & 1)
                         if final and state[FINALS]:
-                            if streaming:
+                            if nontemporal:
                                 fence()
                             counter = state[FINALS] + 8 * s
                             store_release(counter, load_acquire(counter) + 1)
@@ -205,7 +204,7 @@ def _advance(
 
 @njit(inline="always")
 def _is_there(finals, needs, layer):
-    """Whether each track has made as many chunks final as a layer needs."""
+    """Whether each track has completed the chunks that a layer needs."""
     missing = 0
     for s in range(needs.shape[1]):
         missing += load_acquire(finals + 8 * s) < needs[layer, s]
@@ -214,34 +213,35 @@ def _is_there(finals, needs, layer):
 
 @njit(nogil=True, cache=True)
 def call(
-    state, said, notices, others, bells, waiters, needs,
+    state, notice, notices, others, bells, waiters, needs,
     code, blocks, flag, slot, origin, pushed, cursor, at, peers, table,
 ):  # fmt: skip
-    """One call of this rank, or what is left of it: DONE, DIFFERS, IDLE (nothing moves; call
-    again) or ABORTED.
+    """Make a call, or continue one that returned IDLE: returns DONE, DIFFERS, IDLE or ABORTED.
 
-    `said` [words]: what this rank asks for, last the offset of its buffer in shared memory or -1.
-    `notices` [ranks, words]: where ranks say so. `others` [2, ranks - 1]: addresses of the other
-    ranks' counters of calls posted and finished; `bells`: of their bells. `waiters` [layers]:
-    addresses of the bells of those who wait for a layer, `needs` [layers, tracks]: chunks that
-    each track must have made final for it; both empty where nobody may wait.
+    All arrays are int64 except `code` (int32). Agreement: `notice` [words] is this rank's request,
+    whose last word is the offset of its buffer in shared memory, or -1; `notices` [ranks, words]
+    holds all requests. `others` [2, ranks - 1] are the addresses of the other ranks' counters of
+    posted and finished calls, `bells` those of their bells.
 
-    `blocks` [units, 2]: first byte and bytes of each block of this rank's buffer;
-    `flag` [connections, 2]: addresses of the data-ready and slot-free counters;
-    `slot`, `origin`, `pushed` [connections]: address of the first slot, rank whose data it carries,
-    rank whose chunk it may write (or -1); `cursor` [connections, 6]; `at` [tracks, 3]: phase,
-    group, place in the code (zero at first); `peers` [ranks], `table`: scratch for addresses.
+    Gradient queue: `waiters` [layers] are the addresses of the bells on which threads wait for a
+    layer, `needs` [layers, tracks] the chunks that each track must have completed for it; both are
+    empty without a queue.
 
-    Where all buffers lie in shared memory (DIRECT), no slot is used: a REDUCE reads the chunks of
-    the ranks that the data comes from; a SEND over a connection that is `pushed` (its receiver
-    copies) writes the receiver's chunk, and its COPY has nothing to do; and the call ends when all
-    ranks have finished theirs. Otherwise a rank need not wait for the others to send, as their
-    slots are free.
+    Plan: `code` is `Plan.encode`; `blocks` [units, 2] offset and bytes of each block of this rank's
+    buffer. By connection: `flag` [n, 2] addresses of the data-ready and slot-free counters, `slot`
+    address of the first slot, `origin` rank whose data it carries, `pushed` rank whose chunk the
+    sender may write (or -1), `cursor` [n, 6]. `at` [tracks, 3] is phase, group and offset in the
+    code, zero at first. `peers` [ranks] and `table` are scratch memory for addresses.
+
+    In a direct call (all buffers are in shared memory) no slots are used: a REDUCE reads the
+    chunks of the ranks from which the data originates; a SEND over a `pushed` connection writes the
+    receiver's chunk, and the COPY there does nothing. Such a call ends when all ranks have
+    finished. Any other call may end earlier, as the data for the other ranks is in their slots.
     """
-    number, offset = state[NUMBER], said[said.size - 1]
+    number, offset = state[NUMBER], notice[notice.size - 1]
     if state[STAGE] == POST:
-        for i in range(said.size):
-            notices[state[RANK], i] = said[i]
+        for i in range(notice.size):
+            notices[state[RANK], i] = notice[i]
         store_release(state[POSTED], number)
         state[STAGE], state[AWAITED], state[SLEPT] = AGREE, 0, 0
         state[DIRECT] = state[DIRECT] != 0 and offset >= 0
@@ -261,11 +261,11 @@ def call(
             state[AWAITED] = i
             if i == others.shape[1]:
                 for r in range(notices.shape[0]):
-                    for w in range(said.size - 1):
-                        if notices[r, w] != said[w]:
+                    for w in range(notice.size - 1):
+                        if notices[r, w] != notice[w]:
                             return DIFFERS
-                    peers[r] = state[BASE] + notices[r, said.size - 1]
-                    if notices[r, said.size - 1] < 0:
+                    peers[r] = state[BASE] + notices[r, notice.size - 1]
+                    if notices[r, notice.size - 1] < 0:
                         state[DIRECT] = 0
                 if state[SOURCE] and state[SOURCE] != state[OWN]:
                     copy_bytes(state[OWN], state[SOURCE], state[NBYTES])
@@ -278,7 +278,7 @@ def call(
             if found & _LEFT == 0:
                 store_release(state[FINISHED], number)
                 state[STAGE], state[AWAITED] = FINISH, 0
-            if moved or state[STAGE] == FINISH:  # after streaming stores, too: they are ordered
+            if moved or state[STAGE] == FINISH:
                 ring(bells)
             if found & _ARRIVED:
                 for i in range(waiters.size):
@@ -305,7 +305,7 @@ def call(
             sched_yield()
         elif idle == YIELDS + 1:
             store_release(state[BELL], 1)
-            fence()  # and once more round all tracks before sleeping
+            fence()  # then try all tracks again before sleeping
         else:
             futex_wait(state[BELL], 1, SLEEP_NS)
             rung = load_acquire(state[BELL]) == 0
@@ -314,4 +314,4 @@ def call(
             if sleeps == SLEEPS:
                 state[SLEPT] = 1
                 return IDLE
-            idle = YIELDS // 2 if rung else YIELDS  # to yield may take long on a busy machine
+            idle = YIELDS // 2 if rung else YIELDS  # yielding is slow on a busy machine

@@ -1,71 +1,71 @@
-// What the host hands to the plan interpreter. collectives/runtime/gpu/program.py mirrors the layouts,
-// and a test compares them.
+// The argument of the plan interpreter. collectives/runtime/gpu/program.py has the same layouts; a
+// test compares them.
 #pragma once
 #include "gpu/sync.h"
 
 enum Op { SEND, REDUCE, COPY, SIGNAL, WAIT, STOP };
-enum { INPUT = -2 };  // a step's source: its own chunk, as the caller gave it
+enum { INPUT = -2 };  // the source of a step that reads its own chunk from the call's input
 enum Flag {
-    SENDER = 1, DATA = 2,  // SIGNAL and WAIT: at the sender; of a connection that carries data
-    PUSHES = 1,  // SEND and COPY: into the receiver's buffer, where the launch is direct
+    SENDER = 1, DATA = 2,  // SIGNAL and WAIT: this rank is the sender; the connection carries data
+    PUSHES = 1,  // SEND and COPY: write the receiver's buffer if the launch is direct
     LAST = 1,  // REDUCE: completes the chunk
-    PASSES_ON = 2,  // REDUCE and COPY: the next step, a SEND of the result, is part of this one
-    DROPS = 4,  // likewise: and needs no result here
-    AHEAD = 3,  // REDUCE: from this bit on, how many of the peers come before the own value
+    PASSES_ON = 2,  // REDUCE and COPY: fused with the next step, a SEND of the result
+    DROPS = 4,  // REDUCE and COPY that pass on: the result is not stored here
+    AHEAD = 3,  // REDUCE: bits from this one on are the number of peers before the own value
 };
 enum State { NOTHING, WAITS, TIMED_OUT, ABORTED, DONE };  // first word of a report
 
 enum {
-    MOST_RANKS = 64,  // of one launch
-    MOST_PEERS = 64,  // of one step
-    CODE_WORDS = 1024,  // of a track, kept in shared memory; a longer one is read where it lies
-    MOST_ENDS = 128,  // likewise
-    LINE = 128,  // bytes from one counter to the next: nobody's polling slows another's
-    REPORT = 4,  // words: state, phase, group, place in the code
+    MAX_RANKS = 64,  // per launch
+    MAX_PEERS = 64,  // per step
+    CODE_WORDS = 1024,  // code up to this size is copied to shared memory
+    MAX_ENDS = 128,  // up to this many cursors are copied to shared memory
+    LINE = 128,  // bytes between counters, so that polling one does not slow down another
+    REPORT = 4,  // words: state, phase, group, offset in the code
 };
 
-// A track's end of a connection; addresses as this process maps them. Counters are 32 bits and
-// wrap; each block (block) has its own, LINE bytes apart, and its own part of every slot.
+// A track's end of a connection, with addresses in this process. Counters have 32 bits and wrap.
+// Each block has its own counters, LINE bytes apart, and its own part of every slot.
 struct End {
     u8* slot;  // the first slot, at the receiver; 0 where the connection carries no data
     u8* ready;  // data-ready counters, at the receiver
     u8* free;  // slot-free counters, at the sender
-    u32 peer;  // at the sender: whose buffer it may write, an index of Launch.buffers
+    u32 peer;  // at the sender: the receiver's index in Launch.buffers
     u32 pad;
 };
 
-// How far one block has come at one end of a connection, over all calls: waits, accesses to slots
-// and signals, which are equal between calls, and the slot that comes next.
+// The progress of a block at one end of a connection, over all calls: the numbers of waits, slot
+// accesses and signals, which are equal between calls, and the next slot.
 struct Cursor { u32 waited, moved, signalled, slot; };
 
 // One track of one rank; `width` blocks run it.
-struct Group {
-    const int* code;  // number of phases; phases + 1 offsets; steps, with numbers of ends
+struct Track {
+    const int* code;  // number of phases; phases + 1 offsets; steps, whose peers index `ends`
     const End* ends;
     Cursor* cursors;  // [width][num_ends]
-    const i64* place;  // [chunks][2]: first byte in the rank's buffer, number of bytes
-    u32* report;  // [width][REPORT], which the host may read at any time
-    u32 rank;  // whose buffer it works on: an index of Launch.buffers
+    const i64* chunks;  // [chunks][2]: offset in the rank's buffer and size, in bytes
+    u32* report;  // [width][REPORT], in pinned memory that the host reads at any time
+    u32 rank;  // index of its buffer in Launch.buffers
     u32 num_ends;
     u32 code_words;
     u32 pad;
 };
 
 struct Launch {
-    const Group* groups;  // [gridDim.x / width]
-    u32* abort;  // not zero: everybody stops; the host may set it, and a deadline does
-    u32* finals;  // [blocks], zero at first: chunks that each has made final, for a queue; or 0
-    u64 timeout_ns;  // of one wait
+    const Track* tracks;  // [gridDim.x / width]
+    u32* abort;  // nonzero: all blocks stop; set by the host or by a timeout
+    u32* finals;  // [blocks], zeroed: the chunks that each has completed, for a queue; or 0
+    u64 timeout_ns;  // of each wait
     u32 width;
     u32 num_chunks;
     u32 stride;
     u32 slots;
-    u32 stripe;  // bytes of data that one block's part of a slot takes; a multiple of 16
+    u32 stripe;  // data bytes of one block's part of a slot; a multiple of 16
     u32 low_latency;  // 1: slots hold lines, and data-ready counters are not used
-    u32 divisor;  // of a chunk that is complete; 0 or 1: none
-    u32 ps_per_byte;  // emulated links: a send takes that long at least; 0: as fast as it goes
-    u32 direct;  // 1: pushes (see programs in program.py) go past the slots
+    u32 divisor;  // of complete chunks; 0 or 1: none
+    u32 ps_per_byte;  // emulated links: the least time of a send; 0: no emulation
+    u32 direct;  // 1: steps that push (program.py: programs) write buffers instead of slots
     u32 pad;
-    u8* buffers[MOST_RANKS];  // where results go: of the ranks of this launch, then of their peers
-    const u8* inputs[MOST_RANKS];  // what our callers gave; the same where in place
+    u8* buffers[MAX_RANKS];  // results: of the ranks of this launch, then of their peers
+    const u8* inputs[MAX_RANKS];  // values: of the ranks of this launch; in place equal to buffers
 };

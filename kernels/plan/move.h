@@ -1,55 +1,57 @@
-// What a block does with its slice of a chunk: SEND, REDUCE and COPY, over plain slots or lines.
+// SEND, REDUCE and COPY: how a thread block moves its slice of a chunk, over plain slots or lines.
 //
-// Plain slots: 16-byte accesses, neighbouring threads side by side, several in flight a thread.
-// A SEND that pushes writes the receivers' buffers instead, where the host has proved that nobody
-// touches the chunk there before the counter that follows tells of it.
-// Lines (see sync.h): 8 bytes of data as two lines; a reader polls each line for the number of this
-// use, so it needs no counter and no barrier.
-// A result over lines that overwrites a chunk must be stored behind the store of what it was made
-// of. Where a REDUCE and its SEND are two steps, two barriers and a release (the REDUCE's SIGNAL)
-// stand between that store and the lines. Where they are one, nothing that will be overwritten is
-// stored (dataflow.py: passed_on). A load of the own chunk comes before, as the lines depend on it.
-// Slots are 16-byte aligned; the caller's buffer may be aligned to its elements only, and is then
-// accessed element by element.
-// Bounds: no access to a buffer goes beyond the slice, and none to a slot beyond the block's part,
-// as a slice has at most `stripe` bytes (the host picks the number of chunks so).
+// Plain slots: coalesced 16-byte accesses, several in flight per thread. A SEND that pushes writes
+// the receivers' buffers instead; the host has proved that no other step accesses that chunk before
+// the counter is signalled.
+// Lines (sync.h): 8 data bytes are two lines. The reader polls each line for the flag of this use,
+// so it needs no counter and no barrier.
+// Order of stores over lines: a result that overwrites a chunk must be stored after the partial sum
+// that it was computed from. If a REDUCE and its SEND are two steps, two barriers and a release
+// (the REDUCE's SIGNAL) lie between the store of the partial sum and the lines. If they are fused,
+// a partial sum that will be overwritten is not stored (planning/dataflow.py: passed_on). Loads of
+// the own chunk come first because the lines depend on them.
+// Alignment: slots are aligned to 16 bytes. The caller's buffer may be aligned to its elements
+// only, and is then accessed element by element.
+// Bounds: no access goes beyond the slice in a buffer or beyond the block's part of a slot. The
+// host chooses the number of chunks so that a slice has at most `stripe` bytes.
 #pragma once
 #include "gpu/element.h"
 #include "plan/interpret.h"
 
-// Packs of a thread in flight: as many as fit the registers with no spill (a test looks).
+// Packs in flight per thread: as many as fit the registers without spilling (checked by a test).
 template <class T> struct Unroll { enum { count = sizeof(T) == 4 ? 4 : sizeof(T) == 1 ? 1 : 2 }; };
-enum { CLEAN = (1 << 30) - 1 };  // uses after which a slot's lines are all written anew
+enum { CLEAN = (1 << 30) - 1 };
 
-// Lines that shorter messages never write would keep flags of 2^32 uses ago: so all lines of each
-// slot are written when the count passes a multiple of 2^30.
+// Flags wrap after 2^32 uses, so a line that short messages never write could hold an old flag that
+// is valid again. Whenever the count passes a multiple of 2^30, all lines of each slot are written.
 __device__ __forceinline__ bool cleaning(const Launch& l, u32 use) {
     return (use & CLEAN) < l.slots;
 }
 
-// Nothing that is read after `lost` may be stored: it is not what was sent.
-__device__ __forceinline__ u32 poll(const u8* at, u32 use, const Launch& l, const Group& g,
+// The data of a line; sets `lost` if the wait was given up, after which no result may be stored.
+__device__ __forceinline__ u32 poll(const u8* at, u32 use, const Launch& l, const Track& track,
                                     ThreadBlock& block, bool& lost) {
     Patience patience = {0, 0};
     while (!lost) {
         const u64 line = ld_line((const u64*)at);
         if (u32(line >> 32) == use) return u32(line);
-        lost = !patience.more(l, g, block);
+        lost = !patience.more(l, track, block);
     }
     return 0;
 }
 
 template <class T>
 __device__ __forceinline__ Pack<T, 8> receive(const u8* slot, i64 at, u32 use, const Launch& l,
-                                              const Group& g, ThreadBlock& block, bool& lost) {
+                                              const Track& track, ThreadBlock& block, bool& lost) {
     union { u32 w[2]; Pack<T, 8> v; } got;
-    got.w[0] = poll(slot + 2 * at, use, l, g, block, lost);
-    got.w[1] = poll(slot + 2 * at + 8, use, l, g, block, lost);
+    got.w[0] = poll(slot + 2 * at, use, l, track, block, lost);
+    got.w[1] = poll(slot + 2 * at + 8, use, l, track, block, lost);
     return got.v;
 }
 
 template <class T, class Op>
-__device__ __forceinline__ void move_lines(const Launch& l, const Group& g, ThreadBlock& block) {
+__device__ __forceinline__ void move_lines(const Launch& l, const Track& track,
+                                           ThreadBlock& block) {
     const Task& t = block.task;
     i64 stop = t.nbytes;
     for (u32 j = 0; j < t.m; ++j)
@@ -59,16 +61,17 @@ __device__ __forceinline__ void move_lines(const Launch& l, const Group& g, Thre
         const i64 have = t.nbytes - at;
         Pack<T, 8> v = {};
         if (have > 0) {
-            v = t.source ? receive<T>(t.source, at, t.source_use, l, g, block, lost)
+            v = t.source ? receive<T>(t.source, at, t.source_use, l, track, block, lost)
                          : load<T, 8>(t.value + at, have);
             if (t.op == REDUCE) {
                 const u32 head = t.ahead ? 1 : 0;
                 Total<T, 8> total =
-                    widen(head ? receive<T>(t.slot[0], at, t.use[0], l, g, block, lost) : v);
+                    widen(head ? receive<T>(t.slot[0], at, t.use[0], l, track, block, lost) : v);
                 for (u32 j = head; j <= t.n; ++j) {
                     if (head && j == t.ahead) combine<Op>(total, v);
                     if (j < t.n)
-                        combine<Op>(total, receive<T>(t.slot[j], at, t.use[j], l, g, block, lost));
+                        combine<Op>(total,
+                                    receive<T>(t.slot[j], at, t.use[j], l, track, block, lost));
                 }
                 v = narrow<T, 8>(total, t.last ? l.divisor : 0);
             }
@@ -87,7 +90,7 @@ __device__ __forceinline__ void move_lines(const Launch& l, const Group& g, Thre
     }
 }
 
-// COUNT packs of one thread, `step` bytes apart, of which the first `have` bytes count.
+// Move COUNT packs of one thread, `step` bytes apart.
 template <class T, class Op, int COUNT>
 __device__ __forceinline__ void move_packs(const Task& t, u32 divisor, i64 at, i64 step) {
     Pack<T, 16> v[COUNT];
@@ -126,9 +129,9 @@ __device__ __forceinline__ void move_packs(const Task& t, u32 divisor, i64 at, i
 }
 
 template <class T, class Op>
-__device__ __forceinline__ void carry_out(const Launch& l, const Group& g, ThreadBlock& block) {
+__device__ __forceinline__ void carry_out(const Launch& l, const Track& track, ThreadBlock& block) {
     if (l.low_latency) {
-        move_lines<T, Op>(l, g, block);
+        move_lines<T, Op>(l, track, block);
         return;
     }
     const Task& t = block.task;

@@ -1,15 +1,16 @@
-// The plan interpreter: one launch runs a collective with no host in the loop (C-Cube, sections III
-// and IV-B). Compiled once for each (ELEMENT, OP).
+// The plan interpreter: one launch runs a whole collective without the host (C-Cube, sections III
+// and IV-B). Compiled for each (ELEMENT, OP).
 //
-// A block is one block of one track of one rank. Every block runs the whole track on its own slice
-// of every chunk, with counters and slots of its own: width never wait for one another, and each is
-// an instance of the verified plan. Reduction order: own value, behind `ahead` of the peers, then
-// the peers in plan order; float16 and bfloat16 in float32, rounded once a hop.
+// `width` thread blocks run each track of each rank. Every block runs the whole track on its own
+// slice of every chunk, with its own counters and its own part of every slot; so the blocks of a
+// track never wait for each other, and each set of corresponding blocks is an instance of the
+// verified plan. A REDUCE combines peers in plan order; the own value comes first, or behind the
+// first `ahead` peers. float16 and bfloat16 are combined in float32 and rounded once per REDUCE.
 //
-// Co-residency: a block waits for width of other blocks, so all blocks of all ranks must be resident
+// Co-residency: blocks wait for blocks of other tracks and ranks, so all of them must be resident
 // at once. The host checks the grid against the occupancy and launches cooperatively.
-// Uniformity: every barrier is reached by all threads of a block, as `op` and `failed` are read
-// behind one and written before it or behind the next.
+// Uniformity: all threads of a block reach every barrier, since `op` and `failed` are written on
+// one side of a barrier and read on the other.
 #include "plan/move.h"
 
 #ifndef THREADS
@@ -18,35 +19,35 @@
 
 template <class T, class Op> __device__ __forceinline__ void run(const Launch& launch) {
     SHARED(ThreadBlock, block);
-    const Group& group = launch.groups[blockIdx.x / launch.width];
-    Cursor* cursors = group.cursors + u64(blockIdx.x % launch.width) * group.num_ends;
-    const bool near_code = group.code_words <= CODE_WORDS, near_ends = group.num_ends <= MOST_ENDS;
+    const Track& track = launch.tracks[blockIdx.x / launch.width];
+    Cursor* cursors = track.cursors + u64(blockIdx.x % launch.width) * track.num_ends;
+    const bool near_code = track.code_words <= CODE_WORDS, near_ends = track.num_ends <= MAX_ENDS;
     if (near_code)
-        for (u32 i = threadIdx.x; i < group.code_words; i += blockDim.x)
-            block.code_copy[i] = group.code[i];
+        for (u32 i = threadIdx.x; i < track.code_words; i += blockDim.x)
+            block.code_copy[i] = track.code[i];
     if (near_ends)
-        for (u32 i = threadIdx.x; i < group.num_ends; i += blockDim.x)
+        for (u32 i = threadIdx.x; i < track.num_ends; i += blockDim.x)
             block.cursor_copy[i] = cursors[i];
     if (threadIdx.x == 0) {
         block.timed_out = block.phase = block.group = block.pc = block.length = 0;
-        // what is pushed by a launch that begins after a failure would hit tensors in other use
+        // after a failure, a push might overwrite a tensor that is in use again
         block.failed = launch.direct && ld_acquire_sys(launch.abort);
         block.link_free = block.finals = 0;
-        block.code = near_code ? block.code_copy : group.code;
+        block.code = near_code ? block.code_copy : track.code;
         block.cursors = near_ends ? block.cursor_copy : cursors;
     }
     __syncthreads();
     for (;;) {
-        if (threadIdx.x == 0) next(launch, group, block);
+        if (threadIdx.x == 0) next(launch, track, block);
         __syncthreads();
         if (block.task.op == STOP) break;
-        carry_out<T, Op>(launch, group, block);
+        carry_out<T, Op>(launch, track, block);
         __syncthreads();
     }
-    const bool never_began = block.failed && !block.pc;  // and so has nothing to report
-    if (threadIdx.x == 0 && !never_began) report_end(launch, group, block);
-    if (near_ends)  // after a failure nobody uses them again
-        for (u32 i = threadIdx.x; i < group.num_ends; i += blockDim.x)
+    const bool never_began = block.failed && !block.pc;  // then there is no step to report
+    if (threadIdx.x == 0 && !never_began) report_end(launch, track, block);
+    if (near_ends)  // also after a failure, when they are no longer used
+        for (u32 i = threadIdx.x; i < track.num_ends; i += blockDim.x)
             cursors[i] = block.cursor_copy[i];
 }
 

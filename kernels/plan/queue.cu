@@ -1,10 +1,12 @@
-// Dequeue: the stream goes on once a layer's gradients are final (C-Cube, section III-D, `check`).
+// Dequeue a layer: the stream continues once its gradients are final (C-Cube, section III-D,
+// `check`).
 //
-// The plan interpreter counts the chunks that each block has made final; a block's counter is raised
-// with release behind the chunk's data, and loaded with acquire here, so what follows this kernel
-// on its stream sees the data. One block: the interpreter's blocks must be resident all at once
-// beside it, for which the host leaves a multiprocessor free. A counter that stands still for
-// `timeout_ns`, twice the interpreter's own deadline, raises the abort word; no wait is longer.
+// The plan interpreter counts the chunks that each thread block has completed. It stores a block's
+// counter with release after the chunk's data, and this kernel loads it with acquire, so later work
+// on the stream sees the data. The kernel is a single block, for which the host leaves one
+// multiprocessor free, since all of the interpreter's blocks must be resident at the same time. If
+// a counter does not change for `timeout_ns`, twice the interpreter's timeout, the abort word is
+// set.
 #include "gpu/sync.h"
 
 struct Check {

@@ -1,8 +1,8 @@
-"""The simulator's loop over events: plain Python for short plans, compiled for long.
+"""The simulator's event loop: plain Python for short plans, compiled by Numba for long ones.
 
-`play` uses only what Numba compiles as it stands; it takes lists where it is called in Python and
-arrays where it is compiled, and gives the same bits. Op codes and the layout of `code` are those
-of `collectives.planning.plan` (`Op`, `Plan.encode`); a test compares them.
+`play` takes lists when run as Python and arrays when compiled; both give the same bits. Op codes
+and the layout of `code` are those of `collectives.planning.plan` (`Op`, `Plan.encode`); a test
+compares them.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ def play(
     strand_at, strand, link, stores, strand_per_byte, per_byte, alpha, strand_free, busy, first,
     sent_connection, sent_chunk, sent_start, sent_free, sent_end,
 ):  # fmt: skip
-    """Carry out every track of `code`; returns (end in s, sends written, whether it hangs).
+    """Carry out every track of `code`; returns (end in s, rows of `sent_*`, whether it hangs).
 
-    Rules: `collectives.runtime.simulate.simulate`.
+    The rules are those of `collectives.planning.simulate.simulate`. All times are in seconds.
 
-    `ranks` [tracks]; `sizes` [chunks], bytes. A connection has two queues of times in s, 2i for
-    its sender (a slot is free) and 2i + 1 for its receiver (data is ready): queue q lies in
-    `tokens` from `token_at[q]` on, with `given[q]` entries so far. Connection i takes strands
-    `strand[strand_at[i]:strand_at[i + 1]]`, with the `link` of each (an index into `busy`, s),
-    whether it `stores`, and seconds a byte; `strand_free` [strands] is when each is free.
-    `per_byte`, `alpha` [connections]: how long a send holds its track. Of a send that has
-    begun on some of its connections only, the links into memory crossed lie in `stored` from
-    `stored_at[track]` on.
-    `first` [ranks] receives when chunk 0 was last written; the `sent_` arrays a row for each send
-    and connection.
+    `ranks` [tracks] is the rank of each track, `sizes` [chunks] the bytes of each chunk. Connection
+    i has two queues of times: 2i for its sender (a slot is free) and 2i + 1 for its receiver (data
+    is ready). Queue q begins at `tokens[token_at[q]]` and has `given[q]` entries so far. Connection
+    i uses the strands `strand[strand_at[i]:strand_at[i + 1]]`; each has a `link` (an index into
+    `busy`), a flag whether it `stores` into memory, and a time per byte. `strand_free` [strands] is
+    when each is free. `per_byte` and `alpha` [connections] are how long a send occupies its track.
+    If a send has begun on only some of its connections, the links into memory that it already uses
+    are in `stored` from `stored_at[track]` on.
+    `first` [ranks] receives the time at which chunk 0 was last written; the `sent_*` arrays receive
+    a row for each send and connection.
     """
     tracks, phases = code[0], code[1]
     groups = (num_chunks + stride - 1) // stride
     phase = [0] * tracks
     group = [0] * tracks
-    place = [-1] * tracks  # in the code; -1: at the start of a phase's steps
+    pc = [-1] * tracks  # offset in the code; -1: at the start of a phase's steps
     taken = [0] * len(given)
     parked = [-1] * len(given)
-    begun = [False] * len(code)  # where the code names a connection: it has begun in this send
-    going = [False] * tracks  # within a send that has not begun on all its connections
-    done = [0.0] * tracks  # when those that have begun are over
+    begun = [False] * len(code)  # at a connection's offset: the current send has begun on it
+    going = [False] * tracks  # whether the current send has begun on some connections only
+    done = [0.0] * tracks  # when the connections on which it has begun are done
     stored_n = [0] * tracks
     queue = [(0.0, s, s) for s in range(tracks)]
     heapify(queue)
@@ -64,20 +64,20 @@ def play(
             if start == stop or group[s] == groups:
                 phase[s], group[s] = phase[s] + 1, 0
                 continue
-            at = place[s] if place[s] >= 0 else start
+            at = pc[s] if pc[s] >= 0 else start
             if at == stop:
-                group[s], place[s] = group[s] + 1, -1
+                group[s], pc[s] = group[s] + 1, -1
                 continue
             op, n = code[at], code[at + 4]
             chunk = group[s] * stride + code[at + 1]
             if chunk >= num_chunks:
-                place[s] = at + 5 + n
+                pc[s] = at + 5 + n
                 continue
             if op == WAIT:
                 q = 2 * code[at + 5] + (1 - code[at + 2])
                 if taken[q] == given[q]:
                     parked[q] = s
-                    place[s] = at
+                    pc[s] = at
                     break
                 now = max(now, tokens[token_at[q] + taken[q]])
                 taken[q] += 1
@@ -106,7 +106,7 @@ def play(
                                 fresh = fresh and stored[m] != link[k]
                         if fresh:
                             begin = max(begin, strand_free[strand[k]])
-                    if begin > now:  # others may ask for the strand before it is free: ask again
+                    if begin > now:  # retry then, as another send may take the strand first
                         again = begin if again < 0 else min(again, begin)
                         begun[j] = False
                         continue
@@ -131,15 +131,15 @@ def play(
                     written += 1
                 if again >= 0:
                     heappush(queue, (again, serial, s))
-                    place[s], going[s] = at, True
+                    pc[s], going[s] = at, True
                 else:
                     heappush(queue, (done[s], serial, s))
-                    place[s], going[s] = at + 5 + n, False
+                    pc[s], going[s] = at + 5 + n, False
                 serial += 1
                 break
             elif chunk == 0:
                 first[ranks[s]] = now
-            place[s] = at + 5 + n
+            pc[s] = at + 5 + n
         end = max(end, now)
     return end, written, left > 0
 

@@ -1,9 +1,8 @@
-"""Rows of an embedding's gradient on the CPU: equal ones summed, split, added into a table.
+"""Sums of the rows of an embedding gradient that have the same index, on the CPU.
 
-Rows that have the same index are summed in float32 in the order in which they come, whatever the
-number of threads: these share out columns. Where the table has few rows beside those that come,
-each row's place is looked up in a map of the table; else indices are sorted, on as many bits as
-they have.
+Rows are summed in float32, in the order in which they are given. Threads divide the columns, so
+their number does not change the result. If the table is not much larger than the gradient, each
+index is looked up in a map of the table; otherwise the indices are radix-sorted.
 """
 
 from __future__ import annotations
@@ -14,15 +13,14 @@ from numba import njit
 from linkweave.kernels.parallel import parts, run_parts
 from linkweave.kernels.topk.cpu import U
 
-DIGIT = 11  # bits that one pass of the sort looks at
-_MAPPED = 8  # rows of the table for each that comes, up to which a map of it is cheaper
-_LINE = 16  # float32 of a cache line, which threads do not share
-_COLUMNS = 64  # float32 that are worth a thread: less of a row wastes what memory sends
+DIGIT = 11  # bits per pass of the radix sort
+_MAPPED = 8  # table rows per gradient row, up to which a map of the table is cheaper
+_LINE = 16  # float32 per cache line, which threads must not share
+_COLUMNS = 64  # the fewest columns of a thread: narrower accesses waste memory bandwidth
 
 
 @njit(nogil=True, cache=True)
 def _outside(indices, num_rows):
-    """Place of the first index that is out of range; -1: none is."""
     for i in range(indices.size):
         if not 0 <= indices[i] < num_rows:
             return i
@@ -30,9 +28,9 @@ def _outside(indices, num_rows):
 
 
 @njit(nogil=True, cache=True)
-def _map_rows(indices, number, place):
-    """`place[i]`: that of row i among those that occur, in ascending order. How many do; their
-    indices stand in `number` afterwards, at the front."""
+def _map_positions(indices, number, position):
+    """Set `position[i]` to the rank of indices[i] among the distinct indices; returns how many
+    these are. `number` [num_rows] is zeroed scratch memory."""
     for i in range(indices.size):
         number[indices[i]] = 1
     found = 0
@@ -41,19 +39,19 @@ def _map_rows(indices, number, place):
             number[row] = found
             found += 1
     for i in range(indices.size):
-        place[i] = number[indices[i]]
+        position[i] = number[indices[i]]
     return found
 
 
 @njit(nogil=True, cache=True)
-def _names(indices, place, unique):
+def _write_unique(indices, position, unique):
     for i in range(indices.size):
-        unique[place[i]] = indices[i]
+        unique[position[i]] = indices[i]
 
 
 @njit(nogil=True, cache=True)
 def _sort_pass(keys, order, shift, counts, keys_out, order_out):
-    """One stable pass of a radix sort by DIGIT bits from `shift` on."""
+    """One stable pass of the radix sort, by the DIGIT bits from bit `shift` on."""
     counts[:] = 0
     digit = U(counts.size - 1)
     for i in range(U(keys.size)):
@@ -69,35 +67,36 @@ def _sort_pass(keys, order, shift, counts, keys_out, order_out):
 
 
 @njit(nogil=True, cache=True)
-def _places_of_sorted(keys, order, place):
+def _sorted_positions(keys, order, position):
+    """`_map_positions` of sorted indices; `order[i]` is where key i comes from."""
     found = -1
     for i in range(keys.size):
         if i == 0 or keys[i] != keys[i - 1]:
             found += 1
-        place[order[i]] = found
+        position[order[i]] = found
     return found + 1
 
 
 @njit(nogil=True, cache=True)
-def _add(place, values, sums, first, last):
-    """sums[place[i]] += values[i], columns first to last, in the order of i."""
-    for i in range(U(place.size)):
-        row = U(place[i])
+def _add(position, values, sums, first, last):
+    """`add_rows`, for the columns from `first` to `last`."""
+    for i in range(U(position.size)):
+        row = U(position[i])
         for column in range(U(first), U(last)):
             sums[row, column] += values[i, column]
 
 
 def first_outside(indices: np.ndarray, num_rows: int) -> int:
-    """Place of the first index that is not from 0 to num_rows - 1; -1 where there is none."""
+    """The position of the first index that is not from 0 to num_rows - 1; -1 if there is none."""
     return int(_outside(indices, num_rows))
 
 
-def unique_places(indices: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """(indices that occur, ascending; for each i the place of indices[i] among them)."""
+def unique_positions(indices: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """(distinct indices, ascending; int64 [n]: the position of indices[i] among them)."""
     n = indices.size
-    place = np.empty(n, np.int64)
+    position = np.empty(n, np.int64)
     if num_rows <= max(_MAPPED * n, 1 << 16):
-        found = _map_rows(indices, np.zeros(num_rows, np.int64), place)
+        found = _map_positions(indices, np.zeros(num_rows, np.int64), position)
     else:
         keys, order = indices.astype(np.int64), np.arange(n)
         spare = np.empty_like(keys), np.empty_like(order)
@@ -105,13 +104,13 @@ def unique_places(indices: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.nd
         for shift in range(0, int(num_rows - 1).bit_length(), DIGIT):
             _sort_pass(keys, order, shift, counts, *spare)
             (keys, order), spare = spare, (keys, order)
-        found = _places_of_sorted(keys, order, place)
+        found = _sorted_positions(keys, order, position)
     unique = np.empty(found, indices.dtype)
-    _names(indices, place, unique)
-    return unique, place
+    _write_unique(indices, position, unique)
+    return unique, position
 
 
-def add_rows(place: np.ndarray, values: np.ndarray, sums: np.ndarray) -> None:
-    """sums[place[i]] += values[i] in the order of i; values [n, width], sums [rows, width]."""
+def add_rows(position: np.ndarray, values: np.ndarray, sums: np.ndarray) -> None:
+    """sums[position[i]] += values[i] in the order of i; values [n, width], sums [rows, width]."""
     spans = parts(values.shape[1], _LINE, _COLUMNS)
-    run_parts(lambda i: _add(place, values, sums, *spans[i]), len(spans))
+    run_parts(lambda i: _add(position, values, sums, *spans[i]), len(spans))

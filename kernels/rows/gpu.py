@@ -1,4 +1,4 @@
-"""Launches of `sort.cu` and `rows.cu`: sums of rows that have the same index."""
+"""Launches of `sort.cu` and `rows.cu`: sort rows by index, and sum rows of the same index."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from typing import Any
 from linkweave.kernels.gpu.arrays import Gpu, element, fields, grid, struct
 
 SORT = fields(
-    ("u8", "indices keys order keys_out order_out counts told run unique n limit chunk"),
+    ("u8", "indices keys order keys_out order_out counts summary run unique n limit chunk"),
     ("u4", "shift blocks"),
 )
 ROWS = fields(("u8", "values order run unique sums table head tail n width"))
-WINDOW = 32  # rows of a window
+WINDOW = 32  # rows per window
 _RADIX, _BITS = 256, 8
 
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
-    """Rows in the order of their indices: `order` [n] their places, `run` [n] the numbers of their
-    runs, `unique` the index of each of `runs` runs."""
+    """Rows sorted by their index.
+
+    Sorted row i is row `order[i]` and belongs to run `run[i]`; a run is all rows of one index,
+    which is `unique[run]`. There are `runs` runs.
+    """
 
     n: int
     order: Any
@@ -29,17 +32,19 @@ class Sorted:
 
 
 def sort(gpu: Gpu, indices: Any, dtype: str, n: int, limit: int) -> Sorted | int:
-    """Sort `indices` [n] (int32 or int64), n > 0; or the first place whose index is not from 0 to
-    `limit` - 1. Waits for the GPU once, as only it knows the number of runs."""
+    """Sort `indices` [n] (int32 or int64), n > 0. Waits for the GPU once, for the number of runs.
+
+    If an index is not from 0 to `limit` - 1, returns the first position of such an index instead.
+    """
     wide = limit > 1 << 32
     key, stored = ("u64", "int64") if wide else ("u32", "int32")
     words = (*element(dtype, "INDEX"), f"-DKEY={key}")
     blocks, chunk = grid(gpu, n, 4 * gpu.threads, gpu.threads)
     pairs = [(gpu.empty(n, stored), gpu.empty(n, "int32")) for _ in range(2)]
-    counts, told = gpu.empty(_RADIX * blocks, "int32"), gpu.full(2, "int64", n)
+    counts, summary = gpu.empty(_RADIX * blocks, "int32"), gpu.full(2, "int64", n)
     run, unique = gpu.empty(n, "int32"), gpu.empty(n, dtype)
     argument = struct(
-        SORT, counts=gpu.address(counts), told=gpu.address(told), run=gpu.address(run),
+        SORT, counts=gpu.address(counts), summary=gpu.address(summary), run=gpu.address(run),
         unique=gpu.address(unique), n=n, limit=limit, chunk=chunk, blocks=blocks,
         indices=gpu.address(indices),
     )  # fmt: skip
@@ -56,7 +61,7 @@ def sort(gpu: Gpu, indices: Any, dtype: str, n: int, limit: int) -> Sorted | int
     argument["keys"] = gpu.address(pairs[0][0])
     gpu.launch("rows/sort.cu", "runs", words, argument, blocks)
     gpu.launch("rows/sort.cu", "name", words, argument, blocks)
-    runs, outside = gpu.read(told).tolist()
+    runs, outside = gpu.read(summary).tolist()
     runs -= n
     if outside < n:
         return int(outside)
@@ -66,7 +71,10 @@ def sort(gpu: Gpu, indices: Any, dtype: str, n: int, limit: int) -> Sorted | int
 def add(
     gpu: Gpu, rows: Sorted, values: Any, dtype: str, index: str, width: int, table: Any = None
 ) -> Any:
-    """The sums of each run's rows [runs * width], of `dtype`; or added to `table`'s rows."""
+    """Sum the rows of each run: returns [runs * width] of `dtype`, or adds them to `table`'s rows.
+
+    The order of summation is that of `rows.cu`.
+    """
     sums = None if table is not None else gpu.empty(rows.runs * width, dtype)
     if not width:
         return sums

@@ -1,13 +1,12 @@
-// Sums of rows that have the same index, in float32, of rows sorted by their index (sort.cu).
+// Sums in float32 of rows that have the same index; sort.cu has sorted the rows by index.
 //
-// The sorted rows are cut into windows of WINDOW. `windows`: a thread has one column of a window,
-// and adds its rows in their order; runs that lie in the window are complete. What is left are a
-// run's first rows (`tail` of the window in which it begins) and its rows in later windows (`head`
-// of each), which `join` adds in the order of the windows. So the order of a sum is fixed by the
-// sorted places: within windows, then window by window; and a row that occurs often holds up a
-// thread for a WINDOW-th of its times. Launches follow each other on one stream. Bounds: rows are
-// read at places below n, and written at runs below their number; with `table` at rows that
-// `histogram` has checked.
+// The sorted rows are divided into windows of WINDOW. In `windows`, a thread adds the rows of one
+// window in one column, in order. A run that lies within the window is complete; otherwise its sum
+// goes to `tail` of the window in which it begins, and to `head` of each later window. `join` adds
+// these in the order of the windows. So the order of summation is fixed by the sorted positions:
+// within windows, then window by window. All launches go to one stream.
+// Bounds: rows are read at positions below n and written at runs below their number; rows of
+// `table` are written at indices that `histogram` has checked.
 #include "gpu/block.h"
 #include "gpu/element.h"
 
@@ -15,15 +14,15 @@
 #define INDEX int
 #endif
 
-enum { WINDOW = 32, AHEAD = 8 };  // rows; loads of a thread in flight
+enum { WINDOW = 32, AHEAD = 8 };  // rows per window; loads in flight per thread
 
 struct Rows {
     const ELEMENT* values;  // [n][width]
-    const u32* order;  // [n]: where each sorted row comes from
-    const u32* run;  // [n]
-    const INDEX* unique;  // [runs]
-    ELEMENT* sums;  // [runs][width], or 0:
-    float* table;  // [rows][width], to which the sums are added
+    const u32* order;  // [n]: the position in `values` of each sorted row
+    const u32* run;  // [n]: the run of each sorted row
+    const INDEX* unique;  // [runs]: the index of each run
+    ELEMENT* sums;  // [runs][width], or 0 if there is a table
+    float* table;  // [rows][width], to which the sums are added, or 0
     float* head;  // [windows][width]
     float* tail;
     u64 n;
@@ -36,13 +35,12 @@ __device__ __forceinline__ void put(const Rows& a, u32 run, u64 column, float su
 }
 
 __device__ __forceinline__ void add_windows(const Rows& a) {
-    const u64 windows = (a.n + WINDOW - 1) / WINDOW, stride = u64(gridDim.x) * blockDim.x;
-    for (u64 id = u64(blockIdx.x) * blockDim.x + threadIdx.x; id < windows * a.width;
-         id += stride) {
+    const u64 windows = (a.n + WINDOW - 1) / WINDOW;
+    EACH(id, windows * a.width) {
         const u64 w = id / a.width, column = id % a.width, start = w * WINDOW;
         const u64 stop = start + WINDOW < a.n ? start + WINDOW : a.n;
         u32 run = a.run[start];
-        bool begun = start && a.run[start - 1] == run;  // in an earlier window
+        bool begun = start && a.run[start - 1] == run;  // the run began in an earlier window
         float sum = 0;
 #pragma unroll 1
         for (u64 i = start; i < stop; i += AHEAD) {
@@ -75,15 +73,14 @@ __device__ __forceinline__ void add_windows(const Rows& a) {
 }
 
 __device__ __forceinline__ void join_windows(const Rows& a) {
-    const u64 windows = (a.n + WINDOW - 1) / WINDOW, stride = u64(gridDim.x) * blockDim.x;
-    for (u64 id = u64(blockIdx.x) * blockDim.x + threadIdx.x; id < windows * a.width;
-         id += stride) {
+    const u64 windows = (a.n + WINDOW - 1) / WINDOW;
+    EACH(id, windows * a.width) {
         const u64 w = id / a.width, column = id % a.width, start = w * WINDOW;
         u64 stop = start + WINDOW;
         if (stop >= a.n) continue;
         const u32 run = a.run[stop - 1];
-        if (a.run[stop] != run) continue;  // none goes on
-        if (a.run[start] == run && start && a.run[start - 1] == run) continue;  // not begun here
+        if (a.run[stop] != run) continue;  // no run continues in the next window
+        if (a.run[start] == run && start && a.run[start - 1] == run) continue;  // it began earlier
         float sum = a.tail[id];
         for (u64 next = w + 1; stop < a.n && a.run[stop] == run; ++next, stop += WINDOW)
             sum += a.head[next * a.width + column];

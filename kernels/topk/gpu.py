@@ -1,4 +1,4 @@
-"""Launches of `select.cu` and `merge.cu`: the k largest of a row, with a residual, and of sums."""
+"""Launches of `select.cu`: the k largest of a row, with or without a residual."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ SELECT = fields(
     ("u4", "samples rank wide digit"),
 )
 CHOICE_BYTES = 8 + 4 * 16 + 3 * 2048 * 8 + 8
-_AHEAD = 8  # elements of a thread in flight in `mark`
+_AHEAD = 8  # loads in flight per thread in `mark`
 
 
 def select(gpu: Gpu, x: Any, dtype: str, n: int, k: int, residual: Any = None) -> tuple[Any, Any]:
-    """(values, indices) of the k largest |x|, indices ascending; x [n].
+    """(values, ascending indices) of the k largest |x| of x [n]. Does not wait for the GPU.
 
-    With `residual` (float32 [n]): those of |x + residual|, as float32; the residual becomes what
-    is left. Nothing waits for the GPU. Scratch memory: n / 8 bytes and some 60 KB.
+    With `residual` (float32 [n]): those of |x + residual|, with float32 values; the rest of the sum
+    stays in the residual. Uses n / 8 bytes and about 60 KB of scratch memory.
     """
     wide = index_type(n)
     values = gpu.empty(k, dtype if residual is None else "float32")
@@ -53,50 +53,3 @@ def select(gpu: Gpu, x: Any, dtype: str, n: int, k: int, residual: Any = None) -
     for name in ("tally", "take") if k else ():
         gpu.launch("topk/select.cu", name, words, argument, blocks)
     return values, indices
-
-
-MERGE = fields(
-    ("u8", "a_values a_indices b_values b_indices values indices sums unique counts told"),
-    ("u8", "num_a num_b chunk"),
-)
-PART = fields(
-    ("u8", "values indices found kept_values kept_indices left_values left_indices number kept")
-)
-Pair = tuple[Any, Any]
-
-
-def merge(gpu: Gpu, a: Pair, b: Pair, sizes: tuple[int, int], dtype: str) -> Pair | int:
-    """The sum of two sparse vectors (float32 values, indices of `dtype`); or 1 or 2 where the
-    first's or second's indices do not ascend. Waits for the GPU once, for the sum's size."""
-    number = sum(sizes)
-    merged, total = ((gpu.empty(number, "float32"), gpu.empty(number, dtype)) for _ in range(2))
-    if not number:
-        return total
-    blocks, chunk = grid(gpu, number, gpu.threads, gpu.threads)
-    counts, told = gpu.empty(blocks, "int32"), gpu.full(3, "int64", 0)
-    where = [gpu.address(x) for pair in (a, b, merged, total) for x in pair]
-    argument = struct(
-        MERGE, **dict(zip(MERGE.names or (), where, strict=False)), counts=gpu.address(counts),
-        told=gpu.address(told), num_a=sizes[0], num_b=sizes[1], chunk=chunk,
-    )  # fmt: skip
-    words = element(dtype, "INDEX")
-    for name in ("place", "heads", "unite"):
-        gpu.launch("merge/merge.cu", name, words, argument, blocks)
-    unique, first, second = gpu.read(told).tolist()
-    if first or second:
-        return 1 if first else 2
-    return total[0][:unique], total[1][:unique]
-
-
-def part(
-    gpu: Gpu, total: Pair, number: int, found: Any, kept: int, dtype: str
-) -> tuple[Pair, Pair]:
-    """A sparse vector's entries at these ascending int32 places, and the others."""
-    sides = [(gpu.empty(size, "float32"), gpu.empty(size, dtype)) for size in (kept, number - kept)]
-    where = [gpu.address(x) for x in (*total, found, *sides[0], *sides[1])]
-    argument = struct(
-        PART, **dict(zip(PART.names or (), where, strict=False)), number=number, kept=kept
-    )
-    blocks, _ = grid(gpu, number, gpu.threads, gpu.threads)
-    gpu.launch("merge/merge.cu", "part", element(dtype, "INDEX"), argument, blocks)
-    return sides[0], sides[1]

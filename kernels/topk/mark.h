@@ -1,38 +1,38 @@
-// The one pass over the whole row: `sample` before it, and `mark`.
+// `sample`, which picks a threshold, and `mark`, the only pass over the whole row.
 #pragma once
 #include "topk/keys.h"
 
-struct SampleRoom { u64 bins[SAMPLE_BINS]; u64 sums[THREADS]; Found found; };
+struct SampleScratch { u64 bins[SAMPLE_BINS]; u64 sums[THREADS]; Found found; };
 
-// One block.
+// Runs as one block.
 __device__ __forceinline__ void sample_row(const Select& a) {
-    SHARED(SampleRoom, room);
+    SHARED(SampleScratch, scratch);
     u32* state = (u32*)a.choice;
     for (u32 i = threadIdx.x; i < sizeof(Choice) / 4; i += blockDim.x) state[i] = 0;
-    for (u32 i = threadIdx.x; i < SAMPLE_BINS; i += blockDim.x) room.bins[i] = 0;
+    for (u32 i = threadIdx.x; i < SAMPLE_BINS; i += blockDim.x) scratch.bins[i] = 0;
     __syncthreads();
     const u32 shift = bits_of(a) - 12;
     for (u32 j = threadIdx.x; j < a.samples && a.rank; j += blockDim.x) {
-        // multiples of the golden ratio, which lie evenly
+        // multiples of the golden ratio are evenly distributed
         const u64 i = a.samples == a.n ? j : u64(j * 2654435769u) * a.n >> 32;
         const u32 key = a.residual ? key_of(widen(a.x[i]) + a.residual[i]) : key_of(a.x[i]);
-        count_up(&room.bins[key >> shift], u64(1));
+        count_up(&scratch.bins[key >> shift], u64(1));
     }
     __syncthreads();
     Found found = {0, 0, 0};
-    if (a.rank) found = reach(room.sums, room.found, room.bins, SAMPLE_BINS, a.rank);
+    if (a.rank) found = reach(scratch.sums, scratch.found, scratch.bins, SAMPLE_BINS, a.rank);
     if (threadIdx.x) return;
     a.choice->low = found.bin << shift;
     a.choice->step[0].left = a.k;
 }
 
-enum { AHEAD = 8 };  // loads of a thread in flight
+enum { AHEAD = 8 };  // loads in flight per thread
 
-struct MarkRoom { u32 marked; };
+struct MarkScratch { u32 marked; };
 
 __device__ __forceinline__ void mark_row(const Select& a) {
-    SHARED(MarkRoom, room);
-    if (threadIdx.x == 0) room.marked = 0;
+    SHARED(MarkScratch, scratch);
+    if (threadIdx.x == 0) scratch.marked = 0;
     __syncthreads();
     const u32 low = a.choice->low;
     const u64 start = blockIdx.x * a.chunk, whole = start + a.chunk;
@@ -46,7 +46,7 @@ __device__ __forceinline__ void mark_row(const Select& a) {
         ELEMENT x[AHEAD];
         u32 key[AHEAD];
 #pragma unroll
-        for (int u = 0; u < AHEAD; ++u)  // all loads before the first use
+        for (int u = 0; u < AHEAD; ++u)  // issue all loads before the first use
             x[u] = u * step < left ? from[u * step] : ELEMENT();
         if (a.residual) {
             float sum[AHEAD];
@@ -69,7 +69,7 @@ __device__ __forceinline__ void mark_row(const Select& a) {
                 marked += write_bit(a.words, i, u * step < left && key[u] >= low);
         }
     }
-    if (marked) count_up(&room.marked, marked);
+    if (marked) count_up(&scratch.marked, marked);
     __syncthreads();
-    if (threadIdx.x == 0 && room.marked) count_up(&a.choice->marked, u64(room.marked));
+    if (threadIdx.x == 0 && scratch.marked) count_up(&a.choice->marked, u64(scratch.marked));
 }

@@ -1,4 +1,4 @@
-"""Selection fused with a residual, on the CPU."""
+"""Top-k selection fused with the update of a residual, on the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from linkweave.kernels.topk.cpu import BLOCK, U, most_of
 
 @njit(nogil=True, cache=True)
 def _add_and_gather(grad, residual, start, stop, low, at):
-    """residual += grad; positions of sums whose keys are >= low, or -1 where `at` is full."""
+    """residual += grad, and `topk._gather` of the sums."""
     bits = residual.view(np.uint32)
     mask = np.uint32(0x7FFFFFFF)
     found, full = U(0), False
@@ -30,24 +30,27 @@ def _add_and_gather(grad, residual, start, stop, low, at):
 
 
 def sparsify(grad: np.ndarray, residual: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """(values, positions) of the k largest |grad + residual|, which leave the residual; the rest
-    stays in it. Both float32 [n]. Each is read once and the residual written once."""
+    """(values, positions) of the k largest |grad + residual|; the rest stays in `residual`.
+
+    Both are float32 [n]. One pass reads both and writes the residual.
+    """
     keys = topk.Keys("float32")
     n = grad.size
     low = np.uint32(0xFFFFFFFF)
-    room = 0
+    most = 0
     if 0 < k <= n // 8:
-        places = topk.places(n)
-        sums = keys.of((grad[places] + residual[places]).view(np.uint32))
-        bound = topk.bound(sums, n, k)
+        at = topk.sample_positions(n)
+        bound = topk.bound(keys.of((grad[at] + residual[at]).view(np.uint32)), n, k)
         if bound is not None:
-            low, room = bound
+            low, most = bound
     spans = parts(n, BLOCK)
-    at = [np.empty(min(room, stop - start) + BLOCK, np.int64) for start, stop in spans]
-    counts = run_parts(lambda i: _add_and_gather(grad, residual, *spans[i], low, at[i]), len(spans))
+    found_at = [np.empty(min(most, stop - start) + BLOCK, np.int64) for start, stop in spans]
+    counts = run_parts(
+        lambda i: _add_and_gather(grad, residual, *spans[i], low, found_at[i]), len(spans)
+    )
     bits = residual.view(np.uint32)
-    if room and min(counts) >= 0 and k <= sum(counts) <= room:
-        found = topk.among(bits, keys, k, topk.joined(at, counts))
+    if most and min(counts) >= 0 and k <= sum(counts) <= most:
+        found = topk.among(bits, keys, k, topk.joined(found_at, counts))
     else:
         found = topk.select(bits, "float32", k)
     values = residual[found]

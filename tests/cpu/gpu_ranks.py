@@ -13,7 +13,7 @@ import pytest
 from host_gpu import CURRENT, HostDevice, HostTensor, build
 
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.runtime.gpu import executor as cuda
+from linkweave.collectives.runtime.gpu import device as cuda
 
 MODES = {
     "threads on one GPU": {"device": "cuda:0", "virtual": True},
@@ -56,14 +56,14 @@ class Choosy(HostDevice):
     def sees(self, peer: int) -> bool:
         raise NotImplementedError
 
-    def share(self, address: int) -> bytes:
-        return super().share(address).rstrip(b"\0") + b"#%d" % self.index
+    def ipc_handle(self, address: int) -> bytes:
+        return super().ipc_handle(address).rstrip(b"\0") + b"#%d" % self.index
 
-    def open(self, handle: bytes) -> int:
+    def ipc_open(self, handle: bytes) -> int:
         handle, _, owner = handle.partition(b"#")
         if not self.sees(int(owner.rstrip(b"\0"))):
             raise RuntimeError("cudaErrorMapBufferObjectFailed: mapping of buffer object failed")
-        return super().open(handle)
+        return super().ipc_open(handle)
 
 
 def plain(index: int) -> HostDevice:

@@ -26,11 +26,11 @@ from linkweave.collectives.runtime.gpu import program
 from linkweave.collectives.runtime.gpu.fuse import fused
 from linkweave.collectives.runtime.gpu.program import (
     CURSOR,
-    GROUP,
     LINE,
     REPORT,
+    TRACK,
     LaunchConfig,
-    chunk_places,
+    chunk_extents,
 )
 from linkweave.kernels.dtypes import DTYPES, REDUCTIONS, step_of
 
@@ -238,13 +238,13 @@ class HostDevice:
     def identity(self) -> tuple[str, str]:
         return self.bus_id, f"GPU-{self.bus_id}"
 
-    def reach(self, peer: int) -> bool:
+    def enable_peer_access(self, peer: int) -> bool:
         return True
 
-    def share(self, address: int) -> bytes:
+    def ipc_handle(self, address: int) -> bytes:
         return f"{os.getpid()} {self._files[address]}".encode().ljust(64, b"\0")
 
-    def open(self, handle: bytes) -> int:
+    def ipc_open(self, handle: bytes) -> int:
         pid, number = handle.rstrip(b"\0").split()
         assert int(pid) != os.getpid(), "CUDA opens no handle in the process that made it"
         fd = os.open(f"/proc/{int(pid)}/fd/{int(number)}", os.O_RDWR)
@@ -254,7 +254,7 @@ class HostDevice:
         self.opened[address] = memory
         return address
 
-    def shut(self, address: int) -> None:
+    def ipc_close(self, address: int) -> None:
         del self.opened[address]
 
     def register(self, address: int, nbytes: int) -> None:
@@ -403,7 +403,7 @@ class HostGpu:
         """
         plan = plan or self.plan
         nbytes = inputs[0].nbytes if nbytes is None else nbytes
-        places = [chunk_places(plan, nbytes, r) for r in range(plan.size)]
+        places = [chunk_extents(plan, nbytes, r) for r in range(plan.size)]
         buffers = [
             self.image.add(np.concatenate([np.zeros(skew, np.uint8), x.reshape(-1).view(np.uint8)]))
             for x in inputs
@@ -414,19 +414,19 @@ class HostGpu:
                            for b in buffers]  # fmt: skip
             buffers = [self.image.add(~self.image.segments[(b >> 40) - 1]) for b in values]
         chosen = [(r, f) for r, f in self.groups if only in (None, r)]
-        table = np.zeros(len(chosen), GROUP)
+        table = np.zeros(len(chosen), TRACK)
         where = [self.image.add(p) for p in places]
         for row, (rank, fields) in zip(table, chosen, strict=True):
             for name, value in fields.items():
                 row[name] = value
-            row["place"] = where[rank]
-        groups = self.image.add(table, ("code", "ends", "cursors", "place", "report"))
+            row["chunks"] = where[rank]
+        groups = self.image.add(table, ("code", "ends", "cursors", "chunks", "report"))
         launch = program.launch(
             plan, self.shape, groups, self.abort,
             [(b + skew, v + skew) for b, v in zip(buffers, values, strict=True)], self.timeout,
             op == "avg", ps_per_byte, finals, [] if direct else None,
         )  # fmt: skip
-        at = self.image.add(launch, ("groups", "abort", "finals", "buffers", "inputs"))
+        at = self.image.add(launch, ("tracks", "abort", "finals", "buffers", "inputs"))
         blocks = len(chosen) * self.shape.width
         kernel = kernel_number(dtype, op)
         self.image.launches.append(((at >> 40) - 1, blocks, self.threads, *kernel))

@@ -8,6 +8,7 @@ import host_kernels
 import numpy as np
 
 from linkweave.kernels.merge import entries as gpu_entries
+from linkweave.kernels.merge import gpu as gpu_merge
 from linkweave.kernels.rows import gpu as gpu_rows
 from linkweave.kernels.topk import gpu as gpu_select
 
@@ -22,11 +23,11 @@ def main(sanitizer: str) -> None:
     gpu_select.select(calls, x, "float32", x.size, 30, x.copy())
     pair = x[:90].copy(), np.arange(0, 180, 2).astype(np.int32)
     other = x[:40].copy(), np.arange(0, 160, 4).astype(np.int32)
-    total = gpu_select.merge(calls, pair, other, (90, 40), "int32")
+    total = gpu_merge.merge(calls, pair, other, (90, 40), "int32")
     assert not isinstance(total, int)
     number = total[0].size
     _, found = gpu_select.select(calls, total[0], "float32", number, 20)
-    gpu_select.part(calls, total, number, found, 20, "int32")
+    gpu_merge.part(calls, total, number, found, 20, "int32")
     for dtype in ("float32", "float16"):
         vector = gpu_entries.admit(calls, pair[0].astype(dtype), pair[1], dtype, 180)
         assert vector is not None

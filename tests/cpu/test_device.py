@@ -131,11 +131,11 @@ def test_the_default_stream_is_never_asked_whether_it_is_captured(runtime: Runti
 def test_access_to_a_peer(access: int, error: str | None, wanted: bool, runtime: Runtime) -> None:
     runtime.answers["deviceCanAccessPeer"] = access
     runtime.answers["deviceEnablePeerAccess"] = CUDARuntimeError(error) if error else 0
-    assert CudaDevice(0).reach(1) is wanted
+    assert CudaDevice(0).enable_peer_access(1) is wanted
 
 
 def test_other_faults_of_peer_access_are_raised(runtime: Runtime) -> None:
     runtime.answers["deviceCanAccessPeer"] = 1
     runtime.answers["deviceEnablePeerAccess"] = CUDARuntimeError("cudaErrorTooManyPeers")
     with pytest.raises(RuntimeError, match=r"TooManyPeers"):
-        CudaDevice(0).reach(1)
+        CudaDevice(0).enable_peer_access(1)

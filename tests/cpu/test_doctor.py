@@ -128,7 +128,7 @@ def test_gpus_that_meet(root: Path) -> None:
     assert checks["GPU driver"].detail == "570.86.15"
     assert checks["GPUs"].detail == "3 x Tesla V100"
     assert checks["CUDA"].detail == "driver for CUDA 12.8, 3 GPUs"
-    assert checks["peer access"].detail == "all 6 ways (0: x x x; 1: x x x; 2: x x x)"
+    assert checks["peer access"].detail == "all 6 pairs (0: x x x; 1: x x x; 2: x x x)"
     assert checks["peer access"].state == checks["IPC (VMM)"].state == "ok"
     assert "problem" not in {c.state for c in checks.values()}
 
@@ -136,7 +136,7 @@ def test_gpus_that_meet(root: Path) -> None:
 def test_closed_ways_are_shown(root: Path) -> None:
     check = found(root, Nvml(3), Cuda(3, closed=((0, 2), (2, 0))))["peer access"]
     assert check.state == "problem" and "ACS" in check.remedy
-    assert check.detail == "2 of 6 ways are closed (0: x x -; 1: x x x; 2: - x x)"
+    assert check.detail == "2 of 6 pairs have none (0: x x -; 1: x x x; 2: - x x)"
 
 
 def test_ipc_and_compute_mode(root: Path) -> None:

@@ -188,7 +188,7 @@ def test_gpus_without_peer_access_go_through_host_memory(
         assert registered == 2 * 2, rank  # rank 0's and rank 1's memory, lines and slots
         assert not left
     said = log.read_text()
-    assert said.count("it goes through host memory, which is slow") == 1
+    assert said.count("it is in host memory, which is slow") == 1
     assert "rank 0 cannot open that of ranks [1]; rank 1 cannot open that of ranks [0]" in said
     assert "cudaErrorMapBufferObjectFailed" in said
 
@@ -206,7 +206,7 @@ def test_no_way_between_two_gpus_is_an_error_on_every_rank(
             walled_and_refused, 3, "mesh-3", device="cuda",
             peer_access="require" if host else "prefer",
         )  # fmt: skip
-    words = "peer_access='require' allows nothing else" if host else "nor can the GPUs use host"
+    words = "peer_access='require' forbids host memory" if host else "nor can the GPUs use host"
     assert any(words in said for said in found)
     for said in found:
         assert words in said or "raised an exception" in said, said
@@ -243,7 +243,7 @@ def test_ranks_take_their_places_on_the_graph_that_was_found(told: None, machine
 def test_ranks_that_see_different_machines_are_named(told: None, machine: Machine) -> None:
     for said, _ in collectives.spawn(on_the_map, 3, args=(1,), device="cuda"):
         assert re.match(r"the ranks see different machines: ranks \[0, 2\]: \w{8}; ranks \[1\]: "
-                        r"00000000; say topology=", said)  # fmt: skip
+                        r"00000000; pass topology=", said)  # fmt: skip
 
 
 def test_a_map_that_names_its_gpus_places_the_ranks(machine: Machine) -> None:
@@ -252,7 +252,9 @@ def test_a_map_that_names_its_gpus_places_the_ranks(machine: Machine) -> None:
     )
     part = seen((5, 3))
     for said, _ in collectives.spawn(on_the_map, 3, part, (-1,), device="cuda"):
-        assert said.startswith("rank 2's GPU is not on the map: dgx1-v100 has no GPU GPU-0000:02:")
+        assert said.startswith(
+            "rank 2's GPU is not part of the topology: dgx1-v100 has no GPU GPU-0000:02:"
+        )
 
 
 def test_a_map_of_another_machine_is_taken_as_it_is(machine: Machine) -> None:
@@ -269,7 +271,9 @@ def test_a_gpu_that_is_not_on_the_map_is_named(
 ) -> None:
     monkeypatch.setattr(peers, "detect", lambda environ: seen((2, 0)))
     for said, _ in collectives.spawn(on_the_map, 3, args=(-1,), device="cuda"):
-        assert said.startswith("rank 2's GPU is not on the map: dgx1-v100 has no GPU GPU-0000:02:")
+        assert said.startswith(
+            "rank 2's GPU is not part of the topology: dgx1-v100 has no GPU GPU-0000:02:"
+        )
 
 
 def test_a_driver_that_does_not_answer_is_named(
@@ -281,8 +285,8 @@ def test_a_driver_that_does_not_answer_is_named(
     monkeypatch.setattr(peers, "detect", broken)
     for said, _ in collectives.spawn(on_the_map, 2, args=(-1,), device="cuda"):
         assert said == (
-            "the GPUs' links cannot be told; say topology=...: rank 0: the GPU driver does not "
-            "answer: lost; rank 1: the GPU driver does not answer: lost"
+            "the GPUs' links cannot be detected; pass topology=...: rank 0: the GPU driver does "
+            "not answer: lost; rank 1: the GPU driver does not answer: lost"
         )
 
 
@@ -299,7 +303,7 @@ def test_a_machine_without_a_map_is_a_mesh(
 ) -> None:
     monkeypatch.setattr(peers, "detect", lambda environ: load("cpu-4"))
     assert collectives.spawn(on_the_map, 3, args=(-1,), device="cuda") == [["None", (0, 1, 2)]] * 3
-    assert log.read_text().count("a mesh is assumed") == 1
+    assert log.read_text().count("assuming a mesh") == 1
 
 
 class Apart(HostDevice):
@@ -309,7 +313,7 @@ class Apart(HostDevice):
         super().__init__(capacity=32, index=index, bus_id=f"0000:0{index}:00.0")
         self.large: list[int] = []
 
-    def reach(self, peer: int) -> bool:
+    def enable_peer_access(self, peer: int) -> bool:
         return self.index != 0 or peer != 1
 
     def allocate(self, nbytes: int) -> int:
@@ -340,7 +344,7 @@ def test_gpus_of_one_process_without_peer_access_go_through_host_memory(
     # slots of the ranks on GPU 0 and 2 only
     assert found == [[[3.0], 2, [False, False]]] * 3
     said = log.read_text()
-    assert said.count("GPU 0 has no access to GPU 1's; it goes through host memory") == 1
+    assert said.count("GPU 0 has no access to GPU 1's; it is in host memory") == 1
 
 
 def test_gpus_of_one_process_without_peer_access_are_refused_where_that_is_said(

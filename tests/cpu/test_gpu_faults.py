@@ -54,9 +54,9 @@ class Faulty(HostDevice):
         self._maybe("launch")
         super().launch(*arguments)
 
-    def share(self, address: int) -> bytes:
+    def ipc_handle(self, address: int) -> bytes:
         self._maybe("share")
-        return super().share(address)
+        return super().ipc_handle(address)
 
     def free_stream(self, stream: int) -> None:
         self._maybe("free_stream")
@@ -66,8 +66,8 @@ class Faulty(HostDevice):
         self._maybe("allocate")
         return super().allocate(nbytes)
 
-    def shut(self, address: int) -> None:
-        super().shut(address)
+    def ipc_close(self, address: int) -> None:
+        super().ipc_close(address)
         self._maybe("shut")
 
 
@@ -421,7 +421,7 @@ class Nameless(Faulty):
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [(Broken, "no kernel for sum of float32: rank 1: plan.cu"),
+    [(Broken, "no kernel for sum of float32: rank 1: plan/plan.cu"),
      (Nameless, "ranks [1]: refused its arguments")],
 )  # fmt: skip
 def test_whatever_goes_wrong_on_one_rank_is_told(
@@ -465,7 +465,7 @@ def many_sizes(rank: int) -> int:
         looks = 0
         while not stop.is_set():
             comm._gpu.team.gpu.waiting()
-            list(comm._gpu.team.gpu.stands())
+            list(comm._gpu.team.gpu.describe_waits())
             looks += 1
         return looks
 

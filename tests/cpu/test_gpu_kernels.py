@@ -28,6 +28,7 @@ from linkweave.kernels.gpu import arrays as gpu
 from linkweave.kernels.gpu.api import GpuKernels
 from linkweave.kernels.gpu.source import PLAIN, source
 from linkweave.kernels.merge import entries as gpu_entries
+from linkweave.kernels.merge import gpu as gpu_merge
 from linkweave.kernels.rows import gpu as gpu_rows
 from linkweave.kernels.topk import cpu as topk
 from linkweave.kernels.topk import gpu as gpu_select
@@ -247,7 +248,7 @@ def test_indices_that_are_wrong_are_seen() -> None:
 # ---- the sources --------------------------------------------------------------------------------
 STRUCTS = {
     "topk/select.cu": {"Select": gpu_select.SELECT}, "rows/rows.cu": {"Rows": gpu_rows.ROWS},
-    "merge/merge.cu": {"Merge": gpu_select.MERGE, "Part": gpu_select.PART},
+    "merge/merge.cu": {"Merge": gpu_merge.MERGE, "Part": gpu_merge.PART},
     "rows/sort.cu": {"Sort": gpu_rows.SORT}, "merge/entries.cu": {"Entries": gpu_entries.ENTRIES},
 }  # fmt: skip
 
@@ -320,7 +321,7 @@ class FakeDevice:
     def __init__(self) -> None:
         self.started: list[tuple[Any, ...]] = []
 
-    def filled(self) -> int:
+    def blocks_to_fill(self) -> int:
         return 8
 
     def here(self) -> Any:

@@ -106,7 +106,7 @@ def test_layouts_and_numbers_are_those_of_the_device() -> None:
     told = subprocess.run(
         [build(), "--layout"], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    names = {"End": program.END, "Cursor": program.CURSOR, "Group": program.GROUP,
+    names = {"End": program.END, "Cursor": program.CURSOR, "Track": program.TRACK,
              "Launch": program.LAUNCH, "Check": program.CHECK}  # fmt: skip
     mine = [
         f"{name} {field} {dtype.fields[field][1]} {dtype.fields[field][0].itemsize}"
@@ -116,7 +116,7 @@ def test_layouts_and_numbers_are_those_of_the_device() -> None:
     mine += [f"sizeof {name} {dtype.itemsize}" for name, dtype in names.items()]
     mine += ["Op " + " ".join(str(op.value) for op in Op)]
     mine += ["State " + " ".join(str(state.value) for state in State)]
-    limits = (program.MOST_RANKS, program.MOST_PEERS, program.LINE, program.REPORT)
+    limits = (program.MAX_RANKS, program.MAX_PEERS, program.LINE, program.REPORT)
     flags = (program.INPUT, program.SENDER, program.DATA, program.PUSHES, program.LAST,
              program.PASSES_ON, program.DROPS, program.AHEAD)  # fmt: skip
     mine += ["limits " + " ".join(map(str, limits)), "flags " + " ".join(map(str, flags))]
@@ -259,7 +259,7 @@ def test_programs_too_long_for_shared_memory(shape: LaunchConfig) -> None:
     """They are read, and their cursors kept, where they lie."""
     small = (
         ("plan/launch.h", "CODE_WORDS = 1024", "CODE_WORDS = 1"),
-        ("plan/launch.h", "MOST_ENDS = 128", "MOST_ENDS = 1"),
+        ("plan/launch.h", "MAX_ENDS = 128", "MAX_ENDS = 1"),
     )
     plan = plan_allreduce(load("mesh-4"), 4000, "one_shot")
     gpu = HostGpu(plan, shape)

@@ -22,7 +22,7 @@ from linkweave.bench.cli import app
 from linkweave.collectives import CollectiveError, get_default, plan_allreduce
 from linkweave.collectives.planning.completion import finals
 from linkweave.collectives.runtime.cpu import executor as shm
-from linkweave.collectives.runtime.gpu import executor as cuda
+from linkweave.collectives.runtime.gpu import device as cuda
 from linkweave.collectives.runtime.gpu import program
 from linkweave.collectives.runtime.gpu.executor import virtual_ranks
 from linkweave.topology import load

@@ -83,7 +83,7 @@ def test_a_sample_that_misleads_is_noticed() -> None:
     """All that is large lies where nothing is sampled."""
     n = 1 << 20
     x = np.full(n, 1e-3, np.float32)
-    free = np.setdiff1d(np.arange(n), topk.places(n))
+    free = np.setdiff1d(np.arange(n), topk.sample_positions(n))
     x[free[:5000]] = np.arange(1, 5001)
     values, indices = kernels.topk_abs(x, 3000)
     assert values.tolist() == list(range(2001, 5001))
@@ -334,7 +334,7 @@ def test_a_threshold_takes_the_k_largest_and_not_many_more(kind: str, n: int, k:
     values, indices = kernels.threshold_abs(x, k)
     assert np.array_equal(x[indices].view(np.uint32), values.view(np.uint32))
     assert np.isin(kernels.topk_abs(x, k)[1], indices).all() and (np.diff(indices) > 0).all()
-    sampled = max(1, topk.places(n).size if n else 1)
+    sampled = max(1, topk.sample_positions(n).size if n else 1)
     excess = 3 * k + 18 * (k * n / sampled) ** 0.5 + 36 * n / sampled + 4096
     assert k <= indices.size <= k + excess
 

@@ -1,6 +1,6 @@
-"""What one communicator has of the shared memory: control words, flags and slots of its plans.
+"""A communicator's part of the shared memory: control words, and flags and slots of its plans.
 
-A page of abort words, a control block for each rank, and behind them memory that rank 0 deals out
+The layout is a page of abort words, a control block for each rank, and memory that rank 0 reserves
 for plans. Ranks are numbered within the communicator; `members` are their numbers in the mapping.
 """
 
@@ -18,44 +18,44 @@ from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.runtime.cpu.mapping import PAGE, SEGMENT, SEGMENTS, Mapping, pages
 from linkweave.kernels.plan.counters import add_one
 
-# Fields of a rank's control block, byte offsets. Words that different ranks write or that several
-# wait for lie 128 bytes apart: two cache lines, as adjacent ones are fetched in pairs.
-BELL, POSTED, FINISHED, PID, GONE, CLOSED, WAITS, NOTICE, GPU_CALLS, SAID, LAST_WORDS = (
+# Byte offsets of the fields of a rank's control block. Words that different ranks write, or that
+# several ranks poll, are 128 bytes apart: CPUs fetch cache lines in adjacent pairs.
+BELL, POSTED, FINISHED, PID, GONE, CLOSED, WAITS, NOTICE, GPU_CALLS, MESSAGES, LAST_WORDS = (
     0, 128, 256, 384, 392, 400, 408, 512, 768, 1024, 3072
 )  # fmt: skip
-_LEFT = 64  # in the page of abort words: how many ranks have left
-MOST_SAID = 1008
-"""Bytes that fit into a control block; what is longer lies in the rank's heap."""
-NOTICE_WORDS = 16  # of one notice; two are kept, for calls of even and odd number
+_LEFT = 64  # byte offset in the page of abort words: the number of ranks that have left
+MAX_MESSAGE = 1008
+"""Bytes of a message in a control block; longer messages lie in the rank's heap."""
+NOTICE_WORDS = 16  # of one notice; there are two, for even and odd calls
 
 
 class Arena:
-    """One rank's side of it. `base` is the address of the mapping's first byte."""
+    """One rank's view. `base` is the address of the mapping's first byte."""
 
     def __init__(
         self, mapping: Mapping, rank: int, members: Sequence[int] = (), start: int = 0,
         whole: tuple[Arena, Sequence[int]] | None = None,
     ) -> None:  # fmt: skip
         self.mapping, self.rank, self.start = mapping, rank, start
-        self._whole = whole  # of which it is a part, and its ranks there
+        self._whole = whole  # (the arena that this one is a part of, its ranks there)
         self.members = tuple(members) or tuple(range(mapping.size))
         self.size, self.base = len(self.members), mapping.base
         mapping.use()
         first = PAGE * (1 + self.size)
-        if start == 0:  # the mapping's own table of segments lies behind the control blocks
+        if start == 0:  # the mapping's table of segments follows the control blocks
             first += pages(8 * SEGMENTS)
         self._channels = start + first
         first += pages(8 * self.size * self.size)
-        self._room = [(start + first, SEGMENT - first)]  # free, by rank 0
+        self._room = [(start + first, SEGMENT - first)]  # spans that rank 0 has not reserved yet
         self._segments = [(start, SEGMENT)]
-        self._given_back: dict[int, list[int]] = {}  # offsets, by size
+        self._released: dict[int, list[int]] = {}  # size -> offsets
         self._handles: dict[int, int] = {}  # peer -> pidfd
         self._lock = threading.Lock()
         self.words(self.control(rank) + PID, 1)[0] = os.getpid()
 
     @staticmethod
     def local(size: int) -> list[Arena]:
-        """For ranks that are threads of this process: one mapping, seen by each."""
+        """Arenas over one new mapping, for ranks that are threads of this process."""
         fd = Mapping.create(size)
         try:
             mapping = Mapping(fd, size)
@@ -64,7 +64,7 @@ class Arena:
         return [Arena(mapping, rank) for rank in range(size)]
 
     def part(self, ranks: Sequence[int], start: int) -> Arena:
-        """That of some of our ranks, in a segment that `ranks[0]` has taken."""
+        """The arena of a subset of our ranks, in the segment at `start` that `ranks[0]` took."""
         members = [self.members[r] for r in ranks]
         return Arena(self.mapping, list(ranks).index(self.rank), members, start, (self, ranks))
 
@@ -77,160 +77,158 @@ class Arena:
         return self.start + PAGE * (1 + rank)
 
     def notices(self, call: int) -> NDArray[np.int64]:
-        """[size, NOTICE_WORDS]: what every rank says of its call number `call`."""
+        """[size, NOTICE_WORDS]: the words that every rank posts for call number `call`."""
         start = self.control(0) + NOTICE + call % 2 * 8 * NOTICE_WORDS
         return self._rows(start, NOTICE_WORDS)
 
     def _rows(self, start: int, count: int) -> NDArray[np.int64]:
-        """[size, count]: words at the same place of every rank's control block."""
-        return np.ndarray(
-            (self.size, count), np.int64, self.mapping.bytes.data, start, (PAGE, 8)
-        )  # fmt: skip
+        """[size, count]: the same words of every rank's control block, from rank 0's at `start`."""
+        return np.ndarray((self.size, count), np.int64, self.mapping.bytes.data, start, (PAGE, 8))
 
     @property
     def abort(self) -> NDArray[np.int64]:
-        """[set, rank that gave up, why (an index of `diagnose.REASONS`), rank it blames]"""
+        """[4]: 1 if set, the rank that gave up, why (an index of `diagnose.REASONS`), the rank
+        that it blames."""
         return self.words(self.start, 4)
 
     @property
     def abort_address(self) -> int:
         return self.base + self.start
 
-    # ---- words -------------------------------------------------------------------------------
-    def say(self, said: bytes, where: int) -> None:
-        """Leave up to `MOST_SAID` bytes for the others, at a call's `page` or at LAST_WORDS."""
-        if len(said) > MOST_SAID:
-            raise CollectiveError(f"{len(said)} bytes for the other ranks; at most {MOST_SAID}")
-        self.tell(where, len(said), -1)
+    # ---- messages ----------------------------------------------------------------------------
+    def leave_message(self, message: bytes, where: int) -> None:
+        """Leave a message of up to `MAX_MESSAGE` bytes at a call's `page` or at LAST_WORDS."""
+        if len(message) > MAX_MESSAGE:
+            raise CollectiveError(f"a message of {len(message)} bytes; at most {MAX_MESSAGE}")
+        self.write_header(where, len(message), -1)
         at = self.control(self.rank) + where + 16
-        self.mapping.at(at, len(said))[:] = np.frombuffer(said, np.uint8)
+        self.mapping.at(at, len(message))[:] = np.frombuffer(message, np.uint8)
 
-    def tell(self, where: int, nbytes: int, offset: int) -> None:
-        """Say that so many bytes lie elsewhere in the mapping."""
+    def write_header(self, where: int, nbytes: int, offset: int) -> None:
+        """Announce a message of `nbytes` at an offset of the mapping; -1: right behind it."""
         self.words(self.control(self.rank) + where, 2)[:] = nbytes, offset
 
     @staticmethod
     def page(call: int) -> int:
-        """Where ranks speak in that call: even and odd ones have a place each, as a rank may read
-        until it makes its next call."""
-        return SAID + call % 2 * (LAST_WORDS - SAID) // 2
+        """Offset of a call's messages in the control blocks. Even and odd calls alternate, because
+        a rank may read the messages of a call until it makes the next one."""
+        return MESSAGES + call % 2 * (LAST_WORDS - MESSAGES) // 2
 
-    def said(self, rank: int, where: int) -> bytes:
-        """What that rank has left there."""
+    def message(self, rank: int, where: int) -> bytes:
+        """The message that a rank has left at `where`."""
         at = self.control(rank) + where
         nbytes, offset = self.words(at, 2).tolist()
         return self.mapping.at(at + 16 if offset < 0 else offset, nbytes).tobytes()
 
-    # ---- calls on GPUs, at which ranks do not meet -------------------------------------------
+    # ---- calls on GPUs, at which ranks do not wait for each other ----------------------------
     def log_call(self, number: int, checksum: int) -> None:
-        """Leave a checksum of this rank's first `number` calls on its GPU.
+        """Log a checksum of this rank's first `number` calls on its GPU.
 
-        It goes to the place of the number's lowest bit, so that of ranks that stand far apart the
-        latest common multiple of a power of two can still be compared.
+        The log has an entry for each power of two, which keeps the latest multiple of it: so ranks
+        whose numbers of calls are far apart still have a number in common to compare.
         """
-        place = (number & -number).bit_length() - 1
+        power = (number & -number).bit_length() - 1
         logs = self._rows(self.control(0) + GPU_CALLS, 32)
-        logs[self.rank, min(place, 31)] = (number & 0x7FFFFFFF) << 32 | checksum
+        logs[self.rank, min(power, 31)] = (number & 0x7FFFFFFF) << 32 | checksum
 
     def differing(self) -> int | None:
-        """A rank whose calls on its GPU have been others than ours."""
-        logs = self._rows(self.control(0) + GPU_CALLS, 32).copy()  # each word is read once
+        """A rank whose calls on its GPU differ from ours, if there is one."""
+        logs = self._rows(self.control(0) + GPU_CALLS, 32).copy()  # reads each word only once
         mine = logs[self.rank]
         differ = (mine >> 32 != 0) & (logs >> 32 == mine >> 32) & (logs != mine)
         found = np.flatnonzero(differ.any(axis=1))
         return int(found[0]) if found.size else None
 
     def leave_gpus(self) -> None:
-        """Say that this rank touches no other rank's GPU memory any more."""
+        """Tell the others that this rank has closed their GPU memory."""
         self.words(self.control(self.rank) + GONE, 1)[0] = 1
 
     def others_left_gpus(self) -> bool:
-        """Whether no other rank touches our GPU memory any more."""
-        here = {*range(self.size)} - {self.rank, *self.dead()}
-        return all(self.words(self.control(r) + GONE, 1)[0] for r in here)
+        """Whether all other ranks that are alive have closed our GPU memory."""
+        alive = {*range(self.size)} - {self.rank, *self.dead()}
+        return all(self.words(self.control(r) + GONE, 1)[0] for r in alive)
 
     # ---- memory ------------------------------------------------------------------------------
     def reserve(self, nbytes: int) -> int:
-        """Offset of zeroed memory for a plan. Rank 0 reserves it and tells the others."""
+        """Reserve zeroed memory for a plan; returns its offset. Rank 0 does so for all ranks."""
         rounded = pages(nbytes)
-        if spare := self._given_back.get(rounded):
+        if spare := self._released.get(rounded):
             start = spare.pop()
         else:
-            start = self._room[-1][0] if self._room[-1][1] >= rounded else self._grow(rounded)
-            self._room[-1] = (start + rounded, self._room[-1][1] - rounded)
+            if self._room[-1][1] < rounded:
+                self._segments.append(self.mapping.take(rounded))
+                self._room.append(self._segments[-1])
+            start, free = self._room[-1]
+            self._room[-1] = (start + rounded, free - rounded)
         self.mapping.populate(start, rounded)
         return start
 
-    def _grow(self, nbytes: int) -> int:
-        self._segments.append(self.mapping.take(nbytes))
-        self._room.append(self._segments[-1])
-        return self._room[-1][0]
-
     def adopt(self, start: int, nbytes: int) -> None:
-        """Memory that rank 0 has reserved for a plan: we give it back if we leave last."""
+        """Note memory that rank 0 has reserved: the rank that leaves last frees it."""
         if not any(first <= start < first + room for first, room in self._segments):
             rounded = -(-nbytes // SEGMENT) * SEGMENT
             self._segments.append((start // SEGMENT * SEGMENT, rounded))
 
     def release(self, start: int, nbytes: int) -> None:
-        """Give memory of `reserve` back, when no rank uses it any more. By rank 0."""
+        """Free memory of `reserve` that no rank uses any more. Called by rank 0."""
         rounded = pages(nbytes)
         self.mapping.clear(start, rounded)
-        self._given_back.setdefault(rounded, []).append(start)
+        self._released.setdefault(rounded, []).append(start)
 
     def allocate(self, nbytes: int) -> tuple[int, NDArray[np.uint8]]:
-        """(offset, bytes) of a block in this rank's own heap, 128-byte aligned."""
+        """(offset, bytes) of a new block in this rank's own heap, aligned to 128 bytes."""
         return self.mapping.allocate(self.members[self.rank], nbytes)
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Give a block of `allocate` back."""
+        """Free a block of `allocate`."""
         self.mapping.free(self.members[self.rank], offset, nbytes)
 
     # ---- peers -------------------------------------------------------------------------------
     def dead(self) -> list[int]:
         """Peers whose process has ended."""
-        with self._lock:  # another thread may look as well
-            return self._dead()
-
-    def _dead(self) -> list[int]:
-        for peer in range(self.size):
-            if peer != self.rank and peer not in self._handles and (pid := self.pid(peer)):
-                try:
-                    self._handles[peer] = os.pidfd_open(pid)
-                except ProcessLookupError:
-                    self._handles[peer] = -1
-                except (OSError, AttributeError):
-                    continue  # not supported: the deadline will tell
-        poll = select.poll()
-        by_fd = {fd: peer for peer, fd in self._handles.items() if fd >= 0}
-        for fd in by_fd:
-            poll.register(fd, select.POLLIN)
-        gone = [peer for peer, fd in self._handles.items() if fd < 0]
-        return sorted([*gone, *(by_fd[fd] for fd, what in poll.poll(0) if what & select.POLLIN)])
+        with self._lock:
+            for peer in range(self.size):
+                if peer != self.rank and peer not in self._handles and (pid := self.pid(peer)):
+                    try:
+                        self._handles[peer] = os.pidfd_open(pid)
+                    except ProcessLookupError:
+                        self._handles[peer] = -1
+                    except (OSError, AttributeError):
+                        continue  # pidfd is not supported: the peer's death ends in a timeout
+            poll = select.poll()
+            by_fd = {fd: peer for peer, fd in self._handles.items() if fd >= 0}
+            for fd in by_fd:
+                poll.register(fd, select.POLLIN)
+            gone = [peer for peer, fd in self._handles.items() if fd < 0]
+            gone += [by_fd[fd] for fd, event in poll.poll(0) if event & select.POLLIN]
+            return sorted(gone)
 
     def pid(self, rank: int) -> int:
-        """A rank's process; 0 before it has come."""
+        """A rank's process id; 0 before the rank has opened the arena."""
         return int(self.words(self.control(rank) + PID, 1)[0])
 
     def closed(self, rank: int) -> bool:
-        """Whether a rank has closed this communicator, or the one that it is a part of."""
+        """Whether a rank has closed this communicator or one that it is a part of."""
         if self.words(self.control(rank) + CLOSED, 1)[0]:
             return True
         return self._whole is not None and self._whole[0].closed(self._whole[1][rank])
 
     def expect(self) -> None:
-        """Make it known who the ranks are, though some may not have come yet."""
+        """Publish the process ids of a part's ranks before they open it themselves."""
         if self._whole:
             for rank, other in enumerate(self._whole[1]):
                 self.words(self.control(rank) + PID, 1)[0] = self._whole[0].pid(other)
 
     def channel(self, src: int, dst: int) -> NDArray[np.int64]:
-        """The word that says where the memory of a channel between two ranks begins, or 0."""
+        """[1]: the offset of the point-to-point channel between two ranks; 0 if there is none."""
         return self.words(self._channels + 8 * (src * self.size + dst), 1)
 
     def close(self) -> None:
-        """Leave it. The memory of a part goes back with its last rank; that of the whole with the
-        mapping, and this with the last tensor that lies in it."""
+        """Leave the arena.
+
+        The last rank of a part frees its memory. The memory of the whole communicator is freed with
+        the mapping, which the last tensor in it keeps alive.
+        """
         with self._lock:
             for fd in self._handles.values():
                 if fd >= 0:

@@ -1,4 +1,4 @@
-"""`Control` for the ranks of one machine, over the memory that they share."""
+"""`Control` for the ranks of one machine, over shared memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from linkweave.collectives.runtime.cpu.arena import (
     BELL,
     CLOSED,
     FINISHED,
-    MOST_SAID,
+    MAX_MESSAGE,
     POSTED,
     WAITS,
     Arena,
@@ -30,7 +30,7 @@ from linkweave.collectives.runtime.diagnose import (
 )
 from linkweave.kernels.plan import counters as kernel
 
-_CLAIMED = 32  # byte offset of the word by which one of those who give up speaks
+_CLAIMED = 32  # byte offset of the word that the first rank to give up claims
 
 
 class HostControl:
@@ -50,12 +50,12 @@ class HostControl:
             [[control[r] + at for r in self.peers] for at in (POSTED, FINISHED)], np.int64
         ).reshape(2, len(self.peers))
         self.notices = [arena.notices(0), arena.notices(1)]
-        self._values = np.zeros(len(self.peers), np.int64)  # that counters are to reach
+        self._values = np.zeros(len(self.peers), np.int64)  # awaited by `_await`
         self._waits = arena.words(arena.control(self.rank) + WAITS, 1)
-        self._told: list[tuple[int, int]] = []  # blocks of the heap that others may still read
+        self._sent: list[tuple[int, int]] = []  # heap blocks that other ranks may still read
 
     def name(self, rank: int) -> str:
-        """A rank, in words; of a part also its number among all ranks."""
+        """`rank R`; in a part of a communicator also R's number in the whole."""
         whole = self.arena.members[rank]
         return f"rank {rank}" + (f" ({whole} of all)" if whole != rank else "")
 
@@ -79,24 +79,24 @@ class HostControl:
         self._await(1, "finish its call")
 
     def gather(
-        self, words: Sequence[int], said: bytes, timeout: float | None = None
+        self, words: Sequence[int], message: bytes, timeout: float | None = None
     ) -> tuple[NDArray[np.int64], list[bytes]]:
         page = self.arena.page(self.number + 1)
-        while len(self._told) > 1:  # all ranks have made the call after that one
-            self.arena.free(*self._told.pop(0))
-        if len(said) <= MOST_SAID:
-            self.arena.say(said, page)
+        while len(self._sent) > 1:  # all ranks have made a later call than the oldest
+            self.arena.free(*self._sent.pop(0))
+        if len(message) <= MAX_MESSAGE:
+            self.arena.leave_message(message, page)
         else:
-            offset, memory = self.arena.allocate(len(said))
-            memory[:] = np.frombuffer(said, np.uint8)
-            self._told.append((offset, len(said)))
-            self.arena.tell(page, len(said), offset)
+            offset, memory = self.arena.allocate(len(message))
+            memory[:] = np.frombuffer(message, np.uint8)
+            self._sent.append((offset, len(message)))
+            self.arena.write_header(page, len(message), offset)
         rows = self.agree(words, timeout).copy()
-        found = [self.arena.said(rank, page) for rank in range(self.size)]
+        found = [self.arena.message(rank, page) for rank in range(self.size)]
         self.done()
         return rows, found
 
-    # ---- not hanging -------------------------------------------------------------------------
+    # ---- failures ----------------------------------------------------------------------------
     def _await(self, which: int, what: str, timeout: float | None = None) -> None:
         start, counters = time.monotonic(), self.others[which]
         self._values.fill(self.number)
@@ -106,14 +106,14 @@ class HostControl:
                 kernel.await_counters, counters, self._values, self.bell,
                 self.arena.abort_address, yields,
             )  # fmt: skip
-            yields = 0  # it has slept
+            yields = 0  # after sleeping once, sleep again at once
             if status == kernel.DONE:
                 self._waits[0] = 0
                 return
             self.check(status, start, lambda: self.late(which, what), timeout)
 
     def late(self, which: int, what: str) -> tuple[str, dict[str, int]]:
-        """Which peer has not posted (0) or finished (1) our call."""
+        """The first peer that has not begun (0) or finished (1) our call; a `Where`."""
         for peer, address in zip(self.peers, self.others[which], strict=True):
             if kernel.read_counter(address) < self.number:
                 words = f"{self.name(self.rank)} waits for {self.name(peer)} to {what} number"
@@ -121,7 +121,7 @@ class HostControl:
         return f"{self.name(self.rank)} was about to go on", {"rank": self.rank}
 
     def interruptible(self, function: Any, *args: Any) -> int:
-        """What a compiled wait returns; an interrupt meanwhile is told to all ranks."""
+        """Call a compiled wait; if it is interrupted, this rank gives up."""
         try:
             return int(function(*args))
         except KeyboardInterrupt:
@@ -131,8 +131,8 @@ class HostControl:
     def check(
         self, status: int, start: float, where: Where, timeout: float | None = None
     ) -> None:  # fmt: skip
-        """After a wait of some tenths of a second: raise if someone gave up, a peer died or left,
-        or the deadline has passed."""
+        """After a wait that was not fulfilled: raise if a rank has given up, died or left, or if
+        more than `timeout` seconds have passed since `start`."""
         timeout = timeout or self.timeout
         if status == kernel.IDLE:
             words, fields = where()
@@ -152,7 +152,7 @@ class HostControl:
         self.raise_aborted(where)
 
     def _chain(self, peer: int | None) -> list[int]:
-        """Who is waited for: the peer, the rank that the peer waits for, and so on to the end."""
+        """The peer, the rank that the peer waits for, and so on, until a rank does not wait."""
         chain: list[int] = []
         while peer is not None and peer not in (self.rank, *chain):
             chain.append(peer)
@@ -161,7 +161,7 @@ class HostControl:
         return chain
 
     def _ended(self, peers: Any) -> list[int]:
-        """Those that ended before they were done with this call; later they may."""
+        """Those of the given peers that have not finished this call; after it a rank may end."""
         finished = dict(zip(self.peers, self.others[1], strict=True))
         return [p for p in peers if kernel.read_counter(finished[p]) < self.number]
 
@@ -173,9 +173,9 @@ class HostControl:
 
     def give_up(self, why: int, blamed: int | None = None, who: int | None = None) -> None:
         who = self.rank if who is None else who
-        if self.aborted():  # `spawn`, too, tells of a rank that has ended
+        if self.aborted():
             return
-        if kernel.claim(self.arena.abort_address + _CLAIMED, 0, 1):  # the first one says why
+        if kernel.claim(self.arena.abort_address + _CLAIMED, 0, 1):  # only by the first
             self.arena.abort[1:4] = who, why, who if blamed is None else blamed
             kernel.raise_counter(self.arena.abort_address, 1, self.bells)
 
@@ -193,12 +193,12 @@ class HostControl:
         raise CollectiveAborted(f"{reason}; {stands}", **fields)
 
     def close(self) -> None:
-        """Leave: a peer that waits for us is told at once."""
+        """Leave; wakes the peers that wait for this rank."""
         kernel.raise_counter(
             self.arena.base + self.arena.control(self.rank) + CLOSED, 1, self.bells
         )
-        for offset, nbytes in self._told:
+        for offset, nbytes in self._sent:
             self.arena.free(offset, nbytes)
-        self._told.clear()
+        self._sent.clear()
         self.notices.clear()
-        self._waits = np.zeros(1, np.int64)  # no view may keep the memory mapped
+        self._waits = np.zeros(1, np.int64)  # views would keep the memory mapped

@@ -1,4 +1,4 @@
-"""The CPU runtime: a plan run by processes on shared memory, one interpreter thread a rank."""
+"""Run plans on the CPU: ranks are processes with shared memory and one interpreter thread each."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from linkweave.collectives.planning.cost import MEMORY_CHUNK
 from linkweave.collectives.planning.layout import block_table, chunk_bytes
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.buffer import Buffer
-from linkweave.collectives.runtime.cpu.arrivals import Arrivals
 from linkweave.collectives.runtime.cpu.control import HostControl
+from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
 from linkweave.collectives.runtime.cpu.mapping import pages
 from linkweave.collectives.runtime.diagnose import blocked
 from linkweave.collectives.runtime.encoded import Encoded, encode
@@ -25,19 +25,22 @@ from linkweave.kernels.plan.combine import combine_address
 
 _LINE = 128
 SLOT_BYTES = MEMORY_CHUNK
-STREAM_BYTES = 4 << 20
-"""A message from which on copies go past the caches (see `kernels.interpret.move`)."""
-_IDLE = counters.SLEEPS * counters.SLEEP_NS * 1e-9  # s that a rank sleeps before it looks round
+NONTEMPORAL_BYTES = 4 << 20
+"""Messages of at least this size are copied with non-temporal stores (`interpreter.move`)."""
+_IDLE = counters.SLEEPS * counters.SLEEP_NS * 1e-9  # s of sleep before `call` returns IDLE
 _NO_BELLS, _NO_NEEDS = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One plan's flags, slots and cursors; it serves all numbers of chunks of that plan."""
+    """A plan's flags, slots and cursors, which serve any number of chunks.
+
+    `start` is the offset of the plan's `memory_of` bytes in the mapping. The arrays are those of
+    `interpreter.call`.
+    """
 
     encoded: Encoded
     start: int
-    """Where its `memory_of` lies in the mapping."""
     code: NDArray[np.int32]
     flag: NDArray[np.int64]
     slot: NDArray[np.int64]
@@ -49,17 +52,20 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A call that can be made any number of times; `said` is what the rank says of it."""
+    """A call that can be made any number of times.
+
+    `notice`, `state` and `blocks` are arguments of `interpreter.call`; `choice` is what the call
+    was planned for (`HostCalls._choice`); `needs` [layers, tracks] is the layer-chunk table of a
+    gradient queue (`planning.completion.table`).
+    """
 
     region: Region
-    said: NDArray[np.int64]
+    notice: NDArray[np.int64]
     state: NDArray[np.int64]
     blocks: NDArray[np.int64]
     label: str
     choice: tuple[object, ...]
-    """What it was planned for (`HostCalls._choice`)."""
     needs: NDArray[np.int64] | None
-    """[layers, tracks] of a gradient queue (`planning.completion.chunk_counts`)."""
 
     @property
     def num_chunks(self) -> int:
@@ -67,17 +73,17 @@ class Ready:
 
     @property
     def span(self) -> int:
-        """Bytes of the buffer where it may be worked on in shared memory, else 0."""
+        """Bytes of the buffer if the plan may run directly in shared memory, otherwise 0."""
         return int(self.state[kernel.SPAN])
 
     @property
     def direct(self) -> bool:
-        """Whether the last call read and wrote the ranks' buffers where they lie."""
+        """Whether the last call read and wrote the ranks' buffers directly, without slots."""
         return bool(self.state[kernel.DIRECT])
 
 
 def memory_of(encoded: Encoded) -> int:
-    """Bytes of flags and slots that a plan needs."""
+    """Bytes of shared memory for a plan's flags and slots."""
     return _flags_of(encoded) + encoded.rings * encoded.slots * SLOT_BYTES
 
 
@@ -86,7 +92,7 @@ def _flags_of(encoded: Encoded) -> int:
 
 
 class CpuExecutor:
-    """An `Executor` of one rank. `Calls` takes it apart: it plans once, and runs many times."""
+    """An `Executor` for one rank. `HostCalls` uses its parts: load, prepare once, run often."""
 
     def __init__(self, control: HostControl) -> None:
         self.control, self.ranks = control, (control.rank,)
@@ -102,39 +108,44 @@ class CpuExecutor:
             _, told = self.control.gather((0,), start.to_bytes(8, "little"))
             self._own[template] = self.load(encoded, int.from_bytes(told[0], "little"))
         where = block_table(plan.collective, plan.size, self.rank, buffer.nbytes)
-        said = np.array([plan.num_chunks, buffer.nbytes, -1], np.int64)
+        notice = np.array([plan.num_chunks, buffer.nbytes, -1], np.int64)
         region, name = self._own[template], plan.algorithm
-        ready = self.prepare(region, said, where, plan.num_chunks, buffer, op, name)
+        ready = self.prepare(region, notice, where, plan.num_chunks, buffer, op, name)
         if not self.run(ready, buffer.address):
             raise CollectiveError(f"the ranks carry out {name} on different messages")
 
     def load(self, encoded: Encoded, start: int) -> Region:
-        """A plan whose flags and slots rank 0 has reserved at `start`."""
+        """The region of a plan whose memory rank 0 has reserved at offset `start`."""
         self.arena.adopt(start, memory_of(encoded))
         n, code = len(encoded.ends), encoded.codes[self.rank]
         first = self.arena.base + start
         flags = first + 2 * _LINE * np.arange(n)
         slots = first + _flags_of(encoded) + encoded.ring * encoded.slots * SLOT_BYTES
-        widest = max(self.size, n)  # peers of one step
+        most_peers = max(self.size, n)  # of one step
         return Region(
             encoded, start, code, np.stack([flags, flags + _LINE], axis=1), slots,
             np.zeros((n, 6), np.int64), np.zeros((int(code[0]), 3), np.int64),
-            np.zeros(self.size, np.int64), np.zeros(widest, np.int64),
+            np.zeros(self.size, np.int64), np.zeros(most_peers, np.int64),
         )  # fmt: skip
 
     def reset(self, region: Region) -> None:
-        """Forget what a call has left that was not carried out. No rank may use it meanwhile;
-        another agreement must follow before one does."""
+        """Clear the region after a call that was not carried out.
+
+        No rank may use it meanwhile, and all ranks must agree on another call before one does.
+        """
         region.cursor.fill(0)
-        if self.rank == 0:  # for all
+        if self.rank == 0:  # the flags are shared
             self.arena.words(region.start, _flags_of(region.encoded) // 8).fill(0)
 
     def prepare(
-        self, region: Region, said: NDArray[np.int64], table: NDArray[np.int64], num_chunks: int,
+        self, region: Region, notice: NDArray[np.int64], table: NDArray[np.int64], num_chunks: int,
         buffer: Buffer, op: str, label: str, needs: NDArray[np.int64] | None = None,
         choice: tuple[object, ...] = (),
     ) -> Ready:  # fmt: skip
-        """A kind of call, of that many chunks. `table`: the buffer's `layout.block_table`."""
+        """Prepare a call of `num_chunks` chunks; `table` is its `block_table`.
+
+        Raises CollectiveError if a chunk does not fit a slot.
+        """
         control, encoded = self.control, region.encoded
         largest = chunk_bytes(table, num_chunks)
         if encoded.rings and largest > SLOT_BYTES:
@@ -146,24 +157,24 @@ class CpuExecutor:
         state[kernel.SLOT_BYTES], state[kernel.ITEM] = SLOT_BYTES, buffer.itemsize
         state[kernel.COMBINE] = combine_address(buffer.dtype, op)
         state[kernel.DIVISOR] = self.size
-        state[kernel.STREAMING] = buffer.nbytes >= STREAM_BYTES
+        state[kernel.NONTEMPORAL] = buffer.nbytes >= NONTEMPORAL_BYTES
         state[kernel.ABORT], state[kernel.BELL] = self.arena.abort_address, control.bell
         state[kernel.BASE], state[kernel.RANK] = self.arena.base, self.rank
         state[kernel.POSTED], state[kernel.FINISHED] = control.posted, control.finished
         state[kernel.SPAN] = buffer.nbytes if encoded.direct else 0
-        return Ready(region, said, state, table, label, choice, needs)
+        return Ready(region, notice, state, table, label, choice, needs)
 
     def run(
         self, ready: Ready, address: int, source: Buffer | None = None,
-        arrivals: Arrivals | None = None,
+        layer_counters: LayerCounters | None = None,
     ) -> bool:  # fmt: skip
-        """Agree with all ranks on a call, and carry it out; whether all said the same.
+        """Agree with all ranks on a call and carry it out; False if the ranks' calls differ.
 
-        In place at `address`, or of the values in `source`. `ready.said` ends with
-        the buffer's offset in shared memory: where all ranks have one and the plan allows it, ranks
-        read each other's buffers and nothing is staged. Where the ranks differ nothing is written.
-        `arrivals`, which have begun, count the chunks that become final. Raises CollectiveTimeout
-        or CollectiveAborted.
+        Works in place on the buffer at `address`, or reads the values from `source`. If the calls
+        differ, nothing is written. `ready.notice` ends with the buffer's offset in shared memory;
+        if all ranks have one and the plan allows it, they read each other's buffers directly. Final
+        chunks are counted in `layer_counters`, which must have begun. Raises CollectiveTimeout or
+        CollectiveAborted.
         """
         control, region, state = self.control, ready.region, ready.state
         encoded = region.encoded
@@ -176,13 +187,13 @@ class CpuExecutor:
         state[kernel.DIRECT] = encoded.direct
         waiters, needs = _NO_BELLS, _NO_NEEDS
         state[kernel.FINALS] = 0
-        if arrivals is not None:
-            state[kernel.FINALS] = arrivals.counters.ctypes.data
-            waiters, needs = arrivals.bells, arrivals.needs
+        if layer_counters is not None:
+            state[kernel.FINALS] = layer_counters.counters.ctypes.data
+            waiters, needs = layer_counters.bells, layer_counters.needs
         region.at.fill(0)
-        before, start = -1, 0.0  # what had been done when nothing moved, and since when
+        before, start = -1, 0.0  # the progress at the last IDLE, and when it was reached
 
-        def stands() -> tuple[str, dict[str, int]]:
+        def where() -> tuple[str, dict[str, int]]:
             if state[kernel.STAGE] == kernel.AGREE:
                 return control.late(0, "make its call")
             if state[kernel.STAGE] == kernel.FINISH:
@@ -196,7 +207,7 @@ class CpuExecutor:
 
         while True:
             status = control.interruptible(
-                kernel.call, state, ready.said, control.notices[control.number % 2],
+                kernel.call, state, ready.notice, control.notices[control.number % 2],
                 control.others, control.bells, waiters, needs, region.code, ready.blocks,
                 region.flag, region.slot, encoded.origin, encoded.pushed, region.cursor, region.at,
                 region.peers, region.table,
@@ -208,11 +219,11 @@ class CpuExecutor:
             progress = int(region.cursor.sum()) + int(state[kernel.STAGE])
             if progress != before:
                 before, start = progress, time.monotonic() - _IDLE
-            control.check(status, start, stands)
+            control.check(status, start, where)
 
 
 def compile_kernels() -> None:
-    """Load (at the very first time: compile) the machine code of the common case."""
+    """Load the machine code of the common case, or compile it if it is not cached yet."""
     combine_address("float32", "sum")
     word, pairs = np.zeros(1, np.int64), np.zeros((0, 2), np.int64)
     none, state = word[:0], np.zeros(kernel.STATE_FIELDS, np.int64)

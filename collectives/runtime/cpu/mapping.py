@@ -1,12 +1,12 @@
-"""The memory that the ranks of one machine share: one sparse, nameless file, mapped whole.
+"""The shared memory of the ranks of one machine: one sparse, anonymous file that each rank maps.
 
-It is a memfd, so nothing ever appears in /dev/shm and nothing stays when all ranks are killed.
-Other processes open it as /proc/PID/fd/FD of the process that made it; pages exist once they are
-touched.
+The file is a memfd: it does not appear in /dev/shm, and it vanishes with the ranks even if they
+are killed. Other processes open it as /proc/PID/fd/FD of the process that created it. Pages are
+allocated when they are first touched.
 
 Layout: `SEGMENTS` segments, each held by one communicator for its control words, flags and slots;
-then a heap for each rank, for tensors. A communicator and its parts (splits, lanes) share one
-mapping, so each part sees the tensors of all of them.
+then one heap per rank, for tensors. A communicator and its parts (splits, lanes) share a mapping,
+so each part can access the tensors of all of them.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from linkweave.kernels.plan.counters import claim, read_counter
 PAGE = 4096
 SEGMENT = 64 << 20  # bytes of address space, not of memory
 SEGMENTS = 4096
-MOST_HEAPS = 16 << 40  # bytes of address space of all heaps
+MAX_HEAPS = 16 << 40  # bytes of address space of all heaps
 LOCATION = re.compile(r"/proc/\d+/fd/\d+")
 _NAME = "linkweave"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _REMOVE = 9  # MADV_REMOVE: gives the pages of a shared file back
-_FREE, _HELD, _RETURNED = 0, 1, 2  # what a segment's word says
+_FREE, _HELD, _RETURNED = 0, 1, 2  # states of a segment
 
 
 def pages(nbytes: int) -> int:
-    """As bytes of whole pages."""
+    """`nbytes` rounded up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
 
 
 def heap_bytes(size: int) -> int:
-    """Address space of one rank's heap: all of the machine's memory, where so much fits."""
+    """Address space of one rank's heap: as large as the machine's memory, up to MAX_HEAPS."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     whole = -(-memory // (1 << 30)) << 30
-    return int(min(whole, MOST_HEAPS // size // PAGE * PAGE))
+    return int(min(whole, MAX_HEAPS // size // PAGE * PAGE))
 
 
 class Mapping:
@@ -64,23 +64,23 @@ class Mapping:
         self._heaps: dict[int, _Heap] = {}
         self._lock = threading.Lock()
         self._users, self._pid = 0, os.getpid()
-        claim(self._segment(0), _FREE, _HELD)  # the whole communicator's
+        claim(self._segment(0), _FREE, _HELD)  # for the communicator of all ranks
 
     @staticmethod
     def create(size: int) -> int:
-        """Make the file for `size` ranks; returns its descriptor."""
+        """Create the file for `size` ranks; returns its descriptor."""
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         os.ftruncate(fd, SEGMENTS * SEGMENT + size * heap_bytes(size))
         return fd
 
     @staticmethod
     def location(fd: int) -> str:
-        """Where other processes of this user open the file."""
+        """The path at which other processes of this user open the file."""
         return f"/proc/{os.getpid()}/fd/{fd}"
 
     @staticmethod
     def open(location: str, size: int, rank: int) -> Mapping:
-        """Map the file that another process of this user made. Raises CollectiveError."""
+        """Map the file of another process of this user. Raises CollectiveError."""
         if not LOCATION.fullmatch(location):
             raise CollectiveError(f"rank {rank}: {location!r} is not where ranks share memory")
         try:
@@ -91,7 +91,7 @@ class Mapping:
                 f"{error.strerror}; all ranks must run under one user and in one PID namespace"
             ) from None
         try:
-            # whoever told the location may have named another file of this user's
+            # the location may come from anyone: accept only what `create` made for this user
             ours = os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_NAME}")
             if not ours or os.fstat(fd).st_uid != os.geteuid():
                 raise CollectiveError(
@@ -106,35 +106,37 @@ class Mapping:
         return self.bytes[offset : offset + 8 * count].view(np.int64)
 
     def at(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        """The bytes at an offset."""
+        """`nbytes` bytes at an offset of the file."""
         return self.bytes[offset : offset + nbytes]
 
     def offset_of(self, address: int, nbytes: int) -> int:
-        """Where in the file a local address lies, or -1 if it is not in it."""
+        """The offset in the file of `nbytes` at a local address; -1 if they are not in it."""
         offset = address - self.base
         return offset if offset >= 0 and offset + nbytes <= self.nbytes else -1
 
     def populate(self, start: int, nbytes: int) -> None:
-        """Give memory to a range of whole pages: a first touch costs more than a transfer."""
+        """Allocate a range of whole pages now: page faults cost more than a transfer."""
         try:
             self._map.madvise(_POPULATE_WRITE, start, nbytes)
         except OSError:
-            pass  # an older kernel: the pages come when they are touched
+            pass  # on older kernels the pages are allocated when they are touched
 
     def clear(self, start: int, nbytes: int) -> None:
-        """Give the memory of the whole pages of a range back; they then read as zeros."""
-        first, stop = -(-start // PAGE) * PAGE, (start + nbytes) // PAGE * PAGE
-        if first < stop and os.getpid() == self._pid:  # a forked child's copies are not the ranks'
+        """Free the whole pages of a range, which then read as zeros."""
+        first, stop = pages(start), (start + nbytes) // PAGE * PAGE
+        if first < stop and os.getpid() == self._pid:  # a forked child must not clear ranks' memory
             self._map.madvise(_REMOVE, first, stop - first)
 
     # ---- segments ----------------------------------------------------------------------------
     def _segment(self, number: int) -> int:
-        """The address of the word that says who holds a segment; behind segment 0's control."""
+        """The address of a segment's state word, behind the control blocks of segment 0."""
         return self.base + PAGE * (1 + self.size) + 8 * number
 
     def take(self, nbytes: int) -> tuple[int, int]:
-        """(offset, bytes) of free segments side by side, zeroed, now held. One rank of a
-        communicator takes them for all. Raises CollectiveError."""
+        """Hold enough adjacent free segments, zeroed; returns their (offset, bytes).
+
+        One rank of a communicator takes them for all. Raises CollectiveError if none are left.
+        """
         count = -(-nbytes // SEGMENT)
         first = 0
         while first + count <= SEGMENTS:
@@ -152,19 +154,22 @@ class Mapping:
         )
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Give held segments back; several ranks may ask for the same ones."""
+        """Free held segments; several ranks may free the same ones."""
         for number in range(offset // SEGMENT, (offset + nbytes) // SEGMENT):
             if claim(self._segment(number), _HELD, _RETURNED):
                 self.clear(number * SEGMENT, SEGMENT)
                 claim(self._segment(number), _RETURNED, _FREE)
 
     def held(self) -> int:
-        """How many segments are held."""
+        """The number of segments that are held."""
         return sum(int(read_counter(self._segment(n))) == _HELD for n in range(SEGMENTS))
 
     # ---- heaps -------------------------------------------------------------------------------
     def allocate(self, rank: int, nbytes: int) -> tuple[int, NDArray[np.uint8]]:
-        """(offset, bytes) of a block in that rank's heap, 128-byte aligned. The rank runs here."""
+        """(offset, bytes) of a new block in a rank's heap, aligned to 128 bytes.
+
+        Only the process of that rank may call it.
+        """
         with self._lock:
             heap = self._heaps.setdefault(rank, _Heap(self.heap))
         offset = SEGMENTS * SEGMENT + rank * self.heap + heap.take(max(nbytes, 1))
@@ -173,21 +178,21 @@ class Mapping:
         return offset, self.at(offset, nbytes)
 
     def free(self, rank: int, offset: int, nbytes: int) -> None:
-        """Give a block of `allocate` back, with its memory. A collector may call it anywhere."""
+        """Free a block of `allocate`. Safe in the garbage collector."""
         try:
             self.clear(offset, nbytes)
         except ValueError:
-            return  # unmapped: the last tensor has gone
+            return  # already unmapped
         self._heaps[rank].give(offset - SEGMENTS * SEGMENT - rank * self.heap)
 
     # ---- lifetime ----------------------------------------------------------------------------
     def use(self) -> None:
-        """One communicator more lies in it."""
+        """Count one more communicator in the mapping."""
         with self._lock:
             self._users += 1
 
     def leave(self) -> None:
-        """One communicator less; with the last one, and the last tensor, it is unmapped."""
+        """Count one communicator less; the last communicator or tensor unmaps the file."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -196,16 +201,16 @@ class Mapping:
         try:
             self._map.close()
         except BufferError:
-            pass  # tensors still lie in it: it goes with the last of them
+            pass  # tensors still use it; the last of them unmaps it
 
 
 class _Heap:
-    """First fit over a list of free spans (start, length), in units of 128 bytes."""
+    """A first-fit allocator over a list of free spans (start, length), in units of 128 bytes."""
 
     def __init__(self, nbytes: int) -> None:
         self._free: list[tuple[int, int]] = [(0, nbytes)]
         self._used: dict[int, int] = {}
-        self._returned: deque[int] = deque()  # by finalizers, which run anywhere
+        self._returned: deque[int] = deque()  # lock-free, as finalizers may run anywhere
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> int:

@@ -1,4 +1,4 @@
-"""Counters of gradient queues on GPUs: of one call each, used again when no check reads them."""
+"""Counters of gradient queues on GPUs: a set for each call, reused after the call's last check."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from linkweave.collectives.runtime.gpu.device import Device
 
 
 @dataclass
-class Counted:
-    """One call's counters: for each GPU of the process the address of a word for each block.
+class CallCounters:
+    """One call's counters.
 
-    `users`: ranks of the process that may still ask for them.
+    `addresses` has one device address for each GPU of the process, of one uint32 per thread block.
+    `users` is the number of ranks of the process that may still read them.
     """
 
     addresses: tuple[int, ...]
@@ -22,8 +23,8 @@ class Counted:
     users: int
 
 
-class Counters:
-    """Makes them, keeps what is given back, and frees all in the end."""
+class CounterPool:
+    """Allocates counters, reuses those that are given back, and frees all of them in `close`."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
@@ -31,30 +32,33 @@ class Counters:
         self._made: list[tuple[Device, int]] = []
         self._lock = threading.Lock()
         self.lent = 0
-        """How many calls' counters are in use, or held by graphs."""
+        """How many calls' counters are in use or held by CUDA graphs."""
 
-    def take(self, blocks: Sequence[int], users: int, captured: bool) -> Counted:
-        """Counters for so many blocks on each GPU. A graph keeps its own for ever, and none can be
-        made while it is captured: CollectiveError where none is left."""
+    def take(self, blocks: Sequence[int], users: int, captured: bool) -> CallCounters:
+        """Counters for a call with this many thread blocks on each GPU.
+
+        A CUDA graph keeps its counters, and memory cannot be allocated during its capture: then
+        raises CollectiveError unless spare counters exist.
+        """
         key = tuple(blocks)
         with self._lock:
             if spare := self._spare.get(key):
                 self.lent += 1
-                return Counted(spare.pop(), key, users)
+                return CallCounters(spare.pop(), key, users)
             if captured:
                 raise CollectiveError(
-                    "a gradient queue in a graph keeps its counters, and none are left: make as "
-                    "many queues of this size at once before, and wait for them"
+                    "a CUDA graph keeps the counters of its gradient queues, and none are left: "
+                    "before the capture, make as many queues of this size at once and wait for them"
                 )
             made = []
             for device, count in zip(self._devices, key, strict=True):
                 made.append(device.allocate(4 * max(1, count)))
                 self._made.append((device, made[-1]))
             self.lent += 1
-            return Counted(tuple(made), key, users)
+            return CallCounters(tuple(made), key, users)
 
-    def give_back(self, counted: Counted) -> None:
-        """One of the users needs them no more, and nothing that it enqueued does."""
+    def give_back(self, counted: CallCounters) -> None:
+        """Called by each user once nothing that it enqueued reads the counters any more."""
         with self._lock:
             counted.users -= 1
             if not counted.users:

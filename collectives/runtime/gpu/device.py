@@ -1,16 +1,24 @@
-"""What the runtime asks of a GPU: `kernels.device.CudaDevice`, or threads of a host in tests."""
+"""A GPU as the runtime sees it: the protocol, and which GPU a thread uses.
+
+`kernels.gpu.device.CudaDevice` implements `Device` for real GPUs, `tests/cpu/host_gpu.py` with
+threads of the host.
+"""
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from linkweave.collectives.errors import CollectiveError
+
 
 class Device(Protocol):
-    """Addresses, streams and events are integers."""
+    """One GPU of this process. Addresses, CUDA streams and events are integers."""
 
     index: int
 
@@ -43,9 +51,61 @@ class Device(Protocol):
     def ready(self, event: int) -> bool: ...
     # peers
     def identity(self) -> tuple[str, str]: ...
-    def reach(self, peer: int) -> bool: ...
-    def share(self, address: int) -> bytes: ...
-    def open(self, handle: bytes) -> int: ...
-    def shut(self, address: int) -> None: ...
+    def enable_peer_access(self, peer: int) -> bool: ...
+    def ipc_handle(self, address: int) -> bytes: ...
+    def ipc_open(self, handle: bytes) -> int: ...
+    def ipc_close(self, address: int) -> None: ...
     def register(self, address: int, nbytes: int) -> None: ...
     def unregister(self, address: int) -> None: ...
+
+
+@cache
+def open_device(index: int) -> Device:
+    """The GPU with this CUDA device index, opened once per process.
+
+    Raises CollectiveError if CuPy is missing or the GPU cannot be used.
+    """
+    try:
+        from linkweave.kernels.gpu.arrays import device_of
+
+        found: Device = device_of(index)
+    except ImportError as error:
+        raise CollectiveError(
+            f"GPU tensors need CuPy: install linkweave with its extra cuda12 or cuda13 ({error})"
+        ) from None
+    except (RuntimeError, OSError) as error:  # CuPy's errors
+        raise CollectiveError(f"GPU {index} cannot be used: {error}") from None
+    return found
+
+
+def gpu_named(device: str) -> int | None:
+    """N of "cuda:N", None of "cuda". Raises CollectiveError for anything else."""
+    kind, _, number = device.partition(":")
+    if kind != "cuda" or (":" in device and not number.isdigit()):
+        raise CollectiveError(f"unknown device {device!r}; choose from cpu, cuda, cuda:N")
+    return int(number) if number else None
+
+
+def current_device() -> int:
+    """The index of this thread's current GPU: torch's if it uses GPUs, otherwise CuPy's."""
+    if torch := _torch_on_gpus():
+        return int(torch.cuda.current_device())
+    try:
+        from linkweave.kernels.gpu.device import current
+
+        found: int = current()
+    except ImportError as error:
+        raise CollectiveError(f"GPU tensors need CuPy ({error})") from None
+    return found
+
+
+def use_device(index: int) -> None:
+    """Make a GPU this thread's current one, for CuPy and, if it is loaded, torch."""
+    open_device(index).use()
+    if torch := _torch_on_gpus():
+        torch.cuda.set_device(index)
+
+
+def _torch_on_gpus() -> Any:
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and torch.cuda.is_available() else None

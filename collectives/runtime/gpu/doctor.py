@@ -1,6 +1,7 @@
-"""What `linkweave doctor` finds: whether this machine can run collectives, and if not, why.
+"""`linkweave doctor`: whether this machine can run collectives, and what prevents it.
 
-Every check stands alone, asks the system itself, and never raises: what it cannot ask is a finding.
+Every check is independent and queries the system directly; a check that fails to run is itself
+reported as a problem.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from linkweave.topology import TopologyError, load
 from linkweave.topology.detect import detect
 
 GIB = 1 << 30
-_LARGE = 1 << 60  # bytes; a larger limit is none
+_LARGE = 1 << 60  # bytes; larger limits mean "unlimited"
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding. `state` is "ok", "warning" (it will do, but) or "problem"."""
+    """The result of a check. `state` is "ok", "warning" or "problem" (collectives cannot run)."""
 
     name: str
     state: str
@@ -42,7 +43,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Where the checks look: the file system's root, the environment, the GPU driver's faces."""
+    """What the checks query; tests replace it."""
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -50,7 +51,7 @@ class System:
     open_cuda: Callable[[], CudaDriver] = CudaDriver
 
     def text(self, path: str) -> str:
-        """A file's content, empty where there is none or it may not be read."""
+        """The content of a file; empty if it does not exist or cannot be read."""
         try:
             return (self.root / path).read_text(errors="replace").strip()
         except OSError:
@@ -58,13 +59,13 @@ class System:
 
 
 def examine(system: System | None = None) -> list[Check]:
-    """All checks, in the order in which their answers matter."""
+    """Run all checks, the most fundamental ones first."""
     here = system or System()
     found: list[Check] = []
     for check in (_kernel, _shared_memory, _handles, _limits, _cores, _gpus, _iommu, _libraries):
         try:
             found += check(here)
-        except Exception as error:  # a check that breaks must not hide the others
+        except Exception as error:  # the other checks must still run
             name = check.__name__.strip("_").replace("_", " ")
             found.append(Check(name, "problem", f"could not be checked: {error!r}"))
     return found
@@ -103,7 +104,7 @@ def _shared_memory(here: System) -> Iterator[Check]:
         stat = os.statvfs(here.root / "dev/shm")
     except OSError:
         yield Check("/dev/shm", "warning", "not there",
-                    "linkweave does without; NCCL and torch's data loaders need it")  # fmt: skip
+                    "only NCCL and torch's data loaders need it, not linkweave")  # fmt: skip
         return
     size, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
     detail = f"{size / GIB:.3g} GiB, {free / GIB:.3g} free"
@@ -119,7 +120,7 @@ _OPEN = "import os,sys; os.close(os.open(sys.argv[1], os.O_RDWR))"
 
 
 def _handles(here: System) -> Iterator[Check]:
-    """Peers open each other's memory as /proc/PID/fd/FD: try it from another process."""
+    """Open /proc/PID/fd/FD from another process, as ranks do with each other's memory."""
     fd = os.memfd_create("linkweave-doctor", os.MFD_CLOEXEC)
     try:
         done = subprocess.run(
@@ -178,7 +179,7 @@ def _gpus(here: System) -> Iterator[Check]:
         why = "; ".join(a for a in machine.assumptions if a not in plain)
         if devices or loaded:
             yield Check("GPU driver", "problem", f"{', '.join(devices) or 'a driver is loaded'}, "
-                        f"but no GPU is shown{': ' + why if why else ''}",
+                        f"but no GPU is visible{': ' + why if why else ''}",
                         "check CUDA_VISIBLE_DEVICES and NVIDIA_VISIBLE_DEVICES")  # fmt: skip
         else:
             yield Check("GPU driver", "ok", f"no GPU here{': ' + why if why else ''}; "
@@ -236,12 +237,12 @@ def _peers(driver: CudaDriver, count: int) -> Iterator[Check]:
         f"{a}: {' '.join('x' if ok else '-' for ok in row)}" for a, row in enumerate(matrix)
     )
     if lacking:
-        yield Check("peer access", "problem", f"{len(lacking)} of {count * (count - 1)} ways are "
-                    f"closed ({rows})", "GPUs under different CPUs may have none; else look at the "
-                    "IOMMU, at PCIe ACS (lspci -vvv | grep ACSCtl), and whether a virtual machine "
-                    "hides it")  # fmt: skip
+        yield Check("peer access", "problem",
+                    f"{len(lacking)} of {count * (count - 1)} pairs have none ({rows})",
+                    "GPUs of different CPUs may have none; otherwise check the IOMMU, PCIe ACS "
+                    "(lspci -vvv | grep ACSCtl) and the virtual machine")  # fmt: skip
     else:
-        yield Check("peer access", "ok", f"all {count * (count - 1)} ways ({rows})")
+        yield Check("peer access", "ok", f"all {count * (count - 1)} pairs ({rows})")
 
 
 def _iommu(here: System) -> Iterator[Check]:

@@ -1,4 +1,4 @@
-"""The few questions asked of libcuda itself, so that they need neither torch nor CuPy."""
+"""Queries of the CUDA driver (libcuda) that need neither torch nor CuPy."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 
 
 class CudaError(CollectiveError):
-    """The driver is missing, or said no."""
+    """libcuda is missing, or a call to it failed."""
 
 
 def started(library: Any = None) -> bool:
-    """Whether this process has initialised CUDA, after which it must not be forked."""
+    """Whether this process has initialised CUDA; after that it must not fork."""
     try:
         cuda = library or ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:
-        return False  # not even loaded
+        return False  # not loaded
     return bool(cuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED)
 
 
 class CudaDriver:
-    """libcuda, initialised. Raises CudaError where it is missing or does not start."""
+    """The initialised driver. Raises CudaError if it is missing or cannot be initialised."""
 
     def __init__(self, library: Any = None) -> None:
         try:
@@ -55,22 +55,22 @@ class CudaDriver:
         return found.value
 
     def version(self) -> tuple[int, int]:
-        """The CUDA version that the driver can run."""
+        """(major, minor) of the newest CUDA version that the driver supports."""
         found = self._number("cuDriverGetVersion")
         return found // 1000, found % 1000 // 10
 
     def count(self) -> int:
-        """How many devices CUDA shows."""
+        """The number of devices visible to CUDA."""
         return self._number("cuDeviceGetCount")
 
     def _device(self, index: int) -> int:
         return self._number("cuDeviceGet", index)
 
     def attribute(self, name: str, index: int) -> int:
-        """One of the attributes above, of the index-th device."""
+        """The value of a device attribute; `name` is a key of `_ATTRIBUTES`."""
         return self._number("cuDeviceGetAttribute", _ATTRIBUTES[name], self._device(index))
 
     def can_access_peer(self, src: int, dst: int) -> bool:
-        """Whether the first device can read and write the second one's memory."""
+        """Whether device `src` can access the memory of device `dst`."""
         devices = (self._device(src), self._device(dst))
         return bool(self._number("cuDeviceCanAccessPeer", *devices))

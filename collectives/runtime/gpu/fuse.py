@@ -1,4 +1,7 @@
-"""Steps of a plan put so that an executor may combine what came and send it on in one pass."""
+"""Reorder a plan's steps so that a REDUCE or COPY stands next to the SEND of its result.
+
+An executor can then combine the data and send it on in one pass.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from linkweave.collectives.planning.verify import prove, shortened
 
 
 def fused(plan: Plan) -> Plan:
-    """A proved plan with each REDUCE or COPY of `passed_on` just before the SEND of its result.
+    """A verified plan with each REDUCE or COPY of `passed_on` just before the SEND of its result.
 
-    The waits between the two come before them, the signals behind. So a slot is freed when its
-    content has been sent on, which could let ranks wait for each other in a circle: the new order
-    is proved like any plan, for these chunks and for any number of whole groups, and where it is
-    refused the plan stays as it is. What `shortened` asks of a plan does not depend on the order of
-    a phase's steps, so one proof serves all long messages.
+    Waits between the two steps move before them, signals behind them. A slot is then freed only
+    after its content has been sent on, which might deadlock: the new order is proved like any
+    plan, for these chunks and for any number of whole groups. If the proof fails, the plan is
+    returned unchanged. The requirements of `shortened` do not depend on the order of a phase's
+    steps, so one proof serves all long messages.
     """
     made = _reordered(shortened(plan))
     return made.with_chunks(plan.num_chunks) if made else plan
@@ -26,7 +29,7 @@ def fused(plan: Plan) -> Plan:
 
 @lru_cache(maxsize=64)
 def _reordered(plan: Plan) -> Plan | None:
-    """None where nothing changes."""
+    """The reordered plan; None if nothing changes or the new order is not proved."""
     made = replace(plan, tracks=tuple(_track(plan, s) for s in plan.tracks))
     if made == plan:
         return None
@@ -42,7 +45,7 @@ def _track(plan: Plan, track: Track) -> Track:
     together, base, phases = passed_on(plan), 0, []
     for body in track.phases:
         order: list[Step] = []
-        held: list[Step] = []  # from a step that is passed on to its SEND
+        held: list[Step] = []  # the steps from one that is passed on up to its SEND
         for at, step in enumerate(body, base):
             if held:
                 held.append(step)

@@ -1,4 +1,7 @@
-"""Where counters and slots of ranks on GPUs lie: in memory of this process, or of several."""
+"""GPU memory that ranks share: counters and slots of plans, and symmetric memory for tensors.
+
+`LocalMemory` serves ranks of one process, `PeerMemory` one rank per process (CUDA IPC).
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,15 @@ from linkweave.collectives.planning.layout import ALIGN
 from linkweave.collectives.runtime.cpu.arena import Arena
 from linkweave.collectives.runtime.cpu.mapping import PAGE, pages
 from linkweave.collectives.runtime.gpu.device import Device
-from linkweave.collectives.runtime.gpu.peers import Gather, advice, troubles
+from linkweave.collectives.runtime.gpu.peers import ERROR_CHARS, Gather, advice, gather_errors
 
 log = logging.getLogger("linkweave")
 
-_BLOCK = 2 << 20  # bytes: CUDA shares no less with another process
-_LEAVING = 5.0  # s that the others have to let go of our memory
-_TOLD = 200  # characters of an error that the others are told
+_BLOCK = 2 << 20  # bytes: the granularity of CUDA IPC
+_LEAVING = 5.0  # s to wait until the other ranks have closed our memory
 
-
-Spot = tuple[int, int]
-"""Where a buffer lies: number of a `Shared` in the order in which they were made, and offset."""
+SymmetricAddress = tuple[int, int]
+"""(number of a `SymmetricMemory` in allocation order, byte offset within it)."""
 
 
 class _Owner:
@@ -38,22 +39,22 @@ class _Owner:
 
 
 class Lease:
-    """Memory of a GPU that a tensor lies in: given back when neither it nor the ranks need it."""
+    """GPU memory with two holders, a tensor and the ranks: freed when both have released it."""
 
     def __init__(self, device: Device, address: int) -> None:
         self.address = address
-        # a collector may run `release` while it runs
+        # reentrant: the garbage collector may call `release` in the middle of `release`
         self._device, self._holders, self._lock = device, 2, threading.RLock()
 
     def tensor(self, nbytes: int) -> Any:
-        """An array of bytes there, with which its half of the lease ends. Not at exit: CUDA may be
-        gone by then."""
+        """An array of uint8 [nbytes] over the memory; releases it when collected, except at exit,
+        when CUDA may be gone."""
         owner = _Owner()
         weakref.finalize(owner, self.release).atexit = False
         return self._device.array(self.address, nbytes, owner)
 
     def release(self) -> None:
-        """To be called by each of the two, once."""
+        """Called once by each holder."""
         with self._lock:
             self._holders -= 1
             unneeded = self._holders == 0
@@ -62,11 +63,12 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """Memory of `nbytes` on each rank's GPU, for tensors.
+class SymmetricMemory:
+    """`nbytes` of memory on every rank's GPU, for tensors.
 
-    `addresses`: where this process sees each rank's; `unseen`: (a, b) where rank a does not see
-    rank b's, the same on all ranks; `leases`: of the ranks of this process.
+    `addresses` are those at which this process sees each rank's memory. `unseen` holds (a, b) if
+    rank a cannot access rank b's memory; it is equal on all ranks. `leases` has an entry for each
+    rank of this process.
     """
 
     nbytes: int
@@ -76,25 +78,31 @@ class Shared:
 
 
 class Memory(Protocol):
-    """Where all ranks' counters and slots lie, and tensors that others may write."""
+    """Allocates memory that the ranks of a plan access across GPUs. All calls are collective."""
 
     def bases(self, nbytes: Sequence[int], pairs: Collection[tuple[int, int]]) -> list[int]:
-        """Zeroed memory of so many bytes for each rank: its address in this process, of the ranks
-        whose memory ours touch. `pairs`: (a, b) where rank a touches rank b's."""
+        """Allocate `nbytes[r]` zeroed bytes for each rank r; returns their addresses.
 
-    def share(self, nbytes: int) -> Shared:
-        """Zeroed memory for a tensor on each rank, which outlives us where that is still there.
-        Raises CollectiveError, on all ranks, where one has no room."""
+        `pairs` holds (a, b) if rank a accesses rank b's memory. Addresses are those of this process
+        and valid for the ranks whose memory our ranks access.
+        """
+
+    def allocate_symmetric(self, nbytes: int) -> SymmetricMemory:
+        """Allocate `nbytes` zeroed bytes for a tensor on every rank.
+
+        The memory outlives `close` while the tensor exists. Raises CollectiveError on all ranks if
+        any rank is out of memory.
+        """
 
     def close(self) -> None:
-        """Give all of it back; nothing may be running, here or on a peer."""
+        """Free all memory; no kernel may be running, here or on a peer."""
 
 
 class LocalMemory:
-    """Memory of ranks that are all in this process, each on its device.
+    """Memory of ranks that are all in this process; rank r uses `devices[r]`.
 
-    What a GPU that has to touch it cannot reach lies in host memory instead, with one warning
-    (`quiet`: none), or is refused with CollectiveError where `required`.
+    If a GPU has no peer access to memory that it needs, that memory is allocated on the host, with
+    one warning unless `quiet`; if peer access is `required`, raises CollectiveError.
     """
 
     def __init__(
@@ -106,20 +114,23 @@ class LocalMemory:
         self._leases: list[Lease] = []
         self._required, self._quiet = required, quiet
         gpus = {d.index: d for d in devices}
-        walls = {(a, b) for a, d in gpus.items() for b in gpus if a != b and not d.reach(b)}
+        blocked = {
+            (a, b) for a, device in gpus.items() for b in gpus
+            if a != b and not device.enable_peer_access(b)
+        }  # fmt: skip
         self._unseen = frozenset(
             (i, j) for i, a in enumerate(devices) for j, b in enumerate(devices)
-            if (a.index, b.index) in walls
+            if (a.index, b.index) in blocked
         )  # fmt: skip
 
     def bases(self, nbytes: Sequence[int], pairs: Collection[tuple[int, int]]) -> list[int]:
         found = []
         apart = sorted(self._unseen.intersection(pairs))
         if apart:
-            self._say(apart)
-        walled = {b for _, b in apart}
+            self._warn(apart)
+        on_host = {b for _, b in apart}
         for rank, (device, size) in enumerate(zip(self._devices, nbytes, strict=True)):
-            if rank in walled:
+            if rank in on_host:
                 self._pinned.append(device.pinned(-(-(size + ALIGN) // 4)))
                 found.append(-(-self._pinned[-1].ctypes.data // ALIGN) * ALIGN)
                 continue
@@ -127,29 +138,26 @@ class LocalMemory:
             self._made.append((device, found[-1]))
         return found
 
-    def _say(self, apart: Sequence[tuple[int, int]]) -> None:
+    def _warn(self, apart: Sequence[tuple[int, int]]) -> None:
         gpus = dict.fromkeys((self._devices[a].index, self._devices[b].index) for a, b in apart)
         pairs = "; ".join(f"GPU {a} has no access to GPU {b}'s" for a, b in gpus)
         words = f"memory of GPUs of one process: {pairs}"
-        if self._required:
-            raise CollectiveError(f"{words}; peer_access='require' allows nothing else{advice()}")
-        if not self._quiet:
-            log.warning("%s; it goes through host memory, which is slow%s", words, advice())
+        _use_host_memory(words, self._required, not self._quiet)
         self._quiet = True
 
-    def share(self, nbytes: int) -> Shared:
+    def allocate_symmetric(self, nbytes: int) -> SymmetricMemory:
         leases: dict[int, Lease] = {}
         try:
             for rank, device in enumerate(self._devices):
                 leases[rank] = Lease(device, device.allocate(nbytes))
                 self._leases.append(leases[rank])
         except RuntimeError as error:
-            for lease in leases.values():  # of which there will be no tensor
+            for lease in leases.values():  # for the tensors that will never exist
                 lease.release()
             where = f"rank {rank} on GPU {device.index}: {error}"
             raise CollectiveError(f"no memory for a tensor of {nbytes} bytes: {where}") from error
         addresses = tuple(lease.address for lease in leases.values())
-        return Shared(nbytes, addresses, self._unseen, leases)
+        return SymmetricMemory(nbytes, addresses, self._unseen, leases)
 
     def close(self) -> None:
         with ExitStack() as last:
@@ -162,10 +170,10 @@ class LocalMemory:
 
 
 class PeerMemory:
-    """Each rank's memory on its own GPU, opened by the others through CUDA IPC.
+    """Memory of ranks in different processes: on the rank's GPU, opened by others with CUDA IPC.
 
-    All ranks must ask for the same memory in the same order. What a rank cannot open lies in host
-    memory instead, with one warning, or is refused on every rank where `required`.
+    If a rank cannot open memory that it needs, that memory is allocated on the host, with one
+    warning; if peer access is `required`, every rank raises CollectiveError.
     """
 
     def __init__(self, device: Device, arena: Arena, gather: Gather, required: bool) -> None:
@@ -186,38 +194,41 @@ class PeerMemory:
             self._fall_back(nbytes, found, touched, ways, why)
         return found
 
-    def share(self, nbytes: int) -> Shared:
-        lease, trouble = None, ""
+    def allocate_symmetric(self, nbytes: int) -> SymmetricMemory:
+        lease, problem = None, ""
         try:
             lease = Lease(self._device, self._allocate(nbytes))
             self._leases.append(lease)
         except RuntimeError as error:
-            trouble = str(error)
+            problem = str(error)
         try:
-            failed = troubles(self._gather, trouble)
+            failed = gather_errors(self._gather, problem)
             if lease is None or failed:
                 raise CollectiveError(f"no memory for a tensor of {nbytes} bytes: {failed}")
             found, ways, why = self._exchange(lease.address, {*range(self._arena.size)})
         except BaseException:
             if lease:
-                lease.release()  # as there will be no tensor
+                lease.release()  # for the tensor that will never exist
             raise
         unseen = frozenset((rank, owner) for rank, owners in ways.items() for owner in owners)
         if unseen and self._arena.rank == 0:
             log.info("a tensor's memory is not seen by all ranks: %s (%s)", sorted(unseen), why)
-        return Shared(nbytes, tuple(found), unseen, {self._arena.rank: lease})
+        return SymmetricMemory(nbytes, tuple(found), unseen, {self._arena.rank: lease})
 
     def _allocate(self, nbytes: int) -> int:
-        # of less than a block, the driver would share what else lies in it
+        # the driver exports whole blocks: a smaller allocation would expose its neighbours
         return self._device.allocate(-(-max(nbytes, 1) // _BLOCK) * _BLOCK)
 
     def _exchange(
         self, mine: int, touched: set[int]
     ) -> tuple[list[int], dict[int, list[int]], str]:
-        """Where we see the memory of the ranks `touched`; who cannot open whose, and why."""
+        """Export `mine` and open the memory of the ranks `touched`.
+
+        Returns ([size] addresses here, rank -> ranks whose memory it cannot open, a reason).
+        """
         rank = self._arena.rank
         try:
-            handle, why = self._device.share(mine), ""
+            handle, why = self._device.ipc_handle(mine), ""
         except RuntimeError as error:
             handle, why = b"", f"{error}"
         handles = self._gather("memory of GPUs", handle)
@@ -229,30 +240,27 @@ class PeerMemory:
                 refused.append(peer)
                 continue
             try:
-                found[peer] = self._device.open(handles[peer])
+                found[peer] = self._device.ipc_open(handles[peer])
                 self._opened.append(found[peer])
             except RuntimeError as error:
                 refused.append(peer)
                 why = f"{error}"
-        said = json.dumps({"refused": refused, "why": why[:_TOLD]}).encode()
-        told = [json.loads(row) for row in self._gather("access to GPUs", said)]
-        ways = {r: row["refused"] for r, row in enumerate(told) if row["refused"]}
-        return found, ways, next((row["why"] for row in told if row["why"]), "")
+        message = json.dumps({"refused": refused, "why": why[:ERROR_CHARS]}).encode()
+        rows = [json.loads(row) for row in self._gather("access to GPUs", message)]
+        ways = {r: row["refused"] for r, row in enumerate(rows) if row["refused"]}
+        return found, ways, next((row["why"] for row in rows if row["why"]), "")
 
     def _fall_back(
         self, nbytes: Sequence[int], found: list[int], touched: set[int],
         ways: dict[int, list[int]], why: str,
     ) -> None:  # fmt: skip
-        """Put the memory that not everyone can open where everyone can."""
+        """Move the memory that some rank cannot open to the host; changes `found`."""
         rank = self._arena.rank
         pairs = "; ".join(f"rank {r} cannot open that of ranks {o}" for r, o in ways.items())
         words = f"GPU memory of other processes: {pairs} ({why})"
-        if self._required:
-            raise CollectiveError(f"{words}; peer_access='require' allows nothing else{advice()}")
-        if rank == 0 and not self._warned:
-            log.warning("%s; it goes through host memory, which is slow%s", words, advice())
+        _use_host_memory(words, self._required, rank == 0 and not self._warned)
         self._warned = True
-        trouble, offset = "", -1
+        problem, offset = "", -1
         owners = sorted({o for owners in ways.values() for o in owners})
         if rank in owners:
             try:
@@ -260,28 +268,31 @@ class PeerMemory:
                 offset = pages(offset)
                 self._arena.mapping.at(offset, pages(max(nbytes[rank], 1)))[:] = 0
             except CollectiveError as error:
-                trouble = str(error)
-        places = [int(row) for row in self._gather("memory", str(offset).encode())]
+                problem = str(error)
+        offsets = [int(row) for row in self._gather("memory", str(offset).encode())]
         for owner in owners:
-            if places[owner] >= 0 and (owner == rank or owner in touched):
-                address = self._arena.base + places[owner]
+            if offsets[owner] >= 0 and (owner == rank or owner in touched):
+                address = self._arena.base + offsets[owner]
                 try:
                     self._device.register(address, pages(max(nbytes[owner], 1)))
                     self._registered.append(address)
                 except RuntimeError as error:
-                    trouble = str(error)
+                    problem = str(error)
                 found[owner] = address
-        if failed := troubles(self._gather, trouble):
+        if failed := gather_errors(self._gather, problem):
             raise CollectiveError(f"{words}; nor can the GPUs use host memory: {failed}{advice()}")
 
     def close(self) -> None:
-        """Shut what is the others', and free our own when all of them have done so: until then
-        CUDA leaves open what becomes of it. Where one does not, it stays until the process ends."""
-        with ExitStack() as last:  # backwards, and all of it, whatever fails
+        """Close the others' memory, then free our own once all other ranks have closed it.
+
+        CUDA leaves it undefined to free memory that another process has open. If a rank does not
+        close it in time, the memory stays allocated until this process ends.
+        """
+        with ExitStack() as last:  # in reverse order; runs every callback even if one raises
             last.callback(self._free)
             last.callback(self._arena.leave_gpus)
             while self._opened:
-                last.callback(self._device.shut, self._opened.pop())
+                last.callback(self._device.ipc_close, self._opened.pop())
 
     def _free(self) -> None:
         deadline = time.monotonic() + _LEAVING
@@ -297,3 +308,10 @@ class PeerMemory:
                 last.callback(self._leases.pop().release)
             while self._registered:
                 last.callback(self._device.unregister, self._registered.pop())
+
+
+def _use_host_memory(words: str, required: bool, warn: bool) -> None:
+    if required:
+        raise CollectiveError(f"{words}; peer_access='require' forbids host memory{advice()}")
+    if warn:
+        log.warning("%s; it is in host memory, which is slow%s", words, advice())

@@ -1,4 +1,4 @@
-"""GPUs of several processes: who they are, and which map they plan on."""
+"""GPUs of several processes: their identities, and the topology that the ranks plan on."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from linkweave.topology.detect import detect
 log = logging.getLogger("linkweave")
 
 Gather = Callable[[str, bytes], list[bytes]]
-"""What every rank says of a thing, by rank (`HostCalls.gather`)."""
+"""Gathers one message from every rank, in rank order (`HostCalls.gather`)."""
 
-_TOLD = 200  # characters of an error that the others are told
-
-
-def troubles(gather: Gather, mine: str) -> str:
-    """What went wrong on any rank, in words that all ranks get; empty where nothing did."""
-    told = gather("troubles", mine[:_TOLD].encode())
-    return "; ".join(f"rank {r}: {row.decode()}" for r, row in enumerate(told) if row)
+ERROR_CHARS = 200
+"""An error message sent to other ranks is cut to this many characters."""
 
 
-def common_map(
+def gather_errors(gather: Gather, error: str) -> str:
+    """The errors of all ranks as one message; empty if no rank has one. Collective."""
+    rows = gather("troubles", error[:ERROR_CHARS].encode())
+    return "; ".join(f"rank {r}: {row.decode()}" for r, row in enumerate(rows) if row)
+
+
+def common_topology(
     identity: tuple[str, str], rank: int, gather: Gather, spec: Topology | None, quiet: bool = False
 ) -> Topology:
-    """The map that the ranks' GPUs plan on: `spec`, or (None) what the driver tells of them.
+    """The topology that the ranks plan on: `spec` or, if None, what the driver reports.
 
-    `identity`: bus id and UUID of this rank's GPU. `quiet`: they are known to share GPUs.
-
-    Ranks exchange bus ids, UUIDs and what they detected, and take their places by bus id or UUID.
-    A map that knows none of these is of another machine: rank r is its r-th GPU. Ranks that share a
-    GPU plan on a mesh where the driver is asked, as no links stand between them. Raises
-    CollectiveError, on every rank, naming those that see different machines or are not on the map.
+    `identity` is the (PCI bus id, UUID) of this rank's GPU. Each rank is mapped to the topology's
+    GPU with its bus id or UUID. If a given topology has none of these GPUs, it describes another
+    machine: rank r is its r-th GPU. Without `spec`, ranks that share a GPU plan on a mesh, as there
+    are no links between them; a warning says so unless `quiet`. Collective. Raises CollectiveError
+    on every rank if the ranks see different machines or a GPU is not part of the topology.
     """
     bus_id, uuid = identity
     seen, trouble = None, ""
     if spec is None:
         try:
-            seen = detect({})  # all of the machine's GPUs, whatever this process is shown
-        except Exception as error:  # the others must hear of it, whatever it is
-            trouble = str(error)[:_TOLD]
+            seen = detect({})  # ignores CUDA_VISIBLE_DEVICES: all GPUs of the machine
+        except Exception as error:  # must reach the other ranks, whatever it is
+            trouble = str(error)[:ERROR_CHARS]
     graph = crc32(seen.to_json().encode()) if seen and seen.devices else 0
-    said = {"bus": bus_id, "uuid": uuid, "graph": graph, "trouble": trouble, "pid": os.getpid()}
-    rows = [json.loads(row) for row in gather("GPUs", json.dumps(said).encode())]
-    where = [row["bus"] for row in rows]  # parts of one GPU share it, whatever their UUIDs
-    shared = {u: [r for r, v in enumerate(where) if v == u] for u in where}
+    mine = {"bus": bus_id, "uuid": uuid, "graph": graph, "trouble": trouble, "pid": os.getpid()}
+    rows = [json.loads(row) for row in gather("GPUs", json.dumps(mine).encode())]
+    buses = [row["bus"] for row in rows]  # MIG instances of a GPU share it, but not a UUID
+    shared = {bus: [r for r, other in enumerate(buses) if other == bus] for bus in buses}
     crowd = next((ranks for ranks in shared.values() if len(ranks) > 1), None)
     processes = len({row["pid"] for row in rows})
     if crowd and rank == 0 and processes > 1 and not quiet:
@@ -62,41 +62,41 @@ def common_map(
             crowd, rows[crowd[0]]["bus"], rows[crowd[0]]["uuid"],
         )  # fmt: skip
     if spec is not None:
-        return topology_for(spec, len(rows)) if crowd else _places(spec, rows)
+        return topology_for(spec, len(rows)) if crowd else _subset(spec, rows)
     if crowd:
         return load(f"mesh-{len(rows)}")
     if any(row["trouble"] for row in rows):
         words = "; ".join(f"rank {r}: {row['trouble']}" for r, row in enumerate(rows)
                           if row["trouble"])  # fmt: skip
-        raise CollectiveError(f"the GPUs' links cannot be told; say topology=...: {words}")
+        raise CollectiveError(f"the GPUs' links cannot be detected; pass topology=...: {words}")
     graphs = {row["graph"]: [r for r, o in enumerate(rows) if o["graph"] == row["graph"]]
               for row in rows}  # fmt: skip
     if len(graphs) > 1:
         words = "; ".join(f"ranks {ranks}: {graph:08x}" for graph, ranks in graphs.items())
-        raise CollectiveError(f"the ranks see different machines: {words}; say topology=...")
+        raise CollectiveError(f"the ranks see different machines: {words}; pass topology=...")
     if seen is None or not seen.devices:
         if rank == 0:
-            log.warning("the driver tells no links (is nvidia-ml-py installed?): a mesh is assumed")
+            log.warning("the driver reports no links (is nvidia-ml-py installed?): assuming a mesh")
         return load(f"mesh-{len(rows)}")
-    return _places(seen, rows, True)
+    return _subset(seen, rows, here=True)
 
 
-def _places(machine: Topology, rows: list[dict[str, Any]], must: bool = False) -> Topology:
-    """The part of the machine where the ranks' GPUs are. `must`: it is known to be this one."""
-    places: list[int] = []
+def _subset(machine: Topology, rows: list[dict[str, Any]], here: bool = False) -> Topology:
+    """The ranks' GPUs on `machine`. `here`: it is certainly this machine."""
+    gpus: list[int] = []
     missing: list[str] = []
     for r, row in enumerate(rows):
         try:
-            places.append(machine.find(row["bus"], row["uuid"]))
+            gpus.append(machine.find(row["bus"], row["uuid"]))
         except TopologyError as error:
-            missing.append(f"rank {r}'s GPU is not on the map: {error}")
+            missing.append(f"rank {r}'s GPU is not part of the topology: {error}")
     if not missing:
-        return machine.subset(places)
-    if must or places:
+        return machine.subset(gpus)
+    if here or gpus:
         raise CollectiveError("; ".join(missing))
     return topology_for(machine, len(rows))
 
 
 def advice() -> str:
-    """What `linkweave doctor` finds amiss, a line each."""
+    """The warnings and problems that `linkweave doctor` finds, one per line."""
     return "".join(f"\n{check}" for check in examine() if check.state != "ok")

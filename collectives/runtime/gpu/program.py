@@ -1,7 +1,7 @@
-"""What the GPU plan interpreter (`kernels/plan/plan.cu`) is given: programs, tables, memory layout.
+"""The input of the GPU plan interpreter (`kernels/plan/plan.cu`): programs, tables, memory layout.
 
-Pure data, made alike by every rank; addresses come from whoever has the memory. The layouts are
-those of `kernels/plan/launch.h`, and a test compares them.
+Every rank computes the same data, except for addresses. The struct layouts are those of
+`kernels/plan/launch.h`; a test compares them.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from linkweave.collectives.planning.layout import ALIGN
 from linkweave.collectives.planning.plan import Op, Plan, Track
 from linkweave.collectives.planning.verify import races, shortened
 from linkweave.collectives.runtime.gpu.fuse import fused
+from linkweave.kernels.gpu.arrays import fields
 
-MOST_RANKS = 64
-MOST_PEERS = 64
+MAX_RANKS = 64
+MAX_PEERS = 64
 LINE = 128
 REPORT = 4
 INPUT = -2
-"""A step's source: its own chunk, as the caller gave it."""
+"""The source of a step that reads its own chunk from the call's input."""
 SENDER, DATA = 1, 2
 PUSHES = 1
 LAST, PASSES_ON, DROPS, AHEAD = 1, 2, 4, 3
-"""A step's flags; see `kernels/plan/launch.h`."""
+"""Flags of a step; see `kernels/plan/launch.h`."""
 
 SLOT_BYTES = 512 << 10
-"""Data of one slot. With two slots for each of the 28 connections of a DGX-1's double tree that is
-28 MB, which the L2 cache of an A100 or later holds."""
+"""Data bytes of a slot. Two slots for each of the 28 connections of a DGX-1's double tree take
+28 MB, which fits the L2 cache of an A100 or later."""
 LINES_BYTES = 16 << 10
-"""A chunk up to which data and flags travel in one store: half the bandwidth, and no barrier or
-counter between the data and its reader. To be fitted on GPUs."""
+"""Chunks up to this size use the low-latency protocol: each store carries data and a flag, which
+halves the bandwidth but needs no barrier or counter. Not fitted to measurements yet."""
 
 
 class State(IntEnum):
-    """First word of a block's report."""
+    """The first word of a thread block's report."""
 
     NOTHING = 0
     WAITS = 1
@@ -50,34 +51,22 @@ class State(IntEnum):
     DONE = 4
 
 
-END = np.dtype([("slot", "u8"), ("ready", "u8"), ("free", "u8"), ("peer", "u4"), ("pad", "u4")])
-CURSOR = np.dtype([(name, "u4") for name in ("waited", "moved", "signalled", "slot")])
-GROUP = np.dtype(
-    [(name, "u8") for name in ("code", "ends", "cursors", "place", "report")]
-    + [(name, "u4") for name in ("rank", "num_ends", "code_words", "pad")]
-)
-LAUNCH = np.dtype(
-    [(name, "u8") for name in ("groups", "abort", "finals", "timeout_ns")]
-    + [
-        (name, "u4")
-        for name in ("width", "num_chunks", "stride", "slots", "stripe", "low_latency", "divisor",
-                     "ps_per_byte", "direct", "pad")
-    ]
-    + [(name, "u8", (MOST_RANKS,)) for name in ("buffers", "inputs")]
-)  # fmt: skip
-
-
-CHECK = np.dtype(
-    [(name, "u8") for name in ("counters", "need", "abort", "timeout_ns")]
-    + [(name, "u4") for name in ("tracks", "width")]
+END = fields(("u8", "slot ready free"), ("u4", "peer pad"))
+CURSOR = fields(("u4", "waited moved signalled slot"))
+TRACK = fields(("u8", "code ends cursors chunks report"), ("u4", "rank num_ends code_words pad"))
+CHECK = fields(("u8", "counters need abort timeout_ns"), ("u4", "tracks width"))
+LAUNCH = fields(
+    ("u8", "tracks abort finals timeout_ns"),
+    ("u4", "width num_chunks stride slots stripe low_latency divisor ps_per_byte direct pad"),
+    (f"({MAX_RANKS},)u8", "buffers inputs"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """How a plan lies in memory: `width` blocks a track, each with `stripe` bytes of every slot.
+    """`width` thread blocks run each track; each uses `stripe` data bytes of every slot.
 
-    With `low_latency` slots hold lines of 4 bytes of data and 4 of flag.
+    With `low_latency`, slots hold lines of 4 data bytes and a 4-byte flag.
     """
 
     width: int
@@ -86,14 +75,13 @@ class LaunchConfig:
 
 
 def fit(plan: Plan, nbytes: int, width: int) -> tuple[Plan, LaunchConfig]:
-    """The plan as the kernel runs it (`fused`), in as many chunks as fit its slots, and its config,
-    for a message of `nbytes`.
+    """The plan as the kernel runs it (`fused`), and its launch config, for a message of `nbytes`.
 
-    More chunks are proved with the plan's own where these are whole groups; fewer than one group
-    raises PlanError. A short message takes one block and lines, which order nothing until they are
-    read: so only where each wait for data comes just before the step that reads it. The config
-    takes one of two values for each `width`, so one piece of memory serves all messages of a plan
-    and a protocol.
+    Chunks larger than a slot are divided: the plan's proof covers any number of whole groups, so a
+    plan of fewer chunks than one group raises PlanError instead. A short message uses one thread
+    block per track and the low-latency protocol. There a WAIT orders nothing until the data is
+    read, so this requires that each WAIT for data comes just before the step that reads it. For
+    each `width` the config is one of two, so all messages of a plan share two regions of memory.
     """
     plan = fused(plan)
     if plan.chunk_bytes(nbytes) > SLOT_BYTES:
@@ -105,7 +93,7 @@ def fit(plan: Plan, nbytes: int, width: int) -> tuple[Plan, LaunchConfig]:
             )
         chunks = -(-plan.volume(nbytes) // SLOT_BYTES)
         plan = plan.with_chunks(-(-chunks // plan.stride) * plan.stride)
-        while plan.chunk_bytes(nbytes) > SLOT_BYTES:  # chunks of a part of the data only
+        while plan.chunk_bytes(nbytes) > SLOT_BYTES:  # if the chunks cover only part of the data
             plan = plan.with_chunks(2 * plan.num_chunks)
     if plan.chunk_bytes(nbytes) <= LINES_BYTES and _read_at_once(plan):
         return plan, LaunchConfig(1, LINES_BYTES, True)
@@ -113,7 +101,7 @@ def fit(plan: Plan, nbytes: int, width: int) -> tuple[Plan, LaunchConfig]:
 
 
 def _read_at_once(plan: Plan) -> bool:
-    """Whether nothing but waits stands between each wait for data and the step that reads it."""
+    """Whether only WAITs lie between each WAIT for data and the step that reads the data."""
     for track in plan.tracks:
         for body in track.phases:
             waited: set[int] = set()
@@ -129,10 +117,11 @@ def _read_at_once(plan: Plan) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """Where a plan's counters and slots lie in each rank's memory (byte offsets).
+    """Byte offsets of a plan's counters and slots in the ranks' memory, by connection.
 
-    Data-ready counters and slots lie at the receiver, slot-free counters at the sender; -1 where a
-    connection carries no data.
+    `nbytes` is the size of each rank's memory. Data-ready counters and slots are in the receiver's
+    memory, slot-free counters in the sender's. `free` and `slot` are -1 for a connection that
+    carries no data.
     """
 
     nbytes: tuple[int, ...]
@@ -142,7 +131,7 @@ class SlotLayout:
 
 
 def lay_out(plan: Plan, config: LaunchConfig) -> SlotLayout:
-    """Counters first, then slots, in the order of the connections; all must be zero at first."""
+    """Counters first, then slots, in connection order. The memory must be zeroed."""
     used = [0] * plan.size
     ready, free, slot = [], [], []
     counters = config.width * LINE
@@ -160,7 +149,7 @@ def lay_out(plan: Plan, config: LaunchConfig) -> SlotLayout:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One track's code for the device, and the connections that its numbers of ends stand for."""
+    """A track's code for the device; `ends[i]` is the connection that the code calls i."""
 
     track: Track
     code: NDArray[np.int32]
@@ -168,20 +157,20 @@ class Program:
 
 
 def programs(plan: Plan, rank: int) -> list[Program]:
-    """The tracks of a rank.
+    """The programs of a rank's tracks.
 
-    `code` is `[phases, phases + 1 offsets, steps]` with the steps of `Plan.encode`, in which
-    connections are numbers into `ends`, the source of a SEND or REDUCE is `INPUT` where it takes
-    what the caller gave (`input_reads`), and flags are those of the device: which steps push
-    (`pushes`), and which are one with the SEND behind them (`passed_on`). Raises PlanError where a
-    step has more peers than the kernel admits.
+    `code` is `[phases, phases + 1 offsets, steps]`. Steps are those of `Plan.encode` with three
+    changes: connections are indices into `ends`; the source of a step that reads the call's input
+    (`input_reads`) is `INPUT`; flags are those of the device, which mark steps that push (`pushes`)
+    and steps that are fused with the next SEND (`passed_on`). Raises PlanError if a step has more
+    than MAX_PEERS peers.
     """
     tracks = [s for s in plan.tracks if s.rank == rank]
     for step in (step for s in tracks for body in s.phases for step in body):
-        if (n := len(step.connections)) > MOST_PEERS:
+        if (n := len(step.connections)) > MAX_PEERS:
             raise PlanError(
                 f"{plan.algorithm}: rank {rank} has a {step.op.name} with {n} peers; GPU "
-                f"kernels take at most {MOST_PEERS} in one step"
+                f"kernels take at most {MAX_PEERS} in one step"
             )
     whole, given, pushed = plan.encode(rank).tolist(), input_reads(plan), pushes(plan)
     together = passed_on(plan)
@@ -218,8 +207,11 @@ def programs(plan: Plan, rank: int) -> list[Program]:
 
 
 def may_push(plan: Plan) -> bool:
-    """Whether ranks that see each other's buffers write results there; the same on all ranks."""
-    if not plan.definition.same_offsets or plan.size > MOST_RANKS:
+    """Whether ranks that see each other's buffers may push results into them; equal on all ranks.
+
+    Not where chunks have different offsets on different ranks, as in an all-to-all.
+    """
+    if not plan.definition.same_offsets or plan.size > MAX_RANKS:
         return False
     return _may_push(shortened(plan))
 
@@ -230,15 +222,18 @@ def _may_push(plan: Plan) -> bool:
 
 
 def receivers(plan: Plan, ranks: Sequence[int]) -> list[int]:
-    """Other ranks whose buffers these may write, where they push."""
+    """The other ranks whose buffers these ranks write when they push."""
     return sorted({c.dst for c in plan.connections if c.src in ranks} - {*ranks})
 
 
 def ends(
     plan: Plan, layout: SlotLayout, program: Program, bases: Sequence[int], order: Sequence[int]
 ) -> NDArray[np.void]:
-    """[ends] of END: the addresses at which one process sees them, with each rank's memory at
-    `bases[rank]`; `order`: the ranks of the launch's buffers."""
+    """A program's table of ends: [ends] of END.
+
+    `bases[r]` is the address of rank r's memory in this process; `order` lists the ranks of the
+    launch's buffers.
+    """
     table = np.zeros(len(program.ends), END)
     for row, index in zip(table, program.ends, strict=True):
         c = plan.connections[index]
@@ -252,25 +247,24 @@ def ends(
 
 
 def launch(
-    plan: Plan, config: LaunchConfig, groups: int, abort: int, buffers: Sequence[tuple[int, int]],
+    plan: Plan, config: LaunchConfig, tracks: int, abort: int, buffers: Sequence[tuple[int, int]],
     timeout: float, average: bool, ps_per_byte: int = 0, finals: int = 0,
     peers: Sequence[int] | None = None,
 ) -> NDArray[np.void]:  # fmt: skip
-    """[1] of LAUNCH. `groups`, `abort`, `finals` are addresses, `timeout` is in seconds; `average`
-    divides by the number of ranks. For each rank that this launch runs, in the groups' order, the
-    buffer in which results go and that in which its values lie: the same one in place. `peers`: the
-    buffers of `receivers`, to push into; None: nothing is pushed."""
-    if len(buffers) > MOST_RANKS:
-        raise PlanError(f"{len(buffers)} ranks in one launch; at most {MOST_RANKS}")
+    """The argument of a launch: [1] of LAUNCH.
+
+    `tracks`, `abort` and `finals` are addresses; `timeout` is in seconds. `buffers` holds the
+    (result, input) addresses of each rank in the launch, equal for a call in place; with `average`
+    results are divided by the number of ranks. `peers` holds the buffers of `receivers`, into which
+    results are pushed; None disables pushing.
+    """
+    if len(buffers) > MAX_RANKS:
+        raise PlanError(f"{len(buffers)} ranks in one launch; at most {MAX_RANKS}")
     made = np.zeros(1, LAUNCH)
     row = made[0]
-    row["groups"], row["abort"], row["timeout_ns"] = groups, abort, int(timeout * 1e9)
-    row["finals"] = finals
-    row["width"], row["stripe"], row["low_latency"] = (
-        config.width,
-        config.stripe,
-        config.low_latency,
-    )
+    row["tracks"], row["abort"], row["timeout_ns"] = tracks, abort, int(timeout * 1e9)
+    row["finals"], row["low_latency"] = finals, config.low_latency
+    row["width"], row["stripe"] = config.width, config.stripe
     row["num_chunks"], row["stride"], row["slots"] = plan.num_chunks, plan.stride, plan.slots
     row["divisor"], row["ps_per_byte"] = plan.size if average else 0, ps_per_byte
     row["buffers"][: len(buffers)], row["inputs"][: len(buffers)] = zip(*buffers, strict=True)
@@ -280,11 +274,11 @@ def launch(
     return made
 
 
-def chunk_places(plan: Plan, nbytes: int, rank: int) -> NDArray[np.int64]:
-    """[chunks, 2]: first byte and bytes of every chunk of a message of `nbytes`.
+def chunk_extents(plan: Plan, nbytes: int, rank: int) -> NDArray[np.int64]:
+    """[chunks, 2]: offset and size in bytes of every chunk in a rank's buffer of `nbytes`.
 
-    A chunk that a rank only passes on has a size there too, and no place.
+    A chunk that the rank only passes on has a size, but its offset means nothing.
     """
-    place = np.array(plan.chunk_bounds(nbytes, rank), np.int64).reshape(-1, 2)
-    place[:, 1] = plan.chunk_sizes(nbytes)
-    return place
+    extents = np.array(plan.chunk_bounds(nbytes, rank), np.int64).reshape(-1, 2)
+    extents[:, 1] = plan.chunk_sizes(nbytes)
+    return extents

@@ -1,4 +1,4 @@
-"""Arrays in GPUs' memory, and who gives them back."""
+"""Arrays uploaded to GPUs, which are freed together."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from linkweave.collectives.runtime.gpu.device import Device
 
 
 class Uploads:
-    """Arrays that are given back together; those of a part may go before the others."""
+    """Uploaded arrays. `close` frees all of them; a `part` can be dropped earlier."""
 
     def __init__(self) -> None:
         self._made: list[tuple[Device, int]] = []
         self._parts: dict[int, Uploads] = {}
 
     def add(self, device: Device, array: NDArray[np.generic]) -> int:
-        """The address of a copy."""
+        """Upload an array; returns its device address."""
         self._made.append((device, device.upload(array)))
         return self._made[-1][1]
 
@@ -28,12 +28,12 @@ class Uploads:
         return made
 
     def drop(self, part: Uploads) -> None:
-        """Give back what is in a part; nothing may be running that reads it."""
+        """Free a part; no kernel may be running that reads it."""
         self._parts.pop(id(part), None)
         part.close()
 
     def close(self) -> None:
-        with ExitStack() as last:  # all of it, whatever fails
+        with ExitStack() as last:  # runs every callback even if one raises
             while self._made:
                 device, address = self._made.pop()
                 last.callback(device.free, address)

@@ -26,10 +26,10 @@ struct Image {
 static int layout() {
     FIELD(End, slot), FIELD(End, ready), FIELD(End, free), FIELD(End, peer), FIELD(End, pad);
     FIELD(Cursor, waited), FIELD(Cursor, moved), FIELD(Cursor, signalled), FIELD(Cursor, slot);
-    FIELD(Group, code), FIELD(Group, ends), FIELD(Group, cursors), FIELD(Group, place);
-    FIELD(Group, report), FIELD(Group, rank), FIELD(Group, num_ends), FIELD(Group, code_words);
-    FIELD(Group, pad);
-    FIELD(Launch, groups), FIELD(Launch, abort), FIELD(Launch, finals), FIELD(Launch, timeout_ns);
+    FIELD(Track, code), FIELD(Track, ends), FIELD(Track, cursors), FIELD(Track, chunks);
+    FIELD(Track, report), FIELD(Track, rank), FIELD(Track, num_ends), FIELD(Track, code_words);
+    FIELD(Track, pad);
+    FIELD(Launch, tracks), FIELD(Launch, abort), FIELD(Launch, finals), FIELD(Launch, timeout_ns);
     FIELD(Launch, width);
     FIELD(Launch, num_chunks), FIELD(Launch, stride), FIELD(Launch, slots), FIELD(Launch, stripe);
     FIELD(Launch, low_latency), FIELD(Launch, divisor), FIELD(Launch, ps_per_byte);
@@ -38,11 +38,11 @@ static int layout() {
     FIELD(Check, counters), FIELD(Check, need), FIELD(Check, abort), FIELD(Check, timeout_ns);
     FIELD(Check, tracks), FIELD(Check, width);
     std::printf("sizeof End %zu\nsizeof Cursor %zu\n", sizeof(End), sizeof(Cursor));
-    std::printf("sizeof Group %zu\nsizeof Launch %zu\n", sizeof(Group), sizeof(Launch));
+    std::printf("sizeof Track %zu\nsizeof Launch %zu\n", sizeof(Track), sizeof(Launch));
     std::printf("sizeof Check %zu\n", sizeof(Check));
     std::printf("Op %d %d %d %d %d\n", SEND, REDUCE, COPY, SIGNAL, WAIT);
     std::printf("State %d %d %d %d %d\n", NOTHING, WAITS, TIMED_OUT, ABORTED, DONE);
-    std::printf("limits %d %d %d %d\n", MOST_RANKS, MOST_PEERS, LINE, REPORT);
+    std::printf("limits %d %d %d %d\n", MAX_RANKS, MAX_PEERS, LINE, REPORT);
     std::printf("flags %d %d %d %d %d %d %d %d\n", INPUT, SENDER, DATA, PUSHES, LAST, PASSES_ON,
                 DROPS, AHEAD);
     return 0;

@@ -1,4 +1,4 @@
-"""Where ranks on GPUs stand, read from what their kernels report."""
+"""Read what the plan interpreter reports from GPUs: which tracks are blocked, and at which step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from linkweave.collectives.runtime.gpu import program
 from linkweave.collectives.runtime.gpu.program import REPORT, Program, State
 
 
-def standing(
+def blocked_tracks(
     plan: Plan, width: int, programs: Sequence[tuple[int, Program]], report: NDArray[np.uint32]
 ) -> Iterator[tuple[State, Blocked]]:
-    """Where each block of the ranks of one GPU stands that had to stop or has waited long."""
+    """Each thread block of one GPU that gave up or has been waiting for long, and its step."""
     rows = report[: len(programs) * width * REPORT].reshape(-1, width, REPORT)
     for (rank, p), row in zip(programs, rows, strict=True):
         for state, _, group, pc in row.tolist():
@@ -25,23 +25,19 @@ def standing(
 
 
 def _blocked(plan: Plan, rank: int, p: Program, group: int, pc: int) -> Blocked:
-    """The step at which a program stands: a WAIT, or one that polls its slots' lines."""
+    """The step at `pc`: a WAIT, or a step that polls the flags of its slots' lines."""
     code = p.code.tolist()
     op, chunk, flag, source, n = code[pc : pc + 5]
     ends = code[pc + 5 : pc + 5 + n]
-    # of a REDUCE over lines, which of its peers is missing is not known: the first is named
+    # a REDUCE over lines does not report which peer's data is missing: name the first
     connection = p.ends[source if op == Op.SEND and source >= 0 else ends[0]]
     sender = op == Op.WAIT and bool(flag & program.SENDER)
     step, chunk = position_of(code, code[1], pc), group * plan.stride + chunk
     return waits(plan, connection, sender, rank, p.track.channel, step, chunk)
 
 
-def others(found: Sequence[tuple[State, Blocked]], first: Blocked | None) -> str:
-    """One line for each rank beside the first one's."""
-    seen = set() if first is None else {first.rank}
-    words = ""
-    for _, blocked in found:
-        if blocked.rank not in seen:
-            seen.add(blocked.rank)
-            words += f"; {blocked}"
-    return words
+def describe(found: Sequence[tuple[State, Blocked]], skip: int | None = None) -> str:
+    """`; ` and what it waits for, for each rank but `skip`."""
+    first = {blocked.rank: blocked for _, blocked in reversed(found)}  # of a rank, its first track
+    ranks = dict.fromkeys(blocked.rank for _, blocked in found)
+    return "".join(f"; {first[rank]}" for rank in ranks if rank != skip)

@@ -1,8 +1,8 @@
-"""What stands between a GPU that waits and the other ranks: a thread that carries bad news.
+"""The watchdog: a thread that carries failures between a rank's GPU and the other ranks.
 
-A kernel looks at one word of its own process; ranks tell each other through the arena. The watch
-takes a deadline that has passed on a GPU to the other ranks, and their failures and deaths to the
-GPU, which is free within some hundredths of a second.
+A kernel polls only the abort word of its own process, whereas ranks report failures through the
+arena. The watchdog reports a timeout on the GPU to the other ranks, and aborts the GPU's waits
+within some hundredths of a second if another rank fails or dies.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
-from linkweave.collectives.runtime.cpu.arena import LAST_WORDS, MOST_SAID
+from linkweave.collectives.runtime.cpu.arena import LAST_WORDS, MAX_MESSAGE
 from linkweave.collectives.runtime.cpu.control import HostControl
 from linkweave.collectives.runtime.diagnose import DIED, DIFFERED, RAISED, TIMED_OUT
 from linkweave.collectives.runtime.gpu.executor import GpuRanks
@@ -21,13 +21,13 @@ from linkweave.collectives.runtime.gpu.executor import GpuRanks
 log = logging.getLogger("linkweave")
 
 _PERIOD = 0.02  # s
-_HEARING = 0.3  # s that other ranks have to say where they stand
+_HEARING = 0.3  # s to wait for other ranks' last words
 
 
-class Watch:
-    """Watches `gpu` for the rank of `control`; `describe` tells what that rank did last.
+class Watchdog:
+    """Watches `gpu` for the rank of `control`; `describe` returns that rank's latest call.
 
-    Of the ranks of one process one has a thread for it.
+    Only the lowest rank of a process runs the thread.
     """
 
     def __init__(self, gpu: GpuRanks, control: HostControl, describe: Callable[[], str]) -> None:
@@ -46,16 +46,16 @@ class Watch:
             try:
                 if not self._look():
                     continue
-                if self._gpu.stands():
+                if self._gpu.describe_waits():
                     log.error("rank %d: %s", self._control.rank, self.failure())
-            except Exception:  # without a watch nobody would free the GPU
-                log.exception("rank %d: its watch failed", self._control.rank)
+            except Exception:  # without a watchdog nobody would end the GPU's waits
+                log.exception("rank %d: its watchdog failed", self._control.rank)
                 self._gpu.abort()
                 self._control.give_up(RAISED)
             return
 
     def _look(self) -> bool:
-        """Carry news either way; whether there were bad ones."""
+        """Pass failures on in both directions; returns whether there is one."""
         with self._lock:
             if self._over:
                 return True
@@ -69,14 +69,14 @@ class Watch:
                     else:
                         return False
                 self._gpu.abort()
-            time.sleep(_PERIOD)  # until all width have said where they stood
+            time.sleep(_PERIOD)  # until all thread blocks have reported their step
             if ours:
                 self._failure = self._gpu.failure()
                 if not self._control.aborted():
                     self._control.give_up(TIMED_OUT, self._failure.peer, self._failure.rank)
             if len(self._gpu.devices) == 1:
-                words = f"{self._describe()}; {self._stands()}"
-                self._arena.say(words.encode()[:MOST_SAID], LAST_WORDS)
+                words = f"{self._describe()}; {self._waits()}"
+                self._arena.leave_message(words.encode()[:MAX_MESSAGE], LAST_WORDS)
             self._over = True
             return True
 
@@ -86,38 +86,39 @@ class Watch:
             raise self.failure()
 
     def failure(self) -> CollectiveError:
-        """What is to be raised: our own deadline, or in whose name we stopped; where others
-        stood."""
+        """The error to raise: our own timeout, or the failure of the rank that made us stop.
+
+        The message also says what the other ranks involved were doing.
+        """
         if isinstance(self._failure, CollectiveTimeout):
             error = self._failure
-            return CollectiveTimeout(f"{error}{self._heard(error.peer)}", **error.fields())
+            return CollectiveTimeout(f"{error}{self._last_words(error.peer)}", **error.fields())
         _, who, why, blamed = (int(v) for v in self._arena.abort)
         if why == DIFFERED:
-            said = "".join(self._heard(rank) for rank in sorted({who, blamed}))
+            words = "".join(self._last_words(rank) for rank in sorted({who, blamed}))
             return CollectiveAborted(
-                f"the ranks' calls on the GPU differ{said}", rank=who, peer=blamed
+                f"the ranks' calls on the GPU differ{words}", rank=who, peer=blamed
             )
         try:
-            self._control.raise_aborted(lambda: (self._stands(), {"rank": self._control.rank}))
+            self._control.raise_aborted(lambda: (self._waits(), {"rank": self._control.rank}))
         except CollectiveAborted as aborted:
             return aborted
 
-    def _stands(self) -> str:
-        return self._gpu.stands() or "nothing is under way on its GPU"
+    def _waits(self) -> str:
+        return self._gpu.describe_waits() or "nothing is under way on its GPU"
 
-    def _heard(self, peer: int | None) -> str:
-        """Where a rank of another process says it stood."""
+    def _last_words(self, peer: int | None) -> str:
+        """What a rank of another process left at LAST_WORDS."""
         if peer is None or (len(self._gpu.devices) > 1 and peer in self._gpu.devices):
             return ""
         deadline = time.monotonic() + _HEARING
-        while not (said := self._arena.said(peer, LAST_WORDS)) and time.monotonic() < deadline:
+        while not (words := self._arena.message(peer, LAST_WORDS)) and time.monotonic() < deadline:
             time.sleep(_PERIOD)
-        return f"; rank {peer} last: {said.decode(errors='ignore')}" if said else (
-            f"; rank {peer} says nothing"
-        )  # fmt: skip
+        last = f"last: {words.decode(errors='ignore')}" if words else "says nothing"
+        return f"; rank {peer} {last}"
 
     def close(self) -> None:
-        """Stop watching; afterwards the GPU's words are read no more."""
+        """Stop the thread; afterwards the abort word and the reports are no longer read."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
