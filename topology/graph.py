@@ -90,6 +90,11 @@ class Graph:
         """Whether these are CPU ranks, which share one memory."""
         return any(link.kind == "memory" for link in self.links)
 
+    @property
+    def noun(self) -> str:
+        """What this machine's ranks are called: "GPU", or "rank" on CPUs."""
+        return "rank" if self.on_memory else "GPU"
+
     @cached_property
     def hops(self) -> Mapping[tuple[int, int], tuple[Vertex, ...]]:
         """For each ordered pair of GPUs that the fabric joins: the vertices passed, ends included.

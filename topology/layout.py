@@ -61,7 +61,7 @@ class Positions:
                 a, b = self.anchor(src) + BOX * 1j, self.anchor(dst) + BOX * 1j
                 pull, spread = (a + b) / 2 + 0.25j * math.sqrt(abs(a - b)), (a - b) / 4
         else:
-            x = self._meeting(src, dst)
+            x = self.meeting(src, dst)
             a, b = complex(x, a.imag), complex(x, b.imag)
             pull = (a + b) / 2
         aside = GAP * place * 1j * (b - a) / abs(b - a) * (1 if str(src) < str(dst) else -1)
@@ -81,7 +81,7 @@ class Positions:
             for p, q in self.boxes.values()
         )
 
-    def _meeting(self, src: Vertex, dst: Vertex) -> float:
+    def meeting(self, src: Vertex, dst: Vertex) -> float:
         """The x of the upright line between two of which one is a box."""
         for ends in ((src, dst), (dst, src)):
             if isinstance(ends[0], str) and isinstance(ends[1], str) and ends in self.ports:
@@ -112,16 +112,15 @@ def arc_depth(distance: float) -> float:
     return 0.42 * math.pow(distance, 0.7)
 
 
-def lay_out(topology: Topology, arcs: bool) -> Positions:
-    """A layout for the topology's fabric; `arcs` between GPUs will be drawn even without links."""
-    links = topology.fabric
+def lay_out(topology: Topology, links: Sequence[Link], arcs: bool) -> Positions:
+    """A layout for these links; with `arcs` there is room for arcs between all GPUs of a row."""
     switches = [v for link in links for v in (link.src, link.dst) if isinstance(v, str)]
     if switches:
         return _in_rows(topology, links, arcs)
     gpus = topology.gpus
     for whole in (dgx1_v100(), dgx1_p100()):
         if len(gpus) == 8 and (seat := topology.isomorphic_to(whole)):
-            same = links == whole.fabric  # then not one of its symmetries
+            same = tuple(links) == whole.fabric  # then not one of its symmetries
             return Positions({g: _CUBE[g if same else seat[g]] for g in gpus})
     everyone = (*gpus, *topology.forwarders)
     radius, turn = max(1.25, 0.19 * len(everyone)), cmath.exp(-1j * math.tau / len(everyone))

@@ -46,14 +46,18 @@ def summary(topology: Graph) -> str:
     count: Counter[tuple[str, bool]] = Counter()
     for link, back in cables(topology.links):
         count[link.kind, back] += link.count
-    n = len(topology.gpus)
-    noun = "CPU rank" if _noun(topology) == "rank" else "GPU"
-    parts = [f"{n} {noun}{'s'[: n != 1]}"]
+    parts = [ranks(topology)]
     if topology.forwarders:
         parts.append(f"forwarding over GPU {gpu_list(topology.forwarders)}")
     for (kind, back), links in count.items():
         parts.append(f"{links} {KINDS[kind][links != 1]}{'' if back else ' one way'}")
     return f"{topology.name}: {', '.join(parts)}"
+
+
+def ranks(topology: Graph) -> str:
+    """ "8 GPUs", or "8 CPU ranks"."""
+    n = len(topology.gpus)
+    return f"{n} {'CPU ' * topology.on_memory}{topology.noun}{'s'[: n != 1]}"
 
 
 def cables(links: Sequence[Link]) -> Iterator[tuple[Link, bool]]:
@@ -74,17 +78,13 @@ def cables(links: Sequence[Link]) -> Iterator[tuple[Link, bool]]:
 
 def matrix(topology: Graph) -> list[str]:
     """The lines of a matrix as `nvidia-smi topo -m` prints it, by `Topology.cell`."""
-    names = {g: f"{_noun(topology)}{g}" for g in topology.gpus}
+    names = {g: f"{topology.noun}{g}" for g in topology.gpus}
     width = max(5, *(len(name) + 1 for name in names.values()))
     rows = [" " * width + "".join(name.rjust(width) for name in names.values())]
     for a, name in names.items():
         cells = "".join(topology.cell(a, b).rjust(width) for b in names)
         rows.append(name.ljust(width) + cells)
     return rows
-
-
-def _noun(topology: Graph) -> str:
-    return "rank" if topology.on_memory else "GPU"
 
 
 def link_table(topology: Graph) -> list[str]:
@@ -95,7 +95,7 @@ def link_table(topology: Graph) -> list[str]:
         for link, back in every:
             arrow = "-" if back else "->"
             ends = f"{vertex(link.src)} {arrow} {vertex(link.dst)}"
-            rows.append((ends.replace("GPU", _noun(topology)), *_figures(link)))
+            rows.append((ends.replace("GPU", topology.noun), *_figures(link)))
     else:
         sorts = Counter((_sort(k.src), _sort(k.dst), back, *_figures(k)) for k, back in every)
         for (a, b, back, *figures), n in sorts.items():
