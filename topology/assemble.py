@@ -92,7 +92,7 @@ def _nvlinks(told: Told, sm: Mapping[int, int], assumed: list[str]) -> list[Link
         busiest = max(group, key=lambda g: degree[g])
         if degree[busiest] <= speeds.MOST_NVLINKS:
             for (a, b), n in counts.items():
-                links += both(a, b, min(rate(a), rate(b)), n)
+                links += both(a, b, min(rate(a), rate(b)), n, assumed=not (sm[a] and sm[b]))
             continue
         own = {g: max(n for p, n in counts.items() if g in p) for g in group}
         for a, b in combinations(group, 2):
@@ -109,7 +109,7 @@ def _nvlinks(told: Told, sm: Mapping[int, int], assumed: list[str]) -> list[Link
             f"would have {degree[busiest]}"
         )
     for gpu, n in ports.items():
-        links += both(gpu, "nvswitch", rate(gpu), n)
+        links += both(gpu, "nvswitch", rate(gpu), n, assumed=not sm[gpu])
     return links
 
 
@@ -136,7 +136,8 @@ def _pcie_tree(told: Told, sm: Mapping[int, int], assumed: list[str]) -> list[Li
             if len(group) == 1:
                 v = group[0]
                 bandwidth, kind_ = port(v), kind if isinstance(v, int) else "network"
-                links.extend(both(v, to, bandwidth, kind=kind_))
+                unknown = not (isinstance(v, int) and sm[v])
+                links.extend(both(v, to, bandwidth, kind=kind_, assumed=unknown))
                 uplink = bandwidth if isinstance(v, int) else speeds.PCIE
             elif most > PIX and len(within(PIX, group)) == 1:
                 uplink = attach(group, to, PIX, kind)
@@ -144,7 +145,8 @@ def _pcie_tree(told: Told, sm: Mapping[int, int], assumed: list[str]) -> list[Li
                 switch = f"switch{switches}"
                 switches += 1
                 uplink = attach(group, switch, most - 1, "pcie")
-                links.extend(both(switch, to, uplink, kind=kind))
+                unknown = not any(sm.values())
+                links.extend(both(switch, to, uplink, kind=kind, assumed=unknown))
             widest = max(widest, uplink)
         return widest
 
@@ -157,7 +159,7 @@ def _pcie_tree(told: Told, sm: Mapping[int, int], assumed: list[str]) -> list[Li
     for name, members in zip(names, cpus, strict=True):
         attach(members, name, PXB, "host")
     for a, b in combinations(names, 2):
-        links += both(a, b, speeds.SOCKETS, kind="socket")
+        links += both(a, b, speeds.SOCKETS, kind="socket", assumed=True)
     if len(names) > 1:
         assumed.append(f"CPU model not told: {speeds.SOCKETS / 1e9:g} GB/s between CPUs")
     if told.nics:
@@ -171,12 +173,19 @@ def _levels(told: Told, devices: Sequence[Vertex], assumed: list[str]) -> dict[P
     PCIe is a tree, so no two devices are further apart than the larger of their distances to a
     third: a hidden pair is as near as the told ones bring it, and a told one no further.
     """
+    told_level = dict(told.level)
+    between_gpus = [p for p in told.level if all(isinstance(v, int) for v in p)]
+    alike = len(told.numa) == len(told.devices) and len({*told.numa.values()}) == 1
+    parted = len(between_gpus) > 2 and {told.level[p] for p in between_gpus} == {SYS}
+    if alike and parted and not told.nvlinks:
+        told_level.update(dict.fromkeys(between_gpus, NODE))
+        assumed.append("all GPUs have the same CPUs, so SYS between them is taken as NODE")
     nearest: dict[Pair, int] = {}
     for far in range(PIX, SYS + 1):
-        for group in groups(devices, [p for p, level in told.level.items() if level <= far]):
+        for group in groups(devices, [p for p, level in told_level.items() if level <= far]):
             for pair in combinations(group, 2):
                 nearest.setdefault(pair, far)
-    told_level = {**told.level, **{(b, a): far for (a, b), far in told.level.items()}}
+    told_level |= {(b, a): far for (a, b), far in told_level.items()}
     numa = told.numa
     if any(
         far == SYS and isinstance(a, int) and isinstance(b, int) and numa.get(a) == numa.get(b)
@@ -184,6 +193,7 @@ def _levels(told: Told, devices: Sequence[Vertex], assumed: list[str]) -> dict[P
     ):
         numa = {}  # a job bound to a few CPUs sees all GPUs near them
     hidden, how = 0, set()
+    open_pairs: set[Pair] = set()
     for a, b in combinations(devices, 2):
         if (a, b) in told_level:
             continue
@@ -194,9 +204,10 @@ def _levels(told: Told, devices: Sequence[Vertex], assumed: list[str]) -> dict[P
         elif all(nodes):
             nearest[a, b] = NODE if nodes[0] == nodes[1] else SYS
             how.add("their NUMA nodes and CPUs")
-        elif (a, b) not in nearest:
-            nearest[a, b] = NODE
-            how.add("nothing else, so taken as one CPU's")
+        else:
+            open_pairs.add((a, b))
+            how.add("nothing else, so on as few CPUs as the other pairs allow")
+    _share_cpus(devices, nearest, open_pairs)
     if hidden:
         assumed.append(
             "PCIe between GPUs that NVLinks join is not told: inferred from "
@@ -210,6 +221,22 @@ def _levels(told: Told, devices: Sequence[Vertex], assumed: list[str]) -> dict[P
             "device allows: taken as nearer"
         )
     return nearest
+
+
+def _share_cpus(devices: Sequence[Vertex], nearest: dict[Pair, int], open_pairs: set[Pair]) -> None:
+    """Give pairs of which nothing is known the same CPU unless other pairs part them."""
+    known = {pair: far for pair, far in nearest.items() if pair not in open_pairs}
+    apart = {frozenset(pair) for pair, far in known.items() if far == SYS}
+    cpus: list[list[Vertex]] = []
+    for near in groups(devices, [pair for pair, far in known.items() if far <= NODE]):
+        for cpu in cpus:
+            if not any(frozenset((a, b)) in apart for a in cpu for b in near):
+                cpu += near
+                break
+        else:
+            cpus.append(near)
+    at = {v: i for i, cpu in enumerate(cpus) for v in cpu}
+    nearest.update({(a, b): NODE if at[a] == at[b] else SYS for a, b in open_pairs})
 
 
 def _cpu_names(cpus: Sequence[Sequence[Vertex]], numa: Mapping[int, str]) -> list[str]:

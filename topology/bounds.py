@@ -48,7 +48,8 @@ class Bound:
     not a bound: a rank may add up what it reads without copying it first.
     `parts` are the ranks between which the traffic is held up, `bottleneck` the same in words, and
     `over` the kinds of link that were counted. `links` is algbw in units of one link, where all
-    links that were counted are equal: 24/7 on a DGX-1 with V100.
+    links that were counted are equal: 24/7 on a DGX-1 with V100. `assumed`: the bandwidth of
+    some of them is a guess, as the topology's `assumptions` tell.
     """
 
     collective: str
@@ -57,6 +58,7 @@ class Bound:
     bottleneck: str
     over: str
     links: Fraction | None
+    assumed: bool = False
 
     @property
     def algbw(self) -> float:
@@ -72,8 +74,8 @@ class Bound:
             )
         units = f" = {self.links} link{'s'[: self.links != 1]}" if self.links else ""
         return (
-            f"{self.collective}: at most {self.algbw / 1e9:.4g} GB/s{units} over {self.over}; "
-            f"bottleneck: {self.bottleneck}"
+            f"{self.collective}: at most {self.algbw / 1e9:.4g} GB/s{units} over {self.over}"
+            f"{' (speed assumed)' * self.assumed}; bottleneck: {self.bottleneck}"
         )
 
 
@@ -132,6 +134,7 @@ def bound(topology: Topology, collective: str = "allreduce", root: int | None = 
     return Bound(
         collective, 1 / algbw, tuple(_ranks_of(cut, ranks) for cut in cuts),
         _words(topology, cuts), over, algbw / widths.pop()[1] if len(widths) == 1 else None,
+        any(k.assumed for k in topology.fabric),
     )  # fmt: skip
 
 

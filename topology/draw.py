@@ -144,6 +144,7 @@ class _Picture:
             lines = n if n <= _MANY else 1
             what = f"a line marked x{n}: {n} {several} of" if n > lines else f"one line: one {one},"
             label = f"{what} {there.bandwidth / 1e9:g} GB/s {'each way' if back else 'one way'}"
+            label += " (speed assumed)" * there.assumed
             style: dict[str, Any] = {"color": _FAINT if faint else _COLORS[there.kind]}
             style["linewidth"] = thick + (n > lines)
             for i in range(lines):

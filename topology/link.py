@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from linkweave.topology.errors import TopologyError
 from linkweave.topology.routes import Vertex
@@ -25,7 +25,8 @@ class Link:
     """`count` equal physical links side by side, in one direction.
 
     `bandwidth` is bytes/s of *one* of them; `latency_us` is what a chunk step pays over them
-    beside its bytes (the alpha of the cost model). Kind is one of `KINDS`.
+    beside its bytes (the alpha of the cost model). Kind is one of `KINDS`. `assumed` says that the
+    bandwidth is a guess, because the GPU, CPU or NIC is not known; equality leaves it out.
     """
 
     src: Vertex
@@ -34,6 +35,7 @@ class Link:
     count: int = 1
     latency_us: float = 5.0
     kind: str = "nvlink"
+    assumed: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         where = f"link {self.src}->{self.dst}"

@@ -19,11 +19,11 @@ MAX_N = 4096
 
 def both(
     a: Vertex, b: Vertex, bandwidth: int, count: int = 1, latency_us: float = 5.0,
-    kind: str = "nvlink",
+    kind: str = "nvlink", assumed: bool = False,
 ) -> tuple[Link, Link]:  # fmt: skip
     return (
-        Link(a, b, bandwidth, count, latency_us, kind),
-        Link(b, a, bandwidth, count, latency_us, kind),
+        Link(a, b, bandwidth, count, latency_us, kind, assumed),
+        Link(b, a, bandwidth, count, latency_us, kind, assumed),
     )
 
 
@@ -80,8 +80,8 @@ def dgx1_p100() -> Topology:
 SWITCH_PLANES = "the NVSwitch planes are drawn as one non-blocking switch"
 
 
-def _switched(name: str, n: int, ports: int) -> Topology:
-    pairs = (both(g, "nvswitch", speeds.NVLINK, ports) for g in range(n))
+def _switched(name: str, n: int, ports: int, bandwidth: int = speeds.NVLINK) -> Topology:
+    pairs = (both(g, "nvswitch", bandwidth, ports) for g in range(n))
     return _machine(name, n, pairs, SWITCH_PLANES)
 
 
@@ -98,6 +98,16 @@ def dgx_a100() -> Topology:
 def dgx_h100() -> Topology:
     """8 H100, eighteen links each into NVSwitch; in-switch reduction is not modelled."""
     return _switched("dgx-h100", 8, 18)
+
+
+def dgx_h200() -> Topology:
+    """8 H200, wired like a DGX H100."""
+    return _switched("dgx-h200", 8, 18)
+
+
+def dgx_b200() -> Topology:
+    """8 B200, eighteen NVLinks 5 of 50 GB/s each into NVSwitch."""
+    return _switched("dgx-b200", 8, 18, speeds.nvlink(100))
 
 
 def mesh(n: int) -> Topology:
@@ -151,6 +161,8 @@ _FIXED: dict[str, Callable[[], Topology]] = {
     "dgx2": dgx2,
     "dgx-a100": dgx_a100,
     "dgx-h100": dgx_h100,
+    "dgx-h200": dgx_h200,
+    "dgx-b200": dgx_b200,
 }
 _SIZED: dict[str, Callable[[int], Topology]] = {
     "mesh": mesh, "ring": ring, "pcie": pcie, "cpu": cpu,

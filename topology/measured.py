@@ -115,7 +115,8 @@ def overlay(topology: Topology, text: str, where: str) -> Topology:
                 f"{link.count} NVLinks carry {link.count * link.bandwidth / 1e9:g}: figures of "
                 "another machine, or of GPUs numbered otherwise?"
             )
-        return replace(link, bandwidth=each, latency_us=least.get(ends, link.latency_us))
+        latency_us = least.get(ends, link.latency_us)
+        return replace(link, bandwidth=each, latency_us=latency_us, assumed=False)
 
     links = tuple(map(measured, topology.links))
     rest = sum((k.src, k.dst) not in best for k in topology.fabric)

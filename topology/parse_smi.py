@@ -52,11 +52,12 @@ def _bare(line: str) -> str:
     return _ANSI.sub("", line).lstrip(" \t#>|$")
 
 
-def parse_smi(text: str, name: str = "nvidia-smi") -> Topology:
+def parse_smi(text: str, name: str = "nvidia-smi", gpu: str = "") -> Topology:
     """The machine that the matrix shows.
 
     PCIe is drawn from the levels (PIX, PXB, PHB, NODE, SYS) and the NICs' columns, the speeds from
-    the GPUs' models where `nvidia-smi -L` is in the text; `assumptions` say what was not told.
+    the GPUs' models where `nvidia-smi -L` is in the text, else from the model `gpu`; `assumptions`
+    say what was not told.
     Raises TopologyError, with line and column, for a matrix that is cut short or contradicts
     itself.
     """
@@ -86,7 +87,7 @@ def parse_smi(text: str, name: str = "nvidia-smi") -> Topology:
             else:
                 level[one, other] = _LEVELS[cell.word]
     gpus = [c for c in columns if _GPU.fullmatch(c)]
-    devices = _devices([int(c[3:]) for c in gpus], text, name, assumed)
+    devices = _devices([int(c[3:]) for c in gpus], text, name, gpu, assumed)
     nics = [c for c in columns if not _GPU.fullmatch(c)]
     return assemble(Told(name, devices, nics, nvlinks, level, numa, assumptions=assumed))
 
@@ -229,7 +230,9 @@ def _agreed(cells: dict[str, dict[str, _Cell]], a: str, b: str, name: str) -> _C
     return one or other
 
 
-def _devices(gpus: list[int], text: str, name: str, assumed: list[str]) -> list[Device]:
+def _devices(
+    gpus: list[int], text: str, name: str, default: str, assumed: list[str]
+) -> list[Device]:
     listed = {int(g): (model, uuid) for g, model, uuid in _LISTED.findall(text)}
     if strangers := [g for g in gpus if g not in listed] if listed else []:
         raise TopologyError(
@@ -238,8 +241,8 @@ def _devices(gpus: list[int], text: str, name: str, assumed: list[str]) -> list[
         )
     devices = []
     for g in gpus:
-        model, uuid = listed.get(g, ("", ""))
-        sm = speeds.compute_capability(model)
+        model, uuid = listed.get(g, (default, ""))
+        sm = speeds.compute_capability(model) or speeds.compute_capability(default)
         if model and not sm:
             assumed.append(
                 f"{model}: unknown model, any NVLinks taken as {speeds.NVLINK / 1e9:g} GB/s, PCIe "

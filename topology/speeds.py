@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from linkweave.topology.errors import TopologyError
+
 GB = 10**9
 
 _NVLINK = {
@@ -50,6 +52,16 @@ def generation(bandwidth: int) -> int:
 def compute_capability(model: str) -> int:
     """70 of "Tesla V100-SXM2-16GB"; 0 where the model is not known."""
     return next((sm for pattern, sm in _MODELS if re.search(pattern, model, re.IGNORECASE)), 0)
+
+
+def known_model(model: str) -> int:
+    """`compute_capability`, but TopologyError for a model that is not known."""
+    if not (sm := compute_capability(model)):
+        raise TopologyError(
+            f"unknown GPU model {model[:80]!r}: name it as nvidia-smi -L does, such as v100, a100, "
+            "h100, h200, b200, b300 or rtx 4090"
+        )
+    return sm
 
 
 def pcie_port(sm: int) -> int:

@@ -107,7 +107,10 @@ def link_table(topology: Graph) -> list[str]:
 def _figures(link: Link) -> tuple[str, str, str]:
     one = f"{link.bandwidth / 1e9:g} GB/s"
     rate = f"{link.count} x {one} = {link.count * link.bandwidth / 1e9:g} GB/s"
-    return KINDS[link.kind][0], rate if link.count > 1 else one, f"{link.latency_us:.3g} us"
+    return (
+        KINDS[link.kind][0], rate if link.count > 1 else one,
+        f"{link.latency_us:.3g} us{'  speed assumed' * link.assumed}",
+    )  # fmt: skip
 
 
 def vertex(v: Vertex) -> str:
