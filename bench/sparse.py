@@ -54,7 +54,7 @@ def as_json(rows: list[Row]) -> str:
 
 def medians(
     calls: dict[str, Callable[[], object]], rounds: int,
-    ready: Callable[[], object] = lambda: None, shown: bool = True,
+    ready: Callable[[], object] = lambda: None, shown: bool = False,
 ) -> dict[str, float]:  # fmt: skip
     """Seconds of each call, all taking turns within a round; a first round is not counted.
 
@@ -77,8 +77,8 @@ def _rows(
     source = np.ones(64 << 20, np.uint8)
     target = np.empty_like(source)
     copy = {"copy": lambda: np.copyto(target, source)}
-    rate = 2 * source.nbytes / medians(copy, 5, shown=False)["copy"]
-    times = medians(calls, rounds)
+    rate = 2 * source.nbytes / medians(copy, 5)["copy"]
+    times = medians(calls, rounds, shown=True)
     for name, seconds in times.items():
         share = nbytes / seconds / rate if name == "linkweave" else None
         ratio = seconds / times["linkweave"]

@@ -1,4 +1,4 @@
-"""A machine from what is told of each pair of its devices: by nvidia-smi, and by NVML."""
+"""Build a machine from facts about pairs of devices, as nvidia-smi and NVML tell them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from linkweave.topology.topology import Topology
 Pair = tuple[Vertex, Vertex]
 
 PIX, PXB, PHB, NODE, SYS = range(1, 6)
-"""How far apart two devices are on PCIe: one switch, several, a CPU's bridge, its bridges, CPUs."""
+"""PCIe distance of two devices: one switch, several, a host bridge, several, several CPUs."""
 
 
 @dataclass
 class Told:
-    """What a source says. GPUs are ints, NICs texts; pairs are given once, in any order.
+    """What nvidia-smi or NVML says. GPUs are ints and NICs strings; each pair is given once.
 
-    `level` has no entry for a pair whose NVLinks hide it. `numa` and `ports` (NVLinks into a
-    switch) are for GPUs of which they are known; CPUs' names follow a `numa` that is a number.
+    `level` lacks pairs that NVLinks join, because nvidia-smi then does not show it. `numa` (NUMA
+    nodes or CPU lists) and `ports` (the number of NVLinks into a switch) may lack GPUs. If NUMA
+    nodes are numbers, CPUs are named after them.
     """
 
     name: str
@@ -38,10 +39,10 @@ class Told:
 
 
 def assemble(told: Told) -> Topology:
-    """The machine: NVLinks, NVSwitch, and a PCIe tree that agrees with the levels.
+    """Build the machine: NVLinks, NVSwitch, and a PCIe tree that agrees with the levels.
 
-    PHB and NODE are not told apart: both cross one CPU. Raises TopologyError where the NVLinks
-    contradict each other.
+    PHB and NODE are treated alike: both cross one CPU. Raises TopologyError if NVLinks contradict
+    each other.
     """
     assumed = list(told.assumptions)
     sm = {d.gpu: d.sm for d in told.devices}
@@ -55,7 +56,7 @@ def assemble(told: Told) -> Topology:
 
 
 def _without_models(machine: Topology) -> Topology:
-    """Say what speeds were taken; the wiring of a DGX-1 with P100 betrays its GPUs."""
+    """Note the assumed speeds. A machine wired like a DGX-1 with P100 gets that one's."""
     nvlinks = [k for k in machine.links if k.kind == "nvlink"]
     pcie = f"PCIe ports as {speeds.PCIE / 1e9:g} GB/s (generation 3)"
     if not nvlinks:
@@ -129,7 +130,7 @@ def _pcie_tree(told: Told, sm: Mapping[int, int], assumed: list[str]) -> list[Li
     switches = 0
 
     def attach(members: Sequence[Vertex], to: str, most: int, kind: str) -> int:
-        """Hang devices under a vertex, beneath the switches that they share; the widest port."""
+        """Attach devices below a vertex, over the switches they share; return the widest port."""
         nonlocal switches
         widest = 0
         for group in within(most, members):
@@ -168,10 +169,10 @@ def _pcie_tree(told: Told, sm: Mapping[int, int], assumed: list[str]) -> list[Li
 
 
 def _levels(told: Told, devices: Sequence[Vertex], assumed: list[str]) -> dict[Pair, int]:
-    """The levels of all pairs, those that NVLinks hide among them.
+    """Find the levels of all pairs, including those that NVLinks hide.
 
-    PCIe is a tree, so no two devices are further apart than the larger of their distances to a
-    third: a hidden pair is as near as the told ones bring it, and a told one no further.
+    PCIe is a tree, so two devices are no further apart than the larger of their distances to any
+    third device. The known levels thus limit those of hidden pairs and of each other.
     """
     told_level = dict(told.level)
     between_gpus = [p for p in told.level if all(isinstance(v, int) for v in p)]
@@ -224,7 +225,7 @@ def _levels(told: Told, devices: Sequence[Vertex], assumed: list[str]) -> dict[P
 
 
 def _share_cpus(devices: Sequence[Vertex], nearest: dict[Pair, int], open_pairs: set[Pair]) -> None:
-    """Give pairs of which nothing is known the same CPU unless other pairs part them."""
+    """Put devices with unknown distances on the same CPU unless other pairs are apart."""
     known = {pair: far for pair, far in nearest.items() if pair not in open_pairs}
     apart = {frozenset(pair) for pair, far in known.items() if far == SYS}
     cpus: list[list[Vertex]] = []
@@ -240,7 +241,7 @@ def _share_cpus(devices: Sequence[Vertex], nearest: dict[Pair, int], open_pairs:
 
 
 def _cpu_names(cpus: Sequence[Sequence[Vertex]], numa: Mapping[int, str]) -> list[str]:
-    """By NUMA node where each CPU's GPUs agree on one of their own, else in order."""
+    """Names of CPUs: by NUMA node if each CPU's GPUs have one of their own, else in order."""
     nodes = [{numa.get(v, "") for v in members if isinstance(v, int)} for members in cpus]
     told = [next(iter(n)) for n in nodes if len(n) == 1]
     if len(told) == len(cpus) == len(set(told)) and all(t.isdigit() for t in told):

@@ -1,4 +1,4 @@
-"""`topology.load`: one door for names, files, texts and this machine."""
+"""`topology.load`: a topology from a name, a file, a text or this machine."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def load(
     spec: str | os.PathLike[str] | Topology, measured: str | os.PathLike[str] | None = None,
     gpu: str | None = None,
 ) -> Topology:  # fmt: skip
-    """The topology that `spec` means.
+    """Return the topology that `spec` describes; a Topology is returned as it is.
 
-    A machine's name (`topology.NAMES`); several of them joined, "16 x dgx-a100 nics=rail" (see
-    `topology.clusters`); the path of a file, or its text: what `nvidia-smi topo -m` printed, an
-    NCCL topology (XML), `Topology.to_json`'s JSON, or a cluster's description; or "auto": the GPUs
-    of this machine, else the ranks of its CPUs. A Topology passes through.
+    `spec` is a machine's name (`topology.NAMES`); a cluster such as "16 x dgx-a100 nics=rail" (see
+    `topology.clusters`); "auto" for the GPUs of this machine or, without any, one rank for each of
+    its CPU cores; or a file, by its path or its text. Files are what `nvidia-smi topo -m` printed,
+    an NCCL topology (XML), JSON of `Topology.to_json`, or a cluster's description.
 
-    `gpu` is the model of GPUs that the text of nvidia-smi or NCCL does not name, such as "b300".
-    `measured` lays figures over the nominal ones: the path or text of what `linkweave bench links`
-    wrote or p2pBandwidthLatencyTest printed. Raises TopologyError, saying what is wrong where.
+    `measured` is the path or text of figures that replace nominal ones: what `linkweave bench
+    links` or `bench algorithms` wrote or p2pBandwidthLatencyTest printed. `gpu` is the model, such
+    as "b300", of GPUs that the text does not name. Raises TopologyError that says what is wrong.
     """
     made = spec if isinstance(spec, Topology) else _load(spec, gpu or "")
     if gpu:
@@ -92,7 +92,7 @@ def _short(text: str) -> str:
 
 
 def _is_text(text: str) -> bool:
-    """Whether this can only be a file's content."""
+    """Whether this is the content of a file, not a name or path."""
     return "\n" in text or text.lstrip().startswith(("{", "<"))
 
 
@@ -107,7 +107,7 @@ def _parse(text: str, path: str, name: str, gpu: str) -> Topology:
 
 
 def _parse_known(text: str, path: str, name: str | None, gpu: str) -> Topology | None:
-    """The machine in a text, None if it is none; named after its file."""
+    """The machine in a text, named after its file; None if the text is of no known kind."""
     start = text.lstrip("\ufeff \t\r\n")
     if start.startswith("{"):
         return Topology.from_json(start, where=path or "topology JSON")
@@ -133,14 +133,14 @@ def _parse_known(text: str, path: str, name: str | None, gpu: str) -> Topology |
 
 
 def _one_machine(spec: str, gpu: str) -> Topology:
-    """A node of a cluster, which is no cluster itself: a file could name itself."""
+    """Load the node of a cluster. It must not be a cluster itself: a file could name itself."""
     if os.path.isfile(spec) and looks_like_cluster(read(spec)):
         raise TopologyError(f"{spec}: a cluster cannot be the node of a cluster")
     return load(spec, gpu=gpu)
 
 
 def read(path: str) -> str:
-    """A text file, in UTF-8 or what Windows writes. Raises TopologyError for anything else."""
+    """Read a text file in UTF-8 or UTF-16. Raises TopologyError for anything else."""
     try:
         with open(path, "rb") as file:
             data = file.read(LARGEST + 1)

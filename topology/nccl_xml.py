@@ -82,7 +82,7 @@ class _Reader:
         return found
 
     def add(self, links: Sequence[Link]) -> None:
-        """Of two links between the same ends the later holds: chip to chip, beside PCIe."""
+        """Add links; a chip-to-chip link replaces the PCIe link between the same ends."""
         self.links |= {(link.src, link.dst): link for link in links}
 
     def text(self, element: Element, key: str) -> str:
@@ -92,12 +92,12 @@ class _Reader:
 
     def read(self, root: Element) -> Topology:
         if not any(e.tag == "gpu" for e in root.walk()):
-            places = sum(
+            slots = sum(
                 e.tag == "pci" and e.attributes.get("class", "").startswith(_GPU_CLASS)
                 for e in root.walk()
             )
-            hint = f"it has {places} places for GPUs, which NCCL fills in on the machine: " * (
-                places > 0
+            hint = f"it has {slots} slots for GPUs, which NCCL fills in on the machine: " * (
+                slots > 0
             )
             raise TopologyError(
                 f"{self.name} has no <gpu> elements: {hint}dump the whole topology there with "
@@ -131,7 +131,7 @@ class _Reader:
         return self.machine()
 
     def machine(self) -> Topology:
-        """GPUs that have no rank, where others have one, only pass traffic on, as in NCCL."""
+        """Build the topology. As in NCCL, GPUs without a rank only forward if others have one."""
         numbers = [gpu.device.gpu for gpu in self.gpus]
         ranked = [g.device.gpu for g in self.gpus if "rank" in g.element.attributes] or numbers
         passing = tuple(g for g in numbers if g not in ranked)
@@ -151,7 +151,7 @@ class _Reader:
         return found or speeds.SOCKETS
 
     def below(self, element: Element, at: str, kind: str) -> None:
-        """All that hangs under a CPU or a switch."""
+        """Read everything below a CPU or a switch."""
         for child in element.children:
             if child.tag == "nic":
                 self.nets(child, at, None)
@@ -191,7 +191,7 @@ class _Reader:
             self.below(pci, switch, "pcie")
 
     def nets(self, nic: Element, at: str, port: int | None) -> None:
-        """The ports of a NIC: as fast as their network, or the PCIe link if that is slower."""
+        """Read a NIC's ports. Each is as fast as the slower of its network and its PCIe link."""
         for net in nic.all("net"):
             mbps = self.number(net, "speed", 0)
             speed = mbps * 10**6 // 8 if mbps > 0 else speeds.NETWORK
@@ -202,7 +202,7 @@ class _Reader:
             self.add(both(name, at, bandwidth, kind="network", assumed=mbps <= 0))
 
     def fresh(self, wanted: str) -> str:
-        """A name for a vertex that no other has."""
+        """Return a vertex name that is not taken."""
         name = wanted
         while self.names[name]:
             self.names[wanted] += 1
@@ -211,7 +211,7 @@ class _Reader:
         return name
 
     def nvlinks(self) -> None:
-        """GPU to GPU; to NVSwitches, drawn as one; to CPUs; and chip to chip."""
+        """Read NVLinks to GPUs, NVSwitches (as one switch) and CPUs, and chip-to-chip links."""
         by_bus: dict[str, int] = {}
         for gpu in self.gpus:
             if (bus := gpu.device.bus_id) and by_bus.setdefault(bus, gpu.device.gpu) != (

@@ -1,4 +1,4 @@
-"""A machine in words: its matrix, its links, its best possible collectives."""
+"""Descriptions of a machine: a summary, a matrix, a table of links."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight"
 
 
 def number(n: int) -> str:
-    """Small numbers in words."""
+    """A number, in words up to twelve."""
     return _NUMBERS[n] if n < len(_NUMBERS) else str(n)
 
 
@@ -30,7 +30,7 @@ def gpu_list(gpus: Sequence[int]) -> str:
 
 
 def describe(topology: Graph) -> str:
-    """The summary, the matrix and what was assumed."""
+    """The summary, the matrix and the assumptions."""
     lines = [summary(topology)]
     if len(topology.gpus) <= WIDEST:
         lines += matrix(topology)
@@ -42,7 +42,7 @@ def describe(topology: Graph) -> str:
 
 
 def summary(topology: Graph) -> str:
-    """One line: how many of what."""
+    """One line that counts ranks and links."""
     count: Counter[tuple[str, bool]] = Counter()
     for link, back in cables(topology.links):
         count[link.kind, back] += link.count
@@ -61,7 +61,7 @@ def ranks(topology: Graph) -> str:
 
 
 def cables(links: Sequence[Link]) -> Iterator[tuple[Link, bool]]:
-    """Each link once, and whether an equal one leads back."""
+    """Yield each pair of opposite equal links once, with True; other links with False."""
     by_ends = {(k.src, k.dst): k for k in links}
     told: set[tuple[Vertex, Vertex]] = set()
     for link in links:
@@ -77,7 +77,7 @@ def cables(links: Sequence[Link]) -> Iterator[tuple[Link, bool]]:
 
 
 def matrix(topology: Graph) -> list[str]:
-    """The lines of a matrix as `nvidia-smi topo -m` prints it, by `Topology.cell`."""
+    """Lines of a matrix like that of `nvidia-smi topo -m`, with the cells of `Graph.cell`."""
     names = {g: f"{topology.noun}{g}" for g in topology.gpus}
     width = max(5, *(len(name) + 1 for name in names.values()))
     rows = [" " * width + "".join(name.rjust(width) for name in names.values())]
@@ -88,7 +88,7 @@ def matrix(topology: Graph) -> list[str]:
 
 
 def link_table(topology: Graph) -> list[str]:
-    """A line for each cable; for each sort of cable where there are many."""
+    """A line for each cable or, if there are many, for each kind of cable."""
     rows: list[tuple[str, ...]] = []
     every = list(cables(topology.links))
     if len(every) <= LONGEST:

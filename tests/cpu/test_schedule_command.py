@@ -23,7 +23,7 @@ def run(words: str) -> str:
 
 def test_all_policies_side_by_side_drawn_and_traced(tmp_path: Path) -> None:
     out = run(f"schedule --model vgg16 --workers 8 --limit 0.3 --png {tmp_path}/g.png")
-    lines = [line.split() for line in out.splitlines()]
+    lines = [line.split() for line in out.splitlines() if line[:1].strip()]
     names = [line[0] for line in lines if line and line[0] in (*overlap.POLICIES, "auto")]
     assert names == [*overlap.POLICIES, "auto"]
     assert "synthetic" in out and "8 workers" in out
@@ -46,7 +46,7 @@ def test_one_slow_policy_does_not_squeeze_the_others(
 
     profile, network = overlap.model("vgg16"), overlap.network("10GbE", 8)
     fast = [overlap.plan(profile, network, name) for name in ("mg-wfbp", "us-byte")]
-    slow = overlap.plan(profile, replace(network, a=network.a * 1000), "wfbp")
+    slow = overlap.plan(profile, replace(network, startup_s=network.startup_s * 1000), "wfbp")
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
     shown.draw([*fast, slow], tmp_path / "g.png")
