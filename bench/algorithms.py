@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -140,30 +141,25 @@ def header(settings: Settings) -> str:
     """What was run, on what, and the columns with their units."""
     info = machine()
     batch = "SCHED_BATCH" if settings.batch else "default scheduling"
-    names = [name.split("_") for name in candidates(settings.topology)]
-    height = max(map(len, names))
-    columns = zip(*([""] * (height - len(n)) + n for n in names), strict=True)
-    *above, last = ("".join(f"{word:>12}" for word in words) for words in columns)
-    left = f"{'size':>10}  {'model takes':22}{'us':>10}  {'fastest':22}{'us':>10}{'ratio':>7}"
     return "\n".join([
         f"# all-reduce, {settings.ranks} CPU ranks on {settings.topology.name}, {batch}, "
         f"{settings.rounds} rounds",
         f"# {info['cores']} cores, {info['cpu']}, Linux {info['kernel']}",
         "# us: median over rounds of each round's median of the slowest rank; ratio: median of the",
-        "# rounds' ratios of the model's choice to the fastest; -: hopeless at this size",
-        *(" " * len(left) + words for words in above),
-        left + last,
+        "# rounds' ratios of the model's choice to the fastest; others: those worth a run",
+        f"{'size':>10}  {'model takes':22}{'us':>10}  {'fastest':22}{'us':>10}{'ratio':>7}",
     ])  # fmt: skip
 
 
-def line(row: Comparison, names: tuple[str, ...]) -> str:
-    """One size; times of all `names` at the end."""
-    times = {name: f"{timing.seconds * 1e6:.1f}" for name, timing in row.timings.items()}
-    both = "".join(f"  {name:22}{times[name]:>10}" for name in (row.choice, row.best))
-    return (
-        f"{size_text(row.nbytes):>10}{both}{row.ratios[row.best]:7.2f}"
-        + "".join(f"{times.get(name, '-'):>12}" for name in names)
-    )  # fmt: skip
+def line(row: Comparison) -> str:
+    """One size, and beneath it the times of the other algorithms."""
+    us = {name: f"{timing.seconds * 1e6:.1f}" for name, timing in row.timings.items()}
+    both = "".join(f"  {name:22}{us[name]:>10}" for name in (row.choice, row.best))
+    text = f"{size_text(row.nbytes):>10}{both}{row.ratios[row.best]:7.2f}"
+    others = ", ".join(f"{n} {us[n]}" for n in us if n not in (row.choice, row.best))
+    indent = " " * 12
+    return "\n".join([text, *textwrap.wrap(f"others: {others}", 100, initial_indent=indent,
+                                           subsequent_indent=indent)])  # fmt: skip
 
 
 def as_json_text(settings: Settings, rows: list[Comparison]) -> str:

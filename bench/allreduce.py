@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from linkweave import collectives
+from linkweave.bench.options import missing
 from linkweave.bench.peers import Gloo, Mpi, mpi_launcher, timed
 from linkweave.bench.timing import NEAR_NS, machine, round_trip_ns, schedule
 from linkweave.collectives.launch.default import get_default
@@ -52,6 +53,7 @@ class Settings:
     rounds: int = 5
     batch: bool = True
     peers: bool = True
+    gloo: bool = True
 
 
 def sizes(begin: int, end: int, factor: int) -> tuple[int, ...]:
@@ -69,6 +71,8 @@ def run(settings: Settings, progress: Callable[[list[Row]], None] = lambda rows:
 
     `progress` is called with the rows of each size. Raises CollectiveError.
     """
+    without = missing("torch", "mpi4py") if settings.peers else []
+    settings = replace(settings, gloo=settings.peers and "torch" not in without)
     launcher = mpi_launcher() if settings.peers else None
     mpi = Mpi(launcher, settings.ranks) if launcher else None
     rows: list[Row] = []
@@ -94,7 +98,7 @@ def run(settings: Settings, progress: Callable[[list[Row]], None] = lambda rows:
 def _rank(rank: int, size: int, settings: Settings, store: str, mpi: Mpi | None) -> list[Row]:
     comm = get_default()
     schedule(settings.batch)
-    gloo = Gloo(rank, comm.size, store, settings.batch) if settings.peers else None
+    gloo = Gloo(rank, comm.size, store, settings.batch) if settings.gloo else None
     count = size // 4
     pattern = (np.arange(count) % 251).astype(np.float32)
     mine = pattern + np.float32(rank)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from dataclasses import asdict, replace
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,45 +15,71 @@ import typer
 from rich.progress import Progress
 
 from linkweave import collectives, topology
-from linkweave.bench.machine import comparison, explanation_json, parse_gpus, report
+from linkweave.bench import plans
+from linkweave.bench.machine import comparison, report
 from linkweave.bench.measure import bench
 from linkweave.bench.options import (
-    AlgorithmOption,
-    ChunksOption,
-    CollectiveOption,
+    GpusOption,
     JsonOption,
+    MachineArgument,
     MeasuredOption,
-    RootOption,
-    SizeOption,
-    TopologyOption,
+    ModelOption,
+    RanksOption,
     console,
-    parse_size,
+    machine_of,
 )
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.planning.explain import size_text
-from linkweave.collectives.planning.planner import candidates, choose, predict
+from linkweave.collectives.overlap import POLICIES, PRESETS, models
+from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    help="Collectives planned over the wires: see a machine, plan, simulate, measure.",
+    pretty_exceptions_enable=False, context_settings={"max_content_width": 100},
+    help="Plan collectives for the links a machine has: look at it, plan, simulate, measure.",
 )  # fmt: skip
 app.add_typer(bench, name="bench")
+app.command()(plans.plan)
+app.command()(plans.simulate)
+
+_MINUTES = {"c-cube-14": "10 s", "choice": "2.5 min", "schedulers": "20 s", "schedules": "5 min"}
+"""How long each table takes on two cores."""
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"linkweave {version_of('linkweave')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options that stand before a command."""
 
 
 @app.command()
 def topo(
-    name: Annotated[
-        str, typer.Argument(help="Machine's name, a file (any kind), '4 x NAME', or auto.")
-    ],
+    machine: MachineArgument,
     svg: Annotated[Path | None, typer.Option(help="Draw the machine to this SVG file.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the machine to this PNG file.")] = None,
     plan: Annotated[
-        str | None, typer.Option(help="Draw the trees of this algorithm over the links.")
+        str | None,
+        typer.Option(help="Draw a plan over the links: a file that plan --json wrote, or one of "
+                          f"{', '.join(ALGORITHMS)}."),
     ] = None,
-    gpus: Annotated[
-        str | None, typer.Option(help="Only these GPUs, like 0,1,4-7; the bound is theirs.")
+    part: Annotated[
+        int | None,
+        typer.Option("--tree", "--ring", "--phase", metavar="N",
+                     help="Draw only tree, ring or phase N of the plan, counted from 1."),
     ] = None,
+    all_links: Annotated[
+        bool, typer.Option("--all-links", help="Draw PCIe, CPUs and NICs beside NVLinks as well.")
+    ] = False,
+    gpus: GpusOption = None,
+    gpu: ModelOption = None,
     measured: MeasuredOption = None,
     compare: Annotated[
         str | None, typer.Option(help="Say whether that machine is wired alike, or what differs.")
@@ -59,149 +88,63 @@ def topo(
         Path | None, typer.Option(help="Write the machine in NCCL's form (NCCL_TOPO_FILE).")
     ] = None,
     as_json: JsonOption = False,
-) -> None:
-    """Print how a machine is wired, and the best possible collectives on it; draw it."""
-    machine = topology.load(name, measured)
-    if gpus is not None:
-        machine = machine.subset(parse_gpus(gpus))
-    if plan and not (svg or png):
-        raise CollectiveError("--plan draws: give --svg FILE or --png FILE as well")
+) -> None:  # fmt: skip
+    """Print how a machine is wired and the bounds of collectives on it; draw it."""
+    found = machine_of(machine, gpus, measured, gpu)
+    paths = [p for p in (svg, png) if p]
+    for flag, given in (("--plan", plan), ("--tree", part), ("--all-links", all_links)):
+        if given and not paths:
+            raise CollectiveError(f"{flag} draws: give --svg FILE or --png FILE as well")
     if compare is not None:
         other = topology.load(compare)
         if as_json:
-            mapping, differences = topology.compare(machine, other)
+            mapping, differences = topology.compare(found, other)
             print(json.dumps({"mapping": mapping, "differences": differences}))
         else:
-            print(comparison(machine, other))
+            print(comparison(found, other))
     elif as_json:
-        print(machine.to_json())
+        print(found.to_json())
     else:
         with console.status("bounding"):
-            text = report(machine)
+            text = report(found)
         print(text)
     if xml:
-        xml.write_text(topology.to_nccl_xml(machine))
+        xml.write_text(topology.to_nccl_xml(found))
         console.print(f"written: {xml}", highlight=False)
-    if paths := [p for p in (svg, png) if p]:
-        drawn = collectives.plan_allreduce(machine, 1 << 26, plan) if plan else None
+    if paths:
         with console.status("drawing"):
-            topology.draw(machine, paths, drawn)
+            drawn = None
+            if plan and plan not in ALGORITHMS and os.path.isfile(plan):
+                drawn = plans.read_plan(Path(plan), found)
+            elif plan:
+                drawn = collectives.plan_allreduce(found, 1 << 26, plan)
+            topology.draw(found, paths, drawn, part, all_links)
         for path in paths:
             console.print(f"drawn: {path}", highlight=False)
 
 
 @app.command()
-def plan(
-    size: SizeOption,
-    topo: TopologyOption = "auto",
-    collective: CollectiveOption = "allreduce",
-    root: RootOption = 0,
-    algorithm: AlgorithmOption = "auto",
-    chunks: ChunksOption = None,
-    measured: MeasuredOption = None,
-    explain: Annotated[
-        bool, typer.Option(help="Print what was compared and why, instead of the plan.")
-    ] = False,
-    sparse: Annotated[
-        int | None, typer.Option(help="With --explain: entries a rank of sparse all-reduces.")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Print the verified plan for a message, step by step; or, with --explain, why it is chosen."""
-    machine, nbytes = topology.load(topo, measured), parse_size(size)
-    if explain:
-        if collective != "allreduce":
-            raise CollectiveError("--explain is for all-reduce; simulate compares the others")
-        if algorithm != "auto" or chunks is not None:
-            raise CollectiveError("--explain compares all: leave out --algorithm and --chunks")
-        with console.status("comparing"):
-            told = collectives.explain(machine, nbytes, sparse)
-        print(explanation_json(told) if as_json else told)
-        return
-    if sparse is not None:
-        raise CollectiveError("--sparse goes with --explain")
-    made = collectives.plan_collective(collective, machine, nbytes, root, algorithm, chunks)
-    if algorithm != "auto":
-        auto = choose(machine, nbytes, collective, root)
-        (seconds, _), (best, _) = (
-            predict(machine, nbytes, name, collective, root) for name in (algorithm, auto)
-        )
-        if chunks is not None:
-            seconds = collectives.simulate(made, machine, nbytes).seconds
-        if seconds > 1.02 * best:
-            console.print(
-                f"warning: {algorithm} is predicted to take {seconds / best:.2f} times as long as "
-                f"{auto}, which auto would take", highlight=False, soft_wrap=True,
-            )  # fmt: skip
-    print(made.to_json() if as_json else made)
-
-
-@app.command()
-def simulate(
-    size: SizeOption,
-    topo: TopologyOption = "auto",
-    collective: CollectiveOption = "allreduce",
-    root: RootOption = 0,
-    algorithm: AlgorithmOption = "all",
-    chunks: ChunksOption = None,
-    measured: MeasuredOption = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Write a Chrome trace (one algorithm only).")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Predict the time of a message; of all algorithms, unless one is named."""
-    machine, nbytes = topology.load(topo, measured), parse_size(size)
-    collectives.plan_collective(collective, machine, nbytes, root)  # which refuses what is wrong
-    chosen = choose(machine, nbytes, collective, root)
-    names = candidates(machine, collective, root) if algorithm == "all" else (algorithm,)
-    if trace and len(names) > 1:
-        raise CollectiveError("--trace needs one algorithm: name it with --algorithm")
-    rows: list[dict[str, Any]] = []
-    with Progress(console=console, transient=True) as progress:
-        for name in progress.track(names, description="simulating"):
-            made = collectives.plan_collective(collective, machine, nbytes, root, name, chunks)
-            line = collectives.simulate(made, machine, nbytes)
-            rows.append(
-                {
-                    "algorithm": made.algorithm,
-                    "chunks": made.num_chunks,
-                    "time_us": line.seconds * 1e6,
-                    "algbw_gbs": line.algbw / 1e9,
-                    "first_chunk_us": line.first_chunk_seconds * 1e6,
-                    "busiest_link": max(line.utilisation.values(), default=0.0),
-                    "exclusive": made.exclusive,
-                    "detours": len(made.detours),
-                }
-            )
-            if trace:
-                line.save_trace(trace)
-    rows.sort(key=lambda row: row["time_us"])
-    if as_json:
-        what = {"topology": machine.name, "collective": collective, "size": nbytes}
-        print(json.dumps({**what, "auto": chosen, "rows": rows}))
-        return
-    print(f"{collective} of {size_text(nbytes)} on {machine.name}; auto takes {chosen}")
-    print(f"{'algorithm':24}{'chunks':>7}{'time us':>12}{'algbw GB/s':>12}"
-          f"{'first chunk us':>16}{'busiest link':>14}{'detours':>9}")  # fmt: skip
-    for r in rows:
-        print(f"{r['algorithm']:24}{r['chunks']:7}{r['time_us']:12.1f}{r['algbw_gbs']:12.2f}"
-              f"{r['first_chunk_us']:16.1f}{r['busiest_link']:14.0%}{r['detours']:9}"
-              + ("" if r["exclusive"] else "  shared links"))  # fmt: skip
-
-
-@app.command()
 def schedule(
-    model: Annotated[str, typer.Option(help="A model's name, or a profile: JSON or CSV.")],
-    network: Annotated[str, typer.Option(help="A network's name.")] = "10GbE",
-    workers: Annotated[int | None, typer.Option(help="Default: as it was measured.")] = None,
-    policy: Annotated[str, typer.Option(help="all, auto, or a name.")] = "all",
-    limit: Annotated[float, typer.Option(help="Seconds for optimal and auto.")] = 3.0,
-    explain: Annotated[bool, typer.Option(help="Print why, and each all-reduce.")] = False,
-    png: Annotated[Path | None, typer.Option(help="Draw a Gantt chart.")] = None,
+    model: Annotated[
+        str,
+        typer.Option(help=f"A profile in JSON or CSV (columns name, nbytes, forward_s, "
+                          f"backward_s), or one of {', '.join(models())}."),
+    ],
+    network: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "10GbE",
+    workers: Annotated[
+        int | None, typer.Option(help="Number of workers; default: as the network was measured.")
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help=f"all, auto, or one of {', '.join(POLICIES)}.")
+    ] = "all",
+    limit: Annotated[float, typer.Option(help="Seconds that optimal and auto may search.")] = 3.0,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print why, and each all-reduce.")
+    ] = False,
+    png: Annotated[Path | None, typer.Option(help="Draw a Gantt chart to this file.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace (one policy).")] = None,
     as_json: JsonOption = False,
-) -> None:
+) -> None:  # fmt: skip
     """Predict an iteration under each policy of sending gradients; compare, draw, explain."""
     from linkweave.bench import schedule as shown
     from linkweave.collectives import overlap
@@ -213,14 +156,14 @@ def schedule(
     if as_json and explain:
         raise CollectiveError("--explain goes without --json")
     found: list[overlap.Schedule] = []
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         for name in progress.track(names, description="planning"):
             if name == "auto" and found:  # which is the optimal one under another name
                 found.append(replace(found[-1], policy=name))
                 continue
             limited = name in ("optimal", "carlier", "auto")
-            options = {"limit_s": limit} if limited else {}
-            found.append(overlap.plan(profile, net, name, **options))
+            given: dict[str, Any] = {"limit_s": limit} if limited else {}
+            found.append(overlap.plan(profile, net, name, **given))
     if as_json:
         print(shown.as_json(found))
     else:
@@ -255,13 +198,15 @@ def doctor(as_json: JsonOption = False) -> None:
 def reproduce(
     what: Annotated[
         str,
-        typer.Argument(help="c-cube-14: trees against rings up to 1,024 ranks. choice: what auto "
-                            "takes, against the best of all. schedulers: papers on when to send "
-                            "what. schedules: auto for all models and networks."),
+        typer.Argument(metavar="TABLE", help=(
+            f"c-cube-14: trees against rings up to 1,024 ranks ({_MINUTES['c-cube-14']}). choice: "
+            f"what auto takes against the best of all ({_MINUTES['choice']}). schedulers: papers "
+            f"on when to send what ({_MINUTES['schedulers']}). schedules: auto for all models and "
+            f"networks ({_MINUTES['schedules']}).")),
     ],
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Simulate a table: a paper's, with its figures beside ours, or of our own choices."""
+    """Simulate a paper's table beside the paper's figures, or a table of auto's own choices."""
     from linkweave.bench.reproduce import choice, scale, schedulers, schedules
 
     tables = {
@@ -273,7 +218,8 @@ def reproduce(
     if what not in tables:
         raise CollectiveError(f"unknown table {what!r}; choose from {', '.join(tables)}")
     module, total = tables[what]
-    with Progress(console=console, transient=True) as progress:
+    console.print(f"about {_MINUTES[what]} on two cores", highlight=False)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("simulating", total=total)
         rows = module.rows(lambda: progress.update(task, advance=1))
     print(json.dumps([asdict(row) for row in rows]) if as_json else module.table(rows))
@@ -281,9 +227,9 @@ def reproduce(
 
 @app.command()
 def demo(
-    ranks: Annotated[int, typer.Option("-n", "--ranks", help="Data-parallel CPU ranks.")] = 8,
+    ranks: RanksOption = 8,
     epochs: Annotated[int, typer.Option(help="Passes over the training digits.")] = 12,
-    out: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("out"),
+    out: Annotated[Path, typer.Option(help="The folder of the picture.")] = Path("out"),
     as_json: JsonOption = False,
 ) -> None:
     """Train a CNN on handwritten digits, gradients over the DGX-1's double tree."""
@@ -293,8 +239,16 @@ def demo(
     print(json.dumps(result) if as_json else summary(result))
 
 
+def end_at_once(*_: object) -> None:
+    """Leave the process: Numba swallows a KeyboardInterrupt raised while it compiles."""
+    os.write(2, b"\nlinkweave: interrupted\n")
+    os._exit(130)
+
+
 def main() -> None:
     """Entry point: errors in what was asked for are one line and exit status 2."""
+    if not {"bench", "demo"}.intersection(sys.argv[1:2]):  # those have processes to stop
+        signal.signal(signal.SIGINT, end_at_once)
     try:
         app(standalone_mode=True)
     except (CollectiveError, OSError) as error:

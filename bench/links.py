@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit
 
 from linkweave import collectives
-from linkweave.bench.timing import ping
+from linkweave.bench.timing import ping, rounds_of
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.launch.default import get_default
 from linkweave.kernels.atomics import copy_bytes
@@ -25,8 +25,6 @@ from linkweave.topology.measured import LinkFigures, PairFigure
 NBYTES = 16 << 20  # of one copy between CPU ranks: more than a core's own caches hold
 GPU_NBYTES = 256 << 20
 PINGS = 2000
-
-Progress = Callable[[], None]
 
 
 def pairs(ranks: int) -> Iterator[tuple[int, int]]:
@@ -43,16 +41,14 @@ def gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def measure_cpu(ranks: int, rounds: int, progress: Progress = lambda: None) -> LinkFigures:
+def measure_cpu(ranks: int, rounds: int) -> LinkFigures:
     """Between processes on this machine's memory: medians over `rounds`, each copy checked.
 
     A pair's bandwidth is that of rank src writing into rank dst's shared memory while all others
     wait; `together` that of all ranks writing to their next at once, in sum. Latency is half of a
     flag's round trip.
     """
-    found = collectives.spawn(_cpu_rank, ranks, args=(rounds,))[0]
-    progress()
-    figures, together = found
+    figures, together = collectives.spawn(_cpu_rank, ranks, args=(rounds,))[0]
     return LinkFigures(tuple(figures), (), together, f"cpu-{ranks}")
 
 
@@ -81,7 +77,9 @@ def _cpu_rank(rank: int, rounds: int) -> tuple[list[PairFigure], float | None]:
 
     figures: list[PairFigure] = []
     base = 0
-    for src, dst in pairs(size):
+    every = list(pairs(size))
+    for i in rounds_of(len(every), rank == 0):
+        src, dst = every[i]
         seconds = np.zeros(2)
         comm.barrier()
         if rank == src:
@@ -128,7 +126,7 @@ def _together(comm: Any, copy_to: Callable[[int], float], rounds: int) -> float 
     return statistics.median(rates)
 
 
-def measure_gpu(rounds: int, progress: Progress = lambda: None) -> LinkFigures:
+def measure_gpu(rounds: int) -> LinkFigures:
     """Between the GPUs that CUDA shows: copies of 256 MiB, checked, and of 16 bytes.
 
     Latency is a small copy's share of a long chain of them, launch included. GPUs without peer
@@ -143,7 +141,9 @@ def measure_gpu(rounds: int, progress: Progress = lambda: None) -> LinkFigures:
         sm = 10 * properties.major + properties.minor
         devices.append(Device(i, uuid=f"GPU-{properties.uuid}", model=properties.name, sm=sm))
     figures = []
-    for src, dst in pairs(len(devices)):
+    every = list(pairs(len(devices)))
+    for i in rounds_of(len(every), True):
+        src, dst = every[i]
         with torch.cuda.device(src):
             one = torch.arange(GPU_NBYTES // 8, device=f"cuda:{src}") ^ (src << 40)
             other = torch.zeros_like(one, device=f"cuda:{dst}")
@@ -163,7 +163,6 @@ def measure_gpu(rounds: int, progress: Progress = lambda: None) -> LinkFigures:
             if not torch.equal(other.to(one.device), one):
                 raise CollectiveError(f"a copy from GPU {src} arrived wrong at GPU {dst}")
         figures.append(PairFigure(src, dst, rate, latency * 1e6))
-        progress()
     return LinkFigures(tuple(figures), tuple(devices), None, "GPUs")
 
 

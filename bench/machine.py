@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import asdict
 
-from linkweave.collectives import CollectiveError, Explanation
+from linkweave.collectives import Explanation
 from linkweave.topology import Topology, bound
 from linkweave.topology.bounds import COLLECTIVES
 from linkweave.topology.compare import compare, in_words
@@ -53,14 +52,3 @@ def explanation_json(told: Explanation) -> str:
         "sparse": [{**asdict(row), "seconds": row.seconds if math.isfinite(row.seconds) else None}
                    for row in told.sparse],
     })  # fmt: skip
-
-
-def parse_gpus(text: str) -> list[int]:
-    """0,1,4-7 as numbers. Raises CollectiveError."""
-    gpus: list[int] = []
-    for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
-        if not found or int(found[2] or found[1]) < int(found[1]):
-            raise CollectiveError(f"--gpus is like 0,1,4-7, not {text!r}")
-        gpus += range(int(found[1]), int(found[2] or found[1]) + 1)
-    return gpus

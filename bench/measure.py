@@ -10,20 +10,26 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from linkweave.bench.options import JsonOption, TopologyOption, at_least, console, parse_size
+from linkweave.bench.options import (
+    JsonOption,
+    OutOption,
+    RanksOption,
+    RoundsOption,
+    TopologyOption,
+    at_least,
+    console,
+    parse_size,
+)
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.planning.planner import candidates
 
 bench = typer.Typer(no_args_is_help=True, help="Measure on this machine; results are checked.")
 
-BeginOption = Annotated[str, typer.Option("-b", help="Smallest message.")]
-EndOption = Annotated[str, typer.Option("-e", help="Largest message.")]
+BeginOption = Annotated[str, typer.Option("-b", help="Smallest message in bytes, such as 1K.")]
+EndOption = Annotated[str, typer.Option("-e", help="Largest message in bytes, such as 64M.")]
 FactorOption = Annotated[int, typer.Option("-f", help="Factor between sizes.")]
 BatchOption = Annotated[
-    bool, typer.Option("--batch/--no-batch", help="Everyone under SCHED_BATCH.")
+    bool, typer.Option("--batch/--no-batch", help="Run everyone under SCHED_BATCH.")
 ]
-RoundsOption = Annotated[int, typer.Option("-r", help="Rounds in which all take turns.")]
-OutOption = Annotated[Path | None, typer.Option(help="Write the figures as JSON.")]
 
 
 def sweep(begin: str, end: str, factor: int) -> tuple[int, ...]:
@@ -42,21 +48,18 @@ def links(
     ranks: Annotated[
         int | None, typer.Option("-n", "--ranks", help="CPU ranks, instead of this machine's GPUs.")
     ] = None,
-    rounds: Annotated[int, typer.Option("-r", help="Rounds; medians are given.")] = 5,
+    rounds: RoundsOption = 5,
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Bandwidth and latency between every two GPUs, or (without any) every two CPU ranks."""
+    """Bandwidth and latency between every two GPUs, or between CPU ranks (3 to 15 s)."""
     from linkweave.bench.links import gpus, measure_cpu, measure_gpu, table
 
     at_least(("-r", rounds, 1), ("-n", 2 if ranks is None else ranks, 2))
     if out:
         out.touch()
-    devices = gpus() if ranks is None else 0
-    if devices > 1:
-        with Progress(console=console, transient=True) as progress:
-            task = progress.add_task("measuring", total=devices * (devices - 1))
-            figures = measure_gpu(rounds, lambda: progress.update(task, advance=1))
+    if ranks is None and gpus() > 1:
+        figures = measure_gpu(rounds)
     else:
         figures = measure_cpu(ranks or max(2, os.cpu_count() or 2), rounds)
     print(figures.to_json() if as_json else f"{figures.machine}\n{table(figures)}")
@@ -66,20 +69,20 @@ def links(
 
 @bench.command()
 def allreduce(
-    ranks: Annotated[int, typer.Option("-n", "--ranks", help="CPU ranks.")] = 8,
+    ranks: RanksOption = 8,
     begin: BeginOption = "1K",
     end: EndOption = "64M",
     factor: FactorOption = 4,
-    rounds: Annotated[
-        int, typer.Option("-r", help="Rounds in which all libraries take turns.")
-    ] = 5,
+    rounds: RoundsOption = 5,
     topo: TopologyOption = "auto",
     batch: BatchOption = True,
-    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="gloo and MPI beside.")] = True,
+    peers: Annotated[
+        bool, typer.Option("--peers/--no-peers", help="Measure gloo and MPI as well.")
+    ] = True,
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """All-reduce of float32 over CPU ranks, beside gloo and MPI (where mpi4py is installed)."""
+    """All-reduce of float32 over CPU ranks, beside gloo and MPI (about 2 min)."""
     from linkweave.bench.allreduce import Settings, as_json_text, run
     from linkweave.bench.report import header, line
     from linkweave.collectives.settings import topology_for
@@ -96,32 +99,27 @@ def allreduce(
 
 @bench.command()
 def algorithms(
-    ranks: Annotated[int, typer.Option("-n", "--ranks", help="CPU ranks.")] = 8,
+    ranks: RanksOption = 8,
     begin: BeginOption = "1K",
     end: EndOption = "256M",
     factor: FactorOption = 4,
-    rounds: Annotated[
-        int, typer.Option("-r", help="Rounds in which all algorithms take turns.")
-    ] = 5,
+    rounds: RoundsOption = 5,
     batch: BatchOption = True,
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """All-reduce of float32 over CPU ranks by every algorithm, beside what the model takes."""
+    """All-reduce of float32 over CPU ranks by every algorithm (several minutes)."""
     from linkweave.bench.algorithms import Settings, as_json_text, header, line, run
     from linkweave.collectives.settings import topology_for
 
     at_least(("-n", ranks, 2), ("-r", rounds, 1))
     swept = sweep(begin, end, factor)
     settings = Settings(ranks, swept, topology_for("auto", ranks), rounds, batch)
-    _told(
-        settings, run, header, lambda row: line(row, candidates(settings.topology)), as_json_text,
-        out, as_json,
-    )  # fmt: skip
+    _told(settings, run, header, line, as_json_text, out, as_json)
 
 
-ElementsOption = Annotated[int, typer.Option("-n", "--elements", help="float32 of the row.")]
-DensityOption = Annotated[float, typer.Option(help="Share of elements that is kept.")]
+ElementsOption = Annotated[int, typer.Option("-m", "--elements", help="Elements (float32).")]
+DensityOption = Annotated[float, typer.Option(help="Share of the elements that is kept.")]
 ThreadsOption = Annotated[int, typer.Option("-j", "--threads", help="Threads, ours and torch's.")]
 
 
@@ -131,8 +129,8 @@ def topk(
     threads: ThreadsOption = 1, rounds: RoundsOption = 5, out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """The k largest |x| of a row, beside torch.topk and numpy.partition."""
-    _sane(elements, density, threads, rounds)
+    """The k largest |x| of a row, beside torch.topk and numpy.partition (about 6 s)."""
+    _sane(elements, density, ("-j", threads, 1), ("-r", rounds, 1))
     _sparse("topk", out, as_json, elements, density, threads, rounds)
 
 
@@ -142,45 +140,44 @@ def sparsify(
     threads: ThreadsOption = 1, rounds: RoundsOption = 5, out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Gradient + residual -> selection -> residual, beside the torch calls that it replaces."""
-    _sane(elements, density, threads, rounds)
+    """Selection with a residual, beside the torch calls that it replaces (about 6 s)."""
+    _sane(elements, density, ("-j", threads, 1), ("-r", rounds, 1))
     _sparse("sparsify", out, as_json, elements, density, threads, rounds)
 
 
 @bench.command()
 def coalesce(
-    num: Annotated[int, typer.Option("-n", "--rows", help="Rows that come.")] = 1 << 20,
-    width: Annotated[int, typer.Option("-w", help="float32 of a row.")] = 64,
+    num: Annotated[int, typer.Option("-m", "--rows", help="Rows of the gradient.")] = 1 << 20,
+    width: Annotated[int, typer.Option("-w", help="Elements (float32) of a row.")] = 64,
     vocabulary: Annotated[int, typer.Option("-v", help="Rows of the table.")] = 32_000,
     threads: ThreadsOption = 1, rounds: RoundsOption = 5, out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Sums of equal rows of an embedding's gradient, beside torch's sparse tensors."""
-    at_least(("-n", num, 1), ("-w", width, 1), ("-v", vocabulary, 1), ("-j", threads, 1),
+    """Sums of equal rows of an embedding's gradient, beside torch (about 6 s)."""
+    at_least(("-m", num, 1), ("-w", width, 1), ("-v", vocabulary, 1), ("-j", threads, 1),
              ("-r", rounds, 1))  # fmt: skip
     _sparse("coalesce", out, as_json, num, width, vocabulary, threads, rounds)
 
 
 @bench.command("sparse-allreduce")
 def sparse_allreduce(
-    ranks: Annotated[int, typer.Option("-n", "--ranks", help="CPU ranks.")] = 8,
-    elements: Annotated[int, typer.Option("-e", "--elements", help="float32.")] = 25_000_000,
+    ranks: RanksOption = 8, elements: ElementsOption = 25_000_000,
     density: DensityOption = 0.001, rounds: RoundsOption = 5, out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """gTop-k's tree over CPU ranks, beside dense all-reduces, ours and gloo's."""
-    _sane(elements, density, ranks, rounds)
+    """gTop-k's tree over CPU ranks, beside dense all-reduces, ours and gloo's (about 30 s)."""
+    _sane(elements, density, ("-n", ranks, 1), ("-r", rounds, 1))
     _sparse("sparse_allreduce", out, as_json, ranks, elements, density, rounds)
 
 
 @bench.command()
 def queue(
-    ranks: Annotated[int, typer.Option("-n", "--ranks", help="CPU ranks.")] = 4,
-    size: Annotated[str, typer.Option("-s", "--size", help="Gradient, in bytes.")] = "64M",
-    layers: Annotated[int, typer.Option("-l", "--layers", help="Equal ones.")] = 50,
+    ranks: RanksOption = 4,
+    size: Annotated[str, typer.Option("-s", "--size", help="Gradient in bytes.")] = "64M",
+    layers: Annotated[int, typer.Option("-l", "--layers", help="Number of equal layers.")] = 50,
     rounds: RoundsOption = 5, out: OutOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """How early layers can be used while their all-reduce is under way, by several algorithms."""
+    """How early layers can be used while their all-reduce is under way (about 10 s)."""
     from linkweave.bench import queue as measured
 
     at_least(("-n", ranks, 1), ("-l", layers, 1), ("-r", rounds, 1))
@@ -191,28 +188,26 @@ def queue(
     )
 
 
-def _sane(elements: int, density: float, threads: int, rounds: int) -> None:
-    at_least(("elements", elements, 1), ("-j or -n", threads, 1), ("-r", rounds, 1))
+def _sane(elements: int, density: float, *others: tuple[str, int, int]) -> None:
+    at_least(("-m", elements, 1), *others)
     if not 0 < density <= 1:
         raise CollectiveError(f"--density must be above 0 and at most 1, not {density}")
 
 
 def _sparse(name: str, out: Path | None, as_json: bool, *arguments: Any) -> None:
-    """What that function of `bench.sparse` measures, printed and written."""
+    """Print and write what that function of `bench.sparse` measures."""
     from linkweave.bench import sparse
 
     _shown(sparse, lambda: list(getattr(sparse, name)(*arguments)), out, as_json)
 
 
 def _shown(module: Any, measure: Callable[[], list[Any]], out: Path | None, as_json: bool) -> None:
-    """The rows, under the module's HEADER or by its `as_json`, and written to `out`. No progress
-    bar: its thread would keep `spawn` from forking."""
+    """Print the rows, between the module's HEADER and LEGEND or as JSON; write them to `out`."""
     if out:
         out.touch()
-    if not as_json:
-        print(module.HEADER, flush=True)
     rows = measure()
-    print(module.as_json(rows) if as_json else "\n".join(map(str, rows)))
+    print(module.as_json(rows) if as_json else
+          "\n".join([module.HEADER, *map(str, rows), module.LEGEND]))  # fmt: skip
     if out:
         out.write_text(module.as_json(rows) + "\n")
 
@@ -228,7 +223,8 @@ def _told(
     if not as_json:
         print(header(settings), flush=True)  # before the fork, or the ranks print it as well
     # no refreshing thread: `spawn` forks only where this process runs no other thread
-    with Progress(console=console, transient=True, auto_refresh=False) as progress:
+    hidden = not console.is_terminal
+    with Progress(console=console, transient=True, auto_refresh=False, disable=hidden) as progress:
         task = progress.add_task("measuring", total=len(settings.sizes))
         progress.refresh()
 

@@ -1,20 +1,30 @@
-"""What the commands' options have in common."""
+"""What the commands' options have in common, and how they print tables."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from collections.abc import Collection, Iterable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from linkweave import topology
 from linkweave.collectives import CollectiveError
+from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
 from linkweave.collectives.planning.collective import PUBLIC
+from linkweave.topology import NAMES, Topology
 from linkweave.topology.checks import integer, shown
 
+WIDTH = 100  # columns of a table
 console = Console(stderr=True)
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_INSTALL = {"torch": "torch==2.13.0", "sklearn": "scikit-learn", "mpi4py": "mpi4py impi-rt"}
 
 
 def parse_size(text: str) -> int:
@@ -25,28 +35,95 @@ def parse_size(text: str) -> int:
     return int(found[1]) * _UNITS[found[2].upper()]
 
 
+def parse_gpus(text: str) -> list[int]:
+    """0,1,4-7 as numbers. Raises CollectiveError."""
+    gpus: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
+        if not found or int(found[2] or found[1]) < int(found[1]):
+            raise CollectiveError(f"--gpus is like 0,1,4-7, not {text!r}")
+        gpus += range(int(found[1]), int(found[2] or found[1]) + 1)
+    return gpus
+
+
+def machine_of(
+    spec: str, gpus: str | None, measured: str | None = None, model: str | None = None
+) -> Topology:
+    """The machine that --topology, --gpus, --measured and --gpu describe."""
+    machine = topology.load(spec, measured, model)
+    return machine if gpus is None else machine.subset(parse_gpus(gpus))
+
+
 def at_least(*options: tuple[str, int, int]) -> None:
     """Raise CollectiveError for the first (flag, value, least) that is too small."""
     for flag, value, least in options:
         integer(value, flag, least)
 
 
+def missing(*packages: str) -> list[str]:
+    """Those of the packages that are not installed; tells on stderr what to install."""
+    lost = [name for name in packages if find_spec(name) is None]
+    for name in lost:
+        console.print(f"{name} is not installed, so its rows are left out: {install(name)}",
+                      highlight=False, soft_wrap=True)  # fmt: skip
+    return lost
+
+
+def install(package: str) -> str:
+    """The command that installs an optional package."""
+    return f"pip install {_INSTALL.get(package, package)}"
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[Any]], left: Collection[int] = (0,)) -> str:
+    """Columns under their heads, 100 characters wide at most; the last column wraps."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    for i, head in enumerate(heads):
+        made.add_column(Text(head), justify="left" if i in left else "right",
+                        no_wrap=i < len(heads) - 1)  # fmt: skip
+    for row in rows:
+        made.add_row(*(Text(str(cell)) for cell in row))
+    paper = Console(width=WIDTH, color_system=None, force_terminal=False)
+    with paper.capture() as captured:
+        paper.print(made)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+_machines = f"{', '.join(NAMES)}, '4 x NAME', a file, or auto (this machine)"
+MachineArgument = Annotated[str, typer.Argument(metavar="MACHINE", help=f"One of {_machines}.")]
 TopologyOption = Annotated[
-    str, typer.Option("--topology", "--topo", "-t", help="Machine's name, a file, or auto.")
+    str, typer.Option("--topology", "--topo", "-t", help=f"The machine: {_machines}.")
 ]
+GpusOption = Annotated[
+    str | None, typer.Option(help="Use only these GPUs, such as 0,1,4-7; rank 0 is the first.")
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--gpu", metavar="MODEL", help="The GPUs' model, where a file does not tell it: "
+                 "p100, v100, a100, h100, h200, b200, b300, ..."),
+]  # fmt: skip
 SizeOption = Annotated[str, typer.Option("--size", "-s", help="Message in bytes: 64K, 16M, 1G.")]
 AlgorithmOption = Annotated[
-    str, typer.Option("--algorithm", "--force", "-a", help="auto, or a name.")
-]
+    str,
+    typer.Option("--algorithm", "--force", "-a",
+                 help=f"auto, or one of {', '.join(ALGORITHMS)}."),
+]  # fmt: skip
 CollectiveOption = Annotated[
     str, typer.Option("--collective", "-c", help=f"One of {', '.join(PUBLIC)}.")
 ]
-RootOption = Annotated[int, typer.Option(help="Of a broadcast or a reduce.")]
+RootOption = Annotated[int, typer.Option(help="The root of a broadcast or a reduce.")]
 ChunksOption = Annotated[
-    int | None, typer.Option("--chunks", "-k", help="Chunks over all trees; default: the model's.")
+    int | None,
+    typer.Option("--chunks", "-k", help="Chunks over all trees; default: the model's choice."),
 ]
 MeasuredOption = Annotated[
     str | None,
-    typer.Option(help="Lay over: JSON of bench links or algorithms, p2pBandwidthLatencyTest."),
+    typer.Option(help="A file of measured figures to use: what bench links or bench algorithms "
+                      "wrote, or p2pBandwidthLatencyTest printed."),
+]  # fmt: skip
+PlanFileOption = Annotated[
+    Path | None, typer.Option("--plan", metavar="FILE", help="A plan as plan --json prints it.")
 ]
+RanksOption = Annotated[int, typer.Option("-n", "--ranks", help="Number of CPU ranks.")]
+RoundsOption = Annotated[int, typer.Option("-r", help="Rounds in which all take turns.")]
+OutOption = Annotated[Path | None, typer.Option(help="Write the figures to this file as JSON.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only.")]

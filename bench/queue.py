@@ -11,21 +11,23 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from linkweave import collectives
-from linkweave.bench.timing import machine, schedule
+from linkweave.bench.timing import machine, rounds_of, schedule
 from linkweave.collectives import CollectiveError, get_default
 
 DEQUEUES = 200  # of a layer that is there, timed together
 HEADER = (
-    f"{'ranks':>5}{'bytes':>12}{'layers':>8}  {'algorithm':24}{'first ms':>10}{'median ms':>11}"
-    f"{'last ms':>9}{'all ms':>9}{'no queue':>10}{'dequeue us':>12}"
+    f"{'bytes':>12}{'layers':>8}  {'algorithm':22}{'first ms':>9}{'median ms':>10}{'last ms':>8}"
+    f"{'all ms':>8}{'no queue':>9}{'us each':>8}"
+)
+LEGEND = (
+    "ms until the first, the median and the last layer can be dequeued, and until all is done; the "
+    "same\nall-reduce without a queue; us to dequeue a layer that is there"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Medians over rounds, of the slowest rank: milliseconds until the first, the median and the
-    last layer could be dequeued, and until all was done; the same all-reduce without a queue; and
-    microseconds for dequeuing a layer that is there."""
+    """Medians over the rounds, of the slowest rank; `LEGEND` explains them."""
 
     ranks: int
     nbytes: int
@@ -40,9 +42,9 @@ class Row:
 
     def __str__(self) -> str:
         return (
-            f"{self.ranks:5}{self.nbytes:12}{self.layers:8}  {self.algorithm:24}"
-            f"{self.first_ms:10.2f}{self.median_ms:11.2f}{self.last_ms:9.2f}{self.all_ms:9.2f}"
-            f"{self.plain_ms:10.2f}{self.dequeue_us:12.2f}"
+            f"{self.nbytes:12}{self.layers:8}  {self.algorithm:22}"
+            f"{self.first_ms:9.2f}{self.median_ms:10.2f}{self.last_ms:8.2f}{self.all_ms:8.2f}"
+            f"{self.plain_ms:9.2f}{self.dequeue_us:8.2f}"
         )
 
 
@@ -63,7 +65,7 @@ def _rank(
     found = []
     for algorithm in algorithms:
         times = []
-        for number in range(rounds + 1):
+        for number in rounds_of(rounds + 1, rank == 0):
             x[:] = rank + number
             wanted = sum(r + number for r in range(comm.size))
             comm.barrier()

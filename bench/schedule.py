@@ -7,26 +7,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from linkweave.bench import options
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.overlap import Schedule
 
-HEADER = (
-    f"{'policy':14}{'ms':>10}{'x WFBP':>8}{'above bound':>13}{'exposed ms':>12}{'all-reduces':>13}"
-    f"{'lanes':>7}  note"
+LEGEND = (
+    "x WFBP: WFBP's time over its own; above bound: over the lower bound on any schedule; exposed: "
+    "time\nof communication that no computation hides; lanes: all-reduces under way at once"
 )
 
 
 def table(schedules: Sequence[Schedule], base: float) -> str:
-    """One line each; `base`: WFBP's seconds."""
-    lines = [HEADER]
-    for s in schedules:
-        seconds = s.predicted_seconds
-        ratio = base / seconds if seconds else 1.0
-        lines.append(
-            f"{s.policy:14}{seconds * 1e3:10.2f}{ratio:8.2f}{s.gap:13.1%}"
-            f"{s.timeline.exposed_s * 1e3:12.2f}{len(s.communications):13}{s.lanes:7}  {s.note}"
-        )
-    return "\n".join(lines)
+    """One line for each schedule, and a legend; `base` is WFBP's time in seconds."""
+    rows = [
+        (s.policy, f"{s.predicted_seconds * 1e3:.2f}",
+         f"{base / s.predicted_seconds if s.predicted_seconds else 1:.2f}", f"{s.gap:.1%}",
+         f"{s.timeline.exposed_s * 1e3:.2f}", len(s.communications), s.lanes, s.note)
+        for s in schedules
+    ]  # fmt: skip
+    heads = ("policy", "ms", "x WFBP", "above bound", "exposed ms", "all-reduces", "lanes", "note")
+    return f"{options.table(heads, rows, (0, 7))}\n{LEGEND}"
 
 
 def as_json(schedules: Sequence[Schedule]) -> str:
@@ -59,6 +59,9 @@ def draw(schedules: Sequence[Schedule], path: Path) -> None:
     )  # fmt: skip
     count = len(schedules[0].profile.layers)
     colours, scale = matplotlib.colormaps["viridis"], Normalize(0, max(1, count - 1))
+    times = sorted(s.predicted_seconds for s in schedules)
+    end = min(times[-1], 2 * times[len(times) // 2])  # a slow policy must not squeeze the others
+    axes[0, 0].set_xlim(0, 1.02e3 * end)
     for axis, s in zip(axes[:, 0], schedules, strict=True):
         names = ["backward", *(f"lane {i}" for i in range(s.lanes)), "forward"]
         line = s.timeline
@@ -87,7 +90,8 @@ def draw(schedules: Sequence[Schedule], path: Path) -> None:
         axis.axvline(s.lower_bound_seconds * 1e3, color="crimson", linewidth=1.0)
         axis.set_title(
             f"{s.policy}: {s.predicted_seconds * 1e3:.1f} ms, {len(s.communications)} all-reduces, "
-            f"{s.gap:.1%} above the bound (red)", fontsize=9, loc="left",
+            f"{s.gap:.1%} above the bound (red)" + ", goes on" * (s.predicted_seconds > end),
+            fontsize=9, loc="left",
         )  # fmt: skip
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel("ms from the start of the backward pass")
@@ -110,9 +114,9 @@ def trace(schedule: Schedule) -> str:
     line = schedule.timeline
     events: list[dict[str, Any]] = []
 
-    def add(name: str, track: str, span: tuple[float, float], **extra: Any) -> None:
+    def add(name: str, row: str, span: tuple[float, float], **extra: Any) -> None:
         events.append({
-            "name": name, "ph": "X", "pid": schedule.policy, "tid": track, "ts": span[0] * 1e6,
+            "name": name, "ph": "X", "pid": schedule.policy, "tid": row, "ts": span[0] * 1e6,
             "dur": (span[1] - span[0]) * 1e6, "args": extra,
         })  # fmt: skip
 

@@ -13,18 +13,23 @@ from typing import Any
 import numpy as np
 
 from linkweave import collectives, kernels
-from linkweave.bench.timing import machine, schedule
+from linkweave.bench.options import missing
+from linkweave.bench.timing import machine, rounds_of, schedule
 from linkweave.collectives import CollectiveError, get_default
 
 HEADER = (
     f"{'':12}{'elements':>11}{'k':>9}{'threads':>9}  {'':24}{'ms':>9}{'x ours':>8}{'of floor':>10}"
 )
 
+LEGEND = (
+    "x ours: its time over linkweave's; of floor: the bytes that any implementation must move, "
+    "over the\ntime, as a share of the rate at which this machine copies memory"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One implementation. `times_ours`: its time over ours; `of_floor`: the share of the machine's
-    copy rate at which it moves the bytes that any implementation must."""
+    """One implementation; `LEGEND` explains `times_ours` and `of_floor`."""
 
     what: str
     elements: int
@@ -49,12 +54,14 @@ def as_json(rows: list[Row]) -> str:
 
 def medians(
     calls: dict[str, Callable[[], object]], rounds: int,
-    ready: Callable[[], object] = lambda: None,
+    ready: Callable[[], object] = lambda: None, shown: bool = False,
 ) -> dict[str, float]:  # fmt: skip
-    """Seconds of each, all taking turns within a round; one round before is not counted. The clock
-    starts behind `ready`."""
+    """Seconds of each call, all taking turns within a round; a first round is not counted.
+
+    The clock starts after `ready`; with `shown` a progress bar is drawn.
+    """
     found: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds + 1):
+    for _ in rounds_of(rounds + 1, shown):
         for name, call in calls.items():
             ready()
             start = time.perf_counter()
@@ -71,7 +78,7 @@ def _rows(
     target = np.empty_like(source)
     copy = {"copy": lambda: np.copyto(target, source)}
     rate = 2 * source.nbytes / medians(copy, 5)["copy"]
-    times = medians(calls, rounds)
+    times = medians(calls, rounds, shown=True)
     for name, seconds in times.items():
         share = nbytes / seconds / rate if name == "linkweave" else None
         ratio = seconds / times["linkweave"]
@@ -89,6 +96,16 @@ def zipf(num: int, width: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray]
     share = 1 / np.arange(1, vocabulary + 1)
     indices = rng.choice(vocabulary, num, p=share / share.sum())
     return indices, rng.standard_normal((num, width), np.float32)
+
+
+def _torch(threads: int) -> Any:
+    """The module torch, or None where it is not installed, which is told."""
+    if missing("torch"):
+        return None
+    import torch
+
+    torch.set_num_threads(threads)
+    return torch
 
 
 def torch_sparsify(grad: Any, residual: Any, k: int) -> None:
@@ -112,27 +129,22 @@ def torch_coalesce(where: Any, rows: Any, vocabulary: int) -> Any:
 
 def topk(elements: int, density: float, threads: int, rounds: int) -> Iterator[Row]:
     """|x| is part of everyone's time; numpy.partition gives no indices."""
-    import torch
-
-    torch.set_num_threads(threads)
     x = np.random.default_rng(0).standard_normal(elements, np.float32)
-    tensor, k = torch.from_numpy(x), max(1, round(elements * density))
+    k = max(1, round(elements * density))
     values, indices = kernels.topk_abs(x, k)
     least = np.partition(np.abs(x), elements - k)[elements - k :]
     _check(np.array_equal(np.sort(np.abs(values)), np.sort(least)), "topk_abs")
     _check(np.array_equal(x[indices], values), "topk_abs")
-    yield from _rows("topk", elements, k, threads, x.nbytes, {
-        "linkweave": lambda: kernels.topk_abs(x, k),
-        "torch.topk": lambda: torch.topk(tensor.abs(), k, sorted=False),
-        "numpy.partition": lambda: np.partition(np.abs(x), elements - k),
-    }, rounds)  # fmt: skip
+    calls: dict[str, Callable[[], object]] = {"linkweave": lambda: kernels.topk_abs(x, k)}
+    if torch := _torch(threads):
+        tensor = torch.from_numpy(x)
+        calls["torch.topk"] = lambda: torch.topk(tensor.abs(), k, sorted=False)
+    calls["numpy.partition"] = lambda: np.partition(np.abs(x), elements - k)
+    yield from _rows("topk", elements, k, threads, x.nbytes, calls, rounds)
 
 
 def sparsify(elements: int, density: float, threads: int, rounds: int) -> Iterator[Row]:
     """Beside the chain of torch calls that it replaces."""
-    import torch
-
-    torch.set_num_threads(threads)
     rng = np.random.default_rng(0)
     grad = rng.standard_normal(elements, np.float32)
     residual = rng.standard_normal(elements, np.float32)
@@ -142,42 +154,42 @@ def sparsify(elements: int, density: float, threads: int, rounds: int) -> Iterat
     _check(np.array_equal(indices, kernels.topk_abs(total, k)[1]), "sparsify")
     total[indices] -= values
     _check(np.array_equal(total, residual), "sparsify's residual")
-    tensor, rest = torch.from_numpy(grad), torch.from_numpy(residual.copy())
-
-    calls = {
-        "linkweave": lambda: kernels.sparsify(grad, residual, k),
-        "torch, call by call": lambda: torch_sparsify(tensor, rest, k),
+    calls: dict[str, Callable[[], object]] = {
+        "linkweave": lambda: kernels.sparsify(grad, residual, k)
     }
+    if torch := _torch(threads):
+        tensor, rest = torch.from_numpy(grad), torch.from_numpy(residual.copy())
+        calls["torch, call by call"] = lambda: torch_sparsify(tensor, rest, k)
     yield from _rows("sparsify", elements, k, threads, 3 * grad.nbytes, calls, rounds)
 
 
 def coalesce(num: int, width: int, vocabulary: int, threads: int, rounds: int) -> Iterator[Row]:
     """Rows of Zipf-distributed indices, beside torch's sparse tensors."""
-    import torch
-
-    torch.set_num_threads(threads)
     indices, values = zipf(num, width, vocabulary)
-    where, rows = torch.from_numpy(indices), torch.from_numpy(values)
-
-    def theirs() -> torch.Tensor:
-        return torch_coalesce(where, rows, vocabulary)
-
     unique, sums = kernels.coalesce(indices, values, vocabulary)
-    _check(np.array_equal(unique, theirs().indices()[0].numpy()), "coalesce")
-    _check(np.allclose(sums, theirs().values().numpy(), rtol=1e-3, atol=1e-3), "coalesce")
-    calls = {"linkweave": lambda: kernels.coalesce(indices, values, vocabulary), "torch": theirs}
+    calls: dict[str, Callable[[], object]] = {
+        "linkweave": lambda: kernels.coalesce(indices, values, vocabulary)
+    }
+    if torch := _torch(threads):
+        where, rows = torch.from_numpy(indices), torch.from_numpy(values)
+        theirs = torch_coalesce(where, rows, vocabulary)
+        _check(np.array_equal(unique, theirs.indices()[0].numpy()), "coalesce")
+        _check(np.allclose(sums, theirs.values().numpy(), rtol=1e-3, atol=1e-3), "coalesce")
+        calls["torch"] = lambda: torch_coalesce(where, rows, vocabulary)
     yield from _rows(
         "coalesce", num, unique.size, threads, values.nbytes + sums.nbytes, calls, rounds
     )
 
 
-def _rank(rank: int, elements: int, k: int, rounds: int, store: str) -> list[tuple[str, float]]:
-    """Medians in seconds on one rank, everyone under SCHED_BATCH."""
+def _rank(
+    rank: int, elements: int, k: int, rounds: int, store: str | None
+) -> list[tuple[str, float]]:
+    """Medians in seconds on one rank, everyone under SCHED_BATCH; no gloo without a store."""
     from linkweave.bench.peers import Gloo
 
     schedule(True)
     comm = get_default()
-    gloo = Gloo(rank, comm.size, store, True)
+    gloo = None if store is None else Gloo(rank, comm.size, store, True)
     whole = (np.random.default_rng(rank).integers(-9, 10, elements)).astype(np.float32)
     residual = np.zeros(elements, np.float32)
     pair = kernels.sparsify(whole, residual, k)
@@ -204,10 +216,13 @@ def _rank(rank: int, elements: int, k: int, rounds: int, store: str) -> list[tup
             *pair, elements, k, mode="topk", conserve=False
         ),
         "linkweave, dense": lambda: comm.allreduce(dense),
-        "gloo, dense": lambda: gloo.allreduce(dense, gloo.batch),
     }
-    times = medians(calls, rounds, comm.barrier)  # what a rank waits for others is not theirs
-    gloo.close()
+    if gloo is not None:
+        calls["gloo, dense"] = lambda: gloo.allreduce(dense, gloo.batch)
+    # what a rank waits for others is not theirs
+    times = medians(calls, rounds, comm.barrier, shown=rank == 0)
+    if gloo is not None:
+        gloo.close()
     return list(times.items())
 
 
@@ -215,7 +230,8 @@ def sparse_allreduce(ranks: int, elements: int, density: float, rounds: int) -> 
     """gTop-k's tree beside dense all-reduces; the slowest rank's medians."""
     k = max(1, round(elements * density))
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (elements, k, rounds, f"{folder}/store")
+        store = None if missing("torch") else f"{folder}/store"
+        arguments = (elements, k, rounds, store)
         found = collectives.spawn(_rank, ranks, args=arguments, timeout=120)
     times = {name: max(dict(one)[name] for one in found) for name, _ in found[0]}
     for name, seconds in times.items():

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
 from numba import njit
+from rich.console import Console
+from rich.progress import track
 
 from linkweave.kernels.atomics import load_acquire, sched_yield, store_release
 
@@ -60,6 +63,13 @@ def round_trip_ns(comm: Any, rounds: int = 2000) -> float:
         comm.barrier()
         comm.allreduce(result, "max")
     return float(result[0])
+
+
+def rounds_of(count: int, shown: bool) -> Iterable[int]:
+    """range(count) under a progress bar; in ranks only one of them shows it."""
+    console = Console(stderr=True)
+    return track(range(count), "measuring", console=console, transient=True, refresh_per_second=2,
+                 disable=not (shown and console.is_terminal))  # fmt: skip
 
 
 def machine() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What is wired: machines, links and the ways between GPUs. Needs neither torch nor a GPU."""
+"""Machines, their links and the paths between GPUs. Needs neither torch nor a GPU."""
 
 from linkweave.topology.bounds import Bound, allreduce_bound, bound
 from linkweave.topology.clusters import cluster

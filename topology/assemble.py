@@ -1,4 +1,4 @@
-"""A machine from what is told of each pair of its devices: by nvidia-smi, and by NVML."""
+"""Build a machine from facts about pairs of devices, as nvidia-smi and NVML tell them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from linkweave.topology.topology import Topology
 Pair = tuple[Vertex, Vertex]
 
 PIX, PXB, PHB, NODE, SYS = range(1, 6)
-"""How far apart two devices are on PCIe: one switch, several, a CPU's bridge, its bridges, CPUs."""
+"""PCIe distance of two devices: one switch, several, a host bridge, several, several CPUs."""
 
 
 @dataclass
 class Told:
-    """What a source says. GPUs are ints, NICs texts; pairs are given once, in any order.
+    """What nvidia-smi or NVML says. GPUs are ints and NICs strings; each pair is given once.
 
-    `level` has no entry for a pair whose NVLinks hide it. `numa` and `ports` (NVLinks into a
-    switch) are for GPUs of which they are known; CPUs' names follow a `numa` that is a number.
+    `level` lacks pairs that NVLinks join, because nvidia-smi then does not show it. `numa` (NUMA
+    nodes or CPU lists) and `ports` (the number of NVLinks into a switch) may lack GPUs. If NUMA
+    nodes are numbers, CPUs are named after them.
     """
 
     name: str
@@ -38,10 +39,10 @@ class Told:
 
 
 def assemble(told: Told) -> Topology:
-    """The machine: NVLinks, NVSwitch, and a PCIe tree that agrees with the levels.
+    """Build the machine: NVLinks, NVSwitch, and a PCIe tree that agrees with the levels.
 
-    PHB and NODE are not told apart: both cross one CPU. Raises TopologyError where the NVLinks
-    contradict each other.
+    PHB and NODE are treated alike: both cross one CPU. Raises TopologyError if NVLinks contradict
+    each other.
     """
     assumed = list(told.assumptions)
     sm = {d.gpu: d.sm for d in told.devices}
@@ -55,7 +56,7 @@ def assemble(told: Told) -> Topology:
 
 
 def _without_models(machine: Topology) -> Topology:
-    """Say what speeds were taken; the wiring of a DGX-1 with P100 betrays its GPUs."""
+    """Note the assumed speeds. A machine wired like a DGX-1 with P100 gets that one's."""
     nvlinks = [k for k in machine.links if k.kind == "nvlink"]
     pcie = f"PCIe ports as {speeds.PCIE / 1e9:g} GB/s (generation 3)"
     if not nvlinks:
@@ -92,7 +93,7 @@ def _nvlinks(told: Told, sm: Mapping[int, int], assumed: list[str]) -> list[Link
         busiest = max(group, key=lambda g: degree[g])
         if degree[busiest] <= speeds.MOST_NVLINKS:
             for (a, b), n in counts.items():
-                links += both(a, b, min(rate(a), rate(b)), n)
+                links += both(a, b, min(rate(a), rate(b)), n, assumed=not (sm[a] and sm[b]))
             continue
         own = {g: max(n for p, n in counts.items() if g in p) for g in group}
         for a, b in combinations(group, 2):
@@ -109,7 +110,7 @@ def _nvlinks(told: Told, sm: Mapping[int, int], assumed: list[str]) -> list[Link
             f"would have {degree[busiest]}"
         )
     for gpu, n in ports.items():
-        links += both(gpu, "nvswitch", rate(gpu), n)
+        links += both(gpu, "nvswitch", rate(gpu), n, assumed=not sm[gpu])
     return links
 
 
@@ -129,14 +130,15 @@ def _pcie_tree(told: Told, sm: Mapping[int, int], assumed: list[str]) -> list[Li
     switches = 0
 
     def attach(members: Sequence[Vertex], to: str, most: int, kind: str) -> int:
-        """Hang devices under a vertex, beneath the switches that they share; the widest port."""
+        """Attach devices below a vertex, over the switches they share; return the widest port."""
         nonlocal switches
         widest = 0
         for group in within(most, members):
             if len(group) == 1:
                 v = group[0]
                 bandwidth, kind_ = port(v), kind if isinstance(v, int) else "network"
-                links.extend(both(v, to, bandwidth, kind=kind_))
+                unknown = not (isinstance(v, int) and sm[v])
+                links.extend(both(v, to, bandwidth, kind=kind_, assumed=unknown))
                 uplink = bandwidth if isinstance(v, int) else speeds.PCIE
             elif most > PIX and len(within(PIX, group)) == 1:
                 uplink = attach(group, to, PIX, kind)
@@ -144,7 +146,8 @@ def _pcie_tree(told: Told, sm: Mapping[int, int], assumed: list[str]) -> list[Li
                 switch = f"switch{switches}"
                 switches += 1
                 uplink = attach(group, switch, most - 1, "pcie")
-                links.extend(both(switch, to, uplink, kind=kind))
+                unknown = not any(sm.values())
+                links.extend(both(switch, to, uplink, kind=kind, assumed=unknown))
             widest = max(widest, uplink)
         return widest
 
@@ -157,7 +160,7 @@ def _pcie_tree(told: Told, sm: Mapping[int, int], assumed: list[str]) -> list[Li
     for name, members in zip(names, cpus, strict=True):
         attach(members, name, PXB, "host")
     for a, b in combinations(names, 2):
-        links += both(a, b, speeds.SOCKETS, kind="socket")
+        links += both(a, b, speeds.SOCKETS, kind="socket", assumed=True)
     if len(names) > 1:
         assumed.append(f"CPU model not told: {speeds.SOCKETS / 1e9:g} GB/s between CPUs")
     if told.nics:
@@ -166,17 +169,24 @@ def _pcie_tree(told: Told, sm: Mapping[int, int], assumed: list[str]) -> list[Li
 
 
 def _levels(told: Told, devices: Sequence[Vertex], assumed: list[str]) -> dict[Pair, int]:
-    """The levels of all pairs, those that NVLinks hide among them.
+    """Find the levels of all pairs, including those that NVLinks hide.
 
-    PCIe is a tree, so no two devices are further apart than the larger of their distances to a
-    third: a hidden pair is as near as the told ones bring it, and a told one no further.
+    PCIe is a tree, so two devices are no further apart than the larger of their distances to any
+    third device. The known levels thus limit those of hidden pairs and of each other.
     """
+    told_level = dict(told.level)
+    between_gpus = [p for p in told.level if all(isinstance(v, int) for v in p)]
+    alike = len(told.numa) == len(told.devices) and len({*told.numa.values()}) == 1
+    parted = len(between_gpus) > 2 and {told.level[p] for p in between_gpus} == {SYS}
+    if alike and parted and not told.nvlinks:
+        told_level.update(dict.fromkeys(between_gpus, NODE))
+        assumed.append("all GPUs have the same CPUs, so SYS between them is taken as NODE")
     nearest: dict[Pair, int] = {}
     for far in range(PIX, SYS + 1):
-        for group in groups(devices, [p for p, level in told.level.items() if level <= far]):
+        for group in groups(devices, [p for p, level in told_level.items() if level <= far]):
             for pair in combinations(group, 2):
                 nearest.setdefault(pair, far)
-    told_level = {**told.level, **{(b, a): far for (a, b), far in told.level.items()}}
+    told_level |= {(b, a): far for (a, b), far in told_level.items()}
     numa = told.numa
     if any(
         far == SYS and isinstance(a, int) and isinstance(b, int) and numa.get(a) == numa.get(b)
@@ -184,6 +194,7 @@ def _levels(told: Told, devices: Sequence[Vertex], assumed: list[str]) -> dict[P
     ):
         numa = {}  # a job bound to a few CPUs sees all GPUs near them
     hidden, how = 0, set()
+    open_pairs: set[Pair] = set()
     for a, b in combinations(devices, 2):
         if (a, b) in told_level:
             continue
@@ -194,9 +205,10 @@ def _levels(told: Told, devices: Sequence[Vertex], assumed: list[str]) -> dict[P
         elif all(nodes):
             nearest[a, b] = NODE if nodes[0] == nodes[1] else SYS
             how.add("their NUMA nodes and CPUs")
-        elif (a, b) not in nearest:
-            nearest[a, b] = NODE
-            how.add("nothing else, so taken as one CPU's")
+        else:
+            open_pairs.add((a, b))
+            how.add("nothing else, so on as few CPUs as the other pairs allow")
+    _share_cpus(devices, nearest, open_pairs)
     if hidden:
         assumed.append(
             "PCIe between GPUs that NVLinks join is not told: inferred from "
@@ -212,8 +224,24 @@ def _levels(told: Told, devices: Sequence[Vertex], assumed: list[str]) -> dict[P
     return nearest
 
 
+def _share_cpus(devices: Sequence[Vertex], nearest: dict[Pair, int], open_pairs: set[Pair]) -> None:
+    """Put devices with unknown distances on the same CPU unless other pairs are apart."""
+    known = {pair: far for pair, far in nearest.items() if pair not in open_pairs}
+    apart = {frozenset(pair) for pair, far in known.items() if far == SYS}
+    cpus: list[list[Vertex]] = []
+    for near in groups(devices, [pair for pair, far in known.items() if far <= NODE]):
+        for cpu in cpus:
+            if not any(frozenset((a, b)) in apart for a in cpu for b in near):
+                cpu += near
+                break
+        else:
+            cpus.append(near)
+    at = {v: i for i, cpu in enumerate(cpus) for v in cpu}
+    nearest.update({(a, b): NODE if at[a] == at[b] else SYS for a, b in open_pairs})
+
+
 def _cpu_names(cpus: Sequence[Sequence[Vertex]], numa: Mapping[int, str]) -> list[str]:
-    """By NUMA node where each CPU's GPUs agree on one of their own, else in order."""
+    """Names of CPUs: by NUMA node if each CPU's GPUs have one of their own, else in order."""
     nodes = [{numa.get(v, "") for v in members if isinstance(v, int)} for members in cpus]
     told = [next(iter(n)) for n in nodes if len(n) == 1]
     if len(told) == len(cpus) == len(set(told)) and all(t.isdigit() for t in told):

@@ -1,24 +1,24 @@
 """The best that any collective can do on a machine's links, whatever its algorithm.
 
-Links are used point to point: switches pass messages on, but neither reduce nor copy them. N is the
-size in bytes of a rank's input to all-reduce, reduce-scatter and broadcast, and of all-gather's
-output; algbw is N over the time. kappa(S) is the least capacity that separates the ranks S from the
-other ranks, switches and forwarders being on either side: a minimum cut.
+Switches pass messages on, but neither reduce nor copy them. N is the size in bytes of a rank's
+input to all-reduce, reduce-scatter and broadcast, and of all-gather's output; algbw is N over the
+time. kappa(S) is a minimum cut: the least capacity that separates the ranks S from the other ranks,
+with switches and forwarders on either side.
 
-All-reduce: over r parts of the ranks, at least 2 (r - 1) N bytes pass from part to part, and no
-routing lets through more than the sum of kappa over the parts (for two-way links twice what Lovasz
-and Cherkassky's theorem on free multiflows allows), so
+All-reduce: split the ranks into r parts. At least 2 (r - 1) N bytes must pass between parts, and no
+routing carries more than the sum of kappa over the parts (twice what the theorem of Lovasz and
+Cherkassky on free multiflows allows, since links have two directions), so
 
     algbw <= sum of kappa(P_i) / (2 (r - 1))        for every partition P_1 ... P_r.
 
-Where links join GPUs directly the sum is twice the links across, the right side is the bound of
-Nash-Williams and Tutte on packing spanning trees, and packed trees reach it. kappa is submodular,
-so the least right side is found by Dinkelbach's iteration on the Dilworth truncation of kappa
-(Frank; Cunningham 1985), with minimum cuts only, in integers and Fractions. Links that are wider
-one way are taken at the worse of both directions, and at the narrowest cut.
+If links join GPUs directly, the sum is twice the number of links between parts, and the right side
+is the bound of Nash-Williams and Tutte on packing spanning trees, which packed trees reach. Since
+kappa is submodular, Dinkelbach's iteration on the Dilworth truncation of kappa (Frank; Cunningham
+1985) finds the smallest right side with minimum cuts alone, exactly, in integers and Fractions. For
+links that are wider in one direction, both directions are tried and the lower bound is taken.
 
-All-gather (and reduce-scatter with all links reversed): what S holds must leave it, so
-algbw <= P kappa(S) / |S| for every S that is not all ranks (Zhao et al., ForestColl, 2024).
+All-gather (and reduce-scatter with all links reversed): the data of S must leave S, so
+algbw <= P kappa(S) / |S| for every proper subset S of the ranks (Zhao et al., ForestColl, 2024).
 Broadcast: algbw <= kappa(S) for every S with the root (Edmonds 1973).
 """
 
@@ -42,13 +42,15 @@ COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast")
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """No algorithm takes less than `seconds_per_byte` * N on this machine.
+    """A lower bound on time: every algorithm takes at least `seconds_per_byte` * N on this machine.
 
-    On CPU ranks (`over` is "memory") it is what the cost model makes of copies through one memory,
-    not a bound: a rank may add up what it reads without copying it first.
-    `parts` are the ranks between which the traffic is held up, `bottleneck` the same in words, and
-    `over` the kinds of link that were counted. `links` is algbw in units of one link, where all
-    links that were counted are equal: 24/7 on a DGX-1 with V100.
+    `parts` are the sets of GPUs between which traffic is slowest, `bottleneck` describes them in
+    words, and `over` names the kinds of link that were counted. If these links are all equal,
+    `links` is algbw in units of one link (24/7 on a DGX-1 with V100). `assumed` is set if the
+    bandwidth of a link is a guess; the topology's `assumptions` say which.
+
+    On CPU ranks (`over` is "memory") it is not a bound but an estimate of the cost model, because a
+    rank may add up what it reads without copying it first.
     """
 
     collective: str
@@ -57,6 +59,7 @@ class Bound:
     bottleneck: str
     over: str
     links: Fraction | None
+    assumed: bool = False
 
     @property
     def algbw(self) -> float:
@@ -72,22 +75,22 @@ class Bound:
             )
         units = f" = {self.links} link{'s'[: self.links != 1]}" if self.links else ""
         return (
-            f"{self.collective}: at most {self.algbw / 1e9:.4g} GB/s{units} over {self.over}; "
-            f"bottleneck: {self.bottleneck}"
+            f"{self.collective}: at most {self.algbw / 1e9:.4g} GB/s{units} over {self.over}"
+            f"{' (speed assumed)' * self.assumed}; bottleneck: {self.bottleneck}"
         )
 
 
 def allreduce_bound(topology: Topology) -> float:
-    """The best possible algbw of an all-reduce in bytes/s."""
+    """The highest algbw that an all-reduce can reach, in bytes/s."""
     return bound(topology, "allreduce").algbw
 
 
 @lru_cache(maxsize=1024)
 def bound(topology: Topology, collective: str = "allreduce", root: int | None = None) -> Bound:
-    """The best possible time of a collective on the topology's fabric, and what holds it up.
+    """Bound the time of a collective on the topology's fabric.
 
-    `root` is the rank that a broadcast starts from: without one, the worst of all. Raises
-    TopologyError for another collective or root, or GPUs that nothing connects.
+    `root` is the rank that a broadcast starts from; without one, the bound holds for every root.
+    Raises TopologyError for an unknown collective, a wrong root, or GPUs that are not connected.
     """
     if collective not in COLLECTIVES:
         raise TopologyError(f"no bound for {collective!r}; choose from {', '.join(COLLECTIVES)}")
@@ -132,6 +135,7 @@ def bound(topology: Topology, collective: str = "allreduce", root: int | None = 
     return Bound(
         collective, 1 / algbw, tuple(_ranks_of(cut, ranks) for cut in cuts),
         _words(topology, cuts), over, algbw / widths.pop()[1] if len(widths) == 1 else None,
+        any(k.assumed for k in topology.fabric),
     )  # fmt: skip
 
 
@@ -144,7 +148,7 @@ def _capacities(topology: Topology, reverse: bool = False) -> dict[tuple[Vertex,
 
 @lru_cache(maxsize=16)
 def _network(topology: Topology, reverse: bool = False) -> FlowNetwork:
-    """Kept, as finding the ranks that are alike takes longest, and serves several collectives."""
+    """Cached, because finding ranks that are alike is slow and several collectives need it."""
     capacities = _capacities(topology, reverse)
     if reverse and capacities == _capacities(topology):
         return _network(topology)
@@ -155,12 +159,12 @@ Found = tuple[Fraction, list[Cut]]
 
 
 def _inward(found: Found) -> Found:
-    """What was found with all links reversed, as it is with them the right way round."""
+    """Turn cuts that were found with all links reversed back into cuts of the real links."""
     return found[0], [replace(cut, inward=True) for cut in found[1]]
 
 
 def narrowest_partition(network: FlowNetwork) -> Found:
-    """The least sum of kappa(P_i) / (2 (r - 1)) over partitions of the ranks, and its parts."""
+    """The smallest sum of kappa(P_i) / (2 (r - 1)) over all partitions, and its parts."""
     ranks = network.ranks
     low: dict[Vertex, Fraction | int] = dict.fromkeys(ranks, -network.everything)
     cuts = [
@@ -181,11 +185,11 @@ def _of_each_rank(network: FlowNetwork, low: Mapping[Vertex, Fraction | int]) ->
 
 
 def _truncation(network: FlowNetwork, price: Fraction) -> list[Cut]:
-    """The coarsest partition with the least sum of kappa(P_i) - price.
+    """The coarsest partition with the smallest sum of kappa(P_i) - price.
 
-    That sum is the most that weights of all ranks can come to, if no S weighs more than
-    kappa(S) - price. They are raised set by set of like ranks, each until it can rise no further;
-    the sets that then weigh exactly as much as they may are the parts.
+    That sum equals the largest total weight of the ranks if no set S may weigh more than
+    kappa(S) - price. The weights are raised for one set of like ranks after the other, as far as
+    possible; the parts are the sets that then weigh exactly as much as they may.
     """
     low: dict[Vertex, Fraction | int] = dict.fromkeys(network.ranks, -network.everything)
     weights = dict(low)
@@ -209,7 +213,7 @@ def _truncation(network: FlowNetwork, price: Fraction) -> list[Cut]:
 
 
 def _gathered(network: FlowNetwork) -> Found:
-    """P times the least kappa(S) / |S| over sets S of ranks, but not all of them."""
+    """P times the smallest kappa(S) / |S| over proper subsets S of the ranks."""
     ranks, size = set(network.ranks), len(network.ranks)
     heads = [members[0] for members in network.alike]
     full: dict[Vertex, Fraction | int] = dict.fromkeys(network.ranks, network.everything)
@@ -228,7 +232,7 @@ def _gathered(network: FlowNetwork) -> Found:
 def _rooted(
     ranks: Sequence[int], capacities: Mapping[tuple[Vertex, Vertex], int], root: int
 ) -> Found:
-    """The least kappa(S) over sets S that hold the root, but not all ranks."""
+    """The smallest kappa(S) over proper subsets S of the ranks that contain the root."""
     network = FlowNetwork(ranks, capacities, apart=[root])
     heads = [members[0] for members in network.alike if root not in members]
     cuts = [network.least(head, {}, inside=[root], outside=[head]) for head in heads]
@@ -237,10 +241,9 @@ def _rooted(
 
 
 def _memory_bound(topology: Topology, collective: str, over: str) -> Bound:
-    """One memory that all ranks share: every rank loads for itself what it gets from the others.
+    """Estimate for ranks that share one memory, from which each loads what the others wrote.
 
-    To combine P inputs, P - 1 have to be loaded by another rank; a result, or a rank's own data,
-    by P - 1 others.
+    To combine P inputs, ranks load P - 1 of them from others; a result is loaded by P - 1 others.
     """
     size = len(topology.gpus)
     bus = min(link.bandwidth * link.count for link in topology.fabric)
@@ -267,7 +270,7 @@ def _kinds(links: Sequence[Link]) -> str:
 
 
 def _words(topology: Topology, cuts: Sequence[Cut]) -> str:
-    """What holds the traffic up: "each GPU's six links", "the three links between 0-3 and 4-7"."""
+    """The bottleneck: "each GPU's six links", "the three links between 0-3 and 4-7"."""
     ranks = topology.gpus
     groups = [_ranks_of(cut, ranks) for cut in cuts]
     crossing = [[k for k in topology.fabric if _crosses(k, cut)] for cut in cuts]
@@ -315,7 +318,7 @@ def _links(n: int) -> str:
 
 
 def _some(things: Sequence[tuple[int, ...] | str], most: int = 8) -> str:
-    """All of a few, the first of many."""
+    """Join a few things by commas; of many, name the first and count the rest."""
     words = [t if isinstance(t, str) else gpu_list(t) for t in things]
     if len(words) > most:
         words = [*words[: min(most, 3)], f"{len(words) - min(most, 3)} more"]

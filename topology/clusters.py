@@ -5,7 +5,7 @@ In words, as `topology.load` reads them (what is not given has the default shown
     16 x dgx-a100  nics=rail  nic=24GB/s  leaf=8  oversubscription=1  latency=5us
 
 `nics=rail`: each GPU (or each PCIe switch with GPUs, or each NIC of a machine read from a file) has
-its NIC, and the NICs of one place in all nodes share a switch of their own, a rail. `nics=1`: one
+its NIC, and the i-th NICs of all nodes share a switch of their own, a rail. `nics=1`: one
 NIC a node, all on one network. `leaf=8` ends such a switch at 8 nodes: the leaves of all rails meet
 in one spine, by uplinks that carry what their nodes can send, divided by `oversubscription` ("3:1",
 "2", "3/2"). Without it, each rail's switch takes all nodes.
@@ -40,12 +40,12 @@ def cluster(
     latency_us: float = 5.0,
     name: str | None = None,
 ) -> Topology:
-    """`nodes` copies of a machine on one network.
+    """Join `nodes` copies of a machine by one network.
 
-    GPU g of node i is number i * (GPUs of a node) + g; a switch s of it is called "node{i}.s".
-    `nic` is bytes/s of a NIC each way (a NIC that the machine's own file told is as fast as it
-    says), `leaf` the number of nodes a leaf switch joins. Raises TopologyError for arguments that
-    make no sense, and for more than 4,096 GPUs.
+    The g-th GPU of node i gets the number i * (GPUs of a node) + g, and its switch s the name
+    "node{i}.s". `nic` is the bandwidth of a NIC in bytes/s each way, unless the machine's file
+    tells it. `leaf` is the number of nodes on a leaf switch. Raises TopologyError for arguments
+    that make no sense and for more than 4,096 GPUs.
     """
     size = len(machine.gpus)
     if not nodes >= 1 or nodes * size > MAX_N:
@@ -65,12 +65,12 @@ def cluster(
     if leaf is None and oversubscription != 1:
         raise TopologyError("oversubscription is of the leaves' uplinks: give leaf as well")
     inner, ports = _node(machine, nics, nic, latency_us)
-    place = {g: i for i, g in enumerate(machine.gpus)}
+    index = {g: i for i, g in enumerate(machine.gpus)}
     links: list[Link] = []
     for i in range(nodes):
 
         def there(v: Vertex, i: int = i) -> Vertex:
-            return i * size + place[v] if isinstance(v, int) else f"node{i}.{v}"
+            return i * size + index[v] if isinstance(v, int) else f"node{i}.{v}"
 
         links += [replace(k, src=there(k.src), dst=there(k.dst)) for k in inner]
     per_leaf = nodes if leaf is None else leaf
@@ -97,7 +97,7 @@ def cluster(
 def _node(
     machine: Topology, nics: str, nic: int, latency_us: float
 ) -> tuple[list[Link], list[tuple[str, int]]]:
-    """A node's own links, and its NICs with their bandwidth: told ones, else new ones."""
+    """The links of a node, and its NICs with their bandwidths in bytes/s."""
     inner = [k for k in machine.links if k.kind != "network"]
     told = {k.src: k for k in machine.links if k.kind == "network" and isinstance(k.src, str)
             and _ends(machine, k.src)}  # fmt: skip
@@ -128,7 +128,7 @@ def _ends(machine: Topology, v: Vertex) -> bool:
 
 
 def _root(machine: Topology, at: Vertex) -> Vertex:
-    """Up from a PCIe switch to its CPU."""
+    """The CPU of a PCIe switch; the vertex itself if it is not a switch."""
     up = [
         k.dst for k in machine.links if k.src == at and k.kind == "host" and isinstance(k.dst, str)
     ]
@@ -136,7 +136,7 @@ def _root(machine: Topology, at: Vertex) -> Vertex:
 
 
 def nodes_of(topology: Topology) -> list[tuple[int, ...]]:
-    """The GPUs of each node: what stays together without the network."""
+    """The GPUs of each node: those that stay connected without the network."""
     local = [(k.src, k.dst) for k in topology.links if k.kind != "network"]
     nodes = groups(topology.gpus, local)
     return [tuple(g for g in node if isinstance(g, int)) for node in nodes]
@@ -154,7 +154,7 @@ def _plain(text: str) -> str:
 def parse_cluster(
     text: str, load: Callable[[str], Topology], where: str = "", name: str | None = None
 ) -> Topology:
-    """Read the words above. `load` makes a machine of its name or path; `where` starts errors."""
+    """Read a cluster's description. `load` reads the node; `where` is put before errors."""
     plain = _plain(text)
     head = _HEAD.match(plain)
     if head is None:

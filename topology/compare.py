@@ -1,4 +1,4 @@
-"""Two machines side by side: the same wiring under other numbers, or where they differ."""
+"""Compare two machines: find a renumbering that makes them equal, or list differences."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MOST = 12  # differing pairs that are listed
 
 
 def compare(one: Topology, other: Topology) -> tuple[dict[int, int] | None, list[str]]:
-    """A renumbering of `one`'s GPUs that makes its fabric `other`'s, or None; and what differs.
+    """Return a renumbering that makes `one`'s fabric `other`'s, or None, and the differences.
 
-    The fabric is what `Topology.isomorphic_to` compares; what differs beneath it (PCIe, NICs) is
-    listed even where there is a mapping, speeds that differ where the wiring is the same.
+    Fabrics are compared as by `Topology.isomorphic_to`. Differences of other links (PCIe, NICs) are
+    listed even if there is a renumbering.
     """
     mapping = one.isomorphic_to(other)
     return mapping, list(_differences(one, other, mapping))
@@ -60,7 +60,7 @@ def _counts(topology: Topology) -> Counter[tuple[str, int]]:
 
 
 def _plain(topology: Topology, counts: bool) -> Topology:
-    """The fabric's shape alone: all links as fast, and (without counts) single."""
+    """The fabric with all links equally fast and, without counts, single."""
     links = tuple(
         replace(link, bandwidth=1, count=link.count if counts else 1) for link in topology.fabric
     )

@@ -1,11 +1,11 @@
-"""Minimum cuts of a network, exact in integers, on as few vertices as its symmetry leaves.
+"""Exact minimum cuts of a network, computed after merging vertices that symmetry makes alike.
 
-Vertices that look alike from a chosen rank (one colour of a stable colouring in which that rank has
-a colour of its own) are merged, and the arcs between two merged sets add up. Minimum cuts between
-merged vertices stay the same: a cut of the merged network is a cut of the whole; and a flow
-through it, split over the arcs in proportion to their capacities, is a flow through the whole, as
-every vertex of a colour has the same capacity to, and from, every other colour. So a cluster of a
-thousand GPUs needs networks of a dozen vertices.
+Give one rank a colour of its own and refine the colouring until it is stable; then merge all
+vertices of one colour and add up the arcs between two colours. This keeps minimum cuts. Every cut
+of the merged network is a cut of the whole. Conversely, every vertex of a colour has the same
+capacity to and from every other colour, so a flow through the merged network, split over the
+original arcs in proportion to their capacities, is a flow through the whole. A cluster of a
+thousand GPUs thus shrinks to a dozen vertices.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _S, _T = -1, -2  # source and sink, beside the merged vertices 0, 1, ...
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A set of vertices, and the capacity that leads out of it (or, with `inward`, into it)."""
+    """A set of vertices and the capacity out of it (into it if `inward`), in bytes/s."""
 
     side: frozenset[Vertex]
     capacity: int
@@ -36,7 +36,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """The network as one rank sees it, with like vertices merged."""
+    """The network with the vertices merged that look alike to one rank."""
 
     members: tuple[tuple[Vertex, ...], ...]
     arcs: Mapping[tuple[int, int], int]
@@ -45,8 +45,8 @@ class _View:
 class FlowNetwork:
     """Directed integer capacities between vertices, some of which are ranks.
 
-    `alike` are sets of ranks that see equal networks: what holds of one member's cuts holds of all,
-    where weights are equal within each set. A rank in `apart` is alone in its set.
+    Ranks of one set in `alike` see equal networks: if weights are equal within each set, their
+    minimum cuts have equal capacities. Each rank in `apart` is a set of its own.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class FlowNetwork:
 
     @cached_property
     def alike(self) -> list[tuple[int, ...]]:
-        """The ranks, in sets of like ones."""
+        """Sets of ranks that see equal networks."""
         while True:
             sets: dict[tuple[int, bytes, bytes], list[int]] = {}
             for rank in self.ranks:
@@ -95,12 +95,12 @@ class FlowNetwork:
             colours = self._wiring.single_out(self._colours, rank)
             for v, colour in zip(self.vertices, colours, strict=True):
                 groups.setdefault(int(colour), []).append(v)
-            place = {v: i for i, members in enumerate(groups.values()) for v in members}
+            index = {v: i for i, members in enumerate(groups.values()) for v in members}
             arcs: dict[tuple[int, int], int] = {}
             for i, members in enumerate(groups.values()):
                 for v, capacity in self._out[members[0]]:  # every member has the same
-                    if place[v] != i:
-                        arcs[i, place[v]] = arcs.get((i, place[v]), 0) + capacity * len(members)
+                    if index[v] != i:
+                        arcs[i, index[v]] = arcs.get((i, index[v]), 0) + capacity * len(members)
             self._views[rank] = _View(tuple(map(tuple, groups.values())), arcs)
         return self._views[rank]
 
@@ -111,10 +111,10 @@ class FlowNetwork:
         inside: Collection[int] = (),
         outside: Collection[int] = (),
     ) -> Cut:
-        """The largest set S with the least capacity out of S minus the weights of S's ranks.
+        """Return the largest set S that minimises the capacity out of S minus the weight of S.
 
-        S holds `inside` and nothing of `outside`; both may name `rank` and ranks apart. Weights
-        must be equal within each of `alike`'s sets.
+        S contains `inside` and nothing of `outside`; both may name `rank` and the ranks that are
+        `apart`. Weights must be equal within each set of `alike`.
         """
         view = self._view(rank)
         found = [Fraction(w) for w in {*weights.values()}]
@@ -151,7 +151,7 @@ class FlowNetwork:
 
 
 def _saturate(residual: dict[int, dict[int, int]]) -> None:
-    """Push all the flow there is from source to sink, along shortest ways (Edmonds and Karp)."""
+    """Push a maximum flow from source to sink along shortest paths (Edmonds and Karp)."""
     while True:
         came: dict[int, int] = {_S: _S}
         queue = deque([_S])

@@ -1,4 +1,4 @@
-"""This machine's GPUs and their links, asked of the driver (NVML); without any, its CPUs."""
+"""Detect this machine's GPUs and links through NVML, or its CPU cores without GPUs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _LEVELS = {0: PIX, 10: PIX, 20: PXB, 30: PHB, 40: NODE, 50: SYS}
 
 
 def detect(environ: Mapping[str, str] = os.environ, nvml: Any = None) -> Topology:
-    """The GPUs that CUDA shows to this process, numbered as CUDA does; else `cpu-N` of its cores.
+    """Return the GPUs that CUDA shows to this process, or `cpu-N` for N cores without GPUs.
 
-    `CUDA_VISIBLE_DEVICES` chooses and orders them, by index, UUID or the start of one. What a
-    container or a virtual machine hides is told in `assumptions`. `nvml` stands in for the module
-    pynvml. Raises TopologyError for a driver that is there but does not answer.
+    GPUs are numbered as by CUDA: `CUDA_VISIBLE_DEVICES` selects and orders them by index or by the
+    start of a UUID. `assumptions` lists what a container or virtual machine hides. `nvml` replaces
+    the module pynvml. Raises TopologyError if there is a driver that does not answer.
     """
     if nvml is None:
         try:
@@ -65,7 +65,7 @@ def _cpus(why: str) -> Topology:
 
 
 def _absent(nvml: Any, error: Exception) -> bool:
-    """Whether there simply is no driver."""
+    """Whether the error says that there is no driver."""
     absent = (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
     return getattr(error, "value", None) in absent
 
@@ -79,7 +79,7 @@ def _text(value: str | bytes) -> str:
 
 
 def bus_id(pci: Any) -> str:
-    """NVML's "00000000:06:00.0" as Linux writes it, "0000:06:00.0"; empty for what is hidden."""
+    """Convert NVML's "00000000:06:00.0" to Linux's "0000:06:00.0"; "" for a hidden device."""
     whole = _text(pci.busId).strip("\0 ").lower()
     domain, _, rest = whole.partition(":")
     return f"{int(domain, 16):04x}:{rest}" if rest and rest.isprintable() else ""
@@ -101,7 +101,7 @@ def _devices(nvml: Any) -> list[tuple[Any, Device]]:
 def _visible(
     found: list[tuple[Any, Device]], environ: Mapping[str, str]
 ) -> tuple[list[tuple[Any, Device]], list[str]]:
-    """The devices that CUDA shows, in its order, renumbered from 0; and what there is to say."""
+    """The devices that CUDA shows, renumbered in its order, and notes about the others."""
     notes: list[str] = []
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     by_bus = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
@@ -178,7 +178,7 @@ def _machine(nvml: Any, shown: list[tuple[Any, Device]], notes: list[str]) -> To
 
 
 def _remotes(nvml: Any, handle: Any) -> list[str]:
-    """Where each NVLink that is up leads: a bus id, "switch", or nothing for what is hidden."""
+    """The far end of each active NVLink: a bus id, "switch", or "" if it is hidden."""
     remotes = []
     for link in range(speeds.MOST_NVLINKS):
         try:
@@ -219,7 +219,7 @@ def _in_mig_mode(nvml: Any, handle: Any) -> bool:
 
 
 def _numa(bus: str) -> str:
-    """The NUMA node of a PCI device; empty if Linux does not know."""
+    """The NUMA node of a PCI device, or "" if Linux does not know it."""
     try:
         with open(f"/sys/bus/pci/devices/{bus}/numa_node") as file:
             node = int(file.read())

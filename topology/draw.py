@@ -1,4 +1,4 @@
-"""Pictures of a machine, and of a plan's trees on it. Needs matplotlib, but only to draw."""
+"""Pictures of a machine, and of a plan on it. Needs matplotlib, but only to draw."""
 
 from __future__ import annotations
 
@@ -9,74 +9,78 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from linkweave.topology.clusters import nodes_of
 from linkweave.topology.errors import TopologyError
 from linkweave.topology.layout import RADIUS, bend_through, lay_out
-from linkweave.topology.link import KINDS
-from linkweave.topology.text import cables
+from linkweave.topology.link import KINDS, Link
+from linkweave.topology.parts import Arrow, Part, PlanLike, parts_of
+from linkweave.topology.routes import Vertex
+from linkweave.topology.text import cables, ranks
 from linkweave.topology.topology import Topology
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MANY = 3  # more links than this side by side become one line and a number
-_ROAD = "#d4d7dd"  # physical links beneath the arrows of a plan
+_FAINT = "#d4d7dd"  # physical links beneath the arrows of a plan
 _COLORS = {
     "nvlink": "#3f7d20", "pcie": "#a0671b", "host": "#c79a5b", "socket": "#7a4a9e",
     "network": "#2a5db0", "memory": "#4a5a75",
 }  # fmt: skip
-_TREES = ("#1f6fb4", "#d1481f", "#2a8f4f", "#8a4fb5", "#b8860b", "#c2408f", "#4d4d4d", "#0f9aa8")
+_PARTS = ("#1f6fb4", "#d1481f", "#2a8f4f", "#8a4fb5", "#b8860b", "#c2408f", "#4d4d4d", "#0f9aa8")
 _CROWD = 64  # GPUs that can be drawn
 _NODES = 4  # of a larger cluster one node is drawn
-_Arrow = tuple[int, tuple[int, ...]]  # tree; GPUs from child to parent, with a forwarder three
-
-
-class PlanLike(Protocol):
-    """What a picture needs of a plan, whose own type lies in a layer above this one."""
-
-    @property
-    def algorithm(self) -> str: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def trees(self) -> Sequence[Any]: ...  # each with root, depth and edges
-    @property
-    def connections(self) -> Sequence[Any]: ...  # each with src, src_channel, dst, dst_channel
+_Drawn = tuple[Arrow, int]  # with its part, or how many parts use it
 
 
 def draw(
-    topology: Topology, paths: Sequence[str | os.PathLike[str]], plan: PlanLike | None = None
-) -> None:
-    """Draw the machine, and a plan's trees and detours over it, into .svg and .png files.
+    topology: Topology, paths: Sequence[str | os.PathLike[str]], plan: PlanLike | None = None,
+    part: int | None = None, everything: bool = False,
+) -> None:  # fmt: skip
+    """Draw the machine, and a plan over it, into .svg and .png files.
 
-    Its fabric is drawn: without PCIe, where NVLinks connect the GPUs. Of a cluster of more than
-    four nodes it is the first node. Equal arguments give equal files. Raises TopologyError for
-    another suffix, a plan for another number of GPUs, or a plan on a machine too large to draw.
+    `part` draws one tree, ring or phase of the plan, counted from 1; without it all are drawn, of
+    more than eight only how many of them use each connection. The fabric is drawn (without PCIe
+    where NVLinks connect the GPUs); `everything` adds all other links. Without a plan, a cluster of
+    more than four nodes is drawn as its first node. Equal arguments give equal files.
+
+    Raises TopologyError for another suffix, a part that the plan does not have, a plan for another
+    number of GPUs, or more than 64 GPUs.
     """
     for path in paths:
         if Path(path).suffix not in (".svg", ".png"):
             raise TopologyError(f"{os.fspath(path)}: can only draw to .svg and .png files")
-    if plan is not None and plan.size != len(topology.gpus):
-        raise TopologyError(f"{topology.name} has not the {plan.size} GPUs that the plan is for")
-    title = _title(topology, plan)
+    parts = [] if plan is None else parts_of(plan, topology)
+    if part is not None and not 1 <= part <= len(parts):
+        what = f"parts 1 to {len(parts)}" if plan is not None else "no plan"
+        raise TopologyError(f"there is no part {part} to draw: the picture has {what}")
+    links = topology.links if everything else topology.fabric
+    title = _title(topology, links)
+    if plan is not None:
+        title += f"\n{plan.algorithm}: {_what(parts, part)}"
     nodes = nodes_of(topology)
-    if len(nodes) > _NODES and plan is None and any(k.kind == "network" for k in topology.fabric):
+    if len(nodes) > _NODES and plan is None and any(k.kind == "network" for k in links):
         title += f"\nnode 0 of {len(nodes)}"
         topology = topology.subset(nodes[0])
+        links = topology.links if everything else topology.fabric
     if len(topology.gpus) > _CROWD:
         raise TopologyError(
-            f"{topology.name} has {len(topology.gpus)} GPUs: at most {_CROWD} can be drawn"
+            f"{topology.name} has {len(topology.gpus)} {topology.noun}s: at most {_CROWD} can be "
+            "drawn"
         )
     import matplotlib
     from matplotlib.figure import Figure  # not pyplot, which keeps its figures in global state
 
     figure = Figure()
-    picture = _Picture(figure.add_axes((0, 0, 1, 1)), topology, arcs=plan is not None)
+    picture = _Picture(figure.add_axes((0, 0, 1, 1)), topology, links, arcs=plan is not None)
     picture.links(faint=plan is not None)
-    if plan is not None:
-        picture.trees(plan)
+    shown = parts if part is None else parts[part - 1 : part]
+    if len(shown) > len(_PARTS):
+        picture.shares(shown)
+    elif plan is not None:
+        picture.parts(shown)
     picture.vertices()
     figure.set_size_inches(picture.finish(title))
     for path in paths:
@@ -86,56 +90,44 @@ def draw(
                            metadata={"Date": None} if kind == "svg" else None)  # fmt: skip
 
 
-def _title(topology: Topology, plan: PlanLike | None) -> str:
+def _title(topology: Topology, links: Sequence[Link]) -> str:
     counts: Counter[str] = Counter()
-    for link, _ in cables(topology.fabric):
+    for link, _ in cables(links):
         counts[link.kind] += link.count
-    ranks = "CPU rank" if topology.on_memory else "GPU"
-    n = len(topology.gpus)
-    parts = [f"{n} {ranks}{'s'[: n != 1]}"]
+    parts = [ranks(topology)]
     parts += [f"{count} {KINDS[kind][count != 1]}" for kind, count in counts.items()]
     text = f"{topology.name}: {', '.join(parts)}"
     hidden = {k.kind for k in topology.links} - set(counts) - {"network"}
-    if hidden:
-        text += " (PCIe not drawn)"
-    arrows = ": arrows from child to parent" if plan and plan.trees else ""
-    return f"{text}\n{plan.algorithm}{arrows}" if plan else text
+    return f"{text} (PCIe not drawn)" if hidden else text
 
 
-def _arrows(plan: PlanLike, gpus: Sequence[int]) -> list[_Arrow]:
-    # a tree has two channels, a ring one; a detour has a further one, at its forwarder alone
-    own = max(1, 2 * len(plan.trees))
-    into = {(c.dst, c.dst_channel): (c.src,) for c in plan.connections if c.dst_channel >= own}
-    ways = {  # (from, to, channel it arrives on): forwarder, if any
-        ((*into.get((c.src, c.src_channel), ()), c.src)[0], c.dst, c.dst_channel):
-            (c.src,) if c.src_channel >= own else ()
-        for c in plan.connections if c.dst_channel < own and c.src != c.dst
-    }  # fmt: skip
-    hops: list[_Arrow] = []
-    for t, tree in enumerate(plan.trees):
-        stars = plan.algorithm == "two_shot"  # its tree t has channels t and size + t
-        up, down = (t, plan.size + t) if stars else (2 * t, 2 * t + 1)
-        for child, parent in tree.edges:  # a broadcast only goes down
-            via = ways.get((child, parent, up)) or ways.get((parent, child, down)) or ()
-            hops.append((t, (child, *via, parent)))
-    if not plan.trees:
-        hops = [(0, (a, *via, b)) for (a, b, _), via in ways.items()]
-    return [(t, tuple(gpus[rank] for rank in stops)) for t, stops in hops]
+def _what(parts: Sequence[Part], part: int | None) -> str:
+    if part is not None:
+        text = parts[part - 1].name
+    else:
+        kind = parts[0].name.split()[0] if parts else "part"
+        text = f"all {len(parts)} {kind}s" if len(parts) != 1 else parts[0].name
+    return text + ", arrows from child to parent" * any(p.root is not None for p in parts)
 
 
 class _Picture:
-    def __init__(self, ax: Axes, topology: Topology, arcs: bool) -> None:
-        self.ax, self.topology, self.layout = ax, topology, lay_out(topology, arcs)
+    def __init__(self, ax: Axes, topology: Topology, links: Sequence[Link], arcs: bool) -> None:
+        self.ax, self.topology, self.drawn = ax, topology, links
+        self.layout = lay_out(topology, links, arcs)
         switches = [p for box in self.layout.boxes.values() for p in box]
         size = max(max(xs) - min(xs) for xs in _xy([*self.layout.seats.values(), *switches]))
         self.scale = min(1.5, 16 / max(size, 1.0))  # inches for a unit of length
 
-    def arrow(self, points: Sequence[complex], **style: Any) -> None:
-        body = [p for p in points if abs(p - points[-1]) >= 0.14]
-        side = 0.4j * (points[-1] - body[-1])
-        self.ax.plot(*_xy(body), **style)
-        self.ax.fill(*_xy([points[-1], body[-1] + side, body[-1] - side]),
-                     color=style["color"], zorder=style["zorder"], linewidth=0)  # fmt: skip
+    def arrow(self, points: Sequence[complex], both: bool = False, **style: Any) -> None:
+        """A line with a head at its end, or at both ends."""
+        for way in (points, points[::-1])[: 1 + both]:
+            body = [p for p in way if abs(p - way[-1]) >= 0.14]
+            side = 0.4j * (way[-1] - body[-1])
+            self.ax.fill(*_xy([way[-1], body[-1] + side, body[-1] - side]),
+                         color=style["color"], zorder=style["zorder"], linewidth=0)  # fmt: skip
+        heads = [points[-1], points[0]][: 1 + both]
+        body = [p for p in points if all(abs(p - head) >= 0.13 for head in heads)]
+        self.line(body, **style)
 
     def circle(self, gpu: int, size: float, **style: Any) -> None:
         turn = [cmath.exp(1j * math.tau * i / 90) for i in range(90)]
@@ -146,13 +138,14 @@ class _Picture:
                      ha="center", va="center_baseline", **style)  # fmt: skip
 
     def links(self, faint: bool) -> None:
-        thick = 1.6 if not faint or len(self.topology.fabric) > 80 else 4.5
-        for there, back in cables(self.topology.fabric):
+        thick = 1.6 if not faint or len(self.drawn) > 80 else 4.5
+        for there, back in cables(self.drawn):
             n, (one, several) = there.count, KINDS[there.kind]
             lines = n if n <= _MANY else 1
             what = f"a line marked x{n}: {n} {several} of" if n > lines else f"one line: one {one},"
             label = f"{what} {there.bandwidth / 1e9:g} GB/s {'each way' if back else 'one way'}"
-            style: dict[str, Any] = {"color": _ROAD if faint else _COLORS[there.kind]}
+            label += " (speed assumed)" * there.assumed
+            style: dict[str, Any] = {"color": _FAINT if faint else _COLORS[there.kind]}
             style["linewidth"] = thick + (n > lines)
             for i in range(lines):
                 points = self.layout.curve(there.src, there.dst, i - (lines - 1) / 2)
@@ -163,7 +156,7 @@ class _Picture:
                 points = self.layout.curve(there.src, there.dst)
                 at = points[60] if abs(points[60]) > 0.4 else points[40]  # lines cross at 0
                 box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-                self.text(at, f"x{n}", 7, color="#333333", bbox=box, zorder=2)
+                self.text(at, f"x{n}", 7, color="#333333", bbox=box, zorder=4)
             for end in {there.src, there.dst} & self.layout.passed:  # where it ends, not passes
                 points = self.layout.curve(there.src, there.dst)
                 y = self.layout.anchor(end).imag
@@ -171,39 +164,103 @@ class _Picture:
                 self.ax.plot(*_xy([near]), "o", color=style["color"], markersize=5 * self.scale,
                              zorder=6)  # fmt: skip
 
-    def trees(self, plan: PlanLike) -> None:
-        arrows = _arrows(plan, self.topology.gpus)
-        roots = [self.topology.gpus[tree.root] for tree in plan.trees]
-        for t, tree in enumerate(plan.trees):
-            size = 1.35 + 0.3 * roots[:t].count(roots[t])
-            label = f"tree {t}: root GPU {roots[t]} (ringed), depth {tree.depth}"
-            self.circle(roots[t], size, facecolor="none", edgecolor=_TREES[t % len(_TREES)],
-                        linewidth=2.5, zorder=4, label=label)  # fmt: skip
-        for arrow in arrows:
-            legs = [self.leg(arrows, arrow, a, b) for a, b in pairwise(arrow[1])]
-            self.hop(arrow, legs, roots)
+    def parts(self, parts: Sequence[Part]) -> None:
+        """Every part in its own colour; opposite arrows of one part are one with two heads."""
+        roots = [part.root for part in parts if part.root is not None]
+        every = [(arrow, i) for i, part in enumerate(parts) for arrow in _merged(part.arrows)]
+        for i, part in enumerate(parts):
+            color = _PARTS[i]
+            if part.root is not None:
+                size = 1.35 + 0.3 * roots[:i].count(part.root)
+                label = (f"{part.name}: root {self.topology.noun} {part.root} (ringed), "
+                         f"depth {part.depth}")  # fmt: skip
+                self.circle(part.root, size, facecolor="none", edgecolor=color, linewidth=2.5,
+                            zorder=4, label=label)  # fmt: skip
+            elif len(parts) > 1:
+                self.ax.plot([], [], color=color, label=part.name)
+        for one in every:
+            arrow, i = one
+            style: dict[str, Any] = {"color": _PARTS[i], "linewidth": 1.8, "zorder": 3}
+            self.hop(one, arrow[::-1] in parts[i].arrows, every, roots, style)
 
-    def leg(self, arrows: list[_Arrow], arrow: _Arrow, a: int, b: int) -> list[complex]:
+    def shares(self, parts: Sequence[Part]) -> None:
+        """How many parts use each connection, as lines of that width."""
+        uses = Counter(
+            frozenset(leg) for part in parts for leg in {
+                frozenset(leg) for arrow in part.arrows for leg in pairwise(arrow)
+            }
+        )  # fmt: skip
+        most, kind = max(uses.values()), parts[0].name.split()[0]
+        every = [(tuple(sorted(leg)), n) for leg, n in uses.items()]
+        for one in every:
+            leg, n = one
+            style = {"color": _PARTS[0], "linewidth": 0.5 + 2 * n / most}
+            self.line(self.leg(every, one, *leg), **style)
+        for n in sorted({min(uses.values()), most}):
+            self.ax.plot([], [], color=_PARTS[0], linewidth=0.5 + 2 * n / most,
+                         label=f"used by {n} of the {len(parts)} {kind}s")  # fmt: skip
+
+    def leg(self, every: Sequence[_Drawn], one: _Drawn, a: int, b: int) -> list[complex]:
         """From a to b, beside other arrows there; one that turns off left is furthest left."""
+        path = self.topology.hops.get((a, b), (a, b))
+        if any(v in self.layout.passed for v in path):
+            return self.route(every, one, path)
         seats = self.layout.seats
-        p, q = (seats[g] for g in sorted((a, b), key=str))
-        here = [other for other in arrows if {a, b} in map(set, pairwise(other[1]))]
-        places = sorted(here, key=lambda o: sum(((seats[g] - p) / (q - p)).imag for g in o[1]))
+        p, q = (seats[g] for g in sorted((a, b)))
+        here = [other for other in every if {a, b} in map(set, pairwise(other[0]))]
+        order = sorted(here, key=lambda o: sum(((seats[g] - p) / (q - p)).imag for g in o[0]))
         link = self.topology.by_ends.get((a, b))
-        lanes = max(len(places), link.count if link and link.count <= _MANY else 1)
-        return self.layout.curve(a, b, places.index(arrow) - (lanes - 1) / 2)
+        width = max(len(order), link.count if link and link.count <= _MANY else 1)
+        return self.layout.curve(a, b, order.index(one) - (width - 1) / 2)
 
-    def hop(self, arrow: _Arrow, legs: list[list[complex]], roots: list[int]) -> None:
-        tree, stops = arrow
-        style: dict[str, Any] = {"color": _TREES[tree % len(_TREES)], "linewidth": 1.8, "zorder": 3}
-        points = legs[0] if len(legs) == 1 else _round(self.layout.seats[stops[1]], *legs)
-        if len(legs) == 2:
-            style["linestyle"] = (0, (3, 1.5))
-            style["label"] = f"dashed: detour {stops[0]} to {stops[2]} over GPU {stops[1]}"
-        for gpu in (stops[0], stops[-1]):
+    def route(self, every: Sequence[_Drawn], one: _Drawn, path: Sequence[Vertex]) -> list[complex]:
+        """Between nodes: along the links and, in a network switch, beside other arrows."""
+        aside: dict[Vertex, float] = {}
+        for vertex in path:
+            here = [o for o in every if vertex in self.crossed(o[0])]
+            room = min(0.07, (0.26 if vertex in self.layout.passed else 0.5) / len(here))
+            aside[vertex] = room * (here.index(one) - (len(here) - 1) / 2)
+        corners = []
+        for u, v in pairwise(path):
+            x = self.layout.meeting(u, v) + aside[v if u in self.layout.passed else u]
+            for end in (u, v):
+                lift = aside[end] if end in self.layout.passed else 0.0
+                corners.append(complex(x, self.layout.anchor(end).imag + lift))
+        return [p + (q - p) * i / 20 for p, q in pairwise(corners) for i in range(21)]
+
+    def crossed(self, arrow: Arrow) -> set[Vertex]:
+        """What lies on the arrow's path through the network; nothing of other arrows."""
+        paths = [self.topology.hops.get((a, b), ()) for a, b in pairwise(arrow)]
+        return {v for path in paths if self.layout.passed.intersection(path) for v in path}
+
+    def line(self, points: Sequence[complex], **style: Any) -> None:
+        """A line that passes beneath boxes, but lies on those in which it runs level."""
+        self.ax.plot(*_xy(points), **{"zorder": 3, **style})
+        for name in self.layout.passed:
+            low, high = self.layout.boxes[str(name)]
+            for p, q in pairwise(points):
+                if low.imag < p.imag < high.imag and abs(p.imag - q.imag) < 1e-9 < abs(p - q):
+                    self.ax.plot(*_xy([p, q]), **{**style, "zorder": 6, "label": None})
+
+    def hop(
+        self, one: _Drawn, both: bool, every: Sequence[_Drawn], roots: Sequence[int],
+        style: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """An arrow of one leg, or of more where GPUs forward (dashed)."""
+        arrow = one[0]
+        legs = [self.leg(every, one, a, b) for a, b in pairwise(arrow)]
+        points = legs[0]
+        for via, leg in zip(arrow[1:], legs[1:], strict=False):
+            points = _round(self.layout.seats[via], points, leg)
+        if len(legs) > 1:
+            noun = self.topology.noun
+            style |= {"linestyle": (0, (3, 1.5)), "label":
+                      f"dashed: detour {arrow[0]} to {arrow[-1]} over {noun} "
+                      f"{', '.join(map(str, arrow[1:-1]))}"}  # fmt: skip
+        for gpu in (arrow[0], arrow[-1]):
             clear = RADIUS * (1.5 if gpu in roots else 1.15)
             points = [p for p in points if abs(p - self.layout.seats[gpu]) > clear]
-        self.arrow(points, **style)
+        self.arrow(points, both, **style)
 
     def vertices(self) -> None:
         style: dict[str, Any] = {"edgecolor": "#222222", "linewidth": 1.4, "zorder": 4}
@@ -233,6 +290,15 @@ class _Picture:
         self.ax.legend(keys.values(), keys.keys(), loc="upper center", bbox_to_anchor=(0.5, 0),
                        frameon=False, fontsize=9, ncols=1 + len(keys) // 9)  # fmt: skip
         return self.scale * self.ax.dataLim.width, self.scale * self.ax.dataLim.height
+
+
+def _merged(arrows: Sequence[Arrow]) -> list[Arrow]:
+    """One of each two opposite arrows."""
+    found: dict[Arrow, None] = {}
+    for arrow in arrows:
+        if arrow[::-1] not in found:
+            found[arrow] = None
+    return list(found)
 
 
 def _round(via: complex, first: list[complex], second: list[complex]) -> list[complex]:

@@ -1,4 +1,4 @@
-"""What is wired: directed links between GPUs and switches, and the ways over them."""
+"""Directed links between GPUs and switches, and the paths over them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from linkweave.topology.timings import Timing
 class Graph:
     """GPUs, switches between them, directed links.
 
-    Rank r of a plan is `gpus[r]`; a subset keeps its GPUs' numbers. `forwarders` are GPUs that
-    have no rank and only pass traffic on. What a reader had to assume stands in `assumptions`.
-    Raises TopologyError where it contradicts itself.
+    Rank r of a plan runs on `gpus[r]`; subsets keep the numbers of their GPUs. `forwarders` are
+    GPUs without a rank that only pass traffic on. `assumptions` lists what a reader had to guess.
+    Raises TopologyError if links contradict each other or name unknown GPUs.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Graph:
     devices: tuple[Device, ...] = ()
     forwarders: tuple[int, ...] = ()
     timings: tuple[Timing, ...] = ()
-    """Measured times of all-reduces on this machine, if there are any."""
+    """Measured times of all-reduces on this machine."""
 
     def __post_init__(self) -> None:
         if not self.gpus:
@@ -64,20 +64,21 @@ class Graph:
 
     @cached_property
     def by_ends(self) -> Mapping[tuple[Vertex, Vertex], Link]:
-        """The link from one vertex straight to another."""
+        """Each link by its (src, dst)."""
         return {(link.src, link.dst): link for link in self.links}
 
     @cached_property
     def switches(self) -> tuple[str, ...]:
-        """Vertices that only pass traffic on, in order of first mention."""
+        """Switches, CPUs, NICs and buses, in the order of `links`."""
         ends = (end for link in self.links for end in (link.src, link.dst))
         return tuple(dict.fromkeys(end for end in ends if isinstance(end, str)))
 
     @cached_property
     def fabric(self) -> tuple[Link, ...]:
-        """The links that collectives use: NVLinks alone where they connect the GPUs, else all.
+        """The links that collectives use.
 
-        Of all links, those that lead nowhere (a NIC of a single machine) are left out.
+        NVLinks alone if they connect all GPUs; otherwise all links except dead ends, such as a NIC
+        of a machine that is not part of a cluster.
         """
         nvlinks = tuple(link for link in self.links if link.kind == "nvlink")
         if connects([(k.src, k.dst) for k in nvlinks], self.gpus):
@@ -90,18 +91,23 @@ class Graph:
         """Whether these are CPU ranks, which share one memory."""
         return any(link.kind == "memory" for link in self.links)
 
+    @property
+    def noun(self) -> str:
+        """What this machine's ranks are called: "GPU", or "rank" on CPUs."""
+        return "rank" if self.on_memory else "GPU"
+
     @cached_property
     def hops(self) -> Mapping[tuple[int, int], tuple[Vertex, ...]]:
-        """For each ordered pair of GPUs that the fabric joins: the vertices passed, ends included.
+        """The path between each ordered pair of GPUs, as vertices with both ends.
 
-        A hop crosses switches but never another GPU: hardware does not route through GPUs.
-        NVLink where it joins the two, else the fewest links; ties by vertex name.
+        Paths may cross switches but not other GPUs, because hardware does not route through GPUs.
+        NVLinks are preferred, then fewer links, then vertex names. Pairs without a path are absent.
         """
         return self._routes(self.fabric)
 
     @cached_property
     def ways(self) -> Mapping[tuple[int, int], tuple[Vertex, ...]]:
-        """As `hops`, but over all links: what `nvidia-smi topo -m` would show."""
+        """Like `hops`, but over all links, as in `nvidia-smi topo -m`."""
         return self.hops if self.fabric == self.links else self._routes(self.links)
 
     def _routes(self, links: Iterable[Link]) -> Mapping[tuple[int, int], tuple[Vertex, ...]]:
@@ -113,7 +119,7 @@ class Graph:
         return found
 
     def find(self, bus_id: str = "", uuid: str = "") -> int:
-        """The GPU with this PCI bus id or UUID. Raises TopologyError if there is none."""
+        """Return the GPU with this PCI bus id or UUID; TopologyError if there is none."""
         for device in self.devices:
             if (uuid and device.uuid == uuid) or (bus_id and device.bus_id == bus_id.lower()):
                 return device.gpu
@@ -123,11 +129,11 @@ class Graph:
         )
 
     def cell(self, src: int, dst: int) -> str:
-        """How the matrix shows the way from one GPU to another, in nvidia-smi's words.
+        """Describe the path between two GPUs as nvidia-smi does.
 
-        NV2 (two NVLinks), PIX (one PCIe switch), PXB (several), PHB (a CPU; NODE, its several
-        bridges, is not told apart), SYS (several CPUs),
-        NET (a network), MEM (one memory), X (itself) or - (no way but through GPUs).
+        NV2: two NVLinks. PIX: one PCIe switch. PXB: several. PHB: one CPU (nvidia-smi's NODE is
+        shown as PHB). SYS: several CPUs. NET: a network. MEM: shared memory. X: the GPU itself.
+        -: only through other GPUs.
         """
         if src == dst:
             return "X"

@@ -1,6 +1,6 @@
-"""Where things stand in a picture: seats for GPUs, boxes for switches, ways for links.
+"""Positions in a picture: GPUs as points, switches as boxes, links as curves.
 
-Points are complex numbers, so that turning and scaling is arithmetic.
+Points are complex numbers, which makes turning and scaling arithmetic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from linkweave.topology.machines import dgx1_p100, dgx1_v100
 from linkweave.topology.routes import Vertex, neighbours, reach
 from linkweave.topology.topology import Topology
 
-RADIUS = 0.22  # of a GPU's circle; a unit of length is 1.5 inches at most
+RADIUS = 0.22  # of a GPU's circle; the unit is at most 1.5 inches
 GAP = 0.1  # between parallel lines
 BOX = 0.17  # half the height of a switch
 _STEP = 1.1  # from one layer of switches to the next
@@ -31,22 +31,25 @@ _CUBE = (-2.2 + 1.35j, -0.8 + 0.6j, -0.8 - 0.6j, -2.2 - 1.35j,
 class Positions:
     """Centres of GPUs, and lower left and upper right corners of switches.
 
-    `rows` are GPUs in a row: direct links between them are arcs away from the switches, which lie
-    above the row (-1: the arcs hang below) or beneath it (1).
+    `rows` holds GPUs that stand in a row. Direct links between them are arcs on the side away from
+    the switches: below the row for -1, above it for 1.
     """
 
     seats: dict[int, complex]
     boxes: dict[str, tuple[complex, complex]] = field(default_factory=dict)
     rows: dict[int, int] = field(default_factory=dict)
-    ports: dict[tuple[str, str], float] = field(default_factory=dict)  # where a line meets both
-    passed: set[Vertex] = field(default_factory=set)  # boxes beneath which lines to others run
+    ports: dict[tuple[str, str], float] = field(default_factory=dict)  # x of a line between boxes
+    passed: set[Vertex] = field(default_factory=set)  # lines to other boxes run beneath
     captions: list[tuple[complex, str]] = field(default_factory=list)
 
     def anchor(self, vertex: Vertex) -> complex:
         return self.seats[vertex] if isinstance(vertex, int) else sum(self.boxes[vertex]) / 2
 
-    def curve(self, src: Vertex, dst: Vertex, place: float = 0) -> list[complex]:
-        """From one to the other, `place` parallel lines aside: the same side in both directions."""
+    def curve(self, src: Vertex, dst: Vertex, offset: float = 0) -> list[complex]:
+        """Points from one to the other, `offset` parallel lines aside.
+
+        Both directions are moved to the same side.
+        """
         a, b = self.anchor(src), self.anchor(dst)
         pull, spread = (a + b) / 2, 0j  # control points are pull + spread and pull - spread
         if isinstance(src, int) and isinstance(dst, int):
@@ -61,10 +64,10 @@ class Positions:
                 a, b = self.anchor(src) + BOX * 1j, self.anchor(dst) + BOX * 1j
                 pull, spread = (a + b) / 2 + 0.25j * math.sqrt(abs(a - b)), (a - b) / 4
         else:
-            x = self._meeting(src, dst)
+            x = self.meeting(src, dst)
             a, b = complex(x, a.imag), complex(x, b.imag)
             pull = (a + b) / 2
-        aside = GAP * place * 1j * (b - a) / abs(b - a) * (1 if str(src) < str(dst) else -1)
+        aside = GAP * offset * 1j * (b - a) / abs(b - a) * (1 if str(src) < str(dst) else -1)
         return bend_through(a + aside, pull + spread + aside, pull - spread + aside, b + aside)
 
     def _facing(self, src: str, dst: str) -> tuple[complex, complex]:
@@ -81,8 +84,8 @@ class Positions:
             for p, q in self.boxes.values()
         )
 
-    def _meeting(self, src: Vertex, dst: Vertex) -> float:
-        """The x of the upright line between two of which one is a box."""
+    def meeting(self, src: Vertex, dst: Vertex) -> float:
+        """The x of the vertical line between two vertices, at least one of them a box."""
         for ends in ((src, dst), (dst, src)):
             if isinstance(ends[0], str) and isinstance(ends[1], str) and ends in self.ports:
                 return self.ports[ends]
@@ -108,20 +111,19 @@ def bend_through(a: complex, b: complex, c: complex, d: complex) -> list[complex
 
 
 def arc_depth(distance: float) -> float:
-    """How far an arc between two GPUs hangs below their row."""
+    """How far an arc between two GPUs reaches from their row."""
     return 0.42 * math.pow(distance, 0.7)
 
 
-def lay_out(topology: Topology, arcs: bool) -> Positions:
-    """A layout for the topology's fabric; `arcs` between GPUs will be drawn even without links."""
-    links = topology.fabric
+def lay_out(topology: Topology, links: Sequence[Link], arcs: bool) -> Positions:
+    """A layout for these links; with `arcs` there is room for arcs between all GPUs of a row."""
     switches = [v for link in links for v in (link.src, link.dst) if isinstance(v, str)]
     if switches:
         return _in_rows(topology, links, arcs)
     gpus = topology.gpus
     for whole in (dgx1_v100(), dgx1_p100()):
         if len(gpus) == 8 and (seat := topology.isomorphic_to(whole)):
-            same = links == whole.fabric  # then not one of its symmetries
+            same = tuple(links) == whole.fabric  # then not one of its symmetries
             return Positions({g: _CUBE[g if same else seat[g]] for g in gpus})
     everyone = (*gpus, *topology.forwarders)
     radius, turn = max(1.25, 0.19 * len(everyone)), cmath.exp(-1j * math.tau / len(everyone))
@@ -129,7 +131,7 @@ def lay_out(topology: Topology, arcs: bool) -> Positions:
 
 
 def _in_rows(topology: Topology, links: Sequence[Link], arcs: bool) -> Positions:
-    """One machine in one row; the nodes of a cluster in two, with the network between them."""
+    """One machine in one row; the nodes of a cluster in two rows around the network."""
     nodes = nodes_of(topology)
     if len(nodes) == 1:
         return _row(topology.gpus, links, arcs, cluster=False)
@@ -154,7 +156,7 @@ def _in_rows(topology: Topology, links: Sequence[Link], arcs: bool) -> Positions
         shift = column * width - _span(one)[0]
         low, high = _span(one)
         one.captions = [(complex((low + high) / 2, _bottom(one, local) - 0.3), f"node {i}")]
-        _place(whole, one, shift, 2 * middle if row else None)
+        _add(whole, one, shift, 2 * middle if row else None)
     low, high = _span(whole)
     for i, name in enumerate(net):
         y = middle + _RAIL * (i - (len(net) - 1) / 2)
@@ -170,8 +172,8 @@ def _in_rows(topology: Topology, links: Sequence[Link], arcs: bool) -> Positions
     return whole
 
 
-def _place(whole: Positions, one: Positions, shift: float, mirror: float | None) -> None:
-    """Add a node's layout, moved aside and, if asked, turned upside down."""
+def _add(whole: Positions, one: Positions, shift: float, mirror: float | None) -> None:
+    """Add a node's layout, moved by `shift` and mirrored at the height `mirror`."""
 
     def moved(p: complex) -> complex:
         return complex(p.real + shift, p.imag if mirror is None else mirror - p.imag)
@@ -186,7 +188,7 @@ def _place(whole: Positions, one: Positions, shift: float, mirror: float | None)
 
 
 def _bottom(layout: Positions, links: Iterable[Link]) -> float:
-    """The lowest that anything of a node hangs."""
+    """The lowest point of a node."""
     reach = [
         -arc_depth(abs(layout.seats[k.src] - layout.seats[k.dst])) for k in links
         if isinstance(k.src, int) and isinstance(k.dst, int) and k.src in layout.seats
@@ -201,9 +203,9 @@ def _span(layout: Positions) -> tuple[float, float]:
 
 
 def _row(gpus: Sequence[int], links: Sequence[Link], arcs: bool, cluster: bool) -> Positions:
-    """GPUs side by side; each switch a bar over what it joins, CPUs above PCIe switches.
+    """GPUs side by side; each switch is a bar above what it joins, CPUs above PCIe switches.
 
-    What only hands down to GPUs, and an NVSwitch beside a PCIe tree, is a bar below them.
+    A bus that only leads to GPUs, and an NVSwitch beside a PCIe tree, are bars below the GPUs.
     """
     layout = Positions({g: complex(i) for i, g in enumerate(_by_tree(gpus, links))})
     direct = [k for k in links if isinstance(k.src, int) and isinstance(k.dst, int)]
@@ -239,7 +241,7 @@ def _row(gpus: Sequence[int], links: Sequence[Link], arcs: bool, cluster: bool) 
 
 
 def _by_tree(gpus: Sequence[int], links: Sequence[Link]) -> list[int]:
-    """The GPUs in their own order, but those of one CPU, and of one PCIe switch, side by side."""
+    """Order GPUs so that those of one CPU, and of one PCIe switch, are neighbours."""
     up = {k.src: k.dst for k in links if k.kind in ("pcie", "host") and isinstance(k.dst, str)
           and (isinstance(k.src, int) or k.kind == "host")}  # fmt: skip
     first: dict[Vertex, int] = {}
@@ -252,12 +254,12 @@ def _by_tree(gpus: Sequence[int], links: Sequence[Link]) -> list[int]:
 
 
 def _is_nic(v: str, links: Sequence[Link]) -> bool:
-    """A switch that, without the network, is a dead end."""
+    """Whether a switch is a dead end without the network."""
     return len({k.dst for k in links if k.src == v}) == 1
 
 
 def _levels(switches: Sequence[str], links: Sequence[Link]) -> dict[str, int]:
-    """1 for what joins GPUs; a CPU is above the switches that lead to it."""
+    """Level 1 for switches that join GPUs; CPUs are above the switches that lead to them."""
     level = dict.fromkeys(switches, 1)
     for _ in switches:
         for k in links:
@@ -267,7 +269,7 @@ def _levels(switches: Sequence[str], links: Sequence[Link]) -> dict[str, int]:
 
 
 def _above(link: Link, links: Sequence[Link]) -> bool:
-    """Whether the link leads up: from a PCIe switch to a CPU or to a switch further from GPUs."""
+    """Whether the link leads from a PCIe switch to a CPU or to a switch further from GPUs."""
     if link.kind == "host":
         return any(k.src == link.src and k.kind == "pcie" for k in links)
     if link.kind == "pcie":
@@ -285,7 +287,7 @@ def _taken(layout: Positions, low: float, high: float, y: float) -> bool:
 
 
 def _add_nics(layout: Positions, nics: Sequence[str], links: Sequence[Link]) -> None:
-    """NICs over all else, each straight above a free place of what it hangs under."""
+    """Put NICs on top, each above a free part of the GPU, switch or CPU that it is attached to."""
     top = max([0.0, *(b.imag for _, b in layout.boxes.values())])
     for nic in nics:
         host = next(k.dst for k in links if k.src == nic)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from linkweave.topology.checks import integer, number
 from linkweave.topology.errors import TopologyError
@@ -16,7 +16,7 @@ KINDS = {
     "network": ("network link", "network links"),
     "memory": ("memory path", "memory paths"),
 }
-"""Kinds of link, and what people call one and several of them."""
+"""The kinds of link, with the singular and plural that messages use."""
 
 _FASTEST, _MOST_LINKS, _SLOWEST_US, _LARGEST = 10**15, 10**6, 1e12, 10**9 - 1
 
@@ -25,8 +25,10 @@ _FASTEST, _MOST_LINKS, _SLOWEST_US, _LARGEST = 10**15, 10**6, 1e12, 10**9 - 1
 class Link:
     """`count` equal physical links side by side, in one direction.
 
-    `bandwidth` is bytes/s of *one* of them; `latency_us` is what a chunk step pays over them
-    beside its bytes (the alpha of the cost model). Kind is one of `KINDS`.
+    `bandwidth` is that of one physical link in bytes/s. `latency_us` is the fixed cost of a chunk
+    step over the link in microseconds (alpha in the cost model). `kind` is one of `KINDS`.
+    `assumed` marks a bandwidth that was guessed because the GPU, CPU or NIC is not known;
+    comparisons ignore it. Raises TopologyError for values that make no sense.
     """
 
     src: Vertex
@@ -35,6 +37,7 @@ class Link:
     count: int = 1
     latency_us: float = 5.0
     kind: str = "nvlink"
+    assumed: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         where = f"link {self.src}->{self.dst}"
@@ -54,29 +57,29 @@ class Link:
 
     @property
     def parallel(self) -> int:
-        """How many messages pass side by side, each over one physical link.
+        """How many messages can travel at once, each over one physical link.
 
-        Between a GPU and a switch it is 1: messages are striped over all links of the port.
+        It is 1 between a GPU and a switch, where every message is striped over all links.
         """
         return self.count if isinstance(self.src, int) and isinstance(self.dst, int) else 1
 
     @property
     def stores(self) -> bool:
-        """Whether it is a rank's way into common memory: what several read is stored there once."""
+        """Whether a rank writes to shared memory over it, where one copy serves all readers."""
         return self.kind == "memory" and isinstance(self.src, int)
 
     @property
     def bandwidth_each(self) -> int:
-        """Bytes/s of each of the `parallel` ways."""
+        """Bytes/s of each of the `parallel` messages."""
         return self.bandwidth * self.count // self.parallel
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Who a GPU is: numbers change with CUDA_VISIBLE_DEVICES, these do not.
+    """Identifies a GPU, whose number depends on CUDA_VISIBLE_DEVICES.
 
-    `bus_id` is like "0000:06:00.0", in lower case; `sm` the compute capability times ten (70 for
-    a V100). An empty text, or 0, is not known.
+    `bus_id` looks like "0000:06:00.0", in lower case. `sm` is the compute capability times ten (70
+    for a V100). Empty strings and 0 stand for unknown values.
     """
 
     gpu: int

@@ -1,19 +1,22 @@
-"""`topology.load`: one door for names, files, texts and this machine."""
+"""`topology.load`: a topology from a name, a file, a text or this machine."""
 
 from __future__ import annotations
 
 import os
 import re
 from dataclasses import replace
+from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 
-from linkweave.topology.clusters import looks_like_cluster, parse_cluster
+from linkweave.topology.clusters import looks_like_cluster, nodes_of, parse_cluster
 from linkweave.topology.detect import detect
 from linkweave.topology.errors import TopologyError
 from linkweave.topology.machines import NAMES, machine
 from linkweave.topology.measured import looks_like_p2p, overlay
 from linkweave.topology.nccl_xml import parse_nccl_xml
 from linkweave.topology.parse_smi import looks_like_smi, parse_smi
+from linkweave.topology.speeds import known_model
 from linkweave.topology.topology import Topology
 
 LARGEST = 32 << 20  # bytes of a file
@@ -21,19 +24,27 @@ _NCCL_TESTS = re.compile(r"\balgbw\s+busbw\b")
 
 
 def load(
-    spec: str | os.PathLike[str] | Topology, measured: str | os.PathLike[str] | None = None
-) -> Topology:
-    """The topology that `spec` means.
+    spec: str | os.PathLike[str] | Topology, measured: str | os.PathLike[str] | None = None,
+    gpu: str | None = None,
+) -> Topology:  # fmt: skip
+    """Return the topology that `spec` describes; a Topology is returned as it is.
 
-    A machine's name (`topology.NAMES`); several of them joined, "16 x dgx-a100 nics=rail" (see
-    `topology.clusters`); the path of a file, or its text: what `nvidia-smi topo -m` printed, an
-    NCCL topology (XML), `Topology.to_json`'s JSON, or a cluster's description; or "auto": the GPUs
-    of this machine, else the ranks of its CPUs. A Topology passes through.
+    `spec` is a machine's name (`topology.NAMES`); a cluster such as "16 x dgx-a100 nics=rail" (see
+    `topology.clusters`); "auto" for the GPUs of this machine or, without any, one rank for each of
+    its CPU cores; or a file, by its path or its text. Files are what `nvidia-smi topo -m` printed,
+    an NCCL topology (XML), JSON of `Topology.to_json`, or a cluster's description.
 
-    `measured` lays figures over the nominal ones: the path or text of what `linkweave bench links`
-    wrote or p2pBandwidthLatencyTest printed. Raises TopologyError, saying what is wrong where.
+    `measured` is the path or text of figures that replace nominal ones: what `linkweave bench
+    links` or `bench algorithms` wrote or p2pBandwidthLatencyTest printed. `gpu` is the model, such
+    as "b300", of GPUs that the text does not name. Raises TopologyError that says what is wrong.
     """
-    made = spec if isinstance(spec, Topology) else _load(spec)
+    made = spec if isinstance(spec, Topology) else _load(spec, gpu or "")
+    if gpu:
+        used = any(device.sm == known_model(gpu) for device in made.devices)
+        if not used and (made.devices or len(nodes_of(made)) == 1):
+            raise TopologyError(
+                f"the GPUs of {made.name} are known, so {gpu} cannot be their model"
+            )
     if measured is None:
         return made
     given = os.fspath(measured)
@@ -46,7 +57,7 @@ def load(
     return overlay(made, read(given), given)
 
 
-def _load(spec: str | os.PathLike[str]) -> Topology:
+def _load(spec: str | os.PathLike[str], gpu: str) -> Topology:
     text = os.fspath(spec)
     if not isinstance(text, str):
         raise TopologyError(f"a topology is named by text or a path, not {spec!r}")
@@ -57,14 +68,17 @@ def _load(spec: str | os.PathLike[str]) -> Topology:
         if found := machine(text):
             return found
         if os.path.isfile(text):
-            return _parse(read(text), text, Path(text).stem)
+            return _parse(read(text), text, Path(text).stem, gpu)
         if looks_like_cluster(text):
-            return parse_cluster(text, _one_machine)
-    elif made := _parse_known(text, "", None):
+            return parse_cluster(text, partial(_one_machine, gpu=gpu))
+    elif made := _parse_known(text, "", None, gpu):
         return made
+    near = get_close_matches(text.lower(), NAMES, 1)
+    if not _is_text(text) and machine(text.lower()):
+        near = [text.lower()]
     raise TopologyError(
         f"unknown machine {_short(text)!r}: {'a folder, no' if _is_folder(text) else 'no such'} "
-        "file, and no such name; names are "
+        f"file, and no such name; {f'did you mean {near[0]}? ' if near else ''}names are "
         f"{', '.join(NAMES)}, N x NAME"
     )
 
@@ -78,12 +92,12 @@ def _short(text: str) -> str:
 
 
 def _is_text(text: str) -> bool:
-    """Whether this can only be a file's content."""
+    """Whether this is the content of a file, not a name or path."""
     return "\n" in text or text.lstrip().startswith(("{", "<"))
 
 
-def _parse(text: str, path: str, name: str) -> Topology:
-    made = _parse_known(text, path, name)
+def _parse(text: str, path: str, name: str, gpu: str) -> Topology:
+    made = _parse_known(text, path, name, gpu)
     if made is None:
         raise TopologyError(
             f"{path}: neither the output of nvidia-smi topo -m, nor an NCCL topology, nor "
@@ -92,13 +106,13 @@ def _parse(text: str, path: str, name: str) -> Topology:
     return made
 
 
-def _parse_known(text: str, path: str, name: str | None) -> Topology | None:
-    """The machine in a text, None if it is none; named after its file."""
+def _parse_known(text: str, path: str, name: str | None, gpu: str) -> Topology | None:
+    """The machine in a text, named after its file; None if the text is of no known kind."""
     start = text.lstrip("\ufeff \t\r\n")
     if start.startswith("{"):
         return Topology.from_json(start, where=path or "topology JSON")
     if start.startswith("<"):
-        made = parse_nccl_xml(start, path or "NCCL topology")
+        made = parse_nccl_xml(start, path or "NCCL topology", gpu)
         return made if name is None else replace(made, name=name)
     if _NCCL_TESTS.search(text):
         raise TopologyError(
@@ -110,22 +124,23 @@ def _parse_known(text: str, path: str, name: str | None) -> Topology | None:
             "nothing of the wiring: give them beside a topology, as `measured`"
         )
     if looks_like_smi(text):
-        made = parse_smi(text, path or "nvidia-smi")
+        made = parse_smi(text, path or "nvidia-smi", gpu)
         return made if name is None else replace(made, name=name)
     if looks_like_cluster(text):
-        return parse_cluster(text, _one_machine, f"{path}: " if path else "", name)
+        node = partial(_one_machine, gpu=gpu)
+        return parse_cluster(text, node, f"{path}: " if path else "", name)
     return None
 
 
-def _one_machine(spec: str) -> Topology:
-    """A node of a cluster, which is no cluster itself: a file could name itself."""
+def _one_machine(spec: str, gpu: str) -> Topology:
+    """Load the node of a cluster. It must not be a cluster itself: a file could name itself."""
     if os.path.isfile(spec) and looks_like_cluster(read(spec)):
         raise TopologyError(f"{spec}: a cluster cannot be the node of a cluster")
-    return _load(spec)
+    return load(spec, gpu=gpu)
 
 
 def read(path: str) -> str:
-    """A text file, in UTF-8 or what Windows writes. Raises TopologyError for anything else."""
+    """Read a text file in UTF-8 or UTF-16. Raises TopologyError for anything else."""
     try:
         with open(path, "rb") as file:
             data = file.read(LARGEST + 1)

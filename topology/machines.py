@@ -1,4 +1,4 @@
-"""Named machines: one function a machine, its wiring drawn in the comment above it."""
+"""Named machines, one function each."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MAX_N = 4096
 
 def both(
     a: Vertex, b: Vertex, bandwidth: int, count: int = 1, latency_us: float = 5.0,
-    kind: str = "nvlink",
+    kind: str = "nvlink", assumed: bool = False,
 ) -> tuple[Link, Link]:  # fmt: skip
     return (
-        Link(a, b, bandwidth, count, latency_us, kind),
-        Link(b, a, bandwidth, count, latency_us, kind),
+        Link(a, b, bandwidth, count, latency_us, kind, assumed),
+        Link(b, a, bandwidth, count, latency_us, kind, assumed),
     )
 
 
@@ -33,7 +33,7 @@ def _machine(name: str, n: int, pairs: Iterable[tuple[Link, Link]], *assumptions
 
 
 def ordered(links: Iterable[Link]) -> tuple[Link, ...]:
-    """Links by their ends: GPUs by number, then switches by name."""
+    """Sort links by their ends: GPUs by number, then switches by name."""
     return tuple(sorted(links, key=lambda link: (_padded(link.src), _padded(link.dst))))
 
 
@@ -59,7 +59,7 @@ _PCIE_FIGURES = "PCIe at 12 GB/s a port, 6 GB/s between the CPUs: NCCL's figures
 
 
 def _dgx1(name: str, nvlinks: Iterable[tuple[Link, Link]]) -> Topology:
-    """Beneath the NVLinks, two GPUs share a PCIe switch, and two switches a CPU."""
+    """On PCIe, two GPUs share a switch and two switches share a CPU."""
     pairs = list(nvlinks)
     pairs += [both(g, f"switch{g // 2}", speeds.PCIE, kind="pcie") for g in range(8)]
     pairs += [both(f"switch{s}", f"cpu{s // 2}", speeds.PCIE, kind="host") for s in range(4)]
@@ -80,34 +80,44 @@ def dgx1_p100() -> Topology:
 SWITCH_PLANES = "the NVSwitch planes are drawn as one non-blocking switch"
 
 
-def _switched(name: str, n: int, ports: int) -> Topology:
-    pairs = (both(g, "nvswitch", speeds.NVLINK, ports) for g in range(n))
+def _switched(name: str, n: int, ports: int, bandwidth: int = speeds.NVLINK) -> Topology:
+    pairs = (both(g, "nvswitch", bandwidth, ports) for g in range(n))
     return _machine(name, n, pairs, SWITCH_PLANES)
 
 
 def dgx2() -> Topology:
-    """16 V100, six links each into NVSwitch."""
+    """16 V100, each with six NVLinks into NVSwitch."""
     return _switched("dgx2", 16, 6)
 
 
 def dgx_a100() -> Topology:
-    """8 A100, twelve links each into NVSwitch."""
+    """8 A100, each with twelve NVLinks into NVSwitch."""
     return _switched("dgx-a100", 8, 12)
 
 
 def dgx_h100() -> Topology:
-    """8 H100, eighteen links each into NVSwitch; in-switch reduction is not modelled."""
+    """8 H100, each with 18 NVLinks into NVSwitch; in-switch reduction is not modelled."""
     return _switched("dgx-h100", 8, 18)
 
 
+def dgx_h200() -> Topology:
+    """8 H200, wired like a DGX H100."""
+    return _switched("dgx-h200", 8, 18)
+
+
+def dgx_b200() -> Topology:
+    """8 B200, each with 18 NVLinks of 50 GB/s into NVSwitch."""
+    return _switched("dgx-b200", 8, 18, speeds.nvlink(100))
+
+
 def mesh(n: int) -> Topology:
-    """Every pair joined by one 25 GB/s link."""
+    """One 25 GB/s link between every two GPUs."""
     pairs = (both(a, b, speeds.NVLINK) for a in range(n) for b in range(a + 1, n))
     return _machine(f"mesh-{n}", n, pairs)
 
 
 def ring(n: int) -> Topology:
-    """Each GPU joined to the next by one 25 GB/s link, the last to the first."""
+    """A cycle of 25 GB/s links."""
     ends = {(min(a, b), max(a, b)) for a in range(n) for b in [(a + 1) % n] if a != b}
     return _machine(f"ring-{n}", n, (both(a, b, speeds.NVLINK) for a, b in sorted(ends)))
 
@@ -122,10 +132,10 @@ def pcie(n: int) -> Topology:
 
 
 def cpu(n: int) -> Topology:
-    """N processes on one memory: all traffic crosses the same store -> load path.
+    """N processes that share one memory: all traffic crosses the same store -> load path.
 
-    Where there are more ranks than cores a step waits for all of them to have had their turn: 4 us
-    for 4 ranks and 18 us for 8, measured on two cores (`linkweave bench algorithms`).
+    With more ranks than cores, a step waits until every rank has had its turn: 4 us for 4 ranks and
+    18 us for 8, measured on two cores (`linkweave bench algorithms`).
     """
     latency_us = 0.4 if n <= 2 else n * n / 4
     port = [
@@ -151,6 +161,8 @@ _FIXED: dict[str, Callable[[], Topology]] = {
     "dgx2": dgx2,
     "dgx-a100": dgx_a100,
     "dgx-h100": dgx_h100,
+    "dgx-h200": dgx_h200,
+    "dgx-b200": dgx_b200,
 }
 _SIZED: dict[str, Callable[[int], Topology]] = {
     "mesh": mesh, "ring": ring, "pcie": pcie, "cpu": cpu,
@@ -161,7 +173,7 @@ NAMES = (*_FIXED, *(f"{family}-N" for family in _SIZED))
 
 @lru_cache(maxsize=256)
 def machine(name: str) -> Topology | None:
-    """The machine of that name, or None if it is no machine's name."""
+    """The machine of that name; None for other text, TopologyError for a size out of range."""
     if name in _FIXED:
         return _FIXED[name]()
     found = re.fullmatch(r"(\w+)-(-?\d{1,18})", name)

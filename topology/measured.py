@@ -1,11 +1,10 @@
-"""Measured figures, laid over a machine's nominal ones.
+"""Measured figures that replace a machine's nominal ones.
 
-Times of whole collectives are kept beside the links (`topology.timings`). Figures of links have two
-sources: what `linkweave bench links` writes, and what NVIDIA's p2pBandwidthLatencyTest prints
-(its one-way bandwidth and latency with peer access). Both measure pairs of GPUs, one at a time, so
-a link that several pairs share is given the most that any of them moved over it, and the least
-latency. It may carry more when several pairs use it at once: a bound on such figures is only as
-true as they are.
+Figures of links come from `linkweave bench links` or from NVIDIA's p2pBandwidthLatencyTest (one-way
+bandwidth and latency with peer access). Both measure one pair of GPUs at a time. A link that
+several pairs share gets the highest bandwidth and the lowest latency that any of them measured; it
+may carry more when several pairs use it at once, so bounds from such figures are only estimates.
+Times of whole all-reduces (`topology.timings`) are kept beside the links.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _P2P_LATENCY = re.compile(r"P2P=Enabled Latency[^\n]{0,40}Matrix \(us\)")
 
 @dataclass(frozen=True, slots=True)
 class PairFigure:
-    """What one GPU (or CPU rank) moves to another: bytes/s alone, and us for a small message."""
+    """One GPU (or CPU rank) to another: bytes/s while others idle, us of a small message."""
 
     src: int
     dst: int
@@ -40,10 +39,10 @@ class PairFigure:
 
 @dataclass(frozen=True, slots=True)
 class LinkFigures:
-    """What was measured between pairs, and on what.
+    """Measurements between pairs of GPUs or CPU ranks.
 
-    `pairs` name GPUs by their number in `devices` (or, without devices, in CUDA's order);
-    `together` is the bytes/s of all ranks at once where they share one memory, else None.
+    `pairs` use the numbers in `devices`, or CUDA's order without devices. `together` is the rate of
+    all ranks at once in bytes/s if they share one memory, else None. `machine` names the machine.
     """
 
     pairs: tuple[PairFigure, ...]
@@ -52,7 +51,7 @@ class LinkFigures:
     machine: str = ""
 
     def to_json(self) -> str:
-        """Stable JSON that `topology.load(..., measured=...)` reads."""
+        """JSON that `topology.load(..., measured=...)` reads."""
         return json.dumps({"format": FORMAT, "version": 1, **asdict(self)}, indent=1)
 
 
@@ -62,11 +61,11 @@ def looks_like_p2p(text: str) -> bool:
 
 
 def overlay(topology: Topology, text: str, where: str) -> Topology:
-    """The same machine with measured figures. GPUs are matched by UUID or bus id where both know.
+    """Return the machine with measured figures; GPUs are matched by UUID or bus id if known.
 
-    Raises TopologyError for a text of another kind, GPUs that the machine has not, figures that are
-    no positive numbers, and figures of another machine: of CPU ranks for GPUs, or beyond what a
-    link can carry.
+    Raises TopologyError for another kind of text, GPUs that the machine lacks, figures that are not
+    positive numbers, and figures of another machine: CPU ranks for GPUs, or a rate that a link
+    cannot reach.
     """
     if looks_like_timings(text):
         return replace(topology, timings=parse_timings(text, topology.name, where))
@@ -115,7 +114,8 @@ def overlay(topology: Topology, text: str, where: str) -> Topology:
                 f"{link.count} NVLinks carry {link.count * link.bandwidth / 1e9:g}: figures of "
                 "another machine, or of GPUs numbered otherwise?"
             )
-        return replace(link, bandwidth=each, latency_us=least.get(ends, link.latency_us))
+        latency_us = least.get(ends, link.latency_us)
+        return replace(link, bandwidth=each, latency_us=latency_us, assumed=False)
 
     links = tuple(map(measured, topology.links))
     rest = sum((k.src, k.dst) not in best for k in topology.fabric)
@@ -131,10 +131,10 @@ def overlay(topology: Topology, text: str, where: str) -> Topology:
 def _matched(
     topology: Topology, figures: LinkFigures, where: str
 ) -> tuple[Mapping[int, int | None], str]:
-    """The machine's number of each measured GPU, and a word on how it was found.
+    """The machine's number of each measured GPU, and a note on how GPUs were matched.
 
-    None for a GPU that the machine has not, as long as all that it has were measured: figures of a
-    whole machine serve a subset.
+    The number is None for a GPU that the machine lacks, which is fine if all its own GPUs were
+    measured: figures of a whole machine serve a subset.
     """
     used = sorted({g for pair in figures.pairs for g in (pair.src, pair.dst)})
     told = {d.gpu: d for d in figures.devices if d.uuid or d.bus_id}

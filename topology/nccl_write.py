@@ -1,4 +1,4 @@
-"""Write a machine as an NCCL topology, for NCCL_TOPO_FILE. `nccl_xml` says what the form is."""
+"""Write a machine as an NCCL topology, for NCCL_TOPO_FILE. `nccl_xml` describes the form."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _CPU = re.compile(r"(?:cpu|host)(\d*)$")
 
 
 def to_nccl_xml(topology: Topology) -> str:
-    """The machine in NCCL's form.
+    """Return the machine as NCCL's XML.
 
-    CPUs are the vertices called "cpu..." or "host..."; what hangs under none is put under a first
-    one. Bus ids, CPU models and classes that are not known are made up; PCIe speeds are the nearest
-    that exist; forwarders are GPUs without a rank. Raises TopologyError for a cluster, CPU ranks,
-    measured NVLinks, or names that NCCL could not hold.
+    Vertices called "cpu..." or "host..." become CPUs; GPUs under none of them go under the first.
+    Unknown bus ids, CPU models and classes are invented, PCIe speeds are rounded to existing ones,
+    and forwarders become GPUs without a rank. Raises TopologyError for clusters, CPU ranks,
+    measured NVLinks, and names that are too long for NCCL.
     """
     kinds = {link.kind for link in topology.fabric}
     if topology.on_memory:
@@ -60,7 +60,7 @@ class _Writer:
         yield '<system version="1">'
         cpus = self.cpus or ["cpu0"]
         under = {cpu: list(self.below(cpu, "    ")) for cpu in cpus}
-        for g in self.devices:  # and what has no CPU
+        for g in self.devices:
             if g not in self.seen:
                 under[cpus[0]] += self.orphan(g, "    ")
         for i, cpu in enumerate(cpus):
@@ -79,7 +79,7 @@ class _Writer:
         return max(rates, default=speeds.SOCKETS)
 
     def below(self, vertex: Vertex, indent: str) -> Iterator[str]:
-        """All that hangs under a CPU or a switch, by PCIe or a CPU's NVLinks."""
+        """Everything below a CPU or a switch, over PCIe or a CPU's NVLinks."""
         for link in (*self.near.get(vertex, ()), *self.nvlinks.get(vertex, ())):
             child = link.dst
             if child in self.seen or (link.kind == "nvlink" and vertex not in self.cpus):
@@ -93,7 +93,7 @@ class _Writer:
                 yield from self.switch(child, link.bandwidth, indent)
 
     def orphan(self, g: int, indent: str) -> Iterator[str]:
-        """A GPU under no CPU: with the PCIe switch it hangs under, if it has one."""
+        """A GPU below no CPU, with its PCIe switch if it has one."""
         up = [k for k in self.near.get(g, ()) if isinstance(k.dst, str)]
         if up:
             self.seen.add(up[0].dst)
@@ -131,7 +131,7 @@ class _Writer:
         yield f"{indent}</pci>"
 
     def generation(self, g: int, nvlinks: list[Link]) -> int:
-        """The compute capability, from which NCCL takes the NVLinks' speed."""
+        """The compute capability, from which NCCL derives the speed of NVLinks."""
         rates = {k.bandwidth for k in nvlinks}
         sm = self.devices[g].sm or speeds.generation(max(rates, default=speeds.NVLINK))
         if odd := [rate for rate in rates if rate != speeds.nvlink(sm)]:

@@ -25,10 +25,11 @@ _MOST_COUNT = 1 << 30
 _MOST = {"cpu": 64, "gpu": 1024, "net": 4096}
 
 
-def parse_nccl_xml(text: str, name: str = "NCCL topology") -> Topology:
+def parse_nccl_xml(text: str, name: str = "NCCL topology", gpu: str = "") -> Topology:
     """The machine of an NCCL topology file. GPU numbers are the file's `dev`, in their order.
 
-    Raises TopologyError, with the line, for a file of another kind, without GPUs, or whose NVLinks
+    `gpu` is the model of GPUs whose compute capability the file does not tell. Raises
+    TopologyError, with the line, for a file of another kind, without GPUs, or whose NVLinks
     contradict each other.
     """
     root = parse_xml(text, name)
@@ -44,7 +45,7 @@ def parse_nccl_xml(text: str, name: str = "NCCL topology") -> Topology:
             f"{name}: line {root.line}: version {root.attributes.get('version')!r} of NCCL's "
             "topology; only 1 is known"
         )
-    return _Reader(name).read(root)
+    return _Reader(name, speeds.compute_capability(gpu)).read(root)
 
 
 @dataclass
@@ -57,6 +58,7 @@ class _Gpu:
 @dataclass
 class _Reader:
     name: str
+    default_sm: int
     links: dict[tuple[Vertex, Vertex], Link] = field(default_factory=dict)
     gpus: list[_Gpu] = field(default_factory=list)
     names: Counter[str] = field(default_factory=lambda: Counter({"nvswitch": 1}))
@@ -80,7 +82,7 @@ class _Reader:
         return found
 
     def add(self, links: Sequence[Link]) -> None:
-        """Of two links between the same ends the later holds: chip to chip, beside PCIe."""
+        """Add links; a chip-to-chip link replaces the PCIe link between the same ends."""
         self.links |= {(link.src, link.dst): link for link in links}
 
     def text(self, element: Element, key: str) -> str:
@@ -90,12 +92,12 @@ class _Reader:
 
     def read(self, root: Element) -> Topology:
         if not any(e.tag == "gpu" for e in root.walk()):
-            places = sum(
+            slots = sum(
                 e.tag == "pci" and e.attributes.get("class", "").startswith(_GPU_CLASS)
                 for e in root.walk()
             )
-            hint = f"it has {places} places for GPUs, which NCCL fills in on the machine: " * (
-                places > 0
+            hint = f"it has {slots} slots for GPUs, which NCCL fills in on the machine: " * (
+                slots > 0
             )
             raise TopologyError(
                 f"{self.name} has no <gpu> elements: {hint}dump the whole topology there with "
@@ -119,7 +121,8 @@ class _Reader:
             self.below(cpu, self.cpu, "host")
         rate = [self.socket(cpu) for cpu in cpus]
         for (a, x), (b, y) in combinations(zip(named, rate, strict=True), 2):
-            self.add(both(a, b, min(x, y), kind="socket"))
+            assumed = any(told.startswith("unknown CPU") for told in self.assumed)
+            self.add(both(a, b, min(x, y), kind="socket", assumed=assumed))
         self.gpus.sort(key=lambda gpu: gpu.device.gpu)
         for one, gpu in pairwise(self.gpus):
             if one.device.gpu == gpu.device.gpu:
@@ -128,7 +131,7 @@ class _Reader:
         return self.machine()
 
     def machine(self) -> Topology:
-        """GPUs that have no rank, where others have one, only pass traffic on, as in NCCL."""
+        """Build the topology. As in NCCL, GPUs without a rank only forward if others have one."""
         numbers = [gpu.device.gpu for gpu in self.gpus]
         ranked = [g.device.gpu for g in self.gpus if "rank" in g.element.attributes] or numbers
         passing = tuple(g for g in numbers if g not in ranked)
@@ -148,7 +151,7 @@ class _Reader:
         return found or speeds.SOCKETS
 
     def below(self, element: Element, at: str, kind: str) -> None:
-        """All that hangs under a CPU or a switch."""
+        """Read everything below a CPU or a switch."""
         for child in element.children:
             if child.tag == "nic":
                 self.nets(child, at, None)
@@ -164,6 +167,7 @@ class _Reader:
         holds = any(e.tag in ("gpu", "nic") for c in pci.children for e in c.walk())
         if not holds:
             return  # a bridge, or a device, that nothing of interest hangs under
+        unknown = bandwidth is None or bandwidth <= 0
         if bandwidth is None or bandwidth <= 0:
             bandwidth = speeds.PCIE
             self.assumed.append(
@@ -171,32 +175,34 @@ class _Reader:
                 f"{speeds.PCIE / 1e9:g} GB/s"
             )
         for gpu in gpus:
-            dev, sm = self.number(gpu, "dev"), self.number(gpu, "sm")
+            dev = self.number(gpu, "dev")
+            sm = self.number(gpu, "sm", self.default_sm or None) or self.default_sm
             if dev < 0 or sm < 0:
                 raise self.fail(gpu, f"has dev {dev} and sm {sm}; neither can be negative")
             found = Device(dev, bus_id if len(gpus) == 1 else "", sm=sm)
             self.gpus.append(_Gpu(gpu, found, self.cpu))
-            self.add(both(found.gpu, at, bandwidth, kind=kind))
+            self.add(both(found.gpu, at, bandwidth, kind=kind, assumed=unknown))
         for nic in nics:
             self.nets(nic, at, bandwidth)
         if not gpus and not nics:
             switch = self.fresh(f"switch{self.switches}")
             self.switches += 1
-            self.add(both(switch, at, bandwidth, kind=kind))
+            self.add(both(switch, at, bandwidth, kind=kind, assumed=unknown))
             self.below(pci, switch, "pcie")
 
     def nets(self, nic: Element, at: str, port: int | None) -> None:
-        """The ports of a NIC: as fast as their network, or the PCIe link if that is slower."""
+        """Read a NIC's ports. Each is as fast as the slower of its network and its PCIe link."""
         for net in nic.all("net"):
             mbps = self.number(net, "speed", 0)
             speed = mbps * 10**6 // 8 if mbps > 0 else speeds.NETWORK
             if mbps <= 0:
                 self.assumed.append(f"speed of the NICs not told: {speed / 1e9:g} GB/s each")
             name = self.fresh(net.attributes.get("name") or f"net{self.number(net, 'dev', 0)}")
-            self.add(both(name, at, min(speed, port or speed), kind="network"))
+            bandwidth = min(speed, port or speed)
+            self.add(both(name, at, bandwidth, kind="network", assumed=mbps <= 0))
 
     def fresh(self, wanted: str) -> str:
-        """A name for a vertex that no other has."""
+        """Return a vertex name that is not taken."""
         name = wanted
         while self.names[name]:
             self.names[wanted] += 1
@@ -205,7 +211,7 @@ class _Reader:
         return name
 
     def nvlinks(self) -> None:
-        """GPU to GPU; to NVSwitches, drawn as one; to CPUs; and chip to chip."""
+        """Read NVLinks to GPUs, NVSwitches (as one switch) and CPUs, and chip-to-chip links."""
         by_bus: dict[str, int] = {}
         for gpu in self.gpus:
             if (bus := gpu.device.bus_id) and by_bus.setdefault(bus, gpu.device.gpu) != (
@@ -213,6 +219,11 @@ class _Reader:
             ):
                 raise self.fail(gpu.element, f"shares busid {bus} with GPU {by_bus[bus]}")
         rate = {gpu.device.gpu: speeds.nvlink(gpu.device.sm) for gpu in self.gpus}
+        unknown = {gpu.device.gpu for gpu in self.gpus if not gpu.device.sm}
+        if unknown and any(list(gpu.element.all("nvlink")) for gpu in self.gpus):
+            self.assumed.append(
+                f"GPU model not told: NVLinks taken as {speeds.NVLINK / 1e9:g} GB/s"
+            )
         direct: dict[tuple[int, int], tuple[int, Element]] = {}
         for gpu in self.gpus:
             me, counts = gpu.device.gpu, Counter[str]()
@@ -235,7 +246,8 @@ class _Reader:
             if counts["nvswitch"]:
                 self.assumed.append(SWITCH_PLANES)
             for to, n in counts.items():
-                self.add(both(me, gpu.at if to == "cpu" else to, rate[me], n))
+                end = gpu.at if to == "cpu" else to
+                self.add(both(me, end, rate[me], n, assumed=me in unknown))
             for link in gpu.element.all("c2c"):
                 each, n = self.number(link, "bw") * 10**6, self.number(link, "count")
                 if each <= 0 or n <= 0:
@@ -248,4 +260,4 @@ class _Reader:
                     element, f"joins GPU {a} to GPU {b} by {n} NVLinks, but back there are {back}"
                 )
             if a < b:
-                self.add(both(a, b, min(rate[a], rate[b]), n))
+                self.add(both(a, b, min(rate[a], rate[b]), n, assumed=bool(unknown & {a, b})))

@@ -1,8 +1,8 @@
-"""Read what `nvidia-smi topo -m` prints, however it was pasted.
+"""Read the output of `nvidia-smi topo -m`, also after it was copied through other programs.
 
     $ (nvidia-smi -L; nvidia-smi topo -m) > machine.txt
 
-With the GPUs' list (-L) in the same text, their models and UUIDs are known as well.
+The list of GPUs (-L), if it is in the same text, tells their models and UUIDs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Cell:
 
 
 def looks_like_smi(text: str) -> bool:
-    """Whether some line starts with a GPU's label, and a matrix may follow."""
+    """Whether some line starts with a GPU's label, as lines of the matrix do."""
     return any(_GPU.match(_bare(line)) for line in text.splitlines())
 
 
@@ -52,11 +52,11 @@ def _bare(line: str) -> str:
     return _ANSI.sub("", line).lstrip(" \t#>|$")
 
 
-def parse_smi(text: str, name: str = "nvidia-smi") -> Topology:
-    """The machine that the matrix shows.
+def parse_smi(text: str, name: str = "nvidia-smi", gpu: str = "") -> Topology:
+    """Build the machine that the matrix shows.
 
-    PCIe is drawn from the levels (PIX, PXB, PHB, NODE, SYS) and the NICs' columns, the speeds from
-    the GPUs' models where `nvidia-smi -L` is in the text; `assumptions` say what was not told.
+    The PCIe tree follows from the levels (PIX, PXB, PHB, NODE, SYS). Speeds follow from the GPUs'
+    models in the text, or from the model `gpu`. `assumptions` lists what the text does not tell.
     Raises TopologyError, with line and column, for a matrix that is cut short or contradicts
     itself.
     """
@@ -86,7 +86,7 @@ def parse_smi(text: str, name: str = "nvidia-smi") -> Topology:
             else:
                 level[one, other] = _LEVELS[cell.word]
     gpus = [c for c in columns if _GPU.fullmatch(c)]
-    devices = _devices([int(c[3:]) for c in gpus], text, name, assumed)
+    devices = _devices([int(c[3:]) for c in gpus], text, name, gpu, assumed)
     nics = [c for c in columns if not _GPU.fullmatch(c)]
     return assemble(Told(name, devices, nics, nvlinks, level, numa, assumptions=assumed))
 
@@ -97,9 +97,9 @@ def _vertex(label: str) -> Vertex:
 
 
 def _header(lines: list[str], name: str) -> tuple[int, list[str]]:
-    """The index of the line after the header, and the header's devices.
+    """Return the index of the line after the header, and the header's devices.
 
-    The header is the first line that starts with a GPU's label and has a row right after it.
+    The header is the first line that starts with a GPU's label and is followed by a row.
     """
     starts = [(i, _bare(line)) for i, line in enumerate(lines) if _GPU.match(_bare(line))]
     filled = [i for i, line in enumerate(lines) if line.strip(" \t#>|$\r")]
@@ -139,7 +139,7 @@ def _is_row(bare: str) -> bool:
 def _rows(
     lines: list[str], start: int, columns: list[str], name: str
 ) -> tuple[dict[str, dict[str, _Cell]], dict[int, str], list[str]]:
-    """Cells by row and column, NUMA nodes by GPU, and what was passed over."""
+    """Read cells by row and column, and NUMA nodes by GPU; note rows that were skipped."""
     cells: dict[str, dict[str, _Cell]] = {}
     numa: dict[int, str] = {}
     assumed: list[str] = []
@@ -178,7 +178,7 @@ def _rows(
 def _cells(
     line: str, at_line: int, at: int, label: str, columns: list[str], name: str
 ) -> tuple[dict[str, _Cell], int]:
-    """The cells of a row, and where in the line they end."""
+    """Read the cells of a row; return them and the index where they end."""
     found: dict[str, _Cell] = {}
     for word in re.finditer(r"\S+", line[at:]):
         if len(found) == len(columns):
@@ -202,7 +202,7 @@ def _cells(
 
 
 def _numa(tail: str) -> str:
-    """The NUMA node in what follows the cells; empty if it is not told.
+    """Return the NUMA node from the text after the cells, the CPU list without one, or "".
 
     The fields are CPU affinity, NUMA affinity and, with recent drivers, the GPU's own NUMA node.
     """
@@ -214,12 +214,12 @@ def _numa(tail: str) -> str:
         node = fields[2]
     if _NUMA.fullmatch(node):
         return node
-    # the CPUs will do: GPUs with the same ones are at the same place
+    # GPUs with the same list of CPUs belong to the same node
     return f"CPUs {fields[0]}" if fields and _NUMA.fullmatch(fields[0]) else ""
 
 
 def _agreed(cells: dict[str, dict[str, _Cell]], a: str, b: str, name: str) -> _Cell | None:
-    """What the matrix says of two devices; both halves must say the same."""
+    """The cell of two devices, which must be the same in both halves of the matrix."""
     one, other = cells.get(a, {}).get(b), cells.get(b, {}).get(a)
     if one and other and one.word != other.word:
         raise TopologyError(
@@ -229,7 +229,9 @@ def _agreed(cells: dict[str, dict[str, _Cell]], a: str, b: str, name: str) -> _C
     return one or other
 
 
-def _devices(gpus: list[int], text: str, name: str, assumed: list[str]) -> list[Device]:
+def _devices(
+    gpus: list[int], text: str, name: str, default: str, assumed: list[str]
+) -> list[Device]:
     listed = {int(g): (model, uuid) for g, model, uuid in _LISTED.findall(text)}
     if strangers := [g for g in gpus if g not in listed] if listed else []:
         raise TopologyError(
@@ -238,8 +240,8 @@ def _devices(gpus: list[int], text: str, name: str, assumed: list[str]) -> list[
         )
     devices = []
     for g in gpus:
-        model, uuid = listed.get(g, ("", ""))
-        sm = speeds.compute_capability(model)
+        model, uuid = listed.get(g, (default, ""))
+        sm = speeds.compute_capability(model) or speeds.compute_capability(default)
         if model and not sm:
             assumed.append(
                 f"{model}: unknown model, any NVLinks taken as {speeds.NVLINK / 1e9:g} GB/s, PCIe "

@@ -1,4 +1,4 @@
-"""Ways through links: which pairs of GPUs they join, over what, and which links lead nowhere."""
+"""Paths through links, connectivity, and dead ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 Vertex = int | str
-"""A GPU (or CPU rank) is an int; what only passes traffic on (a switch, a bus) is a str."""
+"""GPUs and CPU ranks are ints; switches, CPUs, NICs and buses are strings."""
 
 Ends = tuple[Vertex, Vertex]
 V = TypeVar("V", bound=Hashable)
@@ -16,9 +16,9 @@ V = TypeVar("V", bound=Hashable)
 def routes(
     links: Iterable[Ends], gpus: Collection[int]
 ) -> dict[tuple[int, int], tuple[Vertex, ...]]:
-    """For each ordered pair of these GPUs: the vertices from one to the other, fewest first.
+    """Return a shortest path for each ordered pair of these GPUs that has one.
 
-    A way crosses switches but no other GPU. Ties go by the vertices' names, so it is stable.
+    Paths cross switches but no other GPU. Vertex names decide between paths of equal length.
     """
     out = {v: sorted(near, key=str) for v, near in neighbours(links).items()}
     wanted = set(gpus)
@@ -40,13 +40,13 @@ def routes(
 
 
 def connects(links: Sequence[Ends], gpus: Sequence[int]) -> bool:
-    """Whether every one of the GPUs can send to every other, through switches and GPUs alike."""
+    """Whether every GPU can send to every other, through switches and GPUs."""
     ways = (links, [(b, a) for a, b in links])
     return all(set(gpus) <= reach(neighbours(way), gpus[0]) for way in ways)
 
 
 def neighbours(links: Iterable[tuple[V, V]]) -> dict[V, list[V]]:
-    """What each vertex leads to."""
+    """The successors of each vertex."""
     out: dict[V, list[V]] = {}
     for src, dst in links:
         out.setdefault(src, []).append(dst)
@@ -54,7 +54,7 @@ def neighbours(links: Iterable[tuple[V, V]]) -> dict[V, list[V]]:
 
 
 def reach(near: Mapping[V, Iterable[V]], start: V) -> set[V]:
-    """All that can be reached from a vertex, itself included."""
+    """The vertices that can be reached from `start`, with `start` itself."""
     seen, todo = {start}, [start]
     while todo:
         fresh = set(near.get(todo.pop(), ())) - seen
@@ -64,20 +64,20 @@ def reach(near: Mapping[V, Iterable[V]], start: V) -> set[V]:
 
 
 def groups(members: Iterable[V], joined: Iterable[tuple[V, V]]) -> list[list[V]]:
-    """The members that are joined, directly or over others, together; in their own order."""
+    """Connected components of the undirected graph with edges `joined`, in member order."""
     near = neighbours(ends for a, b in joined for ends in ((a, b), (b, a)))
     found: list[list[V]] = []
-    placed: dict[V, list[V]] = {}
+    component_of: dict[V, list[V]] = {}
     for member in members:
-        if member not in placed:
+        if member not in component_of:
             found.append([])
-            placed |= dict.fromkeys(reach(near, member), found[-1])
-        placed[member].append(member)
+            component_of |= dict.fromkeys(reach(near, member), found[-1])
+        component_of[member].append(member)
     return found
 
 
 def between(links: Sequence[Ends], gpus: Collection[int]) -> set[Ends]:
-    """The links without those that lead to dead ends: switches with one neighbour, repeatedly."""
+    """Drop links to switches with one neighbour until no such switch is left."""
     left = set(links)
     near: dict[Vertex, set[Vertex]] = {}
     for src, dst in left:

@@ -1,13 +1,16 @@
-"""How fast links are, where a text says only what they are. Bytes/s, each way, nominal.
+"""Nominal speeds of links in bytes/s each way, by the kind of GPU, CPU or NIC.
 
-NVLink: NVIDIA's data sheets. PCIe, CPUs and networks: what NCCL reckons with (src/graph/topo.h and
-topo.cc, June 2026): PCIe generation 3 x16 moves 12 GB/s, and later ones twice that each.
+NVLink speeds are from NVIDIA's data sheets. Those of PCIe, CPUs and networks are from NCCL
+(src/graph/topo.h and topo.cc, June 2026): PCIe 3 x16 moves 12 GB/s, and each later generation twice
+as much.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+
+from linkweave.topology.errors import TopologyError
 
 GB = 10**9
 
@@ -38,42 +41,52 @@ _GTS = {"2.5": 15, "5": 30, "8": 60, "16": 120, "32": 240, "64": 480}  # NCCL: 1
 
 
 def nvlink(sm: int) -> int:
-    """One NVLink of a GPU of this compute capability (times ten)."""
+    """Speed of one NVLink of a GPU with this compute capability (times ten)."""
     return _since(_NVLINK, sm, NVLINK)
 
 
 def generation(bandwidth: int) -> int:
-    """The compute capability whose NVLinks are nearest to this one."""
+    """The compute capability whose NVLinks have the nearest bandwidth."""
     return min(_NVLINK, key=lambda sm: (abs(_NVLINK[sm] - bandwidth), sm))
 
 
 def compute_capability(model: str) -> int:
-    """70 of "Tesla V100-SXM2-16GB"; 0 where the model is not known."""
+    """The compute capability times ten, such as 70 for "Tesla V100-SXM2-16GB"; 0 if unknown."""
     return next((sm for pattern, sm in _MODELS if re.search(pattern, model, re.IGNORECASE)), 0)
 
 
+def known_model(model: str) -> int:
+    """`compute_capability`, but TopologyError for a model that is not known."""
+    if not (sm := compute_capability(model)):
+        raise TopologyError(
+            f"unknown GPU model {model[:80]!r}: name it as nvidia-smi -L does, such as v100, a100, "
+            "h100, h200, b200, b300 or rtx 4090"
+        )
+    return sm
+
+
 def pcie_port(sm: int) -> int:
-    """The PCIe x16 port of such a GPU; generation 3 where it is not known."""
+    """Speed of the PCIe x16 port of such a GPU; that of generation 3 if `sm` is unknown."""
     return PCIE << (_since(_PCIE_OF, sm, 3) - 3)
 
 
 def _since(table: Mapping[int, int], sm: int, unknown: int) -> int:
-    """The entry of the latest generation that is not after this one."""
+    """The entry of the newest generation up to `sm`."""
     return table[max(g for g in table if g <= sm)] if sm >= min(table) else unknown
 
 
 def pcie(link_speed: str, width: int) -> int | None:
-    """A PCIe link as Linux and NCCL write it, "8 GT/s" or "16.0 GT/s PCIe", and its lanes.
+    """Bandwidth of a PCIe link whose speed Linux and NCCL write as "8 GT/s" or "16.0 GT/s PCIe".
 
-    None if the speed is not one of PCIe's.
+    Returns None for any other text. `width` is the number of PCIe lanes; 0 means 16.
     """
     found = re.match(r"(\d+(?:\.\d+)?) GT/s", link_speed)
-    lane = _GTS.get(found[1].removesuffix(".0")) if found else None
-    return None if lane is None else lane * (width or 16) * GB // 80
+    each = _GTS.get(found[1].removesuffix(".0")) if found else None
+    return None if each is None else each * (width or 16) * GB // 80
 
 
 def pcie_as_written(bandwidth: int) -> tuple[str, int]:
-    """The (link_speed, link_width) whose bandwidth is nearest to this one."""
+    """The (link_speed, link_width) with the nearest bandwidth."""
     every = [(f"{gts} GT/s", width) for gts in _GTS for width in (16, 8, 4, 2, 1)]
     return min(every, key=lambda link: abs((pcie(*link) or 0) - bandwidth))
 
@@ -86,7 +99,7 @@ _CPUS = (  # vendor, least model of family 6, bandwidth between two of them
 
 
 def sockets(arch: str, vendor: str, family: int, model: int) -> int | None:
-    """Between two CPUs of this kind (attributes as in NCCL's XML); None where it is not known."""
+    """Bandwidth between two such CPUs (attributes of NCCL's XML); None if unknown."""
     if arch == "ppc64":
         return 32 * GB
     if arch == "arm64":
@@ -97,6 +110,6 @@ def sockets(arch: str, vendor: str, family: int, model: int) -> int | None:
 
 
 def cpu_as_written(bandwidth: int) -> tuple[str, int, int]:
-    """The (vendor, family, model) whose bandwidth is nearest to this one."""
+    """The CPU (vendor, family, model) with the nearest bandwidth between two of them."""
     vendor, model, _ = min(_CPUS, key=lambda cpu: abs(cpu[2] - bandwidth))
     return vendor, 6 if vendor == "GenuineIntel" else 25, model or 0x4F

@@ -1,4 +1,4 @@
-"""Which vertices of a machine are alike: colour refinement, isomorphisms, automorphisms."""
+"""Symmetries of machines: colour refinement, isomorphisms, automorphisms."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(words: Colours) -> Colours:
-    """A hash of each word (the finaliser of SplitMix64; overflow is meant)."""
+    """Hash each word with the finaliser of SplitMix64, which relies on overflow."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
 
 
 class Wiring:
-    """Vertices and labelled arcs as arrays, to be coloured.
+    """Vertices and labelled arcs as arrays, for colour refinement.
 
-    Colours are 64-bit hashes of what is seen from a vertex, so they do not depend on names or on
-    order, and colours of two wirings compare. Two vertices that differ share one with a chance of
-    about n^2 / 2^64.
+    Colours are 64-bit hashes of what a vertex sees. They depend on neither names nor order, so the
+    colours of two wirings can be compared. Different vertices get the same colour with a
+    probability of about n^2 / 2^64.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Wiring:
         self.label = colour_of(repr(label) for _, _, label in listed)
 
     def refine(self, colours: Colours) -> Colours:
-        """The coarsest refinement in which vertices of a colour see the same colours (1-WL)."""
+        """Refine until vertices of one colour see the same colours (1-WL)."""
         count = len(np.unique(colours))
         while count < len(colours):
             out, into = np.zeros_like(colours), np.zeros_like(colours)
@@ -57,7 +57,7 @@ class Wiring:
         return colours
 
     def single_out(self, colours: Colours, vertex: Vertex) -> Colours:
-        """The refinement once this vertex has a colour of its own."""
+        """Give this vertex a colour of its own and refine."""
         changed = colours.copy()
         i = self.index[vertex]
         serial = np.array([len(np.unique(colours))], np.uint64)  # no two choices give one colour
@@ -66,7 +66,7 @@ class Wiring:
 
 
 def colour_of(marks: Iterable[str]) -> Colours:
-    """A colour for each mark, the same wherever the mark is."""
+    """A colour for each mark; equal marks get equal colours."""
     return np.array(
         [int.from_bytes(hashlib.blake2b(m.encode(), digest_size=8).digest()) for m in marks],
         np.uint64,
@@ -75,7 +75,7 @@ def colour_of(marks: Iterable[str]) -> Colours:
 
 @dataclass(frozen=True)
 class _Coloured:
-    """A fabric to be matched: its wiring, its arcs by ends, and which vertices are ranks."""
+    """A fabric to match: its wiring, its arcs by their ends, and its ranks."""
 
     wiring: Wiring
     arcs: Mapping[tuple[Vertex, Vertex], Hashable]
@@ -95,10 +95,10 @@ class _Coloured:
 
 
 def mappings(one: Graph, other: Graph) -> Iterator[Mapping[int, int]]:
-    """Every renumbering of `one`'s GPUs that turns its fabric into `other`'s, once each.
+    """Yield every renumbering of `one`'s GPUs that turns its fabric into `other`'s, once each.
 
-    Individualisation and refinement: of the smallest set of GPUs that still look alike, one is
-    singled out, and matched in turn with each that looks like it on the other side.
+    This is individualisation and refinement: take a GPU from the smallest set that still look
+    alike, and match it in turn with each GPU of `other` that has its colour.
     """
     mine, colours = _Coloured.of(one)
     theirs, wanted = _Coloured.of(other)
@@ -124,10 +124,11 @@ def mappings(one: Graph, other: Graph) -> Iterator[Mapping[int, int]]:
 
 
 def pairs_alike(topology: Graph) -> dict[tuple[int, int], int]:
-    """A number for each unordered pair of GPUs (lower place in `gpus` first): equal for like pairs.
+    """Number the unordered pairs of GPUs so that pairs that look alike have the same number.
 
-    Alike is what colour refinement cannot tell apart once one of the two is singled out; pairs that
-    a symmetry exchanges are alike.
+    The GPU that comes first in `gpus` is the pair's first. Two pairs look alike if colour
+    refinement cannot tell them apart after one GPU of each is singled out. Pairs that a symmetry
+    exchanges always look alike.
     """
     side, colours = _Coloured.of(topology)
     gpus = topology.gpus
@@ -143,7 +144,7 @@ def pairs_alike(topology: Graph) -> dict[tuple[int, int], int]:
 
 
 def _undecided(side: _Coloured, colours: Colours) -> Vertex | None:
-    """A vertex that is not alone in its colour, of the smallest such colour; ranks first."""
+    """A vertex of the smallest colour that several vertices have; ranks come first."""
     unique, inverse, counts = np.unique(colours, return_inverse=True, return_counts=True)
     if len(unique) == len(colours):
         return None
@@ -156,7 +157,7 @@ def _undecided(side: _Coloured, colours: Colours) -> Vertex | None:
 def _matched(
     one: _Coloured, here: Colours, other: _Coloured, there: Colours
 ) -> Mapping[int, int] | None:
-    """The mapping by colours, all different, if it really carries every link over."""
+    """The mapping that the colours, all different, define, if it keeps every link."""
     by_colour = {int(there[i]): v for v, i in other.wiring.index.items()}
     to = {v: by_colour[int(here[i])] for v, i in one.wiring.index.items()}
     if any(other.arcs.get((to[a], to[b])) != wire for (a, b), wire in one.arcs.items()):

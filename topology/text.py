@@ -1,4 +1,4 @@
-"""A machine in words: its matrix, its links, its best possible collectives."""
+"""Descriptions of a machine: a summary, a matrix, a table of links."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight"
 
 
 def number(n: int) -> str:
-    """Small numbers in words."""
+    """A number, in words up to twelve."""
     return _NUMBERS[n] if n < len(_NUMBERS) else str(n)
 
 
@@ -30,7 +30,7 @@ def gpu_list(gpus: Sequence[int]) -> str:
 
 
 def describe(topology: Graph) -> str:
-    """The summary, the matrix and what was assumed."""
+    """The summary, the matrix and the assumptions."""
     lines = [summary(topology)]
     if len(topology.gpus) <= WIDEST:
         lines += matrix(topology)
@@ -42,13 +42,11 @@ def describe(topology: Graph) -> str:
 
 
 def summary(topology: Graph) -> str:
-    """One line: how many of what."""
+    """One line that counts ranks and links."""
     count: Counter[tuple[str, bool]] = Counter()
     for link, back in cables(topology.links):
         count[link.kind, back] += link.count
-    n = len(topology.gpus)
-    noun = "CPU rank" if _noun(topology) == "rank" else "GPU"
-    parts = [f"{n} {noun}{'s'[: n != 1]}"]
+    parts = [ranks(topology)]
     if topology.forwarders:
         parts.append(f"forwarding over GPU {gpu_list(topology.forwarders)}")
     for (kind, back), links in count.items():
@@ -56,8 +54,14 @@ def summary(topology: Graph) -> str:
     return f"{topology.name}: {', '.join(parts)}"
 
 
+def ranks(topology: Graph) -> str:
+    """ "8 GPUs", or "8 CPU ranks"."""
+    n = len(topology.gpus)
+    return f"{n} {'CPU ' * topology.on_memory}{topology.noun}{'s'[: n != 1]}"
+
+
 def cables(links: Sequence[Link]) -> Iterator[tuple[Link, bool]]:
-    """Each link once, and whether an equal one leads back."""
+    """Yield each pair of opposite equal links once, with True; other links with False."""
     by_ends = {(k.src, k.dst): k for k in links}
     told: set[tuple[Vertex, Vertex]] = set()
     for link in links:
@@ -73,8 +77,8 @@ def cables(links: Sequence[Link]) -> Iterator[tuple[Link, bool]]:
 
 
 def matrix(topology: Graph) -> list[str]:
-    """The lines of a matrix as `nvidia-smi topo -m` prints it, by `Topology.cell`."""
-    names = {g: f"{_noun(topology)}{g}" for g in topology.gpus}
+    """Lines of a matrix like that of `nvidia-smi topo -m`, with the cells of `Graph.cell`."""
+    names = {g: f"{topology.noun}{g}" for g in topology.gpus}
     width = max(5, *(len(name) + 1 for name in names.values()))
     rows = [" " * width + "".join(name.rjust(width) for name in names.values())]
     for a, name in names.items():
@@ -83,19 +87,15 @@ def matrix(topology: Graph) -> list[str]:
     return rows
 
 
-def _noun(topology: Graph) -> str:
-    return "rank" if topology.on_memory else "GPU"
-
-
 def link_table(topology: Graph) -> list[str]:
-    """A line for each cable; for each sort of cable where there are many."""
+    """A line for each cable or, if there are many, for each kind of cable."""
     rows: list[tuple[str, ...]] = []
     every = list(cables(topology.links))
     if len(every) <= LONGEST:
         for link, back in every:
             arrow = "-" if back else "->"
             ends = f"{vertex(link.src)} {arrow} {vertex(link.dst)}"
-            rows.append((ends.replace("GPU", _noun(topology)), *_figures(link)))
+            rows.append((ends.replace("GPU", topology.noun), *_figures(link)))
     else:
         sorts = Counter((_sort(k.src), _sort(k.dst), back, *_figures(k)) for k, back in every)
         for (a, b, back, *figures), n in sorts.items():
@@ -107,7 +107,10 @@ def link_table(topology: Graph) -> list[str]:
 def _figures(link: Link) -> tuple[str, str, str]:
     one = f"{link.bandwidth / 1e9:g} GB/s"
     rate = f"{link.count} x {one} = {link.count * link.bandwidth / 1e9:g} GB/s"
-    return KINDS[link.kind][0], rate if link.count > 1 else one, f"{link.latency_us:.3g} us"
+    return (
+        KINDS[link.kind][0], rate if link.count > 1 else one,
+        f"{link.latency_us:.3g} us{'  speed assumed' * link.assumed}",
+    )  # fmt: skip
 
 
 def vertex(v: Vertex) -> str:

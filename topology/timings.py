@@ -1,4 +1,4 @@
-"""Measured times of whole collectives: what a planner may trust more than its model."""
+"""Measured times of whole all-reduces, which the planner prefers to its model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Timing:
 
 
 def timing_rows(rows: object, where: str) -> tuple[Timing, ...]:
-    """Timings of a JSON list. Raises TopologyError naming the entry that is malformed."""
+    """Read a JSON list of timings. Raises TopologyError that names a malformed entry."""
     if not isinstance(rows, list):
         raise TopologyError(f"{where}: timings must be a list")
     found = []
@@ -59,7 +59,7 @@ def looks_like_timings(text: str) -> bool:
 
 
 def parse_timings(text: str, machine: str, where: str) -> tuple[Timing, ...]:
-    """The timings in that JSON. Raises TopologyError where they are of another machine."""
+    """Read that JSON. Raises TopologyError if it is malformed or of another machine."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -74,9 +74,9 @@ def parse_timings(text: str, machine: str, where: str) -> tuple[Timing, ...]:
 def measured_seconds(
     timings: Iterable[Timing], algorithm: str, nbytes: int
 ) -> tuple[float, int] | None:
-    """(seconds, chunks) of an algorithm at a size between two measured ones, else None.
+    """Return (seconds, chunks) of an algorithm at a size between two measured sizes, else None.
 
-    Seconds lie on a straight line between them in logarithms; chunks are those of the nearer one.
+    Seconds are interpolated linearly in logarithms; chunks are those of the nearer size.
     """
     rows = sorted((t for t in timings if t.algorithm == algorithm), key=lambda t: t.nbytes)
     below = [t for t in rows if t.nbytes <= nbytes]

@@ -18,12 +18,13 @@ _FORMAT = "linkweave-topology"
 
 @dataclass(frozen=True, eq=False)  # compared and hashed as a Graph
 class Topology(Graph):
-    """A machine: its graph, in words and as JSON, and its symmetries."""
+    """A machine: a `Graph` that can be described, saved as JSON, cut down and compared."""
 
     def subset(self, gpus: Iterable[int], forwarders: Iterable[int] = ()) -> Topology:
-        """The same machine with these GPUs only, in this order (rank r is the r-th of them).
+        """Return the same machine with only these GPUs; rank r is the r-th of them.
 
-        `forwarders` stay as well, without a rank: traffic may pass them.
+        Traffic may also pass through `forwarders`, which have no rank. Raises TopologyError if the
+        machine lacks one of them.
         """
         chosen, helpers = tuple(gpus), tuple(forwarders)
         known = (*self.gpus, *self.forwarders)
@@ -44,23 +45,23 @@ class Topology(Graph):
         return Topology(name, chosen, links, self.assumptions, devices, helpers)
 
     def isomorphic_to(self, other: Topology) -> dict[int, int] | None:
-        """A renumbering of this machine's GPUs that turns it into `other`, or None.
+        """Return a renumbering of this machine's GPUs that turns it into `other`, or None.
 
-        The fabrics are compared: their links must agree in kind, count and bandwidth. Names,
-        latencies, numbering and the host beneath a machine that NVLink connects are free.
+        Only fabrics are compared: links must agree in kind, count and bandwidth. Names, latencies
+        and numbers may differ, and so may PCIe where NVLinks connect all GPUs.
         """
         mapping = next(mappings(self, other), None)
         return None if mapping is None else dict(mapping)
 
     def automorphisms(self) -> Iterator[Mapping[int, int]]:
-        """Every renumbering of the GPUs that leaves the fabric as it is, the identity included.
+        """Yield every renumbering of the GPUs that leaves the fabric unchanged.
 
-        Lazy: behind a switch of n ports there are n! of them.
+        The identity is one of them. GPUs behind a switch with n ports have n! of them.
         """
         return mappings(self, self)
 
     def to_json(self) -> str:
-        """Stable JSON that `topology.load` reads back to an equal value."""
+        """Return JSON that `topology.load` reads back; equal machines give equal text."""
         return json.dumps(
             {
                 "format": _FORMAT,
@@ -78,7 +79,7 @@ class Topology(Graph):
 
     @staticmethod
     def from_json(text: str, where: str = "topology JSON") -> Topology:
-        """Read `to_json`'s form. Raises TopologyError naming the place where it is malformed."""
+        """Read what `to_json` wrote. Raises TopologyError that says where the text is malformed."""
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:

@@ -1,7 +1,7 @@
-"""XML as a small tree, from text that nobody vouches for.
+"""A small XML reader for untrusted text.
 
-No document type, so no entities; and limits on all that can grow. Expat calls back as it reads, so
-a hostile text is refused before it costs anything.
+Document types, and so entities, are refused, and everything that can grow is limited. Limits are
+checked while Expat reads, before a hostile text can use much memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LONGEST_VALUE = 255  # as in NCCL
 
 @dataclass
 class Element:
-    """A tag, its attributes and children, and where it stands in the text."""
+    """An element: tag, attributes, line in the text, and children."""
 
     tag: str
     attributes: dict[str, str]
@@ -48,8 +48,8 @@ def parse_xml(text: str, name: str) -> Element:
     count = 0
 
     def fail(what: str) -> None:
-        place = f"line {parser.CurrentLineNumber} column {parser.CurrentColumnNumber + 1}"
-        raise TopologyError(f"{name}: {place}: {what}")
+        position = f"line {parser.CurrentLineNumber} column {parser.CurrentColumnNumber + 1}"
+        raise TopologyError(f"{name}: {position}: {what}")
 
     def start(tag: str, attributes: dict[str, str]) -> None:
         nonlocal count

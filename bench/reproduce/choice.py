@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from linkweave import collectives
+from linkweave.bench import options
 from linkweave.collectives.planning.cost import most_chunks
 from linkweave.collectives.planning.explain import SIZES, crossovers, size_text
 from linkweave.collectives.planning.planner import candidates, plan_allreduce, predict
@@ -66,8 +67,9 @@ def rows(done: Callable[[], None] = lambda: None) -> list[Row]:
 
 def table(found: list[Row]) -> str:
     """From which size on `auto` takes which algorithm, and where it is furthest from the best."""
-    lines = [f"{'machine':12}{'auto / best':>12}{'at':>10}  auto takes"]
-    for r in found:
-        spans = ", ".join(f"{name} from {size_text(size)}" for size, name in r.crossovers)
-        lines.append(f"{r.machine:12}{r.worst:12.4f}{size_text(r.worst_at):>10}  {spans}")
-    return "\n".join(lines)
+    rows = [
+        (r.machine, f"{r.worst:.4f}", size_text(r.worst_at),
+         ", ".join(f"{name} from {size_text(size)}" for size, name in r.crossovers))
+        for r in found
+    ]  # fmt: skip
+    return options.table(("machine", "auto / best", "at", "auto takes"), rows, (0, 3))

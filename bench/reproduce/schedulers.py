@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from linkweave.bench import options
 from linkweave.collectives import overlap
 from linkweave.collectives.overlap import Network, Profile
 from linkweave.collectives.overlap.policies.us_byte import PARTITION
@@ -126,7 +127,5 @@ and ByteScheduler to WFBP on ResNet-50, does not: there the libraries' own costs
 
 
 def table(found: list[Row]) -> str:
-    lines = [f"{'':54}{'model':14}{'paper':>14}{'ours':>8}"]
-    for r in found:
-        lines.append(f"{r.what:54}{r.model:14}{r.paper:>14}{r.ours:8.2f}")
-    return "\n".join([*lines, "", WHY])
+    rows = [(r.what, r.model, r.paper, f"{r.ours:.2f}") for r in found]
+    return f"{options.table(('', 'model', 'paper', 'ours'), rows, (0, 1))}\n\n{WHY}"

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from linkweave.bench import options
 from linkweave.collectives import overlap
 from linkweave.collectives.overlap.policies import NAMED
 
@@ -45,19 +46,18 @@ def rows(done: Callable[[], None] = lambda: None) -> list[Row]:
 
 
 def table(found: list[Row]) -> str:
-    lines = [f"{'model':18}{'network':14}{'workers':>8}{'auto ms':>11}{'above bound':>13}"
-             f"{'best named':>16}{'x':>7}{'MG-WFBP x':>11}"]  # fmt: skip
-    for r in found:
-        lines.append(
-            f"{r.model:18}{r.network:14}{r.workers:8}{r.seconds * 1e3:11.2f}{r.gap:13.1%}"
-            f"{r.best:>16}{r.best_seconds / r.seconds:7.2f}{r.mg_wfbp / r.seconds:11.2f}"
-        )
+    rows = [
+        (r.model, r.network, r.workers, f"{r.seconds * 1e3:.2f}", f"{r.gap:.1%}", r.best,
+         f"{r.best_seconds / r.seconds:.2f}", f"{r.mg_wfbp / r.seconds:.2f}")
+        for r in found
+    ]  # fmt: skip
+    heads = ("model", "network", "workers", "auto ms", "above bound", "best named", "x auto",
+             "MG-WFBP x auto")  # fmt: skip
     gaps = [r.gap for r in found]
     slower = [r for r in found if r.seconds > r.best_seconds * (1 + 1e-12)]
     far = sum(g > 0.05 for g in gaps)
-    lines.append(
-        f"\nabove the bound: median {statistics.median(gaps):.1%}, at most {max(gaps):.1%}, more "
-        f"than 5 % in {far} of {len(gaps)}; slower than a named policy: {len(slower)}\n"
-        "all layer times are synthetic"
+    return (
+        f"{options.table(heads, rows, (0, 1, 5))}\n\nabove the bound: median "
+        f"{statistics.median(gaps):.1%}, at most {max(gaps):.1%}, more than 5 % in {far} of "
+        f"{len(gaps)}; slower than a named policy: {len(slower)}\nall layer times are synthetic"
     )
-    return "\n".join(lines)

@@ -29,6 +29,12 @@ from linkweave.collectives.settings import Settings, topology_for
 from linkweave.topology import Topology, load
 from linkweave.topology.checks import integer
 
+_FRESH = (
+    ". This process runs other threads or has used CUDA, so each rank is a fresh Python that "
+    "imports the program again: keep it in a file (not stdin), with the call of spawn under "
+    "`if __name__ == '__main__':`"
+)
+
 
 def spawn(
     fn: Callable[..., Any],
@@ -66,6 +72,7 @@ def spawn(
     context: Any = mp.get_context("fork" if _fork_is_safe() else "spawn")
     if context.get_start_method() == "fork":
         compile_kernels()  # so that the forked ranks find the machine code in memory
+    hint = "" if context.get_start_method() == "fork" else _FRESH
     fd = Mapping.create(nprocs)
     ranks: list[_Rank] = []
     try:
@@ -82,7 +89,7 @@ def spawn(
                     f"forked and what they run must pickle: {error}"
                 ) from None
             theirs.close()
-            ranks.append(_Rank(rank, process, ours))
+            ranks.append(_Rank(rank, process, ours, hint))
         return _gather(ranks, fd, nprocs)
     finally:
         for r in ranks:
@@ -93,8 +100,8 @@ def spawn(
 class _Rank:
     """A child process as its parent sees it."""
 
-    def __init__(self, rank: int, process: Any, results: Connection) -> None:
-        self.rank, self.process, self.results = rank, process, results
+    def __init__(self, rank: int, process: Any, results: Connection, hint: str) -> None:
+        self.rank, self.process, self.results, self.hint = rank, process, results, hint
         self.value: Any = None
         self.error: BaseException | None = None
         self.done = False
@@ -111,7 +118,7 @@ class _Rank:
             how = (
                 f"was killed by {signal.Signals(-code).name}"
                 if code < 0
-                else (f"exited with status {code} without a result")
+                else f"exited with status {code} without a result{self.hint}"
             )
             self.error = CollectiveError(f"rank {self.rank} (process {self.process.pid}) {how}")
         except Exception as error:  # a result whose class cannot be rebuilt here

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from textwrap import wrap
 
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS, Named, algorithm_for
@@ -74,22 +75,27 @@ class Explanation:
     def __str__(self) -> str:
         lines = [
             f"all-reduce of {size_text(self.nbytes)} on {self.topology}: {self.choice}",
-            self.reason,
-            str(self.bound),
+            *wrap(self.reason, 100),
+            *wrap(str(self.bound), 100),
             "",
-            f"{'algorithm':24}{'chunks':>7}{'time us':>12}{'first chunk us':>16}{'of bound':>10}"
-            f"{'detours':>9}{'sharing':>8}  busiest link",
+            f"{'algorithm':23}{'chunks':>7}{'us':>10}{'first chunk us':>16}{'of bound':>10}"
+            f"{'detours':>9}{'sharing':>9}  busiest link",
         ]
         for r in self.rows:
             ends = f"{r.busiest[0][0]}->{r.busiest[0][1]} {r.busiest[1]:.0%}" if r.busiest else "-"
             lines.append(
-                f"{r.algorithm:24}{r.num_chunks:7}{r.seconds * 1e6:12.1f}"
-                f"{r.first_chunk_seconds * 1e6:16.1f}{r.share:10.1%}{r.detours:9}{r.crowd:8}"
-                f"  {ends}{'  (time measured)' if r.measured else ''}"
+                f"{r.algorithm:23}{r.num_chunks:7}{r.seconds * 1e6:10.1f}"
+                f"{r.first_chunk_seconds * 1e6:16.1f}{r.share:10.1%}{r.detours:9}{r.crowd:9}"
+                f"  {ends}{' (measured)' * r.measured}"
             )
-        lines += [f"{name}: {why}" for name, why in self.refused]
+        lines += [
+            "sharing: the most connections that take turns on a link; busiest link: share of the "
+            "time in",
+            "which it carries bytes; (measured): the time, not a prediction",
+            *(line for name, why in self.refused for line in wrap(f"{name}: {why}", 100)),
+        ]
         spans = ", ".join(f"{name} from {size_text(size)}" for size, name in self.crossovers)
-        return "\n".join([*lines, "", f"auto takes {spans}", *self._sparse()])
+        return "\n".join([*lines, "", *wrap(f"auto takes {spans}", 100), *self._sparse()])
 
     def _sparse(self) -> list[str]:
         if not self.sparse:

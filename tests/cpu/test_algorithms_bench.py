@@ -44,9 +44,9 @@ def test_it_times_every_algorithm_and_writes_json(tmp_path: Path) -> None:
         assert set(row) == {"algorithm", "nbytes", "num_chunks", "seconds"}
         assert row["num_chunks"] == plan_allreduce(CPU2, nbytes, name).num_chunks
         assert 1e-6 < row["seconds"] < 10
-    lines = done.stdout.splitlines()
-    assert lines[-2].split()[:3] == ["1", "KiB", chosen[0][0]]
-    assert lines[-1].split()[:3] == ["4", "KiB", chosen[1][0]]
+    lines = [line.split() for line in done.stdout.splitlines() if " KiB " in line]
+    assert [line[:3] for line in lines] == [["1", "KiB", chosen[0][0]], ["4", "KiB", chosen[1][0]]]
+    assert max(map(len, done.stdout.splitlines())) <= 100
 
 
 def test_json_alone_and_no_progress_in_it() -> None:

@@ -12,8 +12,10 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from linkweave import topology
+from linkweave.bench.cli import app
 from linkweave.bench.options import parse_size
 from linkweave.collectives import CollectiveError, Plan, plan_allreduce, plan_collective, verify
 from linkweave.collectives.planning.explain import size_text
@@ -22,7 +24,17 @@ from linkweave.topology.measured import LinkFigures, PairFigure
 ROOT = Path(__file__).parents[2]
 
 
-def command(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    """As the command does it, within this process."""
+    done = CliRunner().invoke(app, words)
+    code, told = done.exit_code, done.stderr
+    if isinstance(done.exception, CollectiveError | OSError):
+        code, told = 2, f"{told}linkweave: {done.exception}\n"
+    return subprocess.CompletedProcess(words, code, done.stdout, told)
+
+
+def process(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, for what starts ranks."""
     return subprocess.run(
         [sys.executable, "-m", "linkweave.bench.cli", *words],
         cwd=cwd, capture_output=True, text=True, timeout=100,
@@ -80,7 +92,7 @@ def test_topo_writes_nccls_form(tmp_path: Path) -> None:
 
 def test_bench_links_measures_what_load_reads(tmp_path: Path) -> None:
     path = tmp_path / "links.json"
-    done = command("bench", "links", "-n", "3", "-r", "2", "--out", str(path))
+    done = process("bench", "links", "-n", "3", "-r", "2", "--out", str(path))
     assert done.returncode == 0, done.stderr
     assert "GB/s, row to column" in done.stdout and "all at once" in done.stdout
     pairs = json.loads(path.read_text())["pairs"]
@@ -119,7 +131,7 @@ def test_plan_explains_itself() -> None:
     done = command("plan", "-t", "dgx1-v100", "-s", "8K", "--explain")
     lines = done.stdout.splitlines()
     assert lines[0] == "all-reduce of 8 KiB on dgx1-v100: one_shot"
-    assert "start-ups decide" in lines[1] and "24/7 links" in lines[2]
+    assert "start-ups decide" in lines[1] and "24/7 links" in done.stdout
     assert lines[-1].startswith("auto takes one_shot from 1 KiB, ")
     told = json.loads(command("plan", "-t", "mesh-3", "-s", "8K", "--explain", "--json").stdout)
     assert told["auto"] == told["rows"][0]["algorithm"] and "ccube_dgx1" in told["refused"]
@@ -145,7 +157,10 @@ def test_simulate_lists_all_and_traces_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["topo", "dgx9"], "unknown machine 'dgx9': no such file, and no such name; names are"),
+        (
+            ["topo", "dgx9"],
+            "unknown machine 'dgx9': no such file, and no such name; did you mean dgx2? na",
+        ),
         (["topo", "mesh-0"], "must be from 1 to 4096, not 0"),
         (["topo", "dgx2", "--png", "/nowhere/x.png"], "/nowhere/x.png"),
         (["topo", "dgx2", "--png", "x.jpeg"], "x.jpeg"),
@@ -155,6 +170,10 @@ def test_simulate_lists_all_and_traces_one(tmp_path: Path) -> None:
         (["topo", "dgx2", "--measured", "none.json"], "measured figures: no file 'none.json'"),
         (["topo", "2 x dgx2 nics=3"], "nics='3': choose"),
         (["topo", "--xml", "x.xml", "40 x dgx2"], "an NCCL topology is of one node"),
+        (["plan", "-t", "mesh-3", "-s", "1M", "-k", "100000000"], "--chunks must be at most 65536"),
+        (["topo", "dgx2", "--gpu", "h100"], "the GPUs of dgx2 are known, so h100 cannot be"),
+        (["topo", "dgx2", "--tree", "2"], "--tree draws: give --svg FILE or --png FILE"),
+        (["topo", "dgx2", "--png", "x.png", "--plan", "tree", "--tree", "2"], "no part 2 to draw"),
         (["bench", "links", "-n", "1"], "-n must be an integer of at least 2, not 1"),
         (["topo", "cpu-4", "--xml", "x.xml"], "cpu-4 has CPU ranks"),
         (["topo", "dgx2", "--plan", "ring"], "--plan draws: give --svg FILE or --png FILE"),
@@ -190,7 +209,103 @@ def test_bad_input_is_one_line_and_status_two(words: list[str], said: str) -> No
     done = command(*words)
     assert done.returncode == 2
     assert said in done.stderr and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("linkweave: ")
+
+
+def test_the_command_itself_ends_with_status_two() -> None:
+    done = process("topo", "dgx9")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("linkweave: ") and done.stderr.count("\n") == 1
+
+
+def test_an_interrupt_ends_even_what_swallows_exceptions() -> None:
+    code = (
+        "import os, signal, linkweave.bench.cli as cli\n"
+        "signal.signal(signal.SIGINT, cli.end_at_once)\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
+        "print('still here')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert (done.returncode, done.stdout) == (130, "")
+    assert "interrupted" in done.stderr
+
+
+def test_version() -> None:
+    assert re.fullmatch(r"linkweave \d+\.\d+\.\d+\n", command("--version").stdout)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("topo", ["dgx1-v100", "dgx-b200", "mesh-N", "halving_doubling"]),
+        ("plan", ["dgx1-v100", "packed_trees", "reduce_scatter"]),
+        ("schedule", ["vgg16", "10GbE", "us-byte", "backward_s"]),
+        ("reproduce", ["schedulers", "5 min"]),
+        ("bench sparse-allreduce", ["-n, --ranks", "-m, --elements", "about 30 s"]),
+    ],
+)
+def test_help_names_what_there_is(words: str, named: list[str]) -> None:
+    said = " ".join(command(*words.split(), "--help").stdout.split())
+    assert [name for name in named if name not in said] == []
+
+
+def test_letters_mean_one_thing() -> None:
+    for name in ("links", "allreduce", "algorithms", "topk", "sparsify", "coalesce", "queue"):
+        lines = command("bench", name, "--help").stdout.splitlines()
+        assert all("--ranks" in line for line in lines if line.lstrip().startswith("-n"))
+        assert all("Largest" in line for line in lines if line.lstrip().startswith("-e"))
+
+
+def test_a_plan_is_summed_up_and_its_steps_come_on_request() -> None:
+    done = command("plan", "-t", "dgx1-v100", "-s", "64M")
+    facts = {line[:11].strip(): line[11:] for line in done.stdout.splitlines()}
+    assert facts["plan"] == "allreduce of 64 MiB on dgx1-v100"
+    assert facts["algorithm"].startswith("packed_trees moves bytes at 94%")
+    assert facts["predicted"].startswith("833.0 us, 80.56 GB/s")
+    assert facts["bound"].startswith("allreduce: at most 85.71 GB/s")
+    assert facts["made of"] == "17 trees, depth 2 to 3, on 34 channels"
+    assert facts["detours"] == "none" and facts["chunks"].startswith("1768 of ")
+    steps = command("plan", "-t", "ring-3", "-s", "1K", "-a", "ring", "--steps").stdout
+    assert "rank 2 channel 0" in steps
+    rings = command("plan", "-t", "ring-5", "-s", "1M", "-a", "ring", "--gpus", "0-4").stdout
+    assert "made of    2 rings, on 2 channels" in rings
+
+
+def test_a_plan_from_a_file_is_verified_simulated_and_drawn(tmp_path: Path) -> None:
+    file, png = tmp_path / "plan.json", tmp_path / "a.png"
+    file.write_text(command("plan", "-t", "ring-4", "-s", "1M", "-a", "chain", "--json").stdout)
+    told = command("simulate", "-t", "ring-4", "-s", "1M", "--plan", str(file), "--json")
+    (row,) = json.loads(told.stdout)["rows"]
+    named = command("simulate", "-t", "ring-4", "-s", "1M", "-a", "chain", "--json")
+    assert row == json.loads(named.stdout)["rows"][0]
+    done = command("topo", "ring-4", "--png", str(png), "--plan", str(file), "--tree", "1")
+    assert done.returncode == 0 and png.exists()
+    wrong = command("simulate", "-t", "ring-5", "-s", "1M", "--plan", str(file))
+    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "simulate -t dgx1-v100 -s 64M",
+        "simulate -t dgx2 -s 8K --gpus 0-3",
+        "plan -t dgx1-v100 -s 8K --explain",
+        "plan -t 2xmesh-2 -s 64M",
+    ],
+)
+def test_tables_fit_a_hundred_columns(words: str) -> None:
+    done = command(*words.split())
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+def test_tables_have_legends() -> None:
+    assert "sharing: the most connections" in command(
+        "plan", "-t", "mesh-3", "-s", "8K", "--explain"
+    ).stdout  # fmt: skip
+    assert (
+        "busiest link: share of the time" in command("simulate", "-t", "mesh-3", "-s", "8K").stdout
+    )
 
 
 def test_sizes() -> None:
@@ -205,7 +320,7 @@ def test_sizes() -> None:
 
 def test_bench_checks_and_writes_json(tmp_path: Path) -> None:
     out = tmp_path / "b.json"
-    done = command("bench", "allreduce", "-n", "3", "-b", "1K", "-e", "4K", "-r", "1",
+    done = process("bench", "allreduce", "-n", "3", "-b", "1K", "-e", "4K", "-r", "1",
                    "--out", str(out))  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]
@@ -216,7 +331,7 @@ def test_bench_checks_and_writes_json(tmp_path: Path) -> None:
 
 
 def test_the_demo_learns(tmp_path: Path) -> None:
-    done = command("demo", "-n", "2", "--epochs", "6", "--out", str(tmp_path), "--json")
+    done = process("demo", "-n", "2", "--epochs", "6", "--out", str(tmp_path), "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["accuracy"] > 0.8
@@ -243,7 +358,9 @@ def test_the_readmes_examples_run(block: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", re.findall(r"^linkweave (.*)$", README, re.MULTILINE))
-def test_the_readmes_commands_exist(words: str, tmp_path: Path) -> None:
+def test_the_readmes_commands_exist(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parts = shlex.split(words)
     if parts[0] in ("bench", "demo", "reproduce"):  # run above or elsewhere, smaller
         parts = [*parts[: 2 if parts[0] == "bench" else 1], "--help"]
@@ -251,5 +368,6 @@ def test_the_readmes_commands_exist(words: str, tmp_path: Path) -> None:
     (tmp_path / "links.json").write_text(LinkFigures(tuple(pairs)).to_json())
     times = ROOT / "bench/results/algorithms-cpu-4-epyc-2-cores.json"
     (tmp_path / "algorithms.json").write_text(times.read_text())
-    done = command(*parts, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    done = command(*parts)
     assert done.returncode == (1 if "problem " in done.stdout else 0), done.stderr

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from linkweave.bench import schedule as shown
 from linkweave.bench.cli import app
 from linkweave.bench.reproduce import schedulers, schedules
 from linkweave.collectives import CollectiveError, overlap
@@ -21,7 +23,7 @@ def run(words: str) -> str:
 
 def test_all_policies_side_by_side_drawn_and_traced(tmp_path: Path) -> None:
     out = run(f"schedule --model vgg16 --workers 8 --limit 0.3 --png {tmp_path}/g.png")
-    lines = [line.split() for line in out.splitlines()]
+    lines = [line.split() for line in out.splitlines() if line[:1].strip()]
     names = [line[0] for line in lines if line and line[0] in (*overlap.POLICIES, "auto")]
     assert names == [*overlap.POLICIES, "auto"]
     assert "synthetic" in out and "8 workers" in out
@@ -35,6 +37,22 @@ def test_all_policies_side_by_side_drawn_and_traced(tmp_path: Path) -> None:
         "lane 0",
         "forward",
     }
+
+
+def test_one_slow_policy_does_not_squeeze_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    profile, network = overlap.model("vgg16"), overlap.network("10GbE", 8)
+    fast = [overlap.plan(profile, network, name) for name in ("mg-wfbp", "us-byte")]
+    slow = overlap.plan(profile, replace(network, startup_s=network.startup_s * 1000), "wfbp")
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    shown.draw([*fast, slow], tmp_path / "g.png")
+    longest = max(s.predicted_seconds for s in fast)
+    assert drawn[0].axes[0].get_xlim()[1] < 3 * 1e3 * longest < 1e3 * slow.predicted_seconds
+    assert drawn[0].axes[2].get_title(loc="left").endswith("goes on")
 
 
 def test_json_and_a_profile_of_ones_own(tmp_path: Path) -> None:

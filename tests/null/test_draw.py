@@ -12,15 +12,18 @@ import pytest
 from linkweave.collectives.planning.planner import plan_allreduce, plan_collective
 from linkweave.topology import Link, Topology, TopologyError, load
 from linkweave.topology.draw import draw
+from linkweave.topology.parts import parts_of
 
 pytest.importorskip("matplotlib")
 
 KINDS = ["dgx1-v100", "dgx1-p100", "dgx2", "dgx-a100", "mesh-5", "ring-9", "pcie-6", "cpu-3"]
 
 
-def svg(path: Path, topology: Topology, algorithm: str | None = None) -> str:
+def svg(
+    path: Path, topology: Topology, algorithm: str | None = None, part: int | None = None
+) -> str:
     plan = None if algorithm is None else plan_allreduce(topology, 1 << 20, algorithm)
-    draw(topology, [path / "picture.svg"], plan)
+    draw(topology, [path / "picture.svg"], plan, part)
     return (path / "picture.svg").read_text()
 
 
@@ -83,8 +86,8 @@ def test_dashed_exactly_where_the_plan_detours(name: str, algorithm: str, tmp_pa
 def test_paper_detours_belong_to_their_trees(tmp_path: Path) -> None:
     picture = svg(tmp_path, load("dgx1-v100"), "ccube_dgx1")
     found = texts(picture)
-    assert "tree 0: root GPU 0 (ringed), depth 3" in found
-    assert "tree 1: root GPU 1 (ringed), depth 3" in found
+    assert "tree 1 of 2: root GPU 0 (ringed), depth 3" in found
+    assert "tree 2 of 2: root GPU 1 (ringed), depth 3" in found
     assert "dashed: detour 2 to 4 over GPU 0" in found  # from child to parent
     assert "dashed: detour 3 to 5 over GPU 1" in found
     dashed = [style for style in re.findall(r'style="([^"]*)"', picture) if "dasharray" in style]
@@ -151,6 +154,65 @@ def test_plan_for_another_machine(tmp_path: Path) -> None:
         draw(load("ring-3"), [tmp_path / "picture.svg"], plan)
 
 
+@pytest.mark.parametrize(
+    ("name", "algorithm", "part", "said"),
+    [
+        ("dgx1-v100", "ring", None, "ring: all 6 rings"),
+        ("dgx1-v100", "ring", 2, "ring: ring 2 of 6"),
+        ("dgx1-v100", "packed_trees", 3, "packed_trees: tree 3 of 17, arrows from child to parent"),
+        ("dgx1-v100", "halving_doubling", 1, "halving_doubling: phase 1 of 2: reduce"),
+        ("4 x mesh-2", "hierarchical", 2, "hierarchical: phase 2 of 4: reduce between nodes"),
+        ("cpu-4", "one_shot", None, "one_shot: phase 1 of 1: reduce"),
+    ],
+)
+def test_the_title_says_which_part(
+    name: str, algorithm: str, part: int | None, said: str, tmp_path: Path
+) -> None:
+    assert said in texts(svg(tmp_path, load(name), algorithm, part))
+
+
+def test_rings_together_take_what_each_takes_alone() -> None:
+    topology = load("dgx1-v100")
+    parts = parts_of(plan_allreduce(topology, 1 << 20, "ring"), topology)
+    assert [part.name for part in parts] == [f"ring {i} of 6" for i in range(1, 7)]
+    for part in parts:
+        assert sorted(a for a, _ in part.arrows) == sorted(b for _, b in part.arrows) == [*range(8)]
+
+
+def test_phases_of_a_cluster_stay_inside_nodes_or_cross() -> None:
+    topology = load("4 x mesh-2")
+    parts = parts_of(plan_allreduce(topology, 1 << 20, "hierarchical"), topology)
+    crossing = [{a // 2 != b // 2 for a, b in part.arrows} for part in parts]
+    assert crossing == [{False}, {True}, {True}, {False}]
+    assert [part.name.split(": ")[1] for part in parts] == [
+        "reduce inside nodes", "reduce between nodes", "copy between nodes", "copy inside nodes",
+    ]  # fmt: skip
+
+
+def test_many_trees_are_lines_with_counts(tmp_path: Path) -> None:
+    found = texts(svg(tmp_path, load("mesh-9"), "two_shot"))
+    assert "used by 2 of the 9 trees" in found
+
+
+def test_cpu_ranks_are_called_ranks(tmp_path: Path) -> None:
+    found = texts(svg(tmp_path, load("cpu-4"), "overlapped_double_tree"))
+    assert "GPU" not in " ".join(found)
+    assert any("root rank " in text for text in found)
+
+
+def test_a_part_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(TopologyError, match="no part 7 to draw: the picture has parts 1 to 6"):
+        svg(tmp_path, load("dgx1-v100"), "ring", 7)
+    with pytest.raises(TopologyError, match="no part 1 to draw: the picture has no plan"):
+        draw(load("ring-3"), [tmp_path / "a.svg"], None, 1)
+
+
+def test_everything_is_drawn_on_request(tmp_path: Path) -> None:
+    draw(load("dgx1-v100"), [tmp_path / "a.svg"], everything=True)
+    found = texts((tmp_path / "a.svg").read_text())
+    assert {"cpu0", "switch3"} <= set(found) and not any("not drawn" in text for text in found)
+
+
 def test_importing_stays_free_of_matplotlib() -> None:
-    code = "import sys, topology, topology.draw; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, linkweave.topology.draw; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

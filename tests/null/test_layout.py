@@ -43,7 +43,7 @@ def inside(p: complex, box: tuple[complex, complex]) -> bool:
 
 @every_machine
 def test_no_two_things_share_a_place(machine: Topology) -> None:
-    layout = lay_out(machine, arcs=False)
+    layout = lay_out(machine, machine.fabric, arcs=False)
     assert set(layout.seats) == set(machine.gpus)
     for (g, p), (h, q) in combinations(layout.seats.items(), 2):
         assert abs(p - q) > 2.5 * RADIUS, (g, h)
@@ -58,7 +58,7 @@ def test_no_two_things_share_a_place(machine: Topology) -> None:
 
 @every_machine
 def test_lines_end_where_they_should_and_run_through_no_gpu(machine: Topology) -> None:
-    layout = lay_out(machine, arcs=False)
+    layout = lay_out(machine, machine.fabric, arcs=False)
     for link, _ in cables(machine.fabric):
         points = layout.curve(link.src, link.dst)
         for end, point in ((link.src, points[0]), (link.dst, points[-1])):
@@ -75,7 +75,7 @@ def test_lines_end_where_they_should_and_run_through_no_gpu(machine: Topology) -
 
 @every_machine
 def test_lines_pass_beneath_network_switches_only(machine: Topology) -> None:
-    layout = lay_out(machine, arcs=False)
+    layout = lay_out(machine, machine.fabric, arcs=False)
     for link, _ in cables(machine.fabric):
         for name, box in layout.boxes.items():
             if name not in (link.src, link.dst) and name not in layout.passed:
@@ -90,7 +90,8 @@ def crossed(layout: Positions) -> Positions:
 
 
 def test_an_overlap_would_be_seen() -> None:
-    layout = crossed(lay_out(load("pcie-8"), arcs=False))
+    machine = load("pcie-8")
+    layout = crossed(lay_out(machine, machine.fabric, arcs=False))
     one, two = list(layout.boxes.values())[:2]
     assert boxes_overlap(one, two)
 

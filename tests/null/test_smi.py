@@ -258,6 +258,42 @@ def test_cpus_affinities_tell_what_nvlinks_hide(node: str) -> None:
     assert "inferred from their NUMA nodes and CPUs" in " ".join(made.assumptions)
 
 
+def sockets(made: Topology) -> int:
+    return sum(k.kind == "socket" for k in made.links) // 2
+
+
+def test_one_affinity_for_all_gpus_of_a_dgx1_leaves_two_cpus() -> None:
+    pairs = MACHINES["dgx1-v100"].nvlinks
+    made = load(tabs(Machine(pairs, "0 0 0 0 1 1 1 1", tails=["\t0-79\tN/A"] * 8)))
+    assert sockets(made) == 1
+    assert {made.cell(0, g) for g in (5, 6, 7)} == {"SYS"}
+
+
+def test_one_affinity_and_nothing_but_sys_is_one_cpu() -> None:
+    text = tabs(Machine({}, "0 1 2 3 4 5 6 7", tails=["\t0-79\tN/A"] * 8))
+    made = load(text)
+    assert sockets(made) == 0 and made.cell(0, 7) == "PHB"
+    assert "all GPUs have the same CPUs, so SYS" in " ".join(made.assumptions)
+    assert sockets(load(text.replace("0-79", ""))) == 28  # then nothing contradicts the matrix
+
+
+def test_a_model_by_name_gives_the_speed_that_the_text_does_not_tell() -> None:
+    text = tabs(Machine(all_to_all(8, 18), "0 0 0 0 1 1 1 1", tails=["\t0-7\t0"] * 8))
+    unknown, known = load(text), load(text, gpu="b300")
+    assert str(bound(unknown)).startswith(
+        "allreduce: at most 257.1 GB/s = 72/7 links over NVLink (speed assumed); bottleneck"
+    )
+    assert str(bound(known)).startswith(
+        "allreduce: at most 514.3 GB/s = 72/7 links over NVLink; bottleneck"
+    )
+    assert {k.bandwidth for k in known.fabric} == {50 * 10**9}
+    with pytest.raises(TopologyError, match="unknown GPU model 'b9000': name it as nvidia-smi -L"):
+        load(text, gpu="b9000")
+    for spec in ("dgx2", listed("NVIDIA A100-SXM4", 8) + text):
+        with pytest.raises(TopologyError, match="are known, so b300 cannot be their model"):
+            load(spec, gpu="b300")
+
+
 def test_gpus_need_not_count_from_zero() -> None:
     made = load("\tGPU2\tGPU5\nGPU2\t X \tNV4\nGPU5\tNV4\t X \n")
     assert made.gpus == (2, 5)

@@ -397,3 +397,15 @@ def test_figures_beyond_all_measure_are_refused(change: str) -> None:
         load(json.dumps({**data, "links": [link]}))
     with pytest.raises(TopologyError, match="GPU numbers must be integers >= 0"):
         load(json.dumps({**data, "gpus": [0, 10**400], "links": []}))
+
+
+@pytest.mark.parametrize(("name", "each"), [("dgx-h200", 25), ("dgx-b200", 50)])
+def test_newer_machines_have_their_published_links(name: str, each: int) -> None:
+    ports = [(k.count, k.bandwidth) for k in load(name).links]
+    assert set(ports) == {(18, each * 10**9)} and len(ports) == 16
+
+
+@pytest.mark.parametrize(("wrong", "right"), [("DGX1-V100", "dgx1-v100"), ("Mesh-8", "mesh-8")])
+def test_a_near_name_is_suggested(wrong: str, right: str) -> None:
+    with pytest.raises(TopologyError, match=rf"did you mean {right}\?"):
+        load(wrong)

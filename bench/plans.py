@@ -1,0 +1,229 @@
+"""`linkweave plan` and `linkweave simulate`."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import Progress
+
+from linkweave import collectives
+from linkweave.bench.machine import explanation_json
+from linkweave.bench.options import (
+    WIDTH,
+    AlgorithmOption,
+    ChunksOption,
+    CollectiveOption,
+    GpusOption,
+    JsonOption,
+    MeasuredOption,
+    ModelOption,
+    PlanFileOption,
+    RootOption,
+    SizeOption,
+    TopologyOption,
+    console,
+    machine_of,
+    parse_size,
+    table,
+)
+from linkweave.collectives import CollectiveError, Plan
+from linkweave.collectives.planning.cost import MAX_CHUNKS
+from linkweave.collectives.planning.explain import size_text
+from linkweave.collectives.planning.planner import candidates, choose, predict
+from linkweave.collectives.planning.simulate import Timeline
+from linkweave.topology import Topology, bound
+from linkweave.topology.bounds import COLLECTIVES as BOUNDED
+from linkweave.topology.loading import read
+from linkweave.topology.parts import parts_of
+
+_FEW = 16  # ranks up to which comparing all algorithms takes a second or two
+MOST_CHUNKS = 8 * MAX_CHUNKS
+LEGEND = (
+    "busiest link: share of the time in which it carries bytes; detours: connections over another "
+    "GPU;\nshared: connections take turns on some link"
+)
+
+
+def read_plan(path: Path, machine: Topology) -> Plan:
+    """A plan's JSON, verified on the machine. Raises CollectiveError."""
+    made = Plan.from_json(read(str(path)))
+    collectives.verify(made, machine)
+    return made
+
+
+def plan(
+    size: SizeOption,
+    topo: TopologyOption = "auto",
+    collective: CollectiveOption = "allreduce",
+    root: RootOption = 0,
+    algorithm: AlgorithmOption = "auto",
+    chunks: ChunksOption = None,
+    gpus: GpusOption = None,
+    gpu: ModelOption = None,
+    measured: MeasuredOption = None,
+    steps: Annotated[bool, typer.Option("--steps", help="Print every step of every rank.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Compare all algorithms and print why one is chosen.")
+    ] = False,
+    sparse: Annotated[
+        int | None, typer.Option(help="With --explain: entries a rank of sparse all-reduces.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make and verify the plan for a message, and summarise it.
+
+    Large clusters take longer: 64 GPUs about 25 s.
+    """
+    machine, nbytes = machine_of(topo, gpus, measured, gpu), parse_size(size)
+    _sane(chunks)
+    if explain:
+        if collective != "allreduce":
+            raise CollectiveError("--explain is for all-reduce; simulate compares the others")
+        if algorithm != "auto" or chunks is not None:
+            raise CollectiveError("--explain compares all: leave out --algorithm and --chunks")
+        with console.status("comparing"):
+            told = collectives.explain(machine, nbytes, sparse)
+        print(explanation_json(told) if as_json else told)
+        return
+    if sparse is not None:
+        raise CollectiveError("--sparse goes with --explain")
+    with console.status("planning"):
+        made = collectives.plan_collective(collective, machine, nbytes, root, algorithm, chunks)
+        if as_json or steps:
+            text = made.to_json() if as_json else str(made)
+        else:
+            reason = _reason(machine, nbytes, made, algorithm)
+            text = summary(made, machine, nbytes, reason)
+        if algorithm != "auto":
+            _warn(made, machine, nbytes)
+    print(text)
+
+
+def summary(made: Plan, machine: Topology, nbytes: int, reason: str) -> str:
+    """What a plan is and how long it takes, a line for each fact."""
+    line = collectives.simulate(made, machine, nbytes)
+    facts = {
+        "plan": f"{made.collective} of {size_text(nbytes)} on {machine.name}",
+        "algorithm": reason if made.algorithm in reason else f"{made.algorithm}: {reason}",
+        "predicted": f"{line.seconds * 1e6:.1f} us, {line.algbw / 1e9:.2f} GB/s; the first chunk "
+                     f"is ready after {line.first_chunk_seconds * 1e6:.1f} us",
+    }  # fmt: skip
+    if made.collective in BOUNDED and line.seconds:
+        best = bound(
+            machine, made.collective, made.root if made.collective == "broadcast" else None
+        )
+        share = nbytes / line.seconds * float(best.seconds_per_byte)
+        facts["bound"] = f"{best}; this plan reaches {share:.0%}"
+    parts = parts_of(made, machine)
+    facts["made of"] = f"{len(parts)} {parts[0].name.split()[0]}s" if parts else "nothing to send"
+    if made.trees:
+        depths = [tree.depth for tree in made.trees]
+        facts["made of"] += f", depth {min(depths)} to {max(depths)}"
+    facts["made of"] += f", on {len({track.channel for track in made.tracks})} channels"
+    facts["detours"] = "; ".join(
+        f"{a} - {b} over {', '.join(map(str, via))}" for a, *via, b in made.detours
+    ) or "none"  # fmt: skip
+    facts["chunks"] = f"{made.num_chunks} of {size_text(made.chunk_bytes(nbytes))} at most"
+    facts["links"] = "exclusive" if made.exclusive else "; ".join(("shared", *made.notes))
+    return "\n".join(
+        textwrap.fill(fact, WIDTH, initial_indent=f"{name:11}", subsequent_indent=" " * 11)
+        for name, fact in facts.items()
+    ) + "\n--steps prints the steps of every rank"  # fmt: skip
+
+
+def _reason(machine: Topology, nbytes: int, made: Plan, algorithm: str) -> str:
+    if algorithm != "auto":
+        return "as asked"
+    if made.collective == "allreduce" and len(machine.gpus) <= _FEW:
+        return collectives.explain(machine, nbytes).reason
+    names = candidates(machine, made.collective, made.root)
+    return f"auto expects it to be the fastest of {len(names)} algorithms"
+
+
+def _warn(made: Plan, machine: Topology, nbytes: int) -> None:
+    """Tell where the algorithm that was asked for is slower than what auto takes."""
+    auto = choose(machine, nbytes, made.collective, made.root)
+    best = predict(machine, nbytes, auto, made.collective, made.root)[0]
+    seconds = collectives.simulate(made, machine, nbytes).seconds
+    if seconds > 1.02 * best:
+        console.print(
+            f"warning: {made.algorithm} is predicted to take {seconds / best:.2f} times as long as "
+            f"{auto}, which auto would take", highlight=False, soft_wrap=True,
+        )  # fmt: skip
+
+
+def _sane(chunks: int | None) -> None:
+    if chunks is not None and chunks > MOST_CHUNKS:
+        raise CollectiveError(f"--chunks must be at most {MOST_CHUNKS}, not {chunks}")
+
+
+def simulate(
+    size: SizeOption,
+    topo: TopologyOption = "auto",
+    collective: CollectiveOption = "allreduce",
+    root: RootOption = 0,
+    algorithm: AlgorithmOption = "all",
+    chunks: ChunksOption = None,
+    gpus: GpusOption = None,
+    gpu: ModelOption = None,
+    measured: MeasuredOption = None,
+    plan: PlanFileOption = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a Chrome trace (one algorithm only).")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict the time of a message: by every algorithm, by one, or by a plan from a file."""
+    machine, nbytes = machine_of(topo, gpus, measured, gpu), parse_size(size)
+    _sane(chunks)
+    if plan is not None:
+        given = read_plan(plan, machine)
+        collective, root, names = given.collective, given.root, (given.algorithm,)
+    with console.status("planning"):
+        collectives.plan_collective(collective, machine, nbytes, root)  # refuses what is wrong
+        chosen = choose(machine, nbytes, collective, root)
+        if plan is None:
+            every = algorithm == "all"
+            names = candidates(machine, collective, root) if every else (algorithm,)
+    if trace and len(names) > 1:
+        raise CollectiveError("--trace needs one algorithm: name it with --algorithm")
+    rows: list[dict[str, Any]] = []
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        for name in progress.track(names, description="simulating"):
+            made = given if plan is not None else collectives.plan_collective(
+                collective, machine, nbytes, root, name, chunks
+            )  # fmt: skip
+            line = collectives.simulate(made, machine, nbytes)
+            rows.append(_row(made, line))
+            if trace:
+                line.save_trace(trace)
+    rows.sort(key=lambda row: row["time_us"])
+    if as_json:
+        what = {"topology": machine.name, "collective": collective, "size": nbytes}
+        print(json.dumps({**what, "auto": chosen, "rows": rows}))
+        return
+    print(f"{collective} of {size_text(nbytes)} on {machine.name}; auto takes {chosen}")
+    print(table(
+        ("algorithm", "chunks", "us", "GB/s", "first chunk us", "busiest link", "detours", ""),
+        [(r["algorithm"], r["chunks"], f"{r['time_us']:.1f}", f"{r['algbw_gbs']:.2f}",
+          f"{r['first_chunk_us']:.1f}", f"{r['busiest_link']:.0%}", r["detours"],
+          "" if r["exclusive"] else "shared") for r in rows],
+    ))  # fmt: skip
+    print(LEGEND)
+
+
+def _row(made: Plan, line: Timeline) -> dict[str, Any]:
+    return {
+        "algorithm": made.algorithm,
+        "chunks": made.num_chunks,
+        "time_us": line.seconds * 1e6,
+        "algbw_gbs": line.algbw / 1e9,
+        "first_chunk_us": line.first_chunk_seconds * 1e6,
+        "busiest_link": max(line.utilisation.values(), default=0.0),
+        "exclusive": made.exclusive,
+        "detours": len(made.detours),
+    }

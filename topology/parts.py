@@ -1,0 +1,139 @@
+"""The trees, rings or phases of a plan, as arrows between GPUs that a picture can show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from linkweave.topology.errors import TopologyError
+from linkweave.topology.routes import groups
+from linkweave.topology.topology import Topology
+
+Arrow = tuple[int, ...]
+"""GPUs from sender to receiver, with those that forward between them."""
+
+
+class PlanLike(Protocol):
+    """What a picture needs of a plan, whose own type lies in a layer above this one."""
+
+    @property
+    def algorithm(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def trees(self) -> Sequence[Any]: ...  # each with root, depth and edges
+    @property
+    def connections(self) -> Sequence[Any]: ...  # each with src, src_channel, dst, dst_channel
+    @property
+    def tracks(self) -> Sequence[Any]: ...  # each with phases of steps
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tree, a ring or a phase. A tree's arrows lead from child to parent."""
+
+    name: str
+    arrows: tuple[Arrow, ...]
+    root: int | None = None
+    depth: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    stops: Arrow
+    channel: int
+    reduced: bool
+    copied: bool
+
+
+def parts_of(plan: PlanLike, topology: Topology) -> list[Part]:
+    """The plan's trees; without trees its rings; else its phases.
+
+    A ring is a channel whose connections form one cycle through all ranks. A phase holds the
+    connections whose receivers reduce, copy or do both; on clusters those inside the nodes and
+    those between them are phases of their own. Raises TopologyError if the plan has another
+    number of ranks than the topology.
+    """
+    if plan.size != len(topology.gpus):
+        raise TopologyError(f"{topology.name} has not the {plan.size} GPUs that the plan is for")
+    moves = _moves(plan, topology.gpus)
+    if plan.trees:
+        return _trees(plan, topology.gpus, moves)
+    channels: dict[int, list[_Move]] = {}
+    for move in moves:
+        channels.setdefault(move.channel, []).append(move)
+    if all(_is_cycle(ring, plan.size) for ring in channels.values()):
+        return [
+            Part(f"ring {i} of {len(channels)}", tuple(move.stops for move in ring))
+            for i, ring in enumerate(channels.values(), 1)
+        ]
+    return _phases(topology, moves)
+
+
+def _moves(plan: PlanLike, gpus: Sequence[int]) -> list[_Move]:
+    """One for each connection whose receiver keeps what arrives, traced back over forwarders."""
+    reduced: set[int] = set()
+    copied: set[int] = set()
+    forwarded: dict[int, int] = {}  # by connection: the one whose slot is sent over it
+    for step in (s for track in plan.tracks for body in track.phases for s in body):
+        if step.op.name == "REDUCE":
+            reduced.update(step.connections)
+        elif step.op.name == "COPY":
+            copied.update(step.connections)
+        elif step.op.name == "SEND" and step.source is not None:
+            forwarded.update(dict.fromkeys(step.connections, step.source))
+    kept = reduced | copied
+    moves = []
+    for i in sorted(kept):
+        at, last = i, plan.connections[i]
+        stops = [gpus[last.dst], gpus[last.src]]
+        while (at := forwarded.get(at, i)) not in kept:
+            stops.append(gpus[plan.connections[at].src])
+        moves.append(_Move(tuple(stops[::-1]), last.dst_channel, i in reduced, i in copied))
+    return moves
+
+
+def _trees(plan: PlanLike, gpus: Sequence[int], moves: Sequence[_Move]) -> list[Part]:
+    via = {(m.stops[0], m.stops[-1], m.channel): m.stops[1:-1] for m in moves}
+    stars = plan.algorithm == "two_shot"  # its tree t has channels t and size + t
+    found = []
+    for t, tree in enumerate(plan.trees):
+        up, down = (t, plan.size + t) if stars else (2 * t, 2 * t + 1)
+        arrows = []
+        for a, b in tree.edges:
+            child, parent = gpus[a], gpus[b]
+            # a broadcast only goes down
+            between = via.get((child, parent, up)) or via.get((parent, child, down), ())[::-1]
+            arrows.append((child, *between, parent))
+        name = f"tree {t + 1} of {len(plan.trees)}"
+        found.append(Part(name, tuple(arrows), gpus[tree.root], tree.depth))
+    return found
+
+
+def _is_cycle(moves: Sequence[_Move], size: int) -> bool:
+    after = {move.stops[0]: move.stops[-1] for move in moves}
+    seen, at = 0, moves[0].stops[0]
+    while at in after:
+        seen, at = seen + 1, after.pop(at)
+    return seen == size == len(moves) and at == moves[0].stops[0]
+
+
+def _phases(topology: Topology, moves: Sequence[_Move]) -> list[Part]:
+    local = [(k.src, k.dst) for k in topology.links if k.kind != "network"]
+    nodes = groups(topology.gpus, local)
+    node = {gpu: i for i, members in enumerate(nodes) for gpu in members}
+    found: dict[tuple[int, int], dict[Arrow, None]] = {}
+    for move in moves:
+        way = 1 if not move.copied else 3 if not move.reduced else 2
+        across = node[move.stops[0]] != node[move.stops[-1]]
+        # reduce inside, then between nodes; copy between, then inside nodes
+        order = (way, int(across) if way < 3 else int(not across))
+        found.setdefault(order, {})[move.stops] = None
+    phases = []
+    for i, ((way, second), arrows) in enumerate(sorted(found.items()), 1):
+        name = f"phase {i} of {len(found)}: {('reduce', 'reduce and copy', 'copy')[way - 1]}"
+        if len(nodes) > 1:
+            name += " between nodes" if second == (way < 3) else " inside nodes"
+        phases.append(Part(name, tuple(arrows)))
+    return phases
