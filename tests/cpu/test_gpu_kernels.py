@@ -270,12 +270,14 @@ CASES = [
 
 
 RECORD = Path(__file__).parents[1] / "golden" / "kernels.registers.json"
-"""How many registers each kernel has; after a wanted change run with LINKWEAVE_RECORD=1."""
+"""How many registers each kernel has; after a wanted change run with --update-golden."""
 
 
 @pytest.mark.parametrize(("file", "words"), CASES)
 @pytest.mark.parametrize("architecture", [70, 80, 90])
-def test_they_compile_with_no_spills(file: str, words: tuple[str, ...], architecture: int) -> None:
+def test_they_compile_with_no_spills(
+    file: str, words: tuple[str, ...], architecture: int, update_golden: bool
+) -> None:
     made = Nvrtc().compile(source(file), (*PLAIN, *words), architecture)
     assert set(made) == set(re.findall(r"^KERNEL\((\w+)", source(file), re.MULTILINE))
     for name, kernel in made.items():
@@ -286,7 +288,7 @@ def test_they_compile_with_no_spills(file: str, words: tuple[str, ...], architec
     key = " ".join([f"sm_{architecture}", file, *words])
     found = {f"{key} {name}": kernel.registers for name, kernel in made.items()}
     recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    if os.environ.get("LINKWEAVE_RECORD"):
+    if update_golden:
         RECORD.write_text(json.dumps({**recorded, **found}, indent=1, sort_keys=True) + "\n")
     else:
         assert found == {k: v for k, v in recorded.items() if k in found}

@@ -1,13 +1,12 @@
 """Every CUDA kernel compiled ahead of time, with no GPU: sm_70 (V100), sm_80 (A100), sm_90 (H100).
 
 The recorded registers say how many blocks fit a multiprocessor; after a wanted change run this file
-with LINKWEAVE_RECORD=1 and look at the difference.
+with --update-golden and look at the difference.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -50,9 +49,11 @@ def test_no_kernel_spills(compiled: dict[tuple[int, str, str], Compiled]) -> Non
         assert kernel.shared <= 16 << 10, case
 
 
-def test_registers_are_those_recorded(compiled: dict[tuple[int, str, str], Compiled]) -> None:
+def test_registers_are_those_recorded(
+    compiled: dict[tuple[int, str, str], Compiled], update_golden: bool
+) -> None:
     found = {f"sm_{a} {d} {o}": k.registers for (a, d, o), k in compiled.items()}
-    if os.environ.get("LINKWEAVE_RECORD"):
+    if update_golden:
         RECORD.write_text(json.dumps(found, indent=1) + "\n")
     assert found == json.loads(RECORD.read_text())
 
