@@ -43,7 +43,7 @@ def kernel_number(dtype: str, op: str) -> tuple[int, int]:
 
 
 @cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
+def build_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="linkweave-shim-")
 
 
@@ -56,7 +56,7 @@ def build(
 
     All dtypes and ops with `everything`, else float32 sums.
     """
-    folder = Path(tempfile.mkdtemp(dir=_folder().name))
+    folder = Path(tempfile.mkdtemp(dir=build_folder().name))
     sources = folder / "kernels"
     shutil.copytree(ROOT / "kernels", sources, ignore=shutil.ignore_patterns("*.py*", "__*"))
     for name, old, new in changes:
@@ -311,7 +311,7 @@ class Image:
 
     def run(self, driver: Path, timeout: float = 60, abort: int | None = None) -> Any:
         """The segments afterwards; or the finished process, where it failed."""
-        with tempfile.TemporaryDirectory(dir=_folder().name) as folder:
+        with tempfile.TemporaryDirectory(dir=build_folder().name) as folder:
             paths = [Path(folder) / "in", Path(folder) / "out"]
             with paths[0].open("wb") as file:
 

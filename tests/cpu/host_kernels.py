@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from host_gpu import COMPILER, ROOT, SHIM, _folder
+from host_gpu import COMPILER, ROOT, SHIM, build_folder
 
 
 @cache
 def library(file: str, words: tuple[str, ...], sanitizer: str = "") -> ctypes.CDLL:
     """`kernels/FILE` with each kernel as a function (argument, blocks, threads)."""
-    made = Path(tempfile.mkdtemp(dir=_folder().name)) / "kernels.so"
+    made = Path(tempfile.mkdtemp(dir=build_folder().name)) / "kernels.so"
     extra = [f"-fsanitize={sanitizer}"] if sanitizer else []
     assert COMPILER is not None
     subprocess.run(
@@ -83,7 +83,7 @@ def source_of_layouts(file: str, name: str, names: tuple[str, ...]) -> list[tupl
         f'#include <cstddef>\n#include <cstdio>\n#include "{ROOT / "kernels" / file}"\n'
         f'int main() {{\n{fields}    std::printf("%zu 0\\n", sizeof({name}));\n}}\n'
     )
-    folder = Path(tempfile.mkdtemp(dir=_folder().name))
+    folder = Path(tempfile.mkdtemp(dir=build_folder().name))
     (folder / "layout.cpp").write_text(text)
     assert COMPILER is not None
     subprocess.run(

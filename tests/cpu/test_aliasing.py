@@ -11,7 +11,7 @@ import torch
 import collectives
 from collectives.aliasing import refuse_overlaps
 from collectives.default import get_default
-from tests.cpu.test_face import error_of
+from tests.cpu.helpers import error_of
 
 
 def negated(values: list[float]) -> torch.Tensor:

@@ -25,7 +25,7 @@ from collectives.default import get_default
 from collectives.join import _Job
 from collectives.planning.algorithms import ALGORITHMS
 from collectives.runtime.mapping import Mapping
-from tests.cpu.test_face import error_of
+from tests.cpu.helpers import error_of
 from topology import load
 
 ROOT = Path(__file__).parents[2]

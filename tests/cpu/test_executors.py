@@ -14,8 +14,7 @@ from collectives.default import get_default
 from collectives.runtime.base import Executor
 from collectives.runtime.cuda import virtual_ranks
 from collectives.runtime.reference import Reference
-from tests.cpu.test_face import error_of
-from tests.cpu.test_interpreter import buffer_of, values
+from tests.cpu.helpers import buffer_of, error_of, values
 from topology import load
 
 SIZE = 5

@@ -20,13 +20,13 @@ from host_kernels import HostKernels, source_of_layouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvrtc import Nvrtc
-from test_sparse_kernels import GRADIENTS, KINDS, row
 
 import kernels
 from collectives.sparse.wire import Wire
 from kernels import gpu, gpu_entries, gpu_rows, gpu_select, topk
 from kernels.gpu_face import Calls
 from kernels.source import PLAIN, source
+from tests.cpu.helpers import GRADIENTS, KINDS, row
 
 pytestmark = needs_compiler
 GRIDS = [(1, 1), (4, 3), (7, 2), (32, 2)]  # (threads, blocks)

@@ -12,11 +12,11 @@ import pytest
 from gpu_ranks import MODES, Machine, failure
 from gpu_vectors import StreamKernels, sparse_gpus
 from host_gpu import CURRENT, HostTensor, needs_compiler
-from test_sparse_allreduce import dense, vector
 
 import collectives
 from collectives import get_default
 from collectives.planning.merging import sparse_costs
+from tests.cpu.helpers import dense, vector
 from topology import load
 
 pytestmark = needs_compiler

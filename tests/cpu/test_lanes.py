@@ -16,7 +16,7 @@ import collectives
 from collectives import CollectiveAborted, CollectiveError
 from collectives.default import get_default
 from collectives.runtime.mapping import SEGMENT
-from tests.cpu.test_face import error_of
+from tests.cpu.helpers import error_of
 
 
 def shared_with_parts(rank: int) -> list[Any]:

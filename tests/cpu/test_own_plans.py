@@ -18,8 +18,7 @@ from collectives.default import get_default
 from collectives.planning.lower import Algorithm
 from collectives.runtime import plan_store, reference
 from collectives.runtime.plan_store import PlanStore
-from tests.cpu.test_face import error_of
-from tests.cpu.test_interpreter import values
+from tests.cpu.helpers import error_of, values
 from topology import Topology, load
 
 ROOT = Path(__file__).parents[2]

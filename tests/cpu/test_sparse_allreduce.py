@@ -18,20 +18,7 @@ from collectives.sparse.gtopk import gtopk
 from collectives.sparse.host import HostBackend
 from collectives.sparse.wire import HEAD, Wire
 from kernels import topk_abs
-
-NUMEL = 60
-
-
-def vector(rank: int, case: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng([rank, case])
-    indices = np.sort(rng.choice(NUMEL, size, replace=False)).astype(np.int32)
-    return rng.integers(-9, 10, size).astype(np.float32), indices
-
-
-def dense(pair: tuple[np.ndarray, np.ndarray], numel: int = NUMEL) -> np.ndarray:
-    out = np.zeros(numel, np.float32)
-    out[pair[1]] = pair[0]
-    return out
+from tests.cpu.helpers import NUMEL, dense, vector
 
 
 def cases(rank: int, size: int) -> list[Any]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, cycle
 
+from topology import Topology
+
 Counts = Mapping[tuple[int, int], int]
 """NVLinks by pair of GPUs, the lesser number first."""
 
@@ -363,3 +365,41 @@ NCCL_TESTS = """# nccl-tests all_reduce_perf, 8 GPUs
 #        (B)    (elements)                     (us)  (GB/s)  (GB/s)
    134217728      33554432   float     sum   1818.8   73.80  129.14  2e-07
 """
+
+
+# ---- the same facts of a topology that was read --------------------------------------------------
+
+
+def nvlinks_of(topology: Topology) -> Counts:
+    """NVLinks by pair of GPUs; both ways must be equal."""
+    found = {(k.src, k.dst): k for k in topology.links if k.kind == "nvlink"}
+    for (a, b), link in found.items():
+        assert (found[b, a].count, found[b, a].bandwidth) == (link.count, link.bandwidth)
+    direct = [(a, b) for a, b in found if isinstance(a, int) and isinstance(b, int) and a < b]
+    return {ends: found[ends].count for ends in direct}
+
+
+def ports_of(topology: Topology) -> dict[int, int]:
+    """NVLinks of each GPU into the NVSwitch."""
+    links = [k for k in topology.links if k.kind == "nvlink" and k.dst == "nvswitch"]
+    return {k.src: k.count for k in links}
+
+
+def tree_of(topology: Topology) -> set[tuple[str, str, str]]:
+    """PCIe: (device or switch, what it hangs under, kind); both ways must be there."""
+    found = {(str(k.src), str(k.dst), k.kind) for k in topology.links if k.kind != "nvlink"}
+    assert found == {(b, a, kind) for a, b, kind in found}
+    return found
+
+
+def drawn(text: str) -> set[tuple[str, str, str]]:
+    """The same of "switch0: 0 1 mlx5_0 | cpu0: switch0", the last word's kind by the names."""
+    found = set()
+    for part in text.split(" | "):
+        parent, _, children = part.partition(": ")
+        for child in children.split():
+            kind = "host" if parent.startswith("cpu") else "pcie"
+            kind = "network" if child.startswith(("mlx", "NIC")) else kind
+            kind = "socket" if child.startswith("cpu") else kind
+            found |= {(child, parent, kind), (parent, child, kind)}
+    return found
