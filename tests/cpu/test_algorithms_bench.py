@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +16,13 @@ from bench.algorithms import Settings, run
 from collectives import CollectiveError
 from collectives.default import get_default
 from collectives.planning.planner import candidates, choose, plan_allreduce
+from tests.cpu.commands import command as linkweave
 
-ROOT = Path(__file__).parents[2]
 CPU2 = topology.load("cpu-2")
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "bench.cli", "bench", "algorithms", *words],
-        cwd=ROOT, capture_output=True, text=True, timeout=100,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    return linkweave("bench", "algorithms", *words)
 
 
 def test_it_times_every_algorithm_and_writes_json(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -17,17 +16,8 @@ import topology
 from bench.options import parse_size
 from collectives import CollectiveError, Plan, plan_allreduce, plan_collective, verify
 from collectives.planning.explain import size_text
+from tests.cpu.commands import ROOT, command, command_in_a_process
 from topology.measured import LinkFigures, PairFigure
-
-ROOT = Path(__file__).parents[2]
-
-
-def command(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "bench.cli", *words],
-        cwd=cwd, capture_output=True, text=True, timeout=100,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
 
 
 def test_topo_prints_the_matrix_and_draws(tmp_path: Path) -> None:
@@ -92,7 +82,7 @@ def test_bench_links_measures_what_load_reads(tmp_path: Path) -> None:
 
 
 def test_doctor_reports() -> None:
-    done = command("doctor", "--json")
+    done = command_in_a_process("doctor", "--json")
     checks = {check["name"]: check for check in json.loads(done.stdout)}
     assert checks["shared memory"]["state"] == checks["peer processes"]["state"] == "ok"
     assert done.returncode == any(c["state"] == "problem" for c in checks.values())
@@ -154,7 +144,7 @@ def test_simulate_lists_all_and_traces_one(tmp_path: Path) -> None:
         (["topo", "dgx2", "--gpus", "3-99"], "dgx2 has no GPU 16"),
         (["topo", "dgx2", "--measured", "none.json"], "measured figures: no file 'none.json'"),
         (["topo", "2 x dgx2 nics=3"], "nics='3': choose"),
-        (["topo", "--xml", "x.xml", "40 x dgx2"], "an NCCL topology is of one node"),
+        (["topo", "--xml", "x.xml", "2 x dgx2"], "an NCCL topology is of one node"),
         (["bench", "links", "-n", "1"], "-n must be at least 2, not 1"),
         (["topo", "cpu-4", "--xml", "x.xml"], "cpu-4 has CPU ranks"),
         (["topo", "dgx2", "--plan", "ring"], "--plan draws: give --svg FILE or --png FILE"),
@@ -190,6 +180,12 @@ def test_bad_input_is_one_line_and_status_two(words: list[str], said: str) -> No
     assert done.stderr.startswith("linkweave: ")
 
 
+def test_an_error_of_the_command_is_one_line_and_status_two() -> None:
+    done = command_in_a_process("topo", "dgx9")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("linkweave: unknown machine 'dgx9'")
+
+
 def test_sizes() -> None:
     assert [parse_size(t) for t in ("0", "7", "64K", "64kib", "16M", "1GB")] == [
         0, 7, 65536, 65536, 16 << 20, 1 << 30,
@@ -202,7 +198,7 @@ def test_sizes() -> None:
 
 def test_bench_checks_and_writes_json(tmp_path: Path) -> None:
     out = tmp_path / "b.json"
-    done = command("bench", "allreduce", "-n", "3", "-b", "1K", "-e", "4K", "-r", "1",
+    done = command_in_a_process("bench", "allreduce", "-n", "3", "-b", "1K", "-e", "4K", "-r", "1",
                    "--out", str(out))  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]
@@ -213,7 +209,9 @@ def test_bench_checks_and_writes_json(tmp_path: Path) -> None:
 
 
 def test_the_demo_learns(tmp_path: Path) -> None:
-    done = command("demo", "-n", "2", "--epochs", "6", "--out", str(tmp_path), "--json")
+    done = command_in_a_process(
+        "demo", "-n", "2", "--epochs", "6", "--out", str(tmp_path), "--json"
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["accuracy"] > 0.8
@@ -244,6 +242,8 @@ def test_the_readmes_commands_exist(words: str, tmp_path: Path) -> None:
     parts = shlex.split(words)
     if parts[0] in ("bench", "demo", "reproduce"):  # run above or elsewhere, smaller
         parts = [*parts[: 2 if parts[0] == "bench" else 1], "--help"]
+    elif parts[0] == "schedule":
+        parts += ["--limit", "0.2"]  # seconds of searching
     pairs = (PairFigure(a, b, 1e10, 0.5) for a, b in permutations(range(4), 2))
     (tmp_path / "links.json").write_text(LinkFigures(tuple(pairs)).to_json())
     times = ROOT / "bench/results/algorithms-cpu-4-epyc-2-cores.json"
