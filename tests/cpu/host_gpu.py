@@ -42,6 +42,13 @@ def kernel_number(dtype: str, op: str) -> tuple[int, int]:
     return place, FUNCTORS.index(REDUCTIONS[step_of(op, dtype)])
 
 
+def sanitizing(sanitizer: str) -> list[str]:
+    """The compiler's options; with a sanitizer that are those which are compiled soonest."""
+    if not sanitizer:
+        return ["-O1"]
+    return ["-O0", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+
+
 @cache
 def build_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="linkweave-shim-")
@@ -63,13 +70,13 @@ def build(
         text = (sources / name).read_text()
         assert text.count(old) == 1, f"{name} holds {text.count(old)} times: {old}"
         (sources / name).write_text(text.replace(old, new))
-    options = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"] if sanitizer else []
+    options = sanitizing(sanitizer)
     options += ["-DALL"] if everything else []
     options += ["-shared", "-fPIC"] if what == "library" else []
     assert COMPILER is not None
     subprocess.run(
-        [COMPILER, "-std=c++20", "-O1", "-g", "-pthread", "-mf16c", "-Wall", "-Wno-unknown-pragmas",
-         "-Werror", "-include", str(SHIM / "cuda_shim.h"), f"-I{sources}", "-DELEMENT=float",
+        [COMPILER, "-std=c++20", "-pthread", "-mf16c", "-Wall", "-Wno-unknown-pragmas", "-Werror",
+         "-include", str(SHIM / "cuda_shim.h"), f"-I{sources}", "-DELEMENT=float",
          "-DOP=sum", *options, str(SHIM / f"{what}.cpp"), "-o", str(folder / what)],
         check=True, timeout=300,
     )  # fmt: skip

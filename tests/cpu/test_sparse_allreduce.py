@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,8 @@ from tests.cpu.helpers import NUMEL, dense, vector
 
 def cases(rank: int, size: int) -> list[Any]:
     found = []
-    for case in range(100):
-        k = (0, 1, 3, 7, 20, NUMEL)[case % 6]
-        entries = (k, min(NUMEL, 2 * k + 1), 0)[case % 3]
+    for case, (k, which) in enumerate(product((0, 1, 3, 7, 20, NUMEL), range(3))):
+        entries = (k, min(NUMEL, 2 * k + 1), 0)[which]
         residual = np.full(NUMEL, float(rank), np.float32)
         result = collectives.sparse_allreduce(
             *vector(rank, case, entries), NUMEL, k, residual=residual, mode="gtopk"
@@ -34,7 +34,7 @@ def cases(rank: int, size: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("size", range(1, 18))
+@pytest.mark.parametrize("size", [*range(1, 10), 13, 16, 17])
 def test_no_mass_is_lost(size: int) -> None:
     ranks = collectives.spawn(cases, size, args=(size,))
     for rows in zip(*ranks, strict=True):
@@ -154,7 +154,9 @@ def lossy(rank: int, size: int, numel: int, k: int) -> tuple[float, float]:
     return float(np.abs(missing).sum()), float(np.abs(result[0]).sum())
 
 
-@pytest.mark.parametrize(("size", "share"), [(8, 0.10), (16, 0.29), (32, 0.56)])
+@pytest.mark.parametrize(
+    ("size", "share"), [(8, 0.10), (16, 0.29), pytest.param(32, 0.56, marks=pytest.mark.slow)]
+)
 def test_what_the_papers_form_loses(size: int, share: float) -> None:
     lost, kept = collectives.spawn(lossy, size, args=(size, 1_000_000, 1000))[0]
     assert abs(lost / kept - share) < 0.06
