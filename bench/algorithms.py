@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-import collectives
-from bench.allreduce import Settings
-from bench.peers import timed
-from bench.timing import machine, schedule
-from collectives import CollectiveError
-from collectives.default import get_default
-from collectives.planning.explain import size_text
-from collectives.planning.planner import candidates, choose, plan_allreduce, predict
-from topology import Topology
-from topology.timings import Timing
+from linkweave import collectives
+from linkweave.bench.allreduce import Settings
+from linkweave.bench.peers import timed
+from linkweave.bench.timing import machine, schedule
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.launch.default import get_default
+from linkweave.collectives.planning.explain import size_text
+from linkweave.collectives.planning.planner import candidates, choose, plan_allreduce, predict
+from linkweave.topology import Topology
+from linkweave.topology.timings import Timing
 
 BUDGET_BYTES = 1 << 26  # of an algorithm's messages in one round; from one to fifty calls
 HOPELESS = 30  # times the least predicted time: not run at all

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-import collectives
-from bench.peers import Gloo, Mpi, mpi_launcher, timed
-from bench.timing import NEAR_NS, machine, round_trip_ns, schedule
-from collectives.default import get_default
-from collectives.planning.planner import choose, predict
-from topology import Topology
+from linkweave import collectives
+from linkweave.bench.peers import Gloo, Mpi, mpi_launcher, timed
+from linkweave.bench.timing import NEAR_NS, machine, round_trip_ns, schedule
+from linkweave.collectives.launch.default import get_default
+from linkweave.collectives.planning.planner import choose, predict
+from linkweave.topology import Topology
 
 BUDGET_BYTES = 1 << 28  # of one timed round; at least two iterations, at most twenty
 

@@ -11,11 +11,10 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-import collectives
-import topology
-from bench.machine import comparison, explanation_json, parse_gpus, report
-from bench.measure import bench
-from bench.options import (
+from linkweave import collectives, topology
+from linkweave.bench.machine import comparison, explanation_json, parse_gpus, report
+from linkweave.bench.measure import bench
+from linkweave.bench.options import (
     AlgorithmOption,
     ChunksOption,
     CollectiveOption,
@@ -27,9 +26,9 @@ from bench.options import (
     console,
     parse_size,
 )
-from collectives import CollectiveError
-from collectives.planning.explain import size_text
-from collectives.planning.planner import candidates, choose, predict
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.planning.explain import size_text
+from linkweave.collectives.planning.planner import candidates, choose, predict
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode=None,
@@ -204,8 +203,8 @@ def schedule(
     as_json: JsonOption = False,
 ) -> None:
     """Predict an iteration under each policy of sending gradients; compare, draw, explain."""
-    from bench import schedule as shown
-    from collectives import overlap
+    from linkweave.bench import schedule as shown
+    from linkweave.collectives import overlap
 
     profile, net = overlap.load(model), overlap.network(network, workers)
     names = [*overlap.POLICIES, "auto"] if policy == "all" else [policy]
@@ -241,7 +240,7 @@ def schedule(
 @app.command()
 def doctor(as_json: JsonOption = False) -> None:
     """Check what this machine can do: driver, peer access, IPC, shared memory, containers."""
-    from collectives.runtime.doctor import examine
+    from linkweave.collectives.runtime.gpu.doctor import examine
 
     checks = examine()
     if as_json:
@@ -263,7 +262,7 @@ def reproduce(
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Simulate a table: a paper's, with its figures beside ours, or of our own choices."""
-    from bench import choice, scale, schedulers, schedules
+    from linkweave.bench.reproduce import choice, scale, schedulers, schedules
 
     tables = {
         "c-cube-14": (scale, len(scale.RANKS) * len(scale.SIZES)),
@@ -288,7 +287,7 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Train a CNN on handwritten digits, gradients over the DGX-1's double tree."""
-    from bench.demo import run, summary
+    from linkweave.bench.demo import run, summary
 
     result = run(ranks, epochs, out)
     print(json.dumps(result) if as_json else summary(result))

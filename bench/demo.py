@@ -15,10 +15,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-import collectives
-import topology
-from collectives import CollectiveError
-from collectives.default import get_default
+from linkweave import collectives, topology
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.launch.default import get_default
 
 MACHINE = "dgx1-v100"
 ALGORITHM = "overlapped_double_tree"

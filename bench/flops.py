@@ -1,5 +1,6 @@
-"""Forward FLOPs of the tensors in `collectives/overlap/models.json`; `python -m bench.flops` writes
-them there.
+"""Forward FLOPs of the tensors in `collectives/overlap/models.json`.
+
+`python -m linkweave.bench.flops` writes them there.
 
 A tensor of n parameters that a sample uses at p positions counts 2 n p: a multiplication and an
 addition each. p is the height times the width of what a convolution or a norm gives, the tokens of

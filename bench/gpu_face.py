@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-import collectives
-from collectives import get_default
-from collectives.planning.planner import candidates
-from kernels.dtypes import DTYPES
+from linkweave import collectives
+from linkweave.collectives import get_default
+from linkweave.collectives.planning.planner import candidates
+from linkweave.kernels.dtypes import DTYPES
 
 
 class Failed(Exception):

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from bench.gpu_face import Failed, tiled
-from collectives import plan_allreduce
-from collectives.runtime.cuda import virtual_ranks
-from topology import load
+from linkweave.bench.gpu_face import Failed, tiled
+from linkweave.collectives import plan_allreduce
+from linkweave.collectives.runtime.gpu.executor import virtual_ranks
+from linkweave.topology import load
 
 GRAPH = 20  # calls captured in one graph
 LAYERS, BYTES = 16, 16 << 20

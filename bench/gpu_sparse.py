@@ -8,11 +8,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-import collectives
-import kernels
-from bench.gpu_face import Arrays, Failed
-from bench.sparse import medians, torch_coalesce, torch_sparsify, zipf
-from collectives import get_default
+from linkweave import collectives, kernels
+from linkweave.bench.gpu_face import Arrays, Failed
+from linkweave.bench.sparse import medians, torch_coalesce, torch_sparsify, zipf
+from linkweave.collectives import get_default
 
 DENSITY = 0.001
 ROWS = ((1 << 25), (1 << 28))

@@ -1,4 +1,4 @@
-"""Everything that one GPU can show, in one command: `python -m bench.gpu_suite --budget 480`.
+"""Everything that one GPU can show: `python -m linkweave.bench.gpu_suite --budget 480`.
 
 All ranks run on the one GPU, so links are the GPU's own memory; rows called "emulated links" hold
 each send to a stated rate. Most rows launch all ranks of a plan at once ("virtual ranks"); the rows
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.gpu_face import (
+from linkweave.bench.gpu_face import (
     Arrays,
     CupyArrays,
     Failed,
@@ -31,17 +31,17 @@ from bench.gpu_face import (
     tiled,
     with_cuda,
 )
-from bench.gpu_queue import GRAPH, dequeue
-from bench.gpu_sparse import GRADIENT, SparseRows, sparse_ranks
-from bench.timing import machine
-from collectives import CollectiveAborted, CollectiveError, plan_allreduce
-from collectives.planning.plan import Plan
-from collectives.planning.planner import candidates
-from collectives.runtime import reference
-from collectives.runtime.cuda import GpuRanks, lanes_of, virtual_ranks
-from collectives.runtime.reference import to_bfloat16
-from kernels.dtypes import DTYPES, ops_of
-from topology import load
+from linkweave.bench.gpu_queue import GRAPH, dequeue
+from linkweave.bench.gpu_sparse import GRADIENT, SparseRows, sparse_ranks
+from linkweave.bench.timing import machine
+from linkweave.collectives import CollectiveAborted, CollectiveError, plan_allreduce
+from linkweave.collectives.planning.plan import Plan
+from linkweave.collectives.planning.planner import candidates
+from linkweave.collectives.runtime import reference
+from linkweave.collectives.runtime.gpu.executor import GpuRanks, lanes_of, virtual_ranks
+from linkweave.collectives.runtime.reference import to_bfloat16
+from linkweave.kernels.dtypes import DTYPES, ops_of
+from linkweave.topology import load
 
 MIB = 1 << 20
 LINK = 25e9  # bytes/s: one NVLink of the DGX-1, for the rows with emulated links
@@ -330,13 +330,15 @@ def run(suite: Suite, budget: float, only: str, out: Path | None) -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu_suite", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m linkweave.bench.gpu_suite", description=__doc__
+    )
     parser.add_argument("--budget", type=float, default=480, help="seconds (default 480)")
     parser.add_argument("--only", default="", help="rows whose names contain this")
     parser.add_argument("--out", type=Path, help="write JSON here, after every row")
     given = parser.parse_args(arguments)
     try:
-        from kernels.device import CudaDevice
+        from linkweave.kernels.gpu.device import CudaDevice
 
         device = CudaDevice()
     except Exception as error:  # CuPy's own kinds, where it can be imported at all

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-import collectives
-from bench.timing import ping
-from collectives import CollectiveError
-from collectives.default import get_default
-from kernels.atomics import copy_bytes
-from topology import Device
-from topology.measured import LinkFigures, PairFigure
+from linkweave import collectives
+from linkweave.bench.timing import ping
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.launch.default import get_default
+from linkweave.kernels.atomics import copy_bytes
+from linkweave.topology import Device
+from linkweave.topology.measured import LinkFigures, PairFigure
 
 NBYTES = 16 << 20  # of one copy between CPU ranks: more than a core's own caches hold
 GPU_NBYTES = 256 << 20

@@ -7,12 +7,12 @@ import math
 import re
 from dataclasses import asdict
 
-from collectives import CollectiveError, Explanation
-from topology import Topology, bound
-from topology.bounds import COLLECTIVES
-from topology.compare import compare, in_words
-from topology.errors import TopologyError
-from topology.text import link_table
+from linkweave.collectives import CollectiveError, Explanation
+from linkweave.topology import Topology, bound
+from linkweave.topology.bounds import COLLECTIVES
+from linkweave.topology.compare import compare, in_words
+from linkweave.topology.errors import TopologyError
+from linkweave.topology.text import link_table
 
 
 def report(machine: Topology) -> str:

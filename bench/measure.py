@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from bench.options import JsonOption, TopologyOption, at_least, console, parse_size
-from collectives import CollectiveError
-from collectives.planning.planner import candidates
+from linkweave.bench.options import JsonOption, TopologyOption, at_least, console, parse_size
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.planning.planner import candidates
 
 bench = typer.Typer(no_args_is_help=True, help="Measure on this machine; results are checked.")
 
@@ -28,7 +28,7 @@ OutOption = Annotated[Path | None, typer.Option(help="Write the figures as JSON.
 
 def sweep(begin: str, end: str, factor: int) -> tuple[int, ...]:
     """The sizes in bytes that -b, -e and -f ask for. Raises CollectiveError."""
-    from bench.allreduce import sizes
+    from linkweave.bench.allreduce import sizes
 
     low, high = parse_size(begin), parse_size(end)
     at_least(("-f", factor, 2))
@@ -47,7 +47,7 @@ def links(
     as_json: JsonOption = False,
 ) -> None:
     """Bandwidth and latency between every two GPUs, or (without any) every two CPU ranks."""
-    from bench.links import gpus, measure_cpu, measure_gpu, table
+    from linkweave.bench.links import gpus, measure_cpu, measure_gpu, table
 
     at_least(("-r", rounds, 1), ("-n", 2 if ranks is None else ranks, 2))
     if out:
@@ -80,9 +80,9 @@ def allreduce(
     as_json: JsonOption = False,
 ) -> None:
     """All-reduce of float32 over CPU ranks, beside gloo and MPI (where mpi4py is installed)."""
-    from bench.allreduce import Settings, as_json_text, run
-    from bench.report import header, line
-    from collectives.settings import topology_for
+    from linkweave.bench.allreduce import Settings, as_json_text, run
+    from linkweave.bench.report import header, line
+    from linkweave.collectives.settings import topology_for
 
     at_least(("-n", ranks, 1), ("-r", rounds, 1))
     swept = sweep(begin, end, factor)
@@ -108,8 +108,8 @@ def algorithms(
     as_json: JsonOption = False,
 ) -> None:
     """All-reduce of float32 over CPU ranks by every algorithm, beside what the model takes."""
-    from bench.algorithms import Settings, as_json_text, header, line, run
-    from collectives.settings import topology_for
+    from linkweave.bench.algorithms import Settings, as_json_text, header, line, run
+    from linkweave.collectives.settings import topology_for
 
     at_least(("-n", ranks, 2), ("-r", rounds, 1))
     swept = sweep(begin, end, factor)
@@ -181,7 +181,7 @@ def queue(
     rounds: RoundsOption = 5, out: OutOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """How early layers can be used while their all-reduce is under way, by several algorithms."""
-    from bench import queue as measured
+    from linkweave.bench import queue as measured
 
     at_least(("-n", ranks, 1), ("-l", layers, 1), ("-r", rounds, 1))
     nbytes = parse_size(size) // 4 * 4
@@ -199,7 +199,7 @@ def _sane(elements: int, density: float, threads: int, rounds: int) -> None:
 
 def _sparse(name: str, out: Path | None, as_json: bool, *arguments: Any) -> None:
     """What that function of `bench.sparse` measures, printed and written."""
-    from bench import sparse
+    from linkweave.bench import sparse
 
     _shown(sparse, lambda: list(getattr(sparse, name)(*arguments)), out, as_json)
 

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from collectives import CollectiveError
-from collectives.planning.fields import shown
-from collectives.planning.goals import COLLECTIVES
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.planning.fields import shown
+from linkweave.collectives.planning.goals import COLLECTIVES
 
 console = Console(stderr=True)
 

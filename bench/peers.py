@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.timing import schedule
+from linkweave.bench.timing import schedule
 
 
 class Gloo:
@@ -66,9 +66,9 @@ class Mpi:
         env["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
         self.log = tempfile.TemporaryFile()
         self.process = subprocess.Popen(
-            [str(launcher), "-n", str(size), sys.executable, "-m", "bench.mpi_rank"],
+            [str(launcher), "-n", str(size), sys.executable, "-m", "linkweave.bench.mpi_rank"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
-            cwd=Path(__file__).parent.parent, env=env, start_new_session=True,
+            cwd=Path(__file__).parents[2], env=env, start_new_session=True,
         )  # fmt: skip
         hello = self._line()
         if not hello.startswith("ready "):

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-import collectives
-from bench.timing import machine, schedule
-from collectives import CollectiveError, get_default
+from linkweave import collectives
+from linkweave.bench.timing import machine, schedule
+from linkweave.collectives import CollectiveError, get_default
 
 DEQUEUES = 200  # of a layer that is there, timed together
 HEADER = (

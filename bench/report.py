@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bench.allreduce import Row, Settings
-from bench.timing import machine
+from linkweave.bench.allreduce import Row, Settings
+from linkweave.bench.timing import machine
 
 
 def header(settings: Settings) -> str:

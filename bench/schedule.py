@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from collectives import CollectiveError
-from collectives.overlap import Schedule
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.overlap import Schedule
 
 HEADER = (
     f"{'policy':14}{'ms':>10}{'x WFBP':>8}{'above bound':>13}{'exposed ms':>12}{'all-reduces':>13}"

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-import collectives
-import kernels
-from bench.timing import machine, schedule
-from collectives import CollectiveError, get_default
+from linkweave import collectives, kernels
+from linkweave.bench.timing import machine, schedule
+from linkweave.collectives import CollectiveError, get_default
 
 HEADER = (
     f"{'':12}{'elements':>11}{'k':>9}{'threads':>9}  {'':24}{'ms':>9}{'x ours':>8}{'of floor':>10}"
@@ -174,7 +173,7 @@ def coalesce(num: int, width: int, vocabulary: int, threads: int, rounds: int) -
 
 def _rank(rank: int, elements: int, k: int, rounds: int, store: str) -> list[tuple[str, float]]:
     """Medians in seconds on one rank, everyone under SCHED_BATCH."""
-    from bench.peers import Gloo
+    from linkweave.bench.peers import Gloo
 
     schedule(True)
     comm = get_default()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from kernels.atomics import load_acquire, sched_yield, store_release
+from linkweave.kernels.atomics import load_acquire, sched_yield, store_release
 
 NEAR_NS = 350  # flag round trip below which two cores share a cache that is close
 

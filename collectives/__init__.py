@@ -9,58 +9,57 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from collectives import _siblings as _siblings
-from collectives.errors import (
+from linkweave.collectives.errors import (
     CollectiveAborted,
     CollectiveError,
     CollectiveTimeout,
     PlanError,
     TopologyError,
 )
-from collectives.planning.explain import Explanation, explain
-from collectives.planning.plan import Plan
-from collectives.planning.planner import plan_allreduce, plan_collective
-from collectives.planning.verify import verify
-from collectives.runtime.simulate import Timeline, simulate
+from linkweave.collectives.planning.explain import Explanation, explain
+from linkweave.collectives.planning.plan import Plan
+from linkweave.collectives.planning.planner import plan_allreduce, plan_collective
+from linkweave.collectives.planning.simulate import Timeline, simulate
+from linkweave.collectives.planning.verify import verify
 
 if TYPE_CHECKING:
-    from collectives.communicator import Communicator
-    from collectives.default import get_default, shutdown
-    from collectives.gradient_queue import GradientQueue
-    from collectives.join import init
-    from collectives.launch import spawn
-    from collectives.work import Work
+    from linkweave.collectives.calls.gradient_queue import GradientQueue
+    from linkweave.collectives.calls.work import Work
+    from linkweave.collectives.communicator import Communicator
+    from linkweave.collectives.launch.default import get_default, shutdown
+    from linkweave.collectives.launch.join import init
+    from linkweave.collectives.launch.processes import spawn
 
 __all__ = [
     "CollectiveAborted", "CollectiveError", "CollectiveTimeout", "Communicator", "Explanation",
     "GradientQueue", "Plan", "PlanError", "Timeline", "TopologyError", "Work", "allgather",
     "allreduce", "allreduce_queue", "alltoall", "barrier", "broadcast", "empty", "explain",
-    "get_default", "init", "plan_allreduce", "plan_collective", "recv", "reduce",
+    "get_default", "init", "overlap", "plan_allreduce", "plan_collective", "recv", "reduce",
     "reduce_scatter", "run", "send", "shutdown", "simulate", "sparse_allreduce", "spawn",
     "symmetric_empty", "verify",
 ]  # fmt: skip
 
 _RUNNING = {
     "Communicator": "communicator",
-    "GradientQueue": "gradient_queue",
-    "Work": "work",
-    "init": "join",
-    "spawn": "launch",
-    "shutdown": "default",
-    "get_default": "default",
+    "GradientQueue": "calls.gradient_queue",
+    "Work": "calls.work",
+    "init": "launch.join",
+    "spawn": "launch.processes",
+    "shutdown": "launch.default",
+    "get_default": "launch.default",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name == "overlap":
-        return import_module("collectives.overlap")
+        return import_module(f"{__name__}.overlap")
     if name not in _RUNNING:
-        raise AttributeError(f"module 'collectives' has no attribute {name!r}")
-    return getattr(import_module(f"collectives.{_RUNNING[name]}"), name)
+        raise AttributeError(f"module 'linkweave.collectives' has no attribute {name!r}")
+    return getattr(import_module(f"linkweave.collectives.{_RUNNING[name]}"), name)
 
 
 def _default() -> Communicator:
-    from collectives.default import get_default
+    from linkweave.collectives.launch.default import get_default
 
     return get_default()
 

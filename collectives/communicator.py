@@ -9,23 +9,23 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any, cast
 
-from collectives import bodies
-from collectives.calls import Calls
-from collectives.channels import Channels
-from collectives.errors import CollectiveError
-from collectives.gpu_calls import GpuCalls
-from collectives.gradient_queue import GradientQueue, HostQueue
-from collectives.parts import Order, Parts
-from collectives.planning.plan import Plan
-from collectives.request import NOTHING, How, Request
-from collectives.runtime import cuda
-from collectives.runtime.arena import Arena
-from collectives.runtime.arrivals import Arrivals
-from collectives.runtime.team import Team
-from collectives.settings import Settings, topology_for
-from collectives.tensors import as_buffer, gpu_of, layout_of, quick, shaped
-from collectives.work import HostWork, Work
-from collectives.worker import Worker
+from linkweave.collectives.calls import operations as bodies
+from linkweave.collectives.calls.gpu import GpuCalls
+from linkweave.collectives.calls.gradient_queue import GradientQueue, HostQueue
+from linkweave.collectives.calls.host import Calls
+from linkweave.collectives.calls.parts import Order, Parts
+from linkweave.collectives.calls.point_to_point import Channels
+from linkweave.collectives.calls.request import NOTHING, How, Request
+from linkweave.collectives.calls.work import HostWork, Work
+from linkweave.collectives.calls.worker import Worker
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.planning.plan import Plan
+from linkweave.collectives.runtime.cpu.arena import Arena
+from linkweave.collectives.runtime.cpu.arrivals import Arrivals
+from linkweave.collectives.runtime.gpu import executor as cuda
+from linkweave.collectives.runtime.gpu.team import Team
+from linkweave.collectives.settings import Settings, topology_for
+from linkweave.collectives.tensors import as_buffer, gpu_of, layout_of, quick, shaped
 
 
 class Communicator:
@@ -211,7 +211,7 @@ class Communicator:
         waits, as the result's size is known on the GPU only: not for graphs. Raises
         CollectiveError, on every rank where their arguments differ.
         """
-        from collectives.sparse.gtopk import agreed, sparse_allreduce, whole
+        from linkweave.collectives.sparse.gtopk import agreed, sparse_allreduce, whole
 
         arguments = (values, indices, numel, k, op, residual, mode, conserve)
         if (index := gpu_of(values)) is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from topology.errors import CollectiveError, TopologyError
+from linkweave.topology.errors import CollectiveError, TopologyError
 
 __all__ = [
     "CollectiveAborted",

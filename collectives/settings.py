@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 from zlib import crc32
 
-from collectives.errors import CollectiveError
-from topology import Topology, load
+from linkweave.collectives.errors import CollectiveError
+from linkweave.topology import Topology, load
 
 log = logging.getLogger("linkweave")
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.errors import CollectiveError
-from collectives.runtime.buffer import Buffer
-from collectives.runtime.dtypes import DTYPES, unsupported
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.runtime.buffer import Buffer
+from linkweave.collectives.runtime.dtypes import DTYPES, unsupported
 
 _NUMPY = {np.dtype(name): name for name in DTYPES if name != "bfloat16"}
 

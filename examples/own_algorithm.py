@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-import collectives
-import topology
-from collectives.planning.lower import Algorithm, Copy, Reduce
+from linkweave import collectives, topology
+from linkweave.collectives.planning.lower import Algorithm, Copy, Reduce
 
 
 def line(machine: topology.Topology) -> Algorithm:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kernels.face import (
+    from linkweave.kernels.api import (
         coalesce,
         merge_topk,
         scatter_add_rows,
@@ -23,7 +23,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module 'kernels' has no attribute {name!r}")
-    from kernels import face  # Numba takes its time
+        raise AttributeError(f"module 'linkweave.kernels' has no attribute {name!r}")
+    from linkweave.kernels import api as face  # Numba takes its time
 
     return getattr(face, name)

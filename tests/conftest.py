@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives.runtime import plan_store
+from linkweave.collectives.calls import plan_store
 
 
 @pytest.fixture(autouse=True, scope="session")

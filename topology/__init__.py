@@ -1,15 +1,15 @@
 """What is wired: machines, links and the ways between GPUs. Needs neither torch nor a GPU."""
 
-from topology.bounds import Bound, allreduce_bound, bound
-from topology.clusters import cluster
-from topology.compare import compare
-from topology.draw import draw
-from topology.errors import CollectiveError, TopologyError
-from topology.graph import Device, Link, Topology
-from topology.loading import load
-from topology.machines import NAMES
-from topology.nccl_write import to_nccl_xml
-from topology.routes import Vertex
+from linkweave.topology.bounds import Bound, allreduce_bound, bound
+from linkweave.topology.clusters import cluster
+from linkweave.topology.compare import compare
+from linkweave.topology.draw import draw
+from linkweave.topology.errors import CollectiveError, TopologyError
+from linkweave.topology.graph import Device, Link, Topology
+from linkweave.topology.loading import load
+from linkweave.topology.machines import NAMES
+from linkweave.topology.nccl_write import to_nccl_xml
+from linkweave.topology.routes import Vertex
 
 __all__ = [
     "NAMES",

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
-from topology import speeds
-from topology.errors import TopologyError
-from topology.graph import Device, Link, Topology
-from topology.machines import both, dgx1_p100, ordered
-from topology.routes import Vertex, groups
+from linkweave.topology import speeds
+from linkweave.topology.errors import TopologyError
+from linkweave.topology.graph import Device, Link, Topology
+from linkweave.topology.machines import both, dgx1_p100, ordered
+from linkweave.topology.routes import Vertex, groups
 
 Pair = tuple[Vertex, Vertex]
 

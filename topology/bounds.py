@@ -29,11 +29,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
-from topology.cuts import Cut, Network
-from topology.errors import TopologyError
-from topology.graph import Link, Topology
-from topology.routes import Vertex
-from topology.text import gpu_list, number, vertex
+from linkweave.topology.cuts import Cut, Network
+from linkweave.topology.errors import TopologyError
+from linkweave.topology.graph import Link, Topology
+from linkweave.topology.routes import Vertex
+from linkweave.topology.text import gpu_list, number, vertex
 
 _FEW = 64  # ranks whose ports are compared one by one
 COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast")

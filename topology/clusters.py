@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from topology import speeds
-from topology.errors import TopologyError
-from topology.graph import Link, Topology
-from topology.machines import MAX_N, both, ordered
-from topology.routes import Vertex, groups
+from linkweave.topology import speeds
+from linkweave.topology.errors import TopologyError
+from linkweave.topology.graph import Link, Topology
+from linkweave.topology.machines import MAX_N, both, ordered
+from linkweave.topology.routes import Vertex, groups
 
 _HEAD = re.compile(r"(\d{1,6})\s*[x*]\s*([^\s=]+)\s*(.*)", re.IGNORECASE | re.DOTALL)
 _RATE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)\s*(GB/s|Gb/s|Gbit/s)")

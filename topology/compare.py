@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from topology.graph import KINDS, Topology
-from topology.text import cables, vertex
+from linkweave.topology.graph import KINDS, Topology
+from linkweave.topology.text import cables, vertex
 
 _MOST = 12  # differing pairs that are listed
 

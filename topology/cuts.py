@@ -19,8 +19,8 @@ from math import lcm
 
 import numpy as np
 
-from topology.routes import Vertex, neighbours, reach
-from topology.symmetry import Wiring, colour_of
+from linkweave.topology.routes import Vertex, neighbours, reach
+from linkweave.topology.symmetry import Wiring, colour_of
 
 _S, _T = -1, -2  # source and sink, beside the merged vertices 0, 1, ...
 

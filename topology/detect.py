@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from topology import speeds
-from topology.assemble import NODE, PHB, PIX, PXB, SYS, Told, assemble
-from topology.errors import TopologyError
-from topology.graph import Device, Topology
-from topology.machines import machine
-from topology.routes import Vertex
+from linkweave.topology import speeds
+from linkweave.topology.assemble import NODE, PHB, PIX, PXB, SYS, Told, assemble
+from linkweave.topology.errors import TopologyError
+from linkweave.topology.graph import Device, Topology
+from linkweave.topology.machines import machine
+from linkweave.topology.routes import Vertex
 
 # nvmlGpuTopologyLevel_t; INTERNAL is two GPUs on one board, behind one bridge
 _LEVELS = {0: PIX, 10: PIX, 20: PXB, 30: PHB, 40: NODE, 50: SYS}

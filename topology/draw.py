@@ -11,11 +11,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from topology.clusters import nodes_of
-from topology.errors import TopologyError
-from topology.graph import KINDS, Topology
-from topology.layout import RADIUS, bend_through, lay_out
-from topology.text import cables
+from linkweave.topology.clusters import nodes_of
+from linkweave.topology.errors import TopologyError
+from linkweave.topology.graph import KINDS, Topology
+from linkweave.topology.layout import RADIUS, bend_through, lay_out
+from linkweave.topology.text import cables
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from topology.errors import TopologyError
-from topology.routes import Vertex, between, connects, routes
-from topology.timings import Timing, timing_rows
+from linkweave.topology.errors import TopologyError
+from linkweave.topology.routes import Vertex, between, connects, routes
+from linkweave.topology.timings import Timing, timing_rows
 
 KINDS = {
     "nvlink": ("NVLink", "NVLinks"),
@@ -251,7 +251,7 @@ class Topology:
         The fabrics are compared: their links must agree in kind, count and bandwidth. Names,
         latencies, numbering and the host beneath a machine that NVLink connects are free.
         """
-        from topology.symmetry import mappings
+        from linkweave.topology.symmetry import mappings
 
         mapping = next(mappings(self, other), None)
         return None if mapping is None else dict(mapping)
@@ -261,7 +261,7 @@ class Topology:
 
         Lazy: behind a switch of n ports there are n! of them.
         """
-        from topology.symmetry import mappings
+        from linkweave.topology.symmetry import mappings
 
         return mappings(self, self)
 
@@ -352,7 +352,7 @@ class Topology:
         return "PIX" if len(links) == 2 else "PXB"
 
     def __str__(self) -> str:
-        from topology.text import describe
+        from linkweave.topology.text import describe
 
         return describe(self)
 

@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from topology.clusters import nodes_of
-from topology.graph import Link, Topology
-from topology.machines import dgx1_p100, dgx1_v100
-from topology.routes import Vertex, neighbours, reach
+from linkweave.topology.clusters import nodes_of
+from linkweave.topology.graph import Link, Topology
+from linkweave.topology.machines import dgx1_p100, dgx1_v100
+from linkweave.topology.routes import Vertex, neighbours, reach
 
 RADIUS = 0.22  # of a GPU's circle; a unit of length is 1.5 inches at most
 GAP = 0.1  # between parallel lines

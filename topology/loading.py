@@ -7,14 +7,14 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from topology.clusters import looks_like_cluster, parse_cluster
-from topology.detect import detect
-from topology.errors import TopologyError
-from topology.graph import Topology
-from topology.machines import NAMES, machine
-from topology.measured import looks_like_p2p, overlay
-from topology.nccl_xml import parse_nccl_xml
-from topology.parse_smi import looks_like_smi, parse_smi
+from linkweave.topology.clusters import looks_like_cluster, parse_cluster
+from linkweave.topology.detect import detect
+from linkweave.topology.errors import TopologyError
+from linkweave.topology.graph import Topology
+from linkweave.topology.machines import NAMES, machine
+from linkweave.topology.measured import looks_like_p2p, overlay
+from linkweave.topology.nccl_xml import parse_nccl_xml
+from linkweave.topology.parse_smi import looks_like_smi, parse_smi
 
 LARGEST = 32 << 20  # bytes of a file
 _NCCL_TESTS = re.compile(r"\balgbw\s+busbw\b")

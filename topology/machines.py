@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 
-from topology import speeds
-from topology.errors import TopologyError
-from topology.graph import Link, Topology
-from topology.routes import Vertex
+from linkweave.topology import speeds
+from linkweave.topology.errors import TopologyError
+from linkweave.topology.graph import Link, Topology
+from linkweave.topology.routes import Vertex
 
 NVLINK1 = speeds.nvlink(60)
 MEMORY = 20_000_000_000  # copied bytes/s through one machine's memory, all ranks together

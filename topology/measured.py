@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
-from topology.errors import TopologyError
-from topology.graph import Device, Link, Topology
-from topology.routes import Vertex
-from topology.timings import looks_like_timings, parse_timings
+from linkweave.topology.errors import TopologyError
+from linkweave.topology.graph import Device, Link, Topology
+from linkweave.topology.routes import Vertex
+from linkweave.topology.timings import looks_like_timings, parse_timings
 
 FORMAT = "linkweave-links"
 _ABOVE = 1.1  # times its nominal speed, a link is not measured

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 from xml.sax.saxutils import quoteattr
 
-from topology import speeds
-from topology.errors import TopologyError
-from topology.graph import Device, Link, Topology
-from topology.routes import Vertex
-from topology.xml_tree import LONGEST_VALUE
+from linkweave.topology import speeds
+from linkweave.topology.errors import TopologyError
+from linkweave.topology.graph import Device, Link, Topology
+from linkweave.topology.routes import Vertex
+from linkweave.topology.xml_tree import LONGEST_VALUE
 
 MOST_GPUS = 128
 _HIDDEN = "fffffff:ffff:ff"  # what NCCL itself writes for an NVLink target that it cannot see

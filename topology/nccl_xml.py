@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
-from topology import speeds
-from topology.errors import TopologyError
-from topology.graph import Device, Link, Topology
-from topology.machines import SWITCH_PLANES, both, ordered
-from topology.routes import Vertex
-from topology.xml_tree import Element, parse_xml
+from linkweave.topology import speeds
+from linkweave.topology.errors import TopologyError
+from linkweave.topology.graph import Device, Link, Topology
+from linkweave.topology.machines import SWITCH_PLANES, both, ordered
+from linkweave.topology.routes import Vertex
+from linkweave.topology.xml_tree import Element, parse_xml
 
 _GPU_CLASS, _CPU_CLASS = "0x03", "0x068001"
 _MOST_COUNT = 1 << 30

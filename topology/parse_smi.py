@@ -11,11 +11,11 @@ import re
 from dataclasses import dataclass
 from itertools import pairwise
 
-from topology import speeds
-from topology.assemble import NODE, PHB, PIX, PXB, SYS, Told, assemble
-from topology.errors import TopologyError
-from topology.graph import Device, Topology
-from topology.routes import Vertex
+from linkweave.topology import speeds
+from linkweave.topology.assemble import NODE, PHB, PIX, PXB, SYS, Told, assemble
+from linkweave.topology.errors import TopologyError
+from linkweave.topology.graph import Device, Topology
+from linkweave.topology.routes import Vertex
 
 _LEVELS = {"PIX": PIX, "PXB": PXB, "PHB": PHB, "NODE": NODE, "SYS": SYS, "SOC": SYS}
 _CELL = re.compile(r"X|NV[1-9]\d{0,2}|" + "|".join(_LEVELS))

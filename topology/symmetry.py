@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from topology.graph import Topology
-    from topology.routes import Vertex
+    from linkweave.topology.graph import Topology
+    from linkweave.topology.routes import Vertex
 
 Colours = NDArray[np.uint64]
 _ODD = np.uint64(0x9E3779B97F4A7C15)

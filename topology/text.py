@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from topology.graph import KINDS, Link, Topology
-from topology.routes import Vertex
+from linkweave.topology.graph import KINDS, Link, Topology
+from linkweave.topology.routes import Vertex
 
 WIDEST = 64  # GPUs; a larger matrix helps nobody
 LONGEST = 60  # lines of links

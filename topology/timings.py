@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from topology.errors import TopologyError
+from linkweave.topology.errors import TopologyError
 
 FORMAT = "linkweave-timings"
 

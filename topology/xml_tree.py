@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from xml.parsers import expat
 
-from topology.errors import TopologyError
+from linkweave.topology.errors import TopologyError
 
 DEEPEST = 64
 MOST_ELEMENTS = 50_000

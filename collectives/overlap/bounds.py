@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from collectives.overlap.network import Network
-from collectives.overlap.profile import Profile
+from linkweave.collectives.overlap.network import Network
+from linkweave.collectives.overlap.profile import Profile
 
 
 def preemptive(heads: Sequence[float], times: Sequence[float], tails: Sequence[float]) -> float:

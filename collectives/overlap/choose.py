@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from collectives.errors import CollectiveError
-from collectives.overlap.network import Network
-from collectives.overlap.policies import NAMED
-from collectives.overlap.policies.carlier import carlier
-from collectives.overlap.policies.optimal import optimal
-from collectives.overlap.profile import Profile, shown
-from collectives.overlap.schedule import Schedule
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.overlap.network import Network
+from linkweave.collectives.overlap.policies import NAMED
+from linkweave.collectives.overlap.policies.carlier import carlier
+from linkweave.collectives.overlap.policies.optimal import optimal
+from linkweave.collectives.overlap.profile import Profile, shown
+from linkweave.collectives.overlap.schedule import Schedule
 
 POLICIES: dict[str, Callable[..., Schedule]] = {
     **NAMED, "carlier": carlier, "optimal": optimal,

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from collectives.errors import CollectiveError
-from collectives.overlap.profile import MAX_NUMBER, check_count, check_number, shown
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.overlap.profile import MAX_NUMBER, check_count, check_number, shown
 
 
 @dataclass(frozen=True, slots=True)

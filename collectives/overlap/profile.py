@@ -13,7 +13,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
-from collectives.errors import CollectiveError
+from linkweave.collectives.errors import CollectiveError
 
 MAX_LAYERS = 5000
 MAX_BYTES = 1 << 40
@@ -195,7 +195,7 @@ ASSUMED_S = 0.08
 @cache
 def _models() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = json.loads(
-        files("collectives.overlap").joinpath("models.json").read_text()
+        files("linkweave.collectives.overlap").joinpath("models.json").read_text()
     )
     return found
 

@@ -6,11 +6,11 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from collectives.errors import CollectiveError
-from collectives.overlap.bounds import LANES, lower_bound
-from collectives.overlap.network import Network
-from collectives.overlap.profile import MAX_BYTES, Profile, check_count, shown
-from collectives.overlap.timeline import Timeline, timeline
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.overlap.bounds import LANES, lower_bound
+from linkweave.collectives.overlap.network import Network
+from linkweave.collectives.overlap.profile import MAX_BYTES, Profile, check_count, shown
+from linkweave.collectives.overlap.timeline import Timeline, timeline
 
 ALIGN = 16
 """Bytes: where gradients may be cut, so that no element is, of whatever dtype."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from collectives.overlap.network import Network
-from collectives.overlap.profile import Profile
+from linkweave.collectives.overlap.network import Network
+from linkweave.collectives.overlap.profile import Profile
 
 if TYPE_CHECKING:
-    from collectives.overlap.schedule import Communication
+    from linkweave.collectives.overlap.schedule import Communication
 
 Span = tuple[float, float]
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.planning.goals import blocks
-from collectives.planning.plan import ALIGN
+from linkweave.collectives.planning.goals import blocks
+from linkweave.collectives.planning.plan import ALIGN
 
 Sizes = Sequence[Sequence[int]] | Sequence[int]
 

@@ -20,9 +20,9 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 
-from collectives.planning.plan import ALIGN, Op, Plan
-from collectives.runtime.simulate import simulate
-from topology import Topology, Vertex
+from linkweave.collectives.planning.plan import ALIGN, Op, Plan
+from linkweave.collectives.planning.simulate import simulate
+from linkweave.topology import Topology, Vertex
 
 MEMORY_CHUNK = 64 << 10
 """Bytes: a chunk that ranks on one memory hand on stays in a core's own cache."""

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from collectives.errors import PlanError
-from collectives.planning.algorithms import ALGORITHMS, Named, algorithm_for
-from collectives.planning.lower import MOST_SQUARED
-from collectives.planning.merging import Sparse, sparse_costs
-from collectives.planning.planner import candidates, choose, plan_allreduce, predict
-from collectives.runtime.simulate import Timeline, simulate
-from topology import Bound, Topology, Vertex, bound
-from topology.timings import measured_seconds
+from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning.algorithms.registry import ALGORITHMS, Named, algorithm_for
+from linkweave.collectives.planning.lower import MOST_SQUARED
+from linkweave.collectives.planning.planner import candidates, choose, plan_allreduce, predict
+from linkweave.collectives.planning.simulate import Timeline, simulate
+from linkweave.collectives.planning.sparse_tree import Sparse, sparse_costs
+from linkweave.topology import Bound, Topology, Vertex, bound
+from linkweave.topology.timings import measured_seconds
 
 SIZES = tuple(1 << i for i in range(10, 31))
 """Messages in bytes, 1 KiB to 1 GiB, for which the choice is told."""

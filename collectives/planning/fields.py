@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from collectives.errors import PlanError
+from linkweave.collectives.errors import PlanError
 
 LIMITS = {"size": 1 << 16, "num_chunks": 1 << 20, "stride": 1 << 16, "slots": 64}
 """What these fields of a plan are at most; at least they are 1."""

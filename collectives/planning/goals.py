@@ -9,7 +9,7 @@ a rank is in one pair at most, and those in none keep what they have.
 
 from __future__ import annotations
 
-from collectives.errors import PlanError
+from linkweave.collectives.errors import PlanError
 
 COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "alltoall")
 SENDRECV = "sendrecv"

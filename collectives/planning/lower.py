@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from collectives.errors import PlanError
-from collectives.planning.goals import Root, start
-from collectives.planning.plan import Connection, Op, Plan, Step, Stream
-from collectives.planning.trees import Tree
-from topology import Topology
+from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning.algorithms.trees import Tree
+from linkweave.collectives.planning.goals import Root, start
+from linkweave.collectives.planning.plan import Connection, Op, Plan, Step, Stream
+from linkweave.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.errors import PlanError
-from collectives.planning.fields import LIMITS, MOST_BYTES, MOST_CELLS, check_json, whole
-from collectives.planning.goals import Root, blocks, check
-from collectives.planning.trees import Tree
-from topology import Vertex
+from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning.algorithms.trees import Tree
+from linkweave.collectives.planning.fields import LIMITS, MOST_BYTES, MOST_CELLS, check_json, whole
+from linkweave.collectives.planning.goals import Root, blocks, check
+from linkweave.topology import Vertex
 
 ALIGN = 16  # chunk boundaries, bytes: a GPU moves 16 bytes at once
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from functools import lru_cache
 
-from collectives.errors import PlanError
-from collectives.planning.algorithms import ALGORITHMS, Named, algorithm_for
-from collectives.planning.cost import (
+from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning.algorithms.registry import ALGORITHMS, Named, algorithm_for
+from linkweave.collectives.planning.algorithms.rooted_and_exchange import OTHERS, other_algorithm
+from linkweave.collectives.planning.cost import (
     LARGE,
     Shape,
     largest_chunk,
@@ -15,16 +16,15 @@ from collectives.planning.cost import (
     shape_of,
     simulated_seconds,
 )
-from collectives.planning.fields import MOST_BYTES, whole
-from collectives.planning.form import check_form
-from collectives.planning.goals import Root, check, parts
-from collectives.planning.lower import MOST_SQUARED, Tuning, lower
-from collectives.planning.others import OTHERS, other_algorithm
-from collectives.planning.plan import Plan
-from collectives.planning.verify import shortened, verify
-from collectives.runtime.simulate import simulate
-from topology import Topology
-from topology.timings import measured_seconds
+from linkweave.collectives.planning.fields import MOST_BYTES, whole
+from linkweave.collectives.planning.goals import Root, check, parts
+from linkweave.collectives.planning.lower import MOST_SQUARED, Tuning, lower
+from linkweave.collectives.planning.plan import Plan
+from linkweave.collectives.planning.simulate import simulate
+from linkweave.collectives.planning.verify import shortened, verify
+from linkweave.collectives.planning.wellformed import check_form
+from linkweave.topology import Topology
+from linkweave.topology.timings import measured_seconds
 
 ALLREDUCE = "allreduce"
 _FOR_CLUSTERS = ("overlapped_double_tree", "recursive_doubling", "hierarchical",

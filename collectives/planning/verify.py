@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 
-from collectives.errors import PlanError
-from collectives.planning.form import MOST_WALKED, check_form, check_links, repeats
-from collectives.planning.goals import goal, start
-from collectives.planning.plan import Op, Plan
-from collectives.planning.touches import origins, place, pushed, pushes
-from collectives.planning.walk import Visit, walk
-from topology import Topology
+from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning.access import origins, place, pushed, pushes
+from linkweave.collectives.planning.execute_order import Visit, walk
+from linkweave.collectives.planning.goals import goal, start
+from linkweave.collectives.planning.plan import Op, Plan
+from linkweave.collectives.planning.wellformed import MOST_WALKED, check_form, check_links, repeats
+from linkweave.topology import Topology
 
 _FEW = 8  # slots
 

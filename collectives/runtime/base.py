@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from collectives.planning.plan import Plan
-from collectives.runtime.buffer import Buffer
+from linkweave.collectives.planning.plan import Plan
+from linkweave.collectives.runtime.buffer import Buffer
 
 
 class Executor(Protocol):

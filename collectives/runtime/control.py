@@ -16,10 +16,25 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
-from collectives.runtime.arena import BELL, CLOSED, FINISHED, MOST_SAID, POSTED, WAITS, Arena
-from collectives.runtime.diagnose import DIED, DIFFERED, INTERRUPTED, LEFT, REASONS, TIMED_OUT
-from kernels import counters as kernel
+from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
+from linkweave.collectives.runtime.cpu.arena import (
+    BELL,
+    CLOSED,
+    FINISHED,
+    MOST_SAID,
+    POSTED,
+    WAITS,
+    Arena,
+)
+from linkweave.collectives.runtime.diagnose import (
+    DIED,
+    DIFFERED,
+    INTERRUPTED,
+    LEFT,
+    REASONS,
+    TIMED_OUT,
+)
+from linkweave.kernels.plan import counters as kernel
 
 Where = Callable[[], tuple[str, dict[str, int]]]
 """Where a rank stands: in words, and as the fields of `CollectiveTimeout`."""

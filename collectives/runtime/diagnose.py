@@ -8,9 +8,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from collectives.planning.plan import Op, Plan
-from collectives.planning.touches import origins
-from collectives.runtime.encoded import Encoded
+from linkweave.collectives.planning.access import origins
+from linkweave.collectives.planning.plan import Op, Plan
+from linkweave.collectives.runtime.encoded import Encoded
 
 REASONS = (
     "gave up waiting", "died", "raised an exception", "was interrupted", "was closed",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collectives.errors import CollectiveError
-from kernels.dtypes import DTYPES, OPS, REDUCTIONS, ops_of, step_of
+from linkweave.collectives.errors import CollectiveError
+from linkweave.kernels.dtypes import DTYPES, OPS, REDUCTIONS, ops_of, step_of
 
 __all__ = ["DTYPES", "OPS", "check_op", "step_of", "unsupported"]
 

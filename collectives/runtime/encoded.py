@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.planning.form import repeats
-from collectives.planning.plan import Op, Plan
-from collectives.planning.touches import origins, pushed
-from collectives.planning.verify import has_one_phase, races
-from kernels.interpret import DIRECT_SLOTS
+from linkweave.collectives.planning.access import origins, pushed
+from linkweave.collectives.planning.plan import Op, Plan
+from linkweave.collectives.planning.verify import has_one_phase, races
+from linkweave.collectives.planning.wellformed import repeats
+from linkweave.kernels.plan.interpreter import DIRECT_SLOTS
 
 
 @dataclass(frozen=True, slots=True)

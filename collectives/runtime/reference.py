@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.errors import CollectiveError
-from collectives.planning.plan import Op, Plan
-from collectives.planning.walk import Visit, walk
-from collectives.runtime.buffer import Buffer
-from collectives.runtime.dtypes import DTYPES, check_op, step_of
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.planning.execute_order import Visit, walk
+from linkweave.collectives.planning.plan import Op, Plan
+from linkweave.collectives.runtime.buffer import Buffer
+from linkweave.collectives.runtime.dtypes import DTYPES, check_op, step_of
 
 Array = NDArray[Any]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from collectives.errors import CollectiveError
-from collectives.tensors import dtype_name, gpu_of, integer, is_torch, stands_in_order
-from kernels.checks import DTYPES
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.tensors import dtype_name, gpu_of, integer, is_torch, stands_in_order
+from linkweave.kernels.validate import DTYPES
 
 
 def check_vector(values: Any, indices: Any, numel: Any) -> int:

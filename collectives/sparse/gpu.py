@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from collectives.planning.goals import SENDRECV, Pairs, Root, targets
-from collectives.planning.merging import rounds
-from collectives.planning.trees import Tree
-from collectives.runtime.buffer import Buffer
-from collectives.sparse.checks import check_vector, flat_residual, wrong_indices
-from collectives.sparse.gtopk import Asked, Vector
-from collectives.sparse.wire import HEAD, Wire
-from collectives.stream_work import OnStream
-from collectives.tensors import dtype_name
-from kernels import gpu_entries
-from kernels.gpu import Gpu, LibraryGpu
-from kernels.gpu_face import Calls as Kernels
+from linkweave.collectives.calls.stream_work import OnStream
+from linkweave.collectives.planning.algorithms.trees import Tree
+from linkweave.collectives.planning.goals import SENDRECV, Pairs, Root, targets
+from linkweave.collectives.planning.sparse_tree import rounds
+from linkweave.collectives.runtime.buffer import Buffer
+from linkweave.collectives.sparse.checks import check_vector, flat_residual, wrong_indices
+from linkweave.collectives.sparse.gtopk import Asked, Vector
+from linkweave.collectives.sparse.wire import HEAD, Wire
+from linkweave.collectives.tensors import dtype_name
+from linkweave.kernels.gpu.api import Calls as Kernels
+from linkweave.kernels.gpu.arrays import Gpu, LibraryGpu
+from linkweave.kernels.merge import entries as gpu_entries
 
 _ALIGN = 16  # bytes
 

@@ -17,15 +17,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from collectives.bodies import Place
-from collectives.calls import Calls
-from collectives.errors import CollectiveError
-from collectives.planning.goals import Pairs
-from collectives.planning.merging import merge_tree, rounds, sparse_costs
-from collectives.planning.trees import Tree
-from collectives.runtime import cuda
-from collectives.sparse.wire import Wire
-from collectives.tensors import gpu_of, integer, stream_of
+from linkweave.collectives.calls.host import Calls
+from linkweave.collectives.calls.operations import Place
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.planning.algorithms.trees import Tree
+from linkweave.collectives.planning.goals import Pairs
+from linkweave.collectives.planning.sparse_tree import merge_tree, rounds, sparse_costs
+from linkweave.collectives.runtime.gpu import executor as cuda
+from linkweave.collectives.sparse.wire import Wire
+from linkweave.collectives.tensors import gpu_of, integer, stream_of
 
 MODES = ("auto", "gtopk", "topk", "dense")
 _OPS = ("sum", "avg")
@@ -128,10 +128,10 @@ def _backend(values: Any, indices: Any, numel: Any, residual: Any) -> Backend:
 
 def _backend_of(values: Any, indices: Any, numel: Any, residual: Any) -> Backend:
     if (index := gpu_of(values)) is None:
-        from collectives.sparse.host import HostBackend
+        from linkweave.collectives.sparse.host import HostBackend
 
         return HostBackend(values, indices, numel, residual)
-    from collectives.sparse.gpu import GpuBackend
+    from linkweave.collectives.sparse.gpu import GpuBackend
 
     if cuda.open_device(index).capturing(stream_of(values)):
         raise CollectiveError(

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.bodies import allgather, into
-from collectives.calls import Calls
-from collectives.planning.goals import Pairs, targets
-from collectives.planning.trees import Tree
-from collectives.sparse.checks import check_vector, flat_residual, wrong_indices
-from collectives.sparse.gtopk import Asked
-from collectives.sparse.wire import HEAD, Vector, Wire
-from collectives.tensors import dtype_name, gpu_of, is_torch
-from kernels import merge_topk
-from kernels.merging import add_at
+from linkweave.collectives.calls.host import Calls
+from linkweave.collectives.calls.operations import allgather, into
+from linkweave.collectives.planning.algorithms.trees import Tree
+from linkweave.collectives.planning.goals import Pairs, targets
+from linkweave.collectives.sparse.checks import check_vector, flat_residual, wrong_indices
+from linkweave.collectives.sparse.gtopk import Asked
+from linkweave.collectives.sparse.wire import HEAD, Vector, Wire
+from linkweave.collectives.tensors import dtype_name, gpu_of, is_torch
+from linkweave.kernels import merge_topk
+from linkweave.kernels.merge.cpu import add_at
 
 _NOTHING: Vector = np.empty(0, np.float32), np.empty(0, np.int32)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.planning.merging import INDEX
-from collectives.runtime.dtypes import DTYPES
-from collectives.runtime.reference import from_bfloat16, to_bfloat16
+from linkweave.collectives.planning.sparse_tree import INDEX
+from linkweave.collectives.runtime.dtypes import DTYPES
+from linkweave.collectives.runtime.reference import from_bfloat16, to_bfloat16
 
 Vector = tuple[NDArray[np.float32], NDArray[np.int32]]
 """(values, indices), ascending; values of a 16-bit wire are such as it can carry."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from unittest import mock
 
-from bench import cli
+from linkweave.bench import cli
 
 ROOT = Path(__file__).parents[2]
 

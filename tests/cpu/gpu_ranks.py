@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from host_gpu import CURRENT, HostDevice, HostTensor, build
 
-from collectives import CollectiveError
-from collectives.runtime import cuda
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.runtime.gpu import executor as cuda
 
 MODES = {
     "threads on one GPU": {"device": "cuda:0", "virtual": True},

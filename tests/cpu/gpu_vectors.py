@@ -13,9 +13,9 @@ from gpu_ranks import Machine, gpus
 from host_gpu import HostTensor
 from host_kernels import HostKernels, library
 
-from collectives.runtime import cuda
-from collectives.sparse import gpu
-from kernels.gpu import element
+from linkweave.collectives.runtime.gpu import executor as cuda
+from linkweave.collectives.sparse import gpu
+from linkweave.kernels.gpu.arrays import element
 
 
 class StreamKernels(HostKernels):
@@ -49,7 +49,7 @@ class StreamKernels(HostKernels):
 
     def launch(self, *arguments: Any) -> None:
         self.threads_seen.add(threading.get_ident())
-        if arguments[0] == "merge.cu" and self.fail and self.fail[0] == threading.get_ident():
+        if arguments[0] == "merge/merge.cu" and self.fail and self.fail[0] == threading.get_ident():
             raise self.fail[1]
         self._device.synchronise(self._stream)
         super().launch(*arguments)
@@ -58,9 +58,9 @@ class StreamKernels(HostKernels):
 @contextmanager
 def sparse_gpus(monkeypatch: pytest.MonkeyPatch, *make: Any) -> Iterator[Machine]:
     for dtype in ("float32", "float16"):  # compiled before ranks are forked
-        library("entries.cu", element(dtype))
-    library("merge.cu", ("-DINDEX=int",))
-    library("select.cu", element("float32"))
+        library("merge/entries.cu", element(dtype))
+    library("merge/merge.cu", ("-DINDEX=int",))
+    library("topk/select.cu", element("float32"))
     monkeypatch.setattr(gpu, "LibraryGpu", StreamKernels)
     with gpus(monkeypatch, *make) as machine:
         yield machine

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from collectives import CollectiveError
-from collectives.runtime.buffer import Buffer
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.runtime.buffer import Buffer
 
 TORCH_DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16,
                 torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool]  # fmt: skip

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives.planning.fuse import fused
-from collectives.planning.plan import Plan
-from collectives.runtime import program
-from collectives.runtime.program import CURSOR, GROUP, LINE, REPORT, Shape, place_of
-from kernels.dtypes import DTYPES, REDUCTIONS, step_of
+from linkweave.collectives.planning.plan import Plan
+from linkweave.collectives.runtime.gpu import program
+from linkweave.collectives.runtime.gpu.fuse import fused
+from linkweave.collectives.runtime.gpu.program import CURSOR, GROUP, LINE, REPORT, Shape, place_of
+from linkweave.kernels.dtypes import DTYPES, REDUCTIONS, step_of
 
 ROOT = Path(__file__).parents[2]
 SHIM = Path(__file__).parent / "shim"

@@ -42,7 +42,7 @@ class Nvrtc:
         words."""
         program = ctypes.c_void_p()
         self._library.nvrtcCreateProgram(
-            ctypes.byref(program), source.encode(), b"plan.cu", 0, None, None
+            ctypes.byref(program), source.encode(), b"plan/plan.cu", 0, None, None
         )
         words = [*options, f"-arch=sm_{architecture}", "--ptxas-options=-v"]
         code = self._library.nvrtcCompileProgram(

@@ -8,7 +8,9 @@ import sys
 import host_kernels
 import numpy as np
 
-from kernels import gpu_entries, gpu_rows, gpu_select
+from linkweave.kernels.merge import entries as gpu_entries
+from linkweave.kernels.rows import gpu as gpu_rows
+from linkweave.kernels.topk import gpu as gpu_select
 
 
 def main(sanitizer: str) -> None:

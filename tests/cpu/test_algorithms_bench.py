@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import collectives
-import topology
-from bench.algorithms import Settings, run
-from collectives import CollectiveError
-from collectives.default import get_default
-from collectives.planning.planner import candidates, choose, plan_allreduce
+from linkweave import collectives, topology
+from linkweave.bench.algorithms import Settings, run
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.launch.default import get_default
+from linkweave.collectives.planning.planner import candidates, choose, plan_allreduce
 from tests.cpu.commands import command as linkweave
 
 CPU2 = topology.load("cpu-2")
@@ -55,7 +54,7 @@ def test_the_hopeless_are_left_out_but_not_the_choice(monkeypatch: pytest.Monkey
     def predict(machine: topology.Topology, nbytes: int, name: str) -> tuple[float, int]:
         return {"ring": 1.0, "chain": 29.0}.get(name, 31.0), 1
 
-    monkeypatch.setattr("bench.algorithms.predict", predict)
+    monkeypatch.setattr("linkweave.bench.algorithms.predict", predict)
     (row,) = run(Settings(2, (64,), CPU2, rounds=1))
     choice = choose(CPU2, 64)
     assert set(row.timings) == {"ring", "chain", choice} and row.choice == choice

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-import collectives
-from collectives.aliasing import refuse_overlaps
-from collectives.default import get_default
+from linkweave import collectives
+from linkweave.collectives.calls.aliasing import refuse_overlaps
+from linkweave.collectives.launch.default import get_default
 from tests.cpu.helpers import error_of
 
 

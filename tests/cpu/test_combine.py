@@ -7,10 +7,10 @@ import ctypes
 import numpy as np
 import pytest
 
-from collectives import CollectiveError
-from collectives.runtime import reference
-from kernels.combine import combine_address
-from kernels.dtypes import DTYPES, OPS, ops_of
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.runtime import reference
+from linkweave.kernels.dtypes import DTYPES, OPS, ops_of
+from linkweave.kernels.plan.combine import combine_address
 
 LENGTHS = (0, 1, 7, 2047, 2048, 2049, 5003)
 FLOATS = ("float32", "float64", "float16", "bfloat16")

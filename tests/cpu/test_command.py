@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-import topology
-from bench.options import parse_size
-from collectives import CollectiveError, Plan, plan_allreduce, plan_collective, verify
-from collectives.planning.explain import size_text
+from linkweave import topology
+from linkweave.bench.options import parse_size
+from linkweave.collectives import CollectiveError, Plan, plan_allreduce, plan_collective, verify
+from linkweave.collectives.planning.explain import size_text
+from linkweave.topology.measured import LinkFigures, PairFigure
 from tests.cpu.commands import ROOT, command, command_in_a_process
-from topology.measured import LinkFigures, PairFigure
 
 
 def test_topo_prints_the_matrix_and_draws(tmp_path: Path) -> None:

@@ -19,14 +19,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-import collectives
-from collectives import CollectiveAborted, CollectiveError, CollectiveTimeout, plan_allreduce
-from collectives.default import get_default
-from collectives.join import _Job
-from collectives.planning.algorithms import ALGORITHMS
-from collectives.runtime.mapping import Mapping
+from linkweave import collectives
+from linkweave.collectives import (
+    CollectiveAborted,
+    CollectiveError,
+    CollectiveTimeout,
+    plan_allreduce,
+)
+from linkweave.collectives.launch.default import get_default
+from linkweave.collectives.launch.join import _Job
+from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
+from linkweave.collectives.runtime.cpu.mapping import Mapping
+from linkweave.topology import load
 from tests.cpu.helpers import error_of
-from topology import load
 
 ROOT = Path(__file__).parents[2]
 

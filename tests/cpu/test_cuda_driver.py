@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from collectives.runtime.cuda_driver import started
+from linkweave.collectives.runtime.gpu.driver import started
 
 
 class Driver:

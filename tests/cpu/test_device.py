@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kernels.device import CudaDevice
+from linkweave.kernels.gpu.device import CudaDevice
 
 
 class CUDARuntimeError(RuntimeError):

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from collectives.runtime import doctor
-from collectives.runtime.cuda_driver import CudaDriver, CudaError
-from collectives.runtime.doctor import Check, System, examine
+from linkweave.collectives.runtime.gpu import doctor
+from linkweave.collectives.runtime.gpu.doctor import Check, System, examine
+from linkweave.collectives.runtime.gpu.driver import CudaDriver, CudaError
 
 
 class NVMLError(Exception):

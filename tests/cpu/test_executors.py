@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from host_gpu import HostDevice, needs_compiler
 
-import collectives
-from collectives import CollectiveError, Plan, plan_allreduce, plan_collective
-from collectives.default import get_default
-from collectives.runtime.base import Executor
-from collectives.runtime.cuda import virtual_ranks
-from collectives.runtime.reference import Reference
+from linkweave import collectives
+from linkweave.collectives import CollectiveError, Plan, plan_allreduce, plan_collective
+from linkweave.collectives.launch.default import get_default
+from linkweave.collectives.runtime.base import Executor
+from linkweave.collectives.runtime.gpu.executor import virtual_ranks
+from linkweave.collectives.runtime.reference import Reference
+from linkweave.topology import load
 from tests.cpu.helpers import buffer_of, error_of, values
-from topology import load
 
 SIZE = 5
 CASES = [(name, n, op) for name in ("ring", "chain", "one_shot", "tree", "recursive_doubling")

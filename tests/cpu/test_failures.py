@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import collectives
-from collectives import CollectiveAborted, CollectiveError, CollectiveTimeout
-from collectives.default import get_default
-from collectives.runtime import shm
-from collectives.runtime.mapping import _Heap
+from linkweave import collectives
+from linkweave.collectives import CollectiveAborted, CollectiveError, CollectiveTimeout
+from linkweave.collectives.launch.default import get_default
+from linkweave.collectives.runtime.cpu import executor as shm
+from linkweave.collectives.runtime.cpu.mapping import _Heap
 
 BIG = 16 << 20  # float32s: 64 MiB, far longer under way than the fuse of `kill_in_the_middle`
 

@@ -11,10 +11,10 @@ import pytest
 from gpu_ranks import MODES, Machine, failure, gpus, tensor
 from host_gpu import HostDevice, HostTensor, needs_compiler
 
-import collectives
-from collectives import CollectiveError
-from collectives.default import get_default
-from topology import load
+from linkweave import collectives
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.launch.default import get_default
+from linkweave.topology import load
 
 pytestmark = needs_compiler
 

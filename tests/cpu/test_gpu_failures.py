@@ -17,11 +17,11 @@ import pytest
 from gpu_ranks import MODES, Choosy, Machine, failure, gpus, tensor
 from host_gpu import HostDevice, HostTensor, needs_compiler
 
-import collectives
-from collectives import CollectiveAborted, CollectiveError, CollectiveTimeout
-from collectives.default import get_default
-from collectives.runtime import peers
-from topology import Device, Topology, TopologyError, load
+from linkweave import collectives
+from linkweave.collectives import CollectiveAborted, CollectiveError, CollectiveTimeout
+from linkweave.collectives.launch.default import get_default
+from linkweave.collectives.runtime.gpu import peers
+from linkweave.topology import Device, Topology, TopologyError, load
 
 pytestmark = needs_compiler
 PROCESSES = ("processes on one GPU", "a process a GPU")

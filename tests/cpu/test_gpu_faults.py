@@ -15,10 +15,10 @@ import pytest
 from gpu_ranks import MODES, Machine, failure, gpus, tensor
 from host_gpu import CURRENT, HostDevice, HostTensor, needs_compiler
 
-import collectives
-from collectives import CollectiveError
-from collectives.default import get_default
-from collectives.runtime.arena import Arena
+from linkweave import collectives
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.launch.default import get_default
+from linkweave.collectives.runtime.cpu.arena import Arena
 
 pytestmark = needs_compiler
 PROCESSES = MODES["a process a GPU"]
@@ -408,7 +408,7 @@ def test_an_interrupted_rank_stops_all(mode: str, machine: Machine) -> None:
 class Broken(Faulty):
     def resident(self, dtype: str, op: str) -> int:
         if self.index == 1:
-            raise FileNotFoundError("plan.cu")
+            raise FileNotFoundError("plan/plan.cu")
         return super().resident(dtype, op)
 
 
@@ -430,7 +430,7 @@ def test_whatever_goes_wrong_on_one_rank_is_told(
     with gpus(monkeypatch, kind):
         found = collectives.spawn(first_call, 3, "mesh-3", timeout=20, **PROCESSES)
     assert all(words in text for text in (found[0], found[2]))
-    assert "plan.cu" in found[1] or "cudaErrorDeviceUninitialized" in found[1]
+    assert "plan/plan.cu" in found[1] or "cudaErrorDeviceUninitialized" in found[1]
 
 
 def test_checksums_of_calls_wrap_with_their_number() -> None:

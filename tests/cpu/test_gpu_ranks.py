@@ -11,11 +11,16 @@ import numpy as np
 import pytest
 from host_gpu import HostDevice, needs_compiler
 
-from collectives import CollectiveAborted, CollectiveError, CollectiveTimeout, plan_allreduce
-from collectives.planning.plan import Plan
-from collectives.runtime import reference
-from collectives.runtime.cuda import virtual_ranks
-from topology import load
+from linkweave.collectives import (
+    CollectiveAborted,
+    CollectiveError,
+    CollectiveTimeout,
+    plan_allreduce,
+)
+from linkweave.collectives.planning.plan import Plan
+from linkweave.collectives.runtime import reference
+from linkweave.collectives.runtime.gpu.executor import virtual_ranks
+from linkweave.topology import load
 
 pytestmark = needs_compiler
 

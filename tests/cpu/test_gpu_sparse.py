@@ -13,11 +13,11 @@ from gpu_ranks import MODES, Machine, failure
 from gpu_vectors import StreamKernels, sparse_gpus
 from host_gpu import CURRENT, HostTensor, needs_compiler
 
-import collectives
-from collectives import get_default
-from collectives.planning.merging import sparse_costs
+from linkweave import collectives
+from linkweave.collectives import get_default
+from linkweave.collectives.planning.sparse_tree import sparse_costs
+from linkweave.topology import load
 from tests.cpu.helpers import dense, vector
-from topology import load
 
 pytestmark = needs_compiler
 NUMEL = 60

@@ -14,16 +14,15 @@ from gpu_vectors import sparse_gpus
 from host_gpu import HostDevice, HostTensor, needs_compiler
 from host_kernels import HostKernels
 
-import collectives
-import kernels
-from bench.gpu_face import Failed
-from bench.gpu_sparse import SparseRows
-from bench.gpu_suite import Suite, main, run
-from collectives.planning.plan import Plan
-from collectives.planning.planner import candidates
-from collectives.runtime.cuda import GpuRanks
-from kernels.gpu_face import Calls
-from topology import load
+from linkweave import collectives, kernels
+from linkweave.bench.gpu_face import Failed
+from linkweave.bench.gpu_sparse import SparseRows
+from linkweave.bench.gpu_suite import Suite, main, run
+from linkweave.collectives.planning.plan import Plan
+from linkweave.collectives.planning.planner import candidates
+from linkweave.collectives.runtime.gpu.executor import GpuRanks
+from linkweave.kernels.gpu.api import Calls
+from linkweave.topology import load
 
 
 class HostArrays:

@@ -12,11 +12,11 @@ import torch
 from gpu_ranks import MODES, Choosy, Machine, failure, gpus, tensor
 from host_gpu import HostDevice, needs_compiler
 
-import collectives
-from bench.gpu_face import exact as values
-from collectives.default import get_default
-from collectives.tensors import shaped
-from topology import load
+from linkweave import collectives
+from linkweave.bench.gpu_face import exact as values
+from linkweave.collectives.launch.default import get_default
+from linkweave.collectives.tensors import shaped
+from linkweave.topology import load
 
 pytestmark = needs_compiler
 

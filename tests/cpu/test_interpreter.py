@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-import collectives
-from collectives import PlanError, plan_allreduce
-from collectives.default import get_default
-from collectives.planning.algorithms import ALGORITHMS
-from collectives.planning.plan import Op, Plan
-from collectives.runtime import reference
-from collectives.runtime.shm import SLOT_BYTES
-from kernels import interpret as kernel
+from linkweave import collectives
+from linkweave.collectives import PlanError, plan_allreduce
+from linkweave.collectives.launch.default import get_default
+from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
+from linkweave.collectives.planning.plan import Op, Plan
+from linkweave.collectives.runtime import reference
+from linkweave.collectives.runtime.cpu.executor import SLOT_BYTES
+from linkweave.kernels.plan import interpreter as kernel
+from linkweave.topology import load
 from tests.cpu.helpers import buffer_of, misaligned, values
 from tests.null.helpers import by_hand, hop, random_plan, receive, send
-from topology import load
 
 SIZES = (0, 1, 2, 3, 17, 1009, 4096)
 

@@ -17,9 +17,9 @@ from types import SimpleNamespace
 import pytest
 from nvrtc import Compiled, Nvrtc
 
-from kernels.compile import cubin
-from kernels.dtypes import DTYPES, ops_of
-from kernels.source import PLAIN, PLAN_THREADS, options, source
+from linkweave.kernels.dtypes import DTYPES, ops_of
+from linkweave.kernels.gpu.compile import cubin
+from linkweave.kernels.gpu.source import PLAIN, PLAN_THREADS, options, source
 
 RECORD = Path(__file__).parents[1] / "golden" / "plan.cu.registers.json"
 ARCHITECTURES = (70, 80, 90)
@@ -42,7 +42,7 @@ def compiled(request: pytest.FixtureRequest) -> dict[tuple[int, str, str], Compi
 
 
 def test_sources_are_one_text() -> None:
-    text = source("plan.cu")
+    text = source("plan/plan.cu")
     assert "#include" not in text and "#pragma once" not in text
     assert text.count("struct Launch {") == 1  # though two headers include it
 
@@ -81,7 +81,7 @@ def test_memory_order_and_width(compiled: dict[tuple[int, str, str], Compiled]) 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_check_of_a_queue(architecture: int) -> None:
-    kernel = Nvrtc().compile(source("queue.cu"), PLAIN, architecture)["check"]
+    kernel = Nvrtc().compile(source("plan/queue.cu"), PLAIN, architecture)["check"]
     assert (kernel.spilled, kernel.stack, kernel.shared) == (0, 0, 0)
     # beside a resident block of the plan interpreter on the same multiprocessor
     assert kernel.registers <= 32
@@ -97,7 +97,7 @@ def test_whatever_runs_on_gpus_runs_by_one_of_these_kernels() -> None:
 
 
 def test_a_faulty_source_is_refused() -> None:
-    broken = source("plan.cu").replace("carry_out<T, Op>", "carry_on<T, Op>")
+    broken = source("plan/plan.cu").replace("carry_out<T, Op>", "carry_on<T, Op>")
     with pytest.raises(ValueError, match=r"carry_on"):
         Nvrtc().compile(broken, options("float32", "sum"), 90)
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-import collectives
-from collectives import CollectiveAborted, CollectiveError
-from collectives.default import get_default
-from collectives.runtime.mapping import SEGMENT
+from linkweave import collectives
+from linkweave.collectives import CollectiveAborted, CollectiveError
+from linkweave.collectives.launch.default import get_default
+from linkweave.collectives.runtime.cpu.mapping import SEGMENT
 from tests.cpu.helpers import error_of
 
 

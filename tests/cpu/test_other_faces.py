@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-import collectives
-from collectives.communicator import Communicator
-from collectives.default import get_default
-from collectives.planning.plan import Plan
-from collectives.planning.planner import plan_collective
-from collectives.runtime import reference
-from collectives.runtime.shm import SLOT_BYTES
+from linkweave import collectives
+from linkweave.collectives.communicator import Communicator
+from linkweave.collectives.launch.default import get_default
+from linkweave.collectives.planning.plan import Plan
+from linkweave.collectives.planning.planner import plan_collective
+from linkweave.collectives.runtime import reference
+from linkweave.collectives.runtime.cpu.executor import SLOT_BYTES
 from tests.cpu.helpers import TORCH_DTYPES, error_of
 
 SIZES = [1, 2, 3, 5, 7]

@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-import collectives
-from collectives import Plan, PlanError, plan_allreduce, plan_collective
-from collectives.default import get_default
-from collectives.planning.lower import Algorithm
-from collectives.runtime import plan_store, reference
-from collectives.runtime.plan_store import PlanStore
+from linkweave import collectives
+from linkweave.collectives import Plan, PlanError, plan_allreduce, plan_collective
+from linkweave.collectives.calls import plan_store
+from linkweave.collectives.calls.plan_store import PlanStore
+from linkweave.collectives.launch.default import get_default
+from linkweave.collectives.planning.lower import Algorithm
+from linkweave.collectives.runtime import reference
+from linkweave.topology import Topology, load
 from tests.cpu.helpers import error_of, values
-from topology import Topology, load
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -133,7 +134,7 @@ def first_call(rank: int) -> list[Any]:
 
 
 def test_plans_that_took_long_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("collectives.plans.LONG", 0.0)
+    monkeypatch.setattr("linkweave.collectives.calls.plans.LONG", 0.0)
     machine = load("mesh-3")
     assert any(planned for _, planned in collectives.spawn(first_call, 3, machine))
     again = collectives.spawn(first_call, 3, machine)
@@ -163,7 +164,7 @@ def test_what_is_kept_is_whole_and_ours(
 def test_a_folder_that_others_may_write_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    script = "from collectives.runtime.plan_store import _folder; print(_folder())"
+    script = "from linkweave.collectives.calls.plan_store import _folder; print(_folder())"
     (tmp_path / "linkweave").mkdir(mode=0o700)
     for mode, said in ((0o700, str(tmp_path / "linkweave" / "plans")), (0o777, "None")):
         (tmp_path / "linkweave").chmod(mode)

@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 from host_gpu import BROKEN, HostGpu, build, needs_compiler
 
-from collectives import PlanError, plan_allreduce, plan_collective
-from collectives.planning.goals import COLLECTIVES
-from collectives.planning.plan import Op, Plan
-from collectives.planning.touches import passed_on
-from collectives.planning.verify import races, verify
-from collectives.runtime import program, reference
-from collectives.runtime.program import Shape, State, fit
-from collectives.runtime.reference import from_bfloat16, to_bfloat16
-from kernels.dtypes import DTYPES, ops_of
+from linkweave.collectives import PlanError, plan_allreduce, plan_collective
+from linkweave.collectives.planning.access import passed_on
+from linkweave.collectives.planning.goals import COLLECTIVES
+from linkweave.collectives.planning.plan import Op, Plan
+from linkweave.collectives.planning.verify import races, verify
+from linkweave.collectives.runtime import reference
+from linkweave.collectives.runtime.gpu import program
+from linkweave.collectives.runtime.gpu.program import Shape, State, fit
+from linkweave.collectives.runtime.reference import from_bfloat16, to_bfloat16
+from linkweave.kernels.dtypes import DTYPES, ops_of
+from linkweave.topology import load
 from tests.null.helpers import by_hand, hop, random_plan, receive, send, step
-from topology import load
 
 pytestmark = needs_compiler
 
@@ -255,8 +256,8 @@ def test_counters_wrap(shape: Shape, start: int, slots: int) -> None:
 def test_programs_too_long_for_shared_memory(shape: Shape) -> None:
     """They are read, and their cursors kept, where they lie."""
     small = (
-        ("launch.h", "CODE_WORDS = 1024", "CODE_WORDS = 1"),
-        ("launch.h", "MOST_ENDS = 128", "MOST_ENDS = 1"),
+        ("plan/launch.h", "CODE_WORDS = 1024", "CODE_WORDS = 1"),
+        ("plan/launch.h", "MOST_ENDS = 128", "MOST_ENDS = 1"),
     )
     plan = plan_allreduce(load("mesh-4"), 4000, "one_shot")
     gpu = HostGpu(plan, shape)
@@ -337,18 +338,22 @@ def test_sanitizers_find_nothing_in_pairs_of_ranks_with_one_between() -> None:
 
 
 MUTANTS = {
-    "release of data": ("interpret.h", "(counted) st_release_sys", "(counted) st_relaxed_sys"),
+    "release of data": ("plan/interpret.h", "(counted) st_release_sys", "(counted) st_relaxed_sys"),
     "release of a slot": (
-        "interpret.h", "st_release_sys((u32*)(end.free", "st_relaxed_sys((u32*)(end.free",
+        "plan/interpret.h", "st_release_sys((u32*)(end.free", "st_relaxed_sys((u32*)(end.free",
     ),
-    "wait for data": ("interpret.h", "return !counted || await", "return true || await"),
-    "wait for a slot": ("interpret.h", "if (sender) return await", "if (sender) return 1 || await"),
-    "one slot too many": ("interpret.h", "at.waited - l.slots,", "at.waited - l.slots - 1,"),
+    "wait for data": ("plan/interpret.h", "return !counted || await", "return true || await"),
+    "wait for a slot": (
+        "plan/interpret.h", "if (sender) return await", "if (sender) return 1 || await",
+    ),
+    "one slot too many": ("plan/interpret.h", "at.waited - l.slots,", "at.waited - l.slots - 1,"),
     "barrier behind the data": (
-        "plan.cu", "lane);\n        __syncthreads();\n    }", "lane);\n    }",
+        "plan/plan.cu", "lane);\n        __syncthreads();\n    }", "lane);\n    }",
     ),
-    "a result stored that is overwritten": ("interpret.h", "(step[2] & DROPS)", "false"),
-    "slots that turn early": ("interpret.h", "at.slot + 1 == l.slots", "at.slot + 2 >= l.slots"),
+    "a result stored that is overwritten": ("plan/interpret.h", "(step[2] & DROPS)", "false"),
+    "slots that turn early": (
+        "plan/interpret.h", "at.slot + 1 == l.slots", "at.slot + 2 >= l.slots",
+    ),
 }  # fmt: skip
 
 
@@ -373,9 +378,10 @@ def test_a_mutant_is_caught_by_the_thread_sanitizer(what: str, direct: bool) -> 
 @pytest.mark.parametrize(
     "change",
     [
-        ("element.h", "if (have >= BYTES && !(u64(p) & (BYTES - 1))) {\n        union { typename",
+        ("gpu/element.h",
+         "if (have >= BYTES && !(u64(p) & (BYTES - 1))) {\n        union { typename",
          "if (!(u64(p) & (BYTES - 1))) {\n        union { typename"),
-        ("interpret.h", "size - start < slice ? size - start : slice", "slice"),
+        ("plan/interpret.h", "size - start < slice ? size - start : slice", "slice"),
     ],
     ids=["load of a whole pack", "slice beyond the chunk"],
 )  # fmt: skip

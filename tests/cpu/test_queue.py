@@ -17,13 +17,15 @@ from gpu_ranks import Machine, failure, tensor
 from host_gpu import CURRENT, HostDevice, HostGpu, build, needs_compiler
 from typer.testing import CliRunner
 
-import collectives
-from bench.cli import app
-from collectives import CollectiveError, get_default, plan_allreduce
-from collectives.planning.finals import finals
-from collectives.runtime import cuda, program, shm
-from collectives.runtime.cuda import virtual_ranks
-from topology import load
+from linkweave import collectives
+from linkweave.bench.cli import app
+from linkweave.collectives import CollectiveError, get_default, plan_allreduce
+from linkweave.collectives.planning.completion import finals
+from linkweave.collectives.runtime.cpu import executor as shm
+from linkweave.collectives.runtime.gpu import executor as cuda
+from linkweave.collectives.runtime.gpu import program
+from linkweave.collectives.runtime.gpu.executor import virtual_ranks
+from linkweave.topology import load
 
 LAYERS = [1, 0, 4999, 70_000, 25_000]
 SIZE = sum(LAYERS)

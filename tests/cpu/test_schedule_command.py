@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from bench import schedulers, schedules
-from bench.cli import app
-from collectives import CollectiveError, overlap
+from linkweave.bench.cli import app
+from linkweave.bench.reproduce import schedulers, schedules
+from linkweave.collectives import CollectiveError, overlap
 
 
 def run(words: str) -> str:

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-import collectives
-from collectives import CollectiveError, get_default
-from collectives.planning.merging import merge_tree
-from collectives.sparse.gtopk import gtopk
-from collectives.sparse.host import HostBackend
-from collectives.sparse.wire import HEAD, Wire
-from kernels import topk_abs
+from linkweave import collectives
+from linkweave.collectives import CollectiveError, get_default
+from linkweave.collectives.planning.sparse_tree import merge_tree
+from linkweave.collectives.sparse.gtopk import gtopk
+from linkweave.collectives.sparse.host import HostBackend
+from linkweave.collectives.sparse.wire import HEAD, Wire
+from linkweave.kernels import topk_abs
 from tests.cpu.helpers import NUMEL, dense, vector
 
 

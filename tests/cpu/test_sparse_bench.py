@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-import kernels
-from bench.cli import app
-from bench.sparse import topk
-from collectives import CollectiveError
+from linkweave import kernels
+from linkweave.bench.cli import app
+from linkweave.bench.sparse import topk
+from linkweave.collectives import CollectiveError
 
 CASES = {
     "topk": ("topk -n 200000 --density 0.01 -r 1", ["linkweave", "torch.topk", "numpy.partition"]),

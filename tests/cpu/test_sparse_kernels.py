@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kernels
-from kernels import topk
+from linkweave import kernels
+from linkweave.kernels.topk import cpu as topk
 from tests.cpu.helpers import GRADIENTS, KINDS, row
 
 

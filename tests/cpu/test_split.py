@@ -11,11 +11,11 @@ import pytest
 from gpu_ranks import MODES, Machine, gpus, tensor
 from host_gpu import needs_compiler
 
-import collectives
-from collectives import CollectiveError
-from collectives.default import get_default
-from collectives.runtime.mapping import Mapping
-from topology import Device, Topology, load
+from linkweave import collectives
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.launch.default import get_default
+from linkweave.collectives.runtime.cpu.mapping import Mapping
+from linkweave.topology import Device, Topology, load
 
 RANKS = 5
 

@@ -12,12 +12,13 @@ import pytest
 from gpu_ranks import gpus, tensor
 from host_gpu import needs_compiler
 
-import collectives
-from collectives import CollectiveError, plan_allreduce, trace
-from collectives.planning.plan import Op
-from collectives.runtime.encoded import encode
-from collectives.trace import Trace, flags
-from topology import load
+from linkweave import collectives
+from linkweave.collectives import CollectiveError, plan_allreduce
+from linkweave.collectives.calls import trace
+from linkweave.collectives.calls.trace import Trace, flags
+from linkweave.collectives.planning.plan import Op
+from linkweave.collectives.runtime.encoded import encode
+from linkweave.topology import load
 
 RANGES: list[str] = []
 

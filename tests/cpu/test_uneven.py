@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-import collectives
-from collectives.default import get_default
+from linkweave import collectives
+from linkweave.collectives.launch.default import get_default
 from tests.cpu.helpers import error_of
 
 

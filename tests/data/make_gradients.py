@@ -20,7 +20,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from bench.demo import _model
+from linkweave.bench.demo import _model
 
 VOCABULARY, CONTEXT, WIDTH, HIDDEN = 512, 4, 32, 64
 BATCH = 64

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterator
 
 import numpy as np
 
-from collectives.planning.plan import Op, Plan, Step
+from linkweave.collectives.planning.plan import Op, Plan, Step
 
 PER_CHUNK = 8  # elements of float64, of three kinds:
 EXACT, ROUGH, ZEROS = slice(0, None, 4), slice(1, None, 2), slice(2, None, 4)

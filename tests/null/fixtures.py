@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, cycle
 
-from topology import Topology
+from linkweave.topology import Topology
 
 Counts = Mapping[tuple[int, int], int]
 """NVLinks by pair of GPUs, the lesser number first."""

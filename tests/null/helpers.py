@@ -7,20 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from collectives.errors import PlanError
-from collectives.planning.algorithms import (
+from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning.algorithms.embed import Embedding
+from linkweave.collectives.planning.algorithms.registry import (
     broadcast_down,
     over_trees,
     reduce_up,
     ring,
     two_shot,
 )
-from collectives.planning.embed import Embedding
-from collectives.planning.lower import Algorithm, Move, Reduce, Tuning, lower
-from collectives.planning.plan import Connection, Op, Plan, Step, Stream
-from collectives.planning.trees import Tree
-from collectives.planning.verify import verify
-from topology import Topology, Vertex, load
+from linkweave.collectives.planning.algorithms.trees import Tree
+from linkweave.collectives.planning.lower import Algorithm, Move, Reduce, Tuning, lower
+from linkweave.collectives.planning.plan import Connection, Op, Plan, Step, Stream
+from linkweave.collectives.planning.verify import verify
+from linkweave.topology import Topology, Vertex, load
 
 SPECIAL = ("ccube_dgx1", "hierarchical", "hierarchical_ring")
 """Algorithms for one machine, or for clusters only."""

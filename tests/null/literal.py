@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import permutations
 
-from collectives.overlap import Network, Profile
+from linkweave.collectives.overlap import Network, Profile
 
 
 def seconds(n: Network, nbytes: float) -> float:

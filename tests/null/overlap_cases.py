@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from collectives.overlap import Layer, Network, Profile
+from linkweave.collectives.overlap import Layer, Network, Profile
 
 
 def case(seed: int, most: int = 12) -> tuple[Profile, Network]:

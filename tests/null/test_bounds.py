@@ -13,11 +13,11 @@ from itertools import chain, combinations, product
 import networkx as nx
 import pytest
 
-import collectives
-from collectives.planning.planner import candidates
+from linkweave import collectives
+from linkweave.collectives.planning.planner import candidates
+from linkweave.topology import Link, Topology, TopologyError, Vertex, allreduce_bound, bound, load
+from linkweave.topology.bounds import COLLECTIVES
 from tests.null.helpers import renumbered
-from topology import Link, Topology, TopologyError, Vertex, allreduce_bound, bound, load
-from topology.bounds import COLLECTIVES
 
 GB = 10**9
 Capacities = Mapping[tuple[Vertex, Vertex], int]

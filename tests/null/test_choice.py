@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.choice import MACHINES, Row, compare, rows, table
-from collectives.planning.planner import choose
-from topology import load
+from linkweave.bench.reproduce.choice import MACHINES, Row, compare, rows, table
+from linkweave.collectives.planning.planner import choose
+from linkweave.topology import load
 
 
 @pytest.mark.parametrize("name", ["mesh-3", "ring-5", "pcie-4", "dgx1-v100"])

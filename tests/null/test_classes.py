@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import collectives
-from collectives import plan_allreduce, plan_collective
-from collectives.planning import packing
-from collectives.planning.blocks import chunk_bytes, table
-from collectives.planning.goals import parts
-from collectives.planning.planner import candidates, choose, predict, size_class
-from collectives.runtime.encoded import Encoded, encode
-from topology import load
+from linkweave import collectives
+from linkweave.collectives import plan_allreduce, plan_collective
+from linkweave.collectives.planning.algorithms import packing
+from linkweave.collectives.planning.blocks import chunk_bytes, table
+from linkweave.collectives.planning.goals import parts
+from linkweave.collectives.planning.planner import candidates, choose, predict, size_class
+from linkweave.collectives.runtime.encoded import Encoded, encode
+from linkweave.topology import load
 
 
 @given(st.integers(0, 2**50), st.integers(1, 64))

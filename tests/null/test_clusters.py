@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from topology import Link, Topology, TopologyError, Vertex, bound, load
-from topology.clusters import cluster, looks_like_cluster
+from linkweave.topology import Link, Topology, TopologyError, Vertex, bound, load
+from linkweave.topology.clusters import cluster, looks_like_cluster
 
 GB = 10**9
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from topology import Topology, TopologyError, bound, detect, load
+from linkweave.topology import Topology, TopologyError, bound, detect, load
 
 find_machine: Callable[..., Topology] = detect.detect
 CORES = len(os.sched_getaffinity(0))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from collectives.planning.planner import plan_allreduce, plan_collective
-from topology import Link, Topology, TopologyError, load
-from topology.draw import draw
+from linkweave.collectives.planning.planner import plan_allreduce, plan_collective
+from linkweave.topology import Link, Topology, TopologyError, load
+from linkweave.topology.draw import draw
 
 pytest.importorskip("matplotlib")
 

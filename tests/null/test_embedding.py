@@ -10,13 +10,13 @@ from itertools import permutations
 
 import pytest
 
-from collectives.errors import PlanError
-from collectives.planning.algorithms import ALGORITHMS, algorithm_for
-from collectives.planning.plan import Plan
-from collectives.planning.planner import candidates, plan_allreduce
-from collectives.planning.trees import Tree
+from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning.algorithms.registry import ALGORITHMS, algorithm_for
+from linkweave.collectives.planning.algorithms.trees import Tree
+from linkweave.collectives.planning.plan import Plan
+from linkweave.collectives.planning.planner import candidates, plan_allreduce
+from linkweave.topology import Link, Topology, load
 from tests.null.helpers import SPECIAL, renumbered
-from topology import Link, Topology, load
 
 Pair = tuple[int, int]
 # NCCL's two trees of eight: child -> parent (src/graph/trees.cc)

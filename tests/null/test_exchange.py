@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from collectives.planning.planner import plan_allreduce
-from collectives.planning.verify import verify
-from collectives.runtime.reference import run
-from collectives.runtime.simulate import simulate
-from topology import load
+from linkweave.collectives.planning.planner import plan_allreduce
+from linkweave.collectives.planning.simulate import simulate
+from linkweave.collectives.planning.verify import verify
+from linkweave.collectives.runtime.reference import run
+from linkweave.topology import load
 
 BOTH = ["recursive_doubling", "halving_doubling"]
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-import collectives
-from collectives.errors import PlanError
-from collectives.planning.explain import SIZES
-from collectives.planning.planner import candidates, choose
-from topology import allreduce_bound, load
-from topology.timings import Timing
+from linkweave import collectives
+from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning.explain import SIZES
+from linkweave.collectives.planning.planner import candidates, choose
+from linkweave.topology import allreduce_bound, load
+from linkweave.topology.timings import Timing
 
 
 @pytest.mark.parametrize(("name", "nbytes"), [("mesh-4", 1 << 20), ("dgx1-p100", 8192)])

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives import PlanError, plan_allreduce, plan_collective
-from collectives.planning.algorithms import ALGORITHMS
-from collectives.planning.finals import finals, layer_chunk_table
-from collectives.planning.plan import Plan
-from topology import load
+from linkweave.collectives import PlanError, plan_allreduce, plan_collective
+from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
+from linkweave.collectives.planning.completion import finals, layer_chunk_table
+from linkweave.collectives.planning.plan import Plan
+from linkweave.topology import load
 
 MACHINES = ("dgx1-v100", "cpu-5", "cpu-2", "mesh-3")
 

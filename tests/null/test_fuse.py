@@ -9,15 +9,15 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from collectives.planning.fuse import fused
-from collectives.planning.plan import Connection, Op, Plan, Step, Stream
-from collectives.planning.planner import plan_allreduce, plan_collective
-from collectives.planning.touches import passed_on, pushes
-from collectives.planning.verify import races, verify
-from collectives.runtime.program import DROPS, PASSES_ON, PUSHES, programs
+from linkweave.collectives.planning.access import passed_on, pushes
+from linkweave.collectives.planning.plan import Connection, Op, Plan, Step, Stream
+from linkweave.collectives.planning.planner import plan_allreduce, plan_collective
+from linkweave.collectives.planning.verify import races, verify
+from linkweave.collectives.runtime.gpu.fuse import fused
+from linkweave.collectives.runtime.gpu.program import DROPS, PASSES_ON, PUSHES, programs
+from linkweave.topology import load
 from tests.null.executor import Executor, why_wrong
 from tests.null.helpers import random_plan
-from topology import load
 
 ALGORITHMS = [
     ("dgx1-v100", name)

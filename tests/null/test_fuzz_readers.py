@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from linkweave.topology import Topology, TopologyError, load
+from linkweave.topology.nccl_write import to_nccl_xml
 from tests.null.fixtures import DUMPS, GRAPH_FILE, P2P, SMI, VENDOR_FILES, coloured, listed
-from topology import Topology, TopologyError, load
-from topology.nccl_write import to_nccl_xml
 
 LONGEST = 1.0  # seconds for one text; most take a few milliseconds
 MINUTES = 10  # of the long run
@@ -133,7 +133,7 @@ def test_a_reader_that_breaks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
     def broken(text: str, name: str) -> Topology:
         raise KeyError(text)
 
-    monkeypatch.setattr("topology.loading.parse_smi", broken)
+    monkeypatch.setattr("linkweave.topology.loading.parse_smi", broken)
     with pytest.raises(KeyError):
         read("smi", SMI["quad"])
     assert _failure(lambda: read("smi", SMI["quad"])).startswith("KeyError at test_fuzz_readers.py")

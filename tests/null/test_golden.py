@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from collectives.planning.algorithms import ALGORITHMS
-from collectives.planning.goals import SENDRECV, blocks
-from collectives.planning.others import OTHERS
-from collectives.planning.planner import plan_collective
-from topology import load
+from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
+from linkweave.collectives.planning.algorithms.rooted_and_exchange import OTHERS
+from linkweave.collectives.planning.goals import SENDRECV, blocks
+from linkweave.collectives.planning.planner import plan_collective
+from linkweave.topology import load
 
 FOLDER = Path(__file__).parents[1] / "golden"
 MACHINES = {  # the smallest on which the algorithm shows what it is; others on mesh-4

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from collectives.errors import PlanError
-from collectives.planning.planner import plan_allreduce
-from collectives.planning.verify import verify
-from collectives.runtime.reference import run
-from collectives.runtime.simulate import simulate
-from topology import allreduce_bound, load
+from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning.planner import plan_allreduce
+from linkweave.collectives.planning.simulate import simulate
+from linkweave.collectives.planning.verify import verify
+from linkweave.collectives.runtime.reference import run
+from linkweave.topology import allreduce_bound, load
 
 CLUSTERS = [
     "2 x mesh-1", "3 x mesh-2", "5 x mesh-3", "2 x pcie-5 nics=1", "4 x pcie-4", "2 x dgx-a100",

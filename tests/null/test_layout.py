@@ -6,11 +6,11 @@ from itertools import combinations
 
 import pytest
 
+from linkweave.topology import Topology, load
+from linkweave.topology.clusters import nodes_of
+from linkweave.topology.layout import RADIUS, Layout, lay_out
+from linkweave.topology.text import cables
 from tests.null.helpers import renumbered
-from topology import Topology, load
-from topology.clusters import nodes_of
-from topology.layout import RADIUS, Layout, lay_out
-from topology.text import cables
 
 SPECS = [
     "dgx1-v100", "dgx1-p100", "mesh-6", "mesh-12", "ring-9", "dgx2", "dgx-a100", "pcie-4",

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from topology import Device, Link, Topology, TopologyError, Vertex, allreduce_bound, load
-from topology.measured import LinkFigures, PairFigure, looks_like_p2p
+from linkweave.topology import Device, Link, Topology, TopologyError, Vertex, allreduce_bound, load
+from linkweave.topology.measured import LinkFigures, PairFigure, looks_like_p2p
 
 GB = 10**9
 

@@ -8,9 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.planning.merging import binomial_tree, merge_tree, rounds, sparse_costs
-from collectives.planning.trees import Tree, binary_tree, chain
-from topology import load
+from linkweave.collectives.planning.algorithms.trees import Tree, binary_tree, chain
+from linkweave.collectives.planning.sparse_tree import (
+    binomial_tree,
+    merge_tree,
+    rounds,
+    sparse_costs,
+)
+from linkweave.topology import load
 
 
 @given(st.integers(1, 70))

@@ -14,13 +14,13 @@ from functools import cache
 
 import pytest
 
-from collectives.errors import PlanError
-from collectives.planning.plan import Op, Plan, Step
-from collectives.planning.planner import candidates, plan_collective
-from collectives.planning.verify import verify
+from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning.plan import Op, Plan, Step
+from linkweave.collectives.planning.planner import candidates, plan_collective
+from linkweave.collectives.planning.verify import verify
+from linkweave.topology import Topology, load
 from tests.null.executor import Executor, is_right, why_wrong
 from tests.null.helpers import edited, places, random_plan
-from topology import Topology, load
 
 Base = tuple[Plan, Topology]
 MOVES = (Op.SEND, Op.REDUCE, Op.COPY)

@@ -14,6 +14,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from linkweave.topology import Device, Link, Topology, TopologyError, bound, load
+from linkweave.topology.nccl_write import to_nccl_xml
 from tests.null.fixtures import (
     DUMPS,
     GRAPH_FILE,
@@ -32,8 +34,6 @@ from tests.null.fixtures import (
     system,
     tree_of,
 )
-from topology import Device, Link, Topology, TopologyError, bound, load
-from topology.nccl_write import to_nccl_xml
 
 GB = 10**9
 LONGEST = 2.0  # seconds to refuse a hostile text

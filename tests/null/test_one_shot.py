@@ -8,15 +8,15 @@ from functools import reduce
 import numpy as np
 import pytest
 
-from collectives.planning.algorithms import algorithm_for
-from collectives.planning.lower import Tuning, lower
-from collectives.planning.plan import Op, Plan
-from collectives.planning.planner import choose, plan_allreduce
-from collectives.planning.touches import origins
-from collectives.planning.verify import verify
-from collectives.runtime.reference import Array, run
-from collectives.runtime.simulate import simulate
-from topology import load
+from linkweave.collectives.planning.access import origins
+from linkweave.collectives.planning.algorithms.registry import algorithm_for
+from linkweave.collectives.planning.lower import Tuning, lower
+from linkweave.collectives.planning.plan import Op, Plan
+from linkweave.collectives.planning.planner import choose, plan_allreduce
+from linkweave.collectives.planning.simulate import simulate
+from linkweave.collectives.planning.verify import verify
+from linkweave.collectives.runtime.reference import Array, run
+from linkweave.topology import load
 
 MACHINES = [*(f"{family}-{n}" for family in ("mesh", "cpu") for n in range(1, 18)), "dgx1-v100"]
 FOLDS: dict[str, Callable[[Array, Array], Array]] = {

@@ -13,18 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives.errors import PlanError
-from collectives.planning.goals import COLLECTIVES, SENDRECV, Pairs, Root, blocks, targets
-from collectives.planning.lower import Tuning, lower
-from collectives.planning.others import OTHERS
-from collectives.planning.plan import Op, Plan
-from collectives.planning.planner import candidates, plan_collective, predict
-from collectives.planning.verify import verify
-from collectives.runtime import reference
-from collectives.runtime.reference import Array
-from collectives.runtime.simulate import simulate
+from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning.algorithms.rooted_and_exchange import OTHERS
+from linkweave.collectives.planning.goals import COLLECTIVES, SENDRECV, Pairs, Root, blocks, targets
+from linkweave.collectives.planning.lower import Tuning, lower
+from linkweave.collectives.planning.plan import Op, Plan
+from linkweave.collectives.planning.planner import candidates, plan_collective, predict
+from linkweave.collectives.planning.simulate import simulate
+from linkweave.collectives.planning.verify import verify
+from linkweave.collectives.runtime import reference
+from linkweave.collectives.runtime.reference import Array
+from linkweave.topology import Topology, bound, load
 from tests.null.helpers import caught, guarded, places, swapped, without
-from topology import Topology, bound, load
 
 ROOTED = ("broadcast", "reduce")
 PART = "0,3,5,6 of dgx1-v100"

@@ -10,17 +10,28 @@ import literal
 import pytest
 from overlap_cases import case
 
-from collectives import overlap
-from collectives.overlap import Communication, Layer, Network, Piece, Profile, Schedule
-from collectives.overlap.bounds import jackson
-from collectives.overlap.policies.asc_wfbp import asc_wfbp, layer_types
-from collectives.overlap.policies.bytescheduler import bytescheduler
-from collectives.overlap.policies.carlier import best_order
-from collectives.overlap.policies.fusion_dp import fusion_dp
-from collectives.overlap.policies.mg_wfbp import mg_wfbp
-from collectives.overlap.policies.optimal import EXACT, _by_two_phases, every_fusion, optimal
-from collectives.overlap.policies.us_byte import First, first_phase, iteration, priorities, us_byte
-from collectives.overlap.policies.wfbp import wfbp
+from linkweave.collectives import overlap
+from linkweave.collectives.overlap import Communication, Layer, Network, Piece, Profile, Schedule
+from linkweave.collectives.overlap.bounds import jackson
+from linkweave.collectives.overlap.policies.asc_wfbp import asc_wfbp, layer_types
+from linkweave.collectives.overlap.policies.bytescheduler import bytescheduler
+from linkweave.collectives.overlap.policies.carlier import best_order
+from linkweave.collectives.overlap.policies.fusion_dp import fusion_dp
+from linkweave.collectives.overlap.policies.mg_wfbp import mg_wfbp
+from linkweave.collectives.overlap.policies.optimal import (
+    EXACT,
+    _by_two_phases,
+    every_fusion,
+    optimal,
+)
+from linkweave.collectives.overlap.policies.us_byte import (
+    First,
+    first_phase,
+    iteration,
+    priorities,
+    us_byte,
+)
+from linkweave.collectives.overlap.policies.wfbp import wfbp
 
 CASES = 500
 

@@ -9,10 +9,10 @@ import time
 import pytest
 from overlap_cases import case
 
-from bench.flops import forward_flops
-from collectives import CollectiveError, overlap
-from collectives.overlap import Communication, Layer, Network, Piece, Profile, Schedule
-from collectives.overlap.profile import _models
+from linkweave.bench.flops import forward_flops
+from linkweave.collectives import CollectiveError, overlap
+from linkweave.collectives.overlap import Communication, Layer, Network, Piece, Profile, Schedule
+from linkweave.collectives.overlap.profile import _models
 
 
 def test_profiles_go_to_json_and_back(tmp_path) -> None:  # type: ignore[no-untyped-def]

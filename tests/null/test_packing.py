@@ -9,16 +9,16 @@ from itertools import combinations
 
 import pytest
 
-from collectives.errors import PlanError
-from collectives.planning.packing import pack, rooted, spanning_forests
-from collectives.planning.planner import candidates, plan_allreduce, predict
-from collectives.planning.shares import _rates, pair_capacity
-from collectives.planning.verify import verify
-from collectives.runtime.simulate import simulate
-from topology import Topology, allreduce_bound, bound, load
-from topology.bounds import narrowest_partition
-from topology.cuts import Network
-from topology.symmetry import pairs_alike
+from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning.algorithms.packing import pack, rooted, spanning_forests
+from linkweave.collectives.planning.algorithms.shares import _rates, pair_capacity
+from linkweave.collectives.planning.planner import candidates, plan_allreduce, predict
+from linkweave.collectives.planning.simulate import simulate
+from linkweave.collectives.planning.verify import verify
+from linkweave.topology import Topology, allreduce_bound, bound, load
+from linkweave.topology.bounds import narrowest_partition
+from linkweave.topology.cuts import Network
+from linkweave.topology.symmetry import pairs_alike
 
 GIB = 1 << 30
 

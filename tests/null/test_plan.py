@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives.errors import CollectiveError, PlanError
-from collectives.planning.algorithms import ALGORITHMS, algorithm_for
-from collectives.planning.lower import Tuning, lower
-from collectives.planning.plan import Op, Plan, Step
-from collectives.planning.planner import candidates, plan_allreduce, plan_collective
-from collectives.planning.verify import verify
-from collectives.runtime import reference
+from linkweave.collectives.errors import CollectiveError, PlanError
+from linkweave.collectives.planning.algorithms.registry import ALGORITHMS, algorithm_for
+from linkweave.collectives.planning.lower import Tuning, lower
+from linkweave.collectives.planning.plan import Op, Plan, Step
+from linkweave.collectives.planning.planner import candidates, plan_allreduce, plan_collective
+from linkweave.collectives.planning.verify import verify
+from linkweave.collectives.runtime import reference
+from linkweave.topology import Topology, load
 from tests.null.helpers import SPECIAL
-from topology import Topology, load
 
 GENERAL = [name for name in ALGORITHMS if name not in SPECIAL]
 SLOW = ("mesh-11", "mesh-12", "mesh-14", "mesh-15", "mesh-16")
@@ -259,7 +259,7 @@ def test_the_environment_overrides_the_choice(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_auto_takes_the_fastest_it_has() -> None:
-    from collectives.planning.planner import predict
+    from linkweave.collectives.planning.planner import predict
 
     for machine in ("dgx1-v100", "mesh-5", "cpu-8", "pcie-8"):
         topo = load(machine)

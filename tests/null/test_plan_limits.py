@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from bench.options import parse_size
-from collectives.errors import CollectiveError, PlanError
-from collectives.planning.fields import LIMITS
-from collectives.planning.plan import Connection, Op, Plan, Step
-from collectives.planning.planner import plan_allreduce, plan_collective
-from collectives.planning.verify import shortened, verify
-from collectives.runtime.simulate import simulate
+from linkweave.bench.options import parse_size
+from linkweave.collectives.errors import CollectiveError, PlanError
+from linkweave.collectives.planning.fields import LIMITS
+from linkweave.collectives.planning.plan import Connection, Op, Plan, Step
+from linkweave.collectives.planning.planner import plan_allreduce, plan_collective
+from linkweave.collectives.planning.simulate import simulate
+from linkweave.collectives.planning.verify import shortened, verify
+from linkweave.topology import load
 from tests.null.helpers import by_hand, edited, step
-from topology import load
 
 PLANS = {
     name: json.loads(plan.to_json())

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from linkweave.topology import NAMES, Topology, TopologyError, load
 from tests.null.fixtures import DUMPS, GRAPH_FILE, NCCL_TESTS, P2P, SMI, coloured
-from topology import NAMES, Topology, TopologyError, load
 
 JSON = load("dgx1-v100").to_json()
 CLUSTER = "# ours\n2 x dgx-a100\n  nics=rail # one each\n"
@@ -174,9 +174,9 @@ def test_zeros_are_no_topology(tmp_path: Path) -> None:
 def test_a_large_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "machine.txt"
     path.write_text(SMI["h100"])
-    monkeypatch.setattr("topology.loading.LARGEST", path.stat().st_size)
+    monkeypatch.setattr("linkweave.topology.loading.LARGEST", path.stat().st_size)
     assert load(path).gpus == tuple(range(8))
-    monkeypatch.setattr("topology.loading.LARGEST", path.stat().st_size - 1)
+    monkeypatch.setattr("linkweave.topology.loading.LARGEST", path.stat().st_size - 1)
     with pytest.raises(TopologyError, match=rf"^{re.escape(str(path))}: larger than"):
         load(path)
 

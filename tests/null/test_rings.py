@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from scipy.optimize import LinearConstraint, milp
 
-from collectives.planning.algorithms import algorithm_for
-from collectives.planning.lower import Tuning, lower
-from collectives.planning.planner import plan_allreduce
-from collectives.planning.rings import Ring, rings
-from collectives.planning.verify import verify
-from topology import Link, Topology, load
+from linkweave.collectives.planning.algorithms.registry import algorithm_for
+from linkweave.collectives.planning.algorithms.rings import Ring, rings
+from linkweave.collectives.planning.lower import Tuning, lower
+from linkweave.collectives.planning.planner import plan_allreduce
+from linkweave.collectives.planning.verify import verify
+from linkweave.topology import Link, Topology, load
 
 ROOT = Path(__file__).parents[2]
 COUNTS = {
@@ -155,8 +155,8 @@ def test_each_ring_is_one_stream_at_a_rank_and_takes_its_share() -> None:
 
 
 CODE = """
-from collectives.planning.rings import rings
-from topology import load
+from linkweave.collectives.planning.algorithms.rings import rings
+from linkweave.topology import load
 print([rings(load(name)) for name in ("dgx1-v100", "dgx1-p100", "mesh-6", "mesh-9")])
 """
 

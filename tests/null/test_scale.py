@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.scale import BANDWIDTH, RANKS, SIZES, Row, _row, table, wired
+from linkweave.bench.reproduce.scale import BANDWIDTH, RANKS, SIZES, Row, _row, table, wired
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,7 +73,8 @@ def test_the_table_stands_beside_the_papers_figures() -> None:
 @pytest.mark.timeout(1800)
 def test_all_of_it_up_to_1024_ranks_in_4_gb() -> None:
     """In a process of its own, so that the memory is the table's."""
-    script = "from bench.scale import rows\nfor r in rows(): print(r.ranks, r.nbytes, r.worst)"
+    script = "from linkweave.bench.reproduce.scale import rows\n"
+    script += "for r in rows(): print(r.ranks, r.nbytes, r.worst)"
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=1700,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (4 * 10**9, 4 * 10**9)),

@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives.errors import PlanError
-from collectives.planning.algorithms import ALGORITHMS, algorithm_for
-from collectives.planning.cost import Shape, shape_of
-from collectives.planning.lower import Algorithm, Copy, Tuning, lower
-from collectives.planning.plan import Op, Plan
-from collectives.planning.planner import candidates, plan_allreduce
-from collectives.planning.verify import verify
-from collectives.runtime import simulate as simulator
-from collectives.runtime.simulate import Timeline, simulate
-from kernels import timeline
+from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning import simulate as simulator
+from linkweave.collectives.planning.algorithms.registry import ALGORITHMS, algorithm_for
+from linkweave.collectives.planning.cost import Shape, shape_of
+from linkweave.collectives.planning.lower import Algorithm, Copy, Tuning, lower
+from linkweave.collectives.planning.plan import Op, Plan
+from linkweave.collectives.planning.planner import candidates, plan_allreduce
+from linkweave.collectives.planning.simulate import Timeline, simulate
+from linkweave.collectives.planning.verify import verify
+from linkweave.kernels.plan import timeline
+from linkweave.topology import Link, Topology, load
 from tests.null.helpers import SPECIAL, by_hand, hop, places, random_plan, receive, send, without
-from topology import Link, Topology, load
 
 CHUNK = 16 * 12_500  # bytes; 8 us over one 25 GB/s link
 ALPHA_S = 5e-6

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from linkweave.topology import TopologyError, bound, load
 from tests.null.fixtures import (
     LEGEND,
     MACHINES,
@@ -26,7 +27,6 @@ from tests.null.fixtures import (
     tree_of,
     uuid,
 )
-from topology import TopologyError, bound, load
 
 GB = 10**9
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from topology import speeds
+from linkweave.topology import speeds
 
 GB = 10**9
 

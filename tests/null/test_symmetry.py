@@ -13,11 +13,11 @@ from multiprocessing import get_context
 import networkx as nx
 import pytest
 
+from linkweave.topology import Link, Topology, TopologyError, Vertex, load
+from linkweave.topology.cuts import Network
+from linkweave.topology.routes import between, connects, routes
+from linkweave.topology.symmetry import pairs_alike
 from tests.null.helpers import renumbered
-from topology import Link, Topology, TopologyError, Vertex, load
-from topology.cuts import Network
-from topology.routes import between, connects, routes
-from topology.symmetry import pairs_alike
 
 GB = 10**9
 Ends = tuple[Vertex, Vertex]

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-import collectives
-from collectives.planning.planner import candidates, choose, predict
-from topology import Topology, TopologyError, load
-from topology.timings import FORMAT, Timing, measured_seconds, parse_timings
+from linkweave import collectives
+from linkweave.collectives.planning.planner import candidates, choose, predict
+from linkweave.topology import Topology, TopologyError, load
+from linkweave.topology.timings import FORMAT, Timing, measured_seconds, parse_timings
 
 ROOT = Path(__file__).parents[2]
 RING = {"algorithm": "ring", "nbytes": 1024, "num_chunks": 4, "seconds": 1e-5}
@@ -273,7 +273,7 @@ def test_the_command_takes_them(tmp_path: Path) -> None:
     def plan(topo: str) -> subprocess.CompletedProcess[str]:
         words = ["plan", "-t", topo, "-s", "64K", "--measured", str(path), "--json"]
         return subprocess.run(
-            [sys.executable, "-m", "bench.cli", *words],
+            [sys.executable, "-m", "linkweave.bench.cli", *words],
             capture_output=True, text=True, timeout=100, cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip

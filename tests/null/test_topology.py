@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from linkweave.topology import NAMES, CollectiveError, Link, Topology, TopologyError, load
 from tests.null.helpers import renumbered
-from topology import NAMES, CollectiveError, Link, Topology, TopologyError, load
 
 # links by GPU: "other x count"; dumps of real machines agree
 DGX1 = (

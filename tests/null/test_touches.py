@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from collectives.planning.goals import COLLECTIVES
-from collectives.planning.plan import Op, Plan
-from collectives.planning.planner import plan_allreduce, plan_collective
-from collectives.planning.touches import input_reads, place, pushes
-from collectives.planning.verify import races
-from collectives.planning.walk import Visit, walk
+from linkweave.collectives.planning.access import input_reads, place, pushes
+from linkweave.collectives.planning.execute_order import Visit, walk
+from linkweave.collectives.planning.goals import COLLECTIVES
+from linkweave.collectives.planning.plan import Op, Plan
+from linkweave.collectives.planning.planner import plan_allreduce, plan_collective
+from linkweave.collectives.planning.verify import races
+from linkweave.topology import load
 from tests.null.helpers import random_plan
-from topology import load
 
 
 def first_touches(plan: Plan, seed: int | None) -> set[tuple[int, int, int]]:

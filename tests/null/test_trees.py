@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from collectives.errors import PlanError
-from collectives.planning.trees import Tree, binary_tree, chain, two_trees
+from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning.algorithms.trees import Tree, binary_tree, chain, two_trees
 from tests.null.helpers import random_tree
 
 SIZES = range(1, 65)

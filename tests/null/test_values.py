@@ -7,18 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from collectives.errors import PlanError
-from collectives.planning.algorithms import ALGORITHMS, algorithm_for
-from collectives.planning.finals import finals
-from collectives.planning.lower import Algorithm, Copy, Reduce, Tuning, lower
-from collectives.planning.plan import Op, Plan, Step
-from collectives.planning.planner import candidates, plan_collective
-from collectives.planning.touches import origins
-from collectives.planning.verify import races, verify
-from collectives.runtime import reference
+from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning.access import origins
+from linkweave.collectives.planning.algorithms.registry import ALGORITHMS, algorithm_for
+from linkweave.collectives.planning.completion import finals
+from linkweave.collectives.planning.lower import Algorithm, Copy, Reduce, Tuning, lower
+from linkweave.collectives.planning.plan import Op, Plan, Step
+from linkweave.collectives.planning.planner import candidates, plan_collective
+from linkweave.collectives.planning.verify import races, verify
+from linkweave.collectives.runtime import reference
+from linkweave.topology import load
 from tests.null.executor import is_right
 from tests.null.helpers import SPECIAL, by_hand, hop, receive, send, step
-from topology import load
 
 
 def edited_steps(plan: Plan, change: dict[Op, dict[str, object]], rank: int | None = None) -> Plan:

@@ -10,13 +10,14 @@ from functools import partial
 
 import pytest
 
-from collectives.errors import PlanError
-from collectives.planning.algorithms import ALGORITHMS, algorithm_for
-from collectives.planning.lower import Algorithm, Copy, Reduce, Tuning, lower
-from collectives.planning.plan import Connection, Op, Plan, Step
-from collectives.planning.verify import races, shortened, verify
-from collectives.planning.walk import walk
-from collectives.runtime.simulate import simulate
+from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning.algorithms.registry import ALGORITHMS, algorithm_for
+from linkweave.collectives.planning.execute_order import walk
+from linkweave.collectives.planning.lower import Algorithm, Copy, Reduce, Tuning, lower
+from linkweave.collectives.planning.plan import Connection, Op, Plan, Step
+from linkweave.collectives.planning.simulate import simulate
+from linkweave.collectives.planning.verify import races, shortened, verify
+from linkweave.topology import load
 from tests.null.executor import Executor, is_right, why_wrong
 from tests.null.helpers import (
     SPECIAL,
@@ -33,7 +34,6 @@ from tests.null.helpers import (
     swapped,
     without,
 )
-from topology import load
 
 SEEDS = range(200)
 REDUCE, COPY, SEND, WAIT, SIGNAL = Op.REDUCE, Op.COPY, Op.SEND, Op.WAIT, Op.SIGNAL
@@ -92,7 +92,7 @@ def test_the_order_of_the_walk_does_not_matter(seed: int, monkeypatch: pytest.Mo
             lambda index, chunk, op, *_, see=see: see((index, chunk, op)),
         )
         assert Counter(seen) == todo
-        monkeypatch.setattr("collectives.planning.verify.walk", partial(walk, seed=other))
+        monkeypatch.setattr("linkweave.collectives.planning.verify.walk", partial(walk, seed=other))
         assert [caught(m, topo) for m in (plan, *mutants)] == verdicts
 
 

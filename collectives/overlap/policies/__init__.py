@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 
-from collectives.overlap.policies.asc_wfbp import asc_wfbp
-from collectives.overlap.policies.bytescheduler import bytescheduler
-from collectives.overlap.policies.c_cube import c_cube
-from collectives.overlap.policies.fusion_dp import fusion_dp
-from collectives.overlap.policies.mg_wfbp import mg_wfbp
-from collectives.overlap.policies.us_byte import us_byte
-from collectives.overlap.policies.wfbp import wfbp
-from collectives.overlap.schedule import Schedule
+from linkweave.collectives.overlap.policies.asc_wfbp import asc_wfbp
+from linkweave.collectives.overlap.policies.bytescheduler import bytescheduler
+from linkweave.collectives.overlap.policies.c_cube import c_cube
+from linkweave.collectives.overlap.policies.fusion_dp import fusion_dp
+from linkweave.collectives.overlap.policies.mg_wfbp import mg_wfbp
+from linkweave.collectives.overlap.policies.us_byte import us_byte
+from linkweave.collectives.overlap.policies.wfbp import wfbp
+from linkweave.collectives.overlap.schedule import Schedule
 
 NAMED: dict[str, Callable[..., Schedule]] = {
     "wfbp": wfbp, "mg-wfbp": mg_wfbp, "asc-wfbp": asc_wfbp, "bytescheduler": bytescheduler,

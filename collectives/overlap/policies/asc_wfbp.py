@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collectives.overlap.network import Network
-from collectives.overlap.profile import Profile, check_count
-from collectives.overlap.schedule import MAX_LANES, Communication, Schedule, whole
+from linkweave.collectives.overlap.network import Network
+from linkweave.collectives.overlap.profile import Profile, check_count
+from linkweave.collectives.overlap.schedule import MAX_LANES, Communication, Schedule, whole
 
 NORMAL, MERGED, SIMULTANEOUS = "normal", "merged", "simultaneous"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import heapq
 
-from collectives.overlap.network import Network
-from collectives.overlap.profile import Profile, check_count
-from collectives.overlap.schedule import (
+from linkweave.collectives.overlap.network import Network
+from linkweave.collectives.overlap.profile import Profile, check_count
+from linkweave.collectives.overlap.schedule import (
     ALIGN,
     MAX_LANES,
     Communication,

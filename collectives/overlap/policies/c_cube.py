@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collectives.overlap.network import Network
-from collectives.overlap.profile import Profile
-from collectives.overlap.schedule import Schedule, whole
+from linkweave.collectives.overlap.network import Network
+from linkweave.collectives.overlap.profile import Profile
+from linkweave.collectives.overlap.schedule import Schedule, whole
 
 
 def c_cube(profile: Profile, network: Network) -> Schedule:

@@ -11,10 +11,10 @@ import heapq
 import time
 from collections.abc import Sequence
 
-from collectives.overlap.bounds import preemptive
-from collectives.overlap.network import Network
-from collectives.overlap.profile import Profile, check_number
-from collectives.overlap.schedule import Schedule, whole
+from linkweave.collectives.overlap.bounds import preemptive
+from linkweave.collectives.overlap.network import Network
+from linkweave.collectives.overlap.profile import Profile, check_number
+from linkweave.collectives.overlap.schedule import Schedule, whole
 
 
 def carlier(profile: Profile, network: Network, limit_s: float = 1.0) -> Schedule:

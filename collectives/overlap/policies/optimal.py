@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-from collectives.overlap.bounds import LANES
-from collectives.overlap.network import Network
-from collectives.overlap.policies import NAMED
-from collectives.overlap.policies.carlier import carlier
-from collectives.overlap.profile import Profile, check_number
-from collectives.overlap.schedule import ALIGN, Communication, Piece, Schedule
+from linkweave.collectives.overlap.bounds import LANES
+from linkweave.collectives.overlap.network import Network
+from linkweave.collectives.overlap.policies import NAMED
+from linkweave.collectives.overlap.policies.carlier import carlier
+from linkweave.collectives.overlap.profile import Profile, check_number
+from linkweave.collectives.overlap.schedule import ALIGN, Communication, Piece, Schedule
 
 EXACT = 7
 """Blocks up to which every fusion in every order is compared."""

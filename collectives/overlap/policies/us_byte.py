@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from collectives.overlap.network import Network
-from collectives.overlap.profile import Profile
-from collectives.overlap.schedule import Communication, Piece, Schedule, partition_of
+from linkweave.collectives.overlap.network import Network
+from linkweave.collectives.overlap.profile import Profile
+from linkweave.collectives.overlap.schedule import Communication, Piece, Schedule, partition_of
 
 PARTITION = 4_000_000 // 8
 """Bytes of a basic block: the 4 Mb of the paper's simulations (section 6.7), read as megabits: it

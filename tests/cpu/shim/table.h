@@ -1,7 +1,7 @@
 // The plan interpreter for each (dtype, op), in the order in which the tests number them.
 #pragma once
-#include "plan.cu"
-#include "queue.cu"
+#include "plan/plan.cu"
+#include "plan/queue.cu"
 
 typedef void (*Kernel)(const Launch&);
 #ifdef ALL

@@ -1,0 +1,73 @@
+"""`linkweave reproduce choice`: what `auto` takes from which size on, and what it leaves.
+
+Every algorithm that a machine can run is simulated at five numbers of chunks, from a quarter to
+four times the model's, at powers of two from 1 KiB to 1 GiB; `auto` is compared with the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from linkweave import collectives
+from linkweave.collectives.planning.cost import most_chunks
+from linkweave.collectives.planning.explain import SIZES, crossovers, size_text
+from linkweave.collectives.planning.planner import candidates, plan_allreduce, predict
+from linkweave.topology import Topology, load
+
+MACHINES = (
+    "dgx1-v100", "dgx1-p100", "dgx2", "dgx-a100", "dgx-h100", "mesh-2", "mesh-3", "mesh-5",
+    "mesh-8", "ring-5", "ring-8", "pcie-4", "pcie-5", "pcie-8",
+)  # fmt: skip
+FACTORS = (0.25, 0.5, 1, 2, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One machine; times in s, sizes in bytes."""
+
+    machine: str
+    worst: float
+    """The largest ratio of `auto`'s simulated time to the best found."""
+    worst_at: int
+    crossovers: tuple[tuple[int, str], ...]
+
+
+def compare(machine: Topology, nbytes: int) -> tuple[str, float]:
+    """What `auto` takes, and its simulated time over that of the best of all."""
+    auto = plan_allreduce(machine, nbytes)
+    mine = best = collectives.simulate(auto, machine, nbytes).seconds
+    for name in candidates(machine):
+        chunks = predict(machine, nbytes, name)[1]
+        template = plan_allreduce(machine, nbytes, name, chunks)
+        most = most_chunks(nbytes, template.stride)
+        for factor in FACTORS:
+            groups = max(1, round(chunks / template.stride * factor))
+            plan = template.with_chunks(min(groups * template.stride, most))
+            best = min(best, collectives.simulate(plan, machine, nbytes).seconds)
+    return auto.algorithm, mine / best
+
+
+def row(name: str) -> Row:
+    """The comparison for one machine at all sizes."""
+    machine = load(name)
+    worst, at = max((compare(machine, size)[1], size) for size in SIZES)
+    return Row(name, worst, at, crossovers(machine))
+
+
+def rows(done: Callable[[], None] = lambda: None) -> list[Row]:
+    """All machines; `done` is called after each."""
+    found = []
+    for name in MACHINES:
+        found.append(row(name))
+        done()
+    return found
+
+
+def table(found: list[Row]) -> str:
+    """From which size on `auto` takes which algorithm, and where it is furthest from the best."""
+    lines = [f"{'machine':12}{'auto / best':>12}{'at':>10}  auto takes"]
+    for r in found:
+        spans = ", ".join(f"{name} from {size_text(size)}" for size, name in r.crossovers)
+        lines.append(f"{r.machine:12}{r.worst:12.4f}{size_text(r.worst_at):>10}  {spans}")
+    return "\n".join(lines)

@@ -1,0 +1,385 @@
+"""One rank's calls on CPU tensors: agreed with all others before any data moves, then made."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linkweave.collectives import errors
+from linkweave.collectives.calls.choices import Choices
+from linkweave.collectives.calls.plans import Plans
+from linkweave.collectives.calls.request import (
+    EXCHANGES,
+    KINDS,
+    NOTHING,
+    ORDER,
+    WORDS,
+    How,
+    Request,
+    algorithm_word,
+    difference,
+    notice,
+)
+from linkweave.collectives.calls.trace import CALLS, KERNELS, Trace, label
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.planning.blocks import chunk_bytes, table
+from linkweave.collectives.planning.completion import table as layer_table
+from linkweave.collectives.planning.goals import COLLECTIVES, SENDRECV, parts
+from linkweave.collectives.planning.planner import size_class
+from linkweave.collectives.runtime.buffer import Buffer
+from linkweave.collectives.runtime.control import PLANNING, Health, HostControl
+from linkweave.collectives.runtime.cpu.arena import Arena
+from linkweave.collectives.runtime.cpu.arrivals import Arrivals
+from linkweave.collectives.runtime.cpu.executor import CpuExecutor, Ready, Region, memory_of
+from linkweave.collectives.runtime.diagnose import RAISED
+from linkweave.collectives.runtime.encoded import Encoded, nothing
+from linkweave.collectives.settings import Settings
+from linkweave.collectives.tensors import Block, as_buffer
+from linkweave.topology import Topology
+
+log = logging.getLogger("linkweave")
+
+T = TypeVar("T")
+
+PLANNED = (*COLLECTIVES, SENDRECV)
+_KNOWN, _REGIONS, _CHOSEN = 256, 64, 1024
+"""How many kinds of calls, plans and choices are kept: of calls those used last, of the others,
+which are the same on all ranks, the newest."""
+_HEAD = 128  # bytes of numbers before a plan
+_TOLD = 200  # bytes of an error that the others are told
+_ONE_BLOCK = np.zeros((1, 2), np.int64)
+
+
+class Calls:
+    """What a communicator's collectives have in common; one call at a time."""
+
+    def __init__(
+        self, arena: Arena, topology: Topology, settings: Settings,
+        next_order: Callable[[], int] = int,
+    ) -> None:  # fmt: skip
+        self.rank, self.size = arena.rank, arena.size
+        self.choices = Choices(topology, settings.order)
+        self.request = self.choices.request
+        self.health = Health(arena.rank)
+        self.control = HostControl(arena, settings.timeout, self.health)
+        self.executor = CpuExecutor(self.control)
+        self.trace = Trace(self.rank)
+        self.next_order = next_order  # numbers the calls on lanes; 0 elsewhere
+        self._order = 0
+        self._arena = arena
+        self._settings = settings.checksum(topology)
+        self._known: OrderedDict[tuple[object, ...], Ready] = OrderedDict()
+        self._chosen: OrderedDict[tuple[object, ...], tuple[int, int]] = OrderedDict()
+        self._regions: OrderedDict[int, Region] = OrderedDict()
+        self._idle = self.executor.load(nothing(self.size), arena.start)
+        self._count = 0  # of plans that rank 0 has numbered
+        self._mine: dict[int, tuple[str, int]] = {}  # on rank 0: names of plans, bytes of regions
+        self._plans = Plans(self.choices, self.trace)
+        self._scratch: NDArray[np.uint8] | None = None
+        self._calling = _Calling(self.control)
+
+    # ---- tensors -----------------------------------------------------------------------------
+    def buffer(self, x: Any, written: bool = True) -> tuple[Buffer, Callable[[], None]]:
+        return as_buffer(x, written)
+
+    def block(self, nbytes: int) -> NDArray[np.uint8]:
+        """Bytes of memory that all ranks share; given back with the last array over them."""
+        offset, memory = self._arena.allocate(nbytes)
+        block = Block(memory)
+        weakref.finalize(block, self._arena.free, offset, nbytes).atexit = False
+        return np.asarray(block)
+
+    def offset_of(self, memory: NDArray[np.uint8]) -> int:
+        """Where a `block` lies for all ranks."""
+        return self._arena.mapping.offset_of(int(memory.ctypes.data), memory.nbytes)
+
+    def bytes_at(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        """What any rank's block holds there."""
+        return self._arena.mapping.at(offset, nbytes)
+
+    def scratch(self, like: Buffer, nbytes: int) -> Buffer:
+        """Calls follow each other, so one piece of memory serves all."""
+        if self._scratch is None or self._scratch.nbytes < nbytes:
+            self._scratch = None  # given back first
+            self._scratch = self.block(nbytes)
+        address = int(self._scratch.ctypes.data)
+        return Buffer(address, like.nbytes, like.dtype, like.itemsize, self._scratch)
+
+    def staged(self, whole: Buffer) -> Buffer:
+        return self.scratch(whole, whole.nbytes)
+
+    def copy(self, dst: int, src: int, nbytes: int) -> None:
+        ctypes.memmove(dst, src, nbytes)
+
+    # ---- calls -------------------------------------------------------------------------------
+    def carry_out(self, order: int, body: Callable[..., T], *args: Any) -> T:
+        """One of `bodies`, with the number that `next_order` gave when it was asked for."""
+        self._order = order
+        return body(self, *args)
+
+    def repeat(
+        self, kind: str, address: int, nbytes: int, dtype: str, op: str, root: int, how: How
+    ) -> bool:
+        """Make a call in place of a kind that has been made before; whether it was one."""
+        if type(root) is not int or not isinstance(op, str) or not isinstance(how, str):
+            return False
+        word = WORDS.get(how)
+        ready = self._known.get((kind, nbytes, dtype, op, root, word, 0, None, None))
+        if ready is None or self.trace.wants_more:
+            return False
+        with self._calling, self.trace.call(ready.label):
+            self._order = self.next_order()
+            self._make(ready, address, None, None)
+        return True
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Bad arguments of one rank are told to the others, whose calls must not pair up wrong."""
+        try:
+            yield
+        except Exception as error:
+            self.refuse(error)
+            raise error
+
+    def refuse(self, error: Exception) -> None:
+        """Tell the others that this rank does not make the call that they make."""
+        try:
+            with self._calling:
+                self._gather(Request("refused", NOTHING), str(error).encode()[:_TOLD])
+        except CollectiveError as others:
+            if self.health.broken:
+                raise others from error
+
+    def make(self, request: Request) -> None:
+        with self._calling:
+            key = request.kind_of_call
+            if (ready := self._known.get(key)) is None:
+                ready = self._prepared(request)
+                self._known[key] = ready
+                if len(self._known) > _KNOWN:
+                    self._known.popitem(last=False)
+            else:
+                self._known.move_to_end(key)
+            with self.trace.call(ready.label):
+                self._run(ready, request)
+
+    def meet(self, request: Request) -> None:
+        """Agree with all ranks on a call that is made elsewhere."""
+        with self._calling:
+            self._gather(request, b"")
+
+    def gather(self, what: str, said: bytes) -> list[bytes]:
+        """What every rank says of one of `EXCHANGES`, by rank."""
+        with self._calling:
+            return self._gather(_exchange(what), said)
+
+    def share(self, make: Callable[[], bytes]) -> bytes:
+        """What `make` returns on rank 0, on all ranks; what it raises, all raise."""
+        with self._calling:
+            return self._share(make)
+
+    def _share(self, make: Callable[[], bytes]) -> bytes:
+        said = b""
+        if self.rank == 0:
+            try:
+                said = b"+" + make()
+            except CollectiveError as error:
+                said = b"-" + json.dumps([type(error).__name__, str(error)]).encode()
+        found = self._gather(_exchange("plan"), said, PLANNING)[0]
+        if found[:1] == b"-":
+            name, text = json.loads(found[1:])
+            raise _Refused(getattr(errors, name, CollectiveError), text)
+        return found[1:]
+
+    def _gather(
+        self, request: Request, said: bytes, timeout: float | None = None, first: bool = False
+    ) -> list[bytes]:
+        settings = 0 if self.control.number else self._settings
+        mine = notice(request, settings, self._order, first)
+        rows, found = self.control.gather(mine, said, timeout)
+        if (rows != mine).any():
+            self._differ(rows)
+        return found
+
+    def _differ(self, rows: NDArray[np.int64]) -> NoReturn:
+        """Raise on every rank that their calls differ. Nothing has moved, and all may go on."""
+        number, asked = self.control.number, rows.tolist()
+        page = self._arena.page(number)
+        said = {
+            r: self._arena.said(r, page).decode(errors="replace")
+            for r, row in enumerate(asked) if KINDS[row[0]] == "refused"
+        }  # fmt: skip
+        self.control.finish()
+        for region in self._regions.values():  # of which some ranks may have sent to slots
+            self.executor.reset(region)
+        self.control.agree(())
+        self.control.done()
+        raise _Refused(CollectiveError, difference(number, asked, said))
+
+    # ---- what a call of a new kind needs -----------------------------------------------------
+    def _prepared(self, request: Request) -> Ready:
+        """Its plan, agreed on where it is a new one; the call itself is agreed on as it is made."""
+        kind, buffer = request.kind, request.buffer
+        said = np.array([*notice(request), -1], np.int64)
+        where = _ONE_BLOCK
+        if kind in PLANNED:
+            where = table(kind, self.size, self.rank, buffer.nbytes, request.sizes)
+        largest = int(where[:, 1].max())
+        if largest == 0 or self.size == 1:
+            needs = None if request.layers is None else np.zeros((len(request.layers), 0), np.int64)
+            return self.executor.prepare(
+                self._idle, said, where, len(where), buffer, request.op, kind, needs
+            )  # fmt: skip
+        of = parts(kind, self.size)
+        choice = self._choice(request, size_class(largest * of, of))
+        number, chunks = self._chosen[choice]
+        region = self._regions[number]
+        needs = None
+        if request.layers is not None:
+            made = region.encoded.finals(self.rank, chunks)
+            needs = layer_table(made, chunks, chunk_bytes(where, chunks), request.layers)
+        name = label(kind, region.encoded.algorithm, buffer.nbytes)
+        log.info("%s: %d chunks", name, chunks)
+        self.trace.say(KERNELS, f"{name}: interpreter and combiners by Numba")
+        return self.executor.prepare(
+            region, said, where, chunks, buffer, request.op, name, needs, choice
+        )  # fmt: skip
+
+    def _choice(self, request: Request, nbytes: int) -> tuple[object, ...]:
+        """The key in `_chosen` of messages of that class of sizes; planned where it is new.
+
+        What is in `_chosen` and `_regions`, and in which order, is the same on all ranks: they
+        change here only, and not by what one rank has done alone. A call in `_known` has its choice
+        there, so a rank that has forgotten a call need not ask the others.
+        """
+        streamed = request.layers is not None
+        how = algorithm_word(request.algorithm)
+        key = (request.kind, nbytes, request.root, how, streamed)
+        if key not in self._chosen:
+            self._gather(request, b"", first=True)  # all ask for the same
+            with self.trace.phase("plan"):
+                data = self._share(lambda: self._planned(request, nbytes))
+            number, chunks, start = json.loads(data[:_HEAD])
+            if number not in self._regions:
+                self._add(number, self.executor.load(Encoded.from_bytes(data[_HEAD:]), start))
+            self._chosen[key] = number, chunks
+            if len(self._chosen) > _CHOSEN:
+                gone, _ = self._chosen.popitem(last=False)
+                self._forget(lambda ready: ready.choice == gone)
+        return key
+
+    def _planned(self, request: Request, nbytes: int) -> bytes:
+        """On rank 0: what all ranks need to know of a plan for `nbytes`."""
+        made, body, start = self._plans.make(request, nbytes), b"", 0
+        number = next((n for n, (name, _) in self._mine.items() if name == made.name), None)
+        if number is None:
+            nbytes = memory_of(made.encoded)
+            start, number = self._arena.reserve(nbytes), self._count
+            body = made.encoded.to_bytes()
+            self._count += 1
+            self._mine[number] = made.name, nbytes
+        return json.dumps([number, made.num_chunks, start]).encode().ljust(_HEAD) + body
+
+    def _add(self, number: int, region: Region) -> None:
+        """Keep a plan, in place of the oldest where there are too many."""
+        self._regions[number] = region
+        if len(self._regions) <= _REGIONS:
+            return
+        oldest, gone = self._regions.popitem(last=False)
+        self._forget(lambda ready: ready.region is gone)
+        self._chosen = OrderedDict((k, c) for k, c in self._chosen.items() if c[0] != oldest)
+        if self.rank == 0:  # all ranks have come here, so none uses it
+            self._arena.release(gone.start, self._mine.pop(oldest)[1])
+
+    def _forget(self, gone: Callable[[Ready], bool]) -> None:
+        self._known = OrderedDict((k, r) for k, r in self._known.items() if not gone(r))
+
+    def _run(self, ready: Ready, request: Request) -> None:
+        buffer, source = request.buffer, request.source
+        if request.arrivals and ready.needs is not None:
+            request.arrivals.begin(ready.needs)
+        start = time.monotonic()
+        with self.trace.phase("run"):
+            self._make(ready, buffer.address, source, request.arrivals)
+        if self.trace.level >= CALLS:
+            took = (time.monotonic() - start) * 1e6
+            self.trace.say(
+                CALLS, f"call {self.control.number}: {ready.label} {buffer.dtype} {request.op}, "
+                f"{took:.0f} us{', in shared memory' if ready.direct else ''}"
+            )  # fmt: skip
+            self.trace.flags(lambda: ready.region.encoded, ready.num_chunks)
+
+    def _make(
+        self, ready: Ready, address: int, source: Buffer | None, arrivals: Arrivals | None
+    ) -> None:
+        if self.size == 1:
+            self.control.number += 1
+            if source and source.address != address:
+                ctypes.memmove(address, source.address, source.nbytes)
+            return
+        nbytes = ready.span
+        ready.said[ORDER] = self._order
+        ready.said[-1] = self._arena.mapping.offset_of(address, nbytes) if nbytes else -1
+        if not self.executor.run(ready, address, source, arrivals):
+            rows = self.control.notices[self.control.number % 2][:, : len(ready.said) - 1]
+            self._differ(rows.copy())
+
+    def close(self) -> None:
+        """Leave: a rank that waits for us is told at once."""
+        self.health.close()
+        self._scratch = None
+        self._known.clear()
+        self.control.close()
+        self._arena.close()
+
+
+def _exchange(what: str) -> Request:
+    return Request("exchange", NOTHING, root=EXCHANGES.index(what))
+
+
+class _Calling:
+    """Around a call: one at a time, and an error of our own is told to the others."""
+
+    def __init__(self, control: HostControl) -> None:
+        self._control, self._health, self._lock = control, control.health, threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if not self._health.usable:
+            self._lock.release()
+            self._health.check()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        try:
+            if error is None:
+                return
+            if isinstance(error, _Refused):
+                raise error.kind(error.text) from None
+            if not self._control.aborted():  # the others must not wait
+                self._control.give_up(RAISED)
+            self._health.fail(error)
+        finally:
+            self._lock.release()
+
+
+class _Refused(Exception):
+    """A call that no rank makes; nothing has moved, and all may go on."""
+
+    def __init__(self, kind: type[CollectiveError], text: str) -> None:
+        super().__init__(text)
+        self.kind, self.text = kind, text

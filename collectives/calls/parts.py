@@ -1,0 +1,127 @@
+"""Splits and lanes: communicators of some or all ranks, in the memory of the one they come from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any, Protocol
+
+from linkweave.collectives.calls.host import Calls
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.runtime.cpu.arena import Arena
+from linkweave.collectives.runtime.cpu.mapping import SEGMENT
+from linkweave.collectives.runtime.diagnose import RAISED
+from linkweave.collectives.runtime.gpu.team import Team
+from linkweave.collectives.settings import Settings
+from linkweave.collectives.tensors import integer
+from linkweave.topology import Topology, load
+
+MOST_LANES = 64
+
+Order = Callable[[], int]
+"""Numbers the calls on lanes; `int` elsewhere, which gives 0."""
+
+
+class Closable(Protocol):
+    @property
+    def closed(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+    def abort(self, why: int) -> None: ...
+
+
+Make = Callable[[Arena, Settings, Team | None, Order], Any]
+
+
+def _fail(calls: Calls, error: BaseException) -> None:
+    """End a lane, as another one of its family has failed: their calls are numbered together."""
+    if not calls.health.closed:
+        calls.control.give_up(RAISED)
+        calls.health.fail(error)
+
+
+class Parts:
+    """Those of one rank's communicator. `make` makes a communicator in memory of its own."""
+
+    def __init__(
+        self, arena: Arena, calls: Calls, settings: Settings, topology: Topology,
+        team: Team | None, make: Make,
+    ) -> None:  # fmt: skip
+        self._arena, self._calls, self._settings = arena, calls, settings
+        self._topology, self._team, self._make = topology, team, make
+        self._open: list[Closable] = []  # as far as we know
+        self._made = 0
+
+    def split(self, color: Any) -> Any:
+        with self._calls.telling():
+            if (number := integer(color)) is None:
+                raise CollectiveError(f"color must be an integer, not {color!r}")
+        colors = [int(said) for said in self._calls.gather("colors", str(number).encode())]
+        groups = [[r for r, c in enumerate(colors) if c == one] for one in dict.fromkeys(colors)]
+        ((ranks, start),) = self._segments(groups)
+        return self._part(ranks, start, int)
+
+    def lanes(self, n: Any) -> list[Any]:
+        with self._calls.telling():
+            number = integer(n)
+            if number is None or not 1 <= number <= MOST_LANES:
+                raise CollectiveError(
+                    f"the number of lanes must be an integer from 1 to {MOST_LANES}, not {n!r}"
+                )
+        said = {int(row) for row in self._calls.gather("lanes", str(number).encode())}
+        if len(said) > 1:
+            raise CollectiveError(f"the ranks ask for different numbers of lanes: {sorted(said)}")
+        calls = count(1)
+        parts = self._segments([[*range(self._calls.size)]] * said.pop())
+        family = [self._part(ranks, start, lambda: next(calls)) for ranks, start in parts]
+        for lane in family:
+            others = [other.calls for other in family if other is not lane]
+            lane.calls.health.family = [partial(_fail, calls) for calls in others]
+        return family
+
+    def _segments(self, groups: Sequence[list[int]]) -> list[tuple[list[int], int]]:
+        """Memory for a part of each of these ranks, taken by the first of them: ours, with where
+        they begin. Raises CollectiveError, on all ranks, where there is none."""
+        mapping, rank = self._arena.mapping, self._calls.rank
+        taken: dict[int, int] = {}
+        trouble = ""
+        try:
+            for i, ranks in enumerate(groups):
+                if ranks[0] == rank:
+                    taken[i] = mapping.take(SEGMENT)[0]
+        except CollectiveError as error:
+            trouble = f"rank {rank}: {error}"
+        said = json.dumps([taken, trouble]).encode()
+        rows = [json.loads(row) for row in self._calls.gather("memory", said)]
+        if failed := "; ".join(row[1] for row in rows if row[1]):
+            for start in taken.values():
+                mapping.give(start, SEGMENT)
+            raise CollectiveError(failed)
+        found = {int(i): start for row in rows for i, start in row[0].items()}
+        return [(g, found[i]) for i, g in enumerate(groups) if rank in g]
+
+    def _part(self, ranks: list[int], start: int, order: Order) -> Any:
+        spec = self._settings.topology
+        if not (spec == "auto" or load(spec).devices):  # else GPUs are found by their names
+            spec = self._topology.subset([self._topology.gpus[r] for r in ranks])
+        settings, team = replace(self._settings, topology=spec), None
+        if self._team:
+            team = self._team.child((self._made, start), ranks)
+        part = self._make(self._arena.part(ranks, start), settings, team, order)
+        self._open = [p for p in self._open if not p.closed] + [part]
+        self._made += 1
+        return part
+
+    def abort(self, why: int) -> None:
+        """Make all calls on them raise."""
+        for part in self._open:
+            part.abort(why)
+
+    def close(self) -> None:
+        """Close those that are still open."""
+        while self._open:
+            self._open.pop().close()

@@ -1,0 +1,125 @@
+"""Sending from one rank to another: each ordered pair of ranks has a channel, two ranks' calls."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+from linkweave.collectives.calls.host import Calls
+from linkweave.collectives.calls.work import HostWork, Work
+from linkweave.collectives.calls.worker import Worker
+from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
+from linkweave.collectives.planning.goals import SENDRECV
+from linkweave.collectives.runtime.cpu.mapping import SEGMENT
+from linkweave.collectives.runtime.diagnose import DIED, LEFT, REASONS
+from linkweave.collectives.settings import Settings
+from linkweave.collectives.tensors import gpu_of, integer
+from linkweave.topology import load
+
+_POLL, _SLOW = 0.0002, 0.02  # s: of the first wait for a sender, and of later ones
+_FORWARD = ((0, 1),)
+
+
+class Channels:
+    """Those of one rank, made when they are first used: the sender takes their memory."""
+
+    def __init__(self, calls: Calls, settings: Settings) -> None:
+        self._calls, self._settings = calls, replace(settings, topology="auto", order="fastest")
+        self._open: dict[tuple[int, int], _Channel] = {}
+        self._lock = threading.Lock()
+
+    def submit(self, x: Any, src: int, dst: int, async_op: bool) -> Work | None:
+        """Move `x` from rank `src` into `dst`'s; one of them is this rank. Raises
+        CollectiveError."""
+        rank, size = self._calls.rank, self._calls.size
+        src, dst = _rank(src, size), _rank(dst, size)
+        if src == dst:
+            raise CollectiveError(f"rank {rank} cannot send to itself")
+        if gpu_of(x) is not None:
+            raise CollectiveError("send and recv take CPU tensors only")
+        self._calls.health.check()
+        with self._lock:
+            if (src, dst) not in self._open:
+                self._open[src, dst] = _Channel(self._calls, src, dst)
+            channel = self._open[src, dst]
+        work = channel.submit(self._settings, x, dst == rank)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def close(self) -> None:
+        """Close all of them, also those that were opened for us and never used."""
+        arena = self._calls.executor.arena
+        for src in range(arena.size):
+            start = int(arena.channel(src, arena.rank)[0])
+            channel = self._open.get((src, arena.rank))
+            if start and (channel is None or not channel.opened):
+                arena.part([src, arena.rank], start).close()
+        while self._open:
+            self._open.popitem()[1].close()
+
+
+class _Channel:
+    """Calls of two ranks, the sender first, carried out by a thread of its own."""
+
+    def __init__(self, calls: Calls, src: int, dst: int) -> None:
+        self._whole, self._src, self._dst = calls, src, dst
+        self._calls: Calls | None = None
+        self._worker = Worker()
+
+    @property
+    def opened(self) -> bool:
+        return self._calls is not None
+
+    def submit(self, settings: Settings, x: Any, written: bool) -> HostWork:
+        return self._worker.keep(HostWork(self._worker.enqueue(self._move, settings, x, written)))
+
+    def _move(self, settings: Settings, x: Any, written: bool) -> None:
+        if self._calls is None:
+            self._calls = self._opened(settings)
+        calls = self._calls
+        with calls.telling():
+            buffer, done = calls.buffer(x, written)
+            request = calls.request(SENDRECV, buffer, "sum", _FORWARD)
+        calls.make(request)
+        done()
+
+    def _opened(self, settings: Settings) -> Calls:
+        """The sender tells where the channel's memory is; the receiver waits for that."""
+        arena, control = self._whole.executor.arena, self._whole.control
+        word, begun = arena.channel(self._src, self._dst), time.monotonic()
+        if arena.rank == self._src:
+            word[0] = arena.mapping.take(SEGMENT)[0]
+        name = f"{control.name(self._dst)} waits for {control.name(self._src)} to send"
+        where = {"rank": self._dst, "peer": self._src}
+        pause = _POLL
+        while not word[0]:  # a failure here is the channel's alone
+            if control.aborted():
+                control.raise_aborted(lambda: (name, where))
+            gone = REASONS[LEFT] if arena.closed(self._src) else ""
+            if pause == _SLOW and self._src in arena.dead():
+                gone = REASONS[DIED]
+            if gone and not word[0]:
+                raise CollectiveAborted(f"{control.name(self._src)} {gone}; {name}", **where)
+            if time.monotonic() - begun > settings.timeout:
+                raise CollectiveTimeout(f"{name} for {settings.timeout:g} s", **where)
+            time.sleep(pause)
+            pause = min(_SLOW, 2 * pause)
+        part = arena.part([self._src, self._dst], int(word[0]))
+        part.expect()
+        return Calls(part, load("cpu-2"), settings)
+
+    def close(self) -> None:
+        self._worker.close(self._whole.rank)
+        if self._calls:
+            self._calls.close()
+
+
+def _rank(value: Any, size: int) -> int:
+    number = integer(value)
+    if number is None or not 0 <= number < size:
+        raise CollectiveError(f"ranks are integers from 0 to {size - 1}, not {value!r}")
+    return number

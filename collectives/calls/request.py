@@ -1,0 +1,170 @@
+"""What a rank asks for in one call, and how the ranks' requests differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import CodeType, FunctionType
+from zlib import crc32
+
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
+from linkweave.collectives.planning.algorithms.rooted_and_exchange import OTHERS
+from linkweave.collectives.planning.blocks import Sizes
+from linkweave.collectives.planning.goals import COLLECTIVES, SENDRECV, Root
+from linkweave.collectives.planning.lower import Algorithm
+from linkweave.collectives.planning.plan import Plan
+from linkweave.collectives.runtime.buffer import Buffer
+from linkweave.collectives.runtime.cpu.arrivals import Arrivals
+from linkweave.collectives.runtime.dtypes import DTYPES, OPS
+from linkweave.collectives.runtime.gpu.memory import Spot
+from linkweave.topology import Topology
+
+KINDS = (*COLLECTIVES, SENDRECV, "barrier", "refused", "exchange")
+EXCHANGES = ("GPUs", "kernels", "memory of GPUs", "access to GPUs", "troubles", "colors", "memory",
+             "sparse_allreduce", "merges", "tensors", "plan", "sizes", "lanes")  # fmt: skip
+"""What ranks tell each other of on the host; the place of one is its request's root."""
+
+ORDER, FIRST = 9, 10
+"""Words of a notice: the number of a call on lanes; whether it is about to be planned."""
+DEVICES = ("cpu", "gpu")
+NAMES = tuple(dict.fromkeys(["auto", *ALGORITHMS, *(n for of in OTHERS.values() for n in of)]))
+WORDS = {name: i for i, name in enumerate(NAMES)}
+_DTYPES, _OPS = tuple(DTYPES), tuple(OPS)
+NOTHING = Buffer(0, 0, "uint8", 1)
+_FUNCTION, _PLAN = 1 << 32, 1 << 33  # above the checksum of an algorithm that has no name
+
+How = str | Callable[[Topology], Algorithm] | Plan
+"""What carries out a call: an algorithm's name or function, or a plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One rank's side of a call; all but where its values lie must agree between ranks."""
+
+    kind: str
+    buffer: Buffer
+    op: str = "sum"
+    root: Root = 0
+    algorithm: How = "auto"
+    layout: int = 0  # a checksum of the sizes of what the message is made of
+    device: str = "cpu"
+    sizes: Sizes | None = None  # bytes of blocks that are not equal (`planning.blocks`)
+    layers: tuple[int, ...] | None = None  # bytes of each, for a gradient queue
+    spot: Spot | None = None  # on GPUs: where the buffer lies in memory that all see
+    arrivals: Arrivals | None = field(default=None, compare=False)  # which a CPU rank counts
+    source: Buffer | None = field(default=None, compare=False)  # of the values; None: in place
+
+    @property
+    def kind_of_call(self) -> tuple[object, ...]:
+        """What calls have in common that need no more planning."""
+        b = self.buffer
+        return (
+            self.kind, b.nbytes, b.dtype, self.op, self.root, algorithm_word(self.algorithm),
+            self.layout, self.sizes, self.layers,
+        )  # fmt: skip
+
+
+def algorithm_word(algorithm: How) -> int:
+    """A number by which ranks compare what they ask for. Raises CollectiveError."""
+    if isinstance(algorithm, str):
+        if algorithm not in WORDS:
+            raise CollectiveError(
+                f"unknown algorithm {algorithm!r}; choose from {', '.join(NAMES)}, or give a "
+                "function that makes one"
+            )
+        return WORDS[algorithm]
+    if isinstance(algorithm, Plan):
+        return _PLAN | checksum(algorithm)
+    if not isinstance(algorithm, FunctionType):
+        raise CollectiveError(
+            f"algorithm must be a name or a function of a topology, not {algorithm!r}"
+        )
+    cells = [cell.cell_contents for cell in algorithm.__closure__ or ()]
+    bound = [*cells, *(algorithm.__defaults__ or ()), *(algorithm.__kwdefaults__ or {}).items()]
+    said = (algorithm.__qualname__, _code(algorithm.__code__), [_plain(value) for value in bound])
+    return _FUNCTION | crc32(repr(said).encode())
+
+
+def _code(code: CodeType) -> tuple[object, ...]:
+    consts = [_code(c) if isinstance(c, CodeType) else _plain(c) for c in code.co_consts]
+    return code.co_code, code.co_names, consts
+
+
+def _plain(value: object) -> object:
+    """A value that ranks can compare; of others, which have addresses, the type."""
+    simple = value is None or isinstance(value, int | float | str | bytes | tuple)
+    return value if simple else type(value).__qualname__
+
+
+@lru_cache(maxsize=64)
+def checksum(plan: Plan) -> int:
+    """Of a plan, the same on all ranks that have the same one."""
+    return crc32(plan.to_json().encode())
+
+
+def name_of(algorithm: How) -> str:
+    """What people call it."""
+    if isinstance(algorithm, Plan):
+        return algorithm.algorithm
+    return algorithm if isinstance(algorithm, str) else getattr(algorithm, "__name__", "function")
+
+
+def notice(
+    request: Request, settings: int = 0, order: int = 0, first: bool = False
+) -> tuple[int, ...]:
+    """A request as numbers, which all ranks compare. `settings`: their checksum, or 0; `order`: the
+    number of a call among those of all lanes, or 0; `first`: it is about to be planned."""
+    buffer, root = request.buffer, request.root
+    place = root if isinstance(root, int) else crc32(repr(root).encode())
+    return (
+        KINDS.index(request.kind), _OPS.index(request.op), _DTYPES.index(buffer.dtype),
+        buffer.nbytes // buffer.itemsize, place, algorithm_word(request.algorithm), settings,
+        request.layout, DEVICES.index(request.device), order, int(first),
+        *(request.spot or (-1, 0)),
+    )  # fmt: skip
+
+
+def words(notice: Sequence[int]) -> str:
+    """What a notice asks for; an offset of -1 is left out."""
+    kind, op, dtype, count, root, algorithm, settings, layout, device, order, *rest = notice
+    _, piece, offset = rest
+    asked = KINDS[kind]
+    how = NAMES[algorithm] if algorithm < len(NAMES) else f"own algorithm {algorithm:08x}"
+    if asked == "refused":
+        asked = "refused its arguments"
+    if asked == "exchange":
+        asked = f"told of its {EXCHANGES[root]}"
+    if asked == "allreduce":
+        asked += f"({count} x {_DTYPES[dtype]}, {_OPS[op]}, {how})"
+    elif asked in (*COLLECTIVES, SENDRECV):
+        asked += f"({count} x {_DTYPES[dtype]}"
+        asked += f", {_OPS[op]}" if "reduce" in asked else ""
+        if KINDS[kind] == SENDRECV:
+            asked += f", pairs {root:08x}"
+        asked += f", root {root})" if KINDS[kind] in ("broadcast", "reduce") else ")"
+    if layout:
+        asked += f" in parts of sizes {layout:08x}"
+    if settings:
+        asked += f" with settings {settings:08x}"
+    if order:
+        asked += f" as call {order} on lanes"
+    if piece >= 0:
+        asked += (f" at {offset}" if offset >= 0 else "") + f" in shared memory {piece}"
+    return asked + (" on the GPU" if DEVICES[device] == "gpu" else "")
+
+
+def difference(call: int, notices: Sequence[Sequence[int]], refusals: dict[int, str]) -> str:
+    """What the ranks asked for, where they differ; `refusals`: why some would not."""
+    told = [words(said) for said in notices]
+    if len({*told}) == 1:
+        told = [
+            t + " for the first time" * said[FIRST] for t, said in zip(told, notices, strict=True)
+        ]
+    groups: dict[str, list[int]] = {}
+    for peer, text in enumerate(told):
+        why = f": {refusals[peer]}" if refusals.get(peer) else ""
+        groups.setdefault(text + why, []).append(peer)
+    asked = "; ".join(f"ranks {peers}: {what}" for what, peers in groups.items())
+    return f"the ranks' call number {call} differs: {asked}"

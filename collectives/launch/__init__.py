@@ -1,0 +1,1 @@
+"""How ranks start: as processes, as threads, or under a launcher."""

@@ -1,0 +1,136 @@
+"""Joining ranks that exist: under torchrun, or in a group of torch.distributed."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from linkweave.collectives.communicator import Communicator
+from linkweave.collectives.errors import CollectiveError, CollectiveTimeout
+from linkweave.collectives.launch.default import set_default
+from linkweave.collectives.runtime.cpu.arena import Arena
+from linkweave.collectives.runtime.cpu.mapping import Mapping
+from linkweave.collectives.settings import Settings
+from linkweave.topology import Topology
+
+
+def init(
+    topology: Topology | str = "auto",
+    timeout: float = 30.0,
+    order: str = "fastest",
+    max_blocks: int | None = None,
+    peer_access: str = "prefer",
+) -> Communicator:
+    """Join the ranks of this job and make theirs the default communicator.
+
+    A rank's GPU is that of the first GPU tensor that it passes. The arguments are those of
+    `Settings`.
+
+    Inside an initialised torch.distributed group its ranks are the ranks; else under torchrun
+    (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) the ranks that it started; else this process
+    alone. All ranks must be on one machine. Raises CollectiveError.
+    """
+    settings = Settings(topology, timeout, order, max_blocks, peer_access)
+    job = _job(timeout)
+    fd = -1
+    try:
+        location = host = ""
+        if job.rank == 0:
+            fd = Mapping.create(job.size)
+            location, host = Mapping.location(fd), socket.gethostname()
+            job.tell([location, host])
+        else:
+            location, host = job.look_up(timeout)
+        if host != socket.gethostname():
+            raise CollectiveError(
+                f"rank {job.rank} is on {socket.gethostname()}, rank 0 on {host}: CPU ranks "
+                "must share one machine"
+            )
+        mapping = Mapping.open(location, job.size, job.rank)
+        communicator = Communicator(Arena(mapping, job.rank), settings)
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    set_default(communicator)
+    return communicator
+
+
+_generation = iter(range(1 << 30))  # makes the key of each `init` of this process its own
+
+
+@dataclass
+class _Job:
+    """The ranks of a job, and the store of torch.distributed by which rank 0 reaches the others.
+
+    Whoever reaches the store's port can write it, so what it says is plain data, and is checked.
+    """
+
+    rank: int
+    size: int
+    store: Any
+    key: str
+
+    def tell(self, value: list[str]) -> None:
+        if self.store is not None:
+            self.store.set(self.key, json.dumps(value))
+
+    def look_up(self, timeout: float) -> tuple[str, str]:
+        """(location of the shared memory, host), as rank 0 says. Raises CollectiveError."""
+        try:
+            self.store.wait([self.key], timedelta(seconds=timeout))
+            said = self.store.get(self.key)
+        except Exception as error:
+            raise CollectiveTimeout(
+                f"rank {self.rank} waits for rank 0 to set up the shared memory: {error}",
+                rank=self.rank, peer=0,
+            ) from None  # fmt: skip
+        try:
+            location, host = json.loads(said)
+        except (ValueError, TypeError, RecursionError):
+            location = host = None
+        if not isinstance(location, str) or not isinstance(host, str):
+            raise CollectiveError(
+                f"rank {self.rank}: {said[:80]!r} in the store is not what rank 0 writes"
+            )
+        return location, host
+
+
+def _job(timeout: float) -> _Job:
+    key = f"linkweave/arena/{next(_generation)}"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available():
+        dist = torch.distributed
+        if dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store()
+            return _Job(dist.get_rank(), dist.get_world_size(), store, key)
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return _Job(0, 1, None, key)
+    try:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except ValueError:
+        raise CollectiveError(
+            f"RANK={os.environ['RANK']!r} and WORLD_SIZE={os.environ['WORLD_SIZE']!r} must be "
+            "integers"
+        ) from None
+    if not 0 <= rank < size:
+        raise CollectiveError(f"RANK={rank} must be from 0 to WORLD_SIZE - 1 = {size - 1}")
+    if size == 1:
+        return _Job(rank, size, None, key)
+    if missing := [v for v in ("MASTER_ADDR", "MASTER_PORT") if v not in os.environ]:
+        raise CollectiveError(f"RANK and WORLD_SIZE are set, but {missing[0]} is not")
+    import torch.distributed as dist
+
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    except (RuntimeError, ValueError) as error:  # torch's DistError family derives from these
+        raise CollectiveTimeout(
+            f"rank {rank} cannot meet the other {size - 1} ranks at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {error}",
+            rank=rank,
+        ) from None
+    return _Job(rank, size, store, key)

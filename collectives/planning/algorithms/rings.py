@@ -1,0 +1,122 @@
+"""Rings through all GPUs that share no link: as many as a search finds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+from linkweave.collectives.planning.algorithms.embed import Edge, embed
+from linkweave.collectives.planning.lower import Copy, Reduce, Round
+from linkweave.topology import Topology
+
+Ring = tuple[int, ...]
+"""The ranks in the order in which data passes them."""
+
+_TRIALS = 200
+_NODES = 2_000  # of one search for one more ring
+_SENDS = 20_000  # in a plan: fewer rings where they are long
+
+
+def rings(topology: Topology) -> tuple[list[Ring], Mapping[tuple[int, int, int], tuple[int, ...]]]:
+    """Rings, and (ring, src, dst) -> forwarders for the hops that detour.
+
+    Where equal links join GPUs directly, rings are drawn at random (always the same ones), in both
+    directions of a circle first, until every link of some GPU is taken. Otherwise, or where there
+    is no such ring, it is the one ring of least congestion that `embed` finds.
+    """
+    size = len(topology.gpus)
+    rank = {g: r for r, g in enumerate(topology.gpus)}
+    equal = len({k.bandwidth for k in topology.fabric}) == 1
+    if equal and all(k.src in rank and k.dst in rank for k in topology.fabric):
+        links = {(rank[k.src], rank[k.dst]): k.count for k in topology.fabric}  # type: ignore[index]
+        if found := _disjoint(size, links):
+            return found, {}
+    edges = [Edge(0, i, (i + 1) % size, one_way=True) for i in range(size)]
+    embedding = embed(topology, edges, size)
+    at = embedding.rank_of
+    return [at], {(0, at[a], at[b]): (via,) for (_, a, b), via in embedding.via.items()}
+
+
+def around(
+    found: Sequence[Ring], chunk: Callable[[int, int], int], channel: int = 0
+) -> tuple[list[Round], list[Round]]:
+    """A reduce-scatter, and an all-gather: chunk(r, i) ends on, or begins at, i in ring r."""
+    size = len(found[0])
+    hops = [(r, i, at[i], at[(i + 1) % size]) for r, at in enumerate(found) for i in range(size)]
+    scatter: list[Round] = []
+    gather: list[Round] = []
+    for step in range(size - 1):
+        scatter.append(tuple(
+            Reduce((a,), b, chunk(r, (i - step - 1) % size), channel + r) for r, i, a, b in hops
+        ))  # fmt: skip
+        gather.append(tuple(
+            Copy(a, (b,), chunk(r, (i - step) % size), channel + r) for r, i, a, b in hops
+        ))  # fmt: skip
+    return scatter, gather
+
+
+def _disjoint(size: int, links: Mapping[tuple[int, int], int]) -> list[Ring]:
+    ways = [[sum(n for ends, n in links.items() if ends[side] == r) for r in range(size)]
+            for side in (0, 1)]  # fmt: skip
+    most = min(map(min, ways))
+    wanted = min(most, max(1, _SENDS // (2 * size * (size - 1))))
+    best: list[Ring] = []
+    for trial in range(_TRIALS):
+        left = dict(links)
+        found: list[Ring] = []
+        both = trial % 2 == 0 and size > 2
+        while len(found) < wanted:
+            ring = _one(size, left, random.Random(1000 * trial + len(found)), both)
+            if ring is None and not both:
+                break
+            if ring is None:
+                both = False
+                continue
+            for way in (ring, ring[::-1]) if both else (ring,):
+                for i, a in enumerate(way):
+                    left[a, way[(i + 1) % size]] -= 1
+                found.append(way)
+        best = max(best, found[:wanted], key=len)
+        if len(best) == wanted:
+            break
+    return best
+
+
+def _one(
+    size: int, left: Mapping[tuple[int, int], int], rng: random.Random, both: bool
+) -> Ring | None:
+    """A ring over what is left (with `both`, in both directions), or None where none is found.
+
+    Depth first; to the rank with the fewest ways on, the most links first among equals.
+    """
+
+    def free(a: int, b: int) -> bool:
+        return left.get((a, b), 0) > 0 and (not both or left.get((b, a), 0) > 0)
+
+    out = [[b for b in range(size) if b != a and free(a, b)] for a in range(size)]
+    path, seen, nodes = [0], {0}, 0
+    stack: list[list[int]] = []
+
+    def ahead() -> list[int]:
+        here = path[-1]
+        choices = [b for b in out[here] if b not in seen]
+        rng.shuffle(choices)
+        choices.sort(key=lambda b: (sum(c not in seen for c in out[b]), -left[here, b]))
+        return choices[::-1]  # the best is taken from the end
+
+    stack.append(ahead())
+    while stack:
+        nodes += 1
+        if nodes > _NODES + size:
+            return None
+        if len(path) == size and free(path[-1], path[0]):
+            return tuple(path)
+        if stack[-1] and len(path) < size:
+            nxt = stack[-1].pop()
+            path.append(nxt)
+            seen.add(nxt)
+            stack.append(ahead())
+        else:
+            stack.pop()
+            seen.discard(path.pop())
+    return None

@@ -1,0 +1,67 @@
+"""A tree of shortest ways from each of some ranks to the others, sharing the links out evenly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+from linkweave.collectives.errors import PlanError
+from linkweave.topology import Topology, Vertex
+from linkweave.topology.routes import connects, neighbours
+
+Levels = list[dict[int, tuple[int, ...]]]
+"""From the root on: who has which children. All are ranks."""
+
+_Link = tuple[Vertex, Vertex]
+
+
+def shortest_trees(
+    topology: Topology, ranks: Sequence[int], roots: Sequence[int] | None = None
+) -> list[Levels]:
+    """For each of the ranks (or of some `roots` among them), in order, the tree that it roots over
+    all of them.
+
+    A rank passes on what came over one hop (switches may lie between); over NVLinks alone where
+    they connect the ranks. Raises PlanError where some are not joined.
+    """
+    gpus = topology.gpus
+    links = {
+        (a, b): tuple(zip(path, path[1:], strict=False))
+        for a in ranks for b in ranks if (path := topology.hops.get((gpus[a], gpus[b])))
+    }  # fmt: skip
+    fast = [
+        ends for ends, way in links.items()
+        if all(topology.by_ends[link].kind == "nvlink" for link in way)
+    ]  # fmt: skip
+    near = neighbours(fast if connects(fast, ranks) else links)
+    load: dict[_Link, Fraction] = {}
+    several = ranks if roots is None else roots
+    return [_shortest(topology, root, ranks, near, links, load) for root in several]
+
+
+def _shortest(
+    topology: Topology, root: int, ranks: Sequence[int], near: Mapping[int, list[int]],
+    links: Mapping[tuple[int, int], tuple[_Link, ...]], load: dict[_Link, Fraction],
+) -> Levels:  # fmt: skip
+    """Of several parents, the one over whose links the least goes so far (s a byte)."""
+    tree: Levels = []
+    seen, level = {root}, [root]
+    while below := sorted({b for a in level for b in near.get(a, ())} - seen):
+        children: dict[int, list[int]] = {}
+        for child in below:
+            over = {a: (*links[a, child], *links.get((child, a), ())) for a in level
+                    if child in near[a]}  # fmt: skip
+            parent = min(over, key=lambda a: max(load.get(k, Fraction(0)) for k in over[a]))
+            for link in over[parent]:
+                wire = topology.by_ends[link]
+                load[link] = load.get(link, Fraction(0)) + Fraction(1, wire.bandwidth * wire.count)
+            children.setdefault(parent, []).append(child)
+        tree.append({a: tuple(kids) for a, kids in children.items()})
+        seen |= set(below)
+        level = below
+    if lost := set(ranks) - seen:
+        raise PlanError(
+            f"{topology.name}: GPUs {topology.gpus[root]} and {topology.gpus[min(lost)]} are not "
+            "joined by any links"
+        )
+    return tree

@@ -1,0 +1,204 @@
+"""Carry out a plan's steps in one legal order: what the verifier and the reference share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, NoReturn
+
+from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning.plan import Op, Plan, Step, Stream
+
+
+class Visit(NamedTuple):
+    """One move of data as it is carried out; `slots` are the slot numbers of `step.connections`."""
+
+    stream_index: int
+    stream: Stream
+    at: int
+    chunk: int
+    step: Step
+    slots: tuple[int, ...]
+    source_slot: int
+
+    def __str__(self) -> str:
+        s = self.stream
+        verb = self.step.op.name
+        return f"rank {s.rank} channel {s.channel} step {self.at}: {verb} of chunk {self.chunk}"
+
+
+_OnMove = Callable[[Visit], None]
+_OnSync = Callable[[int, int, Op, int, bool], None]
+
+
+class _Walk:
+    """The counters of all connections, and the step at which each stream stands."""
+
+    def __init__(
+        self, plan: Plan, visit: _OnMove, sync: _OnSync | None, pick: random.Random | None
+    ) -> None:
+        self.plan, self.visit, self.sync, self.pick = plan, visit, sync, pick
+        number = {(s.rank, s.channel): i for i, s in enumerate(plan.streams)}
+        self.src = [number.get((c.src, c.src_channel), -1) for c in plan.connections]
+        self.dst = [number.get((c.dst, c.dst_channel), -1) for c in plan.connections]
+        self.local = [c.local for c in plan.connections]  # which have no slots
+        n = len(plan.connections)
+        self.ready, self.free = [0] * n, [0] * n  # signals given
+        self.waited_free, self.waited_ready = [0] * n, [0] * n
+        self.sent, self.read = [0] * n, [0] * n
+        self.moved = True
+        self.heads: dict[
+            int, tuple[int, int, Step]
+        ] = {}  # where the streams that have not ended stand
+
+    def run(self) -> None:
+        left = [self.stream(index) for index in range(len(self.plan.streams))]
+        while self.moved:
+            self.moved = False
+            if self.pick:
+                self.pick.shuffle(left)
+            left = [stream for stream in left if next(stream, True) is None]
+
+    def stream(self, index: int) -> Iterator[None]:
+        """Carry out the steps of a stream; yields where it waits, and at random."""
+        plan, sync, pick = self.plan, self.sync, self.pick
+        stream = plan.streams[index]
+        num_chunks, stride, slots = plan.num_chunks, plan.stride, plan.slots
+        ready, waited_ready = self.ready, self.waited_ready
+        free, waited_free = self.free, self.waited_free
+        base = 0
+        for body in stream.phases:
+            for first in range(0, num_chunks, stride):
+                for at, step in enumerate(body, base):
+                    chunk, op, i = first + step.chunk, step.op, step.connections[0]
+                    if chunk >= num_chunks:
+                        continue
+                    self.heads[index] = at, chunk, step
+                    if op is Op.WAIT:
+                        sender = index != self.dst[i]
+                        if not sender:
+                            while ready[i] == waited_ready[i]:
+                                yield
+                            waited_ready[i] += 1
+                        else:
+                            self.may_wait(index, i)
+                            while free[i] + slots == waited_free[i]:
+                                yield
+                            waited_free[i] += 1
+                        if sync:
+                            sync(index, chunk, op, i, sender)
+                    elif op is Op.SIGNAL:
+                        sender = self.signal(index, i)
+                        if sync:
+                            sync(index, chunk, op, i, sender)
+                    else:
+                        taken = -1 if step.source is None else self.take(index, step.source)
+                        use = self.put if op is Op.SEND else self.take
+                        numbers = tuple([use(index, i) for i in step.connections])
+                        self.visit(Visit(index, stream, at, chunk, step, numbers, taken))
+                    self.moved = True
+                    if pick and pick.random() < 0.5:
+                        yield
+            base += len(body)
+        self.heads.pop(index, None)
+
+    def may_wait(self, index: int, i: int) -> None:
+        if index != self.src[i]:
+            self.refuse(index, f"connection {i} does not end here")
+        if self.local[i]:
+            self.refuse(index, f"waits for a slot of {i}, which is only for order")
+
+    def signal(self, index: int, i: int) -> bool:
+        """Raise a counter; returns whether the stream is the connection's sender."""
+        if index == self.dst[i]:
+            if self.free[i] == self.read[i]:
+                self.refuse(
+                    index,
+                    f"frees a slot of connection {self.plan.connections[i]} before reading it",
+                )
+            self.free[i] += 1
+            return False
+        if index != self.src[i]:
+            self.refuse(index, f"connection {i} does not end here")
+        if not self.local[i] and self.ready[i] == self.sent[i]:
+            self.refuse(
+                index, f"signals data on connection {self.plan.connections[i]} before sending it"
+            )
+        self.ready[i] += 1
+        return True
+
+    def put(self, index: int, i: int) -> int:
+        """The slot that is written next."""
+        if index != self.src[i]:
+            self.refuse(index, f"sends on connection {i}, which does not begin here")
+        if self.waited_free[i] == self.sent[i]:
+            self.refuse(
+                index,
+                f"writes connection {self.plan.connections[i]} without a WAIT for a free slot",
+            )
+        self.sent[i] += 1
+        return (self.sent[i] - 1) % self.plan.slots
+
+    def take(self, index: int, i: int) -> int:
+        """The slot that is read next."""
+        if index != self.dst[i]:
+            self.refuse(index, f"reads connection {i}, which does not end here")
+        if self.waited_ready[i] == self.read[i]:
+            self.refuse(
+                index, f"reads connection {self.plan.connections[i]} without a WAIT for its data"
+            )
+        self.read[i] += 1
+        return (self.read[i] - 1) % self.plan.slots
+
+    def refuse(self, index: int, words: str) -> NoReturn:
+        at, chunk, step = self.heads[index]
+        s = self.plan.streams[index]
+        raise PlanError(
+            f"rank {s.rank} channel {s.channel} step {at} ({step.op.name} of chunk {chunk}): "
+            f"{words}"
+        )
+
+    def finish(self) -> None:
+        """Raise PlanError where a stream still waits, or counters do not pair."""
+        self.no_one_waits()
+        for i, connection in enumerate(self.plan.connections):
+            pairs = [("sent", self.sent[i], "read", self.read[i]),
+                     ("data-ready signals", self.ready[i],
+                      "waits for them", self.waited_ready[i])]  # fmt: skip
+            if not connection.local:
+                pairs += [("slot-free signals", self.free[i], "slots read", self.read[i]),
+                          ("waits for a slot", self.waited_free[i], "sends", self.sent[i]),
+                          ("data-ready signals", self.ready[i], "sends", self.sent[i])]  # fmt: skip
+            for left, a, right, b in pairs:
+                if a != b:
+                    raise PlanError(f"connection {connection}: {a} {left}, but {b} {right}")
+
+    def no_one_waits(self) -> None:
+        stuck = []
+        for index, (at, chunk, step) in sorted(self.heads.items()):
+            stream = self.plan.streams[index]
+            i = step.connections[0]
+            connection = self.plan.connections[i]
+            sender = index == self.src[i]
+            peer, what = (connection.dst, "slot") if sender else (connection.src, "data")
+            stuck.append(
+                f"rank {stream.rank} channel {stream.channel} step {at} waits for a {what} of "
+                f"chunk {chunk} from rank {peer}"
+            )
+        if stuck:
+            more = f"; and {len(stuck) - 4} more" if len(stuck) > 4 else ""
+            raise PlanError(f"the plan hangs: {'; '.join(stuck[:4])}{more}")
+
+
+def walk(plan: Plan, visit: _OnMove, seed: int | None = None, sync: _OnSync | None = None) -> None:
+    """Call `visit` for every SEND, REDUCE and COPY, in an order that respects all waits.
+
+    `sync` is called for every SIGNAL and WAIT in between, with the stream's index, the chunk, the
+    op, the connection and whether the stream is its sender. Each stream runs as far as it can
+    before the next is tried; with a `seed`, runnable streams are picked at random one step at a
+    time. Raises PlanError where the plan hangs (naming who waits for whom), touches a connection
+    it has not waited for, or leaves counters unpaired.
+    """
+    state = _Walk(plan, visit, sync, random.Random(seed) if seed is not None else None)
+    state.run()
+    state.finish()

@@ -1,0 +1,239 @@
+"""The simulator: when each step of a plan happens on the modelled wires."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning.fields import MOST_BYTES, whole
+from linkweave.collectives.planning.plan import Op, Plan
+from linkweave.kernels.plan.timeline import compiled_play, play
+from linkweave.topology import Topology, Vertex
+
+_MOST_SENDS = 1 << 25  # a gigabyte of results
+_SHORT = 40_000  # steps: beyond, the loop is compiled even if Numba must be loaded for it
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """One chunk crossing one connection: it holds its stream to `end`, its links to `free`."""
+
+    connection: int
+    chunk: int
+    start: float
+    free: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated run; times in seconds."""
+
+    plan: Plan
+    nbytes: int
+    seconds: float
+    first_chunk_by_rank: tuple[float, ...]
+    busy: dict[tuple[Vertex, Vertex], float] = field(repr=False)
+    rows: tuple[NDArray[Any], ...] = field(repr=False, compare=False)
+    """The fields of all sends, one array each, in order of their start."""
+
+    @cached_property
+    def sends(self) -> tuple[Send, ...]:
+        return tuple(map(Send, *(row.tolist() for row in self.rows)))
+
+    @property
+    def algbw(self) -> float:
+        """Bytes of the message over the time, bytes/s (0 where nothing moves)."""
+        return self.nbytes / self.seconds if self.seconds else 0.0
+
+    @property
+    def first_chunk_seconds(self) -> float:
+        """When chunk 0 is final on the last rank: the gradient turnaround time."""
+        return max(self.first_chunk_by_rank)
+
+    @property
+    def utilisation(self) -> dict[tuple[Vertex, Vertex], float]:
+        """For each directed link, the share of its physical links' time that carries bytes."""
+        return {k: (b / self.seconds if self.seconds else 0.0) for k, b in self.busy.items()}
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Chrome trace JSON (chrome://tracing, Perfetto): a row for each connection's wire time."""
+        events: list[dict[str, object]] = [
+            {"ph": "M", "name": "process_name", "pid": 0,
+             "args": {"name": f"{self.plan.algorithm}, {self.nbytes} bytes"}},
+        ]  # fmt: skip
+        used = sorted({s.connection for s in self.sends})
+        for row, index in enumerate(used):
+            events.append(
+                {"ph": "M", "name": "thread_name", "pid": 0, "tid": row,
+                 "args": {"name": str(self.plan.connections[index])}}
+            )  # fmt: skip
+        rows = {index: row for row, index in enumerate(used)}
+        for s in self.sends:
+            events.append(
+                {"ph": "X", "name": f"chunk {s.chunk}", "pid": 0, "tid": rows[s.connection],
+                 "ts": s.start * 1e6, "dur": (s.free - s.start) * 1e6,
+                 "args": {"chunk": s.chunk, "seen_us": s.end * 1e6}}
+            )  # fmt: skip
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
+
+
+def simulate(plan: Plan, topology: Topology, nbytes: int, alpha_s: float | None = None) -> Timeline:
+    """The time of a verified plan for a message of `nbytes`.
+
+    A send starts when its stream and one lane (`Link.lanes`) on every link of its path are free;
+    it holds the stream for alpha + bytes/bandwidth and each lane for bytes/bandwidth. Where a link
+    has a lane for every connection, each has its own; otherwise connection i of a link takes lane
+    i mod lanes, first come first served (a switch's port is one lane, as wide as all its links).
+    A send to several connections starts on each as that one is free and holds its stream until the
+    last is over; it crosses a link into common memory once (`Link.stores`) and any other link once
+    for each. Signals and arithmetic take no time. Deterministic: long plans, and all where Numba
+    is loaded, are carried out by machine code, to the same bits. `alpha_s` stands in for the links'
+    latencies. Raises PlanError where the plan hangs, takes too many sends or the topology lacks a
+    link.
+    """
+    whole(nbytes, "nbytes", 0, MOST_BYTES)
+    layout = _layout(plan.with_chunks(plan.stride), topology)
+    if layout.sends * plan.groups > _MOST_SENDS:
+        raise PlanError(
+            f"{plan.num_chunks} chunks take {layout.sends * plan.groups} sends, too many to "
+            f"simulate: at most {_MOST_SENDS}"
+        )
+    return _simulate(plan, topology, nbytes, alpha_s, _compiled(layout.steps * plan.groups))
+
+
+def _compiled(steps: int) -> bool:
+    """Whether machine code is worth it: always where Numba is there, else for long plans."""
+    return steps > _SHORT or "numba" in sys.modules
+
+
+def _simulate(
+    plan: Plan, topology: Topology, nbytes: int, alpha_s: float | None, compiled: bool
+) -> Timeline:
+    layout = _layout(plan.with_chunks(plan.stride), topology)
+    signals = layout.signals * plan.groups + plan.slots
+    given = np.zeros(len(signals), np.int64)
+    given[::2] = layout.free
+    sends = layout.sends * plan.groups
+    alpha = layout.alpha if alpha_s is None else np.full_like(layout.alpha, alpha_s)
+    first, busy = np.zeros(plan.size), np.zeros(len(layout.links))
+    rows = (np.zeros(sends, np.int32), np.zeros(sends, np.int32), *np.zeros((3, sends)))
+    arrays = (
+        plan.chunk_sizes(nbytes), _starts(signals), np.zeros(signals.sum()), given,
+        _starts(layout.stored), np.zeros(layout.stored.sum(), np.int64), *layout.wires, alpha,
+        np.zeros(layout.lanes), busy, first, *rows,
+    )  # fmt: skip
+    numbers = (plan.num_chunks, plan.stride)
+    if compiled:
+        end, written, hangs = compiled_play()(layout.code, layout.ranks, *numbers, *arrays)
+    else:
+        lists = [array.tolist() for array in arrays]
+        start = (layout.code.tolist(), layout.ranks.tolist())
+        end, written, hangs = play(*start, *numbers, *lists)
+        for array, values in zip(arrays, lists, strict=True):
+            array[:] = values
+    if hangs:
+        raise PlanError("the plan hangs in the simulator; verify(plan, topology) says where")
+    lanes = (topology.by_ends[ends].lanes for ends in layout.links)
+    return Timeline(
+        plan, nbytes, end, tuple(first.tolist()),
+        {ends: b / n for ends, b, n in zip(layout.links, busy.tolist(), lanes, strict=True)},
+        tuple(row[:written] for row in rows),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What a simulation needs of a plan and its links, however many groups of chunks there are."""
+
+    code: NDArray[Any]
+    ranks: NDArray[Any]
+    steps: int
+    sends: int
+    signals: NDArray[Any]
+    """For each connection's two queues, the signals of one group."""
+    free: NDArray[Any]
+    """For each connection, the slots that are free from the start."""
+    stored: NDArray[Any]
+    """For each stream, the most links into common memory of one send."""
+    links: tuple[tuple[Vertex, Vertex], ...]
+    lanes: int
+    wires: tuple[NDArray[Any], ...]
+    """Arguments of `kernels.timeline.play`, from `lane_at` to `per_byte`."""
+    alpha: NDArray[Any]
+
+
+@lru_cache(maxsize=64)
+def _layout(plan: Plan, topology: Topology) -> _Layout:
+    number: dict[tuple[Vertex, Vertex], int] = {}
+    known: list[tuple[int, bool, float, float]] = []  # of each link: lanes, stores, s/byte, alpha
+    lane_number: dict[tuple[int, int], int] = {}
+    taken: dict[int, int] = defaultdict(int)
+    count, stores = [], []
+    lane, link, is_store, lane_per_byte = [], [], [], []
+    per_byte, alpha = [], []
+    for connection in plan.connections:
+        slowest = latency = 0.0
+        stored = 0
+        links = connection.links
+        for ends in links:
+            at = number.setdefault(ends, len(number))
+            if at == len(known):
+                if ends not in topology.by_ends:
+                    raise PlanError(f"{topology.name} has no link {ends[0]}->{ends[1]}")
+                wire = topology.by_ends[ends]
+                known.append(
+                    (wire.lanes, wire.stores, 1 / wire.lane_bandwidth, wire.latency_us * 1e-6)
+                )
+            lanes, into_memory, seconds, start = known[at]
+            lane.append(lane_number.setdefault((at, taken[at] % lanes), len(lane_number)))
+            taken[at] += 1
+            link.append(at)
+            is_store.append(into_memory)
+            lane_per_byte.append(seconds)
+            stored += into_memory
+            slowest, latency = max(slowest, seconds), max(latency, start)
+        count.append(len(links))
+        stores.append(stored)
+        per_byte.append(slowest)
+        alpha.append(latency)
+    signals = np.zeros(2 * len(plan.connections), np.int64)
+    steps, sends, most_stored = 0, 0, []
+    for stream in plan.streams:
+        widest = 0
+        for step in (step for body in stream.phases for step in body):
+            steps += 1
+            i = step.connections[0]
+            if step.op is Op.SIGNAL:
+                signals[2 * i + plan.sends_on(stream, i)] += 1
+            elif step.op is Op.SEND:
+                sends += len(step.connections)
+                widest = max(widest, sum(stores[i] for i in step.connections))
+        most_stored.append(widest)
+    return _Layout(
+        plan.encode().astype(np.int64),
+        np.array([s.rank for s in plan.streams], np.int64), steps, sends, signals,
+        np.array([0 if c.local else plan.slots for c in plan.connections], np.int64),
+        np.array(most_stored, np.int64), tuple(number), len(lane_number),
+        (
+            _starts(np.array(count)), np.array(lane, np.int64), np.array(link, np.int64),
+            np.array(is_store, np.bool_), np.array(lane_per_byte, float),
+            np.array(per_byte, float),
+        ),
+        np.array(alpha, float),
+    )  # fmt: skip
+
+
+def _starts(counts: NDArray[Any]) -> NDArray[np.int64]:
+    """Where each of the parts begins that lie one behind another, and where the last ends."""
+    return np.concatenate(([0], np.cumsum(counts))).astype(np.int64)

@@ -1,0 +1,129 @@
+"""gTop-k's tree of merges on a real machine, and what sparse all-reduces are predicted to take.
+
+Source: Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for
+Low Bandwidth Networks", algorithm 3 (whose pairs of ranks 1, 2, 4, ... apart are a binomial tree)
+and equations 5 to 7.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+
+from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning.algorithms.shortest import shortest_trees
+from linkweave.collectives.planning.algorithms.trees import Tree
+from linkweave.collectives.planning.cost import shape_of
+from linkweave.collectives.planning.planner import plan_allreduce, predict, ranked
+from linkweave.topology import Topology
+
+INDEX = 4
+"""Bytes of an entry's index on the wire, beside its value."""
+
+MOST_ROOTS = 64
+"""Ranks up to which every one of them is tried as the root."""
+
+Round = tuple[tuple[int, int], ...]
+
+
+def binomial_tree(size: int) -> Tree:
+    """Rank r sends to r without its lowest bit, for any size; rank 0 is the root."""
+    return Tree(tuple(r & (r - 1) for r in range(size)))
+
+
+@lru_cache(maxsize=256)
+def rounds(tree: Tree) -> tuple[Round, ...]:
+    """(child, parent) pairs of each round: a rank merges one child at a time, the first that is
+    complete first, and sends when it has merged all."""
+    ready: dict[int, int] = {}
+    found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for rank in reversed(tree.top_down):
+        at = 0
+        for child in sorted(tree.children(rank), key=lambda c: (ready[c], c)):
+            at = max(at, ready[child])
+            found[at].append((child, rank))
+            at += 1
+        ready[rank] = at
+    return tuple(tuple(sorted(found[i])) for i in range(ready[tree.root]))
+
+
+@lru_cache(maxsize=256)
+def merge_tree(topology: Topology, nbytes: int) -> Tree:
+    """The tree over which ranks merge vectors of `nbytes` soonest: the binomial one, which has the
+    fewest rounds, or where its hops are slow one of the planner's trees of shortest ways.
+
+    Raises PlanError where ranks are not joined.
+    """
+    size = len(topology.gpus)
+    trees = [binomial_tree(size)]
+    if not topology.on_memory and size > 2:  # on one memory all hops are alike
+        roots = range(size if size <= MOST_ROOTS else 1)
+        for levels in shortest_trees(topology, range(size), roots):
+            above = {kid: up for level in levels for up, kids in level.items() for kid in kids}
+            trees.append(Tree(tuple(above.get(rank, rank) for rank in range(size))))
+    return min(trees, key=lambda tree: _up(topology, tree, nbytes))
+
+
+def _up(topology: Topology, tree: Tree, nbytes: int) -> float:
+    """Seconds from the leaves to the root."""
+    return sum(max(_hop(topology, *pair, nbytes) for pair in pairs) for pairs in rounds(tree))
+
+
+def _hop(topology: Topology, child: int, parent: int, nbytes: int) -> float:
+    """Seconds over switches, or else over one rank between."""
+    a, b = topology.gpus[child], topology.gpus[parent]
+    over = (_direct(topology, a, v, nbytes) + _direct(topology, v, b, nbytes)
+            for v in topology.gpus if v not in (a, b))  # fmt: skip
+    direct = _direct(topology, a, b, nbytes)
+    return direct if direct < math.inf else min(over, default=math.inf)
+
+
+def _direct(topology: Topology, a: int, b: int, nbytes: int) -> float:
+    if not (way := topology.hops.get((a, b))):
+        return math.inf
+    links = [topology.by_ends[ends] for ends in zip(way, way[1:], strict=False)]
+    slowest = min(link.count * link.bandwidth for link in links)
+    return max(link.latency_us for link in links) * 1e-6 + nbytes / slowest
+
+
+def _best(topology: Topology, nbytes: int, kind: str, root: int = 0) -> float:
+    try:
+        return predict(topology, nbytes, ranked(topology, nbytes, kind, root)[0], kind, root)[0]
+    except PlanError:
+        return math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """One way to sum sparse vectors: seconds as planned on this map, and by the paper's equation
+    with the start-up and the bandwidth of the links that the dense plan uses."""
+
+    mode: str
+    seconds: float
+    equation: int
+    equation_seconds: float
+
+
+@lru_cache(maxsize=256)
+def sparse_costs(topology: Topology, numel: int, k: int, item: int = 4) -> tuple[Sparse, ...]:
+    """gTop-k, top-k by all-gather and dense, for k entries a rank of `numel` elements, values of
+    `item` bytes on the wire (dense: of 4); the fastest first. What merging takes is left out.
+    Infinite where there is no plan."""
+    size = len(topology.gpus)
+    if size == 1:
+        return tuple(Sparse(m, 0.0, e, 0.0) for m, e in (("gtopk", 7), ("topk", 6), ("dense", 5)))
+    sparse, dense = (item + INDEX) * k, 4 * numel
+    tree = merge_tree(topology, sparse)
+    up, down = _up(topology, tree, sparse), _best(topology, sparse, "broadcast", tree.root)
+    shape = shape_of(plan_allreduce(topology, dense), topology)
+    a, rise = shape.alpha_s, math.log2(size)
+    one, all_of_it = sparse / shape.bandwidth, dense / shape.bandwidth
+    found = [
+        Sparse("gtopk", up + down, 7, 2 * rise * (a + one)),
+        Sparse("topk", _best(topology, sparse * size, "allgather"), 6, rise * a + (size - 1) * one),
+        Sparse("dense", _best(topology, dense, "allreduce"), 5,
+               2 * (size - 1) * (a + all_of_it / size)),
+    ]  # fmt: skip
+    return tuple(sorted(found, key=lambda row: row.seconds))

@@ -1,0 +1,143 @@
+"""What `verify` can see without carrying a plan out: its form, and the links it takes."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import TypeGuard
+
+from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning.fields import MOST_CHANNELS
+from linkweave.collectives.planning.plan import Op, Plan, Step, Stream
+from linkweave.topology import Topology
+
+
+def check_form(plan: Plan) -> None:
+    """Raise PlanError unless every number of the plan is one that means something."""
+    for c in plan.connections:
+        ends = (c.src, c.src_channel), (c.dst, c.dst_channel)
+        if not all(_is_stream(plan, *end) for end in ends):
+            raise PlanError(f"connection {c} does not join ranks of the plan's {plan.size}")
+        if ends[0] == ends[1]:
+            raise PlanError(f"connection {c} joins a stream to itself")
+        if not all(isinstance(v, int | str) for v in c.path) or (c.local and c.path):
+            raise PlanError(f"connection {c} runs over {c.path}, which is no path")
+    keys = [(s.rank, s.channel) for s in plan.streams]
+    for rank, channel in keys:
+        if not _is_stream(plan, rank, channel):
+            raise PlanError(
+                f"a stream is of rank {rank}, channel {channel}; the plan has {plan.size} ranks, "
+                f"each up to {MOST_CHANNELS} channels"
+            )
+    if len(set(keys)) != len(keys):
+        raise PlanError("two streams share a rank and a channel")
+    for stream in plan.streams:
+        at = 0
+        for body in stream.phases:
+            for step in body:
+                if wrong := _wrong(plan, stream.rank, step):
+                    raise PlanError(f"{_place(stream, at)}: {step.op.name} {wrong}")
+                at += 1
+
+
+def _whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _place(stream: Stream, at: int) -> str:
+    return f"rank {stream.rank} channel {stream.channel} step {at}"
+
+
+def _is_stream(plan: Plan, rank: object, channel: object) -> bool:
+    return (
+        _whole(rank) and 0 <= rank < plan.size and _whole(channel) and 0 <= channel < MOST_CHANNELS
+    )
+
+
+def _wrong(plan: Plan, rank: int, step: Step) -> str:
+    """What is wrong with a step, or nothing."""
+    named = step.connections if step.source is None else (*step.connections, step.source)
+    if {*map(type, named), type(step.chunk), type(step.ahead)} != {int}:
+        return "needs whole numbers"
+    if not 0 <= step.chunk < plan.stride or not step.connections:
+        return f"needs a connection and a chunk below the stride {plan.stride}, not {step.chunk}"
+    if bad := [i for i in named if not 0 <= i < len(plan.connections)]:
+        return f"names connection {bad[0]}; the plan has {len(plan.connections)}"
+    if len(named) > 1:
+        if len(set(named)) != len(named):
+            return "names a connection twice"
+        if step.op in (Op.WAIT, Op.SIGNAL, Op.COPY):
+            return f"takes one connection only, not {len(named)}"
+    if step.op in (Op.WAIT, Op.SIGNAL):
+        return ""
+    if any(plan.connections[i].local for i in named):
+        return "moves data over a connection that is only for order"
+    if not 0 <= step.ahead <= len(named) * (step.op is Op.REDUCE):
+        return f"puts {step.ahead} of its connections before the rank's own value"
+    if step.op is not Op.SEND and step.source is not None:
+        return "has a source, which only a SEND may have"
+    ends = divmod(step.chunk % plan.size**2, plan.size)
+    if plan.collective == "alltoall" and step.source is None and rank not in ends:
+        return f"uses chunk {step.chunk}, which rank {rank} only passes on and has no room for"
+    return ""
+
+
+def check_links(plan: Plan, topology: Topology) -> None:
+    """Raise PlanError unless every connection runs over links that exist, and are its own."""
+    if plan.size != len(topology.gpus):
+        raise PlanError(
+            f"the plan is for {plan.size} ranks; {topology.name} has {len(topology.gpus)} GPUs"
+        )
+    for connection in plan.connections:
+        if connection.local:
+            continue
+        ends = (topology.gpus[connection.src], topology.gpus[connection.dst])
+        if (*connection.path[:1], *connection.path[-1:]) != ends:
+            raise PlanError(
+                f"connection {connection} runs over {connection.path}, which does not lead from "
+                f"GPU {ends[0]} to GPU {ends[1]}"
+            )
+        for link in connection.links:
+            if link not in topology.by_ends:
+                raise PlanError(
+                    f"connection {connection}: {topology.name} has no link {link[0]}->{link[1]}"
+                )
+        if passed := [v for v in connection.path[1:-1] if isinstance(v, int)]:
+            raise PlanError(f"connection {connection}: hardware does not route through {passed}")
+    if plan.exclusive:
+        for (a, b), used in sorted(plan.link_use.items(), key=str):
+            has = topology.by_ends[a, b].count
+            if used > has:
+                raise PlanError(
+                    f"the plan claims exclusive links, but {used} connections take link {a}->{b}, "
+                    f"which has {has}"
+                )
+
+
+MOST_WALKED = 1 << 18
+"""Steps of a plan whose groups are not alike, so that all of them have to be carried out."""
+
+
+def repeats(plan: Plan) -> bool:
+    """Whether every group of chunks is like the one before, so that a few prove all.
+
+    For each connection and each of its two counters, a group raises it for the chunks for which it
+    waits for it, and no WAIT stands in an earlier phase than a SIGNAL it waits for.
+    """
+    raised: dict[tuple[int, bool], Counter[int]] = defaultdict(Counter)
+    waited: dict[tuple[int, bool], Counter[int]] = defaultdict(Counter)
+    last: dict[tuple[int, bool], int] = {}
+    first: dict[tuple[int, bool], int] = {}
+    for stream in plan.streams:
+        for phase, body in enumerate(stream.phases):
+            for step in body:
+                if step.op not in (Op.SIGNAL, Op.WAIT):
+                    continue
+                i = step.connections[0]
+                sender = plan.sends_on(stream, i)
+                if step.op is Op.SIGNAL:
+                    raised[i, sender][step.chunk] += 1
+                    last[i, sender] = max(last.get((i, sender), 0), phase)
+                else:
+                    waited[i, not sender][step.chunk] += 1
+                    first[i, not sender] = min(first.get((i, not sender), phase), phase)
+    return raised == waited and all(last[key] <= phase for key, phase in first.items())

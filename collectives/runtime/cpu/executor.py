@@ -1,0 +1,233 @@
+"""The CPU runtime: a plan run by processes on shared memory, one interpreter thread a rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.planning.blocks import chunk_bytes
+from linkweave.collectives.planning.blocks import table as block_table
+from linkweave.collectives.planning.cost import MEMORY_CHUNK
+from linkweave.collectives.planning.plan import Plan
+from linkweave.collectives.runtime.buffer import Buffer
+from linkweave.collectives.runtime.control import HostControl
+from linkweave.collectives.runtime.cpu.arrivals import Arrivals
+from linkweave.collectives.runtime.cpu.mapping import pages
+from linkweave.collectives.runtime.diagnose import blocked
+from linkweave.collectives.runtime.encoded import Encoded, encode
+from linkweave.kernels.plan import counters
+from linkweave.kernels.plan import interpreter as kernel
+from linkweave.kernels.plan.combine import combine_address
+
+_LINE = 128
+SLOT_BYTES = MEMORY_CHUNK
+STREAM_BYTES = 4 << 20
+"""A message from which on copies go past the caches (see `kernels.interpret.move`)."""
+_IDLE = counters.SLEEPS * counters.SLEEP_NS * 1e-9  # s that a rank sleeps before it looks round
+_NO_BELLS, _NO_NEEDS = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One plan's flags, slots and cursors; it serves all numbers of chunks of that plan."""
+
+    encoded: Encoded
+    start: int
+    """Where its `memory_of` lies in the mapping."""
+    code: NDArray[np.int32]
+    flag: NDArray[np.int64]
+    slot: NDArray[np.int64]
+    cursor: NDArray[np.int64]
+    at: NDArray[np.int64]
+    peers: NDArray[np.int64]
+    table: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A call that can be made any number of times; `said` is what the rank says of it."""
+
+    region: Region
+    said: NDArray[np.int64]
+    state: NDArray[np.int64]
+    blocks: NDArray[np.int64]
+    label: str
+    choice: tuple[object, ...]
+    """What it was planned for (`Calls._choice`)."""
+    needs: NDArray[np.int64] | None
+    """[layers, streams] of a gradient queue (`planning.finals.table`)."""
+
+    @property
+    def num_chunks(self) -> int:
+        return int(self.state[kernel.NUM_CHUNKS])
+
+    @property
+    def span(self) -> int:
+        """Bytes of the buffer where it may be worked on in shared memory, else 0."""
+        return int(self.state[kernel.SPAN])
+
+    @property
+    def direct(self) -> bool:
+        """Whether the last call read and wrote the ranks' buffers where they lie."""
+        return bool(self.state[kernel.DIRECT])
+
+
+def memory_of(encoded: Encoded) -> int:
+    """Bytes of flags and slots that a plan needs."""
+    return _flags_of(encoded) + encoded.rings * encoded.slots * SLOT_BYTES
+
+
+def _flags_of(encoded: Encoded) -> int:
+    return pages(2 * _LINE * len(encoded.ends))
+
+
+class CpuExecutor:
+    """An `Executor` of one rank. `Calls` takes it apart: it plans once, and runs many times."""
+
+    def __init__(self, control: HostControl) -> None:
+        self.control, self.ranks = control, (control.rank,)
+        self._own: dict[Plan, Region] = {}
+        self.rank, self.size, self.arena = control.rank, control.size, control.arena
+
+    def execute(self, plan: Plan, buffers: Sequence[Buffer], op: str = "sum") -> None:
+        (buffer,) = buffers
+        template = plan.with_chunks(plan.stride)
+        if template not in self._own:
+            encoded = encode(plan)
+            start = self.arena.reserve(memory_of(encoded)) if self.rank == 0 else 0
+            _, told = self.control.gather((0,), start.to_bytes(8, "little"))
+            self._own[template] = self.load(encoded, int.from_bytes(told[0], "little"))
+        where = block_table(plan.collective, plan.size, self.rank, buffer.nbytes)
+        said = np.array([plan.num_chunks, buffer.nbytes, -1], np.int64)
+        region, name = self._own[template], plan.algorithm
+        ready = self.prepare(region, said, where, plan.num_chunks, buffer, op, name)
+        if not self.run(ready, buffer.address):
+            raise CollectiveError(f"the ranks carry out {name} on different messages")
+
+    def load(self, encoded: Encoded, start: int) -> Region:
+        """A plan whose flags and slots rank 0 has reserved at `start`."""
+        self.arena.adopt(start, memory_of(encoded))
+        n, code = len(encoded.ends), encoded.codes[self.rank]
+        first = self.arena.base + start
+        flags = first + 2 * _LINE * np.arange(n)
+        slots = first + _flags_of(encoded) + encoded.ring * encoded.slots * SLOT_BYTES
+        widest = max(self.size, n)  # peers of one step
+        return Region(
+            encoded, start, code, np.stack([flags, flags + _LINE], axis=1), slots,
+            np.zeros((n, 6), np.int64), np.zeros((int(code[0]), 3), np.int64),
+            np.zeros(self.size, np.int64), np.zeros(widest, np.int64),
+        )  # fmt: skip
+
+    def reset(self, region: Region) -> None:
+        """Forget what a call has left that was not carried out. No rank may use it meanwhile;
+        another agreement must follow before one does."""
+        region.cursor.fill(0)
+        if self.rank == 0:  # for all
+            self.arena.words(region.start, _flags_of(region.encoded) // 8).fill(0)
+
+    def prepare(
+        self, region: Region, said: NDArray[np.int64], table: NDArray[np.int64], num_chunks: int,
+        buffer: Buffer, op: str, label: str, needs: NDArray[np.int64] | None = None,
+        choice: tuple[object, ...] = (),
+    ) -> Ready:  # fmt: skip
+        """A kind of call, of that many chunks. `table`: `planning.blocks.table` of the buffer."""
+        control, encoded = self.control, region.encoded
+        largest = chunk_bytes(table, num_chunks)
+        if encoded.rings and largest > SLOT_BYTES:
+            raise CollectiveError(f"chunks of {largest} bytes do not fit slots of {SLOT_BYTES}")
+        state = np.zeros(kernel.STATE_FIELDS, np.int64)
+        state[kernel.NUM_CHUNKS] = num_chunks
+        state[kernel.STRIDE], state[kernel.SLOTS] = encoded.stride, encoded.slots
+        state[kernel.UNITS], state[kernel.CHUNK_BYTES] = len(table), largest
+        state[kernel.SLOT_BYTES], state[kernel.ITEM] = SLOT_BYTES, buffer.itemsize
+        state[kernel.COMBINE] = combine_address(buffer.dtype, op)
+        state[kernel.DIVISOR] = self.size
+        state[kernel.STREAMING] = buffer.nbytes >= STREAM_BYTES
+        state[kernel.ABORT], state[kernel.BELL] = self.arena.abort_address, control.bell
+        state[kernel.BASE], state[kernel.RANK] = self.arena.base, self.rank
+        state[kernel.POSTED], state[kernel.FINISHED] = control.posted, control.finished
+        state[kernel.SPAN] = buffer.nbytes if encoded.direct else 0
+        return Ready(region, said, state, table, label, choice, needs)
+
+    def run(
+        self, ready: Ready, address: int, source: Buffer | None = None,
+        arrivals: Arrivals | None = None,
+    ) -> bool:  # fmt: skip
+        """Agree with all ranks on a call, and carry it out; whether all said the same.
+
+        In place at `address`, or of the values in `source`. `ready.said` ends with
+        the buffer's offset in shared memory: where all ranks have one and the plan allows it, ranks
+        read each other's buffers and nothing is staged. Where the ranks differ nothing is written.
+        `arrivals`, which have begun, count the chunks that become final. Raises CollectiveTimeout
+        or CollectiveAborted.
+        """
+        control, region, state = self.control, ready.region, ready.state
+        encoded = region.encoded
+        control.number += 1
+        state[kernel.NUMBER] = control.number
+        state[kernel.STAGE] = kernel.POST
+        state[kernel.OWN], state[kernel.SOURCE] = address, 0
+        if source is not None:
+            state[kernel.SOURCE], state[kernel.NBYTES] = source.address, source.nbytes
+        state[kernel.DIRECT] = encoded.direct
+        waiters, needs = _NO_BELLS, _NO_NEEDS
+        state[kernel.FINALS] = 0
+        if arrivals is not None:
+            state[kernel.FINALS] = arrivals.counters.ctypes.data
+            waiters, needs = arrivals.bells, arrivals.needs
+        region.at.fill(0)
+        before, start = -1, 0.0  # what had been done when nothing moved, and since when
+
+        def stands() -> tuple[str, dict[str, int]]:
+            if state[kernel.STAGE] == kernel.AGREE:
+                return control.late(0, "make its call")
+            if state[kernel.STAGE] == kernel.FINISH:
+                return control.late(1, "finish its call")
+            waits = blocked(encoded, self.rank, region.at)
+            if not waits:
+                return f"{control.name(self.rank)} was inside a step", {"rank": self.rank}
+            dead = self.arena.dead()
+            first = next((w for w in waits if w.peer in dead), waits[0])
+            return str(first), first.fields()
+
+        while True:
+            status = control.interruptible(
+                kernel.call, state, ready.said, control.notices[control.number % 2],
+                control.others, control.bells, waiters, needs, region.code, ready.blocks,
+                region.flag, region.slot, encoded.origin, encoded.pushed, region.cursor, region.at,
+                region.peers, region.table,
+            )  # fmt: skip
+            if status == counters.DONE:
+                return True
+            if status == kernel.DIFFERS:
+                return False
+            progress = int(region.cursor.sum()) + int(state[kernel.STAGE])
+            if progress != before:
+                before, start = progress, time.monotonic() - _IDLE
+            control.check(status, start, stands)
+
+
+def compile_kernels() -> None:
+    """Load (at the very first time: compile) the machine code of the common case."""
+    combine_address("float32", "sum")
+    word, pairs = np.zeros(1, np.int64), np.zeros((0, 2), np.int64)
+    none, state = word[:0], np.zeros(kernel.STATE_FIELDS, np.int64)
+    finished = np.zeros(1, np.int64)
+    state[kernel.STRIDE] = state[kernel.UNITS] = 1
+    state[kernel.FINISHED] = state[kernel.POSTED] = finished.ctypes.data
+    kernel.call(
+        state, np.full(1, -1, np.int64), np.full((1, 1), -1, np.int64),
+        np.zeros((2, 0), np.int64), none, none, np.zeros((0, 0), np.int64),
+        np.array([0, 1], np.int32), pairs, pairs, none, none, none,
+        np.zeros((0, 6), np.int64), np.zeros((0, 3), np.int64), word, word,
+    )  # fmt: skip
+    counters.await_counters(none, none, 0, 0, 0)
+    counters.raise_counter(int(word.ctypes.data), 1, none)
+    counters.read_counter(int(word.ctypes.data))
+    counters.claim(int(word.ctypes.data), 0, 1)
+    counters.add_one(int(word.ctypes.data))

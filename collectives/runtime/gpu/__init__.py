@@ -1,0 +1,1 @@
+"""Ranks on GPUs: persistent kernels over memory that the GPUs map."""

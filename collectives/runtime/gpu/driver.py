@@ -1,0 +1,76 @@
+"""The few questions asked of libcuda itself, so that they need neither torch nor CuPy."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+from linkweave.collectives.errors import CollectiveError
+
+# CUdevice_attribute of cuda.h
+_ATTRIBUTES = {
+    "compute_mode": 20,  # 0 default, 2 prohibited, 3 one process
+    "unified_addressing": 41,
+    "vmm": 102,
+    "vmm_posix_handles": 103,
+    "ipc_events": 125,
+}
+_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
+
+
+class CudaError(CollectiveError):
+    """The driver is missing, or said no."""
+
+
+def started(library: Any = None) -> bool:
+    """Whether this process has initialised CUDA, after which it must not be forked."""
+    try:
+        cuda = library or ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return False  # not even loaded
+    return bool(cuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED)
+
+
+class CudaDriver:
+    """libcuda, initialised. Raises CudaError where it is missing or does not start."""
+
+    def __init__(self, library: Any = None) -> None:
+        try:
+            self._cuda = library or ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise CudaError(f"libcuda.so.1 cannot be loaded: {error}") from None
+        self._ask("cuInit", 0)
+
+    def _ask(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._cuda, name)(*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            self._cuda.cuGetErrorName(code, ctypes.byref(text))
+            raise CudaError(f"{name}: {(text.value or b'unknown error').decode()} ({code})")
+
+    def _number(self, name: str, *arguments: Any) -> int:
+        found = ctypes.c_int()
+        self._ask(name, ctypes.byref(found), *arguments)
+        return found.value
+
+    def version(self) -> tuple[int, int]:
+        """The CUDA version that the driver can run."""
+        found = self._number("cuDriverGetVersion")
+        return found // 1000, found % 1000 // 10
+
+    def count(self) -> int:
+        """How many devices CUDA shows."""
+        return self._number("cuDeviceGetCount")
+
+    def _device(self, index: int) -> int:
+        return self._number("cuDeviceGet", index)
+
+    def attribute(self, name: str, index: int) -> int:
+        """One of the attributes above, of the index-th device."""
+        return self._number("cuDeviceGetAttribute", _ATTRIBUTES[name], self._device(index))
+
+    def can_access_peer(self, src: int, dst: int) -> bool:
+        """Whether the first device can read and write the second one's memory."""
+        devices = (self._device(src), self._device(dst))
+        return bool(self._number("cuDeviceCanAccessPeer", *devices))

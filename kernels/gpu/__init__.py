@@ -1,0 +1,1 @@
+"""What all GPU kernels share: arrays, the compiler, the device."""

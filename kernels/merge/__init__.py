@@ -1,0 +1,1 @@
+"""Merging of sparse vectors, and their messages."""

@@ -1,0 +1,114 @@
+// The sum of two sparse vectors, and the parting of one by positions (gTop-k paper, definition 1).
+//
+// `place`: every entry goes to its place in the merged order, found by a search of the other
+// vector; a's entry stands before b's of the same index. `heads` counts, and `unite` writes, the
+// entries that are first of their index, with the second one's value added: a's first, as on the
+// CPU. `part` writes each entry to the kept or the dropped ones. Launches follow each other on one
+// stream. Bounds: places are below num_a + num_b, as indices of each vector are all different;
+// where they do not ascend that fails, so `place` drops what lies outside and reports it.
+#include "gpu/block.h"
+
+#ifndef INDEX
+#define INDEX int
+#endif
+
+struct Merge {
+    const float* a_values;
+    const INDEX* a_indices;
+    const float* b_values;
+    const INDEX* b_indices;
+    float* values;  // [num_a + num_b], merged
+    INDEX* indices;
+    float* sums;  // [num_a + num_b], of which as many as there are different indices are written
+    INDEX* unique;
+    u32* counts;  // [blocks]
+    u64* told;  // [3]: different indices; 1 where a's do not ascend; where b's do not
+    u64 num_a;
+    u64 num_b;
+    u64 chunk;  // entries of a block
+};
+
+// How many of the ascending `indices` are below `index`, or (`upto`) not above it.
+__device__ __forceinline__ u64 rank_in(const INDEX* indices, u64 number, INDEX index, bool upto) {
+    u64 first = 0, last = number;
+    while (first < last) {
+        const u64 middle = (first + last) / 2;
+        if (indices[middle] < index || (upto && indices[middle] == index)) first = middle + 1;
+        else last = middle;
+    }
+    return first;
+}
+
+__device__ __forceinline__ void place_entries(const Merge& a) {
+    const u64 number = a.num_a + a.num_b, stride = u64(gridDim.x) * blockDim.x;
+    for (u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x; i < number; i += stride) {
+        const bool second = i >= a.num_a;
+        const u64 at = second ? i - a.num_a : i;
+        const INDEX* own = second ? a.b_indices : a.a_indices;
+        const INDEX index = own[at];
+        if (at && own[at - 1] >= index) count_up(a.told + (second ? 2 : 1), u64(1));
+        const u64 to = at + (second ? rank_in(a.a_indices, a.num_a, index, true)
+                                    : rank_in(a.b_indices, a.num_b, index, false));
+        if (to >= number) continue;
+        a.values[to] = (second ? a.b_values : a.a_values)[at];
+        a.indices[to] = index;
+    }
+}
+
+struct MergeRoom { u32 scan[THREADS]; u64 sum; };
+
+__device__ __forceinline__ void count_heads(const Merge& a) {
+    SHARED(MergeRoom, room);
+    count_firsts(room.scan, a.indices, a.num_a + a.num_b, a.chunk, a.counts, a.told);
+}
+
+__device__ __forceinline__ void unite_entries(const Merge& a) {
+    SHARED(MergeRoom, room);
+    const u64 number = a.num_a + a.num_b, start = blockIdx.x * a.chunk;
+    u64 before = sum_of(&room.sum, a.counts, blockIdx.x, 1);
+    for (u64 first = start; first < start + a.chunk && first < number; first += blockDim.x) {
+        const u64 i = first + threadIdx.x;
+        const bool head = i < start + a.chunk && i < number && first_of(a.indices, i);
+        u32 total;
+        const u64 to = before + scan(room.scan, u32(head), total);
+        if (head) {
+            const bool pair = i + 1 < number && a.indices[i + 1] == a.indices[i];
+            a.sums[to] = pair ? a.values[i] + a.values[i + 1] : a.values[i];
+            a.unique[to] = a.indices[i];
+        }
+        before += total;
+    }
+}
+
+struct Part {
+    const float* values;  // [number]
+    const INDEX* indices;
+    const int* found;  // [kept], ascending places of those that are kept
+    float* kept_values;
+    INDEX* kept_indices;
+    float* left_values;  // [number - kept]
+    INDEX* left_indices;
+    u64 number;
+    u64 kept;
+};
+
+__device__ __forceinline__ void part_entries(const Part& a) {
+    const u64 stride = u64(gridDim.x) * blockDim.x;
+    for (u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x; i < a.number; i += stride) {
+        u64 first = 0, last = a.kept;
+        while (first < last) {
+            const u64 middle = (first + last) / 2;
+            if (u64(a.found[middle]) < i) first = middle + 1;
+            else last = middle;
+        }
+        const bool keeps = first < a.kept && u64(a.found[first]) == i;
+        const u64 to = keeps ? first : i - first;
+        (keeps ? a.kept_values : a.left_values)[to] = a.values[i];
+        (keeps ? a.kept_indices : a.left_indices)[to] = a.indices[i];
+    }
+}
+
+KERNEL(place, Merge, place_entries)
+KERNEL(heads, Merge, count_heads)
+KERNEL(unite, Merge, unite_entries)
+KERNEL(part, Part, part_entries)

@@ -1,0 +1,1 @@
+"""The interpreters of plans, on the CPU and on GPUs."""

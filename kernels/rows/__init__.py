@@ -1,0 +1,1 @@
+"""Rows of embedding gradients: coalescing, splitting, adding."""

@@ -1,0 +1,28 @@
+"""Collectives planned for the links that a machine has: plan, prove, simulate, run.
+
+The functions of `linkweave.collectives` are here too: `linkweave.init`, `linkweave.allreduce`, ...
+Nothing is imported until it is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from linkweave.collectives import *  # noqa: F403
+
+_PACKAGES = ("bench", "collectives", "kernels", "topology")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"linkweave.{name}")
+    functions = import_module("linkweave.collectives")
+    if name not in functions.__all__:
+        raise AttributeError(f"module 'linkweave' has no attribute {name!r}")
+    return getattr(functions, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PACKAGES, *import_module("linkweave.collectives").__all__})
