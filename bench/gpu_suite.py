@@ -38,7 +38,7 @@ from linkweave.collectives import CollectiveAborted, CollectiveError, plan_allre
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.planning.planner import candidates
 from linkweave.collectives.runtime import reference
-from linkweave.collectives.runtime.gpu.executor import GpuRanks, lanes_of, virtual_ranks
+from linkweave.collectives.runtime.gpu.executor import GpuRanks, virtual_ranks, width_of
 from linkweave.collectives.runtime.reference import to_bfloat16
 from linkweave.kernels.dtypes import DTYPES, ops_of
 from linkweave.topology import load
@@ -164,7 +164,7 @@ class Suite:
                     for apart, seen, nbytes in ways:
                         try:
                             plan = plan_allreduce(topology, nbytes, algorithm)
-                            lanes_of(plan, ranks.rooms("float32", "sum"))
+                            width_of(plan, ranks.occupancy("float32", "sum"))
                         except CollectiveError as error:  # not here, or too many blocks
                             skipped.append(f"{name} {algorithm}: {error}")
                             break

@@ -12,7 +12,7 @@ from typing import Any, cast
 from linkweave.collectives.calls import operations as bodies
 from linkweave.collectives.calls.gpu import GpuCalls
 from linkweave.collectives.calls.gradient_queue import GradientQueue, HostQueue
-from linkweave.collectives.calls.host import Calls
+from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.calls.parts import Order, Parts
 from linkweave.collectives.calls.point_to_point import Channels
 from linkweave.collectives.calls.request import NOTHING, How, Request
@@ -45,7 +45,7 @@ class Communicator:
         self.rank, self.size = arena.rank, arena.size
         self.topology = topology_for(self.settings.topology, self.size)
         self._arena = arena
-        self._calls = Calls(arena, self.topology, self.settings, order)
+        self._calls = HostCalls(arena, self.topology, self.settings, order)
         self._health = self._calls.health
         self._team = team  # of ranks that are threads; None: made at the first call on a GPU
         self._part = part  # of another communicator, which has warned already
@@ -274,7 +274,7 @@ class Communicator:
         return self._arena.mapping.offset_of(buffer.address, buffer.nbytes)
 
     def address_at(self, offset: int) -> int:
-        """The address at which this process sees that place, on whichever rank it was made."""
+        """The address at which this process sees that context, on whichever rank it was made."""
         return self._arena.base + offset
 
     # ---- parts -------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ class Communicator:
         return self._health.closed
 
     @property
-    def calls(self) -> Calls:
+    def calls(self) -> HostCalls:
         """What carries out its calls on CPU tensors."""
         return self._calls
 

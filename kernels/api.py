@@ -147,7 +147,7 @@ def scatter_add_rows(table: Any, indices: Any, values: Any) -> None:
 
 # ---- what goes in and out ----------------------------------------------------------------------
 def _gpu(x: Any) -> Any:
-    """`gpu_face.Calls` where `x` lies on a GPU."""
+    """`gpu_face.GpuKernels` where `x` lies on a GPU."""
     if _is_torch(x):
         on_gpu = x.device.type == "cuda"
     else:
@@ -157,7 +157,7 @@ def _gpu(x: Any) -> Any:
     from linkweave.kernels.gpu import api as gpu_face
     from linkweave.kernels.gpu import arrays as gpu
 
-    return gpu_face.Calls(gpu.LibraryGpu(x))
+    return gpu_face.GpuKernels(gpu.LibraryGpu(x))
 
 
 def _is_torch(x: Any) -> bool:

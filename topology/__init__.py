@@ -5,11 +5,12 @@ from linkweave.topology.clusters import cluster
 from linkweave.topology.compare import compare
 from linkweave.topology.draw import draw
 from linkweave.topology.errors import CollectiveError, TopologyError
-from linkweave.topology.graph import Device, Link, Topology
+from linkweave.topology.link import Device, Link
 from linkweave.topology.loading import load
 from linkweave.topology.machines import NAMES
 from linkweave.topology.nccl_write import to_nccl_xml
 from linkweave.topology.routes import Vertex
+from linkweave.topology.topology import Topology
 
 __all__ = [
     "NAMES",

@@ -8,9 +8,10 @@ from itertools import combinations
 
 from linkweave.topology import speeds
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.graph import Device, Link, Topology
+from linkweave.topology.link import Device, Link
 from linkweave.topology.machines import both, dgx1_p100, ordered
 from linkweave.topology.routes import Vertex, groups
+from linkweave.topology.topology import Topology
 
 Pair = tuple[Vertex, Vertex]
 

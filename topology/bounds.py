@@ -29,11 +29,12 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
-from linkweave.topology.cuts import Cut, Network
+from linkweave.topology.cuts import Cut, FlowNetwork
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.graph import Link, Topology
+from linkweave.topology.link import Link
 from linkweave.topology.routes import Vertex
 from linkweave.topology.text import gpu_list, number, vertex
+from linkweave.topology.topology import Topology
 
 _FEW = 64  # ranks whose ports are compared one by one
 COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast")
@@ -142,12 +143,12 @@ def _capacities(topology: Topology, reverse: bool = False) -> dict[tuple[Vertex,
 
 
 @lru_cache(maxsize=16)
-def _network(topology: Topology, reverse: bool = False) -> Network:
+def _network(topology: Topology, reverse: bool = False) -> FlowNetwork:
     """Kept, as finding the ranks that are alike takes longest, and serves several collectives."""
     capacities = _capacities(topology, reverse)
     if reverse and capacities == _capacities(topology):
         return _network(topology)
-    return Network(topology.gpus, capacities)
+    return FlowNetwork(topology.gpus, capacities)
 
 
 Found = tuple[Fraction, list[Cut]]
@@ -158,7 +159,7 @@ def _inward(found: Found) -> Found:
     return found[0], [replace(cut, inward=True) for cut in found[1]]
 
 
-def narrowest_partition(network: Network) -> Found:
+def narrowest_partition(network: FlowNetwork) -> Found:
     """The least sum of kappa(P_i) / (2 (r - 1)) over partitions of the ranks, and its parts."""
     ranks = network.ranks
     low: dict[Vertex, Fraction | int] = dict.fromkeys(ranks, -network.everything)
@@ -175,11 +176,11 @@ def narrowest_partition(network: Network) -> Found:
         cuts = finer
 
 
-def _of_each_rank(network: Network, low: Mapping[Vertex, Fraction | int]) -> list[Cut]:
+def _of_each_rank(network: FlowNetwork, low: Mapping[Vertex, Fraction | int]) -> list[Cut]:
     return [network.least(rank, low, inside=[rank]) for rank in network.ranks]
 
 
-def _truncation(network: Network, price: Fraction) -> list[Cut]:
+def _truncation(network: FlowNetwork, price: Fraction) -> list[Cut]:
     """The coarsest partition with the least sum of kappa(P_i) - price.
 
     That sum is the most that weights of all ranks can come to, if no S weighs more than
@@ -207,7 +208,7 @@ def _truncation(network: Network, price: Fraction) -> list[Cut]:
     return parts
 
 
-def _gathered(network: Network) -> Found:
+def _gathered(network: FlowNetwork) -> Found:
     """P times the least kappa(S) / |S| over sets S of ranks, but not all of them."""
     ranks, size = set(network.ranks), len(network.ranks)
     heads = [members[0] for members in network.alike]
@@ -228,7 +229,7 @@ def _rooted(
     ranks: Sequence[int], capacities: Mapping[tuple[Vertex, Vertex], int], root: int
 ) -> Found:
     """The least kappa(S) over sets S that hold the root, but not all ranks."""
-    network = Network(ranks, capacities, apart=[root])
+    network = FlowNetwork(ranks, capacities, apart=[root])
     heads = [members[0] for members in network.alike if root not in members]
     cuts = [network.least(head, {}, inside=[root], outside=[head]) for head in heads]
     cut = min(cuts, key=lambda c: c.capacity)

@@ -20,9 +20,10 @@ from fractions import Fraction
 
 from linkweave.topology import speeds
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.graph import Link, Topology
+from linkweave.topology.link import Link
 from linkweave.topology.machines import MAX_N, both, ordered
 from linkweave.topology.routes import Vertex, groups
+from linkweave.topology.topology import Topology
 
 _HEAD = re.compile(r"(\d{1,6})\s*[x*]\s*([^\s=]+)\s*(.*)", re.IGNORECASE | re.DOTALL)
 _RATE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)\s*(GB/s|Gb/s|Gbit/s)")

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from linkweave.topology.graph import KINDS, Topology
+from linkweave.topology.link import KINDS
 from linkweave.topology.text import cables, vertex
+from linkweave.topology.topology import Topology
 
 _MOST = 12  # differing pairs that are listed
 

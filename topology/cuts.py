@@ -42,7 +42,7 @@ class _View:
     arcs: Mapping[tuple[int, int], int]
 
 
-class Network:
+class FlowNetwork:
     """Directed integer capacities between vertices, some of which are ranks.
 
     `alike` are sets of ranks that see equal networks: what holds of one member's cuts holds of all,

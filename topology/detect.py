@@ -10,9 +10,10 @@ from typing import Any
 from linkweave.topology import speeds
 from linkweave.topology.assemble import NODE, PHB, PIX, PXB, SYS, Told, assemble
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.graph import Device, Topology
+from linkweave.topology.link import Device
 from linkweave.topology.machines import machine
 from linkweave.topology.routes import Vertex
+from linkweave.topology.topology import Topology
 
 # nvmlGpuTopologyLevel_t; INTERNAL is two GPUs on one board, behind one bridge
 _LEVELS = {0: PIX, 10: PIX, 20: PXB, 30: PHB, 40: NODE, 50: SYS}

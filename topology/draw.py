@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from linkweave.topology.clusters import nodes_of
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.graph import KINDS, Topology
 from linkweave.topology.layout import RADIUS, bend_through, lay_out
+from linkweave.topology.link import KINDS
 from linkweave.topology.text import cables
+from linkweave.topology.topology import Topology
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from linkweave.topology.clusters import nodes_of
-from linkweave.topology.graph import Link, Topology
+from linkweave.topology.link import Link
 from linkweave.topology.machines import dgx1_p100, dgx1_v100
 from linkweave.topology.routes import Vertex, neighbours, reach
+from linkweave.topology.topology import Topology
 
 RADIUS = 0.22  # of a GPU's circle; a unit of length is 1.5 inches at most
 GAP = 0.1  # between parallel lines
@@ -27,7 +28,7 @@ _CUBE = (-2.2 + 1.35j, -0.8 + 0.6j, -0.8 - 0.6j, -2.2 - 1.35j,
 
 
 @dataclass
-class Layout:
+class Positions:
     """Centres of GPUs, and lower left and upper right corners of switches.
 
     `rows` are GPUs in a row: direct links between them are arcs away from the switches, which lie
@@ -111,7 +112,7 @@ def arc_depth(distance: float) -> float:
     return 0.42 * math.pow(distance, 0.7)
 
 
-def lay_out(topology: Topology, arcs: bool) -> Layout:
+def lay_out(topology: Topology, arcs: bool) -> Positions:
     """A layout for the topology's fabric; `arcs` between GPUs will be drawn even without links."""
     links = topology.fabric
     switches = [v for link in links for v in (link.src, link.dst) if isinstance(v, str)]
@@ -121,13 +122,13 @@ def lay_out(topology: Topology, arcs: bool) -> Layout:
     for whole in (dgx1_v100(), dgx1_p100()):
         if len(gpus) == 8 and (seat := topology.isomorphic_to(whole)):
             same = links == whole.fabric  # then not one of its symmetries
-            return Layout({g: _CUBE[g if same else seat[g]] for g in gpus})
+            return Positions({g: _CUBE[g if same else seat[g]] for g in gpus})
     everyone = (*gpus, *topology.forwarders)
     radius, turn = max(1.25, 0.19 * len(everyone)), cmath.exp(-1j * math.tau / len(everyone))
-    return Layout({g: radius * 1j * turn**i for i, g in enumerate(everyone)})
+    return Positions({g: radius * 1j * turn**i for i, g in enumerate(everyone)})
 
 
-def _in_rows(topology: Topology, links: Sequence[Link], arcs: bool) -> Layout:
+def _in_rows(topology: Topology, links: Sequence[Link], arcs: bool) -> Positions:
     """One machine in one row; the nodes of a cluster in two, with the network between them."""
     nodes = nodes_of(topology)
     if len(nodes) == 1:
@@ -147,7 +148,7 @@ def _in_rows(topology: Topology, links: Sequence[Link], arcs: bool) -> Layout:
     )  # fmt: skip
     top = max(b.imag for one in own for _, b in one.boxes.values())
     middle = top + 0.5 + _RAIL * (len(net) - 1) / 2 + BOX
-    whole = Layout({})
+    whole = Positions({})
     for i, one in enumerate(own):
         row, column = divmod(i, columns)
         shift = column * width - _span(one)[0]
@@ -169,7 +170,7 @@ def _in_rows(topology: Topology, links: Sequence[Link], arcs: bool) -> Layout:
     return whole
 
 
-def _place(whole: Layout, one: Layout, shift: float, mirror: float | None) -> None:
+def _place(whole: Positions, one: Positions, shift: float, mirror: float | None) -> None:
     """Add a node's layout, moved aside and, if asked, turned upside down."""
 
     def moved(p: complex) -> complex:
@@ -184,7 +185,7 @@ def _place(whole: Layout, one: Layout, shift: float, mirror: float | None) -> No
     whole.captions += [(moved(at), caption) for at, caption in one.captions]
 
 
-def _bottom(layout: Layout, links: Iterable[Link]) -> float:
+def _bottom(layout: Positions, links: Iterable[Link]) -> float:
     """The lowest that anything of a node hangs."""
     reach = [
         -arc_depth(abs(layout.seats[k.src] - layout.seats[k.dst])) for k in links
@@ -193,18 +194,18 @@ def _bottom(layout: Layout, links: Iterable[Link]) -> float:
     return min([-RADIUS, *reach, *(a.imag for a, _ in layout.boxes.values())])
 
 
-def _span(layout: Layout) -> tuple[float, float]:
+def _span(layout: Positions) -> tuple[float, float]:
     xs = [p.real + d for p in layout.seats.values() for d in (-RADIUS, RADIUS)]
     xs += [p.real for box in layout.boxes.values() for p in box]
     return min(xs), max(xs)
 
 
-def _row(gpus: Sequence[int], links: Sequence[Link], arcs: bool, cluster: bool) -> Layout:
+def _row(gpus: Sequence[int], links: Sequence[Link], arcs: bool, cluster: bool) -> Positions:
     """GPUs side by side; each switch a bar over what it joins, CPUs above PCIe switches.
 
     What only hands down to GPUs, and an NVSwitch beside a PCIe tree, is a bar below them.
     """
-    layout = Layout({g: complex(i) for i, g in enumerate(_by_tree(gpus, links))})
+    layout = Positions({g: complex(i) for i, g in enumerate(_by_tree(gpus, links))})
     direct = [k for k in links if isinstance(k.src, int) and isinstance(k.dst, int)]
     arcs = arcs or bool(direct)
     reach = max((abs(layout.seats[k.src] - layout.seats[k.dst]) for k in direct), default=0.0)  # type: ignore[index]
@@ -276,14 +277,14 @@ def _above(link: Link, links: Sequence[Link]) -> bool:
     return False
 
 
-def _taken(layout: Layout, low: float, high: float, y: float) -> bool:
+def _taken(layout: Positions, low: float, high: float, y: float) -> bool:
     return any(
         abs(y - (a + b).imag / 2) < 2.5 * BOX and low < b.real and a.real < high
         for a, b in layout.boxes.values()
     )
 
 
-def _add_nics(layout: Layout, nics: Sequence[str], links: Sequence[Link]) -> None:
+def _add_nics(layout: Positions, nics: Sequence[str], links: Sequence[Link]) -> None:
     """NICs over all else, each straight above a free place of what it hangs under."""
     top = max([0.0, *(b.imag for _, b in layout.boxes.values())])
     for nic in nics:

@@ -10,11 +10,11 @@ from pathlib import Path
 from linkweave.topology.clusters import looks_like_cluster, parse_cluster
 from linkweave.topology.detect import detect
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.graph import Topology
 from linkweave.topology.machines import NAMES, machine
 from linkweave.topology.measured import looks_like_p2p, overlay
 from linkweave.topology.nccl_xml import parse_nccl_xml
 from linkweave.topology.parse_smi import looks_like_smi, parse_smi
+from linkweave.topology.topology import Topology
 
 LARGEST = 32 << 20  # bytes of a file
 _NCCL_TESTS = re.compile(r"\balgbw\s+busbw\b")

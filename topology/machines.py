@@ -8,8 +8,9 @@ from functools import lru_cache
 
 from linkweave.topology import speeds
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.graph import Link, Topology
+from linkweave.topology.link import Link
 from linkweave.topology.routes import Vertex
+from linkweave.topology.topology import Topology
 
 NVLINK1 = speeds.nvlink(60)
 MEMORY = 20_000_000_000  # copied bytes/s through one machine's memory, all ranks together

@@ -17,9 +17,10 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.graph import Device, Link, Topology
+from linkweave.topology.link import Device, Link
 from linkweave.topology.routes import Vertex
 from linkweave.topology.timings import looks_like_timings, parse_timings
+from linkweave.topology.topology import Topology
 
 FORMAT = "linkweave-links"
 _ABOVE = 1.1  # times its nominal speed, a link is not measured

@@ -8,8 +8,9 @@ from xml.sax.saxutils import quoteattr
 
 from linkweave.topology import speeds
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.graph import Device, Link, Topology
+from linkweave.topology.link import Device, Link
 from linkweave.topology.routes import Vertex
+from linkweave.topology.topology import Topology
 from linkweave.topology.xml_tree import LONGEST_VALUE
 
 MOST_GPUS = 128

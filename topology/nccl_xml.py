@@ -14,9 +14,10 @@ from itertools import combinations, pairwise
 
 from linkweave.topology import speeds
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.graph import Device, Link, Topology
+from linkweave.topology.link import Device, Link
 from linkweave.topology.machines import SWITCH_PLANES, both, ordered
 from linkweave.topology.routes import Vertex
+from linkweave.topology.topology import Topology
 from linkweave.topology.xml_tree import Element, parse_xml
 
 _GPU_CLASS, _CPU_CLASS = "0x03", "0x068001"

@@ -14,8 +14,9 @@ from itertools import pairwise
 from linkweave.topology import speeds
 from linkweave.topology.assemble import NODE, PHB, PIX, PXB, SYS, Told, assemble
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.graph import Device, Topology
+from linkweave.topology.link import Device
 from linkweave.topology.routes import Vertex
+from linkweave.topology.topology import Topology
 
 _LEVELS = {"PIX": PIX, "PXB": PXB, "PHB": PHB, "NODE": NODE, "SYS": SYS, "SOC": SYS}
 _CELL = re.compile(r"X|NV[1-9]\d{0,2}|" + "|".join(_LEVELS))

@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from linkweave.topology.graph import Topology
-    from linkweave.topology.routes import Vertex
+from linkweave.topology.graph import Graph
+from linkweave.topology.routes import Vertex
 
 Colours = NDArray[np.uint64]
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -84,7 +82,7 @@ class _Coloured:
     ranks: frozenset[int]
 
     @staticmethod
-    def of(topology: Topology) -> tuple[_Coloured, Colours]:
+    def of(topology: Graph) -> tuple[_Coloured, Colours]:
         ranks = frozenset(topology.gpus)
         arcs = {(k.src, k.dst): (k.kind, k.count, k.bandwidth) for k in topology.fabric}
         vertices = list(dict.fromkeys((*topology.gpus, *(v for ends in arcs for v in ends))))
@@ -96,7 +94,7 @@ class _Coloured:
         return _Coloured(wiring, arcs, ranks), wiring.refine(start)
 
 
-def mappings(one: Topology, other: Topology) -> Iterator[Mapping[int, int]]:
+def mappings(one: Graph, other: Graph) -> Iterator[Mapping[int, int]]:
     """Every renumbering of `one`'s GPUs that turns its fabric into `other`'s, once each.
 
     Individualisation and refinement: of the smallest set of GPUs that still look alike, one is
@@ -125,7 +123,7 @@ def mappings(one: Topology, other: Topology) -> Iterator[Mapping[int, int]]:
         todo += [(next_here, theirs.wiring.single_out(there, v)) for v in reversed(mates)]
 
 
-def pairs_alike(topology: Topology) -> dict[tuple[int, int], int]:
+def pairs_alike(topology: Graph) -> dict[tuple[int, int], int]:
     """A number for each unordered pair of GPUs (lower place in `gpus` first): equal for like pairs.
 
     Alike is what colour refinement cannot tell apart once one of the two is singled out; pairs that

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from linkweave.topology.graph import KINDS, Link, Topology
+from linkweave.topology.graph import Graph
+from linkweave.topology.link import KINDS, Link
 from linkweave.topology.routes import Vertex
 
 WIDEST = 64  # GPUs; a larger matrix helps nobody
@@ -28,7 +29,7 @@ def gpu_list(gpus: Sequence[int]) -> str:
     return ",".join(f"{s[0]}-{s[-1]}" if len(s) > 1 else str(s[0]) for s in spans)
 
 
-def describe(topology: Topology) -> str:
+def describe(topology: Graph) -> str:
     """The summary, the matrix and what was assumed."""
     lines = [summary(topology)]
     if len(topology.gpus) <= WIDEST:
@@ -40,7 +41,7 @@ def describe(topology: Topology) -> str:
     return "\n".join(lines)
 
 
-def summary(topology: Topology) -> str:
+def summary(topology: Graph) -> str:
     """One line: how many of what."""
     count: Counter[tuple[str, bool]] = Counter()
     for link, back in cables(topology.links):
@@ -71,7 +72,7 @@ def cables(links: Sequence[Link]) -> Iterator[tuple[Link, bool]]:
             yield link, True
 
 
-def matrix(topology: Topology) -> list[str]:
+def matrix(topology: Graph) -> list[str]:
     """The lines of a matrix as `nvidia-smi topo -m` prints it, by `Topology.cell`."""
     names = {g: f"{_noun(topology)}{g}" for g in topology.gpus}
     width = max(5, *(len(name) + 1 for name in names.values()))
@@ -82,11 +83,11 @@ def matrix(topology: Topology) -> list[str]:
     return rows
 
 
-def _noun(topology: Topology) -> str:
+def _noun(topology: Graph) -> str:
     return "rank" if topology.on_memory else "GPU"
 
 
-def link_table(topology: Topology) -> list[str]:
+def link_table(topology: Graph) -> list[str]:
     """A line for each cable; for each sort of cable where there are many."""
     rows: list[tuple[str, ...]] = []
     every = list(cables(topology.links))

@@ -12,8 +12,8 @@ from typing import Any
 from zlib import crc32
 
 from linkweave.collectives.calls.choices import Choices
-from linkweave.collectives.calls.gpu_rooms import gather_rooms
-from linkweave.collectives.calls.host import Calls
+from linkweave.collectives.calls.host import HostCalls
+from linkweave.collectives.calls.occupancy import gather_occupancy
 from linkweave.collectives.calls.request import Request, notice, words
 from linkweave.collectives.calls.stream_work import POLL, OnStream, StreamQueue, StreamWork
 from linkweave.collectives.calls.trace import CALLS, label
@@ -26,7 +26,7 @@ from linkweave.collectives.runtime.encoded import encode
 from linkweave.collectives.runtime.gpu import executor as cuda
 from linkweave.collectives.runtime.gpu.counters import Counted
 from linkweave.collectives.runtime.gpu.device import Device
-from linkweave.collectives.runtime.gpu.executor import GpuRanks, Room, lanes_of
+from linkweave.collectives.runtime.gpu.executor import GpuRanks, Occupancy, width_of
 from linkweave.collectives.runtime.gpu.fuse import fused
 from linkweave.collectives.runtime.gpu.memory import PeerMemory, Shared, Spot
 from linkweave.collectives.runtime.gpu.peers import advice, common_map
@@ -51,7 +51,7 @@ class GpuCalls:
     """
 
     def __init__(
-        self, index: int, calls: Calls, settings: Settings, team: Team | None = None,
+        self, index: int, calls: HostCalls, settings: Settings, team: Team | None = None,
         quiet: bool = False,
     ) -> None:  # fmt: skip
         self.index, self.rank, self.size = index, calls.rank, calls.size
@@ -76,7 +76,7 @@ class GpuCalls:
         self.choices = Choices(topology, settings.order)
         self.made = 0
         self._last, self._checksum = "", 0
-        self._rooms: dict[tuple[str, str], list[Room]] = {}
+        self._rooms: dict[tuple[str, str], list[Occupancy]] = {}
         self._known: dict[tuple[tuple[int, ...], Root], tuple[str, str, Call | None]] = {}
         self._plans: dict[tuple[tuple[int, ...], Root], Plan] = {}
         self._capture = 0
@@ -149,26 +149,26 @@ class GpuCalls:
         done = self._done_captured if capture else self._done
         if not capture or capture == self._capture:
             self.device.wait(done, stream)
-        place = OnStream(self, caller, stream)
+        context = OnStream(self, caller, stream)
         try:
-            result = body(place, *args)
+            result = body(context, *args)
         except BaseException:
-            place.free()
+            context.free()
             raise
         finally:  # what was enqueued before a failure too
-            if place.begun:
+            if context.begun:
                 self.device.record(done, stream)
                 self._capture = capture or self._capture
         if not async_op:
-            place.finish()
+            context.finish()
             return result
         event = self.device.make_event()
         self.device.record(event, stream)
-        kind = StreamWork if place.layers is None else StreamQueue
-        work = kind(self, place, x, result, event, bool(capture))
+        kind = StreamWork if context.layers is None else StreamQueue
+        work = kind(self, context, x, result, event, bool(capture))
         if capture:  # which keeps what it needs
             self._captured.append(event)
-            self._in_graphs.append(place)
+            self._in_graphs.append(context)
         else:
             self._under_way.append(work)
         return work
@@ -220,19 +220,19 @@ class GpuCalls:
             (c.src, c.dst) in shared.unseen for c in plan.connections
         )
 
-    def know_rooms(self, dtype: str, op: str, stream: int) -> None:
+    def know_occupancy(self, dtype: str, op: str, stream: int) -> None:
         """The first time for a dtype and op ranks compile the kernel, and tell each other how many
         of its blocks their GPUs hold at once."""
         if (dtype, op) not in self._rooms:
             self._not_captured(stream, f"is the first {op} of {dtype}, for which a kernel is made")
-            self._rooms[dtype, op] = gather_rooms(
+            self._rooms[dtype, op] = gather_occupancy(
                 self._calls, self.team.gpu, self.device, dtype, op
             )
 
     def _refusal(self, plan: Plan, dtype: str, op: str) -> str:
         """Why a GPU does not hold all blocks of a plan at once; empty where all do."""
         try:
-            lanes_of(plan, self._rooms[dtype, op], self.team.gpu.max_blocks)
+            width_of(plan, self._rooms[dtype, op], self.team.gpu.max_blocks)
         except CollectiveError as error:
             return str(error)
         return ""
@@ -287,7 +287,7 @@ class GpuCalls:
             return None
         trace = self.trace
         trace.say(CALLS, f"GPU call {self.made}: {name} {call.dtype} {call.op} on stream "
-                  f"{stream:#x}, {call.lanes} lanes at most")  # fmt: skip
+                  f"{stream:#x}, {call.width} lanes at most")  # fmt: skip
         trace.flags(lambda: encode(call.plan), call.plan.num_chunks)
         start = time.monotonic()
 
@@ -337,7 +337,7 @@ class GpuCalls:
             return said, request.kind, None
         plan = self._plan(request)
         rooms = self._rooms[buffer.dtype, request.op]
-        lanes = lanes_of(plan, rooms, self.team.gpu.max_blocks)
+        lanes = width_of(plan, rooms, self.team.gpu.max_blocks)
         layers = request.layers or ()
         seen = request.spot is not None and self._sees(plan, request.spot[0])
         call = Call(said, plan, buffer.nbytes, buffer.dtype, request.op, lanes, layers, seen)

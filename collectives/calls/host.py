@@ -39,9 +39,10 @@ from linkweave.collectives.planning.completion import table as layer_table
 from linkweave.collectives.planning.goals import COLLECTIVES, SENDRECV, parts
 from linkweave.collectives.planning.planner import size_class
 from linkweave.collectives.runtime.buffer import Buffer
-from linkweave.collectives.runtime.control import PLANNING, Health, HostControl
+from linkweave.collectives.runtime.control import PLANNING, Health
 from linkweave.collectives.runtime.cpu.arena import Arena
 from linkweave.collectives.runtime.cpu.arrivals import Arrivals
+from linkweave.collectives.runtime.cpu.control import HostControl
 from linkweave.collectives.runtime.cpu.executor import CpuExecutor, Ready, Region, memory_of
 from linkweave.collectives.runtime.diagnose import RAISED
 from linkweave.collectives.runtime.encoded import Encoded, nothing
@@ -62,7 +63,7 @@ _TOLD = 200  # bytes of an error that the others are told
 _ONE_BLOCK = np.zeros((1, 2), np.int64)
 
 
-class Calls:
+class HostCalls:
     """What a communicator's collectives have in common; one call at a time."""
 
     def __init__(

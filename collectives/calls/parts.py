@@ -9,7 +9,7 @@ from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
-from linkweave.collectives.calls.host import Calls
+from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.runtime.cpu.arena import Arena
 from linkweave.collectives.runtime.cpu.mapping import SEGMENT
@@ -37,7 +37,7 @@ class Closable(Protocol):
 Make = Callable[[Arena, Settings, Team | None, Order], Any]
 
 
-def _fail(calls: Calls, error: BaseException) -> None:
+def _fail(calls: HostCalls, error: BaseException) -> None:
     """End a lane, as another one of its family has failed: their calls are numbered together."""
     if not calls.health.closed:
         calls.control.give_up(RAISED)
@@ -48,7 +48,7 @@ class Parts:
     """Those of one rank's communicator. `make` makes a communicator in memory of its own."""
 
     def __init__(
-        self, arena: Arena, calls: Calls, settings: Settings, topology: Topology,
+        self, arena: Arena, calls: HostCalls, settings: Settings, topology: Topology,
         team: Team | None, make: Make,
     ) -> None:  # fmt: skip
         self._arena, self._calls, self._settings = arena, calls, settings

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from linkweave.collectives.calls.host import Calls
+from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.calls.work import HostWork, Work
 from linkweave.collectives.calls.worker import Worker
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
@@ -25,7 +25,7 @@ _FORWARD = ((0, 1),)
 class Channels:
     """Those of one rank, made when they are first used: the sender takes their memory."""
 
-    def __init__(self, calls: Calls, settings: Settings) -> None:
+    def __init__(self, calls: HostCalls, settings: Settings) -> None:
         self._calls, self._settings = calls, replace(settings, topology="auto", order="fastest")
         self._open: dict[tuple[int, int], _Channel] = {}
         self._lock = threading.Lock()
@@ -65,9 +65,9 @@ class Channels:
 class _Channel:
     """Calls of two ranks, the sender first, carried out by a thread of its own."""
 
-    def __init__(self, calls: Calls, src: int, dst: int) -> None:
+    def __init__(self, calls: HostCalls, src: int, dst: int) -> None:
         self._whole, self._src, self._dst = calls, src, dst
-        self._calls: Calls | None = None
+        self._calls: HostCalls | None = None
         self._worker = Worker()
 
     @property
@@ -87,7 +87,7 @@ class _Channel:
         calls.make(request)
         done()
 
-    def _opened(self, settings: Settings) -> Calls:
+    def _opened(self, settings: Settings) -> HostCalls:
         """The sender tells where the channel's memory is; the receiver waits for that."""
         arena, control = self._whole.executor.arena, self._whole.control
         word, begun = arena.channel(self._src, self._dst), time.monotonic()
@@ -110,7 +110,7 @@ class _Channel:
             pause = min(_SLOW, 2 * pause)
         part = arena.part([self._src, self._dst], int(word[0]))
         part.expect()
-        return Calls(part, load("cpu-2"), settings)
+        return HostCalls(part, load("cpu-2"), settings)
 
     def close(self) -> None:
         self._worker.close(self._whole.rank)

@@ -117,10 +117,10 @@ def notice(
     """A request as numbers, which all ranks compare. `settings`: their checksum, or 0; `order`: the
     number of a call among those of all lanes, or 0; `first`: it is about to be planned."""
     buffer, root = request.buffer, request.root
-    place = root if isinstance(root, int) else crc32(repr(root).encode())
+    context = root if isinstance(root, int) else crc32(repr(root).encode())
     return (
         KINDS.index(request.kind), _OPS.index(request.op), _DTYPES.index(buffer.dtype),
-        buffer.nbytes // buffer.itemsize, place, algorithm_word(request.algorithm), settings,
+        buffer.nbytes // buffer.itemsize, context, algorithm_word(request.algorithm), settings,
         request.layout, DEVICES.index(request.device), order, int(first),
         *(request.spot or (-1, 0)),
     )  # fmt: skip

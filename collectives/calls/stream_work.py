@@ -24,7 +24,7 @@ POLL = 0.0005  # s
 
 
 class OnStream:
-    """One call's `bodies.Place`: copies and launches go to `stream`, tensors come from `caller`."""
+    """A `CallContext` on a GPU: copies and launches go to `stream`; the caller's is `caller`."""
 
     def __init__(self, gpu: GpuCalls, caller: int, stream: int) -> None:
         self.rank, self.size = gpu.rank, gpu.size
@@ -62,7 +62,7 @@ class OnStream:
         layout: int = 0,
     ) -> Request:  # fmt: skip
         made = self.gpu.choices.request(kind, buffer, op, root, algorithm, layout, "gpu")
-        self.gpu.know_rooms(buffer.dtype, op, self.caller)
+        self.gpu.know_occupancy(buffer.dtype, op, self.caller)
         if kind == "allreduce":  # of others some ranks' buffers are scratch, or nothing is pushed
             made = replace(made, spot=self.gpu.spot(buffer))
         return made
@@ -99,9 +99,9 @@ class StreamWork:
     over."""
 
     def __init__(
-        self, gpu: GpuCalls, place: OnStream, x: Any, result: Any, event: int, captured: bool
+        self, gpu: GpuCalls, context: OnStream, x: Any, result: Any, event: int, captured: bool
     ) -> None:
-        self._gpu, self._place, self._x, self._result = gpu, place, x, result
+        self._gpu, self._context, self._x, self._result = gpu, context, x, result
         self._event: int | None = event  # behind it
         self._captured = captured
 
@@ -117,7 +117,7 @@ class StreamWork:
         self._gpu.check()
         if self._event is not None:
             self._gpu.device.wait(self._event, stream_of(self._x))
-        self._place.finish()
+        self._context.finish()
         return self._result
 
     def done(self) -> bool:
@@ -135,7 +135,7 @@ class StreamWork:
     def free(self) -> None:
         if self._event is not None:
             self._gpu.device.free_event(self._event)
-            self._place.free()
+            self._context.free()
             self._event = None
 
 
@@ -147,17 +147,17 @@ class StreamQueue(StreamWork):
         self._checked: dict[int, int] = {}  # for each stream an event behind its last check
 
     def dequeue(self, layer: int) -> None:
-        at = number_of(layer, self._place.layers or 0)
+        at = number_of(layer, self._context.layers or 0)
         stream = stream_of(self._x)
-        call, counted = self._place.made or (None, None)
+        call, counted = self._context.made or (None, None)
         if self._event is None or call is None or counted is None:
             return
         if self._captured and not self._gpu.device.capturing(stream):
             raise CollectiveError("a queue in a graph can be dequeued within its capture only")
         if stream not in self._checked:
             self._checked[stream] = self._gpu.device.make_event()
-            self._place.events.append(self._checked[stream])
-        begun = self._place.events[0]
+            self._context.events.append(self._checked[stream])
+        begun = self._context.events[0]
         self._gpu.dequeue(call, counted, at, begun, self._checked[stream], stream)
 
     def over(self) -> bool:

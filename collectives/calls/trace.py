@@ -71,7 +71,7 @@ class Trace:
             self.say(PLANS, str(plan))
 
     def flags(self, encoded: Callable[[], Encoded], num_chunks: int) -> None:
-        """Say each flag of one call, in the order in which each of our streams takes them."""
+        """Say each flag of one call, in the order in which each of our tracks takes them."""
         if self.level >= FLAGS:
             for line in flags(encoded(), self.rank, num_chunks):
                 self.say(FLAGS, line)
@@ -87,7 +87,7 @@ def _why(plan: Plan, topology: Topology, nbytes: int) -> str:
 
 
 def flags(encoded: Encoded, rank: int, num_chunks: int) -> Iterator[str]:
-    """Each flag that a rank awaits or raises, a line each; streams run beside each other."""
+    """Each flag that a rank awaits or raises, a line each; tracks run beside each other."""
     code = encoded.codes[rank].tolist()
     phases = code[1]
     for row, channel in enumerate(encoded.channels[rank]):

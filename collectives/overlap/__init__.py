@@ -5,9 +5,9 @@ from linkweave.collectives.overlap.choose import POLICIES, plan
 from linkweave.collectives.overlap.network import PRESETS, Fit, Network, fit, network
 from linkweave.collectives.overlap.profile import Layer, Profile, load, model, models
 from linkweave.collectives.overlap.schedule import Communication, Piece, Schedule
-from linkweave.collectives.overlap.timeline import Timeline
+from linkweave.collectives.overlap.timeline import StepTimeline
 
 __all__ = [
     "POLICIES", "PRESETS", "Communication", "Fit", "Layer", "Network", "Piece", "Profile",
-    "Schedule", "Timeline", "fit", "load", "lower_bound", "model", "models", "network", "plan",
+    "Schedule", "StepTimeline", "fit", "load", "lower_bound", "model", "models", "network", "plan",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.bounds import LANES, lower_bound
 from linkweave.collectives.overlap.network import Network
 from linkweave.collectives.overlap.profile import MAX_BYTES, Profile, check_count, shown
-from linkweave.collectives.overlap.timeline import Timeline, timeline
+from linkweave.collectives.overlap.timeline import StepTimeline, timeline
 
 ALIGN = 16
 """Bytes: where gradients may be cut, so that no element is, of whatever dtype."""
@@ -88,7 +88,7 @@ class Schedule:
                 )
 
     @cached_property
-    def timeline(self) -> Timeline:
+    def timeline(self) -> StepTimeline:
         return timeline(self.profile, self.network, self.communications, self.chained)
 
     @property

@@ -24,7 +24,7 @@ Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Timeline:
+class StepTimeline:
     """Seconds from the start of the backward pass. `sends`: start and end of each communication;
     `backward`, `forward`: of each layer. `exposed_s`: what is neither backward nor forward pass."""
 
@@ -37,7 +37,7 @@ class Timeline:
 
 def timeline(
     profile: Profile, network: Network, communications: Sequence[Communication], chained: bool
-) -> Timeline:
+) -> StepTimeline:
     ready = [max(profile.ready[p.layer] for p in c.pieces) for c in communications]
     if len({c.lane for c in communications}) == 1 and not any(c.after for c in communications):
         sends, arrivals = _one_lane(network, communications, ready)
@@ -59,7 +59,7 @@ def timeline(
         forward.append((start, at))
     starts = [r - layer.backward_s for r, layer in zip(profile.ready, profile.layers, strict=True)]
     backward = tuple(zip(starts, profile.ready, strict=True))
-    return Timeline(
+    return StepTimeline(
         at, at - profile.backward_s - profile.forward_s, tuple(sends), backward, tuple(forward)
     )
 

@@ -11,11 +11,11 @@ from types import MappingProxyType
 from linkweave.collectives.planning.execute_order import Visit, walk
 from linkweave.collectives.planning.plan import Op, Plan, Step
 
-Place = tuple[int, int, int]  # rank, channel, position in the stream's code
+StepId = tuple[int, int, int]  # rank, channel, position in the track's code
 
 
 @lru_cache(maxsize=16)
-def input_reads(plan: Plan) -> frozenset[Place]:
+def input_reads(plan: Plan) -> frozenset[StepId]:
     """The SENDs and REDUCEs that take their own chunk before anything at their rank has written it.
 
     All other accesses to own chunks are to results. In a verified plan every two accesses to a
@@ -23,13 +23,13 @@ def input_reads(plan: Plan) -> frozenset[Place]:
     chunks repeats the steps, one group tells for all.
     """
     written: set[tuple[int, int]] = set()
-    found: set[Place] = set()
+    found: set[StepId] = set()
 
     def visit(v: Visit) -> None:
-        own = v.stream.rank, v.chunk
+        own = v.track.rank, v.chunk
         reads = v.step.op is Op.REDUCE or (v.step.op is Op.SEND and v.step.source is None)
         if reads and own not in written:
-            found.add(place(v))
+            found.add(step_id(v))
         if v.step.op in (Op.REDUCE, Op.COPY):
             written.add(own)
 
@@ -38,16 +38,16 @@ def input_reads(plan: Plan) -> frozenset[Place]:
 
 
 @lru_cache(maxsize=16)
-def pushes(plan: Plan) -> frozenset[Place]:
+def pushes(plan: Plan) -> frozenset[StepId]:
     """The SENDs of which every receiver makes a COPY, and these COPYs.
 
     A rank that sees the receivers' buffers may write there at once, and the COPY has nothing to do:
     if `verify.races` finds no race in that. Connections are queues and a COPY is of the chunk that
     was sent (`verify`), so again one group tells for all.
     """
-    under_way: dict[int, deque[Place]] = {}
-    came: dict[Place, Place] = {}  # from a COPY to the SEND that it takes
-    others: set[Place] = set()  # SENDs into slots that are needed
+    under_way: dict[int, deque[StepId]] = {}
+    came: dict[StepId, StepId] = {}  # from a COPY to the SEND that it takes
+    others: set[StepId] = set()  # SENDs into slots that are needed
 
     def visit(v: Visit) -> None:
         step = v.step
@@ -56,33 +56,33 @@ def pushes(plan: Plan) -> frozenset[Place]:
         if step.op is not Op.SEND:
             sent = [under_way[i].popleft() for i in step.connections]
             if step.op is Op.COPY:
-                came[place(v)] = sent[0]
+                came[step_id(v)] = sent[0]
             else:
                 others.update(sent)
             return
         if step.source is not None:
             others.add(under_way[step.source].popleft())
         for i in step.connections:
-            under_way.setdefault(i, deque()).append(place(v))
+            under_way.setdefault(i, deque()).append(step_id(v))
 
     walk(plan.with_chunks(plan.stride), visit)
     return frozenset({p for pair in came.items() if pair[1] not in others for p in pair})
 
 
 @lru_cache(maxsize=16)
-def passed_on(plan: Plan) -> Mapping[Place, bool]:
-    """The REDUCEs and COPYs whose result the stream's next step but for signals and waits sends
+def passed_on(plan: Plan) -> Mapping[StepId, bool]:
+    """The REDUCEs and COPYs whose result the track's next step but for signals and waits sends
     on, so that one pass over the data may do both; and whether the own chunk needs the result.
 
     It does not where a COPY overwrites it and only that SEND has read it before. Where others read
     it and it is overwritten, the two stay apart: a result that came back over lines, whose stores
     are not ordered, could be overtaken by the store of what it was made of.
     """
-    touched: dict[tuple[int, int], list[tuple[Place, Op]]] = {}  # by (rank, chunk)
+    touched: dict[tuple[int, int], list[tuple[StepId, Op]]] = {}  # by (rank, chunk)
 
     def visit(v: Visit) -> None:
         if v.step.op < Op.SIGNAL and v.step.source is None:
-            touched.setdefault((v.stream.rank, v.chunk), []).append((place(v), v.step.op))
+            touched.setdefault((v.track.rank, v.chunk), []).append((step_id(v), v.step.op))
 
     walk(plan.with_chunks(plan.stride), visit)
     sender = _next_sends(plan)
@@ -142,24 +142,24 @@ def _sources(plan: Plan) -> dict[int, set[int | None]]:
 
 
 def _steps(plan: Plan) -> Iterator[Step]:
-    return (step for stream in plan.streams for body in stream.phases for step in body)
+    return (step for track in plan.tracks for body in track.phases for step in body)
 
 
-def _next_sends(plan: Plan) -> dict[Place, Place]:
-    """For each REDUCE and COPY the SEND of the same chunk that follows in its stream's phase."""
+def _next_sends(plan: Plan) -> dict[StepId, StepId]:
+    """For each REDUCE and COPY the SEND of the same chunk that follows in its track's phase."""
     found = {}
-    for stream in plan.streams:
+    for track in plan.tracks:
         base = 0
-        for body in stream.phases:
+        for body in track.phases:
             moves = [(at, s) for at, s in enumerate(body, base) if s.op < Op.SIGNAL]
             for (at, step), (then, send) in pairwise(moves):
                 same = send.chunk == step.chunk and send.source is None
                 if step.op is not Op.SEND and send.op is Op.SEND and same:
-                    here = stream.rank, stream.channel
+                    here = track.rank, track.channel
                     found[*here, at] = *here, then
             base += len(body)
     return found
 
 
-def place(visit: Visit) -> Place:
-    return visit.stream.rank, visit.stream.channel, visit.at
+def step_id(visit: Visit) -> StepId:
+    return visit.track.rank, visit.track.channel, visit.at

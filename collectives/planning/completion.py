@@ -1,7 +1,7 @@
-"""Which chunks each stream of a rank makes final, in which order: what a gradient queue counts.
+"""Which chunks each track of a rank makes final, in which order: what a gradient queue counts.
 
 A chunk of an all-reduce is final on a rank once: at its COPY, or at the REDUCE that completes it.
-Streams finish their chunks in the order of their steps, so one counter for each stream tells
+Tracks finish their chunks in the order of their steps, so one counter for each track tells
 which chunks are there (C-Cube, section III-D: the enqueue semaphore; here one for every tree).
 """
 
@@ -20,7 +20,7 @@ from linkweave.collectives.planning.plan import Op, Plan
 
 
 def finals(plan: Plan, rank: int) -> list[list[int]]:
-    """For each stream of `rank`, in the plan's order, the chunks that it makes final.
+    """For each track of `rank`, in the plan's order, the chunks that it makes final.
 
     Raises PlanError for anything but an all-reduce, and for one that copies a chunk more than once:
     the first copy need not be final.
@@ -30,11 +30,11 @@ def finals(plan: Plan, rank: int) -> list[list[int]]:
     found = [
         [
             chunk
-            for _, chunk, step in plan.steps(stream)
+            for _, chunk, step in plan.steps(track)
             if step.op is Op.COPY or (step.op is Op.REDUCE and step.last)
         ]
-        for stream in plan.streams
-        if stream.rank == rank
+        for track in plan.tracks
+        if track.rank == rank
     ]
     chunk, times = max(Counter(chain(*found)).items(), key=itemgetter(1), default=(0, 0))
     if times > 1:
@@ -48,7 +48,7 @@ def finals(plan: Plan, rank: int) -> list[list[int]]:
 def layer_chunk_table(
     plan: Plan, rank: int, nbytes: int, layers: Sequence[int]
 ) -> NDArray[np.int64]:
-    """[layers, streams]: how many chunks each stream must have made final before a layer's
+    """[layers, tracks]: how many chunks each track must have made final before a layer's
     gradients are there (C-Cube, figure 9: the layer-chunk table).
 
     `layers`: bytes of each, in the order in which they lie in the message of `nbytes`.
@@ -60,7 +60,7 @@ def layer_chunk_table(
 def table(
     finals: Sequence[NDArray[np.int64]], num_chunks: int, chunk_bytes: int, layers: Sequence[int]
 ) -> NDArray[np.int64]:
-    """`layer_chunk_table` of the chunks that each stream makes final, in that order."""
+    """`layer_chunk_table` of the chunks that each track makes final, in that order."""
     sizes = np.array(layers, np.int64)
     stops = np.cumsum(sizes)
     found = np.zeros((len(sizes), len(finals)), np.int64)

@@ -34,7 +34,7 @@ LARGE = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class Pipeline:
     """All that the closed forms need: `fill + per_group * g` chunk steps for g groups of chunks.
 
     `alpha_s` and `bandwidth` (bytes/s) are the slowest link's; `load` is the time in s the busiest
@@ -97,7 +97,7 @@ def simulated_seconds(template: Plan, topology: Topology, nbytes: int, num_chunk
     groups = -(-num_chunks // stride)
     sends = sum(
         len(step.connections)
-        for stream in template.streams for body in stream.phases for step in body
+        for track in template.tracks for body in track.phases for step in body
         if step.op is Op.SEND
     )  # fmt: skip
     more = max(6, min(_GROUPS, _SENDS // max(1, sends)))
@@ -113,10 +113,10 @@ def simulated_seconds(template: Plan, topology: Topology, nbytes: int, num_chunk
     return end + (groups - more) * (end - start) / (more - few)
 
 
-def shape_of(plan: Plan, topology: Topology) -> Shape:
+def pipeline_of(plan: Plan, topology: Topology) -> Pipeline:
     """A plan's shape, counted on the plan itself: simulated with steps of 1 s and no bytes."""
     if not plan.connections:
-        return Shape(plan.stride, 0, 1, 0.0, math.inf, 0.0)
+        return Pipeline(plan.stride, 0, 1, 0.0, math.inf, 0.0)
 
     def steps(groups: int) -> int:
         return round(simulate(plan.with_chunks(groups * plan.stride), topology, 0, 1.0).seconds)
@@ -127,24 +127,24 @@ def shape_of(plan: Plan, topology: Topology) -> Shape:
     if uneven and len(plan.connections) < LARGE:
         per_group = (steps(13) - first) / 12
     used = [topology.by_ends[ends] for c in plan.connections for ends in c.links]
-    phases = max(len(stream.phases) for stream in plan.streams)
-    return Shape(
+    phases = max(len(track.phases) for track in plan.tracks)
+    return Pipeline(
         plan.stride,
         max(0.0, first - per_group),
         per_group,
         max(link.latency_us for link in used) * 1e-6,
-        min(link.lane_bandwidth for link in used),
+        min(link.bandwidth_each for link in used),
         sum(_load(plan, topology, phase) for phase in range(phases)),
         not uneven
-        and len({(link.latency_us, link.lane_bandwidth) for link in used}) == 1
-        and all(n <= topology.by_ends[ends].lanes for ends, n in plan.link_use.items()),
+        and len({(link.latency_us, link.bandwidth_each) for link in used}) == 1
+        and all(n <= topology.by_ends[ends].parallel for ends, n in plan.link_use.items()),
     )
 
 
 def _load(plan: Plan, topology: Topology, phase: int) -> float:
     """Seconds a byte of the message that the phase's busiest link needs."""
     load: dict[tuple[Vertex, Vertex], float] = defaultdict(float)
-    for step in (s for stream in plan.streams for body in stream.phases[phase:][:1] for s in body):
+    for step in (s for track in plan.tracks for body in track.phases[phase:][:1] for s in body):
         if step.op is not Op.SEND:
             continue
         crossed = [ends for i in step.connections for ends in plan.connections[i].links]

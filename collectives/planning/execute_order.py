@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, NoReturn
 
 from linkweave.collectives.errors import PlanError
-from linkweave.collectives.planning.plan import Op, Plan, Step, Stream
+from linkweave.collectives.planning.plan import Op, Plan, Step, Track
 
 
 class Visit(NamedTuple):
     """One move of data as it is carried out; `slots` are the slot numbers of `step.connections`."""
 
-    stream_index: int
-    stream: Stream
+    track_index: int
+    track: Track
     at: int
     chunk: int
     step: Step
@@ -22,7 +22,7 @@ class Visit(NamedTuple):
     source_slot: int
 
     def __str__(self) -> str:
-        s = self.stream
+        s = self.track
         verb = self.step.op.name
         return f"rank {s.rank} channel {s.channel} step {self.at}: {verb} of chunk {self.chunk}"
 
@@ -32,13 +32,13 @@ _OnSync = Callable[[int, int, Op, int, bool], None]
 
 
 class _Walk:
-    """The counters of all connections, and the step at which each stream stands."""
+    """The counters of all connections, and the step at which each track stands."""
 
     def __init__(
         self, plan: Plan, visit: _OnMove, sync: _OnSync | None, pick: random.Random | None
     ) -> None:
         self.plan, self.visit, self.sync, self.pick = plan, visit, sync, pick
-        number = {(s.rank, s.channel): i for i, s in enumerate(plan.streams)}
+        number = {(s.rank, s.channel): i for i, s in enumerate(plan.tracks)}
         self.src = [number.get((c.src, c.src_channel), -1) for c in plan.connections]
         self.dst = [number.get((c.dst, c.dst_channel), -1) for c in plan.connections]
         self.local = [c.local for c in plan.connections]  # which have no slots
@@ -49,25 +49,25 @@ class _Walk:
         self.moved = True
         self.heads: dict[
             int, tuple[int, int, Step]
-        ] = {}  # where the streams that have not ended stand
+        ] = {}  # where the tracks that have not ended stand
 
     def run(self) -> None:
-        left = [self.stream(index) for index in range(len(self.plan.streams))]
+        left = [self.track(index) for index in range(len(self.plan.tracks))]
         while self.moved:
             self.moved = False
             if self.pick:
                 self.pick.shuffle(left)
-            left = [stream for stream in left if next(stream, True) is None]
+            left = [track for track in left if next(track, True) is None]
 
-    def stream(self, index: int) -> Iterator[None]:
-        """Carry out the steps of a stream; yields where it waits, and at random."""
+    def track(self, index: int) -> Iterator[None]:
+        """Carry out the steps of a track; yields where it waits, and at random."""
         plan, sync, pick = self.plan, self.sync, self.pick
-        stream = plan.streams[index]
+        track = plan.tracks[index]
         num_chunks, stride, slots = plan.num_chunks, plan.stride, plan.slots
         ready, waited_ready = self.ready, self.waited_ready
         free, waited_free = self.free, self.waited_free
         base = 0
-        for body in stream.phases:
+        for body in track.phases:
             for first in range(0, num_chunks, stride):
                 for at, step in enumerate(body, base):
                     chunk, op, i = first + step.chunk, step.op, step.connections[0]
@@ -95,7 +95,7 @@ class _Walk:
                         taken = -1 if step.source is None else self.take(index, step.source)
                         use = self.put if op is Op.SEND else self.take
                         numbers = tuple([use(index, i) for i in step.connections])
-                        self.visit(Visit(index, stream, at, chunk, step, numbers, taken))
+                        self.visit(Visit(index, track, at, chunk, step, numbers, taken))
                     self.moved = True
                     if pick and pick.random() < 0.5:
                         yield
@@ -109,7 +109,7 @@ class _Walk:
             self.refuse(index, f"waits for a slot of {i}, which is only for order")
 
     def signal(self, index: int, i: int) -> bool:
-        """Raise a counter; returns whether the stream is the connection's sender."""
+        """Raise a counter; returns whether the track is the connection's sender."""
         if index == self.dst[i]:
             if self.free[i] == self.read[i]:
                 self.refuse(
@@ -152,14 +152,14 @@ class _Walk:
 
     def refuse(self, index: int, words: str) -> NoReturn:
         at, chunk, step = self.heads[index]
-        s = self.plan.streams[index]
+        s = self.plan.tracks[index]
         raise PlanError(
             f"rank {s.rank} channel {s.channel} step {at} ({step.op.name} of chunk {chunk}): "
             f"{words}"
         )
 
     def finish(self) -> None:
-        """Raise PlanError where a stream still waits, or counters do not pair."""
+        """Raise PlanError where a track still waits, or counters do not pair."""
         self.no_one_waits()
         for i, connection in enumerate(self.plan.connections):
             pairs = [("sent", self.sent[i], "read", self.read[i]),
@@ -176,13 +176,13 @@ class _Walk:
     def no_one_waits(self) -> None:
         stuck = []
         for index, (at, chunk, step) in sorted(self.heads.items()):
-            stream = self.plan.streams[index]
+            track = self.plan.tracks[index]
             i = step.connections[0]
             connection = self.plan.connections[i]
             sender = index == self.src[i]
             peer, what = (connection.dst, "slot") if sender else (connection.src, "data")
             stuck.append(
-                f"rank {stream.rank} channel {stream.channel} step {at} waits for a {what} of "
+                f"rank {track.rank} channel {track.channel} step {at} waits for a {what} of "
                 f"chunk {chunk} from rank {peer}"
             )
         if stuck:
@@ -193,9 +193,9 @@ class _Walk:
 def walk(plan: Plan, visit: _OnMove, seed: int | None = None, sync: _OnSync | None = None) -> None:
     """Call `visit` for every SEND, REDUCE and COPY, in an order that respects all waits.
 
-    `sync` is called for every SIGNAL and WAIT in between, with the stream's index, the chunk, the
-    op, the connection and whether the stream is its sender. Each stream runs as far as it can
-    before the next is tried; with a `seed`, runnable streams are picked at random one step at a
+    `sync` is called for every SIGNAL and WAIT in between, with the track's index, the chunk, the
+    op, the connection and whether the track is its sender. Each track runs as far as it can
+    before the next is tried; with a `seed`, runnable tracks are picked at random one step at a
     time. Raises PlanError where the plan hangs (naming who waits for whom), touches a connection
     it has not waited for, or leaves counters unpaired.
     """

@@ -151,7 +151,7 @@ def _row(topology: Topology, nbytes: int, name: Named, best: Bound) -> Row:
     plan = plan_allreduce(topology, nbytes, name, chunks)
     line: Timeline = simulate(plan, topology, nbytes)
     crowd = max(
-        (-(-used // topology.by_ends[ends].lanes) for ends, used in plan.link_use.items()),
+        (-(-used // topology.by_ends[ends].parallel) for ends, used in plan.link_use.items()),
         default=0,
     )
     work = line.utilisation

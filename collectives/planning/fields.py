@@ -74,7 +74,7 @@ def _checks(data: dict[str, Any], ops: Collection[str]) -> dict[str, _Check]:
         "trees": _list(_list(ranks)),
         "detours": _list(_list(ranks, least=3)),
         "connections": _list(_row(ranks, channels, ranks, channels, _list(_vertex))),
-        "streams": _list(_row(ranks, channels, _list(steps))),
+        "tracks": _list(_row(ranks, channels, _list(steps))),
     }
 
 

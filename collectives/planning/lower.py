@@ -14,7 +14,7 @@ from types import MappingProxyType
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.goals import Root, start
-from linkweave.collectives.planning.plan import Connection, Op, Plan, Step, Stream
+from linkweave.collectives.planning.plan import Connection, Op, Plan, Step, Track
 from linkweave.topology import Topology
 
 
@@ -55,7 +55,7 @@ Round = tuple[Move, ...]
 class Algorithm:
     """What moves, for one group of `stride` chunks; the plan repeats it for every group.
 
-    `phases` are lists of rounds; a stream finishes one phase for all chunks before it starts the
+    `phases` are lists of rounds; a track finishes one phase for all chunks before it starts the
     next, and that is the whole difference between a baseline and an overlapped tree. Moves of
     different channels run at once; moves of one channel at a rank run in list order. `detours`
     maps (channel, src, dst) to the ranks that forward; other moves go straight.
@@ -88,15 +88,15 @@ class Tuning:
     slots: int = 2
 
 
-_Key = tuple[int, int]  # (rank, channel): names a stream
+_Key = tuple[int, int]  # (rank, channel): names a track
 
 
 @dataclass
 class _Value:
     """Who last touched one rank's chunk while the moves are walked in order."""
 
-    writer: _Key | None = None  # the stream that produced the value; None: the caller
-    readers: list[_Key] = field(default_factory=list)  # streams that sent it since
+    writer: _Key | None = None  # the track that produced the value; None: the caller
+    readers: list[_Key] = field(default_factory=list)  # tracks that sent it since
     holds: int = 0  # bit r: rank r's contribution is in it
 
 
@@ -120,7 +120,7 @@ class _Lowering:
         phases[self.phase].append(Step(op, connections, chunk, source, last, ahead))
 
     def connect(self, src: _Key, dst: _Key) -> int:
-        """The connection between two streams, made at its first use."""
+        """The connection between two tracks, made at its first use."""
         hop: tuple[int | str, ...] = ()
         if src[0] != dst[0]:
             gpus = self.topology.gpus
@@ -198,7 +198,7 @@ class _Lowering:
         self.values[dst[0], chunk] = _Value(dst, [], held)
 
     def order(self, value: _Value, dst: _Key, chunk: int, holds: int) -> None:
-        """Make `dst`, about to write a chunk, wait for this rank's other streams that touched it.
+        """Make `dst`, about to write a chunk, wait for this rank's other tracks that touched it.
 
         One that sent the value once needs no wait if what arrives now contains the contribution
         it sent: then the arrival itself proves that the send is over.
@@ -207,7 +207,7 @@ class _Lowering:
         others = [k for k in dict.fromkeys([*value.readers, value.writer]) if k and k != dst]
         proven = len(value.readers) == 1 and holds >> rank & 1 == 1
         if proven:
-            return  # its writer is its only reader: `send` puts both into one stream
+            return  # its writer is its only reader: `send` puts both into one track
         for other in others:
             index = self.connect(other, dst)
             self.emit(other, Op.SIGNAL, (index,), chunk)
@@ -238,7 +238,7 @@ class _Lowering:
     def send_all(self, rnd: Round) -> dict[tuple[int, int, _Key], int]:
         """Send all that a round moves; a value that goes to several ranks on one channel, once.
 
-        Returns the connection on which each (source, chunk, receiving stream) gets it.
+        Returns the connection on which each (source, chunk, receiving track) gets it.
         """
         wanted: dict[tuple[int, int, int], list[_Key]] = {}
         for move in rnd:
@@ -258,11 +258,11 @@ class _Lowering:
 def lower(algorithm: Algorithm, topology: Topology, tuning: Tuning) -> Plan:
     """The plan of an algorithm on a topology.
 
-    Rank r is `topology.gpus[r]`. A send runs in the stream that produced the value it sends (in
+    Rank r is `topology.gpus[r]`. A send runs in the track that produced the value it sends (in
     its move's channel where that is the caller's), so that most order needs no signal; where two
-    streams of one rank touch a chunk, the later waits for the earlier. The streams follow one
+    tracks of one rank touch a chunk, the later waits for the earlier. The tracks follow one
     global order, chunk group by chunk group and round by round, in which every wait comes after
-    the signal it waits for; each stream keeps that order, so with one slot or more no cycle of
+    the signal it waits for; each track keeps that order, so with one slot or more no cycle of
     waits can arise. `verify` checks the result all the same. Raises PlanError where a move has no
     link and no detour, or the topology has another number of GPUs.
     """
@@ -285,8 +285,8 @@ def lower(algorithm: Algorithm, topology: Topology, tuning: Tuning) -> Plan:
         stride=algorithm.stride,
         slots=tuning.slots,
         connections=tuple(lowering.connections),
-        streams=tuple(
-            Stream(rank, channel, tuple(map(tuple, lowering.bodies[rank, channel])))
+        tracks=tuple(
+            Track(rank, channel, tuple(map(tuple, lowering.bodies[rank, channel])))
             for rank, channel in order
         ),
         trees=algorithm.trees,

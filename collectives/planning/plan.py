@@ -1,8 +1,8 @@
 """The plan: what each rank does, in order, on each channel. Frozen data; knows nothing of bytes.
 
-A plan is a set of *streams*, one for each (rank, channel) that has work, and *connections*
-between them. A stream repeats its steps for every group of `stride` chunks, so the plan's size
-does not depend on the number of chunks. A connection is an ordered queue from one stream to
+A plan is a set of *tracks*, one for each (rank, channel) that has work, and *connections*
+between them. A track repeats its steps for every group of `stride` chunks, so the plan's size
+does not depend on the number of chunks. A connection is an ordered queue from one track to
 another: a ring of `slots` buffers at the receiver, and two counters, data-ready and slot-free.
 """
 
@@ -47,7 +47,7 @@ class Op(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One verb. `chunk` counts from the first chunk of the stream's current group."""
+    """One verb. `chunk` counts from the first chunk of the track's current group."""
 
     op: Op
     connections: tuple[int, ...]
@@ -62,9 +62,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """From one stream to another, over the vertices of `path`.
+    """From one track to another, over the vertices of `path`.
 
-    Between two streams of one rank it carries no data (`path` is empty), only order.
+    Between two tracks of one rank it carries no data (`path` is empty), only order.
     """
 
     src: int
@@ -90,7 +90,7 @@ class Connection:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class Track:
     """The work of one rank on one channel: for each phase, the steps repeated for every group."""
 
     rank: int
@@ -115,7 +115,7 @@ class Plan:
     stride: int
     slots: int
     connections: tuple[Connection, ...]
-    streams: tuple[Stream, ...]
+    tracks: tuple[Track, ...]
     trees: tuple[Tree, ...] = ()
     detours: tuple[tuple[int, ...], ...] = ()
     """(rank, ranks that forward, rank), once for both directions."""
@@ -141,7 +141,7 @@ class Plan:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.algorithm, self.size, self.streams))
+        return hash((self.algorithm, self.size, self.tracks))
 
     def __hash__(self) -> int:
         return self._hash
@@ -162,10 +162,10 @@ class Plan:
         made.__dict__["_hash"] = self._hash  # which holds for any number, and takes a walk
         return made
 
-    def steps(self, stream: Stream) -> Iterator[tuple[int, int, Step]]:
-        """(position in the stream's code, chunk, step) for every step that is carried out."""
+    def steps(self, track: Track) -> Iterator[tuple[int, int, Step]]:
+        """(position in the track's code, chunk, step) for every step that is carried out."""
         base = 0
-        for body in stream.phases:
+        for body in track.phases:
             for first in range(0, self.num_chunks, self.stride):
                 for at, step in enumerate(body, base):
                     if first + step.chunk < self.num_chunks:
@@ -216,18 +216,18 @@ class Plan:
         sizes: NDArray[np.int64] = np.clip(block - part * per, 0, per)
         return sizes
 
-    def sends_on(self, stream: Stream, connection: int) -> bool:
-        """Whether the stream is the connection's sender (else its receiver)."""
+    def sends_on(self, track: Track, connection: int) -> bool:
+        """Whether the track is the connection's sender (else its receiver)."""
         c = self.connections[connection]
-        return (c.src, c.src_channel) == (stream.rank, stream.channel)
+        return (c.src, c.src_channel) == (track.rank, track.channel)
 
     # ---- forms -----------------------------------------------------------------------------
-    def describe(self, stream: Stream, step: Step) -> str:
+    def describe(self, track: Track, step: Step) -> str:
         """One line that names peers, not connection numbers."""
 
         def peer(index: int) -> int:
             c = self.connections[index]
-            return c.dst if self.sends_on(stream, index) else c.src
+            return c.dst if self.sends_on(track, index) else c.src
 
         peers = ",".join(str(peer(i)) for i in step.connections)
         word = step.op.name.lower() + (" last" if step.last else "")
@@ -247,14 +247,14 @@ class Plan:
             f"detour {a} - {b} over {', '.join(map(str, via))}" for a, *via, b in self.detours
         ]
         lines += [f"note: {note}" for note in self.notes]
-        for stream in self.streams:
-            lines.append(f"rank {stream.rank} channel {stream.channel}")
-            for i, body in enumerate(stream.phases):
+        for track in self.tracks:
+            lines.append(f"rank {track.rank} channel {track.channel}")
+            for i, body in enumerate(track.phases):
                 if not body:
                     continue
-                if len(stream.phases) > 1:
+                if len(track.phases) > 1:
                     lines.append(f"  phase {i}")
-                lines += [f"    {self.describe(stream, step)}" for step in body]
+                lines += [f"    {self.describe(track, step)}" for step in body]
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -276,9 +276,9 @@ class Plan:
             "connections": [
                 [c.src, c.src_channel, c.dst, c.dst_channel, c.path] for c in self.connections
             ],
-            "streams": [
+            "tracks": [
                 [s.rank, s.channel, [[_step_out(step) for step in body] for body in s.phases]]
-                for s in self.streams
+                for s in self.tracks
             ],
         }
         return json.dumps(data)
@@ -309,9 +309,9 @@ class Plan:
             connections=tuple(
                 Connection(a, x, b, y, tuple(path)) for a, x, b, y, path in data["connections"]
             ),
-            streams=tuple(
-                Stream(rank, channel, tuple(tuple(map(_step_in, body)) for body in phases))
-                for rank, channel, phases in data["streams"]
+            tracks=tuple(
+                Track(rank, channel, tuple(tuple(map(_step_in, body)) for body in phases))
+                for rank, channel, phases in data["tracks"]
             ),
             trees=tuple(Tree(tuple(parent)) for parent in data["trees"]),
             detours=tuple(map(tuple, data["detours"])),
@@ -321,36 +321,36 @@ class Plan:
         )
 
     @cached_property
-    def _streams_of(self) -> Mapping[int, list[Stream]]:
-        found: dict[int, list[Stream]] = {}
-        for stream in self.streams:
-            found.setdefault(stream.rank, []).append(stream)
+    def _tracks_of(self) -> Mapping[int, list[Track]]:
+        found: dict[int, list[Track]] = {}
+        for track in self.tracks:
+            found.setdefault(track.rank, []).append(track)
         return found
 
     def encode(self, rank: int | None = None) -> NDArray[np.int32]:
         """One rank's part (or all of it) as the int32 array that interpreter kernels read.
 
-        `[num_streams, num_phases]`, then a row of `num_phases + 1` code offsets for each stream
+        `[num_streams, num_phases]`, then a row of `num_phases + 1` code offsets for each track
         (phase p is `code[offset[p]:offset[p + 1]]`, counted from the start of the array), then
         the code: for each step `op, chunk, flag, source or -1, n, connection * n`. The flag is
         `last + 2 * ahead` for a REDUCE; for SIGNAL and WAIT it is 1 at the connection's sender,
         else 0.
         """
-        mine = self.streams if rank is None else self._streams_of.get(rank, [])
+        mine = self.tracks if rank is None else self._tracks_of.get(rank, [])
         phases = max((len(s.phases) for s in mine), default=1)
         table: list[int] = []
         code: list[int] = []
         base = 2 + len(mine) * (phases + 1)
-        for stream in mine:
-            for body in stream.phases:
+        for track in mine:
+            for body in track.phases:
                 table.append(base + len(code))
                 for s in body:
                     source = -1 if s.source is None else s.source
                     flag = s.last + 2 * s.ahead
                     if s.op in (Op.SIGNAL, Op.WAIT):
-                        flag = self.sends_on(stream, s.connections[0])
+                        flag = self.sends_on(track, s.connections[0])
                     code += [s.op, s.chunk, flag, source, len(s.connections), *s.connections]
-            table += [base + len(code)] * (phases + 1 - len(stream.phases))
+            table += [base + len(code)] * (phases + 1 - len(track.phases))
         return np.array([len(mine), phases, *table, *code], dtype=np.int32)
 
 

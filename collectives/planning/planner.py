@@ -10,10 +10,10 @@ from linkweave.collectives.planning.algorithms.registry import ALGORITHMS, Named
 from linkweave.collectives.planning.algorithms.rooted_and_exchange import OTHERS, other_algorithm
 from linkweave.collectives.planning.cost import (
     LARGE,
-    Shape,
+    Pipeline,
     largest_chunk,
     most_chunks,
-    shape_of,
+    pipeline_of,
     simulated_seconds,
 )
 from linkweave.collectives.planning.fields import MOST_BYTES, whole
@@ -44,7 +44,7 @@ def size_class(nbytes: int, unit: int = 1) -> int:
 @lru_cache(maxsize=512)
 def _template(
     topology: Topology, algorithm: Named, collective: str = ALLREDUCE, root: Root = 0
-) -> tuple[Plan, Shape]:
+) -> tuple[Plan, Pipeline]:
     """A plan of one group of chunks, to be given its number of chunks, and its shape."""
     if collective == ALLREDUCE:
         program = algorithm_for(algorithm, topology)
@@ -53,7 +53,7 @@ def _template(
     else:
         raise PlanError(f"a function makes an algorithm of an allreduce, not of {collective}")
     plan = lower(program, topology, Tuning(num_chunks=program.stride))
-    return plan, shape_of(plan, topology)
+    return plan, pipeline_of(plan, topology)
 
 
 @lru_cache(maxsize=4096)

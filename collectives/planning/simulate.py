@@ -26,7 +26,7 @@ _SHORT = 40_000  # steps: beyond, the loop is compiled even if Numba must be loa
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """One chunk crossing one connection: it holds its stream to `end`, its links to `free`."""
+    """One chunk crossing one connection: it holds its track to `end`, its links to `free`."""
 
     connection: int
     chunk: int
@@ -91,11 +91,12 @@ class Timeline:
 def simulate(plan: Plan, topology: Topology, nbytes: int, alpha_s: float | None = None) -> Timeline:
     """The time of a verified plan for a message of `nbytes`.
 
-    A send starts when its stream and one lane (`Link.lanes`) on every link of its path are free;
-    it holds the stream for alpha + bytes/bandwidth and each lane for bytes/bandwidth. Where a link
-    has a lane for every connection, each has its own; otherwise connection i of a link takes lane
-    i mod lanes, first come first served (a switch's port is one lane, as wide as all its links).
-    A send to several connections starts on each as that one is free and holds its stream until the
+    A send starts when its track and one strand (`Link.parallel`) of every link on its path are
+    free. It holds the track for alpha + bytes/bandwidth, and each strand for bytes/bandwidth. Where
+    a link has a strand for every connection, each has its own; otherwise connection i of a link
+    takes strand i mod strands, first come first served. A switch's port is one strand, as wide as
+    all its links.
+    A send to several connections starts on each as that one is free and holds its track until the
     last is over; it crosses a link into common memory once (`Link.stores`) and any other link once
     for each. Signals and arithmetic take no time. Deterministic: long plans, and all where Numba
     is loaded, are carried out by machine code, to the same bits. `alpha_s` stands in for the links'
@@ -131,7 +132,7 @@ def _simulate(
     arrays = (
         plan.chunk_sizes(nbytes), _starts(signals), np.zeros(signals.sum()), given,
         _starts(layout.stored), np.zeros(layout.stored.sum(), np.int64), *layout.wires, alpha,
-        np.zeros(layout.lanes), busy, first, *rows,
+        np.zeros(layout.strands), busy, first, *rows,
     )  # fmt: skip
     numbers = (plan.num_chunks, plan.stride)
     if compiled:
@@ -144,10 +145,10 @@ def _simulate(
             array[:] = values
     if hangs:
         raise PlanError("the plan hangs in the simulator; verify(plan, topology) says where")
-    lanes = (topology.by_ends[ends].lanes for ends in layout.links)
+    strands = (topology.by_ends[ends].parallel for ends in layout.links)
     return Timeline(
         plan, nbytes, end, tuple(first.tolist()),
-        {ends: b / n for ends, b, n in zip(layout.links, busy.tolist(), lanes, strict=True)},
+        {ends: b / n for ends, b, n in zip(layout.links, busy.tolist(), strands, strict=True)},
         tuple(row[:written] for row in rows),
     )  # fmt: skip
 
@@ -165,22 +166,22 @@ class _Layout:
     free: NDArray[Any]
     """For each connection, the slots that are free from the start."""
     stored: NDArray[Any]
-    """For each stream, the most links into common memory of one send."""
+    """For each track, the most links into common memory of one send."""
     links: tuple[tuple[Vertex, Vertex], ...]
-    lanes: int
+    strands: int
     wires: tuple[NDArray[Any], ...]
-    """Arguments of `kernels.timeline.play`, from `lane_at` to `per_byte`."""
+    """Arguments of `kernels.timeline.play`, from `strand_at` to `per_byte`."""
     alpha: NDArray[Any]
 
 
 @lru_cache(maxsize=64)
 def _layout(plan: Plan, topology: Topology) -> _Layout:
     number: dict[tuple[Vertex, Vertex], int] = {}
-    known: list[tuple[int, bool, float, float]] = []  # of each link: lanes, stores, s/byte, alpha
-    lane_number: dict[tuple[int, int], int] = {}
+    known: list[tuple[int, bool, float, float]] = []  # of each link: strands, stores, s/byte, alpha
+    strand_number: dict[tuple[int, int], int] = {}
     taken: dict[int, int] = defaultdict(int)
     count, stores = [], []
-    lane, link, is_store, lane_per_byte = [], [], [], []
+    strand, link, is_store, strand_per_byte = [], [], [], []
     per_byte, alpha = [], []
     for connection in plan.connections:
         slowest = latency = 0.0
@@ -193,14 +194,14 @@ def _layout(plan: Plan, topology: Topology) -> _Layout:
                     raise PlanError(f"{topology.name} has no link {ends[0]}->{ends[1]}")
                 wire = topology.by_ends[ends]
                 known.append(
-                    (wire.lanes, wire.stores, 1 / wire.lane_bandwidth, wire.latency_us * 1e-6)
+                    (wire.parallel, wire.stores, 1 / wire.bandwidth_each, wire.latency_us * 1e-6)
                 )
-            lanes, into_memory, seconds, start = known[at]
-            lane.append(lane_number.setdefault((at, taken[at] % lanes), len(lane_number)))
+            strands, into_memory, seconds, start = known[at]
+            strand.append(strand_number.setdefault((at, taken[at] % strands), len(strand_number)))
             taken[at] += 1
             link.append(at)
             is_store.append(into_memory)
-            lane_per_byte.append(seconds)
+            strand_per_byte.append(seconds)
             stored += into_memory
             slowest, latency = max(slowest, seconds), max(latency, start)
         count.append(len(links))
@@ -209,25 +210,25 @@ def _layout(plan: Plan, topology: Topology) -> _Layout:
         alpha.append(latency)
     signals = np.zeros(2 * len(plan.connections), np.int64)
     steps, sends, most_stored = 0, 0, []
-    for stream in plan.streams:
+    for track in plan.tracks:
         widest = 0
-        for step in (step for body in stream.phases for step in body):
+        for step in (step for body in track.phases for step in body):
             steps += 1
             i = step.connections[0]
             if step.op is Op.SIGNAL:
-                signals[2 * i + plan.sends_on(stream, i)] += 1
+                signals[2 * i + plan.sends_on(track, i)] += 1
             elif step.op is Op.SEND:
                 sends += len(step.connections)
                 widest = max(widest, sum(stores[i] for i in step.connections))
         most_stored.append(widest)
     return _Layout(
         plan.encode().astype(np.int64),
-        np.array([s.rank for s in plan.streams], np.int64), steps, sends, signals,
+        np.array([s.rank for s in plan.tracks], np.int64), steps, sends, signals,
         np.array([0 if c.local else plan.slots for c in plan.connections], np.int64),
-        np.array(most_stored, np.int64), tuple(number), len(lane_number),
+        np.array(most_stored, np.int64), tuple(number), len(strand_number),
         (
-            _starts(np.array(count)), np.array(lane, np.int64), np.array(link, np.int64),
-            np.array(is_store, np.bool_), np.array(lane_per_byte, float),
+            _starts(np.array(count)), np.array(strand, np.int64), np.array(link, np.int64),
+            np.array(is_store, np.bool_), np.array(strand_per_byte, float),
             np.array(per_byte, float),
         ),
         np.array(alpha, float),

@@ -15,7 +15,7 @@ from functools import lru_cache
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.shortest import shortest_trees
 from linkweave.collectives.planning.algorithms.trees import Tree
-from linkweave.collectives.planning.cost import shape_of
+from linkweave.collectives.planning.cost import pipeline_of
 from linkweave.collectives.planning.planner import plan_allreduce, predict, ranked
 from linkweave.topology import Topology
 
@@ -117,7 +117,7 @@ def sparse_costs(topology: Topology, numel: int, k: int, item: int = 4) -> tuple
     sparse, dense = (item + INDEX) * k, 4 * numel
     tree = merge_tree(topology, sparse)
     up, down = _up(topology, tree, sparse), _best(topology, sparse, "broadcast", tree.root)
-    shape = shape_of(plan_allreduce(topology, dense), topology)
+    shape = pipeline_of(plan_allreduce(topology, dense), topology)
     a, rise = shape.alpha_s, math.log2(size)
     one, all_of_it = sparse / shape.bandwidth, dense / shape.bandwidth
     found = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from linkweave.collectives.errors import PlanError
-from linkweave.collectives.planning.access import origins, place, pushed, pushes
+from linkweave.collectives.planning.access import origins, pushed, pushes, step_id
 from linkweave.collectives.planning.execute_order import Visit, walk
 from linkweave.collectives.planning.goals import goal, start
 from linkweave.collectives.planning.plan import Op, Plan
@@ -32,7 +32,7 @@ def verify(plan: Plan, topology: Topology, expand: bool = False) -> None:
        its chunk so far, and every access asks whether it knows of the one before. (So order that
        only a signal of another chunk gives does not count: stricter than need be.) That the
        caller fills the buffer first is an access like any other; that it gets the buffer back
-       when its rank's streams have ended comes after all of them, as no others touch it.
+       when its rank's tracks have ended comes after all of them, as no others touch it.
 
     **Long plans** are walked for a few groups of chunks only (all of them with `expand`). Every
     group repeats the same steps, and a step of group g waits for signals of group g (data, order
@@ -68,7 +68,7 @@ def shortened(plan: Plan) -> Plan:
         one_for_all = groups > 1 and not rest and few and repeats(plan)
         return plan.with_chunks(enough) if one_for_all else plan
     if not repeats(plan):
-        steps = plan.groups * sum(len(body) for s in plan.streams for body in s.phases)
+        steps = plan.groups * sum(len(body) for s in plan.tracks for body in s.phases)
         if steps > MOST_WALKED:
             raise PlanError(
                 "groups whose signals and waits do not pair within each are proved one by one: "
@@ -79,8 +79,8 @@ def shortened(plan: Plan) -> Plan:
 
 
 def has_one_phase(plan: Plan) -> bool:
-    """Whether every stream does all its work in one phase."""
-    return all(len(stream.phases) <= 1 for stream in plan.streams)
+    """Whether every track does all its work in one phase."""
+    return all(len(track.phases) <= 1 for track in plan.tracks)
 
 
 def races(plan: Plan, direct: bool = False, pushing: bool = False) -> list[str]:
@@ -88,13 +88,13 @@ def races(plan: Plan, direct: bool = False, pushing: bool = False) -> list[str]:
 
     With `pushing`, a SEND to COPYs writes the receivers' chunks, and the COPYs do nothing (see
     `touches.pushes`), as ranks may do that see each other's buffers. Such a write is over when the
-    receiver's streams have ended, as the COPY stands behind the WAIT for it. An access to the chunk
+    receiver's tracks have ended, as the COPY stands behind the WAIT for it. An access to the chunk
     between the two counts as a race: it would see the new value too early.
 
     With `direct`, no slots are used, which is how ranks on one memory may run a plan: a REDUCE
     reads the chunks it is sent where they lie, a SEND to a COPY writes the receiver's chunk, and
     the COPY does nothing (see `plan.pushed`). Then a caller must not get its buffer back before
-    the streams of all ranks have ended.
+    the tracks of all ranks have ended.
     """
     proof = _Proof(shortened(plan), direct, pushing)
     walk(proof.plan, proof.visit, sync=proof.sync)
@@ -140,13 +140,13 @@ class _Proof:
         self.everyone = (1 << size) - 1
         # accesses to each chunk so far, of all ranks; the first are the callers' filling
         self.accesses = [size] * plan.num_chunks
-        # for each stream and chunk, the accesses known to be over, as bits
-        self.known: list[dict[int, int]] = [{} for _ in plan.streams]
+        # for each track and chunk, the accesses known to be over, as bits
+        self.known: list[dict[int, int]] = [{} for _ in plan.tracks]
         self.ready: list[deque[tuple[int, int]]] = [deque() for _ in range(n)]
         self.free: list[deque[tuple[int, int]]] = [deque() for _ in range(n)]
         self.unused = [plan.slots] * n
         self.values = _Values(size)
-        self.holds: dict[_Cell, int] = {}  # that streams have written
+        self.holds: dict[_Cell, int] = {}  # that tracks have written
         self.slot: dict[tuple[int, int], tuple[int, int]] = {}  # what it holds, of which chunk
         self.wrote: dict[_Cell, _Access] = {}
         self.read: dict[_Cell, list[_Access]] = {}
@@ -205,12 +205,12 @@ class _Proof:
         return self.wrote.get(cell) or (rank, f"the caller of rank {rank} fills chunk {chunk}")
 
     def knows(self, index: int, chunk: int) -> int:
-        """What a stream knows of a chunk; at first, that its own caller has filled it."""
-        return self.known[index].get(chunk) or 1 << self.plan.streams[index].rank
+        """What a track knows of a chunk; at first, that its own caller has filled it."""
+        return self.known[index].get(chunk) or 1 << self.plan.tracks[index].rank
 
     def touch(self, cell: _Cell, visit: Visit, write: bool) -> None:
         chunk = cell[1]
-        known = self.knows(visit.stream_index, chunk)
+        known = self.knows(visit.track_index, chunk)
         before = [self.writer(cell)]
         if write:
             before += self.read.get(cell, ())
@@ -219,7 +219,7 @@ class _Proof:
                 self.races.append(f"{visit} is not ordered after: {words}")
         bit = self.accesses[chunk]
         self.accesses[chunk] += 1
-        self.known[visit.stream_index][chunk] = known | 1 << bit
+        self.known[visit.track_index][chunk] = known | 1 << bit
         if write:
             self.wrote[cell] = bit, visit
             self.read.pop(cell, None)
@@ -256,22 +256,22 @@ class _Proof:
         self.known[index][of] = self.knows(index, of) | known
 
     def visit(self, visit: Visit) -> None:
-        _, stream, _, chunk, step, slots, _ = visit
+        _, track, _, chunk, step, slots, _ = visit
         if step.op is Op.SEND:
             self.send(visit)
             return
         arrived = [self.take(i, k, visit) for i, k in zip(step.connections, slots, strict=True)]
         value = arrived[0] if step.op is Op.COPY else self.combine(visit, arrived)
-        self.holds[stream.rank, chunk] = value
-        if self.pushes and place(visit) in self.pushes:
+        self.holds[track.rank, chunk] = value
+        if self.pushes and step_id(visit) in self.pushes:
             self.take_over(visit)
         elif not (self.direct and self.pushed[step.connections[0]] >= 0):
-            self.touch((stream.rank, chunk), visit, write=True)
+            self.touch((track.rank, chunk), visit, write=True)
 
     def combine(self, visit: Visit, arrived: list[int]) -> int:
         """The value of a REDUCE."""
         step, ranks = visit.step, self.values.ranks
-        own = self.value(visit.stream.rank, visit.chunk)
+        own = self.value(visit.track.rank, visit.chunk)
         total = ranks[own]
         for i, value in zip(step.connections, arrived, strict=True):
             if twice := total & ranks[value] & self.everyone:
@@ -290,17 +290,17 @@ class _Proof:
 
     def take_over(self, visit: Visit) -> None:
         """A COPY whose data has been pushed: nobody may have looked at the chunk since."""
-        cell = visit.stream.rank, visit.chunk
+        cell = visit.track.rank, visit.chunk
         if self.writer(cell) != self.push.get(cell):
             self.races.append(f"{self.writer(cell)[1]} writes before {visit} what was pushed")
         for _, words in self.read.get(cell, ()):
             self.races.append(f"{words} reads what was pushed before {visit}")
 
     def send(self, visit: Visit) -> None:
-        _, stream, _, chunk, step, slots, source_slot = visit
-        own = (stream.rank, chunk)
+        _, track, _, chunk, step, slots, source_slot = visit
+        own = (track.rank, chunk)
         if step.source is None:
-            value = self.value(stream.rank, chunk)
+            value = self.value(track.rank, chunk)
             if not self.direct:
                 self.touch(own, visit, write=False)
         else:
@@ -318,7 +318,7 @@ class _Proof:
                 if self.pushed[i] >= 0:
                     self.touch(own, visit, write=False)
                     self.touch((self.pushed[i], chunk), visit, write=True)
-            elif self.pushes and place(visit) in self.pushes:
+            elif self.pushes and step_id(visit) in self.pushes:
                 cell = self.plan.connections[i].dst, chunk
                 self.touch(cell, visit, write=True)
                 self.push[cell] = self.wrote[cell]

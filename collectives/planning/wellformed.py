@@ -7,7 +7,7 @@ from typing import TypeGuard
 
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.fields import MOST_CHANNELS
-from linkweave.collectives.planning.plan import Op, Plan, Step, Stream
+from linkweave.collectives.planning.plan import Op, Plan, Step, Track
 from linkweave.topology import Topology
 
 
@@ -15,27 +15,27 @@ def check_form(plan: Plan) -> None:
     """Raise PlanError unless every number of the plan is one that means something."""
     for c in plan.connections:
         ends = (c.src, c.src_channel), (c.dst, c.dst_channel)
-        if not all(_is_stream(plan, *end) for end in ends):
+        if not all(_is_track(plan, *end) for end in ends):
             raise PlanError(f"connection {c} does not join ranks of the plan's {plan.size}")
         if ends[0] == ends[1]:
-            raise PlanError(f"connection {c} joins a stream to itself")
+            raise PlanError(f"connection {c} joins a track to itself")
         if not all(isinstance(v, int | str) for v in c.path) or (c.local and c.path):
             raise PlanError(f"connection {c} runs over {c.path}, which is no path")
-    keys = [(s.rank, s.channel) for s in plan.streams]
+    keys = [(s.rank, s.channel) for s in plan.tracks]
     for rank, channel in keys:
-        if not _is_stream(plan, rank, channel):
+        if not _is_track(plan, rank, channel):
             raise PlanError(
-                f"a stream is of rank {rank}, channel {channel}; the plan has {plan.size} ranks, "
+                f"a track is of rank {rank}, channel {channel}; the plan has {plan.size} ranks, "
                 f"each up to {MOST_CHANNELS} channels"
             )
     if len(set(keys)) != len(keys):
-        raise PlanError("two streams share a rank and a channel")
-    for stream in plan.streams:
+        raise PlanError("two tracks share a rank and a channel")
+    for track in plan.tracks:
         at = 0
-        for body in stream.phases:
+        for body in track.phases:
             for step in body:
-                if wrong := _wrong(plan, stream.rank, step):
-                    raise PlanError(f"{_place(stream, at)}: {step.op.name} {wrong}")
+                if wrong := _wrong(plan, track.rank, step):
+                    raise PlanError(f"{_place(track, at)}: {step.op.name} {wrong}")
                 at += 1
 
 
@@ -43,11 +43,11 @@ def _whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _place(stream: Stream, at: int) -> str:
-    return f"rank {stream.rank} channel {stream.channel} step {at}"
+def _place(track: Track, at: int) -> str:
+    return f"rank {track.rank} channel {track.channel} step {at}"
 
 
-def _is_stream(plan: Plan, rank: object, channel: object) -> bool:
+def _is_track(plan: Plan, rank: object, channel: object) -> bool:
     return (
         _whole(rank) and 0 <= rank < plan.size and _whole(channel) and 0 <= channel < MOST_CHANNELS
     )
@@ -127,13 +127,13 @@ def repeats(plan: Plan) -> bool:
     waited: dict[tuple[int, bool], Counter[int]] = defaultdict(Counter)
     last: dict[tuple[int, bool], int] = {}
     first: dict[tuple[int, bool], int] = {}
-    for stream in plan.streams:
-        for phase, body in enumerate(stream.phases):
+    for track in plan.tracks:
+        for phase, body in enumerate(track.phases):
             for step in body:
                 if step.op not in (Op.SIGNAL, Op.WAIT):
                     continue
                 i = step.connections[0]
-                sender = plan.sends_on(stream, i)
+                sender = plan.sends_on(track, i)
                 if step.op is Op.SIGNAL:
                     raised[i, sender][step.chunk] += 1
                     last[i, sender] = max(last.get((i, sender), 0), phase)

@@ -21,7 +21,7 @@ TIMED_OUT, DIED, RAISED, INTERRUPTED, LEFT, DIFFERED = range(len(REASONS))
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """One stream's unfulfilled WAIT. On a detour `peer` passes on what `origin` sends."""
+    """One track's unfulfilled WAIT. On a detour `peer` passes on what `origin` sends."""
 
     rank: int
     peer: int
@@ -60,7 +60,7 @@ def position_of(code: Sequence[int], first: int, pc: int) -> int:
 def waits(
     plan: Plan, connection: int, sender: bool, rank: int, channel: int, step: int, chunk: int
 ) -> Blocked:
-    """A stream that stands at a wait on a connection, whose sender it is or not."""
+    """A track that stands at a wait on a connection, whose sender it is or not."""
     c = plan.connections[connection]
     if sender:
         return Blocked(rank, c.dst, channel, step, chunk, "a free slot", c.dst)
@@ -69,7 +69,7 @@ def waits(
 
 
 def blocked(encoded: Encoded, rank: int, at: NDArray[Any]) -> list[Blocked]:
-    """Where each unfinished stream of `rank` stands; `at` is the interpreter's state."""
+    """Where each unfinished track of `rank` stands; `at` is the interpreter's state."""
     found = []
     code = encoded.codes[rank].tolist()
     phases = code[1]
@@ -87,6 +87,6 @@ def blocked(encoded: Encoded, rank: int, at: NDArray[Any]) -> list[Blocked]:
         what, peer, origin = "a free slot", dst, dst
         if not sender:
             what, peer, origin = "the data", src, int(encoded.origin[connection])
-            origin = src if src == dst else origin  # one stream of a rank waits for another
+            origin = src if src == dst else origin  # one track of a rank waits for another
         found.append(Blocked(rank, peer, channel, step, chunk, what, origin))
     return found

@@ -19,7 +19,7 @@ from linkweave.kernels.plan.interpreter import DIRECT_SLOTS
 class Encoded:
     """One group of chunks; it serves every number of chunks.
 
-    `codes`: of each rank (`Plan.encode`); `channels`: of each rank's streams. By connection:
+    `codes`: of each rank (`Plan.encode`); `channels`: of each rank's tracks. By connection:
     `ends` [n, 2] its ranks, `origin` the rank whose data it carries, `pushed` the rank whose chunk
     its sender may write (or -1), `ring` the number of its ring of slots, of `rings`. `direct`:
     ranks may read one another's chunks where they lie (proved by `races`).
@@ -74,10 +74,10 @@ class Encoded:
     def finals(self, rank: int, num_chunks: int) -> list[NDArray[np.int64]]:
         """As `planning.finals.finals` of the plan over that many chunks."""
         code = self.codes[rank].tolist()
-        streams, phases = code[:2]
+        tracks, phases = code[:2]
         groups = self.stride * np.arange(-(-num_chunks // self.stride))[:, None]
         found = []
-        for row in range(2, 2 + streams * (phases + 1), phases + 1):
+        for row in range(2, 2 + tracks * (phases + 1), phases + 1):
             parts = [np.zeros(0, np.int64)]
             for pc, stop in zip(code[row : row + phases], code[row + 1 :], strict=False):
                 offsets = []
@@ -96,8 +96,8 @@ def encode(plan: Plan) -> Encoded:
     """The arrays of a verified plan."""
     origin, ring = origins(plan), _rings(plan)
     channels: dict[int, list[int]] = {r: [] for r in range(plan.size)}
-    for stream in plan.streams:
-        channels[stream.rank].append(stream.channel)
+    for track in plan.tracks:
+        channels[track.rank].append(track.channel)
     n = len(plan.connections)
     return Encoded(
         plan.algorithm, plan.collective, plan.size, plan.stride, plan.slots,
@@ -129,8 +129,8 @@ def _rings(plan: Plan) -> list[int]:
     """For each connection the number of its slot ring: those always sent together share one."""
     sends: dict[int, list[int]] = {i: [] for i in range(len(plan.connections))}
     place = 0
-    for stream in plan.streams:
-        for body in stream.phases:
+    for track in plan.tracks:
+        for body in track.phases:
             for step in body:
                 place += 1
                 if step.op is Op.SEND:

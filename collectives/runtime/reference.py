@@ -66,7 +66,7 @@ def run(
     def visit(v: Visit) -> None:
         if v.step.op is Op.SIGNAL or v.step.op is Op.WAIT:
             return
-        rank = v.stream.rank
+        rank = v.track.rank
         own = buffers[rank][slice(*bounds[rank][v.chunk])]
         if v.step.op is Op.SEND:
             data = own

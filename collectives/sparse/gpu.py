@@ -19,7 +19,7 @@ from linkweave.collectives.sparse.checks import check_vector, flat_residual, wro
 from linkweave.collectives.sparse.gtopk import Asked, Vector
 from linkweave.collectives.sparse.wire import HEAD, Wire
 from linkweave.collectives.tensors import dtype_name
-from linkweave.kernels.gpu.api import Calls as Kernels
+from linkweave.kernels.gpu.api import GpuKernels
 from linkweave.kernels.gpu.arrays import Gpu, LibraryGpu
 from linkweave.kernels.merge import entries as gpu_entries
 
@@ -51,7 +51,7 @@ class GpuBackend:
     def merge(self, a: Vector, b: Vector | None, k: int, keeps: bool) -> Vector:
         b = b or (self._gpu.empty(0, "float32"), self._gpu.empty(0, "int32"))
         kept: Vector
-        kept, dropped = Kernels(self._gpu).merge_topk(a, b, k)
+        kept, dropped = GpuKernels(self._gpu).merge_topk(a, b, k)
         if keeps:
             gpu_entries.keep(self._gpu, dropped, self._residual)
         return kept
@@ -74,9 +74,9 @@ class GpuBackend:
         return found
 
     # ---- between ranks -----------------------------------------------------------------------
-    def refusal(self, place: OnStream, mode: str, tree: Tree, asked: Asked) -> str:
+    def refusal(self, context: OnStream, mode: str, tree: Tree, asked: Asked) -> str:
         message = self.wire.message(asked.k), "uint8", 1
-        gathered = self._each(asked.counts) * place.size, "uint8", 1
+        gathered = self._each(asked.counts) * context.size, "uint8", 1
         wanted: dict[str, list[tuple[str, tuple[int, str, int], Root]]] = {
             "gtopk": [*((SENDRECV, message, pairs) for pairs in rounds(tree)),
                       ("broadcast", message, tree.root)],
@@ -84,43 +84,43 @@ class GpuBackend:
             "dense": [("allreduce", (4 * asked.numel, "float32", 4), 0)],
         }  # fmt: skip
         refused = (
-            place.gpu.refusal(place.request(kind, Buffer(0, *what), "sum", root))
+            context.gpu.refusal(context.request(kind, Buffer(0, *what), "sum", root))
             for kind, what, root in wanted[mode]
         )
         return next(filter(None, refused), "")
 
-    def send(self, place: OnStream, vector: Vector, pairs: Pairs, k: int) -> Vector | None:
+    def send(self, context: OnStream, vector: Vector, pairs: Pairs, k: int) -> Vector | None:
         room = self._message(k)
-        if place.rank in dict(pairs):
+        if context.rank in dict(pairs):
             gpu_entries.pack(self._gpu, vector, self.wire.dtype, room.address)
-        self._make(place, SENDRECV, room, pairs)
-        return self._taken(place, room) if place.rank in targets(pairs) else None
+        self._make(context, SENDRECV, room, pairs)
+        return self._taken(context, room) if context.rank in targets(pairs) else None
 
-    def share(self, place: OnStream, vector: Vector, root: int, k: int) -> Vector:
+    def share(self, context: OnStream, vector: Vector, root: int, k: int) -> Vector:
         room = self._message(k)
-        if place.rank == root:
+        if context.rank == root:
             gpu_entries.pack(self._gpu, vector, self.wire.dtype, room.address)
-        self._make(place, "broadcast", room, root)
-        return vector if place.rank == root else self._taken(place, room)
+        self._make(context, "broadcast", room, root)
+        return vector if context.rank == root else self._taken(context, room)
 
-    def gather(self, place: OnStream, counts: list[int]) -> list[Vector]:
+    def gather(self, context: OnStream, counts: list[int]) -> list[Vector]:
         each = self._each(counts)
-        whole = self._bytes(each * place.size)
-        parts = [whole.address + each * rank for rank in range(place.size)]
-        gpu_entries.pack(self._gpu, self.mine, self.wire.dtype, parts[place.rank])
-        self._make(place, "allgather", whole, 0)
-        self._arrived(place, whole)
+        whole = self._bytes(each * context.size)
+        parts = [whole.address + each * rank for rank in range(context.size)]
+        gpu_entries.pack(self._gpu, self.mine, self.wire.dtype, parts[context.rank])
+        self._make(context, "allgather", whole, 0)
+        self._arrived(context, whole)
         return [
             gpu_entries.unpack(self._gpu, n, self.wire.dtype, part)
             for n, part in zip(counts, parts, strict=True)
         ]
 
-    def dense(self, place: OnStream, numel: int) -> Vector:
+    def dense(self, context: OnStream, numel: int) -> Vector:
         whole = self._gpu.full(numel, "float32", 0)
         gpu_entries.keep(self._gpu, self.mine, whole)
         buffer = Buffer(self._gpu.address(whole), 4 * numel, "float32", 4, whole)
-        self._make(place, "allreduce", buffer, 0)
-        self._arrived(place, buffer)
+        self._make(context, "allreduce", buffer, 0)
+        self._arrived(context, buffer)
         found: Vector = self._gpu.nonzero(whole)
         return found
 
@@ -139,20 +139,20 @@ class GpuBackend:
         array = self._gpu.empty(nbytes, "uint8")
         return Buffer(self._gpu.address(array), nbytes, "uint8", 1, array)
 
-    def _make(self, place: OnStream, kind: str, buffer: Buffer, root: Root) -> None:
-        place.kept.append(buffer.owner)
-        place.make(place.request(kind, buffer, "sum", root))
+    def _make(self, context: OnStream, kind: str, buffer: Buffer, root: Root) -> None:
+        context.kept.append(buffer.owner)
+        context.make(context.request(kind, buffer, "sum", root))
 
-    def _arrived(self, place: OnStream, buffer: Buffer) -> np.ndarray:
+    def _arrived(self, context: OnStream, buffer: Buffer) -> np.ndarray:
         """Wait for what was made on a buffer; its first elements. Raises what went wrong: then it
         may hold anything."""
         array: Any = buffer.owner
         head: np.ndarray = self._gpu.read(array[:HEAD])
-        place.gpu.check()
+        context.gpu.check()
         return head
 
-    def _taken(self, place: OnStream, room: Buffer) -> Vector:
+    def _taken(self, context: OnStream, room: Buffer) -> Vector:
         """What came in a message."""
-        number = int(self._arrived(place, room).view(np.int64)[0])
+        number = int(self._arrived(context, room).view(np.int64)[0])
         found: Vector = gpu_entries.unpack(self._gpu, number, self.wire.dtype, room.address)
         return found

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from linkweave.collectives.calls.host import Calls
-from linkweave.collectives.calls.operations import Place
+from linkweave.collectives.calls.host import HostCalls
+from linkweave.collectives.calls.operations import CallContext
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.goals import Pairs
@@ -50,19 +50,19 @@ class Backend(Protocol):
     def put_back(self, found: Vector) -> None:
         """Our own entries that the result has not go to the residual, if there is one."""
 
-    def refusal(self, place: Any, mode: str, tree: Tree, asked: Asked) -> str:
+    def refusal(self, context: Any, mode: str, tree: Tree, asked: Asked) -> str:
         """Why a mode lacks room, on all ranks alike; empty where it does not."""
 
-    def send(self, place: Any, vector: Vector, pairs: Pairs, k: int) -> Vector | None:
+    def send(self, context: Any, vector: Vector, pairs: Pairs, k: int) -> Vector | None:
         """Each source's vector, of k entries at most, to its target; what comes here."""
 
-    def share(self, place: Any, vector: Vector, root: int, k: int) -> Vector:
+    def share(self, context: Any, vector: Vector, root: int, k: int) -> Vector:
         """The root's vector, of k entries at most, on all ranks."""
 
-    def gather(self, place: Any, counts: list[int]) -> list[Vector]:
+    def gather(self, context: Any, counts: list[int]) -> list[Vector]:
         """All ranks' own vectors, of so many entries."""
 
-    def dense(self, place: Any, numel: int) -> Vector:
+    def dense(self, context: Any, numel: int) -> Vector:
         """The sum of all ranks' own vectors, without zeros."""
 
     def result(self, vector: Vector, divisor: int) -> Vector:
@@ -83,14 +83,14 @@ class Asked:
     counts: list[int]
 
 
-def whole(calls: Calls, *arguments: Any) -> Vector:
+def whole(calls: HostCalls, *arguments: Any) -> Vector:
     """Agree and carry out, on CPU ranks."""
     return sparse_allreduce(calls, agreed(calls, *arguments))
 
 
 def agreed(
-    calls: Calls, values: Any, indices: Any, numel: Any, k: Any, op: str, residual: Any, mode: str,
-    conserve: bool,
+    calls: HostCalls, values: Any, indices: Any, numel: Any, k: Any, op: str, residual: Any,
+    mode: str, conserve: bool,
 ) -> Asked:  # fmt: skip
     """Arguments, checked here and compared with all ranks'. Waits for a GPU. Raises
     CollectiveError."""
@@ -141,31 +141,33 @@ def _backend_of(values: Any, indices: Any, numel: Any, residual: Any) -> Backend
     return GpuBackend(values, indices, numel, residual)
 
 
-def sparse_allreduce(place: Place, asked: Asked) -> Vector:
+def sparse_allreduce(context: CallContext, asked: Asked) -> Vector:
     """The body of `Communicator.sparse_allreduce`."""
-    backend, wire, topology = asked.backend, asked.backend.wire, place.choices.topology
+    backend, wire, topology = asked.backend, asked.backend.wire, context.choices.topology
     modes = [asked.mode]
     if asked.mode == "auto":
         modes = [row.mode for row in sparse_costs(topology, asked.numel, asked.k, wire.item)]
     tree = merge_tree(topology, wire.entry * asked.k)
     for mode in modes:
-        if not (why := backend.refusal(place, mode, tree, asked)):
+        if not (why := backend.refusal(context, mode, tree, asked)):
             break
     else:  # before any residual is changed
         raise CollectiveError(why)
-    with place.trace.call(f"sparse_allreduce/{mode}/{asked.k}"):
+    with context.trace.call(f"sparse_allreduce/{mode}/{asked.k}"):
         if mode == "gtopk":
-            found, _ = gtopk(place, backend, tree, asked.k, asked.conserve)
+            found, _ = gtopk(context, backend, tree, asked.k, asked.conserve)
             if not asked.conserve:
                 backend.put_back(found)  # the paper's algorithm 4, line 10
         else:
-            total = backend.dense(place, asked.numel) if mode == "dense" else _sum(place, asked)
+            total = backend.dense(context, asked.numel) if mode == "dense" else _sum(context, asked)
             # what all ranks round away alike, the first one keeps
-            found = backend.settle(total, asked.conserve and place.rank == 0)
-        return backend.result(found, place.size if asked.op == "avg" else 1)
+            found = backend.settle(total, asked.conserve and context.rank == 0)
+        return backend.result(found, context.size if asked.op == "avg" else 1)
 
 
-def gtopk(place: Place, backend: Backend, tree: Tree, k: int, conserve: bool) -> tuple[Vector, int]:
+def gtopk(
+    context: CallContext, backend: Backend, tree: Tree, k: int, conserve: bool
+) -> tuple[Vector, int]:
     """(the k largest of the sum of all ranks' vectors, entries that came here on the way up).
 
     What a merge drops is added to the residual of the rank that merges.
@@ -174,16 +176,16 @@ def gtopk(place: Place, backend: Backend, tree: Tree, k: int, conserve: bool) ->
     if backend.size(mine) > k:
         mine = backend.settle(backend.merge(mine, None, k, conserve), conserve)
     for pairs in rounds(tree):
-        if (other := backend.send(place, mine, pairs, k)) is not None:
+        if (other := backend.send(context, mine, pairs, k)) is not None:
             mine = backend.settle(backend.merge(mine, other, k, conserve), conserve)
             received += backend.size(other)
-    return backend.share(place, mine, tree.root, k), received
+    return backend.share(context, mine, tree.root, k), received
 
 
-def _sum(place: Place, asked: Asked) -> Vector:
+def _sum(context: CallContext, asked: Asked) -> Vector:
     """Of all ranks' vectors, in the order of the ranks."""
     backend = asked.backend
-    total, *others = backend.gather(place, asked.counts)
+    total, *others = backend.gather(context, asked.counts)
     for other in others:
         total = backend.merge(total, other, backend.size(total) + backend.size(other), False)
     return total

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from linkweave.collectives.calls.host import Calls
+from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.calls.operations import allgather, into
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.goals import Pairs, targets
@@ -77,42 +77,42 @@ class HostBackend:
         return torch.from_numpy(values).to(self._like.dtype), torch.from_numpy(indices)
 
     # ---- between ranks -----------------------------------------------------------------------
-    def refusal(self, place: Calls, mode: str, tree: Tree, asked: Asked) -> str:
+    def refusal(self, context: HostCalls, mode: str, tree: Tree, asked: Asked) -> str:
         return ""
 
-    def send(self, place: Calls, vector: Vector, pairs: Pairs, k: int) -> Vector | None:
+    def send(self, context: HostCalls, vector: Vector, pairs: Pairs, k: int) -> Vector | None:
         said = (-1, 0)
-        if place.rank in dict(pairs):
+        if context.rank in dict(pairs):
             # kept to the end: what comes down has been made of it, so by then it has been read
-            self._sent = place.block(self.wire.entry * self.size(vector))
+            self._sent = context.block(self.wire.entry * self.size(vector))
             self.wire.pack(vector, self._sent)
-            said = place.offset_of(self._sent), self.size(vector)
-        rows = place.gather("merges", json.dumps(said).encode())
-        if (source := targets(pairs).get(place.rank)) is None:
+            said = context.offset_of(self._sent), self.size(vector)
+        rows = context.gather("merges", json.dumps(said).encode())
+        if (source := targets(pairs).get(context.rank)) is None:
             return None
         offset, size = json.loads(rows[source])
-        return self.wire.unpack(place.bytes_at(offset, self.wire.entry * size))
+        return self.wire.unpack(context.bytes_at(offset, self.wire.entry * size))
 
-    def share(self, place: Calls, vector: Vector, root: int, k: int) -> Vector:
+    def share(self, context: HostCalls, vector: Vector, root: int, k: int) -> Vector:
         whole = np.zeros(self.wire.message(k), np.uint8)
-        if place.rank == root:
+        if context.rank == root:
             whole[:HEAD].view(np.int64)[0] = self.size(vector)
             self.wire.pack(vector, whole[HEAD : HEAD + self.wire.entry * self.size(vector)])
-        into(place, "broadcast", whole, "sum", root)
+        into(context, "broadcast", whole, "sum", root)
         size = int(whole[:HEAD].view(np.int64)[0])
         return self.wire.unpack(whole[HEAD : HEAD + self.wire.entry * size])
 
-    def gather(self, place: Calls, counts: list[int]) -> list[Vector]:
+    def gather(self, context: HostCalls, counts: list[int]) -> list[Vector]:
         entry = self.wire.entry
         packed = np.zeros(entry * max(counts), np.uint8)
         self.wire.pack(self.mine, packed[: entry * self.size(self.mine)])
-        rows = allgather(place, packed, None, None)
+        rows = allgather(context, packed, None, None)
         return [self.wire.unpack(r[: entry * n]) for r, n in zip(rows, counts, strict=True)]
 
-    def dense(self, place: Calls, numel: int) -> Vector:
+    def dense(self, context: HostCalls, numel: int) -> Vector:
         whole = np.zeros(numel, np.float32)
         whole[self.mine[1]] = self.mine[0]
-        into(place, "allreduce", whole, "sum")
+        into(context, "allreduce", whole, "sum")
         where = np.flatnonzero(whole).astype(np.int32)
         return whole[where], where
 

@@ -13,7 +13,7 @@ from linkweave.kernels.topk.gpu import merge, part, select
 Pair = tuple[Any, Any]
 
 
-class Calls:
+class GpuKernels:
     """The functions of `kernels.face`, on one GPU."""
 
     def __init__(self, gpu: Gpu) -> None:

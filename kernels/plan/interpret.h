@@ -1,4 +1,4 @@
-// The control flow of a lane: one thread walks the stream's steps, waits and signals, and stops at
+// The control flow of a block: one thread walks the track's steps, waits and signals, and stops at
 // each step that moves data, which the whole block then carries out (move.h).
 //
 // Memory order: a block's data is written before a barrier, behind which its first thread stores
@@ -8,11 +8,11 @@
 // signed difference, which is right as long as the ends are less than 2^31 apart; only calls of no
 // bytes, which need not be launched, could take them there. Nothing is reset between calls.
 #pragma once
-#include "plan/lane.h"
+#include "plan/thread_block.h"
 
 __device__ __forceinline__ u8* slot_of(const Launch& l, const End& end, const Cursor& at) {
     const u64 bytes = u64(l.stripe) << l.low_latency;  // a line is twice its data
-    return end.slot + (u64(at.slot) * l.lanes + blockIdx.x % l.lanes) * bytes;
+    return end.slot + (u64(at.slot) * l.width + blockIdx.x % l.width) * bytes;
 }
 
 __device__ __forceinline__ void advance(const Launch& l, Cursor& at) {
@@ -21,43 +21,43 @@ __device__ __forceinline__ void advance(const Launch& l, Cursor& at) {
 }
 
 // An emulated link holds what was sent until its time is over.
-__device__ __forceinline__ bool held(const Launch& l, const Group& g, Lane& lane) {
+__device__ __forceinline__ bool held(const Launch& l, const Group& g, ThreadBlock& block) {
     Patience patience = {0, 0};
-    while (l.ps_per_byte && clock_ns() < lane.link_free)
-        if (!patience.more(l, g, lane)) return false;
+    while (l.ps_per_byte && clock_ns() < block.link_free)
+        if (!patience.more(l, g, block)) return false;
     return true;
 }
 
 // WAIT and SIGNAL. With lines a wait for data is the receiver's poll of each line.
-__device__ __forceinline__ bool synchronise(const Launch& l, const Group& g, Lane& lane,
+__device__ __forceinline__ bool synchronise(const Launch& l, const Group& g, ThreadBlock& block,
                                             const int* step) {
     const End& end = g.ends[step[5]];
-    Cursor& at = lane.cursors[step[5]];
-    const u64 line = u64(blockIdx.x % l.lanes) * LINE;
+    Cursor& at = block.cursors[step[5]];
+    const u64 line = u64(blockIdx.x % l.width) * LINE;
     const bool sender = step[2] & SENDER, data = step[2] & DATA;
     const bool counted = !(data && l.low_latency);
     if (step[0] == WAIT) {
         ++at.waited;
-        if (sender) return await(end.free + line, at.waited - l.slots, l, g, lane);
-        return !counted || await(end.ready + line, at.waited, l, g, lane);
+        if (sender) return await(end.free + line, at.waited - l.slots, l, g, block);
+        return !counted || await(end.ready + line, at.waited, l, g, block);
     }
     ++at.signalled;
     if (!sender) {
         st_release_sys((u32*)(end.free + line), at.signalled);
         return true;
     }
-    if (data && !held(l, g, lane)) return false;
+    if (data && !held(l, g, block)) return false;
     if (counted) st_release_sys((u32*)(end.ready + line), at.signalled);
     return true;
 }
 
 // SEND, REDUCE and COPY: what the block is to do. Returns the words of code that it stands for.
-__device__ __forceinline__ int prepare(const Launch& l, const Group& g, Lane& lane,
+__device__ __forceinline__ int prepare(const Launch& l, const Group& g, ThreadBlock& block,
                                        const int* step, int chunk) {
-    Task& t = lane.task;
+    Task& t = block.task;
     const i64 size = g.place[2 * chunk + 1];
-    const i64 slice = (size + 16 * l.lanes - 1) / (16 * l.lanes) * 16;
-    const i64 start = i64(blockIdx.x % l.lanes) * slice;
+    const i64 slice = (size + 16 * l.width - 1) / (16 * l.width) * 16;
+    const i64 start = i64(blockIdx.x % l.width) * slice;
     const i64 at = g.place[2 * chunk] + start;
     const bool reduces = step[0] == REDUCE;
     // over lines an emulated link's time passes before the SEND: so behind the data, apart from it
@@ -77,7 +77,7 @@ __device__ __forceinline__ int prepare(const Launch& l, const Group& g, Lane& la
     t.source = 0;
     const int from = step[0] == COPY ? step[5] : step[3];
     if (from >= 0) {
-        Cursor& end = lane.cursors[from];
+        Cursor& end = block.cursors[from];
         t.source = slot_of(l, g.ends[from], end);
         t.source_use = end.moved + 1;
         advance(l, end);
@@ -88,65 +88,65 @@ __device__ __forceinline__ int prepare(const Launch& l, const Group& g, Lane& la
         if (!t.m) t.nbytes = 0;
     }
     for (u32 j = 0; j < t.n; ++j) {
-        Cursor& end = lane.cursors[step[5 + j]];
+        Cursor& end = block.cursors[step[5 + j]];
         t.slot[j] = slot_of(l, g.ends[step[5 + j]], end);
         t.use[j] = end.moved + 1;
         advance(l, end);
     }
     for (u32 j = 0; j < t.m; ++j) {
         const End& end = g.ends[send[5 + j]];
-        Cursor& to = lane.cursors[send[5 + j]];
+        Cursor& to = block.cursors[send[5 + j]];
         t.out[j] = l.direct && (send[2] & PUSHES) ? l.buffers[end.peer] + at : slot_of(l, end, to);
         t.out_use[j] = to.moved + 1;
         advance(l, to);
     }
     if (t.m && l.ps_per_byte) {
         const u64 now = clock_ns();
-        if (lane.link_free < now) lane.link_free = now;
-        lane.link_free += u64(t.nbytes) * l.lanes * l.ps_per_byte / 1000;
+        if (block.link_free < now) block.link_free = now;
+        block.link_free += u64(t.nbytes) * l.width * l.ps_per_byte / 1000;
     }
     return 5 + step[4] + (passes_on ? 5 + send[4] : 0);
 }
 
 // The first thread's part: on to the next step that moves data, or to the end.
-__device__ __forceinline__ void next(const Launch& l, const Group& g, Lane& lane) {
-    const int* code = lane.code;
+__device__ __forceinline__ void next(const Launch& l, const Group& g, ThreadBlock& block) {
+    const int* code = block.code;
     const int groups = (l.num_chunks + l.stride - 1) / l.stride;
-    if (lane.failed) {  // while the block moved data: pc stays where that was
-        lane.task.op = STOP;
+    if (block.failed) {  // while the block moved data: pc stays where that was
+        block.task.op = STOP;
         return;
     }
-    const Task& done = lane.task;
-    if (lane.length && l.finals && (done.op == COPY || (done.op == REDUCE && done.last)))
-        st_release_sys(l.finals + blockIdx.x, ++lane.finals);  // behind the block's barrier
-    lane.pc += lane.length;
-    lane.length = 0;
-    while (lane.phase < code[0]) {
-        const int first = code[1 + lane.phase], stop = code[2 + lane.phase];
-        if (first == stop || lane.group == groups) {
-            ++lane.phase;
-            lane.group = lane.pc = 0;
+    const Task& done = block.task;
+    if (block.length && l.finals && (done.op == COPY || (done.op == REDUCE && done.last)))
+        st_release_sys(l.finals + blockIdx.x, ++block.finals);  // behind the block's barrier
+    block.pc += block.length;
+    block.length = 0;
+    while (block.phase < code[0]) {
+        const int first = code[1 + block.phase], stop = code[2 + block.phase];
+        if (first == stop || block.group == groups) {
+            ++block.phase;
+            block.group = block.pc = 0;
             continue;
         }
-        if (!lane.pc) lane.pc = first;
-        if (lane.pc == stop) {
-            ++lane.group;
-            lane.pc = 0;
+        if (!block.pc) block.pc = first;
+        if (block.pc == stop) {
+            ++block.group;
+            block.pc = 0;
             continue;
         }
-        const int* step = code + lane.pc;
-        const i64 chunk = i64(lane.group) * l.stride + step[1];
+        const int* step = code + block.pc;
+        const i64 chunk = i64(block.group) * l.stride + step[1];
         if (chunk < l.num_chunks) {
             if (step[0] < SIGNAL) {
-                const int length = prepare(l, g, lane, step, int(chunk));
+                const int length = prepare(l, g, block, step, int(chunk));
                 // lines are seen as soon as they are written: their time passes before
-                if (l.low_latency && lane.task.m && !held(l, g, lane)) break;
-                lane.length = length;
+                if (l.low_latency && block.task.m && !held(l, g, block)) break;
+                block.length = length;
                 return;
             }
-            if (!synchronise(l, g, lane, step)) break;
+            if (!synchronise(l, g, block, step)) break;
         }
-        lane.pc += 5 + step[4];
+        block.pc += 5 + step[4];
     }
-    lane.task.op = STOP;
+    block.task.op = STOP;
 }

@@ -1,18 +1,18 @@
-"""The plan interpreter on the CPU: one rank's streams, run by one thread over shared memory.
+"""The plan interpreter on the CPU: one rank's tracks, run by one thread over shared memory.
 
-All streams of a rank take turns: each runs until a WAIT is not yet fulfilled. A rank that can do
+All tracks of a rank take turns: each runs until a WAIT is not yet fulfilled. A rank that can do
 nothing yields its core; after `YIELDS` such rounds it sleeps on its *bell*, a word that whoever
 signals it clears and wakes. Counters only grow and are never reset, so one region of flags and
 slots serves any number of calls: a rank can run ahead into the next call only as far as the
 slots freed by its receivers allow.
 
 `call` is a whole call in one piece: the rank posts what it asks for, sends what it can, waits until
-all ranks have posted the same, and runs its streams. Nothing is written into the caller's buffer
+all ranks have posted the same, and runs its tracks. Nothing is written into the caller's buffer
 before all have agreed, so a call that differs between ranks leaves the buffers alone.
 
 Memory order: a SEND writes its slot, then SIGNAL stores the counter with release; the receiver's
 WAIT loads it with acquire before it reads the slot; the way back (slot-free) is the same. A rank
-that wants to sleep sets its bell, then tries all streams once more behind a fence; a rank that has
+that wants to sleep sets its bell, then tries all tracks once more behind a fence; a rank that has
 signalled looks at the bells behind a fence, once a round, before it can sleep or return: so at
 least one of the two sees the other. A rank posts with release after it has written its words, and
 reads the others' words after it has loaded their counters with acquire. Words of even and odd calls
@@ -58,7 +58,7 @@ SLOTS, SLOT_BYTES, ITEM, COMBINE, DIVISOR = 7, 8, 9, 10, 11
 DIRECT = 12  # 1: ranks may read one another's buffers where all lie in shared memory
 ABORT, BELL, BASE = 13, 14, 15  # addresses of the abort word, our bell, the shared memory
 STREAMING = 16
-FINALS = 17  # address of a counter for each stream of the chunks it has made final, or 0
+FINALS = 17  # address of a counter for each track of the chunks it has made final, or 0
 NUMBER, RANK = 18, 19  # of the call; of this rank
 POSTED, FINISHED = 20, 21  # addresses of this rank's counters of calls
 STAGE = 22  # of the call; kept between calls of an unfinished one
@@ -98,11 +98,11 @@ def move(dst, src, nbytes, streaming):
 def _advance(
     state, gated, code, blocks, flag, slot, origin, pushed, cursor, at, peers, table
 ):  # fmt: skip
-    """Let every stream run as far as it can; `_MOVED`, `_LEFT` and `_ARRIVED`, added up.
+    """Let every track run as far as it can; `_MOVED`, `_LEFT` and `_ARRIVED`, added up.
 
-    While `gated` no data is taken: a stream stops at its first wait for some.
+    While `gated` no data is taken: a track stops at its first wait for some.
     """
-    streams, phases = code[0], code[1]
+    tracks, phases = code[0], code[1]
     own, units = state[OWN], state[UNITS]
     stride, num_chunks = state[STRIDE], state[NUM_CHUNKS]
     direct = state[DIRECT] != 0
@@ -111,7 +111,7 @@ def _advance(
     parts, per = stride // units, state[CHUNK_BYTES]
     groups = (num_chunks + stride - 1) // stride
     found = 0
-    for s in range(streams):
+    for s in range(tracks):
         row = 2 + s * (phases + 1)
         phase, group, pc = at[s, 0], at[s, 1], at[s, 2]
         while phase < phases:
@@ -205,7 +205,7 @@ def _advance(
 
 @njit(inline="always")
 def _is_there(finals, needs, layer):
-    """Whether each stream has made as many chunks final as a layer needs."""
+    """Whether each track has made as many chunks final as a layer needs."""
     missing = 0
     for s in range(needs.shape[1]):
         missing += load_acquire(finals + 8 * s) < needs[layer, s]
@@ -223,13 +223,13 @@ def call(
     `said` [words]: what this rank asks for, last the offset of its buffer in shared memory or -1.
     `notices` [ranks, words]: where ranks say so. `others` [2, ranks - 1]: addresses of the other
     ranks' counters of calls posted and finished; `bells`: of their bells. `waiters` [layers]:
-    addresses of the bells of those who wait for a layer, `needs` [layers, streams]: chunks that
-    each stream must have made final for it; both empty where nobody may wait.
+    addresses of the bells of those who wait for a layer, `needs` [layers, tracks]: chunks that
+    each track must have made final for it; both empty where nobody may wait.
 
     `blocks` [units, 2]: first byte and bytes of each block of this rank's buffer;
     `flag` [connections, 2]: addresses of the data-ready and slot-free counters;
     `slot`, `origin`, `pushed` [connections]: address of the first slot, rank whose data it carries,
-    rank whose chunk it may write (or -1); `cursor` [connections, 6]; `at` [streams, 3]: phase,
+    rank whose chunk it may write (or -1); `cursor` [connections, 6]; `at` [tracks, 3]: phase,
     group, place in the code (zero at first); `peers` [ranks], `table`: scratch for addresses.
 
     Where all buffers lie in shared memory (DIRECT), no slot is used: a REDUCE reads the chunks of
@@ -305,7 +305,7 @@ def call(
             sched_yield()
         elif idle == YIELDS + 1:
             store_release(state[BELL], 1)
-            fence()  # and once more round all streams before sleeping
+            fence()  # and once more round all tracks before sleeping
         else:
             futex_wait(state[BELL], 1, SLEEP_NS)
             rung = load_acquire(state[BELL]) == 0

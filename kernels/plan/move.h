@@ -11,7 +11,7 @@
 // stored (touches.py: passed_on). A load of the own chunk comes before, as the lines depend on it.
 // Slots are 16-byte aligned; the caller's buffer may be aligned to its elements only, and is then
 // accessed element by element.
-// Bounds: no access to a buffer goes beyond the slice, and none to a slot beyond the lane's part,
+// Bounds: no access to a buffer goes beyond the slice, and none to a slot beyond the block's part,
 // as a slice has at most `stripe` bytes (the host picks the number of chunks so).
 #pragma once
 #include "gpu/element.h"
@@ -29,28 +29,28 @@ __device__ __forceinline__ bool cleaning(const Launch& l, u32 use) {
 
 // Nothing that is read after `lost` may be stored: it is not what was sent.
 __device__ __forceinline__ u32 poll(const u8* at, u32 use, const Launch& l, const Group& g,
-                                    Lane& lane, bool& lost) {
+                                    ThreadBlock& block, bool& lost) {
     Patience patience = {0, 0};
     while (!lost) {
         const u64 line = ld_line((const u64*)at);
         if (u32(line >> 32) == use) return u32(line);
-        lost = !patience.more(l, g, lane);
+        lost = !patience.more(l, g, block);
     }
     return 0;
 }
 
 template <class T>
 __device__ __forceinline__ Pack<T, 8> receive(const u8* slot, i64 at, u32 use, const Launch& l,
-                                              const Group& g, Lane& lane, bool& lost) {
+                                              const Group& g, ThreadBlock& block, bool& lost) {
     union { u32 w[2]; Pack<T, 8> v; } got;
-    got.w[0] = poll(slot + 2 * at, use, l, g, lane, lost);
-    got.w[1] = poll(slot + 2 * at + 8, use, l, g, lane, lost);
+    got.w[0] = poll(slot + 2 * at, use, l, g, block, lost);
+    got.w[1] = poll(slot + 2 * at + 8, use, l, g, block, lost);
     return got.v;
 }
 
 template <class T, class Op>
-__device__ __forceinline__ void move_lines(const Launch& l, const Group& g, Lane& lane) {
-    const Task& t = lane.task;
+__device__ __forceinline__ void move_lines(const Launch& l, const Group& g, ThreadBlock& block) {
+    const Task& t = block.task;
     i64 stop = t.nbytes;
     for (u32 j = 0; j < t.m; ++j)
         if (cleaning(l, t.out_use[j])) stop = l.stripe;
@@ -59,16 +59,16 @@ __device__ __forceinline__ void move_lines(const Launch& l, const Group& g, Lane
         const i64 have = t.nbytes - at;
         Pack<T, 8> v = {};
         if (have > 0) {
-            v = t.source ? receive<T>(t.source, at, t.source_use, l, g, lane, lost)
+            v = t.source ? receive<T>(t.source, at, t.source_use, l, g, block, lost)
                          : load<T, 8>(t.value + at, have);
             if (t.op == REDUCE) {
                 const u32 head = t.ahead ? 1 : 0;
                 Total<T, 8> total =
-                    widen(head ? receive<T>(t.slot[0], at, t.use[0], l, g, lane, lost) : v);
+                    widen(head ? receive<T>(t.slot[0], at, t.use[0], l, g, block, lost) : v);
                 for (u32 j = head; j <= t.n; ++j) {
                     if (head && j == t.ahead) combine<Op>(total, v);
                     if (j < t.n)
-                        combine<Op>(total, receive<T>(t.slot[j], at, t.use[j], l, g, lane, lost));
+                        combine<Op>(total, receive<T>(t.slot[j], at, t.use[j], l, g, block, lost));
                 }
                 v = narrow<T, 8>(total, t.last ? l.divisor : 0);
             }
@@ -126,12 +126,12 @@ __device__ __forceinline__ void move_packs(const Task& t, u32 divisor, i64 at, i
 }
 
 template <class T, class Op>
-__device__ __forceinline__ void carry_out(const Launch& l, const Group& g, Lane& lane) {
+__device__ __forceinline__ void carry_out(const Launch& l, const Group& g, ThreadBlock& block) {
     if (l.low_latency) {
-        move_lines<T, Op>(l, g, lane);
+        move_lines<T, Op>(l, g, block);
         return;
     }
-    const Task& t = lane.task;
+    const Task& t = block.task;
     const u32 divisor = t.last ? l.divisor : 0;
     const i64 step = 16 * i64(blockDim.x);
     i64 at = 16 * i64(threadIdx.x);

@@ -18,39 +18,39 @@ SEND, REDUCE, COPY, SIGNAL, WAIT = 0, 1, 2, 3, 4
 def play(
     code, ranks, num_chunks, stride, sizes,
     token_at, tokens, given, stored_at, stored,
-    lane_at, lane, link, stores, lane_per_byte, per_byte, alpha, lane_free, busy, first,
+    strand_at, strand, link, stores, strand_per_byte, per_byte, alpha, strand_free, busy, first,
     sent_connection, sent_chunk, sent_start, sent_free, sent_end,
 ):  # fmt: skip
-    """Carry out every stream of `code`; returns (end in s, sends written, whether it hangs).
+    """Carry out every track of `code`; returns (end in s, sends written, whether it hangs).
 
     Rules: `collectives.runtime.simulate.simulate`.
 
-    `ranks` [streams]; `sizes` [chunks], bytes. A connection has two queues of times in s, 2i for
+    `ranks` [tracks]; `sizes` [chunks], bytes. A connection has two queues of times in s, 2i for
     its sender (a slot is free) and 2i + 1 for its receiver (data is ready): queue q lies in
-    `tokens` from `token_at[q]` on, with `given[q]` entries so far. Connection i takes lanes
-    `lane[lane_at[i]:lane_at[i + 1]]`, with the `link` of each (an index into `busy`, s), whether
-    it `stores`, and seconds a byte; `lane_free` [lanes] is when each is free. `per_byte`,
-    `alpha` [connections]: how long a send holds its stream. Of a send that has begun on some of
-    its connections only, the links into memory crossed lie in `stored` from `stored_at[stream]` on.
+    `tokens` from `token_at[q]` on, with `given[q]` entries so far. Connection i takes strands
+    `strand[strand_at[i]:strand_at[i + 1]]`, with the `link` of each (an index into `busy`, s),
+    whether it `stores`, and seconds a byte; `strand_free` [strands] is when each is free. `per_byte`,
+    `alpha` [connections]: how long a send holds its track. Of a send that has begun on some of
+    its connections only, the links into memory crossed lie in `stored` from `stored_at[track]` on.
     `first` [ranks] receives when chunk 0 was last written; the `sent_` arrays a row for each send
     and connection.
     """
-    streams, phases = code[0], code[1]
+    tracks, phases = code[0], code[1]
     groups = (num_chunks + stride - 1) // stride
-    phase = [0] * streams
-    group = [0] * streams
-    place = [-1] * streams  # in the code; -1: at the start of a phase's steps
+    phase = [0] * tracks
+    group = [0] * tracks
+    place = [-1] * tracks  # in the code; -1: at the start of a phase's steps
     taken = [0] * len(given)
     parked = [-1] * len(given)
     begun = [False] * len(code)  # where the code names a connection: it has begun in this send
-    going = [False] * streams  # within a send that has not begun on all its connections
-    done = [0.0] * streams  # when those that have begun are over
-    stored_n = [0] * streams
-    queue = [(0.0, s, s) for s in range(streams)]
+    going = [False] * tracks  # within a send that has not begun on all its connections
+    done = [0.0] * tracks  # when those that have begun are over
+    stored_n = [0] * tracks
+    queue = [(0.0, s, s) for s in range(tracks)]
     heapify(queue)
-    serial = streams
+    serial = tracks
     written = 0
-    left = streams
+    left = tracks
     end = 0.0
     while len(queue) > 0:
         now, _, s = heappop(queue)
@@ -98,20 +98,20 @@ def play(
                         continue
                     i = code[j]
                     begin = now
-                    for k in range(lane_at[i], lane_at[i + 1]):
+                    for k in range(strand_at[i], strand_at[i + 1]):
                         fresh = True
                         if stores[k]:
                             for m in range(stored_at[s], stored_at[s] + stored_n[s]):
                                 fresh = fresh and stored[m] != link[k]
                         if fresh:
-                            begin = max(begin, lane_free[lane[k]])
-                    if begin > now:  # others may ask for the lane before it is free: ask again
+                            begin = max(begin, strand_free[strand[k]])
+                    if begin > now:  # others may ask for the strand before it is free: ask again
                         again = begin if again < 0 else min(again, begin)
                         begun[j] = False
                         continue
                     begun[j] = True
                     had = stored_n[s]
-                    for k in range(lane_at[i], lane_at[i + 1]):
+                    for k in range(strand_at[i], strand_at[i + 1]):
                         fresh = True
                         if stores[k]:
                             for m in range(stored_at[s], stored_at[s] + had):
@@ -120,8 +120,8 @@ def play(
                                 stored[stored_at[s] + stored_n[s]] = link[k]
                                 stored_n[s] += 1
                         if fresh:
-                            lane_free[lane[k]] = begin + size * lane_per_byte[k]
-                            busy[link[k]] += size * lane_per_byte[k]
+                            strand_free[strand[k]] = begin + size * strand_per_byte[k]
+                            busy[link[k]] += size * strand_per_byte[k]
                     free = begin + size * per_byte[i]
                     sent_connection[written], sent_chunk[written] = i, chunk
                     sent_start[written], sent_free[written] = begin, free

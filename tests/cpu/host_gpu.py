@@ -24,7 +24,14 @@ import pytest
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.gpu import program
 from linkweave.collectives.runtime.gpu.fuse import fused
-from linkweave.collectives.runtime.gpu.program import CURSOR, GROUP, LINE, REPORT, Shape, place_of
+from linkweave.collectives.runtime.gpu.program import (
+    CURSOR,
+    GROUP,
+    LINE,
+    REPORT,
+    LaunchConfig,
+    chunk_places,
+)
 from linkweave.kernels.dtypes import DTYPES, REDUCTIONS, step_of
 
 ROOT = Path(__file__).parents[2]
@@ -38,8 +45,8 @@ BROKEN = 99  # what a sanitizer exits with
 
 def kernel_number(dtype: str, op: str) -> tuple[int, int]:
     """Where `shim/table.h` has the plan interpreter for that."""
-    place = ELEMENTS.index(DTYPES[dtype].element)
-    return place, FUNCTORS.index(REDUCTIONS[step_of(op, dtype)])
+    context = ELEMENTS.index(DTYPES[dtype].element)
+    return context, FUNCTORS.index(REDUCTIONS[step_of(op, dtype)])
 
 
 def sanitizing(sanitizer: str) -> list[str]:
@@ -351,7 +358,8 @@ class HostGpu:
     """One plan's memory on ranks of one image, and calls over it, one after another."""
 
     def __init__(
-        self, plan: Plan, shape: Shape, threads: int = 2, start: int = 0, timeout: float = 20.0,
+        self, plan: Plan, shape: LaunchConfig, threads: int = 2, start: int = 0,
+        timeout: float = 20.0,
         fuse: bool = True,
     ) -> None:  # fmt: skip
         plan = fused(plan) if fuse else plan
@@ -361,10 +369,10 @@ class HostGpu:
         layout = program.lay_out(plan, shape)
         memory = [np.zeros(n // 4, np.uint32) for n in layout.nbytes]
         for i, c in enumerate(plan.connections):  # as if each had been used `start` times
-            for lane in range(shape.lanes):
-                memory[c.dst][(layout.ready[i] + lane * LINE) // 4] = start % 2**32
+            for block in range(shape.width):
+                memory[c.dst][(layout.ready[i] + block * LINE) // 4] = start % 2**32
                 if not c.local:
-                    memory[c.src][(layout.free[i] + lane * LINE) // 4] = start % 2**32
+                    memory[c.src][(layout.free[i] + block * LINE) // 4] = start % 2**32
             if start and not c.local:  # lines then hold flags of earlier uses
                 memory[c.dst][layout.slot[i] // 4 :] = (start - 100) % 2**32
         bases = [self.image.add(m) for m in memory]
@@ -373,7 +381,7 @@ class HostGpu:
         self.programs: list[program.Program] = []
         for rank in range(plan.size):
             for p in program.programs(plan, rank):
-                cursors = np.zeros((shape.lanes, len(p.ends)), CURSOR)
+                cursors = np.zeros((shape.width, len(p.ends)), CURSOR)
                 for name in ("waited", "moved", "signalled"):
                     cursors[name] = start % 2**32
                 fields = {
@@ -383,7 +391,7 @@ class HostGpu:
                         ("slot", "ready", "free"),
                     ),
                     "cursors": self.image.add(cursors),
-                    "report": self.image.add(np.zeros(shape.lanes * REPORT, np.uint32)),
+                    "report": self.image.add(np.zeros(shape.width * REPORT, np.uint32)),
                     "rank": rank, "num_ends": len(p.ends), "code_words": p.code.size,
                 }  # fmt: skip
                 self.groups.append((rank, fields))
@@ -402,7 +410,7 @@ class HostGpu:
         """
         plan = plan or self.plan
         nbytes = inputs[0].nbytes if nbytes is None else nbytes
-        places = [place_of(plan, nbytes, r) for r in range(plan.size)]
+        places = [chunk_places(plan, nbytes, r) for r in range(plan.size)]
         buffers = [
             self.image.add(np.concatenate([np.zeros(skew, np.uint8), x.reshape(-1).view(np.uint8)]))
             for x in inputs
@@ -426,17 +434,17 @@ class HostGpu:
             op == "avg", ps_per_byte, finals, [] if direct else None,
         )  # fmt: skip
         at = self.image.add(launch, ("groups", "abort", "finals", "buffers", "inputs"))
-        blocks = len(chosen) * self.shape.lanes
+        blocks = len(chosen) * self.shape.width
         kernel = kernel_number(dtype, op)
         self.image.launches.append(((at >> 40) - 1, blocks, self.threads, *kernel))
         return [(b >> 40) - 1 for b in buffers]
 
     def reports(self, segments: Sequence[np.ndarray]) -> Mapping[tuple[int, int, int], list[int]]:
-        """What each (rank, channel, lane) has reported."""
+        """What each (rank, channel, block) has reported."""
         return {
-            (rank, p.stream.channel, lane): row.tolist()
+            (rank, p.track.channel, block): row.tolist()
             for p, (rank, fields) in zip(self.programs, self.groups, strict=True)
-            for lane, row in enumerate(
+            for block, row in enumerate(
                 segments[(fields["report"] >> 40) - 1].view(np.uint32).reshape(-1, REPORT)
             )
         }

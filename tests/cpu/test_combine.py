@@ -140,7 +140,7 @@ def test_all_16_bit_patterns(dtype: str, op: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "digits"), [("float16", 10), ("bfloat16", 7)])
 def test_ties_go_to_even(dtype: str, digits: int) -> None:
-    half = 2.0 ** -(digits + 1)  # half of 1's last place
+    half = 2.0 ** -(digits + 1)  # half of 1's last context
 
     def bits(*values: float) -> np.ndarray:
         x = np.array(values, np.float32)

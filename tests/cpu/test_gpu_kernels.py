@@ -24,7 +24,7 @@ from nvrtc import Nvrtc
 from linkweave import kernels
 from linkweave.collectives.sparse.wire import Wire
 from linkweave.kernels.gpu import arrays as gpu
-from linkweave.kernels.gpu.api import Calls
+from linkweave.kernels.gpu.api import GpuKernels
 from linkweave.kernels.gpu.source import PLAIN, source
 from linkweave.kernels.merge import entries as gpu_entries
 from linkweave.kernels.rows import gpu as gpu_rows
@@ -47,7 +47,7 @@ def same(found: Any, want: Any) -> None:
 def test_topk_is_that_of_the_cpu(kind: str, n: int) -> None:
     x = row(kind, n)
     for k in sorted({0, 1, n // 3, n - 1, n}):
-        same(Calls(HostKernels()).topk_abs(x, k), kernels.topk_abs(x, k))
+        same(GpuKernels(HostKernels()).topk_abs(x, k), kernels.topk_abs(x, k))
 
 
 @pytest.mark.parametrize("kind", ["random", "special", "huge steps", "zeros"])
@@ -55,7 +55,7 @@ def test_topk_is_that_of_the_cpu(kind: str, n: int) -> None:
 def test_topk_of_a_sampled_row(kind: str, threads: int, blocks: int) -> None:
     x = row(kind, topk.SAMPLE + 12_345)
     for k in (1, 70, 3000, 20_000):
-        same(Calls(HostKernels(threads, blocks)).topk_abs(x, k), kernels.topk_abs(x, k))
+        same(GpuKernels(HostKernels(threads, blocks)).topk_abs(x, k), kernels.topk_abs(x, k))
 
 
 def test_indices_of_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_topk_of_short_floats(dtype: str, kind: str) -> None:
 def test_topk_of_real_gradients(name: str) -> None:
     g = GRADIENTS[name]
     for k in (1, g.size // 1000, g.size // 4):
-        same(Calls(HostKernels(8, 2)).topk_abs(g, k), kernels.topk_abs(g, k))
+        same(GpuKernels(HostKernels(8, 2)).topk_abs(g, k), kernels.topk_abs(g, k))
 
 
 def test_too_few_marked_means_that_all_are() -> None:
@@ -108,7 +108,7 @@ def test_sparsify_is_that_of_the_cpu(n: int, dtype: str) -> None:
     grad, residual = row("random", n).astype(dtype), row("halves", n, 1)
     for k in sorted({0, min(1, n), n // 50, n}):
         mine, theirs = residual.copy(), residual.copy()
-        same(Calls(HostKernels()).sparsify(grad, mine, k), kernels.sparsify(grad, theirs, k))
+        same(GpuKernels(HostKernels()).sparsify(grad, mine, k), kernels.sparsify(grad, theirs, k))
         same([mine], [theirs])
 
 
@@ -126,7 +126,7 @@ def test_merges_are_those_of_the_cpu(sizes: tuple[int, int], k: int, dtype: str)
     a, b = vector(sizes[0], 0, dtype), vector(sizes[1], 1, dtype)
     for calls in (HostKernels(), HostKernels(7, 2)):
         for mine, theirs in zip(
-            Calls(calls).merge_topk(a, b, k), kernels.merge_topk(a, b, k), strict=True
+            GpuKernels(calls).merge_topk(a, b, k), kernels.merge_topk(a, b, k), strict=True
         ):
             same(mine, theirs)
 
@@ -136,7 +136,7 @@ def test_indices_that_do_not_ascend(at: int, which: str) -> None:
     pair = [vector(50, 0), vector(40, 1)]
     pair[at][1][20] = pair[at][1][19]
     with pytest.raises(ValueError, match=f"the {which} vector's indices must ascend"):
-        Calls(HostKernels()).merge_topk(pair[0], pair[1], 9)
+        GpuKernels(HostKernels()).merge_topk(pair[0], pair[1], 9)
 
 
 @given(
@@ -148,7 +148,7 @@ def test_coalesced_rows(n: int, width: int, limit: int, grid: Any, seed: int) ->
     rng = np.random.default_rng(seed)
     indices = rng.integers(0, limit, n).astype("int64" if limit > 1 << 31 else "int32")
     values = rng.integers(-99, 100, (n, width)).astype(np.float32)  # sums of which are exact
-    calls = Calls(HostKernels(*grid))
+    calls = GpuKernels(HostKernels(*grid))
     same(calls.coalesce(indices, values, limit), kernels.coalesce(indices, values, limit))
 
 
@@ -157,7 +157,7 @@ def test_the_order_of_sums_is_that_of_the_windows(dtype: str) -> None:
     rng = np.random.default_rng(0)
     indices = np.sort(rng.integers(0, 4, 500)).astype(np.int32)
     values = rng.standard_normal((500, 3)).astype(dtype)
-    _, sums = Calls(HostKernels()).coalesce(indices, values, 4)
+    _, sums = GpuKernels(HostKernels()).coalesce(indices, values, 4)
     for run in range(4):
         places = np.flatnonzero(indices == run)
         total = np.zeros(3, np.float32)
@@ -174,7 +174,7 @@ def test_rows_added_into_a_table_and_split() -> None:
     indices = rng.integers(0, 50, 300)
     values = rng.integers(-9, 10, (300, 4)).astype(np.float32)
     mine, theirs = np.ones((50, 4), np.float32), np.ones((50, 4), np.float32)
-    calls = Calls(HostKernels())
+    calls = GpuKernels(HostKernels())
     calls.scatter_add_rows(mine, indices, values)
     kernels.scatter_add_rows(theirs, indices, values)
     same([mine], [theirs])
@@ -188,11 +188,11 @@ def test_rows_added_into_a_table_and_split() -> None:
 def test_indices_out_of_range_are_named(bad: int, limit: int) -> None:
     indices = np.array([1, 2, 3, bad, 5, bad])
     with pytest.raises(ValueError, match=rf"indices\[3\] is {bad}; the table has {limit} rows"):
-        Calls(HostKernels()).coalesce(indices, np.ones((6, 2), np.float32), limit)
+        GpuKernels(HostKernels()).coalesce(indices, np.ones((6, 2), np.float32), limit)
 
 
 def test_bad_arguments_are_refused() -> None:
-    calls, x = Calls(HostKernels()), np.zeros(4, np.float32)
+    calls, x = GpuKernels(HostKernels()), np.zeros(4, np.float32)
     for call, words in (
         (lambda: calls.topk_abs(x, 5), "k must be from 0 to 4, not 5"),
         (lambda: calls.topk_abs(x.reshape(2, 2), 1), "x must have one dimension"),

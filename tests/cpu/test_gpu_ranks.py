@@ -72,7 +72,7 @@ def test_blocks_beyond_the_device_are_refused_and_a_cap_is_kept() -> None:
     ):
         ranks.prepare(plan, 1 << 20, "float32", "sum")
     with virtual_ranks(HostDevice(), 8, max_blocks=70) as ranks:
-        assert ranks.prepare(plan, 1 << 20, "float32", "sum").shape.lanes == 2
+        assert ranks.prepare(plan, 1 << 20, "float32", "sum").shape.width == 2
 
 
 def test_a_wrong_number_of_buffers_is_refused() -> None:

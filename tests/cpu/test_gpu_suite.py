@@ -21,7 +21,7 @@ from linkweave.bench.gpu_suite import Suite, main, run
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.planning.planner import candidates
 from linkweave.collectives.runtime.gpu.executor import GpuRanks
-from linkweave.kernels.gpu.api import Calls
+from linkweave.kernels.gpu.api import GpuKernels
 from linkweave.topology import load
 
 
@@ -110,7 +110,7 @@ class FewSparse(SparseRows):
 
 @needs_compiler
 def test_the_rows_of_sparse_kernels() -> None:
-    face = Calls(HostKernels())
+    face = GpuKernels(HostKernels())
     rows = dict(FewSparse(Suite(HostDevice(), 1 << 20, 1, ()), HostNumpy(), face).rows())
     assert rows["correct"]()["checked"] == 6 * (2 + 4) + 2 * 2 + 2 + 3
     for name in ("topk", "sparsify", "coalesce"):

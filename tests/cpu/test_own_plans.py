@@ -83,7 +83,7 @@ def wrong_ones(rank: int) -> list[str]:
     x = np.ones(100, np.float32)
     good = plan_allreduce(load("cpu-2"), 400, "tree", 2)
     shared = plan_collective("allgather", load("cpu-2"), 400)
-    bad = replace(good, streams=good.streams[:1])
+    bad = replace(good, tracks=good.tracks[:1])
     other = good.with_chunks(2 * good.num_chunks) if rank else good
     said = [
         error_of(comm.run, bad, x), error_of(comm.run, other, x), error_of(comm.run, "tree", x),

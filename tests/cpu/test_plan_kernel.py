@@ -17,7 +17,7 @@ from linkweave.collectives.planning.plan import Op, Plan
 from linkweave.collectives.planning.verify import races, verify
 from linkweave.collectives.runtime import reference
 from linkweave.collectives.runtime.gpu import program
-from linkweave.collectives.runtime.gpu.program import Shape, State, fit
+from linkweave.collectives.runtime.gpu.program import LaunchConfig, State, fit
 from linkweave.collectives.runtime.reference import from_bfloat16, to_bfloat16
 from linkweave.kernels.dtypes import DTYPES, ops_of
 from linkweave.topology import load
@@ -25,7 +25,7 @@ from tests.null.helpers import by_hand, hop, random_plan, receive, send, step
 
 pytestmark = needs_compiler
 
-LINES = Shape(1, program.LINES_BYTES, True)
+LINES = LaunchConfig(1, program.LINES_BYTES, True)
 ALGORITHMS = [
     ("dgx1-v100", name)
     for name in ("ring", "chain", "tree", "double_tree", "overlapped_tree", "packed_trees",
@@ -35,9 +35,9 @@ ALGORITHMS = [
 ]  # fmt: skip
 
 
-def plain(lanes: int, chunk: int = 4096) -> Shape:
+def plain(width: int, chunk: int = 4096) -> LaunchConfig:
     """Slots for chunks of so many bytes, small enough that a short message takes many chunks."""
-    return Shape(lanes, -(-chunk // (16 * lanes)) * 16, False)
+    return LaunchConfig(width, -(-chunk // (16 * width)) * 16, False)
 
 
 def values(plan: Plan, nbytes: int, dtype: str = "float32", seed: int = 0) -> list[np.ndarray]:
@@ -74,17 +74,17 @@ def same(a: np.ndarray, b: np.ndarray, dtype: str) -> bool:
 
 
 def check(
-    plan: Plan, shape: Shape, sizes: list[int], dtype: str = "float32", op: str = "sum",
+    plan: Plan, shape: LaunchConfig, sizes: list[int], dtype: str = "float32", op: str = "sum",
     sanitizer: str = "", start: int = 0, threads: int = 2, skew: int = 0,
     apart: tuple[bool, ...] = (False,), direct: tuple[bool, ...] = (False,), fuse: bool = True,
 ) -> None:  # fmt: skip
-    """Messages of several sizes, one after another over the same memory; out of place and pushing
+    """Messages of several sizes, one after another over the same memory; out of context and pushing
     into buffers where that call's turn of `apart` and `direct` says so."""
     gpu = HostGpu(plan, shape, threads, start, fuse=fuse)
     calls = []
     for seed, nbytes in enumerate(sizes):
         chunks = plan
-        most = shape.stripe * shape.lanes
+        most = shape.stripe * shape.width
         while chunks.chunk_bytes(nbytes) > most:
             chunks = chunks.with_chunks(chunks.num_chunks + plan.stride)
         inputs = values(plan, nbytes, dtype, seed)
@@ -124,8 +124,8 @@ def test_layouts_and_numbers_are_those_of_the_device() -> None:
 
 
 @pytest.mark.parametrize(("machine", "algorithm"), ALGORITHMS)
-@pytest.mark.parametrize("shape", [LINES, plain(1), plain(2)], ids=["lines", "1-lane", "2-lanes"])
-def test_all_reduces(machine: str, algorithm: str, shape: Shape) -> None:
+@pytest.mark.parametrize("shape", [LINES, plain(1), plain(2)], ids=["lines", "1-block", "2-width"])
+def test_all_reduces(machine: str, algorithm: str, shape: LaunchConfig) -> None:
     """In place and not, pushing into buffers and not, in turns over the same slots and counters."""
     plan = plan_allreduce(load(machine), 40_000, algorithm)
     assert not races(plan, pushing=True)
@@ -154,7 +154,7 @@ def test_a_copy_that_is_passed_on_and_overwritten_is_not_stored() -> None:
 @pytest.mark.parametrize("sanitizer", ["", "thread"])
 @pytest.mark.parametrize("shape", [LINES, plain(2, 512)], ids=["lines", "slots"])
 def test_results_that_are_not_passed_on_in_the_step_that_makes_them(
-    shape: Shape, sanitizer: str
+    shape: LaunchConfig, sanitizer: str
 ) -> None:
     plan = plan_allreduce(load("dgx1-v100"), 40_000, "ccube_dgx1")
     direct = (False, not shape.low_latency)
@@ -166,12 +166,12 @@ def test_what_is_pushed_passes_no_slot() -> None:
     gpu = HostGpu(plan, shape)
     gpu.call(values(plan, 4000), direct=True)
     done, layout = gpu.image.run(build()), program.lay_out(plan, shape)
-    copies = {i for s in plan.streams for body in s.phases for step in body
+    copies = {i for s in plan.tracks for body in s.phases for step in body
               if step.op is Op.COPY for i in step.connections}  # fmt: skip
     assert len(copies) == 8  # of two trees with four edges each
     for i, c in enumerate(plan.connections):
         if not c.local:  # segment 0 is the abort word
-            ring = done[1 + c.dst][layout.slot[i] :][: plan.slots * shape.lanes * shape.stripe]
+            ring = done[1 + c.dst][layout.slot[i] :][: plan.slots * shape.width * shape.stripe]
             assert ring.any() == (i not in copies)
 
 
@@ -196,15 +196,17 @@ def test_random_plans_that_push_where_that_is_no_race(seed: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("collective", COLLECTIVES)
-@pytest.mark.parametrize("shape", [LINES, plain(2, 512)], ids=["lines", "2-lanes"])
-def test_every_collective_on_any_number_of_ranks(size: int, collective: str, shape: Shape) -> None:
+@pytest.mark.parametrize("shape", [LINES, plain(2, 512)], ids=["lines", "2-width"])
+def test_every_collective_on_any_number_of_ranks(
+    size: int, collective: str, shape: LaunchConfig
+) -> None:
     plan = plan_collective(collective, load(f"mesh-{size}"), 1000 * size, size // 2)
     check(plan, shape, [4 * size * n for n in (1, 337, 16)])
 
 
 @pytest.mark.parametrize("machine", ["mesh-2", "mesh-5", "ring-7", "dgx1-v100"])
-@pytest.mark.parametrize("shape", [LINES, plain(2, 512)], ids=["lines", "2-lanes"])
-def test_sendrecv(machine: str, shape: Shape) -> None:
+@pytest.mark.parametrize("shape", [LINES, plain(2, 512)], ids=["lines", "2-width"])
+def test_sendrecv(machine: str, shape: LaunchConfig) -> None:
     topology = load(machine)
     size = len(topology.gpus)
     for pairs in (
@@ -217,7 +219,7 @@ def test_sendrecv(machine: str, shape: Shape) -> None:
 @pytest.mark.parametrize(("dtype", "op"), [(d, op) for d in DTYPES for op in ops_of(d, gpu=True)])
 @pytest.mark.parametrize("shape", [LINES, plain(1)], ids=["lines", "slots"])
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
-def test_dtypes_and_ops(dtype: str, op: str, shape: Shape, aligned: bool) -> None:
+def test_dtypes_and_ops(dtype: str, op: str, shape: LaunchConfig, aligned: bool) -> None:
     plan = plan_allreduce(load("mesh-3"), 3000, "overlapped_tree")
     item = DTYPES[dtype].size
     check(plan, shape, [item * 331, item], dtype, op, skew=0 if aligned else item)
@@ -247,13 +249,13 @@ def test_special_values(op: str, dtype: str) -> None:
 @pytest.mark.parametrize("shape", [LINES, plain(2, 256)], ids=["lines", "slots"])
 @pytest.mark.parametrize("start", [2**32 - 3, 2**31 - 3, 2**30 - 3])
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_counters_wrap(shape: Shape, start: int, slots: int) -> None:
+def test_counters_wrap(shape: LaunchConfig, start: int, slots: int) -> None:
     plan = replace(plan_allreduce(load("mesh-3"), 4000, "overlapped_tree"), slots=slots)
     check(plan, shape, [4000, 12, 4000, 400, 4000], start=start)
 
 
 @pytest.mark.parametrize("shape", [LINES, plain(2)], ids=["lines", "slots"])
-def test_programs_too_long_for_shared_memory(shape: Shape) -> None:
+def test_programs_too_long_for_shared_memory(shape: LaunchConfig) -> None:
     """They are read, and their cursors kept, where they lie."""
     small = (
         ("plan/launch.h", "CODE_WORDS = 1024", "CODE_WORDS = 1"),
@@ -274,10 +276,10 @@ def test_more_peers_or_ranks_than_the_kernel_takes_are_refused() -> None:
     with pytest.raises(PlanError, match=r"65 ranks in one launch; at most 64"):
         program.launch(plan_allreduce(load("mesh-2"), 4), LINES, 0, 0, [(0, 0)] * 65, 1.0, False)
     plan = plan_allreduce(load("mesh-2"), 4, "one_shot")
-    wide = replace(plan.streams[0].phases[0][1], connections=(0,) * 65)
-    stream = replace(plan.streams[0], phases=((wide,),))
+    wide = replace(plan.tracks[0].phases[0][1], connections=(0,) * 65)
+    stream = replace(plan.tracks[0], phases=((wide,),))
     with pytest.raises(PlanError, match=r"rank 0 has a SEND with 65 peers; .* at most 64"):
-        program.programs(replace(plan, streams=(stream,)), 0)
+        program.programs(replace(plan, tracks=(stream,)), 0)
 
 
 def test_a_stale_flag_is_gone_before_its_number_comes_again() -> None:
@@ -295,7 +297,7 @@ def test_a_stale_flag_is_gone_before_its_number_comes_again() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("shape", [LINES, plain(2, 512)], ids=["lines", "slots"])
-def test_random_plans(seed: int, shape: Shape) -> None:
+def test_random_plans(seed: int, shape: LaunchConfig) -> None:
     plan = random_plan(seed)[0]
     check(plan, shape, [4 * 1009, 4], threads=3)
 
@@ -315,9 +317,9 @@ SANITIZED = [  # each with steps, or an order of them, that none of the others h
 @pytest.mark.parametrize(("sanitizer", "machine", "algorithm"), SANITIZED)
 @pytest.mark.parametrize("shape", [LINES, plain(2, 512)], ids=["lines", "slots"])
 def test_sanitizers_find_nothing(
-    sanitizer: str, machine: str, algorithm: str, shape: Shape
+    sanitizer: str, machine: str, algorithm: str, shape: LaunchConfig
 ) -> None:
-    """In and out of place, pushing and not, in turns."""
+    """In and out of context, pushing and not, in turns."""
     plan = plan_allreduce(load(machine), 4000, algorithm)
     how = {"apart": (False, True), "direct": (False,) if shape.low_latency else (True, False, True)}
     check(plan, shape, [4 * 1009, 4, 4 * 1009], op="avg", sanitizer=sanitizer, **how)
@@ -348,7 +350,7 @@ MUTANTS = {
     ),
     "one slot too many": ("plan/interpret.h", "at.waited - l.slots,", "at.waited - l.slots - 1,"),
     "barrier behind the data": (
-        "plan/plan.cu", "lane);\n        __syncthreads();\n    }", "lane);\n    }",
+        "plan/plan.cu", "block);\n        __syncthreads();\n    }", "block);\n    }",
     ),
     "a result stored that is overwritten": ("plan/interpret.h", "(step[2] & DROPS)", "false"),
     "slots that turn early": (
@@ -397,7 +399,7 @@ def test_a_step_beyond_the_buffer_is_caught_by_the_address_sanitizer(
 
 
 @pytest.mark.parametrize("shape", [LINES, plain(2)], ids=["lines", "slots"])
-def test_a_rank_whose_peers_do_not_come_gives_up_and_says_where(shape: Shape) -> None:
+def test_a_rank_whose_peers_do_not_come_gives_up_and_says_where(shape: LaunchConfig) -> None:
     plan = plan_allreduce(load("mesh-3"), 4000, "chain", 1)
     gpu = HostGpu(plan, shape, timeout=0.2)
     gpu.call(values(plan, 4000), only=1)
@@ -410,7 +412,7 @@ def test_a_rank_whose_peers_do_not_come_gives_up_and_says_where(shape: Shape) ->
     assert done[0].view(np.uint32)[0] == 1
     for program_, (rank, _) in zip(gpu.programs, gpu.groups, strict=True):
         for (r, channel, _), (_, _, _, pc) in mine.items():
-            if (rank, program_.stream.channel) == (r, channel):
+            if (rank, program_.track.channel) == (r, channel):
                 polls = Op.REDUCE, Op.COPY
                 assert program_.code[pc] in (polls if shape.low_latency else (Op.WAIT,))
 
@@ -422,7 +424,7 @@ def test_a_forwarder_that_gives_up_passes_nothing_on() -> None:
     gpu.call([np.zeros_like(x) for x in values(plan, 4000)], only=0)
     done = gpu.image.run(build(), timeout=20)
     layout = program.lay_out(plan, LINES)
-    forwarded = {out for s in plan.streams if s.rank == 0 for body in s.phases for step in body
+    forwarded = {out for s in plan.tracks if s.rank == 0 for body in s.phases for step in body
                  if step.source is not None for out in step.connections}  # fmt: skip
     assert forwarded
     for i in forwarded:
@@ -432,7 +434,7 @@ def test_a_forwarder_that_gives_up_passes_nothing_on() -> None:
 
 
 @pytest.mark.parametrize("shape", [LINES, plain(2)], ids=["lines", "slots"])
-def test_the_abort_word_frees_every_rank(shape: Shape) -> None:
+def test_the_abort_word_frees_every_rank(shape: LaunchConfig) -> None:
     plan = plan_allreduce(load("mesh-3"), 4000, "chain", 1)
     gpu = HostGpu(plan, shape, timeout=1000)
     gpu.call(values(plan, 4000), only=2)
@@ -442,7 +444,7 @@ def test_the_abort_word_frees_every_rank(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("shape", [LINES, plain(2)], ids=["lines", "slots"])
-def test_an_emulated_link_takes_its_time(shape: Shape) -> None:
+def test_an_emulated_link_takes_its_time(shape: LaunchConfig) -> None:
     """4,096 bytes at 50 us a byte over two hops, one after the other, where the second one sends on
     what it makes."""
     plan, driver = plan_allreduce(load("mesh-2"), 4096, "overlapped_tree", 1), build()
@@ -460,13 +462,13 @@ def test_an_emulated_link_takes_its_time(shape: Shape) -> None:
 def test_lines_need_each_wait_for_data_just_before_its_step() -> None:
     plan = plan_allreduce(load("mesh-2"), 4000, "one_shot")
     assert fit(plan, 4000, 2)[1].low_latency
-    stream = plan.streams[-1]
+    stream = plan.tracks[-1]
     body = stream.phases[0]
     wait = next(i for i, s in enumerate(body) if s.op is Op.WAIT
                 and not plan.sends_on(stream, s.connections[0]))  # fmt: skip
     early = (body[wait], *body[:wait], *body[wait + 1 :])
-    streams = (*plan.streams[:-1], replace(stream, phases=(early,)))
-    assert not fit(replace(plan, streams=streams), 4000, 2)[1].low_latency
+    streams = (*plan.tracks[:-1], replace(stream, phases=(early,)))
+    assert not fit(replace(plan, tracks=streams), 4000, 2)[1].low_latency
 
 
 def test_less_than_a_group_of_chunks_is_not_divided() -> None:
@@ -481,6 +483,6 @@ def test_chunks_fit_their_slots(collective: str, nbytes: int) -> None:
     plan = plan_collective(collective, load("mesh-6"), nbytes // 24 * 24)
     fitted, shape = fit(plan, nbytes // 24 * 24, 3)
     sizes = fitted.chunk_sizes(nbytes // 24 * 24)
-    assert sizes.max() <= shape.stripe * shape.lanes
+    assert sizes.max() <= shape.stripe * shape.width
     assert shape.stripe % 16 == 0 and fitted.num_chunks % fitted.stride == 0
     assert shape.low_latency == (nbytes <= 8 << 10)

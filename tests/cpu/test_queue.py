@@ -294,10 +294,10 @@ def test_lanes_count_the_chunks_that_they_make_final(nbytes: int, sanitizer: str
     plan = plan_allreduce(load("mesh-4"), nbytes, "overlapped_double_tree", 6)
     plan, shape = program.fit(plan, nbytes, 2)
     gpu = HostGpu(plan, shape)
-    words = gpu.image.add(np.zeros(len(gpu.programs) * shape.lanes, np.uint32))
+    words = gpu.image.add(np.zeros(len(gpu.programs) * shape.width, np.uint32))
     gpu.call([np.zeros(nbytes // 4, np.float32)] * 4, finals=words)
     segments = gpu.image.run(build(sanitizer))
-    counted = segments[(words >> 40) - 1].view(np.uint32).reshape(-1, shape.lanes)
+    counted = segments[(words >> 40) - 1].view(np.uint32).reshape(-1, shape.width)
     wanted = [len(chunks) for rank in range(4) for chunks in finals(plan, rank)]
     assert (counted == np.array(wanted)[:, None]).all()
 
@@ -311,7 +311,7 @@ def test_a_check_ends_with_its_deadline_or_when_all_stop(aborted: int) -> None:
     check = np.zeros(1, program.CHECK)
     for name, array in (("counters", counters), ("need", need), ("abort", abort)):
         check[name] = array.ctypes.data
-    check["timeout_ns"], check["streams"], check["lanes"] = 5e7, 2, 2
+    check["timeout_ns"], check["tracks"], check["lanes"] = 5e7, 2, 2
     start = time.monotonic()
     device.check(check, 0)
     device.synchronise(0)

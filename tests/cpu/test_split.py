@@ -37,8 +37,8 @@ def parts(rank: int) -> list[Any]:
 
 def test_parts_of_the_ranks_on_the_cpu() -> None:
     found = collectives.spawn(parts, RANKS, "mesh-5")
-    for rank, (place, part, whole, own, where) in enumerate(found):
-        assert place == rank // 2
+    for rank, (context, part, whole, own, where) in enumerate(found):
+        assert context == rank // 2
         assert (part, whole, own) == ((6.0, 4.0)[rank % 2], 10.0, 10.0)
         assert where == [((0, 2, 4), (1, 3))[rank % 2], (0, 1, 2, 3, 4)]
 

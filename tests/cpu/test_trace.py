@@ -140,7 +140,7 @@ def test_every_flag_that_is_raised_is_awaited(algorithm: str) -> None:
                 continue
             raised[f"{kind} {ends}"] = raised.get(f"{kind} {ends}", 0) + (verb == "raises") * 2 - 1
     assert raised and not any(raised.values())
-    waits = sum(step.op is Op.WAIT for s in plan.streams for _, _, step in plan.steps(s))
+    waits = sum(step.op is Op.WAIT for s in plan.tracks for _, _, step in plan.steps(s))
     assert (
         sum("awaits" in line for r in range(8) for line in flags(encoded, r, plan.num_chunks))
         >= waits

@@ -36,7 +36,7 @@ class Executor:
     """One run of a plan, several calls in a row, in one order that the seed picks.
 
     The order does not matter where there is no race, and races are found by vector clocks: each
-    counter is raised by one stream, and its k-th wait takes its k-th signal.
+    counter is raised by one track, and its k-th wait takes its k-th signal.
     """
 
     def __init__(self, plan: Plan, seed: int = 0, calls: int | None = None) -> None:
@@ -53,7 +53,7 @@ class Executor:
         self.done: dict[tuple[int, int], Counter[str]] = {}  # by (rank, connection)
         self.flags = {"ready": [0] * n, "free": [0] * n}
         self.told: dict[tuple[str, int, int], list[int]] = {}  # clocks of the signals
-        count = len(plan.streams) + size  # and one clock for the caller of each rank
+        count = len(plan.tracks) + size  # and one clock for the caller of each rank
         self.clock = [[0] * count for _ in range(count)]
         self.wrote: dict[Hashable, tuple[int, int]] = {}
         self.read: dict[Hashable, dict[int, int]] = {}
@@ -90,11 +90,11 @@ class Executor:
         return self.done.setdefault((rank, connection), Counter())
 
     def sends(self, who: int, connection: int) -> bool:
-        c, s = self.plan.connections[connection], self.plan.streams[who]
+        c, s = self.plan.connections[connection], self.plan.tracks[who]
         return (c.src, c.src_channel) == (s.rank, s.channel)
 
     def carry_out(self, who: int, at: int, chunk: int, step: Step) -> bool:
-        """False where the step has to wait; `at` is its position in the stream's code."""
+        """False where the step has to wait; `at` is its position in the track's code."""
         if step.op is Op.WAIT:
             return self.wait(who, step.connections[0])
         if step.op is Op.SIGNAL:
@@ -104,7 +104,7 @@ class Executor:
         return True
 
     def wait(self, who: int, i: int) -> bool:
-        sends, cursor = self.sends(who, i), self.cursor(self.plan.streams[who].rank, i)
+        sends, cursor = self.sends(who, i), self.cursor(self.plan.tracks[who].rank, i)
         flag = "free" if sends else "ready"
         need = cursor["wait " + flag] + 1 - (self.plan.slots if sends else 0)
         if self.flags[flag][i] < need:
@@ -115,7 +115,7 @@ class Executor:
         return True
 
     def signal(self, who: int, i: int) -> None:
-        cursor = self.cursor(self.plan.streams[who].rank, i)
+        cursor = self.cursor(self.plan.tracks[who].rank, i)
         flag = "ready" if self.sends(who, i) else "free"
         cursor[flag] += 1
         self.flags[flag][i] = cursor[flag]
@@ -123,7 +123,7 @@ class Executor:
         self.told[flag, i, cursor[flag]] = [*self.clock[who]]
 
     def move(self, who: int, at: int, chunk: int, step: Step) -> None:
-        rank = self.plan.streams[who].rank
+        rank = self.plan.tracks[who].rank
         if step.op is Op.SEND:
             if step.source is None:
                 data = self.own(who, rank, chunk, write=False)
@@ -141,7 +141,7 @@ class Executor:
             self.own(who, rank, chunk, True)[...] = came[0]
 
     def reduce(self, who: int, chunk: int, step: Step, came: list[Array]) -> None:
-        rank = self.plan.streams[who].rank
+        rank = self.plan.tracks[who].rank
         values = [*came[: step.ahead], self.own(who, rank, chunk, False), *came[step.ahead :]]
         total = values[0].copy()
         for value in values[1:]:
@@ -149,7 +149,7 @@ class Executor:
         self.own(who, rank, chunk, True)[...] = total / (self.plan.size if step.last else 1)
 
     def take(self, who: int, connection: int) -> Array:
-        cursor = self.cursor(self.plan.streams[who].rank, connection)
+        cursor = self.cursor(self.plan.tracks[who].rank, connection)
         cursor["read"] += 1
         return self.slot(who, connection, cursor["read"] - 1, write=False)
 
@@ -168,8 +168,8 @@ class Executor:
 
     def calls(self, rank: int) -> Iterator[bool]:
         """All calls of a rank, a step at a time; yields whether something was done."""
-        mine = [i for i, s in enumerate(self.plan.streams) if s.rank == rank]
-        caller = len(self.plan.streams) + rank
+        mine = [i for i, s in enumerate(self.plan.tracks) if s.rank == rank]
+        caller = len(self.plan.tracks) + rank
         for call in range(self.count):
             self.buffers[rank] = self.given[call][rank].copy()
             for first, _ in sorted({*self.bounds[rank], (0, 0)}):
@@ -253,10 +253,10 @@ class Executor:
                 raise Wrong(f"chunk {chunk} has other bits on other ranks")
 
 
-def steps(plan: Plan, stream: int) -> Iterator[tuple[int, int, Step]]:
-    """(position in the stream's code, chunk, step) in order."""
+def steps(plan: Plan, track: int) -> Iterator[tuple[int, int, Step]]:
+    """(position in the track's code, chunk, step) in order."""
     base = 0
-    for body in plan.streams[stream].phases:
+    for body in plan.tracks[track].phases:
         for group in range(-(-plan.num_chunks // plan.stride)):
             for at, step in enumerate(body, base):
                 chunk = group * plan.stride + step.chunk

@@ -18,7 +18,7 @@ from linkweave.collectives.planning.algorithms.registry import (
 )
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.lower import Algorithm, Move, Reduce, Tuning, lower
-from linkweave.collectives.planning.plan import Connection, Op, Plan, Step, Stream
+from linkweave.collectives.planning.plan import Connection, Op, Plan, Step, Track
 from linkweave.collectives.planning.verify import verify
 from linkweave.topology import Topology, Vertex, load
 
@@ -64,7 +64,7 @@ def _over_random_trees(topology: Topology, rng: random.Random) -> Algorithm:
 
 
 def _scattered(topology: Topology, rng: random.Random) -> Algorithm:
-    """Trees whose every move has a random channel, so that one stream serves several chunks."""
+    """Trees whose every move has a random channel, so that one track serves several chunks."""
 
     def anywhere(move: Move) -> Move:
         return replace(move, channel=rng.randrange(3))
@@ -78,7 +78,7 @@ def _scattered(topology: Topology, rng: random.Random) -> Algorithm:
 
 
 def _one_shot(topology: Topology, rng: random.Random) -> Algorithm:
-    """Everyone reduces everyone's chunk: a rank's own is read by many of its streams."""
+    """Everyone reduces everyone's chunk: a rank's own is read by many of its tracks."""
     size = len(topology.gpus)
     ranks = range(size)
     channel = [rng.randrange(size) for _ in ranks]
@@ -125,47 +125,47 @@ def caught(plan: Plan, topology: Topology, expand: bool = True) -> bool:
     return False
 
 
-Place = tuple[int, int, int]
-"""(stream, phase, position in the phase's body) of a step."""
+StepId = tuple[int, int, int]
+"""(track, phase, position in the phase's body) of a step."""
 
 
-def places(plan: Plan) -> Iterator[tuple[Place, Step]]:
-    for s, stream in enumerate(plan.streams):
-        for p, body in enumerate(stream.phases):
+def places(plan: Plan) -> Iterator[tuple[StepId, Step]]:
+    for s, track in enumerate(plan.tracks):
+        for p, body in enumerate(track.phases):
             for at, step in enumerate(body):
                 yield (s, p, at), step
 
 
 def edited(plan: Plan, s: int, p: int, body: Sequence[Step]) -> Plan:
-    """The plan with another body for phase p of stream s."""
-    stream = plan.streams[s]
-    phases = (*stream.phases[:p], tuple(body), *stream.phases[p + 1 :])
-    streams = (*plan.streams[:s], replace(stream, phases=phases), *plan.streams[s + 1 :])
-    return replace(plan, streams=streams)
+    """The plan with another body for phase p of track s."""
+    track = plan.tracks[s]
+    phases = (*track.phases[:p], tuple(body), *track.phases[p + 1 :])
+    tracks = (*plan.tracks[:s], replace(track, phases=phases), *plan.tracks[s + 1 :])
+    return replace(plan, tracks=tracks)
 
 
-def without(plan: Plan, place: Place) -> Plan:
+def without(plan: Plan, place: StepId) -> Plan:
     s, p, at = place
-    body = plan.streams[s].phases[p]
+    body = plan.tracks[s].phases[p]
     return edited(plan, s, p, body[:at] + body[at + 1 :])
 
 
-def swapped(plan: Plan, place: Place, other: int) -> Plan:
+def swapped(plan: Plan, place: StepId, other: int) -> Plan:
     """The step there and the one at position `other` of the same body change places."""
     s, p, at = place
-    body = list(plan.streams[s].phases[p])
+    body = list(plan.tracks[s].phases[p])
     body[at], body[other] = body[other], body[at]
     return edited(plan, s, p, body)
 
 
-def guarded(plan: Plan, place: Place) -> int | None:
+def guarded(plan: Plan, place: StepId) -> int | None:
     """Where the access stands that the WAIT at `place` guards; None if it is no WAIT.
 
     Of a connection that carries data: the next SEND, REDUCE or COPY of its body that uses the
-    connection. Of one that only orders two streams of a rank: the next REDUCE or COPY.
+    connection. Of one that only orders two tracks of a rank: the next REDUCE or COPY.
     """
     s, p, at = place
-    body = plan.streams[s].phases[p]
+    body = plan.tracks[s].phases[p]
     if body[at].op is not Op.WAIT:
         return None
     (index,) = body[at].connections
@@ -179,7 +179,7 @@ def guarded(plan: Plan, place: Place) -> int | None:
             step.source,
         ):
             return later
-    raise AssertionError(f"a WAIT that guards nothing: {plan.streams[s]} step {at}")
+    raise AssertionError(f"a WAIT that guards nothing: {plan.tracks[s]} step {at}")
 
 
 # ---- plans written by hand -----------------------------------------------------------------
@@ -213,14 +213,14 @@ def receive(op: Op, index: int, chunk: int = 0, **rest: Any) -> list[Step]:
 
 def by_hand(
     connections: Sequence[Connection],
-    streams: Mapping[tuple[int, int], Sequence[Sequence[Step]]],
+    tracks: Mapping[tuple[int, int], Sequence[Sequence[Step]]],
     num_chunks: int = 1,
     stride: int = 1,
     slots: int = 2,
 ) -> Plan:
-    """A plan of the streams {(rank, channel): [steps of phase 0, steps of phase 1, ...]}."""
-    made = tuple(Stream(*key, tuple(map(tuple, bodies))) for key, bodies in streams.items())
-    size = 1 + max(rank for rank, _ in streams)
+    """A plan of the tracks {(rank, channel): [steps of phase 0, steps of phase 1, ...]}."""
+    made = tuple(Track(*key, tuple(map(tuple, bodies))) for key, bodies in tracks.items())
+    size = 1 + max(rank for rank, _ in tracks)
     return Plan(
         "by hand", "allreduce", size, num_chunks, stride, slots, tuple(connections), made,
         exclusive=False,

@@ -30,7 +30,7 @@ def plans() -> list[Plan]:
 @pytest.mark.parametrize("plan", plans(), ids=lambda plan: f"{plan.algorithm}-{plan.size}")
 def test_every_chunk_is_final_once_on_every_rank(plan: Plan) -> None:
     for rank in range(plan.size):
-        chunks = sorted(chunk for stream in finals(plan, rank) for chunk in stream)
+        chunks = sorted(chunk for track in finals(plan, rank) for chunk in track)
         assert chunks == list(range(plan.num_chunks))
 
 
@@ -58,8 +58,8 @@ def test_all_layers_together_need_every_chunk_with_data(layers: list[int], chunk
     sizes = plan.chunk_sizes(sum(layers))
     for rank in (0, 5):
         table = layer_chunk_table(plan, rank, sum(layers), layers)
-        for column, stream in zip(table.T, finals(plan, rank), strict=True):
-            filled = [i for i, c in enumerate(stream, 1) if sizes[c]]
+        for column, track in zip(table.T, finals(plan, rank), strict=True):
+            filled = [i for i, c in enumerate(track, 1) if sizes[c]]
             assert column.max(initial=0) == (filled[-1] if filled else 0)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from linkweave.collectives.planning.access import passed_on, pushes
-from linkweave.collectives.planning.plan import Connection, Op, Plan, Step, Stream
+from linkweave.collectives.planning.plan import Connection, Op, Plan, Step, Track
 from linkweave.collectives.planning.planner import plan_allreduce, plan_collective
 from linkweave.collectives.planning.verify import races, verify
 from linkweave.collectives.runtime.gpu.fuse import fused
@@ -36,8 +36,8 @@ class Fused(Executor):
         self.dropped: set[tuple[int, int]] = set()  # (rank, chunk), until it is sent on
 
     def move(self, who: int, at: int, chunk: int, step: Step) -> None:
-        stream = self.plan.streams[who]
-        here, rank = (stream.rank, stream.channel, at), stream.rank
+        track = self.plan.tracks[who]
+        here, rank = (track.rank, track.channel, at), track.rank
         pushed = here in pushes(self.plan)
         if step.op is Op.COPY and pushed:
             self.take(who, step.connections[0])
@@ -64,7 +64,7 @@ def test_fused_plans_are_proved_and_keep_their_steps(machine: str, algorithm: st
     made = fused(plan)
     verify(made, topology)
     assert not races(made, pushing=True)
-    for before, after in zip(plan.streams, made.streams, strict=True):
+    for before, after in zip(plan.tracks, made.tracks, strict=True):
         for a, b in zip(before.phases, after.phases, strict=True):
             assert Counter(a) == Counter(b)
     assert (made != plan) == bool(passed_on(plan))
@@ -155,8 +155,8 @@ def test_a_chunk_that_is_read_behind_a_push_and_before_its_copy_is_a_race() -> N
     bodies = ([*send(3), *combine, *send(1), *copy(4)], [*send(0), *late, *copy(5)],
               [*total, *send(4, 5)])  # fmt: skip
     connections = tuple(Connection(a, 0, b, 0, mesh.hops[a, b]) for a, b in ends)
-    streams = tuple(Stream(rank, 0, (tuple(body),)) for rank, body in enumerate(bodies))
-    plan = Plan("by hand", "allreduce", 3, 1, 1, 1, connections, streams, exclusive=False)
+    tracks = tuple(Track(rank, 0, (tuple(body),)) for rank, body in enumerate(bodies))
+    plan = Plan("by hand", "allreduce", 3, 1, 1, 1, connections, tracks, exclusive=False)
     verify(plan, mesh)
     assert any("reads what was pushed" in words for words in races(plan, pushing=True))
     assert why_wrong(Fused(plan))

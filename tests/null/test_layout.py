@@ -8,7 +8,7 @@ import pytest
 
 from linkweave.topology import Topology, load
 from linkweave.topology.clusters import nodes_of
-from linkweave.topology.layout import RADIUS, Layout, lay_out
+from linkweave.topology.layout import RADIUS, Positions, lay_out
 from linkweave.topology.text import cables
 from tests.null.helpers import renumbered
 
@@ -83,10 +83,10 @@ def test_lines_pass_beneath_network_switches_only(machine: Topology) -> None:
                 assert not any(inside(p, box) for p in points), (link, name)
 
 
-def crossed(layout: Layout) -> Layout:
+def crossed(layout: Positions) -> Positions:
     """The same with its first two boxes on each other."""
     first, second = list(layout.boxes)[:2]
-    return Layout(layout.seats, {**layout.boxes, second: layout.boxes[first]})
+    return Positions(layout.seats, {**layout.boxes, second: layout.boxes[first]})
 
 
 def test_an_overlap_would_be_seen() -> None:

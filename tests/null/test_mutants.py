@@ -49,7 +49,7 @@ def bases() -> list[Base]:
 def changed(plan: Plan, rng: random.Random, **values: object) -> Plan:
     """One step with other values."""
     (s, p, at), old = rng.choice(list(places(plan)))
-    body = list(plan.streams[s].phases[p])
+    body = list(plan.tracks[s].phases[p])
     body[at] = replace(old, **values)
     return edited(plan, s, p, body)
 
@@ -58,7 +58,7 @@ def of(plan: Plan, rng: random.Random, *ops: Op) -> tuple[tuple[int, int, int], 
     """A random step of these ops, and its body; of all where there is none."""
     every = list(places(plan))
     (s, p, at), old = rng.choice([x for x in every if x[1].op in ops] or every)
-    return (s, p, at), old, list(plan.streams[s].phases[p])
+    return (s, p, at), old, list(plan.tracks[s].phases[p])
 
 
 def _op(plan: Plan, rng: random.Random) -> Plan:
@@ -70,7 +70,7 @@ def _op(plan: Plan, rng: random.Random) -> Plan:
 def _reduce_for_copy(plan: Plan, rng: random.Random) -> Plan:
     for (s, p, at), old in places(plan):
         if old.op is Op.COPY and rng.random() < 0.8:
-            body = list(plan.streams[s].phases[p])
+            body = list(plan.tracks[s].phases[p])
             body[at] = replace(old, op=Op.REDUCE)
             plan = edited(plan, s, p, body)
     return plan
@@ -142,8 +142,8 @@ def _pair_dropped(plan: Plan, rng: random.Random) -> Plan:
     """All waits for and signals of one counter and chunk."""
     _, old, _ = of(plan, rng, Op.WAIT, Op.SIGNAL)
     kinds = rng.choice([(Op.WAIT, Op.SIGNAL), (Op.WAIT,), (Op.SIGNAL,)])
-    for s, stream in enumerate(plan.streams):
-        for p, phase in enumerate(stream.phases):
+    for s, track in enumerate(plan.tracks):
+        for p, phase in enumerate(track.phases):
             body = [
                 x for x in phase
                 if x.op not in kinds or x.connections != old.connections or x.chunk != old.chunk
@@ -156,10 +156,10 @@ def _pair_dropped(plan: Plan, rng: random.Random) -> Plan:
 def _phase(plan: Plan, rng: random.Random) -> Plan:
     """The end of a body in a phase of its own."""
     (s, p, at), _, body = of(plan, rng, *Op)
-    stream = plan.streams[s]
-    phases = (*stream.phases[:p], tuple(body[:at]), tuple(body[at:]), *stream.phases[p + 1 :])
+    track = plan.tracks[s]
+    phases = (*track.phases[:p], tuple(body[:at]), tuple(body[at:]), *track.phases[p + 1 :])
     return replace(
-        plan, streams=(*plan.streams[:s], replace(stream, phases=phases), *plan.streams[s + 1 :])
+        plan, tracks=(*plan.tracks[:s], replace(track, phases=phases), *plan.tracks[s + 1 :])
     )
 
 
@@ -178,7 +178,7 @@ def _collective(plan: Plan, rng: random.Random) -> Plan:
 
 
 def _path(plan: Plan, rng: random.Random) -> Plan:
-    """A connection over other vertices, or between other streams."""
+    """A connection over other vertices, or between other tracks."""
     i = rng.randrange(len(plan.connections))
     old, other = plan.connections[i], rng.choice(plan.connections)
     new = rng.choice([replace(old, path=other.path), replace(old, path=old.path[::-1]), other])

@@ -85,14 +85,14 @@ def test_the_own_value_stands_where_its_rank_does(machine: str) -> None:
     plan = made(machine, 1)
     first = origins(plan)
     reduced = []
-    for stream in plan.streams:
-        for _, _, step in plan.steps(stream):
+    for track in plan.tracks:
+        for _, _, step in plan.steps(track):
             if step.op is Op.REDUCE:
                 order = [first[i] for i in step.connections]
-                assert step.last and step.ahead == stream.rank
-                order.insert(step.ahead, stream.rank)
+                assert step.last and step.ahead == track.rank
+                order.insert(step.ahead, track.rank)
                 assert order == list(range(plan.size))
-                reduced.append(stream.rank)
+                reduced.append(track.rank)
     assert reduced == (list(range(plan.size)) if plan.size > 1 else [])
 
 

@@ -270,7 +270,7 @@ def test_any_other_swap_is_caught_or_right(name: str, collective: str) -> None:
     for plan, topo in small_plans(name, collective):
         every = list(places(plan))
         for (s, p, at), _ in rng.sample(every, min(25, len(every))):
-            mutant = swapped(plan, (s, p, at), rng.randrange(len(plan.streams[s].phases[p])))
+            mutant = swapped(plan, (s, p, at), rng.randrange(len(plan.tracks[s].phases[p])))
             count = 2 * plan.num_chunks
             assert caught(mutant, topo) or is_right(mutant, count, (None, 1)), (s, p, at)
 
@@ -316,7 +316,7 @@ def test_a_wrong_result_would_be_seen(collective: str) -> None:
     for plan in every_plan(topo, collective, 2):
         if plan.root == ():  # no pairs, nothing to do
             continue
-        idle = replace(plan, connections=(), streams=())
+        idle = replace(plan, connections=(), tracks=())
         assert is_right(plan, 1) and not is_right(idle, 1) and caught(idle, topo)
 
 

@@ -17,7 +17,7 @@ from linkweave.collectives.planning.simulate import simulate
 from linkweave.collectives.planning.verify import verify
 from linkweave.topology import Topology, allreduce_bound, bound, load
 from linkweave.topology.bounds import narrowest_partition
-from linkweave.topology.cuts import Network
+from linkweave.topology.cuts import FlowNetwork
 from linkweave.topology.symmetry import pairs_alike
 
 GIB = 1 << 30
@@ -32,7 +32,7 @@ def connected_subsets() -> list[Topology]:
 
 def strength(size: int, capacity: dict[tuple[int, int], int]) -> Fraction:
     arcs = {ends: c for (a, b), c in capacity.items() for ends in ((a, b), (b, a))}
-    return narrowest_partition(Network(range(size), arcs))[0]
+    return narrowest_partition(FlowNetwork(range(size), arcs))[0]
 
 
 def share_reached(topology: Topology, rates: dict[tuple[int, int], int]) -> Fraction:

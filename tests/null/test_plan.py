@@ -144,8 +144,8 @@ def decode(plan: Plan, rank: int) -> list[list[list[Step]]]:
     assert array.dtype == np.int32
     data = array.tolist()
     count, phases = data[:2]
-    mine = [s for s in plan.streams if s.rank == rank]
-    streams = []
+    mine = [s for s in plan.tracks if s.rank == rank]
+    tracks = []
     read = 2 + count * (phases + 1)
     for s in range(count):
         row = data[2 + s * (phases + 1) :][: phases + 1]
@@ -168,9 +168,9 @@ def decode(plan: Plan, rank: int) -> list[list[list[Step]]]:
             assert at == stop
             read = stop
             bodies.append(steps)
-        streams.append(bodies)
+        tracks.append(bodies)
     assert read == len(data)
-    return streams
+    return tracks
 
 
 @pytest.mark.parametrize("machine", ["mesh-1", "mesh-6", "dgx1-v100", "dgx1-p100", "cpu-3"])
@@ -179,14 +179,14 @@ def test_the_device_encoding_reads_back(machine: str) -> None:
     for name in candidates(topo):
         plan = plan_allreduce(topo, 1 << 20, name)
         for rank in range(plan.size):
-            streams = [s for s in plan.streams if s.rank == rank]
-            assert decode(plan, rank) == [[list(body) for body in s.phases] for s in streams]
+            tracks = [s for s in plan.tracks if s.rank == rank]
+            assert decode(plan, rank) == [[list(body) for body in s.phases] for s in tracks]
 
 
 def test_the_device_encodings_numbers() -> None:
     assert [op.value for op in (Op.SEND, Op.REDUCE, Op.COPY, Op.SIGNAL, Op.WAIT)] == [0, 1, 2, 3, 4]
     chain = made("chain", load("mesh-2"), 3)
-    assert [len(s.phases) for s in chain.streams] == [1] * len(chain.streams)
+    assert [len(s.phases) for s in chain.tracks] == [1] * len(chain.tracks)
     # the leaf: wait for a slot, send, say so | wait for the result, take it, free its slot
     up, down = 0, 1
     assert chain.encode(1).tolist() == [
@@ -201,7 +201,7 @@ def test_a_plan_does_not_grow_with_its_chunks(name: str) -> None:
     few = made(name, load("dgx1-v100"), 10)
     many = made(name, load("dgx1-v100"), 10_000)
     assert many == few.with_chunks(10_000)
-    assert many.streams == few.streams and many.connections == few.connections
+    assert many.tracks == few.tracks and many.connections == few.connections
     assert [many.encode(r).tolist() for r in range(8)] == [few.encode(r).tolist() for r in range(8)]
     assert len(many.to_json()) == len(few.to_json()) + len("10000") - len("10")
     assert many.with_chunks(10) == few
@@ -210,9 +210,9 @@ def test_a_plan_does_not_grow_with_its_chunks(name: str) -> None:
 def test_steps_repeat_phase_by_phase_and_leave_out_what_is_past_the_end() -> None:
     plan = made("double_tree", load("mesh-4"), 5)  # two trees: groups of 2, the last cut short
     assert (plan.groups, plan.stride) == (3, 2)
-    for stream in plan.streams:
+    for track in plan.tracks:
         want, base = [], 0
-        for body in stream.phases:
+        for body in track.phases:
             want += [
                 (base + at, 2 * g + step.chunk, step)
                 for g in range(3)
@@ -220,7 +220,7 @@ def test_steps_repeat_phase_by_phase_and_leave_out_what_is_past_the_end() -> Non
                 if 2 * g + step.chunk < 5
             ]
             base += len(body)
-        assert list(plan.steps(stream)) == want
+        assert list(plan.steps(track)) == want
 
 
 @settings(deadline=None, max_examples=300)
@@ -301,9 +301,9 @@ def test_malformed_plan_json_is_refused() -> None:
         ({"format": "x"}, 'needs "format": "linkweave-plan"'),
         ({"version": 7}, "version 7 is unknown; known: 1"),
         ({"slots": 0}, "slots must be an integer from 1 to 64, not 0"),
-        ({"streams": [[0, 0]]}, r"must have \d items, not 2"),
+        ({"tracks": [[0, 0]]}, r"must have \d items, not 2"),
         (
-            {"streams": [[0, 0, [[["JUMP", [0], 0, None, False, False]]]]]},
+            {"tracks": [[0, 0, [[["JUMP", [0], 0, None, False, False]]]]]},
             "must be one of SEND, REDUCE, COPY, SIGNAL, WAIT, not 'JUMP'",
         ),
         ({"trees": [[1, 0]]}, "one root"),
@@ -320,14 +320,14 @@ WRONG = [
     ("connections", 0, 0, 99),
     ("connections", 0, 0, None),
     ("connections", 0, 2, "1"),
-    ("streams", 0, 0, None),
-    ("streams", 0, 1, []),
-    ("streams", 0, 2, 0, 0, 1, ["0"]),
-    ("streams", 0, 2, 0, 0, 1, [1.5]),
-    ("streams", 0, 2, 0, 0, 1, [99]),
-    ("streams", 0, 2, 0, 0, 2, None),
-    ("streams", 0, 2, 0, 0, 2, 0.5),
-    ("streams", 0, 2, 0, 1, 3, "0"),
+    ("tracks", 0, 0, None),
+    ("tracks", 0, 1, []),
+    ("tracks", 0, 2, 0, 0, 1, ["0"]),
+    ("tracks", 0, 2, 0, 0, 1, [1.5]),
+    ("tracks", 0, 2, 0, 0, 1, [99]),
+    ("tracks", 0, 2, 0, 0, 2, None),
+    ("tracks", 0, 2, 0, 0, 2, 0.5),
+    ("tracks", 0, 2, 0, 1, 3, "0"),
     ("collective", "allgather"),
 ]
 

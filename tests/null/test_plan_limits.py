@@ -106,11 +106,11 @@ def test_text_that_is_no_plan_is_refused(source: str) -> None:
         (("connections", 1, 3), -1, r"connections\[1\]\[3\] must be an integer from 0 to"),
         (("connections", 0, 4, 0), True, r"connections\[0\]\[4\]\[0\] must be a GPU or the name"),
         (
-            ("streams", 0, 2, 0, 0, 1, 0),
+            ("tracks", 0, 2, 0, 0, 1, 0),
             -1,
-            r"streams\[0\]\[2\]\[0\]\[0\]\[1\]\[0\] must be an int",
+            r"tracks\[0\]\[2\]\[0\]\[0\]\[1\]\[0\] must be an int",
         ),
-        (("streams", 0, 2, 0, 0, 4), 1, "must be one of True, False, not 1"),
+        (("tracks", 0, 2, 0, 0, 4), 1, "must be one of True, False, not 1"),
         (("detours",), [[0, 1]], r"detours\[0\] must have at least 3 items, not 2"),
         (("algorithm",), 3, "algorithm must be a string, not 3"),
         (("root",), 3, "root must be an integer from 0 to 2, not 3"),
@@ -134,7 +134,7 @@ def test_the_largest_numbers_are_proved_in_time() -> None:
     """Of a plan with nothing to do, and of one whose chunks nobody moves."""
     start = time.process_time()
     most = {"num_chunks": LIMITS["num_chunks"], "slots": LIMITS["slots"]}
-    idle = Plan("none", "allreduce", 1, stride=LIMITS["stride"], connections=(), streams=(), **most)
+    idle = Plan("none", "allreduce", 1, stride=LIMITS["stride"], connections=(), tracks=(), **most)
     verify(idle, load("mesh-1"))
     verify(replace(idle, collective="sendrecv", size=16, root=()), load("mesh-16"))
     with pytest.raises(PlanError, match="not over ranks"):
@@ -146,8 +146,8 @@ def test_the_largest_numbers_are_proved_in_time() -> None:
 
 def test_a_long_plan_without_a_short_form_is_refused() -> None:
     """What it waits for in phase 0 is signalled in phase 1: it has to be walked in full."""
-    streams = {(0, 0): [[], [step(Op.SIGNAL, 0)]], (0, 1): [[step(Op.WAIT, 0)]]}
-    plan = by_hand([Connection(0, 0, 0, 1)], streams, num_chunks=1 << 17)
+    tracks = {(0, 0): [[], [step(Op.SIGNAL, 0)]], (0, 1): [[step(Op.WAIT, 0)]]}
+    plan = by_hand([Connection(0, 0, 0, 1)], tracks, num_chunks=1 << 17)
     assert shortened(plan) == plan
     with pytest.raises(PlanError, match="at most 262144 steps in all, not 524288"):
         verify(plan.with_chunks(1 << 18), load("mesh-1"))
@@ -158,7 +158,7 @@ def test_a_long_plan_without_a_short_form_is_refused() -> None:
     [
         (Connection(0, 0, 0, 1, (0, 99)), "which is no path"),
         (Connection(0, 0, 1, 0, ((0,), 1)), "which is no path"),  # type: ignore[arg-type]
-        (Connection(0, 0, 0, 0), "joins a stream to itself"),
+        (Connection(0, 0, 0, 0), "joins a track to itself"),
         (Connection(0, -1, 1, 0, (0, 1)), "does not join ranks"),
         (Connection(0, 0, 1, 1 << 40, (0, 1)), "does not join ranks"),
     ],

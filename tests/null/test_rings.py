@@ -146,12 +146,12 @@ def test_each_ring_is_one_stream_at_a_rank_and_takes_its_share() -> None:
     topo = load("dgx1-v100")
     found, _ = rings(topo)
     plan = plan_allreduce(topo, 1 << 20, "ring", 48)
-    assert {(s.rank, s.channel) for s in plan.streams} == set(product(range(8), range(6)))
+    assert {(s.rank, s.channel) for s in plan.tracks} == set(product(range(8), range(6)))
     around = {(r, a, b) for r, ring in enumerate(found) for a, b in hops(ring)}
     assert {(c.src_channel, c.src, c.dst) for c in plan.connections} == around
     assert len(plan.connections) == 48
-    for stream in plan.streams:
-        assert {chunk % 6 for _, chunk, _ in plan.steps(stream)} == {stream.channel}
+    for track in plan.tracks:
+        assert {chunk % 6 for _, chunk, _ in plan.steps(track)} == {track.channel}
 
 
 CODE = """

@@ -16,7 +16,7 @@ import pytest
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning import simulate as simulator
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS, algorithm_for
-from linkweave.collectives.planning.cost import Shape, shape_of
+from linkweave.collectives.planning.cost import Pipeline, pipeline_of
 from linkweave.collectives.planning.lower import Algorithm, Copy, Tuning, lower
 from linkweave.collectives.planning.plan import Op, Plan
 from linkweave.collectives.planning.planner import candidates, plan_allreduce
@@ -92,7 +92,7 @@ def test_rings_take_twice_all_but_one_steps_a_group(machine: str, rings: int) ->
     """A group is a chunk for each rank of each ring, and the rings do not hold each other up."""
     topo = load(machine)
     p = len(topo.gpus)
-    wire = topo.fabric[0].lane_bandwidth
+    wire = topo.fabric[0].bandwidth_each
     for groups in (1, 3):
         chunks = groups * rings * p
         timeline = simulate(made("ring", topo, chunks), topo, chunks * CHUNK)
@@ -164,7 +164,7 @@ def test_the_best_number_of_chunks_is_the_best(machine: str) -> None:
     topo = load(machine)
     for name in candidates(topo):
         plan = made(name, topo, algorithm_for(name, topo).stride)
-        shape = shape_of(plan, topo)
+        shape = pipeline_of(plan, topo)
         for nbytes in (16, 1000, 1 << 16, 1 << 20, 5 << 20):
             best = shape.best_chunks(nbytes)
             assert best % shape.stride == 0
@@ -179,7 +179,7 @@ def test_the_best_number_of_chunks_is_the_best(machine: str) -> None:
 
 
 def test_no_chunk_is_smaller_than_the_alignment() -> None:
-    shape = shape_of(made("chain", load("mesh-4"), 1), load("mesh-4"))
+    shape = pipeline_of(made("chain", load("mesh-4"), 1), load("mesh-4"))
     free = replace(shape, alpha_s=0.0)  # where starting is free, as many as there can be
     assert [free.best_chunks(n) for n in (0, 1, 16, 17, 160, 1 << 30)] == [1, 1, 1, 2, 10, 8192]
     assert shape.best_chunks(1 << 20, largest=1 << 16) >= 16
@@ -198,7 +198,7 @@ def test_no_chunk_is_smaller_than_the_alignment() -> None:
 def test_a_shape_is_the_closed_form(machine: str, name: str, fill: int, per_group: int) -> None:
     topo = load(machine)
     plan = made(name, topo, 64)
-    shape = shape_of(plan, topo)
+    shape = pipeline_of(plan, topo)
     assert (shape.stride, shape.fill, shape.per_group) == (plan.stride, fill, per_group)
     assert shape.alpha_s == pytest.approx(ALPHA_S) and shape.bandwidth == 25e9
     chunks = 16 * plan.stride
@@ -214,7 +214,7 @@ def test_predictions_for_exclusive_links_are_what_is_simulated(machine: str) -> 
         plan = plan_allreduce(topo, 1 << 20, name)
         if not plan.exclusive:
             continue
-        shape = shape_of(plan, topo)
+        shape = pipeline_of(plan, topo)
         for nbytes in (1 << 16, 1 << 20, 1 << 26):
             k = shape.best_chunks(nbytes)
             simulated = simulate(plan.with_chunks(k), topo, nbytes).seconds
@@ -232,7 +232,7 @@ def test_predictions_hold_for_rings_with_detours(gpus: tuple[int, ...]) -> None:
     topo = load("dgx1-v100").subset(gpus)
     plan = made("ring", topo, len(gpus))
     assert plan.detours
-    shape = shape_of(plan, topo)
+    shape = pipeline_of(plan, topo)
     assert shape.fill >= 0
     for groups in (1, 4, 40):
         k = groups * plan.stride
@@ -253,8 +253,8 @@ def test_links_are_busy_for_the_bytes_that_cross_them(machine: str) -> None:
         nbytes = 1_000_000  # the last chunk is cut short
         timeline = simulate(plan, topo, nbytes)
         moved: dict = defaultdict(int)
-        for stream in plan.streams:
-            for _, chunk, step in plan.steps(stream):
+        for track in plan.tracks:
+            for _, chunk, step in plan.steps(track):
                 if step.op is not Op.SEND:
                     continue
                 start, stop = plan.chunk_bounds(nbytes)[chunk]
@@ -281,13 +281,13 @@ def test_links_are_busy_for_the_bytes_that_cross_them(machine: str) -> None:
 def two_senders(count: int) -> tuple[Plan, Topology]:
     """Rank 1 sends chunk 0 on one channel and chunk 1 on another; rank 0 answers likewise."""
     connections = [hop(1, 0, 0, 0), hop(1, 1, 0, 1), hop(0, 0, 1, 2), hop(0, 1, 1, 3)]
-    streams = {}
+    tracks = {}
     for c in (0, 1):
-        streams[0, c] = [[*receive(Op.REDUCE, c, c, last=True), *send(2 + c, c)]]
-        streams[1, c] = [send(c, c)]
-        streams[1, 2 + c] = [receive(Op.COPY, 2 + c, c)]
+        tracks[0, c] = [[*receive(Op.REDUCE, c, c, last=True), *send(2 + c, c)]]
+        tracks[1, c] = [send(c, c)]
+        tracks[1, 2 + c] = [receive(Op.COPY, 2 + c, c)]
     links = tuple(Link(a, b, 10**9, count, 0.0) for a, b in ((0, 1), (1, 0)))
-    return by_hand(connections, streams, num_chunks=2, stride=2), Topology("two", (0, 1), links)
+    return by_hand(connections, tracks, num_chunks=2, stride=2), Topology("two", (0, 1), links)
 
 
 def test_two_connections_on_one_lane_take_turns() -> None:
@@ -509,5 +509,5 @@ def test_what_cannot_run_is_refused() -> None:
 
 
 def test_a_shape_of_nothing_takes_no_time() -> None:
-    assert shape_of(made("tree", load("mesh-1"), 1), load("mesh-1")).seconds(1 << 30, 4) == 0
-    assert isinstance(shape_of(made("tree", load("mesh-2"), 1), load("mesh-2")), Shape)
+    assert pipeline_of(made("tree", load("mesh-1"), 1), load("mesh-1")).seconds(1 << 30, 4) == 0
+    assert isinstance(pipeline_of(made("tree", load("mesh-2"), 1), load("mesh-2")), Pipeline)

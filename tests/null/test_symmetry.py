@@ -14,7 +14,7 @@ import networkx as nx
 import pytest
 
 from linkweave.topology import Link, Topology, TopologyError, Vertex, load
-from linkweave.topology.cuts import Network
+from linkweave.topology.cuts import FlowNetwork
 from linkweave.topology.routes import between, connects, routes
 from linkweave.topology.symmetry import pairs_alike
 from tests.null.helpers import renumbered
@@ -140,7 +140,7 @@ class Plain:
 @pytest.mark.parametrize("name", NETWORKS)
 def test_like_ranks_have_equal_cuts(name: str) -> None:
     ranks, capacity, sizes = NETWORKS[name]
-    network = Network(ranks, capacity)
+    network = FlowNetwork(ranks, capacity)
     assert sorted(r for members in network.alike for r in members) == sorted(ranks)
     if sizes is not None:
         assert sorted(map(len, network.alike)) == sizes
@@ -159,7 +159,7 @@ def test_like_ranks_have_equal_cuts(name: str) -> None:
 @pytest.mark.parametrize("name", NETWORKS)
 def test_merged_cuts_are_plain_cuts(name: str) -> None:
     ranks, capacity, _ = NETWORKS[name]
-    network, plain = Network(ranks, capacity), Plain(ranks, capacity)
+    network, plain = FlowNetwork(ranks, capacity), Plain(ranks, capacity)
     rng = random.Random(name)
     for _ in range(4):
         weights: dict[int, Fraction] = {}
@@ -180,7 +180,7 @@ def test_cuts_between_a_root_and_another(name: str) -> None:
     ranks, capacity, _ = NETWORKS[name]
     plain = Plain(ranks, capacity)
     for root in (ranks[0], ranks[-1]):
-        network = Network(ranks, capacity, apart=[root])
+        network = FlowNetwork(ranks, capacity, apart=[root])
         assert (root,) in network.alike
         for members in network.alike:
             if members != (root,):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from linkweave.collectives.planning.access import input_reads, place, pushes
+from linkweave.collectives.planning.access import input_reads, pushes, step_id
 from linkweave.collectives.planning.execute_order import Visit, walk
 from linkweave.collectives.planning.goals import COLLECTIVES
 from linkweave.collectives.planning.plan import Op, Plan
@@ -17,12 +17,12 @@ from tests.null.helpers import random_plan
 def first_touches(plan: Plan, seed: int | None) -> set[tuple[int, int, int]]:
     """By every chunk's whole history, in another legal order of the steps."""
     history: dict[tuple[int, int], list[Visit]] = {}
-    walk(plan, lambda v: history.setdefault((v.stream.rank, v.chunk), []).append(v), seed)
+    walk(plan, lambda v: history.setdefault((v.track.rank, v.chunk), []).append(v), seed)
     found = set()
     for visits in history.values():
         for v in visits:
             if v.step.op is Op.REDUCE or (v.step.op is Op.SEND and v.step.source is None):
-                found.add(place(v))
+                found.add(step_id(v))
             if v.step.op in (Op.REDUCE, Op.COPY):
                 break  # what follows at this rank reads results
     return found
@@ -58,6 +58,6 @@ def test_what_may_be_pushed() -> None:
         plan = plan_collective(collective, machine, 1 << 20)
         assert any("the caller of rank" in words for words in races(plan, pushing=True))
     detour = plan_allreduce(machine, 1 << 20, "ccube_dgx1")
-    passed_on = {(s.rank, s.channel) for s in detour.streams for body in s.phases for step in body
+    passed_on = {(s.rank, s.channel) for s in detour.tracks for body in s.phases for step in body
                  if step.source is not None}  # fmt: skip
     assert passed_on & {place[:2] for place in pushes(detour)}  # the last hop of a detour

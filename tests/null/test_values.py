@@ -27,12 +27,12 @@ def edited_steps(plan: Plan, change: dict[Op, dict[str, object]], rank: int | No
     def other(old: Step) -> Step:
         return replace(old, **change.get(old.op, {}))
 
-    streams = [
+    tracks = [
         s if rank not in (None, s.rank)
         else replace(s, phases=tuple(tuple(map(other, body)) for body in s.phases))
-        for s in plan.streams
+        for s in plan.tracks
     ]  # fmt: skip
-    return replace(plan, streams=tuple(streams))
+    return replace(plan, tracks=tuple(tracks))
 
 
 @pytest.mark.parametrize("collective", ["broadcast", "sendrecv", "allgather", "alltoall"])
@@ -111,12 +111,12 @@ def test_a_rank_between_has_no_room_for_a_block() -> None:
 
 def test_a_group_that_is_cut_short_is_right_as_a_whole() -> None:
     """As what looks at one whole group takes for granted."""
-    streams = {
+    tracks = {
         (0, 0): [[*receive(Op.REDUCE, 0, last=True), *send(1), step(Op.WAIT, 1, chunk=1)]],
         (1, 0): [send(0)],
         (1, 1): [receive(Op.COPY, 1)],
     }
-    plan = by_hand([hop(1, 0, 0), hop(0, 0, 1, 1)], streams, num_chunks=1, stride=2)
+    plan = by_hand([hop(1, 0, 0), hop(0, 0, 1, 1)], tracks, num_chunks=1, stride=2)
     with pytest.raises(PlanError):
         verify(plan, load("mesh-2"))
 

@@ -74,7 +74,7 @@ def test_every_wait_after_what_it_guards_is_caught(seed: int) -> None:
 def test_the_order_of_the_walk_does_not_matter(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, topo = random_plan(seed)
     todo = Counter(
-        (i, c, step.op) for i, s in enumerate(plan.streams) for _, c, step in plan.steps(s)
+        (i, c, step.op) for i, s in enumerate(plan.tracks) for _, c, step in plan.steps(s)
     )
     rng = random.Random(seed)
     mutants = [without(plan, rng.choice(list(places(plan)))[0])]
@@ -87,7 +87,7 @@ def test_the_order_of_the_walk_does_not_matter(seed: int, monkeypatch: pytest.Mo
         see = seen.append
         walk(
             plan,
-            lambda v, see=see: see((v.stream_index, v.chunk, v.step.op)),
+            lambda v, see=see: see((v.track_index, v.chunk, v.step.op)),
             other,
             lambda index, chunk, op, *_, see=see: see((index, chunk, op)),
         )
@@ -109,7 +109,7 @@ def test_the_short_form_has_the_verdict_of_the_long_one(name: str, slots: int) -
     verify(plan, topo, expand=True)
     rng = random.Random(f"{name} {slots}")
     for (s, p, at), _ in rng.sample(list(places(plan)), 10):
-        body = plan.streams[s].phases[p]
+        body = plan.tracks[s].phases[p]
         for mutant in (
             without(plan, (s, p, at)),
             swapped(plan, (s, p, at), (at + 1) % len(body)),
@@ -124,7 +124,7 @@ def test_random_plans_have_one_verdict_in_both_forms(seed: int) -> None:
     rng = random.Random(seed)
     plan = plan.with_chunks(plan.stride * (plan.slots + 5) + rng.randrange(plan.stride))
     for (s, p, at), _ in rng.sample(list(places(plan)), 6):
-        mutant = swapped(plan, (s, p, at), rng.randrange(len(plan.streams[s].phases[p])))
+        mutant = swapped(plan, (s, p, at), rng.randrange(len(plan.tracks[s].phases[p])))
         assert caught(mutant, topo, expand=False) == caught(mutant, topo, expand=True)
 
 
@@ -179,7 +179,7 @@ class Direct(Executor):
         self.lies: dict[tuple[int, int], int] = {}  # on which rank
 
     def move(self, who: int, at: int, chunk: int, step: Step) -> None:
-        rank = self.plan.streams[who].rank
+        rank = self.plan.tracks[who].rank
         came = [] if step.op is SEND else [self.came(rank, i) for i in step.connections]
         if step.op is SEND:
             origin = rank if step.source is None else self.came(rank, step.source)
@@ -202,7 +202,7 @@ class Direct(Executor):
         return self.lies[connection, cursor["read"] - 1]
 
     def give_back(self, rank: int, caller: int) -> None:
-        """Not before the streams of all ranks have ended."""
+        """Not before the tracks of all ranks have ended."""
 
 
 def test_plans_without_direct_races_need_no_slots() -> None:
@@ -225,13 +225,13 @@ def test_plans_without_direct_races_need_no_slots() -> None:
 PAIR = [hop(1, 0, 0), hop(0, 0, 1, 1)]
 
 
-def pair(**streams: list) -> Plan:
+def pair(**tracks: list) -> Plan:
     """Rank 1 sends up, rank 0 reduces and sends back; `r0`, `r1up` and `r1down` replace a part."""
     parts = {
         "r0": [*receive(REDUCE, 0, last=True), *send(1)],
         "r1up": send(0),
         "r1down": receive(COPY, 1),
-        **streams,
+        **tracks,
     }
     keys = {"r0": (0, 0), "r1up": (1, 0), "r1down": (1, 1)}
     return by_hand(PAIR, {keys[name]: [body] for name, body in parts.items()})
@@ -256,7 +256,7 @@ WRONG_PAIRS = {
         {"r0": [*send(1), *receive(REDUCE, 0, last=True)]},
         "race: rank 1 channel 1 .* COPY of chunk 0 is not ordered after: rank 1 channel 0 .* SEND",
     ),
-    "in another's stream": (
+    "in another's track": (
         {"r1up": [*receive(COPY, 1), *send(0)], "r1down": []},
         "connection 1 does not end here",
     ),
@@ -314,7 +314,7 @@ def test_a_rank_left_out_is_named() -> None:
     with pytest.raises(PlanError, match=words):
         verify(plan, load("mesh-3"))
     (s, p, at), old = next(x for x in places(plan) if x[1].op is REDUCE)
-    body = list(plan.streams[s].phases[p])
+    body = list(plan.tracks[s].phases[p])
     body[at] = replace(old, last=True)
     with pytest.raises(PlanError, match=r"covers ranks \[0, 1\], yet it is marked as the last one"):
         verify(edited(plan, s, p, body), load("mesh-3"))
@@ -368,11 +368,11 @@ def test_links_are_checked_against_the_machine() -> None:
 
 def test_streams_are_checked() -> None:
     plan = pair()
-    with pytest.raises(PlanError, match="two streams share a rank and a channel"):
-        verify(replace(plan, streams=(*plan.streams, plan.streams[0])), load("mesh-2"))
-    with pytest.raises(PlanError, match="a stream is of rank 2, channel 0; the plan has 2 ranks"):
-        stray = replace(plan.streams[0], rank=2)
-        verify(replace(plan, streams=(*plan.streams, stray)), load("mesh-2"))
+    with pytest.raises(PlanError, match="two tracks share a rank and a channel"):
+        verify(replace(plan, tracks=(*plan.tracks, plan.tracks[0])), load("mesh-2"))
+    with pytest.raises(PlanError, match="a track is of rank 2, channel 0; the plan has 2 ranks"):
+        stray = replace(plan.tracks[0], rank=2)
+        verify(replace(plan, tracks=(*plan.tracks, stray)), load("mesh-2"))
 
 
 ONE_SHOT = [hop(0, 1, 1), hop(1, 1, 0), hop(0, 1, 0), hop(1, 1, 1)]  # two of data, two of order
@@ -380,13 +380,13 @@ ONE_SHOT = [hop(0, 1, 1), hop(1, 1, 0), hop(0, 1, 0), hop(1, 1, 1)]  # two of da
 
 def exchange(ordered: bool) -> Plan:
     """Both ranks send on channel 1 and reduce on channel 0, which must wait for the send."""
-    streams = {}
+    tracks = {}
     for rank in (0, 1):
         tell, hear = [step(SIGNAL, 2 + rank)], [step(WAIT, 2 + rank)]
         take = receive(REDUCE, 1 - rank, last=True, ahead=rank)
-        streams[rank, 1] = [[*send(rank), *(tell if ordered else [])]]
-        streams[rank, 0] = [[*(hear if ordered else []), *take]]
-    return by_hand(ONE_SHOT, streams)
+        tracks[rank, 1] = [[*send(rank), *(tell if ordered else [])]]
+        tracks[rank, 0] = [[*(hear if ordered else []), *take]]
+    return by_hand(ONE_SHOT, tracks)
 
 
 def test_two_streams_of_a_rank_must_be_ordered() -> None:
@@ -436,11 +436,11 @@ def test_a_forwarder_does_not_mix_up_chunks() -> None:
     assert is_right(plan)
     ((place, forward),) = [x for x in places(plan) if x[1].source is not None and not x[1].chunk]
     theirs = {*forward.connections, forward.source}
-    for s, stream in enumerate(plan.streams):
-        if s == place[0] or stream.rank == 0:
+    for s, track in enumerate(plan.tracks):
+        if s == place[0] or track.rank == 0:
             body = [
                 replace(x, chunk=1 - x.chunk) if theirs & set(x.connections) else x
-                for x in stream.phases[0]
+                for x in track.phases[0]
             ]
             plan = edited(plan, s, 0, body)
     assert not is_right(plan)
@@ -518,12 +518,12 @@ def test_what_the_verifier_accepts_the_simulator_can_run() -> None:
 
 
 def _pairing(signals: tuple[int, ...], waits: tuple[int, ...]) -> Plan:
-    """A rank whose first stream signals, and whose second waits, for these chunks of a group."""
-    streams = {
+    """A rank whose first track signals, and whose second waits, for these chunks of a group."""
+    tracks = {
         (0, 0): [[step(SIGNAL, 0, chunk=c) for c in signals]],
         (0, 1): [[step(WAIT, 0, chunk=c) for c in waits]],
     }
-    return by_hand([Connection(0, 0, 0, 1)], streams, num_chunks=101, stride=2)
+    return by_hand([Connection(0, 0, 0, 1)], tracks, num_chunks=101, stride=2)
 
 
 @pytest.mark.parametrize(("signals", "waits"), [((0,) * 4, (1,) * 5), ((1,) * 5, (0,) * 4)])
@@ -540,7 +540,7 @@ def test_groups_that_do_not_pair_are_walked_in_full(
 
 def test_the_sender_of_order_does_not_wait() -> None:
     """The simulator and the CPU runtime would wait for ever."""
-    streams = {(0, 0): [[step(WAIT, 0), step(SIGNAL, 0)]], (0, 1): [[step(WAIT, 0)]]}
-    plan = by_hand([Connection(0, 0, 0, 1)], streams, num_chunks=3)
+    tracks = {(0, 0): [[step(WAIT, 0), step(SIGNAL, 0)]], (0, 1): [[step(WAIT, 0)]]}
+    plan = by_hand([Connection(0, 0, 0, 1)], tracks, num_chunks=3)
     with pytest.raises(PlanError, match="waits for a slot of 0, which is only for order"):
         verify(plan, load("mesh-1"))

@@ -15,15 +15,19 @@ from fractions import Fraction
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.topology import Vertex
 from linkweave.topology.bounds import narrowest_partition
-from linkweave.topology.cuts import Network
+from linkweave.topology.cuts import FlowNetwork
 
 _TREES, _PARTS, _VALUES = 32, 8, 6  # most trees; shares of a link; sizes of link tried
 _ENOUGH = Fraction(99, 100)
 Pair = tuple[int, int]
-Edge = tuple[int, int, int]  # the ranks it joins, and a number that tells parallel ones apart
+NumberedEdge = tuple[
+    int, int, int
+]  # the ranks it joins, and a number that tells parallel ones apart
 
 
-def spanning_forests(size: int, edges: Sequence[Edge], count: int) -> list[set[Edge]]:
+def spanning_forests(
+    size: int, edges: Sequence[NumberedEdge], count: int
+) -> list[set[NumberedEdge]]:
     """`count` disjoint forests over `edges` with as many edges in all as there can be.
 
     Matroid union (Edmonds 1965): an edge that closes a circle in every forest may still go in, if
@@ -32,14 +36,14 @@ def spanning_forests(size: int, edges: Sequence[Edge], count: int) -> list[set[E
     later (Roskind and Tarjan 1985: a clump).
     """
     forests = [_Forest(size) for _ in range(count)]
-    home: dict[Edge, int] = {}
+    home: dict[NumberedEdge, int] = {}
     clump = list(range(size))  # of each rank; ranks of one clump are spanned by every forest
     for edge in edges:
         if clump[edge[0]] == clump[edge[1]]:
             continue
-        came: dict[Edge, Edge | None] = {edge: None}
+        came: dict[NumberedEdge, NumberedEdge | None] = {edge: None}
         queue = deque([edge])
-        end: tuple[Edge, int] | None = None
+        end: tuple[NumberedEdge, int] | None = None
         while queue and end is None:
             moving = queue.popleft()
             for i, forest in enumerate(forests):
@@ -56,7 +60,7 @@ def spanning_forests(size: int, edges: Sequence[Edge], count: int) -> list[set[E
         if end is None:
             reached = {clump[rank] for a, b, _ in came for rank in (a, b)}
             clump = [edge[0] + size if c in reached else c for c in clump]
-        step: Edge | None
+        step: NumberedEdge | None
         step, to = end or (None, 0)
         while step is not None:  # each takes the place that the one before it leaves
             left = home.get(step)
@@ -72,19 +76,21 @@ class _Forest:
     """Its trees hang from a root each, as long as no edge comes or goes."""
 
     def __init__(self, size: int) -> None:
-        self.edges: set[Edge] = set()
-        self._near: list[dict[Edge, int]] = [{} for _ in range(size)]
-        self._above: list[tuple[int, Edge] | None] = []  # of each rank, on the way to its root
+        self.edges: set[NumberedEdge] = set()
+        self._near: list[dict[NumberedEdge, int]] = [{} for _ in range(size)]
+        self._above: list[
+            tuple[int, NumberedEdge] | None
+        ] = []  # of each rank, on the way to its root
         self._level: list[int] = []
         self._root: list[int] = []
 
-    def add(self, edge: Edge) -> None:
+    def add(self, edge: NumberedEdge) -> None:
         self.edges.add(edge)
         self._near[edge[0]][edge] = edge[1]
         self._near[edge[1]][edge] = edge[0]
         self._root = []
 
-    def remove(self, edge: Edge) -> None:
+    def remove(self, edge: NumberedEdge) -> None:
         self.edges.remove(edge)
         del self._near[edge[0]][edge], self._near[edge[1]][edge]
         self._root = []
@@ -105,15 +111,15 @@ class _Forest:
                         self._level[other] = self._level[at] + 1
                         order.append(other)
 
-    def path(self, a: int, b: int) -> list[Edge] | None:
+    def path(self, a: int, b: int) -> list[NumberedEdge] | None:
         """The edges from b to a, or None where they are not connected."""
         if not self._root:
             self._hang()
         if self._root[a] != self._root[b]:
             return None
         above, level = self._above, self._level
-        from_a: list[Edge] = []
-        from_b: list[Edge] = []
+        from_a: list[NumberedEdge] = []
+        from_b: list[NumberedEdge] = []
         while a != b:
             at, found = (a, from_a) if level[a] > level[b] else (b, from_b)
             step = above[at]
@@ -126,7 +132,7 @@ class _Forest:
         return from_b + from_a[::-1]
 
 
-def rooted(size: int, edges: Sequence[Pair] | set[Edge]) -> Tree:
+def rooted(size: int, edges: Sequence[Pair] | set[NumberedEdge]) -> Tree:
     """The tree over these edges, rooted where it is least deep (the lowest rank of equals)."""
     near: list[list[int]] = [[] for _ in range(size)]
     for a, b, *_ in edges:
@@ -180,4 +186,4 @@ def _strength(size: int, capacity: Mapping[Pair, int]) -> Fraction:
     there: dict[tuple[Vertex, Vertex], int] = {
         ends: c for (a, b), c in capacity.items() if c for ends in ((a, b), (b, a))
     }
-    return narrowest_partition(Network(range(size), there))[0]
+    return narrowest_partition(FlowNetwork(range(size), there))[0]

@@ -167,7 +167,7 @@ def ring(topology: Topology) -> Algorithm:
 
     R is the number of rings found that share no link, each in one direction. Chunk c goes round
     ring c mod R; it starts on the rank after its owner and is complete on the owner, rank c // R
-    of the ring. A rank keeps one stream a ring, so its sends there follow one another. The plan
+    of the ring. A rank keeps one track a ring, so its sends there follow one another. The plan
     grows as P^2: PlanError for more than 64 ranks.
     """
     size = len(topology.gpus)

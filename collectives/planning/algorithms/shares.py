@@ -16,7 +16,7 @@ from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.packing import Pair
 from linkweave.topology import Topology, Vertex
 from linkweave.topology.bounds import narrowest_partition
-from linkweave.topology.cuts import Network
+from linkweave.topology.cuts import FlowNetwork
 from linkweave.topology.symmetry import pairs_alike
 
 _ROUNDS = 60
@@ -53,7 +53,7 @@ def pair_capacity(topology: Topology) -> dict[Pair, tuple[int, int]]:
 def _lane(topology: Topology, a: int, b: int) -> int:
     """Bytes/s of one message between two ranks."""
     path = topology.hops[topology.gpus[a], topology.gpus[b]]
-    return min(topology.by_ends[ends].lane_bandwidth for ends in zip(path, path[1:], strict=False))
+    return min(topology.by_ends[ends].bandwidth_each for ends in zip(path, path[1:], strict=False))
 
 
 def _two_way(topology: Topology) -> bool:
@@ -125,7 +125,7 @@ def _rates(topology: Topology) -> dict[Pair, int]:
         there: dict[tuple[Vertex, Vertex], int] = {
             ends: rate for (a, b), rate in rates.items() for ends in ((a, b), (b, a)) if rate
         }
-        value, cuts = narrowest_partition(Network(range(size), there))
+        value, cuts = narrowest_partition(FlowNetwork(range(size), there))
         if value > reached:
             best, reached = rates, value
         if float(value) >= solution.x[goal] * scale * (1 - 1e-6):

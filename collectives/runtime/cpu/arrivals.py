@@ -2,7 +2,7 @@
 all-reduce is under way (C-Cube, section III-D: gradient queuing).
 
 The gradient buffer is the queue itself: a chunk is final where it lies. The interpreter counts the
-chunks that each stream has made final; a layer is there once the counters are where the
+chunks that each track has made final; a layer is there once the counters are where the
 layer-chunk table says. Then it wakes who waits for that layer.
 """
 
@@ -24,18 +24,18 @@ class Arrivals:
     def __init__(self) -> None:
         self.begun = threading.Event()  # the counters count from zero
         self.layers = 0  # how many
-        self.counters = np.zeros(1, np.int64)  # by stream
+        self.counters = np.zeros(1, np.int64)  # by track
         self.bells = np.zeros(0, np.int64)  # addresses, one a layer: who waits for it sleeps there
         self.needs = np.zeros((0, 0), np.int64)
 
     def begin(self, needs: NDArray[np.int64]) -> None:
-        """To be called before anything moves. `needs` [layers, streams]: chunks that each stream
+        """To be called before anything moves. `needs` [layers, tracks]: chunks that each track
         makes final for a layer (`planning.finals.table`)."""
-        self.layers, streams = needs.shape
-        self.counters = np.zeros(max(1, streams), np.int64)
+        self.layers, tracks = needs.shape
+        self.counters = np.zeros(max(1, tracks), np.int64)
         self._words = np.zeros(self.layers, np.int64)
         self.bells = self._words.ctypes.data + 8 * np.arange(self.layers)
-        self._addresses = self.counters.ctypes.data + 8 * np.arange(streams)
+        self._addresses = self.counters.ctypes.data + 8 * np.arange(tracks)
         self.needs = needs
         self.begun.set()
 

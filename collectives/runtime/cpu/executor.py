@@ -15,8 +15,8 @@ from linkweave.collectives.planning.blocks import table as block_table
 from linkweave.collectives.planning.cost import MEMORY_CHUNK
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.buffer import Buffer
-from linkweave.collectives.runtime.control import HostControl
 from linkweave.collectives.runtime.cpu.arrivals import Arrivals
+from linkweave.collectives.runtime.cpu.control import HostControl
 from linkweave.collectives.runtime.cpu.mapping import pages
 from linkweave.collectives.runtime.diagnose import blocked
 from linkweave.collectives.runtime.encoded import Encoded, encode
@@ -58,9 +58,9 @@ class Ready:
     blocks: NDArray[np.int64]
     label: str
     choice: tuple[object, ...]
-    """What it was planned for (`Calls._choice`)."""
+    """What it was planned for (`HostCalls._choice`)."""
     needs: NDArray[np.int64] | None
-    """[layers, streams] of a gradient queue (`planning.finals.table`)."""
+    """[layers, tracks] of a gradient queue (`planning.finals.table`)."""
 
     @property
     def num_chunks(self) -> int:

@@ -29,18 +29,18 @@ from linkweave.collectives.runtime.gpu.program import (
     CURSOR,
     GROUP,
     REPORT,
+    LaunchConfig,
     Program,
-    Shape,
     State,
-    place_of,
+    chunk_places,
 )
 from linkweave.collectives.runtime.gpu.standing import others, standing
 
-MOST_LANES = 16
+MOST_WIDTH = 16
 """Blocks a stream; with 8 ranks of 4 streams each, twice what an H100 holds."""
 
 
-Room = tuple[tuple[int, ...], int]
+Occupancy = tuple[tuple[int, ...], int]
 """Ranks whose blocks one launch holds, and the blocks that their GPU holds at once."""
 
 
@@ -61,7 +61,7 @@ class Prepared:
     """A collective of one size, ready to be launched any number of times."""
 
     plan: Plan
-    shape: Shape
+    config: LaunchConfig
     dtype: str
     op: str
     parts: tuple[_Part, ...]
@@ -90,7 +90,7 @@ class GpuRanks:
         first, _ = next(iter(self.shares.values()))
         self._abort = first.pinned(1)  # which every GPU of the process sees
         self._uploaded: list[tuple[Device, int]] = []
-        self._regions: dict[tuple[Plan, Shape], tuple[_Part, ...]] = {}
+        self._regions: dict[tuple[Plan, LaunchConfig], tuple[_Part, ...]] = {}
         self._launched: dict[int, Prepared] = {}  # the last one of each region
         self.counters = Counters([device for device, _ in self.shares.values()])
 
@@ -107,7 +107,7 @@ class GpuRanks:
         """Whether one launch runs all ranks of a plan for so many, and so sees all buffers."""
         return len(self.shares) == 1 and len(self.devices) == size
 
-    def rooms(self, dtype: str, op: str) -> list[Room]:
+    def occupancy(self, dtype: str, op: str) -> list[Occupancy]:
         """Of each of our GPUs."""
         return [(ranks, d.resident(dtype, op)) for d, ranks in self.shares.values()]
 
@@ -122,34 +122,36 @@ class GpuRanks:
         self.check()
 
     def prepare(
-        self, plan: Plan, nbytes: int, dtype: str, op: str, lanes: int | None = None,
+        self, plan: Plan, nbytes: int, dtype: str, op: str, width: int | None = None,
         layers: Sequence[int] = (), seen: bool | None = None,
     ) -> Prepared:  # fmt: skip
-        """Memory and tables for a verified plan. `lanes`, by default as many as our own GPUs have
-        room for (`lanes_of`), must be the same on all ranks. `layers`: bytes of each, for a
+        """Memory and tables for a verified plan. `width`, by default as many as our own GPUs have
+        room for (`width_of`), must be the same on all ranks. `layers`: bytes of each, for a
         gradient queue. `seen`: ranks of all launches see each other's buffers (None: as those of
         one launch do); then results are pushed into these where that is no race."""
-        lanes = lanes or lanes_of(plan, self.rooms(dtype, op), self.max_blocks)
-        plan, shape = program.fit(plan, nbytes, lanes)
-        key = (plan.with_chunks(plan.stride), shape)
+        width = width or width_of(plan, self.occupancy(dtype, op), self.max_blocks)
+        plan, config = program.fit(plan, nbytes, width)
+        key = (plan.with_chunks(plan.stride), config)
         if key not in self._regions:
-            self._regions[key] = self._lay_out(plan, shape)
+            self._regions[key] = self._lay_out(plan, config)
         parts = self._regions[key]
         tables = []
         for part in parts:
             groups = part.groups.copy()
-            places = {r: self._upload(part.device, place_of(plan, nbytes, r)) for r in part.ranks}
+            places = {
+                r: self._upload(part.device, chunk_places(plan, nbytes, r)) for r in part.ranks
+            }
             for row, (rank, _) in zip(groups, part.programs, strict=True):
                 row["place"] = places[rank]
             tables.append(self._upload(part.device, groups))
-        needs = dict(self._needs(plan, shape, nbytes, layers, parts)) if layers else {}
+        needs = dict(self._needs(plan, config, nbytes, layers, parts)) if layers else {}
         if seen is None:
             seen = self.launches_all(plan.size)
-        direct = seen and not shape.low_latency and program.may_push(plan)
-        return Prepared(plan, shape, dtype, op, parts, tuple(tables), needs, direct)
+        direct = seen and not config.low_latency and program.may_push(plan)
+        return Prepared(plan, config, dtype, op, parts, tuple(tables), needs, direct)
 
     def _needs(
-        self, plan: Plan, shape: Shape, nbytes: int, layers: Sequence[int],
+        self, plan: Plan, config: LaunchConfig, nbytes: int, layers: Sequence[int],
         parts: Sequence[_Part],
     ) -> Iterator[tuple[int, tuple[int, NDArray[np.void]]]]:  # fmt: skip
         """For each of our ranks its part and the checks of its layers; `counters` of these are an
@@ -165,8 +167,8 @@ class GpuRanks:
                 checks["need"] = self._upload(part.device, table)
                 checks["need"] += np.arange(len(layers), dtype=np.uint64) * (4 * streams)
                 checks["timeout_ns"] = int(2e9 * self.timeout)
-                checks["streams"], checks["lanes"] = streams, shape.lanes
-                counters += 4 * streams * shape.lanes
+                checks["tracks"], checks["width"] = streams, config.width
+                counters += 4 * streams * config.width
                 yield rank, (place, checks)
 
     def run(
@@ -188,7 +190,7 @@ class GpuRanks:
         where = dict(zip(self.devices, zip(buffers, inputs, strict=True), strict=True))
         self._launched[id(prepared.parts)] = prepared
         streams = {i: stream if isinstance(stream, int) else stream[i] for i in self.shares}
-        blocks = [len(part.programs) * prepared.shape.lanes for part in prepared.parts]
+        blocks = [len(part.programs) * prepared.config.width for part in prepared.parts]
         counted = None
         if begun:
             captured = any(d.capturing(streams[i]) for i, (d, _) in self.shares.items())
@@ -200,7 +202,7 @@ class GpuRanks:
                 continue
             on = streams[part.device.index]
             launch = program.launch(
-                prepared.plan, prepared.shape, table, int(self._abort.ctypes.data),
+                prepared.plan, prepared.config, table, int(self._abort.ctypes.data),
                 [where[r] for r in part.ranks], self.timeout, prepared.op == "avg", ps_per_byte,
                 address, [everyone[r] for r in part.peers] if prepared.direct else None,
             )  # fmt: skip
@@ -256,7 +258,7 @@ class GpuRanks:
         # a copy: calls of new kinds are added while the watch looks
         return [
             w for p in list(self._launched.values()) for part in p.parts
-            for w in standing(p.plan, p.shape.lanes, part.programs, part.report)
+            for w in standing(p.plan, p.config.width, part.programs, part.report)
         ]  # fmt: skip
 
     def stands(self) -> str:
@@ -290,33 +292,33 @@ class GpuRanks:
         self._uploaded.append((device, address))
         return address
 
-    def _lay_out(self, plan: Plan, shape: Shape) -> tuple[_Part, ...]:
-        layout = program.lay_out(plan, shape)
+    def _lay_out(self, plan: Plan, config: LaunchConfig) -> tuple[_Part, ...]:
+        layout = program.lay_out(plan, config)
         ends = {(c.src, c.dst) for c in plan.connections if not c.local}
         bases = self._memory.bases(layout.nbytes, ends | {(b, a) for a, b in ends})
         parts = []
         for device, ranks in self.shares.values():
             found = tuple((r, p) for r in ranks for p in program.programs(plan, r))
             peers = tuple(program.receivers(plan, ranks))
-            report = device.pinned(max(1, len(found) * shape.lanes * REPORT))
+            report = device.pinned(max(1, len(found) * config.width * REPORT))
             groups, order = np.zeros(len(found), GROUP), (*ranks, *peers)
             for i, (row, (rank, p)) in enumerate(zip(groups, found, strict=True)):
                 row["code"] = self._upload(device, p.code)
                 row["ends"] = self._upload(device, program.ends(plan, layout, p, bases, order))
-                row["cursors"] = self._upload(device, np.zeros((shape.lanes, len(p.ends)), CURSOR))
-                row["report"] = report.ctypes.data + 4 * i * shape.lanes * REPORT
+                row["cursors"] = self._upload(device, np.zeros((config.width, len(p.ends)), CURSOR))
+                row["report"] = report.ctypes.data + 4 * i * config.width * REPORT
                 row["rank"], row["num_ends"] = ranks.index(rank), len(p.ends)
                 row["code_words"] = p.code.size
             parts.append(_Part(device, ranks, peers, found, groups, report))
         return tuple(parts)
 
 
-def lanes_of(plan: Plan, rooms: Iterable[Room], max_blocks: int | None = None) -> int:
+def width_of(plan: Plan, rooms: Iterable[Occupancy], max_blocks: int | None = None) -> int:
     """Blocks a stream for which every GPU has room at once. Raises CollectiveError where there is
     no room for one. `max_blocks` caps the blocks of a launch."""
-    found = MOST_LANES
+    found = MOST_WIDTH
     for ranks, room in rooms:
-        streams = sum(s.rank in ranks for s in plan.streams)
+        streams = sum(s.rank in ranks for s in plan.tracks)
         most = room if max_blocks is None else min(room, max_blocks)
         if streams > most:
             raise CollectiveError(

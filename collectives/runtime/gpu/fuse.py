@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.access import passed_on
-from linkweave.collectives.planning.plan import Op, Plan, Step, Stream
+from linkweave.collectives.planning.plan import Op, Plan, Step, Track
 from linkweave.collectives.planning.verify import prove, shortened
 
 
@@ -27,7 +27,7 @@ def fused(plan: Plan) -> Plan:
 @lru_cache(maxsize=64)
 def _reordered(plan: Plan) -> Plan | None:
     """None where nothing changes."""
-    made = replace(plan, streams=tuple(_stream(plan, s) for s in plan.streams))
+    made = replace(plan, tracks=tuple(_track(plan, s) for s in plan.tracks))
     if made == plan:
         return None
     try:
@@ -38,9 +38,9 @@ def _reordered(plan: Plan) -> Plan | None:
     return made
 
 
-def _stream(plan: Plan, stream: Stream) -> Stream:
+def _track(plan: Plan, track: Track) -> Track:
     together, base, phases = passed_on(plan), 0, []
-    for body in stream.phases:
+    for body in track.phases:
         order: list[Step] = []
         held: list[Step] = []  # from a step that is passed on to its SEND
         for at, step in enumerate(body, base):
@@ -49,13 +49,13 @@ def _stream(plan: Plan, stream: Stream) -> Stream:
                 if step.op is Op.SEND:
                     order += _beside(held)
                     held = []
-            elif (stream.rank, stream.channel, at) in together:
+            elif (track.rank, track.channel, at) in together:
                 held = [step]
             else:
                 order.append(step)
         phases.append(tuple(order))
         base += len(body)
-    return replace(stream, phases=tuple(phases))
+    return replace(track, phases=tuple(phases))
 
 
 def _beside(held: list[Step]) -> list[Step]:

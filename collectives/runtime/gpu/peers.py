@@ -18,7 +18,7 @@ from linkweave.topology.detect import detect
 log = logging.getLogger("linkweave")
 
 Gather = Callable[[str, bytes], list[bytes]]
-"""What every rank says of a thing, by rank (`Calls.gather`)."""
+"""What every rank says of a thing, by rank (`HostCalls.gather`)."""
 
 _TOLD = 200  # characters of an error that the others are told
 

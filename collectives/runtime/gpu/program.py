@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.access import input_reads, passed_on, pushes
-from linkweave.collectives.planning.plan import ALIGN, Op, Plan, Stream
+from linkweave.collectives.planning.plan import ALIGN, Op, Plan, Track
 from linkweave.collectives.planning.verify import races, shortened
 from linkweave.collectives.runtime.gpu.fuse import fused
 
@@ -40,7 +40,7 @@ counter between the data and its reader. To be fitted on GPUs."""
 
 
 class State(IntEnum):
-    """First word of a lane's report."""
+    """First word of a block's report."""
 
     NOTHING = 0
     WAITS = 1
@@ -59,7 +59,7 @@ LAUNCH = np.dtype(
     [(name, "u8") for name in ("groups", "abort", "finals", "timeout_ns")]
     + [
         (name, "u4")
-        for name in ("lanes", "num_chunks", "stride", "slots", "stripe", "low_latency", "divisor",
+        for name in ("width", "num_chunks", "stride", "slots", "stripe", "low_latency", "divisor",
                      "ps_per_byte", "direct", "pad")
     ]
     + [(name, "u8", (MOST_RANKS,)) for name in ("buffers", "inputs")]
@@ -68,30 +68,30 @@ LAUNCH = np.dtype(
 
 CHECK = np.dtype(
     [(name, "u8") for name in ("counters", "need", "abort", "timeout_ns")]
-    + [(name, "u4") for name in ("streams", "lanes")]
+    + [(name, "u4") for name in ("tracks", "width")]
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """How a plan lies in memory: `lanes` blocks a stream, each with `stripe` bytes of every slot.
+class LaunchConfig:
+    """How a plan lies in memory: `width` blocks a track, each with `stripe` bytes of every slot.
 
     With `low_latency` slots hold lines of 4 bytes of data and 4 of flag.
     """
 
-    lanes: int
+    width: int
     stripe: int
     low_latency: bool
 
 
-def fit(plan: Plan, nbytes: int, lanes: int) -> tuple[Plan, Shape]:
-    """The plan as the kernel runs it (`fused`), in as many chunks as fit its slots, and its shape,
+def fit(plan: Plan, nbytes: int, width: int) -> tuple[Plan, LaunchConfig]:
+    """The plan as the kernel runs it (`fused`), in as many chunks as fit its slots, and its config,
     for a message of `nbytes`.
 
     More chunks are proved with the plan's own where these are whole groups; fewer than one group
-    raises PlanError. A short message takes one lane and lines, which order nothing until they are
-    read: so only where each wait for data comes just before the step that reads it. The shape
-    takes one of two values for each `lanes`, so one piece of memory serves all messages of a plan
+    raises PlanError. A short message takes one block and lines, which order nothing until they are
+    read: so only where each wait for data comes just before the step that reads it. The config
+    takes one of two values for each `width`, so one piece of memory serves all messages of a plan
     and a protocol.
     """
     plan = fused(plan)
@@ -107,27 +107,27 @@ def fit(plan: Plan, nbytes: int, lanes: int) -> tuple[Plan, Shape]:
         while plan.chunk_bytes(nbytes) > SLOT_BYTES:  # chunks of a part of the data only
             plan = plan.with_chunks(2 * plan.num_chunks)
     if plan.chunk_bytes(nbytes) <= LINES_BYTES and _read_at_once(plan):
-        return plan, Shape(1, LINES_BYTES, True)
-    return plan, Shape(lanes, -(-SLOT_BYTES // (lanes * ALIGN)) * ALIGN, False)
+        return plan, LaunchConfig(1, LINES_BYTES, True)
+    return plan, LaunchConfig(width, -(-SLOT_BYTES // (width * ALIGN)) * ALIGN, False)
 
 
 def _read_at_once(plan: Plan) -> bool:
     """Whether nothing but waits stands between each wait for data and the step that reads it."""
-    for stream in plan.streams:
-        for body in stream.phases:
+    for track in plan.tracks:
+        for body in track.phases:
             waited: set[int] = set()
             for step in body:
                 if step.op is not Op.WAIT:
                     if not waited <= {*step.connections, step.source}:
                         return False
                     waited.clear()
-                elif not plan.sends_on(stream, step.connections[0]):
+                elif not plan.sends_on(track, step.connections[0]):
                     waited |= {i for i in step.connections if not plan.connections[i].local}
     return True
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SlotLayout:
     """Where a plan's counters and slots lie in each rank's memory (byte offsets).
 
     Data-ready counters and slots lie at the receiver, slot-free counters at the sender; -1 where a
@@ -140,34 +140,34 @@ class Layout:
     slot: tuple[int, ...]
 
 
-def lay_out(plan: Plan, shape: Shape) -> Layout:
+def lay_out(plan: Plan, config: LaunchConfig) -> SlotLayout:
     """Counters first, then slots, in the order of the connections; all must be zero at first."""
     used = [0] * plan.size
     ready, free, slot = [], [], []
-    counters = shape.lanes * LINE
+    counters = config.width * LINE
     for c in plan.connections:
         ready.append(used[c.dst])
         used[c.dst] += counters
         free.append(-1 if c.local else used[c.src])
         used[c.src] += 0 if c.local else counters
-    ring = plan.slots * shape.lanes * shape.stripe * (2 if shape.low_latency else 1)
+    ring = plan.slots * config.width * config.stripe * (2 if config.low_latency else 1)
     for c in plan.connections:
         slot.append(-1 if c.local else used[c.dst])
         used[c.dst] += 0 if c.local else ring
-    return Layout(tuple(used), tuple(ready), tuple(free), tuple(slot))
+    return SlotLayout(tuple(used), tuple(ready), tuple(free), tuple(slot))
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One stream's code for the device, and the connections that its numbers of ends stand for."""
+    """One track's code for the device, and the connections that its numbers of ends stand for."""
 
-    stream: Stream
+    track: Track
     code: NDArray[np.int32]
     ends: tuple[int, ...]
 
 
 def programs(plan: Plan, rank: int) -> list[Program]:
-    """The streams of a rank.
+    """The tracks of a rank.
 
     `code` is `[phases, phases + 1 offsets, steps]` with the steps of `Plan.encode`, in which
     connections are numbers into `ends`, the source of a SEND or REDUCE is `INPUT` where it takes
@@ -175,8 +175,8 @@ def programs(plan: Plan, rank: int) -> list[Program]:
     (`pushes`), and which are one with the SEND behind them (`passed_on`). Raises PlanError where a
     step has more peers than the kernel admits.
     """
-    streams = [s for s in plan.streams if s.rank == rank]
-    for step in (step for s in streams for body in s.phases for step in body):
+    tracks = [s for s in plan.tracks if s.rank == rank]
+    for step in (step for s in tracks for body in s.phases for step in body):
         if (n := len(step.connections)) > MOST_PEERS:
             raise PlanError(
                 f"{plan.algorithm}: rank {rank} has a {step.op.name} with {n} peers; GPU "
@@ -186,7 +186,7 @@ def programs(plan: Plan, rank: int) -> list[Program]:
     together = passed_on(plan)
     phases = whole[1]
     found = []
-    for i, stream in enumerate(streams):
+    for i, track in enumerate(tracks):
         row = 2 + i * (phases + 1)
         first, stop = whole[row], whole[row + phases]
         shift = phases + 2 - first
@@ -196,7 +196,7 @@ def programs(plan: Plan, rank: int) -> list[Program]:
         while at < stop:
             op, chunk, flag, source, n = whole[at : at + 5]
             connections = whole[at + 5 : at + 5 + n]
-            here = rank, stream.channel, position
+            here = rank, track.channel, position
             if op in (Op.SIGNAL, Op.WAIT):
                 flag = SENDER * flag | DATA * (not plan.connections[connections[0]].local)
             elif op == Op.REDUCE:
@@ -212,7 +212,7 @@ def programs(plan: Plan, rank: int) -> list[Program]:
             numbers = [number.setdefault(c, len(number)) for c in connections]
             code += [op, chunk, flag, source, n, *numbers]
             at, position = at + 5 + n, position + 1
-        found.append(Program(stream, np.array(code, np.int32), tuple(number)))
+        found.append(Program(track, np.array(code, np.int32), tuple(number)))
     return found
 
 
@@ -234,14 +234,14 @@ def receivers(plan: Plan, ranks: Sequence[int]) -> list[int]:
 
 
 def ends(
-    plan: Plan, layout: Layout, program: Program, bases: Sequence[int], order: Sequence[int]
+    plan: Plan, layout: SlotLayout, program: Program, bases: Sequence[int], order: Sequence[int]
 ) -> NDArray[np.void]:
     """[ends] of END: the addresses at which one process sees them, with each rank's memory at
     `bases[rank]`; `order`: the ranks of the launch's buffers."""
     table = np.zeros(len(program.ends), END)
     for row, index in zip(table, program.ends, strict=True):
         c = plan.connections[index]
-        if c.src == program.stream.rank:
+        if c.src == program.track.rank:
             row["peer"] = order.index(c.dst)
         row["ready"] = bases[c.dst] + layout.ready[index]
         if not c.local:
@@ -251,7 +251,7 @@ def ends(
 
 
 def launch(
-    plan: Plan, shape: Shape, groups: int, abort: int, buffers: Sequence[tuple[int, int]],
+    plan: Plan, config: LaunchConfig, groups: int, abort: int, buffers: Sequence[tuple[int, int]],
     timeout: float, average: bool, ps_per_byte: int = 0, finals: int = 0,
     peers: Sequence[int] | None = None,
 ) -> NDArray[np.void]:  # fmt: skip
@@ -265,7 +265,11 @@ def launch(
     row = made[0]
     row["groups"], row["abort"], row["timeout_ns"] = groups, abort, int(timeout * 1e9)
     row["finals"] = finals
-    row["lanes"], row["stripe"], row["low_latency"] = shape.lanes, shape.stripe, shape.low_latency
+    row["width"], row["stripe"], row["low_latency"] = (
+        config.width,
+        config.stripe,
+        config.low_latency,
+    )
     row["num_chunks"], row["stride"], row["slots"] = plan.num_chunks, plan.stride, plan.slots
     row["divisor"], row["ps_per_byte"] = plan.size if average else 0, ps_per_byte
     row["buffers"][: len(buffers)], row["inputs"][: len(buffers)] = zip(*buffers, strict=True)
@@ -275,7 +279,7 @@ def launch(
     return made
 
 
-def place_of(plan: Plan, nbytes: int, rank: int) -> NDArray[np.int64]:
+def chunk_places(plan: Plan, nbytes: int, rank: int) -> NDArray[np.int64]:
     """[chunks, 2]: first byte and bytes of every chunk of a message of `nbytes`.
 
     A chunk that a rank only passes on has a size there too, and no place.

@@ -14,10 +14,10 @@ from linkweave.collectives.runtime.gpu.program import REPORT, Program, State
 
 
 def standing(
-    plan: Plan, lanes: int, programs: Sequence[tuple[int, Program]], report: NDArray[np.uint32]
+    plan: Plan, width: int, programs: Sequence[tuple[int, Program]], report: NDArray[np.uint32]
 ) -> Iterator[tuple[State, Blocked]]:
-    """Where each lane of the ranks of one GPU stands that had to stop or has waited long."""
-    rows = report[: len(programs) * lanes * REPORT].reshape(-1, lanes, REPORT)
+    """Where each block of the ranks of one GPU stands that had to stop or has waited long."""
+    rows = report[: len(programs) * width * REPORT].reshape(-1, width, REPORT)
     for (rank, p), row in zip(programs, rows, strict=True):
         for state, _, group, pc in row.tolist():
             if state in (State.WAITS, State.TIMED_OUT, State.ABORTED):
@@ -33,7 +33,7 @@ def _blocked(plan: Plan, rank: int, p: Program, group: int, pc: int) -> Blocked:
     connection = p.ends[source if op == Op.SEND and source >= 0 else ends[0]]
     sender = op == Op.WAIT and bool(flag & program.SENDER)
     step, chunk = position_of(code, code[1], pc), group * plan.stride + chunk
-    return waits(plan, connection, sender, rank, p.stream.channel, step, chunk)
+    return waits(plan, connection, sender, rank, p.track.channel, step, chunk)
 
 
 def others(found: Sequence[tuple[State, Blocked]], first: Blocked | None) -> str:

@@ -31,7 +31,7 @@ class Call:
     nbytes: int
     dtype: str
     op: str
-    lanes: int
+    width: int
     layers: tuple[int, ...] = ()  # bytes of each, for a gradient queue
     seen: bool = False  # all ranks' buffers, by those that write them
 
@@ -80,7 +80,7 @@ class Team:
         """Memory and tables of a call. In a team of one, all ranks must prepare it together."""
         if call not in self._prepared:
             self._prepared[call] = self.gpu.prepare(
-                call.plan, call.nbytes, call.dtype, call.op, call.lanes, call.layers,
+                call.plan, call.nbytes, call.dtype, call.op, call.width, call.layers,
                 call.seen or None,
             )  # fmt: skip
         return self._prepared[call]

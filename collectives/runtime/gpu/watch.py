@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
-from linkweave.collectives.runtime.control import HostControl
 from linkweave.collectives.runtime.cpu.arena import LAST_WORDS, MOST_SAID
+from linkweave.collectives.runtime.cpu.control import HostControl
 from linkweave.collectives.runtime.diagnose import DIED, DIFFERED, RAISED, TIMED_OUT
 from linkweave.collectives.runtime.gpu.executor import GpuRanks
 
@@ -69,7 +69,7 @@ class Watch:
                     else:
                         return False
                 self._gpu.abort()
-            time.sleep(_PERIOD)  # until all lanes have said where they stood
+            time.sleep(_PERIOD)  # until all width have said where they stood
             if ours:
                 self._failure = self._gpu.failure()
                 if not self._control.aborted():

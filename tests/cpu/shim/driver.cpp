@@ -32,13 +32,13 @@ static int layout() {
     FIELD(Group, report), FIELD(Group, rank), FIELD(Group, num_ends), FIELD(Group, code_words);
     FIELD(Group, pad);
     FIELD(Launch, groups), FIELD(Launch, abort), FIELD(Launch, finals), FIELD(Launch, timeout_ns);
-    FIELD(Launch, lanes);
+    FIELD(Launch, width);
     FIELD(Launch, num_chunks), FIELD(Launch, stride), FIELD(Launch, slots), FIELD(Launch, stripe);
     FIELD(Launch, low_latency), FIELD(Launch, divisor), FIELD(Launch, ps_per_byte);
     FIELD(Launch, direct), FIELD(Launch, pad);
     FIELD(Launch, buffers), FIELD(Launch, inputs);
     FIELD(Check, counters), FIELD(Check, need), FIELD(Check, abort), FIELD(Check, timeout_ns);
-    FIELD(Check, streams), FIELD(Check, lanes);
+    FIELD(Check, tracks), FIELD(Check, width);
     std::printf("sizeof End %zu\nsizeof Cursor %zu\n", sizeof(End), sizeof(Cursor));
     std::printf("sizeof Group %zu\nsizeof Launch %zu\n", sizeof(Group), sizeof(Launch));
     std::printf("sizeof Check %zu\n", sizeof(Check));

@@ -5,22 +5,24 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from linkweave.collectives.calls.host import Calls
+from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.calls.trace import KERNELS
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.runtime.gpu.device import Device
-from linkweave.collectives.runtime.gpu.executor import GpuRanks, Room
+from linkweave.collectives.runtime.gpu.executor import GpuRanks, Occupancy
 
 _TOLD = 500  # characters of an error that the others are told
 
 
-def gather_rooms(calls: Calls, gpu: GpuRanks, device: Device, dtype: str, op: str) -> list[Room]:
+def gather_occupancy(
+    calls: HostCalls, gpu: GpuRanks, device: Device, dtype: str, op: str
+) -> list[Occupancy]:
     """Compile the kernel on all ranks, and gather how much room there is for it. Raises
     CollectiveError on every rank where one has no kernel."""
     said: dict[str, Any] = {}
     try:
         with calls.trace.phase("kernel"):
-            rooms = gpu.rooms(dtype, op)
+            rooms = gpu.occupancy(dtype, op)
         said["rooms"] = [room for room in rooms if calls.rank in room[0]]
         calls.trace.say(
             KERNELS, f"kernel plan.cu for {dtype} {op}: {device.registers(dtype, op)} "

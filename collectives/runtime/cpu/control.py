@@ -1,0 +1,204 @@
+"""`Control` for the ranks of one machine, over the memory that they share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linkweave.collectives.errors import CollectiveAborted, CollectiveTimeout
+from linkweave.collectives.runtime.control import Health, Where
+from linkweave.collectives.runtime.cpu.arena import (
+    BELL,
+    CLOSED,
+    FINISHED,
+    MOST_SAID,
+    POSTED,
+    WAITS,
+    Arena,
+)
+from linkweave.collectives.runtime.diagnose import (
+    DIED,
+    DIFFERED,
+    INTERRUPTED,
+    LEFT,
+    REASONS,
+    TIMED_OUT,
+)
+from linkweave.kernels.plan import counters as kernel
+
+_CLAIMED = 32  # byte offset of the word by which one of those who give up speaks
+
+
+class HostControl:
+    """`Control` over shared memory."""
+
+    def __init__(self, arena: Arena, timeout: float, health: Health) -> None:
+        self.arena, self.timeout, self.health = arena, timeout, health
+        self.rank, self.size = arena.rank, arena.size
+        self.number = 0
+        control = [arena.base + arena.control(r) for r in range(self.size)]
+        self.peers = [r for r in range(self.size) if r != self.rank]
+        self.bell = control[self.rank] + BELL
+        self.bells = np.array([control[r] + BELL for r in self.peers], np.int64)
+        self.posted = control[self.rank] + POSTED
+        self.finished = control[self.rank] + FINISHED
+        self.others = np.array(
+            [[control[r] + at for r in self.peers] for at in (POSTED, FINISHED)], np.int64
+        ).reshape(2, len(self.peers))
+        self.notices = [arena.notices(0), arena.notices(1)]
+        self._values = np.zeros(len(self.peers), np.int64)  # that counters are to reach
+        self._waits = arena.words(arena.control(self.rank) + WAITS, 1)
+        self._told: list[tuple[int, int]] = []  # blocks of the heap that others may still read
+
+    def name(self, rank: int) -> str:
+        """A rank, in words; of a part also its number among all ranks."""
+        whole = self.arena.members[rank]
+        return f"rank {rank}" + (f" ({whole} of all)" if whole != rank else "")
+
+    # ---- calls -------------------------------------------------------------------------------
+    def agree(
+        self, words: Sequence[int], timeout: float | None = None
+    ) -> NDArray[np.int64]:  # fmt: skip
+        self.number += 1
+        rows = self.notices[self.number % 2]
+        rows[self.rank, : len(words)] = words
+        rows[self.rank, len(words) :] = -1  # where no buffer lies
+        kernel.raise_counter(self.posted, self.number, self.bells)
+        self._await(0, "make its call", timeout)
+        return rows[:, : len(words)]
+
+    def done(self) -> None:
+        kernel.raise_counter(self.finished, self.number, self.bells[:0])
+
+    def finish(self) -> None:
+        kernel.raise_counter(self.finished, self.number, self.bells)
+        self._await(1, "finish its call")
+
+    def gather(
+        self, words: Sequence[int], said: bytes, timeout: float | None = None
+    ) -> tuple[NDArray[np.int64], list[bytes]]:
+        page = self.arena.page(self.number + 1)
+        while len(self._told) > 1:  # all ranks have made the call after that one
+            self.arena.free(*self._told.pop(0))
+        if len(said) <= MOST_SAID:
+            self.arena.say(said, page)
+        else:
+            offset, memory = self.arena.allocate(len(said))
+            memory[:] = np.frombuffer(said, np.uint8)
+            self._told.append((offset, len(said)))
+            self.arena.tell(page, len(said), offset)
+        rows = self.agree(words, timeout).copy()
+        found = [self.arena.said(rank, page) for rank in range(self.size)]
+        self.done()
+        return rows, found
+
+    # ---- not hanging -------------------------------------------------------------------------
+    def _await(self, which: int, what: str, timeout: float | None = None) -> None:
+        start, counters = time.monotonic(), self.others[which]
+        self._values.fill(self.number)
+        yields = kernel.YIELDS
+        while True:
+            status = self.interruptible(
+                kernel.await_counters, counters, self._values, self.bell,
+                self.arena.abort_address, yields,
+            )  # fmt: skip
+            yields = 0  # it has slept
+            if status == kernel.DONE:
+                self._waits[0] = 0
+                return
+            self.check(status, start, lambda: self.late(which, what), timeout)
+
+    def late(self, which: int, what: str) -> tuple[str, dict[str, int]]:
+        """Which peer has not posted (0) or finished (1) our call."""
+        for peer, address in zip(self.peers, self.others[which], strict=True):
+            if kernel.read_counter(address) < self.number:
+                words = f"{self.name(self.rank)} waits for {self.name(peer)} to {what} number"
+                return f"{words} {self.number}", {"rank": self.rank, "peer": peer}
+        return f"{self.name(self.rank)} was about to go on", {"rank": self.rank}
+
+    def interruptible(self, function: Any, *args: Any) -> int:
+        """What a compiled wait returns; an interrupt meanwhile is told to all ranks."""
+        try:
+            return int(function(*args))
+        except KeyboardInterrupt:
+            self.give_up(INTERRUPTED)
+            raise
+
+    def check(
+        self, status: int, start: float, where: Where, timeout: float | None = None
+    ) -> None:  # fmt: skip
+        """After a wait of some tenths of a second: raise if someone gave up, a peer died or left,
+        or the deadline has passed."""
+        timeout = timeout or self.timeout
+        if status == kernel.IDLE:
+            words, fields = where()
+            peer = fields.get("peer")
+            self._waits[0] = 0 if peer is None else peer + 1
+            if dead := self._ended(self.arena.dead()):
+                self.give_up(DIED, dead[0])
+            elif left := self._ended(p for p in self.peers if self.arena.closed(p)):
+                self.give_up(LEFT, left[0], left[0])
+            elif time.monotonic() - start < timeout:
+                return
+            else:
+                chain = self._chain(peer)
+                self.give_up(TIMED_OUT, chain[-1] if chain else None)
+                then = "".join(f", which waits for {self.name(r)}" for r in chain[1:])
+                raise CollectiveTimeout(f"{words}{then} for {timeout:g} s", **fields)
+        self.raise_aborted(where)
+
+    def _chain(self, peer: int | None) -> list[int]:
+        """Who is waited for: the peer, the rank that the peer waits for, and so on to the end."""
+        chain: list[int] = []
+        while peer is not None and peer not in (self.rank, *chain):
+            chain.append(peer)
+            after = int(self.arena.words(self.arena.control(peer) + WAITS, 1)[0])
+            peer = after - 1 if after else None
+        return chain
+
+    def _ended(self, peers: Any) -> list[int]:
+        """Those that ended before they were done with this call; later they may."""
+        finished = dict(zip(self.peers, self.others[1], strict=True))
+        return [p for p in peers if kernel.read_counter(finished[p]) < self.number]
+
+    def patience(self, start: float, where: Where) -> None:
+        self.check(kernel.ABORTED if self.aborted() else kernel.IDLE, start, where)
+
+    def aborted(self) -> bool:
+        return bool(self.arena.abort[0])
+
+    def give_up(self, why: int, blamed: int | None = None, who: int | None = None) -> None:
+        who = self.rank if who is None else who
+        if self.aborted():  # `spawn`, too, tells of a rank that has ended
+            return
+        if kernel.claim(self.arena.abort_address + _CLAIMED, 0, 1):  # the first one says why
+            self.arena.abort[1:4] = who, why, who if blamed is None else blamed
+            kernel.raise_counter(self.arena.abort_address, 1, self.bells)
+
+    def raise_aborted(self, where: Where | None = None) -> NoReturn:
+        _, who, why, blamed = (int(v) for v in self.arena.abort)
+        stands, fields = where() if where else (f"{self.name(self.rank)} cannot go on", {})
+        culprit = self.name(who)
+        if why == DIED:
+            culprit = f"{self.name(blamed)} (process {self.arena.pid(blamed)})"
+        reason = f"{culprit} {REASONS[why]}"
+        if why == TIMED_OUT:
+            reason += f" for {self.name(blamed)}"
+        elif why == DIFFERED:
+            reason += f" {self.name(blamed)}"
+        raise CollectiveAborted(f"{reason}; {stands}", **fields)
+
+    def close(self) -> None:
+        """Leave: a peer that waits for us is told at once."""
+        kernel.raise_counter(
+            self.arena.base + self.arena.control(self.rank) + CLOSED, 1, self.bells
+        )
+        for offset, nbytes in self._told:
+            self.arena.free(offset, nbytes)
+        self._told.clear()
+        self.notices.clear()
+        self._waits = np.zeros(1, np.int64)  # no view may keep the memory mapped

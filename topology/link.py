@@ -1,0 +1,107 @@
+"""Links and devices of a machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from linkweave.topology.errors import TopologyError
+from linkweave.topology.routes import Vertex
+
+KINDS = {
+    "nvlink": ("NVLink", "NVLinks"),
+    "pcie": ("PCIe link", "PCIe links"),
+    "host": ("PCIe link to a CPU", "PCIe links to CPUs"),
+    "socket": ("link between CPUs", "links between CPUs"),
+    "network": ("network link", "network links"),
+    "memory": ("memory path", "memory paths"),
+}
+"""Kinds of link, and what people call one and several of them."""
+
+_FASTEST, _MOST_LINKS, _SLOWEST_US = 10**15, 10**6, 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """`count` equal physical links side by side, in one direction.
+
+    `bandwidth` is bytes/s of *one* of them; `latency_us` is what a chunk step pays over them
+    beside its bytes (the alpha of the cost model). Kind is one of `KINDS`.
+    """
+
+    src: Vertex
+    dst: Vertex
+    bandwidth: int
+    count: int = 1
+    latency_us: float = 5.0
+    kind: str = "nvlink"
+
+    def __post_init__(self) -> None:
+        where = f"link {self.src}->{self.dst}"
+        for name, end in (("src", self.src), ("dst", self.dst)):
+            if isinstance(end, bool) or not isinstance(end, int | str):
+                raise TopologyError(f"{where}: {name} must be a GPU number or a switch name")
+        if self.src == self.dst:
+            raise TopologyError(f"{where} joins a vertex to itself")
+        for name, value, integer in (
+            ("bandwidth", self.bandwidth, True),
+            ("count", self.count, True),
+            ("latency_us", self.latency_us, False),
+        ):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or (integer and not isinstance(value, int)):
+                raise TopologyError(f"{where}: {name} must be a number, not {value!r}")
+        if self.bandwidth <= 0 or self.count <= 0 or not 0 <= self.latency_us <= _SLOWEST_US:
+            raise TopologyError(
+                f"{where}: bandwidth {self.bandwidth} and count {self.count} must be positive, "
+                f"latency_us {self.latency_us} finite and not negative"
+            )
+        if self.bandwidth > _FASTEST or self.count > _MOST_LINKS:
+            raise TopologyError(
+                f"{where}: bandwidth is at most {_FASTEST:.0e} bytes/s, and count {_MOST_LINKS}"
+            )
+        if self.kind not in KINDS:
+            raise TopologyError(
+                f"{where}: unknown kind {self.kind!r}; choose from {', '.join(KINDS)}"
+            )
+
+    @property
+    def parallel(self) -> int:
+        """How many messages pass side by side, each over one physical link.
+
+        Between a GPU and a switch it is 1: messages are striped over all links of the port.
+        """
+        return self.count if isinstance(self.src, int) and isinstance(self.dst, int) else 1
+
+    @property
+    def stores(self) -> bool:
+        """Whether it is a rank's way into common memory: what several read is stored there once."""
+        return self.kind == "memory" and isinstance(self.src, int)
+
+    @property
+    def bandwidth_each(self) -> int:
+        """Bytes/s of each of the `parallel` ways."""
+        return self.bandwidth * self.count // self.parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Who a GPU is: numbers change with CUDA_VISIBLE_DEVICES, these do not.
+
+    `bus_id` is like "0000:06:00.0", in lower case; `sm` the compute capability times ten (70 for
+    a V100). An empty text, or 0, is not known.
+    """
+
+    gpu: int
+    bus_id: str = ""
+    uuid: str = ""
+    model: str = ""
+    sm: int = 0
+
+    def __post_init__(self) -> None:
+        for name, number in (("gpu", self.gpu), ("sm", self.sm)):
+            whole = isinstance(number, int) and not isinstance(number, bool)
+            if not whole or not 0 <= number < 1e9:
+                raise TopologyError(f"device: {name} must be an integer >= 0, not {number!r}")
+        for name, text in (("bus_id", self.bus_id), ("uuid", self.uuid), ("model", self.model)):
+            if not isinstance(text, str):
+                raise TopologyError(f"device of GPU {self.gpu}: {name} must be text, not {text!r}")
