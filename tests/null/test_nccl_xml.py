@@ -326,10 +326,10 @@ def test_a_broken_file_is_told_where(text: str, words: str) -> None:
 
 
 def refused(text: str, words: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(TopologyError, match=words):
         load(text)
-    assert time.perf_counter() - start < LONGEST
+    assert time.process_time() - start < LONGEST
 
 
 def _laughs() -> str:
@@ -373,12 +373,12 @@ def test_a_hostile_file_is_refused_at_once(text: Callable[[], str], words: str) 
 )
 def test_a_machine_beyond_all_sizes_takes_no_time(inside: Callable[[], str]) -> None:
     text = system(cpu(10**6, inside()))
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         load(text)
     except TopologyError:
         pass
-    assert time.perf_counter() - start < LONGEST
+    assert time.process_time() - start < LONGEST
 
 
 def test_what_is_read_slowly_would_be_noticed() -> None:
