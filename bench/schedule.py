@@ -30,7 +30,14 @@ def table(schedules: Sequence[Schedule], base: float) -> str:
 
 
 def as_json(schedules: Sequence[Schedule]) -> str:
-    return json.dumps([json.loads(s.to_json()) for s in schedules])
+    """Each schedule as `Schedule.to_json` writes it, with what is predicted."""
+    return json.dumps([
+        {
+            **json.loads(s.to_json()), "predicted_seconds": s.predicted_seconds,
+            "lower_bound_seconds": s.lower_bound_seconds,
+        }
+        for s in schedules
+    ])  # fmt: skip
 
 
 def draw(schedules: Sequence[Schedule], path: Path) -> None:

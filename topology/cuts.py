@@ -117,8 +117,9 @@ class FlowNetwork:
         must be equal within each of `alike`'s sets.
         """
         view = self._view(rank)
-        scale = lcm(*(Fraction(w).denominator for w in weights.values()))
-        heavy = sum((abs(Fraction(w)) for w in weights.values()), Fraction(0))
+        found = [Fraction(w) for w in {*weights.values()}]
+        scale = lcm(*(w.denominator for w in found))
+        heavy = len(weights) * max(map(abs, found), default=Fraction(0))  # no less than all
         endless = int((self.everything + heavy) * scale) + 1
         residual: dict[int, dict[int, int]] = {_S: {}, _T: {}}
         for i, members in enumerate(view.members):

@@ -13,12 +13,12 @@ from zlib import crc32
 
 from linkweave.collectives.calls.choices import Choices
 from linkweave.collectives.calls.host import HostCalls
+from linkweave.collectives.calls.newest import Newest
 from linkweave.collectives.calls.occupancy import gather_occupancy
-from linkweave.collectives.calls.request import Request, notice, words
+from linkweave.collectives.calls.request import Key, Request, key_of, notice, words
 from linkweave.collectives.calls.stream_work import POLL, OnStream, StreamQueue, StreamWork
 from linkweave.collectives.calls.trace import CALLS, label
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
-from linkweave.collectives.planning.goals import Root
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.diagnose import RAISED
@@ -77,9 +77,9 @@ class GpuCalls:
         self.made = 0
         self._last, self._checksum = "", 0
         self._rooms: dict[tuple[str, str], list[Occupancy]] = {}
-        self._known: dict[tuple[tuple[int, ...], Root], tuple[str, str, Call | None]] = {}
-        self._plans: dict[tuple[tuple[int, ...], Root], Plan] = {}
-        self._capture = 0
+        self._known = Newest[Key, tuple[str, str, Call | None]]()
+        self._plans = Newest[Key, Plan]()
+        self._capture, self._captures = 0, False
         self._scratch: list[tuple[int, int]] = []  # (address, bytes): graphs may hold old ones
         self._shared: list[Shared | None] = []  # memory of tensors; None: there was no room
         self._under_way: list[StreamWork] = []
@@ -92,8 +92,9 @@ class GpuCalls:
         """The team of a process with one rank."""
         required = settings.peer_access == "require"
         memory = PeerMemory(self.device, self._arena, self._calls.gather, required)
-        ranks = {self.rank: self.device}
-        return Team(GpuRanks(ranks, memory, settings.timeout, settings.max_blocks))
+        return Team(
+            GpuRanks({self.rank: self.device}, memory, settings.timeout, settings.max_blocks)
+        )
 
     def _describe(self) -> str:
         return f"{self.made} calls on the GPU" + (f", the last {self._last}" if self._last else "")
@@ -143,6 +144,7 @@ class GpuCalls:
     def _submit(self, async_op: bool, x: Any, body: Callable[..., Any], args: Any) -> Any:
         caller = stream_of(x)
         capture = self.device.capturing(caller)
+        self._captures = bool(capture)
         if not capture:
             self._under_way = [w for w in self._under_way if not w.over()]
         stream = self._side if async_op else caller
@@ -240,26 +242,24 @@ class GpuCalls:
     def refusal(self, request: Request) -> str:
         """Why a call would be refused for lack of room, as far as that is known before it is made;
         the same on all ranks. Empty where it would not."""
-        if (notice(request)[:-1], request.root) in self._known or self.size == 1:
+        if key_of(request) in self._known or self.size == 1:
             return ""
         return self._refusal(self._plan(request), request.buffer.dtype, request.op)
 
     def _plan(self, request: Request) -> Plan:
         """The plan of a call, as the kernel runs it: rank 0 plans, the others read. All ranks must
         ask for the same ones."""
-        key = notice(request)[:-1], request.root
+        key = key_of(request)
         if key not in self._plans:
-            dtype, op = request.buffer.dtype, request.op
+            dtype, nbytes, op = request.buffer.dtype, request.buffer.nbytes, request.op
 
             def make() -> bytes:
-                plan = self.choices.plan(
-                    request, request.buffer.nbytes, lambda p: not self._refusal(p, dtype, op)
-                )
-                name = label(request.kind, plan.algorithm, request.buffer.nbytes)
-                self.trace.planned(name, plan, self.choices.topology, request.buffer.nbytes)
+                plan = self.choices.plan(request, nbytes, lambda p: not self._refusal(p, dtype, op))
+                name = label(request.kind, plan.algorithm, nbytes)
+                self.trace.planned(name, plan, self.choices.topology, nbytes)
                 return fused(plan).to_json().encode()
 
-            self._plans[key] = _read(self._calls.share(make))
+            self._plans.add(key, _read(self._calls.share(make)))
         return self._plans[key]
 
     def make(
@@ -268,13 +268,13 @@ class GpuCalls:
         """Enqueue what is asked for; what was launched, if anything. The first time, all ranks
         meet and agree on it. `begun`: an event for a call with layers."""
         said = notice(request)
-        # one agreement for all offsets in shared memory; of pairs a notice has a checksum
-        key = said[:-1], request.root
+        key = said[:-1], request.root  # as `key_of`
         if key not in self._known:
             text = words((*said[:-1], -1))
             self._not_captured(stream, f"is the first {text}, which all ranks agree on")
             with self.trace.phase("agree"):
-                self._known[key] = self._agree(request, text)
+                gone = self._known.add(key, self._agree(request, text))
+            self.team.forget(old for *_, old in gone if old)
         self._last, name, call = self._known[key]
         self.made += 1
         self._checksum = crc32(repr(said).encode(), self._checksum)
@@ -285,6 +285,8 @@ class GpuCalls:
             if request.buffer.nbytes and values != request.buffer.address:
                 self.device.copy(request.buffer.address, values, request.buffer.nbytes, stream)
             return None
+        if self._captures:
+            self.team.hold(call)
         trace = self.trace
         trace.say(CALLS, f"GPU call {self.made}: {name} {call.dtype} {call.op} on stream "
                   f"{stream:#x}, {call.width} lanes at most")  # fmt: skip
@@ -293,8 +295,7 @@ class GpuCalls:
 
         def patience(what: str, peer: int) -> None:
             late = f"rank {self.rank} waits for rank {peer} to make its {what}"
-            where = {"rank": self.rank, "peer": peer}
-            self._control.patience(start, lambda: (late, where))
+            self._control.patience(start, lambda: (late, {"rank": self.rank, "peer": peer}))
 
         with trace.call(name), trace.phase("launch"):
             try:
@@ -330,9 +331,8 @@ class GpuCalls:
         try:
             self._calls.meet(request)
         except CollectiveTimeout as error:
-            raise CollectiveTimeout(
-                f"{error} (this rank asks for {said})", **error.fields()
-            ) from None
+            late = f"{error} (this rank asks for {said})"
+            raise CollectiveTimeout(late, **error.fields()) from None
         if buffer.nbytes == 0 or self.size == 1:
             return said, request.kind, None
         plan = self._plan(request)

@@ -126,6 +126,14 @@ def notice(
     )  # fmt: skip
 
 
+Key = tuple[tuple[int, ...], Root]
+
+
+def key_of(request: Request) -> Key:
+    """What ranks agree on once: any offset in shared memory; of pairs a notice has a checksum."""
+    return notice(request)[:-1], request.root
+
+
 def words(notice: Sequence[int]) -> str:
     """What a notice asks for; an offset of -1 is left out."""
     kind, op, dtype, count, root, algorithm, settings, layout, device, order, *rest = notice

@@ -2,9 +2,10 @@
 
 from linkweave.collectives.overlap.bounds import lower_bound
 from linkweave.collectives.overlap.choose import POLICIES, plan
+from linkweave.collectives.overlap.communication import Communication, Piece
 from linkweave.collectives.overlap.network import PRESETS, Fit, Network, fit, network
 from linkweave.collectives.overlap.profile import Layer, Profile, load, model, models
-from linkweave.collectives.overlap.schedule import Communication, Piece, Schedule
+from linkweave.collectives.overlap.schedule import Schedule
 from linkweave.collectives.overlap.timeline import StepTimeline
 
 __all__ = [

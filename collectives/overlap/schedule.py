@@ -5,45 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.bounds import LANES, lower_bound
+from linkweave.collectives.overlap.communication import Communication, Piece
 from linkweave.collectives.overlap.network import Network
-from linkweave.collectives.overlap.profile import MAX_BYTES, Profile, check_count, shown
+from linkweave.collectives.overlap.profile import Profile, shown
 from linkweave.collectives.overlap.timeline import StepTimeline, timeline
 
-ALIGN = 16
-"""Bytes: where gradients may be cut, so that no element is, of whatever dtype."""
-MAX_LANES = 64
-"""All-reduces at once that a policy may be asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Bytes [first, first + nbytes) of a layer's gradient."""
-
-    layer: int
-    first: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Communication:
-    """One all-reduce of the pieces, on a lane. It starts once its gradients are there, the one
-    before it on its lane is over, and those in `after` (numbers of communications) are.
-
-    `streamed`: pieces are final one after another, in their order, as a gradient queue delivers
-    them; else all are at the end.
-    """
-
-    pieces: tuple[Piece, ...]
-    lane: int = 0
-    after: tuple[int, ...] = ()
-    streamed: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return sum(piece.nbytes for piece in self.pieces)
+T = TypeVar("T")
+_FORMAT = "linkweave-schedule"
 
 
 @dataclass(frozen=True)
@@ -65,7 +37,7 @@ class Schedule:
     def __post_init__(self) -> None:
         sent: list[list[tuple[int, int]]] = [[] for _ in self.profile.layers]
         for number, sends in enumerate(self.communications):
-            _check(self.policy, number, sends, len(self.profile.layers))
+            sends.check(f"{self.policy}: communication {number}", len(self.profile.layers))
             if any(not 0 <= other < number for other in sends.after):
                 raise CollectiveError(
                     f"{self.policy}: communication {number} waits for {sends.after}, which must be "
@@ -125,7 +97,7 @@ class Schedule:
             f"{exposed * 1e3:.2f} ms are communication that nothing hides; "
             f"{len(self.communications)} all-reduces, whose start-ups take {startups * 1e3:.2f} ms "
             f"of {sum(map(net.seconds, (c.nbytes for c in self.communications))) * 1e3:.2f} ms; "
-            f"{self.gap:.1%} above what no schedule with {max(LANES, self.lanes)} at once can beat",
+            f"{self.gap:.1%} above the lower bound ({max(LANES, self.lanes)} all-reduces at once)",
         ]
         return "\n".join([*words, *([self.note] if self.note else [])])
 
@@ -149,48 +121,52 @@ class Schedule:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """The communications, and what was predicted."""
+        """The schedule as data, which `from_json` reads back to an equal one. Predictions are not
+        part of it."""
         return json.dumps({
-            "policy": self.policy, "profile": self.profile.name, "chained": self.chained,
-            "synthetic": self.profile.synthetic, "network": asdict(self.network),
-            "predicted_seconds": self.predicted_seconds,
-            "lower_bound_seconds": self.lower_bound_seconds,
+            "format": _FORMAT, "version": 1, "policy": self.policy, "chained": self.chained,
+            "note": self.note, "profile": json.loads(self.profile.to_json()),
+            "network": asdict(self.network),
             "communications": [asdict(sends) for sends in self.communications],
         })  # fmt: skip
 
-
-def _check(policy: str, number: int, sends: Communication, layers: int) -> None:
-    """Raise CollectiveError for what no runtime could carry out."""
-    where = f"{policy}: communication {number}"
-    if not sends.pieces:
-        raise CollectiveError(f"{where} has no pieces")
-    numbers = [("lane", sends.lane)]
-    for piece in sends.pieces:
-        numbers += [("layer", piece.layer), ("first", piece.first), ("nbytes", piece.nbytes)]
-    for name, value in numbers:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise CollectiveError(f"{where}: {name} must be an integer >= 0, not {shown(value)}")
-        if value > MAX_BYTES:
-            raise CollectiveError(f"{where}: {name} must be at most {MAX_BYTES}")
-    for piece in sends.pieces:
-        if piece.layer >= layers:
-            raise CollectiveError(f"{where}: there are {layers} layers, and no {piece.layer}")
-        if piece.first % ALIGN:
+    @staticmethod
+    def from_json(text: str) -> Schedule:
+        """What `to_json` wrote. Raises CollectiveError for anything else."""
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise CollectiveError(f"a schedule in JSON is needed: {error}") from None
+        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+            raise CollectiveError(f'a schedule in JSON needs "format": "{_FORMAT}" at the top')
+        if data.get("version") != 1:
             raise CollectiveError(
-                f"{where}: a piece begins at byte {piece.first}, which is no multiple of {ALIGN}"
+                f"schedule version {shown(data.get('version'))} is unknown: not 1"
             )
+        try:
+            return Schedule(
+                _typed(data, "policy", str), Profile.from_json(json.dumps(data["profile"])),
+                Network(**_typed(data, "network", dict)),
+                tuple(map(_communication, _typed(data, "communications", list))),
+                _typed(data, "chained", bool), _typed(data, "note", str),
+            )  # fmt: skip
+        except KeyError as error:
+            raise CollectiveError(f"a schedule in JSON lacks {error}") from None
+        except TypeError as error:
+            raise CollectiveError(f"a schedule in JSON has an unknown field: {error}") from None
 
 
-def partition_of(value: object) -> int:
-    """A size of blocks, in bytes."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value % ALIGN:
-        raise CollectiveError(
-            f"partition must be a positive multiple of {ALIGN} bytes, not {shown(value)}"
-        )
-    return check_count("partition", value, MAX_BYTES)
+def _typed(data: dict[str, Any], name: str, kind: type[T]) -> T:
+    if not isinstance(data[name], kind):
+        raise CollectiveError(f"{name} must be a {kind.__name__}, not {shown(data[name])}")
+    return data[name]  # type: ignore[no-any-return]
 
 
-def whole(profile: Profile, layers: tuple[int, ...], **extra: object) -> Communication:
-    """One communication of all of these layers' gradients."""
-    pieces = tuple(Piece(i, 0, profile.layers[i].nbytes) for i in layers)
-    return Communication(pieces, **extra)  # type: ignore[arg-type]
+def _communication(row: Any) -> Communication:
+    if not isinstance(row, dict):
+        raise CollectiveError(f"a communication must be an object, not {shown(row)}")
+    pieces = tuple(Piece(**piece) for piece in _typed(row, "pieces", list))
+    after = tuple(_typed(row, "after", list))
+    if any(isinstance(n, bool) or not isinstance(n, int) for n in after):
+        raise CollectiveError(f"after must be numbers of communications, not {shown(after)}")
+    return Communication(**{**row, "pieces": pieces, "after": after})

@@ -12,13 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
+from linkweave.collectives.overlap.communication import Communication
 from linkweave.collectives.overlap.network import Network
 from linkweave.collectives.overlap.profile import Profile
-
-if TYPE_CHECKING:
-    from linkweave.collectives.overlap.schedule import Communication
 
 Span = tuple[float, float]
 

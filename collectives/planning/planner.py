@@ -16,9 +16,10 @@ from linkweave.collectives.planning.cost import (
     pipeline_of,
     simulated_seconds,
 )
-from linkweave.collectives.planning.fields import MOST_BYTES, whole
-from linkweave.collectives.planning.goals import Root, check, parts
-from linkweave.collectives.planning.lower import MOST_SQUARED, Tuning, lower
+from linkweave.collectives.planning.fields import MOST_BYTES, MOST_CELLS, whole
+from linkweave.collectives.planning.floor import Floor, floor_of
+from linkweave.collectives.planning.goals import Root, blocks, check, parts
+from linkweave.collectives.planning.lower import MOST_SQUARED, Algorithm, Tuning, lower
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.planning.simulate import simulate
 from linkweave.collectives.planning.verify import shortened, verify
@@ -30,6 +31,7 @@ ALLREDUCE = "allreduce"
 _FOR_CLUSTERS = ("overlapped_double_tree", "recursive_doubling", "hierarchical",
                  "hierarchical_ring")  # fmt: skip
 _LATER = 1.03
+_STEEP = 1.05  # of the least time: still more chunks are not tried
 _WORTH = 0.995  # of the time: a smaller gain ends the search for a number of chunks
 
 
@@ -41,19 +43,33 @@ def size_class(nbytes: int, unit: int = 1) -> int:
     return -(-block // step) * step * unit
 
 
+@lru_cache(maxsize=128)
+def _algorithm(
+    topology: Topology, algorithm: Named, collective: str = ALLREDUCE, root: Root = 0
+) -> Algorithm:
+    if collective == ALLREDUCE:
+        return algorithm_for(algorithm, topology)
+    if isinstance(algorithm, str):
+        return other_algorithm(topology, collective, algorithm, root)
+    raise PlanError(f"a function makes an algorithm of an allreduce, not of {collective}")
+
+
 @lru_cache(maxsize=512)
 def _template(
     topology: Topology, algorithm: Named, collective: str = ALLREDUCE, root: Root = 0
 ) -> tuple[Plan, Pipeline]:
     """A plan of one group of chunks, to be given its number of chunks, and its shape."""
-    if collective == ALLREDUCE:
-        program = algorithm_for(algorithm, topology)
-    elif isinstance(algorithm, str):
-        program = other_algorithm(topology, collective, algorithm, root)
-    else:
-        raise PlanError(f"a function makes an algorithm of an allreduce, not of {collective}")
+    program = _algorithm(topology, algorithm, collective, root)
     plan = lower(program, topology, Tuning(num_chunks=program.stride))
     return plan, pipeline_of(plan, topology)
+
+
+@lru_cache(maxsize=512)
+def _floor(topology: Topology, name: str, collective: str, root: Root) -> Floor:
+    program = _algorithm(topology, name, collective, root)
+    if program.size * program.stride > MOST_CELLS:
+        raise PlanError(f"a group of {program.stride} chunks of {name} is too large")
+    return floor_of(program, topology)
 
 
 @lru_cache(maxsize=4096)
@@ -70,7 +86,7 @@ def proved(plan: Plan, topology: Topology) -> Plan:
 
 def _able(topology: Topology, name: str, collective: str, root: Root) -> bool:
     try:
-        _template(topology, name, collective, root)
+        _floor(topology, name, collective, root)
     except PlanError:
         return False
     return True
@@ -144,10 +160,11 @@ def _predicted(
 
     start = chunks / stride
     # a single group has no next one to wait for: its time lies on no curve
-    tried = [1, start / 2, start, start * 2]
-    if len(template.connections) < LARGE:
-        tried += [start / 4, start * 4]
-    best = min(map(at, tried))
+    best, quarter = at(1), len(template.connections) < LARGE
+    for factor in (0.25, 0.5, 1, 2, 4) if quarter else (0.5, 1, 2):
+        best = min(best, then := at(start * factor))
+        if factor >= 1 and then[0] > _STEEP * best[0]:
+            break
     for factor in (2.0, 0.5):  # and on, as long as it is worth it
         while (then := at(best[1] / stride * factor)) < best:
             small = then[0] > _WORTH * best[0]
@@ -198,7 +215,7 @@ def _earliest(topology: Topology, nbytes: int) -> str:
 
 @lru_cache(maxsize=4096)
 def _fastest(topology: Topology, nbytes: int, collective: str, root: Root) -> str:
-    """The most promising first; what its busiest link alone makes slower is not simulated.
+    """The most promising first; what cannot be as fast is not made a plan, or not simulated.
 
     Where some algorithms have been measured at this size, the fastest of those.
     """
@@ -207,19 +224,23 @@ def _fastest(topology: Topology, nbytes: int, collective: str, root: Root) -> st
         timed = [n for n in names if measured_seconds(topology.timings, n, nbytes)]
         if timed:
             return min(timed, key=lambda name: predict(topology, nbytes, name)[0])
-    templates = {name: _template(topology, name, collective, root) for name in names}
-    least, estimate = {}, {}
-    for name, (template, shape) in templates.items():
-        moved = template.volume(nbytes)
-        least[name] = shape.load * moved
-        estimate[name] = shape.seconds(moved, shape.best_chunks(moved))
-    best: tuple[float, int] | None = None
-    for name in sorted(names, key=lambda n: estimate[n]):
-        if best is None or least[name] <= best[0]:
-            seconds, _ = predict(topology, nbytes, name, collective, root)
-            tried = (seconds, names.index(name))
-            best = tried if best is None else min(best, tried)
-    assert best is not None
+    size = len(topology.gpus)
+    moved = nbytes * blocks(collective, size) // parts(collective, size)
+    floors = {name: _floor(topology, name, collective, root) for name in names}
+
+    def timed_at(name: str) -> tuple[float, int]:
+        return predict(topology, nbytes, name, collective, root)[0], names.index(name)
+
+    best = timed_at(min(names, key=lambda name: floors[name].guess(moved)))
+    left = [name for name in names if floors[name].seconds(moved) <= best[0]]
+    shapes = {name: _template(topology, name, collective, root)[1] for name in left}
+    least = {
+        name: max(floors[name].seconds(moved), shape.load * moved) for name, shape in shapes.items()
+    }
+    estimate = {n: shape.seconds(moved, shape.best_chunks(moved)) for n, shape in shapes.items()}
+    for name in sorted(left, key=lambda n: estimate[n]):
+        if least[name] <= best[0]:
+            best = min(best, timed_at(name))
     return names[best[1]]
 
 

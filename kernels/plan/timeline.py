@@ -29,9 +29,10 @@ def play(
     its sender (a slot is free) and 2i + 1 for its receiver (data is ready): queue q lies in
     `tokens` from `token_at[q]` on, with `given[q]` entries so far. Connection i takes strands
     `strand[strand_at[i]:strand_at[i + 1]]`, with the `link` of each (an index into `busy`, s),
-    whether it `stores`, and seconds a byte; `strand_free` [strands] is when each is free. `per_byte`,
-    `alpha` [connections]: how long a send holds its track. Of a send that has begun on some of
-    its connections only, the links into memory crossed lie in `stored` from `stored_at[track]` on.
+    whether it `stores`, and seconds a byte; `strand_free` [strands] is when each is free.
+    `per_byte`, `alpha` [connections]: how long a send holds its track. Of a send that has
+    begun on some of its connections only, the links into memory crossed lie in `stored` from
+    `stored_at[track]` on.
     `first` [ranks] receives when chunk 0 was last written; the `sent_` arrays a row for each send
     and connection.
     """

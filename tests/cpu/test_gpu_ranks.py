@@ -41,7 +41,7 @@ def test_sizes_of_both_protocols_one_after_another(algorithm: str) -> None:
             for n in (0, 1, 1009, 300_007, 1009):
                 plan = plan_allreduce(topology, 4 * n, algorithm)
                 prepared = ranks.prepare(plan, 4 * n, "float32", "sum")
-                assert prepared.shape.low_latency == (prepared.plan.chunk_bytes(4 * n) <= 16384)
+                assert prepared.config.low_latency == (prepared.plan.chunk_bytes(4 * n) <= 16384)
                 given = inputs(plan, n, again)
                 buffers = [x.copy() for x in given]
                 ranks.run(prepared, [int(b.ctypes.data) for b in buffers])
@@ -72,7 +72,7 @@ def test_blocks_beyond_the_device_are_refused_and_a_cap_is_kept() -> None:
     ):
         ranks.prepare(plan, 1 << 20, "float32", "sum")
     with virtual_ranks(HostDevice(), 8, max_blocks=70) as ranks:
-        assert ranks.prepare(plan, 1 << 20, "float32", "sum").shape.width == 2
+        assert ranks.prepare(plan, 1 << 20, "float32", "sum").config.width == 2
 
 
 def test_a_wrong_number_of_buffers_is_refused() -> None:

@@ -311,7 +311,7 @@ def test_a_check_ends_with_its_deadline_or_when_all_stop(aborted: int) -> None:
     check = np.zeros(1, program.CHECK)
     for name, array in (("counters", counters), ("need", need), ("abort", abort)):
         check[name] = array.ctypes.data
-    check["timeout_ns"], check["tracks"], check["lanes"] = 5e7, 2, 2
+    check["timeout_ns"], check["tracks"], check["width"] = 5e7, 2, 2
     start = time.monotonic()
     device.check(check, 0)
     device.synchronise(0)

@@ -42,7 +42,7 @@ def test_json_and_a_profile_of_ones_own(tmp_path: Path) -> None:
     file.write_text("name,nbytes,forward_s,backward_s\na,4000,0.1,0.2\nb,8000,0.1,0.2\n")
     out = run(f"schedule --model {file} --network 56GbIB --policy optimal --limit 0.2 --json")
     (found,) = json.loads(out)
-    assert found["profile"] == "mine" and not found["synthetic"]
+    assert found["profile"]["name"] == "mine" and not found["profile"]["synthetic"]
     assert found["lower_bound_seconds"] <= found["predicted_seconds"]
     assert sum(p["nbytes"] for c in found["communications"] for p in c["pieces"]) == 12_000
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from linkweave.collectives.overlap.communication import MAX_LANES, Communication, whole
 from linkweave.collectives.overlap.network import Network
 from linkweave.collectives.overlap.profile import Profile, check_count
-from linkweave.collectives.overlap.schedule import MAX_LANES, Communication, Schedule, whole
+from linkweave.collectives.overlap.schedule import Schedule
 
 NORMAL, MERGED, SIMULTANEOUS = "normal", "merged", "simultaneous"
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import heapq
 
-from linkweave.collectives.overlap.network import Network
-from linkweave.collectives.overlap.profile import Profile, check_count
-from linkweave.collectives.overlap.schedule import (
+from linkweave.collectives.overlap.communication import (
     ALIGN,
     MAX_LANES,
     Communication,
     Piece,
-    Schedule,
     partition_of,
 )
+from linkweave.collectives.overlap.network import Network
+from linkweave.collectives.overlap.profile import Profile, check_count
+from linkweave.collectives.overlap.schedule import Schedule
 
 PARTITIONS = tuple(1 << i for i in range(20, 28))  # bytes: 1 to 128 MiB
 CREDITS = (1, 2, 4)

@@ -12,9 +12,10 @@ import time
 from collections.abc import Sequence
 
 from linkweave.collectives.overlap.bounds import preemptive
+from linkweave.collectives.overlap.communication import whole
 from linkweave.collectives.overlap.network import Network
 from linkweave.collectives.overlap.profile import Profile, check_number
-from linkweave.collectives.overlap.schedule import Schedule, whole
+from linkweave.collectives.overlap.schedule import Schedule
 
 
 def carlier(profile: Profile, network: Network, limit_s: float = 1.0) -> Schedule:

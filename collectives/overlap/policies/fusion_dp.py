@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from linkweave.collectives.overlap.communication import whole
 from linkweave.collectives.overlap.network import Network
 from linkweave.collectives.overlap.profile import Profile
-from linkweave.collectives.overlap.schedule import Schedule, whole
+from linkweave.collectives.overlap.schedule import Schedule
 
 
 def fusion_dp(profile: Profile, network: Network) -> Schedule:

@@ -8,11 +8,12 @@ from dataclasses import replace
 from itertools import pairwise
 
 from linkweave.collectives.overlap.bounds import LANES
+from linkweave.collectives.overlap.communication import ALIGN, Communication, Piece
 from linkweave.collectives.overlap.network import Network
 from linkweave.collectives.overlap.policies import NAMED
 from linkweave.collectives.overlap.policies.carlier import carlier
 from linkweave.collectives.overlap.profile import Profile, check_number
-from linkweave.collectives.overlap.schedule import ALIGN, Communication, Piece, Schedule
+from linkweave.collectives.overlap.schedule import Schedule
 
 EXACT = 7
 """Blocks up to which every fusion in every order is compared."""

@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from linkweave.collectives.overlap.communication import Communication, Piece, partition_of
 from linkweave.collectives.overlap.network import Network
 from linkweave.collectives.overlap.profile import Profile
-from linkweave.collectives.overlap.schedule import Communication, Piece, Schedule, partition_of
+from linkweave.collectives.overlap.schedule import Schedule
 
 PARTITION = 4_000_000 // 8
 """Bytes of a basic block: the 4 Mb of the paper's simulations (section 6.7), read as megabits: it

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from linkweave.collectives.overlap.communication import whole
 from linkweave.collectives.overlap.network import Network
 from linkweave.collectives.overlap.profile import Profile
-from linkweave.collectives.overlap.schedule import Schedule, whole
+from linkweave.collectives.overlap.schedule import Schedule
 
 
 def wfbp(profile: Profile, network: Network) -> Schedule:

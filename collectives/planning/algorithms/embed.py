@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from linkweave.collectives.errors import PlanError
-from linkweave.topology import Topology, Vertex
+from linkweave.topology import Topology
 from linkweave.topology.routes import neighbours
 
 _NODES, _LAID = 20_000, 100_000  # nodes, and edges laid, of a search: a fraction of a second
 _EXTRA_DETOURS = 3  # how many more than the least conceivable are tried
 _SWAPS, _EDGES = 1_500, 50_000  # labellings, and edges laid, where no exclusive one was found
 
-_Link = tuple[Vertex, Vertex]
+_Link = int  # its place in `Topology.by_ends`
 _Use = dict[_Link, int]
 
 
@@ -46,8 +46,9 @@ def _ways(
 ) -> tuple[dict[tuple[int, int], tuple[_Link, ...]], dict[int, list[int]], dict[int, list[int]]]:
     """For each two ranks that hardware joins, the links; whom each leads to, and who to it."""
     rank = {g: r for r, g in enumerate(topology.gpus)}
+    number = {ends: i for i, ends in enumerate(topology.by_ends)}
     links = {
-        (rank[a], rank[b]): tuple(zip(path, path[1:], strict=False))
+        (rank[a], rank[b]): tuple(number[ends] for ends in zip(path, path[1:], strict=False))
         for (a, b), path in topology.hops.items()
     }
     return links, neighbours(links), neighbours((b, a) for a, b in links)
@@ -57,7 +58,7 @@ class _Search:
     def __init__(self, topology: Topology, edges: Sequence[Edge], size: int) -> None:
         self.topology, self.size = topology, size
         self.edges = tuple(e for e in edges if e.a != e.b)
-        self.capacity = {ends: link.count for ends, link in topology.by_ends.items()}
+        self.capacity = [link.count for link in topology.by_ends.values()]
         self.most = min(_NODES, _LAID // max(1, len(self.edges)))
         self.order = self._connected_order()
         place = {p: i for i, p in enumerate(self.order)}
@@ -242,18 +243,14 @@ class _Search:
         use: _Use = {}
         via: dict[tuple[int, int, int], int] = {}
         for edge in self.edges:
-            straight = self.wires(edge, rank_of, None)
-            choices: list[tuple[int | None, list[_Link]]] = []
-            if straight is not None:
-                choices.append((None, straight))
-            else:
-                for m in self.middles(rank_of[edge.a], rank_of[edge.b]):
-                    over = self.wires(edge, rank_of, m)
-                    if over is not None:
-                        choices.append((m, over))
-            if not choices:
-                return None
-            middle, wires = min(choices, key=lambda c: max(use.get(k, 0) for k in c[1]))
+            wires, middle = self.wires(edge, rank_of, None), None
+            if wires is None:
+                middles = self.middles(rank_of[edge.a], rank_of[edge.b])
+                ways = ((m, self.wires(edge, rank_of, m)) for m in middles)
+                choices = [(m, over) for m, over in ways if over is not None]
+                if not choices:
+                    return None
+                middle, wires = min(choices, key=lambda c: max(use.get(k, 0) for k in c[1]))
             if middle is not None:
                 via[edge.shape, edge.a, edge.b] = middle
             for link in wires:

@@ -8,6 +8,7 @@ that of Nash-Williams and Tutte (`topology.bounds`), and carry 1/m of a link eac
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -162,23 +163,26 @@ def pack(size: int, links: Mapping[Pair, tuple[int, int]]) -> list[Tree]:
     """
     capacity = {pair: c for pair, (c, _) in links.items()}
     best = _strength(size, capacity)
-    found: list[tuple[Fraction, int, Fraction]] = []
+    taken: tuple[Fraction, int] | None = None  # how good it is: of the bound, and fewer trees
+    share = min(Fraction(c) for c in capacity.values())
     slowest = min(widest for _, widest in links.values())
     wide = sorted({min(c, widest) for c, widest in links.values()}, reverse=True)
     narrow = sorted({min(c, slowest) for c in capacity.values()}, reverse=True)
     for value in dict.fromkeys((*wide[:_VALUES], *narrow[:_VALUES])):
         for parts in range(2, _PARTS + 1):  # with two or more, start-ups hide behind others' bytes
-            share = Fraction(value, parts)
-            whole = {pair: int(c / share) for pair, c in capacity.items()}
+            tried = Fraction(value, parts)
+            whole = {pair: c * parts // value for pair, c in capacity.items()}
+            most = sum(whole.values()) // (size - 1)  # a tree takes so many edges
+            loses_little = math.ceil(_ENOUGH * best / tried)
+            if taken and (min(most * tried / best, _ENOUGH), -min(most, loses_little)) <= taken:
+                continue
             count = int(_strength(size, whole))
-            if 0 < count <= _TREES:
-                found.append((count * share / best, -count, share))
-    if not found:
-        share = min(Fraction(c) for c in capacity.values())
-        found = [(Fraction(0), -1, share)]
-    _, count, share = max(found, key=lambda f: (min(f[0], _ENOUGH), f[1]))
+            found = min(count * tried / best, _ENOUGH), -count
+            if 0 < count <= _TREES and (taken is None or found > taken):
+                taken, share = found, tried
+    count = -taken[1] if taken else 1
     edges = [(a, b, i) for (a, b), c in sorted(capacity.items()) for i in range(int(c / share))]
-    forests = spanning_forests(size, edges, -count)
+    forests = spanning_forests(size, edges, count)
     return [rooted(size, forest) for forest in forests]
 
 

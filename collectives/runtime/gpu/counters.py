@@ -30,6 +30,8 @@ class Counters:
         self._spare: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         self._made: list[tuple[Device, int]] = []
         self._lock = threading.Lock()
+        self.lent = 0
+        """How many calls' counters are in use, or held by graphs."""
 
     def take(self, blocks: Sequence[int], users: int, captured: bool) -> Counted:
         """Counters for so many blocks on each GPU. A graph keeps its own for ever, and none can be
@@ -37,6 +39,7 @@ class Counters:
         key = tuple(blocks)
         with self._lock:
             if spare := self._spare.get(key):
+                self.lent += 1
                 return Counted(spare.pop(), key, users)
             if captured:
                 raise CollectiveError(
@@ -47,6 +50,7 @@ class Counters:
             for device, count in zip(self._devices, key, strict=True):
                 made.append(device.allocate(4 * max(1, count)))
                 self._made.append((device, made[-1]))
+            self.lent += 1
             return Counted(tuple(made), key, users)
 
     def give_back(self, counted: Counted) -> None:
@@ -54,6 +58,7 @@ class Counters:
         with self._lock:
             counted.users -= 1
             if not counted.users:
+                self.lent -= 1
                 self._spare.setdefault(counted.key, []).append(counted.addresses)
 
     def close(self) -> None:

@@ -35,6 +35,7 @@ from linkweave.collectives.runtime.gpu.program import (
     chunk_places,
 )
 from linkweave.collectives.runtime.gpu.standing import others, standing
+from linkweave.collectives.runtime.gpu.uploads import Uploads
 
 MOST_WIDTH = 16
 """Blocks a stream; with 8 ranks of 4 streams each, twice what an H100 holds."""
@@ -68,6 +69,7 @@ class Prepared:
     tables: tuple[int, ...]  # for each part the address of its groups, complete
     needs: Mapping[int, tuple[int, NDArray[np.void]]]  # of a queue: each rank's part and CHECKs
     direct: bool  # results are pushed into buffers
+    uploads: Uploads  # its tables
 
 
 class GpuRanks:
@@ -89,7 +91,7 @@ class GpuRanks:
         }
         first, _ = next(iter(self.shares.values()))
         self._abort = first.pinned(1)  # which every GPU of the process sees
-        self._uploaded: list[tuple[Device, int]] = []
+        self._uploads = Uploads()
         self._regions: dict[tuple[Plan, LaunchConfig], tuple[_Part, ...]] = {}
         self._launched: dict[int, Prepared] = {}  # the last one of each region
         self.counters = Counters([device for device, _ in self.shares.values()])
@@ -135,24 +137,22 @@ class GpuRanks:
         if key not in self._regions:
             self._regions[key] = self._lay_out(plan, config)
         parts = self._regions[key]
-        tables = []
+        tables, mine = [], self._uploads.part()
         for part in parts:
             groups = part.groups.copy()
-            places = {
-                r: self._upload(part.device, chunk_places(plan, nbytes, r)) for r in part.ranks
-            }
+            places = {r: mine.add(part.device, chunk_places(plan, nbytes, r)) for r in part.ranks}
             for row, (rank, _) in zip(groups, part.programs, strict=True):
                 row["place"] = places[rank]
-            tables.append(self._upload(part.device, groups))
-        needs = dict(self._needs(plan, config, nbytes, layers, parts)) if layers else {}
+            tables.append(mine.add(part.device, groups))
+        needs = dict(self._needs(plan, config, nbytes, layers, parts, mine)) if layers else {}
         if seen is None:
             seen = self.launches_all(plan.size)
         direct = seen and not config.low_latency and program.may_push(plan)
-        return Prepared(plan, config, dtype, op, parts, tuple(tables), needs, direct)
+        return Prepared(plan, config, dtype, op, parts, tuple(tables), needs, direct, mine)
 
     def _needs(
         self, plan: Plan, config: LaunchConfig, nbytes: int, layers: Sequence[int],
-        parts: Sequence[_Part],
+        parts: Sequence[_Part], uploads: Uploads,
     ) -> Iterator[tuple[int, tuple[int, NDArray[np.void]]]]:  # fmt: skip
         """For each of our ranks its part and the checks of its layers; `counters` of these are an
         offset into those of a call."""
@@ -164,7 +164,7 @@ class GpuRanks:
                 streams = table.shape[1]
                 checks = np.zeros(len(layers), program.CHECK)
                 checks["counters"], checks["abort"] = counters, self._abort.ctypes.data
-                checks["need"] = self._upload(part.device, table)
+                checks["need"] = uploads.add(part.device, table)
                 checks["need"] += np.arange(len(layers), dtype=np.uint64) * (4 * streams)
                 checks["timeout_ns"] = int(2e9 * self.timeout)
                 checks["tracks"], checks["width"] = streams, config.width
@@ -276,9 +276,7 @@ class GpuRanks:
         with ExitStack() as last:  # all of it, whatever fails
             last.callback(self._memory.close)
             last.callback(self.counters.close)
-            while self._uploaded:
-                device, address = self._uploaded.pop()
-                last.callback(device.free, address)
+            last.callback(self._uploads.close)
 
     def __enter__(self) -> GpuRanks:
         return self
@@ -287,25 +285,24 @@ class GpuRanks:
         self.close()
 
     # ---- memory ------------------------------------------------------------------------------
-    def _upload(self, device: Device, array: NDArray[np.generic]) -> int:
-        address = device.upload(array)
-        self._uploaded.append((device, address))
-        return address
+    def release(self, prepared: Prepared) -> None:
+        """Give its tables back; nothing may be running that reads them."""
+        self._uploads.drop(prepared.uploads)
 
     def _lay_out(self, plan: Plan, config: LaunchConfig) -> tuple[_Part, ...]:
         layout = program.lay_out(plan, config)
         ends = {(c.src, c.dst) for c in plan.connections if not c.local}
         bases = self._memory.bases(layout.nbytes, ends | {(b, a) for a, b in ends})
-        parts = []
+        parts, add = [], self._uploads.add
         for device, ranks in self.shares.values():
             found = tuple((r, p) for r in ranks for p in program.programs(plan, r))
             peers = tuple(program.receivers(plan, ranks))
             report = device.pinned(max(1, len(found) * config.width * REPORT))
             groups, order = np.zeros(len(found), GROUP), (*ranks, *peers)
             for i, (row, (rank, p)) in enumerate(zip(groups, found, strict=True)):
-                row["code"] = self._upload(device, p.code)
-                row["ends"] = self._upload(device, program.ends(plan, layout, p, bases, order))
-                row["cursors"] = self._upload(device, np.zeros((config.width, len(p.ends)), CURSOR))
+                row["code"] = add(device, p.code)
+                row["ends"] = add(device, program.ends(plan, layout, p, bases, order))
+                row["cursors"] = add(device, np.zeros((config.width, len(p.ends)), CURSOR))
                 row["report"] = report.ctypes.data + 4 * i * config.width * REPORT
                 row["rank"], row["num_ends"] = ranks.index(rank), len(p.ends)
                 row["code_words"] = p.code.size

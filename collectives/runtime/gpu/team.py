@@ -8,7 +8,7 @@ never see it start.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -69,6 +69,8 @@ class Team:
     def __init__(self, gpu: GpuRanks) -> None:
         self.gpu = gpu
         self._prepared: dict[Call, Prepared] = {}
+        self._held: set[Call] = set()  # by graphs
+        self._forgotten: dict[Call, None] = {}
         self._changed = threading.Condition()
         self._children: dict[tuple[int, int], Team] = {}
         self._shared: dict[int, Shared | Exception] = {}
@@ -83,7 +85,28 @@ class Team:
                 call.plan, call.nbytes, call.dtype, call.op, call.width, call.layers,
                 call.seen or None,
             )  # fmt: skip
+        self._forgotten.pop(call, None)
         return self._prepared[call]
+
+    def hold(self, call: Call) -> None:
+        """A graph is to launch it again and again: it stays prepared."""
+        self._held.add(call)
+
+    def forget(self, calls: Iterable[Call]) -> None:
+        """Give back the tables of calls that all ranks would prepare anew, but for those that
+        graphs hold. Waits for earlier calls, all of which have been launched on all ranks. Those
+        of gradient queues stay until none is under way."""
+        with self._changed:
+            self._forgotten |= dict.fromkeys(c for c in calls if c not in self._held)
+            queues = self.gpu.counters.lent
+            gone = [c for c in self._forgotten if not (c.layers and queues)]
+            for call in gone:
+                del self._forgotten[call]
+            found = [self._prepared.pop(call) for call in gone if call in self._prepared]
+            for device, _ in self.gpu.shares.values() if found else ():
+                device.finish()
+            for prepared in found:
+                self.gpu.release(prepared)
 
     def share(self, number: int, nbytes: int) -> Shared:
         """The `number`-th piece of memory for tensors, which the first rank that asks makes for all

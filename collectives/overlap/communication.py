@@ -1,0 +1,79 @@
+"""One all-reduce of a schedule, and the pieces of gradients that it sends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.overlap.profile import MAX_BYTES, Profile, check_count, shown
+
+ALIGN = 16
+"""Bytes: where gradients may be cut, so that no element is, of whatever dtype."""
+MAX_LANES = 64
+"""All-reduces at once that a policy may be asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes [first, first + nbytes) of a layer's gradient."""
+
+    layer: int
+    first: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """One all-reduce of the pieces, on a lane. It starts once its gradients are there, and the
+    communication before it on its lane and those numbered in `after` are over.
+
+    `streamed`: pieces become final one after another, in their order, as a gradient queue delivers
+    them; otherwise all become final at the end.
+    """
+
+    pieces: tuple[Piece, ...]
+    lane: int = 0
+    after: tuple[int, ...] = ()
+    streamed: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def check(self, where: str, layers: int) -> None:
+        """Raise CollectiveError for what no runtime could carry out on so many layers. `where`
+        names the communication."""
+        if not self.pieces:
+            raise CollectiveError(f"{where} has no pieces")
+        numbers = [("lane", self.lane)]
+        for piece in self.pieces:
+            numbers += [("layer", piece.layer), ("first", piece.first), ("nbytes", piece.nbytes)]
+        for name, value in numbers:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise CollectiveError(
+                    f"{where}: {name} must be an integer >= 0, not {shown(value)}"
+                )
+            if value > MAX_BYTES:
+                raise CollectiveError(f"{where}: {name} must be at most {MAX_BYTES}")
+        for piece in self.pieces:
+            if piece.layer >= layers:
+                raise CollectiveError(f"{where}: there are {layers} layers, and no {piece.layer}")
+            if piece.first % ALIGN:
+                raise CollectiveError(
+                    f"{where}: a piece begins at byte {piece.first}, not at a multiple of {ALIGN}"
+                )
+
+
+def partition_of(value: object) -> int:
+    """A size of blocks, in bytes."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value % ALIGN:
+        raise CollectiveError(
+            f"partition must be a positive multiple of {ALIGN} bytes, not {shown(value)}"
+        )
+    return check_count("partition", value, MAX_BYTES)
+
+
+def whole(profile: Profile, layers: tuple[int, ...], **extra: object) -> Communication:
+    """One communication of all of these layers' gradients."""
+    pieces = tuple(Piece(i, 0, profile.layers[i].nbytes) for i in layers)
+    return Communication(pieces, **extra)  # type: ignore[arg-type]

@@ -1,0 +1,114 @@
+"""What ranks on GPUs keep of calls of many sizes: so many, on GPUs made of threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_ranks import MODES, Machine, tensor
+from host_gpu import needs_compiler
+
+from linkweave import collectives
+from linkweave.collectives.calls import newest
+from linkweave.collectives.launch.default import get_default
+
+pytestmark = needs_compiler
+MOST = 16
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(newest, "MOST", MOST)
+
+
+def kept(machine: Machine) -> tuple[int, int]:
+    """Pieces of memory on this process's GPUs, and bytes."""
+    pieces = [piece for device in machine.ours() for piece in device.memory.values()]
+    return len(pieces), sum(map(len, pieces))
+
+
+def of_many_sizes(rank: int, machine: Machine) -> list[tuple[int, int]]:
+    comm: Any = get_default()
+    seen = []
+    for number, n in enumerate((*range(1, 100), *range(30_000, 30_100), 7, 50)):
+        comm.allreduce(x := tensor(np.full(n, rank + 1)))
+        comm.synchronize()
+        assert (x.array == 6).all(), n
+        gpu = comm._gpu
+        assert max(len(gpu._known), len(gpu._plans), len(gpu.team._prepared)) <= MOST
+        if number % 50 == 49:
+            comm.barrier()
+            seen.append(kept(machine))
+            comm.barrier()
+    assert len(comm._gpu.team.gpu._regions) <= 4
+    return seen
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_kept_of_many_sizes_is_bounded(mode: str, machine: Machine, few: None) -> None:
+    """A GPU's memory has regions of two plans at most in two protocols, and tables of the calls."""
+    for seen in collectives.spawn(of_many_sizes, 3, "mesh-3", (machine,), **MODES[mode]):
+        pieces, nbytes = zip(*seen, strict=True)
+        assert len(pieces) == 4
+        assert max(pieces) - min(pieces) <= 3 * MOST + 40, pieces
+        assert max(nbytes[2:]) <= 1.1 * min(nbytes[2:]), nbytes
+
+
+def held_by_a_graph(rank: int, machine: Machine) -> list[float]:
+    comm: Any = get_default()
+    device = machine.ours()[0]
+    comm.allreduce(x := tensor([1.0] * 1000))
+    comm.synchronize()
+    device.captured[9] = 1
+    x.stream = 9
+    comm.allreduce(x)
+    device.synchronise(9)
+    device.captured.clear()
+    (call,) = (call for *_, call in comm._gpu._known.values())
+    tables = comm._gpu.team._prepared[call].tables
+    for n in range(1, 3 * MOST):
+        comm.allreduce(tensor([1.0] * n))
+    comm.synchronize()
+    assert call not in {call for *_, call in comm._gpu._known.values()}
+    assert comm._gpu.team._prepared[call].tables == tables
+    assert all(table in device.memory for table in tables)
+    x.stream = 0
+    comm.allreduce(x)
+    comm.synchronize()
+    assert comm._gpu.team._prepared[call].tables == tables
+    return x.array[:2].tolist()
+
+
+@pytest.mark.parametrize("mode", ["threads on one GPU", "processes on one GPU"])
+def test_what_a_graph_launches_stays(mode: str, machine: Machine, few: None) -> None:
+    found = collectives.spawn(held_by_a_graph, 2, "mesh-2", (machine,), **MODES[mode])
+    assert found == [[8.0, 8.0]] * 2
+
+
+def with_queues(rank: int, machine: Machine) -> int:
+    """A queue is under way while calls of many sizes come and go; then queues of many sizes."""
+    comm: Any = get_default()
+    first = comm.allreduce_queue(x := tensor([1.0] * 60), [20, 20, 20])
+    for n in range(1, 3 * MOST):
+        comm.allreduce(tensor([1.0] * n))
+    for layer in range(3):
+        first.dequeue(layer)
+    first.wait()
+    comm.synchronize()
+    assert x.array.tolist() == [2.0] * 60
+    for n in range(1, 3 * MOST):
+        queue = comm.allreduce_queue(y := tensor([1.0] * 2 * n), [n, n])
+        queue.dequeue(1)
+        queue.wait()
+        comm.synchronize()
+        assert y.array.tolist() == [2.0] * 2 * n
+    return len(comm._gpu.team._prepared)
+
+
+@pytest.mark.parametrize("mode", ["threads on one GPU", "processes on one GPU"])
+def test_queues_keep_their_tables_until_they_are_over(
+    mode: str, machine: Machine, few: None
+) -> None:
+    for prepared in collectives.spawn(with_queues, 2, "mesh-2", (machine,), **MODES[mode]):
+        assert prepared <= MOST

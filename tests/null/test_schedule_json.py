@@ -1,0 +1,58 @@
+"""A schedule as JSON: read back to an equal one, or refused with the field's name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from linkweave.collectives import CollectiveError, overlap
+from linkweave.collectives.overlap import Schedule
+
+PROFILE = overlap.Profile(
+    (overlap.Layer("a", 4096, 0.001, 0.002), overlap.Layer("b", 1 << 20, 0.003, 0.004)), "mine"
+)
+NETWORK = overlap.Network(0.0005, 1e-9, 1.5, 4)
+
+
+@pytest.mark.parametrize("policy", [*overlap.POLICIES, "auto"])
+def test_every_policys_schedule_is_read_back(policy: str) -> None:
+    options = {"limit_s": 0.2} if policy in ("auto", "optimal", "carlier") else {}
+    made = overlap.plan(PROFILE, NETWORK, policy, **options)
+    again = Schedule.from_json(made.to_json())
+    assert again == made and again.predicted_seconds == made.predicted_seconds
+    assert "predicted" not in made.to_json()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"format": "x"}, 'needs "format"'),
+        ({"version": 2}, "version 2"),
+        ({"policy": 3}, "policy must be a str"),
+        ({"chained": 1}, "chained must be a bool"),
+        ({"network": {"startup_s": 1.0, "speed": 2}}, "unknown field"),
+        ({"network": {"startup_s": -1, "seconds_per_byte": 1}}, "startup_s"),
+        ({"profile": {"layers": []}}, "no layers"),
+        ({"communications": [3]}, "must be an object"),
+        ({"communications": [{"pieces": [], "after": []}]}, "has no pieces"),
+        ({"communications": [{"pieces": [], "after": [True]}]}, "numbers of communications"),
+        ({"communications": [{"pieces": [{"layer": 9, "first": 0, "nbytes": 16}], "after": []}]},
+         "no 9"),
+        ({"communications": []}, "0 of 4096 bytes"),
+    ],
+)  # fmt: skip
+def test_what_is_not_a_schedule_is_refused(change: dict[str, object], words: str) -> None:
+    data = json.loads(overlap.plan(PROFILE, NETWORK, "wfbp").to_json())
+    with pytest.raises(CollectiveError, match=words):
+        Schedule.from_json(json.dumps({**data, **change}))
+
+
+def test_a_missing_field_and_broken_text_are_named() -> None:
+    data = json.loads(overlap.plan(PROFILE, NETWORK, "wfbp").to_json())
+    del data["note"]
+    with pytest.raises(CollectiveError, match="lacks 'note'"):
+        Schedule.from_json(json.dumps(data))
+    for text in ("{", "[" * 3000, "[]"):
+        with pytest.raises(CollectiveError, match="a schedule in JSON"):
+            Schedule.from_json(text)
