@@ -318,18 +318,20 @@ def p2p_matrix(title: str, rows: str, corner: str = "D\\D") -> str:
 
 P2P_BANDWIDTH = """
     734.95  48.34  24.22   9.79
-     48.34 746.14   9.79  48.34
-     24.22   9.67 746.09  38.30
-      9.44  48.34  48.34 748.73
+     48.36 746.14   9.75  48.20
+     24.10   9.67 746.09  38.30
+      9.44  48.00  47.50 748.73
 """
 P2P_LATENCY = """
       1.98   2.24   2.22   2.73
-      2.27   1.99   2.77   2.27
+      2.27   1.99   2.77   2.28
       1.81   2.72   1.90   1.80
-      2.73   2.22   2.20   1.97
+      2.74   2.23   2.20   1.97
 """
 P2P = (
-    "P2P Connectivity Matrix\n"
+    "[P2P (Peer-to-Peer) GPU Bandwidth Latency Test]\n"
+    "Device: 0, Tesla V100-SXM2-16GB, pciBusID: 1, pciDeviceID: 0, pciDomainID:0\n"
+    "\nP2P Connectivity Matrix\n"
     + p2p_matrix("", "1 1 1 1\n" * 4)
     + p2p_matrix("Unidirectional P2P=Disabled Bandwidth Matrix (GB/s)", """
         737.33   9.80  11.03  11.02
