@@ -34,7 +34,7 @@ FEW = [(a, d, o) for a in ARCHITECTURES for d, o in KERNELS if o == "sum" or a =
 @pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)],
                 ids=["few", "all"])  # fmt: skip
 def compiled(request: pytest.FixtureRequest) -> dict[tuple[int, str, str], Compiled]:
-    compiler, text = Nvrtc(), source("plan.cu")
+    compiler, text = Nvrtc(), source("plan/plan.cu")
     cases = [(a, d, o) for a in ARCHITECTURES for d, o in KERNELS] if request.param else FEW
     with ThreadPoolExecutor(2) as pool:
         made = pool.map(lambda c: compiler.compile(text, options(c[1], c[2]), c[0]), cases)

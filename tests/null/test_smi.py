@@ -238,6 +238,10 @@ def test_rows_in_another_order_and_nics_without_rows() -> None:
     made = load("\n".join([head, *reversed(rows[:4])]))
     assert made.links == load(SMI["quad"]).links
     assert "no rows for mlx5_0: taken from their columns" in made.assumptions
+    head, *rows = SMI["dgx1-v100"].split("\n")  # of what is between NICs nothing is told
+    made = load("\n".join([head, *rows[:8]]))
+    assert nvlinks_of(made) == MACHINES["dgx1-v100"].nvlinks
+    assert tree_of(made) == drawn(TREES["dgx1-v100"])
 
 
 def test_direct_links_up_to_what_a_gpu_has() -> None:
