@@ -38,10 +38,10 @@ def refuse_overlaps(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
 
 def is_same(a: Any, b: Any) -> bool:
     """Whether they have the same elements in the same places."""
-    return _place(_memory(a)) == _place(_memory(b))
+    return _extent(_memory(a)) == _extent(_memory(b))
 
 
-def _place(x: NDArray[Any]) -> tuple[object, ...]:
+def _extent(x: NDArray[Any]) -> tuple[object, ...]:
     sides = [(n, s) for n, s in zip(x.shape, x.strides, strict=True) if n > 1]
     return x.__array_interface__["data"][0], sides, x.itemsize
 

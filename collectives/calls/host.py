@@ -5,13 +5,11 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
@@ -19,6 +17,7 @@ from numpy.typing import NDArray
 
 from linkweave.collectives import errors
 from linkweave.collectives.calls.choices import Choices
+from linkweave.collectives.calls.one_call import OneCall, Refused
 from linkweave.collectives.calls.plans import Plans
 from linkweave.collectives.calls.request import (
     EXCHANGES,
@@ -44,7 +43,6 @@ from linkweave.collectives.runtime.cpu.arena import Arena
 from linkweave.collectives.runtime.cpu.arrivals import Arrivals
 from linkweave.collectives.runtime.cpu.control import HostControl
 from linkweave.collectives.runtime.cpu.executor import CpuExecutor, Ready, Region, memory_of
-from linkweave.collectives.runtime.diagnose import RAISED
 from linkweave.collectives.runtime.encoded import Encoded, nothing
 from linkweave.collectives.settings import Settings
 from linkweave.collectives.tensors import Block, as_buffer
@@ -89,7 +87,7 @@ class HostCalls:
         self._mine: dict[int, tuple[str, int]] = {}  # on rank 0: names of plans, bytes of regions
         self._plans = Plans(self.choices, self.trace)
         self._scratch: NDArray[np.uint8] | None = None
-        self._calling = _Calling(self.control)
+        self._calling = OneCall(self.control)
 
     # ---- tensors -----------------------------------------------------------------------------
     def buffer(self, x: Any, written: bool = True) -> tuple[Buffer, Callable[[], None]]:
@@ -201,7 +199,7 @@ class HostCalls:
         found = self._gather(_exchange("plan"), said, PLANNING)[0]
         if found[:1] == b"-":
             name, text = json.loads(found[1:])
-            raise _Refused(getattr(errors, name, CollectiveError), text)
+            raise Refused(getattr(errors, name, CollectiveError), text)
         return found[1:]
 
     def _gather(
@@ -227,7 +225,7 @@ class HostCalls:
             self.executor.reset(region)
         self.control.agree(())
         self.control.done()
-        raise _Refused(CollectiveError, difference(number, asked, said))
+        raise Refused(CollectiveError, difference(number, asked, said))
 
     # ---- what a call of a new kind needs -----------------------------------------------------
     def _prepared(self, request: Request) -> Ready:
@@ -348,39 +346,3 @@ class HostCalls:
 
 def _exchange(what: str) -> Request:
     return Request("exchange", NOTHING, root=EXCHANGES.index(what))
-
-
-class _Calling:
-    """Around a call: one at a time, and an error of our own is told to the others."""
-
-    def __init__(self, control: HostControl) -> None:
-        self._control, self._health, self._lock = control, control.health, threading.Lock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        if not self._health.usable:
-            self._lock.release()
-            self._health.check()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
-        try:
-            if error is None:
-                return
-            if isinstance(error, _Refused):
-                raise error.kind(error.text) from None
-            if not self._control.aborted():  # the others must not wait
-                self._control.give_up(RAISED)
-            self._health.fail(error)
-        finally:
-            self._lock.release()
-
-
-class _Refused(Exception):
-    """A call that no rank makes; nothing has moved, and all may go on."""
-
-    def __init__(self, kind: type[CollectiveError], text: str) -> None:
-        super().__init__(text)
-        self.kind, self.text = kind, text

@@ -22,7 +22,7 @@ _POLL, _SLOW = 0.0002, 0.02  # s: of the first wait for a sender, and of later o
 _FORWARD = ((0, 1),)
 
 
-class Channels:
+class PointToPoint:
     """Those of one rank, made when they are first used: the sender takes their memory."""
 
     def __init__(self, calls: HostCalls, settings: Settings) -> None:

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from linkweave.collectives.calls.gpu_launcher import GpuLauncher
 from linkweave.collectives.calls.gradient_queue import number_of
 from linkweave.collectives.calls.request import How, Request
 from linkweave.collectives.errors import CollectiveError, CollectiveTimeout
@@ -17,16 +18,13 @@ from linkweave.collectives.runtime.gpu.counters import Counted
 from linkweave.collectives.runtime.gpu.team import Call
 from linkweave.collectives.tensors import as_buffer, stream_of
 
-if TYPE_CHECKING:
-    from linkweave.collectives.calls.gpu import GpuCalls
-
 POLL = 0.0005  # s
 
 
 class OnStream:
     """A `CallContext` on a GPU: copies and launches go to `stream`; the caller's is `caller`."""
 
-    def __init__(self, gpu: GpuCalls, caller: int, stream: int) -> None:
+    def __init__(self, gpu: GpuLauncher, caller: int, stream: int) -> None:
         self.rank, self.size = gpu.rank, gpu.size
         self.gpu, self.caller, self.stream = gpu, caller, stream
         self.choices, self.trace = gpu.choices, gpu.trace
@@ -99,7 +97,7 @@ class StreamWork:
     over."""
 
     def __init__(
-        self, gpu: GpuCalls, context: OnStream, x: Any, result: Any, event: int, captured: bool
+        self, gpu: GpuLauncher, context: OnStream, x: Any, result: Any, event: int, captured: bool
     ) -> None:
         self._gpu, self._context, self._x, self._result = gpu, context, x, result
         self._event: int | None = event  # behind it

@@ -91,10 +91,10 @@ def flags(encoded: Encoded, rank: int, num_chunks: int) -> Iterator[str]:
     code = encoded.codes[rank].tolist()
     phases = code[1]
     for row, channel in enumerate(encoded.channels[rank]):
-        places = code[2 + row * (phases + 1) : 2 + (row + 1) * (phases + 1)]
-        for first, stop in zip(places, places[1:], strict=False):
+        offsets = code[2 + row * (phases + 1) : 2 + (row + 1) * (phases + 1)]
+        for first, stop in zip(offsets, offsets[1:], strict=False):
             for group in range(0, num_chunks, encoded.stride):
-                step, pc = position_of(code, places[0], first), first
+                step, pc = position_of(code, offsets[0], first), first
                 while pc < stop:
                     op, chunk, sender, _, n = code[pc : pc + 5]
                     if op in (Op.WAIT, Op.SIGNAL) and group + chunk < num_chunks:

@@ -6,28 +6,25 @@ its GPU where it needs such a number: behind what came, and behind a merge.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from linkweave.collectives.calls.stream_work import OnStream
-from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.goals import SENDRECV, Pairs, Root, targets
-from linkweave.collectives.planning.sparse_tree import rounds
 from linkweave.collectives.runtime.buffer import Buffer
+from linkweave.collectives.sparse.backend import Message, Vector
 from linkweave.collectives.sparse.checks import check_vector, flat_residual, wrong_indices
-from linkweave.collectives.sparse.gtopk import Asked, Vector
 from linkweave.collectives.sparse.wire import HEAD, Wire
 from linkweave.collectives.tensors import dtype_name
 from linkweave.kernels.gpu.api import GpuKernels
 from linkweave.kernels.gpu.arrays import Gpu, LibraryGpu
 from linkweave.kernels.merge import entries as gpu_entries
 
-_ALIGN = 16  # bytes
-
 
 class GpuBackend:
-    """`gtopk.Backend` of CuPy arrays and torch's CUDA tensors. Launches go to the library's
+    """`Backend` of CuPy arrays and torch's CUDA tensors. Launches go to the library's
     current stream. Raises CollectiveError."""
 
     def __init__(self, values: Any, indices: Any, numel: Any, residual: Any) -> None:
@@ -74,20 +71,12 @@ class GpuBackend:
         return found
 
     # ---- between ranks -----------------------------------------------------------------------
-    def refusal(self, context: OnStream, mode: str, tree: Tree, asked: Asked) -> str:
-        message = self.wire.message(asked.k), "uint8", 1
-        gathered = self._each(asked.counts) * context.size, "uint8", 1
-        wanted: dict[str, list[tuple[str, tuple[int, str, int], Root]]] = {
-            "gtopk": [*((SENDRECV, message, pairs) for pairs in rounds(tree)),
-                      ("broadcast", message, tree.root)],
-            "topk": [("allgather", gathered, 0)],
-            "dense": [("allreduce", (4 * asked.numel, "float32", 4), 0)],
-        }  # fmt: skip
-        refused = (
-            context.gpu.refusal(context.request(kind, Buffer(0, *what), "sum", root))
-            for kind, what, root in wanted[mode]
-        )
-        return next(filter(None, refused), "")
+    def refusal(self, context: OnStream, messages: Sequence[Message]) -> str:
+        for kind, nbytes, dtype, root in messages:
+            buffer = Buffer(0, nbytes, dtype, 4 if dtype == "float32" else 1)
+            if why := context.gpu.refusal(context.request(kind, buffer, "sum", root)):
+                return why
+        return ""
 
     def send(self, context: OnStream, vector: Vector, pairs: Pairs, k: int) -> Vector | None:
         room = self._message(k)
@@ -104,7 +93,7 @@ class GpuBackend:
         return vector if context.rank == root else self._taken(context, room)
 
     def gather(self, context: OnStream, counts: list[int]) -> list[Vector]:
-        each = self._each(counts)
+        each = self.wire.part(counts)
         whole = self._bytes(each * context.size)
         parts = [whole.address + each * rank for rank in range(context.size)]
         gpu_entries.pack(self._gpu, self.mine, self.wire.dtype, parts[context.rank])
@@ -123,10 +112,6 @@ class GpuBackend:
         self._arrived(context, buffer)
         found: Vector = self._gpu.nonzero(whole)
         return found
-
-    def _each(self, counts: list[int]) -> int:
-        """Bytes of each rank's part of what is gathered."""
-        return -(-self.wire.message(max(counts)) // _ALIGN) * _ALIGN
 
     def _message(self, k: int) -> Buffer:
         """Room for a message of k entries, the same one for all of a call: what is sent of it is

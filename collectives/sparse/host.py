@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,10 @@ from numpy.typing import NDArray
 
 from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.calls.operations import allgather, into
-from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.goals import Pairs, targets
+from linkweave.collectives.sparse.backend import Message, Vector
 from linkweave.collectives.sparse.checks import check_vector, flat_residual, wrong_indices
-from linkweave.collectives.sparse.gtopk import Asked
-from linkweave.collectives.sparse.wire import HEAD, Vector, Wire
+from linkweave.collectives.sparse.wire import HEAD, Wire
 from linkweave.collectives.tensors import dtype_name, gpu_of, is_torch
 from linkweave.kernels import merge_topk
 from linkweave.kernels.merge.cpu import add_at
@@ -24,7 +24,7 @@ _NOTHING: Vector = np.empty(0, np.float32), np.empty(0, np.int32)
 
 
 class HostBackend:
-    """`gtopk.Backend` of NumPy arrays and torch tensors. Raises CollectiveError."""
+    """`Backend` of NumPy arrays and torch tensors. Raises CollectiveError."""
 
     def __init__(self, values: Any, indices: Any, numel: Any, residual: Any) -> None:
         if not is_torch(values) and not is_torch(indices) and gpu_of(indices) is None:
@@ -42,7 +42,7 @@ class HostBackend:
         self._sent: NDArray[np.uint8] | None = None
 
     def size(self, vector: Vector) -> int:
-        return vector[1].size
+        return int(vector[1].size)
 
     def merge(self, a: Vector, b: Vector | None, k: int, keeps: bool) -> Vector:
         kept: Vector
@@ -77,7 +77,7 @@ class HostBackend:
         return torch.from_numpy(values).to(self._like.dtype), torch.from_numpy(indices)
 
     # ---- between ranks -----------------------------------------------------------------------
-    def refusal(self, context: HostCalls, mode: str, tree: Tree, asked: Asked) -> str:
+    def refusal(self, context: HostCalls, messages: Sequence[Message]) -> str:
         return ""
 
     def send(self, context: HostCalls, vector: Vector, pairs: Pairs, k: int) -> Vector | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from linkweave.collectives.runtime.reference import from_bfloat16, to_bfloat16
 Vector = tuple[NDArray[np.float32], NDArray[np.int32]]
 """(values, indices), ascending; values of a 16-bit wire are such as it can carry."""
 
+_ALIGN = 16  # bytes
 HEAD = 8
 """Bytes before the entries of a message: how many these are."""
 
@@ -37,6 +39,11 @@ class Wire:
     def message(self, k: int) -> int:
         """Bytes of a message of up to k entries."""
         return HEAD + self.entry * k
+
+    def part(self, counts: Sequence[int]) -> int:
+        """Bytes of each rank's part of an all-gather of messages, where ranks have so many
+        entries."""
+        return -(-self.message(max(counts)) // _ALIGN) * _ALIGN
 
     def rounded(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
         """The nearest values that travel; of two the even one. What is finite stays so: beyond the

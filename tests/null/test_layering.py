@@ -1,11 +1,14 @@
-"""The house: imports go one way, planning is light, and files stay short."""
+"""The structure: imports follow the arrows listed here, planning is light, files stay short, and
+retired words do not come back."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,66 +18,185 @@ FOLDERS = ("topology", "kernels", "collectives", "bench")
 FILES = sorted(
     path.relative_to(ROOT).as_posix() for name in FOLDERS for path in (ROOT / name).rglob("*.py")
 )
-MAY_USE_KERNELS = ("collectives/runtime/", "collectives/sparse/")
-MOST_LINES = 400
+SOURCES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for ending in ("*.cu", "*.h") for path in (ROOT / "kernels").rglob(ending)
+)  # fmt: skip
+MOST_LINES = 350
+MOST_LOOSE = 6
 HEAVY = ("torch", "numba", "cupy", "triton", "matplotlib", "networkx")
+
+ARROWS = {
+    ("kernels", "kernels"): "",
+    ("topology", "topology"): "",
+    ("collectives", "topology"): "plans are for a machine",
+    ("bench", "topology"): "benchmarks name a machine",
+    ("bench", "collectives"): "benchmarks measure the product",
+    ("bench", "kernels"): "sparse kernels are benchmarked alone",
+}
+"""Which folder may import which, and why."""
+
+ROOMS = {
+    ("overlap", "errors"): "profiles may be wrong",
+    ("planning", "errors"): "plans may be wrong",
+    ("planning", "kernels"): "the simulator's loop, compiled",
+    ("settings", "errors"): "settings may be wrong",
+    ("tensors", "errors"): "tensors may be refused",
+    ("tensors", "runtime"): "a tensor becomes a buffer",
+    ("runtime", "errors"): "ranks may fail",
+    ("runtime", "planning"): "executors read plans",
+    ("runtime", "kernels"): "one table of dtypes",
+    ("runtime.cpu", "errors"): "ranks may fail",
+    ("runtime.cpu", "planning"): "the executor reads plans",
+    ("runtime.cpu", "runtime"): "implements executor and control",
+    ("runtime.cpu", "kernels"): "the interpreter runs compiled",
+    ("runtime.gpu", "errors"): "GPUs may fail",
+    ("runtime.gpu", "planning"): "programs are made of plans",
+    ("runtime.gpu", "runtime"): "implements the executor protocol",
+    ("runtime.gpu", "runtime.cpu"): "ranks meet on the host",
+    ("runtime.gpu", "settings"): "a map by its name",
+    ("runtime.gpu", "kernels"): "launches the CUDA sources",
+    ("calls", "errors"): "calls may be refused",
+    ("calls", "settings"): "timeouts and the order",
+    ("calls", "tensors"): "arguments are tensors",
+    ("calls", "planning"): "a call needs a plan",
+    ("calls", "runtime"): "a call is carried out",
+    ("calls", "runtime.cpu"): "CPU calls use shared memory",
+    ("calls", "runtime.gpu"): "GPU calls launch kernels",
+    ("sparse", "errors"): "vectors may be refused",
+    ("sparse", "tensors"): "vectors are two tensors",
+    ("sparse", "planning"): "the tree of merges",
+    ("sparse", "runtime"): "16-bit values are rounded",
+    ("sparse", "runtime.gpu"): "no capture into graphs",
+    ("sparse", "calls"): "vectors travel by collectives",
+    ("sparse", "kernels"): "vectors are merged there",
+    ("methods", "errors"): "calls may be refused",
+    ("methods", "settings"): "timeouts and the order",
+    ("methods", "tensors"): "the tensor decides the device",
+    ("methods", "planning"): "users run own plans",
+    ("methods", "runtime.cpu"): "a queue counts arrivals",
+    ("methods", "runtime.gpu"): "ranks that are threads",
+    ("methods", "calls"): "each method is a call",
+    ("methods", "sparse"): "one method is sparse",
+    ("communicator", "errors"): "parts may be refused",
+    ("communicator", "settings"): "users set the timeout",
+    ("communicator", "tensors"): "it allocates shared tensors",
+    ("communicator", "runtime.cpu"): "it holds shared memory",
+    ("communicator", "runtime.gpu"): "it holds the GPUs' ranks",
+    ("communicator", "calls"): "its parts make calls",
+    ("communicator", "methods"): "it inherits the collectives",
+    ("launch", "errors"): "ranks may fail to start",
+    ("launch", "settings"): "users set the topology",
+    ("launch", "runtime"): "it tells why ranks ended",
+    ("launch", "runtime.cpu"): "it maps the shared memory",
+    ("launch", "runtime.gpu"): "threads share a GPU",
+    ("launch", "communicator"): "each rank gets one",
+    ("", "errors"): "public names",
+    ("", "planning"): "public names",
+    ("", "calls"): "public names",
+    ("", "communicator"): "public names",
+    ("", "launch"): "public names",
+}
+"""Which room of `collectives` may import which (besides `topology`), and why. "" is its face."""
+
+RETIRED = {
+    "place": ("", "position, path, context"),
+    "lane": (
+        r"topology/(?!speeds)|kernels/|collectives/planning/|collectives/runtime/gpu/",
+        "width of a launch, strand of a link",
+    ),
+    "stream": (r"collectives/planning/|kernels/plan/timeline", "track"),
+    "face": ("", "api"),
+}
+"""Words that no identifier may contain: where (a pattern of files; all where empty), and what to
+write instead."""
 
 
 def imports(source: str, file: str) -> Iterator[tuple[int, str]]:
     """(line, module) of every import, wherever it stands in the file."""
-    package = file.removesuffix(".py").split("/")[:-1]
     for node in ast.walk(ast.parse(source, file)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else []
-            base = [*above, *([node.module] if node.module else [])]
-            yield from ((node.lineno, ".".join([*base, alias.name])) for alias in node.names)
+            assert node.level == 0, f"{file}:{node.lineno} has a relative import"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def room(module: str) -> str:
+    """The room of a module of `collectives`; a loose file is its own."""
+    parts = module.split(".")[1:]
+    if parts[:1] == ["runtime"] and parts[1:2] in (["cpu"], ["gpu"]):
+        return ".".join(parts[:2])
+    return parts[0] if parts else ""
+
+
+def module_of(file: str) -> str:
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+MODULES = {module_of(file): file for file in FILES}
+
+
+def targets(source: str, file: str) -> Iterator[tuple[int, str]]:
+    """(line, module of ours) of every import; `tests` and names of our folders without the package
+    count as themselves."""
+    for line, found in imports(source, file):
+        inner = found.removeprefix("linkweave.")
+        top = inner.split(".")[0]
+        if top in FOLDERS and inner == found:
+            yield line, f"bare {top}"
+        elif top in (*FOLDERS, "tests"):
+            yield line, inner if inner in MODULES else inner.rpartition(".")[0]
 
 
 def wrong_arrows(source: str, file: str) -> list[str]:
-    """Imports that point the wrong way, as `file:line imports module`."""
-    home = file.split("/")[0]
-    allowed = {
-        "topology": {"topology"},
-        "kernels": {"kernels"},
-        "collectives": {"collectives", "topology"},
-        "bench": set(FOLDERS),
-    }[home]
-    if file.startswith(MAY_USE_KERNELS):
-        allowed = allowed | {"kernels"}
-    forbidden = {*FOLDERS, "tests"} - allowed
-    return [
-        f"{file}:{line} imports {module}"
-        for line, module in imports(source, file)
-        if module.split(".")[0] in forbidden
-    ]
-
-
-def test_the_folders_are_there() -> None:
-    assert {"topology", "collectives"} <= {file.split("/")[0] for file in FILES}
-    assert "collectives/planning/planner.py" in FILES
+    """Imports that no arrow allows, as `file:line imports module`."""
+    home, here = file.split("/")[0], room(module_of(file))
+    found = []
+    for line, target in targets(source, file):
+        top = target.split(".")[0]
+        if home == "collectives" and top in ("collectives", "kernels"):
+            there = room(target) if top == "collectives" else "kernels"
+            fine = here == there or (here, there) in ROOMS
+        else:
+            fine = home == top or (home, top) in ARROWS
+        if not fine:
+            found.append(f"{file}:{line} imports {target}")
+    return found
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_imports_go_one_way(file: str) -> None:
+def test_imports_follow_the_arrows(file: str) -> None:
     assert not wrong_arrows((ROOT / file).read_text(), file)
+
+
+def test_every_arrow_is_used() -> None:
+    used = set()
+    for file in FILES:
+        for _, target in targets((ROOT / file).read_text(), file):
+            home, top = file.split("/")[0], target.split(".")[0]
+            if home == "collectives" and top in ("collectives", "kernels"):
+                there = room(target) if top == "collectives" else "kernels"
+                used.add((room(module_of(file)), there))
+    assert not set(ROOMS) - used
+    assert all(1 < len(why.split()) <= 5 for why in ROOMS.values())
 
 
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("topology/draw.py", "from collectives.planning import plan"),
-        ("topology/draw.py", "def f():\n    import bench.cli"),
-        ("kernels/cpu.py", "import numpy, topology"),
-        ("kernels/cpu.py", "from collectives import errors"),
-        ("collectives/planning/plan.py", "import kernels.cpu as cpu"),
-        ("collectives/communicator.py", "from kernels import cpu"),
-        ("collectives/runtime/shm.py", "if True:\n    from bench.timing import median"),
-        ("collectives/sparse/gtopk.py", "from tests.null import helpers"),
-        ("collectives/planning/plan.py", "from ...kernels import cpu"),
+        ("topology/draw.py", "from linkweave.collectives.planning import plan"),
+        ("topology/draw.py", "def f():\n    import linkweave.bench.cli"),
+        ("topology/draw.py", "from topology import load"),
+        ("kernels/api.py", "import numpy, linkweave.topology.load"),
+        ("kernels/api.py", "from linkweave.collectives import errors"),
+        ("collectives/planning/plan.py", "from linkweave.collectives.calls import host"),
+        ("collectives/communicator.py", "from linkweave.kernels import dtypes"),
+        ("collectives/runtime/cpu/arena.py", "if True:\n    from linkweave.bench import timing"),
+        ("collectives/runtime/base.py", "from linkweave.collectives.runtime.cpu import arena"),
+        ("collectives/sparse/gpu.py", "from tests.null import helpers"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_arrow_is_seen(file: str, source: str) -> None:
     assert len(wrong_arrows(source, file)) == 1
 
@@ -82,24 +204,51 @@ def test_a_wrong_arrow_is_seen(file: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("topology/draw.py", "from topology.graph import Link\nimport json"),
-        ("collectives/runtime/shm.py", "from kernels import cpu\nfrom topology import load"),
-        ("collectives/sparse/gtopk.py", "import kernels"),
-        ("collectives/planning/plan.py", "from . import trees\nfrom ..errors import PlanError"),
-        ("bench/cli.py", "import collectives, kernels, topology, bench.timing"),
+        ("topology/draw.py", "from linkweave.topology.graph import Graph\nimport json"),
+        ("collectives/runtime/cpu/executor.py", "from linkweave.kernels.plan import interpreter"),
+        ("collectives/sparse/gpu.py", "import linkweave.kernels"),
+        ("bench/cli.py", "from linkweave import collectives, kernels, topology"),
     ],
 )
 def test_a_right_arrow_passes(file: str, source: str) -> None:
     assert not wrong_arrows(source, file)
 
 
+def cycles(edges: Mapping[str, set[str]]) -> list[str]:
+    """Modules from which imports lead back to themselves."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = list(edges[start])
+        while todo:
+            if (module := todo.pop()) not in seen:
+                seen.add(module)
+                todo += edges[module]
+        return seen
+
+    return sorted(module for module in list(edges) if module in reached(module))
+
+
+def test_no_imports_lead_back() -> None:
+    edges: dict[str, set[str]] = defaultdict(set)
+    for file in FILES:
+        edges[module_of(file)] |= {t for _, t in targets((ROOT / file).read_text(), file)}
+    assert cycles(edges) == []
+    assert cycles(defaultdict(set, a={"b"}, b={"c"}, c={"a"}, d={"a"})) == ["a", "b", "c"]
+
+
+def test_collectives_has_few_loose_files() -> None:
+    assert len(list((ROOT / "collectives").glob("*.py"))) <= MOST_LOOSE
+
+
 @pytest.mark.parametrize(
     "statement",
     [
-        "import topology",
-        "import collectives.planning.planner",
-        "import collectives.planning.planner as p, topology as t; "
-        "p.plan_allreduce(t.load('dgx1-v100'), 1 << 20)",
+        "import linkweave",
+        "from linkweave import topology",
+        "import linkweave.collectives.planning.planner",
+        "from linkweave import collectives as c, topology as t; "
+        "c.plan_allreduce(t.load('dgx1-v100'), 1 << 20)",
     ],
 )
 def test_planning_needs_nothing_heavy(statement: str) -> None:
@@ -116,6 +265,42 @@ def test_planning_needs_nothing_heavy(statement: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", [*FILES, *SOURCES])
 def test_files_are_short(file: str) -> None:
     assert len((ROOT / file).read_text().splitlines()) <= MOST_LINES
+
+
+def identifiers(source: str) -> Iterator[tuple[int, str]]:
+    """(line, name) of everything that is defined or assigned."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+
+
+def retired(source: str, file: str) -> list[str]:
+    """Identifiers that contain a retired word, as `file:line name: write ...`."""
+    found = []
+    for line, name in identifiers(source):
+        plain = re.sub(r"(?<!^)(?=[A-Z][a-z])", "_", name).lower().replace("in_place", "")
+        words = re.findall(r"[a-z]+", plain)
+        for word, (where, instead) in RETIRED.items():
+            if {word, f"{word}s"} & {*words} and re.match(where, file):
+                found.append(f"{file}:{line} {name}: write {instead}")
+    return found
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_retired_words_do_not_come_back(file: str) -> None:
+    assert retired((ROOT / file).read_text(), file) == []
+
+
+def test_a_retired_word_is_seen() -> None:
+    source = "class GpuPlace: ...\ndef f(lane): lanes = 1; x.place_of = 2; replace = in_place = 3"
+    assert len(retired(source, "kernels/plan/interpreter.py")) == 4
+    assert len(retired(source, "collectives/overlap/timeline.py")) == 2

@@ -1,0 +1,99 @@
+"""Sparse all-reduce: the arguments that all ranks agree on, and the mode that sums the vectors.
+
+Source: Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for
+Low Bandwidth Networks". 16-bit values are added in float32 and rounded once a hop; the residual
+gets the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+from linkweave.collectives.calls.context import CallContext
+from linkweave.collectives.calls.host import HostCalls
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.planning.sparse_tree import merge_tree, sparse_costs
+from linkweave.collectives.runtime.gpu import executor as cuda
+from linkweave.collectives.sparse.backend import Asked, Backend, Vector
+from linkweave.collectives.sparse.host import HostBackend
+from linkweave.collectives.sparse.modes import MODES
+from linkweave.collectives.tensors import gpu_of, integer, stream_of
+
+_OPS = ("sum", "avg")
+
+
+def whole(calls: HostCalls, *arguments: Any) -> Vector:
+    """Agree and carry out, on CPU ranks."""
+    return sparse_allreduce(calls, agreed(calls, *arguments))
+
+
+def agreed(
+    calls: HostCalls, values: Any, indices: Any, numel: Any, k: Any, op: str, residual: Any,
+    mode: str, conserve: bool,
+) -> Asked:  # fmt: skip
+    """Arguments, checked here and compared with all ranks'. Waits for a GPU. Raises
+    CollectiveError."""
+    with calls.telling():
+        backend = _backend(values, indices, numel, residual)
+        if not isinstance(mode, str) or mode not in ("auto", *MODES):
+            raise CollectiveError(f"unknown mode {mode!r}; choose from auto, {', '.join(MODES)}")
+        if op not in _OPS:
+            raise CollectiveError(f"a sparse_allreduce has op {' or '.join(_OPS)}, not {op!r}")
+        if (wanted := integer(k)) is None or not 0 <= wanted <= numel:
+            raise CollectiveError(f"k must be an integer from 0 to {numel}, not {k!r}")
+        if not isinstance(conserve, bool | np.bool_):
+            raise CollectiveError(f"conserve must be True or False, not {conserve!r}")
+        if residual is None and conserve:
+            raise CollectiveError("conserve=True needs a residual to keep what a merge drops")
+        device = "cpu" if gpu_of(values) is None else "gpu"
+        mine = [int(numel), wanted, op, mode, bool(conserve), backend.wire.dtype, device]
+    said = json.dumps([mine, backend.size(backend.mine)])
+    rows = [json.loads(row) for row in calls.gather("sparse_allreduce", said.encode())]
+    if any(row[0] != mine for row in rows):
+        asked = "; ".join(f"rank {r}: {json.dumps(row[0])}" for r, row in enumerate(rows))
+        raise CollectiveError(
+            f"sparse_allreduce of [numel, k, op, mode, conserve, dtype, device] differs: {asked}"
+        )
+    counts = [row[1] for row in rows]
+    return Asked(backend, int(numel), wanted, op, mode, bool(conserve), counts)
+
+
+def _backend(values: Any, indices: Any, numel: Any, residual: Any) -> Backend:
+    try:
+        return _backend_of(values, indices, numel, residual)
+    except (TypeError, AttributeError) as error:  # from a library, of what is no array of its own
+        raise CollectiveError(f"sparse_allreduce needs arrays of one library: {error}") from error
+
+
+def _backend_of(values: Any, indices: Any, numel: Any, residual: Any) -> Backend:
+    if (index := gpu_of(values)) is None:
+        return HostBackend(values, indices, numel, residual)
+    from linkweave.collectives.sparse.gpu import GpuBackend  # which needs the GPU's library
+
+    if cuda.open_device(index).capturing(stream_of(values)):
+        raise CollectiveError(
+            "sparse_allreduce cannot be captured into a graph: the size of its result is the GPU's "
+            "to tell"
+        )
+    return GpuBackend(values, indices, numel, residual)
+
+
+def sparse_allreduce(context: CallContext, asked: Asked) -> Vector:
+    """The body of `Communicator.sparse_allreduce`."""
+    backend, wire, topology = asked.backend, asked.backend.wire, context.choices.topology
+    names = [asked.mode]
+    if asked.mode == "auto":
+        names = [row.mode for row in sparse_costs(topology, asked.numel, asked.k, wire.item)]
+    tree = merge_tree(topology, wire.entry * asked.k)
+    for name in names:
+        mode = MODES[name]
+        if not (why := backend.refusal(context, mode.messages(context.size, asked, tree))):
+            break
+    else:  # before any residual is changed
+        raise CollectiveError(why)
+    with context.trace.call(f"sparse_allreduce/{name}/{asked.k}"):
+        found = mode.total(context, asked, tree)
+        return backend.result(found, context.size if asked.op == "avg" else 1)
