@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-cpu test-null test-all lint clean
 .DELETE_ON_ERROR:
 
 # torch first and at this version: a range could take a build with gigabytes of CUDA packages
@@ -18,8 +18,12 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed
 	$(VENV)/bin/linkweave demo
 
+# two processes side by side, each one's output printed when it has ended; fails if either fails
 test: lint
-	$(PY) -m pytest -m "not slow"
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-cpu test-null
+
+test-cpu test-null: test-%: $(VENV)/installed
+	$(PY) -m pytest -m "not slow" -o cache_dir=.pytest_cache/$* tests/$*
 
 test-all: lint
 	$(PY) -m pytest

@@ -14,3 +14,15 @@ def plans_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:
     """No test depends on plans that the user's other processes have kept."""
     folder: Path = tmp_path_factory.mktemp("plans")
     plan_store._folder = lambda: folder  # type: ignore[assignment]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true",
+        help="write the files of tests/golden anew, instead of comparing with them",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def update_golden(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--update-golden"))

@@ -49,8 +49,15 @@ def kernel_number(dtype: str, op: str) -> tuple[int, int]:
     return context, FUNCTORS.index(REDUCTIONS[step_of(op, dtype)])
 
 
+def sanitizing(sanitizer: str) -> list[str]:
+    """The compiler's options; with a sanitizer that are those which are compiled soonest."""
+    if not sanitizer:
+        return ["-O1"]
+    return ["-O0", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+
+
 @cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
+def build_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="linkweave-shim-")
 
 
@@ -63,20 +70,20 @@ def build(
 
     All dtypes and ops with `everything`, else float32 sums.
     """
-    folder = Path(tempfile.mkdtemp(dir=_folder().name))
+    folder = Path(tempfile.mkdtemp(dir=build_folder().name))
     sources = folder / "kernels"
     shutil.copytree(ROOT / "kernels", sources, ignore=shutil.ignore_patterns("*.py*", "__*"))
     for name, old, new in changes:
         text = (sources / name).read_text()
         assert text.count(old) == 1, f"{name} holds {text.count(old)} times: {old}"
         (sources / name).write_text(text.replace(old, new))
-    options = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"] if sanitizer else []
+    options = sanitizing(sanitizer)
     options += ["-DALL"] if everything else []
     options += ["-shared", "-fPIC"] if what == "library" else []
     assert COMPILER is not None
     subprocess.run(
-        [COMPILER, "-std=c++20", "-O1", "-g", "-pthread", "-mf16c", "-Wall", "-Wno-unknown-pragmas",
-         "-Werror", "-include", str(SHIM / "cuda_shim.h"), f"-I{sources}", "-DELEMENT=float",
+        [COMPILER, "-std=c++20", "-pthread", "-mf16c", "-Wall", "-Wno-unknown-pragmas", "-Werror",
+         "-include", str(SHIM / "cuda_shim.h"), f"-I{sources}", "-DELEMENT=float",
          "-DOP=sum", *options, str(SHIM / f"{what}.cpp"), "-o", str(folder / what)],
         check=True, timeout=300,
     )  # fmt: skip
@@ -318,7 +325,7 @@ class Image:
 
     def run(self, driver: Path, timeout: float = 60, abort: int | None = None) -> Any:
         """The segments afterwards; or the finished process, where it failed."""
-        with tempfile.TemporaryDirectory(dir=_folder().name) as folder:
+        with tempfile.TemporaryDirectory(dir=build_folder().name) as folder:
             paths = [Path(folder) / "in", Path(folder) / "out"]
             with paths[0].open("wb") as file:
 

@@ -5,24 +5,24 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from host_gpu import COMPILER, ROOT, SHIM, _folder
+from host_gpu import COMPILER, ROOT, SHIM, build_folder, sanitizing
 
 
 @cache
 def library(file: str, words: tuple[str, ...], sanitizer: str = "") -> ctypes.CDLL:
     """`kernels/FILE` with each kernel as a function (argument, blocks, threads)."""
-    made = Path(tempfile.mkdtemp(dir=_folder().name)) / "kernels.so"
-    extra = [f"-fsanitize={sanitizer}"] if sanitizer else []
+    made = Path(tempfile.mkdtemp(dir=build_folder().name)) / "kernels.so"
     assert COMPILER is not None
     subprocess.run(
-        [COMPILER, "-std=c++20", "-O1", "-g", "-pthread", "-mf16c", "-Wall", "-Wextra",
+        [COMPILER, "-std=c++20", *sanitizing(sanitizer), "-pthread", "-mf16c", "-Wall", "-Wextra",
          "-Wno-unknown-pragmas", "-Werror", "-include", str(SHIM / "cuda_shim.h"),
-         f"-I{ROOT / 'kernels'}", "-shared", "-fPIC", *words, *extra, "-x", "c++",
+         f"-I{ROOT / 'kernels'}", "-shared", "-fPIC", *words, "-x", "c++",
          str(ROOT / "kernels" / file), "-o", str(made)],
         check=True, timeout=300,
     )  # fmt: skip
@@ -73,17 +73,22 @@ class HostKernels:
         assert not made.voted_in_part(), f"{name}: a warp has voted in part"
 
 
-def source_of_layouts(file: str, name: str, names: tuple[str, ...]) -> list[tuple[int, int]]:
-    """(offset, size) of each field of a struct, then (size, 0) of the whole."""
-    fields = "".join(
-        f'    std::printf("%zu %zu\\n", offsetof({name}, {f}), sizeof({name}::{f}));\n'
-        for f in names
-    )
-    text = (
-        f'#include <cstddef>\n#include <cstdio>\n#include "{ROOT / "kernels" / file}"\n'
-        f'int main() {{\n{fields}    std::printf("%zu 0\\n", sizeof({name}));\n}}\n'
-    )
-    folder = Path(tempfile.mkdtemp(dir=_folder().name))
+def source_of_layouts(file: str, structs: Mapping[str, tuple[str, ...]]) -> list[tuple[int, int]]:
+    """(offset, size) of each field of each struct, then (size, 0) of the whole."""
+    lines = [
+        line
+        for name, fields in structs.items()
+        for line in (
+            *(f'std::printf("%zu %zu\\n", offsetof({name}, {f}), sizeof({name}::{f}));'
+              for f in fields),
+            f'std::printf("%zu 0\\n", sizeof({name}));',
+        )
+    ]  # fmt: skip
+    text = "\n".join([
+        "#include <cstddef>", "#include <cstdio>", f'#include "{ROOT / "kernels" / file}"',
+        "int main() {", *lines, "}", "",
+    ])  # fmt: skip
+    folder = Path(tempfile.mkdtemp(dir=build_folder().name))
     (folder / "layout.cpp").write_text(text)
     assert COMPILER is not None
     subprocess.run(

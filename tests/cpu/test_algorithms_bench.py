@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,17 +15,13 @@ from linkweave.bench.algorithms import Settings, run
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.planning.planner import candidates, choose, plan_allreduce
+from tests.cpu.commands import command as linkweave
 
-ROOT = Path(__file__).parents[2]
 CPU2 = topology.load("cpu-2")
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "linkweave.bench.cli", "bench", "algorithms", *words],
-        cwd=ROOT, capture_output=True, text=True, timeout=100,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    return linkweave("bench", "algorithms", *words)
 
 
 def test_it_times_every_algorithm_and_writes_json(tmp_path: Path) -> None:
@@ -60,6 +55,7 @@ def test_the_hopeless_are_left_out_but_not_the_choice(monkeypatch: pytest.Monkey
         return {"ring": 1.0, "chain": 29.0}.get(name, 31.0), 1
 
     monkeypatch.setattr("linkweave.bench.algorithms.predict", predict)
+    monkeypatch.setattr("linkweave.bench.algorithms.SLOW", float("inf"))  # busy or not
     (row,) = run(Settings(2, (64,), CPU2, rounds=1))
     choice = choose(CPU2, 64)
     assert set(row.timings) == {"ring", "chain", choice} and row.choice == choice

@@ -12,7 +12,7 @@ from linkweave import collectives
 from linkweave.collectives.calls.aliasing import refuse_overlaps
 from linkweave.collectives.launch.default import get_default
 from linkweave.topology.checks import shown
-from tests.cpu.test_face import error_of
+from tests.cpu.helpers import error_of
 
 
 def negated(values: list[float]) -> torch.Tensor:

@@ -15,8 +15,7 @@ from linkweave.collectives.runtime.base import Executor
 from linkweave.collectives.runtime.gpu.executor import virtual_ranks
 from linkweave.collectives.runtime.reference import Reference
 from linkweave.topology import load
-from tests.cpu.test_face import error_of
-from tests.cpu.test_interpreter import buffer_of, values
+from tests.cpu.helpers import buffer_of, error_of, values
 
 SIZE = 5
 CASES = [(name, n, op) for name in ("ring", "chain", "one_shot", "tree", "recursive_doubling")

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,26 +17,17 @@ from linkweave import collectives
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.launch.default import get_default
 from linkweave.kernels.dtypes import OPS, ops_of
+from tests.cpu.helpers import TORCH_DTYPES, error_of
 
 ROOT = Path(__file__).parents[2]
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16,
-          torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool]  # fmt: skip
 FUNCTIONS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum,
              "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}  # fmt: skip
-
-
-def error_of(call: Any, *args: Any, **kwargs: Any) -> str:
-    try:
-        call(*args, **kwargs)
-    except CollectiveError as error:
-        return str(error)
-    return ""
 
 
 def _every_dtype(rank: int) -> None:
     comm = get_default()
     size = comm.size
-    for dtype in DTYPES:
+    for dtype in TORCH_DTYPES:
         name = str(dtype).removeprefix("torch.")
         for op in OPS.keys() - ops_of(name):
             said = error_of(comm.allreduce, torch.ones(2, dtype=dtype), op)

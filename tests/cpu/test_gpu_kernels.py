@@ -20,7 +20,6 @@ from host_kernels import HostKernels, source_of_layouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvrtc import Nvrtc
-from test_sparse_kernels import GRADIENTS, KINDS, row
 
 from linkweave import kernels
 from linkweave.collectives.sparse.wire import Wire
@@ -32,6 +31,7 @@ from linkweave.kernels.merge import gpu as gpu_merge
 from linkweave.kernels.rows import gpu as gpu_rows
 from linkweave.kernels.topk import cpu as topk
 from linkweave.kernels.topk import gpu as gpu_select
+from tests.cpu.helpers import GRADIENTS, KINDS, row
 
 pytestmark = needs_compiler
 GRIDS = [(1, 1), (4, 3), (7, 2), (32, 2)]  # (threads, blocks)
@@ -255,12 +255,16 @@ STRUCTS = {
 
 @pytest.mark.parametrize("file", STRUCTS)
 def test_structs_are_those_of_the_device(file: str) -> None:
-    for name, dtype in STRUCTS[file].items():
-        told = source_of_layouts(file, name, dtype.names or ())
-        mine = [(dtype.fields[f][1], dtype.fields[f][0].itemsize) for f in dtype.names or ()]
-        assert told == [*mine, (dtype.itemsize, 0)], name
+    structs = {name: dtype.names or () for name, dtype in STRUCTS[file].items()}
+    wanted = []
+    for dtype in STRUCTS[file].values():
+        fields = [dtype.fields[f] for f in dtype.names or ()]
+        wanted += [(offset, kind.itemsize) for kind, offset, *_ in fields]
+        wanted.append((dtype.itemsize, 0))
     if file == "topk/select.cu":
-        assert source_of_layouts(file, "Choice", ())[0][0] == gpu_select.CHOICE_BYTES
+        structs["Choice"] = ()
+        wanted.append((gpu_select.CHOICE_BYTES, 0))
+    assert source_of_layouts(file, structs) == wanted
 
 
 CASES = [
@@ -275,12 +279,14 @@ CASES = [
 
 
 RECORD = Path(__file__).parents[1] / "golden" / "kernels.registers.json"
-"""How many registers each kernel has; after a wanted change run with LINKWEAVE_RECORD=1."""
+"""How many registers each kernel has; after a wanted change run with --update-golden."""
 
 
 @pytest.mark.parametrize(("file", "words"), CASES)
 @pytest.mark.parametrize("architecture", [70, 80, 90])
-def test_they_compile_with_no_spills(file: str, words: tuple[str, ...], architecture: int) -> None:
+def test_they_compile_with_no_spills(
+    file: str, words: tuple[str, ...], architecture: int, update_golden: bool
+) -> None:
     made = Nvrtc().compile(source(file), (*PLAIN, *words), architecture)
     assert set(made) == set(re.findall(r"^KERNEL\((\w+)", source(file), re.MULTILINE))
     for name, kernel in made.items():
@@ -288,10 +294,10 @@ def test_they_compile_with_no_spills(file: str, words: tuple[str, ...], architec
         assert kernel.registers <= 64, name  # two blocks of 512 threads a multiprocessor
         assert kernel.shared <= 48 << 10, name
         assert ".ftz" not in kernel.ptx
-    key = " ".join([f"sm_{architecture}", file, *words])
+    key = " ".join([f"sm_{architecture}", Path(file).name, *words])
     found = {f"{key} {name}": kernel.registers for name, kernel in made.items()}
     recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    if os.environ.get("LINKWEAVE_RECORD"):
+    if update_golden:
         RECORD.write_text(json.dumps({**recorded, **found}, indent=1, sort_keys=True) + "\n")
     else:
         assert found == {k: v for k, v in recorded.items() if k in found}

@@ -12,12 +12,12 @@ import pytest
 from gpu_ranks import MODES, Machine, failure
 from gpu_vectors import StreamKernels, sparse_gpus
 from host_gpu import CURRENT, HostTensor, needs_compiler
-from test_sparse_allreduce import dense, vector
 
 from linkweave import collectives
 from linkweave.collectives import get_default
 from linkweave.collectives.planning.sparse_tree import sparse_costs
 from linkweave.topology import load
+from tests.cpu.helpers import dense, vector
 
 pytestmark = needs_compiler
 NUMEL = 60
@@ -183,7 +183,7 @@ def leaves(rank: int, mode: str, error: type[Exception]) -> tuple[str, str]:
     try:
         call()
     except Exception as raised:
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 60
         return type(raised).__name__, str(raised)
     return "no error", ""
 
@@ -194,7 +194,7 @@ def test_no_result_is_given_when_a_rank_leaves_half_way(
     mode: str, how: str, machine: Machine
 ) -> None:
     """Nothing but the deadline frees the others, whatever they wait for."""
-    rows = collectives.spawn(leaves, 3, "mesh-3", (how, ValueError), timeout=1.0, **MODES[mode])
+    rows = collectives.spawn(leaves, 3, "mesh-3", (how, ValueError), timeout=2, **MODES[mode])
     assert rows[2] == ("ValueError", "rank 2 leaves")
     for name, words in rows[:2]:
         assert name in ("CollectiveTimeout", "CollectiveAborted"), (name, words)

@@ -145,13 +145,14 @@ class Wrong(HostDevice):
 
 @needs_compiler
 def test_a_wrong_result_is_a_failed_row_and_the_next_ones_are_run() -> None:
-    rows = run(Suite(Wrong(), 1 << 16, 1, ()), 100, "", None)
+    rows = run(Suite(Wrong(), 1 << 20, 1, ()), 100, "", None)
     states = [row["state"] for row in rows]
     assert all(": 1 wrong bytes on rank 0" in state for state in states[:3])
     assert states[3:5] == ["ok"] * 2
     assert states[5:] == [
         "failed: Failed: the first layer is wrong when it is dequeued",
-        "failed: Failed: overlapped_double_tree 65536 bytes: rank 0 is wrong",
+        "failed: Failed: overlapped_double_tree 1048576 bytes: rank 0 is wrong",
+        *["failed: Failed: double_tree 1048576 bytes: rank 0 is wrong"] * 2,
     ]
 
 

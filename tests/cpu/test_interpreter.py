@@ -13,32 +13,13 @@ from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
 from linkweave.collectives.planning.plan import Op, Plan
 from linkweave.collectives.runtime import reference
-from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.cpu.executor import SLOT_BYTES
 from linkweave.kernels.plan import interpreter as kernel
 from linkweave.topology import load
+from tests.cpu.helpers import buffer_of, misaligned, values
 from tests.null.helpers import by_hand, hop, random_plan, receive, send
 
 SIZES = (0, 1, 2, 3, 17, 1009, 4096)
-
-
-def values(rank: int, n: int, salt: int = 0) -> np.ndarray:
-    """Sums that round differently in every order."""
-    rng = np.random.default_rng([rank, n, salt])
-    return (rng.standard_normal(n) * 10.0 ** rng.integers(-3, 4, n)).astype(np.float32)
-
-
-def misaligned(x: np.ndarray) -> np.ndarray:
-    """A copy that begins 4 bytes past a 64-byte boundary."""
-    raw = np.empty(x.nbytes + 128, np.uint8)
-    start = -raw.ctypes.data % 64 + 4
-    y = raw[start : start + x.nbytes].view(x.dtype)
-    y[...] = x
-    return y
-
-
-def buffer_of(x: np.ndarray) -> Buffer:
-    return Buffer(int(x.ctypes.data), x.nbytes, str(x.dtype), x.itemsize)
 
 
 def test_codes_are_the_plans() -> None:

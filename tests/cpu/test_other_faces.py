@@ -17,7 +17,7 @@ from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.planning.planner import plan_collective
 from linkweave.collectives.runtime import reference
 from linkweave.collectives.runtime.cpu.executor import SLOT_BYTES
-from tests.cpu.test_face import DTYPES, error_of
+from tests.cpu.helpers import TORCH_DTYPES, error_of
 
 SIZES = [1, 2, 3, 5, 7]
 
@@ -86,7 +86,7 @@ def shapes(size: int) -> list[tuple[int, ...]]:
 
 def _every_dtype(rank: int) -> None:
     comm = get_default()
-    for dtype in DTYPES:
+    for dtype in TORCH_DTYPES:
         ops = ("sum", "min", "max", *(("avg",) if dtype.is_floating_point else ()))
         if dtype == torch.bool:
             ops = ("sum", "xor")

@@ -20,8 +20,7 @@ from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.planning.lower import Algorithm
 from linkweave.collectives.runtime import reference
 from linkweave.topology import Topology, load
-from tests.cpu.test_face import error_of
-from tests.cpu.test_interpreter import values
+from tests.cpu.helpers import error_of, values
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))

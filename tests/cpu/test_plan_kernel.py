@@ -302,11 +302,19 @@ def test_random_plans(seed: int, shape: LaunchConfig) -> None:
     check(plan, shape, [4 * 1009, 4], threads=3)
 
 
-@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-@pytest.mark.parametrize(("machine", "algorithm"), [
-    *ALGORITHMS[:9], ("mesh-8", "one_shot"), ("mesh-5", "two_shot"), ("mesh-8", "two_shot"),
-    ("mesh-8", "halving_doubling"), ("mesh-4", "recursive_doubling"),
-])  # fmt: skip
+SANITIZED = [  # each with steps, or an order of them, that none of the others has
+    ("thread", "dgx1-v100", "ring"), ("thread", "dgx1-v100", "packed_trees"),
+    ("thread", "dgx1-v100", "double_tree"), ("thread", "dgx1-v100", "overlapped_double_tree"),
+    ("thread", "dgx1-v100", "ccube_dgx1"), ("thread", "mesh-8", "one_shot"),
+    ("thread", "mesh-5", "two_shot"), ("thread", "mesh-8", "halving_doubling"),
+    ("thread", "mesh-4", "recursive_doubling"),
+    ("address,undefined", "dgx1-v100", "ring"), ("address,undefined", "dgx1-v100", "ccube_dgx1"),
+    ("address,undefined", "mesh-8", "one_shot"), ("address,undefined", "mesh-5", "two_shot"),
+    ("address,undefined", "mesh-4", "recursive_doubling"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sanitizer", "machine", "algorithm"), SANITIZED)
 @pytest.mark.parametrize("shape", [LINES, plain(2, 512)], ids=["lines", "slots"])
 def test_sanitizers_find_nothing(
     sanitizer: str, machine: str, algorithm: str, shape: LaunchConfig
@@ -356,14 +364,16 @@ MUTANTS = {
     ("release of data", True), ("wait for data", True), ("barrier behind the data", True),
 ])  # fmt: skip
 def test_a_mutant_is_caught_by_the_thread_sanitizer(what: str, direct: bool) -> None:
-    """Most give right results here: only the order that they lack is seen."""
+    """Most give right results here: only the order that they lack is seen, if not every time."""
     algorithm = "chain" if direct else "overlapped_tree"
     plan = replace(plan_allreduce(load("mesh-3"), 8000, algorithm, 8), slots=3)
     gpu = HostGpu(plan, LINES if "overwritten" in what else plain(1, 1024), threads=2)
     for _ in range(3):
         gpu.call(values(plan, 8000), direct=direct)
-    done = gpu.image.run(build("thread", changes=(MUTANTS[what],)))
-    assert not isinstance(done, list), "nothing was reported"
+    driver = build("thread", changes=(MUTANTS[what],))
+    tries = (gpu.image.run(driver) for _ in range(30))
+    done = next((done for done in tries if not isinstance(done, list)), None)
+    assert done is not None, "nothing was reported"
     assert done.returncode == BROKEN and "data race" in done.stderr
 
 

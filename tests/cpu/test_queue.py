@@ -141,7 +141,7 @@ def _peer_dies(rank: int) -> str:
     queue = get_default().allreduce_queue(np.zeros(1 << 20, np.float32), [1 << 19, 1 << 19])
     start = time.monotonic()
     error = failure(lambda: queue.dequeue(0))
-    assert time.monotonic() - start < 10 and error is not None
+    assert time.monotonic() - start < 25 and error is not None
     raise error
 
 
@@ -314,7 +314,7 @@ def test_a_check_ends_with_its_deadline_or_when_all_stop(aborted: int) -> None:
     start = time.monotonic()
     device.check(check, 0)
     device.synchronise(0)
-    assert abort[0] == 1 and 0.05 * (1 - aborted) <= time.monotonic() - start < 5
+    assert abort[0] == 1 and 0.05 * (1 - aborted) <= time.monotonic() - start < 30
     device.close()
 
 

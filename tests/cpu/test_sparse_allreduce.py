@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,27 +19,13 @@ from linkweave.collectives.sparse.host import HostBackend
 from linkweave.collectives.sparse.modes import gtopk
 from linkweave.collectives.sparse.wire import HEAD, Wire
 from linkweave.kernels import topk_abs
-
-NUMEL = 60
-
-
-def vector(rank: int, case: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng([rank, case])
-    indices = np.sort(rng.choice(NUMEL, size, replace=False)).astype(np.int32)
-    return rng.integers(-9, 10, size).astype(np.float32), indices
-
-
-def dense(pair: tuple[np.ndarray, np.ndarray], numel: int = NUMEL) -> np.ndarray:
-    out = np.zeros(numel, np.float32)
-    out[pair[1]] = pair[0]
-    return out
+from tests.cpu.helpers import NUMEL, dense, vector
 
 
 def cases(rank: int, size: int) -> list[Any]:
     found = []
-    for case in range(100):
-        k = (0, 1, 3, 7, 20, NUMEL)[case % 6]
-        entries = (k, min(NUMEL, 2 * k + 1), 0)[case % 3]
+    for case, (k, which) in enumerate(product((0, 1, 3, 7, 20, NUMEL), range(3))):
+        entries = (k, min(NUMEL, 2 * k + 1), 0)[which]
         residual = np.full(NUMEL, float(rank), np.float32)
         result = collectives.sparse_allreduce(
             *vector(rank, case, entries), NUMEL, k, residual=residual, mode="gtopk"
@@ -47,7 +34,7 @@ def cases(rank: int, size: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("size", range(1, 18))
+@pytest.mark.parametrize("size", [*range(1, 10), 13, 16, 17])
 def test_no_mass_is_lost(size: int) -> None:
     ranks = collectives.spawn(cases, size, args=(size,))
     for rows in zip(*ranks, strict=True):
@@ -167,7 +154,9 @@ def lossy(rank: int, size: int, numel: int, k: int) -> tuple[float, float]:
     return float(np.abs(missing).sum()), float(np.abs(result[0]).sum())
 
 
-@pytest.mark.parametrize(("size", "share"), [(8, 0.10), (16, 0.29), (32, 0.56)])
+@pytest.mark.parametrize(
+    ("size", "share"), [(8, 0.10), (16, 0.29), pytest.param(32, 0.56, marks=pytest.mark.slow)]
+)
 def test_what_the_papers_form_loses(size: int, share: float) -> None:
     lost, kept = collectives.spawn(lossy, size, args=(size, 1_000_000, 1000))[0]
     assert abs(lost / kept - share) < 0.06

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,7 @@ from hypothesis import strategies as st
 
 from linkweave import kernels
 from linkweave.kernels.topk import cpu as topk
-
-KINDS = ("random", "constant", "ascending", "denormal", "special", "zeros", "one-hot", "halves",
-         "huge steps")  # fmt: skip
+from tests.cpu.helpers import GRADIENTS, KINDS, row
 
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
@@ -25,33 +22,6 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
-
-
-def row(kind: str, n: int, seed: int = 0) -> np.ndarray:
-    rng = np.random.default_rng([seed, n, KINDS.index(kind)])
-    x = rng.standard_normal(n).astype(np.float32)
-    if kind == "constant":
-        x[:] = -2.5
-    elif kind == "ascending":
-        x.sort()
-    elif kind == "denormal":
-        x = (x * 1e-41).astype(np.float32)
-    elif kind == "special":
-        x[rng.random(n) < 0.1] = np.nan
-        x[rng.random(n) < 0.1] = -np.inf
-        x.view(np.uint32)[rng.random(n) < 0.05] = 0xFFC12345  # another NaN
-    elif kind == "zeros":
-        x[rng.random(n) < 0.95] = 0
-        x[rng.random(n) < 0.3] *= -1
-    elif kind == "one-hot":
-        x[:] = 0
-        x[n // 3 : n // 3 + 1] = 1e-30
-    elif kind == "halves":
-        x = np.round(x * 2) / 2
-    elif kind == "huge steps":  # what a sample of the row says little about
-        x[:] = 1e-3
-        x[: n // 700] = 1e3
-    return x
 
 
 def reference(x: np.ndarray, k: int) -> np.ndarray:
@@ -100,10 +70,6 @@ def test_torch_tensors_of_every_dtype() -> None:
         assert torch.equal(values.view(torch.uint8), y[indices.long()].view(torch.uint8))
     parts = torch.randn(1000, requires_grad=True)[::2]
     assert kernels.topk_abs(parts, 3)[1].tolist() == reference(parts.detach().numpy(), 3).tolist()
-
-
-GRADIENTS = dict(np.load(Path(__file__).parents[1] / "data" / "gradients.npz"))
-"""Of a CNN on handwritten digits and of a small language model (`tests/data/make_gradients.py`)."""
 
 
 @pytest.mark.parametrize("name", GRADIENTS)

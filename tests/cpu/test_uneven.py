@@ -10,7 +10,7 @@ import torch
 
 from linkweave import collectives
 from linkweave.collectives.launch.default import get_default
-from tests.cpu.test_face import error_of
+from tests.cpu.helpers import error_of
 
 
 def rows(rank: int, size: int, salt: int) -> list[int]:

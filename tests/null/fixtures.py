@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, cycle
 
+from linkweave.topology import Topology
+
 Counts = Mapping[tuple[int, int], int]
 """NVLinks by pair of GPUs, the lesser number first."""
 
@@ -316,18 +318,20 @@ def p2p_matrix(title: str, rows: str, corner: str = "D\\D") -> str:
 
 P2P_BANDWIDTH = """
     734.95  48.34  24.22   9.79
-     48.34 746.14   9.79  48.34
-     24.22   9.67 746.09  38.30
-      9.44  48.34  48.34 748.73
+     48.36 746.14   9.75  48.20
+     24.10   9.67 746.09  38.30
+      9.44  48.00  47.50 748.73
 """
 P2P_LATENCY = """
       1.98   2.24   2.22   2.73
-      2.27   1.99   2.77   2.27
+      2.27   1.99   2.77   2.28
       1.81   2.72   1.90   1.80
-      2.73   2.22   2.20   1.97
+      2.74   2.23   2.20   1.97
 """
 P2P = (
-    "P2P Connectivity Matrix\n"
+    "[P2P (Peer-to-Peer) GPU Bandwidth Latency Test]\n"
+    "Device: 0, Tesla V100-SXM2-16GB, pciBusID: 1, pciDeviceID: 0, pciDomainID:0\n"
+    "\nP2P Connectivity Matrix\n"
     + p2p_matrix("", "1 1 1 1\n" * 4)
     + p2p_matrix("Unidirectional P2P=Disabled Bandwidth Matrix (GB/s)", """
         737.33   9.80  11.03  11.02
@@ -363,3 +367,41 @@ NCCL_TESTS = """# nccl-tests all_reduce_perf, 8 GPUs
 #        (B)    (elements)                     (us)  (GB/s)  (GB/s)
    134217728      33554432   float     sum   1818.8   73.80  129.14  2e-07
 """
+
+
+# ---- the same facts of a topology that was read --------------------------------------------------
+
+
+def nvlinks_of(topology: Topology) -> Counts:
+    """NVLinks by pair of GPUs; both ways must be equal."""
+    found = {(k.src, k.dst): k for k in topology.links if k.kind == "nvlink"}
+    for (a, b), link in found.items():
+        assert (found[b, a].count, found[b, a].bandwidth) == (link.count, link.bandwidth)
+    direct = [(a, b) for a, b in found if isinstance(a, int) and isinstance(b, int) and a < b]
+    return {ends: found[ends].count for ends in direct}
+
+
+def ports_of(topology: Topology) -> dict[int, int]:
+    """NVLinks of each GPU into the NVSwitch."""
+    links = [k for k in topology.links if k.kind == "nvlink" and k.dst == "nvswitch"]
+    return {k.src: k.count for k in links}
+
+
+def tree_of(topology: Topology) -> set[tuple[str, str, str]]:
+    """PCIe: (device or switch, what it hangs under, kind); both ways must be there."""
+    found = {(str(k.src), str(k.dst), k.kind) for k in topology.links if k.kind != "nvlink"}
+    assert found == {(b, a, kind) for a, b, kind in found}
+    return found
+
+
+def drawn(text: str) -> set[tuple[str, str, str]]:
+    """The same of "switch0: 0 1 mlx5_0 | cpu0: switch0", the last word's kind by the names."""
+    found = set()
+    for part in text.split(" | "):
+        parent, _, children = part.partition(": ")
+        for child in children.split():
+            kind = "host" if parent.startswith("cpu") else "pcie"
+            kind = "network" if child.startswith(("mlx", "NIC")) else kind
+            kind = "socket" if child.startswith("cpu") else kind
+            found |= {(child, parent, kind), (parent, child, kind)}
+    return found

@@ -20,10 +20,16 @@ from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.lower import Algorithm, Move, Reduce, Tuning, lower
 from linkweave.collectives.planning.plan import Connection, Op, Plan, Step, Track
 from linkweave.collectives.planning.verify import verify
-from linkweave.topology import Topology, Vertex, load
+from linkweave.topology import Link, Topology, Vertex, load
 
+GB = 10**9
+Ends = tuple[Vertex, Vertex]
 SPECIAL = ("ccube_dgx1", "hierarchical", "hierarchical_ring")
 """Algorithms for one machine, or for clusters only."""
+
+
+def both(a: Vertex, b: Vertex, bandwidth: int = GB, kind: str = "nvlink") -> list[Link]:
+    return [Link(*ends, bandwidth, kind=kind) for ends in ((a, b), (b, a))]
 
 
 def renumbered(topology: Topology, to: Sequence[int], name: str = "renumbered") -> Topology:

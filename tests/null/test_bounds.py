@@ -532,12 +532,14 @@ def test_unknown_collectives_and_roots() -> None:
 # A node's NICs are the least: 128 nodes with n NICs of 24 GB/s, 128 n 24 / 2 (128 - 1) GB/s.
 # The leaves' uplinks of 16 nodes carry half of what these send, 8 such groups: 8 * 1536 / 14 GB/s.
 LARGE = [
-    ("128 x dgx-h100 leaf=16 oversubscription=2", F(12288 * GB, 127), "eight"),  # a NIC a GPU
+    pytest.param(  # a NIC a GPU
+        "128 x dgx-h100 leaf=16 oversubscription=2", F(12288 * GB, 127), "eight",
+        marks=pytest.mark.slow,
+    ),
     ("128 x dgx1-v100", F(6144 * GB, 127), "four"),  # a NIC a PCIe switch
-]
+]  # fmt: skip
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(("spec", "value", "nics"), LARGE)
 def test_a_thousand_gpus(spec: str, value: Fraction, nics: str) -> None:
     topo = load(spec)
@@ -548,12 +550,22 @@ def test_a_thousand_gpus(spec: str, value: Fraction, nics: str) -> None:
     assert [len(part) for part in found.parts] == [8] * 128
 
 
-@pytest.mark.timeout(60)
-def test_a_thousand_gpus_behind_narrow_leaves() -> None:
-    # 8 groups of 16 nodes with 8 rails of 16 * 24 / 32 = 12 GB/s: 8 * 96 / 14
-    topo = load("128 x dgx-h100 leaf=16 oversubscription=32")
-    assert algbw(topo) == F(8 * 96 * GB, 14)
-    assert bound(topo).bottleneck.startswith("the eight links of each of 8 groups: 0-127, 128-255")
+@pytest.mark.parametrize(
+    ("spec", "leaves", "words"),
+    [
+        ("16 x dgx-h100 leaf=4 oversubscription=8", 4, "0-31, 32-63"),
+        pytest.param(
+            "128 x dgx-h100 leaf=16 oversubscription=32", 8, "0-127, 128-255",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_gpus_behind_narrow_leaves(spec: str, leaves: int, words: str) -> None:
+    """Leaves with 8 rails of 4 * 24 / 8 = 16 * 24 / 32 = 12 GB/s, which 96 GB/s leave by."""
+    topo = load(spec)
+    assert algbw(topo) == F(leaves * 96 * GB, 2 * (leaves - 1))
+    wanted = f"the eight links of each of {leaves} groups: {words}"
+    assert bound(topo).bottleneck.startswith(wanted)
 
 
 def test_words_do_not_blame_the_gpus_for_what_lies_behind_them() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from linkweave.topology import Device, Link, Topology, TopologyError, Vertex, allreduce_bound, load
 from linkweave.topology.measured import LinkFigures, PairFigure, looks_like_p2p
+from tests.null.fixtures import P2P
 
 GB = 10**9
 
@@ -30,55 +31,6 @@ def four(devices: bool = False) -> Topology:
     return Topology("four", (0, 1, 2, 3), tuple(links), ("drawn",), who if devices else ())
 
 
-# What the tool prints, in its form; only the first matrix of each kind is to be read.
-P2P = """\
-[P2P (Peer-to-Peer) GPU Bandwidth Latency Test]
-Device: 0, Tesla V100-SXM2-16GB, pciBusID: 1, pciDeviceID: 0, pciDomainID:0
-***NOTE: In case a device doesn't have P2P access to other one, it falls back to normal memcopy.
-
-P2P Connectivity Matrix
-     D\\D     0     1     2     3
-     0       1     1     1     1
-     1       1     1     1     1
-     2       1     1     1     1
-     3       1     1     1     1
-Unidirectional P2P=Disabled Bandwidth Matrix (GB/s)
-   D\\D     0      1      2      3
-     0 737.33   1.00   1.00   1.00
-     1   1.00 746.45   1.00   1.00
-     2   1.00   1.00 743.78   1.00
-     3   1.00   1.00   1.00 746.49
-Unidirectional P2P=Enabled Bandwidth (P2P Writes) Matrix (GB/s)
-   D\\D     0      1      2      3
-     0 734.95  48.34  24.22   9.79
-     1  48.36 746.14   9.75  48.20
-     2  24.10   9.67 746.09  38.30
-     3   9.44  48.00  47.50 748.73
-Bidirectional P2P=Enabled Bandwidth Matrix (GB/s)
-   D\\D     0      1      2      3
-     0 747.83  96.39  48.36  18.61
-     1  96.41 745.60  18.39  96.43
-     2  48.37  18.82 750.84  79.61
-     3  18.82  96.21  78.99 752.13
-P2P=Disabled Latency Matrix (us)
-   GPU     0      1      2      3
-     0   1.99  18.43  17.49  17.67
-     1  18.49   2.00  18.47  18.47
-     2  18.45  18.46   1.90  18.46
-     3  17.71  17.42  17.50   1.95
-P2P=Enabled Latency (P2P Writes) Matrix (us)
-   GPU     0      1      2      3
-     0   1.98   2.24   2.22   2.73
-     1   2.27   1.99   2.77   2.28
-     2   1.81   2.72   1.90   1.80
-     3   2.74   2.23   2.20   1.97
-
-   CPU     0      1      2      3
-     0   3.54   8.82   8.63   8.87
-     1   8.78   3.42   8.81   8.70
-     2   8.71   8.50   3.40   8.60
-     3   9.38   8.60   8.56   3.39
-"""
 P2P_BANDWIDTH = {  # of one link, by hand: the pair's figure over the number of links
     (0, 1): 24_170_000_000, (1, 0): 24_180_000_000, (0, 2): 24_220_000_000, (2, 0): 24_100_000_000,
     (1, 3): 24_100_000_000, (3, 1): 24_000_000_000, (2, 3): 19_150_000_000, (3, 2): 23_750_000_000,

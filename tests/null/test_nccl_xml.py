@@ -23,14 +23,17 @@ from tests.null.fixtures import (
     SMI,
     VENDOR_FILES,
     cpu,
+    drawn,
     gpu,
     listed,
     net,
     nvlink,
+    nvlinks_of,
     pci,
+    ports_of,
     system,
+    tree_of,
 )
-from tests.null.test_smi import drawn, nvlinks, ports, tree
 
 GB = 10**9
 LONGEST = 2.0  # seconds to refuse a hostile text
@@ -63,9 +66,9 @@ def rates(topology: Topology, kind: str) -> dict[tuple[int | str, int | str], fl
 def test_the_dump_of_a_dgx1() -> None:
     made = load(DUMPS["dgx1-v100"])
     assert made.gpus == tuple(range(8))
-    assert nvlinks(made) == MACHINES["dgx1-v100"].nvlinks
+    assert nvlinks_of(made) == MACHINES["dgx1-v100"].nvlinks
     switches = " | ".join(f"switch{s}: {2 * s} {2 * s + 1}" for s in range(4))
-    assert tree(made) == drawn(
+    assert tree_of(made) == drawn(
         f"{switches} | cpu0: switch0 switch1 cpu1 | cpu1: switch2 switch3"
     ) | {
         ends
@@ -100,7 +103,7 @@ def test_numbers_are_the_devices_not_the_order_of_the_file() -> None:
     made = load(text)
     assert re.findall(r'<gpu dev="(\d)', text) == ["0", "3", "2", "1"]
     assert made.gpus == (0, 1, 2, 3)
-    assert nvlinks(made) == dict.fromkeys(MACHINES["quad"].nvlinks, 4)
+    assert nvlinks_of(made) == dict.fromkeys(MACHINES["quad"].nvlinks, 4)
     ends = [ends for ends in rates(made, "host") if isinstance(ends[0], int)]
     assert ends == [(0, "cpu3"), (1, "cpu2"), (2, "cpu1"), (3, "cpu0")]
     assert [(d.gpu, d.bus_id[5:7], d.sm) for d in made.devices] == [
@@ -143,8 +146,8 @@ def test_a_graph_file_is_named_as_such(tmp_path: Path) -> None:
 def test_several_nvswitches_are_drawn_as_one() -> None:
     planes = "".join(nvlink(f"0000:c{i}:00.0", n, NVSWITCH) for i, n in enumerate((5, 5, 4, 4)))
     made = load(system(cpu(0, "".join(slot(g, planes, 90, "32 GT/s") for g in range(8)))))
-    assert ports(made) == dict.fromkeys(range(8), 18)
-    assert nvlinks(made) == {}
+    assert ports_of(made) == dict.fromkeys(range(8), 18)
+    assert nvlinks_of(made) == {}
     assert made.isomorphic_to(load("dgx-h100")) is not None
     assert set(rates(made, "host").values()) == {48}
     assert bound(made).links == Fraction(8 * 18, 14)
@@ -152,7 +155,7 @@ def test_several_nvswitches_are_drawn_as_one() -> None:
 
 def test_a_hidden_switch_is_a_switch() -> None:
     made = load(system(cpu(0, "".join(slot(g, nvlink(HIDDEN, 12, NVSWITCH)) for g in range(4)))))
-    assert ports(made) == dict.fromkeys(range(4), 12)
+    assert ports_of(made) == dict.fromkeys(range(4), 12)
 
 
 @pytest.mark.parametrize(("sm", "each"), [(60, 20), (70, 25), (80, 25), (86, 14.0625), (90, 25),
@@ -170,12 +173,12 @@ def test_two_generations_meet_at_the_slower() -> None:
 def test_targets_in_capitals_are_found() -> None:
     one = pci("0000:AB:00.0", "0x030200", gpu(0, 70, nvlink("0000:0C:00.0", 1)))
     other = pci("0000:0C:00.0", "0x030200", gpu(1, 70, nvlink("0000:ab:00.0", 1)))
-    assert nvlinks(load(system(cpu(0, one + other)))) == {(0, 1): 1}
+    assert nvlinks_of(load(system(cpu(0, one + other)))) == {(0, 1): 1}
 
 
 def test_nvlinks_of_one_pair_add_up() -> None:
     pair = slot(0, nvlink(bus(1), 2) + nvlink(bus(1), 1)) + slot(1, nvlink(bus(0), 3))
-    assert nvlinks(load(system(cpu(0, pair)))) == {(0, 1): 3}
+    assert nvlinks_of(load(system(cpu(0, pair)))) == {(0, 1): 3}
 
 
 def test_nvlinks_to_a_cpu() -> None:
@@ -256,12 +259,12 @@ def test_nics_are_as_fast_as_they_say_and_their_port_allows() -> None:
 def test_bridges_without_devices_are_left_out() -> None:
     empty = pci("0000:50:00.0", "0x060400", pci("0000:51:00.0", "0x010802"))
     made = load(system(cpu(0, empty + slot(0) + empty)))
-    assert tree(made) == drawn("cpu0: 0")
+    assert tree_of(made) == drawn("cpu0: 0")
 
 
 def test_a_target_that_is_not_there_is_said() -> None:
     made = load(system(cpu(0, slot(0, nvlink("0000:77:00.0", 2)))))
-    assert nvlinks(made) == {} and made.gpus == (0,)
+    assert nvlinks_of(made) == {} and made.gpus == (0,)
     assert made.assumptions == (
         "GPU 0 has NVLinks to 0000:77:00.0, which is not in the file: left out",
     )
@@ -323,10 +326,10 @@ def test_a_broken_file_is_told_where(text: str, words: str) -> None:
 
 
 def refused(text: str, words: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(TopologyError, match=words):
         load(text)
-    assert time.perf_counter() - start < LONGEST
+    assert time.process_time() - start < LONGEST
 
 
 def _laughs() -> str:
@@ -370,12 +373,12 @@ def test_a_hostile_file_is_refused_at_once(text: Callable[[], str], words: str) 
 )
 def test_a_machine_beyond_all_sizes_takes_no_time(inside: Callable[[], str]) -> None:
     text = system(cpu(10**6, inside()))
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         load(text)
     except TopologyError:
         pass
-    assert time.perf_counter() - start < LONGEST
+    assert time.process_time() - start < LONGEST
 
 
 def test_what_is_read_slowly_would_be_noticed() -> None:
@@ -452,7 +455,7 @@ def test_every_named_machine_can_be_written(name: str) -> None:
     first = written(made)
     assert written(first) == first
     assert first.gpus == made.gpus
-    assert nvlinks(first) == nvlinks(made) and ports(first) == ports(made)
+    assert nvlinks_of(first) == nvlinks_of(made) and ports_of(first) == ports_of(made)
     assert rates(first, "nvlink") == rates(made, "nvlink")
     assert first.isomorphic_to(made) is not None
     check_form(text)
@@ -504,7 +507,7 @@ def test_renumbered_and_partial_machines_are_written() -> None:
     some = load(SMI["dgx1-v100"]).subset([5, 1, 4])
     again = written(some)
     assert again.gpus == (1, 4, 5)
-    assert nvlinks(again) == nvlinks(some)
+    assert nvlinks_of(again) == nvlinks_of(some)
 
 
 def test_names_are_quoted() -> None:

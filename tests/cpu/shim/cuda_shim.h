@@ -1,21 +1,31 @@
-// CUDA on the host: every thread of every block is an OS thread, all at once. Included before the
-// kernels' sources by the compiler's command line; defines what sync.h defines for a GPU.
+// CUDA on the host. Included before the kernels' sources by the compiler's command line; defines
+// what sync.h defines for a GPU.
+//
+// Built with a sanitizer, every thread of every block is an OS thread, all at once. Built without,
+// a launch's threads take turns on one OS thread, in an order that changes from turn to turn: they
+// change over at barriers and where they wait, which costs no system's scheduler and no time on a
+// busy machine.
 //
 // Lines are acquired and released here, though the GPU's are relaxed: their order comes from the
 // data they carry, which the sanitizer does not model.
 #pragma once
 #define HOST_SHIM
-#include <barrier>
-#include <chrono>
 #include <cstdint>
 #include <cstring>
-#include <memory>
-#include <mutex>
-#include <thread>
 #include <vector>
 
 #include <immintrin.h>
 #include <sched.h>
+#include <time.h>
+
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+#define OS_THREADS
+#include <barrier>
+#include <mutex>
+#include <thread>
+#else
+#include <ucontext.h>
+#endif
 
 #define __global__
 #define __device__
@@ -28,11 +38,16 @@ struct uint4 { unsigned x, y, z, w; };
 namespace shim {
 struct Index { unsigned x; };
 struct Block {
+    std::vector<char> storage;
+    std::vector<uint64_t> votes;  // of each thread: how often, and over which words
+#ifdef OS_THREADS
     std::barrier<> barrier;
     std::mutex mutex;
-    std::unique_ptr<char[]> storage;
-    std::vector<uint64_t> votes;  // of each thread: how often, and over which words
-    explicit Block(unsigned threads) : barrier(threads), votes(threads) {}
+    explicit Block(unsigned threads) : votes(threads), barrier(threads) {}
+#else
+    unsigned arrived = 0, passed = 0;  // threads at the barrier; how often it was opened
+    explicit Block(unsigned threads) : votes(threads) {}
+#endif
 };
 inline bool partial_vote = false;  // some lanes of a warp voted without the others
 inline thread_local Index thread_index, block_index, block_size, grid_size;
@@ -40,31 +55,117 @@ inline thread_local Block* block;
 
 // The block's one shared variable. Filled with rubbish: shared memory is not cleared.
 template <class T> T& shared() {
+#ifdef OS_THREADS
     std::lock_guard<std::mutex> guard(block->mutex);
-    if (!block->storage) {
-        block->storage.reset(new char[sizeof(T) + 64]);
-        std::memset(block->storage.get(), 0xa5, sizeof(T) + 64);
-    }
-    const uintptr_t at = reinterpret_cast<uintptr_t>(block->storage.get());
+#endif
+    if (block->storage.empty()) block->storage.assign(sizeof(T) + 64, char(0xa5));
+    const uintptr_t at = reinterpret_cast<uintptr_t>(block->storage.data());
     return *reinterpret_cast<T*>((at + 63) & ~uintptr_t(63));
 }
 
-template <class F> void launch(unsigned blocks, unsigned threads, F kernel) {
-    std::vector<std::unique_ptr<Block>> all;
+#ifdef OS_THREADS
+inline void barrier() { block->barrier.arrive_and_wait(); }
+inline void pause() { sched_yield(); }
+
+template <class F> void run(std::vector<Block*>& all, unsigned threads, F kernel) {
     std::vector<std::thread> running;
-    for (unsigned b = 0; b < blocks; ++b) {
-        all.emplace_back(new Block(threads));
+    const unsigned blocks = unsigned(all.size());
+    for (unsigned b = 0; b < blocks; ++b)
         for (unsigned t = 0; t < threads; ++t)
-            running.emplace_back([=, mine = all.back().get()] {
+            running.emplace_back([=, mine = all[b]] {
                 block = mine;
                 thread_index = {t}, block_index = {b}, block_size = {threads}, grid_size = {blocks};
                 kernel();
             });
-    }
     for (auto& thread : running) thread.join();
-    for (auto& of : all)
+}
+#else
+constexpr size_t STACK = 256 << 10;
+
+struct Fiber {
+    ucontext_t context;
+    Index thread_index, block_index;
+    Block* block;
+    unsigned passed = 0;  // barriers
+    bool waits = false, done = false;  // at a barrier; over
+};
+
+struct Turns {
+    ucontext_t main;
+    Fiber* now;
+    bool moved;  // since all had their turn, somebody came to a barrier, or to the end
+    void (*call)(const void*);
+    const void* kernel;
+};
+inline thread_local Turns turns;
+
+inline void change_over() { swapcontext(&turns.now->context, &turns.main); }
+inline void pause() { change_over(); }
+inline void barrier() {
+    Fiber& mine = *turns.now;
+    turns.moved = true;
+    ++mine.passed;
+    if (++mine.block->arrived == block_size.x) {
+        mine.block->arrived = 0;
+        ++mine.block->passed;
+    }
+    mine.waits = true;  // the last one too: it does not always go on first
+    change_over();
+}
+inline void begin() {
+    turns.call(turns.kernel);
+    turns.now->done = turns.moved = true;
+}
+
+template <class F> void run(std::vector<Block*>& all, unsigned threads, F kernel) {
+    std::vector<Fiber> fibers(all.size() * threads);
+    char* const stacks = new char[fibers.size() * STACK];  // touched only as far as they grow
+    turns.call = [](const void* kernel) { (*static_cast<const F*>(kernel))(); };
+    turns.kernel = &kernel;
+    for (size_t i = 0; i < fibers.size(); ++i) {
+        Fiber& fiber = fibers[i];
+        fiber.thread_index = {unsigned(i % threads)}, fiber.block_index = {unsigned(i / threads)};
+        fiber.block = all[i / threads];
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = stacks + i * STACK;
+        fiber.context.uc_stack.ss_size = STACK;
+        fiber.context.uc_link = &turns.main;
+        makecontext(&fiber.context, begin, 0);
+    }
+    block_size = {threads}, grid_size = {unsigned(all.size())};
+    uint64_t order = 1;
+    unsigned idle = 0;
+    for (size_t left = fibers.size(), n = left; left;) {
+        order = order * 6364136223846793005u + 1442695040888963407u;
+        const size_t start = (order >> 33) % n;
+        const bool down = order >> 63;
+        turns.moved = false;
+        for (size_t k = 0; k < n; ++k) {
+            Fiber& fiber = fibers[(start + (down ? n - k : k)) % n];
+            if (fiber.done || (fiber.waits && fiber.passed != fiber.block->passed)) continue;
+            fiber.waits = false;
+            turns.now = &fiber;
+            block = fiber.block;
+            thread_index = fiber.thread_index, block_index = fiber.block_index;
+            swapcontext(&turns.main, &fiber.context);
+            left -= fiber.done;
+        }
+        idle = turns.moved ? 0 : idle + 1;
+        if (idle > 32) sched_yield();  // what they wait for comes from another launch
+    }
+    delete[] stacks;
+}
+#endif
+
+template <class F> void launch(unsigned blocks, unsigned threads, F kernel) {
+    std::vector<Block*> all;
+    for (unsigned b = 0; b < blocks; ++b) all.push_back(new Block(threads));
+    run(all, threads, kernel);
+    for (const Block* of : all) {
         for (unsigned t = 0; t < threads && threads % 32 == 0; ++t)
             if (of->votes[t] != of->votes[t / 32 * 32]) partial_vote = true;
+        delete of;
+    }
 }
 }  // namespace shim
 extern "C" bool voted_in_part() { return shim::partial_vote; }
@@ -75,7 +176,7 @@ extern "C" bool voted_in_part() { return shim::partial_vote; }
 #define gridDim (::shim::grid_size)
 #define SHARED(T, name) T& name = ::shim::shared<T>()
 
-inline void __syncthreads() { ::shim::block->barrier.arrive_and_wait(); }
+inline void __syncthreads() { ::shim::barrier(); }
 inline uint32_t ld_acquire_sys(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline void st_release_sys(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 inline void st_relaxed_sys(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
@@ -86,11 +187,11 @@ inline void st_line(unsigned long long* p, unsigned long long v) {
     __atomic_store_n(p, v, __ATOMIC_RELEASE);
 }
 inline unsigned long long clock_ns() {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(
-               std::chrono::steady_clock::now().time_since_epoch())
-        .count();
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ull + now.tv_nsec;
 }
-inline void spin_pause() { sched_yield(); }
+inline void spin_pause() { ::shim::pause(); }
 inline void raise(uint32_t* p) { __atomic_store_n(p, 1, __ATOMIC_RELAXED); }
 inline uint32_t count_up(uint32_t* p, uint32_t v) {
     return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);

@@ -7,9 +7,11 @@
 //   launches, then for each the segment of its Launch, blocks, threads, dtype, op.
 // Then every segment is written back, in order, to the second file. With a third argument the
 // abort word, the first one of that segment, is raised after 100 ms. `--layout` prints layouts.
+#include <chrono>
 #include <cstddef>
 #include <cstdio>
 #include <fstream>
+#include <thread>
 
 #include "table.h"
 

@@ -1,0 +1,89 @@
+"""What several tests of CPU ranks and of kernels share: arrays, and what calls raise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.runtime.buffer import Buffer
+
+TORCH_DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16,
+                torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool]  # fmt: skip
+KINDS = ("random", "constant", "ascending", "denormal", "special", "zeros", "one-hot", "halves",
+         "huge steps")  # fmt: skip
+GRADIENTS = dict(np.load(Path(__file__).parents[1] / "data" / "gradients.npz"))
+"""Of a CNN on handwritten digits and of a small language model (`tests/data/make_gradients.py`)."""
+NUMEL = 60
+
+
+def error_of(call: Any, *args: Any, **kwargs: Any) -> str:
+    """The words of the CollectiveError that the call raises; empty if it raises none."""
+    try:
+        call(*args, **kwargs)
+    except CollectiveError as error:
+        return str(error)
+    return ""
+
+
+def values(rank: int, n: int, salt: int = 0) -> np.ndarray:
+    """Sums that round differently in every order."""
+    rng = np.random.default_rng([rank, n, salt])
+    return (rng.standard_normal(n) * 10.0 ** rng.integers(-3, 4, n)).astype(np.float32)
+
+
+def misaligned(x: np.ndarray) -> np.ndarray:
+    """A copy that begins 4 bytes past a 64-byte boundary."""
+    raw = np.empty(x.nbytes + 128, np.uint8)
+    start = -raw.ctypes.data % 64 + 4
+    y = raw[start : start + x.nbytes].view(x.dtype)
+    y[...] = x
+    return y
+
+
+def buffer_of(x: np.ndarray) -> Buffer:
+    return Buffer(int(x.ctypes.data), x.nbytes, str(x.dtype), x.itemsize)
+
+
+def row(kind: str, n: int, seed: int = 0) -> np.ndarray:
+    """A row of n values of that kind, which are hard to select from in ways of their own."""
+    rng = np.random.default_rng([seed, n, KINDS.index(kind)])
+    x = rng.standard_normal(n).astype(np.float32)
+    if kind == "constant":
+        x[:] = -2.5
+    elif kind == "ascending":
+        x.sort()
+    elif kind == "denormal":
+        x = (x * 1e-41).astype(np.float32)
+    elif kind == "special":
+        x[rng.random(n) < 0.1] = np.nan
+        x[rng.random(n) < 0.1] = -np.inf
+        x.view(np.uint32)[rng.random(n) < 0.05] = 0xFFC12345  # another NaN
+    elif kind == "zeros":
+        x[rng.random(n) < 0.95] = 0
+        x[rng.random(n) < 0.3] *= -1
+    elif kind == "one-hot":
+        x[:] = 0
+        x[n // 3 : n // 3 + 1] = 1e-30
+    elif kind == "halves":
+        x = np.round(x * 2) / 2
+    elif kind == "huge steps":  # what a sample of the row says little about
+        x[:] = 1e-3
+        x[: n // 700] = 1e3
+    return x
+
+
+def vector(rank: int, case: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Values and indices of a sparse vector of `NUMEL` elements."""
+    rng = np.random.default_rng([rank, case])
+    indices = np.sort(rng.choice(NUMEL, size, replace=False)).astype(np.int32)
+    return rng.integers(-9, 10, size).astype(np.float32), indices
+
+
+def dense(pair: tuple[np.ndarray, np.ndarray], numel: int = NUMEL) -> np.ndarray:
+    out = np.zeros(numel, np.float32)
+    out[pair[1]] = pair[0]
+    return out
