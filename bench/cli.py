@@ -68,7 +68,7 @@ def topo(
     plan: Annotated[
         str | None,
         typer.Option(help="Draw a plan over the links: a file that plan --json wrote, or one of "
-                          f"{', '.join(ALGORITHMS)}."),
+                          f"{', '.join(ALGORITHMS['allreduce'])}."),
     ] = None,
     part: Annotated[
         int | None,
@@ -114,7 +114,7 @@ def topo(
     if paths:
         with console.status("drawing"):
             drawn = None
-            if plan and plan not in ALGORITHMS and os.path.isfile(plan):
+            if plan and plan not in ALGORITHMS["allreduce"] and os.path.isfile(plan):
                 drawn = plans.read_plan(Path(plan), found)
             elif plan:
                 drawn = collectives.plan_allreduce(found, 1 << 26, plan)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from linkweave.bench.gpu_face import Failed, tiled
+from linkweave.bench.gpu_api import Failed, tiled
 from linkweave.collectives import plan_allreduce
 from linkweave.collectives.runtime.gpu.executor import virtual_ranks
 from linkweave.topology import load

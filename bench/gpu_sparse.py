@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from linkweave import collectives, kernels
-from linkweave.bench.gpu_face import Arrays, Failed
+from linkweave.bench.gpu_api import Arrays, Failed
 from linkweave.bench.sparse import medians, torch_coalesce, torch_sparsify, zipf
 from linkweave.collectives import get_default
 
@@ -109,12 +109,12 @@ def gradient(n: int, seed: int = 0) -> np.ndarray:
 
 
 class SparseRows:
-    """`face`: the functions of `kernels`, for arrays of `arrays`."""
+    """`api`: the functions of `kernels`, for arrays of `arrays`."""
 
     checked_sizes: Sequence[int] = (1, 1000, 100_003, 3_000_017)
 
-    def __init__(self, suite: Measures, arrays: Arrays, face: Any = kernels) -> None:
-        self.suite, self.arrays, self.face = suite, arrays, face
+    def __init__(self, suite: Measures, arrays: Arrays, api: Any = kernels) -> None:
+        self.suite, self.arrays, self.api = suite, arrays, api
 
     def rows(self) -> Iterator[tuple[str, Callable[[], Row]]]:
         yield "sparse kernels, correct", self.correct
@@ -136,20 +136,20 @@ class SparseRows:
                         checked += 1
             grad, residual = gradient(n), gradient(n, 1)
             mine = self.arrays.put(residual)
-            pair = self.face.sparsify(self.arrays.put(grad), mine, n // 100)
+            pair = self.api.sparsify(self.arrays.put(grad), mine, n // 100)
             self.same(pair, kernels.sparsify(grad, residual, n // 100), f"sparsify of {n}")
             self.same([mine], [residual], f"residual of {n}")
             checked += 2
         vectors = [kernels.topk_abs(gradient(200_000, seed), 5000) for seed in (0, 1)]
         ours = [tuple(self.arrays.put(x) for x in vector) for vector in vectors]
-        for got, want in zip(self.face.merge_topk(*ours, 5000),
+        for got, want in zip(self.api.merge_topk(*ours, 5000),
                              kernels.merge_topk(*vectors, 5000), strict=True):  # fmt: skip
             self.same(got, want, "merge_topk")
             checked += 1
         for width, vocabulary in ((1, 70_000), (7, 300), (64, 20)):
             indices, values = zipf(5003, width, vocabulary)
             whole = np.round(4 * values)
-            got = self.face.coalesce(self.arrays.put(indices), self.arrays.put(whole), vocabulary)
+            got = self.api.coalesce(self.arrays.put(indices), self.arrays.put(whole), vocabulary)
             self.same(got, kernels.coalesce(indices, whole, vocabulary), f"coalesce x {width}")
             checked += 1
         return {"checked": checked}
@@ -158,7 +158,7 @@ class SparseRows:
         x, k = gradient(n), round(n * DENSITY)
         self.same_topk(x, k)
         ours = self.arrays.put(x)
-        seconds = self.timed(lambda: self.face.topk_abs(ours, k))
+        seconds = self.timed(lambda: self.api.topk_abs(ours, k))
         read = 4 * n / self.suite.copy_rate(4 * n)
         row = {"elements": n, "k": k, "seconds": seconds, "of_one_read": seconds / read}
         if self.arrays.name == "torch":
@@ -178,7 +178,7 @@ class SparseRows:
         """The residual grows as it is called again and again; that does not matter."""
         grad, k = self.arrays.put(gradient(n)), round(n * DENSITY)
         residual = self.arrays.put(gradient(n, 1))
-        seconds = self.timed(lambda: self.face.sparsify(grad, residual, k))
+        seconds = self.timed(lambda: self.api.sparsify(grad, residual, k))
         floor = 12 * n / self.suite.copy_rate(4 * n)
         row = {"elements": n, "k": k, "seconds": seconds, "of_floor": seconds / floor}
         if self.arrays.name == "torch":
@@ -189,12 +189,12 @@ class SparseRows:
     def coalesce(self, num: int, width: int, vocabulary: int) -> Row:
         indices, values = zipf(num, width, vocabulary)
         where, rows = self.arrays.put(indices), self.arrays.put(values)
-        unique, sums = self.face.coalesce(where, rows, vocabulary)
+        unique, sums = self.api.coalesce(where, rows, vocabulary)
         wanted = kernels.coalesce(indices, values, vocabulary)
         self.same([unique], wanted[:1], "coalesced rows")
         if not np.allclose(self.arrays.get(sums), wanted[1], rtol=1e-4, atol=1e-3):
             raise Failed("coalesced sums are wrong")
-        seconds = self.timed(lambda: self.face.coalesce(where, rows, vocabulary))
+        seconds = self.timed(lambda: self.api.coalesce(where, rows, vocabulary))
         nbytes = values.nbytes + wanted[1].nbytes
         floor = nbytes / self.suite.copy_rate(values.nbytes)
         row = {"rows": num, "width": width, "seconds": seconds, "of_floor": seconds / floor}
@@ -207,7 +207,7 @@ class SparseRows:
         return self.suite.seconds(lambda: (call(), None)[1], self.suite.device.finish)
 
     def same_topk(self, x: np.ndarray, k: int) -> None:
-        got = self.face.topk_abs(self.arrays.put(x), k)
+        got = self.api.topk_abs(self.arrays.put(x), k)
         self.same(got, kernels.topk_abs(x, k), f"topk_abs of {x.size} {x.dtype}, k = {k}")
 
     def same(self, got: Any, want: Any, what: str) -> None:

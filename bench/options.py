@@ -15,7 +15,7 @@ from rich.text import Text
 
 from linkweave import topology
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
+from linkweave.collectives.planning.algorithms.registry import NAMES as NAMED
 from linkweave.collectives.planning.collective import PUBLIC
 from linkweave.topology import NAMES, Topology
 from linkweave.topology.checks import integer, shown
@@ -105,7 +105,7 @@ SizeOption = Annotated[str, typer.Option("--size", "-s", help="Message in bytes:
 AlgorithmOption = Annotated[
     str,
     typer.Option("--algorithm", "--force", "-a",
-                 help=f"auto, or one of {', '.join(ALGORITHMS)}."),
+                 help=f"One of {', '.join(NAMED)}."),
 ]  # fmt: skip
 CollectiveOption = Annotated[
     str, typer.Option("--collective", "-c", help=f"One of {', '.join(PUBLIC)}.")

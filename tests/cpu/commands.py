@@ -25,6 +25,7 @@ def command(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
         with (
             chdir(cwd), redirect_stdout(out), redirect_stderr(err),
             mock.patch.object(sys, "argv", ["linkweave", *words]),
+            mock.patch.dict(os.environ, {"COLUMNS": "100"}),
         ):  # fmt: skip
             try:
                 cli.main()

@@ -339,9 +339,7 @@ def test_the_readmes_examples_run(block: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", re.findall(r"^linkweave (.*)$", README, re.MULTILINE))
-def test_the_readmes_commands_exist(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_readmes_commands_exist(words: str, tmp_path: Path) -> None:
     parts = shlex.split(words)
     if parts[0] in ("bench", "demo", "reproduce"):  # run above or elsewhere, smaller
         parts = [*parts[: 2 if parts[0] == "bench" else 1], "--help"]
@@ -351,6 +349,5 @@ def test_the_readmes_commands_exist(
     (tmp_path / "links.json").write_text(LinkFigures(tuple(pairs)).to_json())
     times = ROOT / "bench/results/algorithms-cpu-4-epyc-2-cores.json"
     (tmp_path / "algorithms.json").write_text(times.read_text())
-    monkeypatch.chdir(tmp_path)
-    done = command(*parts)
+    done = command(*parts, cwd=tmp_path)
     assert done.returncode == (1 if "problem " in done.stdout else 0), done.stderr

@@ -15,7 +15,7 @@ from host_gpu import HostDevice, HostTensor, needs_compiler
 from host_kernels import HostKernels
 
 from linkweave import collectives, kernels
-from linkweave.bench.gpu_face import Failed
+from linkweave.bench.gpu_api import Failed
 from linkweave.bench.gpu_sparse import SparseRows
 from linkweave.bench.gpu_suite import Suite, main, run
 from linkweave.collectives.planning.plan import Plan
@@ -110,12 +110,12 @@ class FewSparse(SparseRows):
 
 @needs_compiler
 def test_the_rows_of_sparse_kernels() -> None:
-    face = GpuKernels(HostKernels())
-    rows = dict(FewSparse(Suite(HostDevice(), 1 << 20, 1, ()), HostNumpy(), face).rows())
+    api = GpuKernels(HostKernels())
+    rows = dict(FewSparse(Suite(HostDevice(), 1 << 20, 1, ()), HostNumpy(), api).rows())
     assert rows["correct"]()["checked"] == 6 * (2 + 4) + 2 * 2 + 2 + 3
     for name in ("topk", "sparsify", "coalesce"):
         assert rows[name]()["seconds"] > 0
-    face.topk_abs = lambda x, k: kernels.topk_abs(-x, k)  # type: ignore[method-assign]
+    api.topk_abs = lambda x, k: kernels.topk_abs(-x, k)  # type: ignore[method-assign]
     with pytest.raises(Failed, match=r"topk_abs of 5000 float32, k = 5 is not what the CPU finds"):
         rows["topk"]()
 
