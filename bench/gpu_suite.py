@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -124,17 +125,30 @@ class Suite:
         made = [rng.standard_normal(n, np.float32) for _ in range(ranks)]
         return [to_bfloat16(x) if dtype == "bfloat16" else x.astype(dtype) for x in made]
 
+    @contextmanager
+    def uploaded(self, arrays: Sequence[np.ndarray]) -> Iterator[list[int]]:
+        """Addresses of the arrays on the GPU, freed at the end."""
+        found = [self.device.upload(x) for x in arrays]
+        try:
+            yield found
+        finally:
+            for address in found:
+                self.device.free(address)
+
     def check(
         self, ranks: GpuRanks, plan: Plan, nbytes: int, dtype: str, op: str, apart: bool = False,
         seen: bool = True,
     ) -> None:  # fmt: skip
-        """One call against the reference, bit for bit: in place or `apart`, pushing into buffers
-        that are `seen` or through slots. Raises Failed."""
+        """Check one call against the reference, bit for bit.
+
+        `apart`: results go to other buffers than the inputs. `seen`: ranks write results into each
+        other's buffers, not through slots. Raises Failed.
+        """
         prepared = ranks.prepare(plan, nbytes, dtype, op, seen=seen)
         given = self.inputs(plan.size, nbytes, dtype)
-        inputs = [self.device.upload(x) for x in given]
-        buffers = [self.device.upload(~x.view(np.uint8)) for x in given] if apart else inputs
-        try:
+        others = [~x.view(np.uint8) for x in given] if apart else []
+        with self.uploaded(given) as inputs, self.uploaded(others) as outputs:
+            buffers = outputs or inputs
             ranks.run(prepared, buffers, inputs=inputs)
             ranks.check()
             wanted = reference.run(prepared.plan, given, op, bfloat16=dtype == "bfloat16")
@@ -148,13 +162,9 @@ class Suite:
                         f"{plan.algorithm} {nbytes} bytes {dtype} {op}: {wrong} wrong bytes on "
                         f"rank {rank % plan.size}"
                     )
-        finally:
-            for address in {*buffers, *inputs}:
-                self.device.free(address)
 
     def algorithms(self) -> Row:
-        """Every algorithm, 2 to 8 ranks, four sizes, four times over the same counters: in place
-        and not, pushing into buffers and through slots."""
+        """Check every algorithm on 2 to 8 ranks at four sizes, in all ways of `check`."""
         done, skipped = 0, []
         for name in ("mesh-2", "mesh-3", "mesh-5", "mesh-8", "dgx1-v100", "dgx1-p100"):
             topology = load(name)
@@ -173,7 +183,7 @@ class Suite:
         return {"checked": done, "skipped": skipped}
 
     def dtypes(self) -> Row:
-        """Every dtype and op over lines and slots."""
+        """Check every dtype and op."""
         topology, done = load("mesh-3"), 0
         for dtype in DTYPES:
             for op in ops_of(dtype, gpu=True):
@@ -185,7 +195,7 @@ class Suite:
         return {"checked": done}
 
     def seconds(self, enqueue: Callable[[], None], check: Callable[[], None]) -> float:
-        """Median time of one call among batches that are long enough to be timed by the host."""
+        """Median time of a call, from batches that are long enough for the host's clock."""
         enqueue()
         check()
         start = time.perf_counter()
@@ -204,8 +214,7 @@ class Suite:
     def timed(self, plan: Plan, nbytes: int, ps_per_byte: int = 0, seen: bool = True) -> float:
         with virtual_ranks(self.device, plan.size, timeout=60) as ranks:
             prepared = ranks.prepare(plan, nbytes, "float32", "max", seen=seen)
-            buffers = [self.device.upload(tiled(r, nbytes)) for r in range(plan.size)]
-            try:
+            with self.uploaded([tiled(r, nbytes) for r in range(plan.size)]) as buffers:
                 ranks.run(prepared, buffers)
                 ranks.check()
                 want = tiled(plan.size - 1, nbytes)  # the largest, element by element
@@ -217,13 +226,9 @@ class Suite:
                 return self.seconds(
                     lambda: ranks.run(prepared, buffers, 0, ps_per_byte), ranks.check
                 )
-            finally:
-                for address in buffers:
-                    self.device.free(address)
 
     def bandwidth(self) -> Row:
-        """7 reduces of 3 N and 7 copies of 2 N, slot traffic not counted, against a plain copy:
-        results pushed into buffers, and through slots, as on GPUs that do not see these."""
+        """Memory traffic (35 N: 7 reduces of 3 N, 7 copies of 2 N) beside that of a plain copy."""
         nbytes = min(256 * MIB, self.largest)
         row: Row = {"bytes": nbytes, "copy_bytes_per_s": self.copy_rate(nbytes)}
         for algorithm, seen in product(("overlapped_double_tree", "tree"), (True, False)):
@@ -246,7 +251,7 @@ class Suite:
         return 2 * nbytes / copy
 
     def overlap(self, nbytes: int, link: float | None) -> Row:
-        """Overlapped against baseline double tree, each send held to a link's rate if given."""
+        """Overlapped against baseline double tree; `link` limits each send, in bytes/s."""
         topology, row = load("dgx1-v100"), {"bytes": nbytes, "link_bytes_per_s": link}
         for algorithm in ("double_tree", "overlapped_double_tree"):
             plan = plan_allreduce(topology, nbytes, algorithm)
@@ -255,51 +260,47 @@ class Suite:
         return row
 
     def latency(self) -> Row:
-        """8 KiB over 8 ranks: launched, and replayed from a graph."""
+        """Latency of 8 KiB over 8 ranks."""
         plans = {name: plan_allreduce(load(name), 8192) for name in ("dgx1-v100", "mesh-8")}
         return {name: self.latency_of(plan) for name, plan in plans.items()}
 
     def hop(self) -> Row:
-        """What one more rank in a chain adds to 8 KiB that go up and down it: two hops."""
+        """Latency of a hop: half of what one more rank adds to a chain, with 8 KiB."""
         plans = [plan_allreduce(load(f"mesh-{n}"), 8192, "chain", 1) for n in (2, 8)]
         short, long = (self.latency_of(plan)["replayed_us"] for plan in plans)
         return {"launch_and_two_hops_us": short, "hop_us": (long - short) / 12}
 
     def latency_of(self, plan: Plan) -> Row:
-        """Launched, and replayed from a graph of many calls."""
+        """Latency of a launched call and of one in a replayed graph of many."""
         with virtual_ranks(self.device, plan.size) as ranks:
             prepared = ranks.prepare(plan, 8192, "float32", "sum")
-            buffers = [self.device.upload(np.zeros(2048, np.float32)) for _ in range(plan.size)]
-            launched = self.seconds(lambda: ranks.run(prepared, buffers), ranks.check)
+            with self.uploaded([np.zeros(2048, np.float32)] * plan.size) as buffers:
+                launched = self.seconds(lambda: ranks.run(prepared, buffers), ranks.check)
 
-            def calls(stream: int) -> None:
-                for _ in range(GRAPH):
-                    ranks.run(prepared, buffers, stream)
+                def calls(stream: int) -> None:
+                    for _ in range(GRAPH):
+                        ranks.run(prepared, buffers, stream)
 
-            replayed = self.seconds(self.device.capture(calls), ranks.check) / GRAPH
-            for address in buffers:
-                self.device.free(address)
+                replayed = self.seconds(self.device.capture(calls), ranks.check) / GRAPH
         return {"algorithm": plan.algorithm, "launched_us": launched * 1e6,
                 "replayed_us": replayed * 1e6}  # fmt: skip
 
     def abort(self) -> Row:
-        """Sends that would take minutes are given up; then new ranks work."""
+        """Abort sends that would take minutes; then check new ranks."""
         plan = plan_allreduce(load("mesh-2"), 65536, "tree", 1)
         with virtual_ranks(self.device, 2, timeout=100) as ranks:
             prepared = ranks.prepare(plan, 65536, "float32", "sum")
-            buffers = [self.device.upload(x) for x in self.inputs(2, 65536, "float32")]
-            ranks.run(prepared, buffers, 0, 4 * 10**9)
-            time.sleep(0.2)  # it runs
-            start = time.perf_counter()
-            ranks.abort()
-            try:
-                ranks.check()
-            except CollectiveAborted:
-                taken = time.perf_counter() - start
-            else:
-                raise Failed("an abort was not noticed")
-            for address in buffers:
-                self.device.free(address)
+            with self.uploaded(self.inputs(2, 65536, "float32")) as buffers:
+                ranks.run(prepared, buffers, 0, 4 * 10**9)
+                time.sleep(0.2)  # until the kernel runs
+                start = time.perf_counter()
+                ranks.abort()
+                try:
+                    ranks.check()
+                except CollectiveAborted:
+                    taken = time.perf_counter() - start
+                else:
+                    raise Failed("an abort was not noticed")
         if taken > 1:
             raise Failed(f"an abort took {taken:.3g} s")
         with virtual_ranks(self.device, 2) as ranks:
