@@ -1,9 +1,8 @@
-"""Everything that one GPU can show: `python -m linkweave.bench.gpu_suite --budget 480`.
+"""Tests and timings on one GPU: `python -m linkweave.bench.gpu_suite --budget 480`.
 
-All ranks run on the one GPU, so links are the GPU's own memory; rows called "emulated links" hold
-each send to a stated rate. Most rows launch all ranks of a plan at once ("virtual ranks"); the rows
-of threads and processes go through `collectives.spawn`. Rows come in the order of importance, each
-is checked before it is timed, and the JSON is written after every row.
+All ranks run on one GPU, so its memory stands for the links; "emulated links" limit the rate of each
+send. Most rows launch all ranks of a plan at once; rows of threads and processes use `spawn`. The
+most important rows come first. Results are checked, then timed, and written after every row.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -97,10 +97,9 @@ class Suite:
                 f"sparse_allreduce, {arrays.name}, 2 processes",
                 lambda a=arrays: sparse_ranks(2, a, False, 0),
             )
+            yield "IPC processes, killed rank", lambda a=arrays: {"seconds": run_killed(a)}
         if any(arrays.name == "torch" for arrays in self.libraries):
             yield "IPC processes, graph", lambda: {"checked": run_graph(2)}
-        for arrays in self.libraries[:1]:
-            yield "IPC processes, killed rank", lambda a=arrays: {"seconds": run_killed(a)}
 
     def face(
         self, arrays: Arrays, ranks: Sequence[int], sizes: tuple[int, ...], virtual: bool
@@ -158,10 +157,8 @@ class Suite:
                 got = np.empty_like(want)
                 self.device.download(address, got)
                 if wrong := int((got.view(np.uint8) != want.view(np.uint8)).sum()):
-                    raise Failed(
-                        f"{plan.algorithm} {nbytes} bytes {dtype} {op}: {wrong} wrong bytes on "
-                        f"rank {rank % plan.size}"
-                    )
+                    what = f"{plan.algorithm} {nbytes} bytes {dtype} {op}"
+                    raise Failed(f"{what}: {wrong} wrong bytes on rank {rank % plan.size}")
 
     def algorithms(self) -> Row:
         """Check every algorithm on 2 to 8 ranks at four sizes, in all ways of `check`."""
@@ -242,13 +239,9 @@ class Suite:
 
     def copy_rate(self, nbytes: int) -> float:
         """Bytes/s read and written by a plain copy."""
-        pair = [self.device.allocate(nbytes) for _ in range(2)]
-        copy = self.seconds(
-            lambda: self.device.copy(pair[0], pair[1], nbytes), lambda: self.device.synchronise(0)
-        )
-        for address in pair:
-            self.device.free(address)
-        return 2 * nbytes / copy
+        with self.uploaded([np.zeros(nbytes, np.uint8)] * 2) as (one, other):
+            finish = partial(self.device.synchronise, 0)
+            return 2 * nbytes / self.seconds(lambda: self.device.copy(one, other, nbytes), finish)
 
     def overlap(self, nbytes: int, link: float | None) -> Row:
         """Overlapped against baseline double tree; `link` limits each send, in bytes/s."""
@@ -325,8 +318,7 @@ def run(suite: Suite, budget: float, only: str, out: Path | None) -> list[Row]:
                 rows.append({"name": name, "state": f"failed: {type(error).__name__}: {error}"})
         print(json.dumps(rows[-1]), flush=True)
         if out:
-            text = {**of, "rows": rows}
-            out.write_text(json.dumps(text, indent=1) + "\n")
+            out.write_text(json.dumps({**of, "rows": rows}, indent=1) + "\n")
     return rows
 
 
