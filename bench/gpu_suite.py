@@ -1,6 +1,6 @@
 """Tests and timings on one GPU: `python -m linkweave.bench.gpu_suite --budget 480`.
 
-All ranks run on one GPU, so its memory stands for the links; "emulated links" limit the rate of each
+All ranks run on one GPU, so its memory stands for the links; "emulated links" limit the rate of a
 send. Most rows launch all ranks of a plan at once; rows of threads and processes use `spawn`. The
 most important rows come first. Results are checked, then timed, and written after every row.
 """
