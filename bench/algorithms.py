@@ -1,4 +1,4 @@
-"""`linkweave bench algorithms`: all algorithms on CPU ranks, beside the one the model chooses."""
+"""`linkweave bench algorithms`: every algorithm on CPU ranks, and the model's choice."""
 
 from __future__ import annotations
 
@@ -23,19 +23,22 @@ from linkweave.collectives.planning.planner import candidates, choose, plan_allr
 from linkweave.topology import Topology
 from linkweave.topology.timings import Timing
 
-BUDGET_BYTES = 1 << 26  # of an algorithm's messages in one round; from one to fifty calls
-HOPELESS = 30  # times the least predicted time: not run at all
-SLOW = 20  # times the fastest first run: not timed
+BUDGET_BYTES = 1 << 26  # that an algorithm moves in one round, in 1 to 50 calls
+HOPELESS = 30  # an algorithm predicted to take this many times the least time is not run
+SLOW = 20  # an algorithm whose first run takes this many times the fastest is not timed
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One size. Ratios are medians over the rounds, each within its round: states of the machine
-    that last longer than a round cancel out."""
+    """All algorithms at one size.
+
+    A ratio compares times of the same round, and its median over the rounds is given, so that
+    states of the machine that last longer than a round cancel out.
+    """
 
     nbytes: int
     choice: str
-    """What the cost model takes."""
+    """The cost model's choice."""
     timings: dict[str, Timing]
     ratios: dict[str, float]
     """The choice's time over each algorithm's."""
@@ -51,8 +54,8 @@ def run(
 ) -> list[Comparison]:
     """Measure every size; all algorithms take turns within each round.
 
-    `progress` is called with each size's comparison, in the process of rank 0. Raises
-    CollectiveError, also where a sum is wrong.
+    Rank 0's process calls `progress` with the comparison of each size. Raises CollectiveError, also
+    for a wrong sum.
     """
     for size in settings.sizes:
         for name in candidates(settings.topology):
@@ -90,7 +93,7 @@ def _compare(size: int, settings: Settings) -> Comparison:
     buffer = np.empty_like(mine)
 
     def seconds(name: str, calls: int) -> list[float]:
-        """Of each call, on the slowest rank."""
+        """Seconds of each call on the slowest rank."""
         call = partial(comm.allreduce, buffer, algorithm=name)
         times = np.array(timed(call, partial(np.copyto, buffer, mine), comm.barrier, calls))
         comm.allreduce(times, "max")
@@ -98,7 +101,7 @@ def _compare(size: int, settings: Settings) -> Comparison:
         return found
 
     def first_run(name: str) -> float:
-        """Checked; the call before it lays out what the plan needs and touches the memory."""
+        """Seconds of the second call, which is checked; the first one sets everything up."""
         time = seconds(name, 2)[-1]
         wrong = np.array([int((buffer != want).sum())], np.int64)
         comm.allreduce(wrong)
@@ -112,13 +115,13 @@ def _compare(size: int, settings: Settings) -> Comparison:
     calls = max(1, min(50, BUDGET_BYTES // size))
     rounds = []
     for number in range(settings.rounds):
-        turns = names[::-1] if number % 2 else names  # who comes early in one comes late in another
+        turns = names[::-1] if number % 2 else names
         rounds.append({name: float(np.median(seconds(name, calls))) for name in turns})
     return _comparison(size, settings.topology, choice, rounds)
 
 
 def _hopeful(machine: Topology, size: int) -> list[str]:
-    """The algorithms that are worth a run, and the one that is chosen."""
+    """The algorithms that are worth a run, including the choice."""
     predicted = {name: predict(machine, size, name)[0] for name in candidates(machine)}
     limit = HOPELESS * min(predicted.values())
     choice = choose(machine, size)
@@ -138,7 +141,7 @@ def _comparison(
 
 
 def header(settings: Settings) -> str:
-    """What was run, on what, and the columns with their units."""
+    """What is run, on which machine, and the columns with their units."""
     info = machine()
     batch = "SCHED_BATCH" if settings.batch else "default scheduling"
     return "\n".join([
@@ -163,7 +166,7 @@ def line(row: Comparison) -> str:
 
 
 def as_json_text(settings: Settings, rows: list[Comparison]) -> str:
-    """The times, with what they depend on beside the code."""
+    """JSON of the times and of the machine."""
     report: dict[str, Any] = {
         "format": "linkweave-timings",
         "version": 1,

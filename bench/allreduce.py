@@ -1,4 +1,4 @@
-"""`linkweave bench allreduce`: ours and other libraries', in one run, checked before timed."""
+"""`linkweave bench allreduce`: linkweave beside gloo and MPI in one run, checked, then timed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.planning.planner import choose, predict
 from linkweave.topology import Topology
 
-BUDGET_BYTES = 1 << 28  # of one timed round; at least two iterations, at most twenty
+BUDGET_BYTES = 1 << 28  # that are moved in one round, in 2 to 20 iterations
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Row:
     best_us: float
     worst_us: float
     ratio: float | None
-    """Median over the rounds of gloo's time (SCHED_BATCH) over this one's in the same round."""
+    """Gloo's time (SCHED_BATCH) over this one's in the same round; median over the rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Settings:
 
 
 def sizes(begin: int, end: int, factor: int) -> tuple[int, ...]:
-    """begin, begin * factor, ... up to end, in bytes, each a whole number of float32."""
+    """Sizes begin, begin * factor, ... up to end in bytes, rounded down to whole float32."""
     found = []
     size = max(begin, 4)
     while size <= end:
@@ -69,7 +69,8 @@ def sizes(begin: int, end: int, factor: int) -> tuple[int, ...]:
 def run(settings: Settings, progress: Callable[[list[Row]], None] = lambda rows: None) -> list[Row]:
     """Measure every size; all libraries take turns within each round.
 
-    `progress` is called with the rows of each size. Raises CollectiveError.
+    Calls `progress` with the rows of each size. gloo and MPI are left out if they are not
+    installed. Raises CollectiveError.
     """
     without = missing("torch", "mpi4py") if settings.peers else []
     settings = replace(settings, gloo=settings.peers and "torch" not in without)
@@ -118,7 +119,7 @@ def _rank(rank: int, size: int, settings: Settings, store: str, mpi: Mpi | None)
     found: dict[str, list[list[float]]] = {}
     wrong: dict[str, int] = {}
     states = [round_trip_ns(comm)]
-    for number in range(settings.rounds + 1):  # round 0 checks and warms up
+    for number in range(settings.rounds + 1):  # round 0 checks the results and is not timed
         for name, buffer, call, batch in libraries():
             schedule(batch)
 
@@ -152,7 +153,7 @@ def _rows(
 ) -> list[Row]:  # fmt: skip
     near = sum(ns < NEAR_NS for ns in states)
     state = f"near {near}/{len(states)}, {np.median(states):.0f} ns"
-    # a map of GPUs gives the plan, but says nothing of this machine's time
+    # the model of a GPU machine says nothing about CPU ranks
     model = None
     if settings.topology.on_memory:
         model = predict(settings.topology, size, choose(settings.topology, size))[0] * 1e6
@@ -178,7 +179,7 @@ def _rows(
 
 
 def as_json_text(settings: Settings, rows: list[Row]) -> str:
-    """The figures, with what is needed to measure them again."""
+    """JSON of the figures and of what they depend on."""
     report = {
         "benchmark": "allreduce",
         "ranks": settings.ranks,

@@ -1,4 +1,4 @@
-"""The demo: data-parallel training whose gradients travel over the planned double tree.
+"""The demo: data-parallel training that averages gradients over the planned double tree.
 
 A small CNN learns scikit-learn's 1,797 handwritten digits on CPU ranks; every step averages the
 gradients with `collectives.allreduce` on the DGX-1's plan. The same training with gloo runs beside.
@@ -27,7 +27,7 @@ SEED = 7
 
 
 def run(ranks: int, epochs: int, out: Path) -> dict[str, Any]:
-    """Train, predict and draw; see `summary` for what comes back. Raises CollectiveError."""
+    """Train, predict and draw. Returns what `summary` prints; raises CollectiveError."""
     integer(epochs, "--epochs", 1)
     try:
         import torch  # noqa: F401  (loaded before the ranks are forked, which then share it)
@@ -37,7 +37,7 @@ def run(ranks: int, epochs: int, out: Path) -> dict[str, Any]:
             f"the demo needs torch and scikit-learn, and {error.name} is missing: pip install "
             "torch==2.13.0, then pip install scikit-learn"
         ) from None
-    out.mkdir(parents=True, exist_ok=True)  # told before the training, not after
+    out.mkdir(parents=True, exist_ok=True)  # fails before the training, not after
     data = load_digits()
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +94,7 @@ def _train(rank: int, images: Any, labels: Any, epochs: int, store: str) -> dict
                 steps[name].zero_grad()
                 torch.nn.functional.cross_entropy(model(x[mine]), y[mine]).backward()
                 gradients = [p.grad for p in model.parameters()]
-                comm.barrier()  # what ranks wait for a slower one is nobody's all-reduce
+                comm.barrier()  # waiting for slower ranks is not part of the all-reduce
                 start = time.perf_counter()
                 if name == "linkweave":
                     collectives.allreduce(gradients, "avg", algorithm=ALGORITHM)
@@ -126,7 +126,7 @@ def _train(rank: int, images: Any, labels: Any, epochs: int, store: str) -> dict
 
 
 def _predict(nbytes: int) -> list[dict[str, Any]]:
-    """Simulated on the real DGX-1: this model's gradients, and ResNet-50's."""
+    """Simulated times on a DGX-1 for the gradients of this model and of ResNet-50."""
     machine = topology.load(MACHINE)
     rows = []
     for label, size in (("this model", nbytes), ("ResNet-50", 25_557_032 * 4)):
@@ -140,7 +140,7 @@ def _predict(nbytes: int) -> list[dict[str, Any]]:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """The demo's last words."""
+    """Describe the result in a few lines."""
     lines = [
         f"trained {result['epochs']} epochs on {result['ranks']} ranks in "
         f"{result['seconds']:.1f} s (and once more with gloo, in the same time)",
@@ -169,7 +169,7 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def _times(seconds: list[float]) -> str:
-    """Of all calls, the first of which may plan or connect."""
+    """Total time, the first call (which may plan or connect) and the median of the others."""
     return (
         f"{sum(seconds):.2f} s in {len(seconds)} calls; the first {seconds[0] * 1e3:.0f} ms, "
         f"the median of the others {median(seconds[1:] or seconds) * 1e3:.1f} ms"

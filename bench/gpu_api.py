@@ -1,5 +1,8 @@
-"""What `bench.gpu_suite` runs through the public face: ranks that are threads or processes on one
-GPU, tensors of CuPy and torch, several communicators at once, graphs, a rank that is killed."""
+"""Rows of `bench.gpu_suite` through the public calls.
+
+Ranks are threads or processes on one GPU. Covers tensors of CuPy and torch, several communicators
+at once, CUDA graphs, and a rank that is killed.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class Arrays(Protocol):
 
     def put(self, array: np.ndarray) -> Any: ...
     def get(self, x: Any) -> np.ndarray: ...
-    def seen(self, n: int) -> Any: ...  # float32 that the other ranks' GPUs see
+    def seen(self, n: int) -> Any: ...  # n float32 in memory that other ranks' GPUs can access
 
 
 class CupyArrays:
@@ -64,7 +67,7 @@ class TorchTensors:
 
 
 def with_cuda() -> bool:
-    """Whether torch is here and sees a GPU."""
+    """Whether torch is installed and sees a GPU."""
     try:
         import torch
     except ImportError:
@@ -73,12 +76,12 @@ def with_cuda() -> bool:
 
 
 def exact(rank: int, n: int) -> np.ndarray:
-    """Small integers: their sums are exact in any order."""
+    """n small integers, whose sums are exact in any order."""
     return ((np.arange(n) * 7 + rank * 3) % 5).astype(np.float32)
 
 
 def tiled(rank: int, nbytes: int) -> np.ndarray:
-    """Numbers that repeat after a prime number of them, larger for larger ranks."""
+    """float32 numbers with a prime period, larger for larger ranks."""
     few = np.arange(10_007, dtype=np.float32) + rank
     return np.resize(few, nbytes // 4)
 
@@ -132,8 +135,7 @@ def check_collectives(rank: int, arrays: Arrays, sizes: tuple[int, ...]) -> tupl
 
 
 def check_algorithms(rank: int, arrays: Arrays) -> int:
-    """All-reduce by every algorithm that the map and the GPU admit, over lines and slots: numbers
-    whose sums round differently in every order give the bits that CPU ranks get."""
+    """Check every algorithm against CPU ranks, bit for bit, with sums that depend on the order."""
     comm, checked = get_default(), 0
     for name in candidates(comm.topology):
         for n in (1009, 30_011):
@@ -153,7 +155,7 @@ def check_algorithms(rank: int, arrays: Arrays) -> int:
 
 
 def check_seen(rank: int, arrays: Arrays) -> int:
-    """Results that other ranks' GPUs write, several times over the same memory."""
+    """Check results that other ranks' GPUs write, several times in the same memory."""
     comm, n = get_default(), 100_003
     x, total = arrays.seen(n), np.sum([exact(r, n) for r in range(comm.size)], axis=0)
     ways = ("tree", "ring") * 2
@@ -166,7 +168,7 @@ def check_seen(rank: int, arrays: Arrays) -> int:
 
 
 def check_dtypes(rank: int, arrays: Arrays) -> int:
-    """All-reduce in every dtype that NumPy has, by every op."""
+    """Check all-reduces of every dtype that NumPy has, by every op."""
     comm, checked = get_default(), 0
     for dtype in (d for d in DTYPES if d != "bfloat16"):
         given = [exact(r, 1009).astype(dtype) for r in range(2)]
@@ -180,12 +182,12 @@ def check_dtypes(rank: int, arrays: Arrays) -> int:
 
 
 def check_graph(rank: int, n: int, replays: int) -> int:
-    """An all-reduce captured by torch and replayed; each replay doubles the two ranks' values."""
+    """Capture an all-reduce by torch and replay it; each replay doubles the values of 2 ranks."""
     import torch
 
     comm = get_default()
     x = torch.ones(n, device="cuda")
-    comm.allreduce(x)  # agreed with the other ranks once before
+    comm.allreduce(x)  # the first call synchronises on the host
     comm.synchronize()
     x.fill_(1)
     graph = torch.cuda.CUDAGraph()
@@ -202,7 +204,7 @@ def check_graph(rank: int, n: int, replays: int) -> int:
 def run_ranks(
     ranks: int, arrays: Arrays, sizes: tuple[int, ...], virtual: bool, topology: str
 ) -> int:
-    """Results checked on all ranks of one GPU. Raises what a rank raises."""
+    """Check all collectives on ranks of one GPU; return the number of checks."""
     found = collectives.spawn(
         check_collectives, ranks, topology, (arrays, sizes), device="cuda:0", virtual=virtual,
         timeout=60,
@@ -229,8 +231,7 @@ def killed(rank: int, arrays: Arrays) -> None:
 
 
 def run_killed(arrays: Arrays) -> float:
-    """Seconds until two processes on one GPU are over, of which one is killed; their deadline is a
-    minute."""
+    """Seconds until two processes on one GPU end after one is killed; the deadline is 60 s."""
     start = time.perf_counter()
     try:
         collectives.spawn(killed, 2, "mesh-2", (arrays,), device="cuda:0", timeout=60)
@@ -243,7 +244,7 @@ def run_killed(arrays: Arrays) -> float:
 
 
 def run_graph(ranks: int) -> int:
-    """The same over processes, from a graph."""
+    """Run `check_graph` on processes."""
     replays = collectives.spawn(
         check_graph, ranks, f"mesh-{ranks}", (5000, 3), device="cuda:0", timeout=60
     )

@@ -16,7 +16,7 @@ LAYERS, BYTES = 16, 16 << 20
 
 
 def dequeue(suite: Any) -> dict[str, Any]:
-    """A layer that is there, from a graph of many: the check alone."""
+    """Check an early dequeue; time dequeues of a finished layer in a graph of many."""
     nbytes, layers = min(BYTES, suite.largest), LAYERS
     plan = plan_allreduce(load("dgx1-v100"), nbytes, "overlapped_double_tree")
     with virtual_ranks(suite.device, plan.size) as ranks:

@@ -1,5 +1,8 @@
-"""Rows of `bench.gpu_suite` for the sparse kernels: checked against the CPU's, then timed beside
-torch and the least number of bytes that any implementation moves."""
+"""Rows of `bench.gpu_suite` for the sparse kernels.
+
+Results are checked against the CPU's kernels, then timed beside torch and beside a copy of the
+bytes that any implementation must move.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,14 @@ Row = dict[str, Any]
 
 
 def integers(rank: int, numel: int, entries: int) -> tuple[np.ndarray, np.ndarray]:
-    """A sparse vector whose sums 16-bit floats do not hold."""
+    """A sparse vector whose sums overflow the precision of 16-bit floats."""
     rng = np.random.default_rng([rank, numel])
     indices = np.sort(rng.choice(numel, entries, replace=False)).astype(np.int32)
     return 201 * rng.integers(-9, 10, entries).astype(np.float32), indices
 
 
 def check_sparse(rank: int, arrays: Arrays) -> int:
-    """Calls checked: every mode, with what the CPU's gives, bit for bit. Raises AssertionError."""
+    """Check every mode against the CPU, bit for bit; return the number of checks."""
     comm, checked = get_default(), 0
     for numel, k, entries in CASES:
         for mode in ("gtopk", "topk", "dense"):
@@ -52,8 +55,7 @@ def check_sparse(rank: int, arrays: Arrays) -> int:
 
 
 def time_sparse(rank: int, arrays: Arrays, numel: int, rounds: int) -> tuple[float, float]:
-    """Medians in seconds of gTop-k's and a dense all-reduce of a gradient, which are enqueued when
-    all ranks are ready, and over."""
+    """Medians in seconds of gTop-k's and of a dense all-reduce of a gradient."""
     comm, k = get_default(), round(numel * DENSITY)
     grad = gradient(numel, rank)
     values, indices = map(arrays.put, kernels.topk_abs(grad, k))
@@ -72,8 +74,10 @@ def time_sparse(rank: int, arrays: Arrays, numel: int, rounds: int) -> tuple[flo
 
 
 def sparse_ranks(ranks: int, arrays: Arrays, virtual: bool, numel: int, rounds: int = 10) -> Row:
-    """`sparse_allreduce` of ranks on one GPU: checked, then timed beside a dense one of so many
-    elements; not timed for none."""
+    """Check `sparse_allreduce` on ranks of one GPU; time it beside a dense one of `numel` elements.
+
+    With `numel` 0 nothing is timed.
+    """
     name = "dgx1-v100" if ranks == 8 else f"mesh-{ranks}"
 
     def spawn(*call: Any) -> list[Any]:
@@ -90,7 +94,7 @@ def sparse_ranks(ranks: int, arrays: Arrays, virtual: bool, numel: int, rounds: 
 
 
 class Measures(Protocol):
-    """What of the suite is used here."""
+    """The part of the suite that is used here."""
 
     device: Any
     largest: int
@@ -100,7 +104,7 @@ class Measures(Protocol):
 
 
 def gradient(n: int, seed: int = 0) -> np.ndarray:
-    """Normal numbers; a long row repeats itself, a little larger each time."""
+    """n normal numbers; a long row repeats 2^24 of them, a little larger each time."""
     part = np.random.default_rng(seed).standard_normal(min(n, 1 << 24)).astype(np.float32)
     made = np.resize(part, n)
     for start in range(part.size, n, part.size):
@@ -109,7 +113,7 @@ def gradient(n: int, seed: int = 0) -> np.ndarray:
 
 
 class SparseRows:
-    """`api`: the functions of `kernels`, for arrays of `arrays`."""
+    """Rows for one library's arrays; `api` has the functions of `kernels`."""
 
     checked_sizes: Sequence[int] = (1, 1000, 100_003, 3_000_017)
 
@@ -126,7 +130,7 @@ class SparseRows:
             yield f"coalesce {table[0]} x {table[1]}", lambda t=table: self.coalesce(*t)
 
     def correct(self) -> Row:
-        """Against the CPU's kernels, bit for bit: rows, short floats, residuals, merges, sums."""
+        """Check all sparse kernels against the CPU's, bit for bit."""
         checked = 0
         for n in self.checked_sizes:
             for x in (gradient(n), np.zeros(n, np.float32), np.round(gradient(n))):
@@ -175,7 +179,7 @@ class SparseRows:
         return row
 
     def sparsify(self, n: int) -> Row:
-        """The residual grows as it is called again and again; that does not matter."""
+        """Time sparsify; the residual grows from call to call, which does not matter."""
         grad, k = self.arrays.put(gradient(n)), round(n * DENSITY)
         residual = self.arrays.put(gradient(n, 1))
         seconds = self.timed(lambda: self.api.sparsify(grad, residual, k))

@@ -22,7 +22,7 @@ from linkweave.kernels.atomics import copy_bytes
 from linkweave.topology import Device
 from linkweave.topology.measured import LinkFigures, PairFigure
 
-NBYTES = 16 << 20  # of one copy between CPU ranks: more than a core's own caches hold
+NBYTES = 16 << 20  # of a copy between CPU ranks, more than a core's own caches hold
 GPU_NBYTES = 256 << 20
 PINGS = 2000
 
@@ -33,7 +33,7 @@ def pairs(ranks: int) -> Iterator[tuple[int, int]]:
 
 
 def gpus() -> int:
-    """How many GPUs torch can use here; 0 without torch or GPUs."""
+    """The number of GPUs that torch can use; 0 without torch."""
     try:
         import torch
     except ImportError:
@@ -42,11 +42,11 @@ def gpus() -> int:
 
 
 def measure_cpu(ranks: int, rounds: int) -> LinkFigures:
-    """Between processes on this machine's memory: medians over `rounds`, each copy checked.
+    """Measure between processes on this machine: medians over `rounds`, with checked copies.
 
-    A pair's bandwidth is that of rank src writing into rank dst's shared memory while all others
-    wait; `together` that of all ranks writing to their next at once, in sum. Latency is half of a
-    flag's round trip.
+    Bandwidth is the rate in bytes/s at which rank src writes to rank dst's shared memory while all
+    others wait. `together` is the total rate of all ranks writing to the next rank at once. Latency
+    is half of a flag's round trip.
     """
     figures, together = collectives.spawn(_cpu_rank, ranks, args=(rounds,))[0]
     return LinkFigures(tuple(figures), (), together, f"cpu-{ranks}")
@@ -83,7 +83,7 @@ def _cpu_rank(rank: int, rounds: int) -> tuple[list[PairFigure], float | None]:
         seconds = np.zeros(2)
         comm.barrier()
         if rank == src:
-            copy_to(dst)  # touches every page
+            copy_to(dst)  # the first copy touches every page
             seconds[0] = statistics.median(copy_to(dst) for _ in range(rounds))
         comm.barrier()
         if rank == dst:
@@ -103,7 +103,7 @@ def _cpu_rank(rank: int, rounds: int) -> tuple[list[PairFigure], float | None]:
         bases = np.array([base])
         comm.allreduce(bases, "max")
         base = int(bases[0])
-        words[0] = base  # everyone's next flag starts above all that were raised
+        words[0] = base  # later flags must exceed all earlier ones
         comm.barrier()
         comm.allreduce(seconds, "max")
         figures.append(PairFigure(src, dst, NBYTES / seconds[0], seconds[1] * 1e6))
@@ -119,7 +119,7 @@ def _together(comm: Any, copy_to: Callable[[int], float], rounds: int) -> float 
         comm.barrier()
         start = time.perf_counter()
         copy_to((comm.rank + 1) % comm.size)
-        comm.barrier()  # the slowest one's time
+        comm.barrier()
         slowest = np.array([time.perf_counter() - start])
         comm.allreduce(slowest, "max")
         rates.append(comm.size * NBYTES / float(slowest[0]))
@@ -127,11 +127,10 @@ def _together(comm: Any, copy_to: Callable[[int], float], rounds: int) -> float 
 
 
 def measure_gpu(rounds: int) -> LinkFigures:
-    """Between the GPUs that CUDA shows: copies of 256 MiB, checked, and of 16 bytes.
+    """Measure between the GPUs that CUDA shows, with checked copies of 256 MiB and of 16 bytes.
 
-    Latency is a small copy's share of a long chain of them, launch included. GPUs without peer
-    access are measured through the host, as they would be used. Raises CollectiveError if a copy
-    arrives wrong.
+    Latency is the time of one small copy in a long series, with its launch. GPUs without peer
+    access are measured through the host. Raises CollectiveError if a copy arrives wrong.
     """
     import torch
 
@@ -167,7 +166,7 @@ def measure_gpu(rounds: int) -> LinkFigures:
 
 
 def table(figures: LinkFigures) -> str:
-    """Two matrices: GB/s, and us."""
+    """Matrices of GB/s and us."""
     ranks = sorted({p.src for p in figures.pairs} | {p.dst for p in figures.pairs})
     by_ends = {(p.src, p.dst): p for p in figures.pairs}
     lines = []

@@ -1,4 +1,4 @@
-"""What `linkweave topo` prints of a machine."""
+"""What `linkweave topo` prints about a machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from linkweave.topology.text import link_table
 
 
 def report(machine: Topology) -> str:
-    """Matrix, links, and the best possible collectives with what holds them up."""
+    """The matrix, the links, and the bounds with their bottlenecks."""
     lines = [str(machine), "", "links:", *(f"  {line}" for line in link_table(machine) or ["none"])]
     fabric = len(machine.fabric)
     if fabric < len(machine.links):
@@ -24,7 +24,7 @@ def report(machine: Topology) -> str:
 
 
 def bounds(machine: Topology) -> list[str]:
-    """A line for each collective; what is missing, where GPUs are not connected."""
+    """The bound of each collective, or why there is none."""
     try:
         return [str(bound(machine, collective)) for collective in COLLECTIVES]
     except TopologyError as error:
@@ -32,7 +32,7 @@ def bounds(machine: Topology) -> list[str]:
 
 
 def comparison(one: Topology, other: Topology) -> str:
-    """Whether they are wired alike, with the renumbering, and what differs."""
+    """Say whether two machines are wired alike, under which numbers, and what differs."""
     mapping, differences = compare(one, other)
     if mapping is None:
         return "\n".join([f"{one.name} and {other.name} are wired differently:", *differences])

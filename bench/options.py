@@ -1,4 +1,4 @@
-"""What the commands' options have in common, and how they print tables."""
+"""Options that several commands have, and tables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _INSTALL = {"torch": "torch==2.13.0", "sklearn": "scikit-learn", "mpi4py": "mpi4
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "64M": binary units K, M, G, an optional B. Raises CollectiveError."""
+    """Read a size such as "64M" as bytes; K, M and G are binary. Raises CollectiveError."""
     found = re.fullmatch(r"(\d{1,18})\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if not found:
         raise CollectiveError(f"a size is like 1024, 64K, 16M or 1G, not {shown(text)}")
@@ -36,7 +36,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_gpus(text: str) -> list[int]:
-    """0,1,4-7 as numbers. Raises CollectiveError."""
+    """Read GPU numbers such as "0,1,4-7". Raises CollectiveError."""
     gpus: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
@@ -61,7 +61,7 @@ def at_least(*options: tuple[str, int, int]) -> None:
 
 
 def missing(*packages: str) -> list[str]:
-    """Those of the packages that are not installed; tells on stderr what to install."""
+    """Return the packages that are not installed, and print what to install on stderr."""
     lost = [name for name in packages if find_spec(name) is None]
     for name in lost:
         console.print(f"{name} is not installed, so its rows are left out: {install(name)}",
@@ -75,7 +75,7 @@ def install(package: str) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[Any]], left: Collection[int] = (0,)) -> str:
-    """Columns under their heads, 100 characters wide at most; the last column wraps."""
+    """Format a table of at most 100 columns; texts in its last column wrap."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
     for i, head in enumerate(heads):
         made.add_column(Text(head), justify="left" if i in left else "right",

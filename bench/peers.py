@@ -1,4 +1,4 @@
-"""Other libraries' all-reduce, driven in the same run: gloo in our processes, MPI in its own."""
+"""Other libraries' all-reduce: gloo in our processes, MPI in processes of its own."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from linkweave.bench.timing import schedule
 
 
 class Gloo:
-    """Two torch.distributed gloo groups over the ranks: threads under SCHED_BATCH, and default."""
+    """Two gloo groups over the ranks, with threads under SCHED_BATCH and the default policy."""
 
     def __init__(self, rank: int, size: int, store: str, batch: bool) -> None:
         import torch.distributed as dist
 
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self.dist = dist
-        schedule(False)  # a group's threads take over the policy of the thread that makes it
+        schedule(False)  # a group's threads inherit the policy of the thread that makes it
         dist.init_process_group(
             "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size
         )
@@ -45,7 +45,7 @@ class Gloo:
 
 
 def mpi_launcher() -> Path | None:
-    """The mpiexec beside this interpreter, or on PATH; None where MPI or mpi4py is missing."""
+    """The mpiexec beside this interpreter or on PATH; None without MPI or mpi4py."""
     if find_spec("mpi4py") is None:
         return None
     beside = Path(sys.executable).parent / "mpiexec"
@@ -56,7 +56,7 @@ def mpi_launcher() -> Path | None:
 
 
 class Mpi:
-    """`size` MPI processes that time an all-reduce when asked and are stopped otherwise."""
+    """`size` MPI processes that time an all-reduce on request and are stopped in between."""
 
     def __init__(self, launcher: Path, size: int) -> None:
         env = dict(os.environ)
@@ -95,11 +95,11 @@ class Mpi:
                 continue
 
     def pause(self) -> None:
-        """Idle MPI ranks spin; stopped they leave the cores to the others."""
+        """Stop the MPI ranks, which would otherwise spin and occupy the cores."""
         self._signal(signal.SIGSTOP)
 
     def time(self, nbytes: int, iterations: int) -> tuple[list[float], int]:
-        """(seconds of each iteration, slowest rank; wrong elements)."""
+        """Return the seconds of each iteration on the slowest rank, and wrong elements."""
         self._signal(signal.SIGCONT)
         assert self.process.stdin is not None
         self.process.stdin.write(f"{nbytes} {iterations}\n")
@@ -126,7 +126,7 @@ def timed(
     call: Callable[[], Any], prepare: Callable[[], None], meet: Callable[[], None],
     iterations: int,
 ) -> list[float]:  # fmt: skip
-    """Seconds of each call on this rank; the input is rewritten and all ranks meet before each."""
+    """Seconds of each call on this rank. `prepare` and `meet` run before each call."""
     found = []
     for _ in range(iterations):
         prepare()

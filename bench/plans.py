@@ -49,7 +49,7 @@ LEGEND = (
 
 
 def read_plan(path: Path, machine: Topology) -> Plan:
-    """A plan's JSON, verified on the machine. Raises CollectiveError."""
+    """Read a plan from JSON and verify it on the machine. Raises CollectiveError."""
     made = Plan.from_json(read(str(path)))
     collectives.verify(made, machine)
     return made
@@ -104,7 +104,7 @@ def plan(
 
 
 def summary(made: Plan, machine: Topology, nbytes: int, reason: str) -> str:
-    """What a plan is and how long it takes, a line for each fact."""
+    """Describe a plan and its predicted time, one line for each fact."""
     line = collectives.simulate(made, machine, nbytes)
     facts = {
         "plan": f"{made.collective} of {size_text(nbytes)} on {machine.name}",
@@ -122,7 +122,7 @@ def summary(made: Plan, machine: Topology, nbytes: int, reason: str) -> str:
     facts["made of"] = f"{len(parts)} {parts[0].name.split()[0]}s" if parts else "nothing to send"
     if made.trees:
         depths = [tree.depth for tree in made.trees]
-        facts["made of"] += f", depth {min(depths)} to {max(depths)}"
+        facts["made of"] += f", depth {' to '.join(map(str, sorted({min(depths), max(depths)})))}"
     facts["made of"] += f", on {len({track.channel for track in made.tracks})} channels"
     facts["detours"] = "; ".join(
         f"{a} - {b} over {', '.join(map(str, via))}" for a, *via, b in made.detours
@@ -145,7 +145,7 @@ def _reason(machine: Topology, nbytes: int, made: Plan, algorithm: str) -> str:
 
 
 def _warn(made: Plan, machine: Topology, nbytes: int) -> None:
-    """Tell where the algorithm that was asked for is slower than what auto takes."""
+    """Warn if the algorithm is predicted to be slower than auto's choice."""
     auto = choose(machine, nbytes, made.collective, made.root)
     best = predict(machine, nbytes, auto, made.collective, made.root)[0]
     seconds = collectives.simulate(made, machine, nbytes).seconds

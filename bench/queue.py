@@ -1,4 +1,4 @@
-"""`linkweave bench queue`: how early the layers of an all-reduce can be used, on CPU ranks."""
+"""`linkweave bench queue`: how early layers of an all-reduce can be used on CPU ranks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from linkweave import collectives
 from linkweave.bench.timing import machine, rounds_of, schedule
 from linkweave.collectives import CollectiveError, get_default
 
-DEQUEUES = 200  # of a layer that is there, timed together
+DEQUEUES = 200  # of a finished layer, timed together
 HEADER = (
     f"{'bytes':>12}{'layers':>8}  {'algorithm':22}{'first ms':>9}{'median ms':>10}{'last ms':>8}"
     f"{'all ms':>8}{'no queue':>9}{'us each':>8}"
 )
 LEGEND = (
     "ms until the first, the median and the last layer can be dequeued, and until all is done; the "
-    "same\nall-reduce without a queue; us to dequeue a layer that is there"
+    "same\nall-reduce without a queue; us to dequeue a finished layer"
 )
 
 
@@ -55,7 +55,7 @@ def as_json(rows: list[Row]) -> str:
 def _rank(
     rank: int, nbytes: int, layers: int, algorithms: Sequence[str], rounds: int
 ) -> list[list[float]]:
-    """For each algorithm the medians of this rank, in seconds."""
+    """Medians of this rank in seconds, for each algorithm."""
     schedule(True)
     comm = get_default()
     count = nbytes // 4
@@ -95,7 +95,7 @@ def _rank(
 def queue(
     ranks: int, nbytes: int, layers: int, algorithms: Sequence[str], rounds: int
 ) -> list[Row]:
-    """Checked in the first round, which is not timed; everyone under SCHED_BATCH."""
+    """Measure under SCHED_BATCH; the first round is checked and not timed."""
     arguments = (nbytes, layers, algorithms, rounds)
     found = collectives.spawn(_rank, ranks, args=arguments, timeout=120)
     rows = []

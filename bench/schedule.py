@@ -1,4 +1,4 @@
-"""`linkweave schedule`: policies of gradient communication side by side, and their pictures."""
+"""`linkweave schedule`: tables, charts and traces of gradient communication."""
 
 from __future__ import annotations
 
@@ -41,8 +41,12 @@ def as_json(schedules: Sequence[Schedule]) -> str:
 
 
 def draw(schedules: Sequence[Schedule], path: Path) -> None:
-    """A Gantt chart: backward pass, lanes and forward pass of each schedule, over one time axis.
-    Colours go by the layer, first to last."""
+    """Draw a Gantt chart of the schedules into a PNG file.
+
+    Each schedule has rows for the backward pass, its lanes and the forward pass; colours tell
+    layers apart. A schedule that takes more than twice the median time is cut off. Raises
+    CollectiveError for another suffix.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -60,8 +64,8 @@ def draw(schedules: Sequence[Schedule], path: Path) -> None:
     count = len(schedules[0].profile.layers)
     colours, scale = matplotlib.colormaps["viridis"], Normalize(0, max(1, count - 1))
     times = sorted(s.predicted_seconds for s in schedules)
-    end = min(times[-1], 2 * times[len(times) // 2])  # a slow policy must not squeeze the others
-    axes[0, 0].set_xlim(0, 1.02e3 * end)
+    limit = min(times[-1], 2 * times[len(times) // 2])  # a slow policy must not squeeze the others
+    axes[0, 0].set_xlim(0, 1.02e3 * limit)
     for axis, s in zip(axes[:, 0], schedules, strict=True):
         names = ["backward", *(f"lane {i}" for i in range(s.lanes)), "forward"]
         line = s.timeline
@@ -70,7 +74,7 @@ def draw(schedules: Sequence[Schedule], path: Path) -> None:
             bars[0].append((start, end - start, i))
         for c, (start, end) in zip(s.communications, line.sends, strict=True):
             at, pace = start, (end - start) / c.nbytes
-            for piece in c.pieces:  # each its share of the bar
+            for piece in c.pieces:
                 bars[1 + c.lane].append((at, pace * piece.nbytes, piece.layer))
                 at += pace * piece.nbytes
         for i, (start, end) in enumerate(line.forward):
@@ -82,7 +86,7 @@ def draw(schedules: Sequence[Schedule], path: Path) -> None:
                 edgecolor="none",
             )  # fmt: skip
         for c, (start, _) in zip(s.communications, line.sends, strict=True):
-            if len(s.communications) < 200:  # where each begins
+            if len(s.communications) < 200:  # mark the starts while they can be told apart
                 axis.vlines(start * 1e3, 0.6 + c.lane, 1.4 + c.lane, color="white", linewidth=0.8)
         axis.set_yticks(range(len(names)), names, fontsize=8)
         axis.set_ylim(len(names) - 0.4, -0.6)
@@ -90,7 +94,7 @@ def draw(schedules: Sequence[Schedule], path: Path) -> None:
         axis.axvline(s.lower_bound_seconds * 1e3, color="crimson", linewidth=1.0)
         axis.set_title(
             f"{s.policy}: {s.predicted_seconds * 1e3:.1f} ms, {len(s.communications)} all-reduces, "
-            f"{s.gap:.1%} above the bound (red)" + ", goes on" * (s.predicted_seconds > end),
+            f"{s.gap:.1%} above the bound (red)" + ", goes on" * (s.predicted_seconds > limit),
             fontsize=9, loc="left",
         )  # fmt: skip
         axis.spines[["top", "right"]].set_visible(False)
@@ -109,7 +113,7 @@ def draw(schedules: Sequence[Schedule], path: Path) -> None:
 
 
 def trace(schedule: Schedule) -> str:
-    """The timeline as a Chrome trace (chrome://tracing, Perfetto)."""
+    """Return the timeline as a Chrome trace (chrome://tracing, Perfetto)."""
     names = [layer.name for layer in schedule.profile.layers]
     line = schedule.timeline
     events: list[dict[str, Any]] = []

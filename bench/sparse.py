@@ -1,4 +1,4 @@
-"""`linkweave bench topk | sparsify | coalesce | sparse-allreduce`: on the CPU, beside torch."""
+"""`linkweave bench topk | sparsify | coalesce | sparse-allreduce`, beside torch on the CPU."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _check(right: bool, what: str) -> None:
 
 
 def zipf(num: int, width: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
-    """(int64 [num] indices below `vocabulary`, few of them often; float32 [num, width])."""
+    """int64 [num] indices with Zipf's distribution over `vocabulary`; float32 [num, width]."""
     rng = np.random.default_rng(0)
     share = 1 / np.arange(1, vocabulary + 1)
     indices = rng.choice(vocabulary, num, p=share / share.sum())
@@ -99,7 +99,7 @@ def zipf(num: int, width: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def _torch(threads: int) -> Any:
-    """The module torch, or None where it is not installed, which is told."""
+    """The module torch with so many threads; None, with a message, if not installed."""
     if missing("torch"):
         return None
     import torch
@@ -120,7 +120,7 @@ def torch_sparsify(grad: Any, residual: Any, k: int) -> None:
 
 
 def torch_coalesce(where: Any, rows: Any, vocabulary: int) -> Any:
-    """torch's `kernels.coalesce`."""
+    """The torch calls that `kernels.coalesce` replaces."""
     import torch
 
     shape = (vocabulary, rows.shape[1])
@@ -128,7 +128,7 @@ def torch_coalesce(where: Any, rows: Any, vocabulary: int) -> Any:
 
 
 def topk(elements: int, density: float, threads: int, rounds: int) -> Iterator[Row]:
-    """|x| is part of everyone's time; numpy.partition gives no indices."""
+    """Top-k of |x|. Everyone's time includes |x|; numpy.partition gives no indices."""
     x = np.random.default_rng(0).standard_normal(elements, np.float32)
     k = max(1, round(elements * density))
     values, indices = kernels.topk_abs(x, k)
@@ -144,7 +144,7 @@ def topk(elements: int, density: float, threads: int, rounds: int) -> Iterator[R
 
 
 def sparsify(elements: int, density: float, threads: int, rounds: int) -> Iterator[Row]:
-    """Beside the chain of torch calls that it replaces."""
+    """Sparsify with a residual, beside the torch calls that it replaces."""
     rng = np.random.default_rng(0)
     grad = rng.standard_normal(elements, np.float32)
     residual = rng.standard_normal(elements, np.float32)
@@ -164,7 +164,7 @@ def sparsify(elements: int, density: float, threads: int, rounds: int) -> Iterat
 
 
 def coalesce(num: int, width: int, vocabulary: int, threads: int, rounds: int) -> Iterator[Row]:
-    """Rows of Zipf-distributed indices, beside torch's sparse tensors."""
+    """Sum rows with equal indices (Zipf's distribution), beside torch's sparse tensors."""
     indices, values = zipf(num, width, vocabulary)
     unique, sums = kernels.coalesce(indices, values, vocabulary)
     calls: dict[str, Callable[[], object]] = {
@@ -184,7 +184,7 @@ def coalesce(num: int, width: int, vocabulary: int, threads: int, rounds: int) -
 def _rank(
     rank: int, elements: int, k: int, rounds: int, store: str | None
 ) -> list[tuple[str, float]]:
-    """Medians in seconds on one rank, everyone under SCHED_BATCH; no gloo without a store."""
+    """Medians in seconds on one rank under SCHED_BATCH; `store` None leaves out gloo."""
     from linkweave.bench.peers import Gloo
 
     schedule(True)
@@ -200,7 +200,7 @@ def _rank(
     kept[result[1]] += result[0]
     _check(np.array_equal(total, kept), "gtopk: mass was lost, which")
     grad = np.random.default_rng(rank).standard_normal(elements, np.float32)
-    dense = grad.copy()  # in place; what it grows to in some rounds does not matter
+    dense = grad.copy()  # grows from round to round, which does not matter
     pair = kernels.topk_abs(grad, k)
 
     def selected() -> None:
@@ -219,7 +219,7 @@ def _rank(
     }
     if gloo is not None:
         calls["gloo, dense"] = lambda: gloo.allreduce(dense, gloo.batch)
-    # what a rank waits for others is not theirs
+    # the barrier keeps waiting for other ranks out of the times
     times = medians(calls, rounds, comm.barrier, shown=rank == 0)
     if gloo is not None:
         gloo.close()
@@ -227,7 +227,7 @@ def _rank(
 
 
 def sparse_allreduce(ranks: int, elements: int, density: float, rounds: int) -> Iterator[Row]:
-    """gTop-k's tree beside dense all-reduces; the slowest rank's medians."""
+    """gTop-k's tree beside dense all-reduces: medians of the slowest rank."""
     k = max(1, round(elements * density))
     with tempfile.TemporaryDirectory() as folder:
         store = None if missing("torch") else f"{folder}/store"

@@ -1,4 +1,4 @@
-"""Scheduling, and the state of the machine that a figure was measured in."""
+"""Scheduling policy, progress, and the state of the machine during a measurement."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ NEAR_NS = 350  # flag round trip below which two cores share a cache that is clo
 
 
 def schedule(batch: bool) -> None:
-    """SCHED_BATCH (no wake-up preemption) or the default policy, for the calling thread."""
+    """Put the calling thread under SCHED_BATCH (no wake-up preemption) or the default policy."""
     os.sched_setscheduler(0, os.SCHED_BATCH if batch else os.SCHED_OTHER, os.sched_param(0))
 
 
 @njit(nogil=True, cache=True)
 def ping(mine, theirs, first, base, rounds):
-    """Raise the flag at `mine` from `base` on, in turns with the peer who raises `theirs`."""
+    """Raise the flag at `mine` `rounds` times from `base`, in turns with the peer's `theirs`."""
     for k in range(base + 1, base + rounds + 1):
         if first:
             store_release(mine, k)
         spins = 0
         while load_acquire(theirs) < k:
             spins += 1
-            if spins > 1000:  # the other may need this core
+            if spins > 1000:  # the peer may need this core
                 sched_yield()
         if not first:
             store_release(mine, k)
 
 
 def round_trip_ns(comm: Any, rounds: int = 2000) -> float:
-    """Flag round trip between the first two cores, in ns (0 with one rank or one core).
+    """Return a flag's round trip between the first two cores in ns; 0 with one rank or core.
 
-    Collective: ranks 0 and 1 are pinned for it and let go again; the others wait.
+    All ranks must call it. Ranks 0 and 1 are pinned to these cores meanwhile.
     """
     cores = sorted(os.sched_getaffinity(0))
     result = np.zeros(1, np.float64)
@@ -73,7 +73,7 @@ def rounds_of(count: int, shown: bool) -> Iterable[int]:
 
 
 def machine() -> dict[str, Any]:
-    """What a figure depends on beside the code."""
+    """CPU, cores, kernel and versions, on which figures depend."""
     model = ""
     try:
         with open("/proc/cpuinfo") as info:

@@ -1,4 +1,4 @@
-"""Pictures of a machine, and of a plan on it. Needs matplotlib, but only to draw."""
+"""Pictures of machines and plans. matplotlib is imported only to draw."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _MANY = 3  # more links than this side by side become one line and a number
 _FAINT = "#d4d7dd"  # physical links beneath the arrows of a plan
+_BOX = "#f6f0e0"
 _COLORS = {
     "nvlink": "#3f7d20", "pcie": "#a0671b", "host": "#c79a5b", "socket": "#7a4a9e",
     "network": "#2a5db0", "memory": "#4a5a75",
@@ -39,12 +40,12 @@ def draw(
     topology: Topology, paths: Sequence[str | os.PathLike[str]], plan: PlanLike | None = None,
     part: int | None = None, everything: bool = False,
 ) -> None:  # fmt: skip
-    """Draw the machine, and a plan over it, into .svg and .png files.
+    """Draw a machine, and a plan over its links, into .svg and .png files.
 
-    `part` draws one tree, ring or phase of the plan, counted from 1; without it all are drawn, of
-    more than eight only how many of them use each connection. The fabric is drawn (without PCIe
-    where NVLinks connect the GPUs); `everything` adds all other links. Without a plan, a cluster of
-    more than four nodes is drawn as its first node. Equal arguments give equal files.
+    `part` selects one tree, ring or phase of the plan, counted from 1. Without it all are drawn; if
+    there are more than eight, lines show how many of them use each connection. Only the fabric is
+    drawn (no PCIe if NVLinks connect all GPUs) unless `everything` is set. Without a plan, a
+    cluster of more than four nodes is drawn as its first node. Equal arguments give equal files.
 
     Raises TopologyError for another suffix, a part that the plan does not have, a plan for another
     number of GPUs, or more than 64 GPUs.
@@ -119,7 +120,7 @@ class _Picture:
         self.scale = min(1.5, 16 / max(size, 1.0))  # inches for a unit of length
 
     def arrow(self, points: Sequence[complex], both: bool = False, **style: Any) -> None:
-        """A line with a head at its end, or at both ends."""
+        """Draw a line with a head at its end, or at both ends."""
         for way in (points, points[::-1])[: 1 + both]:
             body = [p for p in way if abs(p - way[-1]) >= 0.14]
             side = 0.4j * (way[-1] - body[-1])
@@ -165,7 +166,7 @@ class _Picture:
                              zorder=6)  # fmt: skip
 
     def parts(self, parts: Sequence[Part]) -> None:
-        """Every part in its own colour; opposite arrows of one part are one with two heads."""
+        """Draw each part in its own colour; opposite arrows of a part become one with two heads."""
         roots = [part.root for part in parts if part.root is not None]
         every = [(arrow, i) for i, part in enumerate(parts) for arrow in _merged(part.arrows)]
         for i, part in enumerate(parts):
@@ -184,7 +185,7 @@ class _Picture:
             self.hop(one, arrow[::-1] in parts[i].arrows, every, roots, style)
 
     def shares(self, parts: Sequence[Part]) -> None:
-        """How many parts use each connection, as lines of that width."""
+        """Draw lines that are the wider the more parts use a connection."""
         uses = Counter(
             frozenset(leg) for part in parts for leg in {
                 frozenset(leg) for arrow in part.arrows for leg in pairwise(arrow)
@@ -201,7 +202,7 @@ class _Picture:
                          label=f"used by {n} of the {len(parts)} {kind}s")  # fmt: skip
 
     def leg(self, every: Sequence[_Drawn], one: _Drawn, a: int, b: int) -> list[complex]:
-        """From a to b, beside other arrows there; one that turns off left is furthest left."""
+        """Points from a to b, beside other arrows; those that turn left later are on the left."""
         path = self.topology.hops.get((a, b), (a, b))
         if any(v in self.layout.passed for v in path):
             return self.route(every, one, path)
@@ -214,7 +215,7 @@ class _Picture:
         return self.layout.curve(a, b, order.index(one) - (width - 1) / 2)
 
     def route(self, every: Sequence[_Drawn], one: _Drawn, path: Sequence[Vertex]) -> list[complex]:
-        """Between nodes: along the links and, in a network switch, beside other arrows."""
+        """Points between nodes, along the links and beside other arrows."""
         aside: dict[Vertex, float] = {}
         for vertex in path:
             here = [o for o in every if vertex in self.crossed(o[0])]
@@ -229,12 +230,12 @@ class _Picture:
         return [p + (q - p) * i / 20 for p, q in pairwise(corners) for i in range(21)]
 
     def crossed(self, arrow: Arrow) -> set[Vertex]:
-        """What lies on the arrow's path through the network; nothing of other arrows."""
+        """The vertices on the arrow's path if it leads through the network, else none."""
         paths = [self.topology.hops.get((a, b), ()) for a, b in pairwise(arrow)]
         return {v for path in paths if self.layout.passed.intersection(path) for v in path}
 
     def line(self, points: Sequence[complex], **style: Any) -> None:
-        """A line that passes beneath boxes, but lies on those in which it runs level."""
+        """Draw a line beneath boxes, but above a network switch in which it is horizontal."""
         self.ax.plot(*_xy(points), **{"zorder": 3, **style})
         for name in self.layout.passed:
             low, high = self.layout.boxes[str(name)]
@@ -246,7 +247,7 @@ class _Picture:
         self, one: _Drawn, both: bool, every: Sequence[_Drawn], roots: Sequence[int],
         style: dict[str, Any],
     ) -> None:  # fmt: skip
-        """An arrow of one leg, or of more where GPUs forward (dashed)."""
+        """Draw an arrow; it is dashed if GPUs forward."""
         arrow = one[0]
         legs = [self.leg(every, one, a, b) for a, b in pairwise(arrow)]
         points = legs[0]
@@ -270,19 +271,21 @@ class _Picture:
             self.text(at, str(gpu), 8.5, zorder=5, weight="normal" if passing else "bold")
         for name, (a, b) in self.layout.boxes.items():
             self.ax.fill(*_xy([a, complex(b.real, a.imag), b, complex(a.real, b.imag)]),
-                         facecolor="#f6f0e0", **style)  # fmt: skip
+                         facecolor=_BOX, **style)  # fmt: skip
             node, _, inner = name.rpartition(".")
             short = inner if node.startswith("node") and "." not in node else name
             at = (a + b) / 2
             if name in self.layout.passed:  # where no line passes: between the columns of nodes
                 xs = [p.real for p in self.layout.seats.values()]
                 at = complex((min(xs) + max(xs)) / 2, at.imag)
-            self.text(at, short, 8 if (b - a).real > 0.8 else 6.5, zorder=7)
+            back = {"facecolor": _BOX, "edgecolor": "none", "pad": 1}
+            self.text(at, short, 8 if (b - a).real > 0.8 else 6.5, zorder=7, bbox=back)
         for at, caption in self.layout.captions:
             self.text(at, caption, 9, zorder=5, color="#555555")
+            self.ax.plot(*_xy([at]), color="none")  # makes room for the text
 
     def finish(self, title: str) -> tuple[float, float]:
-        """The size in inches."""
+        """Add title and legend; return the size in inches."""
         self.ax.set(aspect="equal", frame_on=False, xticks=[], yticks=[])
         self.ax.set_title(title, fontsize=12, pad=12)
         handles, labels = self.ax.get_legend_handles_labels()
@@ -293,7 +296,7 @@ class _Picture:
 
 
 def _merged(arrows: Sequence[Arrow]) -> list[Arrow]:
-    """One of each two opposite arrows."""
+    """Keep one of each two opposite arrows."""
     found: dict[Arrow, None] = {}
     for arrow in arrows:
         if arrow[::-1] not in found:
@@ -302,7 +305,7 @@ def _merged(arrows: Sequence[Arrow]) -> list[Arrow]:
 
 
 def _round(via: complex, first: list[complex], second: list[complex]) -> list[complex]:
-    """Two legs made one curve, which passes the forwarder on the inside of the bend."""
+    """Join two legs by a curve that passes the forwarder on the inside of the bend."""
     first, second = ([p for p in leg if abs(p - via) > 3 * RADIUS] for leg in (first, second))
     a, b = first[-1], second[0]
     inside = (a + b) / 2 - via if abs(a + b - 2 * via) > 0.5 * RADIUS else 1j * (b - a)

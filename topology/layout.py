@@ -155,7 +155,7 @@ def _in_rows(topology: Topology, links: Sequence[Link], arcs: bool) -> Positions
         row, column = divmod(i, columns)
         shift = column * width - _span(one)[0]
         low, high = _span(one)
-        one.captions = [(complex((low + high) / 2, _bottom(one, local) - 0.3), f"node {i}")]
+        one.captions = [(complex((low + high) / 2, _bottom(one, local, arcs) - 0.3), f"node {i}")]
         _add(whole, one, shift, 2 * middle if row else None)
     low, high = _span(whole)
     for i, name in enumerate(net):
@@ -187,12 +187,13 @@ def _add(whole: Positions, one: Positions, shift: float, mirror: float | None) -
     whole.captions += [(moved(at), caption) for at, caption in one.captions]
 
 
-def _bottom(layout: Positions, links: Iterable[Link]) -> float:
+def _bottom(layout: Positions, links: Iterable[Link], arcs: bool) -> float:
     """The lowest point of a node."""
     reach = [
         -arc_depth(abs(layout.seats[k.src] - layout.seats[k.dst])) for k in links
         if isinstance(k.src, int) and isinstance(k.dst, int) and k.src in layout.seats
     ]  # fmt: skip
+    reach += [-arc_depth(len(layout.seats) - 1)] if arcs else []
     return min([-RADIUS, *reach, *(a.imag for a, _ in layout.boxes.values())])
 
 

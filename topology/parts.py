@@ -1,4 +1,4 @@
-"""The trees, rings or phases of a plan, as arrows between GPUs that a picture can show."""
+"""The trees, rings or phases of a plan, as arrows between GPUs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from linkweave.topology.routes import groups
 from linkweave.topology.topology import Topology
 
 Arrow = tuple[int, ...]
-"""GPUs from sender to receiver, with those that forward between them."""
+"""A sender, the GPUs that forward, and a receiver."""
 
 
 class PlanLike(Protocol):
-    """What a picture needs of a plan, whose own type lies in a layer above this one."""
+    """The part of a `Plan` that is needed here; its own type lies in a higher layer."""
 
     @property
     def algorithm(self) -> str: ...
@@ -48,12 +48,12 @@ class _Move:
 
 
 def parts_of(plan: PlanLike, topology: Topology) -> list[Part]:
-    """The plan's trees; without trees its rings; else its phases.
+    """Split a plan into its trees or, if it has none, into rings or phases.
 
-    A ring is a channel whose connections form one cycle through all ranks. A phase holds the
-    connections whose receivers reduce, copy or do both; on clusters those inside the nodes and
-    those between them are phases of their own. Raises TopologyError if the plan has another
-    number of ranks than the topology.
+    A plan has rings if the connections of every channel form one cycle through all ranks. Otherwise
+    a phase consists of the connections whose receivers reduce, copy, or do both, and on clusters
+    connections inside and between nodes are different phases. Raises TopologyError if the plan and
+    the topology have different numbers of ranks.
     """
     if plan.size != len(topology.gpus):
         raise TopologyError(f"{topology.name} has not the {plan.size} GPUs that the plan is for")
@@ -72,7 +72,7 @@ def parts_of(plan: PlanLike, topology: Topology) -> list[Part]:
 
 
 def _moves(plan: PlanLike, gpus: Sequence[int]) -> list[_Move]:
-    """One for each connection whose receiver keeps what arrives, traced back over forwarders."""
+    """Trace what each rank reduces or copies back to its sender, over ranks that forward."""
     reduced: set[int] = set()
     copied: set[int] = set()
     forwarded: dict[int, int] = {}  # by connection: the one whose slot is sent over it

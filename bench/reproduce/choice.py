@@ -1,4 +1,4 @@
-"""`linkweave reproduce choice`: what `auto` takes from which size on, and what it leaves.
+"""`linkweave reproduce choice`: the algorithms that `auto` takes, compared with the best.
 
 Every algorithm that a machine can run is simulated at five numbers of chunks, from a quarter to
 four times the model's, at powers of two from 1 KiB to 1 GiB; `auto` is compared with the best.
@@ -35,7 +35,7 @@ class Row:
 
 
 def compare(machine: Topology, nbytes: int) -> tuple[str, float]:
-    """What `auto` takes, and its simulated time over that of the best of all."""
+    """Return `auto`'s algorithm, and its simulated time over that of the best."""
     auto = plan_allreduce(machine, nbytes)
     mine = best = collectives.simulate(auto, machine, nbytes).seconds
     for name in candidates(machine):
@@ -50,14 +50,14 @@ def compare(machine: Topology, nbytes: int) -> tuple[str, float]:
 
 
 def row(name: str) -> Row:
-    """The comparison for one machine at all sizes."""
+    """Compare on one machine at all sizes."""
     machine = load(name)
     worst, at = max((compare(machine, size)[1], size) for size in SIZES)
     return Row(name, worst, at, crossovers(machine))
 
 
 def rows(done: Callable[[], None] = lambda: None) -> list[Row]:
-    """All machines; `done` is called after each."""
+    """Compare on all machines; calls `done` after each."""
     found = []
     for name in MACHINES:
         found.append(row(name))
@@ -66,7 +66,7 @@ def rows(done: Callable[[], None] = lambda: None) -> list[Row]:
 
 
 def table(found: list[Row]) -> str:
-    """From which size on `auto` takes which algorithm, and where it is furthest from the best."""
+    """The algorithms that `auto` takes by size, and its largest distance from the best."""
     rows = [
         (r.machine, f"{r.worst:.4f}", size_text(r.worst_at),
          ", ".join(f"{name} from {size_text(size)}" for size, name in r.crossovers))

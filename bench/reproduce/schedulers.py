@@ -40,7 +40,7 @@ NAMES = ("wfbp", "mg-wfbp", "bytescheduler")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One ratio: the paper's (or the range it gives), and the model's."""
+    """A ratio as in the paper (or its range), and by the model."""
 
     what: str
     model: str
@@ -53,7 +53,7 @@ def _times(profile: Profile, network: Network, names: tuple[str, ...]) -> dict[s
 
 
 def rows(done: Callable[[], None] = lambda: None) -> list[Row]:
-    """All ratios; `done` is called after each model."""
+    """Compute all ratios; calls `done` after each model."""
     found = []
     for name, (wfbp, merged, asc, speedup) in ASC_TABLE.items():
         compute = speedup * asc / 32  # of one iteration on one GPU

@@ -1,4 +1,4 @@
-"""`linkweave reproduce schedules`: `auto` for all models, networks and numbers of workers."""
+"""`linkweave reproduce schedules`: `auto` on all models, networks and worker counts."""
 
 from __future__ import annotations
 

@@ -48,6 +48,20 @@ def nothing_left() -> Iterator[None]:
     assert collectives.spawn(total, 3) == [3.0] * 3
 
 
+def test_a_program_from_stdin_beside_a_thread_is_told_why_ranks_cannot_start() -> None:
+    code = (
+        "import threading, time, linkweave\n"
+        "threading.Thread(target=time.sleep, args=(30,), daemon=True).start()\n"
+        "linkweave.spawn(print, 1)\n"
+    )
+    done = subprocess.run([sys.executable], input=code, capture_output=True, text=True, timeout=60,
+                          env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+                          check=False)  # fmt: skip
+    last = done.stderr.splitlines()[-1]
+    assert "This process runs other threads or has used CUDA" in last
+    assert "if __name__ == '__main__'" in last
+
+
 def total(rank: int) -> float:
     x = np.full(5, rank, np.float32)
     collectives.allreduce(x)
