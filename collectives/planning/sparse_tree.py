@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.shortest import shortest_trees
@@ -86,7 +87,7 @@ def _hop(topology: Topology, child: int, parent: int, nbytes: int) -> float:
 def _direct(topology: Topology, a: int, b: int, nbytes: int) -> float:
     if not (path := topology.hops.get((a, b))):
         return math.inf
-    links = [topology.by_ends[ends] for ends in zip(path, path[1:], strict=False)]
+    links = [topology.by_ends[ends] for ends in pairwise(path)]
     slowest = min(link.count * link.bandwidth for link in links)
     return max(link.latency_us for link in links) * 1e-6 + nbytes / slowest
 

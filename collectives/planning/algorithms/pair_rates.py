@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.packing import Pair
@@ -54,7 +54,7 @@ def pair_capacity(topology: Topology) -> dict[Pair, tuple[int, int]]:
 def _message_rate(topology: Topology, a: int, b: int) -> int:
     """Return the bytes/s of one message between two ranks."""
     path = topology.hops[topology.gpus[a], topology.gpus[b]]
-    return min(topology.by_ends[ends].bandwidth_each for ends in zip(path, path[1:], strict=False))
+    return min(topology.by_ends[ends].bandwidth_each for ends in pairwise(path))
 
 
 def _two_way(topology: Topology) -> bool:
@@ -85,7 +85,7 @@ def _rates(topology: Topology) -> dict[Pair, int]:
         for a, b in pairs:
             for ends in ((gpus[a], gpus[b]), (gpus[b], gpus[a])):
                 path = topology.hops[ends]
-                for link in zip(path, path[1:], strict=False):
+                for link in pairwise(path):
                     crossing.setdefault(link, Counter())[i] += 1
     scale = max(k.bandwidth * k.count for k in topology.fabric)
     goal = len(members)  # the column of the bound, which is the last

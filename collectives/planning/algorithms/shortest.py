@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from itertools import pairwise
 
 from linkweave.collectives.errors import PlanError
 from linkweave.topology import Topology, Vertex
@@ -25,7 +26,7 @@ def shortest_trees(
     """
     gpus = topology.gpus
     links = {
-        (a, b): tuple(zip(path, path[1:], strict=False))
+        (a, b): tuple(pairwise(path))
         for a in ranks for b in ranks if (path := topology.hops.get((gpus[a], gpus[b])))
     }  # fmt: skip
     fast = [
