@@ -33,7 +33,7 @@ def _detours(embedding: Embedding, channels: range) -> dict[tuple[int, int, int]
 
 
 def recursive_doubling(topology: Topology) -> Algorithm:
-    """In round i ranks 2^i apart exchange all their data: log2 P start-ups, for small messages.
+    """All-reduce in log2 P rounds, for small messages: in round i ranks 2^i apart exchange data.
 
     Both partners combine the same two values in the same order, so all ranks get the same bits
     (Thakur, Rabenseifner, Gropp 2005, section 4.2).
@@ -56,7 +56,7 @@ def recursive_doubling(topology: Topology) -> Algorithm:
 
 
 def halving_doubling(topology: Topology) -> Algorithm:
-    """Reduce-scatter by recursive halving, all-gather by recursive doubling: 2 log2 P start-ups.
+    """Reduce-scatter by recursive halving, then all-gather by doubling: 2 log2 P start-ups.
 
     Each rank sends 2 (P - 1) / P times the message, as in a ring (Rabenseifner 2004). Chunk c is
     complete at position c; each chunk has its own channels, so that exchanges run side by side. The

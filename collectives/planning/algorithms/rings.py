@@ -18,7 +18,7 @@ _SENDS = 20_000  # of a plan, which limits the number of long rings
 
 
 def ring(topology: Topology) -> Algorithm:
-    """All-reduce as reduce-scatter and all-gather around R rings: 2(P - 1) steps of N/(R P).
+    """Reduce-scatter, then all-gather, around R rings: 2(P - 1) steps of N/(R P) bytes.
 
     Chunk c runs around ring c mod R. It starts at the rank after its owner, rank c // R of the
     ring, and is complete at the owner. A rank has one track for each ring, so its sends there
@@ -33,7 +33,7 @@ def ring(topology: Topology) -> Algorithm:
 
 
 def half_ring(topology: Topology, collective: str, root: int) -> Algorithm:
-    """All-gather or reduce-scatter around R rings: P - 1 steps of N/(R P).
+    """All-gather or reduce-scatter around R rings: P - 1 steps of N/(R P) bytes.
 
     Chunk r P + b of a group is a part of block b and runs around ring r.
     """
