@@ -23,10 +23,7 @@ def one_shot(topology: Topology) -> Algorithm:
     size = len(topology.gpus)
     few_enough("one_shot", size)
     edges = [Edge(0, a, b) for b in range(size) for a in range(b)]
-    embedding = embed(topology, edges, size, relabel=False)
-    detours: _Detours = {}
-    for (_, a, b), middle in embedding.via.items():
-        detours[0, a, b] = detours[0, b, a] = (middle,)
+    detours = embed(topology, edges, size, relabel=False).detours([0])
     moves = tuple(
         Reduce(tuple(s for s in range(size) if s != r), r, 0, 0, ahead=r)
         for r in range(size) if size > 1

@@ -23,15 +23,6 @@ def _cube(topology: Topology) -> tuple[int, Embedding]:
     return cube, embed(topology, edges, size)
 
 
-def _detours(embedding: Embedding, channels: range) -> dict[tuple[int, int, int], tuple[int, ...]]:
-    found: dict[tuple[int, int, int], tuple[int, ...]] = {}
-    for (_, p, q), middle in embedding.via.items():
-        a, b = embedding.rank_of[p], embedding.rank_of[q]
-        for channel in channels:
-            found[channel, a, b] = found[channel, b, a] = (middle,)
-    return found
-
-
 def recursive_doubling(topology: Topology) -> Algorithm:
     """All-reduce in log2 P rounds, for small messages: in round i ranks 2^i apart exchange data.
 
@@ -51,7 +42,7 @@ def recursive_doubling(topology: Topology) -> Algorithm:
     last = len(rounds)
     if size > cube:
         rounds.append(tuple(Copy(at[p - cube], (at[p],), 0, last) for p in range(cube, size)))
-    detours = _detours(embedding, range(last + 1))
+    detours = embedding.detours(range(last + 1))
     return Algorithm("recursive_doubling", size, 1, (tuple(rounds),), (), detours)
 
 
@@ -90,5 +81,5 @@ def halving_doubling(topology: Topology) -> Algorithm:
         rounds.append(tuple(
             Copy(at[p - cube], (at[p],), c, cube + c) for p in range(cube, size) for c in chunks
         ))  # fmt: skip
-    detours = _detours(embedding, range(2 * cube))
+    detours = embedding.detours(range(2 * cube))
     return Algorithm("halving_doubling", size, cube, (tuple(rounds),), (), detours)

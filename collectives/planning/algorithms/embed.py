@@ -41,6 +41,15 @@ class Embedding:
     rank_of: tuple[int, ...]
     via: dict[_Key, int] = field(default_factory=dict)
 
+    def detours(self, channels: Iterable[int]) -> dict[tuple[int, int, int], tuple[int, ...]]:
+        """Return the forwarders of (channel, src, dst), in both directions on all channels."""
+        found: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        for channel in channels:
+            for (_, p, q), middle in self.via.items():
+                a, b = self.rank_of[p], self.rank_of[q]
+                found[channel, a, b] = found[channel, b, a] = (middle,)
+        return found
+
 
 @lru_cache(maxsize=8)
 def _hops(

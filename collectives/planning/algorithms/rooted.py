@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from linkweave.collectives.planning.algorithms.embed import Edge, embed
 from linkweave.collectives.planning.algorithms.over_trees import broadcast_down, packed, reduce_up
 from linkweave.collectives.planning.algorithms.rings import rings
-from linkweave.collectives.planning.algorithms.shortest import Levels, shortest_trees
+from linkweave.collectives.planning.algorithms.shortest import shortest_trees, tree_of
 from linkweave.collectives.planning.algorithms.trees import Tree, binary_tree
 from linkweave.collectives.planning.lower import Algorithm, Copy, Move, Reduce, few_enough
 from linkweave.topology import Topology
@@ -47,7 +47,7 @@ def shortest_tree(topology: Topology, collective: str, root: int) -> Algorithm:
     """Broadcast or reduce over one tree of shortest paths, in the fewest steps."""
     size = len(topology.gpus)
     levels = shortest_trees(topology, range(size))[root]
-    return _rooted("shortest_tree", collective, (_tree_of(levels, root, size),), root, {})
+    return _rooted("shortest_tree", collective, (tree_of(levels, size),), root, {})
 
 
 def chains(topology: Topology, collective: str, root: int) -> Algorithm:
@@ -85,15 +85,6 @@ def shortest(topology: Topology, collective: str, root: int) -> Algorithm:
                 )
     if not gather:
         rounds.reverse()
-    shape = tuple(_tree_of(levels, r, size) for r, levels in enumerate(trees))
+    shape = tuple(tree_of(levels, size) for levels in trees)
     phases = (tuple(map(tuple, rounds)),)
     return Algorithm("shortest_trees", size, size, phases, shape, collective=collective)
-
-
-def _tree_of(levels: Levels, root: int, size: int) -> Tree:
-    parent = [root] * size
-    for level in levels:
-        for above, children in level.items():
-            for child in children:
-                parent[child] = above
-    return Tree(tuple(parent))

@@ -7,6 +7,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.topology import Topology, Vertex
 from linkweave.topology.routes import connects, neighbours
 
@@ -37,6 +38,12 @@ def shortest_trees(
     load: dict[_Link, Fraction] = {}
     order = ranks if roots is None else roots
     return [_shortest(topology, root, ranks, near, links, load) for root in order]
+
+
+def tree_of(levels: Levels, size: int) -> Tree:
+    """Return the same tree by the parent of each rank."""
+    above = {child: up for level in levels for up, children in level.items() for child in children}
+    return Tree(tuple(above.get(rank, rank) for rank in range(size)))
 
 
 def _shortest(
