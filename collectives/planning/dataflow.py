@@ -123,8 +123,8 @@ def origins(plan: Plan) -> Mapping[int, int]:
 
 
 def pushed(plan: Plan) -> list[int]:
-    """Return, for each connection, the rank that copies from it, or -1 if the sender also forwards
-    slots on it. On one memory such a sender may write the receiver's chunk directly."""
+    """Return, for each connection, the receiver if it copies and the sender sends only own chunks,
+    else -1. On one memory such a sender may write the receiver's chunk directly."""
     own = {i for i, sources in _sources(plan).items() if sources == {None}}
     copies = {i for step in _steps(plan) if step.op is Op.COPY for i in step.connections}
     return [c.dst if i in copies & own else -1 for i, c in enumerate(plan.connections)]

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
+from itertools import pairwise
+from operator import or_
 from types import MappingProxyType
 
 from linkweave.collectives.errors import PlanError
@@ -32,6 +35,11 @@ class Reduce:
     channel: int
     ahead: int = 0
 
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """(source, target) of each send."""
+        return [(src, self.dst) for src in self.srcs]
+
 
 @dataclass(frozen=True, slots=True)
 class Copy:
@@ -41,6 +49,11 @@ class Copy:
     dsts: tuple[int, ...]
     chunk: int
     channel: int
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """(source, target) of each send."""
+        return [(self.src, dst) for dst in self.dsts]
 
 
 MOST_SQUARED = 64
@@ -155,9 +168,7 @@ class _Lowering:
         if route not in self.forwarders:
             keys = [src, *((rank, self.next_channel + i) for i, rank in enumerate(via)), dst]
             self.next_channel += len(via)
-            self.forwarders[route] = [
-                self.connect(a, b) for a, b in zip(keys, keys[1:], strict=False)
-            ]
+            self.forwarders[route] = [self.connect(a, b) for a, b in pairwise(keys)]
         return self.forwarders[route]
 
     def send(self, src: int, dsts: tuple[_Key, ...], chunk: int, channel: int) -> list[int]:
@@ -172,7 +183,7 @@ class _Lowering:
             self.emit(key, Op.SIGNAL, (first,), chunk)
         value.readers.append(key)
         for way in ways:
-            for into, out in zip(way, way[1:], strict=False):  # a rank that forwards
+            for into, out in pairwise(way):  # a rank that forwards
                 middle = self.connections[into]
                 via = (middle.dst, middle.dst_channel)
                 self.emit(via, Op.WAIT, (into,), chunk)
@@ -218,23 +229,19 @@ class _Lowering:
         for phase, rounds in enumerate(self.algorithm.phases):
             self.phase = phase
             for rnd in rounds:
-                arrivals = []
                 sent = self.send_all(rnd)
-                for move in rnd:
-                    c, ch = move.chunk, move.channel
-                    if isinstance(move, Reduce):
-                        total = 0
-                        for s in move.srcs:
-                            total |= self.value(s, c).holds
-                        incoming = [sent[s, c, (move.dst, ch)] for s in move.srcs]
-                        arrivals.append(((move.dst, ch), incoming, c, Op.REDUCE, total, move.ahead))
-                    else:
-                        held = self.value(move.src, c).holds
-                        for d in move.dsts:
-                            incoming = [sent[move.src, c, (d, ch)]]
-                            arrivals.append(((d, ch), incoming, c, Op.COPY, held, 0))
-                for arrival in arrivals:
-                    self.receive(*arrival)
+                holds = {
+                    (s, m.chunk): self.value(s, m.chunk).holds for m in rnd for s, _ in m.pairs
+                }
+                for m in rnd:
+                    c, pairs = m.chunk, [(s, (d, m.channel)) for s, d in m.pairs]
+                    if isinstance(m, Copy):
+                        for s, key in pairs:
+                            self.receive(key, [sent[s, c, key]], c, Op.COPY, holds[s, c])
+                        continue
+                    incoming = [sent[s, c, key] for s, key in pairs]
+                    total = reduce(or_, (holds[s, c] for s in m.srcs), 0)
+                    self.receive((m.dst, m.channel), incoming, c, Op.REDUCE, total, m.ahead)
 
     def send_all(self, rnd: Round) -> dict[tuple[int, int, _Key], int]:
         """Emit the sends of a round: one for a value that goes to several ranks on one channel.
@@ -243,12 +250,9 @@ class _Lowering:
         """
         wanted: dict[tuple[int, int, int], list[_Key]] = {}
         for move in rnd:
-            srcs, dsts = (
-                (move.srcs, (move.dst,)) if isinstance(move, Reduce) else ((move.src,), move.dsts)
-            )
-            for src in srcs:
+            for src, dst in move.pairs:
                 keys = wanted.setdefault((src, move.chunk, move.channel), [])
-                keys += [(dst, move.channel) for dst in dsts]
+                keys.append((dst, move.channel))
         return {
             (src, chunk, key): index
             for (src, chunk, channel), keys in wanted.items()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 
 from linkweave.collectives.errors import PlanError
-from linkweave.collectives.planning.lower import Algorithm, Reduce
+from linkweave.collectives.planning.lower import Algorithm
 from linkweave.topology import Topology, Vertex
 
 _ROUNDING = 1e-9
@@ -39,14 +40,10 @@ def lower_bound(algorithm: Algorithm, topology: Topology) -> LowerBound:
     for rnd in (rnd for phase in algorithm.phases for rnd in phase):
         arrivals: list[tuple[_Pair, float]] = []
         for move in rnd:
-            if isinstance(move, Reduce):
-                pairs = [(src, move.dst) for src in move.srcs]
-            else:
-                pairs = [(move.src, dst) for dst in move.dsts]
-            for src, dst in pairs:
+            for src, dst in move.pairs:
                 then = arrived.get((src, move.chunk), 0.0)
                 stops = (src, *algorithm.detours.get((move.channel, src, dst), ()), dst)
-                for hop in zip(stops, stops[1:], strict=False):
+                for hop in pairwise(stops):
                     if hop not in latency:
                         links = (topology.by_ends[ends] for ends in _links(topology, hop))
                         latency[hop] = max(link.latency_us for link in links) * 1e-6
@@ -70,4 +67,4 @@ def _links(topology: Topology, hop: _Pair) -> list[tuple[Vertex, Vertex]]:
     path = topology.hops.get((a, b), ())
     if not path:
         raise PlanError(f"{topology.name} has no link from GPU {a} to GPU {b}")
-    return list(zip(path, path[1:], strict=False))
+    return list(pairwise(path))

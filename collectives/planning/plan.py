@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,7 @@ class Connection:
     @property
     def links(self) -> tuple[tuple[Vertex, Vertex], ...]:
         """The ends of each link on the path."""
-        return tuple(zip(self.path, self.path[1:], strict=False))
+        return tuple(pairwise(self.path))
 
     def __str__(self) -> str:
         via = "".join(f" over {v}" for v in self.path[1:-1])

@@ -69,23 +69,16 @@ class Timeline:
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write Chrome trace JSON (chrome://tracing, Perfetto) with one row for each connection."""
+        rows = {index: row for row, index in enumerate(sorted({s.connection for s in self.sends}))}
+        title = f"{self.plan.algorithm}, {self.nbytes} bytes"
         events: list[dict[str, object]] = [
-            {"ph": "M", "name": "process_name", "pid": 0,
-             "args": {"name": f"{self.plan.algorithm}, {self.nbytes} bytes"}},
+            {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": title}},
+            *({"ph": "M", "name": "thread_name", "pid": 0, "tid": row,
+               "args": {"name": str(self.plan.connections[index])}} for index, row in rows.items()),
+            *({"ph": "X", "name": f"chunk {s.chunk}", "pid": 0, "tid": rows[s.connection],
+               "ts": s.start * 1e6, "dur": (s.free - s.start) * 1e6,
+               "args": {"chunk": s.chunk, "seen_us": s.end * 1e6}} for s in self.sends),
         ]  # fmt: skip
-        used = sorted({s.connection for s in self.sends})
-        for row, index in enumerate(used):
-            events.append(
-                {"ph": "M", "name": "thread_name", "pid": 0, "tid": row,
-                 "args": {"name": str(self.plan.connections[index])}}
-            )  # fmt: skip
-        rows = {index: row for row, index in enumerate(used)}
-        for s in self.sends:
-            events.append(
-                {"ph": "X", "name": f"chunk {s.chunk}", "pid": 0, "tid": rows[s.connection],
-                 "ts": s.start * 1e6, "dur": (s.free - s.start) * 1e6,
-                 "args": {"chunk": s.chunk, "seen_us": s.end * 1e6}}
-            )  # fmt: skip
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
 
 

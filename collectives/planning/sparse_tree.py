@@ -11,9 +11,10 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from linkweave.collectives.errors import PlanError
-from linkweave.collectives.planning.algorithms.shortest import shortest_trees
+from linkweave.collectives.planning.algorithms.shortest import shortest_trees, tree_of
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.cost import pipeline_of
 from linkweave.collectives.planning.planner import plan_allreduce, predict, ranked
@@ -63,9 +64,7 @@ def merge_tree(topology: Topology, nbytes: int) -> Tree:
     trees = [binomial_tree(size)]
     if not topology.on_memory and size > 2:  # on one memory all hops are equal
         roots = range(size if size <= MOST_ROOTS else 1)
-        for levels in shortest_trees(topology, range(size), roots):
-            above = {kid: up for level in levels for up, kids in level.items() for kid in kids}
-            trees.append(Tree(tuple(above.get(rank, rank) for rank in range(size))))
+        trees += [tree_of(levels, size) for levels in shortest_trees(topology, range(size), roots)]
     return min(trees, key=lambda tree: _up(topology, tree, nbytes))
 
 
@@ -86,7 +85,7 @@ def _hop(topology: Topology, child: int, parent: int, nbytes: int) -> float:
 def _direct(topology: Topology, a: int, b: int, nbytes: int) -> float:
     if not (path := topology.hops.get((a, b))):
         return math.inf
-    links = [topology.by_ends[ends] for ends in zip(path, path[1:], strict=False)]
+    links = [topology.by_ends[ends] for ends in pairwise(path)]
     slowest = min(link.count * link.bandwidth for link in links)
     return max(link.latency_us for link in links) * 1e-6 + nbytes / slowest
 

@@ -61,43 +61,36 @@ class _Walk:
         """Run a track; yields while it waits, and with a seed also at random."""
         plan, sync, pick = self.plan, self.sync, self.pick
         track = plan.tracks[index]
-        num_chunks, stride, slots = plan.num_chunks, plan.stride, plan.slots
         ready, waited_ready = self.ready, self.waited_ready
         free, waited_free = self.free, self.waited_free
-        base = 0
-        for body in track.phases:
-            for first in range(0, num_chunks, stride):
-                for at, step in enumerate(body, base):
-                    chunk, op, i = first + step.chunk, step.op, step.connections[0]
-                    if chunk >= num_chunks:
-                        continue
-                    self.heads[index] = at, chunk, step
-                    if op is Op.WAIT:
-                        sender = index != self.dst[i]
-                        if not sender:
-                            while ready[i] == waited_ready[i]:
-                                yield
-                            waited_ready[i] += 1
-                        else:
-                            self.may_wait(index, i)
-                            while free[i] + slots == waited_free[i]:
-                                yield
-                            waited_free[i] += 1
-                        if sync:
-                            sync(index, chunk, op, i, sender)
-                    elif op is Op.SIGNAL:
-                        sender = self.signal(index, i)
-                        if sync:
-                            sync(index, chunk, op, i, sender)
-                    else:
-                        taken = -1 if step.source is None else self.take(index, step.source)
-                        use = self.put if op is Op.SEND else self.take
-                        numbers = tuple([use(index, i) for i in step.connections])
-                        self.visit(Visit(index, track, at, chunk, step, numbers, taken))
-                    self.moved = True
-                    if pick and pick.random() < 0.5:
+        for at, chunk, step in plan.steps(track):
+            op, i = step.op, step.connections[0]
+            self.heads[index] = at, chunk, step
+            if op is Op.WAIT:
+                sender = index != self.dst[i]
+                if not sender:
+                    while ready[i] == waited_ready[i]:
                         yield
-            base += len(body)
+                    waited_ready[i] += 1
+                else:
+                    self.may_wait(index, i)
+                    while free[i] + plan.slots == waited_free[i]:
+                        yield
+                    waited_free[i] += 1
+                if sync:
+                    sync(index, chunk, op, i, sender)
+            elif op is Op.SIGNAL:
+                sender = self.signal(index, i)
+                if sync:
+                    sync(index, chunk, op, i, sender)
+            else:
+                taken = -1 if step.source is None else self.take(index, step.source)
+                use = self.put if op is Op.SEND else self.take
+                numbers = tuple([use(index, i) for i in step.connections])
+                self.visit(Visit(index, track, at, chunk, step, numbers, taken))
+            self.moved = True
+            if pick and pick.random() < 0.5:
+                yield
         self.heads.pop(index, None)
 
     def may_wait(self, index: int, i: int) -> None:

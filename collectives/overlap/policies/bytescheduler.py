@@ -48,6 +48,7 @@ def bytescheduler(
 
 
 def _fixed(profile: Profile, network: Network, partition: int, credit: int) -> Schedule:
+    """Return the schedule for one partition and one credit."""
     waiting: list[tuple[int, int]] = []  # heap of (layer, first byte)
     free = [(0.0, lane) for lane in range(credit)]
     coming = list(reversed(range(len(profile.layers))))

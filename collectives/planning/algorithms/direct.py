@@ -15,18 +15,15 @@ _Detours = dict[tuple[int, int, int], tuple[int, ...]]
 
 
 def one_shot(topology: Topology) -> Algorithm:
-    """All-reduce in which each rank sends its data to all others and combines all values itself.
+    """All-reduce in one step: each rank sends its data to all others, and combines all values.
 
-    One step, for the smallest messages; it moves P - 1 times the bytes of a tree. All ranks combine
-    in the order of the ranks. Raises PlanError for more than 64 ranks.
+    This suits the smallest messages, as each rank sends P - 1 times its data. All ranks combine in
+    the order of the ranks. Raises PlanError for more than 64 ranks.
     """
     size = len(topology.gpus)
     few_enough("one_shot", size)
     edges = [Edge(0, a, b) for b in range(size) for a in range(b)]
-    embedding = embed(topology, edges, size, relabel=False)
-    detours: _Detours = {}
-    for (_, a, b), middle in embedding.via.items():
-        detours[0, a, b] = detours[0, b, a] = (middle,)
+    detours = embed(topology, edges, size, relabel=False).detours([0])
     moves = tuple(
         Reduce(tuple(s for s in range(size) if s != r), r, 0, 0, ahead=r)
         for r in range(size) if size > 1
@@ -35,9 +32,9 @@ def one_shot(topology: Topology) -> Algorithm:
 
 
 def two_shot(topology: Topology) -> Algorithm:
-    """All-reduce in which rank r reduces chunk r of all inputs, then sends the result to all.
+    """All-reduce in two steps: rank r reduces chunk r of all inputs, then sends the result to all.
 
-    Two steps over P stars. Raises PlanError for more than 64 ranks.
+    Raises PlanError for more than 64 ranks.
     """
     size = len(topology.gpus)
     few_enough("two_shot", size)
@@ -54,7 +51,7 @@ def two_shot(topology: Topology) -> Algorithm:
 
 
 def direct(topology: Topology, collective: str, root: int) -> Algorithm:
-    """All-to-all in which each block goes straight to its rank, or along a shortest path.
+    """Send each block of an all-to-all straight to its rank, or along a shortest path.
 
     Chunk s P + d goes from rank s to rank d, on channel d - s (mod P), so that no two ranks send
     to the same target first. Raises PlanError for more than 64 ranks.
@@ -68,7 +65,10 @@ def direct(topology: Topology, collective: str, root: int) -> Algorithm:
 
 
 def pairwise(topology: Topology, collective: str, pairs: Pairs) -> Algorithm:
-    """Sendrecv straight, or along a shortest path. Pair i uses channel i."""
+    """Send from each source straight to its target, or along a shortest path.
+
+    Pair i uses channel i.
+    """
     routes = [(i, source, target) for i, (source, target) in enumerate(pairs)]
     moves = tuple(Copy(source, (target,), 0, i) for i, source, target in routes)
     detours = _detours(topology, routes, [source for source, _ in pairs])

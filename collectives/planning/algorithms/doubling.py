@@ -23,17 +23,8 @@ def _cube(topology: Topology) -> tuple[int, Embedding]:
     return cube, embed(topology, edges, size)
 
 
-def _detours(embedding: Embedding, channels: range) -> dict[tuple[int, int, int], tuple[int, ...]]:
-    found: dict[tuple[int, int, int], tuple[int, ...]] = {}
-    for (_, p, q), middle in embedding.via.items():
-        a, b = embedding.rank_of[p], embedding.rank_of[q]
-        for channel in channels:
-            found[channel, a, b] = found[channel, b, a] = (middle,)
-    return found
-
-
 def recursive_doubling(topology: Topology) -> Algorithm:
-    """In round i ranks 2^i apart exchange all their data: log2 P start-ups, for small messages.
+    """All-reduce in log2 P rounds, for small messages: in round i ranks 2^i apart exchange data.
 
     Both partners combine the same two values in the same order, so all ranks get the same bits
     (Thakur, Rabenseifner, Gropp 2005, section 4.2).
@@ -51,12 +42,12 @@ def recursive_doubling(topology: Topology) -> Algorithm:
     last = len(rounds)
     if size > cube:
         rounds.append(tuple(Copy(at[p - cube], (at[p],), 0, last) for p in range(cube, size)))
-    detours = _detours(embedding, range(last + 1))
+    detours = embedding.detours(range(last + 1))
     return Algorithm("recursive_doubling", size, 1, (tuple(rounds),), (), detours)
 
 
 def halving_doubling(topology: Topology) -> Algorithm:
-    """Reduce-scatter by recursive halving, all-gather by recursive doubling: 2 log2 P start-ups.
+    """Reduce-scatter by recursive halving, then all-gather by doubling: 2 log2 P start-ups.
 
     Each rank sends 2 (P - 1) / P times the message, as in a ring (Rabenseifner 2004). Chunk c is
     complete at position c; each chunk has its own channels, so that exchanges run side by side. The
@@ -90,5 +81,5 @@ def halving_doubling(topology: Topology) -> Algorithm:
         rounds.append(tuple(
             Copy(at[p - cube], (at[p],), c, cube + c) for p in range(cube, size) for c in chunks
         ))  # fmt: skip
-    detours = _detours(embedding, range(2 * cube))
+    detours = embedding.detours(range(2 * cube))
     return Algorithm("halving_doubling", size, cube, (tuple(rounds),), (), detours)

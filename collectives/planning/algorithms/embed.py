@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 
 from linkweave.collectives.errors import PlanError
 from linkweave.topology import Topology
@@ -40,6 +41,15 @@ class Embedding:
     rank_of: tuple[int, ...]
     via: dict[_Key, int] = field(default_factory=dict)
 
+    def detours(self, channels: Iterable[int]) -> dict[tuple[int, int, int], tuple[int, ...]]:
+        """Return the forwarders of (channel, src, dst), in both directions on all channels."""
+        found: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        for channel in channels:
+            for (_, p, q), middle in self.via.items():
+                a, b = self.rank_of[p], self.rank_of[q]
+                found[channel, a, b] = found[channel, b, a] = (middle,)
+        return found
+
 
 @lru_cache(maxsize=8)
 def _hops(
@@ -50,7 +60,7 @@ def _hops(
     rank = {g: r for r, g in enumerate(topology.gpus)}
     number = {ends: i for i, ends in enumerate(topology.by_ends)}
     links = {
-        (rank[a], rank[b]): tuple(number[ends] for ends in zip(path, path[1:], strict=False))
+        (rank[a], rank[b]): tuple(number[ends] for ends in pairwise(path))
         for (a, b), path in topology.hops.items()
     }
     return links, neighbours(links), neighbours((b, a) for a, b in links)
@@ -102,7 +112,7 @@ class _Search:
 
     def _find_route(self, a: int, b: int, via: int | None, one_way: bool) -> list[_Link] | None:
         stops = [a, b] if via is None else [a, via, b]
-        hops = list(zip(stops, stops[1:], strict=False))
+        hops = list(pairwise(stops))
         if not one_way:
             hops += [(y, x) for x, y in hops]
         if any(hop not in self.links for hop in hops):

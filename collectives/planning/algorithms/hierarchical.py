@@ -17,7 +17,7 @@ _MIDDLE, _DOWN = 100_000, 200_000  # the first channels between nodes, and of th
 
 
 def hierarchical(topology: Topology) -> Algorithm:
-    """Each GPU reduces one slice inside its node, nodes all-reduce slices, GPUs broadcast them.
+    """Reduce a slice on each GPU of a node, all-reduce slices between nodes, broadcast in nodes.
 
     Inside a node a slice moves over a tree of shortest paths (a star behind a switch), over NVLinks
     alone if they connect the node; the trees share the links evenly. Between nodes each slice is
@@ -25,26 +25,26 @@ def hierarchical(topology: Topology) -> Algorithm:
     and receives about twice its slice. GPU g communicates with GPU g of other nodes only, over its
     own rail if there are rails. Raises PlanError unless the machine is a cluster of equal nodes.
     """
-    at = _nodes("hierarchical", topology)
-    trees = [_over_tree(at, tree, t, 2) for t, tree in enumerate(two_trees(len(at)))]
+    nodes = _nodes("hierarchical", topology)
+    trees = [_over_tree(nodes, tree, t, 2) for t, tree in enumerate(two_trees(len(nodes)))]
     middle = [
         tuple(m for part in parts for m in part) for parts in zip_longest(*trees, fillvalue=())
     ]
-    return _wrapped("hierarchical", topology, at, 2, middle)
+    return _wrapped("hierarchical", topology, nodes, 2, middle)
 
 
 def hierarchical_ring(topology: Topology) -> Algorithm:
-    """Like `hierarchical`, with a ring over n nodes: a NIC sends 2(n - 1)/n of its slice.
+    """All-reduce as `hierarchical` does, with a ring of n nodes: a NIC sends 2(n - 1)/n slices.
 
     This takes more start-ups than trees and moves fewer bytes. Raises PlanError also for more than
     8 nodes.
     """
-    at = _nodes("hierarchical_ring", topology)
-    n = len(at)
+    nodes = _nodes("hierarchical_ring", topology)
+    n = len(nodes)
     if n > _RING_NODES:
         raise PlanError(f"hierarchical_ring is for at most {_RING_NODES} nodes, not {n}")
-    scatter, gather = around(list(zip(*at, strict=True)), lambda g, i: g * n + i, _MIDDLE)
-    return _wrapped("hierarchical_ring", topology, at, n, [*scatter, *gather])
+    scatter, gather = around(list(zip(*nodes, strict=True)), lambda g, i: g * n + i, _MIDDLE)
+    return _wrapped("hierarchical_ring", topology, nodes, n, [*scatter, *gather])
 
 
 def _nodes(name: str, topology: Topology) -> list[list[int]]:
@@ -63,13 +63,13 @@ def _nodes(name: str, topology: Topology) -> list[list[int]]:
 
 
 def _wrapped(
-    name: str, topology: Topology, at: list[list[int]], parts: int, middle: list[Round]
+    name: str, topology: Topology, nodes: list[list[int]], parts: int, middle: list[Round]
 ) -> Algorithm:
     """Return an algorithm with the rounds inside nodes around the `middle` ones between nodes, for
     slices of `parts` chunks."""
     up: list[list[Move]] = []  # by depth
     down: list[list[Move]] = []
-    for node in at:
+    for node in nodes:
         for g, tree in enumerate(shortest_trees(topology, node)):
             for depth, level in enumerate(tree):
                 if depth == len(up):
@@ -81,19 +81,19 @@ def _wrapped(
                         down[depth].append(Copy(r, children, chunk, _DOWN + chunk))
     rounds = (*map(tuple, reversed(up)), *middle, *map(tuple, down))
     return Algorithm(
-        name, len(topology.gpus), parts * len(at[0]), (tuple(r for r in rounds if r),)
+        name, len(topology.gpus), parts * len(nodes[0]), (tuple(r for r in rounds if r),)
     )  # fmt: skip
 
 
-def _over_tree(at: list[list[int]], tree: Tree, t: int, parts: int) -> list[Round]:
+def _over_tree(nodes: list[list[int]], tree: Tree, t: int, parts: int) -> list[Round]:
     """Return the rounds of tree t over the nodes, which all-reduces chunk t of every slice."""
     up: list[Round] = []
     down: list[Round] = []
     for level in tree.levels[:-1]:
         reduces, copies = [], []
         for n in filter(tree.children, level):
-            for g, mine in enumerate(at[n]):
-                chunk, children = parts * g + t, tuple(at[c][g] for c in tree.children(n))
+            for g, mine in enumerate(nodes[n]):
+                chunk, children = parts * g + t, tuple(nodes[c][g] for c in tree.children(n))
                 reduces.append(Reduce(children, mine, chunk, _MIDDLE + 2 * chunk))
                 copies.append(Copy(mine, children, chunk, _MIDDLE + 2 * chunk + 1))
         up.insert(0, tuple(reduces))

@@ -63,36 +63,36 @@ def over_trees(
 
 
 def chain(topology: Topology) -> Algorithm:
-    """One path through all GPUs, overlapped (what NCCL runs inside a node)."""
+    """All-reduce over one path through all GPUs, with overlap, as NCCL does inside a node."""
     return over_trees("chain", topology, [chain_tree(len(topology.gpus))], overlap=True)
 
 
 def tree(topology: Topology) -> Algorithm:
-    """One binary tree: reduce, then broadcast (C-Cube, figure 6(a))."""
+    """Reduce over one binary tree, then broadcast over it (C-Cube, figure 6(a))."""
     return over_trees("tree", topology, [binary_tree(len(topology.gpus))], overlap=False)
 
 
 def overlapped_tree(topology: Topology) -> Algorithm:
-    """One binary tree, reduce and broadcast overlapped (C-Cube, figure 6(c))."""
+    """Reduce and broadcast over one binary tree, with overlap (C-Cube, figure 6(c))."""
     return over_trees("overlapped_tree", topology, [binary_tree(len(topology.gpus))], overlap=True)
 
 
 def double_tree(topology: Topology) -> Algorithm:
-    """Two binary trees: reduce, then broadcast (C-Cube, figure 6(b), its baseline B)."""
+    """Reduce over two binary trees, then broadcast (C-Cube, figure 6(b), its baseline B)."""
     return over_trees("double_tree", topology, two_trees(len(topology.gpus)), overlap=False)
 
 
 def overlapped_double_tree(topology: Topology) -> Algorithm:
-    """Two binary trees on separate links, overlapped (C-Cube, figure 6(d), its C1)."""
+    """All-reduce over two trees on separate links, with overlap (C-Cube, figure 6(d), its C1)."""
     trees = two_trees(len(topology.gpus))
     return over_trees("overlapped_double_tree", topology, trees, overlap=True)
 
 
 def packed_trees(topology: Topology) -> Algorithm:
-    """As many overlapped spanning trees as the links hold; reaches the bound on large messages.
+    """All-reduce over as many spanning trees as the links hold, up to the bound for large messages.
 
-    An overlapped all-reduce uses each link of its tree once in each direction. The trees are packed
-    by matroid union into links split into equal shares (Nash-Williams 1961, Edmonds 1965).
+    With overlap, an all-reduce uses each link of its tree once in each direction. Matroid union
+    packs the trees into links split into equal shares (Nash-Williams 1961, Edmonds 1965).
     """
     identity = Embedding(tuple(range(len(topology.gpus))))
     return over_trees("packed_trees", topology, packed(topology), True, identity)
@@ -125,7 +125,7 @@ _CCUBE_DETOURS = {(0, 2, 4): 0, (1, 3, 5): 1}  # (tree, child, parent): forwarde
 
 
 def ccube_dgx1(topology: Topology) -> Algorithm:
-    """The double tree of the C-Cube paper on the DGX-1 with V100 (section IV-A, figure 10).
+    """All-reduce over the C-Cube paper's double tree on the DGX-1 with V100 (IV-A, figure 10).
 
     The roots are GPU 0 and GPU 1; 2 - 4 detours over GPU 0, and 3 - 5 over GPU 1; the double links
     2 - 3 and 6 - 7 carry both trees in opposite directions. On a DGX-1 whose GPUs have other

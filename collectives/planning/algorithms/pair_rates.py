@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.packing import Pair
@@ -31,12 +31,9 @@ def pair_capacity(topology: Topology) -> dict[Pair, tuple[int, int]]:
     linear program. Pairs that exchange nothing are left out. Raises PlanError if the program would
     be too large.
     """
-    rank = {g: r for r, g in enumerate(topology.gpus)}
-    fabric = topology.fabric
-    widths = {k.bandwidth for k in fabric}
-    direct = all(isinstance(v, int) and v in rank for k in fabric for v in (k.src, k.dst))
-    if direct and len(widths) == 1 and _two_way(topology):
-        counts = {(rank[k.src], rank[k.dst]): k.count for k in fabric}  # type: ignore[index]
+    counts = link_counts(topology)
+    backs = ((k, topology.by_ends.get((k.dst, k.src))) for k in topology.fabric)
+    if counts and all(back and back.count == k.count for k, back in backs):
         return {(a, b): (n, 1) for (a, b), n in counts.items() if a < b}
     if len(topology.gpus) > _MOST:
         raise PlanError(
@@ -51,17 +48,24 @@ def pair_capacity(topology: Topology) -> dict[Pair, tuple[int, int]]:
     }  # fmt: skip
 
 
+def link_counts(topology: Topology) -> dict[Pair, int]:
+    """Return the links from each rank to each other rank if equal links join GPUs directly.
+
+    Otherwise the result is empty.
+    """
+    rank = {g: r for r, g in enumerate(topology.gpus)}
+    fabric = topology.fabric
+    if len({k.bandwidth for k in fabric}) != 1:
+        return {}
+    if any(v not in rank for k in fabric for v in (k.src, k.dst)):
+        return {}
+    return {(rank[k.src], rank[k.dst]): k.count for k in fabric}  # type: ignore[index]
+
+
 def _message_rate(topology: Topology, a: int, b: int) -> int:
     """Return the bytes/s of one message between two ranks."""
     path = topology.hops[topology.gpus[a], topology.gpus[b]]
-    return min(topology.by_ends[ends].bandwidth_each for ends in zip(path, path[1:], strict=False))
-
-
-def _two_way(topology: Topology) -> bool:
-    return all(
-        (back := topology.by_ends.get((k.dst, k.src))) and back.count == k.count
-        for k in topology.fabric
-    )
+    return min(topology.by_ends[ends].bandwidth_each for ends in pairwise(path))
 
 
 def _rates(topology: Topology) -> dict[Pair, int]:
@@ -85,7 +89,7 @@ def _rates(topology: Topology) -> dict[Pair, int]:
         for a, b in pairs:
             for ends in ((gpus[a], gpus[b]), (gpus[b], gpus[a])):
                 path = topology.hops[ends]
-                for link in zip(path, path[1:], strict=False):
+                for link in pairwise(path):
                     crossing.setdefault(link, Counter())[i] += 1
     scale = max(k.bandwidth * k.count for k in topology.fabric)
     goal = len(members)  # the column of the bound, which is the last

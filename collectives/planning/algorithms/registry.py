@@ -1,7 +1,8 @@
 """All algorithms by collective and name. Help texts, requests and `auto` take their names here.
 
 An algorithm is a function of a topology that returns an `Algorithm`: which chunk is combined or
-copied from where to where. It knows neither bytes nor signals nor devices.
+copied from where to where. It knows neither bytes nor signals nor devices. A new algorithm needs
+its function and an entry in `ALGORITHMS`.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 
 from linkweave.collectives.planning.algorithms.embed import Edge, embed
+from linkweave.collectives.planning.algorithms.pair_rates import link_counts
 from linkweave.collectives.planning.lower import Algorithm, Copy, Reduce, Round, few_enough
 from linkweave.topology import Topology
 
@@ -18,7 +19,7 @@ _SENDS = 20_000  # of a plan, which limits the number of long rings
 
 
 def ring(topology: Topology) -> Algorithm:
-    """All-reduce as reduce-scatter and all-gather around R rings: 2(P - 1) steps of N/(R P).
+    """Reduce-scatter, then all-gather, around R rings: 2(P - 1) steps of N/(R P) bytes.
 
     Chunk c runs around ring c mod R. It starts at the rank after its owner, rank c // R of the
     ring, and is complete at the owner. A rank has one track for each ring, so its sends there
@@ -33,7 +34,7 @@ def ring(topology: Topology) -> Algorithm:
 
 
 def half_ring(topology: Topology, collective: str, root: int) -> Algorithm:
-    """All-gather or reduce-scatter around R rings: P - 1 steps of N/(R P).
+    """All-gather or reduce-scatter around R rings: P - 1 steps of N/(R P) bytes.
 
     Chunk r P + b of a group is a part of block b and runs around ring r.
     """
@@ -52,13 +53,9 @@ def rings(topology: Topology) -> tuple[list[Ring], Mapping[tuple[int, int, int],
     directions, until some GPU has no link left. Otherwise, or if it finds none, the result is the
     ring of least congestion that `embed` finds.
     """
-    size = len(topology.gpus)
-    rank = {g: r for r, g in enumerate(topology.gpus)}
-    equal = len({k.bandwidth for k in topology.fabric}) == 1
-    if equal and all(k.src in rank and k.dst in rank for k in topology.fabric):
-        links = {(rank[k.src], rank[k.dst]): k.count for k in topology.fabric}  # type: ignore[index]
-        if found := _disjoint(size, links):
-            return found, {}
+    size, links = len(topology.gpus), link_counts(topology)
+    if links and (found := _disjoint(size, links)):
+        return found, {}
     edges = [Edge(0, i, (i + 1) % size, one_way=True) for i in range(size)]
     embedding = embed(topology, edges, size)
     at = embedding.rank_of

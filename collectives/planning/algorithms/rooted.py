@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from linkweave.collectives.planning.algorithms.embed import Edge, embed
 from linkweave.collectives.planning.algorithms.over_trees import broadcast_down, packed, reduce_up
 from linkweave.collectives.planning.algorithms.rings import rings
-from linkweave.collectives.planning.algorithms.shortest import Levels, shortest_trees
+from linkweave.collectives.planning.algorithms.shortest import shortest_trees, tree_of
 from linkweave.collectives.planning.algorithms.trees import Tree, binary_tree
 from linkweave.collectives.planning.lower import Algorithm, Copy, Move, Reduce, few_enough
 from linkweave.topology import Topology
@@ -28,7 +28,7 @@ def _rooted(
 
 
 def tree(topology: Topology, collective: str, root: int) -> Algorithm:
-    """One binary tree, over which chunks are pipelined."""
+    """Broadcast or reduce over one binary tree, in a pipeline of chunks."""
     size = len(topology.gpus)
     rooted = binary_tree(size).relabel([(r + root) % size for r in range(size)])
     edges = [Edge(0, child, parent) for child, parent in rooted.edges]
@@ -38,20 +38,20 @@ def tree(topology: Topology, collective: str, root: int) -> Algorithm:
 
 
 def packed_trees(topology: Topology, collective: str, root: int) -> Algorithm:
-    """The trees with which an all-reduce reaches its bound, on any machine."""
+    """Broadcast or reduce over the trees of the all-reduce `packed_trees`."""
     trees = tuple(tree.rerooted(root) for tree in packed(topology))
     return _rooted("packed_trees", collective, trees, root, {})
 
 
 def shortest_tree(topology: Topology, collective: str, root: int) -> Algorithm:
-    """One tree of shortest paths, with the fewest steps; a star if all GPUs are joined."""
+    """Broadcast or reduce over one tree of shortest paths, in the fewest steps."""
     size = len(topology.gpus)
     levels = shortest_trees(topology, range(size))[root]
-    return _rooted("shortest_tree", collective, (_tree_of(levels, root, size),), root, {})
+    return _rooted("shortest_tree", collective, (tree_of(levels, size),), root, {})
 
 
 def chains(topology: Topology, collective: str, root: int) -> Algorithm:
-    """All rings that share no link, cut open at the root: as many bytes as their links carry."""
+    """Broadcast or reduce over all rings that share no link, each cut open at the root."""
     size, down = len(topology.gpus), collective == "broadcast"
     few_enough("ring", size)
     found, over = rings(topology)
@@ -68,9 +68,9 @@ def chains(topology: Topology, collective: str, root: int) -> Algorithm:
 
 
 def shortest(topology: Topology, collective: str, root: int) -> Algorithm:
-    """All-gather or reduce-scatter of each block over its rank's tree of shortest paths.
+    """All-gather or reduce-scatter each block over its rank's tree of shortest paths.
 
-    Works on any machine, in one step if all GPUs are joined. Raises PlanError for more than 64
+    This takes one step if links join all pairs of GPUs. Raises PlanError for more than 64
     ranks.
     """
     size, gather = len(topology.gpus), collective == "allgather"
@@ -85,15 +85,6 @@ def shortest(topology: Topology, collective: str, root: int) -> Algorithm:
                 )
     if not gather:
         rounds.reverse()
-    shape = tuple(_tree_of(levels, r, size) for r, levels in enumerate(trees))
+    shape = tuple(tree_of(levels, size) for levels in trees)
     phases = (tuple(map(tuple, rounds)),)
     return Algorithm("shortest_trees", size, size, phases, shape, collective=collective)
-
-
-def _tree_of(levels: Levels, root: int, size: int) -> Tree:
-    parent = [root] * size
-    for level in levels:
-        for above, children in level.items():
-            for child in children:
-                parent[child] = above
-    return Tree(tuple(parent))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from itertools import pairwise
 
 from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.topology import Topology, Vertex
 from linkweave.topology.routes import connects, neighbours
 
@@ -25,7 +27,7 @@ def shortest_trees(
     """
     gpus = topology.gpus
     links = {
-        (a, b): tuple(zip(path, path[1:], strict=False))
+        (a, b): tuple(pairwise(path))
         for a in ranks for b in ranks if (path := topology.hops.get((gpus[a], gpus[b])))
     }  # fmt: skip
     fast = [
@@ -36,6 +38,12 @@ def shortest_trees(
     load: dict[_Link, Fraction] = {}
     order = ranks if roots is None else roots
     return [_shortest(topology, root, ranks, near, links, load) for root in order]
+
+
+def tree_of(levels: Levels, size: int) -> Tree:
+    """Return the same tree by the parent of each rank."""
+    above = {child: up for level in levels for up, children in level.items() for child in children}
+    return Tree(tuple(above.get(rank, rank) for rank in range(size)))
 
 
 def _shortest(
