@@ -1,1 +1,1 @@
-"""Machines that run a plan, one small file each."""
+"""The runtimes that carry out plans: the reference, CPU processes, and GPUs."""

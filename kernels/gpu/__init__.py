@@ -1,1 +1,1 @@
-"""What all GPU kernels share: arrays, the compiler, the device."""
+"""Common to all GPU kernels: arrays, compiler, device, and the public functions."""

@@ -1,1 +1,1 @@
-"""Merging of sparse vectors, and their messages."""
+"""Sums of sparse vectors, and their messages."""

@@ -1,1 +1,1 @@
-"""The interpreters of plans, on the CPU and on GPUs."""
+"""The plan interpreters for CPUs and GPUs, and the simulator's event loop."""

@@ -1,8 +1,8 @@
 """A literal executor of plans: real data, real counters, vector clocks; it takes nothing on trust.
 
 It shares no code with the product but a plan's fields and the layout of its chunks, and does what
-`kernels.interpret` does: whoever is not a connection's sender counts as its receiver, counters only
-grow, nothing guards an access but the waits that stand there.
+`kernels.plan.interpreter` does: whoever is not a connection's sender counts as its receiver,
+counters only grow, nothing guards an access but the waits that stand there.
 """
 
 from __future__ import annotations

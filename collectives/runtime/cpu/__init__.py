@@ -1,1 +1,1 @@
-"""Ranks that are processes of one machine, over shared memory."""
+"""The CPU runtime: ranks are processes of one machine and use shared memory."""

@@ -1,1 +1,1 @@
-"""Ranks on GPUs: persistent kernels over memory that the GPUs map."""
+"""The GPU runtime: one kernel launch per GPU runs a collective over the ranks' memory."""

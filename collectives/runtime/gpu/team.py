@@ -145,7 +145,11 @@ class Team:
             now = self._rendezvous
             now.came[rank] = mine
             if len(now.came) == len(self.gpu.devices):
-                self._end(now, self._launch_all(now))
+                try:
+                    now.counted = self._launch_together(now.came)
+                    self._end(now)
+                except Exception as error:
+                    self._end(now, error)
             try:
                 while not now.over:
                     self._changed.wait(_POLL)
@@ -159,7 +163,7 @@ class Team:
             raise _copy_of(now.error) from now.error
         return now.counted
 
-    def _end(self, now: _Rendezvous, error: BaseException | None) -> None:
+    def _end(self, now: _Rendezvous, error: BaseException | None = None) -> None:
         now.over, now.error, self._rendezvous = True, error, _Rendezvous()
         self._changed.notify_all()
 
