@@ -1,4 +1,4 @@
-"""What a collective needs of the memory that its tensors lie in."""
+"""The device that one call runs on, as `operations` uses it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from linkweave.collectives.calls.choices import Choices
+from linkweave.collectives.calls.call_planner import CallPlanner
 from linkweave.collectives.calls.request import How, Request
 from linkweave.collectives.calls.trace import Trace
 from linkweave.collectives.planning.goals import Root
@@ -14,24 +14,24 @@ from linkweave.collectives.runtime.buffer import Buffer
 
 
 class CallContext(Protocol):
-    """One rank's side of calls: `HostCalls` on CPU tensors, `OnStream` on a GPU's."""
+    """Buffers, copies and launches of one rank: `HostCalls` on the CPU, `GpuContext` on a GPU."""
 
     rank: int
     size: int
-    choices: Choices
+    planner: CallPlanner
     trace: Trace
 
-    def telling(self) -> AbstractContextManager[None]:
-        """Around what may refuse its arguments."""
+    def sharing_errors(self) -> AbstractContextManager[None]:
+        """A context in which arguments are checked; the other ranks learn of an error inside."""
 
     def buffer(self, x: Any, written: bool = True) -> tuple[Buffer, Callable[[], None]]:
-        """The memory of `x`, and what must be called once the collective has filled it."""
+        """The memory of `x`, and a function to call once the collective has written to it."""
 
     def scratch(self, like: Buffer, nbytes: int) -> Buffer:
-        """Memory of `nbytes` to work in, described as a message of the size of `like`."""
+        """`nbytes` of scratch memory, as a buffer with the size and dtype of `like`."""
 
     def staged(self, whole: Buffer) -> Buffer:
-        """Where to work on what must end in `whole`: there, or in scratch memory."""
+        """The buffer in which to build the result of `whole`: itself, or scratch memory."""
 
     def copy(self, dst: int, src: int, nbytes: int) -> None: ...
 

@@ -1,4 +1,4 @@
-"""How many thread blocks of a kernel the ranks' GPUs hold at once, which all ranks must know."""
+"""Occupancy: how many thread blocks of a kernel each GPU holds at once, as all ranks must know."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.runtime.gpu.device import Device
 from linkweave.collectives.runtime.gpu.executor import GpuRanks, Occupancy
 
-_TOLD = 500  # characters of an error that the others are told
+_MOST_TEXT = 500  # characters of an error message that the other ranks are sent
 
 
 def gather_occupancy(
     calls: HostCalls, gpu: GpuRanks, device: Device, dtype: str, op: str
 ) -> list[Occupancy]:
-    """Compile the kernel on all ranks, and gather how much room there is for it. Raises
-    CollectiveError on every rank where one has no kernel."""
-    said: dict[str, Any] = {}
+    """Compile the kernel on all ranks and gather its occupancy on their GPUs.
+
+    If one rank has no kernel, every rank raises CollectiveError.
+    """
+    mine: dict[str, Any] = {}
     try:
         with calls.trace.phase("kernel"):
-            rooms = gpu.occupancy(dtype, op)
-        said["rooms"] = [room for room in rooms if calls.rank in room[0]]
+            found = gpu.occupancy(dtype, op)
+        mine["blocks"] = [entry for entry in found if calls.rank in entry[0]]
         calls.trace.say(
             KERNELS, f"kernel plan.cu for {dtype} {op}: {device.registers(dtype, op)} "
-            f"registers, {rooms} blocks at once on GPU {device.index}"
+            f"registers, {found} blocks at once on GPU {device.index}"
         )  # fmt: skip
-    except Exception as error:  # the others must hear of it, whatever it is
-        said["trouble"] = f"{error}"[:_TOLD]
-    rows = [json.loads(row) for row in calls.gather("kernels", json.dumps(said).encode())]
-    if trouble := {r: row["trouble"] for r, row in enumerate(rows) if "trouble" in row}:
-        words = "; ".join(f"rank {r}: {why}" for r, why in trouble.items())
-        raise CollectiveError(f"no kernel for {op} of {dtype}: {words}")
-    return sorted({(tuple(ranks), room) for row in rows for ranks, room in row["rooms"]})
+    except Exception as error:  # of any kind: the other ranks must learn of it
+        mine["error"] = f"{error}"[:_MOST_TEXT]
+    rows = [json.loads(row) for row in calls.gather("kernels", json.dumps(mine).encode())]
+    if errors := {r: row["error"] for r, row in enumerate(rows) if "error" in row}:
+        reasons = "; ".join(f"rank {r}: {why}" for r, why in errors.items())
+        raise CollectiveError(f"no kernel for {op} of {dtype}: {reasons}")
+    return sorted({(tuple(ranks), blocks) for row in rows for ranks, blocks in row["blocks"]})

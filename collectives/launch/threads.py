@@ -1,4 +1,4 @@
-"""Virtual ranks: threads of this process that share one GPU, or have one each."""
+"""Virtual ranks: threads of this process on one or several GPUs."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from linkweave.collectives.runtime.gpu.team import Team
 from linkweave.collectives.settings import Settings
 
 GRACE = 5.0
-"""Seconds that the other ranks have to end after one has failed."""
+"""Seconds in which the other ranks must end after one has failed."""
 
 
 def consequence(error: BaseException | None) -> int:
-    """How far from the cause an error is: a timeout may be, an abort always is another's doing."""
+    """Sort key of errors: 0 for a cause, 1 for a timeout (maybe one), 2 for an abort (never)."""
     return 2 if isinstance(error, CollectiveAborted) else isinstance(error, CollectiveTimeout)
 
 
 class _Rank:
-    """One thread."""
+    """A rank's thread."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -43,16 +43,16 @@ class _Rank:
 def spawn_threads(
     fn: Callable[..., Any], args: Sequence[Any], settings: Settings, gpus: Sequence[int]
 ) -> list[Any]:
-    """`spawn` with a thread for each rank, rank r on GPU `gpus[r]`.
+    """`spawn` with threads: rank r runs on GPU `gpus[r]`.
 
-    A rank that goes on for `GRACE` seconds after another one's failure is left behind: a thread
-    cannot be stopped from outside.
+    A thread cannot be stopped from outside, so one that still runs `GRACE` seconds after another
+    rank's failure is left running.
     """
     size = len(gpus)
     if len(set(gpus)) > 1 and os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
         raise CollectiveError(
-            "with CUDA_LAUNCH_BLOCKING one GPU's launch waits for the next one's, which never "
-            "comes: use one process a GPU"
+            "with CUDA_LAUNCH_BLOCKING the first GPU's launch waits for the second one's, which is "
+            "never made: use one process a GPU"
         )
     devices = [cuda.open_device(index) for index in gpus]
     ranks = [_Rank(r) for r in range(size)]
@@ -84,7 +84,7 @@ def spawn_threads(
                 mine.error = mine.error or error
 
     def wait() -> list[_Rank]:
-        """Those that still run `GRACE` seconds after a failure."""
+        """Wait for the threads. Returns those that still run `GRACE` seconds after a failure."""
         deadline = None
         while running := [r for r in ranks if r.thread and r.thread.is_alive()]:
             if failed.is_set():
@@ -101,15 +101,15 @@ def spawn_threads(
         mine.thread.start()
     try:
         running = wait()
-    except BaseException:  # an interrupt: no rank may keep a GPU
+    except BaseException:  # such as an interrupt: free the GPUs
         for communicator in open_ones:
             communicator.abort(INTERRUPTED)
         raise
     errors = [r.error for r in ranks if r.error is not None]
     try:
-        if running:  # they may still use the team's memory
+        if running:  # these threads may still use the team's memory
             names = ", ".join(str(r.rank) for r in running)
-            print(f"linkweave: ranks {names} go on after a failure", file=sys.stderr)
+            print(f"linkweave: ranks {names} still run after a failure", file=sys.stderr)
         else:
             team.close()
     finally:
@@ -119,6 +119,6 @@ def spawn_threads(
 
 
 def gpus_of(device: str, size: int) -> list[int]:
-    """The GPU of each rank: "cuda:N" is one for all, "cuda" one each. Raises CollectiveError."""
+    """Each rank's GPU: "cuda:N" for all on one, "cuda" for one each. Raises CollectiveError."""
     number = cuda.gpu_named(device)
     return list(range(size)) if number is None else [number] * size

@@ -1,4 +1,4 @@
-"""What is refused of a sparse vector or a residual of any library, on any device."""
+"""Checks of sparse vectors and residuals of any library, on any device."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.tensors import dtype_name, gpu_of, integer, is_torch, stands_in_order
+from linkweave.collectives.tensors import dtype_name, gpu_of, integer, is_contiguous, is_torch
 from linkweave.kernels.validate import DTYPES
 
 
 def check_vector(values: Any, indices: Any, numel: Any) -> int:
-    """`numel` as an integer. Raises CollectiveError for what can be seen without its entries."""
+    """`numel` as an int. Raises CollectiveError for errors visible without reading entries."""
     if (number := integer(numel)) is None or not 0 <= number <= 1 << 31:
         raise CollectiveError(f"numel must be an integer from 0 to 2^31, not {numel!r}")
     if gpu_of(values) != gpu_of(indices) or is_torch(values) != is_torch(indices):
@@ -34,14 +34,14 @@ def wrong_indices(numel: int) -> CollectiveError:
 
 
 def flat_residual(x: Any, numel: int, like: Any) -> Any:
-    """A residual in one dimension, in the same memory. Raises CollectiveError."""
+    """A one-dimensional view of a residual. Raises CollectiveError."""
     array = is_torch(x) or isinstance(x, np.ndarray) or gpu_of(x) is not None
     if (
         not array
         or gpu_of(x) != gpu_of(like)
         or dtype_name(x) != "float32"
         or math.prod(x.shape) != numel
-        or not stands_in_order(x)
+        or not is_contiguous(x)
         or (isinstance(x, np.ndarray) and not x.flags.writeable)
     ):
         raise CollectiveError(
