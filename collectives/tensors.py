@@ -191,6 +191,14 @@ def integer(value: Any) -> int | None:
         return None
 
 
+def integer_in(name: str, value: Any, low: int, high: int) -> int:
+    """`value` as an int. Raises CollectiveError unless it is from `low` to `high`."""
+    number = integer(value)
+    if number is None or not low <= number <= high:
+        raise CollectiveError(f"{name} must be an integer from {low} to {high}, not {value!r}")
+    return number
+
+
 class Block:
     """The owner of a block of the arena; the block is freed when the last array over it is deleted.
 

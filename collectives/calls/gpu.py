@@ -13,10 +13,7 @@ from typing import Any
 
 from linkweave.collectives.calls.gpu_launcher import GpuLauncher
 from linkweave.collectives.calls.gpu_work import POLL, GpuContext, GpuQueue, GpuWork
-from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.runtime.gpu.team import Team
-from linkweave.collectives.settings import Settings
 from linkweave.collectives.tensors import stream_of
 
 
@@ -27,10 +24,8 @@ class GpuCalls(GpuLauncher):
     order among themselves; the caller must order replays and other calls of the communicator.
     """
 
-    def __init__(
-        self, index: int, calls: HostCalls, settings: Settings, team: Team | None, quiet: bool
-    ) -> None:
-        super().__init__(index, calls, settings, team, quiet)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._under_way: list[GpuWork] = []
         self._captured: list[int] = []  # events of captured asynchronous calls
         self._in_graphs: list[GpuContext] = []  # and these calls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from functools import lru_cache
@@ -11,9 +12,8 @@ from zlib import crc32
 from linkweave.collectives.calls.call_planner import CallPlanner
 from linkweave.collectives.calls.fifo_cache import FifoCache
 from linkweave.collectives.calls.host import HostCalls
-from linkweave.collectives.calls.occupancy import gather_occupancy
 from linkweave.collectives.calls.request import Key, Request, key_of, notice, words
-from linkweave.collectives.calls.trace import CALLS, label
+from linkweave.collectives.calls.trace import CALLS, KERNELS, label
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.buffer import Buffer
@@ -30,6 +30,8 @@ from linkweave.collectives.runtime.gpu.team import Arrival, Call, Refused, Team
 from linkweave.collectives.runtime.gpu.watch import Watch
 from linkweave.collectives.settings import Settings
 from linkweave.topology import load
+
+_MOST_TEXT = 500  # characters of an error message that the other ranks are sent
 
 
 @lru_cache(maxsize=64)
@@ -161,12 +163,31 @@ class GpuLauncher:
         )
 
     def ensure_occupancy(self, dtype: str, op: str, stream: int) -> None:
-        """On the first call of a dtype and op, compile the kernel and exchange its occupancy."""
-        if (dtype, op) not in self._occupancy:
-            self._not_captured(stream, f"is the first {op} of {dtype}, which compiles a kernel")
-            self._occupancy[dtype, op] = gather_occupancy(
-                self._calls, self.team.gpu, self.device, dtype, op
-            )
+        """On the first call of a dtype and op, compile the kernel and gather its occupancy.
+
+        The occupancy is the number of thread blocks that each GPU holds at once. If one rank has no
+        kernel, every rank raises CollectiveError.
+        """
+        if (dtype, op) in self._occupancy:
+            return
+        self._not_captured(stream, f"is the first {op} of {dtype}, which compiles a kernel")
+        mine: dict[str, Any] = {}
+        try:
+            with self.trace.phase("kernel"):
+                found = self.team.gpu.occupancy(dtype, op)
+            mine["blocks"] = [entry for entry in found if self.rank in entry[0]]
+            self.trace.say(
+                KERNELS, f"kernel plan.cu for {dtype} {op}: {self.device.registers(dtype, op)} "
+                f"registers, {found} blocks at once on GPU {self.index}"
+            )  # fmt: skip
+        except Exception as error:  # of any kind: the other ranks must learn of it
+            mine["error"] = f"{error}"[:_MOST_TEXT]
+        rows = [json.loads(row) for row in self._calls.gather("kernels", json.dumps(mine).encode())]
+        if errors := [f"rank {r}: {row['error']}" for r, row in enumerate(rows) if "error" in row]:
+            raise CollectiveError(f"no kernel for {op} of {dtype}: {'; '.join(errors)}")
+        self._occupancy[dtype, op] = sorted(
+            {(tuple(ranks), blocks) for row in rows for ranks, blocks in row["blocks"]}
+        )
 
     def _refusal(self, plan: Plan, dtype: str, op: str) -> str:
         """Why a GPU does not hold all blocks of a plan at once; empty if every GPU does."""

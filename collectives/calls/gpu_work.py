@@ -10,19 +10,18 @@ from typing import Any
 
 from linkweave.collectives.calls.gpu_launcher import GpuLauncher
 from linkweave.collectives.calls.request import How, Request
-from linkweave.collectives.calls.work import checked_layer
 from linkweave.collectives.errors import CollectiveError, CollectiveTimeout
 from linkweave.collectives.planning.goals import Root
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.gpu.counters import Counted
 from linkweave.collectives.runtime.gpu.team import Call
-from linkweave.collectives.tensors import as_buffer, stream_of
+from linkweave.collectives.tensors import as_buffer, integer_in, stream_of
 
 POLL = 0.0005  # s
 
 
 class GpuContext:
-    """`CallContext` of one call on a GPU.
+    """One call on a GPU, with the methods of `HostCalls` that collectives use.
 
     The call's copies and launches go to `stream`, behind the work on the stream `caller`.
     """
@@ -150,7 +149,7 @@ class GpuQueue(GpuWork):
         self._checked: dict[int, int] = {}  # for each stream, an event behind its last check
 
     def dequeue(self, layer: int) -> None:
-        index = checked_layer(layer, self._context.layers or 0)
+        index = integer_in("layer", layer, 0, (self._context.layers or 0) - 1)
         stream = stream_of(self._x)
         call, counted = self._context.made or (None, None)
         if self._event is None or call is None or counted is None:

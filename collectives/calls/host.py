@@ -89,6 +89,7 @@ class HostCalls:
         self._guard = CallGuard(self.control)
 
     def buffer(self, x: Any, written: bool = True) -> tuple[Buffer, Callable[[], None]]:
+        """The memory of `x`, and a function to call once the collective has written to it."""
         return as_buffer(x, written)
 
     def block(self, nbytes: int) -> NDArray[np.uint8]:
@@ -107,7 +108,10 @@ class HostCalls:
         return self._arena.mapping.at(offset, nbytes)
 
     def scratch(self, like: Buffer, nbytes: int) -> Buffer:
-        """Scratch memory. Calls run in order, so all share one piece."""
+        """Scratch memory of `nbytes`, as a buffer with the size and dtype of `like`.
+
+        Calls run in order, so all share one piece.
+        """
         if self._scratch is None or self._scratch.nbytes < nbytes:
             self._scratch = None  # frees it first
             self._scratch = self.block(nbytes)
@@ -115,6 +119,7 @@ class HostCalls:
         return Buffer(address, like.nbytes, like.dtype, like.itemsize, self._scratch)
 
     def staged(self, whole: Buffer) -> Buffer:
+        """The buffer in which to build the result of `whole`: on a GPU `whole` itself."""
         return self.scratch(whole, whole.nbytes)
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:

@@ -8,7 +8,8 @@ from itertools import accumulate
 from typing import Any
 
 from linkweave.collectives.calls.aliasing import is_same, refuse_overlaps
-from linkweave.collectives.calls.context import CallContext
+from linkweave.collectives.calls.gpu_work import GpuContext
+from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.calls.request import How
 from linkweave.collectives.calls.rows import row_bytes, row_counts, rows_each, sizes_checksum
 from linkweave.collectives.errors import CollectiveError
@@ -16,6 +17,9 @@ from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.cpu.arrivals import Arrivals
 from linkweave.collectives.tensors import integer, is_contiguous, output_for
+
+CallContext = HostCalls | GpuContext
+"""One rank's buffers, copies and launches: on the CPU, or for one call on a GPU."""
 
 _RUN = ("allreduce", "broadcast", "reduce")
 """Collectives for which `run` takes plans."""

@@ -14,7 +14,7 @@ from linkweave.collectives.planning.goals import SENDRECV
 from linkweave.collectives.runtime.cpu.mapping import SEGMENT
 from linkweave.collectives.runtime.diagnose import DIED, LEFT, REASONS
 from linkweave.collectives.settings import Settings
-from linkweave.collectives.tensors import gpu_of, integer
+from linkweave.collectives.tensors import gpu_of, integer_in
 from linkweave.topology import load
 
 _POLL, _SLOW = 0.0002, 0.02  # s: the first and the longest pause while waiting for a sender
@@ -32,7 +32,7 @@ class PointToPoint:
     def submit(self, x: Any, src: int, dst: int, async_op: bool) -> Work | None:
         """Send `x` from rank `src` to `dst`; this rank is one of them. Raises CollectiveError."""
         rank, size = self._calls.rank, self._calls.size
-        src, dst = _rank(src, size), _rank(dst, size)
+        src, dst = (integer_in("a rank", r, 0, size - 1) for r in (src, dst))
         if src == dst:
             raise CollectiveError(f"rank {rank} cannot send to itself")
         if gpu_of(x) is not None:
@@ -114,10 +114,3 @@ class _Channel:
         self._worker.close(self._whole.rank)
         if self._calls:
             self._calls.close()
-
-
-def _rank(value: Any, size: int) -> int:
-    number = integer(value)
-    if number is None or not 0 <= number < size:
-        raise CollectiveError(f"ranks are integers from 0 to {size - 1}, not {value!r}")
-    return number

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.errors import CollectiveError
@@ -16,22 +16,13 @@ from linkweave.collectives.runtime.cpu.mapping import SEGMENT
 from linkweave.collectives.runtime.diagnose import RAISED
 from linkweave.collectives.runtime.gpu.team import Team
 from linkweave.collectives.settings import Settings
-from linkweave.collectives.tensors import integer
+from linkweave.collectives.tensors import integer, integer_in
 from linkweave.topology import Topology, load
 
 MOST_LANES = 64
 
 Order = Callable[[], int]
 """Numbers the calls of all lanes together. Elsewhere it is `int`, which gives 0."""
-
-
-class Closable(Protocol):
-    @property
-    def closed(self) -> bool: ...
-
-    def close(self) -> None: ...
-
-    def abort(self, why: int) -> None: ...
 
 
 Make = Callable[[Arena, Settings, Team | None, Order], Any]
@@ -53,7 +44,7 @@ class Subcommunicators:
     ) -> None:  # fmt: skip
         self._arena, self._calls, self._settings = arena, calls, settings
         self._topology, self._team, self._make = topology, team, make
-        self._open: list[Closable] = []  # some may have been closed since
+        self._open: list[Any] = []  # some may have been closed since
         self._made = 0
 
     def split(self, color: Any) -> Any:
@@ -67,11 +58,7 @@ class Subcommunicators:
 
     def lanes(self, n: Any) -> list[Any]:
         with self._calls.sharing_errors():
-            number = integer(n)
-            if number is None or not 1 <= number <= MOST_LANES:
-                raise CollectiveError(
-                    f"the number of lanes must be an integer from 1 to {MOST_LANES}, not {n!r}"
-                )
+            number = integer_in("the number of lanes", n, 1, MOST_LANES)
         asked = {int(row) for row in self._calls.gather("lanes", str(number).encode())}
         if len(asked) > 1:
             raise CollectiveError(f"the ranks ask for different numbers of lanes: {sorted(asked)}")

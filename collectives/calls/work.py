@@ -7,9 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
-from linkweave.collectives.errors import CollectiveError, CollectiveTimeout
+from linkweave.collectives.errors import CollectiveTimeout
 from linkweave.collectives.runtime.cpu.arrivals import Arrivals
-from linkweave.collectives.tensors import integer
+from linkweave.collectives.tensors import integer_in
 
 log = logging.getLogger("linkweave")
 
@@ -85,20 +85,12 @@ class HostQueue(HostWork):
         while not self._arrivals.begun.wait(_POLL):
             if self.done():
                 self.wait()  # raises the call's error
-        index = checked_layer(layer, self._arrivals.layers)
+        index = integer_in("layer", layer, 0, self._arrivals.layers - 1)
         # `done` is tested first: once the call is done, the memory at `abort` may be unmapped
         while not self.done() and not self._arrivals.wait(index, self._abort):
             pass
         if self.done():
             self.wait()
-
-
-def checked_layer(layer: int, count: int) -> int:
-    """`layer` as an int. Raises CollectiveError unless it is from 0 to `count` - 1."""
-    number = integer(layer)
-    if number is None or not 0 <= number < count:
-        raise CollectiveError(f"layer must be an integer from 0 to {count - 1}, not {layer!r}")
-    return number
 
 
 class Worker:

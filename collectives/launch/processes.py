@@ -60,8 +60,9 @@ def spawn(
     topology_for(read, nprocs)  # raises here rather than on every rank
     if virtual and gpus is not None:
         return spawn_threads(fn, args, settings, gpus)
-    context: Any = mp.get_context("fork" if _fork_is_safe() else "spawn")
-    if context.get_start_method() == "fork":
+    can_fork = threading.active_count() == 1 and not started()
+    context: Any = mp.get_context("fork" if can_fork else "spawn")
+    if can_fork:
         compile_kernels()  # forked ranks inherit the machine code
     fd = Mapping.create(nprocs)
     ranks: list[_Rank] = []
@@ -229,7 +230,3 @@ def _die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
-
-
-def _fork_is_safe() -> bool:
-    return threading.active_count() == 1 and not started()

@@ -30,16 +30,6 @@ def consequence(error: BaseException | None) -> int:
     return 2 if isinstance(error, CollectiveAborted) else isinstance(error, CollectiveTimeout)
 
 
-class _Rank:
-    """A rank's thread."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.value: Any = None
-        self.error: BaseException | None = None
-        self.thread: threading.Thread | None = None
-
-
 def spawn_threads(
     fn: Callable[..., Any], args: Sequence[Any], settings: Settings, gpus: Sequence[int]
 ) -> list[Any]:
@@ -55,23 +45,24 @@ def spawn_threads(
             "never made: use one process a GPU"
         )
     devices = [cuda.open_device(index) for index in gpus]
-    ranks = [_Rank(r) for r in range(size)]
+    values: dict[int, Any] = {}
+    errors: dict[int, BaseException] = {}
     memory = LocalMemory(devices, settings.peer_access == "require")
     team = Team(GpuRanks(dict(enumerate(devices)), memory, settings.timeout, settings.max_blocks))
     failed = threading.Event()
     open_ones: list[Communicator] = []
 
-    def run(mine: _Rank, arena: Arena) -> None:
+    def run(rank: int, arena: Arena) -> None:
         communicator = None
         try:
-            cuda.use_device(gpus[mine.rank])
+            cuda.use_device(gpus[rank])
             communicator = Communicator(arena, settings, team)
             open_ones.append(communicator)
             set_of_thread(communicator)
-            mine.value = fn(mine.rank, *args)
+            values[rank] = fn(rank, *args)
         except BaseException as error:
-            error.add_note(f"rank {mine.rank}:\n{traceback.format_exc()}")
-            mine.error = error
+            error.add_note(f"rank {rank}:\n{traceback.format_exc()}")
+            errors[rank] = error
             failed.set()
             if communicator is not None:
                 communicator.abort(RAISED)
@@ -81,41 +72,41 @@ def spawn_threads(
                 if communicator is not None:
                     communicator.close()
             except Exception as error:
-                mine.error = mine.error or error
+                errors.setdefault(rank, error)
 
-    def wait() -> list[_Rank]:
-        """Wait for the threads. Returns those that still run `GRACE` seconds after a failure."""
+    def wait() -> list[int]:
+        """Wait for the threads. Returns ranks that still run `GRACE` seconds after a failure."""
         deadline = None
-        while running := [r for r in ranks if r.thread and r.thread.is_alive()]:
+        while running := [r for r, thread in enumerate(threads) if thread.is_alive()]:
             if failed.is_set():
                 deadline = deadline or time.monotonic() + GRACE
                 if time.monotonic() > deadline:
                     break
-            assert running[0].thread is not None
-            running[0].thread.join(0.05)
+            threads[running[0]].join(0.05)
         return running
 
-    for mine, arena in zip(ranks, Arena.local(size), strict=True):
-        name = f"linkweave-rank-{mine.rank}"
-        mine.thread = threading.Thread(target=run, args=(mine, arena), name=name, daemon=True)
-        mine.thread.start()
+    threads = [
+        threading.Thread(target=run, args=(r, arena), name=f"linkweave-rank-{r}", daemon=True)
+        for r, arena in enumerate(Arena.local(size))
+    ]
+    for thread in threads:
+        thread.start()
     try:
         running = wait()
     except BaseException:  # such as an interrupt: free the GPUs
         for communicator in open_ones:
             communicator.abort(INTERRUPTED)
         raise
-    errors = [r.error for r in ranks if r.error is not None]
     try:
         if running:  # these threads may still use the team's memory
-            names = ", ".join(str(r.rank) for r in running)
+            names = ", ".join(map(str, running))
             print(f"linkweave: ranks {names} still run after a failure", file=sys.stderr)
         else:
             team.close()
     finally:
         if errors:
-            raise min(errors, key=consequence)
-    return [r.value for r in ranks]
+            raise min((errors[r] for r in sorted(errors)), key=consequence)
+    return [values[r] for r in range(size)]
 
 
 def gpus_of(device: str, size: int) -> list[int]:

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from linkweave.collectives.calls.context import CallContext
 from linkweave.collectives.calls.host import HostCalls
+from linkweave.collectives.calls.operations import CallContext
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.sparse_tree import merge_tree, sparse_costs
 from linkweave.collectives.runtime.gpu import executor as cuda
 from linkweave.collectives.sparse.backend import Backend, SparseCall, Vector
 from linkweave.collectives.sparse.host import HostBackend
 from linkweave.collectives.sparse.modes import MODES
-from linkweave.collectives.tensors import gpu_of, integer, stream_of
+from linkweave.collectives.tensors import gpu_of, integer_in, stream_of
 
 _OPS = ("sum", "avg")
 
@@ -41,8 +41,7 @@ def agree(
             raise CollectiveError(f"unknown mode {mode!r}; choose from auto, {', '.join(MODES)}")
         if op not in _OPS:
             raise CollectiveError(f"a sparse_allreduce has op {' or '.join(_OPS)}, not {op!r}")
-        if (wanted := integer(k)) is None or not 0 <= wanted <= numel:
-            raise CollectiveError(f"k must be an integer from 0 to {numel}, not {k!r}")
+        wanted = integer_in("k", k, 0, int(numel))
         if not isinstance(conserve, bool | np.bool_):
             raise CollectiveError(f"conserve must be True or False, not {conserve!r}")
         if residual is None and conserve:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from linkweave.collectives.calls.context import CallContext
+from linkweave.collectives.calls.operations import CallContext
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.goals import SENDRECV
 from linkweave.collectives.planning.sparse_tree import rounds
