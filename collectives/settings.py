@@ -47,8 +47,8 @@ class Settings:
 
     def checksum(self, topology: Topology) -> int:
         """A checksum by which ranks detect different settings."""
-        said = (topology.to_json(), self.order, self.max_blocks, self.peer_access)
-        return crc32(repr(said).encode())
+        values = (topology.to_json(), self.order, self.max_blocks, self.peer_access)
+        return crc32(repr(values).encode())
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -127,9 +127,13 @@ def as_buffer(
 
 
 def _cuda_buffer(x: Any, written: bool, name: str) -> tuple[Buffer, Callable[[], None]]:
-    told = x.__cuda_array_interface__
-    shape, strides, item = tuple(told["shape"]), told.get("strides"), int(np.dtype(name).itemsize)
-    if written and told["data"][1]:
+    interface = x.__cuda_array_interface__
+    shape, strides, item = (
+        tuple(interface["shape"]),
+        interface.get("strides"),
+        int(np.dtype(name).itemsize),
+    )
+    if written and interface["data"][1]:
         raise CollectiveError("the array is read-only; a collective writes its result into it")
     whole, done = x, _nothing
     if not is_contiguous(x):
@@ -149,9 +153,9 @@ def is_contiguous(x: Any) -> bool:
         return bool(x.is_contiguous() and not x.is_neg())
     if isinstance(x, np.ndarray):
         return bool(x.flags.c_contiguous)
-    told = x.__cuda_array_interface__
-    shape, strides = tuple(told["shape"]), told.get("strides")
-    return strides is None or _in_c_order(shape, strides, np.dtype(told["typestr"]).itemsize)
+    interface = x.__cuda_array_interface__
+    shape, strides = tuple(interface["shape"]), interface.get("strides")
+    return strides is None or _in_c_order(shape, strides, np.dtype(interface["typestr"]).itemsize)
 
 
 def _in_c_order(shape: Sequence[int], strides: Sequence[int], item: int) -> bool:

@@ -218,7 +218,7 @@ class HostCalls:
         """Raise on every rank that their calls differ. No data has moved."""
         number, asked = self.control.number, rows.tolist()
         page = self._arena.page(number)
-        said = {
+        refusals = {
             r: self._arena.said(r, page).decode(errors="replace")
             for r, row in enumerate(asked) if KINDS[row[0]] == "refused"
         }  # fmt: skip
@@ -227,7 +227,7 @@ class HostCalls:
             self.executor.reset(region)
         self.control.agree(())
         self.control.done()
-        raise Refused(CollectiveError, difference(number, asked, said))
+        raise Refused(CollectiveError, difference(number, asked, refusals))
 
     def _prepared(self, request: Request) -> Ready:
         """A new kind of call with its plan. The ranks agree here on a new plan, not on the call."""

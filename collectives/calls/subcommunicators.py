@@ -24,7 +24,6 @@ MOST_LANES = 64
 Order = Callable[[], int]
 """Numbers the calls of all lanes together. Elsewhere it is `int`, which gives 0."""
 
-
 Make = Callable[[Arena, Settings, Team | None, Order], Any]
 
 
