@@ -1,12 +1,15 @@
-"""linkweave's public face: plan, prove, simulate and run collectives.
+"""linkweave's public API: plan, prove, simulate and run collectives.
 
-Planning and simulating need neither torch nor a GPU; what runs is imported when it is first used.
+Planning and simulating need neither torch nor a GPU. Modules that run collectives are imported
+when they are first used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from linkweave.collectives.errors import (
@@ -23,12 +26,28 @@ from linkweave.collectives.planning.simulate import Timeline, simulate
 from linkweave.collectives.planning.verify import verify
 
 if TYPE_CHECKING:
-    from linkweave.collectives.calls.gradient_queue import GradientQueue
-    from linkweave.collectives.calls.work import Work
+    from linkweave.collectives.calls.work import GradientQueue, Work
     from linkweave.collectives.communicator import Communicator
     from linkweave.collectives.launch.default import get_default, shutdown
     from linkweave.collectives.launch.join import init
     from linkweave.collectives.launch.processes import spawn
+
+    # as `__getattr__` makes them: the default communicator's methods
+    _default = get_default()
+    allgather = _default.allgather
+    allreduce = _default.allreduce
+    allreduce_queue = _default.allreduce_queue
+    alltoall = _default.alltoall
+    barrier = _default.barrier
+    broadcast = _default.broadcast
+    empty = _default.empty
+    recv = _default.recv
+    reduce = _default.reduce
+    reduce_scatter = _default.reduce_scatter
+    run = _default.run
+    send = _default.send
+    sparse_allreduce = _default.sparse_allreduce
+    symmetric_empty = _default.symmetric_empty
 
 __all__ = [
     "CollectiveAborted", "CollectiveError", "CollectiveTimeout", "Communicator", "Explanation",
@@ -39,117 +58,50 @@ __all__ = [
     "symmetric_empty", "verify",
 ]  # fmt: skip
 
-_RUNNING = {
+_LAZY = {
     "Communicator": "communicator",
-    "GradientQueue": "calls.gradient_queue",
+    "GradientQueue": "calls.work",
     "Work": "calls.work",
     "init": "launch.join",
     "spawn": "launch.processes",
     "shutdown": "launch.default",
     "get_default": "launch.default",
 }
+"""Names that need the runtimes, and their modules."""
+
+_METHODS = {
+    "allgather", "allreduce", "allreduce_queue", "alltoall", "barrier", "broadcast", "empty",
+    "recv", "reduce", "reduce_scatter", "run", "send", "sparse_allreduce", "symmetric_empty",
+}  # fmt: skip
+"""Functions that are methods of the default communicator."""
 
 
 def __getattr__(name: str) -> Any:
     if name == "overlap":
         return import_module(f"{__name__}.overlap")
-    if name not in _RUNNING:
+    if name in _METHODS:
+        globals()[name] = function = _of_default(name)
+        return function
+    if name not in _LAZY:
         raise AttributeError(f"module 'linkweave.collectives' has no attribute {name!r}")
-    return getattr(import_module(f"linkweave.collectives.{_RUNNING[name]}"), name)
+    return getattr(import_module(f"linkweave.collectives.{_LAZY[name]}"), name)
 
 
-def _default() -> Communicator:
+def _of_default(name: str) -> Callable[..., Any]:
+    """A function that calls the method `name` of the default communicator."""
+    from linkweave.collectives.communicator import Communicator
     from linkweave.collectives.launch.default import get_default
 
-    return get_default()
+    method = getattr(Communicator, name)
+
+    @wraps(method)
+    def on_default(*args: Any, **kwargs: Any) -> Any:
+        return getattr(get_default(), name)(*args, **kwargs)
+
+    on_default.__module__, on_default.__qualname__ = __name__, name
+    on_default.__signature__ = signature(method.__get__(object()))  # type: ignore[attr-defined]
+    return on_default
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def allreduce(
-    x: Any, op: str = "sum", *, out: Any = None, async_op: bool = False, algorithm: Any = "auto"
-) -> Any:
-    """`Communicator.allreduce` on the default communicator."""
-    return _default().allreduce(x, op, out=out, async_op=async_op, algorithm=algorithm)
-
-
-def allreduce_queue(
-    x: Any, layers: Sequence[int], op: str = "sum", *, algorithm: Any = "auto"
-) -> GradientQueue:
-    """`Communicator.allreduce_queue` on the default communicator."""
-    return _default().allreduce_queue(x, layers, op, algorithm=algorithm)
-
-
-def run(plan: Plan, x: Any, op: str = "sum", *, out: Any = None, async_op: bool = False) -> Any:
-    """`Communicator.run` on the default communicator."""
-    return _default().run(plan, x, op, out=out, async_op=async_op)
-
-
-def broadcast(x: Any, root: int = 0, *, async_op: bool = False) -> Any:
-    """`Communicator.broadcast` on the default communicator."""
-    return _default().broadcast(x, root, async_op=async_op)
-
-
-def reduce(
-    x: Any, op: str = "sum", root: int = 0, *, out: Any = None, async_op: bool = False
-) -> Any:
-    """`Communicator.reduce` on the default communicator."""
-    return _default().reduce(x, op, root, out=out, async_op=async_op)
-
-
-def allgather(
-    x: Any, *, counts: Sequence[int] | None = None, out: Any = None, async_op: bool = False
-) -> Any:
-    """`Communicator.allgather` on the default communicator."""
-    return _default().allgather(x, counts=counts, out=out, async_op=async_op)
-
-
-def reduce_scatter(x: Any, op: str = "sum", *, out: Any = None, async_op: bool = False) -> Any:
-    """`Communicator.reduce_scatter` on the default communicator."""
-    return _default().reduce_scatter(x, op, out=out, async_op=async_op)
-
-
-def alltoall(
-    x: Any, out: Any = None, in_splits: Sequence[int] | None = None,
-    out_splits: Sequence[int] | None = None, *, async_op: bool = False,
-) -> Any:  # fmt: skip
-    """`Communicator.alltoall` on the default communicator."""
-    return _default().alltoall(x, out, in_splits, out_splits, async_op=async_op)
-
-
-def send(x: Any, to: int, *, async_op: bool = False) -> Work | None:
-    """`Communicator.send` on the default communicator."""
-    return _default().send(x, to, async_op=async_op)
-
-
-def recv(x: Any, source: int, *, async_op: bool = False) -> Work | None:
-    """`Communicator.recv` on the default communicator."""
-    return _default().recv(x, source, async_op=async_op)
-
-
-def sparse_allreduce(
-    values: Any, indices: Any, numel: int, k: int, op: str = "sum", *, residual: Any = None,
-    mode: str = "auto", conserve: bool = True, async_op: bool = False,
-) -> Any:  # fmt: skip
-    """`Communicator.sparse_allreduce` on the default communicator."""
-    return _default().sparse_allreduce(
-        values, indices, numel, k, op, residual=residual, mode=mode, conserve=conserve,
-        async_op=async_op,
-    )  # fmt: skip
-
-
-def barrier() -> None:
-    """`Communicator.barrier` on the default communicator."""
-    _default().barrier()
-
-
-def empty(shape: Any, dtype: Any = "float32") -> Any:
-    """`Communicator.empty` on the default communicator."""
-    return _default().empty(shape, dtype)
-
-
-def symmetric_empty(shape: Any, dtype: Any = "float32", *, device: Any = "cuda") -> Any:
-    """`Communicator.symmetric_empty` on the default communicator."""
-    return _default().symmetric_empty(shape, dtype, device=device)

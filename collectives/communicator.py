@@ -1,4 +1,4 @@
-"""What users hold: a Communicator, one on each rank."""
+"""The communicator that each rank holds."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from contextlib import ExitStack
 from typing import Any
 
 from linkweave.collectives.calls.host import HostCalls
-from linkweave.collectives.calls.parts import Order, Parts
 from linkweave.collectives.calls.request import NOTHING, Request
+from linkweave.collectives.calls.subcommunicators import Order, Subcommunicators
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.methods import Collectives
 from linkweave.collectives.runtime.cpu.arena import Arena
 from linkweave.collectives.runtime.gpu import device as cuda
 from linkweave.collectives.runtime.gpu.team import Team
 from linkweave.collectives.settings import Settings, topology_for
-from linkweave.collectives.tensors import as_buffer, layout_of, shaped
+from linkweave.collectives.tensors import as_buffer, parse_layout, tensor_over
 
 
 class Communicator(Collectives):
     """The ranks of one machine, and the collectives among them.
 
-    A context manager; `close` ends it. Every rank must make the same calls in the same order. On
-    the CPU each call begins by comparing what all ranks ask for; where they differ, every rank
-    raises CollectiveError before any data moves. On a GPU the first call of each kind does so;
-    later calls that differ end the communicator with an error. What may be set: `Settings`.
+    Every rank must make the same calls in the same order. On the CPU every call first compares what
+    the ranks ask for; if that differs, every rank raises CollectiveError before data moves. On a
+    GPU only the first call of each size, dtype, op and algorithm synchronises on the host and
+    compares; later calls that differ end the communicator with an error.
+
+    `settings` are the same on all ranks. A communicator is a context manager that closes it.
     """
 
     def __init__(
@@ -37,126 +39,131 @@ class Communicator(Collectives):
         calls = HostCalls(arena, self.topology, settings, order)
         super().__init__(calls, settings, team, part)
         self._arena = arena
-        self._parts = Parts(
+        self._subcommunicators = Subcommunicators(
             arena, calls, settings, self.topology, team,
             lambda arena, settings, team, order: Communicator(arena, settings, team, True, order),
         )  # fmt: skip
-        self._calls.meet(Request("barrier", NOTHING))  # all have come
+        self._calls.agree_on(Request("barrier", NOTHING))  # waits for all ranks
 
     @property
     def timeout(self) -> float:
-        """Seconds that a wait for a peer may last."""
+        """Longest wait for a peer, in seconds."""
         return self.settings.timeout
 
-    # ---- memory ------------------------------------------------------------------------------
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
-        """An uninitialised CPU tensor in memory that all ranks share, which needs no staging.
+        """An uninitialised CPU tensor in memory that all ranks share.
 
-        A torch dtype gives a torch tensor, anything else a NumPy array. A call is faster where
-        every rank passes one of these, whichever communicator of these ranks made it: this one, or
-        one of its splits or lanes. Its memory is given back when it and its views are gone. Each
-        rank calls it by itself. Raises CollectiveError.
+        shape: int or sequence of ints.
+        dtype: a torch dtype, for a torch tensor; or else a NumPy dtype, for a NumPy array.
+
+        A call is faster if every rank passes such a tensor, because it needs no staging. The tensor
+        may come from any communicator of these ranks, their splits or their lanes. Its memory is
+        freed with its last view. Ranks may call `empty` independently.
+        Raises CollectiveError if the arguments are bad or the memory is exhausted.
         """
         self._health.check()
-        dims, name, item = layout_of(shape, dtype)
-        return shaped(self._calls.block(math.prod(dims) * item), dims, name, dtype)
+        dims, name, item = parse_layout(shape, dtype)
+        return tensor_over(self._calls.block(math.prod(dims) * item), dims, name, dtype)
 
     def symmetric_empty(
         self, shape: int | Sequence[int], dtype: Any = "float32", *, device: Any = "cuda"
     ) -> Any:
-        """An uninitialised GPU tensor in memory that the GPUs of all ranks see; all must call it.
+        """An uninitialised GPU tensor in memory that the GPUs of all ranks can access.
 
-        `device`: "cuda" (this rank's GPU) or "cuda:N". A torch dtype gives a torch tensor, anything
-        else a CuPy array. This communicator's all-reduces of one such tensor write results there
-        from other ranks' GPUs, past the slots; where a GPU does not see the memory, it is memory
-        like any other. Not to be called while a graph is captured. Either all ranks pass the same
-        part of the same tensor to a call or none does: else it may be overwritten before that is
-        noticed. After a failure its contents are undefined until all ranks have closed the
-        communicator. Make it once and use it often: the memory is given back when the communicator
-        is closed and the tensor gone. Raises CollectiveError, on every rank, where one's arguments
-        are bad, sizes differ or there is no room.
+        shape: int or sequence of ints; the same size in bytes on all ranks.
+        dtype: a torch dtype, for a torch tensor; or else a NumPy dtype, for a CuPy array.
+        device: "cuda" (this rank's GPU) or "cuda:N".
+
+        All ranks must call it, but not during a capture. An all-reduce of this communicator writes
+        results directly into such a tensor from other GPUs, if they can access the memory. In each
+        call, either all ranks pass the same part of the same tensor or none passes one; else it may
+        be overwritten before the difference is noticed. After a failure the contents are
+        undefined until all ranks have closed the communicator. The memory is freed when the
+        communicator is closed and the tensor deleted, so make a tensor once and reuse it.
+        Raises CollectiveError on every rank if the arguments of one are bad, if sizes differ or if
+        the memory is exhausted.
         """
         self._health.check()
-        self._worker.settle()  # what tells the others comes behind calls on the CPU
-        with self._calls.telling():
-            dims, name, item = layout_of(shape, dtype)
+        self._worker.drain()  # the exchange below must follow calls on the CPU
+        with self._calls.sharing_errors():
+            dims, name, item = parse_layout(shape, dtype)
             number, mine = cuda.gpu_named(str(device)), self._own_gpu()
             if number is None:
                 number = cuda.current_device() if mine is None else mine
             elif mine not in (None, number):
                 raise CollectiveError(f"rank {self.rank} runs on GPU {mine}, not on GPU {number}")
         raw = self._on_gpu(number).empty(math.prod(dims) * item)
-        return shaped(raw, dims, name, dtype)
+        return tensor_over(raw, dims, name, dtype)
 
     def offset_of(self, x: Any) -> int:
-        """Where a tensor of `empty` lies in the shared memory, in bytes; -1 for any other."""
+        """The offset in shared memory of a tensor from `empty`, in bytes; -1 for other tensors."""
         buffer, _ = as_buffer(x)
         return self._arena.mapping.offset_of(buffer.address, buffer.nbytes)
 
     def address_at(self, offset: int) -> int:
-        """The address at which this process sees that context, on whichever rank it was made."""
+        """The address in this process of an offset from any rank's `offset_of`."""
         return self._arena.base + offset
 
-    # ---- parts -------------------------------------------------------------------------------
     def split(self, color: int = 0) -> Communicator:
-        """A communicator of the ranks that give the same `color`, in the same order.
+        """A communicator of the ranks that pass the same `color`, in the same order.
 
-        All ranks must call it. It has flags, slots and streams of its own, so calls of several
-        communicators may be under way at once; on GPUs every rank must make new kinds of calls on
-        them in the same order. Tensors of `empty` are shared memory on all of them. It is closed at
-        the latest with this one. Raises CollectiveError, on every rank.
+        All ranks must call it. Calls of several communicators may run at once; on GPUs every rank
+        must make new kinds of calls on them in the same order. Tensors of `empty` are shared memory
+        on all of them. Closing this communicator also closes its splits.
+        Raises CollectiveError on every rank.
         """
-        self._submit(False, None, lambda calls: None)  # behind what is under way
-        part: Communicator = self._parts.split(color)
+        self._submit(False, None, lambda calls: None)  # waits for asynchronous calls
+        part: Communicator = self._subcommunicators.split(color)
         return part
 
     def lanes(self, n: int) -> list[Communicator]:
-        """`n` communicators of all ranks, for calls that are under way at once.
+        """`n` communicators of all ranks, for calls that run at once.
 
-        All ranks must call it, and make the calls on all lanes together in the same order, which
-        each call compares: so the ranks cannot wait for each other in a circle. Calls of one lane
-        follow each other, one thread at a time; a short call on one does not wait for a long one on
-        another. Where a call fails, all of these lanes end. The rest as for `split`. Raises
-        CollectiveError, on every rank.
+        All ranks must call it. All ranks must make the calls on all lanes in the same order, taken
+        together. Each call compares that order, so ranks cannot deadlock by waiting in a circle.
+        Calls on one lane run one after the other, from one thread at a time; a short call does not
+        wait for a long one on another lane. If a call fails, all lanes end. See also `split`.
+        Raises CollectiveError on every rank.
         """
         self._submit(False, None, lambda calls: None)
-        return self._parts.lanes(n)
+        return self._subcommunicators.lanes(n)
 
     def synchronize(self) -> None:
-        """Wait until this rank's calls on its GPU are over, but for replays of graphs. Raises what
-        went wrong there: CollectiveTimeout, CollectiveAborted or CollectiveError."""
+        """Block until this rank's calls on its GPU have finished, except replays of graphs.
+
+        Raises their errors: CollectiveTimeout, CollectiveAborted or CollectiveError.
+        """
         self._health.check()
         if self._gpu:
             self._gpu.synchronise()
 
-    # ---- lifetime ----------------------------------------------------------------------------
     @property
     def closed(self) -> bool:
-        """Whether it has been closed."""
+        """Whether the communicator is closed."""
         return self._health.closed
 
     @property
     def calls(self) -> HostCalls:
-        """What carries out its calls on CPU tensors."""
+        """The object that makes its calls on CPU tensors."""
         return self._calls
 
     def close(self) -> None:
-        """Finish what runs asynchronously, tell waiting peers, and let go. May be repeated.
+        """Finish asynchronous calls, tell waiting peers, and free all resources. May be repeated.
 
-        A rank that has used a GPU waits some seconds for the others to close as well, as their
-        kernels write into its memory; if they do not, that stays until the process ends. Errors of
-        asynchronous calls that nobody has waited for are logged. In a process that was forked from
-        a rank it does nothing.
+        A rank that has used a GPU waits a few seconds for the others to close as well, because
+        their kernels write into its memory; if they do not, the memory is kept until the process
+        ends. Errors of asynchronous calls that nobody has waited for are logged. In a process
+        forked from a rank, it does nothing.
         """
         if self._health.closed or self._health.foreign:
             return
-        with ExitStack() as last:  # backwards, and all of it, whatever fails
+        with ExitStack() as last:  # in reverse order; if one step fails, the others still run
             last.callback(self._leave)
             last.callback(self._point_to_point.close)
             if self._gpu:
                 last.callback(self._gpu.close)
             last.callback(self._worker.close, self.rank)
-            last.callback(self._parts.close)
+            last.callback(self._subcommunicators.close)
 
     def _leave(self) -> None:
         self._calls.close()
@@ -170,7 +177,7 @@ class Communicator(Collectives):
         self.close()
 
     def abort(self, why: int) -> None:
-        """Make every rank's present and future calls raise CollectiveAborted."""
+        """Make current and future calls of every rank raise CollectiveAborted."""
         if not (self._health.closed or self._health.foreign):
             self._calls.control.give_up(why)
-            self._parts.abort(why)
+            self._subcommunicators.abort(why)

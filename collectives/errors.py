@@ -1,51 +1,41 @@
-"""What can go wrong with a plan or a running collective; all are `CollectiveError`s."""
+"""Errors of plans and running collectives. All derive from `CollectiveError`."""
 
 from __future__ import annotations
 
 from linkweave.topology.errors import CollectiveError, TopologyError
 
 __all__ = [
-    "CollectiveAborted",
-    "CollectiveError",
-    "CollectiveTimeout",
-    "PlanError",
-    "TopologyError",
-]
+    "CollectiveAborted", "CollectiveError", "CollectiveTimeout", "PlanError", "TopologyError",
+]  # fmt: skip
 
 
 class PlanError(CollectiveError):
-    """No plan can be made as asked, or a plan is wrong."""
+    """A plan is wrong, or none can be made as asked."""
 
 
 class _Stuck(CollectiveError):
-    """Says where a rank stood; every field is None where it was not inside a plan's step."""
+    """An error with the step of the plan that a rank had reached; fields not known are None."""
 
     def __init__(
-        self,
-        message: str,
-        *,
-        rank: int | None = None,
-        peer: int | None = None,
-        channel: int | None = None,
-        step: int | None = None,
-        chunk: int | None = None,
-    ) -> None:
+        self, message: str, *, rank: int | None = None, peer: int | None = None,
+        channel: int | None = None, step: int | None = None, chunk: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(message)
         self.rank, self.peer, self.channel = rank, peer, channel
         self.step, self.chunk = step, chunk
 
     def fields(self) -> dict[str, int | None]:
-        """Where the rank stood, as keywords."""
+        """The fields as keyword arguments."""
         names = ("rank", "peer", "channel", "step", "chunk")
         return {name: getattr(self, name) for name in names}
 
-    def __reduce__(self) -> tuple[object, ...]:  # keeps the fields when a child process sends it
+    def __reduce__(self) -> tuple[object, ...]:  # pickles the fields as well
         return (type(self), self.args, self.__dict__)
 
 
 class CollectiveTimeout(_Stuck):
-    """A rank waited past the deadline; the message names rank, peer, channel, step and chunk."""
+    """A rank waited past its deadline. The message names rank, peer, channel, step and chunk."""
 
 
 class CollectiveAborted(_Stuck):
-    """Another rank died or gave up, so this one stopped; the message says which and where."""
+    """This rank stopped because another one died or failed. The message says which and where."""

@@ -1,4 +1,4 @@
-"""The collectives as methods, and how a call finds the CPU or the GPU that its tensor is on."""
+"""The collectives as methods, which run each call on the device of its tensor."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, cast
 
-from linkweave.collectives.calls import operations, uneven
+from linkweave.collectives.calls import operations, rows
 from linkweave.collectives.calls.gpu import GpuCalls
-from linkweave.collectives.calls.gradient_queue import GradientQueue, HostQueue
 from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.calls.point_to_point import PointToPoint
 from linkweave.collectives.calls.request import NOTHING, How, Request
-from linkweave.collectives.calls.work import HostWork, Work
-from linkweave.collectives.calls.worker import Worker
+from linkweave.collectives.calls.work import GradientQueue, HostQueue, HostWork, Work, Worker
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
 from linkweave.collectives.runtime.gpu.team import Team
 from linkweave.collectives.settings import Settings
-from linkweave.collectives.sparse.allreduce import agreed, sparse_allreduce, whole
-from linkweave.collectives.tensors import gpu_of, quick
+from linkweave.collectives.sparse.allreduce import agree, host_sparse_allreduce, sparse_allreduce
+from linkweave.collectives.tensors import fast_buffer, gpu_of
 
 
 class Collectives:
-    """One rank's collectives. `team`: of ranks that are threads of this process. `quiet`: a part of
-    a communicator that has warned already."""
+    """The collectives of one rank.
+
+    `team` is set if the ranks are threads of this process. `quiet` suppresses warnings that the
+    parent communicator has given already.
+    """
 
     def __init__(
         self, calls: HostCalls, settings: Settings, team: Team | None, quiet: bool
@@ -34,7 +35,7 @@ class Collectives:
         self.rank, self.size, self.settings = calls.rank, calls.size, settings
         self._calls, self._health = calls, calls.health
         self._team, self._quiet = team, quiet
-        self._gpu: GpuCalls | None = None  # made at the first call on a GPU
+        self._gpu: GpuCalls | None = None  # created by the first call on a GPU
         self._lock = threading.Lock()
         self._worker = Worker()
         self._point_to_point = PointToPoint(calls, settings)
@@ -43,23 +44,29 @@ class Collectives:
         self, x: Any, op: str = "sum", *, out: Any = None, async_op: bool = False,
         algorithm: How = "auto",
     ) -> Any:  # fmt: skip
-        """Combine `x` over all ranks, in place; every rank ends with the same bits.
+        """Combine `x` over all ranks, in place. Every rank gets the same bits.
 
-        `x`: a torch tensor, NumPy or CuPy array of any shape and size, or a list of them with one
-        dtype and device, which is one call. `op`: sum, min, max or prod; avg of floats; and, or or
-        xor of integers on the CPU. 16-bit floats are combined in float32 and rounded once a hop;
-        min and max propagate NaN; integers wrap. A bool takes all but avg (on a GPU xor neither):
-        sum is or, prod is and. On a GPU the call is enqueued on the current stream. With
-        `async_op` a `Work` is returned at once, and calls keep their order; on a GPU it goes
-        beside the current stream, which `Work.wait` then makes wait for it. `out`, of the same
-        shape and dtype (or a list of such), takes the result instead, and is returned; it may be
-        `x`, but not overlap it otherwise: then `x` stays as it is. `algorithm`: auto, a name, or a
-        function that makes an `Algorithm` for a topology, the same on all ranks; refused together
-        with order="fixed". Raises CollectiveError for bad input or calls that differ between ranks,
-        CollectiveTimeout and CollectiveAborted where a peer does not come; on a GPU from a later
-        call, `Work.wait` or `synchronize`.
+        x: torch tensor, NumPy or CuPy array of any shape, on the CPU or this rank's GPU; or a list
+            of them with one dtype and one device, which is combined in one call.
+        op: "sum", "min", "max" or "prod"; "avg" for floats; "and", "or" or "xor" for integers, on
+            the CPU only. A bool takes all but "avg" (nor "xor" on a GPU): its sum is "or" and
+            its product is "and".
+        out: tensor (or list of tensors) of the shape and dtype of `x`, which receives the result;
+            `x` is then not changed. It may be `x` itself, but must not overlap it otherwise.
+        async_op: return a `Work` at once. Calls keep their order. On a GPU the call runs on a side
+            stream, for which `Work.wait` makes the current stream wait.
+        algorithm: "auto", a name, or a function from a topology to an `Algorithm`; the same on all
+            ranks. Only "auto" is allowed with order="fixed".
+
+        Returns `out`, which is None for a call in place, or a `Work`. On a GPU the call is enqueued
+        on the current stream.
+        Rounding: 16-bit floats are added in float32 and rounded once per hop. min and max propagate
+        NaN. Integers wrap around.
+        Raises CollectiveError if arguments are bad or differ between ranks, CollectiveTimeout and
+        CollectiveAborted if a peer does not take part. On a GPU a later call, `Work.wait` or
+        `synchronize` raises them.
         """
-        if out is None and not async_op and self._again("allreduce", x, op, 0, algorithm):
+        if out is None and not async_op and self._repeat("allreduce", x, op, 0, algorithm):
             return None
         if isinstance(x, list | tuple):
             first = x[0] if x else None
@@ -71,12 +78,16 @@ class Collectives:
     def run(
         self, plan: Plan, x: Any, op: str = "sum", *, out: Any = None, async_op: bool = False
     ) -> Any:
-        """Carry out an all-reduce, a broadcast or a reduce by a plan of your own, in place.
+        """All-reduce, broadcast or reduce `x` by your own plan, in place.
 
-        `plan`: from `plan_allreduce`, `Plan.from_json` or by hand, the same on all ranks, for as
-        many ranks as there are; it is proved before it runs. Refused with order="fixed". Messages
-        whose chunks would not fit 64 KiB slots are cut into more groups of chunks. `op`, `out`,
-        `async_op`, tensors and errors as in `allreduce`; PlanError for a plan that is wrong.
+        plan: from `plan_allreduce`, from `Plan.from_json` or made by hand; for as many ranks as
+            there are, and the same on all of them. It is verified before it runs. Messages that
+            exceed a 64 KiB slot are cut into more groups of chunks.
+        op, out, async_op, rounding: as in `allreduce`.
+
+        Returns as `allreduce` does.
+        Raises as `allreduce` does; PlanError if the plan is wrong; CollectiveError with
+        order="fixed".
         """
         root = plan.root if isinstance(plan, Plan) and isinstance(plan.root, int) else 0
         return self._submit(async_op, x, operations.run, plan, x, op, root, out)
@@ -84,12 +95,17 @@ class Collectives:
     def allreduce_queue(
         self, x: Any, layers: Sequence[int], op: str = "sum", *, algorithm: How = "auto"
     ) -> GradientQueue:
-        """Start an `allreduce` of `x`, whose layers may be used as soon as each is final.
+        """Start an in-place `allreduce` of `x` whose layers can be used as soon as each is final.
 
-        `layers`: elements of each, in the order in which they lie in `x`, which is contiguous;
-        chunks arrive in about that order (C-Cube, section III-D). `GradientQueue.dequeue` waits
-        for one layer, `wait` for all. Of algorithms that take about as long, auto chooses the one
-        whose first chunk is final first. The rest as in `allreduce` with `async_op`.
+        x: contiguous tensor.
+        layers: number of elements of each layer, in the order in which the layers are in `x`.
+            Chunks arrive in about that order.
+        op, algorithm, rounding: as in `allreduce`. Of algorithms with nearly the same predicted
+            time, "auto" takes the one whose first chunk is final first.
+
+        Returns a `GradientQueue`: `dequeue` waits for one layer, `wait` for all of them.
+        Raises as `allreduce` does.
+        Source: C-Cube, section III-D.
         """
         if gpu_of(x) is not None:
             queue = self._submit(True, x, operations.queued, x, layers, op, algorithm)
@@ -100,18 +116,22 @@ class Collectives:
         return HostQueue(future, arrivals, self._calls.control.arena.abort_address)
 
     def broadcast(self, x: Any, root: int = 0, *, async_op: bool = False) -> Any:
-        """Copy `root`'s `x` over everyone's, in place. Same tensors and errors as `allreduce`."""
-        if not async_op and self._again("broadcast", x, "sum", root, "auto"):
+        """Copy `x` of rank `root` to `x` on all ranks. Tensors and errors as in `allreduce`."""
+        if not async_op and self._repeat("broadcast", x, "sum", root, "auto"):
             return None
         return self._submit(async_op, x, operations.into, "broadcast", x, "sum", root)
 
     def reduce(
         self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None, async_op: bool = False
     ) -> Any:
-        """Combine `x` over all ranks into `root`'s, in place; the others' stay as they are.
+        """Combine `x` over all ranks into `x` on rank `root`, in place.
 
-        `out` takes the result on `root` and is returned there; the others' is not looked at. Same
-        tensors, ops and errors as `allreduce`.
+        x, op, async_op, rounding: as in `allreduce`. On other ranks `x` is not changed.
+        root: rank.
+        out: as in `allreduce`, on `root`. On other ranks it is ignored.
+
+        Returns `out` on `root` and None on other ranks, or a `Work`.
+        Raises as `allreduce` does.
         """
         return self._submit(async_op, x, operations.reduce, x, op, root, out)
 
@@ -119,21 +139,32 @@ class Collectives:
         self, x: Any, *, counts: Sequence[int] | None = None, out: Any = None,
         async_op: bool = False,
     ) -> Any:  # fmt: skip
-        """Everyone's `x`, rank by rank: a tensor of shape (ranks, *x.shape), `out` if given.
+        """Gather `x` of all ranks on all ranks.
 
-        `counts`, the same on all ranks: how many rows (first dimension) each rank has, where these
-        differ; then the result has shape (sum(counts), *x.shape[1:]). CPU tensors only. With
-        `async_op` a `Work`, whose `wait` returns it. Tensors and errors as in `allreduce`.
+        x: tensor as in `allreduce`, of the same shape on all ranks unless `counts` is given.
+        counts: number of rows (first dimension) of each rank's `x`, the same on all ranks. CPU
+            tensors only.
+        out: tensor that receives the result.
+        async_op: as in `allreduce`; `Work.wait` returns the result.
+
+        Returns a tensor of shape (ranks, *x.shape), in rank order; with `counts`, of shape
+        (sum(counts), *x.shape[1:]).
+        Raises as `allreduce` does.
         """
         return self._submit(async_op, x, operations.allgather, x, out, counts)
 
     def reduce_scatter(
         self, x: Any, op: str = "sum", *, out: Any = None, async_op: bool = False
     ) -> Any:
-        """This rank's part of the combined `x`: its rows are dealt out evenly, in rank order.
+        """Combine `x` over all ranks and return this rank's rows of the result.
 
-        The first dimension is a multiple of the number of ranks; `x` stays as it is. `out`,
-        `async_op`, tensors, ops and errors as in `allgather` and `allreduce`.
+        x: tensor as in `allreduce`, whose first dimension is a multiple of the number of ranks. It
+            is not changed.
+        op, rounding: as in `allreduce`.
+        out, async_op: as in `allgather`.
+
+        Returns a tensor of shape (x.shape[0] / ranks, *x.shape[1:]). Rows go to the ranks in order.
+        Raises as `allreduce` does.
         """
         return self._submit(async_op, x, operations.reduce_scatter, x, op, out)
 
@@ -141,98 +172,113 @@ class Collectives:
         self, x: Any, out: Any = None, in_splits: Sequence[int] | None = None,
         out_splits: Sequence[int] | None = None, *, async_op: bool = False,
     ) -> Any:  # fmt: skip
-        """Rows of `x`, dealt out evenly, go to the ranks in order; what comes has `x`'s shape.
+        """Send rows of `x` to each rank, and return the rows that each rank sends to this one.
 
-        The first dimension is a multiple of the number of ranks; block r of the result is what
-        rank r sent here. With `in_splits` `x` is dealt out unevenly: so many rows to each rank.
-        Ranks tell each other; `out_splits`, rows that come from each, is compared with that if
-        given. Then the result has shape (rows that come, *x.shape[1:]), and only CPU tensors are
-        taken. `out`, `async_op`, tensors and errors as in `allgather`.
+        x: tensor as in `allreduce`. Without splits, its first dimension is a multiple of the number
+            of ranks, and each rank gets the same number of rows, in rank order.
+        in_splits: number of rows to send to each rank. CPU tensors only.
+        out_splits: number of rows to receive from each rank. The ranks exchange these anyway; if
+            given, they are checked.
+        out, async_op: as in `allgather`.
+
+        Returns a tensor of the shape of `x`, in rank order; with splits, of shape (rows received,
+        *x.shape[1:]).
+        Raises as `allreduce` does.
         """
         if in_splits is None and out_splits is None:
             return self._submit(async_op, x, operations.alltoall, x, out)
-        return self._submit(async_op, x, uneven.alltoall, x, out, in_splits, out_splits)
+        if gpu_of(x) is not None:
+            raise CollectiveError("alltoall with splits takes CPU tensors only")
+        return self._submit(async_op, x, rows.alltoallv, x, out, in_splits, out_splits)
 
     def send(self, x: Any, to: int, *, async_op: bool = False) -> Work | None:
-        """Send `x` to a rank, which must `recv` as many elements of the same dtype.
+        """Send `x` to rank `to`, which must call `recv`. Only these two ranks take part.
 
-        CPU tensors only. Only the two ranks take part; messages from one rank to another arrive in
-        the order in which they were sent. Returns when `x` may be written again; with `async_op` a
-        `Work` at once. Raises as `allreduce` does.
+        x: CPU tensor. The receiver's has as many elements and the same dtype.
+        to: rank.
+        async_op: return a `Work` at once.
+
+        Returns when `x` may be overwritten. Messages from one rank to another arrive in order.
+        Raises as `allreduce` does.
         """
         return self._point_to_point.submit(x, self.rank, to, async_op)
 
     def recv(self, x: Any, source: int, *, async_op: bool = False) -> Work | None:
-        """Receive into `x` what a rank `send`s here. Arguments and errors as in `send`."""
+        """Receive into `x` what rank `source` sends. Arguments and errors as in `send`."""
         return self._point_to_point.submit(x, source, self.rank, async_op)
 
     def sparse_allreduce(
         self, values: Any, indices: Any, numel: int, k: int, op: str = "sum", *,
         residual: Any = None, mode: str = "auto", conserve: bool = True, async_op: bool = False,
     ) -> Any:  # fmt: skip
-        """(values, indices) of the sum of all ranks' sparse vectors, the same on every rank.
+        """Sum sparse vectors over all ranks. Every rank gets the same bits.
 
-        `values` [n] float32, float16 or bfloat16 and `indices` int32 [n], ascending, below `numel`,
-        on the CPU or this rank's GPU, where they are merged; 8 bytes an entry on the wire, 6 of
-        16-bit values, which are added in float32 and rounded once a hop. `op`: sum, or avg, the sum
-        over the number of ranks (divided in float32 at the end). `mode`:
-        "gtopk", the k largest of the sum by the planner's tree of merges (gTop-k paper, algorithm
-        3, for any number of ranks); "topk", the whole sum; "dense", the same by a dense all-reduce
-        in float32, without zeros; "auto", what is predicted to be the fastest
-        (`collectives.explain` with k). `residual` (float32, `numel` elements):
-        with `conserve` the rank that merges adds to its own what it drops, so that the sum of all
-        residuals and the result keeps all that came in; else the paper's algorithm 4: a rank's
-        entries that are not in the result come back, and what was dropped half way is lost.
-        With `async_op` a `Work`, whose `wait` returns the pair; CPU tensors only. On a GPU the host
-        waits, as the result's size is known on the GPU only: not for graphs. Raises
-        CollectiveError, on every rank where their arguments differ.
+        values: float32, float16 or bfloat16, shape [n], on the CPU or this rank's GPU.
+        indices: int32, shape [n], strictly ascending, below `numel`.
+        numel: length of the dense vector, at most 2^31.
+        k: number of entries that mode "gtopk" keeps.
+        op: "sum" or "avg". The average is divided in float32 at the end.
+        residual: float32, `numel` elements, contiguous; receives what the call drops.
+        mode: "gtopk", the k largest of the sum by a tree of merges; "topk", the whole sum by an
+            all-gather; "dense", the whole sum without zeros by a dense all-reduce in float32;
+            "auto", the one with the shortest predicted time (`explain` with k).
+        conserve: add the entries that a merge drops to the residual of the rank that merges. Then
+            the result and all residuals add up to the inputs. If False, this rank's entries that
+            are not in the result go to its residual, and entries dropped on the way are lost.
+        async_op: return a `Work` whose `wait` returns the result. CPU tensors only.
+
+        Returns (values, indices) in the library and dtype of the input. On a GPU the host waits for
+        the size of the result, so the call cannot be captured into a graph.
+        Rounding: 16-bit values are added in float32 and rounded once per hop. An entry takes 8
+        bytes on the wire, or 6 with 16-bit values.
+        Raises as `allreduce` does.
+        Source: Shi et al., gTop-k S-SGD, algorithms 3 and 4.
         """
         arguments = (values, indices, numel, k, op, residual, mode, conserve)
         if (index := gpu_of(values)) is None:
-            return self._submit(async_op, None, whole, *arguments)
-        self._worker.settle()  # so that this thread goes on, whose stream is the caller's
-        with self._calls.telling():
-            self._refuse_other_than_ours(index)
+            return self._submit(async_op, None, host_sparse_allreduce, *arguments)
+        self._worker.drain()  # then this thread runs the call, on the caller's stream
+        with self._calls.sharing_errors():
+            self._refuse_other_gpu(index)
             if async_op:
                 raise CollectiveError("an asynchronous sparse_allreduce takes CPU tensors only")
-        asked = self._submit(False, None, agreed, *arguments)
-        return self._submit(False, values, sparse_allreduce, asked)
+        call = self._submit(False, None, agree, *arguments)
+        return self._submit(False, values, sparse_allreduce, call)
 
     def barrier(self) -> None:
-        """Return when every rank has come."""
+        """Wait until all ranks have called `barrier`."""
         self._submit(False, None, lambda calls: calls.make(Request("barrier", NOTHING)))
 
-    # ---- one call ----------------------------------------------------------------------------
     def _on_gpu(self, number: int) -> GpuCalls:
-        """This rank's calls on its GPU; the first one brings all ranks' GPUs together."""
-        self._refuse_other_than_ours(number)
+        """This rank's calls on its GPU. The first one synchronises the ranks."""
+        self._refuse_other_gpu(number)
         with self._lock:
-            self._worker.settle()  # ranks may meet, and must do so in the order of their calls
+            self._worker.drain()  # ranks may synchronise, which must keep the order of calls
             if self._gpu is None:
                 self._gpu = GpuCalls(number, self._calls, self.settings, self._team, self._quiet)
             return self._gpu
 
     def _own_gpu(self) -> int | None:
-        """This rank's GPU, where that is known."""
+        """The index of this rank's GPU, if it is known."""
         if self._team:
             return self._team.gpu.devices[self.rank].index
         return self._gpu.index if self._gpu else None
 
-    def _refuse_other_than_ours(self, number: int) -> None:
+    def _refuse_other_gpu(self, number: int) -> None:
         if (mine := self._own_gpu()) not in (None, number):
             raise CollectiveError(
                 f"rank {self.rank} runs on GPU {mine}; the tensor is on GPU {number}"
             )
 
-    def _again(self, kind: str, x: Any, op: str, root: int, algorithm: How) -> bool:
-        """Make a call in place of a kind that has been made before; whether it was one."""
+    def _repeat(self, kind: str, x: Any, op: str, root: int, algorithm: How) -> bool:
+        """Repeat an in-place call. Returns False if no call of this kind has been made before."""
         if not self._worker.idle:
             return False
-        found = quick(x)
+        found = fast_buffer(x)
         return found is not None and self._calls.repeat(kind, *found, op, root, algorithm)
 
     def _submit(self, async_op: bool, x: Any, body: Callable[..., Any], *args: Any) -> Any:
-        """Carry out a body where the tensor `x` lies."""
+        """Run `body(context, *args)` on the device of `x`; on the CPU if `x` is no tensor."""
         self._health.check()
         if (index := gpu_of(x)) is not None:
             return self._on_gpu(index).submit(async_op, x, body, *args)
@@ -242,6 +288,6 @@ class Collectives:
         return self._worker.keep(work) if async_op else work.wait()
 
     def _enqueue(self, body: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Carry out a body on the CPU, behind those before it."""
-        order = self._calls.next_order()  # as it is asked for
+        """Run `body` on the worker thread, after the calls before it."""
+        order = self._calls.next_order()  # in this thread, so that it is the order of the calls
         return self._worker.enqueue(self._calls.carry_out, order, body, *args)

@@ -1,4 +1,4 @@
-"""How a communicator behaves: the same on every rank."""
+"""Settings of a communicator, the same on every rank."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ PEER_ACCESS = ("prefer", "require")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`timeout` (s) bounds every wait for a peer; only rank 0 may plan for longer, five minutes.
-    `order`: "fixed" keeps one order of summation for every size. `max_blocks` caps the thread
-    blocks of a launch beside compute (None: no cap). `peer_access`: "require" refuses GPUs that
-    cannot reach each other's memory, which otherwise go through host memory. Raises
-    CollectiveError.
+    """Settings of a communicator. Raises CollectiveError if one is bad.
+
+    topology: a `Topology`, a name or a file; "auto" for the machine itself.
+    timeout: longest wait for a peer, in seconds. Only planning on rank 0 may take longer, up to
+        five minutes.
+    order: "fastest", or "fixed" for the same order of summation at every size.
+    max_blocks: most thread blocks of a launch, to leave room for other kernels; None for no limit.
+    peer_access: "prefer" uses host memory between GPUs that cannot access each other's memory;
+        "require" raises an error instead.
     """
 
     topology: Topology | str = "auto"
@@ -43,9 +47,9 @@ class Settings:
             object.__setattr__(self, "max_blocks", blocks)
 
     def checksum(self, topology: Topology) -> int:
-        """By which ranks notice that they were given different settings."""
-        said = (topology.to_json(), self.order, self.max_blocks, self.peer_access)
-        return crc32(repr(said).encode())
+        """A checksum by which ranks detect different settings."""
+        values = (topology.to_json(), self.order, self.max_blocks, self.peer_access)
+        return crc32(repr(values).encode())
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -54,7 +58,7 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def topology_for(spec: Topology | str, size: int) -> Topology:
-    """The map that `size` CPU ranks plan on: `auto` is their common memory."""
+    """The topology on which `size` CPU ranks plan; for "auto" it is their shared memory."""
     topology = load(f"cpu-{size}" if spec == "auto" else spec)
     has = len(topology.gpus)
     if has < size:

@@ -1,10 +1,11 @@
-"""torch tensors and NumPy arrays as the runtimes see them; torch is imported only if it is used."""
+"""Access to the memory of torch tensors, NumPy and CuPy arrays, without importing torch or CuPy."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from operator import index
 from typing import Any
 
@@ -24,7 +25,7 @@ def is_torch(x: Any) -> bool:
 
 
 def _is_cuda_array(x: Any) -> bool:
-    """Whether it is a CuPy array, or passes for one; a class may have the attribute and refuse."""
+    """Whether `x` is a CuPy array or similar. Classes are excluded: they have the attribute too."""
     return not isinstance(x, type) and hasattr(x, "__cuda_array_interface__") and (
         hasattr(getattr(x, "device", None), "id")
     )  # fmt: skip
@@ -41,27 +42,28 @@ def dtype_name(x: Any) -> str:
 
 
 def gpu_of(x: Any) -> int | None:
-    """The GPU that a tensor lies on, as CUDA numbers them; None for a tensor on the CPU and for
-    what is no tensor."""
+    """The index of a tensor's GPU; None for a CPU tensor and for other objects."""
     if is_torch(x):
         return int(x.device.index) if x.device.type == "cuda" else None
     return int(x.device.id) if _is_cuda_array(x) else None
 
 
 def stream_of(x: Any) -> int:
-    """The current stream of the library that a GPU tensor comes from."""
+    """The current stream of a GPU tensor's library."""
     if is_torch(x):
         return int(sys.modules["torch"].cuda.current_stream(x.device).cuda_stream)
-    if _is_cupy(x):  # whose interface tells the stream of the current GPU, not of its own
+    if _is_cupy(x):  # its interface has the stream of the current GPU, not of the array's
         cupy = sys.modules["cupy"]
         return int(cupy.cuda.get_current_stream(x.device.id).ptr)
     stream = x.__cuda_array_interface__.get("stream")
     return 0 if stream in (None, 1) else int(stream)  # 1: the legacy default stream
 
 
-def quick(x: Any) -> tuple[int, int, str] | None:
-    """(address, bytes, dtype) of a tensor on the CPU that can be worked on where it lies, as in
-    most calls; None for any other, of which `as_buffer` tells more."""
+def fast_buffer(x: Any) -> tuple[int, int, str] | None:
+    """(address, bytes, dtype) of a contiguous, writable CPU tensor, as in most calls.
+
+    None for any other object; `as_buffer` then raises the error, if there is one.
+    """
     if type(x) is np.ndarray:
         flags = x.flags
         if flags.c_contiguous and flags.writeable and (name := _NUMPY.get(x.dtype)):
@@ -81,12 +83,11 @@ def quick(x: Any) -> tuple[int, int, str] | None:
 def as_buffer(
     x: Any, written: bool = True, gpu: int | None = None
 ) -> tuple[Buffer, Callable[[], None]]:
-    """The memory of `x`, and what must be called once the collective has filled it.
+    """The memory of `x`, and a function to call once the collective has written to it.
 
-    What is only read (not `written`) may be read-only or expanded. A non-contiguous tensor is
-    worked on in a contiguous copy that is copied back. Raises CollectiveError for what is no
-    tensor, a dtype that is not supported, a read-only array, or a tensor on another device than
-    that `gpu` (None: the CPU).
+    A non-contiguous tensor is replaced by a contiguous copy, which that function copies back.
+    Raises CollectiveError for an object that is no tensor, for an unsupported dtype, for a tensor
+    that is not on `gpu` (None: the CPU), and if `written`, for read-only or expanded memory.
     """
     if is_torch(x):
         if x.device.type not in ("cpu", "cuda"):
@@ -116,7 +117,7 @@ def as_buffer(
     if written:
         _refuse_shared(tuple(x.shape), strides)
     if is_torch(x):
-        whole = x if stands_in_order(x) else x.resolve_neg().contiguous()
+        whole = x if is_contiguous(x) else x.resolve_neg().contiguous()
         item = x.element_size()
         buffer = Buffer(whole.data_ptr(), whole.numel() * item, name, item, whole)
     else:
@@ -126,12 +127,16 @@ def as_buffer(
 
 
 def _cuda_buffer(x: Any, written: bool, name: str) -> tuple[Buffer, Callable[[], None]]:
-    told = x.__cuda_array_interface__
-    shape, strides, item = tuple(told["shape"]), told.get("strides"), int(np.dtype(name).itemsize)
-    if written and told["data"][1]:
+    interface = x.__cuda_array_interface__
+    shape, strides, item = (
+        tuple(interface["shape"]),
+        interface.get("strides"),
+        int(np.dtype(name).itemsize),
+    )
+    if written and interface["data"][1]:
         raise CollectiveError("the array is read-only; a collective writes its result into it")
     whole, done = x, _nothing
-    if not stands_in_order(x):
+    if not is_contiguous(x):
         if written:
             _refuse_shared(shape, strides)
         if not _is_cupy(x):
@@ -142,18 +147,18 @@ def _cuda_buffer(x: Any, written: bool, name: str) -> tuple[Buffer, Callable[[],
     return Buffer(int(whole.__cuda_array_interface__["data"][0]), nbytes, name, item, whole), done
 
 
-def stands_in_order(x: Any) -> bool:
-    """Whether a tensor's elements lie side by side, so that it is worked on where it lies."""
-    if is_torch(x):  # of one with the negative bit, memory holds the negated values
+def is_contiguous(x: Any) -> bool:
+    """Whether a tensor is contiguous and stored as its values, so that it needs no copy."""
+    if is_torch(x):  # with the negative bit set, memory holds the negated values
         return bool(x.is_contiguous() and not x.is_neg())
     if isinstance(x, np.ndarray):
         return bool(x.flags.c_contiguous)
-    told = x.__cuda_array_interface__
-    shape, strides = tuple(told["shape"]), told.get("strides")
-    return strides is None or _in_order(shape, strides, np.dtype(told["typestr"]).itemsize)
+    interface = x.__cuda_array_interface__
+    shape, strides = tuple(interface["shape"]), interface.get("strides")
+    return strides is None or _in_c_order(shape, strides, np.dtype(interface["typestr"]).itemsize)
 
 
-def _in_order(shape: Sequence[int], strides: Sequence[int], item: int) -> bool:
+def _in_c_order(shape: Sequence[int], strides: Sequence[int], item: int) -> bool:
     step = item
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size > 1 and stride != step:
@@ -164,7 +169,7 @@ def _in_order(shape: Sequence[int], strides: Sequence[int], item: int) -> bool:
 
 def _refuse_shared(shape: Sequence[int], strides: Sequence[int]) -> None:
     shared = any(step == 0 and size > 1 for step, size in zip(strides, shape, strict=True))
-    if shared and 0 not in shape:  # NumPy's strides of nothing are 0
+    if shared and 0 not in shape:  # NumPy's empty arrays have strides of 0
         raise CollectiveError(
             f"a tensor of shape {tuple(shape)} whose elements share memory (it was expanded) "
             "cannot be written in place"
@@ -183,42 +188,36 @@ def _copy_back(to: Any, source: Any) -> Callable[[], None]:
 
 
 class Block:
-    """A block of the arena; when the last array over it goes, the block is free again.
+    """The owner of a block of the arena; the block is freed when the last array over it is deleted.
 
-    Not an array itself: NumPy makes a view of a view refer to the first one's memory, and would
-    let go of what lies between.
+    It is not an array, because a NumPy view of a view refers to the first array's memory and does
+    not keep the arrays between alive.
     """
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:
-        self._memory = memory  # which keeps the mapping
+        self._memory = memory  # keeps the mapping alive
         self.__array_interface__ = memory.__array_interface__
 
 
-def numpy_name(dtype: Any) -> str:
-    """NumPy's name of a dtype; what is none, as text."""
-    try:
-        return str(np.dtype(dtype))
-    except TypeError:
-        return str(dtype)
-
-
-def layout_of(shape: Any, dtype: Any) -> tuple[tuple[int, ...], str, int]:
-    """(dimensions, dtype's name, bytes of an element) of a tensor to be made; a torch dtype stands
-    for a torch tensor. Raises CollectiveError."""
+def parse_layout(shape: Any, dtype: Any) -> tuple[tuple[int, ...], str, int]:
+    """(dimensions, name of the dtype, bytes of an element). Raises CollectiveError."""
     try:
         dims = tuple(map(index, shape if isinstance(shape, Iterable) else (shape,)))
     except TypeError:
         dims = (-1,)
     if any(d < 0 for d in dims):
         raise CollectiveError(f"a shape is made of integers >= 0, not {shape!r}")
-    name = str(dtype).removeprefix("torch.") if _of_torch(dtype) else numpy_name(dtype)
+    name = str(dtype).removeprefix("torch.")
+    if not _of_torch(dtype):
+        with suppress(TypeError):  # an object that is no dtype is refused by its text
+            name = str(np.dtype(dtype))
     if name not in DTYPES or (name == "bfloat16" and not _of_torch(dtype)):
         raise unsupported(name)
     return dims, name, DTYPES[name].size
 
 
-def shaped(raw: Any, dims: tuple[int, ...], name: str, dtype: Any) -> Any:
-    """A tensor over an array of bytes, which it keeps: NumPy's or CuPy's, or torch's by DLPack."""
+def tensor_over(raw: Any, dims: tuple[int, ...], name: str, dtype: Any) -> Any:
+    """A view of an array of bytes: for a torch dtype a torch tensor, else an array."""
     if _of_torch(dtype):
         from torch.utils.dlpack import from_dlpack
 
@@ -230,8 +229,8 @@ def _of_torch(dtype: Any) -> bool:
     return type(dtype).__module__ == "torch"
 
 
-def room_for(x: Any, shape: tuple[int, ...], out: Any) -> Any:
-    """`out` if it can take a result of `x`'s kind in this shape; a new tensor where it is None."""
+def output_for(x: Any, shape: tuple[int, ...], out: Any) -> Any:
+    """`out` if it has this shape and the library, dtype and device of `x`; None: a new tensor."""
     if out is None:
         if is_torch(x):
             return sys.modules["torch"].empty(shape, dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""Tensors of one call that share memory, of whatever library and on whatever device."""
+"""Finds tensors of one call that share memory, of any library and on any device."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.tensors import is_torch, stands_in_order
+from linkweave.collectives.tensors import is_contiguous, is_torch
 
 _WORK = 1000
-"""Steps that NumPy may take to tell whether strided arrays share memory; beyond, they count as
+"""Steps in which NumPy must prove that strided arrays do not share memory; else they count as
 sharing it."""
 
 
 def refuse_overlaps(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-    """Raise CollectiveError where a tensor of `outputs` shares memory with any other one.
+    """Raise CollectiveError if an output shares memory with another output or an input.
 
-    It may be the input at its own place in the list, whole and with the same strides.
+    An output may be identical to the input at its own index.
     """
     many, tensors = len(outputs), [*outputs, *inputs]
     for i, j in _pairs(tensors):
@@ -32,12 +32,12 @@ def refuse_overlaps(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
             )
         which = f" (out[{i}], input {j - many})" if len(inputs) > 1 else ""
         raise CollectiveError(
-            f"out overlaps the input{which}: it must be the input or lie elsewhere"
+            f"out overlaps the input{which}: it must be the input or share no memory with it"
         )
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Whether they have the same elements in the same places."""
+    """Whether two tensors are the same elements at the same addresses."""
     return _extent(_memory(a)) == _extent(_memory(b))
 
 
@@ -47,9 +47,9 @@ def _extent(x: NDArray[Any]) -> tuple[object, ...]:
 
 
 def _pairs(tensors: Sequence[Any]) -> Iterator[tuple[int, int]]:
-    """(i, j), i < j, of those that share memory."""
+    """(i, j), i < j, of tensors that share memory."""
     spans = sorted((*_span(x), i) for i, x in enumerate(tensors) if 0 not in x.shape)
-    near: list[tuple[int, int]] = []  # (end, number) of those that reach as far as the next one
+    near: list[tuple[int, int]] = []  # (end, index) of tensors whose span may reach the next one
     for start, stop, i in spans:
         near = [(end, j) for end, j in near if end > start]
         for _, j in near:
@@ -60,15 +60,15 @@ def _pairs(tensors: Sequence[Any]) -> Iterator[tuple[int, int]]:
 
 
 def _span(x: Any) -> tuple[int, int]:
-    """The first byte that a tensor reaches, and the one behind the last."""
-    if is_torch(x) and stands_in_order(x):
+    """The addresses of a tensor's first byte and of the byte after its last."""
+    if is_torch(x) and is_contiguous(x):
         start = int(x.data_ptr())
         return start, start + int(x.nbytes)
     return np.lib.array_utils.byte_bounds(_memory(x))
 
 
 def _memory(x: Any) -> NDArray[Any]:
-    """An array over the memory of a tensor that is not to be read: it may be on a GPU."""
+    """A NumPy array over a tensor's memory. Do not read it: the memory may be on a GPU."""
     return x if isinstance(x, np.ndarray) else np.asarray(_Described(x))
 
 

@@ -1,5 +1,8 @@
-"""One rank's calls on GPU tensors: agreed with all ranks the first time that they are made, then
-launched with no host between the ranks, on the caller's stream."""
+"""One rank's calls on GPU tensors.
+
+The first call of each kind synchronises the ranks on the host. Later calls are only enqueued on
+the caller's stream.
+"""
 
 from __future__ import annotations
 
@@ -9,36 +12,28 @@ from contextlib import ExitStack
 from typing import Any
 
 from linkweave.collectives.calls.gpu_launcher import GpuLauncher
-from linkweave.collectives.calls.host import HostCalls
-from linkweave.collectives.calls.stream_work import POLL, OnStream, StreamQueue, StreamWork
+from linkweave.collectives.calls.gpu_work import POLL, GpuContext, GpuQueue, GpuWork
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.runtime.gpu.team import Team
-from linkweave.collectives.settings import Settings
 from linkweave.collectives.tensors import stream_of
 
 
 class GpuCalls(GpuLauncher):
-    """Calls of one rank on one GPU. Each call waits for the one before it, on whatever streams.
+    """Calls of one rank on one GPU.
 
-    Calls that a graph holds keep their order among themselves. The caller must order replays and
-    other calls of the same communicator.
+    Each call waits for the one before it, on any stream. Calls captured into a graph keep their
+    order among themselves; the caller must order replays and other calls of the communicator.
     """
 
-    def __init__(
-        self, index: int, calls: HostCalls, settings: Settings, team: Team | None = None,
-        quiet: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(index, calls, settings, team, quiet)
-        self._under_way: list[StreamWork] = []
-        self._captured: list[int] = []  # events of asynchronous calls in graphs
-        self._in_graphs: list[OnStream] = []  # and the calls
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._under_way: list[GpuWork] = []
+        self._captured: list[int] = []  # events of captured asynchronous calls
+        self._in_graphs: list[GpuContext] = []  # and these calls
 
-    # ---- one call ----------------------------------------------------------------------------
     def submit(self, async_op: bool, x: Any, body: Callable[..., Any], *args: Any) -> Any:
-        """Carry out one of `bodies` on the current stream of `x`'s library.
+        """Run `body(context, *args)` on the current stream of `x`'s library.
 
-        With `async_op` on a stream of our own, so that what the caller enqueues next runs beside
-        it until `StreamWork.wait`.
+        With `async_op` it runs on the communicator's side stream instead and returns a `GpuWork`.
         """
         with self._lock, self.device.here():
             self.check()
@@ -46,7 +41,7 @@ class GpuCalls(GpuLauncher):
                 return self._submit(async_op, x, body, args)
             except CollectiveError:
                 raise
-            except (RuntimeError, MemoryError) as error:  # CUDA's; CuPy's where there is no room
+            except (RuntimeError, MemoryError) as error:  # CUDA errors; CuPy out of memory
                 raise self.fail(error) from error
 
     def _submit(self, async_op: bool, x: Any, body: Callable[..., Any], args: Any) -> Any:
@@ -59,13 +54,13 @@ class GpuCalls(GpuLauncher):
         done = self._done_captured if capture else self._done
         if not capture or capture == self._capture:
             self.device.wait(done, stream)
-        context = OnStream(self, caller, stream)
+        context = GpuContext(self, caller, stream)
         try:
             result = body(context, *args)
         except BaseException:
             context.free()
             raise
-        finally:  # what was enqueued before a failure too
+        finally:  # also after a failure, for what was enqueued before it
             if context.begun:
                 self.device.record(done, stream)
                 self._capture = capture or self._capture
@@ -74,34 +69,35 @@ class GpuCalls(GpuLauncher):
             return result
         event = self.device.make_event()
         self.device.record(event, stream)
-        kind = StreamWork if context.layers is None else StreamQueue
+        kind = GpuWork if context.layers is None else GpuQueue
         work = kind(self, context, x, result, event, bool(capture))
-        if capture:  # which keeps what it needs
+        if capture:  # the graph needs them until the end
             self._captured.append(event)
             self._in_graphs.append(context)
         else:
             self._under_way.append(work)
         return work
 
-    # ---- the end -----------------------------------------------------------------------------
     def synchronise(self) -> None:
-        """Wait until this rank's calls are over, but for replays of graphs; not to be called while
-        one is captured. Raises what went wrong."""
+        """Block until this rank's calls have finished, and raise their errors.
+
+        Does not wait for replays of graphs. Must not be called during a capture.
+        """
         while not self.ready(self._done):
             time.sleep(POLL)
         self.check()
 
     def close(self) -> None:
-        """Wait for this rank's calls, and until no rank needs its memory; then give it back.
+        """Wait for this rank's calls and replays, and for peers that use its memory; then free it.
 
-        Replays of graphs are waited for as well. All is given back that can be, whatever fails.
+        If one step fails, the others are still done.
         """
         device = self.device
-        with ExitStack() as last:  # backwards
+        with ExitStack() as last:  # runs the callbacks in reverse order
             for address, _ in self._scratch:
                 last.callback(device.free, address)
             last.callback(device.free_stream, self._side)
-            for event in (self._done, self._done_captured, self._met, *self._captured):
+            for event in (self._done, self._done_captured, self._joined, *self._captured):
                 last.callback(device.free_event, event)
             while self._under_way:
                 last.callback(self._under_way.pop().free)

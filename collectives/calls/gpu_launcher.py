@@ -1,19 +1,19 @@
-"""How one rank's requests are enqueued on its GPU."""
+"""Enqueues one rank's requests on its GPU."""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from functools import lru_cache
 from typing import Any
 from zlib import crc32
 
-from linkweave.collectives.calls.choices import Choices
+from linkweave.collectives.calls.call_planner import CallPlanner
+from linkweave.collectives.calls.fifo_cache import FifoCache
 from linkweave.collectives.calls.host import HostCalls
-from linkweave.collectives.calls.newest import Newest
-from linkweave.collectives.calls.occupancy import gather_occupancy
 from linkweave.collectives.calls.request import Key, Request, key_of, notice, words
-from linkweave.collectives.calls.trace import CALLS, label
+from linkweave.collectives.calls.trace import CALLS, KERNELS, label
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.buffer import Buffer
@@ -31,55 +31,56 @@ from linkweave.collectives.runtime.gpu.watchdog import Watchdog
 from linkweave.collectives.settings import Settings
 from linkweave.topology import load
 
+_MOST_TEXT = 500  # characters of an error message that the other ranks are sent
+
 
 @lru_cache(maxsize=64)
 def _read(text: bytes) -> Plan:
-    """One object for all ranks of this process, which compare their calls."""
+    """A plan from JSON. Ranks that are threads get the same object, so they compare it fast."""
     return Plan.from_json(text.decode())
 
 
 class GpuLauncher:
-    """Enqueues one rank's requests on its GPU, after all ranks agreed on what is new."""
+    """Enqueues one rank's requests. All ranks first agree on each new kind of call."""
 
     def __init__(
-        self, index: int, calls: HostCalls, settings: Settings, team: Team | None = None,
-        quiet: bool = False,
-    ) -> None:  # fmt: skip
+        self, index: int, calls: HostCalls, settings: Settings, team: Team | None, quiet: bool
+    ) -> None:
         self.index, self.rank, self.size = index, calls.rank, calls.size
         self._calls, self._control, self._health = calls, calls.control, calls.health
         self._arena = calls.control.arena
         self._owns_team, self.trace = team is None, calls.trace
-        with calls.telling():  # a GPU that cannot be used: the others must not wait
+        with calls.sharing_errors():  # so that the others do not wait if this GPU is unusable
             self.device: Device = cuda.open_device(index)
             try:
                 identity = self.device.identity()
                 self.team = team or self._alone(settings)
-                # behind the last call: outside of graphs, and within the capture of this number
-                self._done, self._done_captured, self._met = (
+                # recorded behind the last call: outside of graphs, and in the current capture
+                self._done, self._done_captured, self._joined = (
                     self.device.make_event() for _ in range(3)
                 )
-                self._side = self.device.make_stream()  # of asynchronous calls
+                self._side = self.device.make_stream()  # for asynchronous calls
             except RuntimeError as error:
                 raise CollectiveError(f"GPU {index} cannot be used: {error}{advice()}") from error
         auto = settings.topology == "auto"
         spec = None if auto else load(settings.topology)
         topology = common_topology(identity, self.rank, calls.gather, spec, quiet)
-        self.choices = Choices(topology, settings.order)
+        self.planner = CallPlanner(topology, settings.order)
         self.made = 0
         self._last, self._checksum = "", 0
-        self._rooms: dict[tuple[str, str], list[Occupancy]] = {}
-        self._known = Newest[Key, tuple[str, str, Call | None]]()
-        self._plans = Newest[Key, Plan]()
+        self._occupancy: dict[tuple[str, str], list[Occupancy]] = {}
+        self._known = FifoCache[Key, tuple[str, str, Call | None]]()
+        self._plans = FifoCache[Key, Plan]()
         self._capture, self._captures = 0, False
-        self._scratch: list[tuple[int, int]] = []  # (address, bytes): graphs may hold old ones
+        self._scratch: list[tuple[int, int]] = []  # (address, bytes); graphs may still use old ones
         self._shared: list[
             SymmetricMemory | None
-        ] = []  # memory of tensors; None: there was no room
+        ] = []  # symmetric memory; None if allocating it failed
         self._lock = threading.Lock()
         self._watchdog = Watchdog(self.team.gpu, self._control, self._describe)
 
     def _alone(self, settings: Settings) -> Team:
-        """The team of a process with one rank."""
+        """The team of a process that runs one rank."""
         required = settings.peer_access == "require"
         memory = PeerMemory(self.device, self._arena, self._calls.gather, required)
         return Team(
@@ -89,9 +90,8 @@ class GpuLauncher:
     def _describe(self) -> str:
         return f"{self.made} calls on the GPU" + (f", the last {self._last}" if self._last else "")
 
-    # ---- what goes wrong ---------------------------------------------------------------------
     def check(self) -> None:
-        """Raise what went wrong on a GPU or another rank, if anything has."""
+        """Raise if a GPU or another rank has failed."""
         self._health.check()
         try:
             self._watchdog.check()
@@ -100,7 +100,7 @@ class GpuLauncher:
             raise
 
     def fail(self, error: Exception) -> CollectiveError:
-        """End the communicator on all ranks; what is to be raised here."""
+        """End the communicator on all ranks. Returns the error to raise here."""
         if not isinstance(error, CollectiveError):
             error = CollectiveError(f"rank {self.rank} on GPU {self.index}: {error}")
         self._health.fail(error)
@@ -109,20 +109,20 @@ class GpuLauncher:
         return error
 
     def ready(self, event: int) -> bool:
-        """Whether that is over. Raises what went wrong."""
+        """Whether an event has completed. Raises if the GPU has failed."""
         try:
             return self.device.ready(event)
         except RuntimeError as error:
             raise self.fail(error) from error
 
     def join(self, stream: int, behind: int) -> None:
-        """What `stream` is given from now on comes after what `behind` holds."""
+        """Make work enqueued on `stream` from now on wait for the work on `behind`."""
         if stream != behind:
-            self.device.record(self._met, behind)
-            self.device.wait(self._met, stream)
+            self.device.record(self._joined, behind)
+            self.device.wait(self._joined, stream)
 
     def scratch(self, nbytes: int, stream: int) -> int:
-        """The address of memory for one call; calls follow each other, so one piece serves all."""
+        """The address of scratch memory. Calls run in order, so all share one piece."""
         if not self._scratch or self._scratch[-1][1] < nbytes:
             self._not_captured(stream, "needs memory")
             size = max(nbytes, 2 * self._scratch[-1][1] if self._scratch else 0)
@@ -130,7 +130,7 @@ class GpuLauncher:
         return self._scratch[-1][0]
 
     def empty(self, nbytes: int) -> Any:
-        """A new array of bytes in memory that all ranks' GPUs see. All ranks must call it."""
+        """An array of bytes in symmetric memory. All ranks must call it."""
         with self._lock, self.device.here():
             self.check()
             asked = [row.decode() for row in self._calls.gather("tensors", str(nbytes).encode())]
@@ -144,8 +144,10 @@ class GpuLauncher:
             return shared.leases[self.rank].tensor(nbytes)
 
     def symmetric_address(self, buffer: Buffer) -> SymmetricAddress | None:
-        """Where a buffer lies in memory that all ranks' GPUs see; None: elsewhere, or all ranks run
-        in one launch, which sees all of them anyway."""
+        """The position of a buffer in symmetric memory.
+
+        None if it is elsewhere, or if all ranks run in one launch, which sees every buffer anyway.
+        """
         if self.team.gpu.launches_all(self.size):
             return None
         for number, shared in enumerate(self._shared):
@@ -156,47 +158,66 @@ class GpuLauncher:
         return None
 
     def _sees(self, plan: Plan, piece: int) -> bool:
-        """Whether every rank sees the memory of those that it sends to."""
+        """Whether every rank can access the symmetric memory of the ranks that it sends to."""
         shared = self._shared[piece]
         return shared is not None and not any(
             (c.src, c.dst) in shared.unseen for c in plan.connections
         )
 
-    def know_occupancy(self, dtype: str, op: str, stream: int) -> None:
-        """The first time for a dtype and op ranks compile the kernel, and tell each other how many
-        of its blocks their GPUs hold at once."""
-        if (dtype, op) not in self._rooms:
-            self._not_captured(stream, f"is the first {op} of {dtype}, for which a kernel is made")
-            self._rooms[dtype, op] = gather_occupancy(
-                self._calls, self.team.gpu, self.device, dtype, op
-            )
+    def ensure_occupancy(self, dtype: str, op: str, stream: int) -> None:
+        """On the first call of a dtype and op, compile the kernel and gather its occupancy.
+
+        The occupancy is the number of thread blocks that each GPU holds at once. If one rank has no
+        kernel, every rank raises CollectiveError.
+        """
+        if (dtype, op) in self._occupancy:
+            return
+        self._not_captured(stream, f"is the first {op} of {dtype}, which compiles a kernel")
+        mine: dict[str, Any] = {}
+        try:
+            with self.trace.phase("kernel"):
+                found = self.team.gpu.occupancy(dtype, op)
+            mine["blocks"] = [entry for entry in found if self.rank in entry[0]]
+            self.trace.say(
+                KERNELS, f"kernel plan.cu for {dtype} {op}: {self.device.registers(dtype, op)} "
+                f"registers, {found} blocks at once on GPU {self.index}"
+            )  # fmt: skip
+        except Exception as error:  # of any kind: the other ranks must learn of it
+            mine["error"] = f"{error}"[:_MOST_TEXT]
+        rows = [json.loads(row) for row in self._calls.gather("kernels", json.dumps(mine).encode())]
+        if errors := [f"rank {r}: {row['error']}" for r, row in enumerate(rows) if "error" in row]:
+            raise CollectiveError(f"no kernel for {op} of {dtype}: {'; '.join(errors)}")
+        self._occupancy[dtype, op] = sorted(
+            {(tuple(ranks), blocks) for row in rows for ranks, blocks in row["blocks"]}
+        )
 
     def _refusal(self, plan: Plan, dtype: str, op: str) -> str:
-        """Why a GPU does not hold all blocks of a plan at once; empty where all do."""
+        """Why a GPU does not hold all blocks of a plan at once; empty if every GPU does."""
         try:
-            width_of(plan, self._rooms[dtype, op], self.team.gpu.max_blocks)
+            width_of(plan, self._occupancy[dtype, op], self.team.gpu.max_blocks)
         except CollectiveError as error:
             return str(error)
         return ""
 
     def refusal(self, request: Request) -> str:
-        """Why a call would be refused for lack of room, as far as that is known before it is made;
-        the same on all ranks. Empty where it would not."""
+        """Why a call would be refused because its blocks do not fit; empty if they do.
+
+        The same on all ranks.
+        """
         if key_of(request) in self._known or self.size == 1:
             return ""
         return self._refusal(self._plan(request), request.buffer.dtype, request.op)
 
     def _plan(self, request: Request) -> Plan:
-        """The plan of a call, as the kernel runs it: rank 0 plans, the others read. All ranks must
-        ask for the same ones."""
+        """The plan of a call: rank 0 makes it and the others read it, so all ranks must ask."""
         key = key_of(request)
         if key not in self._plans:
             dtype, nbytes, op = request.buffer.dtype, request.buffer.nbytes, request.op
 
             def make() -> bytes:
-                plan = self.choices.plan(request, nbytes, lambda p: not self._refusal(p, dtype, op))
+                plan = self.planner.plan(request, nbytes, lambda p: not self._refusal(p, dtype, op))
                 name = label(request.kind, plan.algorithm, nbytes)
-                self.trace.planned(name, plan, self.choices.topology, nbytes)
+                self.trace.planned(name, plan, self.planner.topology, nbytes)
                 return fused(plan).to_json().encode()
 
             self._plans.add(key, _read(self._calls.share(make)))
@@ -205,20 +226,23 @@ class GpuLauncher:
     def make(
         self, request: Request, stream: int, begun: int | None = None
     ) -> tuple[Call, CallCounters | None] | None:
-        """Enqueue what is asked for; what was launched, if anything. The first time, all ranks
-        meet and agree on it. `begun`: an event for a call with layers."""
-        said = notice(request)
-        key = said[:-1], request.root  # as `key_of`
+        """Enqueue a request. Returns what was launched, if anything.
+
+        The first request of a kind synchronises the ranks. `begun` is an event for a call with
+        layers.
+        """
+        row = notice(request)
+        key = row[:-1], request.root  # as `key_of`
         if key not in self._known:
-            text = words((*said[:-1], -1))
+            text = words((*row[:-1], -1))
             self._not_captured(stream, f"is the first {text}, which all ranks agree on")
             with self.trace.phase("agree"):
                 gone = self._known.add(key, self._agree(request, text))
             self.team.forget(old for *_, old in gone if old)
         self._last, name, call = self._known[key]
         self.made += 1
-        self._checksum = crc32(repr(said).encode(), self._checksum)
-        if self._owns_team:  # a team of several compares its calls itself
+        self._checksum = crc32(repr(row).encode(), self._checksum)
+        if self._owns_team:  # a team of several ranks compares its calls itself
             self._arena.log_call(self.made, self._checksum)
         values = (request.source or request.buffer).address
         if call is None:
@@ -229,7 +253,7 @@ class GpuLauncher:
             self.team.hold(call)
         trace = self.trace
         trace.say(CALLS, f"GPU call {self.made}: {name} {call.dtype} {call.op} on stream "
-                  f"{stream:#x}, {call.width} lanes at most")  # fmt: skip
+                  f"{stream:#x}, width {call.width} at most")  # fmt: skip
         trace.flags(lambda: encode(call.plan), call.plan.num_chunks)
         start = time.monotonic()
 
@@ -255,8 +279,11 @@ class GpuLauncher:
     def dequeue(
         self, call: Call, counted: CallCounters, layer: int, begun: int, checked: int, stream: int
     ) -> None:
-        """What `stream` is given from now on comes behind that layer of a call that began with the
-        event `begun`; `checked` is recorded behind that. Raises what went wrong so far."""
+        """Make work enqueued on `stream` from now on wait for one layer of a call.
+
+        `begun` is the event at the start of the call's counting; `checked` is recorded behind the
+        wait. Raises errors known so far.
+        """
         with self._lock, self.device.here(), self.trace.phase("dequeue"):
             self.check()
             try:
@@ -264,31 +291,30 @@ class GpuLauncher:
                 prepared = self.team.prepare(call)
                 self.team.gpu.dequeue(prepared, counted, self.rank, layer, stream)
                 self.device.record(checked, stream)
-            except RuntimeError as error:  # CUDA's
+            except RuntimeError as error:  # from CUDA
                 raise self.fail(error) from error
 
-    def _agree(self, request: Request, said: str) -> tuple[str, str, Call | None]:
-        """What is asked for, a name for profilers, and what is launched."""
+    def _agree(self, request: Request, text: str) -> tuple[str, str, Call | None]:
+        """Agree on a new kind of call: its text, its name for profilers, and what to launch."""
         buffer = request.buffer
         try:
-            self._calls.meet(request)
+            self._calls.agree_on(request)
         except CollectiveTimeout as error:
-            late = f"{error} (this rank asks for {said})"
+            late = f"{error} (this rank asks for {text})"
             raise CollectiveTimeout(late, **error.fields()) from None
         if buffer.nbytes == 0 or self.size == 1:
-            return said, request.kind, None
+            return text, request.kind, None
         plan = self._plan(request)
-        rooms = self._rooms[buffer.dtype, request.op]
-        lanes = width_of(plan, rooms, self.team.gpu.max_blocks)
+        width = width_of(plan, self._occupancy[buffer.dtype, request.op], self.team.gpu.max_blocks)
         layers = request.layers or ()
         seen = request.symmetric is not None and self._sees(plan, request.symmetric[0])
-        call = Call(said, plan, buffer.nbytes, buffer.dtype, request.op, lanes, layers, seen)
+        call = Call(text, plan, buffer.nbytes, buffer.dtype, request.op, width, layers, seen)
         if self._owns_team:
             try:
                 self.team.prepare(call)
             except Exception as error:
                 raise self.fail(error) from error
-        return said, label(request.kind, plan.algorithm, buffer.nbytes), call
+        return text, label(request.kind, plan.algorithm, buffer.nbytes), call
 
     def _not_captured(self, stream: int, why: str) -> None:
         if self.device.capturing(stream):

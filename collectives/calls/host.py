@@ -1,4 +1,4 @@
-"""One rank's calls on CPU tensors: agreed with all others before any data moves, then made."""
+"""One rank's calls on CPU tensors. All ranks agree on each call before any data moves."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linkweave.collectives import errors
-from linkweave.collectives.calls.choices import Choices
-from linkweave.collectives.calls.one_call import OneCall, Refused
-from linkweave.collectives.calls.plans import Plans
+from linkweave.collectives.calls.call_guard import CallGuard, Refused
+from linkweave.collectives.calls.call_planner import CallPlanner
+from linkweave.collectives.calls.host_plans import HostPlans
 from linkweave.collectives.calls.request import (
     EXCHANGES,
     KINDS,
@@ -30,7 +30,7 @@ from linkweave.collectives.calls.request import (
     algorithm_word,
     difference,
     notice,
-)
+)  # fmt: skip
 from linkweave.collectives.calls.trace import CALLS, KERNELS, Trace, label
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.collective import COLLECTIVES
@@ -53,28 +53,27 @@ log = logging.getLogger("linkweave")
 T = TypeVar("T")
 
 _KNOWN, _REGIONS, _CHOSEN = 256, 64, 1024
-"""How many kinds of calls, plans and choices are kept: of calls those used last, of the others,
-which are the same on all ranks, the newest."""
-_HEAD = 128  # bytes of numbers before a plan
-_TOLD = 200  # bytes of an error that the others are told
+"""How many kinds of calls (the most recently used), plans and choices (the newest) are kept."""
+_HEAD = 128  # bytes of the JSON header before an encoded plan
+_MOST_TEXT = 200  # bytes of an error message that the other ranks are sent
 _ONE_BLOCK = np.zeros((1, 2), np.int64)
 
 
 class HostCalls:
-    """What a communicator's collectives have in common; one call at a time."""
+    """The CPU calls of one communicator on one rank. One call runs at a time."""
 
     def __init__(
         self, arena: Arena, topology: Topology, settings: Settings,
         next_order: Callable[[], int] = int,
     ) -> None:  # fmt: skip
         self.rank, self.size = arena.rank, arena.size
-        self.choices = Choices(topology, settings.order)
-        self.request = self.choices.request
+        self.planner = CallPlanner(topology, settings.order)
+        self.request = self.planner.request
         self.health = Health(arena.rank)
         self.control = HostControl(arena, settings.timeout, self.health)
         self.executor = CpuExecutor(self.control)
         self.trace = Trace(self.rank)
-        self.next_order = next_order  # numbers the calls on lanes; 0 elsewhere
+        self.next_order = next_order  # numbers the calls of all lanes together; 0 elsewhere
         self._order = 0
         self._arena = arena
         self._settings = settings.checksum(topology)
@@ -82,69 +81,72 @@ class HostCalls:
         self._chosen: OrderedDict[tuple[object, ...], tuple[int, int]] = OrderedDict()
         self._regions: OrderedDict[int, Region] = OrderedDict()
         self._idle = self.executor.load(nothing(self.size), arena.start)
-        self._count = 0  # of plans that rank 0 has numbered
-        self._mine: dict[int, tuple[str, int]] = {}  # on rank 0: names of plans, bytes of regions
-        self._plans = Plans(self.choices, self.trace)
+        self._count = 0  # the number of the next plan, on rank 0
+        self._mine: dict[int, tuple[str, int]] = {}  # on rank 0: (plan's name, bytes of its region)
+        self._plans = HostPlans(self.planner, self.trace)
         self._scratch: NDArray[np.uint8] | None = None
-        self._calling = OneCall(self.control)
+        self._guard = CallGuard(self.control)
 
-    # ---- tensors -----------------------------------------------------------------------------
     def buffer(self, x: Any, written: bool = True) -> tuple[Buffer, Callable[[], None]]:
+        """The memory of `x`, and a function to call once the collective has written to it."""
         return as_buffer(x, written)
 
     def block(self, nbytes: int) -> NDArray[np.uint8]:
-        """Bytes of memory that all ranks share; given back with the last array over them."""
+        """An array in shared memory, which is freed with the last view of the array."""
         offset, memory = self._arena.allocate(nbytes)
         block = Block(memory)
         weakref.finalize(block, self._arena.free, offset, nbytes).atexit = False
         return np.asarray(block)
 
     def offset_of(self, memory: NDArray[np.uint8]) -> int:
-        """Where a `block` lies for all ranks."""
+        """The offset of a `block`, valid on all ranks."""
         return self._arena.mapping.offset_of(int(memory.ctypes.data), memory.nbytes)
 
     def bytes_at(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        """What any rank's block holds there."""
+        """An array over any rank's block."""
         return self._arena.mapping.at(offset, nbytes)
 
     def scratch(self, like: Buffer, nbytes: int) -> Buffer:
-        """Calls follow each other, so one piece of memory serves all."""
+        """Scratch memory of `nbytes`, as a buffer with the size and dtype of `like`.
+
+        Calls run in order, so all share one piece.
+        """
         if self._scratch is None or self._scratch.nbytes < nbytes:
-            self._scratch = None  # given back first
+            self._scratch = None  # frees it first
             self._scratch = self.block(nbytes)
         address = int(self._scratch.ctypes.data)
         return Buffer(address, like.nbytes, like.dtype, like.itemsize, self._scratch)
 
     def staged(self, whole: Buffer) -> Buffer:
+        """The buffer in which to build the result of `whole`: on a GPU `whole` itself."""
         return self.scratch(whole, whole.nbytes)
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
         ctypes.memmove(dst, src, nbytes)
 
-    # ---- calls -------------------------------------------------------------------------------
     def carry_out(self, order: int, body: Callable[..., T], *args: Any) -> T:
-        """One of `bodies`, with the number that `next_order` gave when it was asked for."""
+        """Run `body(self, *args)`; `order` is what `next_order` gave when it was asked for."""
         self._order = order
         return body(self, *args)
 
     def repeat(
         self, kind: str, address: int, nbytes: int, dtype: str, op: str, root: int, how: How
     ) -> bool:
-        """Make a call in place of a kind that has been made before; whether it was one."""
+        """Repeat an in-place call. Returns False if no call of this kind has been made before."""
         if type(root) is not int or not isinstance(op, str) or not isinstance(how, str):
             return False
         word = WORDS.get(how)
         ready = self._known.get((kind, nbytes, dtype, op, root, word, 0, None, None))
         if ready is None or self.trace.wants_more:
             return False
-        with self._calling, self.trace.call(ready.label):
+        with self._guard, self.trace.call(ready.label):
             self._order = self.next_order()
             self._make(ready, address, None, None)
         return True
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Bad arguments of one rank are told to the others, whose calls must not pair up wrong."""
+    def sharing_errors(self) -> Iterator[None]:
+        """Tell the other ranks of an error inside, so that none waits for this rank's call."""
         try:
             yield
         except Exception as error:
@@ -152,16 +154,16 @@ class HostCalls:
             raise error
 
     def refuse(self, error: Exception) -> None:
-        """Tell the others that this rank does not make the call that they make."""
+        """Tell the other ranks that this rank does not make the call that they make."""
         try:
-            with self._calling:
-                self._gather(Request("refused", NOTHING), str(error).encode()[:_TOLD])
+            with self._guard:
+                self._gather(Request("refused", NOTHING), str(error).encode()[:_MOST_TEXT])
         except CollectiveError as others:
             if self.health.broken:
                 raise others from error
 
     def make(self, request: Request) -> None:
-        with self._calling:
+        with self._guard:
             key = request.kind_of_call
             if (ready := self._known.get(key)) is None:
                 ready = self._prepared(request)
@@ -173,64 +175,63 @@ class HostCalls:
             with self.trace.call(ready.label):
                 self._run(ready, request)
 
-    def meet(self, request: Request) -> None:
-        """Agree with all ranks on a call that is made elsewhere."""
-        with self._calling:
+    def agree_on(self, request: Request) -> None:
+        """Compare with all ranks a call that another object carries out."""
+        with self._guard:
             self._gather(request, b"")
 
-    def gather(self, what: str, said: bytes) -> list[bytes]:
-        """What every rank says of one of `EXCHANGES`, by rank."""
-        with self._calling:
-            return self._gather(_exchange(what), said)
+    def gather(self, what: str, payload: bytes) -> list[bytes]:
+        """All ranks' payloads, by rank. `what` is one of `EXCHANGES`."""
+        with self._guard:
+            return self._gather(_exchange(what), payload)
 
     def share(self, make: Callable[[], bytes]) -> bytes:
-        """What `make` returns on rank 0, on all ranks; what it raises, all raise."""
-        with self._calling:
+        """Broadcast what `make` returns on rank 0. If it raises, every rank raises the same."""
+        with self._guard:
             return self._share(make)
 
     def _share(self, make: Callable[[], bytes]) -> bytes:
-        said = b""
+        payload = b""
         if self.rank == 0:
             try:
-                said = b"+" + make()
+                payload = b"+" + make()
             except CollectiveError as error:
-                said = b"-" + json.dumps([type(error).__name__, str(error)]).encode()
-        found = self._gather(_exchange("plan"), said, PLANNING)[0]
+                payload = b"-" + json.dumps([type(error).__name__, str(error)]).encode()
+        found = self._gather(_exchange("plan"), payload, PLANNING)[0]
         if found[:1] == b"-":
             name, text = json.loads(found[1:])
             raise Refused(getattr(errors, name, CollectiveError), text)
         return found[1:]
 
     def _gather(
-        self, request: Request, said: bytes, timeout: float | None = None, first: bool = False
+        self, request: Request, payload: bytes, timeout: float | None = None, first: bool = False
     ) -> list[bytes]:
         settings = 0 if self.control.number else self._settings
         mine = notice(request, settings, self._order, first)
-        rows, found = self.control.gather(mine, said, timeout)
+        rows, found = self.control.gather(mine, payload, timeout)
         if (rows != mine).any():
             self._differ(rows)
         return found
 
     def _differ(self, rows: NDArray[np.int64]) -> NoReturn:
-        """Raise on every rank that their calls differ. Nothing has moved, and all may go on."""
+        """Raise on every rank that their calls differ. No data has moved."""
         number, asked = self.control.number, rows.tolist()
         page = self._arena.page(number)
-        said = {
+        refusals = {
             r: self._arena.message(r, page).decode(errors="replace")
             for r, row in enumerate(asked) if KINDS[row[0]] == "refused"
         }  # fmt: skip
         self.control.finish()
-        for region in self._regions.values():  # of which some ranks may have sent to slots
+        for region in self._regions.values():  # some ranks may have sent to their slots
             self.executor.reset(region)
         self.control.agree(())
         self.control.done()
-        raise Refused(CollectiveError, difference(number, asked, said))
+        raise Refused(CollectiveError, difference(number, asked, refusals))
 
-    # ---- what a call of a new kind needs -----------------------------------------------------
     def _prepared(self, request: Request) -> Ready:
-        """Its plan, agreed on where it is a new one; the call itself is agreed on as it is made."""
+        """A new kind of call with its plan. The ranks agree here on a new plan, not on the call."""
         kind, buffer = request.kind, request.buffer
-        said = np.array([*notice(request), -1], np.int64)
+        row = np.array([*notice(request), -1], np.int64)
         where = _ONE_BLOCK
         if kind in COLLECTIVES:
             where = block_table(kind, self.size, self.rank, buffer.nbytes, request.sizes)
@@ -238,35 +239,35 @@ class HostCalls:
         if largest == 0 or self.size == 1:
             needs = None if request.layers is None else np.zeros((len(request.layers), 0), np.int64)
             return self.executor.prepare(
-                self._idle, said, where, len(where), buffer, request.op, kind, needs
-            )  # fmt: skip
-        of = COLLECTIVES[kind].layout.parts(self.size)
-        choice = self._choice(request, size_class(largest * of, of))
+                self._idle, row, where, len(where), buffer, request.op, kind, needs
+            )
+        count = COLLECTIVES[kind].layout.parts(self.size)
+        choice = self._choice(request, size_class(largest * count, count))
         number, chunks = self._chosen[choice]
         region = self._regions[number]
         needs = None
         if request.layers is not None:
-            made = region.encoded.finals(self.rank, chunks)
-            needs = chunk_counts(made, chunks, chunk_bytes(where, chunks), request.layers)
+            finals = region.encoded.finals(self.rank, chunks)
+            needs = chunk_counts(finals, chunks, chunk_bytes(where, chunks), request.layers)
         name = label(kind, region.encoded.algorithm, buffer.nbytes)
         log.info("%s: %d chunks", name, chunks)
         self.trace.say(KERNELS, f"{name}: interpreter and combiners by Numba")
         return self.executor.prepare(
-            region, said, where, chunks, buffer, request.op, name, needs, choice
-        )  # fmt: skip
+            region, row, where, chunks, buffer, request.op, name, needs, choice
+        )
 
     def _choice(self, request: Request, nbytes: int) -> tuple[object, ...]:
-        """The key in `_chosen` of messages of that class of sizes; planned where it is new.
+        """The key in `_chosen` for a class of sizes. A new one is planned first.
 
-        What is in `_chosen` and `_regions`, and in which order, is the same on all ranks: they
-        change here only, and not by what one rank has done alone. A call in `_known` has its choice
-        there, so a rank that has forgotten a call need not ask the others.
+        `_chosen` and `_regions` have the same entries in the same order on all ranks, because they
+        change only here. A call in `_known` always has its choice in `_chosen`, so a rank that has
+        evicted a call need not ask the others for its plan.
         """
         queued = request.layers is not None
         how = algorithm_word(request.algorithm)
         key = (request.kind, nbytes, request.root, how, queued)
         if key not in self._chosen:
-            self._gather(request, b"", first=True)  # all ask for the same
+            self._gather(request, b"", first=True)  # raises unless all ranks ask for the same
             with self.trace.phase("plan"):
                 data = self._share(lambda: self._planned(request, nbytes))
             number, chunks, start = json.loads(data[:_HEAD])
@@ -279,7 +280,7 @@ class HostCalls:
         return key
 
     def _planned(self, request: Request, nbytes: int) -> bytes:
-        """On rank 0: what all ranks need to know of a plan for `nbytes`."""
+        """On rank 0: a header (plan number, chunks, start of its region) and a new plan's bytes."""
         made, body, start = self._plans.make(request, nbytes), b"", 0
         number = next((n for n, (name, _) in self._mine.items() if name == made.name), None)
         if number is None:
@@ -291,14 +292,14 @@ class HostCalls:
         return json.dumps([number, made.num_chunks, start]).encode().ljust(_HEAD) + body
 
     def _add(self, number: int, region: Region) -> None:
-        """Keep a plan, in place of the oldest where there are too many."""
+        """Keep a plan; if there are too many, evict the oldest."""
         self._regions[number] = region
         if len(self._regions) <= _REGIONS:
             return
         oldest, gone = self._regions.popitem(last=False)
         self._forget(lambda ready: ready.region is gone)
         self._chosen = OrderedDict((k, c) for k, c in self._chosen.items() if c[0] != oldest)
-        if self.rank == 0:  # all ranks have come here, so none uses it
+        if self.rank == 0:  # all ranks are here, so none uses the region
             self._arena.release(gone.start, self._mine.pop(oldest)[1])
 
     def _forget(self, gone: Callable[[Ready], bool]) -> None:
@@ -335,7 +336,7 @@ class HostCalls:
             self._differ(rows.copy())
 
     def close(self) -> None:
-        """Leave: a rank that waits for us is told at once."""
+        """Leave the communicator. Ranks that wait for this one are told at once."""
         self.health.close()
         self._scratch = None
         self._known.clear()

@@ -1,37 +1,42 @@
-"""The collectives on tensors, wherever these lie: what is copied before and after the call."""
+"""The collectives on tensors of any device: checks, and copies before and after the call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from linkweave.collectives.calls.aliasing import is_same, refuse_overlaps
-from linkweave.collectives.calls.context import CallContext
+from linkweave.collectives.calls.gpu_work import GpuContext
+from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.calls.request import How
-from linkweave.collectives.calls.uneven import layout_of, row_bytes, row_counts, rows_each, uneven
+from linkweave.collectives.calls.rows import row_bytes, row_counts, rows_each, sizes_checksum
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.collective import COLLECTIVES, Layout
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
-from linkweave.collectives.tensors import room_for, stands_in_order
+from linkweave.collectives.tensors import is_contiguous, output_for
 from linkweave.topology.checks import integer
 
+CallContext = HostCalls | GpuContext
+"""One rank's buffers, copies and launches: on the CPU, or for one call on a GPU."""
+
 _RUN = tuple(c.name for c in COLLECTIVES.values() if c.layout is Layout.WHOLE and c.root != "pairs")
-"""The collectives whose plans `run` takes from a caller."""
+"""Collectives for which `run` takes plans."""
 
 
 def into(
     context: CallContext, kind: str, x: Any, op: str, root: Any = 0, algorithm: How = "auto",
     out: Any = None,
 ) -> Any:  # fmt: skip
-    """In place, or of `x` into an `out`, which is returned."""
-    with context.telling():
+    """A collective of kind `kind` on `x`, in place or from `x` into `out`. Returns `out`."""
+    with context.sharing_errors():
         source = None
         if out is not None:
             source, _ = context.buffer(x, written=False)
-            out = _room(x, tuple(x.shape), out, lambda out: (x, out))
+            out = _output(x, tuple(x.shape), out, lambda out: (x, out))
         buffer, done = context.buffer(x if out is None else out)
         request = context.request(kind, buffer, op, _rank(context, root), algorithm)
     context.make(replace(request, source=source))
@@ -40,29 +45,26 @@ def into(
 
 
 def queued(
-    context: CallContext,
-    x: Any,
-    layers: Any,
-    op: str,
-    algorithm: How,
+    context: CallContext, x: Any, layers: Any, op: str, algorithm: How,
     layer_counters: LayerCounters | None = None,
-) -> None:
-    with context.telling():
+) -> None:  # fmt: skip
+    """An in-place all-reduce that counts the arrival of each layer."""
+    with context.sharing_errors():
         buffer, _ = context.buffer(x)
-        if not stands_in_order(x):
+        if not is_contiguous(x):
             raise CollectiveError("a gradient queue needs a contiguous tensor")
         sizes = _layer_sizes(layers, buffer.nbytes // buffer.itemsize)
         nbytes = tuple(n * buffer.itemsize for n in sizes)
-        request = context.request("allreduce", buffer, op, 0, algorithm, layout_of(nbytes))
+        request = context.request("allreduce", buffer, op, 0, algorithm, sizes_checksum(nbytes))
     context.make(replace(request, layers=nbytes, layer_counters=layer_counters))
 
 
 def reduce(context: CallContext, x: Any, op: str, root: Any, out: Any, how: How = "auto") -> Any:
-    with context.telling():
+    with context.sharing_errors():
         root = _rank(context, root)
     if context.rank == root:
         return into(context, "reduce", x, op, root, how, out)
-    with context.telling():  # partial results must not reach the caller
+    with context.sharing_errors():  # partial sums go to scratch memory, not to the caller's tensor
         buffer, _ = context.buffer(x, written=False)
         scratch = context.scratch(buffer, buffer.nbytes)
         request = context.request("reduce", scratch, op, root, how)
@@ -71,12 +73,12 @@ def reduce(context: CallContext, x: Any, op: str, root: Any, out: Any, how: How 
 
 
 def allgather(context: CallContext, x: Any, out: Any, counts: Any) -> Any:
-    with context.telling():
+    with context.sharing_errors():
         mine, _ = context.buffer(x, written=False)
-        in_place: Callable[[Any], tuple[Any, Any]]
+        own: Any  # where `x` goes in `out`
         if counts is None:
             shape, sizes = (context.size, *x.shape), None
-            in_place = lambda out: (x, out[context.rank, ...])  # noqa: E731
+            before, own = context.rank * mine.nbytes, (context.rank, ...)
         else:
             rows = row_counts("counts", counts, context.size)
             row = row_bytes(x, mine)
@@ -87,14 +89,15 @@ def allgather(context: CallContext, x: Any, out: Any, counts: Any) -> Any:
                 )
             shape, sizes = (sum(rows), *x.shape[1:]), tuple(n * row for n in rows)
             first = sum(rows[: context.rank])
-            in_place = lambda out: (x, out[first : first + len(x)])  # noqa: E731
-        out = _room(x, shape, out, in_place)
+            before, own = first * row, slice(first, first + len(x))
+        out = _output(x, shape, out, lambda out: (x, out[own]))
         whole, done = context.buffer(out)
         work = context.staged(whole)
-        request = context.request("allgather", work, "sum", layout=layout_of(sizes or ()))
+        request = context.request("allgather", work, "sum", layout=sizes_checksum(sizes or ()))
         if sizes:
-            request = uneven(request, sizes)
-    before = context.rank * mine.nbytes if sizes is None else sum(sizes[: context.rank])
+            if request.device != "cpu":
+                raise CollectiveError("allgather with counts takes CPU tensors only")
+            request = replace(request, sizes=sizes)
     context.copy(work.address + before, mine.address, mine.nbytes)
     context.make(request)
     context.copy(whole.address, work.address, whole.nbytes)
@@ -103,11 +106,11 @@ def allgather(context: CallContext, x: Any, out: Any, counts: Any) -> Any:
 
 
 def reduce_scatter(context: CallContext, x: Any, op: str, out: Any) -> Any:
-    with context.telling():
+    with context.sharing_errors():
         buffer, _ = context.buffer(x, written=False)
         rows = rows_each(context.size, "reduce_scatter", x)
         own = slice(context.rank * rows, (context.rank + 1) * rows)
-        out = _room(x, (rows, *x.shape[1:]), out, lambda out: (x[own], out))
+        out = _output(x, (rows, *x.shape[1:]), out, lambda out: (x[own], out))
         mine, done = context.buffer(out)
         scratch = context.scratch(buffer, buffer.nbytes)
         request = context.request("reduce_scatter", scratch, op)
@@ -118,10 +121,10 @@ def reduce_scatter(context: CallContext, x: Any, op: str, out: Any) -> Any:
 
 
 def alltoall(context: CallContext, x: Any, out: Any) -> Any:
-    with context.telling():
+    with context.sharing_errors():
         buffer, _ = context.buffer(x, written=False)
         block = rows_each(context.size, "alltoall", x) * (buffer.nbytes // max(1, x.shape[0]))
-        out = _room(x, tuple(x.shape), out, lambda out: (x, out))
+        out = _output(x, tuple(x.shape), out, lambda out: (x, out))
         got, done = context.buffer(out)
         scratch = context.scratch(buffer, 2 * buffer.nbytes)
         request = context.request("alltoall", scratch, "sum")
@@ -134,7 +137,7 @@ def alltoall(context: CallContext, x: Any, out: Any) -> Any:
 
 
 def run(context: CallContext, plan: Any, x: Any, op: str, root: int, out: Any) -> Any:
-    with context.telling():
+    with context.sharing_errors():
         if not isinstance(plan, Plan):
             raise CollectiveError(f"a Plan is needed, not {type(plan).__name__}")
         if plan.collective not in _RUN:
@@ -151,53 +154,49 @@ def run(context: CallContext, plan: Any, x: Any, op: str, root: int, out: Any) -
 def allreduce_list(
     context: CallContext, tensors: list[Any], op: str, algorithm: How, out: Any
 ) -> Any:
-    with context.telling():
+    """An all-reduce of several tensors as one message."""
+    with context.sharing_errors():
         if not tensors:
             raise CollectiveError("allreduce needs at least one tensor in its list")
         buffers = [context.buffer(x, written=out is None) for x in tensors]
         names = sorted({b.dtype for b, _ in buffers})
         if len(names) > 1:
             raise CollectiveError(f"the tensors of one call need one dtype, not {names}")
-        results = buffers if out is None else _results(context, tensors, out)
+        results = buffers
+        if out is not None:
+            if not isinstance(out, list | tuple) or len(out) != len(tensors):
+                raise CollectiveError(f"out must be a list of {len(tensors)} tensors")
+            pairs = zip(tensors, out, strict=True)
+            results = [context.buffer(output_for(x, tuple(x.shape), y)) for x, y in pairs]
         refuse_overlaps(*(([], tensors) if out is None else (tensors, out)))
         total = sum(b.nbytes for b, _ in buffers)
         first = buffers[0][0]
         like = Buffer(0, total, first.dtype, first.itemsize)
         flat = context.scratch(like, total)
-        layout = layout_of(b.nbytes for b, _ in buffers)
+        layout = sizes_checksum(b.nbytes for b, _ in buffers)
         request = context.request("allreduce", flat, op, 0, algorithm, layout)
-    at = flat.address
-    for buffer, _ in buffers:
-        context.copy(at, buffer.address, buffer.nbytes)
-        at += buffer.nbytes
+    starts = [*accumulate((b.nbytes for b, _ in buffers), initial=flat.address)]
+    for start, (buffer, _) in zip(starts, buffers, strict=False):
+        context.copy(start, buffer.address, buffer.nbytes)
     context.make(request)
-    at = flat.address
-    for buffer, done in results:
-        context.copy(buffer.address, at, buffer.nbytes)
-        at += buffer.nbytes
+    for start, (buffer, done) in zip(starts, results, strict=False):
+        context.copy(buffer.address, start, buffer.nbytes)
         done()
     return out
 
 
-def _results(
-    context: CallContext, tensors: list[Any], out: Any
-) -> list[tuple[Buffer, Callable[[], None]]]:
-    if not isinstance(out, list | tuple) or len(out) != len(tensors):
-        raise CollectiveError(f"out must be a list of {len(tensors)} tensors, as there are inputs")
-    return [
-        context.buffer(room_for(x, tuple(x.shape), y)) for x, y in zip(tensors, out, strict=True)
-    ]
-
-
-def _room(
+def _output(
     x: Any, shape: tuple[int, ...], out: Any, in_place: Callable[[Any], tuple[Any, Any]]
 ) -> Any:
-    """Where a result goes: `out`, or a new tensor. What is the same memory where a call is in
-    place, `in_place` takes from `x` and `out`; else these must lie apart."""
-    room = room_for(x, shape, out)
+    """The tensor for a result: `out`, or a new one. Raises CollectiveError if `out` overlaps `x`.
+
+    An in-place call is allowed: `in_place(out)` are the parts of `x` and `out` that are then the
+    same memory.
+    """
+    result = output_for(x, shape, out)
     if out is not None and not is_same(*in_place(out)):
         refuse_overlaps([x], [out])
-    return room
+    return result
 
 
 def _rank(context: CallContext, root: Any) -> int:
@@ -205,7 +204,7 @@ def _rank(context: CallContext, root: Any) -> int:
 
 
 def _layer_sizes(layers: Any, elements: int) -> list[int]:
-    """Elements of each layer, checked against those of the tensor."""
+    """Elements of each layer. Raises CollectiveError unless they add up to the tensor's."""
     try:
         given = list(layers)
     except TypeError:

@@ -1,9 +1,10 @@
-"""Plans that took long to make, kept on disk for later processes of this user.
+"""A disk cache of plans that took long to make, for later processes of the same user.
 
-One file a question (a map, a collective, a class of sizes), and one for each encoded plan, under
-`$XDG_CACHE_HOME/linkweave/plans` (`~/.cache/linkweave/plans`). What they hold depends on this
-program's own files, whose sizes and times are part of every name; a checksum guards against files
-cut short. A folder that others may write is not used. Whatever fails, plans are made anew.
+The cache is in `$XDG_CACHE_HOME/linkweave/plans` (`~/.cache/linkweave/plans`). It has one file for
+each key (topology, collective, class of sizes ...) and one for each encoded plan. File names are
+hashes that include the sizes and times of this program's own files, so another version of the
+program does not read them. A checksum detects truncated files. A folder that others may write to
+is not used. If anything fails, plans are made anew.
 """
 
 from __future__ import annotations
@@ -16,34 +17,34 @@ from hashlib import sha256
 from pathlib import Path
 
 LONG = 0.05
-"""Seconds of planning from which on its result is kept."""
+"""Plans are stored once planning has taken longer than this (seconds)."""
 _MOST_FILES = 2000
 _HASH = 32  # bytes
 
 
 class PlanStore:
-    """What is kept for one map. `read` gives None for what is not there."""
+    """The entries for one `scope`: a topology and an order. `read` returns None for a miss."""
 
-    def __init__(self, about: str) -> None:
-        self._about = about
+    def __init__(self, scope: str) -> None:
+        self._scope = scope
 
-    def _path(self, question: object) -> Path | None:
+    def _path(self, key: object) -> Path | None:
         folder = _folder()
-        name = sha256(repr((_program(), self._about, question)).encode()).hexdigest()
+        name = sha256(repr((_program(), self._scope, key)).encode()).hexdigest()
         return None if folder is None else folder / name
 
-    def read(self, question: object) -> bytes | None:
-        path = self._path(question)
+    def read(self, key: object) -> bytes | None:
+        path = self._path(key)
         try:
             data = path.read_bytes() if path else b""
         except OSError:
             return None
-        said = data[_HASH:]
-        return said if data and sha256(said).digest() == data[:_HASH] else None
+        value = data[_HASH:]
+        return value if data and sha256(value).digest() == data[:_HASH] else None
 
-    def write(self, question: object, said: bytes) -> None:
-        """Keep it, whole or not at all."""
-        if (path := self._path(question)) is None:
+    def write(self, key: object, value: bytes) -> None:
+        """Store an entry atomically. Errors are ignored."""
+        if (path := self._path(key)) is None:
             return
         try:
             found = sorted(path.parent.iterdir(), key=lambda p: p.stat().st_mtime)
@@ -51,15 +52,15 @@ class PlanStore:
                 old.unlink(missing_ok=True)
             handle, name = tempfile.mkstemp(dir=path.parent)
             with os.fdopen(handle, "wb") as file:
-                file.write(sha256(said).digest() + said)
+                file.write(sha256(value).digest() + value)
             os.replace(name, path)
         except OSError:
-            pass  # a full disk, say: it is made anew the next time
+            pass  # such as a full disk: the plan is made anew next time
 
 
 @cache
 def _folder() -> Path | None:
-    """Ours alone; None where there can be none."""
+    """The cache folder, which only this user can write to; None if there cannot be one."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     path = Path(base) / "linkweave" / "plans"
     try:
@@ -76,11 +77,11 @@ def _folder() -> Path | None:
 
 @cache
 def _program() -> str:
-    """Changes when the program does."""
+    """A hash that changes when the program's files do."""
     root = Path(__file__).parents[2]
     found = []
     for name in ("topology", "collectives", "kernels"):
         for path in sorted((root / name).rglob("*.py")):
-            told = path.stat()
-            found.append((str(path.relative_to(root)), told.st_size, told.st_mtime_ns))
+            status = path.stat()
+            found.append((str(path.relative_to(root)), status.st_size, status.st_mtime_ns))
     return sha256(repr(found).encode()).hexdigest()

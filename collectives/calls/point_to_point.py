@@ -1,4 +1,4 @@
-"""Sending from one rank to another: each ordered pair of ranks has a channel, two ranks' calls."""
+"""Send and receive. Each ordered pair of ranks has a channel, a communicator of two ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from linkweave.collectives.calls.host import HostCalls
-from linkweave.collectives.calls.work import HostWork, Work
-from linkweave.collectives.calls.worker import Worker
+from linkweave.collectives.calls.work import HostWork, Work, Worker
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.planning.collective import SENDRECV
 from linkweave.collectives.runtime.cpu.mapping import SEGMENT
@@ -19,12 +18,12 @@ from linkweave.collectives.tensors import gpu_of
 from linkweave.topology import load
 from linkweave.topology.checks import integer
 
-_POLL, _SLOW = 0.0002, 0.02  # s: of the first wait for a sender, and of later ones
+_POLL, _SLOW = 0.0002, 0.02  # s: the first and the longest pause while waiting for a sender
 _FORWARD = ((0, 1),)
 
 
 class PointToPoint:
-    """Those of one rank, made when they are first used: the sender takes their memory."""
+    """The channels of one rank. A channel is opened by its first call."""
 
     def __init__(self, calls: HostCalls, settings: Settings) -> None:
         self._calls, self._settings = calls, replace(settings, topology="auto", order="fastest")
@@ -32,10 +31,9 @@ class PointToPoint:
         self._lock = threading.Lock()
 
     def submit(self, x: Any, src: int, dst: int, async_op: bool) -> Work | None:
-        """Move `x` from rank `src` into `dst`'s; one of them is this rank. Raises
-        CollectiveError."""
+        """Send `x` from rank `src` to `dst`; this rank is one of them. Raises CollectiveError."""
         rank, size = self._calls.rank, self._calls.size
-        src, dst = integer(src, "src", 0, size - 1), integer(dst, "dst", 0, size - 1)
+        src, dst = (integer(r, "a rank", 0, size - 1) for r in (src, dst))
         if src == dst:
             raise CollectiveError(f"rank {rank} cannot send to itself")
         if gpu_of(x) is not None:
@@ -52,7 +50,7 @@ class PointToPoint:
         return None
 
     def close(self) -> None:
-        """Close all of them, also those that were opened for us and never used."""
+        """Close all channels, including those that a sender has opened and this rank never used."""
         arena = self._calls.executor.arena
         for src in range(arena.size):
             start = int(arena.channel(src, arena.rank)[0])
@@ -64,7 +62,7 @@ class PointToPoint:
 
 
 class _Channel:
-    """Calls of two ranks, the sender first, carried out by a thread of its own."""
+    """The calls of a sender and a receiver, which run on the channel's own thread."""
 
     def __init__(self, calls: HostCalls, src: int, dst: int) -> None:
         self._whole, self._src, self._dst = calls, src, dst
@@ -82,14 +80,14 @@ class _Channel:
         if self._calls is None:
             self._calls = self._opened(settings)
         calls = self._calls
-        with calls.telling():
+        with calls.sharing_errors():
             buffer, done = calls.buffer(x, written)
             request = calls.request(SENDRECV, buffer, "sum", _FORWARD)
         calls.make(request)
         done()
 
     def _opened(self, settings: Settings) -> HostCalls:
-        """The sender tells where the channel's memory is; the receiver waits for that."""
+        """The channel's calls. The sender allocates memory; the receiver waits for its address."""
         arena, control = self._whole.executor.arena, self._whole.control
         word, begun = arena.channel(self._src, self._dst), time.monotonic()
         if arena.rank == self._src:
@@ -97,7 +95,7 @@ class _Channel:
         name = f"{control.name(self._dst)} waits for {control.name(self._src)} to send"
         where = {"rank": self._dst, "peer": self._src}
         pause = _POLL
-        while not word[0]:  # a failure here is the channel's alone
+        while not word[0]:  # a failure here ends only the channel
             if control.aborted():
                 control.raise_aborted(lambda: (name, where))
             gone = REASONS[LEFT] if arena.closed(self._src) else ""

@@ -1,4 +1,4 @@
-"""What a rank asks for in one call, and how the ranks' requests differ."""
+"""Requests: what a rank asks for in one call, and how the ranks' requests differ."""
 
 from __future__ import annotations
 
@@ -23,40 +23,42 @@ from linkweave.topology import Topology
 KINDS = (*COLLECTIVES, "barrier", "refused", "exchange")
 EXCHANGES = ("GPUs", "kernels", "memory of GPUs", "access to GPUs", "troubles", "colors", "memory",
              "sparse_allreduce", "merges", "tensors", "plan", "sizes", "lanes")  # fmt: skip
-"""What ranks tell each other of on the host; the place of one is its request's root."""
+"""What ranks exchange on the host. A request holds the index of its exchange as its root."""
 
 ORDER, FIRST = 9, 10
-"""Words of a notice: the number of a call on lanes; whether it is about to be planned."""
+"""Indices into a notice: the number of a call on lanes; whether a plan is made for it."""
 DEVICES = ("cpu", "gpu")
 WORDS = {name: i for i, name in enumerate(NAMES)}
 _DTYPES, _OPS = tuple(DTYPES), tuple(OPS)
 NOTHING = Buffer(0, 0, "uint8", 1)
-_FUNCTION, _PLAN = 1 << 32, 1 << 33  # above the checksum of an algorithm that has no name
+_FUNCTION, _PLAN = 1 << 32, 1 << 33  # set above the checksum of an algorithm without a name
 
 How = str | Callable[[Topology], Algorithm] | Plan
-"""What carries out a call: an algorithm's name or function, or a plan."""
+"""The algorithm of a call: a name, a function that makes one for a topology, or a plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One rank's side of a call; all but where its values lie must agree between ranks."""
+    """One rank's side of a call. All but the addresses must be the same on all ranks."""
 
     kind: str
     buffer: Buffer
     op: str = "sum"
     root: Root = 0
     algorithm: How = "auto"
-    layout: int = 0  # a checksum of the sizes of what the message is made of
+    layout: int = 0  # a checksum of the sizes of the parts of the message
     device: str = "cpu"
-    sizes: Sizes | None = None  # bytes of blocks that are not equal (`planning.layout`)
-    layers: tuple[int, ...] | None = None  # bytes of each, for a gradient queue
-    symmetric: SymmetricAddress | None = None  # of the buffer, on GPUs
-    layer_counters: LayerCounters | None = field(default=None, compare=False)  # on CPUs
-    source: Buffer | None = field(default=None, compare=False)  # of the values; None: in place
+    sizes: Sizes | None = None  # bytes of each block if they differ (`planning.layout`)
+    layers: tuple[int, ...] | None = None  # bytes of each layer of a gradient queue
+    symmetric: SymmetricAddress | None = None  # position of the buffer in symmetric memory
+    layer_counters: LayerCounters | None = field(
+        default=None, compare=False
+    )  # counted by a CPU rank
+    source: Buffer | None = field(default=None, compare=False)  # the values; None: in place
 
     @property
     def kind_of_call(self) -> tuple[object, ...]:
-        """What calls have in common that need no more planning."""
+        """The key of calls that need no new preparation."""
         b = self.buffer
         return (
             self.kind, b.nbytes, b.dtype, self.op, self.root, algorithm_word(self.algorithm),
@@ -65,7 +67,7 @@ class Request:
 
 
 def algorithm_word(algorithm: How) -> int:
-    """A number by which ranks compare what they ask for. Raises CollectiveError."""
+    """An algorithm as a number, for comparison between ranks. Raises CollectiveError."""
     if isinstance(algorithm, str):
         if algorithm not in WORDS:
             raise CollectiveError(
@@ -81,8 +83,8 @@ def algorithm_word(algorithm: How) -> int:
         )
     cells = [cell.cell_contents for cell in algorithm.__closure__ or ()]
     bound = [*cells, *(algorithm.__defaults__ or ()), *(algorithm.__kwdefaults__ or {}).items()]
-    said = (algorithm.__qualname__, _code(algorithm.__code__), [_plain(value) for value in bound])
-    return _FUNCTION | crc32(repr(said).encode())
+    parts = (algorithm.__qualname__, _code(algorithm.__code__), [_plain(value) for value in bound])
+    return _FUNCTION | crc32(repr(parts).encode())
 
 
 def _code(code: CodeType) -> tuple[object, ...]:
@@ -91,19 +93,19 @@ def _code(code: CodeType) -> tuple[object, ...]:
 
 
 def _plain(value: object) -> object:
-    """A value that ranks can compare; of others, which have addresses, the type."""
+    """A value whose `repr` is the same on all ranks: for objects other than these, the type."""
     simple = value is None or isinstance(value, int | float | str | bytes | tuple)
     return value if simple else type(value).__qualname__
 
 
 @lru_cache(maxsize=64)
 def checksum(plan: Plan) -> int:
-    """Of a plan, the same on all ranks that have the same one."""
+    """A checksum of a plan's content."""
     return crc32(plan.to_json().encode())
 
 
 def name_of(algorithm: How) -> str:
-    """What people call it."""
+    """The algorithm's name in messages."""
     if isinstance(algorithm, Plan):
         return algorithm.algorithm
     return algorithm if isinstance(algorithm, str) else getattr(algorithm, "__name__", "function")
@@ -112,13 +114,16 @@ def name_of(algorithm: How) -> str:
 def notice(
     request: Request, settings: int = 0, order: int = 0, first: bool = False
 ) -> tuple[int, ...]:
-    """A request as numbers, which all ranks compare. `settings`: their checksum, or 0; `order`: the
-    number of a call among those of all lanes, or 0; `first`: it is about to be planned."""
+    """A request as numbers, which the ranks compare.
+
+    `settings` is the checksum of the settings, or 0; `order` is the number of a call among those
+    of all lanes, or 0; `first` says that a plan is about to be made.
+    """
     buffer, root = request.buffer, request.root
-    context = root if isinstance(root, int) else crc32(repr(root).encode())
+    root_word = root if isinstance(root, int) else crc32(repr(root).encode())
     return (
         KINDS.index(request.kind), _OPS.index(request.op), _DTYPES.index(buffer.dtype),
-        buffer.nbytes // buffer.itemsize, context, algorithm_word(request.algorithm), settings,
+        buffer.nbytes // buffer.itemsize, root_word, algorithm_word(request.algorithm), settings,
         request.layout, DEVICES.index(request.device), order, int(first),
         *(request.symmetric or (-1, 0)),
     )  # fmt: skip
@@ -128,12 +133,15 @@ Key = tuple[tuple[int, ...], Root]
 
 
 def key_of(request: Request) -> Key:
-    """What ranks agree on once: any offset in shared memory; of pairs a notice has a checksum."""
+    """What the ranks agree on once: the notice without its offset, and the root.
+
+    The root is part of the key because a notice has only a checksum of pairs.
+    """
     return notice(request)[:-1], request.root
 
 
 def words(notice: Sequence[int]) -> str:
-    """What a notice asks for; an offset of -1 is left out."""
+    """A notice as text, for messages. An offset of -1 is left out."""
     kind, op, dtype, count, root, algorithm, settings, layout, device, order, *rest = notice
     _, piece, offset = rest
     asked = KINDS[kind]
@@ -159,14 +167,12 @@ def words(notice: Sequence[int]) -> str:
 
 
 def difference(call: int, notices: Sequence[Sequence[int]], refusals: dict[int, str]) -> str:
-    """What the ranks asked for, where they differ; `refusals`: why some would not."""
-    told = [words(said) for said in notices]
-    if len({*told}) == 1:
-        told = [
-            t + " for the first time" * said[FIRST] for t, said in zip(told, notices, strict=True)
-        ]
+    """A message that says which ranks asked for what. `refusals` holds ranks' own errors."""
+    texts = [words(row) for row in notices]
+    if len({*texts}) == 1:
+        texts = [t + " for the first time" * r[FIRST] for t, r in zip(texts, notices, strict=True)]
     groups: dict[str, list[int]] = {}
-    for peer, text in enumerate(told):
+    for peer, text in enumerate(texts):
         why = f": {refusals[peer]}" if refusals.get(peer) else ""
         groups.setdefault(text + why, []).append(peer)
     asked = "; ".join(f"ranks {peers}: {what}" for what, peers in groups.items())

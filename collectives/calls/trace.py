@@ -1,10 +1,11 @@
-"""What profilers and readers are told of a communicator's calls: NVTX ranges, `LINKWEAVE_DEBUG`.
+"""NVTX ranges for profilers, and debug output, about a communicator's calls.
 
-Ranges are named `allreduce/overlapped_double_tree/64MiB`, in the domain linkweave (a sparse one
-`sparse_allreduce/gtopk/25000`, after its k); with
-`LINKWEAVE_NVTX=phases` the phases of a call have ranges of their own inside. `LINKWEAVE_DEBUG` from
-1 to 5 prints one layer more a level: the choice of an algorithm and why; each call; plans; kernels;
-each flag awaited and raised.
+Each call is a range in the domain linkweave, named kind/algorithm/size, for example
+`allreduce/overlapped_double_tree/64MiB`; a sparse call is named after its mode and k, for example
+`sparse_allreduce/gtopk/25000`. With `LINKWEAVE_NVTX=phases` the phases of a call are nested ranges.
+
+`LINKWEAVE_DEBUG=n` prints to stderr. Level 1 prints which algorithm is chosen and why; 2, each
+call; 3, plans; 4, kernels; 5, each flag awaited or raised. Each level includes those below it.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from linkweave.collectives.runtime.diagnose import position_of
 from linkweave.collectives.runtime.encoded import Encoded
 from linkweave.topology import Topology
 
-_RANGES = 512  # names that are kept
+_RANGES = 512  # cached ranges
 CHOICE, CALLS, PLANS, KERNELS, FLAGS = range(1, 6)
 
 
 def label(kind: str, algorithm: str, nbytes: int) -> str:
-    """A call's name."""
+    """The name of a call in traces."""
     return f"{kind}/{algorithm}/{size_text(nbytes).replace(' ', '')}"
 
 
 class Trace:
-    """One rank's. Raises CollectiveError where a variable makes no sense."""
+    """Traces one rank. Raises CollectiveError if an environment variable has a bad value."""
 
     def __init__(self, rank: int, environ: Mapping[str, str] = os.environ) -> None:
         self.rank = rank
@@ -42,7 +43,7 @@ class Trace:
         self._phases = _one_of(environ, "LINKWEAVE_NVTX", ("calls", "phases"))
 
     def call(self, name: str) -> AbstractContextManager[object]:
-        """A range round one call; `name` is its `label`. Calls of one `Trace` follow each other."""
+        """A range around one call, named by its `label`. Ranges of a `Trace` must not overlap."""
         if name not in self._ranges:
             if len(self._ranges) >= _RANGES:
                 self._ranges.clear()
@@ -51,27 +52,27 @@ class Trace:
 
     @property
     def wants_more(self) -> bool:
-        """Whether someone asked for more than a range round each call."""
+        """Whether more than a range around each call is asked for."""
         return bool(self.level or self._phases)
 
     def phase(self, name: str) -> AbstractContextManager[object]:
         return _annotate(name) if self._phases else nullcontext()
 
     def say(self, level: int, text: str) -> None:
-        """Print where `LINKWEAVE_DEBUG` is at least `level`; each line tells its rank."""
+        """Print if `LINKWEAVE_DEBUG` is at least `level`. Each line names the rank."""
         if level <= self.level:
             lines = (f"linkweave[{self.rank}] {line}\n" for line in text.splitlines())
             sys.stderr.write("".join(lines))
 
     def planned(self, name: str, plan: Plan, topology: Topology, nbytes: int) -> None:
-        """Say which plan a new kind of call takes, and why."""
+        """Print which plan a new kind of call uses, and why."""
         if self.level >= CHOICE:
             self.say(CHOICE, f"{name} on {topology.name}: {plan.num_chunks} chunks. "
                      f"{_why(plan, topology, nbytes)}")  # fmt: skip
             self.say(PLANS, str(plan))
 
     def flags(self, encoded: Callable[[], Encoded], num_chunks: int) -> None:
-        """Say each flag of one call, in the order in which each of our tracks takes them."""
+        """Print each flag of one call, track by track."""
         if self.level >= FLAGS:
             for line in flags(encoded(), self.rank, num_chunks):
                 self.say(FLAGS, line)
@@ -87,7 +88,7 @@ def _why(plan: Plan, topology: Topology, nbytes: int) -> str:
 
 
 def flags(encoded: Encoded, rank: int, num_chunks: int) -> Iterator[str]:
-    """Each flag that a rank awaits or raises, a line each; tracks run beside each other."""
+    """One line for each flag that a rank awaits or raises. Tracks run concurrently."""
     code = encoded.codes[rank].tolist()
     phases = code[1]
     for row, channel in enumerate(encoded.channels[rank]):
@@ -109,7 +110,7 @@ def flags(encoded: Encoded, rank: int, num_chunks: int) -> Iterator[str]:
 
 
 def _one_of(environ: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> int:
-    """The place of a variable's value among those allowed; the first where it is not set."""
+    """The index of a variable's value in `allowed`; 0 if it is not set."""
     value = environ.get(name, allowed[0])
     if value not in allowed:
         raise CollectiveError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
@@ -123,7 +124,7 @@ def _annotate(name: str) -> AbstractContextManager[object]:
 
 @cache
 def _nvtx() -> Any:
-    """None where it is not installed: the program runs without."""
+    """The nvtx module; None if it is not installed."""
     try:
         import nvtx
     except ImportError:

@@ -1,48 +1,134 @@
-"""A collective under way."""
+"""Asynchronous collectives: the handles that callers get, and the thread that runs CPU calls."""
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from linkweave.collectives.errors import CollectiveTimeout
+from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
+from linkweave.topology.checks import integer
+
+log = logging.getLogger("linkweave")
+
+_POLL = 0.05  # s
 
 
 class Work(Protocol):
-    """What asynchronous calls return."""
+    """Handle of an asynchronous collective."""
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Return what the collective returns, once the tensor holds the result.
+        """Wait for the collective and return its result.
 
-        On a GPU the current stream waits, the host only where a `timeout` (s) is given. Raises what
-        the collective raised, or CollectiveTimeout after `timeout` seconds.
+        On the CPU this blocks until the tensor holds the result. On a GPU it makes the current
+        stream wait; the host blocks only if `timeout` (seconds) is given. Raises what the
+        collective raised, or CollectiveTimeout after `timeout` seconds.
         """
 
     def done(self) -> bool:
-        """Whether it is over."""
+        """Whether the collective has finished."""
+
+
+class GradientQueue(Work, Protocol):
+    """Handle of an all-reduce whose layers can be used before all of it is done.
+
+    Until `wait` returns, read the tensor only where `dequeue` allows it and do not write to it:
+    other ranks may still read it. Source: C-Cube, figure 9.
+    """
+
+    def dequeue(self, layer: int) -> None:
+        """Wait for one layer.
+
+        Layers are counted from 0 and may be dequeued in any order, and more than once. On the CPU
+        the call returns when the layer's gradients are final. On a GPU it makes the current stream
+        wait for them and returns at once. Raises CollectiveError if there is no such layer, and
+        what the collective raised.
+        """
 
 
 class HostWork:
-    """`Work` of CPU ranks."""
+    """`Work` of a CPU call."""
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
-        self._heard = False
+        self._retrieved = False
 
     def wait(self, timeout: float | None = None) -> Any:
         try:
             self._future.exception(timeout)
         except TimeoutError:
             raise CollectiveTimeout(f"the collective is not done after {timeout} s") from None
-        self._heard = True
+        self._retrieved = True
         return self._future.result()
 
     def done(self) -> bool:
         return self._future.done()
 
     @property
-    def unheard(self) -> BaseException | None:
-        """What it raised, if nobody has waited for it."""
-        if self._heard or not self._future.done():
+    def unretrieved_error(self) -> BaseException | None:
+        """The error of the finished call if nobody has waited for it."""
+        if self._retrieved or not self._future.done():
             return None
         return self._future.exception()
+
+
+class HostQueue(HostWork):
+    """`GradientQueue` of a CPU call. `abort` is the address of the arena's abort flag."""
+
+    def __init__(self, future: Future[Any], counters: LayerCounters, abort: int) -> None:
+        super().__init__(future)
+        self._counters, self._abort = counters, abort
+
+    def dequeue(self, layer: int) -> None:
+        while not self._counters.begun.wait(_POLL):
+            if self.done():
+                self.wait()  # raises the call's error
+        index = integer(layer, "layer", 0, self._counters.layers - 1)
+        # `done` is tested first: once the call is done, the memory at `abort` may be unmapped
+        while not self.done() and not self._counters.wait(index, self._abort):
+            pass
+        if self.done():
+            self.wait()
+
+
+class Worker:
+    """The thread that runs one communicator's asynchronous CPU calls in order.
+
+    The thread starts with the first call.
+    """
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._last: Future[Any] | None = None
+        self._works: list[HostWork] = []  # unfinished, or with an error nobody has retrieved
+
+    @property
+    def idle(self) -> bool:
+        return self._last is None or self._last.done()
+
+    def drain(self) -> None:
+        """Wait until all calls have finished. Does not raise their errors."""
+        if self._last is not None:
+            self._last.exception()
+
+    def enqueue(self, body: Callable[..., Any], *args: Any) -> Future[Any]:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="linkweave")
+        self._last = future = self._thread.submit(body, *args)
+        return future
+
+    def keep(self, work: HostWork) -> HostWork:
+        """Remember a handle given to the caller, so that `close` can log its error."""
+        self._works = [w for w in self._works if w.unretrieved_error or not w.done()] + [work]
+        return work
+
+    def close(self, rank: int) -> None:
+        """Finish all calls, and log errors that nobody has retrieved."""
+        if self._thread:
+            self._thread.shutdown(wait=True)
+        for work in self._works:
+            if work.unretrieved_error:
+                log.error("rank %d: nobody waited for an asynchronous call, which raised %s",
+                          rank, work.unretrieved_error)  # fmt: skip

@@ -1,1 +1,1 @@
-"""How ranks start: as processes, as threads, or under a launcher."""
+"""Starts ranks as processes or threads, or joins ranks that a launcher has started."""

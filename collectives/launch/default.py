@@ -1,4 +1,4 @@
-"""The process-wide default communicator: the one piece of global state."""
+"""The default communicator, the only global state."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.errors import CollectiveError
 
 _default: Communicator | None = None
-_threads = threading.local()  # of ranks that are threads: each has its own
+_threads = threading.local()  # each rank that is a thread has its own
 
 
 def set_default(communicator: Communicator | None) -> None:
-    """Make it the one that the module functions use; a former one is closed."""
+    """Set the communicator that the module functions use, and close the previous one."""
     global _default
     if _default is not None and _default is not communicator:
         _default.close()
@@ -21,12 +21,12 @@ def set_default(communicator: Communicator | None) -> None:
 
 
 def set_of_thread(communicator: Communicator | None) -> None:
-    """Make it this thread's; None: this thread has none of its own."""
+    """Set the default communicator of this thread; None removes it."""
     _threads.communicator = communicator
 
 
 def get_default() -> Communicator:
-    """The default communicator. Raises CollectiveError before `init`."""
+    """The default communicator of this rank. Raises CollectiveError if there is none."""
     of_thread: Communicator | None = getattr(_threads, "communicator", None)
     if of_thread is not None:
         return of_thread
@@ -38,7 +38,7 @@ def get_default() -> Communicator:
 
 
 def shutdown() -> None:
-    """Close the default communicator; also done at exit. May be repeated."""
+    """Close the default communicator. Runs at exit as well, and may be repeated."""
     global _default
     if _default is not None:
         _default.close()

@@ -1,4 +1,4 @@
-"""Joining ranks that exist: under torchrun, or in a group of torch.distributed."""
+"""Joins existing ranks: those of torchrun or of torch.distributed."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from linkweave.topology import Topology
 
 
 def init(
-    topology: Topology | str = "auto",
-    timeout: float = 30.0,
-    order: str = "fastest",
-    max_blocks: int | None = None,
-    peer_access: str = "prefer",
-) -> Communicator:
-    """Join the ranks of this job and make theirs the default communicator.
+    topology: Topology | str = "auto", timeout: float = 30.0, order: str = "fastest",
+    max_blocks: int | None = None, peer_access: str = "prefer",
+) -> Communicator:  # fmt: skip
+    """Join the ranks of this job, and set the default communicator.
 
-    A rank's GPU is that of the first GPU tensor that it passes. The arguments are those of
-    `Settings`.
+    The ranks are those of torch.distributed, if it is initialised; or else those of torchrun
+    (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), if it has started this process; or else this
+    process alone. All must be on one machine. A rank uses the GPU of the first GPU tensor that it
+    passes to a collective.
 
-    Inside an initialised torch.distributed group its ranks are the ranks; else under torchrun
-    (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) the ranks that it started; else this process
-    alone. All ranks must be on one machine. Raises CollectiveError.
+    The arguments are those of `Settings`, and the same on all ranks.
+
+    Returns the communicator.
+    Raises CollectiveError if an argument or environment variable is bad or the ranks are on several
+    machines, and CollectiveTimeout if they do not meet within `timeout` seconds.
     """
     settings = Settings(topology, timeout, order, max_blocks, peer_access)
     job = _job(timeout)
@@ -60,14 +61,14 @@ def init(
     return communicator
 
 
-_generation = iter(range(1 << 30))  # makes the key of each `init` of this process its own
+_generation = iter(range(1 << 30))  # so that each `init` of this process has its own key
 
 
 @dataclass
 class _Job:
-    """The ranks of a job, and the store of torch.distributed by which rank 0 reaches the others.
+    """The ranks of a job, and the torch.distributed store through which rank 0 reaches the others.
 
-    Whoever reaches the store's port can write it, so what it says is plain data, and is checked.
+    Anyone who can reach the store's port can write to it, so its values are plain data and checked.
     """
 
     rank: int
@@ -80,22 +81,22 @@ class _Job:
             self.store.set(self.key, json.dumps(value))
 
     def look_up(self, timeout: float) -> tuple[str, str]:
-        """(location of the shared memory, host), as rank 0 says. Raises CollectiveError."""
+        """(location of the shared memory, host), from rank 0. Raises CollectiveError."""
         try:
             self.store.wait([self.key], timedelta(seconds=timeout))
-            said = self.store.get(self.key)
+            data = self.store.get(self.key)
         except Exception as error:
             raise CollectiveTimeout(
                 f"rank {self.rank} waits for rank 0 to set up the shared memory: {error}",
                 rank=self.rank, peer=0,
             ) from None  # fmt: skip
         try:
-            location, host = json.loads(said)
+            location, host = json.loads(data)
         except (ValueError, TypeError, RecursionError):
             location = host = None
         if not isinstance(location, str) or not isinstance(host, str):
             raise CollectiveError(
-                f"rank {self.rank}: {said[:80]!r} in the store is not what rank 0 writes"
+                f"rank {self.rank}: {data[:80]!r} in the store is not what rank 0 writes"
             )
         return location, host
 
@@ -108,20 +109,20 @@ def _job(timeout: float) -> _Job:
         if dist.is_initialized():
             store = dist.distributed_c10d._get_default_store()
             return _Job(dist.get_rank(), dist.get_world_size(), store, key)
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    env = os.environ
+    if "RANK" not in env or "WORLD_SIZE" not in env:
         return _Job(0, 1, None, key)
     try:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
     except ValueError:
         raise CollectiveError(
-            f"RANK={os.environ['RANK']!r} and WORLD_SIZE={os.environ['WORLD_SIZE']!r} must be "
-            "integers"
+            f"RANK={env['RANK']!r} and WORLD_SIZE={env['WORLD_SIZE']!r} must be integers"
         ) from None
     if not 0 <= rank < size:
         raise CollectiveError(f"RANK={rank} must be from 0 to WORLD_SIZE - 1 = {size - 1}")
     if size == 1:
         return _Job(rank, size, None, key)
-    if missing := [v for v in ("MASTER_ADDR", "MASTER_PORT") if v not in os.environ]:
+    if missing := [v for v in ("MASTER_ADDR", "MASTER_PORT") if v not in env]:
         raise CollectiveError(f"RANK and WORLD_SIZE are set, but {missing[0]} is not")
     import torch.distributed as dist
 
@@ -130,7 +131,7 @@ def _job(timeout: float) -> _Job:
     except (RuntimeError, ValueError) as error:  # torch's DistError family derives from these
         raise CollectiveTimeout(
             f"rank {rank} cannot meet the other {size - 1} ranks at "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {error}",
+            f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}: {error}",
             rank=rank,
         ) from None
     return _Job(rank, size, store, key)

@@ -1,4 +1,4 @@
-"""Starting ranks: `spawn` makes processes, or threads that share GPUs."""
+"""`spawn`: starts ranks as processes, or as threads that share GPUs."""
 
 from __future__ import annotations
 
@@ -37,28 +37,25 @@ _FRESH = (
 
 
 def spawn(
-    fn: Callable[..., Any],
-    nprocs: int,
-    topology: Topology | str = "auto",
-    args: Sequence[Any] = (),
-    device: str = "cpu",
-    virtual: bool = False,
-    timeout: float = 30.0,
-    order: str = "fastest",
-    max_blocks: int | None = None,
-    peer_access: str = "prefer",
-) -> list[Any]:
-    """Run `fn(rank, *args)` on `nprocs` ranks with the default communicator ready.
+    fn: Callable[..., Any], nprocs: int, topology: Topology | str = "auto",
+    args: Sequence[Any] = (), device: str = "cpu", virtual: bool = False, timeout: float = 30.0,
+    order: str = "fastest", max_blocks: int | None = None, peer_access: str = "prefer",
+) -> list[Any]:  # fmt: skip
+    """Run `fn(rank, *args)` on `nprocs` ranks, each with a default communicator.
 
-    `device`: "cpu"; "cuda", rank r on GPU r; "cuda:N", all on one GPU. That GPU is the current one
-    of CuPy and torch. Ranks are processes; with `virtual` (GPUs only) threads of this process,
-    whose calls on a GPU are launched as one. The other arguments are those of `Settings`.
+    Ranks are processes. They are forked, which keeps closures and loaded modules, unless this
+    process runs other threads or has used CUDA; then they are new interpreters, and `fn` and `args`
+    must pickle. torch uses one thread per rank.
 
-    Returns the results by rank (they must pickle). The first failing rank's exception is raised
-    again with its rank; the others are stopped, no process is left (a thread that goes on for 5 s
-    after a failure is). Processes are forked, which keeps closures and loaded modules, unless this
-    process runs other threads or has used CUDA: then they are started afresh and `fn` must pickle.
-    torch gets one thread a rank.
+    device: "cpu"; "cuda" for rank r on GPU r; "cuda:N" for all ranks on one GPU. The rank's GPU is
+        the current one of CuPy and torch.
+    virtual: start threads of this process instead, for GPUs only. The ranks' calls on a GPU are
+        then one launch.
+    topology, timeout, order, max_blocks, peer_access: see `Settings`.
+
+    Returns the results by rank, which must pickle.
+    Raises the exception of the first rank that fails, with a note that names it. The other ranks
+    are stopped, except threads that still run 5 s after the failure.
     """
     nprocs = integer(nprocs, "nprocs", 1)
     gpus = None if device == "cpu" else gpus_of(device, nprocs)
@@ -66,12 +63,13 @@ def spawn(
         raise CollectiveError("virtual ranks share a GPU: say device='cuda:0'")
     read: Topology | str = "auto" if topology == "auto" else load(topology)
     settings = Settings(read, timeout, order, max_blocks, peer_access)
-    topology_for(read, nprocs)  # refused here rather than on every rank
+    topology_for(read, nprocs)  # raises here rather than on every rank
     if virtual and gpus is not None:
         return spawn_threads(fn, args, settings, gpus)
-    context: Any = mp.get_context("fork" if _fork_is_safe() else "spawn")
-    if context.get_start_method() == "fork":
-        compile_kernels()  # so that the forked ranks find the machine code in memory
+    can_fork = threading.active_count() == 1 and not started()
+    context: Any = mp.get_context("fork" if can_fork else "spawn")
+    if can_fork:
+        compile_kernels()  # forked ranks inherit the machine code
     hint = "" if context.get_start_method() == "fork" else _FRESH
     fd = Mapping.create(nprocs)
     ranks: list[_Rank] = []
@@ -98,7 +96,7 @@ def spawn(
 
 
 class _Rank:
-    """A child process as its parent sees it."""
+    """A child process, as seen by the parent."""
 
     def __init__(self, rank: int, process: Any, results: Connection, hint: str) -> None:
         self.rank, self.process, self.results, self.hint = rank, process, results, hint
@@ -107,21 +105,19 @@ class _Rank:
         self.done = False
 
     def collect(self) -> None:
-        """Read what the child sent, or find out how it died."""
+        """Read the child's result, or find out how it died."""
         try:
-            if not self.results.poll():  # ended, and a process of its own holds the pipe open
+            if not self.results.poll():  # the child ended; a process it forked holds the pipe open
                 raise EOFError
             ok, payload = self.results.recv()
         except (EOFError, OSError):
             self.process.join()
             code = self.process.exitcode
-            how = (
-                f"was killed by {signal.Signals(-code).name}"
-                if code < 0
-                else f"exited with status {code} without a result{self.hint}"
-            )
+            how = f"exited with status {code} without a result"
+            if code < 0:
+                how = f"was killed by {signal.Signals(-code).name}"
             self.error = CollectiveError(f"rank {self.rank} (process {self.process.pid}) {how}")
-        except Exception as error:  # a result whose class cannot be rebuilt here
+        except Exception as error:  # the result's class cannot be unpickled here
             self.error = CollectiveError(f"rank {self.rank}'s result cannot be read: {error!r}")
         else:
             if ok:
@@ -133,7 +129,7 @@ class _Rank:
         self.done = True
 
     def end(self) -> None:
-        """Leave no process behind."""
+        """End the process and free its resources."""
         if self.process.is_alive() and not self.done:
             self.process.kill()
         self.process.join(GRACE)
@@ -150,8 +146,8 @@ def _gather(ranks: list[_Rank], fd: int, size: int) -> list[Any]:
     deadline: float | None = None
     while waiting:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        signs = {sign: r for r in waiting for sign in (r.results, r.process.sentinel)}
-        ready = {signs[sign].rank for sign in wait(list(signs), left)}
+        sources = {source: r for r in waiting for source in (r.results, r.process.sentinel)}
+        ready = {sources[source].rank for source in wait(list(sources), left)}
         if not ready:
             break
         for r in [r for r in waiting if r.rank in ready]:
@@ -159,7 +155,7 @@ def _gather(ranks: list[_Rank], fd: int, size: int) -> list[Any]:
             r.collect()
             if r.error is None:
                 continue
-            # a rank that only stopped because of another's failure is not the cause
+            # an error that another rank's failure has caused is not the one to raise
             if first is None or consequence(r.error) < consequence(first.error):
                 first = r
             if deadline is None:
@@ -171,23 +167,21 @@ def _gather(ranks: list[_Rank], fd: int, size: int) -> list[Any]:
 
 
 def _abort(fd: int, size: int, failed: _Rank) -> None:
-    """Tell the others through the arena, so that they stop waiting at once."""
+    """Set the arena's abort flag, so that the other ranks stop waiting at once."""
     try:
         died = failed.process.exitcode is not None and failed.process.exitcode < 0
-        header = [1, failed.rank, DIED if died else RAISED, failed.rank]
-        current = int.from_bytes(os.pread(fd, 8, 0), sys.byteorder)
-        if not current:
-            body = b"".join(v.to_bytes(8, sys.byteorder) for v in header[1:])
-            os.pwrite(fd, body, 8)
-            os.pwrite(fd, header[0].to_bytes(8, sys.byteorder), 0)
+        fields = (failed.rank, DIED if died else RAISED, failed.rank)
+        if not any(os.pread(fd, 8, 0)):
+            os.pwrite(fd, b"".join(v.to_bytes(8, sys.byteorder) for v in fields), 8)
+            os.pwrite(fd, (1).to_bytes(8, sys.byteorder), 0)  # last: the ranks wait for this word
     except OSError:
-        pass  # the ranks' own deadline remains
+        pass  # the ranks then stop at their own deadlines
 
 
 def _child(results: Connection, job: tuple[Any, ...]) -> None:
     fn, args, rank, size, settings, gpu, path, parent = job
     _die_with(parent)
-    gc.freeze()  # a collection would copy every page that holds what the parent has loaded
+    gc.freeze()  # a collection would touch, and so copy, the pages inherited from the parent
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)  # ranks share the cores; a forked OpenMP pool would hang
@@ -199,7 +193,7 @@ def _child(results: Connection, job: tuple[Any, ...]) -> None:
         set_default(communicator)
         value = fn(rank, *args)
         if os.getpid() != me:
-            os._exit(0)  # a process that the rank forked, and that came back from `fn`
+            os._exit(0)  # this is a fork of the rank that returned from `fn`
         try:
             payload = pickle.dumps((True, value))
         except (AttributeError, TypeError, pickle.PicklingError) as error:
@@ -222,28 +216,24 @@ def _child(results: Connection, job: tuple[Any, ...]) -> None:
         set_default(None)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # no atexit handlers of the parent, no joins of its threads
+        os._exit(0)  # skips the parent's atexit handlers and threads
 
 
 def _failure(error: BaseException, text: str) -> bytes:
-    """The exception pickled, or its text where it does not pickle."""
+    """The pickled exception, or its text if it does not pickle."""
     try:
         payload = pickle.dumps((False, (error, text)))
         pickle.loads(payload)
+        return payload
     except Exception:
         stand_in = CollectiveError(f"{type(error).__name__}: {error}")
-        payload = pickle.dumps((False, (stand_in, text)))
-    return payload
+        return pickle.dumps((False, (stand_in, text)))
 
 
 def _die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent dies: no orphans."""
+    """Make the kernel kill this process when its parent dies."""
     import ctypes
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
-
-
-def _fork_is_safe() -> bool:
-    return threading.active_count() == 1 and not started()

@@ -1,4 +1,4 @@
-"""Virtual ranks: threads of this process that share one GPU, or have one each."""
+"""Virtual ranks: threads of this process on one or several GPUs."""
 
 from __future__ import annotations
 
@@ -22,56 +22,47 @@ from linkweave.collectives.runtime.gpu.team import Team
 from linkweave.collectives.settings import Settings
 
 GRACE = 5.0
-"""Seconds that the other ranks have to end after one has failed."""
+"""Seconds in which the other ranks must end after one has failed."""
 
 
 def consequence(error: BaseException | None) -> int:
-    """How far from the cause an error is: a timeout may be, an abort always is another's doing."""
+    """Sort key of errors: 0 for a cause, 1 for a timeout (maybe one), 2 for an abort (never)."""
     return 2 if isinstance(error, CollectiveAborted) else isinstance(error, CollectiveTimeout)
-
-
-class _Rank:
-    """One thread."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.value: Any = None
-        self.error: BaseException | None = None
-        self.thread: threading.Thread | None = None
 
 
 def spawn_threads(
     fn: Callable[..., Any], args: Sequence[Any], settings: Settings, gpus: Sequence[int]
 ) -> list[Any]:
-    """`spawn` with a thread for each rank, rank r on GPU `gpus[r]`.
+    """`spawn` with threads: rank r runs on GPU `gpus[r]`.
 
-    A rank that goes on for `GRACE` seconds after another one's failure is left behind: a thread
-    cannot be stopped from outside.
+    A thread cannot be stopped from outside, so one that still runs `GRACE` seconds after another
+    rank's failure is left running.
     """
     size = len(gpus)
     if len(set(gpus)) > 1 and os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
         raise CollectiveError(
-            "with CUDA_LAUNCH_BLOCKING one GPU's launch waits for the next one's, which never "
-            "comes: use one process a GPU"
+            "with CUDA_LAUNCH_BLOCKING the first GPU's launch waits for the second one's, which is "
+            "never made: use one process a GPU"
         )
     devices = [cuda.open_device(index) for index in gpus]
-    ranks = [_Rank(r) for r in range(size)]
+    values: dict[int, Any] = {}
+    errors: dict[int, BaseException] = {}
     memory = LocalMemory(devices, settings.peer_access == "require")
     team = Team(GpuRanks(dict(enumerate(devices)), memory, settings.timeout, settings.max_blocks))
     failed = threading.Event()
     open_ones: list[Communicator] = []
 
-    def run(mine: _Rank, arena: Arena) -> None:
+    def run(rank: int, arena: Arena) -> None:
         communicator = None
         try:
-            cuda.use_device(gpus[mine.rank])
+            cuda.use_device(gpus[rank])
             communicator = Communicator(arena, settings, team)
             open_ones.append(communicator)
             set_of_thread(communicator)
-            mine.value = fn(mine.rank, *args)
+            values[rank] = fn(rank, *args)
         except BaseException as error:
-            error.add_note(f"rank {mine.rank}:\n{traceback.format_exc()}")
-            mine.error = error
+            error.add_note(f"rank {rank}:\n{traceback.format_exc()}")
+            errors[rank] = error
             failed.set()
             if communicator is not None:
                 communicator.abort(RAISED)
@@ -81,44 +72,44 @@ def spawn_threads(
                 if communicator is not None:
                     communicator.close()
             except Exception as error:
-                mine.error = mine.error or error
+                errors.setdefault(rank, error)
 
-    def wait() -> list[_Rank]:
-        """Those that still run `GRACE` seconds after a failure."""
+    def wait() -> list[int]:
+        """Wait for the threads. Returns ranks that still run `GRACE` seconds after a failure."""
         deadline = None
-        while running := [r for r in ranks if r.thread and r.thread.is_alive()]:
+        while running := [r for r, thread in enumerate(threads) if thread.is_alive()]:
             if failed.is_set():
                 deadline = deadline or time.monotonic() + GRACE
                 if time.monotonic() > deadline:
                     break
-            assert running[0].thread is not None
-            running[0].thread.join(0.05)
+            threads[running[0]].join(0.05)
         return running
 
-    for mine, arena in zip(ranks, Arena.local(size), strict=True):
-        name = f"linkweave-rank-{mine.rank}"
-        mine.thread = threading.Thread(target=run, args=(mine, arena), name=name, daemon=True)
-        mine.thread.start()
+    threads = [
+        threading.Thread(target=run, args=(r, arena), name=f"linkweave-rank-{r}", daemon=True)
+        for r, arena in enumerate(Arena.local(size))
+    ]
+    for thread in threads:
+        thread.start()
     try:
         running = wait()
-    except BaseException:  # an interrupt: no rank may keep a GPU
+    except BaseException:  # such as an interrupt: free the GPUs
         for communicator in open_ones:
             communicator.abort(INTERRUPTED)
         raise
-    errors = [r.error for r in ranks if r.error is not None]
     try:
-        if running:  # they may still use the team's memory
-            names = ", ".join(str(r.rank) for r in running)
-            print(f"linkweave: ranks {names} go on after a failure", file=sys.stderr)
+        if running:  # these threads may still use the team's memory
+            names = ", ".join(map(str, running))
+            print(f"linkweave: ranks {names} still run after a failure", file=sys.stderr)
         else:
             team.close()
     finally:
         if errors:
-            raise min(errors, key=consequence)
-    return [r.value for r in ranks]
+            raise min((errors[r] for r in sorted(errors)), key=consequence)
+    return [values[r] for r in range(size)]
 
 
 def gpus_of(device: str, size: int) -> list[int]:
-    """The GPU of each rank: "cuda:N" is one for all, "cuda" one each. Raises CollectiveError."""
+    """Each rank's GPU: "cuda:N" for all on one, "cuda" for one each. Raises CollectiveError."""
     number = cuda.gpu_named(device)
     return list(range(size)) if number is None else [number] * size

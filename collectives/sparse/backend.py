@@ -1,4 +1,4 @@
-"""What one rank's sparse vectors can do where they lie: on the CPU (`host`) or on a GPU (`gpu`)."""
+"""The interface of sparse vectors on one device: the CPU (`host`) or a GPU (`gpu`)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from linkweave.collectives.planning.collective import Pairs, Root
 from linkweave.collectives.sparse.wire import Wire
 
 Vector = tuple[Any, Any]
-"""(values, indices): int32 indices that ascend; float32 values that the wire can hold."""
+"""(values, indices): ascending int32 indices; float32 values that the wire dtype can hold."""
 
 Message = tuple[str, int, str, Root]
-"""A collective that a mode makes: its name, the bytes and the dtype of its buffer, its root."""
+"""A collective that a mode uses: kind, bytes of its buffer, dtype, root."""
 
 
 class Backend(Protocol):
-    """One rank's vector and residual: how vectors are added, and how they travel."""
+    """One rank's vector and residual, with operations on vectors and messages between ranks."""
 
     mine: Vector
     wire: Wire
@@ -25,36 +25,36 @@ class Backend(Protocol):
     def size(self, vector: Vector) -> int: ...
 
     def merge(self, a: Vector, b: Vector | None, k: int, keeps: bool) -> Vector:
-        """The k largest of a + b, not rounded. With `keeps` the residual gets what is dropped."""
+        """The k largest entries of a + b, unrounded. With `keeps`, the residual gets the others."""
 
-    def settle(self, vector: Vector, keeps: bool) -> Vector:
-        """Round values to the wire's. With `keeps` the residual gets the rest."""
+    def round_values(self, vector: Vector, keeps: bool) -> Vector:
+        """Round values to the wire dtype. With `keeps`, the rounding errors go to the residual."""
 
     def put_back(self, found: Vector) -> None:
-        """Add to the residual, if there is one, those of our own entries that `found` lacks."""
+        """Add this rank's entries that are not in `found` to the residual, if there is one."""
 
     def refusal(self, context: Any, messages: Sequence[Message]) -> str:
-        """Why there is no room for these messages, the same on all ranks; empty if there is."""
+        """Why these messages cannot be sent, the same on all ranks; empty if they can."""
 
     def send(self, context: Any, vector: Vector, pairs: Pairs, k: int) -> Vector | None:
-        """Send each source's vector, of at most k entries, to its target. Returns what came."""
+        """Send vectors of at most k entries from sources to targets. Returns the one received."""
 
     def share(self, context: Any, vector: Vector, root: int, k: int) -> Vector:
-        """The root's vector, of at most k entries, on all ranks."""
+        """Broadcast the root's vector, which has at most k entries."""
 
     def gather(self, context: Any, counts: list[int]) -> list[Vector]:
-        """All ranks' own vectors; `counts` are their numbers of entries."""
+        """Gather all ranks' vectors, which have `counts` entries."""
 
     def dense(self, context: Any, numel: int) -> Vector:
-        """The sum of all ranks' own vectors, without zeros."""
+        """Sum all ranks' vectors by a dense all-reduce; zeros are left out."""
 
     def result(self, vector: Vector, divisor: int) -> Vector:
-        """The vector in the caller's library and dtype, divided in float32 before."""
+        """The vector divided by `divisor` in float32, then in the caller's library and dtype."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One rank's side of a call that all ranks have agreed on. `counts`: entries by rank."""
+class SparseCall:
+    """A call that all ranks have agreed on. `counts` are the ranks' numbers of entries."""
 
     backend: Backend
     numel: int

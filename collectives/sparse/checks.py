@@ -1,4 +1,4 @@
-"""What is refused of a sparse vector or a residual of any library, on any device."""
+"""Checks of sparse vectors and residuals of any library, on any device."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.tensors import dtype_name, gpu_of, is_torch, stands_in_order
+from linkweave.collectives.tensors import dtype_name, gpu_of, is_contiguous, is_torch
 from linkweave.kernels.validate import FLOATS
 from linkweave.topology.checks import integer
 
 
 def check_vector(values: Any, indices: Any, numel: Any) -> int:
-    """`numel` as an integer. Raises CollectiveError for what can be seen without its entries."""
+    """`numel` as an int. Raises CollectiveError for errors visible without reading entries."""
     number = integer(numel, "numel", 0, 1 << 31)
     if gpu_of(values) != gpu_of(indices) or is_torch(values) != is_torch(indices):
         raise CollectiveError("values and indices must be of one library and on one device")
@@ -34,14 +34,14 @@ def wrong_indices(numel: int) -> CollectiveError:
 
 
 def flat_residual(x: Any, numel: int, like: Any) -> Any:
-    """A residual in one dimension, in the same memory. Raises CollectiveError."""
+    """A one-dimensional view of a residual. Raises CollectiveError."""
     array = is_torch(x) or isinstance(x, np.ndarray) or gpu_of(x) is not None
     if (
         not array
         or gpu_of(x) != gpu_of(like)
         or dtype_name(x) != "float32"
         or math.prod(x.shape) != numel
-        or not stands_in_order(x)
+        or not is_contiguous(x)
         or (isinstance(x, np.ndarray) and not x.flags.writeable)
     ):
         raise CollectiveError(

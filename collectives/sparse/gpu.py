@@ -1,7 +1,7 @@
-"""Sparse vectors on GPUs: merged there, and sent from GPU to GPU by planned sendrecvs.
+"""Sparse vectors on GPUs, merged there and sent from GPU to GPU by planned collectives.
 
-A message holds its number of entries (8 bytes), their indices and their values. The host waits for
-its GPU where it needs such a number: behind what came, and behind a merge.
+A message holds its number of entries (8 bytes), then indices, then values. The host waits for the
+GPU whenever it needs a number of entries: after each message received and after each merge.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from linkweave.collectives.calls.stream_work import OnStream
+from linkweave.collectives.calls.gpu_work import GpuContext
 from linkweave.collectives.planning.collective import SENDRECV, Pairs, Root, targets
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.sparse.backend import Message, Vector
@@ -24,8 +24,7 @@ from linkweave.kernels.merge import entries as gpu_entries
 
 
 class GpuBackend:
-    """`Backend` of CuPy arrays and torch's CUDA tensors. Launches go to the library's
-    current stream. Raises CollectiveError."""
+    """`Backend` of CuPy arrays and torch CUDA tensors, on the library's current stream."""
 
     def __init__(self, values: Any, indices: Any, numel: Any, residual: Any) -> None:
         limit = check_vector(values, indices, numel)
@@ -53,7 +52,7 @@ class GpuBackend:
             gpu_entries.keep(self._gpu, dropped, self._residual)
         return kept
 
-    def settle(self, vector: Vector, keeps: bool) -> Vector:
+    def round_values(self, vector: Vector, keeps: bool) -> Vector:
         if self.wire.dtype != "float32":
             residual = self._residual if keeps else None
             gpu_entries.settle(self._gpu, vector, self.wire.dtype, residual)
@@ -70,29 +69,28 @@ class GpuBackend:
         found: Vector = gpu_entries.narrowed(self._gpu, vector, self.wire.dtype)
         return found
 
-    # ---- between ranks -----------------------------------------------------------------------
-    def refusal(self, context: OnStream, messages: Sequence[Message]) -> str:
+    def refusal(self, context: GpuContext, messages: Sequence[Message]) -> str:
         for kind, nbytes, dtype, root in messages:
             buffer = Buffer(0, nbytes, dtype, 4 if dtype == "float32" else 1)
             if why := context.gpu.refusal(context.request(kind, buffer, "sum", root)):
                 return why
         return ""
 
-    def send(self, context: OnStream, vector: Vector, pairs: Pairs, k: int) -> Vector | None:
+    def send(self, context: GpuContext, vector: Vector, pairs: Pairs, k: int) -> Vector | None:
         room = self._message(k)
         if context.rank in dict(pairs):
             gpu_entries.pack(self._gpu, vector, self.wire.dtype, room.address)
         self._make(context, SENDRECV, room, pairs)
         return self._taken(context, room) if context.rank in targets(pairs) else None
 
-    def share(self, context: OnStream, vector: Vector, root: int, k: int) -> Vector:
+    def share(self, context: GpuContext, vector: Vector, root: int, k: int) -> Vector:
         room = self._message(k)
         if context.rank == root:
             gpu_entries.pack(self._gpu, vector, self.wire.dtype, room.address)
         self._make(context, "broadcast", room, root)
         return vector if context.rank == root else self._taken(context, room)
 
-    def gather(self, context: OnStream, counts: list[int]) -> list[Vector]:
+    def gather(self, context: GpuContext, counts: list[int]) -> list[Vector]:
         each = self.wire.part(counts)
         whole = self._bytes(each * context.size)
         parts = [whole.address + each * rank for rank in range(context.size)]
@@ -104,7 +102,7 @@ class GpuBackend:
             for n, part in zip(counts, parts, strict=True)
         ]
 
-    def dense(self, context: OnStream, numel: int) -> Vector:
+    def dense(self, context: GpuContext, numel: int) -> Vector:
         whole = self._gpu.full(numel, "float32", 0)
         gpu_entries.keep(self._gpu, self.mine, whole)
         buffer = Buffer(self._gpu.address(whole), 4 * numel, "float32", 4, whole)
@@ -114,8 +112,10 @@ class GpuBackend:
         return found
 
     def _message(self, k: int) -> Buffer:
-        """Room for a message of k entries, the same one for all of a call: what is sent of it is
-        copied by this rank's own kernels, on the stream on which it is written anew."""
+        """The buffer of all messages of a call.
+
+        It can be reused because this rank's own kernels read it, on the stream that overwrites it.
+        """
         if self._room is None:
             self._room = self._bytes(self.wire.message(k))
         return self._room
@@ -124,20 +124,22 @@ class GpuBackend:
         array = self._gpu.empty(nbytes, "uint8")
         return Buffer(self._gpu.address(array), nbytes, "uint8", 1, array)
 
-    def _make(self, context: OnStream, kind: str, buffer: Buffer, root: Root) -> None:
+    def _make(self, context: GpuContext, kind: str, buffer: Buffer, root: Root) -> None:
         context.kept.append(buffer.owner)
         context.make(context.request(kind, buffer, "sum", root))
 
-    def _arrived(self, context: OnStream, buffer: Buffer) -> np.ndarray:
-        """Wait for what was made on a buffer; its first elements. Raises what went wrong: then it
-        may hold anything."""
+    def _arrived(self, context: GpuContext, buffer: Buffer) -> np.ndarray:
+        """Wait for the collective on a buffer and return its first elements.
+
+        Raises the collective's error, after which the contents are undefined.
+        """
         array: Any = buffer.owner
         head: np.ndarray = self._gpu.read(array[:HEAD])
         context.gpu.check()
         return head
 
-    def _taken(self, context: OnStream, room: Buffer) -> Vector:
-        """What came in a message."""
+    def _taken(self, context: GpuContext, room: Buffer) -> Vector:
+        """The vector of a message received."""
         number = int(self._arrived(context, room).view(np.int64)[0])
         found: Vector = gpu_entries.unpack(self._gpu, number, self.wire.dtype, room.address)
         return found

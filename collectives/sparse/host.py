@@ -1,4 +1,4 @@
-"""Sparse vectors on the CPU: ranks read them where they lie in the memory that they share."""
+"""Sparse vectors on the CPU. Ranks read each other's vectors in shared memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NOTHING: Vector = np.empty(0, np.float32), np.empty(0, np.int32)
 
 
 class HostBackend:
-    """`Backend` of NumPy arrays and torch tensors. Raises CollectiveError."""
+    """`Backend` of NumPy arrays and torch CPU tensors."""
 
     def __init__(self, values: Any, indices: Any, numel: Any, residual: Any) -> None:
         if not is_torch(values) and not is_torch(indices) and gpu_of(indices) is None:
@@ -51,7 +51,7 @@ class HostBackend:
             self._keep(*dropped)
         return kept
 
-    def settle(self, vector: Vector, keeps: bool) -> Vector:
+    def round_values(self, vector: Vector, keeps: bool) -> Vector:
         values, indices = vector
         settled = self.wire.rounded(values)
         if keeps and settled is not values:
@@ -76,18 +76,17 @@ class HostBackend:
         torch = sys.modules["torch"]
         return torch.from_numpy(values).to(self._like.dtype), torch.from_numpy(indices)
 
-    # ---- between ranks -----------------------------------------------------------------------
     def refusal(self, context: HostCalls, messages: Sequence[Message]) -> str:
         return ""
 
     def send(self, context: HostCalls, vector: Vector, pairs: Pairs, k: int) -> Vector | None:
-        said = (-1, 0)
+        message = (-1, 0)
         if context.rank in dict(pairs):
-            # kept to the end: what comes down has been made of it, so by then it has been read
+            # kept until the call ends: the result depends on it, so then it has been read
             self._sent = context.block(self.wire.entry * self.size(vector))
             self.wire.pack(vector, self._sent)
-            said = context.offset_of(self._sent), self.size(vector)
-        rows = context.gather("merges", json.dumps(said).encode())
+            message = context.offset_of(self._sent), self.size(vector)
+        rows = context.gather("merges", json.dumps(message).encode())
         if (source := targets(pairs).get(context.rank)) is None:
             return None
         offset, size = json.loads(rows[source])

@@ -1,6 +1,6 @@
-"""The ways to sum sparse vectors of all ranks: gTop-k's tree, all-gather and sum, dense.
+"""Modes of the sparse all-reduce: gTop-k's tree, all-gather and sum, and dense.
 
-A mode is one entry of `MODES`; `planning.sparse_tree` predicts how long each takes.
+Each mode is one entry of `MODES`. `planning.sparse_tree` predicts their times.
 """
 
 from __future__ import annotations
@@ -8,78 +8,78 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from linkweave.collectives.calls.context import CallContext
+from linkweave.collectives.calls.operations import CallContext
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.collective import SENDRECV
 from linkweave.collectives.planning.sparse_tree import rounds
-from linkweave.collectives.sparse.backend import Asked, Backend, Message, Vector
+from linkweave.collectives.sparse.backend import Backend, Message, SparseCall, Vector
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """`total(context, asked, tree)` is the sum on this rank; `messages(size, asked, tree)` are the
-    collectives that it makes on `size` ranks."""
+    """One mode. `total` sums the vectors; `messages` lists the collectives that this takes."""
 
-    total: Callable[[CallContext, Asked, Tree], Vector]
-    messages: Callable[[int, Asked, Tree], list[Message]]
+    total: Callable[[CallContext, SparseCall, Tree], Vector]
+    messages: Callable[[int, SparseCall, Tree], list[Message]]
 
 
 def gtopk(
     context: CallContext, backend: Backend, tree: Tree, k: int, conserve: bool
 ) -> tuple[Vector, int]:
-    """(the k largest of the sum of all ranks' vectors, entries that this rank received going up).
+    """The k largest entries of the sum, and the number of entries that this rank received.
 
-    Shi et al., algorithm 3, for any number of ranks: over the planner's tree ranks add their
-    vectors and keep the k largest; the result goes down from the root. The paper's operator loses
-    what a merge drops (definition 1); with `conserve` the rank that merges adds it to its residual.
+    Ranks add their vectors up the planner's tree, keep the k largest entries at each merge, and
+    broadcast the result from the root. The paper loses the entries that a merge drops (definition
+    1); with `conserve` the rank that merges adds them to its residual. Source: Shi et al.,
+    algorithm 3, extended to any number of ranks.
     """
     mine, received = backend.mine, 0
     if backend.size(mine) > k:
-        mine = backend.settle(backend.merge(mine, None, k, conserve), conserve)
+        mine = backend.round_values(backend.merge(mine, None, k, conserve), conserve)
     for pairs in rounds(tree):
         if (other := backend.send(context, mine, pairs, k)) is not None:
-            mine = backend.settle(backend.merge(mine, other, k, conserve), conserve)
+            mine = backend.round_values(backend.merge(mine, other, k, conserve), conserve)
             received += backend.size(other)
     return backend.share(context, mine, tree.root, k), received
 
 
-def _gtopk_total(context: CallContext, asked: Asked, tree: Tree) -> Vector:
-    found, _ = gtopk(context, asked.backend, tree, asked.k, asked.conserve)
-    if not asked.conserve:
-        asked.backend.put_back(found)  # the paper's algorithm 4, line 10
+def _gtopk_total(context: CallContext, call: SparseCall, tree: Tree) -> Vector:
+    found, _ = gtopk(context, call.backend, tree, call.k, call.conserve)
+    if not call.conserve:
+        call.backend.put_back(found)  # the paper's algorithm 4, line 10
     return found
 
 
-def _gtopk_messages(size: int, asked: Asked, tree: Tree) -> list[Message]:
-    nbytes = asked.backend.wire.message(asked.k)
+def _gtopk_messages(size: int, call: SparseCall, tree: Tree) -> list[Message]:
+    nbytes = call.backend.wire.message(call.k)
     sends: list[Message] = [(SENDRECV, nbytes, "uint8", pairs) for pairs in rounds(tree)]
     return [*sends, ("broadcast", nbytes, "uint8", tree.root)]
 
 
-def _topk_total(context: CallContext, asked: Asked, tree: Tree) -> Vector:
+def _topk_total(context: CallContext, call: SparseCall, tree: Tree) -> Vector:
     """The sum of all ranks' vectors, in the order of the ranks."""
-    backend = asked.backend
-    total, *others = backend.gather(context, asked.counts)
+    backend = call.backend
+    total, *others = backend.gather(context, call.counts)
     for other in others:
         total = backend.merge(total, other, backend.size(total) + backend.size(other), False)
-    return _settled(context, asked, total)
+    return _rounded(context, call, total)
 
 
-def _topk_messages(size: int, asked: Asked, tree: Tree) -> list[Message]:
-    return [("allgather", asked.backend.wire.part(asked.counts) * size, "uint8", 0)]
+def _topk_messages(size: int, call: SparseCall, tree: Tree) -> list[Message]:
+    return [("allgather", call.backend.wire.part(call.counts) * size, "uint8", 0)]
 
 
-def _dense_total(context: CallContext, asked: Asked, tree: Tree) -> Vector:
-    return _settled(context, asked, asked.backend.dense(context, asked.numel))
+def _dense_total(context: CallContext, call: SparseCall, tree: Tree) -> Vector:
+    return _rounded(context, call, call.backend.dense(context, call.numel))
 
 
-def _dense_messages(size: int, asked: Asked, tree: Tree) -> list[Message]:
-    return [("allreduce", 4 * asked.numel, "float32", 0)]
+def _dense_messages(size: int, call: SparseCall, tree: Tree) -> list[Message]:
+    return [("allreduce", 4 * call.numel, "float32", 0)]
 
 
-def _settled(context: CallContext, asked: Asked, total: Vector) -> Vector:
-    """All ranks round the same total alike, so rank 0 alone keeps the rest."""
-    return asked.backend.settle(total, asked.conserve and context.rank == 0)
+def _rounded(context: CallContext, call: SparseCall, total: Vector) -> Vector:
+    """Round the total. All ranks round alike, so only rank 0 keeps the rounding errors."""
+    return call.backend.round_values(total, call.conserve and context.rank == 0)
 
 
 MODES = {

@@ -1,4 +1,4 @@
-"""Sparse vectors as bytes: 4 of an index and 2 or 4 of a value, all indices first."""
+"""Sparse vectors as bytes: all indices (4 bytes each), then all values (2 or 4 bytes each)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from linkweave.collectives.runtime.dtypes import DTYPES
 from linkweave.collectives.runtime.reference import from_bfloat16, to_bfloat16
 
 Vector = tuple[NDArray[np.float32], NDArray[np.int32]]
-"""(values, indices), ascending; values of a 16-bit wire are such as it can carry."""
 
 _ALIGN = 16  # bytes
 HEAD = 8
-"""Bytes before the entries of a message: how many these are."""
+"""Bytes of the number of entries, at the start of a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How values of a dtype travel."""
+    """The format of vectors whose values have one dtype."""
 
     dtype: str
 
@@ -41,13 +40,11 @@ class Wire:
         return HEAD + self.entry * k
 
     def part(self, counts: Sequence[int]) -> int:
-        """Bytes of each rank's part of an all-gather of messages, where ranks have so many
-        entries."""
+        """Bytes of each rank's part of an all-gather, if the ranks have `counts` entries."""
         return -(-self.message(max(counts)) // _ALIGN) * _ALIGN
 
     def rounded(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The nearest values that travel; of two the even one. What is finite stays so: beyond the
-        largest number of the dtype it becomes that."""
+        """Values rounded to the wire dtype, to nearest even. Finite values saturate."""
         if self.dtype == "float32":
             return values
         most = np.float32(DTYPES[self.dtype].largest)
@@ -58,13 +55,13 @@ class Wire:
         return from_bfloat16(to_bfloat16(values))
 
     def pack(self, vector: Vector, room: NDArray[np.uint8]) -> None:
-        """Write a vector into as many bytes as it takes."""
+        """Write a vector into `room`, which has exactly its size."""
         values, indices = vector
         room[: indices.nbytes].view(np.int32)[:] = indices
         room[indices.nbytes :].view(self._stored)[:] = self._narrow(values)
 
     def unpack(self, room: NDArray[np.uint8]) -> Vector:
-        """The vector that fills `room`, in memory of its own."""
+        """A copy of the vector that fills `room`."""
         first = room.size // self.entry * INDEX
         stored = room[first:].view(self._stored)
         values = from_bfloat16(stored) if self.dtype == "bfloat16" else stored.astype(np.float32)

@@ -257,7 +257,7 @@ def test_bad_input_is_refused_and_leaves_the_ranks_in_step(mode: str, machine: M
             "unknown op 'mean'; choose from sum, avg, min, max, prod, and, or, xor",
             "out is needed for results of type HostTensor",
             "this call runs on GPU 0; the tensor is on the CPU",
-            "alltoall deals out rows over 2 ranks: the first dimension must be a multiple of that, "
+            "alltoall splits rows over 2 ranks: the first dimension must be a multiple of that, "
             "not of shape (5,)",
             f"rank {rank} runs on GPU 0; the tensor is on GPU 3",
             "and of int32 runs on CPU tensors only; on GPUs choose from sum, min, max, prod",

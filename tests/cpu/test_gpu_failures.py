@@ -227,7 +227,7 @@ def on_the_map(rank: int, differs: int) -> list[Any]:
     comm: Any = get_default()
     error = failure(lambda: comm.allreduce(tensor([1.0])))
     comm.synchronize()
-    return [str(error), None if error else comm._gpu.choices.topology.gpus]
+    return [str(error), None if error else comm._gpu.planner.topology.gpus]
 
 
 @pytest.fixture

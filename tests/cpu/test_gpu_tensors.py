@@ -15,7 +15,7 @@ from host_gpu import HostDevice, needs_compiler
 from linkweave import collectives
 from linkweave.bench.gpu_api import exact as values
 from linkweave.collectives.launch.default import get_default
-from linkweave.collectives.tensors import shaped
+from linkweave.collectives.tensors import tensor_over
 from linkweave.topology import load
 
 pytestmark = needs_compiler
@@ -235,8 +235,8 @@ def test_memory_that_others_do_not_see_is_like_any_other(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_torch_tensors_are_made_by_dlpack(dtype: torch.dtype) -> None:
     raw = np.zeros(6 * dtype.itemsize, np.uint8)
-    x = shaped(raw, (2, 3), str(dtype).removeprefix("torch."), dtype)
+    x = tensor_over(raw, (2, 3), str(dtype).removeprefix("torch."), dtype)
     assert isinstance(x, torch.Tensor) and x.dtype == dtype and tuple(x.shape) == (2, 3)
     assert x.data_ptr() == raw.ctypes.data
-    none = shaped(raw[:0], (0, 3), "float32", torch.float32)
+    none = tensor_over(raw[:0], (0, 3), "float32", torch.float32)
     assert tuple(none.shape) == (0, 3)

@@ -196,7 +196,7 @@ def wrong_messages(rank: int) -> list[str]:
 def test_messages_that_do_not_fit() -> None:
     found = collectives.spawn(wrong_messages, 3)
     assert "cannot send to itself" in found[0][0]
-    assert "must be an integer from 0 to 2, not 3" in found[0][1]
+    assert "a rank must be an integer from 0 to 2, not 3" in found[0][1]
     assert "not '1'" in found[0][2]
     assert "sendrecv(4 x float32" in found[0][3] and "sendrecv(3 x float32" in found[0][3]
     assert "refused its arguments: a torch tensor" in found[0][4]

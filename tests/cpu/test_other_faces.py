@@ -311,7 +311,7 @@ def _async(rank: int) -> None:
         assert nothing is None and given is out and torch.equal(out, gathered)
         assert torch.equal(y, total if rank == size - 1 else parts[rank])
         assert torch.equal(works[0].wait(), gathered)  # as often as one likes
-        assert "alltoall deals out rows over" in error_of(refused.wait)
+        assert "alltoall splits rows over" in error_of(refused.wait)
 
 
 @pytest.mark.parametrize("size", [1, 3, 5])
@@ -375,7 +375,7 @@ def _all_wrong(rank: int) -> None:
         call = getattr(comm, kind)
         for shape in ((), *(((size + 1,), (2 * size - 1, size)) if size > 1 else ())):
             words = (
-                f"{kind} deals out rows over {size} ranks: the first dimension must be a multiple "
+                f"{kind} splits rows over {size} ranks: the first dimension must be a multiple "
                 f"of that, not of shape {shape}"
             )
             calls += [

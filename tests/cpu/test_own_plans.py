@@ -134,7 +134,7 @@ def first_call(rank: int) -> list[Any]:
 
 
 def test_plans_that_took_long_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("linkweave.collectives.calls.plans.LONG", 0.0)
+    monkeypatch.setattr("linkweave.collectives.calls.host_plans.LONG", 0.0)
     machine = load("mesh-3")
     assert any(planned for _, planned in collectives.spawn(first_call, 3, machine))
     again = collectives.spawn(first_call, 3, machine)

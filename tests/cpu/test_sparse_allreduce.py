@@ -62,7 +62,7 @@ def counted(rank: int, k: int, dtype: str) -> tuple[int, int, int, int]:
     calls.make = lambda request: (down.append(request.buffer.nbytes), make(request))[1]
     backend = HostBackend(*vector(rank, 0, k), NUMEL, np.zeros(NUMEL, np.float32))
     backend.wire = Wire(dtype)
-    tree = merge_tree(calls.choices.topology, backend.wire.entry * k)
+    tree = merge_tree(calls.planner.topology, backend.wire.entry * k)
     found, received = gtopk(calls, backend, tree, k, True)
     return received, sum(sent), down[-1], found[0].size
 

@@ -89,7 +89,7 @@ def on_a_named_map(rank: int) -> list[Any]:
     with comm.split(rank % 2) as part:
         part.allreduce(x := tensor([1.0] * 4))
         part.synchronize()
-        return [part._gpu.choices.topology.gpus, x.array[:1].tolist()]
+        return [part._gpu.planner.topology.gpus, x.array[:1].tolist()]
 
 
 @needs_compiler

@@ -1,4 +1,4 @@
-"""Splits and lanes: communicators of some or all ranks, in the memory of the one they come from."""
+"""Splits and lanes: communicators of some or all ranks of another communicator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.errors import CollectiveError
@@ -22,30 +22,20 @@ from linkweave.topology.checks import integer
 MOST_LANES = 64
 
 Order = Callable[[], int]
-"""Numbers the calls on lanes; `int` elsewhere, which gives 0."""
-
-
-class Closable(Protocol):
-    @property
-    def closed(self) -> bool: ...
-
-    def close(self) -> None: ...
-
-    def abort(self, why: int) -> None: ...
-
+"""Numbers the calls of all lanes together. Elsewhere it is `int`, which gives 0."""
 
 Make = Callable[[Arena, Settings, Team | None, Order], Any]
 
 
 def _fail(calls: HostCalls, error: BaseException) -> None:
-    """End a lane, as another one of its family has failed: their calls are numbered together."""
+    """End a lane because another lane of its family has failed."""
     if not calls.health.closed:
         calls.control.give_up(RAISED)
         calls.health.fail(error)
 
 
-class Parts:
-    """Those of one rank's communicator. `make` makes a communicator in memory of its own."""
+class Subcommunicators:
+    """The subcommunicators of one rank's communicator. `make` creates one in a given arena."""
 
     def __init__(
         self, arena: Arena, calls: HostCalls, settings: Settings, topology: Topology,
@@ -53,25 +43,25 @@ class Parts:
     ) -> None:  # fmt: skip
         self._arena, self._calls, self._settings = arena, calls, settings
         self._topology, self._team, self._make = topology, team, make
-        self._open: list[Closable] = []  # as far as we know
+        self._open: list[Any] = []  # some may have been closed since
         self._made = 0
 
     def split(self, color: Any) -> Any:
-        with self._calls.telling():
+        with self._calls.sharing_errors():
             number = integer(color, "color")
-        colors = [int(said) for said in self._calls.gather("colors", str(number).encode())]
+        colors = [int(row) for row in self._calls.gather("colors", str(number).encode())]
         groups = [[r for r, c in enumerate(colors) if c == one] for one in dict.fromkeys(colors)]
         ((ranks, start),) = self._segments(groups)
         return self._part(ranks, start, int)
 
     def lanes(self, n: Any) -> list[Any]:
-        with self._calls.telling():
+        with self._calls.sharing_errors():
             number = integer(n, "the number of lanes", 1, MOST_LANES)
-        said = {int(row) for row in self._calls.gather("lanes", str(number).encode())}
-        if len(said) > 1:
-            raise CollectiveError(f"the ranks ask for different numbers of lanes: {sorted(said)}")
+        asked = {int(row) for row in self._calls.gather("lanes", str(number).encode())}
+        if len(asked) > 1:
+            raise CollectiveError(f"the ranks ask for different numbers of lanes: {sorted(asked)}")
         calls = count(1)
-        parts = self._segments([[*range(self._calls.size)]] * said.pop())
+        parts = self._segments([[*range(self._calls.size)]] * asked.pop())
         family = [self._part(ranks, start, lambda: next(calls)) for ranks, start in parts]
         for lane in family:
             others = [other.calls for other in family if other is not lane]
@@ -79,19 +69,22 @@ class Parts:
         return family
 
     def _segments(self, groups: Sequence[list[int]]) -> list[tuple[list[int], int]]:
-        """Memory for a part of each of these ranks, taken by the first of them: ours, with where
-        they begin. Raises CollectiveError, on all ranks, where there is none."""
+        """Allocate a segment for each group of ranks; the first rank of a group does so.
+
+        Returns (ranks, start of the segment) of the groups that contain this rank. If an allocation
+        fails, all ranks raise CollectiveError.
+        """
         mapping, rank = self._arena.mapping, self._calls.rank
         taken: dict[int, int] = {}
-        trouble = ""
+        failure = ""
         try:
             for i, ranks in enumerate(groups):
                 if ranks[0] == rank:
                     taken[i] = mapping.take(SEGMENT)[0]
         except CollectiveError as error:
-            trouble = f"rank {rank}: {error}"
-        said = json.dumps([taken, trouble]).encode()
-        rows = [json.loads(row) for row in self._calls.gather("memory", said)]
+            failure = f"rank {rank}: {error}"
+        payload = json.dumps([taken, failure]).encode()
+        rows = [json.loads(row) for row in self._calls.gather("memory", payload)]
         if failed := "; ".join(row[1] for row in rows if row[1]):
             for start in taken.values():
                 mapping.give(start, SEGMENT)
@@ -101,7 +94,7 @@ class Parts:
 
     def _part(self, ranks: list[int], start: int, order: Order) -> Any:
         spec = self._settings.topology
-        if not (spec == "auto" or load(spec).devices):  # else GPUs are found by their names
+        if not (spec == "auto" or load(spec).devices):  # otherwise GPUs are found by their names
             spec = self._topology.subset([self._topology.gpus[r] for r in ranks])
         settings, team = replace(self._settings, topology=spec), None
         if self._team:
@@ -112,11 +105,11 @@ class Parts:
         return part
 
     def abort(self, why: int) -> None:
-        """Make all calls on them raise."""
+        """Make all calls on the subcommunicators raise."""
         for part in self._open:
             part.abort(why)
 
     def close(self) -> None:
-        """Close those that are still open."""
+        """Close all subcommunicators."""
         while self._open:
             self._open.pop().close()

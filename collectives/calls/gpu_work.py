@@ -1,4 +1,4 @@
-"""One call on a stream: where its copies and launches go, and what the caller holds of it."""
+"""One call on a GPU: the streams of its copies and launches, and the handle that callers get."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from linkweave.collectives.calls.gpu_launcher import GpuLauncher
-from linkweave.collectives.calls.gradient_queue import number_of
 from linkweave.collectives.calls.request import How, Request
 from linkweave.collectives.errors import CollectiveError, CollectiveTimeout
 from linkweave.collectives.planning.collective import COLLECTIVES, Root
@@ -17,26 +16,30 @@ from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.gpu.counters import CallCounters
 from linkweave.collectives.runtime.gpu.team import Call
 from linkweave.collectives.tensors import as_buffer, stream_of
+from linkweave.topology.checks import integer
 
 POLL = 0.0005  # s
 
 
-class OnStream:
-    """A `CallContext` on a GPU: copies and launches go to `stream`; the caller's is `caller`."""
+class GpuContext:
+    """One call on a GPU, with the methods of `HostCalls` that collectives use.
+
+    The call's copies and launches go to `stream`, behind the work on the stream `caller`.
+    """
 
     def __init__(self, gpu: GpuLauncher, caller: int, stream: int) -> None:
         self.rank, self.size = gpu.rank, gpu.size
         self.gpu, self.caller, self.stream = gpu, caller, stream
-        self.choices, self.trace = gpu.choices, gpu.trace
-        self.begun = False  # something may have been enqueued
-        self.kept: list[object] = []  # the call's tensors and contiguous copies of them
-        self.layers: int | None = None  # how many, of a gradient queue
+        self.planner, self.trace = gpu.planner, gpu.trace
+        self.begun = False  # whether anything may have been enqueued
+        self.kept: list[object] = []  # the call's tensors, and contiguous copies of them
+        self.layers: int | None = None  # the number of layers of a gradient queue
         self.made: tuple[Call, CallCounters | None] | None = None
-        self.events: list[int] = []  # of a queue: behind which it counts from zero; of its checks
+        self.events: list[int] = []  # of a queue: the start of its counting, then its checks
         self._later: list[Callable[[], None]] = []
 
-    def telling(self) -> AbstractContextManager[None]:
-        return nullcontext()  # ranks do not meet, so nobody can be told
+    def sharing_errors(self) -> AbstractContextManager[None]:
+        return nullcontext()  # GPU calls do not synchronise the ranks, so no rank can be told
 
     def buffer(self, x: Any, written: bool = True) -> tuple[Buffer, Callable[[], None]]:
         buffer, done = as_buffer(x, written, self.gpu.index)
@@ -59,11 +62,13 @@ class OnStream:
         self, kind: str, buffer: Buffer, op: str, root: Root = 0, algorithm: How = "auto",
         layout: int = 0,
     ) -> Request:  # fmt: skip
-        made = self.gpu.choices.request(kind, buffer, op, root, algorithm, layout, "gpu")
-        self.gpu.know_occupancy(buffer.dtype, op, self.caller)
-        if COLLECTIVES[kind].symmetric:  # else some ranks' buffers are scratch, or no rank pushes
-            made = replace(made, symmetric=self.gpu.symmetric_address(buffer))
-        return made
+        request = self.gpu.planner.request(kind, buffer, op, root, algorithm, layout, "gpu")
+        self.gpu.ensure_occupancy(buffer.dtype, op, self.caller)
+        if COLLECTIVES[
+            kind
+        ].symmetric:  # in others some ranks use scratch memory, or nothing is pushed
+            request = replace(request, symmetric=self.gpu.symmetric_address(buffer))
+        return request
 
     def make(self, request: Request) -> None:
         self._begin()
@@ -72,7 +77,7 @@ class OnStream:
         self.made = self.gpu.make(request, self.stream, *self.events)
 
     def free(self) -> None:
-        """Nothing of a queue is under way: its events and counters are needed no more."""
+        """Free a queue's events and counters. Nothing of the queue may still be running."""
         while self.events:
             self.gpu.device.free_event(self.events.pop())
         if self.made and self.made[1]:
@@ -80,33 +85,35 @@ class OnStream:
             self.made = None
 
     def _begin(self) -> None:
-        """Behind what the caller has enqueued, contiguous copies of its tensors included."""
+        """Order the call behind the caller's work, including contiguous copies of its tensors."""
         if not self.begun:
             self.gpu.join(self.stream, self.caller)
             self.begun = True
 
     def finish(self) -> None:
-        """Copy back into tensors that are not contiguous, on the caller's stream."""
+        """Copy results back into non-contiguous tensors, on the caller's stream."""
         for done in self._later:
             done()
         self._later.clear()
 
 
-class StreamWork:
-    """A collective on a stream of its own, beside the caller's. Keeps its tensors until it is
-    over."""
+class GpuWork:
+    """`Work` of a call on a side stream. Keeps the call's tensors alive until it has finished."""
 
     def __init__(
-        self, gpu: GpuLauncher, context: OnStream, x: Any, result: Any, event: int, captured: bool
+        self, gpu: GpuLauncher, context: GpuContext, x: Any, result: Any, event: int, captured: bool
     ) -> None:
         self._gpu, self._context, self._x, self._result = gpu, context, x, result
-        self._event: int | None = event  # behind it
+        self._event: int | None = event  # recorded behind the call
         self._captured = captured
 
     def wait(self, timeout: float | None = None) -> Any:
-        """What the collective returns. What the current stream is given from now on comes after
-        it; the host waits only where a `timeout` (s) is given. Raises what went wrong so far, or
-        CollectiveTimeout."""
+        """Make the current stream wait for the call and return the call's result.
+
+        Work enqueued on the current stream after this call waits for the collective. The host
+        blocks only if `timeout` (seconds) is given. Raises errors known so far, or
+        CollectiveTimeout.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         while deadline is not None and not self.done():
             if time.monotonic() > deadline:
@@ -120,11 +127,11 @@ class StreamWork:
 
     def done(self) -> bool:
         if self._captured:
-            raise CollectiveError("a call in a graph is not done before the graph's replay is")
+            raise CollectiveError("a captured call is not done before the graph's replay is")
         return self._event is None or self._gpu.ready(self._event)
 
     def over(self) -> bool:
-        """Whether nothing of it is under way; then its event is given back."""
+        """Whether nothing of the call is running; if so, its event is freed."""
         if self.done():
             self.free()
             return True
@@ -137,26 +144,26 @@ class StreamWork:
             self._event = None
 
 
-class StreamQueue(StreamWork):
-    """An all-reduce on a stream of its own whose layers other streams can wait for."""
+class GpuQueue(GpuWork):
+    """`GradientQueue` of a call on a side stream."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._checked: dict[int, int] = {}  # for each stream an event behind its last check
+        self._checked: dict[int, int] = {}  # for each stream, an event behind its last check
 
     def dequeue(self, layer: int) -> None:
-        at = number_of(layer, self._context.layers or 0)
+        index = integer(layer, "layer", 0, (self._context.layers or 0) - 1)
         stream = stream_of(self._x)
         call, counted = self._context.made or (None, None)
         if self._event is None or call is None or counted is None:
             return
         if self._captured and not self._gpu.device.capturing(stream):
-            raise CollectiveError("a queue in a graph can be dequeued within its capture only")
+            raise CollectiveError("a captured queue can only be dequeued within the same capture")
         if stream not in self._checked:
             self._checked[stream] = self._gpu.device.make_event()
             self._context.events.append(self._checked[stream])
         begun = self._context.events[0]
-        self._gpu.dequeue(call, counted, at, begun, self._checked[stream], stream)
+        self._gpu.dequeue(call, counted, index, begun, self._checked[stream], stream)
 
     def over(self) -> bool:
         checks = self._checked.values() if self._event is not None else ()

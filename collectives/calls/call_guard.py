@@ -1,4 +1,4 @@
-"""What stands around a call on the CPU: one at a time, and errors that the other ranks hear of."""
+"""The lock around a call on the CPU, which also reports this rank's errors to the others."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from linkweave.collectives.runtime.cpu.control import HostControl
 from linkweave.collectives.runtime.diagnose import RAISED
 
 
-class OneCall:
-    """Around a call: one at a time, and an error of our own is told to the others."""
+class CallGuard:
+    """Lets one call run at a time. An error inside aborts all ranks, unless it is `Refused`."""
 
     def __init__(self, control: HostControl) -> None:
         self._control, self._health, self._lock = control, control.health, threading.Lock()
@@ -31,7 +31,7 @@ class OneCall:
                 return
             if isinstance(error, Refused):
                 raise error.kind(error.text) from None
-            if not self._control.aborted():  # the others must not wait
+            if not self._control.aborted():  # the others must not wait for this rank
                 self._control.give_up(RAISED)
             self._health.fail(error)
         finally:
@@ -39,7 +39,7 @@ class OneCall:
 
 
 class Refused(Exception):
-    """A call that no rank makes; nothing has moved, and all may go on."""
+    """All ranks refuse a call before any data has moved; the communicator stays usable."""
 
     def __init__(self, kind: type[CollectiveError], text: str) -> None:
         super().__init__(text)

@@ -1,0 +1,99 @@
+"""How rows are split over ranks, and the all-to-all of uneven splits."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+from zlib import crc32
+
+from linkweave.collectives.calls.aliasing import refuse_overlaps
+from linkweave.collectives.calls.host import HostCalls
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.runtime.buffer import Buffer
+from linkweave.collectives.tensors import output_for
+from linkweave.topology.checks import integer
+
+
+def alltoallv(context: HostCalls, x: Any, out: Any, in_splits: Any, out_splits: Any) -> Any:
+    """All-to-all with uneven splits, of CPU tensors. The ranks exchange their splits first."""
+    with context.sharing_errors():
+        buffer, _ = context.buffer(x, written=False)
+        row = row_bytes(x, buffer)
+        sent = in_splits
+        if in_splits is None:
+            sent = [rows_each(context.size, "alltoall", x)] * context.size
+        sends = row_counts("in_splits", sent, context.size)
+        if sum(sends) != x.shape[0]:
+            raise CollectiveError(
+                f"in_splits adds up to {sum(sends)} rows, for a tensor of shape {tuple(x.shape)}"
+            )
+    rows = context.gather("sizes", json.dumps([sends, row, buffer.dtype]).encode())
+    splits, widths, dtypes = zip(*map(json.loads, rows), strict=True)
+    if len({*widths}) > 1 or len({*dtypes}) > 1:
+        raise CollectiveError(
+            f"the ranks' rows differ: {list(widths)} bytes of {list(dtypes)}, by rank"
+        )
+    receives = [split[context.rank] for split in splits]
+    with context.sharing_errors():
+        size = context.size
+        if out_splits is not None and row_counts("out_splits", out_splits, size) != receives:
+            raise CollectiveError(
+                f"out_splits of rank {context.rank} says {list(out_splits)} rows come, by rank; "
+                f"the ranks send {receives}"
+            )
+        given, out = out, output_for(x, (sum(receives), *x.shape[1:]), out)
+        if given is not None:
+            refuse_overlaps([x], [out])
+        got, done = context.buffer(out)
+        sizes = tuple(tuple(n * row for n in split) for split in splits)
+        largest = max(map(max, sizes))
+        like = replace(buffer, nbytes=largest * context.size)  # a size that all ranks agree on
+        scratch = context.scratch(like, buffer.nbytes + got.nbytes)
+        request = context.request("alltoall", scratch, "sum", layout=sizes_checksum(sizes))
+    received = scratch.address + buffer.nbytes
+    own, before = sizes[context.rank], sum(of[context.rank] for of in sizes[: context.rank])
+    start = buffer.address + sum(own[: context.rank])
+    context.copy(received + before, start, own[context.rank])
+    context.make(replace(request, source=buffer, sizes=sizes))
+    context.copy(got.address, received, got.nbytes)
+    done()
+    return out
+
+
+def row_counts(name: str, given: Any, size: int) -> list[int]:
+    """`given` as one number of rows for each rank. Raises CollectiveError."""
+    try:
+        found = [integer(n, name, 0) for n in given]
+    except (TypeError, CollectiveError):
+        found = []
+    if len(found) != size:
+        raise CollectiveError(
+            f"{name} must be {size} integers >= 0, the rows of each rank, not {given!r}"
+        )
+    return found
+
+
+def row_bytes(x: Any, buffer: Buffer) -> int:
+    """Bytes of one row of `x`. Raises CollectiveError for a scalar."""
+    if not x.shape:
+        raise CollectiveError("rows are split along the first dimension; a scalar has none")
+    return int(math.prod(x.shape[1:])) * buffer.itemsize
+
+
+def sizes_checksum(sizes: Iterable[Any]) -> int:
+    """A checksum of the sizes of a message's parts; 0 if there are none."""
+    found = list(sizes)
+    return crc32(repr(found).encode()) if found else 0
+
+
+def rows_each(size: int, kind: str, x: Any) -> int:
+    """Rows of `x` for each rank. Raises CollectiveError if they cannot be split evenly."""
+    if not x.shape or x.shape[0] % size:
+        raise CollectiveError(
+            f"{kind} splits rows over {size} ranks: the first dimension must be a "
+            f"multiple of that, not of shape {tuple(x.shape)}"
+        )
+    return int(x.shape[0]) // size
