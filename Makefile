@@ -18,9 +18,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed
 	$(VENV)/bin/linkweave demo
 
-# two processes side by side, each one's output printed when it has ended; fails if either fails
+# two processes side by side, their lines as they come; fails if either fails
 test: lint
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-cpu test-null
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line test-cpu test-null
 
 test-cpu test-null: test-%: $(VENV)/installed
 	$(PY) -m pytest -m "not slow" -o cache_dir=.pytest_cache/$* tests/$*
