@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import track
 
 from linkweave import collectives, topology
+from linkweave.bench.options import at_least
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.launch.default import get_default
 
@@ -27,8 +28,7 @@ SEED = 7
 
 def run(ranks: int, epochs: int, out: Path) -> dict[str, Any]:
     """Train, predict and draw; see `summary` for what comes back. Raises CollectiveError."""
-    if epochs < 1:
-        raise CollectiveError(f"--epochs must be at least 1, not {epochs}")
+    at_least(("--epochs", epochs, 1))
     try:
         import torch  # noqa: F401  (loaded before the ranks are forked, which then share it)
         from sklearn.datasets import load_digits
