@@ -105,7 +105,7 @@ def test_a_rank_between_has_no_room_for_a_block() -> None:
     rounds = ((moves[0], *moves[1:]), (Copy(1, (2,), 1, 3),))  # rank 0's block to 1, on to 2
     plan = lower(Algorithm("by hand", 3, 9, (rounds,), collective="alltoall"), topo, Tuning(9))
     assert not is_right(plan)
-    with pytest.raises(PlanError, match="uses chunk 1, which rank 2 only passes on"):
+    with pytest.raises(PlanError, match="uses chunk 1, which rank 2 can only forward"):
         verify(plan, topo)
 
 
