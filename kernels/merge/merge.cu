@@ -29,8 +29,7 @@ struct Merge {
 };
 
 // The number of the ascending `indices` that are below `index`, or with `upto` not above it.
-template <class T>
-__device__ __forceinline__ u64 rank_in(const T* indices, u64 number, T index, bool upto) {
+__device__ __forceinline__ u64 rank_in(const INDEX* indices, u64 number, INDEX index, bool upto) {
     u64 first = 0, last = number;
     while (first < last) {
         const u64 middle = (first + last) / 2;
@@ -95,7 +94,12 @@ struct Part {
 
 __device__ __forceinline__ void part_entries(const Part& a) {
     EACH(i, a.number) {
-        const u64 first = rank_in(a.found, a.kept, int(i), false);
+        u64 first = 0, last = a.kept;
+        while (first < last) {
+            const u64 middle = (first + last) / 2;
+            if (u64(a.found[middle]) < i) first = middle + 1;
+            else last = middle;
+        }
         const bool keeps = first < a.kept && u64(a.found[first]) == i;
         const u64 to = keeps ? first : i - first;
         (keeps ? a.kept_values : a.left_values)[to] = a.values[i];
