@@ -90,6 +90,9 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Any]], left: Collection[
 
 
 _machines = f"{', '.join(NAMES)}, '4 x NAME', a file, or auto (this machine)"
+OptionalMachine = Annotated[
+    str | None, typer.Argument(metavar="[MACHINE]", help="The same as --topology.")
+]
 MachineArgument = Annotated[str, typer.Argument(metavar="MACHINE", help=f"One of {_machines}.")]
 TopologyOption = Annotated[
     str, typer.Option("--topology", "--topo", "-t", help=f"The machine: {_machines}.")
@@ -106,7 +109,7 @@ SizeOption = Annotated[str, typer.Option("--size", "-s", help="Message in bytes:
 AlgorithmOption = Annotated[
     str,
     typer.Option("--algorithm", "--force", "-a",
-                 help=f"auto, or one of {', '.join(ALGORITHMS)}."),
+                 help=f"auto, all (simulate only), or one of {', '.join(ALGORITHMS)}."),
 ]  # fmt: skip
 CollectiveOption = Annotated[
     str, typer.Option("--collective", "-c", help=f"One of {', '.join(COLLECTIVES)}.")

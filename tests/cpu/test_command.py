@@ -254,7 +254,7 @@ def test_letters_mean_one_thing() -> None:
 
 
 def test_a_plan_is_summed_up_and_its_steps_come_on_request() -> None:
-    done = command("plan", "-t", "dgx1-v100", "-s", "64M")
+    done = command("plan", "dgx1-v100", "-s", "64M")
     facts = {line[:11].strip(): line[11:] for line in done.stdout.splitlines()}
     assert facts["plan"] == "allreduce of 64 MiB on dgx1-v100"
     assert facts["algorithm"].startswith("packed_trees moves bytes at 94%")
