@@ -181,7 +181,7 @@ def simulate(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict the time of a message: by every algorithm, by one, or by a plan from a file."""
+    """Predict the time of a message by each algorithm, or by a plan."""
     found, nbytes = machine_of(machine or topo, gpus, measured, gpu), parse_size(size)
     _sane(chunks)
     if plan is not None:
