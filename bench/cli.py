@@ -95,7 +95,7 @@ def topo(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Print how a machine is wired and the bounds of collectives on it; draw it."""
+    """Print a machine's links and bounds; draw it and plans."""
     found = machine_of(machine, gpus, measured, gpu)
     paths = [p for p in (svg, png) if p]
     for flag, given in (("--plan", plan), ("--tree", part), ("--all-links", all_links)):
@@ -151,7 +151,7 @@ def schedule(
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace (one policy).")] = None,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Predict an iteration under each policy of sending gradients; compare, draw, explain."""
+    """Predict training steps under policies of sending gradients."""
     from linkweave.bench import schedule as shown
     from linkweave.collectives import overlap
 
@@ -188,7 +188,7 @@ def schedule(
 
 @app.command()
 def doctor(as_json: JsonOption = False) -> None:
-    """Check what this machine can do: driver, peer access, IPC, shared memory, containers."""
+    """Check the driver, peer access, IPC, shared memory and limits."""
     from linkweave.collectives.runtime.gpu.doctor import examine
 
     checks = examine()
@@ -209,7 +209,7 @@ def reproduce(
     ],
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Simulate a paper's table beside the paper's figures, or a table of auto's own choices."""
+    """Simulate a paper's table, or a table of auto's choices."""
     from linkweave.bench.reproduce import choice, scale, schedulers, schedules
 
     tables = {
@@ -235,7 +235,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="The folder of the picture.")] = Path("out"),
     as_json: JsonOption = False,
 ) -> None:
-    """Train a CNN on handwritten digits, gradients over the DGX-1's double tree."""
+    """Train a small CNN with gradients over a double tree."""
     from linkweave.bench.demo import run, summary
 
     result = run(ranks, epochs, out)

@@ -294,7 +294,7 @@ class Suite:
                     taken = time.perf_counter() - start
                 else:
                     raise Failed("an abort was not noticed")
-        if taken > 1:
+        if taken > 5:
             raise Failed(f"an abort took {taken:.3g} s")
         with virtual_ranks(self.device, 2) as ranks:
             self.check(ranks, plan, 65536, "float32", "sum")

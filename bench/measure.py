@@ -52,7 +52,7 @@ def links(
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Bandwidth and latency between every two GPUs, or between CPU ranks (3 to 15 s)."""
+    """Bandwidth and latency of every pair (3 to 15 s)."""
     from linkweave.bench.links import gpus, measure_cpu, measure_gpu, table
 
     at_least(("-r", rounds, 1), ("-n", 2 if ranks is None else ranks, 2))
@@ -82,7 +82,7 @@ def allreduce(
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """All-reduce of float32 over CPU ranks, beside gloo and MPI (about 2 min)."""
+    """All-reduce on CPU ranks, beside gloo and MPI (2 min)."""
     from linkweave.bench.allreduce import Settings, as_json_text, run
     from linkweave.bench.report import header, line
     from linkweave.collectives.settings import topology_for
@@ -108,7 +108,7 @@ def algorithms(
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """All-reduce of float32 over CPU ranks by every algorithm (several minutes)."""
+    """All-reduce by every algorithm (several minutes)."""
     from linkweave.bench.algorithms import Settings, as_json_text, header, line, run
     from linkweave.collectives.settings import topology_for
 
@@ -123,26 +123,22 @@ DensityOption = Annotated[float, typer.Option(help="Share of the elements that i
 ThreadsOption = Annotated[int, typer.Option("-j", "--threads", help="Threads, ours and torch's.")]
 
 
-@bench.command()
-def topk(
-    elements: ElementsOption = 25_000_000, density: DensityOption = 0.001,
-    threads: ThreadsOption = 1, rounds: RoundsOption = 5, out: OutOption = None,
-    as_json: JsonOption = False,
-) -> None:  # fmt: skip
-    """The k largest |x| of a row, beside torch.topk and numpy.partition (about 6 s)."""
-    _sane(elements, density, ("-j", threads, 1), ("-r", rounds, 1))
-    _sparse("topk", out, as_json, elements, density, threads, rounds)
+def _of_a_row(name: str, what: str) -> None:
+    """Add a command that measures a kernel of one row."""
+
+    def command(
+        elements: ElementsOption = 25_000_000, density: DensityOption = 0.001,
+        threads: ThreadsOption = 1, rounds: RoundsOption = 5, out: OutOption = None,
+        as_json: JsonOption = False,
+    ) -> None:  # fmt: skip
+        _sane(elements, density, ("-j", threads, 1), ("-r", rounds, 1))
+        _sparse(name, out, as_json, elements, density, threads, rounds)
+
+    bench.command(name, help=what)(command)
 
 
-@bench.command()
-def sparsify(
-    elements: ElementsOption = 25_000_000, density: DensityOption = 0.001,
-    threads: ThreadsOption = 1, rounds: RoundsOption = 5, out: OutOption = None,
-    as_json: JsonOption = False,
-) -> None:  # fmt: skip
-    """Selection with a residual, beside the torch calls that it replaces (about 6 s)."""
-    _sane(elements, density, ("-j", threads, 1), ("-r", rounds, 1))
-    _sparse("sparsify", out, as_json, elements, density, threads, rounds)
+_of_a_row("topk", "The k largest |x|, beside torch and NumPy (6 s).")
+_of_a_row("sparsify", "Selection with a residual, beside torch (6 s).")
 
 
 @bench.command()
@@ -153,7 +149,7 @@ def coalesce(
     threads: ThreadsOption = 1, rounds: RoundsOption = 5, out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Sums of equal rows of an embedding's gradient, beside torch (about 6 s)."""
+    """Sums of equal rows, beside torch (6 s)."""
     at_least(("-m", num, 1), ("-w", width, 1), ("-v", vocabulary, 1), ("-j", threads, 1),
              ("-r", rounds, 1))  # fmt: skip
     _sparse("coalesce", out, as_json, num, width, vocabulary, threads, rounds)
@@ -165,7 +161,7 @@ def sparse_allreduce(
     density: DensityOption = 0.001, rounds: RoundsOption = 5, out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """gTop-k's tree over CPU ranks, beside dense all-reduces, ours and gloo's (about 30 s)."""
+    """gTop-k's all-reduce beside dense ones (30 s)."""
     _sane(elements, density, ("-n", ranks, 1), ("-r", rounds, 1))
     _sparse("sparse_allreduce", out, as_json, ranks, elements, density, rounds)
 
@@ -177,7 +173,7 @@ def queue(
     layers: Annotated[int, typer.Option("-l", "--layers", help="Number of equal layers.")] = 50,
     rounds: RoundsOption = 5, out: OutOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """How early layers can be used while their all-reduce is under way (about 10 s)."""
+    """How early layers of an all-reduce can be used (10 s)."""
     from linkweave.bench import queue as measured
 
     at_least(("-n", ranks, 1), ("-l", layers, 1), ("-r", rounds, 1))

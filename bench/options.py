@@ -89,6 +89,9 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Any]], left: Collection[
 
 
 _machines = f"{', '.join(NAMES)}, '4 x NAME', a file, or auto (this machine)"
+OptionalMachine = Annotated[
+    str | None, typer.Argument(metavar="[MACHINE]", help="The same as --topology.")
+]
 MachineArgument = Annotated[str, typer.Argument(metavar="MACHINE", help=f"One of {_machines}.")]
 TopologyOption = Annotated[
     str, typer.Option("--topology", "--topo", "-t", help=f"The machine: {_machines}.")
@@ -105,7 +108,7 @@ SizeOption = Annotated[str, typer.Option("--size", "-s", help="Message in bytes:
 AlgorithmOption = Annotated[
     str,
     typer.Option("--algorithm", "--force", "-a",
-                 help=f"One of {', '.join(NAMED)}."),
+                 help=f"One of {', '.join(NAMED)}; for simulate also all."),
 ]  # fmt: skip
 CollectiveOption = Annotated[
     str, typer.Option("--collective", "-c", help=f"One of {', '.join(PUBLIC)}.")

@@ -21,6 +21,7 @@ from linkweave.bench.options import (
     JsonOption,
     MeasuredOption,
     ModelOption,
+    OptionalMachine,
     PlanFileOption,
     RootOption,
     SizeOption,
@@ -57,6 +58,7 @@ def read_plan(path: Path, machine: Topology) -> Plan:
 
 def plan(
     size: SizeOption,
+    machine: OptionalMachine = None,
     topo: TopologyOption = "auto",
     collective: CollectiveOption = "allreduce",
     root: RootOption = 0,
@@ -78,7 +80,7 @@ def plan(
 
     Large clusters take longer: 64 GPUs about 25 s.
     """
-    machine, nbytes = machine_of(topo, gpus, measured, gpu), parse_size(size)
+    found, nbytes = machine_of(machine or topo, gpus, measured, gpu), parse_size(size)
     _sane(chunks)
     if explain:
         if collective != "allreduce":
@@ -86,20 +88,20 @@ def plan(
         if algorithm != "auto" or chunks is not None:
             raise CollectiveError("--explain compares all: leave out --algorithm and --chunks")
         with console.status("comparing"):
-            told = collectives.explain(machine, nbytes, sparse)
+            told = collectives.explain(found, nbytes, sparse)
         print(explanation_json(told) if as_json else told)
         return
     if sparse is not None:
         raise CollectiveError("--sparse goes with --explain")
     with console.status("planning"):
-        made = collectives.plan_collective(collective, machine, nbytes, root, algorithm, chunks)
+        made = collectives.plan_collective(collective, found, nbytes, root, algorithm, chunks)
         if as_json or steps:
             text = made.to_json() if as_json else str(made)
         else:
-            reason = _reason(machine, nbytes, made, algorithm)
-            text = summary(made, machine, nbytes, reason)
+            reason = _reason(found, nbytes, made, algorithm)
+            text = summary(made, found, nbytes, reason)
         if algorithm != "auto":
-            _warn(made, machine, nbytes)
+            _warn(made, found, nbytes)
     print(text)
 
 
@@ -119,7 +121,8 @@ def summary(made: Plan, machine: Topology, nbytes: int, reason: str) -> str:
         share = nbytes / line.seconds * float(best.seconds_per_byte)
         facts["bound"] = f"{best}; this plan reaches {share:.0%}"
     parts = parts_of(made, machine)
-    facts["made of"] = f"{len(parts)} {parts[0].name.split()[0]}s" if parts else "nothing to send"
+    several = "s"[: len(parts) != 1]
+    facts["made of"] = f"{len(parts)} {parts[0].name.split()[0]}{several}" if parts else "nothing"
     if made.trees:
         depths = [tree.depth for tree in made.trees]
         facts["made of"] += f", depth {' to '.join(map(str, sorted({min(depths), max(depths)})))}"
@@ -163,6 +166,7 @@ def _sane(chunks: int | None) -> None:
 
 def simulate(
     size: SizeOption,
+    machine: OptionalMachine = None,
     topo: TopologyOption = "auto",
     collective: CollectiveOption = "allreduce",
     root: RootOption = 0,
@@ -177,36 +181,36 @@ def simulate(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict the time of a message: by every algorithm, by one, or by a plan from a file."""
-    machine, nbytes = machine_of(topo, gpus, measured, gpu), parse_size(size)
+    """Predict the time of a message by each algorithm, or by a plan."""
+    found, nbytes = machine_of(machine or topo, gpus, measured, gpu), parse_size(size)
     _sane(chunks)
     if plan is not None:
-        given = read_plan(plan, machine)
+        given = read_plan(plan, found)
         collective, root, names = given.collective, given.root, (given.algorithm,)
     with console.status("planning"):
-        collectives.plan_collective(collective, machine, nbytes, root)  # refuses what is wrong
-        chosen = choose(machine, nbytes, collective, root)
+        collectives.plan_collective(collective, found, nbytes, root)  # refuses what is wrong
+        chosen = choose(found, nbytes, collective, root)
         if plan is None:
             every = algorithm == "all"
-            names = candidates(machine, collective, root) if every else (algorithm,)
+            names = candidates(found, collective, root) if every else (algorithm,)
     if trace and len(names) > 1:
         raise CollectiveError("--trace needs one algorithm: name it with --algorithm")
     rows: list[dict[str, Any]] = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         for name in progress.track(names, description="simulating"):
             made = given if plan is not None else collectives.plan_collective(
-                collective, machine, nbytes, root, name, chunks
+                collective, found, nbytes, root, name, chunks
             )  # fmt: skip
-            line = collectives.simulate(made, machine, nbytes)
+            line = collectives.simulate(made, found, nbytes)
             rows.append(_row(made, line))
             if trace:
                 line.save_trace(trace)
     rows.sort(key=lambda row: row["time_us"])
     if as_json:
-        what = {"topology": machine.name, "collective": collective, "size": nbytes}
+        what = {"topology": found.name, "collective": collective, "size": nbytes}
         print(json.dumps({**what, "auto": chosen, "rows": rows}))
         return
-    print(f"{collective} of {size_text(nbytes)} on {machine.name}; auto takes {chosen}")
+    print(f"{collective} of {size_text(nbytes)} on {found.name}; auto takes {chosen}")
     print(table(
         ("algorithm", "chunks", "us", "GB/s", "first chunk us", "busiest link", "detours", ""),
         [(r["algorithm"], r["chunks"], f"{r['time_us']:.1f}", f"{r['algbw_gbs']:.2f}",

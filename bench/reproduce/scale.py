@@ -1,11 +1,11 @@
 """`linkweave reproduce c-cube-14`: trees against rings up to 1,024 ranks, simulated.
 
-Figure 14 of the C-Cube paper, whose text names neither node counts nor link speeds. Every algorithm
-gets the links it uses and no others, 25 GB/s and 5 us each, in two readings of "constant
-bandwidth": every link the same; or every rank the same, where a tree's links have a quarter of a
-ring's, as a rank of an overlapped double tree sends over up to four at once and one of a ring over
-one. Chunks for the ratio of times are each algorithm's best; turnaround is with the paper's 256 KiB
-a chunk (256 of 64 MiB).
+This is figure 14 of the C-Cube paper, whose text names neither node counts nor link speeds. Each
+algorithm gets only the links that it uses, at 25 GB/s and 5 us. "Constant bandwidth" is read in two
+ways: every link has the same bandwidth; or every rank has, and then a tree's links get a quarter of
+a ring's, because a rank sends over up to four links at once in an overlapped double tree and over
+one in a ring. Ratios of times use each algorithm's best number of chunks, turnaround the paper's
+chunks of 256 KiB (256 of 64 MiB).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ PAPER = "paper: C1 over R up to 20 at 16 KB and 1 MB, up to 1.35 at 64 MB; turna
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Times in s; `..._form` are the closed forms, the others are simulated.
+    """Simulated times in seconds, and those of closed forms (`..._form`).
 
-    `tree` is the overlapped double tree on full links, `thin_tree` on links of a quarter;
-    `ring` is simulated up to 64 ranks and its closed form beyond, as its plan grows as P^2.
+    `tree` is the overlapped double tree on full links, `thin_tree` on links with a quarter of the
+    bandwidth. Beyond 64 ranks `ring` is its closed form, because the plan grows as P^2.
     """
 
     ranks: int

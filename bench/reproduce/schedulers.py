@@ -1,7 +1,7 @@
-"""`linkweave reproduce schedulers`: what papers measured of schedulers, and what the model says.
+"""`linkweave reproduce schedulers`: what papers measured, beside what the model predicts.
 
-Layer times are synthetic (`collectives.overlap.model`), as no paper published its own; totals are
-the papers' where they can be told. The published figures are quoted from: ASC-WFBP, tables IV and
+Layer times are synthetic (`collectives.overlap.model`), because no paper published its own; total
+times are the papers' where known. The published figures are from: ASC-WFBP, tables IV and
 V (8 nodes with 4 GPUs, 10GbE: a = 1.4 ms, b = 1.7 ns/B, gamma 1.5); US-Byte, sections 6.3 (8 V100,
 10GbE) and 6.7 (128, simulated); HKBU-HPML/ddl-benchmarks of 2020-05-29 (32 V100, 10GbE).
 """
@@ -101,29 +101,35 @@ def rows(done: Callable[[], None] = lambda: None) -> list[Row]:
 
 TOTAL = len(ASC_TABLE) + 2 * len(USBYTE_MODELS) + len(THROUGHPUT)
 WHY = """\
-All layer times are synthetic: a total, shared out by forward FLOPs.
-Why they differ. WFBP on CNNs is slower here than measured, as each of many small tensors pays the
-whole start-up of 1.4 ms (467 of them are 654 of ResNet-152's measured 956 ms): libraries fuse or
-pipeline what is tiny. ASC-WFBP over MG-WFBP (S2 of table IV): what was measured of MG-WFBP is what
-no overlap at all gives, compute + a + b m, within 6 % for all four models. Its rule (equation 5)
-does come to that, one all-reduce of everything, where no tensor's backward pass takes as long as
-a = 1.4 ms (ResNet-152's mean is 0.4 ms); by FLOPs a few do, so here it overlaps. But algorithm 1
-merges on the same condition (equation 24): where MG-WFBP overlaps nothing, neither does ASC-WFBP by
-its printed rules, and S2 would be 1. The authors' published program (dear_pytorch, mgwfbp) drops
-that condition for ASC-WFBP and merges only while the channel is busy, which keeps the overlap: at
-even times the best fusion is 1.35, 1.60, 1.34 and 1.22 times as fast as one all-reduce. Not known:
-whether table IV was made with that program, and with which layer times and which a.
-auto exceeds the limit of table V, which lets nothing be chained with the forward pass, and takes b
-for the wire's rate, of which two at once at gamma 1.5 would be 4/3: b and gamma are separate fits.
-US-Byte: the b printed for its cluster is 40 times too small for 10GbE, so a ring's is taken. Two
-blocks on their way (credit 2) hide each other's start-ups in our contention model, which makes
-ByteScheduler better than the paper has it for models of mostly small tensors; with credit 1 US-Byte
-wins at 128 workers, the more the more blocks there are. That it is 1.2 to 1.6 times faster than
-WFBP on 8 workers, and 3.3 to 4.3 times on 128, does not follow from the paper's own equations: it
-sends at least one all-reduce a tensor as well (section 5.3), so its channel is busy as long, and
-what it can gain is at most the forward pass.
-ddl-benchmarks: that MG-WFBP gains on ResNet-50 follows from a and b; that it loses on BERT-Base,
-and ByteScheduler to WFBP on ResNet-50, does not: there the libraries' own costs decide."""
+All layer times are synthetic: a total time, divided among the layers by forward FLOPs.
+Why the figures differ:
+WFBP on CNNs is slower here than measured, because each small tensor pays the whole start-up of
+1.4 ms (467 start-ups are 654 of ResNet-152's measured 956 ms). Libraries fuse or pipeline tiny
+tensors.
+ASC-WFBP over MG-WFBP (S2 of table IV): the measured time of MG-WFBP equals compute + a + b m, a
+step without any overlap, within 6 % for all four models. Its rule (equation 5) does fuse
+everything into one all-reduce if no tensor's backward pass takes as long as a = 1.4 ms
+(ResNet-152's mean is 0.4 ms). With times by FLOPs a few tensors take longer, so here MG-WFBP
+overlaps. But algorithm 1 merges on the same condition (equation 24): where MG-WFBP overlaps
+nothing, the printed rules of
+ASC-WFBP overlap nothing either, and S2 would be 1. The authors' published program (dear_pytorch,
+mgwfbp) drops that condition for ASC-WFBP and merges only while the channel is busy, which keeps
+the overlap: with equal layer times the best fusion is 1.35, 1.60, 1.34 and 1.22 times as fast as
+one all-reduce. It is not known whether table IV was made with that program, nor with which layer
+times and which a.
+auto exceeds the limit of table V. That limit does not let communication overlap with the forward
+pass, and it takes b for the rate of the wire, although two all-reduces at once at gamma 1.5
+would reach 4/3 of it: b and gamma are separate fits.
+US-Byte: the b printed for its cluster is 40 times too small for 10GbE, so that of a ring is
+used. In our contention model two blocks in flight (credit 2) hide each other's start-ups, which
+makes ByteScheduler faster than in the paper for models of mostly small tensors. With credit 1
+US-Byte wins at 128 workers, by a margin that grows with the number of blocks. The paper's speed-
+ups over WFBP, 1.2 to 1.6 on 8 workers and 3.3 to 4.3 on 128, do not follow from its own
+equations: US-Byte also sends at least one all-reduce a tensor (section 5.3), so its channel is
+busy as long, and it can gain at most the forward pass.
+ddl-benchmarks: a and b explain that MG-WFBP gains on ResNet-50. They do not explain that it
+loses on BERT-Base, nor that ByteScheduler loses to WFBP on ResNet-50: there the libraries' own
+costs decide."""
 
 
 def table(found: list[Row]) -> str:

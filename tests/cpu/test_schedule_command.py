@@ -92,7 +92,7 @@ def test_the_papers_table(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = schedulers.rows(lambda: done.append(1))
     assert len(done) == 4 and len(rows) == 6 + 6 + 3
     text = schedulers.table(rows)
-    assert "ASC-WFBP over MG-WFBP" in text and "Why they differ" in text
+    assert "ASC-WFBP over MG-WFBP" in text and "Why the figures differ" in text
     ours = {row.what: row.ours for row in rows}
     assert ours["s of MG-WFBP; of no overlap at all"] == pytest.approx(0.375, rel=0.06)  # measured
     assert ours["speed-up of 32 GPUs, auto"] > ours["speed-up of 32 GPUs, ASC-WFBP"]

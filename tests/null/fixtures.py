@@ -28,10 +28,10 @@ def all_to_all(n: int, count: int) -> Counts:
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts of a matrix. `places`: of each GPU and NIC its CPU, then its switch if it has one."""
+    """Facts of a matrix. `positions`: the CPU of each GPU and NIC, then its switch if any."""
 
     nvlinks: Counts
-    places: str
+    positions: str
     nics: Sequence[str] = ()
     near: str = "NODE"  # how smi calls the way within a CPU
     far: str = "SYS"
@@ -39,7 +39,7 @@ class Machine:
 
     @property
     def labels(self) -> list[str]:
-        gpus = len(self.places.split()) - len(self.nics)
+        gpus = len(self.positions.split()) - len(self.nics)
         return [*(f"GPU{g}" for g in range(gpus)), *self.nics]
 
     def cell(self, a: int, b: int) -> str:
@@ -47,7 +47,7 @@ class Machine:
             return " X "
         if n := self.nvlinks.get((min(a, b), max(a, b))):
             return f"NV{n}"
-        one, other = (self.places.split()[i] for i in (a, b))
+        one, other = (self.positions.split()[i] for i in (a, b))
         if one == other and len(one) > 1:
             return "PIX"
         return self.near if one[0] == other[0] else self.far

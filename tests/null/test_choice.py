@@ -27,8 +27,8 @@ def test_a_poor_choice_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_table() -> None:
     made = Row("mesh-3", 1.0125, 1 << 16, ((1 << 10, "one_shot"), (3 << 20, "two_shot")))
     assert table([made]).splitlines() == [
-        "machine      auto / best        at  auto takes",
-        "mesh-3            1.0125    64 KiB  one_shot from 1 KiB, two_shot from 3 MiB",
+        "machine  auto / best      at  auto takes",
+        "mesh-3        1.0125  64 KiB  one_shot from 1 KiB, two_shot from 3 MiB",
     ]
 
 

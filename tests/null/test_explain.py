@@ -42,7 +42,7 @@ def test_what_cannot_run_is_told_with_the_reason() -> None:
     told = collectives.explain(load("mesh-3"), 1024)
     refused = dict(told.refused)
     assert "mesh-3 is wired differently" in refused["ccube_dgx1"]
-    assert refused["ccube_dgx1"] in str(told)
+    assert refused["ccube_dgx1"] in " ".join(str(told).split())
 
 
 def test_words() -> None:

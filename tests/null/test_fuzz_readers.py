@@ -136,7 +136,7 @@ def test_random_texts_are_read_or_refused(form: str, words: Sequence[str]) -> No
 
 
 def test_a_reader_that_breaks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(text: str, name: str) -> Topology:
+    def broken(text: str, name: str, gpu: str) -> Topology:
         raise KeyError(text)
 
     monkeypatch.setattr("linkweave.topology.loading.parse_smi", broken)

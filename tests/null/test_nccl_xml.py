@@ -128,7 +128,7 @@ def test_a_dump_is_read_from_a_file(tmp_path: Path) -> None:
 def test_a_vendors_file_has_no_gpus(name: str, tmp_path: Path) -> None:
     path = tmp_path / f"{name}.xml"
     path.write_text(VENDOR_FILES[name])
-    with pytest.raises(TopologyError, match="no <gpu> elements: it has 8 places for GPUs") as told:
+    with pytest.raises(TopologyError, match="no <gpu> elements: it has 8 slots for GPUs") as told:
         load(path)
     assert str(path) in str(told.value) and "NCCL_TOPO_DUMP_FILE" in str(told.value)
 

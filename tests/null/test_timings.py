@@ -239,7 +239,7 @@ def test_explain_marks_what_was_measured() -> None:
     assert first.num_chunks == 16 and first.seconds == pytest.approx(1e-5)
     assert {row.algorithm for row in told.rows if row.measured} == {"chain", "one_shot"}
     lines = str(told).splitlines()
-    marked = [line.split()[0] for line in lines if line.endswith("  (time measured)")]
+    marked = [line.split()[0] for line in lines if line.endswith("% (measured)")]
     assert marked == [row.algorithm for row in told.rows if row.measured]
     assert lines[-1] == "auto takes one_shot from 1 KiB, chain from 4 KiB, two_shot from 2 MiB"
     assert not any(row.measured for row in collectives.explain(timed(*SLOW), KIB).rows)
