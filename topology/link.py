@@ -62,6 +62,8 @@ class Link:
             raise TopologyError(
                 f"{where}: bandwidth is at most {_FASTEST:.0e} bytes/s, and count {_MOST_LINKS}"
             )
+        if not isinstance(self.assumed, bool):
+            raise TopologyError(f"{where}: assumed must be true or false, not {self.assumed!r}")
         if self.kind not in KINDS:
             raise TopologyError(
                 f"{where}: unknown kind {self.kind!r}; choose from {', '.join(KINDS)}"
