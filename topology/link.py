@@ -50,6 +50,8 @@ class Link:
             value = integer(getattr(self, name), f"{where}: {name}", 1, most, TopologyError)
             object.__setattr__(self, name, value)
         number(self.latency_us, f"{where}: latency_us", 0, _SLOWEST_US, TopologyError)
+        if not isinstance(self.assumed, bool):
+            raise TopologyError(f"{where}: assumed must be true or false, not {self.assumed!r}")
         if self.kind not in KINDS:
             raise TopologyError(
                 f"{where}: unknown kind {self.kind!r}; choose from {', '.join(KINDS)}"

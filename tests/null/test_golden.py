@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
-from linkweave.collectives.planning.algorithms.rooted_and_exchange import OTHERS
-from linkweave.collectives.planning.goals import SENDRECV, blocks
+from linkweave.collectives.planning.collective import COLLECTIVES, SENDRECV
 from linkweave.collectives.planning.planner import plan_collective
 from linkweave.topology import load
 
@@ -21,8 +20,9 @@ MACHINES = {  # the smallest on which the algorithm shows what it is; others on 
     "ccube_dgx1": "dgx1-v100",
 }
 CASES = [
-    *(("allreduce", name, MACHINES.get(name, "mesh-4")) for name in ALGORITHMS),
-    *((collective, name, "mesh-3") for collective, named in OTHERS.items() for name in named),
+    (collective, name, MACHINES.get(name, "mesh-4") if collective == "allreduce" else "mesh-3")
+    for collective, named in ALGORITHMS.items()
+    for name in named
 ]
 
 
@@ -38,7 +38,7 @@ def test_the_plan_is_the_approved_one(
     topology = load(machine)
     size, root = len(topology.gpus), ((0, 1),) if collective == SENDRECV else 0
     plan = plan_collective(collective, topology, size << 20, root, algorithm)
-    plan = plan.with_chunks(2 if blocks(collective, size) == 1 else plan.stride)
+    plan = plan.with_chunks(2 if COLLECTIVES[collective].layout.blocks(size) == 1 else plan.stride)
     path, text = file_of(collective, algorithm, machine), f"{plan}\n"
     if update_golden:
         path.write_text(text)

@@ -405,6 +405,15 @@ def test_newer_machines_have_their_published_links(name: str, each: int) -> None
     assert set(ports) == {(18, each * 10**9)} and len(ports) == 16
 
 
+def test_assumed_speeds_survive_json_and_do_not_matter_to_equality() -> None:
+    link = Link(0, 1, 10**9, assumed=True)
+    assert link == Link(0, 1, 10**9)
+    machine = Topology("pair", (0, 1), (link, Link(1, 0, 10**9)))
+    assert [k.assumed for k in load(machine.to_json()).links] == [True, False]
+    with pytest.raises(TopologyError, match="assumed must be true or false, not 'yes'"):
+        Link(0, 1, 10**9, assumed="yes")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("wrong", "right"), [("DGX1-V100", "dgx1-v100"), ("Mesh-8", "mesh-8")])
 def test_a_near_name_is_suggested(wrong: str, right: str) -> None:
     with pytest.raises(TopologyError, match=rf"did you mean {right}\?"):
