@@ -421,7 +421,7 @@ class Nameless(Faulty):
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [(Broken, "no kernel for sum of float32: rank 1: plan.cu"),
+    [(Broken, "no kernel for sum of float32: rank 1: plan/plan.cu"),
      (Nameless, "ranks [1]: refused its arguments")],
 )  # fmt: skip
 def test_whatever_goes_wrong_on_one_rank_is_told(
