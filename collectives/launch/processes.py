@@ -113,7 +113,7 @@ class _Rank:
         except (EOFError, OSError):
             self.process.join()
             code = self.process.exitcode
-            how = f"exited with status {code} without a result"
+            how = f"exited with status {code} without a result{self.hint}"
             if code < 0:
                 how = f"was killed by {signal.Signals(-code).name}"
             self.error = CollectiveError(f"rank {self.rank} (process {self.process.pid}) {how}")
