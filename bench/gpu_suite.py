@@ -50,7 +50,7 @@ Row = dict[str, Any]
 
 
 class Suite:
-    """The rows, on one device (`kernels.device.CudaDevice`)."""
+    """The rows, on one device (`kernels.gpu.device.CudaDevice`)."""
 
     def __init__(
         self, device: Any, largest: int = 1024 * MIB, repeats: int = 20,

@@ -294,7 +294,7 @@ def test_they_compile_with_no_spills(
         assert kernel.registers <= 64, name  # two blocks of 512 threads a multiprocessor
         assert kernel.shared <= 48 << 10, name
         assert ".ftz" not in kernel.ptx
-    key = " ".join([f"sm_{architecture}", Path(file).name, *words])
+    key = " ".join([f"sm_{architecture}", file, *words])
     found = {f"{key} {name}": kernel.registers for name, kernel in made.items()}
     recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     if update_golden:
