@@ -18,12 +18,18 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed
 	$(VENV)/bin/linkweave demo
 
+# what compiles and runs the CUDA sources, with no ranks in processes
+SOURCES := $(addprefix tests/cpu/test_, gpu_kernels.py kernel_compile.py plan_kernel.py)
+
 # two processes side by side, their lines as they come; fails if either fails
 test: lint
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line test-cpu test-null
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line test-ranks test-plans
 
-test-cpu test-null: test-%: $(VENV)/installed
-	$(PY) -m pytest -m "not slow" -o cache_dir=.pytest_cache/$* tests/$*
+test-ranks: $(VENV)/installed
+	$(PY) -m pytest -m "not slow" -o cache_dir=.pytest_cache/ranks tests/cpu $(addprefix --ignore=, $(SOURCES))
+
+test-plans: $(VENV)/installed
+	$(PY) -m pytest -m "not slow" -o cache_dir=.pytest_cache/plans tests/null $(SOURCES)
 
 test-all: lint
 	$(PY) -m pytest
