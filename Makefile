@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-cpu test-null test-all lint clean
+.PHONY: demo test test-ranks test-plans test-all lint clean
 .DELETE_ON_ERROR:
 
 # torch first and at this version: a range could take a build with gigabytes of CUDA packages

@@ -98,9 +98,17 @@ def topo(
     """Print a machine's links and bounds; draw it and plans."""
     found = machine_of(machine, gpus, measured, gpu)
     paths = [p for p in (svg, png) if p]
+    drawn = None
     for flag, given in (("--plan", plan), ("--tree", part), ("--all-links", all_links)):
-        if given and not paths:
+        if given is not None and given is not False and not paths:
             raise CollectiveError(f"{flag} draws: give --svg FILE or --png FILE as well")
+    if plan and plan not in ("auto", *ALGORITHMS["allreduce"]):
+        if not os.path.isfile(plan):
+            raise CollectiveError(
+                f"--plan: {plan!r} is neither a file nor an algorithm; algorithms are "
+                f"{', '.join(ALGORITHMS['allreduce'])}"
+            )
+        drawn = plans.read_plan(Path(plan), found)
     if compare is not None:
         other = topology.load(compare)
         if as_json:
@@ -119,10 +127,7 @@ def topo(
         console.print(f"written: {xml}", highlight=False)
     if paths:
         with console.status("drawing"):
-            drawn = None
-            if plan and plan not in ALGORITHMS["allreduce"] and os.path.isfile(plan):
-                drawn = plans.read_plan(Path(plan), found)
-            elif plan:
+            if plan and drawn is None:
                 drawn = collectives.plan_allreduce(found, 1 << 26, plan)
             topology.draw(found, paths, drawn, part, all_links)
         for path in paths:

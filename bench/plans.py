@@ -59,7 +59,7 @@ def read_plan(path: Path, machine: Topology) -> Plan:
 def plan(
     size: SizeOption,
     machine: OptionalMachine = None,
-    topo: TopologyOption = "auto",
+    topo: TopologyOption = "",
     collective: CollectiveOption = "allreduce",
     root: RootOption = 0,
     algorithm: AlgorithmOption = "auto",
@@ -80,7 +80,7 @@ def plan(
 
     Large clusters take longer: 64 GPUs about 25 s.
     """
-    found, nbytes = machine_of(machine or topo, gpus, measured, gpu), parse_size(size)
+    found, nbytes = machine_of(one_of(machine, topo), gpus, measured, gpu), parse_size(size)
     _sane(chunks)
     if explain:
         if collective != "allreduce":
@@ -159,6 +159,13 @@ def _warn(made: Plan, machine: Topology, nbytes: int) -> None:
         )  # fmt: skip
 
 
+def one_of(machine: str | None, topo: str) -> str:
+    """The machine, as an argument or as --topo; by default this one."""
+    if machine and topo:
+        raise CollectiveError(f"the machine is {machine} or --topo {topo}: give one of them")
+    return machine or topo or "auto"
+
+
 def _sane(chunks: int | None) -> None:
     if chunks is not None and chunks > MOST_CHUNKS:
         raise CollectiveError(f"--chunks must be at most {MOST_CHUNKS}, not {chunks}")
@@ -167,7 +174,7 @@ def _sane(chunks: int | None) -> None:
 def simulate(
     size: SizeOption,
     machine: OptionalMachine = None,
-    topo: TopologyOption = "auto",
+    topo: TopologyOption = "",
     collective: CollectiveOption = "allreduce",
     root: RootOption = 0,
     algorithm: AlgorithmOption = "all",
@@ -182,15 +189,20 @@ def simulate(
     as_json: JsonOption = False,
 ) -> None:
     """Predict the time of a message by each algorithm, or by a plan."""
-    found, nbytes = machine_of(machine or topo, gpus, measured, gpu), parse_size(size)
+    found, nbytes = machine_of(one_of(machine, topo), gpus, measured, gpu), parse_size(size)
     _sane(chunks)
+    given, chosen = None, None
     if plan is not None:
+        if (collective, root, algorithm, chunks) != ("allreduce", 0, "all", None):
+            raise CollectiveError(
+                "--plan has its own collective, root, algorithm and chunks: leave those out"
+            )
         given = read_plan(plan, found)
         collective, root, names = given.collective, given.root, (given.algorithm,)
-    with console.status("planning"):
-        collectives.plan_collective(collective, found, nbytes, root)  # refuses what is wrong
-        chosen = choose(found, nbytes, collective, root)
-        if plan is None:
+    else:
+        with console.status("planning"):
+            collectives.plan_collective(collective, found, nbytes, root)  # refuses what is wrong
+            chosen = choose(found, nbytes, collective, root)
             every = algorithm == "all"
             names = candidates(found, collective, root) if every else (algorithm,)
     if trace and len(names) > 1:
@@ -198,7 +210,7 @@ def simulate(
     rows: list[dict[str, Any]] = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         for name in progress.track(names, description="simulating"):
-            made = given if plan is not None else collectives.plan_collective(
+            made = given or collectives.plan_collective(
                 collective, found, nbytes, root, name, chunks
             )  # fmt: skip
             line = collectives.simulate(made, found, nbytes)
@@ -210,7 +222,8 @@ def simulate(
         what = {"topology": found.name, "collective": collective, "size": nbytes}
         print(json.dumps({**what, "auto": chosen, "rows": rows}))
         return
-    print(f"{collective} of {size_text(nbytes)} on {found.name}; auto takes {chosen}")
+    taken = f"; auto takes {chosen}" if chosen else f" by {plan}"
+    print(f"{collective} of {size_text(nbytes)} on {found.name}{taken}")
     print(table(
         ("algorithm", "chunks", "us", "GB/s", "first chunk us", "busiest link", "detours", ""),
         [(r["algorithm"], r["chunks"], f"{r['time_us']:.1f}", f"{r['algbw_gbs']:.2f}",

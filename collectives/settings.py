@@ -40,7 +40,8 @@ class Settings:
         _one_of("order", self.order, ORDERS)
         _one_of("peer_access", self.peer_access, PEER_ACCESS)
         timeout = self.timeout
-        if not isinstance(timeout, int | float) or not timeout > 0 or math.isinf(timeout):
+        real = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+        if not real or not timeout > 0 or math.isinf(timeout):
             raise CollectiveError(f"timeout must be a positive number of seconds, not {timeout!r}")
         if self.max_blocks is not None:
             blocks = integer(self.max_blocks, "max_blocks", 1)

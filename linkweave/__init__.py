@@ -7,6 +7,7 @@ Nothing is imported until it is used.
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,11 +19,14 @@ _PACKAGES = ("bench", "collectives", "kernels", "topology")
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return import_module(f"linkweave.{name}")
+    if name == "__version__":
+        return version("linkweave")
     functions = import_module("linkweave.collectives")
     if name not in functions.__all__:
         raise AttributeError(f"module 'linkweave' has no attribute {name!r}")
-    return getattr(functions, name)
+    globals()[name] = found = getattr(functions, name)  # looked up once
+    return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PACKAGES, *import_module("linkweave.collectives").__all__})
+    return sorted({*_PACKAGES, "__version__", *import_module("linkweave.collectives").__all__})

@@ -19,7 +19,8 @@ def integer(
     Raises `error` unless the value is an integer from `least` to `most`, as far as these are given.
     """
     try:
-        found = None if isinstance(value, bool) else index(cast(SupportsIndex, value))
+        truth = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
+        found = None if truth else index(cast(SupportsIndex, value))
     except TypeError:
         found = None
     if (

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from linkweave.topology.checks import integer
 from linkweave.topology.errors import TopologyError
 from linkweave.topology.link import Device, Link
 from linkweave.topology.routes import Vertex, between, connects, routes
@@ -34,8 +35,8 @@ class Graph:
         if not self.gpus:
             raise TopologyError(f"{self.name}: a topology needs at least one GPU")
         gpus = (*self.gpus, *self.forwarders)
-        if any(isinstance(g, bool) or not isinstance(g, int) or not 0 <= g < 1e9 for g in gpus):
-            raise TopologyError(f"{self.name}: GPU numbers must be integers >= 0, not {gpus}")
+        for gpu in gpus:
+            integer(gpu, f"{self.name}: a GPU number", 0, 10**9 - 1, TopologyError)
         if len(set(gpus)) != len(gpus):
             raise TopologyError(f"{self.name}: a GPU is listed twice in {gpus}")
         if stray := [d.gpu for d in self.devices if d.gpu not in gpus]:

@@ -56,7 +56,9 @@ def parts_of(plan: PlanLike, topology: Topology) -> list[Part]:
     the topology have different numbers of ranks.
     """
     if plan.size != len(topology.gpus):
-        raise TopologyError(f"{topology.name} has not the {plan.size} GPUs that the plan is for")
+        raise TopologyError(
+            f"{topology.name} has {len(topology.gpus)} GPUs; the plan is for {plan.size}"
+        )
     moves = _moves(plan, topology.gpus)
     if plan.trees:
         return _trees(plan, topology.gpus, moves)

@@ -73,9 +73,7 @@ class GpuLauncher:
         self._plans = FifoCache[Key, Plan]()
         self._capture, self._captures = 0, False
         self._scratch: list[tuple[int, int]] = []  # (address, bytes); graphs may still use old ones
-        self._shared: list[
-            SymmetricMemory | None
-        ] = []  # symmetric memory; None if allocating it failed
+        self._shared: list[SymmetricMemory | None] = []  # None if allocating it failed
         self._lock = threading.Lock()
         self._watchdog = Watchdog(self.team.gpu, self._control, self._describe)
 

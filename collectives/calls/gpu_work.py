@@ -64,9 +64,8 @@ class GpuContext:
     ) -> Request:  # fmt: skip
         request = self.gpu.planner.request(kind, buffer, op, root, algorithm, layout, "gpu")
         self.gpu.ensure_occupancy(buffer.dtype, op, self.caller)
-        if COLLECTIVES[
-            kind
-        ].symmetric:  # in others some ranks use scratch memory, or nothing is pushed
+        # in others some ranks use scratch memory, or nothing is pushed
+        if COLLECTIVES[kind].symmetric:
             request = replace(request, symmetric=self.gpu.symmetric_address(buffer))
         return request
 

@@ -136,9 +136,11 @@ class HostCalls:
         if type(root) is not int or not isinstance(op, str) or not isinstance(how, str):
             return False
         word = WORDS.get(how)
-        ready = self._known.get((kind, nbytes, dtype, op, root, word, 0, None, None))
+        key = (kind, nbytes, dtype, op, root, word, 0, None, None)
+        ready = self._known.get(key)
         if ready is None or self.trace.wants_more:
             return False
+        self._known.move_to_end(key)
         with self._guard, self.trace.call(ready.label):
             self._order = self.next_order()
             self._make(ready, address, None, None)

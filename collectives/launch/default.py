@@ -32,7 +32,7 @@ def get_default() -> Communicator:
         return of_thread
     if _default is None:
         raise CollectiveError(
-            "no communicator: call collectives.init() first, or run under collectives.spawn()"
+            "no communicator: call linkweave.init() first, or run under linkweave.spawn()"
         )
     return _default
 

@@ -1,4 +1,4 @@
-"""What no schedule can beat, whatever it fuses, partitions, orders or sends at once."""
+"""Lower bounds of schedules, however they fuse, partition, order or overlap communications."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from linkweave.collectives.overlap.profile import Profile
 
 
 def preemptive(heads: Sequence[float], times: Sequence[float], tails: Sequence[float]) -> float:
-    """The largest end + tail of jobs on one machine if each may be interrupted: of those whose head
-    has passed always the one with the longest tail (Jackson's preemptive schedule).
+    """Return the largest end + tail of jobs on one machine that may be interrupted; 0 without jobs.
 
-    It is optimal: 1 | r, q, pmtn | Cmax. 0 without jobs.
+    At each moment the job with the longest tail runs, among those whose head has passed: Jackson's
+    preemptive schedule, which is optimal (1 | r, q, pmtn | Cmax).
     """
     coming = sorted(range(len(heads)), key=lambda i: heads[i])
     waiting: list[list[float]] = []  # [-tail, time left]
@@ -38,8 +38,10 @@ def preemptive(heads: Sequence[float], times: Sequence[float], tails: Sequence[f
 
 
 def jackson(profile: Profile, startup_s: float, seconds_per_byte: float) -> float:
-    """The end of the forward pass if bytes could be sent one by one, the most urgent first, none
-    before its gradient is there and a start-up is over: of those that are there the first layer's.
+    """Return the end of the forward pass (s) if bytes could be sent one by one.
+
+    A byte may be sent once its gradient is ready and a start-up has passed. The first layer's bytes
+    go first among those that may be sent.
     """
     heads = [there + startup_s for there in profile.ready]
     times = [seconds_per_byte * layer.nbytes for layer in profile.layers]
@@ -48,16 +50,17 @@ def jackson(profile: Profile, startup_s: float, seconds_per_byte: float) -> floa
 
 
 LANES = 4
-"""All-reduces at once that bounds allow for, and that `optimal` uses at most."""
+"""The most all-reduces at once, for the lower bound and for `optimal`."""
 
 
 def lower_bound(profile: Profile, network: Network, lanes: int = LANES) -> float:
-    """Seconds that an iteration takes at least, with at most `lanes` all-reduces at once.
+    """Return seconds that no iteration beats, with at most `lanes` all-reduces at once.
 
-    Valid for every schedule of `overlap.timeline`: a byte is transmitted after its gradient is
-    there and the start-up of its communication is over; all lanes together transmit no faster than
-    `Network.fastest`; and a layer's forward pass, and all after it, come behind its last byte. So
-    Jackson's schedule with heads r + a, and no start-up after that, is no longer. It contains the
-    capacity bound (all bytes after the first gradient) and that of each layer alone.
+    Every schedule of `overlap.timeline` transmits a byte after its gradient is ready and the
+    start-up of its communication has passed. All lanes together transmit no faster than
+    `Network.fastest`. A layer's forward pass, and all passes after it, start after its last byte.
+    Jackson's schedule with heads r + a and no further start-up is therefore no longer than any
+    other. It includes the capacity bound (all bytes after the first gradient) and the bound of each
+    layer alone.
     """
     return jackson(profile, network.startup_s, network.fastest(lanes))

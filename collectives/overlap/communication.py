@@ -50,12 +50,7 @@ class Communication:
         for piece in self.pieces:
             numbers += [("layer", piece.layer), ("first", piece.first), ("nbytes", piece.nbytes)]
         for name, value in numbers:
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise CollectiveError(
-                    f"{where}: {name} must be an integer >= 0, not {shown(value)}"
-                )
-            if value > MAX_BYTES:
-                raise CollectiveError(f"{where}: {name} must be at most {MAX_BYTES}")
+            integer(value, f"{where}: {name}", 0, MAX_BYTES)
         for piece in self.pieces:
             if piece.layer >= layers:
                 raise CollectiveError(f"{where}: there are {layers} layers, and no {piece.layer}")
@@ -67,11 +62,10 @@ class Communication:
 
 def partition_of(value: object) -> int:
     """A size of blocks, in bytes."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value % ALIGN:
-        raise CollectiveError(
-            f"partition must be a positive multiple of {ALIGN} bytes, not {shown(value)}"
-        )
-    return integer(value, "partition", 1, MAX_BYTES)
+    found = integer(value, "partition", 1, MAX_BYTES)
+    if found % ALIGN:
+        raise CollectiveError(f"partition must be a multiple of {ALIGN} bytes, not {shown(value)}")
+    return found
 
 
 def whole(profile: Profile, layers: tuple[int, ...], **extra: object) -> Communication:

@@ -32,6 +32,8 @@ class Network:
     name: str = "network"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise CollectiveError(f"name must be text, not {shown(self.name)}")
         number(self.startup_s, "startup_s", 0, MAX_NUMBER)
         number(self.seconds_per_byte, "seconds_per_byte", 0, MAX_NUMBER)
         number(self.gamma, "gamma", 1, MAX_NUMBER)

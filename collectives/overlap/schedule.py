@@ -1,9 +1,9 @@
-"""What is sent when: frozen data that a timeline predicts and any runtime can follow."""
+"""Schedules: the communications of one iteration as frozen data, which a timeline predicts."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from linkweave.collectives.overlap.communication import Communication, Piece
 from linkweave.collectives.overlap.network import Network
 from linkweave.collectives.overlap.profile import Profile
 from linkweave.collectives.overlap.timeline import StepTimeline, timeline
-from linkweave.topology.checks import shown
+from linkweave.topology.checks import integer, shown
 
 T = TypeVar("T")
 _FORMAT = "linkweave-schedule"
@@ -147,14 +147,12 @@ class Schedule:
         try:
             return Schedule(
                 _typed(data, "policy", str), Profile.from_json(json.dumps(data["profile"])),
-                Network(**_typed(data, "network", dict)),
+                Network(**_fields(data["network"], Network, "network")),
                 tuple(map(_communication, _typed(data, "communications", list))),
                 _typed(data, "chained", bool), _typed(data, "note", str),
             )  # fmt: skip
         except KeyError as error:
             raise CollectiveError(f"a schedule in JSON lacks {error}") from None
-        except TypeError as error:
-            raise CollectiveError(f"a schedule in JSON has an unknown field: {error}") from None
 
 
 def _typed(data: dict[str, Any], name: str, kind: type[T]) -> T:
@@ -163,11 +161,20 @@ def _typed(data: dict[str, Any], name: str, kind: type[T]) -> T:
     return data[name]  # type: ignore[no-any-return]
 
 
+def _fields(row: Any, kind: type, what: str) -> dict[str, Any]:
+    """The fields of a dataclass, all of them and no others. Raises CollectiveError."""
+    names = sorted(field.name for field in fields(kind))
+    if not isinstance(row, dict) or sorted(row) != names:
+        raise CollectiveError(
+            f"a schedule in JSON: a {what} must be an object of {', '.join(names)}, not "
+            f"{shown(row)}"
+        )
+    return row
+
+
 def _communication(row: Any) -> Communication:
-    if not isinstance(row, dict):
-        raise CollectiveError(f"a communication must be an object, not {shown(row)}")
-    pieces = tuple(Piece(**piece) for piece in _typed(row, "pieces", list))
-    after = tuple(_typed(row, "after", list))
-    if any(isinstance(n, bool) or not isinstance(n, int) for n in after):
-        raise CollectiveError(f"after must be numbers of communications, not {shown(after)}")
-    return Communication(**{**row, "pieces": pieces, "after": after})
+    found = _fields(row, Communication, "communication")
+    pieces = (Piece(**_fields(p, Piece, "piece")) for p in _typed(found, "pieces", list))
+    after = tuple(integer(n, "a number in after", 0) for n in _typed(found, "after", list))
+    streamed = _typed(found, "streamed", bool)
+    return Communication(tuple(pieces), found["lane"], after, streamed)

@@ -1,10 +1,10 @@
-"""When everything of one iteration happens: the backward pass, all-reduces on lanes, the forward
-pass. One timeline for all policies.
+"""The timeline of one iteration: the backward pass, all-reduces on lanes, the forward pass.
 
 Time 0 is the start of the backward pass, which computes layers from the last to the first and waits
-for nothing. A communication starts when its gradients are there, the one before it on its lane and
-those it waits for are over; it takes the start-up a, in which it does not transmit, and then its
-bytes, each as long as `Network.crowding` says of those that transmit at that moment.
+for nothing. A communication starts when its gradients are ready and when both its predecessor on
+the lane and those in `after` have ended. It first spends the start-up a, in which it transmits
+nothing. Then it transmits its bytes; `Network.crowding` slows each byte by the number of
+communications that transmit at that moment.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """Seconds from the start of the backward pass. `sends`: start and end of each communication;
-    `backward`, `forward`: of each layer. `exposed_s`: what is neither backward nor forward pass."""
+    """Seconds from the start of the backward pass.
+
+    `sends` has the start and end of each communication, `backward` and `forward` those of each
+    layer. `exposed_s` is the time that neither the backward nor the forward pass takes.
+    """
 
     seconds: float
     exposed_s: float
@@ -61,7 +64,8 @@ def timeline(
     )
 
 
-Arrivals = list[list[float]]  # of each communication when each of its pieces has been transmitted
+Arrivals = list[list[float]]
+"""For each communication, when each of its pieces has been transmitted."""
 
 
 def _one_lane(
@@ -80,7 +84,7 @@ def _one_lane(
 def _lanes(
     network: Network, communications: Sequence[Communication], ready: Sequence[float]
 ) -> tuple[list[Span], Arrivals]:
-    """From event to event: a start, the end of a start-up, the end of a transmission."""
+    """Advance from event to event: a start, the end of a start-up, the end of a transmission."""
     queues: dict[int, list[int]] = {}
     for number, c in enumerate(communications):
         queues.setdefault(c.lane, []).append(number)
@@ -125,5 +129,5 @@ def _lanes(
 
 
 def _behind(c: Communication) -> list[int]:
-    """How many bytes are left behind each piece."""
+    """The bytes of a communication that follow each piece."""
     return [c.nbytes - upto for upto in accumulate(piece.nbytes for piece in c.pieces)]

@@ -181,7 +181,7 @@ def choose(
     topology: Topology, nbytes: int, collective: str = ALLREDUCE, root: Root = 0,
     queued: bool = False,
 ) -> str:  # fmt: skip
-    """Return the algorithm with the least predicted time; of equals the first in the registry.
+    """Return the algorithm with the least predicted time; of several, the registry's first.
 
     `queued` is for gradient queues, which use layers while later ones are in flight: of the
     algorithms at most 3 % slower, it returns the one whose first chunk is final earliest.

@@ -29,6 +29,10 @@ def check_form(plan: Plan) -> None:
             )
     if len(set(keys)) != len(keys):
         raise PlanError("two tracks share a rank and a channel")
+    if wrong_tree := [tree for tree in plan.trees if len(tree.parent) != plan.size]:
+        raise PlanError(
+            f"a tree of {len(wrong_tree[0].parent)} ranks in a plan for {plan.size} ranks"
+        )
     for track in plan.tracks:
         at = 0
         for body in track.phases:

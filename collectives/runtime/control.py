@@ -58,7 +58,7 @@ class Health:
             raise CollectiveError(
                 f"process {os.getpid()} was forked from rank {self.rank} (process {self._pid}) and "
                 "is not a rank itself: it cannot take part in the ranks' calls; start ranks of its "
-                "own with collectives.spawn() or collectives.init()"
+                "own with linkweave.spawn() or linkweave.init()"
             )
         if self.closed:
             raise CollectiveError("this communicator is closed")

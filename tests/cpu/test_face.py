@@ -275,7 +275,7 @@ def test_bad_settings() -> None:
         arguments = {"nprocs": 2, **kwargs}
         with pytest.raises(CollectiveError, match=words):
             collectives.spawn(print, **arguments)  # type: ignore[arg-type]
-    with pytest.raises(CollectiveError, match=r"call collectives.init\(\) first"):
+    with pytest.raises(CollectiveError, match=r"call linkweave.init\(\) first"):
         collectives.allreduce(np.ones(3))
 
 
@@ -363,6 +363,8 @@ def test_the_folders_of_a_checkout_can_be_imported() -> None:
         "import bench, collectives, kernels, topology, linkweave; "
         "assert collectives.plan_allreduce is linkweave.plan_allreduce; "
         "assert collectives.spawn is linkweave.spawn; assert topology.load is "
-        "linkweave.topology.load; assert kernels.topk_abs is linkweave.kernels.topk_abs"
+        "linkweave.topology.load; assert kernels.topk_abs is linkweave.kernels.topk_abs; "
+        "assert {'__version__', 'allreduce', 'topology'} <= {*dir(linkweave)}; "
+        "assert linkweave.__version__ == '0.1.0' and 'Any' not in dir(linkweave)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -192,3 +192,10 @@ def test_steps_with_strange_connections_are_refused() -> None:
         wrong = edited(plan, 0, 0, [Step(Op.WAIT, named, 0)])  # type: ignore[arg-type]
         with pytest.raises(PlanError):
             verify(wrong, load("mesh-2"))
+
+
+def test_trees_have_a_parent_for_each_rank() -> None:
+    data = json.loads(plan_allreduce(load("ring-4"), 1 << 20, "ring").to_json())
+    plan = Plan.from_json(json.dumps({**data, "trees": [[0]]}))
+    with pytest.raises(PlanError, match="a tree of 1 ranks in a plan for 4 ranks"):
+        verify(plan, load("ring-4"))

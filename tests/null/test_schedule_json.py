@@ -15,6 +15,10 @@ PROFILE = overlap.Profile(
 NETWORK = overlap.Network(0.0005, 1e-9, 1.5, 4)
 
 
+def sends(**changed: object) -> dict[str, object]:
+    return {"pieces": [], "lane": 0, "after": [], "streamed": False, **changed}
+
+
 @pytest.mark.parametrize("policy", [*overlap.POLICIES, "auto"])
 def test_every_policys_schedule_is_read_back(policy: str) -> None:
     options = {"limit_s": 0.2} if policy in ("auto", "optimal", "carlier") else {}
@@ -31,14 +35,18 @@ def test_every_policys_schedule_is_read_back(policy: str) -> None:
         ({"version": 2}, "version 2"),
         ({"policy": 3}, "policy must be a str"),
         ({"chained": 1}, "chained must be a bool"),
-        ({"network": {"startup_s": 1.0, "speed": 2}}, "unknown field"),
-        ({"network": {"startup_s": -1, "seconds_per_byte": 1}}, "startup_s"),
+        ({"network": {"startup_s": 1.0, "speed": 2}}, "a network must be an object of gamma"),
+        ({"network": {"startup_s": -1, "seconds_per_byte": 1, "gamma": 2, "workers": 2,
+                      "name": "n"}}, "startup_s"),
         ({"profile": {"layers": []}}, "no layers"),
-        ({"communications": [3]}, "must be an object"),
-        ({"communications": [{"pieces": [], "after": []}]}, "has no pieces"),
-        ({"communications": [{"pieces": [], "after": [True]}]}, "numbers of communications"),
-        ({"communications": [{"pieces": [{"layer": 9, "first": 0, "nbytes": 16}], "after": []}]},
-         "no 9"),
+        ({"communications": [3]}, "a communication must be an object"),
+        ({"communications": [sends()]}, "has no pieces"),
+        ({"communications": [sends(after=[True])]}, "a number in after must be an integer"),
+        ({"communications": [sends(streamed="no")]}, "streamed must be a bool"),
+        ({"communications": [sends(speed=1)]}, "a communication must be an object of after"),
+        ({"communications": [sends(pieces=[{"layer": 0, "first": 0}])]}, "a piece must be"),
+        ({"communications": [sends(pieces=[[]])]}, "a piece must be an object of first"),
+        ({"communications": [sends(pieces=[{"layer": 9, "first": 0, "nbytes": 16}])]}, "no 9"),
         ({"communications": []}, "0 of 4096 bytes"),
     ],
 )  # fmt: skip

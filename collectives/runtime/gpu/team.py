@@ -167,13 +167,6 @@ class Team:
         now.over, now.error, self._rendezvous = True, error, _Rendezvous()
         self._changed.notify_all()
 
-    def _launch_all(self, now: _Rendezvous) -> Exception | None:
-        try:
-            now.counted = self._launch_together(now.came)
-        except Exception as error:
-            return error
-        return None
-
     def _run(self, came: dict[int, RankCall], stream: int | dict[int, int]) -> CallCounters | None:
         ranks = [came[r] for r in self.gpu.devices]
         call, symmetric, everyone = ranks[0].call, ranks[0].symmetric, []
