@@ -21,9 +21,9 @@ demo: $(VENV)/installed
 # what compiles and runs the CUDA sources, with no ranks in processes
 SOURCES := $(addprefix tests/cpu/test_, gpu_kernels.py kernel_compile.py plan_kernel.py)
 
-# two processes side by side, their lines as they come; fails if either fails
+# two processes side by side, their output as it comes; fails if either fails
 test: lint
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line test-ranks test-plans
+	@$(MAKE) --no-print-directory --jobs=2 test-ranks test-plans
 
 test-ranks: $(VENV)/installed
 	$(PY) -m pytest -m "not slow" -o cache_dir=.pytest_cache/ranks tests/cpu $(addprefix --ignore=, $(SOURCES))
