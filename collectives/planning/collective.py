@@ -5,7 +5,7 @@ an integer: bit r is what rank r contributes; bit P + r is other data in rank r'
 result may contain.
 
 A new collective needs an entry in `COLLECTIVES`, its algorithms in `algorithms.registry`, and a
-method of `Communicator`.
+method of `methods.Collectives`, whose name `collectives/__init__.py` lists.
 """
 
 from __future__ import annotations
