@@ -97,20 +97,33 @@ def _moves(plan: PlanLike, gpus: Sequence[int]) -> list[_Move]:
 
 
 def _trees(plan: PlanLike, gpus: Sequence[int], moves: Sequence[_Move]) -> list[Part]:
-    via = {(m.stops[0], m.stops[-1], m.channel): m.stops[1:-1] for m in moves}
-    stars = plan.algorithm == "two_shot"  # its tree t has channels t and size + t
+    channels: dict[int, list[_Move]] = {}
+    for move in moves:
+        channels.setdefault(move.channel, []).append(move)
     found = []
-    for t, tree in enumerate(plan.trees):
-        up, down = (t, plan.size + t) if stars else (2 * t, 2 * t + 1)
-        arrows = []
-        for a, b in tree.edges:
-            child, parent = gpus[a], gpus[b]
-            # a broadcast only goes down
-            between = via.get((child, parent, up)) or via.get((parent, child, down), ())[::-1]
-            arrows.append((child, *between, parent))
-        name = f"tree {t + 1} of {len(plan.trees)}"
-        found.append(Part(name, tuple(arrows), gpus[tree.root], tree.depth))
+    for t, tree in enumerate(plan.trees, 1):
+        edges = [(gpus[a], gpus[b]) for a, b in tree.edges]
+        arrows = _arrows(channels, edges)
+        found.append(Part(f"tree {t} of {len(plan.trees)}", arrows, gpus[tree.root], tree.depth))
     return found
+
+
+def _arrows(
+    channels: dict[int, list[_Move]], edges: Sequence[tuple[int, int]]
+) -> tuple[Arrow, ...]:
+    """Return the edges of a tree with their detours, and take away the channel that has them.
+
+    The channel is the first on which the tree's ranks reduce or, as in a broadcast, which only goes
+    down, on which they copy.
+    """
+    for up in (True, False):
+        for channel, moves in channels.items():
+            ways = {m.stops if up else m.stops[::-1] for m in moves if m.reduced == up}
+            between = {(way[0], way[-1]): way for way in ways}
+            if all(edge in between for edge in edges):
+                del channels[channel]
+                return tuple(between[edge] for edge in edges)
+    return tuple(edges)
 
 
 def _is_cycle(moves: Sequence[_Move], size: int) -> bool:

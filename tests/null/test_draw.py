@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,7 +151,7 @@ def test_other_suffixes_are_refused_before_anything_is_written(name: str, tmp_pa
 
 def test_plan_for_another_machine(tmp_path: Path) -> None:
     plan = plan_allreduce(load("ring-4"), 1 << 20, "chain")
-    with pytest.raises(TopologyError, match="ring-3 has not the 4 GPUs"):
+    with pytest.raises(TopologyError, match="ring-3 has 3 GPUs; the plan is for 4"):
         draw(load("ring-3"), [tmp_path / "picture.svg"], plan)
 
 
@@ -216,3 +217,19 @@ def test_everything_is_drawn_on_request(tmp_path: Path) -> None:
 def test_importing_stays_free_of_matplotlib() -> None:
     code = "import sys, linkweave.topology.draw; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("algorithm", ["ccube_dgx1", "two_shot", "overlapped_double_tree"])
+def test_trees_are_found_whatever_their_channels_are_called(algorithm: str) -> None:
+    topology = load("dgx1-v100")
+    plan = plan_allreduce(topology, 1 << 20, algorithm)
+    last = max(c.dst_channel for c in plan.connections)
+    other = replace(
+        plan,
+        connections=tuple(
+            replace(c, src_channel=last - c.src_channel, dst_channel=last - c.dst_channel)
+            for c in plan.connections
+        ),
+        tracks=tuple(replace(t, channel=last - t.channel) for t in plan.tracks),
+    )
+    assert parts_of(other, topology) == parts_of(plan, topology)
