@@ -98,6 +98,11 @@ def topo(
     """Print a machine's links and bounds; draw it and plans."""
     found = machine_of(machine, gpus, measured, gpu)
     paths = [p for p in (svg, png) if p]
+    for path, ending in ((svg, "svg"), (png, "png")):
+        if path and path.suffix != f".{ending}":
+            raise CollectiveError(
+                f"--{ending} draws into a file that ends in .{ending}, not {path}"
+            )
     drawn = None
     for flag, given in (("--plan", plan), ("--tree", part), ("--all-links", all_links)):
         if given is not None and given is not False and not paths:
