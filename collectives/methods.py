@@ -60,8 +60,8 @@ class Collectives:
 
         Returns `out`, which is None for a call in place, or a `Work`. On a GPU the call is enqueued
         on the current stream.
-        Rounding: 16-bit floats are added in float32 and rounded once per hop. min and max propagate
-        NaN. Integers wrap around.
+        Rounding: 16-bit floats are combined in float32 and rounded once at each combining step. min
+        and max propagate NaN. Integers wrap around.
         Raises CollectiveError if arguments are bad or differ between ranks, CollectiveTimeout and
         CollectiveAborted if a peer does not take part. On a GPU a later call, `Work.wait` or
         `synchronize` raises them.
@@ -229,8 +229,8 @@ class Collectives:
 
         Returns (values, indices) in the library and dtype of the input. On a GPU the host waits for
         the size of the result, so the call cannot be captured into a graph.
-        Rounding: 16-bit values are added in float32 and rounded once per hop. An entry takes 8
-        bytes on the wire, or 6 with 16-bit values.
+        Rounding: 16-bit values are added in float32 and rounded once at each merge. An entry takes
+        8 bytes on the wire, or 6 with 16-bit values.
         Raises as `allreduce` does.
         Source: Shi et al., gTop-k S-SGD, algorithms 3 and 4.
         """

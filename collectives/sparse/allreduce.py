@@ -1,6 +1,7 @@
 """Sparse all-reduce: checks arguments, compares them between ranks and runs a mode.
 
-16-bit values are added in float32 and rounded once per hop; the residual gets the rounding errors.
+16-bit values are added in float32 and rounded once at each merge; the residual gets
+the rounding errors.
 Source: Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for
 Low Bandwidth Networks".
 """
