@@ -16,7 +16,7 @@ from linkweave.collectives.runtime.cpu.arena import Arena
 from linkweave.collectives.runtime.gpu import device as cuda
 from linkweave.collectives.runtime.gpu.team import Team
 from linkweave.collectives.settings import Settings, topology_for
-from linkweave.collectives.tensors import as_buffer, parse_layout, tensor_over
+from linkweave.collectives.tensors import as_buffer, parse_shape, tensor_over
 
 
 class Communicator(Collectives):
@@ -62,7 +62,7 @@ class Communicator(Collectives):
         Raises CollectiveError if the arguments are bad or the memory is exhausted.
         """
         self._health.check()
-        dims, name, item = parse_layout(shape, dtype)
+        dims, name, item = parse_shape(shape, dtype)
         return tensor_over(self._calls.block(math.prod(dims) * item), dims, name, dtype)
 
     def symmetric_empty(
@@ -86,7 +86,7 @@ class Communicator(Collectives):
         self._health.check()
         self._worker.drain()  # the exchange below must follow calls on the CPU
         with self._calls.sharing_errors():
-            dims, name, item = parse_layout(shape, dtype)
+            dims, name, item = parse_shape(shape, dtype)
             number, mine = cuda.gpu_named(str(device)), self._own_gpu()
             if number is None:
                 number = cuda.current_device() if mine is None else mine

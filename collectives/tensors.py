@@ -199,7 +199,7 @@ class Block:
         self.__array_interface__ = memory.__array_interface__
 
 
-def parse_layout(shape: Any, dtype: Any) -> tuple[tuple[int, ...], str, int]:
+def parse_shape(shape: Any, dtype: Any) -> tuple[tuple[int, ...], str, int]:
     """(dimensions, name of the dtype, bytes of an element). Raises CollectiveError."""
     try:
         dims = tuple(map(index, shape if isinstance(shape, Iterable) else (shape,)))

@@ -25,7 +25,7 @@ class CallPlanner:
 
     def request(
         self, kind: str, buffer: Buffer, op: str, root: Root = 0, algorithm: How = "auto",
-        layout: int = 0, device: str = "cpu",
+        parts: int = 0, device: str = "cpu",
     ) -> Request:  # fmt: skip
         """A checked request. Raises CollectiveError if the arguments are bad."""
         check_op(op, buffer.dtype, device)
@@ -35,7 +35,7 @@ class CallPlanner:
                 f"order='fixed' chooses the algorithm: do not ask for {name_of(algorithm)}"
             )
         check(kind, len(self.topology.gpus), root)
-        return Request(kind, buffer, op, root, algorithm, layout, device)
+        return Request(kind, buffer, op, root, algorithm, parts, device)
 
     def plan(self, request: Request, nbytes: int, fits: Fits | None = None) -> Plan:
         """The verified plan for a message of `nbytes`.

@@ -60,9 +60,9 @@ class GpuContext:
 
     def request(
         self, kind: str, buffer: Buffer, op: str, root: Root = 0, algorithm: How = "auto",
-        layout: int = 0,
+        parts: int = 0,
     ) -> Request:  # fmt: skip
-        request = self.gpu.planner.request(kind, buffer, op, root, algorithm, layout, "gpu")
+        request = self.gpu.planner.request(kind, buffer, op, root, algorithm, parts, "gpu")
         self.gpu.ensure_occupancy(buffer.dtype, op, self.caller)
         # in others some ranks use scratch memory, or nothing is pushed
         if COLLECTIVES[kind].symmetric:

@@ -93,7 +93,7 @@ def allgather(context: CallContext, x: Any, out: Any, counts: Any) -> Any:
         out = _output(x, shape, out, lambda out: (x, out[own]))
         whole, done = context.buffer(out)
         work = context.staged(whole)
-        request = context.request("allgather", work, "sum", layout=sizes_checksum(sizes or ()))
+        request = context.request("allgather", work, "sum", parts=sizes_checksum(sizes or ()))
         if sizes:
             if request.device != "cpu":
                 raise CollectiveError("allgather with counts takes CPU tensors only")
@@ -173,8 +173,8 @@ def allreduce_list(
         first = buffers[0][0]
         like = Buffer(0, total, first.dtype, first.itemsize)
         flat = context.scratch(like, total)
-        layout = sizes_checksum(b.nbytes for b, _ in buffers)
-        request = context.request("allreduce", flat, op, 0, algorithm, layout)
+        parts = sizes_checksum(b.nbytes for b, _ in buffers)
+        request = context.request("allreduce", flat, op, 0, algorithm, parts)
     starts = [*accumulate((b.nbytes for b, _ in buffers), initial=flat.address)]
     for start, (buffer, _) in zip(starts, buffers, strict=False):
         context.copy(start, buffer.address, buffer.nbytes)

@@ -46,7 +46,7 @@ class Request:
     op: str = "sum"
     root: Root = 0
     algorithm: How = "auto"
-    layout: int = 0  # a checksum of the sizes of the parts of the message
+    parts: int = 0  # a checksum of the sizes of the parts of the message
     device: str = "cpu"
     sizes: Sizes | None = None  # bytes of each block if they differ (`planning.layout`)
     layers: tuple[int, ...] | None = None  # bytes of each layer of a gradient queue
@@ -62,7 +62,7 @@ class Request:
         b = self.buffer
         return (
             self.kind, b.nbytes, b.dtype, self.op, self.root, algorithm_word(self.algorithm),
-            self.layout, self.sizes, self.layers,
+            self.parts, self.sizes, self.layers,
         )  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def notice(
     return (
         KINDS.index(request.kind), _OPS.index(request.op), _DTYPES.index(buffer.dtype),
         buffer.nbytes // buffer.itemsize, root_word, algorithm_word(request.algorithm), settings,
-        request.layout, DEVICES.index(request.device), order, int(first),
+        request.parts, DEVICES.index(request.device), order, int(first),
         *(request.symmetric or (-1, 0)),
     )  # fmt: skip
 
@@ -142,7 +142,7 @@ def key_of(request: Request) -> Key:
 
 def words(notice: Sequence[int]) -> str:
     """A notice as text, for messages. An offset of -1 is left out."""
-    kind, op, dtype, count, root, algorithm, settings, layout, device, order, *rest = notice
+    kind, op, dtype, count, root, algorithm, settings, parts, device, order, *rest = notice
     _, piece, offset = rest
     asked = KINDS[kind]
     how = NAMES[algorithm] if algorithm < len(NAMES) else f"own algorithm {algorithm:08x}"
@@ -155,8 +155,8 @@ def words(notice: Sequence[int]) -> str:
         what += [_OPS[op]] * collective.combines + [how] * collective.tunable
         roots = {"none": [], "rank": [f"root {root}"], "pairs": [f"pairs {root:08x}"]}
         asked += f"({', '.join([*what, *roots[collective.root]])})"
-    if layout:
-        asked += f" in parts of sizes {layout:08x}"
+    if parts:
+        asked += f" in parts of sizes {parts:08x}"
     if settings:
         asked += f" with settings {settings:08x}"
     if order:

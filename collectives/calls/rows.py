@@ -52,7 +52,7 @@ def alltoallv(context: HostCalls, x: Any, out: Any, in_splits: Any, out_splits: 
         largest = max(map(max, sizes))
         like = replace(buffer, nbytes=largest * context.size)  # a size that all ranks agree on
         scratch = context.scratch(like, buffer.nbytes + got.nbytes)
-        request = context.request("alltoall", scratch, "sum", layout=sizes_checksum(sizes))
+        request = context.request("alltoall", scratch, "sum", parts=sizes_checksum(sizes))
     received = scratch.address + buffer.nbytes
     own, before = sizes[context.rank], sum(of[context.rank] for of in sizes[: context.rank])
     start = buffer.address + sum(own[: context.rank])
