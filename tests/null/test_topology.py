@@ -282,10 +282,10 @@ ONE = Link(0, 1, GB)
 BAD_MACHINE = [
     ((), (), "m: a topology needs at least one GPU"),
     ((0, 0), (), r"m: a GPU is listed twice in \(0, 0\)"),
-    ((0, -1), (), r"m: GPU numbers must be integers >= 0, not \(0, -1\)"),
-    ((True,), (), "GPU numbers must be integers >= 0"),
-    ((0.0,), (), "GPU numbers must be integers >= 0"),
-    (("a",), (), "GPU numbers must be integers >= 0"),
+    ((0, -1), (), "m: a GPU number must be an integer from 0 to 999999999, not -1"),
+    ((True,), (), "a GPU number must be an integer from 0"),
+    ((0.0,), (), "a GPU number must be an integer from 0"),
+    (("a",), (), "a GPU number must be an integer from 0"),
     ((0,), (ONE,), r"m: link 0->1 names GPU 1, which is not among \[0\]"),
     ((1, 2), (ONE,), r"m: link 0->1 names GPU 0, which is not among \[1, 2\]"),
     ((0, 1), (ONE, ONE), "m: two entries for link 0->1; merge them into one with a count"),
@@ -309,10 +309,10 @@ BAD_JSON = [
     ({"version": None}, "version None is unknown; known: 1"),
     ({"name": 3}, '"name" must be a str'),
     ({"gpus": 8}, '"gpus" must be a list'),
-    ({"gpus": ["a"]}, "GPU numbers must be integers >= 0"),
-    ({"gpus": [1.5]}, "GPU numbers must be integers >= 0"),
-    ({"gpus": [[0]]}, "GPU numbers must be integers >= 0"),
-    ({"gpus": [{}]}, "GPU numbers must be integers >= 0"),
+    ({"gpus": ["a"]}, "a GPU number must be an integer from 0"),
+    ({"gpus": [1.5]}, "a GPU number must be an integer from 0"),
+    ({"gpus": [[0]]}, "a GPU number must be an integer from 0"),
+    ({"gpus": [{}]}, "a GPU number must be an integer from 0"),
     ({"links": {}}, '"links" must be a list'),
     ({"links": [3]}, NEEDS + ".*got 3"),
     ({"links": ["abc"]}, NEEDS),
@@ -395,7 +395,7 @@ def test_figures_beyond_all_measure_are_refused(change: str) -> None:
     data = {"format": "linkweave-topology", "version": 1, "name": "m", "gpus": [0, 1]}
     with pytest.raises(TopologyError, match="link 0->1: "):
         load(json.dumps({**data, "links": [link]}))
-    with pytest.raises(TopologyError, match="GPU numbers must be integers >= 0"):
+    with pytest.raises(TopologyError, match="a GPU number must be an integer from 0"):
         load(json.dumps({**data, "gpus": [0, 10**400], "links": []}))
 
 
