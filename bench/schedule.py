@@ -33,7 +33,7 @@ def as_json(schedules: Sequence[Schedule]) -> str:
     """Each schedule as `Schedule.to_json` writes it, with what is predicted."""
     return json.dumps([
         {
-            **json.loads(s.to_json()), "predicted_seconds": s.predicted_seconds,
+            **s.to_data(), "predicted_seconds": s.predicted_seconds,
             "lower_bound_seconds": s.lower_bound_seconds,
         }
         for s in schedules

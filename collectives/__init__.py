@@ -69,10 +69,7 @@ _LAZY = {
 }
 """Names that need the runtimes, and their modules."""
 
-_METHODS = {
-    "allgather", "allreduce", "allreduce_queue", "alltoall", "barrier", "broadcast", "empty",
-    "recv", "reduce", "reduce_scatter", "run", "send", "sparse_allreduce", "symmetric_empty",
-}  # fmt: skip
+_METHODS = {*__all__} - {*_LAZY, *globals(), "overlap"}
 """Functions that are methods of the default communicator."""
 
 

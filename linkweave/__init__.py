@@ -7,7 +7,6 @@ Nothing is imported until it is used.
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return import_module(f"linkweave.{name}")
     if name == "__version__":
-        return version("linkweave")
+        return import_module("importlib.metadata").version("linkweave")
     functions = import_module("linkweave.collectives")
     if name not in functions.__all__:
         raise AttributeError(f"module 'linkweave' has no attribute {name!r}")

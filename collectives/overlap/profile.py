@@ -95,17 +95,22 @@ class Profile:
             f"{self.forward_s * 1e3:.1f} ms, backward {self.backward_s * 1e3:.1f} ms{made}"
         )
 
-    def to_json(self) -> str:
+    def to_data(self) -> dict[str, Any]:
+        """The profile as JSON has it."""
         layers = [asdict(layer) for layer in self.layers]
-        return json.dumps({"name": self.name, "synthetic": self.synthetic, "layers": layers})
+        return {"name": self.name, "synthetic": self.synthetic, "layers": layers}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_data())
 
     @staticmethod
     def from_json(text: str) -> Profile:
         """Return the profile that `to_json` wrote. Raises CollectiveError."""
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise CollectiveError(f"a profile in JSON is needed: {error}") from None
+        return Profile.from_data(parse_json(text, "a profile"))
+
+    @staticmethod
+    def from_data(data: Any) -> Profile:
+        """Return the profile that `to_data` gave. Raises CollectiveError."""
         rows = data.get("layers") if isinstance(data, dict) else None
         if not isinstance(rows, list):
             raise CollectiveError("a profile in JSON is an object with a list of layers")
@@ -125,6 +130,14 @@ class Profile:
             return Profile(_layers(csv.DictReader(io.StringIO(text, newline=None))), name)
         except csv.Error as error:
             raise CollectiveError(f"a profile in CSV is needed: {error}") from None
+
+
+def parse_json(text: str, what: str) -> Any:
+    """Raise CollectiveError unless the text is JSON; `what` says of what."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CollectiveError(f"{what} in JSON is needed: {error}") from None
 
 
 _FIELDS = ("name", "nbytes", "forward_s", "backward_s")

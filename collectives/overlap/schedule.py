@@ -11,7 +11,7 @@ from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.bounds import LANES, lower_bound
 from linkweave.collectives.overlap.communication import Communication, Piece
 from linkweave.collectives.overlap.network import Network
-from linkweave.collectives.overlap.profile import Profile
+from linkweave.collectives.overlap.profile import Profile, parse_json
 from linkweave.collectives.overlap.timeline import StepTimeline, timeline
 from linkweave.topology.checks import integer, shown
 
@@ -121,23 +121,22 @@ class Schedule:
             )
         return "\n".join(lines)
 
-    def to_json(self) -> str:
-        """The schedule as data, which `from_json` reads back to an equal one. Predictions are not
-        part of it."""
-        return json.dumps({
+    def to_data(self) -> dict[str, Any]:
+        """The schedule as JSON has it. Predictions are not part of it."""
+        return {
             "format": _FORMAT, "version": 1, "policy": self.policy, "chained": self.chained,
-            "note": self.note, "profile": json.loads(self.profile.to_json()),
-            "network": asdict(self.network),
+            "note": self.note, "profile": self.profile.to_data(), "network": asdict(self.network),
             "communications": [asdict(sends) for sends in self.communications],
-        })  # fmt: skip
+        }  # fmt: skip
+
+    def to_json(self) -> str:
+        """JSON that `from_json` reads back to an equal schedule."""
+        return json.dumps(self.to_data())
 
     @staticmethod
     def from_json(text: str) -> Schedule:
         """What `to_json` wrote. Raises CollectiveError for anything else."""
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise CollectiveError(f"a schedule in JSON is needed: {error}") from None
+        data = parse_json(text, "a schedule")
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
             raise CollectiveError(f'a schedule in JSON needs "format": "{_FORMAT}" at the top')
         if data.get("version") != 1:
@@ -146,7 +145,7 @@ class Schedule:
             )
         try:
             return Schedule(
-                _typed(data, "policy", str), Profile.from_json(json.dumps(data["profile"])),
+                _typed(data, "policy", str), Profile.from_data(data["profile"]),
                 Network(**_fields(data["network"], Network, "network")),
                 tuple(map(_communication, _typed(data, "communications", list))),
                 _typed(data, "chained", bool), _typed(data, "note", str),
