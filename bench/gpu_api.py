@@ -10,18 +10,16 @@ import os
 import signal
 import time
 import zlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 
 from linkweave import collectives
+from linkweave.bench.gpu_runner import Failed, LeftOut, Result
 from linkweave.collectives import get_default
 from linkweave.collectives.planning.planner import candidates
 from linkweave.kernels.dtypes import DTYPES
-
-
-class Failed(Exception):
-    """A row's result is wrong."""
 
 
 class Arrays(Protocol):
@@ -29,6 +27,7 @@ class Arrays(Protocol):
 
     name: str
 
+    def load(self) -> None: ...  # imports the library, without use of CUDA; raises LeftOut
     def put(self, array: np.ndarray) -> Any: ...
     def get(self, x: Any) -> np.ndarray: ...
     def seen(self, n: int) -> Any: ...  # n float32 in memory that other ranks' GPUs can access
@@ -36,6 +35,9 @@ class Arrays(Protocol):
 
 class CupyArrays:
     name = "cupy"
+
+    def load(self) -> None:
+        import cupy  # noqa: F401
 
     def put(self, array: np.ndarray) -> Any:
         import cupy
@@ -52,6 +54,12 @@ class CupyArrays:
 class TorchTensors:
     name = "torch"
 
+    def load(self) -> None:
+        import torch
+
+        if torch.version.cuda is None:
+            raise LeftOut("this torch has no CUDA")
+
     def put(self, array: np.ndarray) -> Any:
         import torch
 
@@ -66,24 +74,9 @@ class TorchTensors:
         return collectives.symmetric_empty(n, torch.float32)
 
 
-def with_cuda() -> bool:
-    """Whether torch is installed and sees a GPU."""
-    try:
-        import torch
-    except ImportError:
-        return False
-    return bool(torch.cuda.is_available())
-
-
 def exact(rank: int, n: int) -> np.ndarray:
     """n small integers, whose sums are exact in any order."""
     return ((np.arange(n) * 7 + rank * 3) % 5).astype(np.float32)
-
-
-def tiled(rank: int, nbytes: int) -> np.ndarray:
-    """float32 numbers with a prime period, larger for larger ranks."""
-    few = np.arange(10_007, dtype=np.float32) + rank
-    return np.resize(few, nbytes // 4)
 
 
 def check_collectives(rank: int, arrays: Arrays, sizes: tuple[int, ...]) -> tuple[int, int]:
@@ -181,7 +174,7 @@ def check_dtypes(rank: int, arrays: Arrays) -> int:
     return checked
 
 
-def check_graph(rank: int, n: int, replays: int) -> int:
+def check_graph(rank: int, arrays: Arrays, n: int, replays: int) -> int:
     """Capture an all-reduce by torch and replay it; each replay doubles the values of 2 ranks."""
     import torch
 
@@ -201,17 +194,23 @@ def check_graph(rank: int, n: int, replays: int) -> int:
     return replays
 
 
-def run_ranks(
-    ranks: int, arrays: Arrays, sizes: tuple[int, ...], virtual: bool, topology: str
-) -> int:
-    """Check all collectives on ranks of one GPU; return the number of checks."""
-    found = collectives.spawn(
-        check_collectives, ranks, topology, (arrays, sizes), device="cuda:0", virtual=virtual,
-        timeout=60,
-    )  # fmt: skip
+def on_ranks(
+    fn: Callable[..., Any], ranks: int, arrays: Arrays, *args: Any, virtual: bool = False
+) -> list[Any]:  # fmt: skip
+    """Results of `fn(rank, arrays, *args)` on ranks of one GPU; with `virtual`, of threads."""
+    arrays.load()
+    name = "dgx1-v100" if ranks == 8 else f"mesh-{ranks}"
+    return collectives.spawn(
+        fn, ranks, name, (arrays, *args), device="cuda:0", virtual=virtual, timeout=60
+    )
+
+
+def run_ranks(arrays: Arrays, ranks: int, sizes: tuple[int, ...], virtual: bool) -> Result:
+    """Check all collectives."""
+    found = on_ranks(check_collectives, ranks, arrays, sizes, virtual=virtual)
     if len({checksum for _, checksum in found}) != 1:
-        raise AssertionError(f"the ranks' sums differ: {[c for _, c in found]}")
-    return sum(checked for checked, _ in found)
+        raise Failed(f"the ranks' sums differ: {[c for _, c in found]}")
+    return {"bytes": [4 * n for n in sizes], "checked": sum(checked for checked, _ in found)}
 
 
 def killed(rank: int, arrays: Arrays) -> None:
@@ -227,25 +226,23 @@ def killed(rank: int, arrays: Arrays) -> None:
         comm.synchronize()
     except collectives.CollectiveAborted:
         return
-    raise AssertionError("nobody noticed that rank 1 had died")
+    raise Failed("nobody noticed that rank 1 had died")
 
 
-def run_killed(arrays: Arrays) -> float:
-    """Seconds until two processes on one GPU end after one is killed; the deadline is 60 s."""
+def run_killed(arrays: Arrays) -> Result:
+    """Time until two processes on one GPU end after one is killed; the deadline is 60 s."""
     start = time.perf_counter()
     try:
-        collectives.spawn(killed, 2, "mesh-2", (arrays,), device="cuda:0", timeout=60)
+        on_ranks(killed, 2, arrays)
     except collectives.CollectiveError as error:
         if "was killed by SIGKILL" not in str(error):
             raise
     taken = time.perf_counter() - start
-    assert taken < 45, f"a dead rank was noticed after {taken:.0f} s"
-    return taken
+    if taken > 45:
+        raise Failed(f"a dead rank was noticed after {taken:.0f} s")
+    return {"seconds": taken}
 
 
-def run_graph(ranks: int) -> int:
-    """Run `check_graph` on processes."""
-    replays = collectives.spawn(
-        check_graph, ranks, f"mesh-{ranks}", (5000, 3), device="cuda:0", timeout=60
-    )
-    return sum(replays)
+def run_graph(arrays: Arrays) -> Result:
+    """Run `check_graph` on two processes."""
+    return {"checked": sum(on_ranks(check_graph, 2, arrays, 5000, 3))}

@@ -7,21 +7,23 @@ bytes that any implementation must move.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from linkweave import collectives, kernels
-from linkweave.bench.gpu_api import Arrays, Failed
+from linkweave import kernels
+from linkweave.bench.gpu_api import Arrays, on_ranks
+from linkweave.bench.gpu_meter import Meter
+from linkweave.bench.gpu_runner import Failed, Result, Row
 from linkweave.bench.sparse import medians, torch_coalesce, torch_sparsify, zipf
 from linkweave.collectives import get_default
+from linkweave.kernels.gpu.source import THREADS
 
 DENSITY = 0.001
-ROWS = ((1 << 25), (1 << 28))
+ROWS = ((1 << 25, 10), (1 << 28, 25))  # (elements, expected seconds of a row)
 TABLES = ((4096, 1024, 32_000), (65_536, 128, 32_000))  # (rows, width, vocabulary)
 CASES = ((60, 9, 20), (5003, 50, 120), (5003, 0, 7))  # (elements, k, entries of a rank)
 GRADIENT = 1 << 24  # elements
-Row = dict[str, Any]
 
 
 def integers(rank: int, numel: int, entries: int) -> tuple[np.ndarray, np.ndarray]:
@@ -59,7 +61,7 @@ def time_sparse(rank: int, arrays: Arrays, numel: int, rounds: int) -> tuple[flo
     comm, k = get_default(), round(numel * DENSITY)
     grad = gradient(numel, rank)
     values, indices = map(arrays.put, kernels.topk_abs(grad, k))
-    dense, residual = arrays.put(grad), arrays.put(np.zeros(numel, np.float32))
+    dense, residual = arrays.put(grad), arrays.put(gradient(numel, comm.size + rank))
 
     def gtopk() -> None:
         comm.sparse_allreduce(values, indices, numel, k, residual=residual, mode="gtopk")
@@ -73,34 +75,20 @@ def time_sparse(rank: int, arrays: Arrays, numel: int, rounds: int) -> tuple[flo
     return found["gtopk"], found["dense"]
 
 
-def sparse_ranks(ranks: int, arrays: Arrays, virtual: bool, numel: int, rounds: int = 10) -> Row:
+def sparse_ranks(
+    arrays: Arrays, ranks: int, virtual: bool, numel: int, rounds: int = 10
+) -> Result:  # fmt: skip
     """Check `sparse_allreduce` on ranks of one GPU; time it beside a dense one of `numel` elements.
 
     With `numel` 0 nothing is timed.
     """
-    name = "dgx1-v100" if ranks == 8 else f"mesh-{ranks}"
-
-    def spawn(*call: Any) -> list[Any]:
-        where: dict[str, Any] = {"device": "cuda:0", "virtual": virtual, "timeout": 60}
-        return collectives.spawn(call[0], ranks, name, (arrays, *call[1:]), **where)
-
-    checked = sum(spawn(check_sparse))
-    if not numel:
-        return {"checked": checked}
-    times = spawn(time_sparse, numel, rounds)
-    sparse, dense = (max(column) for column in zip(*times, strict=True))
-    return {"checked": checked, "elements": numel, "k": round(numel * DENSITY), "seconds": sparse,
-            "dense": {"seconds": dense, "times_ours": dense / sparse}}  # fmt: skip
-
-
-class Measures(Protocol):
-    """The part of the suite that is used here."""
-
-    device: Any
-    largest: int
-
-    def seconds(self, enqueue: Callable[[], None], check: Callable[[], None]) -> float: ...
-    def copy_rate(self, nbytes: int) -> float: ...
+    row: Result = {"checked": sum(on_ranks(check_sparse, ranks, arrays, virtual=virtual))}
+    if numel:
+        times = on_ranks(time_sparse, ranks, arrays, numel, rounds, virtual=virtual)
+        sparse, dense = (max(column) for column in zip(*times, strict=True))
+        row |= {"elements": numel, "k": round(numel * DENSITY), "seconds": sparse,
+                "dense": {"seconds": dense, "times_ours": dense / sparse}}  # fmt: skip
+    return row
 
 
 def gradient(n: int, seed: int = 0) -> np.ndarray:
@@ -117,19 +105,27 @@ class SparseRows:
 
     checked_sizes: Sequence[int] = (1, 1000, 100_003, 3_000_017)
 
-    def __init__(self, suite: Measures, arrays: Arrays, api: Any = kernels) -> None:
-        self.suite, self.arrays, self.api = suite, arrays, api
+    def __init__(self, meter: Meter, arrays: Arrays, api: Any = kernels) -> None:
+        self.meter, self.arrays, self.api = meter, arrays, api
 
-    def rows(self) -> Iterator[tuple[str, Callable[[], Row]]]:
-        yield "sparse kernels, correct", self.correct
-        for n in ROWS:
-            if 4 * n <= self.suite.largest:
-                yield f"topk_abs of {n}", lambda n=n: self.topk(n)
-                yield f"sparsify of {n}", lambda n=n: self.sparsify(n)
+    def rows(self) -> Iterator[Row]:
+        yield self.row("sparse kernels, correct", 30, self.correct)
+        for n, seconds in ROWS:
+            yield self.row(f"topk_abs of {n}", seconds, self.topk, n)
+            yield self.row(f"sparsify of {n}", seconds, self.sparsify, n)
         for table in TABLES:
-            yield f"coalesce {table[0]} x {table[1]}", lambda t=table: self.coalesce(*t)
+            yield self.row(f"coalesce {table[0]} x {table[1]}", 10, self.coalesce, *table)
 
-    def correct(self) -> Row:
+    def row(self, name: str, seconds: float, measure: Callable[..., Result], *args: int) -> Row:
+        def loaded() -> Result:
+            self.arrays.load()
+            device = self.meter.device
+            settings = {"threads": THREADS, "blocks": device.blocks_to_fill()}
+            return {**measure(*args), "settings": settings}
+
+        return Row(name, "core", seconds, loaded)
+
+    def correct(self) -> Result:
         """Check all sparse kernels against the CPU's, bit for bit."""
         checked = 0
         for n in self.checked_sizes:
@@ -158,12 +154,12 @@ class SparseRows:
             checked += 1
         return {"checked": checked}
 
-    def topk(self, n: int) -> Row:
+    def topk(self, n: int) -> Result:
         x, k = gradient(n), round(n * DENSITY)
         self.same_topk(x, k)
         ours = self.arrays.put(x)
         seconds = self.timed(lambda: self.api.topk_abs(ours, k))
-        read = 4 * n / self.suite.copy_rate(4 * n)
+        read = 4 * n / self.meter.copy_rate(4 * n)
         row = {"elements": n, "k": k, "seconds": seconds, "of_one_read": seconds / read}
         if self.arrays.name == "torch":
             import torch
@@ -178,19 +174,19 @@ class SparseRows:
             row["cupy"] = {"seconds": theirs, "times_ours": theirs / seconds}
         return row
 
-    def sparsify(self, n: int) -> Row:
+    def sparsify(self, n: int) -> Result:
         """Time sparsify; the residual grows from call to call, which does not matter."""
         grad, k = self.arrays.put(gradient(n)), round(n * DENSITY)
         residual = self.arrays.put(gradient(n, 1))
         seconds = self.timed(lambda: self.api.sparsify(grad, residual, k))
-        floor = 12 * n / self.suite.copy_rate(4 * n)
+        floor = 12 * n / self.meter.copy_rate(4 * n)
         row = {"elements": n, "k": k, "seconds": seconds, "of_floor": seconds / floor}
         if self.arrays.name == "torch":
             theirs = self.timed(lambda: torch_sparsify(grad, residual, k))
             row["torch"] = {"seconds": theirs, "times_ours": theirs / seconds}
         return row
 
-    def coalesce(self, num: int, width: int, vocabulary: int) -> Row:
+    def coalesce(self, num: int, width: int, vocabulary: int) -> Result:
         indices, values = zipf(num, width, vocabulary)
         where, rows = self.arrays.put(indices), self.arrays.put(values)
         unique, sums = self.api.coalesce(where, rows, vocabulary)
@@ -200,7 +196,7 @@ class SparseRows:
             raise Failed("coalesced sums are wrong")
         seconds = self.timed(lambda: self.api.coalesce(where, rows, vocabulary))
         nbytes = values.nbytes + wanted[1].nbytes
-        floor = nbytes / self.suite.copy_rate(values.nbytes)
+        floor = nbytes / self.meter.copy_rate(values.nbytes)
         row = {"rows": num, "width": width, "seconds": seconds, "of_floor": seconds / floor}
         if self.arrays.name == "torch":
             taken = self.timed(lambda: torch_coalesce(where, rows, vocabulary))
@@ -208,7 +204,7 @@ class SparseRows:
         return row
 
     def timed(self, call: Callable[[], object]) -> float:
-        return self.suite.seconds(lambda: (call(), None)[1], self.suite.device.finish)
+        return self.meter.seconds(lambda: (call(), None)[1], self.meter.device.finish)
 
     def same_topk(self, x: np.ndarray, k: int) -> None:
         got = self.api.topk_abs(self.arrays.put(x), k)

@@ -1,0 +1,170 @@
+"""Times work on one GPU, and tells with which settings a plan ran on it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from linkweave.bench.gpu_runner import Failed, Result
+from linkweave.collectives import verify
+from linkweave.collectives.planning.plan import Plan
+from linkweave.collectives.runtime.gpu import device as cuda
+from linkweave.collectives.runtime.gpu import program
+from linkweave.collectives.runtime.gpu.executor import (
+    GpuRanks,
+    Prepared,
+    virtual_ranks,
+    width_of,
+)
+from linkweave.kernels.gpu import device as launches
+from linkweave.kernels.gpu import source
+from linkweave.topology import Topology
+
+MIB = 1 << 20
+PERIOD = 16 * MIB  # bytes
+
+
+def noise(rank: int, nbytes: int) -> np.ndarray:
+    """float32 normal numbers, the same after every `PERIOD`. Zeros would be moved faster."""
+    few = np.random.default_rng(rank).standard_normal(min(nbytes, PERIOD) // 4, np.float32)
+    return np.resize(few, nbytes // 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """Buffers and inputs of ranks on the GPU, by address; the inputs hold `noise`."""
+
+    buffers: list[int]
+    inputs: list[int]
+    nbytes: int
+
+    @property
+    def largest(self) -> np.ndarray:
+        """The maximum of all inputs, element by element."""
+        few = [noise(rank, min(self.nbytes, PERIOD)) for rank in range(len(self.inputs))]
+        return np.resize(np.maximum.reduce(few), self.nbytes // 4)
+
+
+class Meter:
+    """Times work on GPU 0 of this process, which is opened when it is first used.
+
+    largest: most bytes of a message. repeats: batches of which a time is the median.
+
+    After an error nothing is freed: the row's process ends, and a second error would hide the first
+    one.
+    """
+
+    def __init__(self, largest: int = 1024 * MIB, repeats: int = 20) -> None:
+        self.largest, self.repeats = largest, repeats
+
+    @cached_property
+    def device(self) -> Any:
+        return cuda.open_device(0)
+
+    @contextmanager
+    def uploaded(self, arrays: Sequence[np.ndarray]) -> Iterator[list[int]]:
+        """Addresses of the arrays on the GPU."""
+        found = [self.device.upload(x) for x in arrays]
+        yield found
+        for address in found:
+            self.device.free(address)
+
+    @contextmanager
+    def filled(self, ranks: int, nbytes: int) -> Iterator[Filled]:
+        found = [self.device.allocate(nbytes) for _ in range(2 * ranks)]
+        for rank, address in enumerate(found[ranks:]):
+            with self.uploaded([noise(rank, min(nbytes, PERIOD))]) as (piece,):
+                for at in range(0, nbytes, PERIOD):
+                    self.device.copy(address + at, piece, min(PERIOD, nbytes - at))
+                self.device.synchronise(0)
+        yield Filled(found[:ranks], found[ranks:], nbytes)
+        for address in found:
+            self.device.free(address)
+
+    @contextmanager
+    def ranks(self, size: int, timeout: float = 30.0) -> Iterator[GpuRanks]:
+        made = virtual_ranks(self.device, size, timeout)
+        yield made
+        made.close()
+
+    def seconds(
+        self, enqueue: Callable[[], object], check: Callable[[], None], repeats: int | None = None
+    ) -> float:
+        """Median time of a call, from batches that are long enough for the host's clock."""
+        enqueue()
+        check()
+        start = time.perf_counter()
+        enqueue()
+        check()
+        batch = max(1, min(50, int(0.02 / max(1e-9, time.perf_counter() - start))))
+        found = []
+        for _ in range(repeats or self.repeats):
+            start = time.perf_counter()
+            for _ in range(batch):
+                enqueue()
+            check()
+            found.append((time.perf_counter() - start) / batch)
+        return statistics.median(found)
+
+    def copy_rate(self, nbytes: int) -> float:
+        """Bytes/s read and written by a plain copy."""
+        with self.filled(1, nbytes) as memory:
+            copy = partial(self.device.copy, memory.buffers[0], memory.inputs[0], nbytes)
+            return 2 * nbytes / self.seconds(copy, partial(self.device.synchronise, 0))
+
+    def expect(self, address: int, want: np.ndarray, what: str) -> None:
+        """Raise Failed unless the GPU has these bytes there."""
+        got = np.empty_like(want)
+        self.device.download(address, got)
+        if wrong := int((got.view(np.uint8) != want.view(np.uint8)).sum()):
+            raise Failed(f"{what}: {wrong} wrong bytes")
+
+
+def settings_of(ranks: GpuRanks, prepared: Prepared, nbytes: int) -> Result:
+    """With what a plan runs on this GPU; a slot's bytes are those of all thread blocks."""
+    plan, config = prepared.plan, prepared.config
+    device, _ = next(iter(ranks.shares.values()))
+    return {
+        "algorithm": plan.algorithm, "chunks": plan.num_chunks,
+        "chunk_bytes": plan.chunk_bytes(nbytes), "slots": plan.slots,
+        "slot_bytes": config.width * config.stripe,
+        "protocol": "lines" if config.low_latency else "counters", "pushes": prepared.direct,
+        "width": config.width, "blocks": config.width * len(plan.tracks),
+        "resident": device.resident(prepared.dtype, prepared.op),
+        "threads": source.PLAN_THREADS,
+        "registers": device.registers(prepared.dtype, prepared.op),
+    }  # fmt: skip
+
+
+@contextmanager
+def tuned(
+    ranks: GpuRanks, plan: Plan, topology: Topology, nbytes: int, *, slot_bytes: int | None = None,
+    lines_bytes: int | None = None, slots: int | None = None, width: int | None = None,
+    threads: int | None = None,
+) -> Iterator[Prepared]:  # fmt: skip
+    """Prepare a float32 max with other settings of the plan interpreter, which hold meanwhile.
+
+    slot_bytes: data bytes of a slot. lines_bytes: largest chunk that is sent as lines. slots: of a
+    connection. width: thread blocks per track; the most that fit, if that is fewer. threads: of a
+    thread block.
+    """
+    before = program.SLOT_BYTES, program.LINES_BYTES, source.PLAN_THREADS
+
+    def put(slot_bytes: int, lines_bytes: int, threads: int) -> None:
+        program.SLOT_BYTES, program.LINES_BYTES = slot_bytes, lines_bytes
+        source.PLAN_THREADS = launches.PLAN_THREADS = threads
+
+    put(slot_bytes or before[0], before[1] if lines_bytes is None else lines_bytes,
+        threads or before[2])  # fmt: skip
+    if slots:
+        verify(plan := replace(plan, slots=slots), topology)
+    most = width_of(plan, ranks.occupancy("float32", "max"))
+    yield ranks.prepare(plan, nbytes, "float32", "max", min(width or most, most))
+    put(*before)

@@ -1,0 +1,269 @@
+"""Rows of `bench.gpu_suite` that launch plans: all ranks of a plan on one GPU, by one launch.
+
+The GPU's memory stands for the links; "emulated links" limit the rate of a send.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from linkweave.bench.gpu_api import Arrays
+from linkweave.bench.gpu_meter import MIB, Filled, Meter, noise, settings_of, tuned
+from linkweave.bench.gpu_runner import Failed, Result
+from linkweave.collectives import CollectiveAborted, CollectiveError, plan_allreduce
+from linkweave.collectives.planning.plan import Plan
+from linkweave.collectives.planning.planner import candidates
+from linkweave.collectives.runtime import reference
+from linkweave.collectives.runtime.gpu.executor import GpuRanks, Prepared, width_of
+from linkweave.collectives.runtime.reference import to_bfloat16
+from linkweave.kernels.dtypes import DTYPES, ops_of
+from linkweave.kernels.gpu import clock
+from linkweave.kernels.gpu.arrays import Gpu, LibraryGpu
+from linkweave.kernels.gpu.compile import cubin
+from linkweave.kernels.gpu.source import options, source
+from linkweave.topology import load
+
+LINK = 25e9  # bytes/s: one NVLink of the DGX-1, for the rows with emulated links
+GRAPH = 20  # calls captured in one graph
+MACHINES = ("mesh-2", "mesh-3", "mesh-5", "mesh-8", "dgx1-v100", "dgx1-p100")
+SIZES = (4, 4036, 8192, 1_000_036)  # bytes
+GRID = {
+    "slot_bytes": (128 << 10, 256 << 10, 512 << 10, 1 << 20), "width": (2, 4, 8, 16),
+    "slots": (2, 4), "threads": (128, 256, 512),
+}  # fmt: skip
+SHORT_GRID = {"lines_bytes": (0, 4 << 10, 16 << 10, 64 << 10), "width": (1, 4)}
+
+
+def compiled(meter: Meter) -> Result:
+    """Compile the plan interpreter for every dtype and op, on all cores; later rows find the code
+    in the cache. Returns registers per thread and resident thread blocks."""
+    jobs = [(dtype, op) for dtype in DTYPES for op in ops_of(dtype, gpu=True)]
+    words = sorted({options(*job) for job in jobs})
+    # forked before this process uses CUDA
+    with multiprocessing.get_context("fork").Pool(None, import_module, ("cupy",)) as pool:
+        architecture = int(import_module("cupy").cuda.Device(0).compute_capability)
+        text = source("plan/plan.cu")
+        start = time.perf_counter()
+        pool.starmap(cubin, [(text, w, architecture) for w in words])
+    found = time.perf_counter() - start
+    device = meter.device
+    return {"kernels": len(words), "architecture": architecture, "compile_s": found} | {
+        f"{dtype} {op}": {"registers": device.registers(dtype, op),
+                          "resident": device.resident(dtype, op)}
+        for dtype, op in jobs
+    }  # fmt: skip
+
+
+def tick(arrays: Arrays, gpu_of: Callable[[Any], Gpu] = LibraryGpu) -> Result:
+    """The resolution of the clock that paces emulated links and bounds waits."""
+    arrays.load()
+    gpu = gpu_of(arrays.put(np.zeros(1, np.float32)))
+    steps = np.diff(clock.readings(gpu, 2000))
+    return {"tick_ns": float(np.median(steps)), "least_ns": int(steps.min()),
+            "most_ns": int(steps.max())}  # fmt: skip
+
+
+# ---- correctness ------------------------------------------------------------------------------
+def inputs(ranks: int, nbytes: int, dtype: str) -> list[np.ndarray]:
+    rng = np.random.default_rng(nbytes)
+    n, kind = nbytes // DTYPES[dtype].size, DTYPES[dtype].kind
+    if kind != "float":
+        below = 100 if kind == "int" else 2
+        return [rng.integers(0, below, n).astype(dtype) for _ in range(ranks)]
+    made = [rng.standard_normal(n, np.float32) for _ in range(ranks)]
+    return [to_bfloat16(x) if dtype == "bfloat16" else x.astype(dtype) for x in made]
+
+
+def check(
+    meter: Meter, ranks: GpuRanks, plan: Plan, nbytes: int, dtype: str, op: str,
+    apart: bool = False, seen: bool = True,
+) -> None:  # fmt: skip
+    """Check one call against the reference, bit for bit.
+
+    `apart`: results go to other buffers than the inputs. `seen`: ranks write results into each
+    other's buffers, not through slots. Raises Failed.
+    """
+    prepared = ranks.prepare(plan, nbytes, dtype, op, seen=seen)
+    given = inputs(plan.size, nbytes, dtype)
+    others = [~x.view(np.uint8) for x in given] if apart else []
+    with meter.uploaded(given) as values, meter.uploaded(others) as outputs:
+        ranks.run(prepared, outputs or values, inputs=values)
+        ranks.check()
+        wanted = reference.run(prepared.plan, given, op, bfloat16=dtype == "bfloat16")
+        what = f"{plan.algorithm} {nbytes} bytes {dtype} {op}"
+        for rank, (address, want) in enumerate(zip(outputs or values, wanted, strict=True)):
+            meter.expect(address, want, f"{what}, rank {rank}")
+        for rank, (address, want) in enumerate(zip(values, given, strict=True) if apart else ()):
+            meter.expect(address, want, f"{what}, the input of rank {rank}")
+
+
+def algorithms(
+    meter: Meter, machines: Sequence[str] = MACHINES, sizes: Sequence[int] = SIZES
+) -> Result:
+    """Check every algorithm on 2 to 8 ranks, in all ways of `check`."""
+    done, skipped = 0, []
+    for name in machines:
+        topology = load(name)
+        with meter.ranks(len(topology.gpus)) as ranks:
+            for algorithm in candidates(topology):
+                for apart, seen, nbytes in product((False, True), (True, False), sizes):
+                    try:
+                        plan = plan_allreduce(topology, nbytes, algorithm)
+                        width_of(plan, ranks.occupancy("float32", "sum"))
+                    except CollectiveError as error:  # not here, or too many blocks
+                        skipped.append(f"{name} {algorithm}: {error}")
+                        break
+                    check(meter, ranks, plan, nbytes, "float32", "sum", apart, seen)
+                    done += 1
+    return {"checked": done, "skipped": skipped}
+
+
+def dtypes(meter: Meter) -> Result:
+    """Check every dtype and op."""
+    topology, done = load("mesh-3"), 0
+    for dtype in DTYPES:
+        for op in ops_of(dtype, gpu=True):
+            with meter.ranks(3) as ranks:
+                for nbytes in (8 * 331, 8 * 50_021):
+                    plan = plan_allreduce(topology, nbytes, "overlapped_tree")
+                    check(meter, ranks, plan, nbytes, dtype, op)
+                    done += 1
+    return {"checked": done}
+
+
+def abort(meter: Meter) -> Result:
+    """Abort sends that would take minutes; then check new ranks."""
+    plan = plan_allreduce(load("mesh-2"), 65536, "tree", 1)
+    with meter.ranks(2, timeout=100) as ranks:
+        prepared = ranks.prepare(plan, 65536, "float32", "sum")
+        with meter.uploaded(inputs(2, 65536, "float32")) as buffers:
+            ranks.run(prepared, buffers, 0, 4 * 10**9)
+            time.sleep(0.2)  # until the kernel runs
+            start = time.perf_counter()
+            ranks.abort()
+            try:
+                ranks.check()
+            except CollectiveAborted:
+                taken = time.perf_counter() - start
+            else:
+                raise Failed("an abort was not noticed")
+    if taken > 5:
+        raise Failed(f"an abort took {taken:.3g} s")
+    with meter.ranks(2) as ranks:
+        check(meter, ranks, plan, 65536, "float32", "sum")
+    return {"abort_s": taken}
+
+
+# ---- latency ----------------------------------------------------------------------------------
+def latency(meter: Meter) -> Result:
+    """Latency of 8 KiB over 8 ranks."""
+    plans = {name: plan_allreduce(load(name), 8192) for name in ("dgx1-v100", "mesh-8")}
+    return {name: latency_of(meter, plan) for name, plan in plans.items()}
+
+
+def hop(meter: Meter) -> Result:
+    """Latency of a hop: half of what one more rank adds to a chain, with 8 KiB."""
+    plans = [plan_allreduce(load(f"mesh-{n}"), 8192, "chain", 1) for n in (2, 8)]
+    short, long = (latency_of(meter, plan) for plan in plans)
+    return {"launch_and_two_hops_us": short["replayed_us"],
+            "hop_us": (long["replayed_us"] - short["replayed_us"]) / 12,
+            "settings": long["settings"]}  # fmt: skip
+
+
+def latency_of(meter: Meter, plan: Plan) -> Result:
+    """Latency of a launched call and of one in a replayed graph of many; the host's time of a
+    launch."""
+    with meter.ranks(plan.size) as ranks:
+        prepared = ranks.prepare(plan, 8192, "float32", "max")
+        with meter.uploaded([noise(rank, 8192) for rank in range(plan.size)]) as buffers:
+            launched = meter.seconds(lambda: ranks.run(prepared, buffers), ranks.check)
+
+            def calls(stream: int) -> None:
+                for _ in range(GRAPH):
+                    ranks.run(prepared, buffers, stream)
+
+            replayed = meter.seconds(meter.device.capture(calls), ranks.check) / GRAPH
+            start = time.perf_counter()
+            calls(0)
+            enqueued = (time.perf_counter() - start) / GRAPH
+            ranks.check()
+        return {"launched_us": launched * 1e6, "replayed_us": replayed * 1e6,
+                "enqueue_us": enqueued * 1e6,
+                "settings": settings_of(ranks, prepared, 8192)}  # fmt: skip
+
+
+# ---- bandwidth --------------------------------------------------------------------------------
+def timed(meter: Meter, plan: Plan, nbytes: int, ps_per_byte: int = 0, seen: bool = True) -> Result:
+    """Check a plan and time it in place."""
+    with meter.ranks(plan.size, timeout=60) as ranks, meter.filled(plan.size, nbytes) as memory:
+        prepared = ranks.prepare(plan, nbytes, "float32", "max", seen=seen)
+        seconds = checked_seconds(meter, ranks, prepared, memory, ps_per_byte)
+        return {"seconds": seconds, "settings": settings_of(ranks, prepared, nbytes)}
+
+
+def checked_seconds(
+    meter: Meter, ranks: GpuRanks, prepared: Prepared, memory: Filled, ps_per_byte: int = 0,
+    repeats: int | None = None,
+) -> float:  # fmt: skip
+    """Seconds of a call in place, after a call with checked results."""
+    buffers, size = memory.buffers, prepared.plan.size
+    for address in buffers:
+        meter.device.zero(address, memory.nbytes, 0)
+    ranks.run(prepared, buffers, 0, ps_per_byte, inputs=memory.inputs)
+    ranks.check()
+    for rank in (0, size - 1):
+        what = f"{prepared.plan.algorithm} {memory.nbytes} bytes, rank {rank}"
+        meter.expect(buffers[rank], memory.largest, what)
+    run = partial(ranks.run, prepared, buffers, 0, ps_per_byte)
+    return meter.seconds(run, ranks.check, repeats)
+
+
+def bandwidth(meter: Meter) -> Result:
+    """Memory traffic (35 N: 7 reduces of 3 N, 7 copies of 2 N) beside that of a plain copy."""
+    nbytes = min(256 * MIB, meter.largest)
+    row: Result = {"bytes": nbytes, "copy_bytes_per_s": meter.copy_rate(nbytes)}
+    for algorithm, seen in product(("overlapped_double_tree", "tree"), (True, False)):
+        plan = plan_allreduce(load("dgx1-v100"), nbytes, algorithm)
+        found = timed(meter, plan, nbytes, seen=seen)
+        rate = 35 * nbytes / found["seconds"]
+        share = rate / row["copy_bytes_per_s"]
+        row[algorithm + ("" if seen else ", slots")] = found | {"bytes_per_s": rate, "share": share}
+    return row
+
+
+def overlap(meter: Meter, nbytes: int, link: float | None) -> Result:
+    """Overlapped against baseline double tree; `link` limits each send, in bytes/s."""
+    topology, row = load("dgx1-v100"), {"bytes": nbytes, "link_bytes_per_s": link}
+    for algorithm in ("double_tree", "overlapped_double_tree"):
+        plan = plan_allreduce(topology, nbytes, algorithm)
+        row[algorithm] = timed(meter, plan, nbytes, round(1e12 / link) if link else 0)
+    row["ratio"] = row["double_tree"]["seconds"] / row["overlapped_double_tree"]["seconds"]
+    return row
+
+
+def sweep(
+    meter: Meter, nbytes: int, grid: Mapping[str, Sequence[int]] = GRID,
+    algorithm: str = "overlapped_double_tree",
+) -> Result:  # fmt: skip
+    """Check and time a plan with every combination of settings (`tuned`)."""
+    topology, found = load("dgx1-v100"), []
+    plan = plan_allreduce(topology, nbytes, algorithm)
+    plan = plan.with_chunks(plan.stride)  # so that a slot's size decides how many chunks there are
+    with meter.ranks(plan.size) as ranks, meter.filled(plan.size, nbytes) as memory:
+        for values in product(*grid.values()):
+            wanted = dict(zip(grid, values, strict=True))
+            with tuned(ranks, plan, topology, nbytes, **wanted) as prepared:
+                settings = settings_of(ranks, prepared, nbytes)
+                if all(row["settings"] != settings for row in found):  # fewer blocks may fit
+                    seconds = checked_seconds(meter, ranks, prepared, memory, repeats=5)
+                    found.append({"seconds": seconds, "settings": settings})
+    found.sort(key=lambda row: row["seconds"])
+    return {"bytes": nbytes, "best": found[0], "rows": found}
