@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from linkweave import collectives
+from linkweave.bench.gpu_meter import machine_of
 from linkweave.bench.gpu_runner import Failed, LeftOut, Result
 from linkweave.collectives import get_default
 from linkweave.collectives.planning.planner import candidates
@@ -199,9 +200,8 @@ def on_ranks(
 ) -> list[Any]:  # fmt: skip
     """Results of `fn(rank, arrays, *args)` on ranks of one GPU; with `virtual`, of threads."""
     arrays.load()
-    name = "dgx1-v100" if ranks == 8 else f"mesh-{ranks}"
     return collectives.spawn(
-        fn, ranks, name, (arrays, *args), device="cuda:0", virtual=virtual, timeout=60
+        fn, ranks, machine_of(ranks), (arrays, *args), device="cuda:0", virtual=virtual, timeout=60
     )
 
 

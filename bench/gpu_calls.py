@@ -35,12 +35,11 @@ def time_enqueue(rank: int, arrays: Arrays, rounds: int) -> float:
 
 def enqueue(arrays: Arrays, ranks: Sequence[int], virtual: bool, rounds: int = 20) -> Result:
     """The host's time for a call, on the slowest rank; a rank alone launches nothing."""
-    return {
-        f"{n} ranks": {"enqueue_us": 1e6 * max(
-            on_ranks(time_enqueue, n, arrays, rounds, virtual=virtual)
-        )}
-        for n in ranks
-    }  # fmt: skip
+    row: Result = {}
+    for n in ranks:
+        seconds = on_ranks(time_enqueue, n, arrays, rounds, virtual=virtual)
+        row[f"{n} ranks"] = {"enqueue_us": 1e6 * max(seconds)}
+    return row
 
 
 def time_beside_nccl(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from linkweave.bench.gpu_runner import Failed, Result
-from linkweave.collectives import verify
+from linkweave.collectives import plan_allreduce, verify
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.gpu import device as cuda
 from linkweave.collectives.runtime.gpu import program
@@ -25,21 +25,20 @@ from linkweave.collectives.runtime.gpu.executor import (
 )
 from linkweave.kernels.gpu import device as launches
 from linkweave.kernels.gpu import source
-from linkweave.topology import Topology
+from linkweave.topology import Topology, load
 
 MIB = 1 << 20
-PERIOD = 16 * MIB  # bytes
+PERIOD = 16 * MIB  # bytes of random data, which longer messages repeat
 
 
 def noise(rank: int, nbytes: int) -> np.ndarray:
-    """float32 normal numbers, the same after every `PERIOD`. Zeros would be moved faster."""
-    few = np.random.default_rng(rank).standard_normal(min(nbytes, PERIOD) // 4, np.float32)
-    return np.resize(few, nbytes // 4)
+    """float32 normal numbers. Zeros would be moved faster."""
+    return np.random.default_rng(rank).standard_normal(nbytes // 4, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """Buffers and inputs of ranks on the GPU, by address; the inputs hold `noise`."""
+    """Buffers and inputs of ranks on the GPU, by address; the inputs repeat `noise`."""
 
     buffers: list[int]
     inputs: list[int]
@@ -47,22 +46,21 @@ class Filled:
 
     @property
     def largest(self) -> np.ndarray:
-        """The maximum of all inputs, element by element."""
-        few = [noise(rank, min(self.nbytes, PERIOD)) for rank in range(len(self.inputs))]
-        return np.resize(np.maximum.reduce(few), self.nbytes // 4)
+        """The maximum of all inputs, element by element, up to `PERIOD`."""
+        return np.maximum.reduce(
+            [noise(rank, min(self.nbytes, PERIOD)) for rank in range(len(self.inputs))]
+        )
 
 
 class Meter:
     """Times work on GPU 0 of this process, which is opened when it is first used.
 
-    largest: most bytes of a message. repeats: batches of which a time is the median.
-
-    After an error nothing is freed: the row's process ends, and a second error would hide the first
-    one.
+    `repeats` is the number of batches of which a time is the median. After an error nothing is
+    freed: the row's process ends, and a second error would hide the first one.
     """
 
-    def __init__(self, largest: int = 1024 * MIB, repeats: int = 20) -> None:
-        self.largest, self.repeats = largest, repeats
+    def __init__(self, repeats: int = 20) -> None:
+        self.repeats = repeats
 
     @cached_property
     def device(self) -> Any:
@@ -119,12 +117,23 @@ class Meter:
             copy = partial(self.device.copy, memory.buffers[0], memory.inputs[0], nbytes)
             return 2 * nbytes / self.seconds(copy, partial(self.device.synchronise, 0))
 
-    def expect(self, address: int, want: np.ndarray, what: str) -> None:
-        """Raise Failed unless the GPU has these bytes there."""
-        got = np.empty_like(want)
-        self.device.download(address, got)
-        if wrong := int((got.view(np.uint8) != want.view(np.uint8)).sum()):
+    def expect(
+        self, address: int, want: np.ndarray, what: str, nbytes: int | None = None
+    ) -> None:  # fmt: skip
+        """Raise Failed unless the GPU has these bytes there, repeated up to `nbytes`."""
+        whole, wrong = want.nbytes if nbytes is None else nbytes, 0
+        for at in range(0, whole, want.nbytes):
+            part = want.view(np.uint8)[: whole - at]
+            got = np.empty_like(part)
+            self.device.download(address + at, got)
+            wrong += int((got != part).sum())
+        if wrong:
             raise Failed(f"{what}: {wrong} wrong bytes")
+
+
+def machine_of(ranks: int) -> Topology:
+    """The topology of rows that call collectives."""
+    return load("dgx1-v100" if ranks == 8 else f"mesh-{ranks}")
 
 
 def settings_of(ranks: GpuRanks, prepared: Prepared, nbytes: int) -> Result:
@@ -141,6 +150,13 @@ def settings_of(ranks: GpuRanks, prepared: Prepared, nbytes: int) -> Result:
         "threads": source.PLAN_THREADS,
         "registers": device.registers(prepared.dtype, prepared.op),
     }  # fmt: skip
+
+
+def call_settings(meter: Meter, ranks: int, nbytes: int) -> Result:
+    """With what `allreduce` runs a float32 max on virtual ranks, if it is not told an algorithm."""
+    with meter.ranks(ranks) as made:
+        plan = plan_allreduce(machine_of(ranks), nbytes)
+        return settings_of(made, made.prepare(plan, nbytes, "float32", "max"), nbytes)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from linkweave.bench.gpu_api import Arrays
-from linkweave.bench.gpu_meter import MIB, Filled, Meter, noise, settings_of, tuned
+from linkweave.bench.gpu_meter import Filled, Meter, noise, settings_of, tuned
 from linkweave.bench.gpu_runner import Failed, Result
 from linkweave.collectives import CollectiveAborted, CollectiveError, plan_allreduce
 from linkweave.collectives.planning.plan import Plan
@@ -221,14 +221,13 @@ def checked_seconds(
     ranks.check()
     for rank in (0, size - 1):
         what = f"{prepared.plan.algorithm} {memory.nbytes} bytes, rank {rank}"
-        meter.expect(buffers[rank], memory.largest, what)
+        meter.expect(buffers[rank], memory.largest, what, memory.nbytes)
     run = partial(ranks.run, prepared, buffers, 0, ps_per_byte)
     return meter.seconds(run, ranks.check, repeats)
 
 
-def bandwidth(meter: Meter) -> Result:
+def bandwidth(meter: Meter, nbytes: int) -> Result:
     """Memory traffic (35 N: 7 reduces of 3 N, 7 copies of 2 N) beside that of a plain copy."""
-    nbytes = min(256 * MIB, meter.largest)
     row: Result = {"bytes": nbytes, "copy_bytes_per_s": meter.copy_rate(nbytes)}
     for algorithm, seen in product(("overlapped_double_tree", "tree"), (True, False)):
         plan = plan_allreduce(load("dgx1-v100"), nbytes, algorithm)

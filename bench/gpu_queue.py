@@ -8,12 +8,12 @@ from linkweave.bench.gpu_runner import Failed, Result
 from linkweave.collectives import plan_allreduce
 from linkweave.topology import load
 
-LAYERS, BYTES = 16, 16 << 20
+LAYERS = 16
 
 
-def dequeue(meter: Meter) -> Result:
+def dequeue(meter: Meter, nbytes: int) -> Result:
     """Check an early dequeue; time dequeues of a finished layer in a graph of many."""
-    device, nbytes = meter.device, min(BYTES, meter.largest)
+    device = meter.device
     plan = plan_allreduce(load("dgx1-v100"), nbytes, "overlapped_double_tree")
     with meter.ranks(plan.size) as ranks, meter.filled(plan.size, nbytes) as memory:
         buffers, layer = memory.buffers, nbytes // LAYERS

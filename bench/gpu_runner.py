@@ -35,7 +35,7 @@ GRACE_S = 3.0
 END_S = 8.0
 """Kept free at the end of the budget, to kill the last row's processes and to write its result."""
 
-STDERR = 3000  # characters that are kept
+STDERR = 8000  # characters that are kept: a traceback of many threads
 
 
 class Failed(Exception):

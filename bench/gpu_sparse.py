@@ -13,14 +13,14 @@ import numpy as np
 
 from linkweave import kernels
 from linkweave.bench.gpu_api import Arrays, on_ranks
-from linkweave.bench.gpu_meter import Meter
+from linkweave.bench.gpu_meter import Meter, call_settings
 from linkweave.bench.gpu_runner import Failed, Result, Row
 from linkweave.bench.sparse import medians, torch_coalesce, torch_sparsify, zipf
 from linkweave.collectives import get_default
 from linkweave.kernels.gpu.source import THREADS
 
 DENSITY = 0.001
-ROWS = ((1 << 25, 10), (1 << 28, 25))  # (elements, expected seconds of a row)
+ROWS = ((1 << 25, 10), (1 << 28, 20))  # (elements, expected seconds of a row)
 TABLES = ((4096, 1024, 32_000), (65_536, 128, 32_000))  # (rows, width, vocabulary)
 CASES = ((60, 9, 20), (5003, 50, 120), (5003, 0, 7))  # (elements, k, entries of a rank)
 GRADIENT = 1 << 24  # elements
@@ -76,18 +76,19 @@ def time_sparse(rank: int, arrays: Arrays, numel: int, rounds: int) -> tuple[flo
 
 
 def sparse_ranks(
-    arrays: Arrays, ranks: int, virtual: bool, numel: int, rounds: int = 10
-) -> Result:  # fmt: skip
+    meter: Meter, arrays: Arrays, ranks: int, virtual: bool, numel: int, rounds: int = 10
+) -> Result:
     """Check `sparse_allreduce` on ranks of one GPU; time it beside a dense one of `numel` elements.
 
-    With `numel` 0 nothing is timed.
+    With `numel` 0 nothing is timed. The settings are those of the dense one.
     """
     row: Result = {"checked": sum(on_ranks(check_sparse, ranks, arrays, virtual=virtual))}
     if numel:
         times = on_ranks(time_sparse, ranks, arrays, numel, rounds, virtual=virtual)
         sparse, dense = (max(column) for column in zip(*times, strict=True))
         row |= {"elements": numel, "k": round(numel * DENSITY), "seconds": sparse,
-                "dense": {"seconds": dense, "times_ours": dense / sparse}}  # fmt: skip
+                "dense": {"seconds": dense, "times_ours": dense / sparse},
+                "settings": call_settings(meter, ranks, 4 * numel)}  # fmt: skip
     return row
 
 

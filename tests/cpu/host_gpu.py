@@ -125,6 +125,9 @@ class HostDevice:
     def use(self) -> None:
         CURRENT.index = self.index
 
+    def blocks_to_fill(self) -> int:
+        return self.capacity
+
     def allocate(self, nbytes: int) -> int:
         fd = os.memfd_create("host-gpu")
         os.ftruncate(fd, max(nbytes, 1))

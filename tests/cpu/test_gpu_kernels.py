@@ -24,6 +24,7 @@ from nvrtc import Nvrtc
 from linkweave import kernels
 from linkweave.collectives.sparse.wire import Wire
 from linkweave.kernels.gpu import arrays as gpu
+from linkweave.kernels.gpu import clock
 from linkweave.kernels.gpu.api import GpuKernels
 from linkweave.kernels.gpu.source import PLAIN, source
 from linkweave.kernels.merge import entries as gpu_entries
@@ -250,6 +251,7 @@ STRUCTS = {
     "topk/select.cu": {"Select": gpu_select.SELECT}, "rows/rows.cu": {"Rows": gpu_rows.ROWS},
     "merge/merge.cu": {"Merge": gpu_merge.MERGE, "Part": gpu_merge.PART},
     "rows/sort.cu": {"Sort": gpu_rows.SORT}, "merge/entries.cu": {"Entries": gpu_entries.ENTRIES},
+    "gpu/clock.cu": {"Ticks": clock.TICKS},
 }  # fmt: skip
 
 
@@ -268,6 +270,7 @@ def test_structs_are_those_of_the_device(file: str) -> None:
 
 
 CASES = [
+    ("gpu/clock.cu", ()),
     *((file, gpu.element(d)) for file in ("topk/select.cu", "merge/entries.cu")
       for d in ("float32", "float16", "bfloat16")),
     *(("rows/rows.cu", (*gpu.element(d), *gpu.element(i, "INDEX")))

@@ -1,9 +1,15 @@
-"""The suite for one GPU, on a device of threads: it runs, checks and goes on after a failure."""
+"""The suite for one GPU, on a device of threads: the rows, and the runner that survives them."""
 
 from __future__ import annotations
 
 import json
+import os
+import select
+import signal
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +21,22 @@ from host_gpu import HostDevice, HostTensor, needs_compiler
 from host_kernels import HostKernels
 
 from linkweave import collectives, kernels
-from linkweave.bench.gpu_api import Failed
-from linkweave.bench.gpu_sparse import SparseRows
-from linkweave.bench.gpu_suite import Suite, main, run
-from linkweave.collectives.planning.plan import Plan
+from linkweave.bench import gpu_plans, gpu_runner, gpu_suite
+from linkweave.bench.gpu_api import run_killed, run_ranks
+from linkweave.bench.gpu_calls import beside_nccl, enqueue, time_beside_nccl
+from linkweave.bench.gpu_meter import MIB, Meter
+from linkweave.bench.gpu_runner import Failed, Result, Row, in_process, run
+from linkweave.bench.gpu_sparse import SparseRows, sparse_ranks
 from linkweave.collectives.planning.planner import candidates
-from linkweave.collectives.runtime.gpu.executor import GpuRanks
 from linkweave.kernels.gpu.api import GpuKernels
 from linkweave.topology import load
 
 
 class HostArrays:
     name = "threads"
+
+    def load(self) -> None:
+        pass
 
     def put(self, array: np.ndarray) -> HostTensor:
         return tensor(array, array.dtype)
@@ -38,58 +48,11 @@ class HostArrays:
         return collectives.symmetric_empty(n)
 
 
-@needs_compiler
-@pytest.mark.parametrize("only", ["threads, threads", "processes, threads"])
-def test_the_rows_of_the_public_face(only: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with gpus(monkeypatch, lambda index: HostDevice(capacity=128, index=index)):
-        (row,) = run(Suite(None, libraries=[HostArrays()]), 100, only, None)
-    assert row["state"] == "ok", row
-    able = len(candidates(load("mesh-2")))
-    assert row["2 ranks"]["checked"] == 2 * (2 * able + 4 + 3 * 9 + 2 + 32)
-    assert row["8 ranks"]["checked"] >= 8 * (4 + 3 * 9 + 2 + 10)
-
-
-class Few(Suite):
-    """The first row, of which one size is enough."""
-
-    def check(
-        self, ranks: GpuRanks, plan: Plan, nbytes: int, dtype: str, op: str, apart: bool = False,
-        seen: bool = True,
-    ) -> None:  # fmt: skip
-        if nbytes == 4036 and apart != seen:
-            super().check(ranks, plan, nbytes, dtype, op, apart, seen)
-
-
-@needs_compiler
-def test_plans_with_more_blocks_than_a_gpu_holds_are_skipped() -> None:
-    (row,) = run(Few(HostDevice(132), 1 << 16, 1, ()), 100, "correct algorithms", None)
-    assert row["state"] == "ok", row
-    assert any("packed_trees needs 255 thread blocks" in text for text in row["skipped"])
-
-
-@needs_compiler
-def test_the_row_of_a_rank_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with gpus(monkeypatch):
-        (row,) = run(Suite(None, libraries=[HostArrays()]), 100, "killed", None)
-    assert row["state"] == "ok", row
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    "only",
-    ["dtypes", "abort", "8 KiB", "hop", "emulated links 1 MiB", "uncapped 1 ", "35 N", "dequeue"],
-)
-def test_rows_are_measured_and_written(only: str, tmp_path: Path) -> None:
-    device = HostDevice()
-    out = tmp_path / "rows.json"
-    (row,) = run(Suite(device, 1 << 20, 1, ()), 100, only, out)
-    assert row["state"] == "ok", row
-    assert json.loads(out.read_text())["rows"][0]["name"] == row["name"]
-    assert not device.memory
-
-
 class HostNumpy:
     name = "numpy"
+
+    def load(self) -> None:
+        pass
 
     def put(self, array: np.ndarray) -> np.ndarray:
         return array.copy()
@@ -98,41 +61,127 @@ class HostNumpy:
         return x
 
 
-class FewSparse(SparseRows):
-    checked_sizes = (1, 1000)
+# ---- the runner --------------------------------------------------------------------------------
+def fine() -> Result:
+    return {"figure": np.float32(1.5)}
 
-    def rows(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-        yield "correct", self.correct
-        yield "topk", lambda: self.topk(5000)
-        yield "sparsify", lambda: self.sparsify(5000)
-        yield "coalesce", lambda: self.coalesce(300, 5, 40)
+
+def stuck() -> Result:
+    time.sleep(60)
+    return {}
+
+
+def stopped() -> Result:
+    os.kill(os.getpid(), signal.SIGSTOP)  # then the watchdog in the process is stopped as well
+    return {}
+
+
+def crashed() -> Result:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return {}
+
+
+def exited() -> Result:
+    print("the last words")
+    os._exit(3)
+
+
+def forked(path: Path) -> Result:
+    if not (pid := os.fork()):
+        time.sleep(60)
+    path.write_text(str(pid))
+    return {}
+
+
+def outcomes(
+    *rows: tuple[Callable[[], Result], float], budget: float = 100.0
+) -> list[Result]:  # fmt: skip
+    """Results of rows with these expected seconds."""
+    made = [Row(f"row {i}", "core", seconds, measure) for i, (measure, seconds) in enumerate(rows)]
+    return list(run(made, time.monotonic() + budget))
+
+
+def test_a_row_that_crashes_hangs_or_exits_costs_that_row_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu_runner, "START_S", 0.2)
+    monkeypatch.setattr(gpu_runner, "GRACE_S", 0.3)
+    rows = outcomes((crashed, 9), (stuck, 0.1), (stopped, 0.1), (exited, 9), (fine, 9))
+    assert [row["state"] for row in rows] == [
+        "failed: killed by SIGSEGV", "failed: no result after 0 s", "failed: no result after 0 s",
+        "failed: exited with status 3 and no result", "ok",
+    ]  # fmt: skip
+    assert "Segmentation fault" in rows[0]["stderr"] and "in crashed" in rows[0]["stderr"]
+    assert rows[1]["stderr"].startswith("Timeout") and "in stuck" in rows[1]["stderr"]
+    assert 0.5 <= rows[1]["took_s"] < 5 and 0.8 <= rows[2]["took_s"] < 5
+    assert "the last words" in rows[3]["stderr"]
+    assert rows[4]["figure"] == 1.5 and "stderr" not in rows[4]
+
+
+def test_what_a_row_has_started_is_killed(tmp_path: Path) -> None:
+    (row,) = outcomes((partial(forked, tmp_path / "pid"), 9))
+    assert row["state"] == "ok"
+    with suppress(ProcessLookupError):  # it is gone
+        process = os.pidfd_open(int((tmp_path / "pid").read_text()))
+        assert select.select([process], [], [], 10)[0]
+        os.close(process)
+
+
+def test_a_row_has_its_own_environment() -> None:
+    (row,) = outcomes((lambda: {"found": os.environ["CUDA_MODULE_LOADING"]}, 9))
+    assert row["found"] == "EAGER"
+    assert "CUDA_MODULE_LOADING" not in os.environ
+
+
+def test_rows_that_take_longer_than_what_is_left_are_left_out() -> None:
+    rows = outcomes((fine, 5), (fine, 1), (stuck, 0.5), (fine, 1), budget=gpu_runner.END_S + 2)
+    assert rows[0]["state"] == "left out: 2 s are left"
+    assert rows[1]["state"] == "ok"
+    assert rows[2]["limit_s"] < 2 and rows[2]["state"].startswith("failed: no result after")
+    assert rows[3]["state"] == "left out: 0 s are left"
+
+
+def test_rows_say_why_they_cannot_run() -> None:
+    row = in_process(Row("row", "ipc", 1, partial(beside_nccl, HostArrays(), 1)), 9)
+    assert row["state"] == "left out: NCCL needs a GPU for each rank, and this machine has 1"
+
+
+class Sticky(HostDevice):
+    """A product breaks the context: every later use of the GPU fails."""
+
+    broken = False
+
+    def launch(self, dtype: str, op: str, launch: np.ndarray, blocks: int, stream: int) -> None:
+        super().launch(dtype, op, launch, blocks, stream)
+        self.broken |= op == "prod"
+
+    def synchronise(self, stream: int) -> None:
+        super().synchronise(stream)
+        if self.broken:
+            raise RuntimeError("an illegal memory access")
+
+    def free(self, address: int) -> None:
+        super().free(address)
+        if self.broken:
+            raise RuntimeError("a later error")
 
 
 @needs_compiler
-def test_the_rows_of_sparse_kernels() -> None:
-    api = GpuKernels(HostKernels())
-    rows = dict(FewSparse(Suite(HostDevice(), 1 << 20, 1, ()), HostNumpy(), api).rows())
-    assert rows["correct"]()["checked"] == 6 * (2 + 4) + 2 * 2 + 2 + 3
-    for name in ("topk", "sparsify", "coalesce"):
-        assert rows[name]()["seconds"] > 0
-    api.topk_abs = lambda x, k: kernels.topk_abs(-x, k)  # type: ignore[method-assign]
-    with pytest.raises(Failed, match=r"topk_abs of 5000 float32, k = 5 is not what the CPU finds"):
-        rows["topk"]()
+def test_a_broken_context_costs_one_row_and_its_first_error_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    meter, plan = Meter(1), collectives.plan_allreduce(load("mesh-2"), 400)
 
+    def checked(op: str) -> Result:
+        with meter.ranks(2) as ranks:
+            gpu_plans.check(meter, ranks, plan, 400, "float32", op)
+        return {}
 
-def test_names_of_sparse_rows() -> None:
-    names = [name for name, _ in SparseRows(Suite(HostDevice()), HostNumpy()).rows()]
-    assert names[1:3] == ["topk_abs of 33554432", "sparsify of 33554432"] and len(names) == 7
-
-
-@needs_compiler
-@pytest.mark.parametrize("only", ["threads, 2 threads", "2 processes"])
-def test_the_rows_of_sparse_all_reduces(only: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with sparse_gpus(monkeypatch):
-        (row,) = run(Suite(None, 1 << 16, 1, [HostArrays()]), 100, only, None)
-    assert row["state"] == "ok", row
-    assert row["checked"] == 2 * 3 * 3 * 2 * 2
-    assert ("seconds" in row) == ("threads" in only)
+    with gpus(monkeypatch, lambda index: Sticky(index=index)):
+        rows = outcomes((partial(checked, "prod"), 9), (partial(checked, "sum"), 9))
+    assert rows[0]["state"] == "failed: RuntimeError: an illegal memory access"
+    assert "a later error" not in rows[0]["stderr"]
+    assert rows[1]["state"] == "ok"
 
 
 class Wrong(HostDevice):
@@ -144,25 +193,186 @@ class Wrong(HostDevice):
 
 
 @needs_compiler
-def test_a_wrong_result_is_a_failed_row_and_the_next_ones_are_run() -> None:
-    rows = run(Suite(Wrong(), 1 << 20, 1, ()), 100, "", None)
-    states = [row["state"] for row in rows]
-    assert all(": 1 wrong bytes on rank 0" in state for state in states[:3])
-    assert states[3:5] == ["ok"] * 2
-    assert states[5:] == [
-        "failed: Failed: the first layer is wrong when it is dequeued",
-        "failed: Failed: overlapped_double_tree 1048576 bytes: rank 0 is wrong",
-        *["failed: Failed: double_tree 1048576 bytes: rank 0 is wrong"] * 2,
-    ]
+@pytest.mark.parametrize("name", ["algorithms", "abort", "bandwidth", "dequeue"])
+def test_a_wrong_result_is_a_failed_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gpus(monkeypatch, lambda index: Wrong(index=index)):
+        (row,) = outcomes((partial(MEASURES[name], Meter(1)), 9))
+    assert row["state"].startswith("failed: Failed: ")
+    assert row["state"].endswith(": 1 wrong bytes")
 
 
-@needs_compiler
-def test_what_the_budget_does_not_admit_is_named() -> None:
-    rows = run(Suite(HostDevice()), -1, "links", None)
-    assert {row["state"] for row in rows} == {"left out: the budget was spent"}
-    assert len(rows) == 5
+# ---- the rows and the command -------------------------------------------------------------------
+def test_every_row_declares_its_seconds_and_a_part_fits_its_budget() -> None:
+    arrays = [HostArrays(), HostNumpy()]
+    for part, rows in (("core", [*gpu_suite.core(Meter(), arrays)]),
+                       ("ipc", [*gpu_suite.ipc(Meter(), arrays, 1)])):  # fmt: skip
+        assert {row.part for row in rows} == {part}
+        assert all(0 < row.seconds < 100 for row in rows)
+        assert len({row.name for row in rows}) == len(rows)
+        assert sum(row.seconds for row in rows) < gpu_suite.BUDGET_S - gpu_runner.END_S
+
+
+def test_the_command_writes_after_every_row_and_prints_a_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.json"
+
+    def written() -> Result:
+        return {"rows_before": len(json.loads(out.read_text())["rows"]), "list": [1]}
+
+    rows = [Row("a b", "ipc", 9, fine), Row("a c", "ipc", 9, written), Row("d", "ipc", 9, crashed)]
+    monkeypatch.setattr(gpu_suite, "described", lambda meter: {"gpus": 1})
+    monkeypatch.setattr(gpu_suite, "ipc", lambda meter, libraries, gpus: rows)
+    assert gpu_suite.main(["ipc", "--only", "a", "--out", str(out)]) == 0
+    told = json.loads(out.read_text())
+    assert told["part"] == "ipc" and told["device"]["gpus"] == 1
+    assert [row["name"] for row in told["rows"]] == ["a b", "a c"]
+    assert told["rows"][1]["rows_before"] == 1 and told["rows"][1]["list"] == [1]
+    assert gpu_suite.main(["ipc", "--only", "d"]) == 1
+    printed = capsys.readouterr().out
+    assert '"figure": 1.5' in printed and '"list"' not in printed
+    assert printed.endswith(" 9  d: failed: killed by SIGSEGV\n")
 
 
 def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
+    assert gpu_suite.main([]) == 2
     assert "no GPU to run on: " in capsys.readouterr().err
+
+
+# ---- measurements -------------------------------------------------------------------------------
+GRID = {"slot_bytes": (1 << 15,), "width": (1, 99), "slots": (2, 3), "threads": (128,)}
+SETTINGS = {"algorithm", "chunks", "chunk_bytes", "slots", "slot_bytes", "protocol", "pushes",
+            "width", "blocks", "resident", "threads", "registers"}  # fmt: skip
+MEASURES: dict[str, Callable[[Meter], Result]] = {
+    "algorithms": partial(gpu_plans.algorithms, machines=("mesh-3",), sizes=(4036,)),
+    "dtypes": gpu_plans.dtypes, "abort": gpu_plans.abort, "latency": gpu_plans.latency,
+    "hop": gpu_plans.hop, "bandwidth": partial(gpu_plans.bandwidth, nbytes=MIB),
+    "capped": partial(gpu_plans.overlap, nbytes=MIB, link=gpu_plans.LINK),
+    "uncapped": partial(gpu_plans.overlap, nbytes=MIB, link=None),
+    "sweep": partial(gpu_plans.sweep, nbytes=1 << 16, grid=GRID),
+    "short sweep": partial(gpu_plans.sweep, nbytes=8192, grid=gpu_plans.SHORT_GRID,
+                           algorithm="auto"),
+    "dequeue": partial(gpu_suite.dequeue, nbytes=MIB),
+}  # fmt: skip
+
+
+@contextmanager
+def measured(monkeypatch: pytest.MonkeyPatch, capacity: int = 256) -> Iterator[Meter]:
+    """A meter of a GPU made of threads, of which nothing is left in the end."""
+    with gpus(monkeypatch, lambda index: HostDevice(capacity, index=index)):
+        yield Meter(1)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", MEASURES)
+def test_plans_are_measured_with_their_settings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with measured(monkeypatch) as meter:
+        row = MEASURES[name](meter)
+    nested = [v for v in row.values() if isinstance(v, dict)]
+    assert all(v["settings"].keys() == SETTINGS for v in (row, *nested) if "settings" in v)
+    if "sweep" in name:
+        found = [r["settings"] for r in row["rows"]]
+        values = {key: {settings[key] for settings in found} for key in SETTINGS}
+        if name == "sweep":
+            assert values["width"] == {1, 8} and values["slots"] == {2, 3}  # 99 do not fit
+            assert values["chunk_bytes"] == {1 << 15} and values["threads"] == {128}
+        else:
+            assert values["protocol"] == {"lines", "counters"}
+
+
+@needs_compiler
+def test_settings_of_a_sweep_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with measured(monkeypatch) as meter:
+        MEASURES["sweep"](meter)
+        (row,) = gpu_plans.sweep(meter, 1 << 16, {})["rows"]
+    assert row["settings"]["slot_bytes"] == 512 << 10 and row["settings"]["threads"] == 256
+
+
+@needs_compiler
+def test_plans_with_more_blocks_than_a_gpu_holds_are_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with measured(monkeypatch, 132) as meter:
+        row = gpu_plans.algorithms(meter, ["dgx1-v100"], [4036])
+    assert row["checked"] % 4 == 0 and row["checked"] > 4 * 5
+    assert any("packed_trees needs 255 thread blocks" in text for text in row["skipped"])
+
+
+@needs_compiler
+def test_the_tick_of_the_clock() -> None:
+    row = gpu_plans.tick(HostNumpy(), lambda x: HostKernels())
+    assert 0 < row["least_ns"] <= row["tick_ns"] <= row["most_ns"]
+
+
+class FewSparse(SparseRows):
+    checked_sizes = (1, 1000)
+
+
+@needs_compiler
+def test_the_rows_of_sparse_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    with measured(monkeypatch) as meter:
+        rows = FewSparse(meter, HostNumpy(), GpuKernels(HostKernels()))
+        assert rows.correct()["checked"] == 6 * (2 + 4) + 2 * 2 + 2 + 3
+        for row in (rows.topk(5000), rows.sparsify(5000), rows.coalesce(300, 5, 40)):
+            assert row["seconds"] > 0
+        rows.api.topk_abs = lambda x, k: kernels.topk_abs(-x, k)
+        with pytest.raises(Failed, match=r"topk_abs of 5000 float32, k = 5 is not what the CPU"):
+            rows.topk(5000)
+
+
+# ---- public calls -------------------------------------------------------------------------------
+@needs_compiler
+@pytest.mark.parametrize(("virtual", "ranks"), [(True, 2), (True, 8), (False, 2), (False, 4)])
+def test_collectives_are_checked(
+    virtual: bool, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gpus(monkeypatch, lambda index: HostDevice(capacity=128, index=index)):
+        row = run_ranks(HostArrays(), ranks, (1, 2048, 30_000), virtual)
+    able = len(candidates(load("mesh-2")))
+    if ranks == 2:
+        assert row["checked"] == 2 * (2 * able + 4 + 3 * 9 + 2 + 32)
+    else:
+        assert row["checked"] >= ranks * (4 + 3 * 9 + 2 + 10)
+
+
+@needs_compiler
+def test_a_rank_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with gpus(monkeypatch):
+        assert run_killed(HostArrays())["seconds"] < 45
+
+
+@needs_compiler
+@pytest.mark.parametrize("virtual", [True, False])
+def test_sparse_all_reduces_are_checked_and_timed(
+    virtual: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sparse_gpus(monkeypatch):
+        row = sparse_ranks(Meter(), HostArrays(), 2, virtual, 1 << 14 if virtual else 0, 2)
+    assert row["checked"] == 2 * 3 * 3 * 2 * 2
+    assert ("seconds" in row) == virtual
+    assert not virtual or row["settings"].keys() == SETTINGS
+
+
+@needs_compiler
+@pytest.mark.parametrize("virtual", [True, False])
+def test_the_host_s_time_of_a_call(virtual: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gpus(monkeypatch):
+        row = enqueue(HostArrays(), (1, 2), virtual, 1)
+    assert row.keys() == {"1 ranks", "2 ranks"}
+    assert all(found["enqueue_us"] > 0 for found in row.values())
+
+
+def test_all_reduces_beside_another_library(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With gloo in place of NCCL, on tensors of the CPU."""
+    import torch
+
+    dist = torch.distributed
+    init = dist.init_process_group
+    monkeypatch.setattr(dist, "init_process_group", lambda name, **how: init("gloo", **how))
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda x: x)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    arguments = (str(tmp_path / "store"), (400, 8000), 2)
+    found = collectives.spawn(time_beside_nccl, 2, "mesh-2", arguments)
+    assert [[set(row) for row in rank] for rank in found] == [[{"linkweave", "nccl"}] * 2] * 2
