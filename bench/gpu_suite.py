@@ -59,7 +59,7 @@ def core(meter: Meter, libraries: Sequence[Arrays]) -> Iterator[Row]:
     yield from SparseRows(meter, last).rows()
     yield row(f"enqueue, {cupy.name} threads", 8, enqueue, cupy, (1, 2, 8), True)
     for arrays in libraries:
-        for n, seconds in ((2, 8), (3, 8), (8, 20)):
+        for n, seconds in ((2, 15), (3, 8), (8, 20)):
             yield row(f"threads, {arrays.name}, {n} ranks", seconds,
                       run_ranks, arrays, n, (1, 2048, 250_000), True)  # fmt: skip
     yield row("sweep of settings", 50, plans.sweep, meter, 64 * MIB)

@@ -6,11 +6,13 @@ import json
 import os
 import select
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -296,6 +298,28 @@ def test_plans_with_more_blocks_than_a_gpu_holds_are_skipped(
         row = gpu_plans.algorithms(meter, ["dgx1-v100"], [4036])
     assert row["checked"] % 4 == 0 and row["checked"] > 4 * 5
     assert any("packed_trees needs 255 thread blocks" in text for text in row["skipped"])
+
+
+def compiles(source: str, options: tuple[str, ...], architecture: int) -> bytes:
+    """In place of `cubin`, in other processes."""
+    assert "run_plan" in source and architecture == 90
+    with open(os.environ["COMPILED"], "a") as file:
+        file.write(" ".join(options) + "\n")
+    return b""
+
+
+@needs_compiler
+def test_all_kernels_are_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpu = SimpleNamespace(compute_capability="90")
+    cupy = SimpleNamespace(cuda=SimpleNamespace(Device=lambda index: gpu))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(gpu_plans, "cubin", compiles)
+    monkeypatch.setenv("COMPILED", str(tmp_path / "compiled"))
+    with measured(monkeypatch) as meter:
+        row = gpu_plans.compiled(meter)
+    made = (tmp_path / "compiled").read_text().splitlines()
+    assert len(made) == len(set(made)) == row["kernels"]
+    assert row["bfloat16 avg"] == {"registers": 0, "resident": 256}
 
 
 @needs_compiler
