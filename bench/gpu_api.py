@@ -196,13 +196,18 @@ def check_graph(rank: int, arrays: Arrays, n: int, replays: int) -> int:
 
 
 def on_ranks(
-    fn: Callable[..., Any], ranks: int, arrays: Arrays, *args: Any, virtual: bool = False
+    fn: Callable[..., Any], ranks: int, arrays: Arrays, *args: Any, virtual: bool = False,
+    timeout: float = 30.0,
 ) -> list[Any]:  # fmt: skip
-    """Results of `fn(rank, arrays, *args)` on ranks of one GPU; with `virtual`, of threads."""
+    """Results of `fn(rank, arrays, *args)` on ranks of one GPU; with `virtual`, of threads.
+
+    The timeout is below a row's limit, as its error says which rank waits for which.
+    """
     arrays.load()
     return collectives.spawn(
-        fn, ranks, machine_of(ranks), (arrays, *args), device="cuda:0", virtual=virtual, timeout=60
-    )
+        fn, ranks, machine_of(ranks), (arrays, *args), device="cuda:0", virtual=virtual,
+        timeout=timeout,
+    )  # fmt: skip
 
 
 def run_ranks(arrays: Arrays, ranks: int, sizes: tuple[int, ...], virtual: bool) -> Result:
@@ -233,7 +238,7 @@ def run_killed(arrays: Arrays) -> Result:
     """Time until two processes on one GPU end after one is killed; the deadline is 60 s."""
     start = time.perf_counter()
     try:
-        on_ranks(killed, 2, arrays)
+        on_ranks(killed, 2, arrays, timeout=60)
     except collectives.CollectiveError as error:
         if "was killed by SIGKILL" not in str(error):
             raise

@@ -55,11 +55,13 @@ def compiled(meter: Meter) -> Result:
         pool.starmap(cubin, [(text, w, architecture) for w in words])
     found = time.perf_counter() - start
     device = meter.device
-    return {"kernels": len(words), "architecture": architecture, "compile_s": found} | {
-        f"{dtype} {op}": {"registers": device.registers(dtype, op),
-                          "resident": device.resident(dtype, op)}
+    kernels = [
+        {"dtype": dtype, "op": op, "registers": device.registers(dtype, op),
+         "resident": device.resident(dtype, op)}
         for dtype, op in jobs
-    }  # fmt: skip
+    ]  # fmt: skip
+    return {"architecture": architecture, "compiled": len(words), "compile_s": found,
+            "kernels": kernels}  # fmt: skip
 
 
 def tick(arrays: Arrays, gpu_of: Callable[[Any], Gpu] = LibraryGpu) -> Result:
@@ -203,7 +205,7 @@ def latency_of(meter: Meter, plan: Plan) -> Result:
 # ---- bandwidth --------------------------------------------------------------------------------
 def timed(meter: Meter, plan: Plan, nbytes: int, ps_per_byte: int = 0, seen: bool = True) -> Result:
     """Check a plan and time it in place."""
-    with meter.ranks(plan.size, timeout=60) as ranks, meter.filled(plan.size, nbytes) as memory:
+    with meter.ranks(plan.size) as ranks, meter.filled(plan.size, nbytes) as memory:
         prepared = ranks.prepare(plan, nbytes, "float32", "max", seen=seen)
         seconds = checked_seconds(meter, ranks, prepared, memory, ps_per_byte)
         return {"seconds": seconds, "settings": settings_of(ranks, prepared, nbytes)}
@@ -265,4 +267,5 @@ def sweep(
                     seconds = checked_seconds(meter, ranks, prepared, memory, repeats=5)
                     found.append({"seconds": seconds, "settings": settings})
     found.sort(key=lambda row: row["seconds"])
-    return {"bytes": nbytes, "best": found[0], "rows": found}
+    best = {"seconds": found[0]["seconds"], **found[0]["settings"]}
+    return {"bytes": nbytes, "best": best, "rows": found}

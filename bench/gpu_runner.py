@@ -101,7 +101,8 @@ def in_process(row: Row, limit: float) -> Result:
         _ended(pid, GRACE_S)
         ended, status = os.waitpid(pid, os.WNOHANG)
         found = _read(result, os.waitstatus_to_exitcode(status) if ended else None, limit, took)
-        text = log.seek(0, os.SEEK_SET) or log.read().decode(errors="replace").strip()
+        log.seek(0)
+        text = log.read().decode(errors="replace").strip()
     found |= {"took_s": round(took, 2), "limit_s": round(limit, 2)}
     return {**found, "stderr": text[-STDERR:]} if text else found
 
@@ -143,6 +144,7 @@ def _child(row: Row, result: IO[bytes], log: IO[bytes], limit: float) -> NoRetur
         faulthandler.enable(log)
         faulthandler.dump_traceback_later(limit, exit=True, file=log)
         os.write(result.fileno(), _measured(row))
+        sys.stderr.flush()
         code = 0
     finally:
         os._exit(code)  # a broken context can hang at exit

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,13 +40,19 @@ EMULATED = ((64, 6), (256, 8), (16, 5), (1024, 15), (1, 5))  # (MiB, expected se
 UNCAPPED = ((256, 8), (16, 5), (1, 5))
 
 
-def core(meter: Meter, libraries: Sequence[Arrays]) -> Iterator[Row]:
-    """Rows of one process, most important first."""
+def rows(meter: Meter, libraries: Sequence[Arrays], gpus: int) -> Iterator[Row]:
+    """All rows, the most important ones of each part first. The last library is torch, if it is
+    installed."""
+    yield from _core(meter, libraries)
+    yield from _ipc(meter, libraries, gpus)
 
-    def row(name: str, seconds: float, measure: Callable[..., Result], *args: Any) -> Row:
-        return Row(name, "core", seconds, partial(measure, *args))
 
-    cupy, last = libraries[0], libraries[-1]  # torch, where it is installed
+def _row(part: str, name: str, seconds: float, measure: Callable[..., Result], *args: Any) -> Row:
+    return Row(name, part, seconds, partial(measure, *args))
+
+
+def _core(meter: Meter, libraries: Sequence[Arrays]) -> Iterator[Row]:
+    row, cupy, last = partial(_row, "core"), libraries[0], libraries[-1]
     yield row("compile all kernels", 25, plans.compiled, meter)
     yield row("correct algorithms", 40, plans.algorithms, meter)
     yield row("correct dtypes and ops", 20, plans.dtypes, meter)
@@ -75,13 +82,8 @@ def core(meter: Meter, libraries: Sequence[Arrays]) -> Iterator[Row]:
         yield row(f"uncapped {n} MiB", seconds, plans.overlap, meter, n * MIB, None)
 
 
-def ipc(meter: Meter, libraries: Sequence[Arrays], gpus: int) -> Iterator[Row]:
-    """Rows of ranks in processes, most important first; on one GPU these take turns, slowly."""
-
-    def row(name: str, seconds: float, measure: Callable[..., Result], *args: Any) -> Row:
-        return Row(name, "ipc", seconds, partial(measure, *args))
-
-    cupy, last = libraries[0], libraries[-1]
+def _ipc(meter: Meter, libraries: Sequence[Arrays], gpus: int) -> Iterator[Row]:
+    row, cupy, last = partial(_row, "ipc"), libraries[0], libraries[-1]
     for arrays in libraries:
         for n, seconds in ((2, 20), (4, 30), (8, 60)):
             yield row(f"processes, {arrays.name}, {n} ranks", seconds,
@@ -100,9 +102,13 @@ def described(meter: Meter) -> Result:
     return {**meter.device.describe(), "gpus": CudaDriver().count()}
 
 
-def outline(row: Result) -> str:
-    """A row as one line of JSON, without its lists and long texts."""
-    return json.dumps({k: v for k, v in row.items() if k != "stderr" and not isinstance(v, list)})
+def outline(found: Result) -> Result:
+    """A result without its lists, settings and long texts."""
+    return {
+        key: outline(value) if isinstance(value, dict) else value
+        for key, value in found.items()
+        if key not in ("settings", "stderr") and not isinstance(value, list)
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -124,12 +130,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     libraries: list[Arrays] = [CupyArrays()]
     if find_spec("torch"):
         libraries.append(TorchTensors())
-    rows = core(meter, libraries) if given.part == "core" else ipc(meter, libraries, probe["gpus"])
+    chosen = [row for row in rows(meter, libraries, probe["gpus"])
+              if row.part == given.part and given.only in row.name]  # fmt: skip
     about = {"machine": machine(), "device": probe, "part": given.part, "environment": ENVIRONMENT}
     found: list[Result] = []
-    for row in run((r for r in rows if given.only in r.name), start + given.budget):
+    for row in run(chosen, start + given.budget):
         found.append(row)
-        print(outline(row), flush=True)
+        print(json.dumps(outline(row)), flush=True)
         if given.out:
             write(given.out, {**about, "rows": found})
         elif row["state"].startswith("failed"):
@@ -139,4 +146,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and the row's processes are killed
     sys.exit(main())
