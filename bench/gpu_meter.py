@@ -76,6 +76,7 @@ class Meter:
 
     @contextmanager
     def filled(self, ranks: int, nbytes: int) -> Iterator[Filled]:
+        """Zeroed buffers and random inputs of `nbytes` for each rank."""
         found = [self.device.allocate(nbytes) for _ in range(2 * ranks)]
         for rank, address in enumerate(found[ranks:]):
             with self.uploaded([noise(rank, min(nbytes, PERIOD))]) as (piece,):
@@ -88,6 +89,7 @@ class Meter:
 
     @contextmanager
     def ranks(self, size: int, timeout: float = 30.0) -> Iterator[GpuRanks]:
+        """Virtual ranks; the timeout is below a row's limit, as its error says who waits."""
         made = virtual_ranks(self.device, size, timeout)
         yield made
         made.close()
@@ -137,7 +139,7 @@ def machine_of(ranks: int) -> Topology:
 
 
 def settings_of(ranks: GpuRanks, prepared: Prepared, nbytes: int) -> Result:
-    """With what a plan runs on this GPU; a slot's bytes are those of all thread blocks."""
+    """The settings of a plan on this GPU; a slot's bytes are those of all its thread blocks."""
     plan, config = prepared.plan, prepared.config
     device, _ = next(iter(ranks.shares.values()))
     return {
@@ -153,7 +155,7 @@ def settings_of(ranks: GpuRanks, prepared: Prepared, nbytes: int) -> Result:
 
 
 def call_settings(meter: Meter, ranks: int, nbytes: int) -> Result:
-    """With what `allreduce` runs a float32 max on virtual ranks, if it is not told an algorithm."""
+    """The settings of `allreduce` for a float32 max on virtual ranks, without an `algorithm`."""
     with meter.ranks(ranks) as made:
         plan = plan_allreduce(machine_of(ranks), nbytes)
         return settings_of(made, made.prepare(plan, nbytes, "float32", "max"), nbytes)

@@ -266,6 +266,7 @@ def sweep(
                 if all(row["settings"] != settings for row in found):  # fewer blocks may fit
                     seconds = checked_seconds(meter, ranks, prepared, memory, repeats=5)
                     found.append({"seconds": seconds, "settings": settings})
+                    print(f"{seconds:.3g} s with {wanted}")  # kept if a later one fails
     found.sort(key=lambda row: row["seconds"])
     best = {"seconds": found[0]["seconds"], **found[0]["settings"]}
     return {"bytes": nbytes, "best": best, "rows": found}

@@ -132,6 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         libraries.append(TorchTensors())
     chosen = [row for row in rows(meter, libraries, probe["gpus"])
               if row.part == given.part and given.only in row.name]  # fmt: skip
+    if not chosen:
+        parser.error(f"no row of {given.part} has {given.only!r} in its name")
     about = {"machine": machine(), "device": probe, "part": given.part, "environment": ENVIRONMENT}
     found: list[Result] = []
     for row in run(chosen, start + given.budget):

@@ -235,6 +235,9 @@ def test_the_command_writes_after_every_row_and_prints_a_table(
     printed = capsys.readouterr().out
     assert '"figure": 1.5' in printed and '"list"' not in printed
     assert printed.endswith(" 9  d: failed: killed by SIGSEGV\n")
+    with pytest.raises(SystemExit):
+        gpu_suite.main(["core", "--only", "b"])
+    assert "no row of core has 'b' in its name" in capsys.readouterr().err
 
 
 def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
