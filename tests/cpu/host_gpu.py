@@ -23,6 +23,7 @@ import pytest
 
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.gpu import program
+from linkweave.collectives.runtime.gpu.actions import Program, programs
 from linkweave.collectives.runtime.gpu.fuse import fused
 from linkweave.collectives.runtime.gpu.program import (
     CURSOR,
@@ -378,9 +379,9 @@ class HostGpu:
         bases = [self.image.add(m) for m in memory]
         self.given: list[tuple[int, np.ndarray]] = []  # segments that must stay, and their bytes
         self.groups: list[tuple[int, dict[str, int]]] = []
-        self.programs: list[program.Program] = []
+        self.programs: list[Program] = []
         for rank in range(plan.size):
-            for p in program.programs(plan, rank):
+            for p in programs(plan, rank):
                 cursors = np.zeros((shape.width, len(p.ends)), CURSOR)
                 for name in ("waited", "moved", "signalled"):
                     cursors[name] = start % 2**32
