@@ -130,9 +130,12 @@ template <class T, int BYTES>
 __device__ __forceinline__ typename Word<BYTES>::type narrow(const Total<T, BYTES>& total,
                                                              u32 divisor) {
     typedef typename Wide<T>::type W;
+    Total<T, BYTES> result = total;
+    if (divisor > 1)
+#pragma unroll
+        for (int i = 0; i < BYTES / int(sizeof(T)); ++i) result.e[i] = W(total.e[i] / W(divisor));
     Bits<T, BYTES> bits;
 #pragma unroll
-    for (int i = 0; i < BYTES / int(sizeof(T)); ++i)
-        narrow(divisor > 1 ? W(total.e[i] / W(divisor)) : total.e[i], bits.v.e[i]);
+    for (int i = 0; i < BYTES / int(sizeof(T)); ++i) narrow(result.e[i], bits.v.e[i]);
     return bits.word;
 }

@@ -34,11 +34,11 @@ __device__ __forceinline__ void st_relaxed_sys(u32* p, u32 v) {
 // that sees the flag has the data, so lines need no order.
 struct Lines { u64 first, second; };
 
-__device__ __forceinline__ Lines ld_lines(const u8* p) {
-    Lines v;
-    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
-                 : "=l"(v.first), "=l"(v.second) : "l"(p) : "memory");
-    return v;
+// Load a pair if `on`. Predicated, as loads behind branches would wait for each other.
+__device__ __forceinline__ void ld_lines(Lines& v, const u8* p, bool on) {
+    asm volatile("{ .reg .pred on; setp.ne.u32 on, %3, 0;\n\t"
+                 "@on ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2]; }"
+                 : "+l"(v.first), "+l"(v.second) : "l"(p), "r"(u32(on)) : "memory");
 }
 
 __device__ __forceinline__ void st_lines(u8* p, Lines v) {

@@ -23,10 +23,10 @@ enum {
     BATCH = 4,  // operands over lines that a thread polls together
 };
 
-// Packs per thread and operand: eight loads or more are in flight, as far as registers allow (a
-// test checks them).
+// Packs per thread and operand: eight loads or more are in flight (fewer for bytes, which take a
+// register each while they are combined) without spills, as a test checks.
 template <class T, int N> struct Unroll {
-    enum { count = N == 1 ? 8 : sizeof(T) == 1 ? 1 : N == 2 ? 4 : sizeof(T) == 4 ? 3 : 2 };
+    enum { count = N == 1 ? 8 : sizeof(T) == 1 ? 4 - N : N == 2 ? 4 : 3 };
 };
 
 // Flags wrap after 2^32 uses, so a line that short messages never write could hold an old flag that
@@ -42,25 +42,34 @@ __device__ __forceinline__ bool receive(u64 (&v)[BATCH], const int* ends, u32 ba
                                         const Launch& l, ThreadBlock& block, Position p) {
     const Task& t = block.task;
     Patience patience = {0, 0};
+    Lines pair[BATCH];
+    u32 use[BATCH];
+    bool polls[BATCH];
 #pragma unroll
-    for (u32 b = 0; b < BATCH; ++b)
-        if (base + b < t.n && ends[base + b] < 0)
-            v[b] = load<T, 8>(t.in[base + b] + at, t.nbytes - at);
+    for (u32 b = 0; b < BATCH; ++b) {
+        polls[b] = base + b < t.n && ends[base + b] >= 0;
+        use[b] = polls[b] ? t.in_use[base + b] : 0;
+        pair[b] = {0, 0};  // as if lines with the flag 0 had come
+        if (base + b < t.n && !polls[b]) {  // the own chunk
+            const u64 own = load<T, 8>(t.in[base + b] + at, t.nbytes - at);
+            pair[b] = {u32(own), own >> 32};
+        }
+    }
     for (;;) {
         u32 late = 0;  // the first operand whose lines have not come, plus 1
 #pragma unroll
-        for (u32 b = 0; b < BATCH; ++b)
-            if (base + b < t.n && ends[base + b] >= 0) {
-                const Lines pair = ld_lines(t.in[base + b] + 2 * at);
-                v[b] = u32(pair.first) | pair.second << 32;
-                const u32 use = t.in_use[base + b];
-                if (!late && (u32(pair.first >> 32) != use || u32(pair.second >> 32) != use))
-                    late = b + 1;
-            }
-        if (!late) return true;
+        for (u32 b = 0; b < BATCH; ++b) ld_lines(pair[b], t.in[base + b] + 2 * at, polls[b]);
+#pragma unroll
+        for (u32 b = BATCH; b-- > 0;)
+            if (u32(pair[b].first >> 32) != use[b] || u32(pair[b].second >> 32) != use[b])
+                late = b + 1;
+        if (!late) break;
         p.at = int(ends - block.code) + base + late - 1;
         if (!patience.more(l, block, p)) return false;
     }
+#pragma unroll
+    for (u32 b = 0; b < BATCH; ++b) v[b] = u32(pair[b].first) | pair[b].second << 32;
+    return true;
 }
 
 template <class T, class Op>

@@ -12,7 +12,7 @@ enum { SPINS = 256 };
 struct Task {
     i64 nbytes;  // of this block's slice; 0: nothing
     u32 n, m;
-    const u8* in[MAX_PEERS + 1];  // [n]
+    const u8* in[MAX_PEERS + 4];  // [n], read up to a multiple of 4
     u8* out[MAX_PEERS + 1];  // [m]
     u32 in_use[MAX_PEERS + 1], out_use[MAX_PEERS + 1];
 };

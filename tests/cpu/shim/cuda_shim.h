@@ -198,9 +198,10 @@ inline uint32_t ld_acquire_sys(const uint32_t* p) { return __atomic_load_n(p, __
 inline void st_release_sys(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 inline void st_relaxed_sys(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 struct Lines { unsigned long long first, second; };
-inline Lines ld_lines(const unsigned char* p) {
+inline void ld_lines(Lines& v, const unsigned char* p, bool on) {
     const auto line = reinterpret_cast<const unsigned long long*>(p);
-    return {__atomic_load_n(line, __ATOMIC_ACQUIRE), __atomic_load_n(line + 1, __ATOMIC_ACQUIRE)};
+    if (!on) return;
+    v = {__atomic_load_n(line, __ATOMIC_ACQUIRE), __atomic_load_n(line + 1, __ATOMIC_ACQUIRE)};
 }
 inline void st_lines(unsigned char* p, Lines v) {
     const auto line = reinterpret_cast<unsigned long long*>(p);
