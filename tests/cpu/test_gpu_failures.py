@@ -235,7 +235,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "detect", lambda environ: seen())
 
 
-def test_ranks_take_their_places_on_the_graph_that_was_found(told: None, machine: Machine) -> None:
+def test_ranks_have_the_numbers_of_the_detected_graph(told: None, machine: Machine) -> None:
     found = collectives.spawn(on_the_map, 3, args=(-1,), device="cuda")
     assert found == [["None", (2, 0, 1)]] * 3
 
@@ -246,7 +246,7 @@ def test_ranks_that_see_different_machines_are_named(told: None, machine: Machin
                         r"00000000; pass topology=", said)  # fmt: skip
 
 
-def test_a_map_that_names_its_gpus_places_the_ranks(machine: Machine) -> None:
+def test_ranks_have_the_numbers_of_a_map_that_names_gpus(machine: Machine) -> None:
     assert (
         collectives.spawn(on_the_map, 3, seen(), (-1,), device="cuda") == [["None", (2, 0, 1)]] * 3
     )

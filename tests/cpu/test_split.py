@@ -93,7 +93,7 @@ def on_a_named_map(rank: int) -> list[Any]:
 
 
 @needs_compiler
-def test_parts_keep_their_places_on_a_map_that_names_gpus(machine: Machine) -> None:
+def test_ranks_of_parts_keep_their_numbers_on_a_map_that_names_gpus(machine: Machine) -> None:
     plain = load("dgx1-v100")
     devices = tuple(Device(g, f"0000:0{r}:00.0") for r, g in enumerate((5, 3, 4)))
     spec = Topology(plain.name, plain.gpus, plain.links, devices=devices)

@@ -293,7 +293,7 @@ def test_gathering_waits_for_the_worst_of_several_groups() -> None:
         assert algbw(topo, collective) == least(kappa, topo.gpus, collective) == Fraction(10, 3)
 
 
-def test_alike_ranks_in_unlike_places() -> None:
+def test_ranks_alike_at_first_sight() -> None:
     """Regular graphs whose vertices one round of counting neighbours cannot tell apart."""
     hexagon = [(i, (i + 1) % 6) for i in range(6)]
     triangles = [(6, 7), (7, 8), (6, 8), (9, 10), (10, 11), (9, 11)]

@@ -31,7 +31,7 @@ from linkweave.collectives.planning.verify import verify
 from linkweave.collectives.runtime import reference
 from linkweave.collectives.runtime.reference import Array
 from linkweave.topology import Topology, bound, load
-from tests.null.helpers import caught, guarded, places, swapped, without
+from tests.null.helpers import all_steps, caught, guarded, swapped, without
 
 ROOTED = ("broadcast", "reduce")
 PART = "0,3,5,6 of dgx1-v100"
@@ -250,7 +250,7 @@ def small_plans(name: str, collective: str) -> Iterator[tuple[Plan, Topology]]:
 @pytest.mark.parametrize("name", SMALL)
 def test_every_dropped_step_is_caught(name: str, collective: str) -> None:
     for plan, topo in small_plans(name, collective):
-        missed = [(at, s) for at, s in places(plan) if not caught(without(plan, at), topo)]
+        missed = [(at, s) for at, s in all_steps(plan) if not caught(without(plan, at), topo)]
         assert not missed, plan.algorithm
 
 
@@ -258,8 +258,8 @@ def test_every_dropped_step_is_caught(name: str, collective: str) -> None:
 def test_every_dropped_step_of_detours_is_caught(name: str) -> None:
     topo = load(name)
     plan = made(topo, "alltoall", "direct", 1)
-    assert any(s.source is not None for _, s in places(plan))
-    assert not [(at, s) for at, s in places(plan) if not caught(without(plan, at), topo)]
+    assert any(s.source is not None for _, s in all_steps(plan))
+    assert not [(at, s) for at, s in all_steps(plan) if not caught(without(plan, at), topo)]
 
 
 @every_collective
@@ -268,7 +268,7 @@ def test_every_wait_after_what_it_guards_is_caught(name: str, collective: str) -
     for plan, topo in small_plans(name, collective):
         missed = [
             (at, s)
-            for at, s in places(plan)
+            for at, s in all_steps(plan)
             if (access := guarded(plan, at)) is not None
             and not caught(swapped(plan, at, access), topo)
         ]
@@ -280,7 +280,7 @@ def test_every_wait_after_what_it_guards_is_caught(name: str, collective: str) -
 def test_any_other_swap_is_caught_or_right(name: str, collective: str) -> None:
     rng = random.Random(f"{name} {collective}")
     for plan, topo in small_plans(name, collective):
-        every = list(places(plan))
+        every = list(all_steps(plan))
         for (s, p, at), _ in rng.sample(every, min(25, len(every))):
             mutant = swapped(plan, (s, p, at), rng.randrange(len(plan.tracks[s].phases[p])))
             count = 2 * plan.num_chunks
@@ -336,7 +336,7 @@ def test_one_rank_has_it_all() -> None:
     for name in ("mesh-1", "ring-1", "cpu-1"):
         for collective in OTHERS:
             plan = plan_collective(collective, load(name), 1 << 20, roots(collective, 1)[0])
-            assert plan.connections == () and not list(places(plan))
+            assert plan.connections == () and not list(all_steps(plan))
 
 
 # ---- forms and refusals ----------------------------------------------------------------------
@@ -364,7 +364,7 @@ def test_detours_over_several_ranks_are_told() -> None:
         between = ", ".join(map(str, path[1:-1]))
         assert f"detour {path[0]} - {path[-1]} over {between}\n" in str(plan)
     assert Plan.from_json(plan.to_json()).detours == plan.detours
-    passed_on = [s for _, s in places(plan) if s.op is Op.SEND and s.source is not None]
+    passed_on = [s for _, s in all_steps(plan) if s.op is Op.SEND and s.source is not None]
     # of each rank's blocks 2 go to neighbours, 2 over one rank, 2 over two
     assert len(passed_on) == 7 * (2 * 1 + 2 * 2)
 
