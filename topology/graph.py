@@ -130,11 +130,9 @@ class Graph:
         )
 
     def cell(self, src: int, dst: int) -> str:
-        """Describe the path between two GPUs as nvidia-smi does.
+        """Describe the path between two GPUs as nvidia-smi does, in the words of `text.matrix`.
 
-        NV2: two NVLinks. PIX: one PCIe switch. PXB: several. PHB: one CPU (nvidia-smi's NODE is
-        shown as PHB). SYS: several CPUs. NET: a network. MEM: shared memory. X: the GPU itself.
-        -: only through other GPUs.
+        nvidia-smi's NODE is shown as PHB.
         """
         if src == dst:
             return "X"
