@@ -6,12 +6,13 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
+from linkweave.topology.checks import records
 from linkweave.topology.errors import TopologyError
 from linkweave.topology.graph import Graph
 from linkweave.topology.link import Device, Link
 from linkweave.topology.symmetry import mappings
 from linkweave.topology.text import describe
-from linkweave.topology.timings import timing_rows
+from linkweave.topology.timings import Timing
 
 _FORMAT = "linkweave-topology"
 
@@ -92,41 +93,19 @@ class Topology(Graph):
             raise TopologyError(f'{where}: needs "format": "{_FORMAT}" at the top')
         if data.get("version") != 1:
             raise TopologyError(f"{where}: version {data.get('version')!r} is unknown; known: 1")
-        shape = {"name": str, "gpus": list, "links": list}
-        for key, kind in shape.items():
+        for key, kind in {"name": str, "gpus": list}.items():
             if not isinstance(data.get(key), kind):
                 raise TopologyError(f'{where}: "{key}" must be a {kind.__name__}')
-        for key in ("assumptions", "devices", "forwarders", "timings"):
+        for key in ("assumptions", "forwarders"):
             if not isinstance(data.setdefault(key, []), list):
                 raise TopologyError(f'{where}: "{key}" must be a list')
-        links, devices = [], []
-        for i, entry in enumerate(data["links"]):
-            try:
-                links.append(Link(**entry))
-            except TypeError:
-                raise TopologyError(
-                    f'{where}: links[{i}] must be an object with "src", "dst", "bandwidth" and '
-                    f'optionally "count", "latency_us", "kind"; got {_brief(entry)}'
-                ) from None
-        for i, entry in enumerate(data["devices"]):
-            try:
-                devices.append(Device(**entry))
-            except TopologyError as error:
-                raise TopologyError(f"{where}: devices[{i}]: {error}") from None
-            except TypeError:
-                raise TopologyError(
-                    f'{where}: devices[{i}] must be an object with "gpu" and optionally "bus_id", '
-                    f'"uuid", "model", "sm"; got {_brief(entry)}'
-                ) from None
         return Topology(
-            data["name"], tuple(data["gpus"]), tuple(links), tuple(map(str, data["assumptions"])),
-            tuple(devices), tuple(data["forwarders"]), timing_rows(data["timings"], where),
+            data["name"], tuple(data["gpus"]), records(Link, data.get("links"), f"{where}: links"),
+            tuple(map(str, data["assumptions"])),
+            records(Device, data.get("devices", []), f"{where}: devices"),
+            tuple(data["forwarders"]),
+            records(Timing, data.get("timings", []), f"{where}: timings"),
         )  # fmt: skip
 
     def __str__(self) -> str:
         return describe(self)
-
-
-def _brief(entry: object) -> str:
-    text = repr(entry)
-    return text if len(text) <= 200 else f"{text[:200]}..."
