@@ -65,6 +65,7 @@ ROOMS = {
     ("calls", "runtime"): "a call is carried out",
     ("calls", "runtime.cpu"): "CPU calls use shared memory",
     ("calls", "runtime.gpu"): "GPU calls launch kernels",
+    ("calls", "kernels"): "both have NVTX ranges",
     ("sparse", "errors"): "vectors may be refused",
     ("sparse", "tensors"): "vectors are two tensors",
     ("sparse", "planning"): "the tree of merges",
