@@ -8,7 +8,7 @@ from itertools import combinations
 
 from linkweave.topology import speeds
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.link import Device, Link
+from linkweave.topology.link import GpuId, Link
 from linkweave.topology.machines import both, dgx1_p100, ordered
 from linkweave.topology.routes import Vertex, groups
 from linkweave.topology.topology import Topology
@@ -29,7 +29,7 @@ class Told:
     """
 
     name: str
-    devices: Sequence[Device]
+    devices: Sequence[GpuId]
     nics: Sequence[str] = ()
     nvlinks: Mapping[tuple[int, int], int] = field(default_factory=dict)
     level: Mapping[Pair, int] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from linkweave.topology.checks import integer
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.link import Device, Link
+from linkweave.topology.link import GpuId, Link
 from linkweave.topology.routes import Vertex, between, connects, routes
 from linkweave.topology.timings import Timing
 
@@ -26,7 +26,7 @@ class Graph:
     gpus: tuple[int, ...]
     links: tuple[Link, ...]
     assumptions: tuple[str, ...] = ()
-    devices: tuple[Device, ...] = ()
+    devices: tuple[GpuId, ...] = ()
     forwarders: tuple[int, ...] = ()
     timings: tuple[Timing, ...] = ()
     """Measured times of all-reduces on this machine."""

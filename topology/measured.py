@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from linkweave.topology.checks import integer, number, records
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.link import Device, Link
+from linkweave.topology.link import GpuId, Link
 from linkweave.topology.routes import Vertex
 from linkweave.topology.timings import looks_like_timings, parse_timings
 from linkweave.topology.topology import Topology
@@ -59,7 +59,7 @@ class LinkFigures:
     """
 
     pairs: tuple[PairFigure, ...]
-    devices: tuple[Device, ...] = ()
+    devices: tuple[GpuId, ...] = ()
     together: float | None = None
     machine: str = ""
 
@@ -193,7 +193,7 @@ def _parse_json(text: str, where: str) -> LinkFigures:
     together = data.get("together")
     if together is not None:
         number(together, f"{where}: together", 1e-6, _FASTEST, TopologyError)
-    devices = records(Device, data.get("devices", []), f"{where}: devices")
+    devices = records(GpuId, data.get("devices", []), f"{where}: devices")
     return LinkFigures(pairs, devices, together, machine)
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from linkweave.topology.checks import records
 from linkweave.topology.errors import TopologyError
 from linkweave.topology.graph import Graph
-from linkweave.topology.link import Device, Link
+from linkweave.topology.link import GpuId, Link
 from linkweave.topology.symmetry import mappings
 from linkweave.topology.text import describe
 from linkweave.topology.timings import Timing
@@ -102,7 +102,7 @@ class Topology(Graph):
         return Topology(
             data["name"], tuple(data["gpus"]), records(Link, data.get("links"), f"{where}: links"),
             tuple(map(str, data["assumptions"])),
-            records(Device, data.get("devices", []), f"{where}: devices"),
+            records(GpuId, data.get("devices", []), f"{where}: devices"),
             tuple(data["forwarders"]),
             records(Timing, data.get("timings", []), f"{where}: timings"),
         )  # fmt: skip

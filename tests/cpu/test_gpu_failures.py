@@ -21,7 +21,7 @@ from linkweave import collectives
 from linkweave.collectives import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.runtime.gpu import peers
-from linkweave.topology import Device, Topology, TopologyError, load
+from linkweave.topology import GpuId, Topology, TopologyError, load
 
 pytestmark = needs_compiler
 PROCESSES = ("processes on one GPU", "a process a GPU")
@@ -217,7 +217,7 @@ def test_no_way_between_two_gpus_is_an_error_on_every_rank(
 def seen(order: tuple[int, ...] = (2, 0, 1)) -> Topology:
     """Rank r's GPU, by its bus id, is number order[r] of a DGX-1."""
     machine = load("dgx1-v100")
-    devices = tuple(Device(g, f"0000:0{r}:00.0") for r, g in enumerate(order))
+    devices = tuple(GpuId(g, f"0000:0{r}:00.0") for r, g in enumerate(order))
     return Topology(machine.name, machine.gpus, machine.links, devices=devices)
 
 
@@ -258,7 +258,7 @@ def test_ranks_have_the_numbers_of_a_map_that_names_gpus(machine: Machine) -> No
 
 
 def test_a_map_of_another_machine_is_taken_as_it_is(machine: Machine) -> None:
-    devices = tuple(Device(g, f"0000:f{g}:00.0") for g in range(8))
+    devices = tuple(GpuId(g, f"0000:f{g}:00.0") for g in range(8))
     plain = load("dgx1-v100")
     other = Topology(plain.name, plain.gpus, plain.links, devices=devices)
     for spec in (other, "dgx1-v100"):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from linkweave.topology import Device, Link, Topology, TopologyError, Vertex, allreduce_bound, load
+from linkweave.topology import GpuId, Link, Topology, TopologyError, Vertex, allreduce_bound, load
 from linkweave.topology.measured import LinkFigures, PairFigure, looks_like_p2p
 from tests.null.fixtures import P2P
 
@@ -27,7 +27,7 @@ def four(devices: bool = False) -> Topology:
     nvlinks = [(0, 1, 2), (0, 2, 1), (1, 3, 2), (2, 3, 2)]
     links = [k for a, b, n in nvlinks for k in both(a, b, 25 * GB, n, "nvlink")]
     links += [k for g in range(4) for k in both(g, "switch0", 12 * GB, 1, "pcie")]
-    who = tuple(Device(g, f"0000:0{g + 1}:00.0", f"GPU-{'abcd'[g]}") for g in range(4))
+    who = tuple(GpuId(g, f"0000:0{g + 1}:00.0", f"GPU-{'abcd'[g]}") for g in range(4))
     return Topology("four", (0, 1, 2, 3), tuple(links), ("drawn",), who if devices else ())
 
 
@@ -196,7 +196,7 @@ def test_gpus_are_matched_by_who_they_are(identity: str) -> None:
     order = (2, 0, 3, 1)
     here = four(devices=True)
     devices = tuple(
-        Device(
+        GpuId(
             n,
             here.devices[g].bus_id if identity != "uuid" else "",
             here.devices[g].uuid if identity != "bus_id" else "",
@@ -214,7 +214,7 @@ def test_gpus_are_matched_by_who_they_are(identity: str) -> None:
 
 
 def test_a_gpu_that_is_not_here() -> None:
-    devices = (Device(0, "", "GPU-a"), Device(1, "", "GPU-elsewhere"))
+    devices = (GpuId(0, "", "GPU-a"), GpuId(1, "", "GPU-elsewhere"))
     with pytest.raises(
         TopologyError, match="figures for GPU GPU-elsewhere, which is not in four; it has GPU-a"
     ):
@@ -386,7 +386,7 @@ def test_bytes_are_no_figures() -> None:
 
 def test_figures_survive_their_own_json() -> None:
     pairs = (PairFigure(0, 1, 5e9, 1.5), PairFigure(1, 0, 4e9))
-    told = json.loads(LinkFigures(pairs, (Device(0, "0000:01:00.0"),), 7e9, "here").to_json())
+    told = json.loads(LinkFigures(pairs, (GpuId(0, "0000:01:00.0"),), 7e9, "here").to_json())
     assert (told["format"], told["version"], told["together"]) == ("linkweave-links", 1, 7e9)
     assert told["pairs"] == [
         {"src": 0, "dst": 1, "bandwidth": 5e9, "latency_us": 1.5},

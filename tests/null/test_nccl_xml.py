@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from linkweave.topology import Device, Link, Topology, TopologyError, bound, load
+from linkweave.topology import GpuId, Link, Topology, TopologyError, bound, load
 from linkweave.topology.nccl_write import to_nccl_xml
 from tests.null.fixtures import (
     DUMPS,
@@ -94,7 +94,7 @@ def test_the_dump_of_a_dgx1_is_one() -> None:
 def test_devices_of_a_dump_are_found_by_bus_id() -> None:
     made = load(DUMPS["dgx1-v100"])
     buses = ["06", "07", "0a", "0b", "85", "86", "89", "8a"]
-    assert made.devices == tuple(Device(g, f"0000:{b}:00.0", sm=70) for g, b in enumerate(buses))
+    assert made.devices == tuple(GpuId(g, f"0000:{b}:00.0", sm=70) for g, b in enumerate(buses))
     assert made.find(bus_id="0000:0A:00.0") == 2
 
 

@@ -256,8 +256,5 @@ def _copy_of(error: BaseException) -> CollectiveError:
     """The same error as a new object, since each rank raises its own."""
     if isinstance(error, CollectiveTimeout | CollectiveAborted):
         return type(error)(str(error), **error.fields())
-    return (
-        LaunchRefused(str(error))
-        if isinstance(error, LaunchRefused)
-        else CollectiveError(str(error))
-    )
+    kind = LaunchRefused if isinstance(error, LaunchRefused) else CollectiveError
+    return kind(str(error))
