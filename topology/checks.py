@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
 from operator import index
-from typing import Any, SupportsIndex, TypeVar, cast
+from typing import SupportsIndex, cast
 
-from linkweave.topology.errors import CollectiveError, TopologyError
-
-T = TypeVar("T")
+from linkweave.topology.errors import CollectiveError
 
 _MAX_SHOWN = 40  # characters
 
@@ -47,28 +44,6 @@ def number(
     if not real or not least <= cast(float, value) <= most:
         raise error(f"{name} must be a number from {least:g} to {most:g}, not {shown(value)}")
     return cast(float, value)
-
-
-def records(kind: type[T], rows: object, name: str) -> tuple[T, ...]:
-    """Return the dataclasses of a JSON list. Raises TopologyError that names a malformed entry."""
-    if not isinstance(rows, list):
-        raise TopologyError(f"{name} must be a list, not {shown(rows)}")
-    return tuple(_record(kind, row, f"{name}[{i}]") for i, row in enumerate(rows))
-
-
-def _record(kind: type[T], row: Any, name: str) -> T:
-    try:
-        return kind(**row)
-    except TopologyError as error:
-        raise TopologyError(f"{name}: {error}") from None
-    except TypeError:
-        known = fields(cast(Any, kind))
-        needed = ", ".join(f'"{field.name}"' for field in known if field.default is MISSING)
-        rest = ", ".join(f'"{field.name}"' for field in known if field.default is not MISSING)
-        raise TopologyError(
-            f"{name} must be an object with {needed}{f' and optionally {rest}' * bool(rest)}, "
-            f"not {row!r:.200}"
-        ) from None
 
 
 def shown(value: object) -> str:

@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
-from linkweave.topology.checks import integer, number, records
+from linkweave.topology.checks import integer, number
 from linkweave.topology.errors import TopologyError
+from linkweave.topology.json_reader import read_format, records
 from linkweave.topology.link import GpuId, Link
 from linkweave.topology.routes import Vertex
 from linkweave.topology.timings import looks_like_timings, parse_timings
@@ -174,12 +175,7 @@ def _matched(
 
 
 def _parse_json(text: str, where: str) -> LinkFigures:
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TopologyError(f"{where}: {error}") from None
-    if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != 1:
-        raise TopologyError(f'{where}: needs "format": "{FORMAT}" and "version": 1 at the top')
+    data = read_format(text, FORMAT, where)
     pairs = records(PairFigure, data.get("pairs"), f"{where}: pairs")
     if not pairs:
         raise TopologyError(f'{where}: "pairs" is empty')

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from linkweave.topology.checks import integer, number, records
+from linkweave.topology.checks import integer, number
 from linkweave.topology.errors import TopologyError
+from linkweave.topology.json_reader import read_format, records
 
 FORMAT = "linkweave-timings"
 
@@ -38,12 +38,7 @@ def looks_like_timings(text: str) -> bool:
 
 def parse_timings(text: str, machine: str, where: str) -> tuple[Timing, ...]:
     """Read that JSON. Raises TopologyError if it is malformed or of another machine."""
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TopologyError(f"{where}: {error}") from None
-    if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != 1:
-        raise TopologyError(f'{where}: needs "format": "{FORMAT}", "version": 1 at the top')
+    data = read_format(text, FORMAT, where)
     if data.get("topology") != machine:
         raise TopologyError(f"{where}: times of {str(data.get('topology'))[:80]}, not of {machine}")
     return records(Timing, data.get("rows"), f"{where}: rows")

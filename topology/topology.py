@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
-from linkweave.topology.checks import records
 from linkweave.topology.errors import TopologyError
 from linkweave.topology.graph import Graph
+from linkweave.topology.json_reader import read_format, records
 from linkweave.topology.link import GpuId, Link
 from linkweave.topology.symmetry import mappings
 from linkweave.topology.text import describe
@@ -81,18 +81,7 @@ class Topology(Graph):
     @staticmethod
     def from_json(text: str, where: str = "topology JSON") -> Topology:
         """Read what `to_json` wrote. Raises TopologyError that says where the text is malformed."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise TopologyError(
-                f"{where}: line {error.lineno} column {error.colno}: {error.msg}"
-            ) from None
-        except (ValueError, RecursionError) as error:  # a number, or a nest, of thousands
-            raise TopologyError(f"{where}: {error}") from None
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise TopologyError(f'{where}: needs "format": "{_FORMAT}" at the top')
-        if data.get("version") != 1:
-            raise TopologyError(f"{where}: version {data.get('version')!r} is unknown; known: 1")
+        data = read_format(text, _FORMAT, where)
         for key, kind in {"name": str, "gpus": list}.items():
             if not isinstance(data.get(key), kind):
                 raise TopologyError(f'{where}: "{key}" must be a {kind.__name__}')
