@@ -215,7 +215,7 @@ def test_a_fit_finds_the_line_and_tells_how_well() -> None:
     exact = overlap.fit([(n, 1e-3 + 2e-9 * n) for n in (1000, 10**6, 10**7)], 4)
     assert exact.network.startup_s == pytest.approx(1e-3)
     assert exact.network.seconds_per_byte == pytest.approx(2e-9)
-    assert (exact.r2, exact.smallest, exact.largest) == (pytest.approx(1), 1000, 10**7)
+    assert exact.r2 == pytest.approx(1)
     noisy = overlap.fit([(1000, 2e-3), (10**6, 1e-3), (10**7, 2.1e-2)])
     assert noisy.r2 < 1 and noisy.worst > 0.05
 
