@@ -5,7 +5,8 @@ an integer: bit r is what rank r contributes; bit P + r is other data in rank r'
 result may contain.
 
 A new collective needs an entry in `COLLECTIVES`, its algorithms in `algorithms.registry`, and a
-method of `methods.Collectives`, whose name `collectives/__init__.py` lists.
+method of `methods.Collectives`, whose name `collectives/__init__.py` lists. Unless its message is
+whole and in place, as a broadcast's is, it also needs a function in `calls.operations`.
 """
 
 from __future__ import annotations
