@@ -60,9 +60,7 @@ def _without_models(machine: Topology) -> Topology:
     nvlinks = [k for k in machine.links if k.kind == "nvlink"]
     pcie = f"PCIe ports as {speeds.PCIE / 1e9:g} GB/s (generation 3)"
     if not nvlinks:
-        return replace(machine, assumptions=(
-            *machine.assumptions, f"GPU model not told: {pcie}"
-        ))  # fmt: skip
+        return replace(machine, assumptions=(*machine.assumptions, f"GPU model not told: {pcie}"))
     p100 = dgx1_p100()
     slow = p100.fabric[0].bandwidth
     slower = tuple(replace(k, bandwidth=slow) if k.kind == "nvlink" else k for k in machine.links)
