@@ -38,12 +38,12 @@ from linkweave.collectives.planning.completion import chunk_counts
 from linkweave.collectives.planning.layout import block_table, chunk_bytes
 from linkweave.collectives.planning.planner import size_class
 from linkweave.collectives.runtime.buffer import Buffer
+from linkweave.collectives.runtime.control import PLANNING, Health
 from linkweave.collectives.runtime.cpu.arena import Arena
 from linkweave.collectives.runtime.cpu.control import HostControl
 from linkweave.collectives.runtime.cpu.executor import CpuExecutor, Ready, Region, memory_of
 from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
 from linkweave.collectives.runtime.encoded import Encoded, nothing
-from linkweave.collectives.runtime.health import PLANNING, Health
 from linkweave.collectives.settings import Settings
 from linkweave.collectives.tensors import Block, as_buffer
 from linkweave.topology import Topology

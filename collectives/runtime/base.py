@@ -11,7 +11,7 @@ from linkweave.collectives.runtime.buffer import Buffer
 
 class Executor(Protocol):
     """Carries out plans: `Reference` for all ranks, `CpuExecutor` for one, `GpuRanks` for those of
-    a process.
+    a process. How ranks communicate apart from plans is `control.Control`.
     """
 
     @property

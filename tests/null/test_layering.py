@@ -50,7 +50,7 @@ ROOMS = {
     ("runtime", "kernels"): "one table of dtypes",
     ("runtime.cpu", "errors"): "ranks may fail",
     ("runtime.cpu", "planning"): "the executor reads plans",
-    ("runtime.cpu", "runtime"): "implements the executor protocol",
+    ("runtime.cpu", "runtime"): "implements executor and control",
     ("runtime.cpu", "kernels"): "the interpreter runs compiled",
     ("runtime.gpu", "errors"): "GPUs may fail",
     ("runtime.gpu", "planning"): "programs are made of plans",

@@ -1,4 +1,4 @@
-"""How the ranks of one machine agree, exchange messages and give up, over shared memory."""
+"""`Control` for the ranks of one machine, over shared memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linkweave.collectives.errors import CollectiveAborted, CollectiveTimeout
+from linkweave.collectives.runtime.control import Health, Where
 from linkweave.collectives.runtime.cpu.arena import (
     BELL,
     CLOSED,
@@ -27,19 +28,13 @@ from linkweave.collectives.runtime.diagnose import (
     REASONS,
     TIMED_OUT,
 )
-from linkweave.collectives.runtime.health import Health, Where
 from linkweave.kernels.plan import counters as kernel
 
 _CLAIMED = 32  # byte offset of the word that the first rank to give up claims
 
 
 class HostControl:
-    """One rank's side. Every rank makes the same calls in the same order, numbered from 1.
-
-    A call is a `gather`, or an `agree` that is followed by `done` or `finish`. Every wait raises
-    CollectiveTimeout after `timeout` seconds, or CollectiveAborted once a rank dies, leaves or
-    gives up.
-    """
+    """`Control` over shared memory."""
 
     def __init__(self, arena: Arena, timeout: float, health: Health) -> None:
         self.arena, self.timeout, self.health = arena, timeout, health
@@ -66,8 +61,6 @@ class HostControl:
 
     # ---- calls -------------------------------------------------------------------------------
     def agree(self, words: Sequence[int], timeout: float | None = None) -> NDArray[np.int64]:
-        """Begin a call and wait for all ranks to begin it; returns [size, len(words)], every
-        rank's words."""
         self.number += 1
         rows = self.notices[self.number % 2]
         rows[self.rank, : len(words)] = words
@@ -77,18 +70,15 @@ class HostControl:
         return rows[:, : len(words)]
 
     def done(self) -> None:
-        """End the call without waiting for the other ranks."""
         kernel.raise_counter(self.finished, self.number, self.bells[:0])
 
     def finish(self) -> None:
-        """End the call and wait until every rank has ended it."""
         kernel.raise_counter(self.finished, self.number, self.bells)
         self._await(1, "finish its call")
 
     def gather(
         self, words: Sequence[int], message: bytes, timeout: float | None = None
     ) -> tuple[NDArray[np.int64], list[bytes]]:
-        """A whole call: like `agree`; also gathers every rank's `message`."""
         page = self.arena.page(self.number + 1)
         while len(self._sent) > 1:  # all ranks have made a later call than the oldest
             self.arena.free(*self._sent.pop(0))
@@ -174,22 +164,12 @@ class HostControl:
         return [p for p in peers if kernel.read_counter(finished[p]) < self.number]
 
     def patience(self, start: float, where: Where) -> None:
-        """Poll this while something else has been waiting since `start` (`time.monotonic`).
-
-        Raises CollectiveTimeout or CollectiveAborted.
-        """
         self.check(kernel.ABORTED if self.aborted() else kernel.IDLE, start, where)
 
     def aborted(self) -> bool:
-        """Whether a rank has given up."""
         return bool(self.arena.abort[0])
 
     def give_up(self, why: int, blamed: int | None = None, who: int | None = None) -> None:
-        """Abort all ranks: every wait, now or later, raises CollectiveAborted.
-
-        `why` is one of the reasons in `diagnose`; `who` is the rank that gives up (None: this
-        rank), `blamed` the rank that it blames (None: itself).
-        """
         who = self.rank if who is None else who
         if self.aborted():
             return
@@ -198,7 +178,6 @@ class HostControl:
             kernel.raise_counter(self.arena.abort_address, 1, self.bells)
 
     def raise_aborted(self, where: Where | None = None) -> NoReturn:
-        """Raise CollectiveAborted with the reason of the rank that gave up first."""
         _, who, why, blamed = (int(v) for v in self.arena.abort)
         stands, fields = where() if where else (f"{self.name(self.rank)} cannot go on", {})
         culprit = self.name(who)

@@ -1,10 +1,18 @@
-"""Whether a communicator can still be used, and what a rank says of a wait."""
+"""How the ranks of a communicator coordinate: agree on a call, exchange messages, give up.
+
+`Control` is the protocol, which `cpu.control.HostControl` implements for the ranks of one machine.
+`Health` says whether a communicator can still be used.
+"""
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NoReturn, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from linkweave.collectives.errors import CollectiveError
 
@@ -66,3 +74,52 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+class Control(Protocol):
+    """One rank's side. Every rank makes the same calls in the same order, numbered from 1.
+
+    A call is a `gather`, or an `agree` that is followed by `done` or `finish`. Every wait raises
+    CollectiveTimeout after `timeout` seconds, or CollectiveAborted once a rank dies, leaves or
+    gives up.
+    """
+
+    rank: int
+    size: int
+    timeout: float
+    health: Health
+    number: int
+
+    def agree(self, words: Sequence[int]) -> NDArray[np.int64]:
+        """Begin a call and wait for all ranks to begin it; returns [size, len(words)], every
+        rank's words."""
+
+    def done(self) -> None:
+        """End the call without waiting for the other ranks."""
+
+    def finish(self) -> None:
+        """End the call and wait until every rank has ended it."""
+
+    def gather(
+        self, words: Sequence[int], message: bytes, timeout: float | None = None
+    ) -> tuple[NDArray[np.int64], list[bytes]]:
+        """A whole call: like `agree`; also gathers every rank's `message`."""
+
+    def give_up(self, why: int, blamed: int | None = None, who: int | None = None) -> None:
+        """Abort all ranks: every wait, now or later, raises CollectiveAborted.
+
+        `why` is one of the reasons in `diagnose`; `who` is the rank that gives up (None: this
+        rank), `blamed` the rank that it blames (None: itself).
+        """
+
+    def aborted(self) -> bool:
+        """Whether a rank has given up."""
+
+    def patience(self, start: float, where: Where) -> None:
+        """To be polled while something else has been waiting since `start` (`time.monotonic`).
+
+        Raises CollectiveTimeout or CollectiveAborted.
+        """
+
+    def raise_aborted(self, where: Where | None = None) -> NoReturn:
+        """Raise CollectiveAborted with the reason of the rank that gave up first."""
