@@ -411,7 +411,7 @@ class HostGpu:
         """
         plan = plan or self.plan
         nbytes = inputs[0].nbytes if nbytes is None else nbytes
-        places = [chunk_extents(plan, nbytes, r) for r in range(plan.size)]
+        extents = [chunk_extents(plan, nbytes, r) for r in range(plan.size)]
         buffers = [
             self.image.add(np.concatenate([np.zeros(skew, np.uint8), x.reshape(-1).view(np.uint8)]))
             for x in inputs
@@ -423,7 +423,7 @@ class HostGpu:
             buffers = [self.image.add(~self.image.segments[(b >> 40) - 1]) for b in values]
         chosen = [(r, f) for r, f in self.groups if only in (None, r)]
         table = np.zeros(len(chosen), TRACK)
-        where = [self.image.add(p) for p in places]
+        where = [self.image.add(p) for p in extents]
         for row, (rank, fields) in zip(table, chosen, strict=True):
             for name, value in fields.items():
                 row[name] = value

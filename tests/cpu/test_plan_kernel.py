@@ -137,7 +137,7 @@ def test_all_reduces(machine: str, algorithm: str, shape: LaunchConfig) -> None:
 
 
 def test_a_copy_that_is_passed_on_and_overwritten_is_not_stored() -> None:
-    """Over lines nothing would order that store and the one by the other stream."""
+    """Over lines nothing would order that store and the one by the other track."""
     connections = [hop(1, 0, 2), hop(0, 0, 1, 1), hop(1, 1, 2), hop(2, 0, 0), hop(2, 0, 1, 2),
                    hop(1, 0, 1, 1)]  # fmt: skip
     total = [step(Op.WAIT, 0), step(Op.WAIT, 2), step(Op.REDUCE, 0, 2, last=True)]
@@ -279,9 +279,9 @@ def test_more_peers_or_ranks_than_the_kernel_takes_are_refused() -> None:
         program.launch(plan_allreduce(load("mesh-2"), 4), LINES, 0, 0, [(0, 0)] * 65, 1.0, False)
     plan = plan_allreduce(load("mesh-2"), 4, "one_shot")
     wide = replace(plan.tracks[0].phases[0][1], connections=(0,) * 65)
-    stream = replace(plan.tracks[0], phases=((wide,),))
+    track = replace(plan.tracks[0], phases=((wide,),))
     with pytest.raises(PlanError, match=r"rank 0 has a SEND with 65 peers; .* at most 64"):
-        actions.programs(replace(plan, tracks=(stream,)), 0)
+        actions.programs(replace(plan, tracks=(track,)), 0)
 
 
 def test_a_stale_flag_is_gone_before_its_number_comes_again() -> None:
@@ -487,13 +487,13 @@ def test_an_emulated_link_takes_its_time(shape: LaunchConfig) -> None:
 def test_lines_need_each_wait_for_data_just_before_its_step() -> None:
     plan = plan_allreduce(load("mesh-2"), 4000, "one_shot")
     assert fit(plan, 4000, 2)[1].low_latency
-    stream = plan.tracks[-1]
-    body = stream.phases[0]
+    track = plan.tracks[-1]
+    body = track.phases[0]
     wait = next(i for i, s in enumerate(body) if s.op is Op.WAIT
-                and not plan.sends_on(stream, s.connections[0]))  # fmt: skip
+                and not plan.sends_on(track, s.connections[0]))  # fmt: skip
     early = (body[wait], *body[:wait], *body[wait + 1 :])
-    streams = (*plan.tracks[:-1], replace(stream, phases=(early,)))
-    assert not fit(replace(plan, tracks=streams), 4000, 2)[1].low_latency
+    tracks = (*plan.tracks[:-1], replace(track, phases=(early,)))
+    assert not fit(replace(plan, tracks=tracks), 4000, 2)[1].low_latency
 
 
 def test_less_than_a_group_of_chunks_is_not_divided() -> None:
