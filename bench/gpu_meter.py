@@ -16,13 +16,8 @@ from linkweave.bench.gpu_runner import Failed, Result
 from linkweave.collectives import plan_allreduce, verify
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.gpu import device as cuda
-from linkweave.collectives.runtime.gpu import program
-from linkweave.collectives.runtime.gpu.executor import (
-    GpuRanks,
-    Prepared,
-    virtual_ranks,
-    width_of,
-)
+from linkweave.collectives.runtime.gpu.executor import GpuRanks, Prepared, virtual_ranks
+from linkweave.collectives.runtime.gpu.program import SETTINGS, Setting
 from linkweave.kernels.gpu import device as launches
 from linkweave.kernels.gpu import source
 from linkweave.topology import Topology, load
@@ -88,9 +83,11 @@ class Meter:
             self.device.free(address)
 
     @contextmanager
-    def ranks(self, size: int, timeout: float = 30.0) -> Iterator[GpuRanks]:
+    def ranks(
+        self, size: int, timeout: float = 30.0, settings: Sequence[Setting] = SETTINGS
+    ) -> Iterator[GpuRanks]:
         """Virtual ranks; the timeout is below a row's limit, as its error says who waits."""
-        made = virtual_ranks(self.device, size, timeout)
+        made = virtual_ranks(self.device, size, timeout, settings=settings)
         yield made
         made.close()
 
@@ -163,26 +160,22 @@ def call_settings(meter: Meter, ranks: int, nbytes: int) -> Result:
 
 @contextmanager
 def tuned(
-    ranks: GpuRanks, plan: Plan, topology: Topology, nbytes: int, *, slot_bytes: int | None = None,
-    lines_bytes: int | None = None, slots: int | None = None, width: int | None = None,
-    threads: int | None = None,
-) -> Iterator[Prepared]:  # fmt: skip
-    """Prepare a float32 max with other settings of the plan interpreter, which hold meanwhile.
+    meter: Meter, plan: Plan, topology: Topology, *, chunk_bytes: int = SETTINGS[-1].chunk_bytes,
+    width: int = SETTINGS[-1].width, lines: bool = False, slots: int | None = None,
+    threads: int = source.PLAN_THREADS,
+) -> Iterator[tuple[GpuRanks, Plan]]:  # fmt: skip
+    """Ranks that run chunks of all sizes in one way, and the plan with so many slots.
 
-    slot_bytes: data bytes of a slot. lines_bytes: largest chunk that is sent as lines. slots: of a
-    connection. width: thread blocks per track; the most that fit, if that is fewer. threads: of a
-    thread block.
+    chunk_bytes, width, lines: those of a `Setting`; not lines if the plan cannot use them.
+    threads: of a thread block, for all ranks meanwhile.
     """
-    before = program.SLOT_BYTES, program.LINES_BYTES, source.PLAN_THREADS
-
-    def put(slot_bytes: int, lines_bytes: int, threads: int) -> None:
-        program.SLOT_BYTES, program.LINES_BYTES = slot_bytes, lines_bytes
-        source.PLAN_THREADS = launches.PLAN_THREADS = threads
-
-    put(slot_bytes or before[0], before[1] if lines_bytes is None else lines_bytes,
-        threads or before[2])  # fmt: skip
     if slots:
         verify(plan := replace(plan, slots=slots), topology)
-    most = width_of(plan, ranks.occupancy("float32", "max"))
-    yield ranks.prepare(plan, nbytes, "float32", "max", min(width or most, most))
-    put(*before)
+    settings = [Setting(chunk_bytes, width, low_latency=False)]
+    if lines:
+        settings.insert(0, Setting(chunk_bytes, width, low_latency=True))
+    before = source.PLAN_THREADS
+    source.PLAN_THREADS = launches.PLAN_THREADS = threads
+    with meter.ranks(plan.size, settings=settings) as ranks:
+        yield ranks, plan
+    source.PLAN_THREADS = launches.PLAN_THREADS = before

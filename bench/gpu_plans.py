@@ -36,10 +36,10 @@ GRAPH = 20  # calls captured in one graph
 MACHINES = ("mesh-2", "mesh-3", "mesh-5", "mesh-8", "dgx1-v100", "dgx1-p100")
 SIZES = (4, 4036, 8192, 1_000_036)  # bytes
 GRID = {
-    "slot_bytes": (128 << 10, 256 << 10, 512 << 10, 1 << 20), "width": (2, 4, 8, 16),
+    "chunk_bytes": (128 << 10, 256 << 10, 512 << 10, 1 << 20), "width": (2, 4, 8, 16),
     "slots": (2, 4), "threads": (128, 256, 512),
 }  # fmt: skip
-SHORT_GRID = {"lines_bytes": (0, 4 << 10, 16 << 10, 64 << 10), "width": (1, 4)}
+SHORT_GRID = {"lines": (True, False), "chunk_bytes": (16 << 10, 64 << 10), "width": (1, 2, 4, 8)}
 
 
 def compiled(meter: Meter) -> Result:
@@ -257,11 +257,12 @@ def sweep(
     """Check and time a plan with every combination of settings (`tuned`)."""
     topology, found = load("dgx1-v100"), []
     plan = plan_allreduce(topology, nbytes, algorithm)
-    plan = plan.with_chunks(plan.stride)  # so that a slot's size decides how many chunks there are
-    with meter.ranks(plan.size) as ranks, meter.filled(plan.size, nbytes) as memory:
+    plan = plan.with_chunks(plan.stride)  # then the settings decide how many chunks there are
+    with meter.filled(plan.size, nbytes) as memory:
         for values in product(*grid.values()):
             wanted = dict(zip(grid, values, strict=True))
-            with tuned(ranks, plan, topology, nbytes, **wanted) as prepared:
+            with tuned(meter, plan, topology, **wanted) as (ranks, changed):
+                prepared = ranks.prepare(changed, nbytes, "float32", "max")
                 settings = settings_of(ranks, prepared, nbytes)
                 if all(row["settings"] != settings for row in found):  # fewer blocks may fit
                     seconds = checked_seconds(meter, ranks, prepared, memory, repeats=5)

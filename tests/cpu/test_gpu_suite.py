@@ -246,7 +246,7 @@ def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -
 
 
 # ---- measurements -------------------------------------------------------------------------------
-GRID = {"slot_bytes": (1 << 15,), "width": (1, 99), "slots": (2, 3), "threads": (128,)}
+GRID = {"chunk_bytes": (1 << 15,), "width": (1, 99), "slots": (2, 3), "threads": (128,)}
 SETTINGS = {"algorithm", "chunks", "chunk_bytes", "slots", "slot_bytes", "protocol", "pushes",
             "width", "blocks", "resident", "threads", "registers"}  # fmt: skip
 MEASURES: dict[str, Callable[[Meter], Result]] = {

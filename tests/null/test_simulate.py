@@ -24,7 +24,7 @@ from linkweave.collectives.planning.simulate import Timeline, simulate
 from linkweave.collectives.planning.verify import verify
 from linkweave.kernels.plan import timeline
 from linkweave.topology import Link, Topology, load
-from tests.null.helpers import SPECIAL, by_hand, hop, places, random_plan, receive, send, without
+from tests.null.helpers import SPECIAL, all_steps, by_hand, hop, random_plan, receive, send, without
 
 CHUNK = 16 * 12_500  # bytes; 8 us over one 25 GB/s link
 ALPHA_S = 5e-6
@@ -290,7 +290,7 @@ def two_senders(count: int) -> tuple[Plan, Topology]:
     return by_hand(connections, tracks, num_chunks=2, stride=2), Topology("two", (0, 1), links)
 
 
-def test_two_connections_on_one_lane_take_turns() -> None:
+def test_two_connections_on_one_strand_take_turns() -> None:
     nbytes = 2 * CHUNK
     once = CHUNK / 1e9
     plan, wide = two_senders(count=2)
@@ -376,14 +376,14 @@ def test_the_compiled_loop_gives_the_same_bits_for_machines(machine: str, both_w
         assert plain == compiled, name
 
 
-def test_both_loops_take_turns_on_one_lane_and_see_a_hang(
+def test_both_loops_take_turns_on_one_strand_and_see_a_hang(
     both_ways, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     for count in (1, 2):
         plain, compiled = both_ways(*two_senders(count), 2 * CHUNK)
         assert plain == compiled
     plan, topo = random_plan(0)
-    s, p, at = next(place for place, step in places(plan) if step.op is Op.SEND)
+    s, p, at = next(where for where, step in all_steps(plan) if step.op is Op.SEND)
     for short in (10**9, -1):
         monkeypatch.setattr(simulator, "_compiled", lambda steps, short=short: steps > short)
         with pytest.raises(PlanError, match="the plan hangs in the simulator; verify"):
@@ -502,7 +502,7 @@ def test_the_trace_is_chromes(machine: str, tmp_path) -> None:
 def test_what_cannot_run_is_refused() -> None:
     plan, topo = random_plan(0)
     with pytest.raises(PlanError, match="the plan hangs in the simulator; verify"):
-        s, p, at = next(place for place, step in places(plan) if step.op is Op.SEND)
+        s, p, at = next(where for where, step in all_steps(plan) if step.op is Op.SEND)
         simulate(without(plan, (s, p, at + 1)), topo, 100)  # sent, and nobody told
     with pytest.raises(PlanError, match=r"ring-5 has no link \d->\d"):
         simulate(made("two_shot", load("mesh-5"), 5), load("ring-5"), 100)

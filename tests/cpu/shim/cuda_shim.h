@@ -10,6 +10,7 @@
 // data they carry, which the sanitizer does not model.
 #pragma once
 #define HOST_SHIM
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -40,6 +41,7 @@ struct Index { unsigned x; };
 struct Block {
     std::vector<char> storage;
     std::vector<uint64_t> votes;  // of each thread: how often, and over which words
+    std::atomic<int> any[3] = {};  // __syncthreads_or
 #ifdef OS_THREADS
     std::barrier<> barrier;
     std::mutex mutex;
@@ -65,6 +67,10 @@ template <class T> T& shared() {
 
 #ifdef OS_THREADS
 inline void barrier() { block->barrier.arrive_and_wait(); }
+inline unsigned& turn() {
+    static thread_local unsigned mine = 0;
+    return mine;
+}
 inline void pause() { sched_yield(); }
 
 template <class F> void run(std::vector<Block*>& all, unsigned threads, F kernel) {
@@ -86,7 +92,7 @@ struct Fiber {
     ucontext_t context;
     Index thread_index, block_index;
     Block* block;
-    unsigned passed = 0;  // barriers
+    unsigned passed = 0, turn = 0;  // barriers; __syncthreads_or
     bool waits = false, done = false;  // at a barrier; over
 };
 
@@ -101,6 +107,7 @@ inline thread_local Turns turns;
 
 inline void change_over() { swapcontext(&turns.now->context, &turns.main); }
 inline void pause() { change_over(); }
+inline unsigned& turn() { return turns.now->turn; }
 inline void barrier() {
     Fiber& mine = *turns.now;
     turns.moved = true;
@@ -177,14 +184,29 @@ extern "C" bool voted_in_part() { return shim::partial_vote; }
 #define SHARED(T, name) T& name = ::shim::shared<T>()
 
 inline void __syncthreads() { ::shim::barrier(); }
+// Whether any thread of the block says so. Of three words one is written, one read and one cleared.
+inline int __syncthreads_or(int mine) {
+    std::atomic<int>* const words = ::shim::block->any;
+    const unsigned turn = ::shim::turn()++ % 3;
+    if (mine) words[turn].store(1, std::memory_order_relaxed);
+    ::shim::barrier();
+    const int any = words[turn].load(std::memory_order_relaxed);
+    words[(turn + 2) % 3].store(0, std::memory_order_relaxed);
+    return any;
+}
 inline uint32_t ld_acquire_sys(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline void st_release_sys(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 inline void st_relaxed_sys(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
-inline unsigned long long ld_line(const unsigned long long* p) {
-    return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+struct Lines { unsigned long long first, second; };
+inline void ld_lines(Lines& v, const unsigned char* p, bool on) {
+    const auto line = reinterpret_cast<const unsigned long long*>(p);
+    if (!on) return;
+    v = {__atomic_load_n(line, __ATOMIC_ACQUIRE), __atomic_load_n(line + 1, __ATOMIC_ACQUIRE)};
 }
-inline void st_line(unsigned long long* p, unsigned long long v) {
-    __atomic_store_n(p, v, __ATOMIC_RELEASE);
+inline void st_lines(unsigned char* p, Lines v) {
+    const auto line = reinterpret_cast<unsigned long long*>(p);
+    __atomic_store_n(line, v.first, __ATOMIC_RELEASE);
+    __atomic_store_n(line + 1, v.second, __ATOMIC_RELEASE);
 }
 inline unsigned long long clock_ns() {
     timespec now;
