@@ -261,9 +261,8 @@ class GpuLauncher:
 
         with trace.call(name), trace.phase("launch"):
             try:
-                mine = RankCall(
-                    call, request.buffer.address, values, stream, request.symmetric, begun
-                )
+                mine = RankCall(call, request.buffer.address, values, stream, request.symmetric,
+                                begun, self._captures)  # fmt: skip
                 counted = self.team.launch(self.rank, mine, patience)
             except Refused:
                 raise

@@ -50,8 +50,8 @@ class Machine:
 class Choosy(HostDevice):
     """Opens the memory of those GPUs of other processes that it sees."""
 
-    def __init__(self, index: int, capacity: int = 32) -> None:
-        super().__init__(capacity, index=index, bus_id=f"0000:0{index}:00.0")
+    def __init__(self, index: int) -> None:
+        super().__init__(17, index=index, bus_id=f"0000:0{index}:00.0")
 
     def sees(self, peer: int) -> bool:
         raise NotImplementedError
@@ -66,8 +66,8 @@ class Choosy(HostDevice):
         return super().ipc_open(handle)
 
 
-def plain(index: int) -> HostDevice:
-    return HostDevice(capacity=32, index=index, bus_id=f"0000:0{index}:00.0")
+def plain(index: int, multiprocessors: int = 17) -> HostDevice:
+    return HostDevice(multiprocessors, index=index, bus_id=f"0000:0{index}:00.0")
 
 
 @contextmanager

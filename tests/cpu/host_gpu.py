@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import json
 import mmap
 import os
 import shutil
@@ -33,9 +34,11 @@ from linkweave.collectives.runtime.gpu.program import (
     chunk_extents,
 )
 from linkweave.kernels.dtypes import DTYPES, REDUCTIONS, step_of
+from linkweave.kernels.gpu.source import PLAN_THREADS
 
 ROOT = Path(__file__).parents[2]
 SHIM = Path(__file__).parent / "shim"
+GOLDEN = Path(__file__).parents[1] / "golden"
 ELEMENTS = list(dict.fromkeys(dtype.element for dtype in DTYPES.values()))
 FUNCTORS = ["sum", "min_", "max_", "prod"]
 COMPILER = os.environ.get("CXX") or shutil.which("g++")
@@ -47,6 +50,13 @@ def kernel_number(dtype: str, op: str) -> tuple[int, int]:
     """Where `shim/table.h` has the plan interpreter for that."""
     context = ELEMENTS.index(DTYPES[dtype].element)
     return context, FUNCTORS.index(REDUCTIONS[step_of(op, dtype)])
+
+
+@cache
+def compiled_registers() -> dict[str, int]:
+    """Registers per thread of each kernel; `test_kernel_compile` compares them with NVRTC's."""
+    found: dict[str, int] = json.loads((GOLDEN / "plan.cu.registers.json").read_text())
+    return found
 
 
 def sanitizing(sanitizer: str) -> list[str]:
@@ -96,20 +106,30 @@ CURRENT = threading.local()  # `index` of this thread's GPU
 class HostDevice:
     """A `Device` whose blocks are threads and whose memory other processes can open.
 
-    A stream is a thread that does one thing after another, as a GPU's streams do.
+    A stream is a thread that does one thing after another, as a GPU's streams do; with `one_queue`
+    all streams share one, in which CUDA may put them as well. A launch starts when all of its
+    blocks fit beside those that run, whatever their distribution over the multiprocessors, of which
+    each has the registers of an H100's.
     """
 
+    one_queue = False
+
     def __init__(
-        self, capacity: int = 256, threads: int = 2, index: int = 0, bus_id: str = "0000:06:00.0"
-    ) -> None:
-        self.capacity, self.threads, self.index, self.bus_id = capacity, threads, index, bus_id
+        self, multiprocessors: int = 132, threads: int = 2, index: int = 0,
+        bus_id: str = "0000:06:00.0",
+    ) -> None:  # fmt: skip
+        self.multiprocessors, self.threads = multiprocessors, threads
+        self.index, self.bus_id = index, bus_id
+        self._running: list[tuple[int, int]] = []  # of each launch: its blocks, and `resident`
+        self._room = threading.Condition()
         self.memory: dict[int, Any] = {}  # what has been allocated and not freed
         self.opened: dict[int, mmap.mmap] = {}
         self.registered: dict[int, int] = {}
         self.launches: list[tuple[int, int]] = []  # (stream, blocks)
         self.done: list[tuple[str, int, int]] = []  # (what, event, stream)
         self.captured: dict[int, int] = {}  # streams that are said to be captured, and into what
-        self._streams: dict[int, ThreadPoolExecutor] = {}
+        self._queues: dict[int, ThreadPoolExecutor] = {}  # by stream
+        self._lock = threading.Lock()
         self._events: dict[int, threading.Event] = {}
         self._files: dict[int, int] = {}
         self._numbers = itertools.count(1)
@@ -119,7 +139,7 @@ class HostDevice:
         return nullcontext()
 
     def finish(self) -> None:
-        for stream in list(self._streams):
+        for stream in list(self._queues):
             self.synchronise(stream)
 
     def use(self) -> None:
@@ -166,9 +186,9 @@ class HostDevice:
 
     def close(self) -> None:
         """End the streams' threads: a process with threads cannot be forked."""
-        for queue in self._streams.values():
+        for queue in self._queues.values():
             queue.shutdown()
-        self._streams.clear()
+        self._queues.clear()
 
     def describe(self) -> dict[str, object]:
         return {"gpu": "threads"}
@@ -177,18 +197,37 @@ class HostDevice:
         return np.zeros(words, np.uint32)
 
     def resident(self, dtype: str, op: str) -> int:
-        return self.capacity
+        each = -(-self.registers(dtype, op) * 32 // 256) * 256  # of a warp; given out 256 at once
+        warps = 4 * (16384 // each)  # in four partitions
+        return min(warps * 32, 2048) // PLAN_THREADS * (self.multiprocessors - 1)
 
     def registers(self, dtype: str, op: str) -> int:
-        return 0
+        element, functor = kernel_number(dtype, op)
+        name = next(d for d in DTYPES if DTYPES[d].element == ELEMENTS[element])
+        return compiled_registers()[f"sm_90 {name} {('sum', 'min', 'max', 'prod')[functor]}"]
 
     def launch(self, dtype: str, op: str, launch: np.ndarray, blocks: int, stream: int) -> None:
-        assert blocks <= self.capacity
+        size = blocks, self.resident(dtype, op)
+        assert blocks <= size[1], "cudaErrorCooperativeLaunchTooLarge"
         self.launches.append((stream, blocks))
         self.done.append(("launch", 0, stream))
         copy = launch.copy()
         arguments = (*kernel_number(dtype, op), ctypes.c_void_p(copy.ctypes.data), blocks)
-        self._enqueue(stream, lambda: (copy, self._library.launch(*arguments, self.threads)))
+
+        def run() -> None:
+            with self._room:
+                self._room.wait_for(lambda: self._fits(size))
+                self._running.append(size)
+            self._library.launch(*arguments, self.threads)
+            with self._room:
+                self._running.remove(size)
+                self._room.notify_all()
+
+        self._enqueue(stream, lambda: (copy, run()))
+
+    def _fits(self, size: tuple[int, int]) -> bool:
+        blocks, resident = zip(size, *self._running, strict=True)
+        return sum(blocks) <= min(resident)
 
     def load_check(self) -> None:
         pass
@@ -206,7 +245,8 @@ class HostDevice:
         self._enqueue(stream, lambda: None).result()
 
     def _enqueue(self, stream: int, what: Callable[[], Any]) -> Future[Any]:
-        queue = self._streams.setdefault(stream, ThreadPoolExecutor(1))
+        with self._lock:
+            queue = self._queues.setdefault(0 if self.one_queue else stream, ThreadPoolExecutor(1))
         return queue.submit(what)
 
     # ---- streams and events ------------------------------------------------------------------
@@ -214,8 +254,8 @@ class HostDevice:
         return 1000 + next(self._numbers)
 
     def free_stream(self, stream: int) -> None:
-        if stream in self._streams:
-            self._streams.pop(stream).shutdown()
+        if stream in self._queues:
+            self._queues.pop(stream).shutdown()
 
     def capturing(self, stream: int) -> int:
         return self.captured.get(stream, 0)

@@ -316,7 +316,7 @@ def test_auto_takes_what_the_gpu_has_room_for(monkeypatch: pytest.MonkeyPatch) -
     """The fastest on a DGX-1, with a GPU a rank, takes 255 blocks."""
     plan = collectives.plan_allreduce(load("dgx1-v100"), 1_000_000)
     assert (plan.algorithm, len(plan.tracks)) == ("packed_trees", 255)
-    with gpus(monkeypatch, lambda index: HostDevice(capacity=64)):
+    with gpus(monkeypatch, lambda index: HostDevice(33)):
         found = collectives.spawn(
             what_is_taken, 8, "dgx1-v100", device="cuda:0", virtual=True, timeout=60
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_ranks import MODES, Machine, failure, gpus, tensor
+from gpu_ranks import MODES, Machine, failure, gpus, plain, tensor
 from host_gpu import CURRENT, HostDevice, HostTensor, needs_compiler
 
 from linkweave import collectives
@@ -35,8 +35,8 @@ class Faulty(HostDevice):
 
     fault = ""
 
-    def __init__(self, index: int, capacity: int = 32) -> None:
-        super().__init__(capacity, index=index, bus_id=f"0000:0{index}:00.0")
+    def __init__(self, index: int) -> None:
+        super().__init__(17, index=index, bus_id=f"0000:0{index}:00.0")
 
     def _maybe(self, name: str) -> None:
         if self.index == 1 and self.fault == name:
@@ -253,7 +253,7 @@ def test_closing_waits_for_those_that_use_our_memory_and_aborts_nobody(machine: 
 
 
 def unequal(index: int) -> HostDevice:
-    return HostDevice(capacity=(64, 3, 64)[index], index=index, bus_id=f"0000:0{index}:00.0")
+    return plain(index, (33, 2, 33)[index])
 
 
 def what_is_taken(rank: int) -> set[str]:

@@ -41,7 +41,7 @@ class HostArrays:
 @needs_compiler
 @pytest.mark.parametrize("only", ["threads, threads", "processes, threads"])
 def test_the_rows_of_the_public_face(only: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with gpus(monkeypatch, lambda index: HostDevice(capacity=128, index=index)):
+    with gpus(monkeypatch, lambda index: HostDevice(65, index=index)):
         (row,) = run(Suite(None, libraries=[HostArrays()]), 100, only, None)
     assert row["state"] == "ok", row
     able = len(candidates(load("mesh-2")))
@@ -62,7 +62,7 @@ class Few(Suite):
 
 @needs_compiler
 def test_plans_with_more_blocks_than_a_gpu_holds_are_skipped() -> None:
-    (row,) = run(Few(HostDevice(132), 1 << 16, 1, ()), 100, "correct algorithms", None)
+    (row,) = run(Few(HostDevice(67), 1 << 16, 1, ()), 100, "correct algorithms", None)
     assert row["state"] == "ok", row
     assert any("packed_trees needs 255 thread blocks" in text for text in row["skipped"])
 
