@@ -109,7 +109,8 @@ class HostDevice:
     A stream is a thread that does one thing after another, as a GPU's streams do; with `one_queue`
     all streams share one, in which CUDA may put them as well. A launch starts when all of its
     blocks fit beside those that run, whatever their distribution over the multiprocessors, of which
-    each has the registers of an H100's.
+    each has the registers of an H100's. After `die` every call raises and nothing more is done,
+    though a launch that is running goes on.
     """
 
     one_queue = False
@@ -122,6 +123,7 @@ class HostDevice:
         self.index, self.bus_id = index, bus_id
         self._running: list[tuple[int, int]] = []  # of each launch: its blocks, and `resident`
         self._room = threading.Condition()
+        self.error = ""  # after which the context is unusable
         self.memory: dict[int, Any] = {}  # what has been allocated and not freed
         self.opened: dict[int, mmap.mmap] = {}
         self.registered: dict[int, int] = {}
@@ -135,10 +137,21 @@ class HostDevice:
         self._numbers = itertools.count(1)
         self._library = ctypes.CDLL(str(build(everything=True, what="library")))
 
+    def die(self, error: str = "cudaErrorIllegalAddress: an illegal memory access") -> None:
+        with self._room:
+            self.error = error
+            self._room.notify_all()
+
+    def alive(self) -> None:
+        if self.error:
+            raise RuntimeError(self.error)
+
     def here(self) -> AbstractContextManager[None]:
+        self.alive()
         return nullcontext()
 
     def finish(self) -> None:
+        self.alive()
         for stream in list(self._queues):
             self.synchronise(stream)
 
@@ -146,6 +159,7 @@ class HostDevice:
         CURRENT.index = self.index
 
     def allocate(self, nbytes: int) -> int:
+        self.alive()
         fd = os.memfd_create("host-gpu")
         os.ftruncate(fd, max(nbytes, 1))
         memory = mmap.mmap(fd, max(nbytes, 1))
@@ -154,6 +168,7 @@ class HostDevice:
         return address
 
     def free(self, address: int) -> None:
+        self.alive()
         del self.memory[address]
         if address in self._files:
             os.close(self._files.pop(address))
@@ -164,6 +179,7 @@ class HostDevice:
         return HostTensor(np.frombuffer(memory, np.uint8, nbytes), self.index)
 
     def upload(self, array: np.ndarray) -> int:
+        self.alive()
         raw = np.zeros(array.nbytes + 128, np.uint8)
         address = -(-raw.ctypes.data // 128) * 128
         self.memory[address] = raw
@@ -197,6 +213,10 @@ class HostDevice:
         return np.zeros(words, np.uint32)
 
     def resident(self, dtype: str, op: str) -> int:
+        self.alive()
+        return self._holds(dtype, op)
+
+    def _holds(self, dtype: str, op: str) -> int:
         each = -(-self.registers(dtype, op) * 32 // 256) * 256  # of a warp; given out 256 at once
         warps = 4 * (16384 // each)  # in four partitions
         return min(warps * 32, 2048) // PLAN_THREADS * (self.multiprocessors - 1)
@@ -207,7 +227,7 @@ class HostDevice:
         return compiled_registers()[f"sm_90 {name} {('sum', 'min', 'max', 'prod')[functor]}"]
 
     def launch(self, dtype: str, op: str, launch: np.ndarray, blocks: int, stream: int) -> None:
-        size = blocks, self.resident(dtype, op)
+        size = blocks, self._holds(dtype, op)
         assert blocks <= size[1], "cudaErrorCooperativeLaunchTooLarge"
         self.launches.append((stream, blocks))
         self.done.append(("launch", 0, stream))
@@ -216,7 +236,9 @@ class HostDevice:
 
         def run() -> None:
             with self._room:
-                self._room.wait_for(lambda: self._fits(size))
+                self._room.wait_for(lambda: self.error or self._fits(size))
+                if self.error:
+                    return
                 self._running.append(size)
             self._library.launch(*arguments, self.threads)
             with self._room:
@@ -243,42 +265,51 @@ class HostDevice:
 
     def synchronise(self, stream: int) -> None:
         self._enqueue(stream, lambda: None).result()
+        self.alive()
 
-    def _enqueue(self, stream: int, what: Callable[[], Any]) -> Future[Any]:
+    def _enqueue(self, stream: int, what: Callable[[], Any], always: bool = False) -> Future[Any]:
+        """`always`: also if the context dies before its turn comes."""
+        self.alive()
         with self._lock:
             queue = self._queues.setdefault(0 if self.one_queue else stream, ThreadPoolExecutor(1))
-        return queue.submit(what)
+        return queue.submit(lambda: what() if always or not self.error else None)
 
     # ---- streams and events ------------------------------------------------------------------
     def make_stream(self) -> int:
+        self.alive()
         return 1000 + next(self._numbers)
 
     def free_stream(self, stream: int) -> None:
+        self.alive()
         if stream in self._queues:
             self._queues.pop(stream).shutdown()
 
     def capturing(self, stream: int) -> int:
+        self.alive()
         return self.captured.get(stream, 0)
 
     def make_event(self) -> int:
+        self.alive()
         event = next(self._numbers)
         self._events[event] = threading.Event()
         self._events[event].set()
         return event
 
     def free_event(self, event: int) -> None:
+        self.alive()
         del self._events[event]
 
     def record(self, event: int, stream: int) -> None:
         self.done.append(("record", event, stream))
         self._events[event] = now = threading.Event()
-        self._enqueue(stream, now.set)
+        self._enqueue(stream, now.set, always=True)
 
     def wait(self, event: int, stream: int) -> None:
         self.done.append(("wait", event, stream))
         self._enqueue(stream, self._events[event].wait)
 
     def ready(self, event: int) -> bool:
+        self.alive()
         return self._events[event].is_set()
 
     # ---- peers -------------------------------------------------------------------------------
@@ -289,9 +320,11 @@ class HostDevice:
         return True
 
     def ipc_handle(self, address: int) -> bytes:
+        self.alive()
         return f"{os.getpid()} {self._files[address]}".encode().ljust(64, b"\0")
 
     def ipc_open(self, handle: bytes) -> int:
+        self.alive()
         pid, number = handle.rstrip(b"\0").split()
         assert int(pid) != os.getpid(), "CUDA opens no handle in the process that made it"
         fd = os.open(f"/proc/{int(pid)}/fd/{int(number)}", os.O_RDWR)
@@ -302,13 +335,16 @@ class HostDevice:
         return address
 
     def ipc_close(self, address: int) -> None:
+        self.alive()
         del self.opened[address]
 
     def register(self, address: int, nbytes: int) -> None:
+        self.alive()
         assert address % 4096 == 0
         self.registered[address] = nbytes
 
     def unregister(self, address: int) -> None:
+        self.alive()
         del self.registered[address]
 
 

@@ -152,6 +152,8 @@ class Team:
                 try:
                     now.counted = self._launch_together(now.came)
                     self._end(now)
+                except RuntimeError as error:
+                    self._end(now, self._named(error))
                 except Exception as error:
                     self._end(now, error)
             try:
@@ -166,6 +168,17 @@ class Team:
         if now.error is not None:
             raise _copy_of(now.error) from now.error
         return now.counted
+
+    def _named(self, error: RuntimeError) -> CollectiveError:
+        """An error from CUDA, with the GPUs that can no longer be used."""
+        dead = []
+        for index, (device, _) in self.gpu.shares.items():
+            try:
+                device.ready(self._events[index])
+            except RuntimeError:
+                dead.append(index)
+        names = ", ".join(f"GPU {index}" for index in dead or self.gpu.shares)
+        return CollectiveError(f"{names}: {error}")
 
     def _end(self, now: _Rendezvous, error: BaseException | None = None) -> None:
         now.over, now.error, self._rendezvous = True, error, _Rendezvous()
@@ -245,7 +258,11 @@ class Team:
         """
         with self._changed:
             if key not in self._children:
-                self._children[key] = Team(self.gpu.like([self.gpu.devices[r] for r in ranks]))
+                try:
+                    gpus = self.gpu.like([self.gpu.devices[r] for r in ranks])
+                    self._children[key] = Team(gpus)
+                except RuntimeError as error:
+                    raise self._named(error) from error
             return self._children[key]
 
     def leave(self) -> None:
