@@ -22,6 +22,10 @@ MODES = {
     "a thread a GPU": {"device": "cuda", "virtual": True},
 }
 
+queues = pytest.mark.parametrize(
+    "machine", [False, True], ids=["apart", "one queue"], indirect=True
+)
+"""Runs a test with streams that run side by side, and with all streams of a GPU in one queue."""
 
 _KEPT: list[HostTensor] = []
 
