@@ -6,8 +6,10 @@
 // change over at barriers and where they wait, which costs no system's scheduler and no time on a
 // busy machine.
 //
-// Lines are acquired and released here, though the GPU's are relaxed: their order comes from the
-// data they carry, which the sanitizer does not model.
+// Lines are relaxed, as on the GPU, where they are still ordered behind all that their block has
+// released, and by dependencies: a line depends on the loads before it, and stores behind it depend
+// on the line. The thread sanitizer is told of what was released (`Messenger`), but it does not
+// model dependencies, so the driver checks launches in two ways (`ordered_lines`).
 #pragma once
 #define HOST_SHIM
 #include <cstdint>
@@ -23,6 +25,9 @@
 #include <barrier>
 #include <mutex>
 #include <thread>
+#ifdef __SANITIZE_THREAD__
+#include <sanitizer/tsan_interface.h>
+#endif
 #else
 #include <ucontext.h>
 #endif
@@ -49,6 +54,7 @@ struct Block {
     explicit Block(unsigned threads) : votes(threads) {}
 #endif
 };
+inline bool ordered_lines = false;  // lines are acquired and released
 inline bool partial_vote = false;  // some lanes of a warp voted without the others
 inline thread_local Index thread_index, block_index, block_size, grid_size;
 inline thread_local Block* block;
@@ -63,6 +69,39 @@ template <class T> T& shared() {
     return *reinterpret_cast<T*>((at + 63) & ~uintptr_t(63));
 }
 
+#ifdef __SANITIZE_THREAD__
+// What a thread's lines pass on: what its block has released and what it has read from lines, but
+// nothing else that the thread has done since it began.
+class Messenger {
+    void* const fiber = __tsan_create_fiber(0);
+public:
+    ~Messenger() { __tsan_destroy_fiber(fiber); }
+    template <class F> void run(F what) {
+        void* const thread = __tsan_get_current_fiber();
+        __tsan_switch_to_fiber(fiber, __tsan_switch_to_fiber_no_sync);
+        what();
+        __tsan_switch_to_fiber(thread, __tsan_switch_to_fiber_no_sync);
+    }
+};
+inline thread_local Messenger messenger;
+inline void begin_thread() { messenger.run([] {}); }
+inline void released() {
+    if (block) __tsan_release(block);  // the driver's own threads have none
+}
+inline void write_line(void* line) {
+    messenger.run([=] { __tsan_acquire(block), __tsan_release(line); });
+}
+inline void read_line(void* line) {
+    __tsan_acquire(line);
+    messenger.run([=] { __tsan_acquire(line); });
+}
+#else
+inline void begin_thread() {}
+inline void released() {}
+inline void write_line(void*) {}
+inline void read_line(void*) {}
+#endif
+
 #ifdef OS_THREADS
 inline void barrier() { block->barrier.arrive_and_wait(); }
 inline void pause() { sched_yield(); }
@@ -75,6 +114,7 @@ template <class F> void run(std::vector<Block*>& all, unsigned threads, F kernel
             running.emplace_back([=, mine = all[b]] {
                 block = mine;
                 thread_index = {t}, block_index = {b}, block_size = {threads}, grid_size = {blocks};
+                begin_thread();
                 kernel();
             });
     for (auto& thread : running) thread.join();
@@ -178,13 +218,21 @@ extern "C" bool voted_in_part() { return shim::partial_vote; }
 
 inline void __syncthreads() { ::shim::barrier(); }
 inline uint32_t ld_acquire_sys(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
-inline void st_release_sys(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline void st_release_sys(uint32_t* p, uint32_t v) {
+    ::shim::released();
+    __atomic_store_n(p, v, __ATOMIC_RELEASE);
+}
 inline void st_relaxed_sys(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 inline unsigned long long ld_line(const unsigned long long* p) {
-    return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+    if (::shim::ordered_lines) return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+    const unsigned long long line = __atomic_load_n(p, __ATOMIC_RELAXED);
+    ::shim::read_line(const_cast<unsigned long long*>(p));
+    return line;
 }
 inline void st_line(unsigned long long* p, unsigned long long v) {
-    __atomic_store_n(p, v, __ATOMIC_RELEASE);
+    if (::shim::ordered_lines) return __atomic_store_n(p, v, __ATOMIC_RELEASE);
+    ::shim::write_line(p);
+    __atomic_store_n(p, v, __ATOMIC_RELAXED);
 }
 inline unsigned long long clock_ns() {
     timespec now;
