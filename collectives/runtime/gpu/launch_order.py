@@ -10,13 +10,12 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from linkweave.collectives.runtime.gpu.device import Device
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """A launch of `blocks` thread blocks on `stream`; the GPU holds `resident` of its kernel.
 
     `event` is recorded behind it. Each communicator has one event for each GPU.
@@ -57,12 +56,10 @@ class LaunchOrder:
             for launch in launches:
                 launch.device.record(launch.event, launch.stream)
                 running = self._running[launch.device]
-                # an earlier launch of this communicator, with more blocks, may still be running
-                before = running.get(launch.event, launch)
-                running[launch.event] = replace(
-                    launch, blocks=max(before.blocks, launch.blocks),
-                    resident=min(before.resident, launch.resident),
-                )  # fmt: skip
+                before = running.get(launch.event, launch)  # may still be running
+                most = max(before.blocks, launch.blocks)
+                least = min(before.resident, launch.resident)
+                running[launch.event] = launch._replace(blocks=most, resident=least)
 
     def _wait_for_others(self, launch: Launch) -> None:
         if self._fits(launch):
@@ -77,9 +74,11 @@ class LaunchOrder:
     def _fits(self, launch: Launch) -> bool:
         """Whether it fits beside the launches of other communicators that may be running."""
         running = self._running[launch.device]
-        together = [launch, *(x for event, x in running.items() if event != launch.event)]
-        needed = sum(x.blocks for x in together)
-        return len(together) == 1 or needed <= min(x.resident for x in together)
+        others = [other for event, other in running.items() if event != launch.event]
+        if not others:
+            return True
+        blocks = launch.blocks + sum(other.blocks for other in others)
+        return blocks <= min(launch.resident, *(other.resident for other in others))
 
     def forget(self, device: Device, event: int) -> None:
         """Called before a communicator's event is freed, when its launches have finished."""
