@@ -142,16 +142,19 @@ class HostDevice:
             self.error = error
             self._room.notify_all()
 
-    def alive(self) -> None:
+    def alive(self, capturing: bool = True) -> None:
+        """Raise if the context has died, or during a capture unless that is allowed."""
         if self.error:
             raise RuntimeError(self.error)
+        if self.captured and not capturing:
+            raise RuntimeError("cudaErrorStreamCaptureUnsupported")
 
     def here(self) -> AbstractContextManager[None]:
         self.alive()
         return nullcontext()
 
     def finish(self) -> None:
-        self.alive()
+        self.alive(capturing=False)
         for stream in list(self._queues):
             self.synchronise(stream)
 
@@ -159,7 +162,7 @@ class HostDevice:
         CURRENT.index = self.index
 
     def allocate(self, nbytes: int) -> int:
-        self.alive()
+        self.alive(capturing=False)
         fd = os.memfd_create("host-gpu")
         os.ftruncate(fd, max(nbytes, 1))
         memory = mmap.mmap(fd, max(nbytes, 1))
@@ -168,7 +171,7 @@ class HostDevice:
         return address
 
     def free(self, address: int) -> None:
-        self.alive()
+        self.alive(capturing=False)
         del self.memory[address]
         if address in self._files:
             os.close(self._files.pop(address))
@@ -179,7 +182,7 @@ class HostDevice:
         return HostTensor(np.frombuffer(memory, np.uint8, nbytes), self.index)
 
     def upload(self, array: np.ndarray) -> int:
-        self.alive()
+        self.alive(capturing=False)
         raw = np.zeros(array.nbytes + 128, np.uint8)
         address = -(-raw.ctypes.data // 128) * 128
         self.memory[address] = raw
@@ -309,7 +312,7 @@ class HostDevice:
         self._enqueue(stream, self._events[event].wait)
 
     def ready(self, event: int) -> bool:
-        self.alive()
+        self.alive(capturing=False)
         return self._events[event].is_set()
 
     # ---- peers -------------------------------------------------------------------------------

@@ -302,6 +302,7 @@ def captured_by_threads(rank: int, machine: Machine, shared: bool) -> str:
     comm, device = get_default(), machine.ours()[0]
     comm.allreduce(x := tensor([1.0] * 4))
     comm.synchronize()
+    comm.barrier()
     stream = 9 if shared else 9 + rank
     device.captured[stream] = 5
     comm.barrier()
