@@ -117,15 +117,12 @@ def _simulate(
     plan: Plan, topology: Topology, nbytes: int, alpha_s: float | None, compiled: bool
 ) -> Timeline:
     layout = _layout(plan.with_chunks(plan.stride), topology)
-    signals = layout.signals * plan.groups + plan.slots
-    given = np.zeros(len(signals), np.int64)
-    given[::2] = layout.free
     sends = layout.sends * plan.groups
     alpha = layout.alpha if alpha_s is None else np.full_like(layout.alpha, alpha_s)
     first, busy = np.zeros(plan.size), np.zeros(len(layout.links))
     rows = (np.zeros(sends, np.int32), np.zeros(sends, np.int32), *np.zeros((3, sends)))
     arrays = (
-        plan.chunk_sizes(nbytes), _starts(signals), np.zeros(signals.sum()), given,
+        plan.chunk_sizes(nbytes), layout.ready.copy(),
         _starts(layout.stored), np.zeros(layout.stored.sum(), np.int64), *layout.wires, alpha,
         np.zeros(layout.strands), busy, first, *rows,
     )  # fmt: skip
@@ -156,10 +153,8 @@ class _Layout:
     ranks: NDArray[Any]
     steps: int
     sends: int
-    signals: NDArray[Any]
-    """The signals of one group for each of a connection's two counters."""
-    free: NDArray[Any]
-    """For each connection, the slots that are free at the start."""
+    ready: NDArray[Any]
+    """For each connection, the slots that are free and filled at the start."""
     stored: NDArray[Any]
     """For each track, the largest number of links into common memory of one send."""
     links: tuple[tuple[Vertex, Vertex], ...]
@@ -203,23 +198,19 @@ def _layout(plan: Plan, topology: Topology) -> _Layout:
         stores.append(stored)
         per_byte.append(slowest)
         alpha.append(latency)
-    signals = np.zeros(2 * len(plan.connections), np.int64)
     steps, sends, most_stored = 0, 0, []
     for track in plan.tracks:
         widest = 0
         for step in (step for body in track.phases for step in body):
             steps += 1
-            i = step.connections[0]
-            if step.op is Op.SIGNAL:
-                signals[2 * i + plan.sends_on(track, i)] += 1
-            elif step.op is Op.SEND:
+            if step.op is Op.SEND:
                 sends += len(step.connections)
                 widest = max(widest, sum(stores[i] for i in step.connections))
         most_stored.append(widest)
     return _Layout(
         plan.encode().astype(np.int64),
-        np.array([s.rank for s in plan.tracks], np.int64), steps, sends, signals,
-        np.array([0 if c.local else plan.slots for c in plan.connections], np.int64),
+        np.array([s.rank for s in plan.tracks], np.int64), steps, sends,
+        np.array([(0 if c.local else plan.slots, 0) for c in plan.connections], np.int64).ravel(),
         np.array(most_stored, np.int64), tuple(number), len(strand_number),
         (
             _starts(np.array(count)), np.array(strand, np.int64), np.array(link, np.int64),
