@@ -22,7 +22,7 @@ from functools import lru_cache
 
 from linkweave.collectives.planning.layout import ALIGN
 from linkweave.collectives.planning.plan import Op, Plan
-from linkweave.collectives.planning.simulate import simulate
+from linkweave.collectives.planning.simulate import group_sends, simulate
 from linkweave.topology import Topology, Vertex
 
 MEMORY_CHUNK = 64 << 10
@@ -95,12 +95,7 @@ def simulated_seconds(template: Plan, topology: Topology, nbytes: int, num_chunk
     """
     stride = template.stride
     groups = -(-num_chunks // stride)
-    sends = sum(
-        len(step.connections)
-        for track in template.tracks for body in track.phases for step in body
-        if step.op is Op.SEND
-    )  # fmt: skip
-    more = max(6, min(_GROUPS, _SENDS // max(1, sends)))
+    more = max(6, min(_GROUPS, _SENDS // max(1, group_sends(template, topology))))
     few = more // 3
     if groups <= more * 2:
         return simulate(template.with_chunks(num_chunks), topology, nbytes).seconds

@@ -108,6 +108,11 @@ def simulate(plan: Plan, topology: Topology, nbytes: int, alpha_s: float | None 
     return _simulate(plan, topology, nbytes, alpha_s, _compiled(layout.steps * plan.groups))
 
 
+def group_sends(plan: Plan, topology: Topology) -> int:
+    """Return the number of sends of one group, counted for each connection."""
+    return _layout(plan.with_chunks(plan.stride), topology).sends
+
+
 def _compiled(steps: int) -> bool:
     """Return whether to run compiled code: for long plans, and always once Numba is loaded."""
     return steps > _SHORT or "numba" in sys.modules

@@ -89,28 +89,28 @@ def play(
                     then = max(then, strand_free[strand[k]])
                 then = then if then > now else -1.0
             row = 2 + s * (phases + 1)
+            p, g, at = phase[s], group[s], pc[s]
             while then < 0:
-                if phase[s] == phases:
+                if p == phases:
                     left -= 1
                     break
-                start, stop = code[row + phase[s]], code[row + phase[s] + 1]
-                if start == stop or group[s] == groups:
-                    phase[s], group[s] = phase[s] + 1, 0
+                start, stop = code[row + p], code[row + p + 1]
+                if start == stop or g == groups:
+                    p, g = p + 1, 0
                     continue
-                at = pc[s] if pc[s] >= 0 else start
+                at = at if at >= 0 else start
                 if at == stop:
-                    group[s], pc[s] = group[s] + 1, -1
+                    g, at = g + 1, -1
                     continue
                 op, n = code[at], code[at + 4]
-                chunk = group[s] * stride + code[at + 1]
+                chunk = g * stride + code[at + 1]
                 if chunk >= num_chunks:
-                    pc[s] = at + 5 + n
+                    at += 5 + n
                     continue
                 if op == WAIT:
                     q = 2 * code[at + 5] + (1 - code[at + 2])
                     if ready[q] == 0:
                         parked[q] = s
-                        pc[s] = at
                         break
                     ready[q] -= 1
                 elif op == SIGNAL:
@@ -165,12 +165,13 @@ def play(
                         written += 1
                     going[s] = again >= 0
                     then = again if going[s] else done[s]
-                    pc[s] = at if going[s] else at + 5 + n
                     blocked[s] = code[at + 5] if going[s] and n == 1 else -1
-                    break
+                    if going[s]:
+                        break
                 elif chunk == 0:
                     first[ranks[s]] = now
-                pc[s] = at + 5 + n
+                at += 5 + n
+            phase[s], group[s], pc[s] = p, g, at
             if then == now:
                 if head < 0:
                     head = s
