@@ -22,9 +22,9 @@ def _filled(count, value):
 
 
 def play(
-    code, ranks, num_chunks, stride, sizes, ready, stored_at, stored,
-    strand_at, strand, link, stores, strand_per_byte, per_byte, alpha, strand_free, busy, first,
-    sent_connection, sent_chunk, sent_start, sent_free, sent_end,
+    code, ranks, num_chunks, stride, limit, sizes, ready, stored_at, stored,
+    strand_at, strand, link, stores, strand_per_byte, per_byte, alpha, strand_free, work, busy,
+    first, sent_connection, sent_chunk, sent_start, sent_free, sent_end,
 ):  # fmt: skip
     """Carry out every track of `code`; returns (end in s, rows of `sent_*`, whether it hangs).
 
@@ -38,6 +38,8 @@ def play(
     when each is free. `per_byte` and `alpha` [connections] are how long a send occupies its track.
     If a send has begun on only some of its connections, the links into memory that it already uses
     are in `stored` from `stored_at[track]` on.
+    `work` [strands] is for how long each is yet to be used, at least; once that puts the end behind
+    `limit`, the simulation stops, with a time between them.
     `first` [ranks] receives the time at which chunk 0 was last written; the `sent_*` arrays receive
     a row for each send and connection.
     """
@@ -155,8 +157,12 @@ def play(
                                     stored[stored_at[s] + stored_n[s]] = link[k]
                                     stored_n[s] += 1
                             if fresh:
-                                strand_free[strand[k]] = begin + size * strand_per_byte[k]
-                                busy[link[k]] += size * strand_per_byte[k]
+                                x, seconds = strand[k], size * strand_per_byte[k]
+                                if begin + work[x] > limit:
+                                    return begin + work[x], written, False
+                                work[x] -= seconds
+                                strand_free[x] = begin + seconds
+                                busy[link[k]] += seconds
                         free = begin + size * per_byte[i]
                         sent_connection[written], sent_chunk[written] = i, chunk
                         sent_start[written], sent_free[written] = begin, free
