@@ -18,18 +18,18 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed
 	$(VENV)/bin/linkweave demo
 
-# what compiles and runs the CUDA sources, with no ranks in processes
-SOURCES := $(addprefix tests/cpu/test_, gpu_kernels.py kernel_compile.py plan_kernel.py)
+# compile and run kernels, with no ranks in processes
+KERNELS := $(addprefix tests/cpu/test_, combine.py gpu_kernels.py kernel_compile.py plan_kernel.py)
 
 # two processes side by side, their output as it comes; fails if either fails
 test: lint
 	@$(MAKE) --no-print-directory --jobs=2 test-ranks test-plans
 
 test-ranks: $(VENV)/installed
-	$(PY) -m pytest -m "not slow" -o cache_dir=.pytest_cache/ranks tests/cpu $(addprefix --ignore=, $(SOURCES))
+	$(PY) -m pytest -m "not slow" -o cache_dir=.pytest_cache/ranks tests/cpu $(addprefix --ignore=, $(KERNELS))
 
 test-plans: $(VENV)/installed
-	$(PY) -m pytest -m "not slow" -o cache_dir=.pytest_cache/plans tests/null $(SOURCES)
+	$(PY) -m pytest -m "not slow" -o cache_dir=.pytest_cache/plans tests/null $(KERNELS)
 
 test-all: lint
 	$(PY) -m pytest

@@ -19,7 +19,7 @@ from linkweave.bench.timing import ping, rounds_of
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.launch.default import get_default
 from linkweave.kernels.atomics import copy_bytes
-from linkweave.topology import Device
+from linkweave.topology import GpuId
 from linkweave.topology.measured import LinkFigures, PairFigure
 
 NBYTES = 16 << 20  # of a copy between CPU ranks, more than a core's own caches hold
@@ -138,7 +138,7 @@ def measure_gpu(rounds: int) -> LinkFigures:
     for i in range(gpus()):
         properties = torch.cuda.get_device_properties(i)  # in torch's order, which is CUDA's
         sm = 10 * properties.major + properties.minor
-        devices.append(Device(i, uuid=f"GPU-{properties.uuid}", model=properties.name, sm=sm))
+        devices.append(GpuId(i, uuid=f"GPU-{properties.uuid}", model=properties.name, sm=sm))
     figures = []
     every = list(pairs(len(devices)))
     for i in rounds_of(len(every), True):

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from linkweave.collectives import Explanation
 from linkweave.topology import Topology, bound
-from linkweave.topology.bounds import COLLECTIVES
+from linkweave.topology.bounds import BOUNDED
 from linkweave.topology.compare import compare, in_words
 from linkweave.topology.errors import TopologyError
 from linkweave.topology.text import link_table
@@ -26,7 +26,7 @@ def report(machine: Topology) -> str:
 def bounds(machine: Topology) -> list[str]:
     """The bound of each collective, or why there is none."""
     try:
-        return [str(bound(machine, collective)) for collective in COLLECTIVES]
+        return [str(bound(machine, collective)) for collective in BOUNDED]
     except TopologyError as error:
         return [f"no bound: {error}"]
 

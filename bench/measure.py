@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -199,13 +201,15 @@ def _sparse(name: str, out: Path | None, as_json: bool, *arguments: Any) -> None
 
 def _shown(module: Any, measure: Callable[[], list[Any]], out: Path | None, as_json: bool) -> None:
     """Print the rows, between the module's HEADER and LEGEND or as JSON; write them to `out`."""
+    from linkweave.bench.timing import machine
+
     if out:
         out.touch()
     rows = measure()
-    print(module.as_json(rows) if as_json else
-          "\n".join([module.HEADER, *map(str, rows), module.LEGEND]))  # fmt: skip
+    text = json.dumps({"machine": machine(), "rows": [asdict(row) for row in rows]}, indent=1)
+    print(text if as_json else "\n".join([module.HEADER, *map(str, rows), module.LEGEND]))
     if out:
-        out.write_text(module.as_json(rows) + "\n")
+        out.write_text(text + "\n")
 
 
 def _told(

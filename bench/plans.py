@@ -37,7 +37,7 @@ from linkweave.collectives.planning.explain import size_text
 from linkweave.collectives.planning.planner import candidates, choose, predict
 from linkweave.collectives.planning.simulate import Timeline
 from linkweave.topology import Topology, bound
-from linkweave.topology.bounds import COLLECTIVES as BOUNDED
+from linkweave.topology.bounds import BOUNDED
 from linkweave.topology.loading import read
 from linkweave.topology.parts import parts_of
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
 from linkweave import collectives
-from linkweave.bench.timing import machine, rounds_of, schedule
+from linkweave.bench.timing import rounds_of, schedule
 from linkweave.collectives import CollectiveError, get_default
 
 DEQUEUES = 200  # of a finished layer, timed together
@@ -46,10 +45,6 @@ class Row:
             f"{self.first_ms:9.2f}{self.median_ms:10.2f}{self.last_ms:8.2f}{self.all_ms:8.2f}"
             f"{self.plain_ms:9.2f}{self.dequeue_us:8.2f}"
         )
-
-
-def as_json(rows: list[Row]) -> str:
-    return json.dumps({"machine": machine(), "rows": [asdict(row) for row in rows]}, indent=1)
 
 
 def _rank(

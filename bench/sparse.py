@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from linkweave import collectives, kernels
 from linkweave.bench.options import missing
-from linkweave.bench.timing import machine, rounds_of, schedule
+from linkweave.bench.timing import rounds_of, schedule
 from linkweave.collectives import CollectiveError, get_default
 
 HEADER = (
@@ -46,10 +45,6 @@ class Row:
             f"{self.what:12}{self.elements:11}{self.k:9}{self.threads:9}  "
             f"{self.implementation:24}{self.ms:9.2f}{self.times_ours:8.1f}{floor}"
         )
-
-
-def as_json(rows: list[Row]) -> str:
-    return json.dumps({"machine": machine(), "rows": [asdict(row) for row in rows]}, indent=1)
 
 
 def medians(

@@ -1,24 +1,37 @@
-"""NVTX ranges for the public kernels."""
+"""NVTX ranges, which profilers show."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, wraps
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def annotate(name: str) -> AbstractContextManager[object]:
+    """An NVTX range of the domain linkweave; no range if nvtx is not installed."""
+    nvtx = _nvtx()
+    return nvtx.annotate(name, domain="linkweave") if nvtx else nullcontext()
+
+
 def ranged(function: F) -> F:
-    """Wrap a function in an NVTX range `kernels/NAME` of the domain linkweave, if nvtx exists."""
-    try:
-        import nvtx
-    except ImportError:
-        return function
+    """Wrap a function in an NVTX range `kernels/NAME`."""
 
     @wraps(function)
     def inside(*arguments: Any, **named: Any) -> Any:
-        with nvtx.annotate(f"kernels/{function.__name__}", domain="linkweave"):
+        with annotate(f"kernels/{function.__name__}"):
             return function(*arguments, **named)
 
     return inside  # type: ignore[return-value]
+
+
+@cache
+def _nvtx() -> Any:
+    """The nvtx module; None if it is not installed."""
+    try:
+        import nvtx
+    except ImportError:
+        return None
+    return nvtx

@@ -5,7 +5,7 @@ from linkweave.topology.clusters import cluster
 from linkweave.topology.compare import compare
 from linkweave.topology.draw import draw
 from linkweave.topology.errors import CollectiveError, TopologyError
-from linkweave.topology.link import Device, Link
+from linkweave.topology.link import GpuId, Link
 from linkweave.topology.loading import load
 from linkweave.topology.machines import NAMES
 from linkweave.topology.nccl_write import to_nccl_xml
@@ -16,7 +16,7 @@ __all__ = [
     "NAMES",
     "Bound",
     "CollectiveError",
-    "Device",
+    "GpuId",
     "Link",
     "Topology",
     "TopologyError",

@@ -8,7 +8,7 @@ from itertools import combinations
 
 from linkweave.topology import speeds
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.link import Device, Link
+from linkweave.topology.link import GpuId, Link
 from linkweave.topology.machines import both, dgx1_p100, ordered
 from linkweave.topology.routes import Vertex, groups
 from linkweave.topology.topology import Topology
@@ -29,7 +29,7 @@ class Told:
     """
 
     name: str
-    devices: Sequence[Device]
+    devices: Sequence[GpuId]
     nics: Sequence[str] = ()
     nvlinks: Mapping[tuple[int, int], int] = field(default_factory=dict)
     level: Mapping[Pair, int] = field(default_factory=dict)
@@ -60,9 +60,7 @@ def _without_models(machine: Topology) -> Topology:
     nvlinks = [k for k in machine.links if k.kind == "nvlink"]
     pcie = f"PCIe ports as {speeds.PCIE / 1e9:g} GB/s (generation 3)"
     if not nvlinks:
-        return replace(machine, assumptions=(
-            *machine.assumptions, f"GPU model not told: {pcie}"
-        ))  # fmt: skip
+        return replace(machine, assumptions=(*machine.assumptions, f"GPU model not told: {pcie}"))
     p100 = dgx1_p100()
     slow = p100.fabric[0].bandwidth
     slower = tuple(replace(k, bandwidth=slow) if k.kind == "nvlink" else k for k in machine.links)

@@ -37,7 +37,7 @@ from linkweave.topology.text import gpu_list, number, vertex
 from linkweave.topology.topology import Topology
 
 _FEW = 64  # ranks whose ports are compared one by one
-COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast")
+BOUNDED = ("allreduce", "allgather", "reduce_scatter", "broadcast")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,8 @@ def bound(topology: Topology, collective: str = "allreduce", root: int | None = 
     `root` is the rank that a broadcast starts from; without one, the bound holds for every root.
     Raises TopologyError for an unknown collective, a wrong root, or GPUs that are not connected.
     """
-    if collective not in COLLECTIVES:
-        raise TopologyError(f"no bound for {collective!r}; choose from {', '.join(COLLECTIVES)}")
+    if collective not in BOUNDED:
+        raise TopologyError(f"no bound for {collective!r}; choose from {', '.join(BOUNDED)}")
     ranks = topology.gpus
     if root is not None and (
         collective != "broadcast" or isinstance(root, bool) or not 0 <= root < len(ranks)

@@ -10,7 +10,7 @@ from typing import Any
 from linkweave.topology import speeds
 from linkweave.topology.assemble import NODE, PHB, PIX, PXB, SYS, Told, assemble
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.link import Device
+from linkweave.topology.link import GpuId
 from linkweave.topology.machines import machine
 from linkweave.topology.routes import Vertex
 from linkweave.topology.topology import Topology
@@ -85,12 +85,12 @@ def bus_id(pci: Any) -> str:
     return f"{int(domain, 16):04x}:{rest}" if rest and rest.isprintable() else ""
 
 
-def _devices(nvml: Any) -> list[tuple[Any, Device]]:
+def _devices(nvml: Any) -> list[tuple[Any, GpuId]]:
     found = []
     for i in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(i)
         major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-        device = Device(
+        device = GpuId(
             i, bus_id(nvml.nvmlDeviceGetPciInfo(handle)), _text(nvml.nvmlDeviceGetUUID(handle)),
             _text(nvml.nvmlDeviceGetName(handle)), 10 * major + minor,
         )  # fmt: skip
@@ -99,8 +99,8 @@ def _devices(nvml: Any) -> list[tuple[Any, Device]]:
 
 
 def _visible(
-    found: list[tuple[Any, Device]], environ: Mapping[str, str]
-) -> tuple[list[tuple[Any, Device]], list[str]]:
+    found: list[tuple[Any, GpuId]], environ: Mapping[str, str]
+) -> tuple[list[tuple[Any, GpuId]], list[str]]:
     """The devices that CUDA shows, renumbered in its order, and notes about the others."""
     notes: list[str] = []
     listed = environ.get("CUDA_VISIBLE_DEVICES")
@@ -129,11 +129,11 @@ def _visible(
         if len(chosen) < len(found):
             notes.append(f"CUDA_VISIBLE_DEVICES={listed} shows {len(chosen)} of {len(found)} GPUs")
     return [
-        (h, Device(i, d.bus_id, d.uuid, d.model, d.sm)) for i, (h, d) in enumerate(chosen)
+        (h, GpuId(i, d.bus_id, d.uuid, d.model, d.sm)) for i, (h, d) in enumerate(chosen)
     ], notes
 
 
-def _machine(nvml: Any, shown: list[tuple[Any, Device]], notes: list[str]) -> Topology:
+def _machine(nvml: Any, shown: list[tuple[Any, GpuId]], notes: list[str]) -> Topology:
     nvlinks: dict[tuple[int, int], int] = {}
     ports: dict[int, int] = {}
     level: dict[tuple[Vertex, Vertex], int] = {}

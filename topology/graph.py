@@ -8,7 +8,7 @@ from functools import cached_property
 
 from linkweave.topology.checks import integer
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.link import Device, Link
+from linkweave.topology.link import GpuId, Link
 from linkweave.topology.routes import Vertex, between, connects, routes
 from linkweave.topology.timings import Timing
 
@@ -26,7 +26,7 @@ class Graph:
     gpus: tuple[int, ...]
     links: tuple[Link, ...]
     assumptions: tuple[str, ...] = ()
-    devices: tuple[Device, ...] = ()
+    devices: tuple[GpuId, ...] = ()
     forwarders: tuple[int, ...] = ()
     timings: tuple[Timing, ...] = ()
     """Measured times of all-reduces on this machine."""
@@ -130,11 +130,9 @@ class Graph:
         )
 
     def cell(self, src: int, dst: int) -> str:
-        """Describe the path between two GPUs as nvidia-smi does.
+        """Describe the path between two GPUs as nvidia-smi does, in the words of `text.matrix`.
 
-        NV2: two NVLinks. PIX: one PCIe switch. PXB: several. PHB: one CPU (nvidia-smi's NODE is
-        shown as PHB). SYS: several CPUs. NET: a network. MEM: shared memory. X: the GPU itself.
-        -: only through other GPUs.
+        nvidia-smi's NODE is shown as PHB.
         """
         if src == dst:
             return "X"

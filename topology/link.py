@@ -77,7 +77,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class GpuId:
     """Identifies a GPU, whose number depends on CUDA_VISIBLE_DEVICES.
 
     `bus_id` looks like "0000:06:00.0", in lower case. `sm` is the compute capability times ten (70

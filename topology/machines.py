@@ -1,10 +1,10 @@
-"""Named machines, one function each."""
+"""Named machines."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from linkweave.topology import speeds
 from linkweave.topology.errors import TopologyError
@@ -80,34 +80,20 @@ def dgx1_p100() -> Topology:
 SWITCH_PLANES = "the NVSwitch planes are drawn as one non-blocking switch"
 
 
-def _switched(name: str, n: int, ports: int, bandwidth: int = speeds.NVLINK) -> Topology:
+_SWITCHED = {
+    "dgx2": (16, 6, speeds.NVLINK),  # V100
+    "dgx-a100": (8, 12, speeds.NVLINK),
+    "dgx-h100": (8, 18, speeds.NVLINK),  # in-switch reduction is not modelled
+    "dgx-h200": (8, 18, speeds.NVLINK),
+    "dgx-b200": (8, 18, speeds.nvlink(100)),
+}
+"""GPUs; NVLinks of each GPU into NVSwitch; bytes/s of a link."""
+
+
+def _switched(name: str) -> Topology:
+    n, ports, bandwidth = _SWITCHED[name]
     pairs = (both(g, "nvswitch", bandwidth, ports) for g in range(n))
     return _machine(name, n, pairs, SWITCH_PLANES)
-
-
-def dgx2() -> Topology:
-    """16 V100, each with six NVLinks into NVSwitch."""
-    return _switched("dgx2", 16, 6)
-
-
-def dgx_a100() -> Topology:
-    """8 A100, each with twelve NVLinks into NVSwitch."""
-    return _switched("dgx-a100", 8, 12)
-
-
-def dgx_h100() -> Topology:
-    """8 H100, each with 18 NVLinks into NVSwitch; in-switch reduction is not modelled."""
-    return _switched("dgx-h100", 8, 18)
-
-
-def dgx_h200() -> Topology:
-    """8 H200, wired like a DGX H100."""
-    return _switched("dgx-h200", 8, 18)
-
-
-def dgx_b200() -> Topology:
-    """8 B200, each with 18 NVLinks of 50 GB/s into NVSwitch."""
-    return _switched("dgx-b200", 8, 18, speeds.nvlink(100))
 
 
 def mesh(n: int) -> Topology:
@@ -156,14 +142,9 @@ def cpu(n: int) -> Topology:
 
 
 _FIXED: dict[str, Callable[[], Topology]] = {
-    "dgx1-v100": dgx1_v100,
-    "dgx1-p100": dgx1_p100,
-    "dgx2": dgx2,
-    "dgx-a100": dgx_a100,
-    "dgx-h100": dgx_h100,
-    "dgx-h200": dgx_h200,
-    "dgx-b200": dgx_b200,
-}
+    "dgx1-v100": dgx1_v100, "dgx1-p100": dgx1_p100,
+    **{name: partial(_switched, name) for name in _SWITCHED},
+}  # fmt: skip
 _SIZED: dict[str, Callable[[int], Topology]] = {
     "mesh": mesh, "ring": ring, "pcie": pcie, "cpu": cpu,
 }  # fmt: skip

@@ -15,13 +15,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
+from linkweave.topology.checks import integer, number
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.link import Device, Link
+from linkweave.topology.json_reader import read_format, records
+from linkweave.topology.link import GpuId, Link
 from linkweave.topology.routes import Vertex
 from linkweave.topology.timings import looks_like_timings, parse_timings
 from linkweave.topology.topology import Topology
 
 FORMAT = "linkweave-links"
+_FASTEST = 10**15  # bytes/s
 _ABOVE = 1.1  # times its nominal speed, a link is not measured
 _P2P_BANDWIDTH = re.compile(r"Unidirectional P2P=Enabled Bandwidth[^\n]{0,40}Matrix \(GB/s\)")
 _P2P_LATENCY = re.compile(r"P2P=Enabled Latency[^\n]{0,40}Matrix \(us\)")
@@ -36,6 +39,17 @@ class PairFigure:
     bandwidth: float
     latency_us: float | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("src", "dst"):
+            value = integer(getattr(self, name), name, 0, 10**9 - 1, TopologyError)
+            object.__setattr__(self, name, value)
+        if self.src == self.dst:
+            raise TopologyError(f"src and dst are both {self.src}")
+        where = f"{self.src} to {self.dst}"
+        number(self.bandwidth, f"{where}: bandwidth", 1e-6, _FASTEST, TopologyError)
+        if self.latency_us is not None:
+            number(self.latency_us, f"{where}: latency_us", 1e-6, 1e9, TopologyError)
+
 
 @dataclass(frozen=True, slots=True)
 class LinkFigures:
@@ -46,7 +60,7 @@ class LinkFigures:
     """
 
     pairs: tuple[PairFigure, ...]
-    devices: tuple[Device, ...] = ()
+    devices: tuple[GpuId, ...] = ()
     together: float | None = None
     machine: str = ""
 
@@ -82,11 +96,11 @@ def overlay(topology: Topology, text: str, where: str) -> Topology:
         raise TopologyError(
             f"{where}: figures of {figures.machine}, which are not of {topology.name}'s kind"
         )
-    number, note = _matched(topology, figures, where)
+    own, note = _matched(topology, figures, where)
     best: dict[tuple[Vertex, Vertex], float] = {}
     least: dict[tuple[Vertex, Vertex], float] = {}
     for pair in figures.pairs:
-        src, dst = number[pair.src], number[pair.dst]
+        src, dst = own[pair.src], own[pair.dst]
         if src not in topology.gpus or dst not in topology.gpus:
             continue  # of a larger machine than this subset
         if (src, dst) not in topology.ways:
@@ -140,16 +154,16 @@ def _matched(
     told = {d.gpu: d for d in figures.devices if d.uuid or d.bus_id}
     known = [d for d in topology.devices if d.uuid or d.bus_id]
     everyone = (*topology.gpus, *topology.forwarders)
-    number: dict[int, int | None] = {}
+    own: dict[int, int | None] = {}
     for g in used:
         if g in told and known:
             same = (d.gpu for d in known if (d.uuid and d.uuid == told[g].uuid)
                     or (d.bus_id and d.bus_id == told[g].bus_id))  # fmt: skip
-            number[g] = next(same, None)
+            own[g] = next(same, None)
         else:
-            number[g] = g if g in everyone else None
-    lost = [g for g in used if number[g] is None]
-    if lost and not set(topology.gpus) <= set(number.values()):
+            own[g] = g if g in everyone else None
+    lost = [g for g in used if own[g] is None]
+    if lost and not set(topology.gpus) <= set(own.values()):
         name = (told[lost[0]].uuid or told[lost[0]].bus_id) if lost[0] in told else str(lost[0])
         has = [d.uuid or d.bus_id for d in known] if lost[0] in told and known else everyone
         raise TopologyError(
@@ -157,41 +171,12 @@ def _matched(
             + ", ".join(map(str, has))
         )
     by_identity = bool(known) and all(g in told for g in used)
-    return number, "" if by_identity or topology.on_memory else ", GPUs matched by their numbers"
-
-
-def _figure(src: object, dst: object, bandwidth: object, latency: object, at: str) -> PairFigure:
-    for name, gpu in (("src", src), ("dst", dst)):
-        if isinstance(gpu, bool) or not isinstance(gpu, int) or not 0 <= gpu < 1e9:
-            raise TopologyError(f"{at}: {name} must be a GPU's number, not {gpu!r}")
-    if src == dst:
-        raise TopologyError(f"{at}: src and dst are both {src}")
-    for name, value, may_lack in (("bandwidth", bandwidth, False), ("latency_us", latency, True)):
-        if value is None and may_lack:
-            continue
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not 0 < value <= 1e18:  # type: ignore[operator]
-            raise TopologyError(f"{at}: {name} must be a positive number, not {value!r:.80}")
-    return PairFigure(src, dst, bandwidth, latency)  # type: ignore[arg-type]
+    return own, "" if by_identity or topology.on_memory else ", GPUs matched by their numbers"
 
 
 def _parse_json(text: str, where: str) -> LinkFigures:
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TopologyError(f"{where}: {error}") from None
-    if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != 1:
-        raise TopologyError(f'{where}: needs "format": "{FORMAT}" and "version": 1 at the top')
-    listed, devices = data.get("pairs"), data.get("devices", [])
-    if not isinstance(listed, list) or not isinstance(devices, list):
-        raise TopologyError(f'{where}: "pairs" and "devices" must be lists')
-    pairs = []
-    for i, entry in enumerate(listed):
-        at = f"{where}: pairs[{i}]"
-        if not isinstance(entry, dict):
-            raise TopologyError(f"{at} must be an object, not {entry!r}")
-        pairs.append(_figure(entry.get("src"), entry.get("dst"), entry.get("bandwidth"),
-                             entry.get("latency_us"), at))  # fmt: skip
+    data = read_format(text, FORMAT, where)
+    pairs = records(PairFigure, data.get("pairs"), f"{where}: pairs")
     if not pairs:
         raise TopologyError(f'{where}: "pairs" is empty')
     ends = [(pair.src, pair.dst) for pair in pairs]
@@ -203,16 +188,9 @@ def _parse_json(text: str, where: str) -> LinkFigures:
         raise TopologyError(f'{where}: "machine" must be text')
     together = data.get("together")
     if together is not None:
-        together = _figure(0, 1, together, None, f"{where}: together").bandwidth
-    try:
-        return LinkFigures(tuple(pairs), tuple(Device(**d) for d in devices), together, machine)
-    except TopologyError as error:
-        raise TopologyError(f"{where}: {error}") from None
-    except TypeError:
-        raise TopologyError(
-            f'{where}: each of "devices" must have "gpu" and may have "bus_id", "uuid", "model" '
-            'and "sm"'
-        ) from None
+        number(together, f"{where}: together", 1e-6, _FASTEST, TopologyError)
+    devices = records(GpuId, data.get("devices", []), f"{where}: devices")
+    return LinkFigures(pairs, devices, together, machine)
 
 
 def _parse_p2p(text: str, where: str) -> LinkFigures:
@@ -220,11 +198,10 @@ def _parse_p2p(text: str, where: str) -> LinkFigures:
     bandwidth = dict(_matrix(lines, _P2P_BANDWIDTH, where))
     latency = dict(_matrix(lines, _P2P_LATENCY, where))
     pairs = [
-        _figure(a, b, gbs * 1e9, latency.get((a, b)), f"{where}: {a} to {b}")
-        for (a, b), gbs in bandwidth.items()
-        if a != b
-    ]
-    return LinkFigures(tuple(pairs))
+        {"src": a, "dst": b, "bandwidth": gbs * 1e9, "latency_us": latency.get((a, b))}
+        for (a, b), gbs in bandwidth.items() if a != b
+    ]  # fmt: skip
+    return LinkFigures(records(PairFigure, pairs, where))
 
 
 def _matrix(

@@ -8,7 +8,7 @@ from xml.sax.saxutils import quoteattr
 
 from linkweave.topology import speeds
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.link import Device, Link
+from linkweave.topology.link import GpuId, Link
 from linkweave.topology.routes import Vertex
 from linkweave.topology.topology import Topology
 from linkweave.topology.xml_tree import LONGEST_VALUE
@@ -50,7 +50,7 @@ class _Writer:
         self.seen: set[Vertex] = set(self.cpus)
         known = {d.gpu: d for d in topology.devices}
         gpus = (*topology.gpus, *topology.forwarders)
-        self.devices = {g: known.get(g) or Device(g) for g in gpus}
+        self.devices = {g: known.get(g) or GpuId(g) for g in gpus}
         taken = {d.bus_id for d in known.values()}
         made_up = (f"{i >> 8:04x}:{i & 255:02x}:00.0" for i in range(1, 1 << 24))
         self.free = (bus for bus in made_up if bus not in taken)

@@ -14,7 +14,7 @@ from itertools import combinations, pairwise
 
 from linkweave.topology import speeds
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.link import Device, Link
+from linkweave.topology.link import GpuId, Link
 from linkweave.topology.machines import SWITCH_PLANES, both, ordered
 from linkweave.topology.routes import Vertex
 from linkweave.topology.topology import Topology
@@ -51,7 +51,7 @@ def parse_nccl_xml(text: str, name: str = "NCCL topology", gpu: str = "") -> Top
 @dataclass
 class _Gpu:
     element: Element
-    device: Device
+    device: GpuId
     at: str  # its CPU
 
 
@@ -179,7 +179,7 @@ class _Reader:
             sm = self.number(gpu, "sm", self.default_sm or None) or self.default_sm
             if dev < 0 or sm < 0:
                 raise self.fail(gpu, f"has dev {dev} and sm {sm}; neither can be negative")
-            found = Device(dev, bus_id if len(gpus) == 1 else "", sm=sm)
+            found = GpuId(dev, bus_id if len(gpus) == 1 else "", sm=sm)
             self.gpus.append(_Gpu(gpu, found, self.cpu))
             self.add(both(found.gpu, at, bandwidth, kind=kind, assumed=unknown))
         for nic in nics:

@@ -14,7 +14,7 @@ from itertools import pairwise
 from linkweave.topology import speeds
 from linkweave.topology.assemble import NODE, PHB, PIX, PXB, SYS, Told, assemble
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.link import Device
+from linkweave.topology.link import GpuId
 from linkweave.topology.routes import Vertex
 from linkweave.topology.topology import Topology
 
@@ -231,7 +231,7 @@ def _agreed(cells: dict[str, dict[str, _Cell]], a: str, b: str, name: str) -> _C
 
 def _devices(
     gpus: list[int], text: str, name: str, default: str, assumed: list[str]
-) -> list[Device]:
+) -> list[GpuId]:
     listed = {int(g): (model, uuid) for g, model, uuid in _LISTED.findall(text)}
     if strangers := [g for g in gpus if g not in listed] if listed else []:
         raise TopologyError(
@@ -247,5 +247,5 @@ def _devices(
                 f"{model}: unknown model, any NVLinks taken as {speeds.NVLINK / 1e9:g} GB/s, PCIe "
                 f"as {speeds.PCIE / 1e9:g} GB/s"
             )
-        devices.append(Device(g, uuid=uuid, model=model, sm=sm))
+        devices.append(GpuId(g, uuid=uuid, model=model, sm=sm))
     return devices

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -13,6 +15,12 @@ from linkweave.topology.routes import Vertex
 
 WIDEST = 64  # GPUs; a larger matrix helps nobody
 LONGEST = 60  # lines of links
+COLUMNS = 100  # of a matrix
+_CELLS = {
+    "X": "itself", "NV#": "# NVLinks", "PIX": "one PCIe switch", "PXB": "several PCIe switches",
+    "PHB": "one CPU", "SYS": "several CPUs", "NET": "a network", "MEM": "shared memory",
+    "-": "only through other GPUs",
+}  # fmt: skip
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
             "eleven", "twelve")  # fmt: skip
 
@@ -77,14 +85,26 @@ def cables(links: Sequence[Link]) -> Iterator[tuple[Link, bool]]:
 
 
 def matrix(topology: Graph) -> list[str]:
-    """Lines of a matrix like that of `nvidia-smi topo -m`, with the cells of `Graph.cell`."""
-    names = {g: f"{topology.noun}{g}" for g in topology.gpus}
-    width = max(5, *(len(name) + 1 for name in names.values()))
-    rows = [" " * width + "".join(name.rjust(width) for name in names.values())]
-    for a, name in names.items():
-        cells = "".join(topology.cell(a, b).rjust(width) for b in names)
-        rows.append(name.ljust(width) + cells)
-    return rows
+    """A matrix like that of `nvidia-smi topo -m`, with the cells of `Graph.cell`, and its legend.
+
+    A wide matrix is cut into blocks of columns, which are headed by numbers alone.
+    """
+    names = [f"{topology.noun}{g}" for g in topology.gpus]
+    cells = [[topology.cell(a, b) for b in topology.gpus] for a in topology.gpus]
+    left = 1 + max(map(len, names))
+    short = [str(g) for g in topology.gpus]
+    heads = names if left * (1 + len(names)) <= COLUMNS else short
+    width = 1 + max(len(cell) for row in (heads, *cells) for cell in row)
+    blocks = math.ceil(len(names) / ((COLUMNS - left) // width))
+    most = math.ceil(len(names) / blocks)
+    lines = []
+    for start in range(0, len(names), most):
+        for name, row in zip(["", *names], [heads, *cells], strict=True):
+            block = "".join(cell.rjust(width) for cell in row[start : start + most])
+            lines.append(name.ljust(left) + block)
+    used = {re.sub(r"\d+", "#", cell) for row in cells for cell in row}
+    legend = "; ".join(f"{cell}: {words}" for cell, words in _CELLS.items() if cell in used)
+    return [*lines, *textwrap.wrap(legend, COLUMNS)]
 
 
 def link_table(topology: Graph) -> list[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from linkweave.topology.checks import integer
+from linkweave.topology.checks import integer, number
 from linkweave.topology.errors import TopologyError
+from linkweave.topology.json_reader import read_format, records
 
 FORMAT = "linkweave-timings"
 
@@ -26,31 +26,9 @@ class Timing:
         for name, most in (("nbytes", 1 << 50), ("num_chunks", 1 << 20)):
             value = integer(getattr(self, name), f"timing: {name}", 1, most, TopologyError)
             object.__setattr__(self, name, value)
-        number = isinstance(self.seconds, int | float) and not isinstance(self.seconds, bool)
-        if not number or not 0 < self.seconds < 1e9:
-            raise TopologyError(
-                f"timing: seconds must be a positive number up to 1e9, not {self.seconds!r}"
-            )
+        number(self.seconds, "timing: seconds", 1e-12, 1e9, TopologyError)
         if not isinstance(self.algorithm, str) or not self.algorithm:
             raise TopologyError(f"timing: algorithm must be a name, not {self.algorithm!r}")
-
-
-def timing_rows(rows: object, where: str) -> tuple[Timing, ...]:
-    """Read a JSON list of timings. Raises TopologyError that names a malformed entry."""
-    if not isinstance(rows, list):
-        raise TopologyError(f"{where}: timings must be a list")
-    found = []
-    for i, row in enumerate(rows):
-        try:
-            found.append(Timing(**row))
-        except TopologyError as error:
-            raise TopologyError(f"{where}: timings[{i}]: {error}") from None
-        except TypeError:
-            raise TopologyError(
-                f'{where}: timings[{i}] must be an object with "algorithm", "nbytes", '
-                f'"num_chunks" and "seconds", not {str(row)[:200]}'
-            ) from None
-    return tuple(found)
 
 
 def looks_like_timings(text: str) -> bool:
@@ -60,15 +38,10 @@ def looks_like_timings(text: str) -> bool:
 
 def parse_timings(text: str, machine: str, where: str) -> tuple[Timing, ...]:
     """Read that JSON. Raises TopologyError if it is malformed or of another machine."""
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TopologyError(f"{where}: {error}") from None
-    if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != 1:
-        raise TopologyError(f'{where}: needs "format": "{FORMAT}", "version": 1 at the top')
+    data = read_format(text, FORMAT, where)
     if data.get("topology") != machine:
         raise TopologyError(f"{where}: times of {str(data.get('topology'))[:80]}, not of {machine}")
-    return timing_rows(data.get("rows"), where)
+    return records(Timing, data.get("rows"), f"{where}: rows")
 
 
 def measured_seconds(

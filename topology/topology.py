@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 
 from linkweave.topology.errors import TopologyError
 from linkweave.topology.graph import Graph
-from linkweave.topology.link import Device, Link
+from linkweave.topology.json_reader import read_format, records
+from linkweave.topology.link import GpuId, Link
 from linkweave.topology.symmetry import mappings
 from linkweave.topology.text import describe
-from linkweave.topology.timings import timing_rows
+from linkweave.topology.timings import Timing
 
 _FORMAT = "linkweave-topology"
 
@@ -80,53 +81,20 @@ class Topology(Graph):
     @staticmethod
     def from_json(text: str, where: str = "topology JSON") -> Topology:
         """Read what `to_json` wrote. Raises TopologyError that says where the text is malformed."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise TopologyError(
-                f"{where}: line {error.lineno} column {error.colno}: {error.msg}"
-            ) from None
-        except (ValueError, RecursionError) as error:  # a number, or a nest, of thousands
-            raise TopologyError(f"{where}: {error}") from None
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise TopologyError(f'{where}: needs "format": "{_FORMAT}" at the top')
-        if data.get("version") != 1:
-            raise TopologyError(f"{where}: version {data.get('version')!r} is unknown; known: 1")
-        shape = {"name": str, "gpus": list, "links": list}
-        for key, kind in shape.items():
+        data = read_format(text, _FORMAT, where)
+        for key, kind in {"name": str, "gpus": list}.items():
             if not isinstance(data.get(key), kind):
                 raise TopologyError(f'{where}: "{key}" must be a {kind.__name__}')
-        for key in ("assumptions", "devices", "forwarders", "timings"):
+        for key in ("assumptions", "forwarders"):
             if not isinstance(data.setdefault(key, []), list):
                 raise TopologyError(f'{where}: "{key}" must be a list')
-        links, devices = [], []
-        for i, entry in enumerate(data["links"]):
-            try:
-                links.append(Link(**entry))
-            except TypeError:
-                raise TopologyError(
-                    f'{where}: links[{i}] must be an object with "src", "dst", "bandwidth" and '
-                    f'optionally "count", "latency_us", "kind"; got {_brief(entry)}'
-                ) from None
-        for i, entry in enumerate(data["devices"]):
-            try:
-                devices.append(Device(**entry))
-            except TopologyError as error:
-                raise TopologyError(f"{where}: devices[{i}]: {error}") from None
-            except TypeError:
-                raise TopologyError(
-                    f'{where}: devices[{i}] must be an object with "gpu" and optionally "bus_id", '
-                    f'"uuid", "model", "sm"; got {_brief(entry)}'
-                ) from None
         return Topology(
-            data["name"], tuple(data["gpus"]), tuple(links), tuple(map(str, data["assumptions"])),
-            tuple(devices), tuple(data["forwarders"]), timing_rows(data["timings"], where),
+            data["name"], tuple(data["gpus"]), records(Link, data.get("links"), f"{where}: links"),
+            tuple(map(str, data["assumptions"])),
+            records(GpuId, data.get("devices", []), f"{where}: devices"),
+            tuple(data["forwarders"]),
+            records(Timing, data.get("timings", []), f"{where}: timings"),
         )  # fmt: skip
 
     def __str__(self) -> str:
         return describe(self)
-
-
-def _brief(entry: object) -> str:
-    text = repr(entry)
-    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -28,7 +28,7 @@ from linkweave.collectives.runtime.gpu.executor import GpuRanks, Occupancy, widt
 from linkweave.collectives.runtime.gpu.fuse import fused
 from linkweave.collectives.runtime.gpu.memory import PeerMemory, SymmetricAddress, SymmetricMemory
 from linkweave.collectives.runtime.gpu.peers import advice, common_topology
-from linkweave.collectives.runtime.gpu.team import Call, RankCall, Refused, Team
+from linkweave.collectives.runtime.gpu.team import Call, LaunchRefused, RankCall, Team
 from linkweave.collectives.runtime.gpu.watchdog import Watchdog
 from linkweave.collectives.settings import Settings
 from linkweave.topology import load
@@ -278,7 +278,7 @@ class GpuLauncher:
                 mine = RankCall(call, request.buffer.address, values, stream, request.symmetric,
                                 begun, self._captures)  # fmt: skip
                 counted = self.team.launch(self.rank, mine, patience)
-            except Refused:
+            except LaunchRefused:
                 raise
             except (CollectiveTimeout, CollectiveAborted) as error:
                 self._health.fail(error)

@@ -14,14 +14,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from typing import Any
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.explain import explain, size_text
 from linkweave.collectives.planning.plan import Op, Plan
 from linkweave.collectives.runtime.diagnose import position_of
 from linkweave.collectives.runtime.encoded import Encoded
+from linkweave.kernels.nvtx_ranges import annotate
 from linkweave.topology import Topology
 
 _RANGES = 512  # cached ranges
@@ -47,7 +46,7 @@ class Trace:
         if name not in self._ranges:
             if len(self._ranges) >= _RANGES:
                 self._ranges.clear()
-            self._ranges[name] = _annotate(name)
+            self._ranges[name] = annotate(name)
         return self._ranges[name]
 
     @property
@@ -56,7 +55,7 @@ class Trace:
         return bool(self.level or self._phases)
 
     def phase(self, name: str) -> AbstractContextManager[object]:
-        return _annotate(name) if self._phases else nullcontext()
+        return annotate(name) if self._phases else nullcontext()
 
     def say(self, level: int, text: str) -> None:
         """Print if `LINKWEAVE_DEBUG` is at least `level`. Each line names the rank."""
@@ -115,18 +114,3 @@ def _one_of(environ: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> 
     if value not in allowed:
         raise CollectiveError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
     return allowed.index(value)
-
-
-def _annotate(name: str) -> AbstractContextManager[object]:
-    nvtx = _nvtx()
-    return nvtx.annotate(name, domain="linkweave") if nvtx else nullcontext()
-
-
-@cache
-def _nvtx() -> Any:
-    """The nvtx module; None if it is not installed."""
-    try:
-        import nvtx
-    except ImportError:
-        return None
-    return nvtx

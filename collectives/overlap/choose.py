@@ -15,9 +15,7 @@ from linkweave.collectives.overlap.profile import Profile
 from linkweave.collectives.overlap.schedule import Schedule
 from linkweave.topology.checks import shown
 
-POLICIES: dict[str, Callable[..., Schedule]] = {
-    **NAMED, "carlier": carlier, "optimal": optimal,
-}  # fmt: skip
+POLICIES: dict[str, Callable[..., Schedule]] = {**NAMED, "carlier": carlier, "optimal": optimal}
 AUTO_LIMIT_S = 3.0
 
 

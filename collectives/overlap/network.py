@@ -129,7 +129,7 @@ def network(name: str, workers: int | None = None) -> Network:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A network fitted to measured times between `smallest` and `largest` bytes.
+    """A network fitted to measured times.
 
     `r2` is the coefficient of determination, `worst` the largest relative error.
     """
@@ -137,13 +137,9 @@ class Fit:
     network: Network
     r2: float
     worst: float
-    smallest: int
-    largest: int
 
 
-def fit(
-    pairs: Sequence[tuple[int, float]], workers: int = 2, gamma: float = 2.0, name: str = "fitted"
-) -> Fit:
+def fit(pairs: Sequence[tuple[int, float]], workers: int = 2, gamma: float = 2.0) -> Fit:
     """Return the least-squares fit, with a and b at least 0, to pairs of bytes and seconds.
 
     Raises CollectiveError for fewer than two different sizes.
@@ -164,5 +160,4 @@ def fit(
     spread = float(((times - times.mean()) ** 2).sum())
     r2 = 1.0 - float((left**2).sum()) / spread if spread else float(not left.any())
     worst = float(np.max(np.abs(left) / np.maximum(times, 1e-12)))
-    made = Network(a, b, gamma, workers, name)
-    return Fit(made, r2, worst, int(sizes.min()), int(sizes.max()))
+    return Fit(Network(a, b, gamma, workers, "fitted"), r2, worst)

@@ -15,6 +15,7 @@ from typing import Any
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.topology.checks import integer, number, shown
+from linkweave.topology.json_reader import parse_json
 
 MAX_LAYERS = 5000
 MAX_BYTES = 1 << 40
@@ -106,14 +107,14 @@ class Profile:
     @staticmethod
     def from_json(text: str) -> Profile:
         """Return the profile that `to_json` wrote. Raises CollectiveError."""
-        return Profile.from_data(parse_json(text, "a profile"))
+        return Profile.from_data(parse_json(text, "profile JSON", CollectiveError))
 
     @staticmethod
     def from_data(data: Any) -> Profile:
         """Return the profile that `to_data` gave. Raises CollectiveError."""
         rows = data.get("layers") if isinstance(data, dict) else None
         if not isinstance(rows, list):
-            raise CollectiveError("a profile in JSON is an object with a list of layers")
+            raise CollectiveError("profile JSON must be an object with a list of layers")
         synthetic = data.get("synthetic", False)
         if not isinstance(synthetic, bool):
             raise CollectiveError(f"synthetic must be true or false, not {shown(synthetic)}")
@@ -130,14 +131,6 @@ class Profile:
             return Profile(_layers(csv.DictReader(io.StringIO(text, newline=None))), name)
         except csv.Error as error:
             raise CollectiveError(f"a profile in CSV is needed: {error}") from None
-
-
-def parse_json(text: str, what: str) -> Any:
-    """Raise CollectiveError unless the text is JSON; `what` says of what."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CollectiveError(f"{what} in JSON is needed: {error}") from None
 
 
 _FIELDS = ("name", "nbytes", "forward_s", "backward_s")

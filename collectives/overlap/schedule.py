@@ -11,9 +11,10 @@ from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.bounds import LANES, lower_bound
 from linkweave.collectives.overlap.communication import Communication, Piece
 from linkweave.collectives.overlap.network import Network
-from linkweave.collectives.overlap.profile import Profile, parse_json
+from linkweave.collectives.overlap.profile import Profile
 from linkweave.collectives.overlap.timeline import StepTimeline, timeline
 from linkweave.topology.checks import integer, shown
+from linkweave.topology.json_reader import read_format
 
 T = TypeVar("T")
 _FORMAT = "linkweave-schedule"
@@ -136,13 +137,7 @@ class Schedule:
     @staticmethod
     def from_json(text: str) -> Schedule:
         """What `to_json` wrote. Raises CollectiveError for anything else."""
-        data = parse_json(text, "a schedule")
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise CollectiveError(f'a schedule in JSON needs "format": "{_FORMAT}" at the top')
-        if data.get("version") != 1:
-            raise CollectiveError(
-                f"schedule version {shown(data.get('version'))} is unknown: not 1"
-            )
+        data = read_format(text, _FORMAT, "schedule JSON", CollectiveError)
         try:
             return Schedule(
                 _typed(data, "policy", str), Profile.from_data(data["profile"]),
@@ -151,7 +146,7 @@ class Schedule:
                 _typed(data, "chained", bool), _typed(data, "note", str),
             )  # fmt: skip
         except KeyError as error:
-            raise CollectiveError(f"a schedule in JSON lacks {error}") from None
+            raise CollectiveError(f"schedule JSON lacks {error}") from None
 
 
 def _typed(data: dict[str, Any], name: str, kind: type[T]) -> T:
@@ -165,8 +160,7 @@ def _fields(row: Any, kind: type, what: str) -> dict[str, Any]:
     names = sorted(field.name for field in fields(kind))
     if not isinstance(row, dict) or sorted(row) != names:
         raise CollectiveError(
-            f"a schedule in JSON: a {what} must be an object of {', '.join(names)}, not "
-            f"{shown(row)}"
+            f"schedule JSON: a {what} must be an object of {', '.join(names)}, not {shown(row)}"
         )
     return row
 

@@ -5,7 +5,8 @@ an integer: bit r is what rank r contributes; bit P + r is other data in rank r'
 result may contain.
 
 A new collective needs an entry in `COLLECTIVES`, its algorithms in `algorithms.registry`, and a
-method of `methods.Collectives`, whose name `collectives/__init__.py` lists.
+method of `methods.Collectives`, whose name `collectives/__init__.py` lists. Unless its message is
+whole and in place, as a broadcast's is, it also needs a function in `calls.operations`.
 """
 
 from __future__ import annotations
@@ -158,12 +159,10 @@ def check(collective: object, size: int, root: object) -> Root:
         raise PlanError(f"unknown collective {collective!r}; choose from {', '.join(PUBLIC)}")
     if found.root != "pairs":
         return integer(root, "root", 0, size - 1, PlanError)
-    shaped = isinstance(root, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in root)
-    ranks = [rank for pair in root for rank in pair] if isinstance(root, tuple) and shaped else []
-    known = all(type(rank) is int and 0 <= rank < size for rank in ranks)
-    if not isinstance(root, tuple) or not shaped or not known or len(set(ranks)) < len(ranks):
-        raise PlanError(
-            f"a sendrecv needs pairs (source, target) of different ranks from 0 to {size - 1}, "
-            f"each in at most one pair, not {root!r}"
-        )
-    return root
+    if not isinstance(root, tuple) or not all(isinstance(p, tuple) and len(p) == 2 for p in root):
+        raise PlanError(f"the root of a sendrecv must be pairs (source, target), not {root!r}")
+    name = "a rank of a sendrecv"
+    ranks = [integer(rank, name, 0, size - 1, PlanError) for pair in root for rank in pair]
+    if len(set(ranks)) < len(ranks):
+        raise PlanError(f"each rank may be in at most one pair of a sendrecv, not {root!r}")
+    return tuple(zip(ranks[::2], ranks[1::2], strict=True))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection
 from typing import Any
 
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.collective import COLLECTIVES
 from linkweave.topology.checks import integer, shown
+from linkweave.topology.json_reader import read_format
 
 LIMITS = {"size": 1 << 16, "num_chunks": 1 << 20, "stride": 1 << 16, "slots": 64}
 """The largest values of these fields; the smallest value is 1."""
@@ -27,17 +27,7 @@ def read_json(source: str, ops: Collection[str]) -> dict[str, Any]:
 
     Every rank, channel, chunk and connection number names one that the plan has. Raises PlanError.
     """
-    try:
-        data: object = json.loads(source)
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno} column {error.colno}"
-        raise PlanError(f"plan JSON: {where}: {error.msg}") from None
-    except (ValueError, RecursionError) as error:  # numbers too long, lists nested too deep
-        raise PlanError(f"plan JSON: {error}") from None
-    if not isinstance(data, dict) or data.get("format") != "linkweave-plan":
-        raise PlanError('plan JSON needs "format": "linkweave-plan" at the top')
-    if data.get("version") != 1:
-        raise PlanError(f"plan JSON: version {shown(data.get('version'))} is unknown; known: 1")
+    data = read_format(source, "linkweave-plan", "plan JSON", PlanError)
     try:
         for name, check in _checks(data, ops).items():
             check(data[name], name)

@@ -12,7 +12,7 @@ from linkweave.collectives.planning.sparse_tree import INDEX
 from linkweave.collectives.runtime.dtypes import DTYPES
 from linkweave.collectives.runtime.reference import from_bfloat16, to_bfloat16
 
-Vector = tuple[NDArray[np.float32], NDArray[np.int32]]
+HostVector = tuple[NDArray[np.float32], NDArray[np.int32]]
 
 _ALIGN = 16  # bytes
 HEAD = 8
@@ -54,13 +54,13 @@ class Wire:
             return values.astype(np.float16).astype(np.float32)
         return from_bfloat16(to_bfloat16(values))
 
-    def pack(self, vector: Vector, room: NDArray[np.uint8]) -> None:
+    def pack(self, vector: HostVector, room: NDArray[np.uint8]) -> None:
         """Write a vector into `room`, which has exactly its size."""
         values, indices = vector
         room[: indices.nbytes].view(np.int32)[:] = indices
         room[indices.nbytes :].view(self._stored)[:] = self._narrow(values)
 
-    def unpack(self, room: NDArray[np.uint8]) -> Vector:
+    def unpack(self, room: NDArray[np.uint8]) -> HostVector:
         """A copy of the vector that fills `room`."""
         first = room.size // self.entry * INDEX
         stored = room[first:].view(self._stored)

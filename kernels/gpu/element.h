@@ -65,62 +65,77 @@ struct max_ {
     }
 };
 
-// The elements of one memory access.
+// The elements of one memory access, and the word that the access loads or stores. A word stays
+// whole until it is combined: small elements would take a register each.
 template <class T, int BYTES> struct alignas(BYTES) Pack { T e[BYTES / sizeof(T)]; };
-template <int BYTES> struct Vector;  // the type that the compiler loads in one access
-template <> struct Vector<8> { typedef u64 type; };
-template <> struct Vector<16> { typedef uint4 type; };
+template <int BYTES> struct Word;
+template <> struct Word<8> { typedef u64 type; };
+template <> struct Word<16> { typedef uint4 type; };
 template <class T, int BYTES> struct Total { typename Wide<T>::type e[BYTES / sizeof(T)]; };
+
+template <class T, int BYTES> union Bits { typename Word<BYTES>::type word; Pack<T, BYTES> v; };
+
+template <int BYTES> __device__ __forceinline__ typename Word<BYTES>::type load_word(const u8* p) {
+    return *(const typename Word<BYTES>::type*)p;
+}
+
+template <int BYTES>
+__device__ __forceinline__ void store_word(u8* p, typename Word<BYTES>::type word) {
+    *(typename Word<BYTES>::type*)p = word;
+}
 
 // Load `have` bytes from p, padded with zeros. A misaligned p is read element by element.
 template <class T, int BYTES>
-__device__ __forceinline__ Pack<T, BYTES> load(const u8* p, i64 have) {
-    if (have >= BYTES && !(u64(p) & (BYTES - 1))) {
-        union { typename Vector<BYTES>::type raw; Pack<T, BYTES> v; } whole;
-        whole.raw = *(const typename Vector<BYTES>::type*)p;
-        return whole.v;
-    }
-    Pack<T, BYTES> v = {};
+__device__ __forceinline__ typename Word<BYTES>::type load(const u8* p, i64 have) {
+    if (have >= BYTES && !(u64(p) & (BYTES - 1))) return load_word<BYTES>(p);
+    Bits<T, BYTES> bits = {};
 #pragma unroll
     for (int i = 0; i < BYTES / int(sizeof(T)); ++i)
-        if (i64((i + 1) * sizeof(T)) <= have) v.e[i] = ((const T*)p)[i];
-    return v;
+        if (i64((i + 1) * sizeof(T)) <= have) bits.v.e[i] = ((const T*)p)[i];
+    return bits.word;
 }
 
 template <class T, int BYTES>
-__device__ __forceinline__ void store(u8* p, i64 have, const Pack<T, BYTES>& v) {
+__device__ __forceinline__ void store(u8* p, i64 have, typename Word<BYTES>::type word) {
     if (have >= BYTES && !(u64(p) & (BYTES - 1))) {
-        union { Pack<T, BYTES> v; typename Vector<BYTES>::type raw; } whole;
-        whole.v = v;
-        *(typename Vector<BYTES>::type*)p = whole.raw;
+        store_word<BYTES>(p, word);
         return;
     }
+    Bits<T, BYTES> bits;
+    bits.word = word;
 #pragma unroll
     for (int i = 0; i < BYTES / int(sizeof(T)); ++i)
-        if (i64((i + 1) * sizeof(T)) <= have) ((T*)p)[i] = v.e[i];
+        if (i64((i + 1) * sizeof(T)) <= have) ((T*)p)[i] = bits.v.e[i];
 }
 
 template <class T, int BYTES>
-__device__ __forceinline__ Total<T, BYTES> widen(const Pack<T, BYTES>& v) {
+__device__ __forceinline__ Total<T, BYTES> widen(typename Word<BYTES>::type word) {
+    Bits<T, BYTES> bits;
+    bits.word = word;
     Total<T, BYTES> total;
 #pragma unroll
-    for (int i = 0; i < BYTES / int(sizeof(T)); ++i) total.e[i] = widen(v.e[i]);
+    for (int i = 0; i < BYTES / int(sizeof(T)); ++i) total.e[i] = widen(bits.v.e[i]);
     return total;
 }
 
 template <class Op, class T, int BYTES>
-__device__ __forceinline__ void combine(Total<T, BYTES>& total, const Pack<T, BYTES>& v) {
+__device__ __forceinline__ void combine(Total<T, BYTES>& total, typename Word<BYTES>::type word) {
+    const Total<T, BYTES> other = widen<T, BYTES>(word);
 #pragma unroll
     for (int i = 0; i < BYTES / int(sizeof(T)); ++i)
-        total.e[i] = Op::apply(total.e[i], widen(v.e[i]));
+        total.e[i] = Op::apply(total.e[i], other.e[i]);
 }
 
 template <class T, int BYTES>
-__device__ __forceinline__ Pack<T, BYTES> narrow(const Total<T, BYTES>& total, u32 divisor) {
+__device__ __forceinline__ typename Word<BYTES>::type narrow(const Total<T, BYTES>& total,
+                                                             u32 divisor) {
     typedef typename Wide<T>::type W;
-    Pack<T, BYTES> v;
+    Total<T, BYTES> result = total;
+    if (divisor > 1)
 #pragma unroll
-    for (int i = 0; i < BYTES / int(sizeof(T)); ++i)
-        narrow(divisor > 1 ? W(total.e[i] / W(divisor)) : total.e[i], v.e[i]);
-    return v;
+        for (int i = 0; i < BYTES / int(sizeof(T)); ++i) result.e[i] = W(total.e[i] / W(divisor));
+    Bits<T, BYTES> bits;
+#pragma unroll
+    for (int i = 0; i < BYTES / int(sizeof(T)); ++i) narrow(result.e[i], bits.v.e[i]);
+    return bits.word;
 }

@@ -29,16 +29,21 @@ __device__ __forceinline__ void st_relaxed_sys(u32* p, u32 v) {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-// A line is an 8-byte word of 4 data bytes and a 4-byte flag, which is loaded and stored atomically
-// (PTX: single-copy atomicity): a reader that sees the flag has the data, so lines need no order.
-__device__ __forceinline__ u64 ld_line(const u64* p) {
-    u64 v;
-    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-    return v;
+// A line is an 8-byte word of 4 data bytes and a 4-byte flag. Lines move in pairs, but each is loaded
+// and stored atomically (PTX: single-copy atomicity of the elements of a vector access): a reader
+// that sees the flag has the data, so lines need no order.
+struct Lines { u64 first, second; };
+
+// Load a pair if `on`. Predicated, as loads behind branches would wait for each other.
+__device__ __forceinline__ void ld_lines(Lines& v, const u8* p, bool on) {
+    asm volatile("{ .reg .pred on; setp.ne.u32 on, %3, 0;\n\t"
+                 "@on ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2]; }"
+                 : "+l"(v.first), "+l"(v.second) : "l"(p), "r"(u32(on)) : "memory");
 }
 
-__device__ __forceinline__ void st_line(u64* p, u64 v) {
-    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+__device__ __forceinline__ void st_lines(u8* p, Lines v) {
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};"
+                 ::"l"(p), "l"(v.first), "l"(v.second) : "memory");
 }
 
 __device__ __forceinline__ u64 clock_ns() {

@@ -11,7 +11,7 @@ from numba import njit
 
 from linkweave.kernels.topk.cpu import Keys, U, kth
 
-Vector = tuple[np.ndarray, np.ndarray]
+HostVector = tuple[np.ndarray, np.ndarray]
 
 _KEYS = Keys("float32")
 
@@ -65,7 +65,7 @@ def _part(values, indices, mask, nan, least, equal, kept_values, kept_indices, v
         kept, left = kept + U(keeps), left + U(not keeps)
 
 
-def merge_topk(a: Vector, b: Vector, k: int) -> tuple[Vector, Vector]:
+def merge_topk(a: HostVector, b: HostVector, k: int) -> tuple[HostVector, HostVector]:
     """(kept, dropped): the k largest entries of a + b, and the rest. Values are float32.
 
     Raises ValueError if indices do not ascend.

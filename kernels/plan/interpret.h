@@ -1,14 +1,23 @@
-// The control flow of a thread block: its first thread executes the track's waits and signals, and
-// stops at each step that moves data, which the whole block then carries out (move.h).
+// The parts of an action that do not move data: waits, addresses and signals, each by a thread of
+// its own, so that their latencies overlap.
 //
-// Memory order: after a block has written its data, there is a barrier, and then its first thread
-// stores the counter with release. The receiver's first thread loads the counter with acquire, and
-// a barrier precedes its block's reads. Releases are cumulative over the barrier (PTX memory model,
-// causality order), so this covers the data of all threads. Counters only grow, and wrap: they are
-// compared by their signed difference, which is correct while the two ends differ by less than
-// 2^31; only calls of zero bytes, which are not launched, could exceed that. Calls reset nothing.
+// Memory order: after a block has written its data, there is a barrier, and then a thread stores
+// the counter with release. The receiver's thread loads the counter with acquire, and a barrier
+// precedes its block's reads. Releases are cumulative over the barrier (PTX memory model, causality
+// order), so this covers the data of all threads. Counters only grow, and wrap: they are compared
+// by their signed difference, which is correct while the two ends differ by less than 2^31; only
+// calls of zero bytes, which are not launched, could exceed that. Calls reset nothing.
+// Over lines a slot is free as soon as its lines have been read, and their flags tell that: no fence
+// is needed. Only a partial sum that stays in the own chunk must be stored first (move.h).
+// Cursors: `waited` and `moved` change before an action's first barrier, `signalled` behind its
+// second one, so no two threads access a field at the same time.
 #pragma once
 #include "plan/thread_block.h"
+
+// The index of a chunk in the message.
+__device__ __forceinline__ i64 chunk_of(const Launch& l, const Position& p, int chunk) {
+    return i64(p.group) * l.stride + chunk;
+}
 
 __device__ __forceinline__ u8* slot_of(const Launch& l, const End& end, const Cursor& at) {
     const u64 bytes = u64(l.stripe) << l.low_latency;  // a line is twice as large as its data
@@ -21,132 +30,106 @@ __device__ __forceinline__ void advance(const Launch& l, Cursor& at) {
 }
 
 // Wait until an emulated link has transmitted what was sent.
-__device__ __forceinline__ bool held(const Launch& l, const Track& track, ThreadBlock& block) {
+__device__ __forceinline__ bool held(u64 until, const Launch& l, ThreadBlock& block,
+                                     const Position& p) {
     Patience patience = {0, 0};
-    while (l.ps_per_byte && clock_ns() < block.link_free)
-        if (!patience.more(l, track, block)) return false;
+    while (clock_ns() < until)
+        if (!patience.more(l, block, p)) return false;
     return true;
 }
 
-// WAIT and SIGNAL. Over lines a WAIT for data does nothing, as the reader polls each line.
-__device__ __forceinline__ bool synchronise(const Launch& l, const Track& track, ThreadBlock& block,
-                                            const int* step) {
-    const End& end = track.ends[step[5]];
-    Cursor& at = block.cursors[step[5]];
+// Wait for all counters of an action. Over lines a wait for data only counts, as the reader polls
+// each line. False if a wait was given up.
+__device__ __forceinline__ bool await_all(const Launch& l, ThreadBlock& block, Position p) {
     const u64 line = u64(blockIdx.x % l.width) * LINE;
-    const bool sender = step[2] & SENDER, data = step[2] & DATA;
-    const bool counted = !(data && l.low_latency);
-    if (step[0] == WAIT) {
-        ++at.waited;
-        if (sender) return await(end.free + line, at.waited - l.slots, l, track, block);
-        return !counted || await(end.ready + line, at.waited, l, track, block);
+    const int waits = block.code[p.at + NUM_WAITS], first = p.at + HEADER;
+    for (int i = threadIdx.x; i < waits; i += blockDim.x) {
+        p.at = first + 2 * i;
+        if (chunk_of(l, p, block.code[p.at]) >= l.num_chunks) continue;
+        const int word = block.code[p.at + 1];
+        const End& end = block.ends[word >> 2];
+        const u32 count = ++block.cursors[word >> 2].waited;
+        if (word & SENDER) {
+            if (!await(end.free + line, count - l.slots, l, block, p)) return false;
+        } else if (!(word & DATA && l.low_latency)) {
+            if (!await(end.ready + line, count, l, block, p)) return false;
+        }
     }
-    ++at.signalled;
-    if (!sender) {
-        st_release_sys((u32*)(end.free + line), at.signalled);
-        return true;
-    }
-    if (data && !held(l, track, block)) return false;
-    if (counted) st_release_sys((u32*)(end.ready + line), at.signalled);
     return true;
 }
 
-// Prepare the task of a SEND, REDUCE or COPY; returns the words of code that it covers.
-__device__ __forceinline__ int prepare(const Launch& l, const Track& track, ThreadBlock& block,
-                                       const int* step, int chunk) {
+// Find the addresses of an action's operands and outputs. Other threads wait meanwhile.
+__device__ __forceinline__ void prepare(const Launch& l, ThreadBlock& block, const Position& p) {
+    const int* action = block.code + p.at;
+    const int n = action[NUM_OPERANDS], flags = action[FLAGS];
+    const bool pushed = l.direct && flags & PUSHED, pushes = l.direct && flags & PUSHES;
+    const int m = action[NUM_OUTPUTS] - (pushed && flags & KEEPS ? 1 : 0);
+    const int* ends = action + HEADER + 2 * action[NUM_WAITS];
+    const i64 chunk = chunk_of(l, p, action[CHUNK]);
+    const bool moves = n && chunk < l.num_chunks;
     Task& t = block.task;
+    const Track& track = block.track;
+    const u32 half = blockDim.x / 2;
+    const int first = threadIdx.x < half ? threadIdx.x + blockDim.x - half : threadIdx.x - half;
+    if (first == 0) t.nbytes = t.n = t.m = 0;
+    if (!moves || first >= n + m) return;
     const i64 size = track.chunks[2 * chunk + 1];
     const i64 slice = (size + 16 * l.width - 1) / (16 * l.width) * 16;
     const i64 start = i64(blockIdx.x % l.width) * slice;
     const i64 at = track.chunks[2 * chunk] + start;
-    const bool reduces = step[0] == REDUCE;
-    // Over lines, an emulated link's time passes before the SEND, so the SEND cannot be fused.
-    // (Only that time then orders the store of a result and a later store that overwrites it.)
-    const bool passes_on = step[0] != SEND && (step[2] & PASSES_ON) &&
-                           !(l.low_latency && l.ps_per_byte);
-    const int* send = step[0] == SEND ? step : passes_on ? step + 5 + step[4] : 0;
-    t.op = step[0];
-    t.n = reduces ? step[4] : 0;
-    t.m = send ? send[4] : 0;
-    t.last = reduces && (step[2] & LAST);
-    t.ahead = reduces ? step[2] >> AHEAD : 0;
-    t.keep = step[0] != SEND && !(passes_on && (step[2] & DROPS));
-    t.nbytes = start >= size ? 0 : (size - start < slice ? size - start : slice);
-    t.own = l.buffers[track.rank] + at;
-    t.value = step[3] == INPUT ? l.inputs[track.rank] + at : t.own;
-    t.source = 0;
-    const int from = step[0] == COPY ? step[5] : step[3];
-    if (from >= 0) {
-        Cursor& end = block.cursors[from];
-        t.source = slot_of(l, track.ends[from], end);
-        t.source_use = end.moved + 1;
-        advance(l, end);
+    if (first == 0) {
+        t.n = n, t.m = m;
+        t.nbytes = start >= size || !m ? 0 : size - start < slice ? size - start : slice;
     }
-    if (step[0] == COPY && l.direct && (step[2] & PUSHES)) {  // the sender has written our buffer
-        t.source = 0;
-        t.keep = 0;
-        if (!t.m) t.nbytes = 0;
+    for (int j = first; j < n + m; j += blockDim.x) {
+        const int number = ends[j];
+        const bool reads = j < n;
+        u8* address = l.buffers[track.rank] + at;
+        u32 use = 0;
+        if (number >= 0) {
+            Cursor& cursor = block.cursors[number];
+            const End& end = block.ends[number];
+            if (reads ? !pushed : !pushes) address = slot_of(l, end, cursor);
+            else if (!reads) address = l.buffers[end.peer] + at;
+            advance(l, cursor);
+            use = cursor.moved;
+        }
+        if (reads) {
+            t.in[j] = number == INPUT ? l.inputs[track.rank] + at : address;
+            t.in_use[j] = use;
+        } else {
+            t.out[j - n] = address;
+            t.out_use[j - n] = use;
+        }
     }
-    for (u32 j = 0; j < t.n; ++j) {
-        Cursor& end = block.cursors[step[5 + j]];
-        t.slot[j] = slot_of(l, track.ends[step[5 + j]], end);
-        t.use[j] = end.moved + 1;
-        advance(l, end);
-    }
-    for (u32 j = 0; j < t.m; ++j) {
-        const End& end = track.ends[send[5 + j]];
-        Cursor& to = block.cursors[send[5 + j]];
-        t.out[j] = l.direct && (send[2] & PUSHES) ? l.buffers[end.peer] + at : slot_of(l, end, to);
-        t.out_use[j] = to.moved + 1;
-        advance(l, to);
-    }
-    if (t.m && l.ps_per_byte) {
-        const u64 now = clock_ns();
-        if (block.link_free < now) block.link_free = now;
-        block.link_free += u64(t.nbytes) * l.width * l.ps_per_byte / 1000;
-    }
-    return 5 + step[4] + (passes_on ? 5 + send[4] : 0);
 }
 
-// Run by the first thread: continue to the next step that moves data, or to the end.
-__device__ __forceinline__ void next(const Launch& l, const Track& track, ThreadBlock& block) {
-    const int* code = block.code;
-    const int groups = (l.num_chunks + l.stride - 1) / l.stride;
-    if (block.failed) {  // while the block moved data: pc stays at that step
-        block.task.op = STOP;
-        return;
-    }
-    const Task& done = block.task;
-    if (block.length && l.finals && (done.op == COPY || (done.op == REDUCE && done.last)))
-        st_release_sys(l.finals + blockIdx.x, ++block.finals);  // after the block's barrier
-    block.pc += block.length;
-    block.length = 0;
-    while (block.phase < code[0]) {
-        const int first = code[1 + block.phase], stop = code[2 + block.phase];
-        if (first == stop || block.group == groups) {
-            ++block.phase;
-            block.group = block.pc = 0;
+// Raise all counters of an action. False if an emulated link's time was given up.
+__device__ __forceinline__ bool signal_all(const Launch& l, ThreadBlock& block, Position p) {
+    const int* action = block.code + p.at;
+    const int first = p.at + action[LENGTH] - 2 * action[NUM_SIGNALS];
+    const u64 line = u64(blockIdx.x % l.width) * LINE;
+    const bool final = l.finals && action[FLAGS] & COMPLETES &&
+                       chunk_of(l, p, action[CHUNK]) < l.num_chunks;
+    const int signals = action[NUM_SIGNALS];
+    const bool ordered = !l.low_latency || (action[FLAGS] & (KEEPS | COMPLETES)) == KEEPS;
+    for (int i = threadIdx.x; i < signals + final; i += blockDim.x) {
+        if (i == signals) {
+            st_release_sys(l.finals + blockIdx.x, ++block.finals);
             continue;
         }
-        if (!block.pc) block.pc = first;
-        if (block.pc == stop) {
-            ++block.group;
-            block.pc = 0;
-            continue;
+        p.at = first + 2 * i;
+        if (chunk_of(l, p, block.code[p.at]) >= l.num_chunks) continue;
+        const int word = block.code[p.at + 1];
+        const End& end = block.ends[word >> 2];
+        const u32 count = ++block.cursors[word >> 2].signalled;
+        if (!(word & SENDER)) {
+            if (ordered) st_release_sys((u32*)(end.free + line), count);
+            else st_relaxed_sys((u32*)(end.free + line), count);
+        } else if (!(word & DATA && l.low_latency)) {
+            if (word & DATA && l.ps_per_byte && !held(block.link_free, l, block, p)) return false;
+            st_release_sys((u32*)(end.ready + line), count);
         }
-        const int* step = code + block.pc;
-        const i64 chunk = i64(block.group) * l.stride + step[1];
-        if (chunk < l.num_chunks) {
-            if (step[0] < SIGNAL) {
-                const int length = prepare(l, track, block, step, int(chunk));
-                // lines are visible as soon as they are written, so the link's time passes first
-                if (l.low_latency && block.task.m && !held(l, track, block)) break;
-                block.length = length;
-                return;
-            }
-            if (!synchronise(l, track, block, step)) break;
-        }
-        block.pc += 5 + step[4];
     }
-    block.task.op = STOP;
+    return true;
 }

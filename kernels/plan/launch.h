@@ -3,15 +3,27 @@
 #pragma once
 #include "gpu/sync.h"
 
-enum Op { SEND, REDUCE, COPY, SIGNAL, WAIT, STOP };
-enum { INPUT = -2 };  // the source of a step that reads its own chunk from the call's input
+#ifndef THREADS
+#define THREADS 256
+#endif
+#ifdef HOST_SHIM
+#define BLOCK_SIZE blockDim.x
+#else
+#define BLOCK_SIZE THREADS  // a constant, so that addresses differ by immediate offsets
+#endif
+
+// The words of an action: what a thread block does between two barriers and the next two. Entries
+// follow the header: waits (chunk, 4 * end + SENDER | DATA), operands and outputs (an end, OWN or
+// INPUT; the own chunk is the last output), signals (like waits).
+enum Field { LENGTH, CHUNK, FLAGS, NUM_WAITS, NUM_OPERANDS, NUM_OUTPUTS, NUM_SIGNALS, HEADER };
+enum { OWN = -1, INPUT = -2 };  // this rank's chunk: of the result, of the call's input
 enum Flag {
-    SENDER = 1, DATA = 2,  // SIGNAL and WAIT: this rank is the sender; the connection carries data
-    PUSHES = 1,  // SEND and COPY: write the receiver's buffer if the launch is direct
-    LAST = 1,  // REDUCE: completes the chunk
-    PASSES_ON = 2,  // REDUCE and COPY: fused with the next step, a SEND of the result
-    DROPS = 4,  // REDUCE and COPY that pass on: the result is not stored here
-    AHEAD = 3,  // REDUCE: bits from this one on are the number of peers before the own value
+    SENDER = 1, DATA = 2,  // a wait or signal: this rank is the sender; the connection carries data
+    AVERAGES = 1,  // the result is divided by the number of ranks if the call is an average
+    COMPLETES = 2,  // the own chunk is final afterwards
+    PUSHED = 4,  // if the launch is direct, the operand is in the own chunk already
+    PUSHES = 8,  // if the launch is direct, outputs go to the receivers' buffers
+    KEEPS = 16,  // the last output is the own chunk
 };
 enum State { NOTHING, WAITS, TIMED_OUT, ABORTED, DONE };  // first word of a report
 
@@ -19,7 +31,7 @@ enum {
     MAX_RANKS = 64,  // per launch
     MAX_PEERS = 64,  // per step
     CODE_WORDS = 1024,  // code up to this size is copied to shared memory
-    MAX_ENDS = 128,  // up to this many cursors are copied to shared memory
+    MAX_ENDS = 128,  // up to this many ends and cursors are copied to shared memory
     LINE = 128,  // bytes between counters, so that polling one does not slow down another
     REPORT = 4,  // words: state, phase, group, offset in the code
 };
@@ -40,7 +52,7 @@ struct Cursor { u32 waited, moved, signalled, slot; };
 
 // One track of one rank; `width` blocks run it.
 struct Track {
-    const int* code;  // number of phases; phases + 1 offsets; steps, whose peers index `ends`
+    const int* code;  // number of phases; phases + 1 offsets; actions, whose peers index `ends`
     const End* ends;
     Cursor* cursors;  // [width][num_ends]
     const i64* chunks;  // [chunks][2]: offset in the rank's buffer and size, in bytes
@@ -64,7 +76,7 @@ struct Launch {
     u32 low_latency;  // 1: slots hold lines, and data-ready counters are not used
     u32 divisor;  // of complete chunks; 0 or 1: none
     u32 ps_per_byte;  // emulated links: the least time of a send; 0: no emulation
-    u32 direct;  // 1: steps that push (program.py: programs) write buffers instead of slots
+    u32 direct;  // 1: actions that push (program.py: programs) write buffers instead of slots
     u32 pad;
     u8* buffers[MAX_RANKS];  // results: of the ranks of this launch, then of their peers
     const u8* inputs[MAX_RANKS];  // values: of the ranks of this launch; in place equal to buffers

@@ -1,14 +1,14 @@
-// SEND, REDUCE and COPY: how a thread block moves its slice of a chunk, over plain slots or lines.
+// How a thread block moves its slice of a chunk, over plain slots or lines.
 //
-// Plain slots: coalesced 16-byte accesses, several in flight per thread. A SEND that pushes writes
-// the receivers' buffers instead; the host has proved that no other step accesses that chunk before
-// the counter is signalled.
-// Lines (sync.h): 8 data bytes are two lines. The reader polls each line for the flag of this use,
-// so it needs no counter and no barrier.
+// Plain slots: 16-byte accesses; each thread loads several packs of up to three operands before it
+// uses the first. An action that pushes writes the receivers' buffers instead of slots; the host
+// has proved that nothing else accesses that chunk before the counter is signalled.
+// Lines (sync.h): 8 data bytes are two lines. The reader polls the lines of several operands
+// together until all have the flags of this use, so it needs no counter and no barrier.
 // Order of stores over lines: a result that overwrites a chunk must be stored after the partial sum
-// that it was computed from. If a REDUCE and its SEND are two steps, two barriers and a release
-// (the REDUCE's SIGNAL) lie between the store of the partial sum and the lines. If they are fused,
-// a partial sum that will be overwritten is not stored (planning/dataflow.py: passed_on). Loads of
+// that it was computed from. If a REDUCE and its SEND are two actions, barriers and a release (the
+// REDUCE's signal) lie between the store of the partial sum and the lines. If they are fused, a
+// partial sum that will be overwritten is not stored (planning/dataflow.py: passed_on). Loads of
 // the own chunk come first because the lines depend on them.
 // Alignment: slots are aligned to 16 bytes. The caller's buffer may be aligned to its elements
 // only, and is then accessed element by element.
@@ -18,9 +18,16 @@
 #include "gpu/element.h"
 #include "plan/interpret.h"
 
-// Packs in flight per thread: as many as fit the registers without spilling (checked by a test).
-template <class T> struct Unroll { enum { count = sizeof(T) == 4 ? 4 : sizeof(T) == 1 ? 1 : 2 }; };
-enum { CLEAN = (1 << 30) - 1 };
+enum {
+    CLEAN = (1 << 30) - 1,
+    BATCH = 4,  // operands over lines that a thread polls together
+};
+
+// Packs per thread and operand: eight loads or more are in flight (fewer for bytes, which take a
+// register each while they are combined) without spills, as a test checks.
+template <class T, int N> struct Unroll {
+    enum { count = N == 1 ? 8 : sizeof(T) == 1 ? 4 - N : N == 2 ? 4 : 3 };
+};
 
 // Flags wrap after 2^32 uses, so a line that short messages never write could hold an old flag that
 // is valid again. Whenever the count passes a multiple of 2^30, all lines of each slot are written.
@@ -28,118 +35,146 @@ __device__ __forceinline__ bool cleaning(const Launch& l, u32 use) {
     return (use & CLEAN) < l.slots;
 }
 
-// The data of a line; sets `lost` if the wait was given up, after which no result may be stored.
-__device__ __forceinline__ u32 poll(const u8* at, u32 use, const Launch& l, const Track& track,
-                                    ThreadBlock& block, bool& lost) {
-    Patience patience = {0, 0};
-    while (!lost) {
-        const u64 line = ld_line((const u64*)at);
-        if (u32(line >> 32) == use) return u32(line);
-        lost = !patience.more(l, track, block);
-    }
-    return 0;
-}
-
+// Receive 8 bytes of each of the operands from `base` on. False if the wait was given up, after
+// which no result may be stored.
 template <class T>
-__device__ __forceinline__ Pack<T, 8> receive(const u8* slot, i64 at, u32 use, const Launch& l,
-                                              const Track& track, ThreadBlock& block, bool& lost) {
-    union { u32 w[2]; Pack<T, 8> v; } got;
-    got.w[0] = poll(slot + 2 * at, use, l, track, block, lost);
-    got.w[1] = poll(slot + 2 * at + 8, use, l, track, block, lost);
-    return got.v;
+__device__ __forceinline__ bool receive(u64 (&v)[BATCH], const int* ends, u32 base, u32 at,
+                                        const Launch& l, ThreadBlock& block, Position p) {
+    const Task& t = block.task;
+    Patience patience = {0, 0};
+    Lines pair[BATCH];
+    u32 use[BATCH];
+    bool polls[BATCH];
+#pragma unroll
+    for (u32 b = 0; b < BATCH; ++b) {
+        polls[b] = base + b < t.n && ends[base + b] >= 0;
+        use[b] = polls[b] ? t.in_use[base + b] : 0;
+        pair[b] = {0, 0};  // as if lines with the flag 0 had come
+        if (base + b < t.n && !polls[b]) {  // the own chunk
+            const u64 own = load<T, 8>(t.in[base + b] + at, t.nbytes - at);
+            pair[b] = {u32(own), own >> 32};
+        }
+    }
+    for (;;) {
+        u32 late = 0;  // the first operand whose lines have not come, plus 1
+#pragma unroll
+        for (u32 b = 0; b < BATCH; ++b) ld_lines(pair[b], t.in[base + b] + 2 * at, polls[b]);
+#pragma unroll
+        for (u32 b = BATCH; b-- > 0;)
+            if (u32(pair[b].first >> 32) != use[b] || u32(pair[b].second >> 32) != use[b])
+                late = b + 1;
+        if (!late) break;
+        p.at = int(ends - block.code) + base + late - 1;
+        if (!patience.more(l, block, p)) return false;
+    }
+#pragma unroll
+    for (u32 b = 0; b < BATCH; ++b) v[b] = u32(pair[b].first) | pair[b].second << 32;
+    return true;
 }
 
 template <class T, class Op>
-__device__ __forceinline__ void move_lines(const Launch& l, const Track& track,
-                                           ThreadBlock& block) {
+__device__ __forceinline__ bool move_lines(const Launch& l, ThreadBlock& block, const Position& p) {
     const Task& t = block.task;
-    i64 stop = t.nbytes;
-    for (u32 j = 0; j < t.m; ++j)
+    const int* action = block.code + p.at;
+    const int* ends = action + HEADER + 2 * action[NUM_WAITS];
+    const u32 divisor = action[FLAGS] & AVERAGES ? l.divisor : 0;
+    const u32 sends = t.m - (t.m && action[FLAGS] & KEEPS ? 1 : 0);
+    u32 stop = t.nbytes;
+    for (u32 j = 0; j < sends; ++j)
         if (cleaning(l, t.out_use[j])) stop = l.stripe;
-    bool lost = false;
-    for (i64 at = 8 * i64(threadIdx.x); at < stop; at += 8 * i64(blockDim.x)) {
-        const i64 have = t.nbytes - at;
-        Pack<T, 8> v = {};
-        if (have > 0) {
-            v = t.source ? receive<T>(t.source, at, t.source_use, l, track, block, lost)
-                         : load<T, 8>(t.value + at, have);
-            if (t.op == REDUCE) {
-                const u32 head = t.ahead ? 1 : 0;
-                Total<T, 8> total =
-                    widen(head ? receive<T>(t.slot[0], at, t.use[0], l, track, block, lost) : v);
-                for (u32 j = head; j <= t.n; ++j) {
-                    if (head && j == t.ahead) combine<Op>(total, v);
-                    if (j < t.n)
-                        combine<Op>(total,
-                                    receive<T>(t.slot[j], at, t.use[j], l, track, block, lost));
+    bool held_up = sends && l.ps_per_byte;  // an emulated link's time passes before lines appear
+    for (u32 at = 8 * threadIdx.x; at < stop; at += 8 * BLOCK_SIZE) {
+        const bool have = at < t.nbytes;
+        Total<T, 8> total = {};
+        u64 result = 0;
+        for (u32 base = 0; base < t.n && have; base += BATCH) {
+            u64 v[BATCH] = {};
+            if (!receive<T>(v, ends, base, at, l, block, p)) return false;
+#pragma unroll
+            for (u32 b = 0; b < BATCH; ++b)
+                if (base + b < t.n) {
+                    if (base + b) combine<Op>(total, v[b]);
+                    else total = widen<T, 8>(result = v[b]);
                 }
-                v = narrow<T, 8>(total, t.last ? l.divisor : 0);
-            }
-            if (lost) return;
         }
-        if (t.m) {
-            union { Pack<T, 8> v; u32 w[2]; } put;
-            put.v = v;
-            for (u32 j = 0; j < t.m; ++j) {
-                const u64 flag = u64(t.out_use[j]) << 32;
-                st_line((u64*)(t.out[j] + 2 * at), flag | put.w[0]);
-                st_line((u64*)(t.out[j] + 2 * at + 8), flag | put.w[1]);
-            }
+        if (t.n > 1) result = narrow<T, 8>(total, divisor);
+        if (held_up && !held(clock_ns() + u64(t.nbytes) * l.width * l.ps_per_byte / 1000, l, block, p))
+            return false;
+        held_up = false;
+        for (u32 j = 0; j < sends; ++j) {
+            const u64 flag = u64(t.out_use[j]) << 32;
+            st_lines(t.out[j] + 2 * at, {flag | u32(result), flag | result >> 32});
         }
-        if (t.keep) store<T, 8>(t.own + at, have, v);
+        if (sends < t.m && have) store<T, 8>(t.out[sends] + at, t.nbytes - at, result);
+    }
+    return true;
+}
+
+// Move whole packs of N aligned operands.
+template <class T, class Op, int N>
+__device__ __forceinline__ void move_packs(const Task& t, u32 whole, u32 divisor) {
+    enum { COUNT = Unroll<T, N>::count };
+    const u32 step = 16 * BLOCK_SIZE;
+#pragma unroll 1
+    for (u32 at = 16 * threadIdx.x; at < whole; at += COUNT * step) {
+        uint4 v[N][COUNT] = {};
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+            const u8* from = t.in[k] + at;
+#pragma unroll
+            for (int u = 0; u < COUNT; ++u)
+                if (u * step < whole - at) v[k][u] = load_word<16>(from + u * step);
+        }
+        if (N > 1)
+#pragma unroll
+            for (int u = 0; u < COUNT; ++u) {
+                Total<T, 16> total = widen<T, 16>(v[0][u]);
+#pragma unroll
+                for (int k = 1; k < N; ++k) combine<Op>(total, v[k][u]);
+                v[0][u] = narrow<T, 16>(total, divisor);
+            }
+#pragma unroll 1
+        for (u32 j = 0; j < t.m; ++j) {
+            u8* to = t.out[j] + at;
+#pragma unroll
+            for (int u = 0; u < COUNT; ++u)
+                if (u * step < whole - at) store_word<16>(to + u * step, v[0][u]);
+        }
     }
 }
 
-// Move COUNT packs of one thread, `step` bytes apart.
-template <class T, class Op, int COUNT>
-__device__ __forceinline__ void move_packs(const Task& t, u32 divisor, i64 at, i64 step) {
-    Pack<T, 16> v[COUNT];
-    const u8* from = t.source ? t.source : t.value;
-#pragma unroll
-    for (int u = 0; u < COUNT; ++u)
-        v[u] = load<T, 16>(from + at + u * step, t.nbytes - at - u * step);
-    if (t.op == REDUCE) {
-        const u32 head = t.ahead ? 1 : 0;
-        Total<T, 16> total[COUNT];
-#pragma unroll
-        for (int u = 0; u < COUNT; ++u)
-            total[u] = widen(head ? load<T, 16>(t.slot[0] + at + u * step,
-                                                t.nbytes - at - u * step) : v[u]);
-        for (u32 j = head; j <= t.n; ++j) {
-            if (head && j == t.ahead)
-#pragma unroll
-                for (int u = 0; u < COUNT; ++u) combine<Op>(total[u], v[u]);
-            if (j < t.n)
-#pragma unroll
-                for (int u = 0; u < COUNT; ++u)
-                    combine<Op>(total[u], load<T, 16>(t.slot[j] + at + u * step,
-                                                      t.nbytes - at - u * step));
+// Move from byte `from` on with any number of operands and any alignment.
+template <class T, class Op>
+__device__ __forceinline__ void move_any(const Task& t, i64 from, u32 divisor) {
+    const i64 step = 16 * i64(blockDim.x);
+    for (i64 at = from + 16 * i64(threadIdx.x); at < t.nbytes; at += step) {
+        const i64 have = t.nbytes - at;
+        uint4 v = load<T, 16>(t.in[0] + at, have);
+        if (t.n > 1) {
+            Total<T, 16> total = widen<T, 16>(v);
+            for (u32 k = 1; k < t.n; ++k) combine<Op>(total, load<T, 16>(t.in[k] + at, have));
+            v = narrow<T, 16>(total, divisor);
         }
-#pragma unroll
-        for (int u = 0; u < COUNT; ++u) v[u] = narrow<T, 16>(total[u], divisor);
+        for (u32 j = 0; j < t.m; ++j) store<T, 16>(t.out[j] + at, have, v);
     }
-    for (u32 j = 0; j < t.m; ++j)
-#pragma unroll
-        for (int u = 0; u < COUNT; ++u)
-            store<T, 16>(t.out[j] + at + u * step, t.nbytes - at - u * step, v[u]);
-    if (!t.keep) return;
-#pragma unroll
-    for (int u = 0; u < COUNT; ++u)
-        store<T, 16>(t.own + at + u * step, t.nbytes - at - u * step, v[u]);
 }
 
 template <class T, class Op>
-__device__ __forceinline__ void carry_out(const Launch& l, const Track& track, ThreadBlock& block) {
-    if (l.low_latency) {
-        move_lines<T, Op>(l, track, block);
-        return;
-    }
+__device__ __forceinline__ void move_plain(const Launch& l, ThreadBlock& block, u32 flags) {
     const Task& t = block.task;
-    const u32 divisor = t.last ? l.divisor : 0;
-    const i64 step = 16 * i64(blockDim.x);
-    i64 at = 16 * i64(threadIdx.x);
-    const int count = Unroll<T>::count;
-    for (; at + (count - 1) * step + 16 <= t.nbytes; at += count * step)
-        move_packs<T, Op, count>(t, divisor, at, step);
-    for (; at < t.nbytes; at += step) move_packs<T, Op, 1>(t, divisor, at, step);
+    const u32 divisor = flags & AVERAGES ? l.divisor : 0;
+    if (threadIdx.x == 0 && l.ps_per_byte && t.m > (flags & KEEPS ? 1 : 0)) {
+        const u64 now = clock_ns();
+        if (block.link_free < now) block.link_free = now;
+        block.link_free += u64(t.nbytes) * l.width * l.ps_per_byte / 1000;
+    }
+    u64 all = 0;
+    for (u32 k = 0; k < t.n; ++k) all |= u64(t.in[k]);
+    for (u32 j = 0; j < t.m; ++j) all |= u64(t.out[j]);
+    i64 whole = all & 15 ? 0 : t.nbytes & ~15;
+    if (t.n == 1) move_packs<T, Op, 1>(t, whole, divisor);
+    else if (t.n == 2) move_packs<T, Op, 2>(t, whole, divisor);
+    else if (t.n == 3) move_packs<T, Op, 3>(t, whole, divisor);
+    else whole = 0;
+    move_any<T, Op>(t, whole, divisor);
 }

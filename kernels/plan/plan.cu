@@ -4,53 +4,68 @@
 // `width` thread blocks run each track of each rank. Every block runs the whole track on its own
 // slice of every chunk, with its own counters and its own part of every slot; so the blocks of a
 // track never wait for each other, and each set of corresponding blocks is an instance of the
-// verified plan. A REDUCE combines peers in plan order; the own value comes first, or behind the
-// first `ahead` peers. float16 and bfloat16 are combined in float32 and rounded once per REDUCE.
+// verified plan. Operands are combined in plan order. float16 and bfloat16 are combined in float32
+// and rounded once per REDUCE.
+//
+// An action takes two barriers: threads wait for its counters and find its addresses; the block
+// moves the data; threads raise its counters.
 //
 // Co-residency: blocks wait for blocks of other tracks and ranks, so all of them must be resident
 // at once. The host checks the grid against the occupancy and launches cooperatively.
-// Uniformity: all threads of a block reach every barrier, since `op` and `failed` are written on
-// one side of a barrier and read on the other.
+// Uniformity: all threads follow the same code, which does not change, and leave it only where a
+// barrier tells all of them that one has failed.
 #include "plan/move.h"
 
-#ifndef THREADS
-#define THREADS 256
-#endif
-
-template <class T, class Op> __device__ __forceinline__ void run(const Launch& launch) {
-    SHARED(ThreadBlock, block);
-    const Track& track = launch.tracks[blockIdx.x / launch.width];
-    Cursor* cursors = track.cursors + u64(blockIdx.x % launch.width) * track.num_ends;
-    const bool near_code = track.code_words <= CODE_WORDS, near_ends = track.num_ends <= MAX_ENDS;
-    if (near_code)
-        for (u32 i = threadIdx.x; i < track.code_words; i += blockDim.x)
-            block.code_copy[i] = track.code[i];
-    if (near_ends)
-        for (u32 i = threadIdx.x; i < track.num_ends; i += blockDim.x)
-            block.cursor_copy[i] = cursors[i];
-    if (threadIdx.x == 0) {
-        block.timed_out = block.phase = block.group = block.pc = block.length = 0;
-        // after a failure, a push might overwrite a tensor that is in use again
-        block.failed = launch.direct && ld_acquire_sys(launch.abort);
-        block.link_free = block.finals = 0;
-        block.code = near_code ? block.code_copy : track.code;
-        block.cursors = near_ends ? block.cursor_copy : cursors;
-    }
-    __syncthreads();
-    for (;;) {
-        if (threadIdx.x == 0) next(launch, track, block);
-        __syncthreads();
-        if (block.task.op == STOP) break;
-        carry_out<T, Op>(launch, track, block);
-        __syncthreads();
-    }
-    const bool never_began = block.failed && !block.pc;  // then there is no step to report
-    if (threadIdx.x == 0 && !never_began) report_end(launch, track, block);
-    if (near_ends)  // also after a failure, when they are no longer used
-        for (u32 i = threadIdx.x; i < track.num_ends; i += blockDim.x)
-            cursors[i] = block.cursor_copy[i];
+template <class T> __device__ __forceinline__ void copy_table(T* to, const T* from, u32 number) {
+    for (u32 i = threadIdx.x; i < number; i += blockDim.x) to[i] = from[i];
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) run_plan(const Launch launch) {
+// Run the actions of a track; false if this thread or another one has failed.
+template <class T, class Op>
+__device__ __forceinline__ bool interpret(const Launch& l, ThreadBlock& block) {
+    const int groups = (l.num_chunks + l.stride - 1) / l.stride;
+    const int* code = block.code;
+    bool good = true;
+    for (Position p = {0, 0, 0}; p.phase < code[0]; ++p.phase)
+        for (p.group = 0; p.group < groups; ++p.group)
+            for (p.at = code[1 + p.phase]; p.at < code[2 + p.phase]; p.at += code[p.at + LENGTH]) {
+                prepare(l, block, p);
+                good = good && await_all(l, block, p);
+                if (__syncthreads_or(!good)) return false;
+                if (l.low_latency) good = move_lines<T, Op>(l, block, p);
+                else move_plain<T, Op>(l, block, code[p.at + FLAGS]);
+                if (__syncthreads_or(!good)) return false;
+                good = signal_all(l, block, p);
+            }
+    return !__syncthreads_or(!good);
+}
+
+template <class T, class Op> __device__ __forceinline__ void run(const Launch& l) {
+    SHARED(ThreadBlock, block);
+    if (threadIdx.x == 0) block.track = l.tracks[blockIdx.x / l.width];
+    __syncthreads();
+    const Track& track = block.track;
+    const bool near_code = track.code_words <= CODE_WORDS, near_ends = track.num_ends <= MAX_ENDS;
+    Cursor* cursors = track.cursors + u64(blockIdx.x % l.width) * track.num_ends;
+    if (near_code) copy_table(block.code_copy, track.code, track.code_words);
+    if (near_ends) copy_table(block.end_copy, track.ends, track.num_ends);
+    if (near_ends) copy_table(block.cursor_copy, cursors, track.num_ends);
+    if (threadIdx.x == 0) {
+        block.code = near_code ? block.code_copy : track.code;
+        block.ends = near_ends ? block.end_copy : track.ends;
+        block.cursors = near_ends ? block.cursor_copy : cursors;
+        block.link_free = block.finals = block.reported = block.timed_out = 0;
+    }
+    // after a failure, a push might overwrite a tensor that is in use again
+    if (__syncthreads_or(threadIdx.x == 0 && l.direct && ld_acquire_sys(l.abort))) return;
+    const bool good = interpret<T, Op>(l, block);
+    u32* state = track.report + blockIdx.x % l.width * REPORT;
+    if (threadIdx.x == 0 && !good) st_release_sys(state, block.timed_out ? TIMED_OUT : ABORTED);
+    if (threadIdx.x == 0 && good && block.reported) st_release_sys(state, DONE);
+    if (near_ends)  // also after a failure, when they are no longer used
+        copy_table(cursors, block.cursor_copy, track.num_ends);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 3) run_plan(const Launch launch) {
     run<ELEMENT, OP>(launch);
 }

@@ -1,93 +1,78 @@
 // The state of a thread block, and its waits.
 //
-// Every wait ends: after each SPINS polls it checks the abort word and the clock. It then reports
-// the current step once, and sets the abort word when the timeout has passed.
+// Every wait ends: after each SPINS polls the thread checks the abort word and the clock. It then
+// reports its step once, and sets the abort word when the timeout has passed.
 #pragma once
 #include "plan/launch.h"
 
 enum { SPINS = 256 };
 
-// A step that moves data: read `source`, or `value` if it is 0; REDUCE combines that with the
-// slots; write the result to all of `out`, and to `own` if `keep`.
+// What an action moves: the operands, combined in order, go to all outputs. Lines of an operand
+// carry its `use` as their flag, the number of times that the connection was used.
 struct Task {
-    u32 op, n, m, ahead, last;
-    u32 keep;
-    i64 nbytes;  // of this block's slice
-    u8* own;
-    const u8* value;  // the own chunk
-    const u8* source;  // the slot to copy or to pass on, or 0
-    u32 source_use;
-    const u8* slot[MAX_PEERS];  // [n]
-    u32 use[MAX_PEERS];  // the flag of the slot's lines: how often the connection was used
-    u8* out[MAX_PEERS];  // [m]
-    u32 out_use[MAX_PEERS];
+    i64 nbytes;  // of this block's slice; 0: nothing
+    u32 n, m;
+    const u8* in[MAX_PEERS + 4];  // [n], read up to a multiple of 4
+    u8* out[MAX_PEERS + 1];  // [m]
+    u32 in_use[MAX_PEERS + 1], out_use[MAX_PEERS + 1];
 };
 
 struct ThreadBlock {  // in shared memory
     Task task;
-    u32 failed;  // a wait was given up
-    u32 timed_out;  // because its own timeout had passed
-    int phase, group, pc;  // the current step of the first thread
-    int length;  // words of code of the step (or two, if fused) that the block carries out; 0: none
-    u32 finals;  // chunks completed
-    u64 link_free;  // emulated links: when the latest send is over
+    Track track;
     const int* code;
+    const End* ends;
     Cursor* cursors;
+    u64 link_free;  // emulated links: when the latest send is over
+    u32 finals;  // chunks completed
+    u32 reported;  // a long wait was reported
+    u32 timed_out;  // a wait was given up because its own timeout had passed
     int code_copy[CODE_WORDS];
+    End end_copy[MAX_ENDS];
     Cursor cursor_copy[MAX_ENDS];
 };
 
-__device__ __forceinline__ void report(const Launch& l, const Track& track,
-                                       const ThreadBlock& block, State state) {
-    u32* row = track.report + blockIdx.x % l.width * REPORT;
-    st_relaxed_sys(row + 1, block.phase);
-    st_relaxed_sys(row + 2, block.group);
-    st_relaxed_sys(row + 3, block.pc);
-    st_release_sys(row, state);
-}
+// Where a thread is in the code.
+struct Position { int phase, group, at; };
 
-// Report how the launch ended. The report of an earlier failure must stay, as its step is the
-// cause; but another thread of this block may have overwritten TIMED_OUT with WAITS.
-__device__ __forceinline__ void report_end(const Launch& l, const Track& track,
-                                           const ThreadBlock& block) {
-    if (!block.failed) {
-        report(l, track, block, DONE);
-        return;
-    }
-    const u32 before = ld_acquire_sys(track.report + blockIdx.x % l.width * REPORT);
-    if (before != TIMED_OUT && before != ABORTED)
-        report(l, track, block, block.timed_out ? TIMED_OUT : ABORTED);
+__device__ __forceinline__ void report(const Launch& l, const ThreadBlock& block, State state,
+                                       const Position& p) {
+    u32* row = block.track.report + blockIdx.x % l.width * REPORT;
+    st_relaxed_sys(row + 1, p.phase);
+    st_relaxed_sys(row + 2, p.group);
+    st_relaxed_sys(row + 3, p.at);
+    st_release_sys(row, state);
 }
 
 // Counts the polls of one wait; `more` is false once the wait must be given up.
 struct Patience {
     u32 spins;
     u64 since;
-    __device__ __forceinline__ bool more(const Launch& l, const Track& track, ThreadBlock& block) {
+    __device__ __forceinline__ bool more(const Launch& l, ThreadBlock& block, const Position& p) {
         spin_pause();
         if (++spins % SPINS) return true;
         if (ld_acquire_sys(l.abort)) {
-            raise(&block.failed);
+            report(l, block, ABORTED, p);
             return false;
         }
         const u64 now = clock_ns();
         if (!since) {
             since = now;
-            report(l, track, block, WAITS);
+            raise(&block.reported);
+            report(l, block, WAITS, p);
         }
         if (now - since < l.timeout_ns) return true;
         raise(&block.timed_out);
-        raise(&block.failed);
-        report(l, track, block, TIMED_OUT);  // before the abort word tells the host
+        report(l, block, TIMED_OUT, p);  // before the abort word tells the host
         st_release_sys(l.abort, 1);
         return false;
     }
 };
 
 __device__ __forceinline__ bool await(const u8* counter, u32 value, const Launch& l,
-                                      const Track& track, ThreadBlock& block) {
+                                      ThreadBlock& block, const Position& p) {
     Patience patience = {0, 0};
     while (int(ld_acquire_sys((const u32*)counter) - value) < 0)
-        if (!patience.more(l, track, block)) return false;
+        if (!patience.more(l, block, p)) return false;
     return true;
 }

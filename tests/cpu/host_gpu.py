@@ -24,6 +24,7 @@ import pytest
 
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.gpu import program
+from linkweave.collectives.runtime.gpu.actions import Program, programs
 from linkweave.collectives.runtime.gpu.fuse import fused
 from linkweave.collectives.runtime.gpu.program import (
     CURSOR,
@@ -457,9 +458,9 @@ class HostGpu:
         bases = [self.image.add(m) for m in memory]
         self.given: list[tuple[int, np.ndarray]] = []  # segments that must stay, and their bytes
         self.groups: list[tuple[int, dict[str, int]]] = []
-        self.programs: list[program.Program] = []
+        self.programs: list[Program] = []
         for rank in range(plan.size):
-            for p in program.programs(plan, rank):
+            for p in programs(plan, rank):
                 cursors = np.zeros((shape.width, len(p.ends)), CURSOR)
                 for name in ("waited", "moved", "signalled"):
                     cursors[name] = start % 2**32
@@ -489,7 +490,7 @@ class HostGpu:
         """
         plan = plan or self.plan
         nbytes = inputs[0].nbytes if nbytes is None else nbytes
-        places = [chunk_extents(plan, nbytes, r) for r in range(plan.size)]
+        extents = [chunk_extents(plan, nbytes, r) for r in range(plan.size)]
         buffers = [
             self.image.add(np.concatenate([np.zeros(skew, np.uint8), x.reshape(-1).view(np.uint8)]))
             for x in inputs
@@ -501,7 +502,7 @@ class HostGpu:
             buffers = [self.image.add(~self.image.segments[(b >> 40) - 1]) for b in values]
         chosen = [(r, f) for r, f in self.groups if only in (None, r)]
         table = np.zeros(len(chosen), TRACK)
-        where = [self.image.add(p) for p in places]
+        where = [self.image.add(p) for p in extents]
         for row, (rank, fields) in zip(table, chosen, strict=True):
             for name, value in fields.items():
                 row[name] = value

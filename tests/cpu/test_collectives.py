@@ -16,6 +16,8 @@ import torch
 from linkweave import collectives
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.launch.default import get_default
+from linkweave.collectives.methods import Collectives
+from linkweave.collectives.planning.collective import PUBLIC
 from linkweave.kernels.dtypes import OPS, ops_of
 from tests.cpu.helpers import TORCH_DTYPES, error_of
 
@@ -368,3 +370,8 @@ def test_the_folders_of_a_checkout_can_be_imported() -> None:
         "assert linkweave.__version__ == '0.1.0' and 'Any' not in dir(linkweave)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_every_collective_is_a_method_and_a_function_of_the_package() -> None:
+    methods = {name for name in vars(Collectives) if not name.startswith("_")}
+    assert {*PUBLIC} <= methods <= {*collectives.__all__}

@@ -21,7 +21,7 @@ from linkweave import collectives
 from linkweave.collectives import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.runtime.gpu import peers
-from linkweave.topology import Device, Topology, TopologyError, load
+from linkweave.topology import GpuId, Topology, TopologyError, load
 
 pytestmark = needs_compiler
 PROCESSES = ("processes on one GPU", "a process a GPU")
@@ -217,7 +217,7 @@ def test_no_way_between_two_gpus_is_an_error_on_every_rank(
 def seen(order: tuple[int, ...] = (2, 0, 1)) -> Topology:
     """Rank r's GPU, by its bus id, is number order[r] of a DGX-1."""
     machine = load("dgx1-v100")
-    devices = tuple(Device(g, f"0000:0{r}:00.0") for r, g in enumerate(order))
+    devices = tuple(GpuId(g, f"0000:0{r}:00.0") for r, g in enumerate(order))
     return Topology(machine.name, machine.gpus, machine.links, devices=devices)
 
 
@@ -235,7 +235,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "detect", lambda environ: seen())
 
 
-def test_ranks_take_their_places_on_the_graph_that_was_found(told: None, machine: Machine) -> None:
+def test_ranks_have_the_numbers_of_the_detected_graph(told: None, machine: Machine) -> None:
     found = collectives.spawn(on_the_map, 3, args=(-1,), device="cuda")
     assert found == [["None", (2, 0, 1)]] * 3
 
@@ -246,7 +246,7 @@ def test_ranks_that_see_different_machines_are_named(told: None, machine: Machin
                         r"00000000; pass topology=", said)  # fmt: skip
 
 
-def test_a_map_that_names_its_gpus_places_the_ranks(machine: Machine) -> None:
+def test_ranks_have_the_numbers_of_a_map_that_names_gpus(machine: Machine) -> None:
     assert (
         collectives.spawn(on_the_map, 3, seen(), (-1,), device="cuda") == [["None", (2, 0, 1)]] * 3
     )
@@ -258,7 +258,7 @@ def test_a_map_that_names_its_gpus_places_the_ranks(machine: Machine) -> None:
 
 
 def test_a_map_of_another_machine_is_taken_as_it_is(machine: Machine) -> None:
-    devices = tuple(Device(g, f"0000:f{g}:00.0") for g in range(8))
+    devices = tuple(GpuId(g, f"0000:f{g}:00.0") for g in range(8))
     plain = load("dgx1-v100")
     other = Topology(plain.name, plain.gpus, plain.links, devices=devices)
     for spec in (other, "dgx1-v100"):

@@ -160,12 +160,12 @@ def test_the_order_of_sums_is_that_of_the_windows(dtype: str) -> None:
     values = rng.standard_normal((500, 3)).astype(dtype)
     _, sums = GpuKernels(HostKernels()).coalesce(indices, values, 4)
     for run in range(4):
-        places = np.flatnonzero(indices == run)
+        positions = np.flatnonzero(indices == run)
         total = np.zeros(3, np.float32)
-        for window in np.unique(places // gpu_rows.WINDOW):
+        for window in np.unique(positions // gpu_rows.WINDOW):
             part = np.zeros(3, np.float32)
-            for place in places[places // gpu_rows.WINDOW == window]:
-                part = part + values[place].astype(np.float32)
+            for i in positions[positions // gpu_rows.WINDOW == window]:
+                part = part + values[i].astype(np.float32)
             total = total + part if total.any() else part
         assert sums[run].tolist() == total.astype(dtype).tolist()
 

@@ -40,7 +40,7 @@ class HostArrays:
 
 @needs_compiler
 @pytest.mark.parametrize("only", ["threads, threads", "processes, threads"])
-def test_the_rows_of_the_public_face(only: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rows_of_the_public_api(only: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with gpus(monkeypatch, lambda index: HostDevice(65, index=index)):
         (row,) = run(Suite(None, libraries=[HostArrays()]), 100, only, None)
     assert row["state"] == "ok", row

@@ -105,7 +105,7 @@ def test_partners_combine_in_one_order(size: int) -> None:
 LENGTHS = (1, 2, 5, 8, 1009, 30_011, 70_000)
 
 
-def through_the_face(rank: int, names: list[str]) -> list[bytes]:
+def through_the_api(rank: int, names: list[str]) -> list[bytes]:
     """Private buffers, shared ones, a mix of both, and the private ones once more."""
     comm = get_default()
     results = []
@@ -134,7 +134,7 @@ def test_named_algorithms(name: str) -> None:
             continue
         names.append(algorithm)
     assert len(names) >= 7 and ("ccube_dgx1" in names) == (name == "dgx1-v100")
-    got = collectives.spawn(through_the_face, size, topology, args=(names,))
+    got = collectives.spawn(through_the_api, size, topology, args=(names,))
     at = 0
     for algorithm in names:
         for n in LENGTHS:

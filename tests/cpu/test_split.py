@@ -15,7 +15,7 @@ from linkweave import collectives
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.runtime.cpu.mapping import Mapping
-from linkweave.topology import Device, Topology, load
+from linkweave.topology import GpuId, Topology, load
 
 RANKS = 5
 
@@ -94,9 +94,9 @@ def on_a_named_map(rank: int) -> list[Any]:
 
 
 @needs_compiler
-def test_parts_keep_their_places_on_a_map_that_names_gpus(machine: Machine) -> None:
+def test_ranks_of_parts_keep_their_numbers_on_a_map_that_names_gpus(machine: Machine) -> None:
     plain = load("dgx1-v100")
-    devices = tuple(Device(g, f"0000:0{r}:00.0") for r, g in enumerate((5, 3, 4)))
+    devices = tuple(GpuId(g, f"0000:0{r}:00.0") for r, g in enumerate((5, 3, 4)))
     spec = Topology(plain.name, plain.gpus, plain.links, devices=devices)
     found = collectives.spawn(on_a_named_map, 3, spec, device="cuda")
     assert found == [[(5, 4), [2.0]], [(3,), [1.0]], [(5, 4), [2.0]]]

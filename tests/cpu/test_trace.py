@@ -14,10 +14,10 @@ from host_gpu import needs_compiler
 
 from linkweave import collectives
 from linkweave.collectives import CollectiveError, plan_allreduce
-from linkweave.collectives.calls import trace
 from linkweave.collectives.calls.trace import Trace, flags
 from linkweave.collectives.planning.plan import Op
 from linkweave.collectives.runtime.encoded import encode
+from linkweave.kernels import nvtx_ranges
 from linkweave.topology import load
 
 RANGES: list[str] = []
@@ -41,9 +41,9 @@ class annotate:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(annotate=annotate))
     RANGES.clear()
-    trace._nvtx.cache_clear()
+    nvtx_ranges._nvtx.cache_clear()
     yield
-    trace._nvtx.cache_clear()
+    nvtx_ranges._nvtx.cache_clear()
 
 
 def calls(rank: int, gpu: bool) -> list[str]:

@@ -64,7 +64,7 @@ def words() -> np.ndarray:
 
 
 if __name__ == "__main__":
-    place = Path(__file__).with_name("gradients.npz")
-    np.savez_compressed(place, digits=digits(), words=words())
-    for name, gradient in np.load(place).items():
+    path = Path(__file__).with_name("gradients.npz")
+    np.savez_compressed(path, digits=digits(), words=words())
+    for name, gradient in np.load(path).items():
         print(f"{name}: {gradient.size} elements, {np.count_nonzero(gradient)} not zero")

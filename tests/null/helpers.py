@@ -135,7 +135,7 @@ StepId = tuple[int, int, int]
 """(track, phase, position in the phase's body) of a step."""
 
 
-def places(plan: Plan) -> Iterator[tuple[StepId, Step]]:
+def all_steps(plan: Plan) -> Iterator[tuple[StepId, Step]]:
     for s, track in enumerate(plan.tracks):
         for p, body in enumerate(track.phases):
             for at, step in enumerate(body):
@@ -150,27 +150,27 @@ def edited(plan: Plan, s: int, p: int, body: Sequence[Step]) -> Plan:
     return replace(plan, tracks=tracks)
 
 
-def without(plan: Plan, place: StepId) -> Plan:
-    s, p, at = place
+def without(plan: Plan, where: StepId) -> Plan:
+    s, p, at = where
     body = plan.tracks[s].phases[p]
     return edited(plan, s, p, body[:at] + body[at + 1 :])
 
 
-def swapped(plan: Plan, place: StepId, other: int) -> Plan:
-    """The step there and the one at position `other` of the same body change places."""
-    s, p, at = place
+def swapped(plan: Plan, where: StepId, other: int) -> Plan:
+    """The step there and the one at position `other` of the same body trade positions."""
+    s, p, at = where
     body = list(plan.tracks[s].phases[p])
     body[at], body[other] = body[other], body[at]
     return edited(plan, s, p, body)
 
 
-def guarded(plan: Plan, place: StepId) -> int | None:
-    """Where the access stands that the WAIT at `place` guards; None if it is no WAIT.
+def guarded(plan: Plan, where: StepId) -> int | None:
+    """Where the access stands that the WAIT at `where` guards; None if it is no WAIT.
 
     Of a connection that carries data: the next SEND, REDUCE or COPY of its body that uses the
     connection. Of one that only orders two tracks of a rank: the next REDUCE or COPY.
     """
-    s, p, at = place
+    s, p, at = where
     body = plan.tracks[s].phases[p]
     if body[at].op is not Op.WAIT:
         return None

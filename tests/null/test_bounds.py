@@ -16,7 +16,7 @@ import pytest
 from linkweave import collectives
 from linkweave.collectives.planning.planner import candidates
 from linkweave.topology import Link, Topology, TopologyError, Vertex, allreduce_bound, bound, load
-from linkweave.topology.bounds import COLLECTIVES
+from linkweave.topology.bounds import BOUNDED
 from tests.null.helpers import renumbered
 
 GB = 10**9
@@ -66,7 +66,7 @@ def test_values_in_links(
 ) -> None:
     topo = load(name)
     (width,) = {link.bandwidth for link in topo.fabric}
-    expected = zip(COLLECTIVES, (allreduce, allgather, allgather, broadcast), strict=True)
+    expected = zip(BOUNDED, (allreduce, allgather, allgather, broadcast), strict=True)
     for collective, links in expected:
         found = bound(topo, collective)
         assert found.links == links
@@ -79,7 +79,7 @@ def test_values_in_links(
 def test_one_memory_for_all_ranks(n: int) -> None:
     """Every rank loads for itself what it gets; to combine N inputs, N - 1 have to be loaded."""
     topo = load(f"cpu-{n}")
-    for collective in COLLECTIVES:
+    for collective in BOUNDED:
         crossed = (n - 1) * (2 if collective == "allreduce" else 1)
         found = bound(topo, collective)
         assert found.seconds_per_byte == Fraction(crossed, 20 * GB)
@@ -90,7 +90,7 @@ def test_one_memory_for_all_ranks(n: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["mesh-1", "ring-1", "pcie-1", "cpu-1", "1 x mesh-1"])
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("collective", BOUNDED)
 def test_one_rank_has_nothing_to_wait_for(name: str, collective: str) -> None:
     found = bound(load(name), collective)
     assert found.seconds_per_byte == 0
@@ -260,7 +260,7 @@ def test_random_networks_against_brute_force(batch: int, two_way: bool) -> None:
     for seed in range(100 * batch, 100 * batch + 16):
         topo = random_network(seed, two_way)
         kappa = by_flow(capacities(topo.links), topo.gpus)
-        for collective in COLLECTIVES:
+        for collective in BOUNDED:
             expected = least(kappa, topo.gpus, collective)
             if expected:
                 assert algbw(topo, collective) == expected, (seed, collective)
@@ -293,7 +293,7 @@ def test_gathering_waits_for_the_worst_of_several_groups() -> None:
         assert algbw(topo, collective) == least(kappa, topo.gpus, collective) == Fraction(10, 3)
 
 
-def test_alike_ranks_in_unlike_places() -> None:
+def test_ranks_alike_at_first_sight() -> None:
     """Regular graphs whose vertices one round of counting neighbours cannot tell apart."""
     hexagon = [(i, (i + 1) % 6) for i in range(6)]
     triangles = [(6, 7), (7, 8), (6, 8), (9, 10), (10, 11), (9, 11)]
@@ -305,7 +305,7 @@ def test_alike_ranks_in_unlike_places() -> None:
         topo = Topology("regular", tuple(some), tuple(links), (), (), rest)
         if len(set(hub_ends) & {9, 10, 11}):
             kappa = by_flow(capacities(links), some)
-            for collective in COLLECTIVES:
+            for collective in BOUNDED:
                 assert algbw(topo, collective) == least(kappa, some, collective)
         else:
             with pytest.raises(TopologyError, match=r"GPU 9 (to|from)|GPU 0,3,6-7 (to|from)"):
@@ -345,7 +345,7 @@ def test_renumbering_changes_no_value(name: str) -> None:
     rng = random.Random(7)
     for _ in range(3):
         other = renumbered(topo, rng.sample(topo.gpus, len(topo.gpus)))
-        for collective in COLLECTIVES:
+        for collective in BOUNDED:
             assert algbw(other, collective) == algbw(topo, collective)
 
 
@@ -354,7 +354,7 @@ def test_json_keeps_the_bound(name: str) -> None:
     topo = load(name)
     again = load(topo.to_json())
     helped = topo.subset(topo.gpus[:2], topo.gpus[2:])
-    for collective in COLLECTIVES:
+    for collective in BOUNDED:
         bound.cache_clear()
         first = bound(topo, collective)
         bound.cache_clear()
@@ -367,7 +367,7 @@ def test_a_wider_link_never_lowers_a_bound(seed: int) -> None:
     topo = random_network(seed, two_way=True)
     for i, link in enumerate(topo.links):
         wider = (*topo.links[:i], replace(link, count=link.count + 1), *topo.links[i + 1 :])
-        for collective in COLLECTIVES:
+        for collective in BOUNDED:
             assert algbw(replace(topo, links=wider), collective) >= algbw(topo, collective)
 
 
@@ -375,7 +375,7 @@ def test_a_wider_link_never_lowers_a_bound(seed: int) -> None:
 def test_all_widths_times_three_is_the_bound_times_three(name: str) -> None:
     topo = load(name)
     wide = replace(topo, links=tuple(replace(k, bandwidth=3 * k.bandwidth) for k in topo.links))
-    for collective in COLLECTIVES:
+    for collective in BOUNDED:
         assert algbw(wide, collective) == 3 * algbw(topo, collective)
         assert bound(wide, collective).links == bound(topo, collective).links
 
@@ -407,7 +407,7 @@ def test_forwarders_never_lower_the_bound() -> None:
         kappa = by_sides(capacities(helped.fabric), some) if len(helped.fabric) < 20 else None
         if kappa and len(some) < 5:
             assert algbw(helped) == least_allreduce(kappa, some)
-        for collective in COLLECTIVES:
+        for collective in BOUNDED:
             assert algbw(helped, collective) >= algbw(topo, collective), (some, helpers)
         raised += algbw(helped) > algbw(topo)
     assert raised > 50
@@ -497,7 +497,7 @@ def test_words_for_groups_and_kinds() -> None:
 # ---- what is refused -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("collective", BOUNDED)
 def test_gpus_that_nothing_joins(collective: str) -> None:
     links = (*both(0, 1, GB), *both(2, 3, GB), *both(3, 4, GB))
     topo = Topology("apart", (0, 1, 2, 3, 4), links)
@@ -510,7 +510,7 @@ def test_gpus_that_nothing_joins(collective: str) -> None:
 def test_a_way_in_but_none_out() -> None:
     topo = Topology("one way", (0, 1, 2), (*both(0, 1, GB), Link(1, 2, GB)))
     assert algbw(topo, "broadcast", 0) == GB
-    for collective in COLLECTIVES:
+    for collective in BOUNDED:
         with pytest.raises(TopologyError, match="no link leads from GPU 2 to the other GPUs"):
             bound(topo, collective)
 

@@ -60,4 +60,4 @@ def test_what_may_be_pushed() -> None:
     detour = plan_allreduce(machine, 1 << 20, "ccube_dgx1")
     passed_on = {(s.rank, s.channel) for s in detour.tracks for body in s.phases for step in body
                  if step.source is not None}  # fmt: skip
-    assert passed_on & {place[:2] for place in pushes(detour)}  # the last hop of a detour
+    assert passed_on & {step_id[:2] for step_id in pushes(detour)}  # the last hop of a detour

@@ -27,7 +27,7 @@ TREES = (
 EDGES = [edge for tree in TREES for edge in tree.items()]
 
 
-def lanes(name: str) -> dict[Pair, int]:
+def link_counts(name: str) -> dict[Pair, int]:
     return {(link.src, link.dst): link.count for link in load(name).fabric}
 
 
@@ -68,7 +68,7 @@ def labellings(name: str, detours: int) -> frozenset[tuple[int, ...]]:
     """Every labelling with that many edges that cannot go straight, all of them detourable."""
     found = []
     for label in permutations(range(8)):
-        left, pairs = straight(lanes(name), label)
+        left, pairs = straight(link_counts(name), label)
         if len(pairs) == detours and detourable(left, pairs):
             found.append(label)
     return frozenset(found)
@@ -100,7 +100,7 @@ def test_the_plan_on_the_dgx1_is_one_of_the_sixteen() -> None:
         plan = plan_allreduce(topo, 1 << 20, name)
         assert len(label_of(plan, labellings("dgx1-v100", 0))) == 1
         assert plan.detours == () and plan.exclusive and plan.notes == ()
-        assert all(used <= lanes("dgx1-v100")[ends] for ends, used in plan.link_use.items())
+        assert all(used <= link_counts("dgx1-v100")[ends] for ends, used in plan.link_use.items())
         assert sum(plan.link_use.values()) == 2 * 14
 
 
@@ -112,13 +112,13 @@ def test_two_detours_use_every_link_of_the_p100s_once() -> None:
     plan = plan_allreduce(load("dgx1-p100"), 1 << 20, "overlapped_double_tree")
     assert len(label_of(plan, fit)) == 1
     assert len(plan.detours) == 2 and plan.exclusive
-    assert plan.link_use == dict.fromkeys(lanes("dgx1-p100"), 1)
+    assert plan.link_use == dict.fromkeys(link_counts("dgx1-p100"), 1)
     assert len(plan.link_use) == 2 * 16
 
 
 def test_how_many_labellings_fit_with_detours() -> None:
     """1,308 in all; 420 where only pairs with no link at all detour."""
-    cap = lanes("dgx1-v100")
+    cap = link_counts("dgx1-v100")
     taken = strict = 0
     for label in permutations(range(8)):
         left, pairs = straight(cap, label)
@@ -147,7 +147,7 @@ def test_ccube_on_the_dgx1_is_figure_10() -> None:
         dict(sorted(tree.items())) for tree in PAPER_TREES
     ]
     assert set(plan.detours) == PAPER_DETOURS
-    assert all(used <= lanes("dgx1-v100")[ends] for ends, used in plan.link_use.items())
+    assert all(used <= link_counts("dgx1-v100")[ends] for ends, used in plan.link_use.items())
     # 2 - 3 and 6 - 7 carry both trees, and 2 - 4 over GPU 0 takes 0 - 4 beside the tree's own edge
     for ends in ((2, 3), (3, 2), (6, 7), (7, 6), (0, 4), (4, 0)):
         assert plan.link_use[ends] == 2
@@ -169,7 +169,7 @@ def carried_over(plan: Plan, rank_of: Sequence[int], symmetries: list[tuple[int,
 
 
 def test_ccube_follows_the_dgx1_through_any_numbering() -> None:
-    cap = lanes("dgx1-v100")
+    cap = link_counts("dgx1-v100")
     symmetries = list(automorphisms(cap))
     for seed in range(10):
         to = random.Random(seed).sample(range(8), 8)

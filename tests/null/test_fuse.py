@@ -13,8 +13,18 @@ from linkweave.collectives.planning.dataflow import passed_on, pushes
 from linkweave.collectives.planning.plan import Connection, Op, Plan, Step, Track
 from linkweave.collectives.planning.planner import plan_allreduce, plan_collective
 from linkweave.collectives.planning.verify import races, verify
+from linkweave.collectives.runtime.gpu.actions import (
+    FLAGS,
+    HEADER,
+    KEEPS,
+    LENGTH,
+    NUM_OPERANDS,
+    NUM_OUTPUTS,
+    PUSHED,
+    actions,
+    programs,
+)
 from linkweave.collectives.runtime.gpu.fuse import fused
-from linkweave.collectives.runtime.gpu.program import DROPS, PASSES_ON, PUSHES, programs
 from linkweave.topology import load
 from tests.null.executor import Executor, why_wrong
 from tests.null.helpers import random_plan
@@ -69,39 +79,35 @@ def test_fused_plans_are_proved_and_keep_their_steps(machine: str, algorithm: st
             assert Counter(a) == Counter(b)
     assert (made != plan) == bool(passed_on(plan))
     assert len(passed_on(made)) == len(passed_on(plan))
-    fusing = [f for op, f in flags_of(made) if op in (Op.REDUCE, Op.COPY) and f & PASSES_ON]
-    assert len(fusing) == len(passed_on(made))
-    assert sum(flag & DROPS == 0 for flag in fusing) == sum(passed_on(made).values())
+    found = {
+        (s.rank, s.channel, a.move[0]): a.send
+        for s in made.tracks for phase in range(len(s.phases)) for a in actions(made, s, phase)
+        if a.move
+    }  # fmt: skip
+    assert {at for at, send in found.items() if send} == {*passed_on(made)}
+    keeping = sum(bool(header[FLAGS] & KEEPS) for header in headers(made))
+    receiving = sum(s.op in (Op.REDUCE, Op.COPY) for t in made.tracks for b in t.phases for s in b)
+    assert keeping == receiving - sum(not kept for kept in passed_on(made).values())
 
 
-def flags_of(plan: Plan) -> list[tuple[int, int]]:
-    """(op, flag) of each step of the programs."""
+def headers(plan: Plan) -> list[list[int]]:
+    """The headers of all actions of the programs."""
     found = []
     for code in (p.code.tolist() for rank in range(plan.size) for p in programs(plan, rank)):
         at = code[1]
         while at < len(code):
-            found.append((code[at], code[at + 2]))
-            at += 5 + code[at + 4]
+            found.append(code[at : at + HEADER])
+            at += code[at + LENGTH]
     return found
 
 
 def traffic(plan: Plan, direct: bool) -> Fraction:
     """Bytes that the GPUs read and write for each byte of the message, as the programs say."""
     chunks = 0
-    for program in (p for rank in range(plan.size) for p in programs(plan, rank)):
-        code = program.code.tolist()
-        at, passed = code[1], False
-        while at < len(code):
-            op, _, flag, _, n = code[at : at + 5]
-            if op == Op.SEND:  # what the step before has passed on is not read again
-                chunks += n + (not passed)
-            elif op == Op.REDUCE:
-                chunks += n + 1 + (not flag & DROPS)
-            elif op == Op.COPY:
-                empty = direct and flag & PUSHES
-                chunks += 2 * (not empty) + bool(empty and flag & PASSES_ON)
-            passed = op in (Op.REDUCE, Op.COPY) and bool(flag & PASSES_ON)
-            at += 5 + n
+    for header in headers(plan):
+        operands, outputs, flags = (header[i] for i in (NUM_OPERANDS, NUM_OUTPUTS, FLAGS))
+        outputs -= bool(direct and flags & PUSHED and flags & KEEPS)
+        chunks += operands + outputs if outputs else 0
     return Fraction(chunks, plan.stride)
 
 
@@ -113,7 +119,6 @@ def test_bytes_that_are_moved_for_each_of_the_message(
 ) -> None:
     """Of 7 reduces and 7 copies, at the least 3 N and 2 N each, 14 N are slots' now."""
     plan = plan_allreduce(load("dgx1-v100"), 1 << 28, algorithm)
-    assert not any(flag & PASSES_ON for op, flag in flags_of(plan) if op == Op.REDUCE)
     assert (traffic(plan, False), traffic(fused(plan), True)) == (before, after)
 
 

@@ -27,7 +27,7 @@ def test_proved_and_summed(spec: str) -> None:
     assert all((out == sum(inputs)).all() for out in run(plan, inputs))
 
 
-def test_between_nodes_only_gpus_of_one_place_talk() -> None:
+def test_between_nodes_only_gpus_of_one_local_rank_talk() -> None:
     topo = load("4 x mesh-3")
     plan = plan_allreduce(topo, 1 << 20, "hierarchical")
     for c in plan.connections:

@@ -22,6 +22,10 @@ SOURCES = sorted(
     path.relative_to(ROOT).as_posix()
     for ending in ("*.cu", "*.h") for path in (ROOT / "kernels").rglob(ending)
 )  # fmt: skip
+TESTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for ending in ("*.py", "*.h", "*.cpp") for path in (ROOT / "tests").rglob(ending)
+)  # fmt: skip
 MOST_LINES = 350
 MOST_LOOSE = 6
 HEAVY = ("torch", "numba", "cupy", "triton", "matplotlib", "networkx")
@@ -61,6 +65,7 @@ ROOMS = {
     ("calls", "runtime"): "a call is carried out",
     ("calls", "runtime.cpu"): "CPU calls use shared memory",
     ("calls", "runtime.gpu"): "GPU calls launch kernels",
+    ("calls", "kernels"): "both have NVTX ranges",
     ("sparse", "errors"): "vectors may be refused",
     ("sparse", "tensors"): "vectors are two tensors",
     ("sparse", "planning"): "the tree of merges",
@@ -100,10 +105,14 @@ ROOMS = {
 RETIRED = {
     "place": ("", "position, path, context"),
     "lane": (
-        r"topology/(?!speeds)|kernels/|collectives/planning/|collectives/runtime/gpu/",
+        r"topology/(?!speeds)|kernels/|collectives/planning/|collectives/runtime/gpu/"
+        r"|tests/null/(?!literal|test_overlap)",
         "width of a launch, strand of a link",
     ),
-    "stream": (r"collectives/planning/|kernels/plan/timeline", "track"),
+    "stream": (
+        r"collectives/planning/|kernels/plan/timeline|tests/null/|tests/cpu/test_plan_kernel",
+        "track",
+    ),
     "face": ("", "api"),
 }
 """Words that no identifier may contain: where (a pattern of files; all where empty), and what to
@@ -273,7 +282,7 @@ def test_files_are_short(file: str) -> None:
 
 
 def identifiers(source: str) -> Iterator[tuple[int, str]]:
-    """(line, name) of everything that is defined or assigned."""
+    """(line, name) of everything that a Python file defines or assigns."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             yield node.lineno, node.name
@@ -285,10 +294,21 @@ def identifiers(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.attr
 
 
+PROSE = re.compile(r"""/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])+'""", re.DOTALL)
+"""Comments and literals of C++."""
+
+
+def words_of_code(source: str) -> Iterator[tuple[int, str]]:
+    """(line, name) of every name and keyword in a file of C++ or CUDA."""
+    code = PROSE.sub(lambda text: "\n" * text.group().count("\n"), source)
+    for line, text in enumerate(code.splitlines(), 1):
+        yield from ((line, name) for name in re.findall(r"[A-Za-z_]\w*", text))
+
+
 def retired(source: str, file: str) -> list[str]:
     """Identifiers that contain a retired word, as `file:line name: write ...`."""
     found = []
-    for line, name in identifiers(source):
+    for line, name in identifiers(source) if file.endswith(".py") else words_of_code(source):
         plain = re.sub(r"(?<!^)(?=[A-Z][a-z])", "_", name).lower().replace("in_place", "")
         words = re.findall(r"[a-z]+", plain)
         for word, (where, instead) in RETIRED.items():
@@ -297,7 +317,7 @@ def retired(source: str, file: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", [*FILES, *SOURCES, *TESTS])
 def test_retired_words_do_not_come_back(file: str) -> None:
     assert retired((ROOT / file).read_text(), file) == []
 
@@ -306,3 +326,7 @@ def test_a_retired_word_is_seen() -> None:
     source = "class GpuPlace: ...\ndef f(lane): lanes = 1; x.place_of = 2; replace = in_place = 3"
     assert len(retired(source, "kernels/plan/interpreter.py")) == 4
     assert len(retired(source, "collectives/overlap/timeline.py")) == 2
+    source = 'int lane;  // a lane\n/* a\nface */ f("lane \\" face", \'"\', place_of(x));'
+    assert [found.split()[0] for found in retired(source, "kernels/plan/plan.cu")] == [
+        "kernels/plan/plan.cu:1", "kernels/plan/plan.cu:3"
+    ]  # fmt: skip

@@ -42,7 +42,7 @@ def inside(p: complex, box: tuple[complex, complex]) -> bool:
 
 
 @every_machine
-def test_no_two_things_share_a_place(machine: Topology) -> None:
+def test_no_two_things_overlap(machine: Topology) -> None:
     layout = lay_out(machine, machine.fabric, arcs=False)
     assert set(layout.seats) == set(machine.gpus)
     for (g, p), (h, q) in combinations(layout.seats.items(), 2):

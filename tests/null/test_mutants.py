@@ -20,7 +20,7 @@ from linkweave.collectives.planning.planner import candidates, plan_collective
 from linkweave.collectives.planning.verify import verify
 from linkweave.topology import Topology, load
 from tests.null.executor import Executor, is_right, why_wrong
-from tests.null.helpers import edited, places, random_plan
+from tests.null.helpers import all_steps, edited, random_plan
 
 Base = tuple[Plan, Topology]
 MOVES = (Op.SEND, Op.REDUCE, Op.COPY)
@@ -43,12 +43,12 @@ def bases() -> list[Base]:
     return found
 
 
-# ---- mutations: each takes a plan, and a step's place and text -------------------------------
+# ---- mutations: each takes a plan, and a step's id and text -------------------------------
 
 
 def changed(plan: Plan, rng: random.Random, **values: object) -> Plan:
     """One step with other values."""
-    (s, p, at), old = rng.choice(list(places(plan)))
+    (s, p, at), old = rng.choice(list(all_steps(plan)))
     body = list(plan.tracks[s].phases[p])
     body[at] = replace(old, **values)
     return edited(plan, s, p, body)
@@ -56,7 +56,7 @@ def changed(plan: Plan, rng: random.Random, **values: object) -> Plan:
 
 def of(plan: Plan, rng: random.Random, *ops: Op) -> tuple[tuple[int, int, int], Step, list[Step]]:
     """A random step of these ops, and its body; of all where there is none."""
-    every = list(places(plan))
+    every = list(all_steps(plan))
     (s, p, at), old = rng.choice([x for x in every if x[1].op in ops] or every)
     return (s, p, at), old, list(plan.tracks[s].phases[p])
 
@@ -68,7 +68,7 @@ def _op(plan: Plan, rng: random.Random) -> Plan:
 
 
 def _reduce_for_copy(plan: Plan, rng: random.Random) -> Plan:
-    for (s, p, at), old in places(plan):
+    for (s, p, at), old in all_steps(plan):
         if old.op is Op.COPY and rng.random() < 0.8:
             body = list(plan.tracks[s].phases[p])
             body[at] = replace(old, op=Op.REDUCE)

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from linkweave.topology import Device, Link, Topology, TopologyError, bound, load
+from linkweave.topology import GpuId, Link, Topology, TopologyError, bound, load
 from linkweave.topology.nccl_write import to_nccl_xml
 from tests.null.fixtures import (
     DUMPS,
@@ -94,7 +94,7 @@ def test_the_dump_of_a_dgx1_is_one() -> None:
 def test_devices_of_a_dump_are_found_by_bus_id() -> None:
     made = load(DUMPS["dgx1-v100"])
     buses = ["06", "07", "0a", "0b", "85", "86", "89", "8a"]
-    assert made.devices == tuple(Device(g, f"0000:{b}:00.0", sm=70) for g, b in enumerate(buses))
+    assert made.devices == tuple(GpuId(g, f"0000:{b}:00.0", sm=70) for g, b in enumerate(buses))
     assert made.find(bus_id="0000:0A:00.0") == 2
 
 
@@ -481,7 +481,7 @@ def test_bandwidths_and_bus_ids_survive(seed: int) -> None:
     sm = rng.choice((60, 70, 80, 86, 90, 100))
     numbers = rng.sample(range(20), 6)
 
-    def place(g: int) -> str:
+    def xml_of(g: int) -> str:
         inside = nvlink(HIDDEN, rng.randint(1, 18), NVSWITCH) if rng.random() < 0.7 else ""
         at = f"{rng.randrange(16):04x}:{g + 1:02x}:{rng.randrange(32):02x}.{rng.randrange(8)}"
         return pci(
@@ -493,7 +493,7 @@ def test_bandwidths_and_bus_ids_survive(seed: int) -> None:
         return pci(f"0000:{0xA0 + i:02x}:00.0", "0x020000", f"<nic>\n{some}</nic>\n")
 
     def switch(i: int) -> str:
-        inside = place(numbers[2 * i]) + nic(i) + place(numbers[2 * i + 1])
+        inside = xml_of(numbers[2 * i]) + nic(i) + xml_of(numbers[2 * i + 1])
         return pci(f"0000:{0xB0 + i:02x}:00.0", "0x060400", inside, rng.choice(speeds))
 
     made = load(system(cpu(0, switch(0) + nic(7)), cpu(1, switch(1)), cpu(3, switch(2) + nic(8))))

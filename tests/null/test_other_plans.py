@@ -31,7 +31,7 @@ from linkweave.collectives.planning.verify import verify
 from linkweave.collectives.runtime import reference
 from linkweave.collectives.runtime.reference import Array
 from linkweave.topology import Topology, bound, load
-from tests.null.helpers import caught, guarded, places, swapped, without
+from tests.null.helpers import all_steps, caught, guarded, swapped, without
 
 ROOTED = ("broadcast", "reduce")
 PART = "0,3,5,6 of dgx1-v100"
@@ -250,7 +250,7 @@ def small_plans(name: str, collective: str) -> Iterator[tuple[Plan, Topology]]:
 @pytest.mark.parametrize("name", SMALL)
 def test_every_dropped_step_is_caught(name: str, collective: str) -> None:
     for plan, topo in small_plans(name, collective):
-        missed = [(at, s) for at, s in places(plan) if not caught(without(plan, at), topo)]
+        missed = [(at, s) for at, s in all_steps(plan) if not caught(without(plan, at), topo)]
         assert not missed, plan.algorithm
 
 
@@ -258,8 +258,8 @@ def test_every_dropped_step_is_caught(name: str, collective: str) -> None:
 def test_every_dropped_step_of_detours_is_caught(name: str) -> None:
     topo = load(name)
     plan = made(topo, "alltoall", "direct", 1)
-    assert any(s.source is not None for _, s in places(plan))
-    assert not [(at, s) for at, s in places(plan) if not caught(without(plan, at), topo)]
+    assert any(s.source is not None for _, s in all_steps(plan))
+    assert not [(at, s) for at, s in all_steps(plan) if not caught(without(plan, at), topo)]
 
 
 @every_collective
@@ -268,7 +268,7 @@ def test_every_wait_after_what_it_guards_is_caught(name: str, collective: str) -
     for plan, topo in small_plans(name, collective):
         missed = [
             (at, s)
-            for at, s in places(plan)
+            for at, s in all_steps(plan)
             if (access := guarded(plan, at)) is not None
             and not caught(swapped(plan, at, access), topo)
         ]
@@ -280,7 +280,7 @@ def test_every_wait_after_what_it_guards_is_caught(name: str, collective: str) -
 def test_any_other_swap_is_caught_or_right(name: str, collective: str) -> None:
     rng = random.Random(f"{name} {collective}")
     for plan, topo in small_plans(name, collective):
-        every = list(places(plan))
+        every = list(all_steps(plan))
         for (s, p, at), _ in rng.sample(every, min(25, len(every))):
             mutant = swapped(plan, (s, p, at), rng.randrange(len(plan.tracks[s].phases[p])))
             count = 2 * plan.num_chunks
@@ -336,7 +336,7 @@ def test_one_rank_has_it_all() -> None:
     for name in ("mesh-1", "ring-1", "cpu-1"):
         for collective in OTHERS:
             plan = plan_collective(collective, load(name), 1 << 20, roots(collective, 1)[0])
-            assert plan.connections == () and not list(places(plan))
+            assert plan.connections == () and not list(all_steps(plan))
 
 
 # ---- forms and refusals ----------------------------------------------------------------------
@@ -364,7 +364,7 @@ def test_detours_over_several_ranks_are_told() -> None:
         between = ", ".join(map(str, path[1:-1]))
         assert f"detour {path[0]} - {path[-1]} over {between}\n" in str(plan)
     assert Plan.from_json(plan.to_json()).detours == plan.detours
-    passed_on = [s for _, s in places(plan) if s.op is Op.SEND and s.source is not None]
+    passed_on = [s for _, s in all_steps(plan) if s.op is Op.SEND and s.source is not None]
     # of each rank's blocks 2 go to neighbours, 2 over one rank, 2 over two
     assert len(passed_on) == 7 * (2 * 1 + 2 * 2)
 
@@ -455,10 +455,17 @@ def test_roots_that_are_no_ranks_are_refused(root: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "pairs", [0, None, [(0, 1)], ((0, 0),), ((0, 1), (1, 2)), ((0, 1), (2, 1)), ((0, 4),),
-              ((True, 2),), ((0,),), ("01",), ((0, 1.0),)],
+    ("pairs", "words"),
+    [
+        *((pairs, f"the root of a sendrecv must be pairs (source, target), not {pairs!r}")
+          for pairs in (0, None, [(0, 1)], ((0,),), ("01",))),
+        *((pairs, f"each rank may be in at most one pair of a sendrecv, not {pairs!r}")
+          for pairs in (((0, 0),), ((0, 1), (1, 2)), ((0, 1), (2, 1)))),
+        *((((0, rank),), f"a rank of a sendrecv must be an integer from 0 to 3, not {rank!r}")
+          for rank in (4, -1, True, 1.0, "1")),
+    ],
 )  # fmt: skip
-def test_pairs_that_are_none_are_refused(pairs: object) -> None:
+def test_pairs_that_are_none_are_refused(pairs: object, words: str) -> None:
     topo = load("mesh-4")
     plan = plan_collective(SENDRECV, topo, 1024, ((0, 1),))
     for call in (
@@ -467,10 +474,7 @@ def test_pairs_that_are_none_are_refused(pairs: object) -> None:
     ):
         with pytest.raises(PlanError) as told:
             call()
-        assert str(told.value) == (
-            "a sendrecv needs pairs (source, target) of different ranks from 0 to 3, each in at "
-            f"most one pair, not {pairs!r}"
-        )
+        assert str(told.value) == words
 
 
 @pytest.mark.parametrize("num_chunks", [0, -3, True, 16.0, "16"])

@@ -86,7 +86,7 @@ LAYERS = '"layers": [{"name": "x", "nbytes": 4, "forward_s": %s, "backward_s": 1
         (lambda: Profile.from_json("{" + LAYERS % "null" + "}"), "layer 0 has no forward_s"),
         (lambda: Profile.from_json("{}"), "an object with a list of layers"),
         (lambda: Profile.from_json("[1]"), "an object with a list of layers"),
-        (lambda: Profile.from_json("{"), "a profile in JSON is needed"),
+        (lambda: Profile.from_json("{"), "profile JSON: line 1 column 2: "),
         (lambda: Profile.from_json('{"layers": ["x"]}'), "layer 0 must have name, nbytes"),
         (lambda: Profile.from_json('{"synthetic": "no", ' + LAYERS % "1" + "}"),
          "synthetic must be true or false, not 'no'"),
@@ -102,12 +102,12 @@ LAYERS = '"layers": [{"name": "x", "nbytes": 4, "forward_s": %s, "backward_s": 1
          "layer 0: forward_s must be a number, not 'a'"),
         (lambda: Profile.from_csv("name,nbytes,forward_s,backward_s\nx,1e6,1,1\n"),
          "layer 0: nbytes must be a number, not '1e6'"),
-        (lambda: Profile.from_json("[" * 3000), "a profile in JSON is needed"),
+        (lambda: Profile.from_json("[" * 3000), "profile JSON: "),
         (lambda: Profile.from_json('{"layers": %s}' % ("[" * 900 + "]" * 900)),
          "not a list of 1 items"),
         (lambda: Profile.from_json('{"name": 1, ' + LAYERS % "1" + "}"),
          "name must be a string, not 1"),
-        (lambda: Profile.from_json("{" + LAYERS % ("1" * 5000) + "}"), "JSON is needed: Exceeds"),
+        (lambda: Profile.from_json("{" + LAYERS % ("1" * 5000) + "}"), "profile JSON: Exceeds"),
         (lambda: Profile.from_json("{" + LAYERS % ("1" * 4000) + "}"),
          "layer 'x': forward_s must be a number from 0 to 1e+09, not an integer of"),
         (lambda: Profile.from_csv(HEAD + "x" * 200_000 + ",4,1,1\n"), "CSV is needed: field"),
@@ -215,7 +215,7 @@ def test_a_fit_finds_the_line_and_tells_how_well() -> None:
     exact = overlap.fit([(n, 1e-3 + 2e-9 * n) for n in (1000, 10**6, 10**7)], 4)
     assert exact.network.startup_s == pytest.approx(1e-3)
     assert exact.network.seconds_per_byte == pytest.approx(2e-9)
-    assert (exact.r2, exact.smallest, exact.largest) == (pytest.approx(1), 1000, 10**7)
+    assert exact.r2 == pytest.approx(1)
     noisy = overlap.fit([(1000, 2e-3), (10**6, 1e-3), (10**7, 2.1e-2)])
     assert noisy.r2 < 1 and noisy.worst > 0.05
 

@@ -141,7 +141,7 @@ def test_every_connected_part_of_the_dgx1_has_a_right_plan() -> None:
     assert (with_detours, len(parts())) == (104, 181)
 
 
-def test_each_ring_is_one_stream_at_a_rank_and_takes_its_share() -> None:
+def test_each_ring_is_one_track_at_a_rank_and_takes_its_share() -> None:
     """Ring r carries the chunks c with c mod R = r, and nothing else, between its neighbours."""
     topo = load("dgx1-v100")
     found, _ = rings(topo)

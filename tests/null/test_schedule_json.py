@@ -62,5 +62,5 @@ def test_a_missing_field_and_broken_text_are_named() -> None:
     with pytest.raises(CollectiveError, match="lacks 'note'"):
         Schedule.from_json(json.dumps(data))
     for text in ("{", "[" * 3000, "[]"):
-        with pytest.raises(CollectiveError, match="a schedule in JSON"):
+        with pytest.raises(CollectiveError, match="schedule JSON"):
             Schedule.from_json(text)

@@ -14,17 +14,18 @@ import numpy as np
 import pytest
 
 from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning import planner
 from linkweave.collectives.planning import simulate as simulator
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS, algorithm_for
 from linkweave.collectives.planning.cost import Pipeline, pipeline_of
 from linkweave.collectives.planning.lower import Algorithm, Copy, Tuning, lower
 from linkweave.collectives.planning.plan import Op, Plan
-from linkweave.collectives.planning.planner import candidates, plan_allreduce
+from linkweave.collectives.planning.planner import candidates, plan_allreduce, predict
 from linkweave.collectives.planning.simulate import Timeline, simulate
 from linkweave.collectives.planning.verify import verify
 from linkweave.kernels.plan import timeline
 from linkweave.topology import Link, Topology, load
-from tests.null.helpers import SPECIAL, by_hand, hop, places, random_plan, receive, send, without
+from tests.null.helpers import SPECIAL, all_steps, by_hand, hop, random_plan, receive, send, without
 
 CHUNK = 16 * 12_500  # bytes; 8 us over one 25 GB/s link
 ALPHA_S = 5e-6
@@ -290,7 +291,7 @@ def two_senders(count: int) -> tuple[Plan, Topology]:
     return by_hand(connections, tracks, num_chunks=2, stride=2), Topology("two", (0, 1), links)
 
 
-def test_two_connections_on_one_lane_take_turns() -> None:
+def test_two_connections_on_one_strand_take_turns() -> None:
     nbytes = 2 * CHUNK
     once = CHUNK / 1e9
     plan, wide = two_senders(count=2)
@@ -376,14 +377,52 @@ def test_the_compiled_loop_gives_the_same_bits_for_machines(machine: str, both_w
         assert plain == compiled, name
 
 
-def test_both_loops_take_turns_on_one_lane_and_see_a_hang(
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_simulation_stops_only_behind_its_limit(
+    seed: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulator, "_compiled", lambda steps: compiled)
+    plan, topo = random_plan(seed)
+    seconds = simulate(plan, topo, 10**6 + 7).seconds
+    for share in (1, 1.5):
+        assert simulator.seconds_within(plan, topo, 10**6 + 7, share * seconds) == seconds
+    for limit in (0.1 * seconds, 0.5 * seconds, 0.99 * seconds):
+        found = simulator.seconds_within(plan, topo, 10**6 + 7, limit)
+        assert limit < found <= seconds * (1 + 1e-9)
+
+
+def test_a_simulation_stops_where_the_work_left_shows_the_end() -> None:
+    topo = load("ring-3")
+    plan = made("ring", topo, 60)
+    seconds = simulate(plan, topo, 60 * CHUNK).seconds
+    assert simulator.seconds_within(plan, topo, 60 * CHUNK, 0.5 * seconds) < 0.95 * seconds
+
+
+@pytest.mark.parametrize("machine", ["pcie-4", "dgx1-v100"])
+def test_limits_do_not_change_what_a_search_finds(
+    machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topo = load(machine)
+
+    def found() -> list[tuple[float, int]]:
+        planner._predicted.cache_clear()
+        return [predict(topo, n, "packed_trees") for n in (1 << 16, 3 << 20, 1 << 24)]
+
+    limited = found()
+    search = planner.simulated_seconds
+    monkeypatch.setattr(planner, "simulated_seconds", lambda *given: search(*given[:4]))
+    assert found() == limited
+
+
+def test_both_loops_take_turns_on_one_strand_and_see_a_hang(
     both_ways, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     for count in (1, 2):
         plain, compiled = both_ways(*two_senders(count), 2 * CHUNK)
         assert plain == compiled
     plan, topo = random_plan(0)
-    s, p, at = next(place for place, step in places(plan) if step.op is Op.SEND)
+    s, p, at = next(where for where, step in all_steps(plan) if step.op is Op.SEND)
     for short in (10**9, -1):
         monkeypatch.setattr(simulator, "_compiled", lambda steps, short=short: steps > short)
         with pytest.raises(PlanError, match="the plan hangs in the simulator; verify"):
@@ -502,7 +541,7 @@ def test_the_trace_is_chromes(machine: str, tmp_path) -> None:
 def test_what_cannot_run_is_refused() -> None:
     plan, topo = random_plan(0)
     with pytest.raises(PlanError, match="the plan hangs in the simulator; verify"):
-        s, p, at = next(place for place, step in places(plan) if step.op is Op.SEND)
+        s, p, at = next(where for where, step in all_steps(plan) if step.op is Op.SEND)
         simulate(without(plan, (s, p, at + 1)), topo, 100)  # sent, and nobody told
     with pytest.raises(PlanError, match=r"ring-5 has no link \d->\d"):
         simulate(made("two_shot", load("mesh-5"), 5), load("ring-5"), 100)

@@ -99,13 +99,13 @@ class Plain:
 
     def __init__(self, ranks: Sequence[int], capacity: Mapping[Ends, int]) -> None:
         vertices = list(dict.fromkeys([*ranks, *(v for e in capacity for v in e)]))
-        place = {v: i for i, v in enumerate(vertices)}
+        position = {v: i for i, v in enumerate(vertices)}
         self.vertices, self.ranks, self.bits = (
             vertices,
             ranks,
-            {v: 1 << i for v, i in place.items()},
+            {v: 1 << i for v, i in position.items()},
         )
-        arcs = [(1 << place[a], 1 << place[b], c) for (a, b), c in capacity.items()]
+        arcs = [(1 << position[a], 1 << position[b], c) for (a, b), c in capacity.items()]
         self.out = [0] * (1 << len(vertices))
         for side in range(len(self.out)):
             self.out[side] = sum(c for a, b, c in arcs if side & a and not side & b)
@@ -217,7 +217,7 @@ def test_how_many_automorphisms(name: str, count: int) -> None:
     assert topo.gpus in every
 
 
-def test_switches_that_change_places_are_no_renumbering() -> None:
+def test_swapped_switches_are_no_renumbering() -> None:
     topo = machine([(g, s) for g in range(3) for s in ("a", "b", "c")], 3)
     assert len(list(topo.automorphisms())) == 6  # and not six times six
 

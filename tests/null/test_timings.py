@@ -62,7 +62,7 @@ def test_counts_are_refused_by_name_and_value(name: str, value: object) -> None:
 def test_seconds_are_refused_by_value(value: object) -> None:
     with pytest.raises(TopologyError) as told:
         Timing("ring", 1024, 4, value)  # type: ignore[arg-type]
-    assert str(told.value) == f"timing: seconds must be a positive number up to 1e9, not {value!r}"
+    assert str(told.value).startswith("timing: seconds must be a number from 1e-12 to 1e+09, not ")
 
 
 @pytest.mark.parametrize("value", ["", None, 3, ["ring"]])
@@ -78,11 +78,18 @@ def test_rows_are_read_in_order() -> None:
     assert parsed() == ()
 
 
-@pytest.mark.parametrize("top", [{"format": "linkweave-links"}, {"version": 2}, {"version": None}])
-def test_other_formats_and_versions_are_refused(top: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("top", "words"),
+    [
+        ({"format": "linkweave-links"}, 'needs "format": "linkweave-timings" at the top'),
+        ({"version": 2}, "version 2 is unknown; known: 1"),
+        ({"version": None}, "version None is unknown; known: 1"),
+    ],
+)
+def test_other_formats_and_versions_are_refused(top: dict[str, object], words: str) -> None:
     with pytest.raises(TopologyError) as told:
         parsed(RING, **top)
-    assert str(told.value) == 'a.json: needs "format": "linkweave-timings", "version": 1 at the top'
+    assert str(told.value) == f"a.json: {words}"
 
 
 def test_times_of_another_machine_are_refused() -> None:
@@ -95,23 +102,23 @@ def test_times_of_another_machine_are_refused() -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        (None, 'must be an object with "algorithm", "nbytes", "num_chunks" and "seconds", not'),
+        (None, 'must be an object with "algorithm", "nbytes", "num_chunks", "seconds", not None'),
         ([1], "must be an object with"),
         ({}, r"must be an object with .*, not {}$"),
         ({**RING, "more": 1}, "must be an object with"),
-        ({**RING, "seconds": -1}, ": timing: seconds must be a positive number up to 1e9, not -1$"),
+        ({**RING, "seconds": -1}, ": timing: seconds must be .*, not -1$"),
         ({**RING, "nbytes": 0.5}, ": timing: nbytes must be .*, not 0.5$"),
         ({**RING, "algorithm": ""}, ": timing: algorithm must be a name, not ''$"),
     ],
 )
 def test_malformed_rows_are_named(row: object, said: str) -> None:
-    with pytest.raises(TopologyError, match=rf"^a.json: timings\[1\]:? ?{said.lstrip(': ')}"):
+    with pytest.raises(TopologyError, match=rf"^a.json: rows\[1\]:? ?{said.lstrip(': ')}"):
         parsed(RING, row, RING)
 
 
 @pytest.mark.parametrize("rows", [None, {}, "ring", 3])
 def test_rows_must_be_a_list(rows: object) -> None:
-    with pytest.raises(TopologyError, match=r"^a\.json: timings must be a list$"):
+    with pytest.raises(TopologyError, match=r"^a\.json: rows must be a list, not "):
         parsed(rows=rows)
 
 
@@ -190,7 +197,7 @@ def test_a_machines_json_holds_them() -> None:
     with pytest.raises(TopologyError, match=r"timings\[2\]: timing: num_chunks must be .*, not 0$"):
         Topology.from_json(json.dumps(data))
     data["timings"] = {}
-    with pytest.raises(TopologyError, match='"timings" must be a list'):
+    with pytest.raises(TopologyError, match="timings must be a list, not a dict of 0 items"):
         Topology.from_json(json.dumps(data))
     del data["timings"]
     assert Topology.from_json(json.dumps(data)) == load("cpu-4")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 from dataclasses import FrozenInstanceError
 from itertools import pairwise, permutations
 
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from linkweave.topology import NAMES, CollectiveError, Link, Topology, TopologyError, load
+from linkweave.topology.text import matrix
 from tests.null.helpers import renumbered
 
 # links by GPU: "other x count"; dumps of real machines agree
@@ -135,7 +137,40 @@ def test_matrix_of_the_dgx1() -> None:
                  for b in range(8)]  # fmt: skip
         assert lines[2 + a].split() == [f"GPU{a}", *cells]
     assert len({len(line) for line in lines[1:10]}) == 1, "columns do not line up"
-    assert [line.split(":")[0] for line in lines[10:]] == ["assumed"]
+    assert lines[10] == "X: itself; NV#: # NVLinks; SYS: several CPUs"
+    assert [line.split(":")[0] for line in lines[11:]] == ["assumed"]
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        ("mesh-15", 1), ("dgx2", 1), ("mesh-16", 1), ("mesh-24", 2), ("mesh-64", 3),
+        ("4 x dgx-a100", 2), ("8 x dgx-a100", 4),
+    ],
+)  # fmt: skip
+def test_a_wide_matrix_is_cut_into_blocks_of_columns(name: str, blocks: int) -> None:
+    topo = load(name)
+    n, lines = len(topo.gpus), matrix(topo)
+    assert max(map(len, lines)) <= 100
+    assert len(lines) == blocks * (1 + n) + 1, "blocks and a legend"
+    cells: dict[tuple[str, str], str] = {}
+    for i in range(blocks):
+        heads, *rows = [line.split() for line in lines[i * (1 + n) : (i + 1) * (1 + n)]]
+        for gpu, *row in rows:
+            cells |= {(gpu, head): cell for head, cell in zip(heads, row, strict=True)}
+    head = "GPU" if n <= 15 else ""
+    assert cells == {
+        (f"GPU{a}", f"{head}{b}"): topo.cell(a, b) for a in topo.gpus for b in topo.gpus
+    }
+
+
+def test_the_legend_has_every_cell_of_the_matrix() -> None:
+    specs = ("dgx1-v100", "pcie-8", "2 x dgx-a100", "cpu-2", "ring-4")
+    for topo in map(load, specs):
+        rows = [line.split() for line in matrix(topo)[1 : 1 + len(topo.gpus)]]
+        used = {re.sub(r"\d+", "#", cell) for _, *row in rows for cell in row}
+        legend = " ".join(matrix(topo)[1 + len(topo.gpus) :])
+        assert {part.split(":")[0] for part in legend.split("; ")} == used
 
 
 @pytest.mark.parametrize(
@@ -313,8 +348,8 @@ BAD_JSON = [
     ({"gpus": [1.5]}, "a GPU number must be an integer from 0"),
     ({"gpus": [[0]]}, "a GPU number must be an integer from 0"),
     ({"gpus": [{}]}, "a GPU number must be an integer from 0"),
-    ({"links": {}}, '"links" must be a list'),
-    ({"links": [3]}, NEEDS + ".*got 3"),
+    ({"links": {}}, "links must be a list, not a dict of 0 items"),
+    ({"links": [3]}, NEEDS + ".* not 3"),
     ({"links": ["abc"]}, NEEDS),
     ({"links": [[0, 1, 25]]}, NEEDS),
     ({"links": [{"src": 0, "dst": 1}]}, NEEDS),

@@ -21,12 +21,12 @@ from linkweave.topology import load
 from tests.null.executor import Executor, is_right, why_wrong
 from tests.null.helpers import (
     SPECIAL,
+    all_steps,
     by_hand,
     caught,
     edited,
     guarded,
     hop,
-    places,
     random_plan,
     receive,
     send,
@@ -52,7 +52,7 @@ def test_random_plans_pass_and_are_right(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_dropped_step_is_caught(seed: int) -> None:
     plan, topo = random_plan(seed)
-    missed = [(at, s) for at, s in places(plan) if not caught(without(plan, at), topo)]
+    missed = [(at, s) for at, s in all_steps(plan) if not caught(without(plan, at), topo)]
     assert not missed
 
 
@@ -61,7 +61,7 @@ def test_every_wait_after_what_it_guards_is_caught(seed: int) -> None:
     plan, topo = random_plan(seed)
     missed = [
         (at, s)
-        for at, s in places(plan)
+        for at, s in all_steps(plan)
         if (access := guarded(plan, at)) is not None and not caught(swapped(plan, at, access), topo)
     ]
     assert not missed
@@ -77,8 +77,8 @@ def test_the_order_of_the_walk_does_not_matter(seed: int, monkeypatch: pytest.Mo
         (i, c, step.op) for i, s in enumerate(plan.tracks) for _, c, step in plan.steps(s)
     )
     rng = random.Random(seed)
-    mutants = [without(plan, rng.choice(list(places(plan)))[0])]
-    for (s, p, at), _ in rng.sample(list(places(plan)), 6):
+    mutants = [without(plan, rng.choice(list(all_steps(plan)))[0])]
+    for (s, p, at), _ in rng.sample(list(all_steps(plan)), 6):
         mutants.append(swapped(plan, (s, p, at), max(at - 1, 0)))
     verdicts = [caught(m, topo) for m in (plan, *mutants)]
     assert not verdicts[0]
@@ -108,7 +108,7 @@ def test_the_short_form_has_the_verdict_of_the_long_one(name: str, slots: int) -
     verify(plan, topo)
     verify(plan, topo, expand=True)
     rng = random.Random(f"{name} {slots}")
-    for (s, p, at), _ in rng.sample(list(places(plan)), 10):
+    for (s, p, at), _ in rng.sample(list(all_steps(plan)), 10):
         body = plan.tracks[s].phases[p]
         for mutant in (
             without(plan, (s, p, at)),
@@ -123,7 +123,7 @@ def test_random_plans_have_one_verdict_in_both_forms(seed: int) -> None:
     plan, topo = random_plan(seed)
     rng = random.Random(seed)
     plan = plan.with_chunks(plan.stride * (plan.slots + 5) + rng.randrange(plan.stride))
-    for (s, p, at), _ in rng.sample(list(places(plan)), 6):
+    for (s, p, at), _ in rng.sample(list(all_steps(plan)), 6):
         mutant = swapped(plan, (s, p, at), rng.randrange(len(plan.tracks[s].phases[p])))
         assert caught(mutant, topo, expand=False) == caught(mutant, topo, expand=True)
 
@@ -172,9 +172,9 @@ class Direct(Executor):
 
     def __init__(self, plan: Plan, seed: int = 0) -> None:
         super().__init__(plan, seed, calls=1)
-        sends = [s for _, s in places(plan) if s.op is SEND]
+        sends = [s for _, s in all_steps(plan) if s.op is SEND]
         passed_on = {i for s in sends if s.source is not None for i in s.connections}
-        copied = {i for _, s in places(plan) if s.op is COPY for i in s.connections}
+        copied = {i for _, s in all_steps(plan) if s.op is COPY for i in s.connections}
         self.written = copied - passed_on
         self.lies: dict[tuple[int, int], int] = {}  # on which rank
 
@@ -313,7 +313,7 @@ def test_a_rank_left_out_is_named() -> None:
     words = r"rank 0 ends with chunk 0 combined over ranks \[0, 1\], not over ranks \[0, 1, 2\]"
     with pytest.raises(PlanError, match=words):
         verify(plan, load("mesh-3"))
-    (s, p, at), old = next(x for x in places(plan) if x[1].op is REDUCE)
+    (s, p, at), old = next(x for x in all_steps(plan) if x[1].op is REDUCE)
     body = list(plan.tracks[s].phases[p])
     body[at] = replace(old, last=True)
     with pytest.raises(PlanError, match=r"covers ranks \[0, 1\], yet it is marked as the last one"):
@@ -366,7 +366,7 @@ def test_links_are_checked_against_the_machine() -> None:
         verify(over(), load("ring-4"))
 
 
-def test_streams_are_checked() -> None:
+def test_tracks_are_checked() -> None:
     plan = pair()
     with pytest.raises(PlanError, match="two tracks share a rank and a channel"):
         verify(replace(plan, tracks=(*plan.tracks, plan.tracks[0])), load("mesh-2"))
@@ -389,7 +389,7 @@ def exchange(ordered: bool) -> Plan:
     return by_hand(ONE_SHOT, tracks)
 
 
-def test_two_streams_of_a_rank_must_be_ordered() -> None:
+def test_two_tracks_of_a_rank_must_be_ordered() -> None:
     verify(exchange(ordered=True), load("mesh-2"))
     with pytest.raises(PlanError) as told:
         verify(exchange(ordered=False), load("mesh-2"))
@@ -434,10 +434,10 @@ def test_a_forwarder_does_not_mix_up_chunks() -> None:
     plan = lower(Algorithm("by hand", 3, 2, (rounds,), (), detours), topo, Tuning(2))
     verify(plan, topo)
     assert is_right(plan)
-    ((place, forward),) = [x for x in places(plan) if x[1].source is not None and not x[1].chunk]
+    ((where, forward),) = [x for x in all_steps(plan) if x[1].source is not None and not x[1].chunk]
     theirs = {*forward.connections, forward.source}
     for s, track in enumerate(plan.tracks):
-        if s == place[0] or track.rank == 0:
+        if s == where[0] or track.rank == 0:
             body = [
                 replace(x, chunk=1 - x.chunk) if theirs & set(x.connections) else x
                 for x in track.phases[0]

@@ -60,9 +60,7 @@ class HostControl:
         return f"rank {rank}" + (f" ({whole} of all)" if whole != rank else "")
 
     # ---- calls -------------------------------------------------------------------------------
-    def agree(
-        self, words: Sequence[int], timeout: float | None = None
-    ) -> NDArray[np.int64]:  # fmt: skip
+    def agree(self, words: Sequence[int], timeout: float | None = None) -> NDArray[np.int64]:
         self.number += 1
         rows = self.notices[self.number % 2]
         rows[self.rank, : len(words)] = words

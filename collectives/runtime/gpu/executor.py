@@ -20,23 +20,22 @@ from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.diagnose import Blocked
 from linkweave.collectives.runtime.gpu import program
+from linkweave.collectives.runtime.gpu.actions import Program, programs
 from linkweave.collectives.runtime.gpu.counters import CallCounters, CounterPool
 from linkweave.collectives.runtime.gpu.device import Device
 from linkweave.collectives.runtime.gpu.memory import LocalMemory, Memory, SymmetricMemory
 from linkweave.collectives.runtime.gpu.program import (
     CURSOR,
     REPORT,
+    SETTINGS,
     TRACK,
     LaunchConfig,
-    Program,
+    Setting,
     State,
     chunk_extents,
 )
 from linkweave.collectives.runtime.gpu.reports import blocked_tracks, describe
 from linkweave.collectives.runtime.gpu.uploads import Uploads
-
-MAX_WIDTH = 16
-"""Thread blocks per track. Eight ranks of four tracks then exceed an H100's occupancy twofold."""
 
 Occupancy = tuple[tuple[int, ...], int]
 """(ranks that share a launch, thread blocks that can be resident on their GPU at once)."""
@@ -73,15 +72,16 @@ class GpuRanks:
     """Runs plans for the ranks of this process. A context manager.
 
     `devices` maps each rank to its GPU. `timeout` bounds every wait in the kernel, in seconds.
-    `max_blocks` caps the thread blocks of a launch. `close` also closes `memory`; after a failure
-    nothing else may be called.
+    `max_blocks` caps the thread blocks of a launch. All ranks of a plan need the same `settings`.
+    `close` also closes `memory`; after a failure nothing else may be called.
     """
 
     def __init__(
         self, devices: Mapping[int, Device], memory: Memory, timeout: float = 30.0,
-        max_blocks: int | None = None,
+        max_blocks: int | None = None, settings: Sequence[Setting] = SETTINGS,
     ) -> None:  # fmt: skip
         self.devices, self.timeout, self.max_blocks = dict(devices), timeout, max_blocks
+        self.settings = settings
         self._memory = memory
         self.shares = {  # GPU index -> (the GPU, our ranks on it)
             d.index: (d, tuple(r for r, other in devices.items() if other.index == d.index))
@@ -97,7 +97,8 @@ class GpuRanks:
     def like(self, devices: Sequence[Device]) -> GpuRanks:
         """New ranks on these devices, with the same limits and with memory of their own."""
         ranks = dict(enumerate(devices))
-        return GpuRanks(ranks, LocalMemory(devices, quiet=True), self.timeout, self.max_blocks)
+        memory = LocalMemory(devices, quiet=True)
+        return GpuRanks(ranks, memory, self.timeout, self.max_blocks, self.settings)
 
     def allocate_symmetric(self, nbytes: int) -> SymmetricMemory:
         """Allocate memory for a tensor on every rank. Collective: all ranks must call it."""
@@ -133,7 +134,7 @@ class GpuRanks:
         of one launch do); then results are pushed into these buffers unless that would race.
         """
         width = width or width_of(plan, self.occupancy(dtype, op), self.max_blocks)
-        plan, config = program.fit(plan, nbytes, width)
+        plan, config = program.fit(plan, nbytes, width, self.settings)
         key = (plan.with_chunks(plan.stride), config)
         if key not in self._regions:
             self._regions[key] = self._lay_out(plan, config)
@@ -300,7 +301,7 @@ class GpuRanks:
         bases = self._memory.bases(layout.nbytes, ends | {(b, a) for a, b in ends})
         parts, add = [], self._uploads.add
         for device, ranks in self.shares.values():
-            found = tuple((r, p) for r in ranks for p in program.programs(plan, r))
+            found = tuple((r, p) for r in ranks for p in programs(plan, r))
             peers = tuple(program.receivers(plan, ranks))
             report = device.pinned(max(1, len(found) * config.width * REPORT))
             tracks, order = np.zeros(len(found), TRACK), (*ranks, *peers)
@@ -316,12 +317,12 @@ class GpuRanks:
 
 
 def width_of(plan: Plan, occupancies: Iterable[Occupancy], max_blocks: int | None = None) -> int:
-    """The most thread blocks per track (up to MAX_WIDTH) that can be resident on every GPU.
+    """The most thread blocks per track that can be resident on every GPU.
 
     `max_blocks` caps the thread blocks of a launch. Raises CollectiveError if not even one block
     per track fits.
     """
-    found = MAX_WIDTH
+    found = []
     for ranks, resident in occupancies:
         tracks = sum(s.rank in ranks for s in plan.tracks)
         most = resident if max_blocks is None else min(resident, max_blocks)
@@ -331,16 +332,17 @@ def width_of(plan: Plan, occupancies: Iterable[Occupancy], max_blocks: int | Non
                 f"GPU holds {resident}"
                 + ("" if max_blocks is None else f", max_blocks is {max_blocks}")
             )
-        found = min(found, most // max(1, tracks))
-    return found
+        found.append(most // max(1, tracks))
+    return min(found)
 
 
 def virtual_ranks(
-    device: Device, size: int, timeout: float = 30.0, max_blocks: int | None = None
-) -> GpuRanks:
+    device: Device, size: int, timeout: float = 30.0, max_blocks: int | None = None,
+    settings: Sequence[Setting] = SETTINGS,
+) -> GpuRanks:  # fmt: skip
     """`GpuRanks` with all `size` ranks on one GPU."""
     devices = [device] * size
-    return GpuRanks(dict(enumerate(devices)), LocalMemory(devices), timeout, max_blocks)
+    return GpuRanks(dict(enumerate(devices)), LocalMemory(devices), timeout, max_blocks, settings)
 
 
 def _some(ranks: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""The input of the GPU plan interpreter (`kernels/plan/plan.cu`): programs, tables, memory layout.
+"""The input of the GPU plan interpreter (`kernels/plan/plan.cu`): tables and memory layout.
 
 Every rank computes the same data, except for addresses. The struct layouts are those of
 `kernels/plan/launch.h`; a test compares them.
@@ -15,30 +15,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linkweave.collectives.errors import PlanError
-from linkweave.collectives.planning.dataflow import input_reads, passed_on, pushes
+from linkweave.collectives.planning.dataflow import pushes
 from linkweave.collectives.planning.layout import ALIGN
-from linkweave.collectives.planning.plan import Op, Plan, Track
+from linkweave.collectives.planning.plan import Op, Plan
 from linkweave.collectives.planning.verify import races, shortened
+from linkweave.collectives.runtime.gpu.actions import Program
 from linkweave.collectives.runtime.gpu.fuse import fused
 from linkweave.kernels.gpu.arrays import fields
 
 MAX_RANKS = 64
-MAX_PEERS = 64
 LINE = 128
 REPORT = 4
-INPUT = -2
-"""The source of a step that reads its own chunk from the call's input."""
-SENDER, DATA = 1, 2
-PUSHES = 1
-LAST, PASSES_ON, DROPS, AHEAD = 1, 2, 4, 3
-"""Flags of a step; see `kernels/plan/launch.h`."""
 
-SLOT_BYTES = 512 << 10
-"""Data bytes of a slot. Two slots for each of the 28 connections of a DGX-1's double tree take
-28 MB, which fits the L2 cache of an A100 or later."""
-LINES_BYTES = 16 << 10
-"""Chunks up to this size use the low-latency protocol: each store carries data and a flag, which
-halves the bandwidth but needs no barrier or counter. Not fitted to measurements yet."""
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How the interpreter runs chunks of up to `chunk_bytes`, which is also the size of a slot.
+
+    At most `width` thread blocks run each track. With `low_latency` each store carries data and a
+    flag (lines), which halves the bandwidth but needs no barrier or counter between ranks.
+    """
+
+    chunk_bytes: int
+    width: int
+    low_latency: bool
+
+
+SETTINGS = (Setting(16 << 10, 4, True), Setting(512 << 10, 16, False))
+"""By the size of chunks, ascending; larger chunks are divided. Not fitted to measurements yet.
+
+Two slots of 512 KiB for each of the 28 connections of a DGX-1's double tree take 28 MB, which fits
+the L2 cache of an A100 or later. Eight ranks of four tracks of 16 thread blocks exceed an H100's
+occupancy."""
 
 
 class State(IntEnum):
@@ -74,30 +82,34 @@ class LaunchConfig:
     low_latency: bool
 
 
-def fit(plan: Plan, nbytes: int, width: int) -> tuple[Plan, LaunchConfig]:
+def fit(
+    plan: Plan, nbytes: int, width: int, settings: Sequence[Setting] = SETTINGS
+) -> tuple[Plan, LaunchConfig]:
     """The plan as the kernel runs it (`fused`), and its launch config, for a message of `nbytes`.
 
-    Chunks larger than a slot are divided: the plan's proof covers any number of whole groups, so a
-    plan of fewer chunks than one group raises PlanError instead. A short message uses one thread
-    block per track and the low-latency protocol. There a WAIT orders nothing until the data is
-    read, so this requires that each WAIT for data comes just before the step that reads it. For
-    each `width` the config is one of two, so all messages of a plan share two regions of memory.
+    Chunks larger than the largest slot are divided: the plan's proof covers any number of whole
+    groups, so a plan of fewer chunks than one group raises PlanError instead. Over lines a WAIT
+    orders nothing until the data is read, so they require that each WAIT for data comes just before
+    the step that reads it. The config is one of as many as there are settings, so all messages of
+    a plan share that many regions of memory.
     """
-    plan = fused(plan)
-    if plan.chunk_bytes(nbytes) > SLOT_BYTES:
+    plan, most = fused(plan), settings[-1].chunk_bytes
+    if plan.chunk_bytes(nbytes) > most:
         if plan.num_chunks < plan.stride:
             raise PlanError(
                 f"{plan.algorithm}: {plan.num_chunks} chunks of {plan.chunk_bytes(nbytes)} bytes; "
-                f"GPU slots take {SLOT_BYTES}, and fewer chunks than the {plan.stride} of a group "
+                f"GPU slots take {most}, and fewer chunks than the {plan.stride} of a group "
                 "cannot be divided"
             )
-        chunks = -(-plan.volume(nbytes) // SLOT_BYTES)
+        chunks = -(-plan.volume(nbytes) // most)
         plan = plan.with_chunks(-(-chunks // plan.stride) * plan.stride)
-        while plan.chunk_bytes(nbytes) > SLOT_BYTES:  # if the chunks cover only part of the data
+        while plan.chunk_bytes(nbytes) > most:  # if the chunks cover only part of the data
             plan = plan.with_chunks(2 * plan.num_chunks)
-    if plan.chunk_bytes(nbytes) <= LINES_BYTES and _read_at_once(plan):
-        return plan, LaunchConfig(1, LINES_BYTES, True)
-    return plan, LaunchConfig(width, -(-SLOT_BYTES // (width * ALIGN)) * ALIGN, False)
+    fitting = (s for s in settings if plan.chunk_bytes(nbytes) <= s.chunk_bytes)
+    chosen = next(s for s in fitting if not s.low_latency or _read_at_once(plan))
+    width = min(width, chosen.width)
+    stripe = -(-chosen.chunk_bytes // (width * ALIGN)) * ALIGN
+    return plan, LaunchConfig(width, stripe, chosen.low_latency)
 
 
 def _read_at_once(plan: Plan) -> bool:
@@ -145,65 +157,6 @@ def lay_out(plan: Plan, config: LaunchConfig) -> SlotLayout:
         slot.append(-1 if c.local else used[c.dst])
         used[c.dst] += 0 if c.local else ring
     return SlotLayout(tuple(used), tuple(ready), tuple(free), tuple(slot))
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """A track's code for the device; `ends[i]` is the connection that the code calls i."""
-
-    track: Track
-    code: NDArray[np.int32]
-    ends: tuple[int, ...]
-
-
-def programs(plan: Plan, rank: int) -> list[Program]:
-    """The programs of a rank's tracks.
-
-    `code` is `[phases, phases + 1 offsets, steps]`. Steps are those of `Plan.encode` with three
-    changes: connections are indices into `ends`; the source of a step that reads the call's input
-    (`input_reads`) is `INPUT`; flags are those of the device, which mark steps that push (`pushes`)
-    and steps that are fused with the next SEND (`passed_on`). Raises PlanError if a step has more
-    than MAX_PEERS peers.
-    """
-    tracks = [s for s in plan.tracks if s.rank == rank]
-    for step in (step for s in tracks for body in s.phases for step in body):
-        if (n := len(step.connections)) > MAX_PEERS:
-            raise PlanError(
-                f"{plan.algorithm}: rank {rank} has a {step.op.name} with {n} peers; GPU "
-                f"kernels take at most {MAX_PEERS} in one step"
-            )
-    whole, given, pushed = plan.encode(rank).tolist(), input_reads(plan), pushes(plan)
-    together = passed_on(plan)
-    phases = whole[1]
-    found = []
-    for i, track in enumerate(tracks):
-        row = 2 + i * (phases + 1)
-        first, stop = whole[row], whole[row + phases]
-        shift = phases + 2 - first
-        code = [phases, *(offset + shift for offset in whole[row : row + phases + 1])]
-        number: dict[int, int] = {}
-        at, position = first, 0
-        while at < stop:
-            op, chunk, flag, source, n = whole[at : at + 5]
-            connections = whole[at + 5 : at + 5 + n]
-            here = rank, track.channel, position
-            if op in (Op.SIGNAL, Op.WAIT):
-                flag = SENDER * flag | DATA * (not plan.connections[connections[0]].local)
-            elif op == Op.REDUCE:
-                flag = LAST * (flag & 1) | flag >> 1 << AHEAD
-            else:
-                flag = PUSHES * (here in pushed)
-            if here in together and whole[at + 5 + n] == Op.SEND:
-                flag |= PASSES_ON | DROPS * (not together[here])
-            if here in given:
-                source = INPUT
-            elif source >= 0:
-                source = number.setdefault(source, len(number))
-            numbers = [number.setdefault(c, len(number)) for c in connections]
-            code += [op, chunk, flag, source, n, *numbers]
-            at, position = at + 5 + n, position + 1
-        found.append(Program(track, np.array(code, np.int32), tuple(number)))
-    return found
 
 
 def may_push(plan: Plan) -> bool:

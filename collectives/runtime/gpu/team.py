@@ -55,7 +55,7 @@ class RankCall:
     captured: bool = False
 
 
-class Refused(CollectiveError):
+class LaunchRefused(CollectiveError):
     """The calls of a process's ranks do not match. No data has moved; later calls may succeed."""
 
 
@@ -233,20 +233,22 @@ class Team:
             for rank, arrival in sorted(came.items()):
                 asked.setdefault(arrival.call.description, []).append(rank)
             words = "; ".join(f"ranks {ranks}: {call}" for call, ranks in asked.items())
-            raise Refused(f"the ranks' calls on the GPU differ: {words}")
+            raise LaunchRefused(f"the ranks' calls on the GPU differ: {words}")
         offsets = {rank: a.symmetric[1] for rank, a in sorted(came.items()) if a.symmetric}
         if len({*offsets.values()}) > 1:
             words = ", ".join(f"rank {rank}: {offset}" for rank, offset in offsets.items())
-            raise Refused(f"the ranks' tensors lie at different bytes of shared memory: {words}")
+            raise LaunchRefused(
+                f"the ranks' tensors lie at different bytes of shared memory: {words}"
+            )
         streams = {a.stream for a in came.values()}
         if _PER_THREAD in streams:
-            raise Refused(
+            raise LaunchRefused(
                 "cudaStreamPerThread is another stream on every thread; ranks that are "
                 "threads need streams of their own"
             )
         for rank, device in self.gpu.devices.items():
             if len(streams) > 1 and device.capturing(came[rank].stream):
-                raise Refused(
+                raise LaunchRefused(
                     "ranks that are threads can be captured into a graph from one stream only"
                 )
         return self._run(came)
@@ -291,4 +293,5 @@ def _copy_of(error: BaseException) -> CollectiveError:
     """The same error as a new object, since each rank raises its own."""
     if isinstance(error, CollectiveTimeout | CollectiveAborted):
         return type(error)(str(error), **error.fields())
-    return Refused(str(error)) if isinstance(error, Refused) else CollectiveError(str(error))
+    kind = LaunchRefused if isinstance(error, LaunchRefused) else CollectiveError
+    return kind(str(error))

@@ -12,6 +12,7 @@
 // model dependencies, so the driver checks launches in two ways (`ordered_lines`).
 #pragma once
 #define HOST_SHIM
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -45,6 +46,7 @@ struct Index { unsigned x; };
 struct Block {
     std::vector<char> storage;
     std::vector<uint64_t> votes;  // of each thread: how often, and over which words
+    std::atomic<int> any[3] = {};  // __syncthreads_or
 #ifdef OS_THREADS
     std::barrier<> barrier;
     std::mutex mutex;
@@ -72,28 +74,32 @@ template <class T> T& shared() {
 #ifdef __SANITIZE_THREAD__
 // What a thread's lines pass on: what its block has released and what it has read from lines, but
 // nothing else that the thread has done since it began.
-class Messenger {
+struct Messenger {
     void* const fiber = __tsan_create_fiber(0);
-public:
     ~Messenger() { __tsan_destroy_fiber(fiber); }
-    template <class F> void run(F what) {
-        void* const thread = __tsan_get_current_fiber();
-        __tsan_switch_to_fiber(fiber, __tsan_switch_to_fiber_no_sync);
-        what();
-        __tsan_switch_to_fiber(thread, __tsan_switch_to_fiber_no_sync);
-    }
 };
 inline thread_local Messenger messenger;
-inline void begin_thread() { messenger.run([] {}); }
+#define UNSEEN __attribute__((no_sanitize("thread"))) inline  // the fiber reads the thread's stack
+UNSEEN void switch_to(void* fiber) {
+    __tsan_switch_to_fiber(fiber, __tsan_switch_to_fiber_no_sync);
+}
+inline void begin_thread() { (void)messenger.fiber; }
 inline void released() {
     if (block) __tsan_release(block);  // the driver's own threads have none
 }
-inline void write_line(void* line) {
-    messenger.run([=] { __tsan_acquire(block), __tsan_release(line); });
+UNSEEN void write_line(void* line) {
+    void* const thread = __tsan_get_current_fiber();
+    switch_to(messenger.fiber);
+    __tsan_acquire(block);
+    __tsan_release(line);
+    switch_to(thread);
 }
-inline void read_line(void* line) {
+UNSEEN void read_line(void* line) {
+    void* const thread = __tsan_get_current_fiber();
     __tsan_acquire(line);
-    messenger.run([=] { __tsan_acquire(line); });
+    switch_to(messenger.fiber);
+    __tsan_acquire(line);
+    switch_to(thread);
 }
 #else
 inline void begin_thread() {}
@@ -104,6 +110,10 @@ inline void read_line(void*) {}
 
 #ifdef OS_THREADS
 inline void barrier() { block->barrier.arrive_and_wait(); }
+inline unsigned& turn() {
+    static thread_local unsigned mine = 0;
+    return mine;
+}
 inline void pause() { sched_yield(); }
 
 template <class F> void run(std::vector<Block*>& all, unsigned threads, F kernel) {
@@ -126,7 +136,7 @@ struct Fiber {
     ucontext_t context;
     Index thread_index, block_index;
     Block* block;
-    unsigned passed = 0;  // barriers
+    unsigned passed = 0, turn = 0;  // barriers; __syncthreads_or
     bool waits = false, done = false;  // at a barrier; over
 };
 
@@ -141,6 +151,7 @@ inline thread_local Turns turns;
 
 inline void change_over() { swapcontext(&turns.now->context, &turns.main); }
 inline void pause() { change_over(); }
+inline unsigned& turn() { return turns.now->turn; }
 inline void barrier() {
     Fiber& mine = *turns.now;
     turns.moved = true;
@@ -217,6 +228,16 @@ extern "C" bool voted_in_part() { return shim::partial_vote; }
 #define SHARED(T, name) T& name = ::shim::shared<T>()
 
 inline void __syncthreads() { ::shim::barrier(); }
+// Whether any thread of the block says so. Of three words one is written, one read and one cleared.
+inline int __syncthreads_or(int mine) {
+    std::atomic<int>* const words = ::shim::block->any;
+    const unsigned turn = ::shim::turn()++ % 3;
+    if (mine) words[turn].store(1, std::memory_order_relaxed);
+    ::shim::barrier();
+    const int any = words[turn].load(std::memory_order_relaxed);
+    words[(turn + 2) % 3].store(0, std::memory_order_relaxed);
+    return any;
+}
 inline uint32_t ld_acquire_sys(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline void st_release_sys(uint32_t* p, uint32_t v) {
     ::shim::released();
@@ -233,6 +254,16 @@ inline void st_line(unsigned long long* p, unsigned long long v) {
     if (::shim::ordered_lines) return __atomic_store_n(p, v, __ATOMIC_RELEASE);
     ::shim::write_line(p);
     __atomic_store_n(p, v, __ATOMIC_RELAXED);
+}
+struct Lines { unsigned long long first, second; };
+inline void ld_lines(Lines& v, const unsigned char* p, bool on) {
+    const auto line = reinterpret_cast<const unsigned long long*>(p);
+    if (on) v = {ld_line(line), ld_line(line + 1)};
+}
+inline void st_lines(unsigned char* p, Lines v) {
+    const auto line = reinterpret_cast<unsigned long long*>(p);
+    st_line(line, v.first);
+    st_line(line + 1, v.second);
 }
 inline unsigned long long clock_ns() {
     timespec now;

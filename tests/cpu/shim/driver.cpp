@@ -66,11 +66,12 @@ static int layout() {
     std::printf("sizeof End %zu\nsizeof Cursor %zu\n", sizeof(End), sizeof(Cursor));
     std::printf("sizeof Track %zu\nsizeof Launch %zu\n", sizeof(Track), sizeof(Launch));
     std::printf("sizeof Check %zu\n", sizeof(Check));
-    std::printf("Op %d %d %d %d %d\n", SEND, REDUCE, COPY, SIGNAL, WAIT);
+    std::printf("Field %d %d %d %d %d %d %d %d\n", LENGTH, CHUNK, FLAGS, NUM_WAITS, NUM_OPERANDS,
+                NUM_OUTPUTS, NUM_SIGNALS, HEADER);
     std::printf("State %d %d %d %d %d\n", NOTHING, WAITS, TIMED_OUT, ABORTED, DONE);
     std::printf("limits %d %d %d %d\n", MAX_RANKS, MAX_PEERS, LINE, REPORT);
-    std::printf("flags %d %d %d %d %d %d %d %d\n", INPUT, SENDER, DATA, PUSHES, LAST, PASSES_ON,
-                DROPS, AHEAD);
+    std::printf("flags %d %d %d %d %d %d %d %d %d\n", OWN, INPUT, SENDER, DATA, AVERAGES, COMPLETES,
+                PUSHED, PUSHES, KEEPS);
     return 0;
 }
 

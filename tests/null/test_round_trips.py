@@ -1,0 +1,160 @@
+"""Dependent memory accesses and fences on the critical path of the GPU plan interpreter.
+
+Both are counted from the plans: an action waits for all its counters at once, loads up to three
+operands at once (four over lines), and raises its counters behind one fence. Step by step, as the
+interpreter once worked, each wait and signal reads its end's addresses and each operand is loaded
+after the one before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+
+from linkweave.collectives.planning.dataflow import passed_on
+from linkweave.collectives.planning.plan import Op, Plan, Step, Track
+from linkweave.collectives.planning.planner import plan_allreduce
+from linkweave.collectives.runtime.gpu.actions import Action, actions
+from linkweave.collectives.runtime.gpu.program import LaunchConfig, fit
+from linkweave.topology import load
+
+
+class Cost(NamedTuple):
+    """Dependent round trips to memory, and fences."""
+
+    trips: int
+    fences: int
+
+    def __add__(self, other: tuple[int, ...]) -> Cost:  # type: ignore[override]
+        return Cost(self.trips + other[0], self.fences + other[1])
+
+
+class Unit(NamedTuple):
+    """What a thread block does between a run of waits and a run of signals, and its cost."""
+
+    waits: list[Step]
+    signals: list[Step]
+    before: Cost  # after the last wait is over, up to the first signal
+    signalling: Cost
+
+
+def at_once(plan: Plan, track: Track, phase: int, lines: bool) -> Iterator[Unit]:
+    for action in actions(plan, track, phase):
+        waits = [step for _, step in action.waits]
+        signals = [step for _, step in action.signals]
+        operands = _operands(action)
+        loads = -(-operands // 4) if lines else (1 if operands <= 3 else operands)
+        fenced = signals and not (lines and _relaxed(plan, track, action))
+        polled = bool([s for s in waits if not lines or plan.sends_on(track, s.connections[0])])
+        yield Unit(waits, signals, Cost(polled + loads, 0), Cost(0, bool(fenced)))
+
+
+def _relaxed(plan: Plan, track: Track, action: Action) -> bool:
+    """Whether lines need no fence: slots become free, and no partial sum stays."""
+    if not action.move or any(plan.connections[s.connections[0]].local for _, s in action.signals):
+        return False
+    at, step = action.move
+    dropped = action.send and not passed_on(plan)[track.rank, track.channel, at]
+    return step.op is not Op.REDUCE or step.last or bool(dropped)
+
+
+def _operands(action: Action) -> int:
+    if not action.move:
+        return 0
+    _, step = action.move
+    return len(step.connections) + 1 if step.op is Op.REDUCE else 1
+
+
+def step_by_step(plan: Plan, track: Track, phase: int, lines: bool) -> Iterator[Unit]:
+    """Each wait: its end, then the counter. Each move: the chunk's extent, its ends, the operands
+    one after another (two lines of each, over lines). Each signal: its end, then a fence."""
+    for step in track.phases[phase]:
+        if step.op is Op.WAIT:
+            skipped = lines and not plan.sends_on(track, step.connections[0])
+            yield Unit([step], [], Cost(1 + (not skipped), 0), Cost(0, 0))
+        elif step.op is Op.SIGNAL:
+            skipped = lines and plan.sends_on(track, step.connections[0])
+            yield Unit([], [step], Cost(1, 0), Cost(0, not skipped))
+        else:
+            received = 0 if step.op is Op.SEND else len(step.connections)
+            own = step.op is not Op.COPY
+            yield Unit([], [], Cost(2 + received * (2 if lines else 1) + own, 0), Cost(0, 0))
+
+
+def critical_path(plan: Plan, units: Callable[..., Iterator[Unit]], config: LaunchConfig) -> Cost:
+    """The largest cost of a chain of units, each of which needs the one before."""
+    work, done = {}, {}
+    for i, track in enumerate(plan.tracks):
+        work[i] = deque(
+            (unit, first)
+            for phase in range(len(track.phases))
+            for first in range(0, plan.num_chunks, plan.stride)
+            for unit in units(plan, track, phase, config.low_latency)
+        )
+        done[i] = Cost(0, 0)
+    raised: dict[tuple[int, bool], list[Cost]] = {}  # by connection and whether its sender did it
+    waited: dict[tuple[int, bool], int] = {}
+    moved = True
+    while moved:
+        moved = False
+        for i, track in enumerate(plan.tracks):
+            while work[i]:
+                unit, first = work[i][0]
+                now, used = done[i], []
+                for step in unit.waits:
+                    if first + step.chunk >= plan.num_chunks:
+                        continue
+                    sender = plan.sends_on(track, step.connections[0])
+                    key = step.connections[0], not sender
+                    number = waited.get(key, 0) - (plan.slots if sender else 0)
+                    if number >= len(raised.get(key, [])):
+                        break
+                    used.append(key)
+                    now = max(now, raised[key][number]) if number >= 0 else now
+                else:
+                    for key in used:
+                        waited[key] = waited.get(key, 0) + 1
+                    now = now + unit.before
+                    for step in unit.signals:
+                        if first + step.chunk < plan.num_chunks:
+                            key = step.connections[0], plan.sends_on(track, step.connections[0])
+                            raised.setdefault(key, []).append(now + unit.signalling)
+                    done[i] = now + unit.signalling
+                    work[i].popleft()
+                    moved = True
+                    continue
+                break
+    assert not any(work.values())
+    return max(done.values())
+
+
+@pytest.mark.parametrize(("machine", "algorithm", "nbytes", "now"), [
+    ("dgx1-v100", "overlapped_double_tree", 8 << 10, Cost(13, 0)),
+    ("dgx1-v100", "overlapped_double_tree", 1 << 20, Cost(22, 11)),
+    ("dgx1-v100", "ring", 1 << 20, Cost(30, 15)),
+    ("mesh-8", "one_shot", 8 << 10, Cost(4, 0)),
+])  # fmt: skip
+def test_a_call_takes_at_most_half_the_round_trips(
+    machine: str, algorithm: str, nbytes: int, now: Cost
+) -> None:
+    plan, config = fit(plan_allreduce(load(machine), nbytes, algorithm), nbytes, 4)
+    before, after = (critical_path(plan, units, config) for units in (step_by_step, at_once))
+    assert after == now
+    assert 2 * sum(after) <= sum(before), before
+
+
+def test_a_chunk_takes_at_most_half_the_round_trips_of_a_rank() -> None:
+    """A rank in the middle of a tree: three waits, a REDUCE with two peers and its SEND."""
+    plan, config = fit(plan_allreduce(load("dgx1-v100"), 1 << 26, "overlapped_double_tree"),
+                       1 << 26, 4)  # fmt: skip
+    for track in plan.tracks:
+        found = []
+        for units in (step_by_step, at_once):
+            body = list(units(plan, track, 0, config.low_latency))
+            costs = [unit.before + unit.signalling for unit in body]
+            found.append(Cost(*map(sum, zip(*costs, strict=True))))
+        before, after = found
+        assert 2 * sum(after) <= sum(before)
