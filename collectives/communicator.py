@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,6 +18,8 @@ from linkweave.collectives.runtime.gpu import device as cuda
 from linkweave.collectives.runtime.gpu.team import Team
 from linkweave.collectives.settings import Settings, topology_for
 from linkweave.collectives.tensors import as_buffer, parse_shape, tensor_over
+
+log = logging.getLogger("linkweave")
 
 
 class Communicator(Collectives):
@@ -152,18 +155,26 @@ class Communicator(Collectives):
 
         A rank that has used a GPU waits a few seconds for the others to close as well, because
         their kernels write into its memory; if they do not, the memory is kept until the process
-        ends. Errors of asynchronous calls that nobody has waited for are logged. In a process
-        forked from a rank, it does nothing.
+        ends. Errors of asynchronous calls that nobody has waited for are logged, and so are errors
+        of CUDA if the communicator has failed before. In a process forked from a rank, it does
+        nothing.
         """
         if self._health.closed or self._health.foreign:
             return
-        with ExitStack() as last:  # in reverse order; if one step fails, the others still run
-            last.callback(self._leave)
-            last.callback(self._point_to_point.close)
-            if self._gpu:
-                last.callback(self._gpu.close)
-            last.callback(self._worker.close, self.rank)
-            last.callback(self._subcommunicators.close)
+        known = self._health.broken
+        try:
+            with ExitStack() as last:  # in reverse order; if one step fails, the others still run
+                last.callback(self._leave)
+                last.callback(self._point_to_point.close)
+                if self._gpu:
+                    last.callback(self._gpu.close)
+                last.callback(self._worker.close, self.rank)
+                last.callback(self._subcommunicators.close)
+        except (CollectiveError, RuntimeError) as error:
+            if known is None:
+                words = self._health.broken or f"rank {self.rank}: {error}"
+                raise CollectiveError(f"closed after a failure ({words})") from error
+            log.warning("rank %d, while closing: %s", self.rank, error)
 
     def _leave(self) -> None:
         self._calls.close()

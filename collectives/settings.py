@@ -25,7 +25,8 @@ class Settings:
     timeout: longest wait for a peer, in seconds. Only planning on rank 0 may take longer, up to
         five minutes.
     order: "fastest", or "fixed" for the same order of summation at every size.
-    max_blocks: most thread blocks of a launch, to leave room for other kernels; None for no limit.
+    max_blocks: most thread blocks of a launch, to leave room for other kernels and communicators;
+        None for no limit.
     peer_access: "prefer" uses host memory between GPUs that cannot access each other's memory;
         "require" raises an error instead.
     """

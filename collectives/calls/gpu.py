@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from linkweave.collectives.calls.gpu_launcher import GpuLauncher
 from linkweave.collectives.calls.gpu_work import POLL, GpuContext, GpuQueue, GpuWork
-from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.tensors import stream_of
 
 
@@ -35,14 +34,8 @@ class GpuCalls(GpuLauncher):
 
         With `async_op` it runs on the communicator's side stream instead and returns a `GpuWork`.
         """
-        with self._lock, self.device.here():
-            self.check()
-            try:
-                return self._submit(async_op, x, body, args)
-            except CollectiveError:
-                raise
-            except (RuntimeError, MemoryError) as error:  # CUDA errors; CuPy out of memory
-                raise self.fail(error) from error
+        with self._lock, self.using():
+            return self._submit(async_op, x, body, args)
 
     def _submit(self, async_op: bool, x: Any, body: Callable[..., Any], args: Any) -> Any:
         caller = stream_of(x)
@@ -55,15 +48,20 @@ class GpuCalls(GpuLauncher):
         if not capture or capture == self._capture:
             self.device.wait(done, stream)
         context = GpuContext(self, caller, stream)
-        try:
-            result = body(context, *args)
-        except BaseException:
-            context.free()
-            raise
-        finally:  # also after a failure, for what was enqueued before it
+
+        def enqueued() -> None:
             if context.begun:
                 self.device.record(done, stream)
                 self._capture = capture or self._capture
+
+        try:
+            result = body(context, *args)
+        except BaseException:
+            with suppress(RuntimeError):  # from CUDA; the first error is raised
+                enqueued()  # what was enqueued before the failure
+                context.free()
+            raise
+        enqueued()
         if not async_op:
             context.finish()
             return result
@@ -108,4 +106,10 @@ class GpuCalls(GpuLauncher):
             last.callback(self._watchdog.close)
             if self._health.broken or self._control.aborted():
                 self.team.gpu.abort()
-            last.callback(device.finish)
+            last.callback(self._finish)
+
+    def _finish(self) -> None:
+        try:
+            self.device.finish()
+        except RuntimeError as error:  # from CUDA
+            raise self.fail(error) from error

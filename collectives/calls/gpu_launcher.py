@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 from zlib import crc32
@@ -97,6 +99,19 @@ class GpuLauncher:
             self._health.fail(error)
             raise
 
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Make this GPU the thread's current one within a `with` block.
+
+        Raises errors known so far. An error from CUDA in the block ends the communicator.
+        """
+        self.check()
+        try:
+            with self.device.here():
+                yield
+        except (RuntimeError, MemoryError) as error:  # CUDA's; CuPy's when out of memory
+            raise self.fail(error) from error
+
     def fail(self, error: Exception) -> CollectiveError:
         """End the communicator on all ranks. Returns the error to raise here."""
         if not isinstance(error, CollectiveError):
@@ -129,8 +144,7 @@ class GpuLauncher:
 
     def empty(self, nbytes: int) -> Any:
         """An array of bytes in symmetric memory. All ranks must call it."""
-        with self._lock, self.device.here():
-            self.check()
+        with self._lock, self.using():
             asked = [row.decode() for row in self._calls.gather("tensors", str(nbytes).encode())]
             if len({*asked}) > 1:
                 raise CollectiveError(
@@ -261,9 +275,8 @@ class GpuLauncher:
 
         with trace.call(name), trace.phase("launch"):
             try:
-                mine = RankCall(
-                    call, request.buffer.address, values, stream, request.symmetric, begun
-                )
+                mine = RankCall(call, request.buffer.address, values, stream, request.symmetric,
+                                begun, self._captures)  # fmt: skip
                 counted = self.team.launch(self.rank, mine, patience)
             except LaunchRefused:
                 raise
@@ -280,17 +293,13 @@ class GpuLauncher:
         """Make work enqueued on `stream` from now on wait for one layer of a call.
 
         `begun` is the event at the start of the call's counting; `checked` is recorded behind the
-        wait. Raises errors known so far.
+        wait.
         """
-        with self._lock, self.device.here(), self.trace.phase("dequeue"):
-            self.check()
-            try:
-                self.device.wait(begun, stream)
-                prepared = self.team.prepare(call)
-                self.team.gpu.dequeue(prepared, counted, self.rank, layer, stream)
-                self.device.record(checked, stream)
-            except RuntimeError as error:  # from CUDA
-                raise self.fail(error) from error
+        with self._lock, self.trace.phase("dequeue"):
+            self.device.wait(begun, stream)
+            prepared = self.team.prepare(call)
+            self.team.gpu.dequeue(prepared, counted, self.rank, layer, stream)
+            self.device.record(checked, stream)
 
     def _agree(self, request: Request, text: str) -> tuple[str, str, Call | None]:
         """Agree on a new kind of call: its text, its name for profilers, and what to launch."""

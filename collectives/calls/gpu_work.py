@@ -118,10 +118,10 @@ class GpuWork:
             if time.monotonic() > deadline:
                 raise CollectiveTimeout(f"the collective is not done after {timeout} s")
             time.sleep(POLL)
-        self._gpu.check()
-        if self._event is not None:
-            self._gpu.device.wait(self._event, stream_of(self._x))
-        self._context.finish()
+        with self._gpu.using():
+            if self._event is not None:
+                self._gpu.device.wait(self._event, stream_of(self._x))
+            self._context.finish()
         return self._result
 
     def done(self) -> bool:
@@ -156,13 +156,16 @@ class GpuQueue(GpuWork):
         call, counted = self._context.made or (None, None)
         if self._event is None or call is None or counted is None:
             return
-        if self._captured and not self._gpu.device.capturing(stream):
-            raise CollectiveError("a captured queue can only be dequeued within the same capture")
-        if stream not in self._checked:
-            self._checked[stream] = self._gpu.device.make_event()
-            self._context.events.append(self._checked[stream])
-        begun = self._context.events[0]
-        self._gpu.dequeue(call, counted, index, begun, self._checked[stream], stream)
+        with self._gpu.using():
+            if self._captured and not self._gpu.device.capturing(stream):
+                raise CollectiveError(
+                    "a captured queue can only be dequeued within the same capture"
+                )
+            if stream not in self._checked:
+                self._checked[stream] = self._gpu.device.make_event()
+                self._context.events.append(self._checked[stream])
+            begun = self._context.events[0]
+            self._gpu.dequeue(call, counted, index, begun, self._checked[stream], stream)
 
     def over(self) -> bool:
         checks = self._checked.values() if self._event is not None else ()

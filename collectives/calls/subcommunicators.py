@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -110,6 +111,7 @@ class Subcommunicators:
             part.abort(why)
 
     def close(self) -> None:
-        """Close all subcommunicators."""
-        while self._open:
-            self._open.pop().close()
+        """Close all subcommunicators; if one raises, the others are still closed."""
+        with ExitStack() as last:
+            while self._open:
+                last.callback(self._open.pop().close)

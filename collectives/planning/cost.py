@@ -22,7 +22,7 @@ from functools import lru_cache
 
 from linkweave.collectives.planning.layout import ALIGN
 from linkweave.collectives.planning.plan import Op, Plan
-from linkweave.collectives.planning.simulate import simulate
+from linkweave.collectives.planning.simulate import group_sends, seconds_within, simulate
 from linkweave.topology import Topology, Vertex
 
 MEMORY_CHUNK = 64 << 10
@@ -88,28 +88,45 @@ def most_chunks(nbytes: int, stride: int) -> int:
 
 
 @lru_cache(maxsize=65536)
-def simulated_seconds(template: Plan, topology: Topology, nbytes: int, num_chunks: int) -> float:
-    """Return the simulated time, extrapolated from a few groups if there are many.
+def _known(template: Plan, topology: Topology, nbytes: int, num_chunks: int) -> list[float]:
+    """Return what `simulated_seconds` found so far: nothing, or a time and its limit."""
+    return []
+
+
+def simulated_seconds(
+    template: Plan, topology: Topology, nbytes: int, num_chunks: int, limit: float = math.inf
+) -> float:
+    """Return the simulated time in s, extrapolated from a few groups if there are many; or if that
+    is above `limit`, a time between `limit` and it.
 
     On shared links groups do not repeat exactly; there the error is about 1 %.
     """
+    known = _known(template, topology, nbytes, num_chunks)
+    found = tuple(known)
+    if not found or found[1] < found[0] <= limit:
+        known[:] = found = _simulated(template, topology, nbytes, num_chunks, limit), limit
+    return found[0]
+
+
+def _simulated(
+    template: Plan, topology: Topology, nbytes: int, num_chunks: int, limit: float
+) -> float:
     stride = template.stride
     groups = -(-num_chunks // stride)
-    sends = sum(
-        len(step.connections)
-        for track in template.tracks for body in track.phases for step in body
-        if step.op is Op.SEND
-    )  # fmt: skip
-    more = max(6, min(_GROUPS, _SENDS // max(1, sends)))
+    more = max(6, min(_GROUPS, _SENDS // max(1, group_sends(template, topology))))
     few = more // 3
     if groups <= more * 2:
-        return simulate(template.with_chunks(num_chunks), topology, nbytes).seconds
+        return seconds_within(template.with_chunks(num_chunks), topology, nbytes, limit)
 
-    def seconds(of: int) -> float:
+    def seconds(of: int, limit: float) -> float:
         part = -(-nbytes * of // groups)
-        return simulate(template.with_chunks(of * stride), topology, part).seconds
+        return seconds_within(template.with_chunks(of * stride), topology, part, limit)
 
-    start, end = seconds(few), seconds(more)
+    rest = (groups - more) / (more - few)
+    start = seconds(few, limit)
+    if start > limit:
+        return start
+    end = seconds(more, (limit + rest * start) / (1 + rest))
     return end + (groups - more) * (end - start) / (more - few)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from functools import lru_cache
 
@@ -157,19 +158,20 @@ def _predicted(
         return shape.seconds(moved, chunks), chunks
     stride, most = template.stride, most_chunks(moved, template.stride)
 
-    def at(groups: float) -> tuple[float, int]:
-        count = min(max(1, round(groups)) * stride, most)
-        return simulated_seconds(template, topology, nbytes, count), count
+    def at(chunks: float, limit: float) -> tuple[float, int]:
+        count = min(max(1, round(chunks / stride)) * stride, most)
+        return simulated_seconds(template, topology, nbytes, count, limit), count
 
-    start = chunks / stride
-    best = at(1)  # tried separately, as a single group waits for no other
     small = len(template.connections) < LARGE
-    for factor in (0.25, 0.5, 1, 2, 4) if small else (0.5, 1, 2):
-        best = min(best, then := at(start * factor))
-        if factor >= 1 and then[0] > _STEEP * best[0]:
+    best = then = at(chunks, math.inf)
+    for factor in (0, 0.25, 0.5) if small else (0, 0.5):  # 0: one group, which waits for no other
+        best = min(best, at(chunks * factor, best[0]))
+    for factor in (2, 4) if small else (2,):
+        if then[0] > _STEEP * best[0]:
             break
-    for factor in (2.0, 0.5):
-        while (then := at(best[1] / stride * factor)) < best:
+        best = min(best, then := at(chunks * factor, _STEEP * best[0]))
+    for factor in (2, 0.5):
+        while (then := at(best[1] * factor, best[0])) < best:
             ends = then[0] > _WORTH * best[0]
             best = then
             if ends:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections import defaultdict
@@ -22,6 +23,7 @@ from linkweave.topology import Topology, Vertex
 from linkweave.topology.checks import integer
 
 _MOST_SENDS = 1 << 25  # which fill a gigabyte with results
+_ROUNDING = 1e-9
 _SHORT = 40_000  # steps; for more, importing Numba to compile the loop pays off
 
 
@@ -99,13 +101,17 @@ def simulate(plan: Plan, topology: Topology, nbytes: int, alpha_s: float | None 
     many sends, or if the topology lacks a link.
     """
     nbytes = integer(nbytes, "nbytes", 0, MOST_BYTES, PlanError)
-    layout = _layout(plan.with_chunks(plan.stride), topology)
-    if layout.sends * plan.groups > _MOST_SENDS:
-        raise PlanError(
-            f"{plan.num_chunks} chunks take {layout.sends * plan.groups} sends, too many to "
-            f"simulate: at most {_MOST_SENDS}"
-        )
-    return _simulate(plan, topology, nbytes, alpha_s, _compiled(layout.steps * plan.groups))
+    return _simulate(plan, topology, nbytes, alpha_s)
+
+
+def group_sends(plan: Plan, topology: Topology) -> int:
+    """Return the number of sends of one group, counted for each connection."""
+    return _layout(plan.with_chunks(plan.stride), topology).sends
+
+
+def seconds_within(plan: Plan, topology: Topology, nbytes: int, limit: float) -> float:
+    """Return the simulated time in s; if that is above `limit`, a time between `limit` and it."""
+    return _simulate(plan, topology, nbytes, None, limit * (1 + _ROUNDING)).seconds
 
 
 def _compiled(steps: int) -> bool:
@@ -114,23 +120,29 @@ def _compiled(steps: int) -> bool:
 
 
 def _simulate(
-    plan: Plan, topology: Topology, nbytes: int, alpha_s: float | None, compiled: bool
+    plan: Plan, topology: Topology, nbytes: int, alpha_s: float | None, limit: float = math.inf
 ) -> Timeline:
     layout = _layout(plan.with_chunks(plan.stride), topology)
-    signals = layout.signals * plan.groups + plan.slots
-    given = np.zeros(len(signals), np.int64)
-    given[::2] = layout.free
     sends = layout.sends * plan.groups
+    if sends > _MOST_SENDS:
+        raise PlanError(
+            f"{plan.num_chunks} chunks take {sends} sends, too many to simulate: at most "
+            f"{_MOST_SENDS}"
+        )
     alpha = layout.alpha if alpha_s is None else np.full_like(layout.alpha, alpha_s)
     first, busy = np.zeros(plan.size), np.zeros(len(layout.links))
     rows = (np.zeros(sends, np.int32), np.zeros(sends, np.int32), *np.zeros((3, sends)))
+    sizes = plan.chunk_sizes(nbytes)
+    totals = np.bincount(np.arange(plan.num_chunks) % plan.stride, sizes, plan.stride)
+    users, index = layout.uses[:, :2].T.astype(np.int64)
+    work = np.bincount(users, totals[index] * layout.uses[:, 2], layout.strands)
     arrays = (
-        plan.chunk_sizes(nbytes), _starts(signals), np.zeros(signals.sum()), given,
+        sizes, layout.ready.copy(),
         _starts(layout.stored), np.zeros(layout.stored.sum(), np.int64), *layout.wires, alpha,
-        np.zeros(layout.strands), busy, first, *rows,
+        np.zeros(layout.strands), work, busy, first, *rows,
     )  # fmt: skip
-    numbers = (plan.num_chunks, plan.stride)
-    if compiled:
+    numbers = (plan.num_chunks, plan.stride, limit)
+    if _compiled(layout.steps * plan.groups):
         end, written, hangs = compiled_play()(layout.code, layout.ranks, *numbers, *arrays)
     else:
         lists = [array.tolist() for array in arrays]
@@ -156,14 +168,14 @@ class _Layout:
     ranks: NDArray[Any]
     steps: int
     sends: int
-    signals: NDArray[Any]
-    """The signals of one group for each of a connection's two counters."""
-    free: NDArray[Any]
-    """For each connection, the slots that are free at the start."""
+    ready: NDArray[Any]
+    """For each connection, the slots that are free and filled at the start."""
     stored: NDArray[Any]
     """For each track, the largest number of links into common memory of one send."""
     links: tuple[tuple[Vertex, Vertex], ...]
     strands: int
+    uses: NDArray[Any]
+    """[uses, 3]: strand, chunk of the group, and s/byte, but for links into memory."""
     wires: tuple[NDArray[Any], ...]
     """The arguments of `kernels.plan.timeline.play` from `strand_at` to `per_byte`."""
     alpha: NDArray[Any]
@@ -203,24 +215,27 @@ def _layout(plan: Plan, topology: Topology) -> _Layout:
         stores.append(stored)
         per_byte.append(slowest)
         alpha.append(latency)
-    signals = np.zeros(2 * len(plan.connections), np.int64)
     steps, sends, most_stored = 0, 0, []
     for track in plan.tracks:
         widest = 0
         for step in (step for body in track.phases for step in body):
             steps += 1
-            i = step.connections[0]
-            if step.op is Op.SIGNAL:
-                signals[2 * i + plan.sends_on(track, i)] += 1
-            elif step.op is Op.SEND:
+            if step.op is Op.SEND:
                 sends += len(step.connections)
                 widest = max(widest, sum(stores[i] for i in step.connections))
         most_stored.append(widest)
+    first = _starts(np.array(count)).tolist()
+    uses = [
+        (strand[k], step.chunk, strand_per_byte[k])
+        for track in plan.tracks for body in track.phases for step in body if step.op is Op.SEND
+        for i in step.connections for k in range(first[i], first[i + 1]) if not is_store[k]
+    ]  # fmt: skip
     return _Layout(
         plan.encode().astype(np.int64),
-        np.array([s.rank for s in plan.tracks], np.int64), steps, sends, signals,
-        np.array([0 if c.local else plan.slots for c in plan.connections], np.int64),
+        np.array([s.rank for s in plan.tracks], np.int64), steps, sends,
+        np.array([(0 if c.local else plan.slots, 0) for c in plan.connections], np.int64).ravel(),
         np.array(most_stored, np.int64), tuple(number), len(strand_number),
+        np.array(uses, float).reshape(-1, 3),
         (
             _starts(np.array(count)), np.array(strand, np.int64), np.array(link, np.int64),
             np.array(is_store, np.bool_), np.array(strand_per_byte, float),

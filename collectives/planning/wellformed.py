@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from functools import lru_cache
 
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.limits import MOST_CHANNELS
@@ -123,6 +124,11 @@ def repeats(plan: Plan) -> bool:
     That holds if each group raises each counter of each connection for the same chunks for which it
     waits for that counter, and no WAIT is in an earlier phase than a SIGNAL it waits for.
     """
+    return _repeats(plan.with_chunks(plan.stride))  # the same for any number of chunks
+
+
+@lru_cache(maxsize=64)
+def _repeats(plan: Plan) -> bool:
     raised: dict[tuple[int, bool], Counter[int]] = defaultdict(Counter)
     waited: dict[tuple[int, bool], Counter[int]] = defaultdict(Counter)
     last: dict[tuple[int, bool], int] = {}

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 from gpu_ranks import Machine, gpus
+from host_gpu import HostDevice
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    """GPUs made of threads; nothing of theirs is left afterwards."""
+def machine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Machine]:
+    """GPUs made of threads; nothing of theirs is left afterwards. Its parameter: `one_queue`."""
+    monkeypatch.setattr(HostDevice, "one_queue", getattr(request, "param", False))
     with gpus(monkeypatch) as made:
         yield made

@@ -22,6 +22,10 @@ MODES = {
     "a thread a GPU": {"device": "cuda", "virtual": True},
 }
 
+queues = pytest.mark.parametrize(
+    "machine", [False, True], ids=["apart", "one queue"], indirect=True
+)
+"""Runs a test with streams that run side by side, and with all streams of a GPU in one queue."""
 
 _KEPT: list[HostTensor] = []
 
@@ -43,15 +47,17 @@ class Machine:
         return [device for (pid, _), device in self._made.items() if pid == os.getpid()]
 
     def left(self) -> list[object]:
-        """What has been allocated, opened or registered in this process and not given back."""
-        return [x for d in self.ours() for x in (*d.memory, *d.opened, *d.registered)]
+        """What has been allocated, opened or registered in this process and not given back; a GPU
+        that has died has lost it."""
+        living = [device for device in self.ours() if not device.error]
+        return [x for d in living for x in (*d.memory, *d.opened, *d.registered)]
 
 
 class Choosy(HostDevice):
     """Opens the memory of those GPUs of other processes that it sees."""
 
-    def __init__(self, index: int, capacity: int = 32) -> None:
-        super().__init__(capacity, index=index, bus_id=f"0000:0{index}:00.0")
+    def __init__(self, index: int, multiprocessors: int = 17) -> None:
+        super().__init__(multiprocessors, index=index, bus_id=f"0000:0{index}:00.0")
 
     def sees(self, peer: int) -> bool:
         raise NotImplementedError
@@ -66,8 +72,8 @@ class Choosy(HostDevice):
         return super().ipc_open(handle)
 
 
-def plain(index: int) -> HostDevice:
-    return HostDevice(capacity=32, index=index, bus_id=f"0000:0{index}:00.0")
+def plain(index: int, multiprocessors: int = 17) -> HostDevice:
+    return HostDevice(multiprocessors, index=index, bus_id=f"0000:0{index}:00.0")
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import json
 import mmap
 import os
 import shutil
@@ -34,9 +35,11 @@ from linkweave.collectives.runtime.gpu.program import (
     chunk_extents,
 )
 from linkweave.kernels.dtypes import DTYPES, REDUCTIONS, step_of
+from linkweave.kernels.gpu.source import PLAN_THREADS
 
 ROOT = Path(__file__).parents[2]
 SHIM = Path(__file__).parent / "shim"
+GOLDEN = Path(__file__).parents[1] / "golden"
 ELEMENTS = list(dict.fromkeys(dtype.element for dtype in DTYPES.values()))
 FUNCTORS = ["sum", "min_", "max_", "prod"]
 COMPILER = os.environ.get("CXX") or shutil.which("g++")
@@ -48,6 +51,13 @@ def kernel_number(dtype: str, op: str) -> tuple[int, int]:
     """Where `shim/table.h` has the plan interpreter for that."""
     context = ELEMENTS.index(DTYPES[dtype].element)
     return context, FUNCTORS.index(REDUCTIONS[step_of(op, dtype)])
+
+
+@cache
+def compiled_registers() -> dict[str, int]:
+    """Registers per thread of each kernel; `test_kernel_compile` compares them with NVRTC's."""
+    found: dict[str, int] = json.loads((GOLDEN / "plan.cu.registers.json").read_text())
+    return found
 
 
 def sanitizing(sanitizer: str) -> list[str]:
@@ -97,39 +107,66 @@ CURRENT = threading.local()  # `index` of this thread's GPU
 class HostDevice:
     """A `Device` whose blocks are threads and whose memory other processes can open.
 
-    A stream is a thread that does one thing after another, as a GPU's streams do.
+    A stream is a thread that does one thing after another, as a GPU's streams do; with `one_queue`
+    all streams share one, in which CUDA may put them as well. A launch starts when all of its
+    blocks fit beside those that run, whatever their distribution over the multiprocessors, of which
+    each has the registers of an H100's. After `die` every call raises and nothing more is done,
+    though a launch that is running goes on.
     """
 
+    one_queue = False
+
     def __init__(
-        self, capacity: int = 256, threads: int = 2, index: int = 0, bus_id: str = "0000:06:00.0"
-    ) -> None:
-        self.capacity, self.threads, self.index, self.bus_id = capacity, threads, index, bus_id
+        self, multiprocessors: int = 132, threads: int = 2, index: int = 0,
+        bus_id: str = "0000:06:00.0",
+    ) -> None:  # fmt: skip
+        self.multiprocessors, self.threads = multiprocessors, threads
+        self.index, self.bus_id = index, bus_id
+        self._running: list[tuple[int, int]] = []  # of each launch: its blocks, and `resident`
+        self._room = threading.Condition()
+        self.error = ""  # after which the context is unusable
         self.memory: dict[int, Any] = {}  # what has been allocated and not freed
         self.opened: dict[int, mmap.mmap] = {}
         self.registered: dict[int, int] = {}
         self.launches: list[tuple[int, int]] = []  # (stream, blocks)
         self.done: list[tuple[str, int, int]] = []  # (what, event, stream)
         self.captured: dict[int, int] = {}  # streams that are said to be captured, and into what
-        self._streams: dict[int, ThreadPoolExecutor] = {}
+        self._queues: dict[int, ThreadPoolExecutor] = {}  # by stream
+        self._lock = threading.Lock()
         self._events: dict[int, threading.Event] = {}
         self._files: dict[int, int] = {}
         self._numbers = itertools.count(1)
         self._library = ctypes.CDLL(str(build(everything=True, what="library")))
 
+    def die(self, error: str = "cudaErrorIllegalAddress: an illegal memory access") -> None:
+        with self._room:
+            self.error = error
+            self._room.notify_all()
+
+    def alive(self, capturing: bool = True) -> None:
+        """Raise if the context has died, or during a capture unless that is allowed."""
+        if self.error:
+            raise RuntimeError(self.error)
+        if self.captured and not capturing:
+            raise RuntimeError("cudaErrorStreamCaptureUnsupported")
+
     def here(self) -> AbstractContextManager[None]:
+        self.alive()
         return nullcontext()
 
     def finish(self) -> None:
-        for stream in list(self._streams):
+        self.alive(capturing=False)
+        for stream in list(self._queues):
             self.synchronise(stream)
 
     def use(self) -> None:
         CURRENT.index = self.index
 
     def blocks_to_fill(self) -> int:
-        return self.capacity
+        return 2 * self.multiprocessors
 
     def allocate(self, nbytes: int) -> int:
+        self.alive(capturing=False)
         fd = os.memfd_create("host-gpu")
         os.ftruncate(fd, max(nbytes, 1))
         memory = mmap.mmap(fd, max(nbytes, 1))
@@ -138,6 +175,7 @@ class HostDevice:
         return address
 
     def free(self, address: int) -> None:
+        self.alive(capturing=False)
         del self.memory[address]
         if address in self._files:
             os.close(self._files.pop(address))
@@ -148,6 +186,7 @@ class HostDevice:
         return HostTensor(np.frombuffer(memory, np.uint8, nbytes), self.index)
 
     def upload(self, array: np.ndarray) -> int:
+        self.alive(capturing=False)
         raw = np.zeros(array.nbytes + 128, np.uint8)
         address = -(-raw.ctypes.data // 128) * 128
         self.memory[address] = raw
@@ -170,9 +209,9 @@ class HostDevice:
 
     def close(self) -> None:
         """End the streams' threads: a process with threads cannot be forked."""
-        for queue in self._streams.values():
+        for queue in self._queues.values():
             queue.shutdown()
-        self._streams.clear()
+        self._queues.clear()
 
     def describe(self) -> dict[str, object]:
         return {"gpu": "threads"}
@@ -181,18 +220,43 @@ class HostDevice:
         return np.zeros(words, np.uint32)
 
     def resident(self, dtype: str, op: str) -> int:
-        return self.capacity
+        self.alive()
+        return self._holds(dtype, op)
+
+    def _holds(self, dtype: str, op: str) -> int:
+        each = -(-self.registers(dtype, op) * 32 // 256) * 256  # of a warp; given out 256 at once
+        warps = 4 * (16384 // each)  # in four partitions
+        return min(warps * 32, 2048) // PLAN_THREADS * (self.multiprocessors - 1)
 
     def registers(self, dtype: str, op: str) -> int:
-        return 0
+        element, functor = kernel_number(dtype, op)
+        name = next(d for d in DTYPES if DTYPES[d].element == ELEMENTS[element])
+        return compiled_registers()[f"sm_90 {name} {('sum', 'min', 'max', 'prod')[functor]}"]
 
     def launch(self, dtype: str, op: str, launch: np.ndarray, blocks: int, stream: int) -> None:
-        assert blocks <= self.capacity
+        size = blocks, self._holds(dtype, op)
+        assert blocks <= size[1], "cudaErrorCooperativeLaunchTooLarge"
         self.launches.append((stream, blocks))
         self.done.append(("launch", 0, stream))
         copy = launch.copy()
         arguments = (*kernel_number(dtype, op), ctypes.c_void_p(copy.ctypes.data), blocks)
-        self._enqueue(stream, lambda: (copy, self._library.launch(*arguments, self.threads)))
+
+        def run() -> None:
+            with self._room:
+                self._room.wait_for(lambda: self.error or self._fits(size))
+                if self.error:
+                    return
+                self._running.append(size)
+            self._library.launch(*arguments, self.threads)
+            with self._room:
+                self._running.remove(size)
+                self._room.notify_all()
+
+        self._enqueue(stream, lambda: (copy, run()))
+
+    def _fits(self, size: tuple[int, int]) -> bool:
+        blocks, resident = zip(size, *self._running, strict=True)
+        return sum(blocks) <= min(resident)
 
     def load_check(self) -> None:
         pass
@@ -208,41 +272,51 @@ class HostDevice:
 
     def synchronise(self, stream: int) -> None:
         self._enqueue(stream, lambda: None).result()
+        self.alive()
 
-    def _enqueue(self, stream: int, what: Callable[[], Any]) -> Future[Any]:
-        queue = self._streams.setdefault(stream, ThreadPoolExecutor(1))
-        return queue.submit(what)
+    def _enqueue(self, stream: int, what: Callable[[], Any], always: bool = False) -> Future[Any]:
+        """`always`: also if the context dies before its turn comes."""
+        self.alive()
+        with self._lock:
+            queue = self._queues.setdefault(0 if self.one_queue else stream, ThreadPoolExecutor(1))
+        return queue.submit(lambda: what() if always or not self.error else None)
 
     # ---- streams and events ------------------------------------------------------------------
     def make_stream(self) -> int:
+        self.alive()
         return 1000 + next(self._numbers)
 
     def free_stream(self, stream: int) -> None:
-        if stream in self._streams:
-            self._streams.pop(stream).shutdown()
+        self.alive()
+        if stream in self._queues:
+            self._queues.pop(stream).shutdown()
 
     def capturing(self, stream: int) -> int:
+        self.alive()
         return self.captured.get(stream, 0)
 
     def make_event(self) -> int:
+        self.alive()
         event = next(self._numbers)
         self._events[event] = threading.Event()
         self._events[event].set()
         return event
 
     def free_event(self, event: int) -> None:
+        self.alive()
         del self._events[event]
 
     def record(self, event: int, stream: int) -> None:
         self.done.append(("record", event, stream))
         self._events[event] = now = threading.Event()
-        self._enqueue(stream, now.set)
+        self._enqueue(stream, now.set, always=True)
 
     def wait(self, event: int, stream: int) -> None:
         self.done.append(("wait", event, stream))
         self._enqueue(stream, self._events[event].wait)
 
     def ready(self, event: int) -> bool:
+        self.alive(capturing=False)
         return self._events[event].is_set()
 
     # ---- peers -------------------------------------------------------------------------------
@@ -253,9 +327,11 @@ class HostDevice:
         return True
 
     def ipc_handle(self, address: int) -> bytes:
+        self.alive()
         return f"{os.getpid()} {self._files[address]}".encode().ljust(64, b"\0")
 
     def ipc_open(self, handle: bytes) -> int:
+        self.alive()
         pid, number = handle.rstrip(b"\0").split()
         assert int(pid) != os.getpid(), "CUDA opens no handle in the process that made it"
         fd = os.open(f"/proc/{int(pid)}/fd/{int(number)}", os.O_RDWR)
@@ -266,13 +342,16 @@ class HostDevice:
         return address
 
     def ipc_close(self, address: int) -> None:
+        self.alive()
         del self.opened[address]
 
     def register(self, address: int, nbytes: int) -> None:
+        self.alive()
         assert address % 4096 == 0
         self.registered[address] = nbytes
 
     def unregister(self, address: int) -> None:
+        self.alive()
         del self.registered[address]
 
 

@@ -23,7 +23,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 
 def frames(rank: int, gpu: bool) -> list[str]:
-    """The deepest chain of our own frames below `linkweave.allreduce`, once the call is known."""
+    """The deepest chain of our own frames below `linkweave.allreduce`, once the call is known; on
+    a GPU, of those that end with the launch."""
     ones = np.ones(256, np.float32)
     x = tensor(ones) if gpu else ones
     for _ in range(2):
@@ -42,6 +43,8 @@ def frames(rank: int, gpu: bool) -> list[str]:
             at = at.f_back
         device = next((i for i, name in enumerate(chain[::-1]) if "HostDevice" in name), None)
         chain = chain[::-1][: None if device is None else device + 1]
+        if gpu and chain[-1:] != ["HostDevice.launch"]:
+            return
         if at is not None and len(chain) >= len(deepest):
             deepest = chain
 

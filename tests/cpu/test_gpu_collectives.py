@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_ranks import MODES, Machine, failure, gpus, tensor
+from gpu_ranks import MODES, Machine, failure, gpus, queues, tensor
 from host_gpu import HostDevice, HostTensor, needs_compiler
 
 from linkweave import collectives
@@ -83,7 +83,10 @@ def every_collective(rank: int, n: int, machine: Machine, forked: bool) -> list[
     return close(machine) if forked else []
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("size", "machine"), [(1, False), (2, False), (3, False), (5, False), (3, True)],
+    indirect=["machine"],
+)  # fmt: skip
 @pytest.mark.parametrize("mode", MODES)
 def test_every_collective(mode: str, size: int, machine: Machine) -> None:
     forked = "virtual" not in MODES[mode]
@@ -140,6 +143,7 @@ def on_two_streams(rank: int) -> list[float]:
     return x.array[:2].tolist()
 
 
+@queues
 @pytest.mark.parametrize("mode", MODES)
 def test_calls_on_several_streams_come_one_after_another(mode: str, machine: Machine) -> None:
     """Each call doubles what the one before has left, averages but for every fourth."""
@@ -316,7 +320,7 @@ def test_auto_takes_what_the_gpu_has_room_for(monkeypatch: pytest.MonkeyPatch) -
     """The fastest on a DGX-1, with a GPU a rank, takes 255 blocks."""
     plan = collectives.plan_allreduce(load("dgx1-v100"), 1_000_000)
     assert (plan.algorithm, len(plan.tracks)) == ("packed_trees", 255)
-    with gpus(monkeypatch, lambda index: HostDevice(capacity=64)):
+    with gpus(monkeypatch, lambda index: HostDevice(33)):
         found = collectives.spawn(
             what_is_taken, 8, "dgx1-v100", device="cuda:0", virtual=True, timeout=60
         )

@@ -310,7 +310,7 @@ class Apart(HostDevice):
     """GPU 1 reaches GPU 0, but not the other way round."""
 
     def __init__(self, index: int) -> None:
-        super().__init__(capacity=32, index=index, bus_id=f"0000:0{index}:00.0")
+        super().__init__(17, index=index, bus_id=f"0000:0{index}:00.0")
         self.large: list[int] = []
 
     def enable_peer_access(self, peer: int) -> bool:

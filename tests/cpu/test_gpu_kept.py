@@ -60,6 +60,7 @@ def held_by_a_graph(rank: int, machine: Machine) -> list[float]:
     device = machine.ours()[0]
     comm.allreduce(x := tensor([1.0] * 1000))
     comm.synchronize()
+    comm.barrier()
     device.captured[9] = 1
     x.stream = 9
     comm.allreduce(x)

@@ -63,12 +63,19 @@ def test_one_plan_serves_many_sizes_with_one_piece_of_memory() -> None:
 
 def test_blocks_beyond_the_device_are_refused_and_a_cap_is_kept() -> None:
     plan = plan_allreduce(load("dgx1-v100"), 1 << 20, "overlapped_double_tree")
-    with pytest.raises(CollectiveError, match=r"needs 30 thread blocks for 8 ranks at once; the "
-                       r"GPU holds 29$"), virtual_ranks(HostDevice(29), 8) as ranks:  # fmt: skip
+    small, large = HostDevice(10), HostDevice()
+    holds = [device.resident("float32", "sum") for device in (small, large)]
+    with (
+        pytest.raises(
+            CollectiveError,
+            match=rf"needs 30 thread blocks for 8 ranks at once; the GPU holds {holds[0]}$",
+        ),
+        virtual_ranks(small, 8) as ranks,
+    ):
         ranks.prepare(plan, 1 << 20, "float32", "sum")
     with (
-        virtual_ranks(HostDevice(), 8, max_blocks=20) as ranks,
-        pytest.raises(CollectiveError, match=r"GPU holds 256, max_blocks is 20"),
+        virtual_ranks(large, 8, max_blocks=20) as ranks,
+        pytest.raises(CollectiveError, match=rf"GPU holds {holds[1]}, max_blocks is 20"),
     ):
         ranks.prepare(plan, 1 << 20, "float32", "sum")
     with virtual_ranks(HostDevice(), 8, max_blocks=70) as ranks:

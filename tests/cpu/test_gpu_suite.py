@@ -149,23 +149,17 @@ def test_rows_say_why_they_cannot_run() -> None:
 
 
 class Sticky(HostDevice):
-    """A product breaks the context: every later use of the GPU fails."""
-
-    broken = False
+    """A product ends the context: every later use of the GPU fails."""
 
     def launch(self, dtype: str, op: str, launch: np.ndarray, blocks: int, stream: int) -> None:
         super().launch(dtype, op, launch, blocks, stream)
-        self.broken |= op == "prod"
-
-    def synchronise(self, stream: int) -> None:
-        super().synchronise(stream)
-        if self.broken:
-            raise RuntimeError("an illegal memory access")
+        if op == "prod":
+            self.die("an illegal memory access")
 
     def free(self, address: int) -> None:
-        super().free(address)
-        if self.broken:
+        if self.error:
             raise RuntimeError("a later error")
+        super().free(address)
 
 
 @needs_compiler
@@ -263,9 +257,9 @@ MEASURES: dict[str, Callable[[Meter], Result]] = {
 
 
 @contextmanager
-def measured(monkeypatch: pytest.MonkeyPatch, capacity: int = 256) -> Iterator[Meter]:
+def measured(monkeypatch: pytest.MonkeyPatch, multiprocessors: int = 67) -> Iterator[Meter]:
     """A meter of a GPU made of threads, of which nothing is left in the end."""
-    with gpus(monkeypatch, lambda index: HostDevice(capacity, index=index)):
+    with gpus(monkeypatch, lambda index: HostDevice(multiprocessors, index=index)):
         yield Meter(1)
 
 
@@ -280,7 +274,8 @@ def test_plans_are_measured_with_their_settings(name: str, monkeypatch: pytest.M
         found = [r["settings"] for r in row["rows"]]
         values = {key: {settings[key] for settings in found} for key in SETTINGS}
         if name == "sweep":
-            assert values["width"] == {1, 8} and values["slots"] == {2, 3}  # 99 do not fit
+            most = found[0]["resident"] // 30  # tracks, for which 99 thread blocks do not fit
+            assert values["width"] == {1, most} and values["slots"] == {2, 3}
             assert values["chunk_bytes"] == {1 << 15} and values["threads"] == {128}
         else:
             assert values["protocol"] == {"lines", "counters"}
@@ -291,14 +286,14 @@ def test_settings_of_a_sweep_end_with_it(monkeypatch: pytest.MonkeyPatch) -> Non
     with measured(monkeypatch) as meter:
         MEASURES["sweep"](meter)
         (row,) = gpu_plans.sweep(meter, 1 << 16, {})["rows"]
-    assert row["settings"]["slot_bytes"] == 512 << 10 and row["settings"]["threads"] == 256
+    assert row["settings"]["slot_bytes"] >= 512 << 10 and row["settings"]["threads"] == 256
 
 
 @needs_compiler
 def test_plans_with_more_blocks_than_a_gpu_holds_are_skipped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with measured(monkeypatch, 132) as meter:
+    with measured(monkeypatch) as meter:
         row = gpu_plans.algorithms(meter, ["dgx1-v100"], [4036])
     assert row["checked"] % 4 == 0 and row["checked"] > 4 * 5
     assert any("packed_trees needs 255 thread blocks" in text for text in row["skipped"])
@@ -323,8 +318,9 @@ def test_all_kernels_are_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path
         row = gpu_plans.compiled(meter)
     made = (tmp_path / "compiled").read_text().splitlines()
     assert len(made) == len(set(made)) == row["compiled"]
-    kernel = {"dtype": "bfloat16", "op": "avg", "registers": 0, "resident": 256}
-    assert kernel in row["kernels"] and len(row["kernels"]) > len(made)
+    by_name = {(kernel["dtype"], kernel["op"]): kernel for kernel in row["kernels"]}
+    assert len(by_name) == len(row["kernels"]) > len(made)
+    assert all(kernel["registers"] > 0 < kernel["resident"] for kernel in by_name.values())
 
 
 @needs_compiler
@@ -355,7 +351,7 @@ def test_the_rows_of_sparse_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_collectives_are_checked(
     virtual: bool, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with gpus(monkeypatch, lambda index: HostDevice(capacity=128, index=index)):
+    with gpus(monkeypatch, lambda index: HostDevice(65, index=index)):
         row = run_ranks(HostArrays(), ranks, (1, 2048, 30_000), virtual)
     able = len(candidates(load("mesh-2")))
     if ranks == 2:

@@ -93,7 +93,7 @@ class Linked(Choosy):
 @pytest.mark.parametrize("mode", ["a process a GPU", "a thread a GPU"])
 def test_over_detours(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank needs the memory of one that it has no link to."""
-    with gpus(monkeypatch, lambda index: Linked(index, 64)) as machine:
+    with gpus(monkeypatch, lambda index: Linked(index, 33)) as machine:
         calls = [("ccube_dgx1", LARGE), ("tree", LARGE)]
         arguments = (machine, calls, "thread" in mode)
         found = collectives.spawn(

@@ -305,7 +305,7 @@ def test_random_plans(seed: int, shape: LaunchConfig) -> None:
 
 
 SANITIZED = [  # each with steps, or an order of them, that none of the others has
-    ("thread", "dgx1-v100", "ring"), ("thread", "dgx1-v100", "packed_trees"),
+    ("thread", "dgx1-v100", "ring"), ("thread", "mesh-5", "packed_trees"),
     ("thread", "dgx1-v100", "double_tree"), ("thread", "dgx1-v100", "overlapped_double_tree"),
     ("thread", "dgx1-v100", "ccube_dgx1"), ("thread", "mesh-8", "one_shot"),
     ("thread", "mesh-5", "two_shot"), ("thread", "mesh-8", "halving_doubling"),
@@ -367,17 +367,30 @@ MUTANTS = {
     "slots that turn early": (
         "plan/interpret.h", "at.slot + 1 == l.slots", "at.slot + 2 >= l.slots",
     ),
+    "flag of a line": (
+        "plan/move.h", "if (u32(pair[b].first >> 32) != use[b] ||", "if (false &&",
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("what", "direct"), [
-    *((what, False) for what in MUTANTS),
-    ("release of data", True), ("wait for data", True), ("barrier behind the data", True),
+@pytest.mark.parametrize(("what", "how"), [
+    *((what, "slots") for what in MUTANTS if what != "flag of a line"),
+    *((what, "pushes") for what in ("release of data", "wait for data", "barrier behind the data")),
+    ("flag of a line", "lines"),
 ])  # fmt: skip
-def test_a_mutant_is_caught_by_the_thread_sanitizer(what: str, direct: bool) -> None:
+def test_a_mutant_is_caught_by_the_thread_sanitizer(what: str, how: str) -> None:
     """Most give right results here: only the order that they lack is seen, if not every time."""
-    plan = plan_allreduce(load("mesh-3"), 8000, "chain" if direct else "overlapped_tree", 8)
-    assert_race(replace(plan, slots=3), plain(1, 1024), direct, (MUTANTS[what],))
+    plan = plan_allreduce(
+        load("mesh-3"), 8000, "chain" if how == "pushes" else "overlapped_tree", 8
+    )
+    shape = LINES if how == "lines" else plain(1, 1024)
+    assert_race(replace(plan, slots=3), shape, how == "pushes", (MUTANTS[what],))
+
+
+def test_a_partial_sum_that_is_overwritten_is_released_before_its_lines() -> None:
+    """Unless it is passed on in the step that makes it."""
+    plan = replace(plan_allreduce(load("mesh-3"), 8000, "chain", 8), slots=3)
+    assert_race(plan, LINES, changes=(MUTANTS["release of a slot"],), fuse=False)
 
 
 def test_a_result_stored_that_is_overwritten_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,9 +401,9 @@ def test_a_result_stored_that_is_overwritten_is_a_race(monkeypatch: pytest.Monke
 
 def assert_race(
     plan: Plan, shape: LaunchConfig, direct: bool = False,
-    changes: tuple[tuple[str, str, str], ...] = (),
+    changes: tuple[tuple[str, str, str], ...] = (), fuse: bool = True,
 ) -> None:  # fmt: skip
-    gpu = HostGpu(plan, shape, threads=2)
+    gpu = HostGpu(plan, shape, threads=2, fuse=fuse)
     for _ in range(3):
         gpu.call(values(plan, 8000), direct=direct)
     driver = build("thread", changes=changes)

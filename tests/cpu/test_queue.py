@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_ranks import Machine, failure, tensor
+from gpu_ranks import Machine, failure, queues, tensor
 from host_gpu import CURRENT, HostDevice, HostGpu, build, needs_compiler
 from typer.testing import CliRunner
 
@@ -179,6 +179,7 @@ def _device() -> HostDevice:
 
 
 @needs_compiler
+@queues
 @pytest.mark.parametrize("algorithm", ["auto", "overlapped_double_tree"])
 @pytest.mark.parametrize("virtual", [True, False])
 def test_on_a_gpu_streams_wait_for_layers(machine: Machine, algorithm: str, virtual: bool) -> None:
@@ -224,6 +225,7 @@ def _two_at_once(rank: int, order: tuple[int, ...]) -> bool:
 
 
 @needs_compiler
+@queues
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("virtual", [True, False])
 def test_two_queues_at_once(machine: Machine, virtual: bool, order: tuple[int, ...]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_ranks import MODES, Machine, gpus, tensor
+from gpu_ranks import MODES, Machine, gpus, queues, tensor
 from host_gpu import needs_compiler
 
 from linkweave import collectives
@@ -78,6 +78,7 @@ def on_gpus(rank: int) -> list[list[float]]:
 
 
 @needs_compiler
+@queues
 @pytest.mark.parametrize("mode", MODES)
 def test_several_communicators_on_gpus_at_once(mode: str, machine: Machine) -> None:
     for rank, found in enumerate(collectives.spawn(on_gpus, RANKS, "mesh-5", **MODES[mode])):

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning import planner
 from linkweave.collectives.planning import simulate as simulator
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS, algorithm_for
 from linkweave.collectives.planning.cost import Pipeline, pipeline_of
 from linkweave.collectives.planning.lower import Algorithm, Copy, Tuning, lower
 from linkweave.collectives.planning.plan import Op, Plan
-from linkweave.collectives.planning.planner import candidates, plan_allreduce
+from linkweave.collectives.planning.planner import candidates, plan_allreduce, predict
 from linkweave.collectives.planning.simulate import Timeline, simulate
 from linkweave.collectives.planning.verify import verify
 from linkweave.kernels.plan import timeline
@@ -374,6 +375,44 @@ def test_the_compiled_loop_gives_the_same_bits_for_machines(machine: str, both_w
     for name in candidates(topo):
         plain, compiled = both_ways(plan_allreduce(topo, 1 << 20, name, 24), topo, 10**6)
         assert plain == compiled, name
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_simulation_stops_only_behind_its_limit(
+    seed: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulator, "_compiled", lambda steps: compiled)
+    plan, topo = random_plan(seed)
+    seconds = simulate(plan, topo, 10**6 + 7).seconds
+    for share in (1, 1.5):
+        assert simulator.seconds_within(plan, topo, 10**6 + 7, share * seconds) == seconds
+    for limit in (0.1 * seconds, 0.5 * seconds, 0.99 * seconds):
+        found = simulator.seconds_within(plan, topo, 10**6 + 7, limit)
+        assert limit < found <= seconds * (1 + 1e-9)
+
+
+def test_a_simulation_stops_where_the_work_left_shows_the_end() -> None:
+    topo = load("ring-3")
+    plan = made("ring", topo, 60)
+    seconds = simulate(plan, topo, 60 * CHUNK).seconds
+    assert simulator.seconds_within(plan, topo, 60 * CHUNK, 0.5 * seconds) < 0.95 * seconds
+
+
+@pytest.mark.parametrize("machine", ["pcie-4", "dgx1-v100"])
+def test_limits_do_not_change_what_a_search_finds(
+    machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topo = load(machine)
+
+    def found() -> list[tuple[float, int]]:
+        planner._predicted.cache_clear()
+        return [predict(topo, n, "packed_trees") for n in (1 << 16, 3 << 20, 1 << 24)]
+
+    limited = found()
+    search = planner.simulated_seconds
+    monkeypatch.setattr(planner, "simulated_seconds", lambda *given: search(*given[:4]))
+    assert found() == limited
 
 
 def test_both_loops_take_turns_on_one_strand_and_see_a_hang(

@@ -143,6 +143,9 @@ class _Encoder:
             outputs = list(self._outputs(action, flags))
         counts = len(action.waits), len(operands), len(outputs), len(action.signals)
         self.code += [0, chunk, flags, *counts]
+        if action.move and (sends := action.send or action.move[1]).op is Op.SEND:
+            # where a block waits until an emulated link has sent lines
+            self.waits[start] = Wait(action.move[0], chunk, sends.connections[0], True)
         for at, step in action.waits:
             self._counter(at, step)
         if action.move:
@@ -157,7 +160,7 @@ class _Encoder:
         self.code[start] = len(self.code) - start
 
     def _counter(self, at: int, step: Step) -> None:
-        """Add a WAIT or SIGNAL. (A SIGNAL waits while an emulated link sends.)"""
+        """Add a WAIT or SIGNAL. (A SIGNAL waits until an emulated link has sent the data.)"""
         connection = step.connections[0]
         sender = self.plan.sends_on(self.track, connection)
         flags = SENDER * sender | DATA * (not self.plan.connections[connection].local)

@@ -16,6 +16,7 @@ from linkweave.collectives.errors import CollectiveAborted, CollectiveError, Col
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.gpu.counters import CallCounters
 from linkweave.collectives.runtime.gpu.executor import GpuRanks, Prepared
+from linkweave.collectives.runtime.gpu.launch_order import LAUNCH_ORDER, Launch
 from linkweave.collectives.runtime.gpu.memory import SymmetricAddress, SymmetricMemory
 
 _POLL = 0.05  # s
@@ -51,6 +52,7 @@ class RankCall:
     stream: int
     symmetric: SymmetricAddress | None = None
     begun: int | None = None
+    captured: bool = False
 
 
 class LaunchRefused(CollectiveError):
@@ -80,7 +82,9 @@ class Team:
         self._symmetric: dict[int, SymmetricMemory | Exception] = {}
         self._left = 0
         self._rendezvous = _Rendezvous()
-        self._joins = {i: device.make_event() for i, (device, _) in gpu.shares.items()}
+        # recorded behind the streams of a call's ranks, then behind the latest launch
+        self._events = {i: device.make_event() for i, (device, _) in gpu.shares.items()}
+        self._resident: dict[tuple[str, str], list[int]] = {}  # as `GpuRanks.occupancy`
 
     def prepare(self, call: Call) -> Prepared:
         """Allocate a call's memory and tables. For a team of one, this is collective."""
@@ -140,7 +144,7 @@ class Team:
         takes too long. Raises CollectiveError on every rank of the team if their calls differ.
         """
         if len(self.gpu.devices) == 1:
-            return self._run({rank: mine}, mine.stream)
+            return self._run({rank: mine})
         with self._changed:
             now = self._rendezvous
             now.came[rank] = mine
@@ -148,6 +152,8 @@ class Team:
                 try:
                     now.counted = self._launch_together(now.came)
                     self._end(now)
+                except RuntimeError as error:
+                    self._end(now, self._named(error))
                 except Exception as error:
                     self._end(now, error)
             try:
@@ -163,11 +169,26 @@ class Team:
             raise _copy_of(now.error) from now.error
         return now.counted
 
+    def _named(self, error: RuntimeError) -> CollectiveError:
+        """An error from CUDA, with the GPUs that can no longer be used."""
+        dead = []
+        for index, (device, _) in self.gpu.shares.items():
+            try:
+                device.ready(self._events[index])
+            except RuntimeError:
+                dead.append(index)
+        names = ", ".join(f"GPU {index}" for index in dead or self.gpu.shares)
+        return CollectiveError(f"{names}: {error}")
+
     def _end(self, now: _Rendezvous, error: BaseException | None = None) -> None:
         now.over, now.error, self._rendezvous = True, error, _Rendezvous()
         self._changed.notify_all()
 
-    def _run(self, came: dict[int, RankCall], stream: int | dict[int, int]) -> CallCounters | None:
+    def _run(self, came: dict[int, RankCall]) -> CallCounters | None:
+        """Enqueue a call on each GPU, on the stream of its first rank, behind its ranks' streams.
+
+        These streams then wait for the call.
+        """
         ranks = [came[r] for r in self.gpu.devices]
         call, symmetric, everyone = ranks[0].call, ranks[0].symmetric, []
         if call.seen and symmetric:
@@ -175,10 +196,35 @@ class Team:
             assert isinstance(memory, SymmetricMemory)
             everyone = [address + symmetric[1] for address in memory.addresses]
         begun = {r: a.begun for r, a in came.items() if a.begun is not None}
-        return self.gpu.run(
-            self.prepare(call), [a.buffer for a in ranks], stream, begun=begun or None,
-            inputs=[a.values for a in ranks], everyone=everyone,
-        )  # fmt: skip
+        prepared = self.prepare(call)
+        first = {i: came[mine[0]].stream for i, (_, mine) in self.gpu.shares.items()}
+        others = [
+            (device, self._events[i], first[i], other)
+            for i, (device, mine) in self.gpu.shares.items()
+            for other in {came[r].stream for r in mine} - {first[i]}
+        ]
+        launches = [] if ranks[0].captured else self._launches(call, prepared, first)
+        with LAUNCH_ORDER.enqueueing(launches):
+            for device, event, stream, other in others:
+                device.record(event, other)
+                device.wait(event, stream)
+            counted = self.gpu.run(
+                prepared, [a.buffer for a in ranks], first, begun=begun or None,
+                inputs=[a.values for a in ranks], everyone=everyone,
+            )  # fmt: skip
+        for device, event, _, other in others:
+            device.wait(event, other)
+        return counted
+
+    def _launches(self, call: Call, prepared: Prepared, streams: dict[int, int]) -> list[Launch]:
+        if (call.dtype, call.op) not in self._resident:
+            found = [resident for _, resident in self.gpu.occupancy(call.dtype, call.op)]
+            self._resident[call.dtype, call.op] = found
+        each = zip(streams, prepared.parts, self._resident[call.dtype, call.op], strict=True)
+        return [
+            Launch(part.device, streams[i], self._events[i], len(part.programs) * call.width, most)
+            for i, part, most in each if part.programs
+        ]  # fmt: skip
 
     def _launch_together(self, came: dict[int, RankCall]) -> CallCounters | None:
         calls = {a.call for a in came.values()}
@@ -205,22 +251,7 @@ class Team:
                 raise LaunchRefused(
                     "ranks that are threads can be captured into a graph from one stream only"
                 )
-        first = {i: came[ranks[0]].stream for i, (_, ranks) in self.gpu.shares.items()}
-        others = {
-            i: {came[r].stream for r in ranks} - {first[i]}
-            for i, (_, ranks) in self.gpu.shares.items()
-        }
-        for i, (device, _) in self.gpu.shares.items():
-            for other in others[i]:
-                device.record(self._joins[i], other)
-                device.wait(self._joins[i], first[i])
-        counted = self._run(came, first)
-        for i, (device, _) in self.gpu.shares.items():
-            if others[i]:
-                device.record(self._joins[i], first[i])
-            for other in others[i]:
-                device.wait(self._joins[i], other)
-        return counted
+        return self._run(came)
 
     def child(self, key: tuple[int, int], ranks: Sequence[int]) -> Team:
         """The team of some of these ranks, renumbered from 0; one team for each key.
@@ -229,7 +260,11 @@ class Team:
         """
         with self._changed:
             if key not in self._children:
-                self._children[key] = Team(self.gpu.like([self.gpu.devices[r] for r in ranks]))
+                try:
+                    gpus = self.gpu.like([self.gpu.devices[r] for r in ranks])
+                    self._children[key] = Team(gpus)
+                except RuntimeError as error:
+                    raise self._named(error) from error
             return self._children[key]
 
     def leave(self) -> None:
@@ -245,9 +280,11 @@ class Team:
         self._prepared.clear()
         with ExitStack() as last:  # runs every callback even if one raises
             last.callback(self.gpu.close)
-            while self._joins:
-                index, event = self._joins.popitem()
-                last.callback(self.gpu.shares[index][0].free_event, event)
+            while self._events:
+                index, event = self._events.popitem()
+                device, _ = self.gpu.shares[index]
+                LAUNCH_ORDER.forget(device, event)
+                last.callback(device.free_event, event)
             while self._children:
                 last.callback(self._children.popitem()[1].close)
 

@@ -6,8 +6,10 @@
 // change over at barriers and where they wait, which costs no system's scheduler and no time on a
 // busy machine.
 //
-// Lines are acquired and released here, though the GPU's are relaxed: their order comes from the
-// data they carry, which the sanitizer does not model.
+// Lines are relaxed, as on the GPU, where they are still ordered behind all that their block has
+// released, and by dependencies: a line depends on the loads before it, and stores behind it depend
+// on the line. The thread sanitizer is told of what was released (`Messenger`), but it does not
+// model dependencies, so the driver checks launches in two ways (`ordered_lines`).
 #pragma once
 #define HOST_SHIM
 #include <atomic>
@@ -24,6 +26,9 @@
 #include <barrier>
 #include <mutex>
 #include <thread>
+#ifdef __SANITIZE_THREAD__
+#include <sanitizer/tsan_interface.h>
+#endif
 #else
 #include <ucontext.h>
 #endif
@@ -51,6 +56,7 @@ struct Block {
     explicit Block(unsigned threads) : votes(threads) {}
 #endif
 };
+inline bool ordered_lines = false;  // lines are acquired and released
 inline bool partial_vote = false;  // some lanes of a warp voted without the others
 inline thread_local Index thread_index, block_index, block_size, grid_size;
 inline thread_local Block* block;
@@ -64,6 +70,43 @@ template <class T> T& shared() {
     const uintptr_t at = reinterpret_cast<uintptr_t>(block->storage.data());
     return *reinterpret_cast<T*>((at + 63) & ~uintptr_t(63));
 }
+
+#ifdef __SANITIZE_THREAD__
+// What a thread's lines pass on: what its block has released and what it has read from lines, but
+// nothing else that the thread has done since it began.
+struct Messenger {
+    void* const fiber = __tsan_create_fiber(0);
+    ~Messenger() { __tsan_destroy_fiber(fiber); }
+};
+inline thread_local Messenger messenger;
+#define UNSEEN __attribute__((no_sanitize("thread"))) inline  // the fiber reads the thread's stack
+UNSEEN void switch_to(void* fiber) {
+    __tsan_switch_to_fiber(fiber, __tsan_switch_to_fiber_no_sync);
+}
+inline void begin_thread() { (void)messenger.fiber; }
+inline void released() {
+    if (block) __tsan_release(block);  // the driver's own threads have none
+}
+UNSEEN void write_line(void* line) {
+    void* const thread = __tsan_get_current_fiber();
+    switch_to(messenger.fiber);
+    __tsan_acquire(block);
+    __tsan_release(line);
+    switch_to(thread);
+}
+UNSEEN void read_line(void* line) {
+    void* const thread = __tsan_get_current_fiber();
+    __tsan_acquire(line);
+    switch_to(messenger.fiber);
+    __tsan_acquire(line);
+    switch_to(thread);
+}
+#else
+inline void begin_thread() {}
+inline void released() {}
+inline void write_line(void*) {}
+inline void read_line(void*) {}
+#endif
 
 #ifdef OS_THREADS
 inline void barrier() { block->barrier.arrive_and_wait(); }
@@ -81,6 +124,7 @@ template <class F> void run(std::vector<Block*>& all, unsigned threads, F kernel
             running.emplace_back([=, mine = all[b]] {
                 block = mine;
                 thread_index = {t}, block_index = {b}, block_size = {threads}, grid_size = {blocks};
+                begin_thread();
                 kernel();
             });
     for (auto& thread : running) thread.join();
@@ -195,18 +239,31 @@ inline int __syncthreads_or(int mine) {
     return any;
 }
 inline uint32_t ld_acquire_sys(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
-inline void st_release_sys(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline void st_release_sys(uint32_t* p, uint32_t v) {
+    ::shim::released();
+    __atomic_store_n(p, v, __ATOMIC_RELEASE);
+}
 inline void st_relaxed_sys(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+inline unsigned long long ld_line(const unsigned long long* p) {
+    if (::shim::ordered_lines) return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+    const unsigned long long line = __atomic_load_n(p, __ATOMIC_RELAXED);
+    ::shim::read_line(const_cast<unsigned long long*>(p));
+    return line;
+}
+inline void st_line(unsigned long long* p, unsigned long long v) {
+    if (::shim::ordered_lines) return __atomic_store_n(p, v, __ATOMIC_RELEASE);
+    ::shim::write_line(p);
+    __atomic_store_n(p, v, __ATOMIC_RELAXED);
+}
 struct Lines { unsigned long long first, second; };
 inline void ld_lines(Lines& v, const unsigned char* p, bool on) {
     const auto line = reinterpret_cast<const unsigned long long*>(p);
-    if (!on) return;
-    v = {__atomic_load_n(line, __ATOMIC_ACQUIRE), __atomic_load_n(line + 1, __ATOMIC_ACQUIRE)};
+    if (on) v = {ld_line(line), ld_line(line + 1)};
 }
 inline void st_lines(unsigned char* p, Lines v) {
     const auto line = reinterpret_cast<unsigned long long*>(p);
-    __atomic_store_n(line, v.first, __ATOMIC_RELEASE);
-    __atomic_store_n(line + 1, v.second, __ATOMIC_RELEASE);
+    st_line(line, v.first);
+    st_line(line + 1, v.second);
 }
 inline unsigned long long clock_ns() {
     timespec now;
