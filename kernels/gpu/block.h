@@ -31,9 +31,11 @@ template <class T> __device__ __forceinline__ T scan_warps(T* scratch, T v, T& t
     if (threadIdx.x % WARP == 0) scratch[warp] = v;
     __syncthreads();
     T before = 0, sum = 0;
-    for (u32 w = 0; w < warps_per_block(); ++w) {
-        if (w == warp) before = sum;
-        sum += scratch[w];
+#pragma unroll
+    for (u32 w = 0; w < WARPS; ++w) {
+        const T each = w < warps_per_block() ? scratch[w] : 0;
+        before += w < warp ? each : 0;
+        sum += each;
     }
     total = sum;
     __syncthreads();
