@@ -39,6 +39,8 @@ class Launches(NamedTuple):
 def launches_of(
     n: int, k: int, dtype: str, residual: bool, threads: int, most_blocks: int
 ) -> Launches:
+    """There is a block for each 32 KiB of x, which a block's threads read by _AHEAD loads each, up
+    to `most_blocks`."""
     pack = 16 // DTYPES[dtype].size
     warps, width = -(-threads // 32), min(threads, 32)
     tile = warps * width * _AHEAD * pack
@@ -46,7 +48,8 @@ def launches_of(
     room = -(-chunk // warps // _SHARE)
     packs = min(n // pack, _PACKS)
     rank = rank_of(packs * pack, n, k) if k else 0
-    rank *= rank <= packs * pack  # it is too large for the sample, which is then of no use
+    if rank > packs * pack:
+        rank = 0  # the sample is of no use
     values, wide = "float32" if residual else dtype, index_type(n)
     names = ("sample",) * (residual and rank > 0) + ("gather",) * (residual or k > 0)
     digits = ("upper",) * (values == "float32") + ("middle", "lower", "take")

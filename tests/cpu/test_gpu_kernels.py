@@ -53,7 +53,7 @@ def test_topk_is_that_of_the_cpu(kind: str, n: int) -> None:
         same(GpuKernels(HostKernels()).topk_abs(x, k), kernels.topk_abs(x, k))
 
 
-@pytest.mark.parametrize("kind", ["random", "special", "huge steps", "zeros"])
+@pytest.mark.parametrize("kind", ["random", "special", "huge steps", "zeros", "constant"])
 @pytest.mark.parametrize(("threads", "blocks"), GRIDS)
 def test_topk_of_a_sampled_row(kind: str, threads: int, blocks: int) -> None:
     x = row(kind, 40_345)
@@ -140,7 +140,7 @@ def test_the_row_is_read_once(dtype: str, with_residual: bool, threads: int, blo
 def test_lists_that_hold_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sample that misleads: here a rank of 1 asks for far too few."""
     monkeypatch.setattr(gpu_select, "rank_of", lambda samples, n, k: 1)
-    gpu_select.launches_of.cache_clear()
+    monkeypatch.setattr(gpu_select, "launches_of", gpu_select.launches_of.__wrapped__)
     for dtype in ("float32", "float16"):
         x = row("random", 40_000).astype(dtype)
         residual = row("halves", x.size, 1)
@@ -149,7 +149,6 @@ def test_lists_that_hold_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
         same(GpuKernels(HostKernels()).sparsify(x, residual, 9000),
              kernels.sparsify(x, theirs, 9000))  # fmt: skip
         same([residual], [theirs])
-    gpu_select.launches_of.cache_clear()
 
 
 def test_a_list_that_is_exactly_full_or_too_short() -> None:
@@ -448,3 +447,7 @@ def test_torch_tensors_and_their_stream(monkeypatch: pytest.MonkeyPatch) -> None
     argument = np.zeros(1)
     found.launch("topk/select.cu", ("take",), ("-DX",), argument, 5)
     assert device.started == [("topk/select.cu", ("take",), (*PLAIN, "-DX"), argument, 5, 512, 77)]
+    gpu_select.select(found, torch.zeros(1 << 16), "float32", 1 << 16, 100)
+    file, names, _, argument, blocks, threads, stream = device.started[1]
+    assert (file, list(names), blocks, threads, stream) == ("topk/select.cu", ONCE, 8, 512, 77)
+    assert len(device.started) == 2 and argument.nbytes == gpu_select.SELECT.itemsize
