@@ -46,17 +46,19 @@ class Gpu(Protocol):
     def read(self, array: Any) -> np.ndarray:
         """Wait for all launches; returns a copy on the host."""
 
-    def launch(self, file: str, name: str, words: Words, argument: np.ndarray, blocks: int) -> None:
-        """Enqueue the kernel `name` of `kernels/FILE`, compiled with the options `words`."""
+    def launch(
+        self, file: str, names: Words, words: Words, argument: np.ndarray, blocks: int
+    ) -> None:
+        """Enqueue kernels of `kernels/FILE`, compiled with the options `words`, in this order."""
 
 
-def grid(gpu: Gpu, n: int, least: int, unit: int) -> tuple[int, int]:
+def grid(most: int, n: int, least: int, unit: int) -> tuple[int, int]:
     """(blocks, elements per block) of a launch over n elements.
 
-    The elements per block are a multiple of `unit`; there is at most one block per `least`
-    elements.
+    The elements per block are a multiple of `unit`; there are at most `most` blocks, and at most
+    one per `least` elements.
     """
-    blocks = max(1, min(gpu.blocks, -(-n // least)))
+    blocks = max(1, min(most, -(-n // least)))
     return blocks, -(-n // (blocks * unit)) * unit
 
 
@@ -157,5 +159,7 @@ class LibraryGpu:
         found: np.ndarray = array.cpu().numpy() if self._torch else array.get()
         return found
 
-    def launch(self, file: str, name: str, words: Words, argument: np.ndarray, blocks: int) -> None:
-        self._device.start(file, name, (*PLAIN, *words), argument, blocks, THREADS, self._stream)
+    def launch(
+        self, file: str, names: Words, words: Words, argument: np.ndarray, blocks: int
+    ) -> None:
+        self._device.start(file, names, (*PLAIN, *words), argument, blocks, THREADS, self._stream)

@@ -13,5 +13,5 @@ def readings(gpu: Gpu, count: int) -> np.ndarray:
     """int64 [count]: ns, each larger than the one before."""
     made = gpu.empty(count, "int64")
     argument = struct(TICKS, readings=gpu.address(made), count=count)
-    gpu.launch("gpu/clock.cu", "ticks", (), argument, 1)
+    gpu.launch("gpu/clock.cu", ("ticks",), (), argument, 1)
     return gpu.read(made)

@@ -14,6 +14,7 @@ from linkweave.kernels.gpu.source import PLAIN, PLAN_THREADS, options, source
 
 CHECK_THREADS = 128
 _NOT_READY = 600  # cudaErrorNotReady
+_MULTIPROCESSORS = 16  # cudaDevAttrMultiProcessorCount
 
 
 def current() -> int:
@@ -38,7 +39,7 @@ class CudaDevice:
 
         self._cupy, self._driver, self._runtime = cupy, driver, runtime
         self.index = index
-        self._functions: dict[tuple[str, ...], tuple[int, object]] = {}
+        self._kernels: dict[tuple[object, ...], tuple[tuple[int, ...], object]] = {}
         self._lock = threading.Lock()
         self._runtime.getDeviceCount()  # starts the driver
         self._own = self.make_stream()
@@ -68,21 +69,24 @@ class CudaDevice:
             raise self._driver.CUDADriverError(code)
 
     # ---- kernels -----------------------------------------------------------------------------
-    def _function(self, file: str, name: str, words: tuple[str, ...]) -> int:
-        """The CUfunction of a kernel, compiled at first use."""
-        key = (file, name, *words)
+    def _load(self, file: str, names: tuple[str, ...], words: tuple[str, ...]) -> tuple[int, ...]:
+        """The CUfunctions of kernels of one file, compiled at first use."""
+        key = (file, names, words)
+        if found := self._kernels.get(key):
+            return found[0]
         with self._lock, self.here():
-            if key not in self._functions:
+            if key not in self._kernels:
                 code = cubin(source(file), words, self._architecture())
                 module = self._cupy.cuda.function.Module()
                 module.load(code)
-                function = module.get_function(name)
-                self._functions[key] = int(function.ptr), (module, function)
-            return self._functions[key][0]
+                functions = [module.get_function(name) for name in names]
+                pointers = tuple(int(function.ptr) for function in functions)
+                self._kernels[key] = pointers, (module, functions)
+            return self._kernels[key][0]
 
     def kernel(self, dtype: str, op: str) -> int:
         """The CUfunction of the plan interpreter for a dtype and op."""
-        return self._function("plan/plan.cu", "run_plan", options(dtype, op))
+        return self._load("plan/plan.cu", ("run_plan",), options(dtype, op))[0]
 
     def _architecture(self) -> int:
         return int(self._cupy.cuda.Device(self.index).compute_capability)
@@ -117,28 +121,28 @@ class CudaDevice:
             )  # fmt: skip
 
     def start(
-        self, file: str, name: str, words: tuple[str, ...], argument: np.ndarray, blocks: int,
-        threads: int, stream: int,
+        self, file: str, names: tuple[str, ...], words: tuple[str, ...], argument: np.ndarray,
+        blocks: int, threads: int, stream: int,
     ) -> None:  # fmt: skip
-        """Enqueue a kernel of `kernels/FILE` whose argument is one struct, which is copied."""
-        kernel = self._function(file, name, words)
+        """Enqueue kernels of `kernels/FILE` whose argument is one struct, which is copied."""
+        kernels = self._load(file, names, words)
         parameters = (ctypes.c_void_p * 1)(argument.ctypes.data)
+        where = ctypes.addressof(parameters)
         with self.here():
-            self._driver.launchKernel(
-                kernel, blocks, 1, 1, threads, 1, 1, 0, stream, ctypes.addressof(parameters), 0
-            )
+            for kernel in kernels:
+                self._driver.launchKernel(kernel, blocks, 1, 1, threads, 1, 1, 0, stream, where, 0)
 
     def load_check(self) -> None:
         """Compile the kernel of `check`, which is impossible during a stream capture."""
-        self._function("plan/queue.cu", "check", PLAIN)
+        self._load("plan/queue.cu", ("check",), PLAIN)
 
     def check(self, argument: np.ndarray, stream: int) -> None:
         """Enqueue the check of a gradient queue; the argument is copied."""
-        self.start("plan/queue.cu", "check", PLAIN, argument, 1, CHECK_THREADS, stream)
+        self.start("plan/queue.cu", ("check",), PLAIN, argument, 1, CHECK_THREADS, stream)
 
     def blocks_to_fill(self) -> int:
         """Thread blocks of `source.THREADS` threads that fill the GPU: two per multiprocessor."""
-        return 2 * int(self._cupy.cuda.Device(self.index).attributes["MultiProcessorCount"])
+        return 2 * int(self._runtime.deviceGetAttribute(_MULTIPROCESSORS, self.index))
 
     # ---- memory ------------------------------------------------------------------------------
     def allocate(self, nbytes: int) -> int:

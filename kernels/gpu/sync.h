@@ -62,15 +62,6 @@ __device__ __forceinline__ u32 count_up(u32* p, u32 v) { return atomicAdd(p, v);
 __device__ __forceinline__ u64 count_up(u64* p, u64 v) { return atomicAdd(p, v); }
 __device__ __forceinline__ void count_down_to(u64* p, u64 v) { atomicMin(p, v); }
 
-// Write bit i of a bitmap. All threads of a warp call it together with consecutive i, the first of
-// which is a multiple of 32. Returns the number of set bits to the first thread, 0 to the others.
-__device__ __forceinline__ u32 write_bit(u32* words, u64 i, bool on) {
-    const u32 word = __ballot_sync(0xffffffff, on);
-    if (i % 32) return 0;
-    words[i / 32] = word;
-    return __popc(word);
-}
-
 // Define a kernel `name` with one argument, whose registers allow two blocks per multiprocessor.
 #define KERNEL(name, T, body) \
     extern "C" __global__ void __launch_bounds__(THREADS, 2) name(const T a) { body(a); }
@@ -89,4 +80,20 @@ __device__ __forceinline__ u16 float_to_half_bits(float f) {
 
 __device__ __forceinline__ u32 float_bits(float f) { return __float_as_uint(f); }
 __device__ __forceinline__ float bits_float(u32 b) { return __uint_as_float(b); }
+
+// Threads of a warp; on the host also fewer, as many as the block has.
+__device__ __forceinline__ constexpr u32 warp_size() { return 32; }
+
+// Exclusive prefix sum of `v` over the threads of a warp, all of which call it together; `total`
+// receives the sum over all of them.
+template <class T> __device__ __forceinline__ T scan_warp(T v, T& total) {
+    T upto = v;
+#pragma unroll
+    for (u32 step = 1; step < 32; step *= 2) {
+        const T before = __shfl_up_sync(0xffffffff, upto, step);
+        if (threadIdx.x % 32 >= step) upto += before;
+    }
+    total = __shfl_sync(0xffffffff, upto, 31);
+    return upto - v;
+}
 #endif

@@ -67,5 +67,5 @@ def _launch(
     names = ("values", "indices", "far_values", "far_indices")
     given = dict(zip(names, (*vector, *far), strict=True)) | others
     words = {field: x if isinstance(x, int) else gpu.address(x) for field, x in given.items()}
-    blocks, _ = grid(gpu, n, gpu.threads, gpu.threads)
-    gpu.launch("merge/entries.cu", name, element(dtype), struct(ENTRIES, n=n, **words), blocks)
+    blocks, _ = grid(gpu.blocks, n, gpu.threads, gpu.threads)
+    gpu.launch("merge/entries.cu", (name,), element(dtype), struct(ENTRIES, n=n, **words), blocks)

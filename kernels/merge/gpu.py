@@ -26,7 +26,7 @@ def merge(gpu: Gpu, a: Pair, b: Pair, sizes: tuple[int, int], dtype: str) -> Pai
     merged, total = ((gpu.empty(number, "float32"), gpu.empty(number, dtype)) for _ in range(2))
     if not number:
         return total
-    blocks, chunk = grid(gpu, number, gpu.threads, gpu.threads)
+    blocks, chunk = grid(gpu.blocks, number, gpu.threads, gpu.threads)
     counts, summary = gpu.empty(blocks, "int32"), gpu.full(3, "int64", 0)
     where = [gpu.address(x) for pair in (a, b, merged, total) for x in pair]
     argument = struct(
@@ -34,8 +34,7 @@ def merge(gpu: Gpu, a: Pair, b: Pair, sizes: tuple[int, int], dtype: str) -> Pai
         summary=gpu.address(summary), num_a=sizes[0], num_b=sizes[1], chunk=chunk,
     )  # fmt: skip
     words = element(dtype, "INDEX")
-    for name in ("merge", "heads", "unite"):
-        gpu.launch("merge/merge.cu", name, words, argument, blocks)
+    gpu.launch("merge/merge.cu", ("merge", "heads", "unite"), words, argument, blocks)
     unique, first, second = gpu.read(summary).tolist()
     if first or second:
         return 1 if first else 2
@@ -51,6 +50,6 @@ def part(
     argument = struct(
         PART, **dict(zip(PART.names or (), where, strict=False)), number=number, kept=kept
     )
-    blocks, _ = grid(gpu, number, gpu.threads, gpu.threads)
-    gpu.launch("merge/merge.cu", "part", element(dtype, "INDEX"), argument, blocks)
+    blocks, _ = grid(gpu.blocks, number, gpu.threads, gpu.threads)
+    gpu.launch("merge/merge.cu", ("part",), element(dtype, "INDEX"), argument, blocks)
     return sides[0], sides[1]

@@ -55,7 +55,7 @@ __device__ __forceinline__ void merge_entries(const Merge& a) {
     }
 }
 
-struct MergeScratch { u32 scan[THREADS]; u64 sum; };
+struct MergeScratch { u32 scan[WARPS]; u64 sums[WARPS]; };
 
 __device__ __forceinline__ void count_heads(const Merge& a) {
     SHARED(MergeScratch, scratch);
@@ -65,7 +65,7 @@ __device__ __forceinline__ void count_heads(const Merge& a) {
 __device__ __forceinline__ void unite_entries(const Merge& a) {
     SHARED(MergeScratch, scratch);
     const u64 number = a.num_a + a.num_b, start = blockIdx.x * a.chunk;
-    u64 before = sum_of(&scratch.sum, a.counts, blockIdx.x, 1);
+    u64 before = sum_of(scratch.sums, a.counts, blockIdx.x);
     for (u64 first = start; first < start + a.chunk && first < number; first += blockDim.x) {
         const u64 i = first + threadIdx.x;
         const bool head = i < start + a.chunk && i < number && first_of(a.indices, i);

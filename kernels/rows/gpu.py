@@ -39,7 +39,7 @@ def sort(gpu: Gpu, indices: Any, dtype: str, n: int, limit: int) -> Sorted | int
     wide = limit > 1 << 32
     key, stored = ("u64", "int64") if wide else ("u32", "int32")
     words = (*element(dtype, "INDEX"), f"-DKEY={key}")
-    blocks, chunk = grid(gpu, n, 4 * gpu.threads, gpu.threads)
+    blocks, chunk = grid(gpu.blocks, n, 4 * gpu.threads, gpu.threads)
     pairs = [(gpu.empty(n, stored), gpu.empty(n, "int32")) for _ in range(2)]
     counts, summary = gpu.empty(_RADIX * blocks, "int32"), gpu.full(2, "int64", n)
     run, unique = gpu.empty(n, "int32"), gpu.empty(n, dtype)
@@ -53,14 +53,13 @@ def sort(gpu: Gpu, indices: Any, dtype: str, n: int, limit: int) -> Sorted | int
         argument["keys"], argument["order"] = map(gpu.address, source)
         argument["keys_out"], argument["order_out"] = map(gpu.address, target)
         argument["shift"] = shift
-        gpu.launch("rows/sort.cu", "histogram", words, argument, blocks)
-        gpu.launch("rows/sort.cu", "offsets", words, argument, 1)
-        gpu.launch("rows/sort.cu", "scatter", words, argument, blocks)
+        gpu.launch("rows/sort.cu", ("histogram",), words, argument, blocks)
+        gpu.launch("rows/sort.cu", ("offsets",), words, argument, 1)
+        gpu.launch("rows/sort.cu", ("scatter",), words, argument, blocks)
         argument["indices"] = 0
         pairs.reverse()
     argument["keys"] = gpu.address(pairs[0][0])
-    gpu.launch("rows/sort.cu", "runs", words, argument, blocks)
-    gpu.launch("rows/sort.cu", "name", words, argument, blocks)
+    gpu.launch("rows/sort.cu", ("runs", "name"), words, argument, blocks)
     runs, outside = gpu.read(summary).tolist()
     runs -= n
     if outside < n:
@@ -89,6 +88,5 @@ def add(
     )  # fmt: skip
     words = (*element(dtype), *element(index, "INDEX"))
     blocks = max(1, min(16 * gpu.blocks, -(-windows * width // gpu.threads)))
-    gpu.launch("rows/rows.cu", "windows", words, argument, blocks)
-    gpu.launch("rows/rows.cu", "join", words, argument, blocks)
+    gpu.launch("rows/rows.cu", ("windows", "join"), words, argument, blocks)
     return sums

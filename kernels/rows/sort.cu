@@ -39,7 +39,7 @@ __device__ __forceinline__ KEY key_at(const Sort& a, u64 i) {
     return a.indices ? KEY(a.indices[i]) : a.keys[i];
 }
 
-struct SortScratch { u32 bins[RADIX]; u32 scan[THREADS]; u8 digit[THREADS]; u64 sum; };
+struct SortScratch { u32 bins[RADIX]; u32 scan[WARPS]; u8 digit[THREADS]; u64 sums[WARPS]; };
 
 __device__ __forceinline__ void count_digits(const Sort& a) {
     SHARED(SortScratch, scratch);
@@ -103,7 +103,7 @@ __device__ __forceinline__ void count_runs(const Sort& a) {
 __device__ __forceinline__ void name_runs(const Sort& a) {
     SHARED(SortScratch, scratch);
     const u64 start = blockIdx.x * a.chunk;
-    u64 before = sum_of(&scratch.sum, a.counts, blockIdx.x, 1);
+    u64 before = sum_of(scratch.sums, a.counts, blockIdx.x);
     for (u64 first = start; first < start + a.chunk && first < a.n; first += blockDim.x) {
         const u64 i = first + threadIdx.x;
         const bool here = i < start + a.chunk && i < a.n, head = here && first_of(a.keys, i);

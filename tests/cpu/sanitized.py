@@ -22,7 +22,10 @@ def main(sanitizer: str) -> None:
     calls = host_kernels.HostKernels(4, 3)
     x = rng.standard_normal(70_001).astype(np.float32)
     gpu_select.select(calls, x, "float32", x.size, 500)
+    gpu_select.select(calls, x[1:], "float32", x.size - 1, 9000)  # misaligned, and no lists
+    gpu_select.select(calls, np.sort(x), "float32", x.size, 700)  # some lists are too short
     gpu_select.select(calls, x, "float32", x.size, 30, x.copy())
+    gpu_select.select(calls, x.astype(np.float16), "float16", x.size, 30, x[::-1].copy())
     pair = x[:90].copy(), np.arange(0, 180, 2).astype(np.int32)
     other = x[:40].copy(), np.arange(0, 160, 4).astype(np.int32)
     total = gpu_merge.merge(calls, pair, other, (90, 40), "int32")

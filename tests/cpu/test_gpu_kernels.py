@@ -3,6 +3,7 @@ the same bits, whatever the number of threads and blocks."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -35,7 +36,8 @@ from linkweave.kernels.topk import gpu as gpu_select
 from tests.cpu.helpers import GRADIENTS, KINDS, row
 
 pytestmark = needs_compiler
-GRIDS = [(1, 1), (4, 3), (7, 2), (32, 2)]  # (threads, blocks)
+GRIDS = [(1, 1), (4, 3), (7, 2), (32, 2), (64, 2)]  # (threads, blocks)
+ONCE = ["gather", "upper", "middle", "lower", "take"]
 
 
 def same(found: Any, want: Any) -> None:
@@ -52,11 +54,11 @@ def test_topk_is_that_of_the_cpu(kind: str, n: int) -> None:
         same(GpuKernels(HostKernels()).topk_abs(x, k), kernels.topk_abs(x, k))
 
 
-@pytest.mark.parametrize("kind", ["random", "special", "huge steps", "zeros"])
+@pytest.mark.parametrize("kind", ["random", "special", "huge steps", "zeros", "constant"])
 @pytest.mark.parametrize(("threads", "blocks"), GRIDS)
 def test_topk_of_a_sampled_row(kind: str, threads: int, blocks: int) -> None:
-    x = row(kind, topk.SAMPLE + 12_345)
-    for k in (1, 70, 3000, 20_000):
+    x = row(kind, 40_345)
+    for k in (1, 70, 2000, 20_000):
         same(GpuKernels(HostKernels(threads, blocks)).topk_abs(x, k), kernels.topk_abs(x, k))
 
 
@@ -77,10 +79,12 @@ def test_topk_of_short_floats(dtype: str, kind: str) -> None:
         (wide.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
     )  # fmt: skip
     for k in (1, 100, 2999):
-        found = gpu_select.select(HostKernels(), x, dtype, x.size, k)
+        calls = HostKernels()
+        found = gpu_select.select(calls, x, dtype, x.size, k)
         want = topk.select(x, dtype, k)
         assert np.array_equal(found[1], want)
         assert np.array_equal(np.asarray(found[0]).view(np.uint16), x[want])
+        assert calls.launches == ["gather", "middle", "lower", "take"]  # two digits are enough
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
@@ -90,18 +94,88 @@ def test_topk_of_real_gradients(name: str) -> None:
         same(GpuKernels(HostKernels(8, 2)).topk_abs(g, k), kernels.topk_abs(g, k))
 
 
-def test_too_few_marked_means_that_all_are() -> None:
-    """A sample that saw none of the small keys: here a rank of 1 asks for far too few."""
-    x = row("random", topk.SAMPLE * 2)
-    calls = HostKernels()
-    before = gpu_select.rank_of
-    gpu_select.rank_of = lambda samples, n, k: 1  # type: ignore[assignment]
-    try:
-        found = gpu_select.select(calls, x, "float32", x.size, 9000)
-    finally:
-        gpu_select.rank_of = before
-    same(found, kernels.topk_abs(x, 9000))
-    assert calls.launches == ["sample", "mark", "digit", "digit", "digit", "tally", "take"]
+class Forgetful(HostKernels):
+    """Overwrites what `gather` has listed: all of the row but the parts of warps whose lists are
+    too short. Sees how many elements reached the threshold in each part."""
+
+    room: int | None = None  # another length of the lists, not above the usual one
+
+    def select(self, x: np.ndarray, dtype: str, k: int, residual: Any = None) -> Any:
+        self.row = x
+        return gpu_select.select(self, x, dtype, x.size, k, residual)
+
+    def launch(self, file: str, names: Any, words: Any, argument: Any, blocks: int) -> None:
+        self.argument = argument.view(gpu_select.SELECT)[0]
+        if self.room is not None:
+            self.argument["room"] = self.room
+        warps, part = blocks * -(-self.threads // 32), int(self.argument["part"])
+        for name in names:
+            super().launch(file, (name,), words, argument, blocks)
+            if name == "gather":
+                counts = (ctypes.c_uint32 * warps).from_address(int(self.argument["counts"]))
+                self.counts = np.array(counts)
+                for warp, number in enumerate(self.counts):
+                    if number <= self.argument["room"]:
+                        self.row[warp * part : (warp + 1) * part].view(np.uint8)[:] = 0xFF
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize(("threads", "blocks"), [(4, 3), (64, 2)])
+def test_the_row_is_read_once(dtype: str, with_residual: bool, threads: int, blocks: int) -> None:
+    """All later launches have the lists alone: about as many elements as the sample foretold."""
+    x, k = row("random", 40_000).astype(dtype), 200
+    residual = row("halves", x.size, 1) if with_residual else None
+    theirs = None if residual is None else residual.copy()
+    calls = Forgetful(threads, blocks)
+    found = calls.select(x.copy(), dtype, k, residual)
+    same(found, kernels.topk_abs(x, k) if theirs is None else kernels.sparsify(x, theirs, k))
+    if theirs is not None:
+        same([residual], [theirs])
+    digits = ONCE if dtype == "float32" or with_residual else ["gather", *ONCE[2:]]
+    assert calls.launches == ["sample"] * with_residual + digits
+    assert k <= calls.counts.sum() <= 5 * k
+    assert 0 < calls.counts.max() <= calls.argument["room"] <= x.size // (6 * calls.counts.size)
+
+
+def test_lists_that_hold_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample that misleads: here a rank of 1 asks for far too few."""
+    monkeypatch.setattr(gpu_select, "rank_of", lambda samples, n, k: 1)
+    monkeypatch.setattr(gpu_select, "launches_of", gpu_select.launches_of.__wrapped__)
+    for dtype in ("float32", "float16"):
+        x = row("random", 40_000).astype(dtype)
+        residual = row("halves", x.size, 1)
+        theirs = residual.copy()
+        same(GpuKernels(HostKernels()).topk_abs(x, 9000), kernels.topk_abs(x, 9000))
+        same(GpuKernels(HostKernels()).sparsify(x, residual, 9000),
+             kernels.sparsify(x, theirs, 9000))  # fmt: skip
+        same([residual], [theirs])
+
+
+def test_a_list_that_is_exactly_full_or_too_short() -> None:
+    """A warp whose list is too short selects from its part of the row, the others do not."""
+    x, k = row("ascending", 40_000), 500
+    want = kernels.topk_abs(x, k)
+    calls = Forgetful(64, 2)
+    same(calls.select(x.copy(), "float32", k), want)
+    counts = calls.counts
+    assert counts.min() == 0 < counts.max() < calls.argument["room"]
+    for room in (counts.max() - 1, counts.max(), counts.max() + 1):
+        calls.room = int(room)
+        same(calls.select(x.copy(), "float32", k), want)
+        assert calls.counts.tolist() == counts.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("offsets", [(1, 0), (0, 1), (3, 2), (4, 4)])
+def test_rows_that_are_not_aligned(dtype: str, offsets: tuple[int, int]) -> None:
+    n = 20_011
+    x = row("special", n + 8).astype(dtype)[offsets[0] :][:n]
+    residual = row("random", n + 8)[offsets[1] :][:n]
+    theirs = residual.copy()
+    same(GpuKernels(HostKernels()).topk_abs(x, 300), kernels.topk_abs(x, 300))
+    same(GpuKernels(HostKernels()).sparsify(x, residual, 300), kernels.sparsify(x, theirs, 300))
+    same([residual], [theirs])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -264,8 +338,8 @@ def test_structs_are_those_of_the_device(file: str) -> None:
         wanted += [(offset, kind.itemsize) for kind, offset, *_ in fields]
         wanted.append((dtype.itemsize, 0))
     if file == "topk/select.cu":
-        structs["Choice"] = ()
-        wanted.append((gpu_select.CHOICE_BYTES, 0))
+        structs["State"] = ()
+        wanted.append((gpu_select.STATE_BYTES, 0))
     assert source_of_layouts(file, structs) == wanted
 
 
@@ -304,6 +378,18 @@ def test_they_compile_with_no_spills(
         RECORD.write_text(json.dumps({**recorded, **found}, indent=1, sort_keys=True) + "\n")
     else:
         assert found == {k: v for k, v in recorded.items() if k in found}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_four_wide_loads_are_in_flight_while_the_row_is_read(dtype: str) -> None:
+    """Four loads of the row follow each other directly, and four of the residual with no store
+    between them, so that the assembler issues them together."""
+    made = Nvrtc().compile(source("topk/select.cu"), (*PLAIN, *gpu.element(dtype)), 80)["gather"]
+    text = made.ptx.split(".entry gather(")[1].split(".entry ")[0]
+    assert len(re.findall(r"((\tld\.global\.v4\.u32 .*\n){4})", text)) == 1
+    accesses = "".join(re.findall(r"\t(ld|st)\.global\.v4", text)).replace("ldldldld", "read ")
+    residual = "read stststst" * (1 if dtype == "float32" else 2)
+    assert accesses == "read " + residual
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])
@@ -362,5 +448,9 @@ def test_torch_tensors_and_their_stream(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(TypeError, match=r"Tensor on cpu, not ndarray"):
         found.contiguous(np.zeros(3))
     argument = np.zeros(1)
-    found.launch("topk/select.cu", "take", ("-DX",), argument, 5)
-    assert device.started == [("topk/select.cu", "take", (*PLAIN, "-DX"), argument, 5, 512, 77)]
+    found.launch("topk/select.cu", ("take",), ("-DX",), argument, 5)
+    assert device.started == [("topk/select.cu", ("take",), (*PLAIN, "-DX"), argument, 5, 512, 77)]
+    gpu_select.select(found, torch.zeros(1 << 16), "float32", 1 << 16, 100)
+    file, names, _, argument, blocks, threads, stream = device.started[1]
+    assert (file, list(names), blocks, threads, stream) == ("topk/select.cu", ONCE, 8, 512, 77)
+    assert len(device.started) == 2 and argument.nbytes == gpu_select.SELECT.itemsize

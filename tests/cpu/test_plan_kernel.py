@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 from dataclasses import replace
@@ -410,7 +411,8 @@ def assert_race(
     tries = (gpu.image.run(driver) for _ in range(30))
     done = next((done for done in tries if not isinstance(done, list)), None)
     assert done is not None, "nothing was reported"
-    assert done.returncode == BROKEN and "data race" in done.stderr
+    # without a barrier a thread may use addresses that are not there yet
+    assert done.returncode == BROKEN and re.search("data race|SEGV", done.stderr)
 
 
 @pytest.mark.parametrize(

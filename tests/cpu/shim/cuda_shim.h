@@ -12,9 +12,11 @@
 // model dependencies, so the driver checks launches in two ways (`ordered_lines`).
 #pragma once
 #define HOST_SHIM
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <vector>
 
 #include <immintrin.h>
@@ -38,26 +40,36 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __popc __builtin_popcount
+#define __ffs __builtin_ffs
 
 struct uint4 { unsigned x, y, z, w; };
 
 namespace shim {
 struct Index { unsigned x; };
+constexpr unsigned WARP = 32;
+#ifdef OS_THREADS
+typedef std::barrier<> Barrier;
+#else
+struct Barrier {
+    unsigned threads, arrived = 0, passed = 0;  // how many have arrived; how often it was opened
+    explicit Barrier(unsigned threads) : threads(threads) {}
+};
+#endif
 struct Block {
     std::vector<char> storage;
-    std::vector<uint64_t> votes;  // of each thread: how often, and over which words
     std::atomic<int> any[3] = {};  // __syncthreads_or
+    std::vector<uint64_t> values;  // of each thread, for its warp
+    Barrier barrier;
+    std::deque<Barrier> warps;
 #ifdef OS_THREADS
-    std::barrier<> barrier;
     std::mutex mutex;
-    explicit Block(unsigned threads) : votes(threads), barrier(threads) {}
-#else
-    unsigned arrived = 0, passed = 0;  // threads at the barrier; how often it was opened
-    explicit Block(unsigned threads) : votes(threads) {}
 #endif
+    explicit Block(unsigned threads) : values(threads), barrier(threads) {
+        for (unsigned first = 0; first < threads; first += WARP)
+            warps.emplace_back(std::min(WARP, threads - first));
+    }
 };
 inline bool ordered_lines = false;  // lines are acquired and released
-inline bool partial_vote = false;  // some lanes of a warp voted without the others
 inline thread_local Index thread_index, block_index, block_size, grid_size;
 inline thread_local Block* block;
 
@@ -109,7 +121,7 @@ inline void read_line(void*) {}
 #endif
 
 #ifdef OS_THREADS
-inline void barrier() { block->barrier.arrive_and_wait(); }
+inline void meet(Barrier& barrier) { barrier.arrive_and_wait(); }
 inline unsigned& turn() {
     static thread_local unsigned mine = 0;
     return mine;
@@ -136,8 +148,10 @@ struct Fiber {
     ucontext_t context;
     Index thread_index, block_index;
     Block* block;
-    unsigned passed = 0, turn = 0;  // barriers; __syncthreads_or
-    bool waits = false, done = false;  // at a barrier; over
+    const Barrier* waits = nullptr;  // where it is
+    unsigned passed = 0;  // how often that had been opened when it arrived
+    unsigned turn = 0;  // __syncthreads_or
+    bool done = false;
 };
 
 struct Turns {
@@ -152,15 +166,15 @@ inline thread_local Turns turns;
 inline void change_over() { swapcontext(&turns.now->context, &turns.main); }
 inline void pause() { change_over(); }
 inline unsigned& turn() { return turns.now->turn; }
-inline void barrier() {
+inline void meet(Barrier& barrier) {
     Fiber& mine = *turns.now;
     turns.moved = true;
-    ++mine.passed;
-    if (++mine.block->arrived == block_size.x) {
-        mine.block->arrived = 0;
-        ++mine.block->passed;
+    mine.waits = &barrier;  // the last one too: it does not always go on first
+    mine.passed = barrier.passed;
+    if (++barrier.arrived == barrier.threads) {
+        barrier.arrived = 0;
+        ++barrier.passed;
     }
-    mine.waits = true;  // the last one too: it does not always go on first
     change_over();
 }
 inline void begin() {
@@ -193,8 +207,8 @@ template <class F> void run(std::vector<Block*>& all, unsigned threads, F kernel
         turns.moved = false;
         for (size_t k = 0; k < n; ++k) {
             Fiber& fiber = fibers[(start + (down ? n - k : k)) % n];
-            if (fiber.done || (fiber.waits && fiber.passed != fiber.block->passed)) continue;
-            fiber.waits = false;
+            if (fiber.done || (fiber.waits && fiber.passed == fiber.waits->passed)) continue;
+            fiber.waits = nullptr;
             turns.now = &fiber;
             block = fiber.block;
             thread_index = fiber.thread_index, block_index = fiber.block_index;
@@ -212,14 +226,9 @@ template <class F> void launch(unsigned blocks, unsigned threads, F kernel) {
     std::vector<Block*> all;
     for (unsigned b = 0; b < blocks; ++b) all.push_back(new Block(threads));
     run(all, threads, kernel);
-    for (const Block* of : all) {
-        for (unsigned t = 0; t < threads && threads % 32 == 0; ++t)
-            if (of->votes[t] != of->votes[t / 32 * 32]) partial_vote = true;
-        delete of;
-    }
+    for (const Block* of : all) delete of;
 }
 }  // namespace shim
-extern "C" bool voted_in_part() { return shim::partial_vote; }
 
 #define threadIdx (::shim::thread_index)
 #define blockIdx (::shim::block_index)
@@ -227,13 +236,13 @@ extern "C" bool voted_in_part() { return shim::partial_vote; }
 #define gridDim (::shim::grid_size)
 #define SHARED(T, name) T& name = ::shim::shared<T>()
 
-inline void __syncthreads() { ::shim::barrier(); }
+inline void __syncthreads() { ::shim::meet(::shim::block->barrier); }
 // Whether any thread of the block says so. Of three words one is written, one read and one cleared.
 inline int __syncthreads_or(int mine) {
     std::atomic<int>* const words = ::shim::block->any;
     const unsigned turn = ::shim::turn()++ % 3;
     if (mine) words[turn].store(1, std::memory_order_relaxed);
-    ::shim::barrier();
+    __syncthreads();
     const int any = words[turn].load(std::memory_order_relaxed);
     words[(turn + 2) % 3].store(0, std::memory_order_relaxed);
     return any;
@@ -283,13 +292,19 @@ inline void count_down_to(unsigned long long* p, unsigned long long v) {
     while (v < now && !__atomic_compare_exchange_n(p, &now, v, true, __ATOMIC_RELAXED,
                                                    __ATOMIC_RELAXED)) {}
 }
-inline uint32_t write_bit(uint32_t* words, unsigned long long i, bool on) {
-    uint64_t& votes = ::shim::block->votes[::shim::thread_index.x];
-    votes = votes * 1000003 + i / 32 + 1;
-    const uint32_t bit = 1u << i % 32;
-    if (on) __atomic_fetch_or(words + i / 32, bit, __ATOMIC_RELAXED);
-    else __atomic_fetch_and(words + i / 32, ~bit, __ATOMIC_RELAXED);
-    return on;
+inline unsigned warp_size() { return std::min(::shim::WARP, ::shim::block_size.x); }
+template <class T> T scan_warp(T v, T& total) {
+    ::shim::Block& mine = *::shim::block;
+    const unsigned t = ::shim::thread_index.x, first = t / ::shim::WARP * ::shim::WARP;
+    mine.values[t] = v;
+    ::shim::meet(mine.warps[t / ::shim::WARP]);
+    T before = total = 0;
+    for (unsigned i = first; i < first + ::shim::WARP && i < mine.values.size(); ++i) {
+        if (i == t) before = total;
+        total += T(mine.values[i]);
+    }
+    ::shim::meet(mine.warps[t / ::shim::WARP]);
+    return before;
 }
 #define KERNEL(name, T, body)                                                         \
     extern "C" void name(const T* argument, unsigned blocks, unsigned threads) {      \
