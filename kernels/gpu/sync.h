@@ -29,9 +29,9 @@ __device__ __forceinline__ void st_relaxed_sys(u32* p, u32 v) {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-// A line is an 8-byte word of 4 data bytes and a 4-byte flag. Lines move in pairs, but each is loaded
-// and stored atomically (PTX: single-copy atomicity of the elements of a vector access): a reader
-// that sees the flag has the data, so lines need no order.
+// A line is an 8-byte word of 4 data bytes and a 4-byte flag. Lines move in pairs, but each is
+// loaded and stored atomically (PTX: single-copy atomicity of a vector's elements): a reader that
+// sees the flag has the data, so lines need no order.
 struct Lines { u64 first, second; };
 
 // Load a pair if `on`. Predicated, as loads behind branches would wait for each other.

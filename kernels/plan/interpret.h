@@ -7,8 +7,8 @@
 // order), so this covers the data of all threads. Counters only grow, and wrap: they are compared
 // by their signed difference, which is correct while the two ends differ by less than 2^31; only
 // calls of zero bytes, which are not launched, could exceed that. Calls reset nothing.
-// Over lines a slot is free as soon as its lines have been read, and their flags tell that: no fence
-// is needed. Only a partial sum that stays in the own chunk must be stored first (move.h).
+// Over lines the flags say that a slot has been read, so no fence is needed to free it. Only a
+// partial sum that stays in the own chunk must be stored first (move.h).
 // Cursors: `waited` and `moved` change before an action's first barrier, `signalled` behind its
 // second one, so no two threads access a field at the same time.
 #pragma once
@@ -19,9 +19,10 @@ __device__ __forceinline__ i64 chunk_of(const Launch& l, const Position& p, int 
     return i64(p.group) * l.stride + chunk;
 }
 
-__device__ __forceinline__ u8* slot_of(const Launch& l, const End& end, const Cursor& at) {
-    const u64 bytes = u64(l.stripe) << l.low_latency;  // a line is twice as large as its data
-    return end.slot + (u64(at.slot) * l.width + blockIdx.x % l.width) * bytes;
+__device__ __forceinline__ u8* slot_of(const Launch& l, const ThreadBlock& block, const End& end,
+                                       const Cursor& at) {
+    const u32 bytes = l.stripe << l.low_latency;  // a line is twice as large as its data
+    return end.slot + u64(at.slot * l.width + block.part) * bytes;
 }
 
 __device__ __forceinline__ void advance(const Launch& l, Cursor& at) {
@@ -41,7 +42,7 @@ __device__ __forceinline__ bool held(u64 until, const Launch& l, ThreadBlock& bl
 // Wait for all counters of an action. Over lines a wait for data only counts, as the reader polls
 // each line. False if a wait was given up.
 __device__ __forceinline__ bool await_all(const Launch& l, ThreadBlock& block, Position p) {
-    const u64 line = u64(blockIdx.x % l.width) * LINE;
+    const u32 line = block.part * LINE;
     const int waits = block.code[p.at + NUM_WAITS], first = p.at + HEADER;
     for (int i = threadIdx.x; i < waits; i += blockDim.x) {
         p.at = first + 2 * i;
@@ -73,9 +74,8 @@ __device__ __forceinline__ void prepare(const Launch& l, ThreadBlock& block, con
     const int first = threadIdx.x < half ? threadIdx.x + blockDim.x - half : threadIdx.x - half;
     if (first == 0) t.nbytes = t.n = t.m = 0;
     if (!moves || first >= n + m) return;
-    const i64 size = track.chunks[2 * chunk + 1];
-    const i64 slice = (size + 16 * l.width - 1) / (16 * l.width) * 16;
-    const i64 start = i64(blockIdx.x % l.width) * slice;
+    const u32 size = u32(track.chunks[2 * chunk + 1]);  // it fits a slot
+    const u32 slice = (size + 16 * l.width - 1) / (16 * l.width) * 16, start = block.part * slice;
     const i64 at = track.chunks[2 * chunk] + start;
     if (first == 0) {
         t.n = n, t.m = m;
@@ -89,7 +89,7 @@ __device__ __forceinline__ void prepare(const Launch& l, ThreadBlock& block, con
         if (number >= 0) {
             Cursor& cursor = block.cursors[number];
             const End& end = block.ends[number];
-            if (reads ? !pushed : !pushes) address = slot_of(l, end, cursor);
+            if (reads ? !pushed : !pushes) address = slot_of(l, block, end, cursor);
             else if (!reads) address = l.buffers[end.peer] + at;
             advance(l, cursor);
             use = cursor.moved;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void prepare(const Launch& l, ThreadBlock& block, con
 __device__ __forceinline__ bool signal_all(const Launch& l, ThreadBlock& block, Position p) {
     const int* action = block.code + p.at;
     const int first = p.at + action[LENGTH] - 2 * action[NUM_SIGNALS];
-    const u64 line = u64(blockIdx.x % l.width) * LINE;
+    const u32 line = block.part * LINE;
     const bool final = l.finals && action[FLAGS] & COMPLETES &&
                        chunk_of(l, p, action[CHUNK]) < l.num_chunks;
     const int signals = action[NUM_SIGNALS];

@@ -20,7 +20,7 @@
 
 enum {
     CLEAN = (1 << 30) - 1,
-    BATCH = 4,  // operands over lines that a thread polls together
+    BATCH = 3,  // operands over lines that a thread polls together
 };
 
 // Packs per thread and operand: eight loads or more are in flight (fewer for bytes, which take a
@@ -42,12 +42,14 @@ __device__ __forceinline__ bool receive(u64 (&v)[BATCH], const int* ends, u32 ba
                                         const Launch& l, ThreadBlock& block, Position p) {
     const Task& t = block.task;
     Patience patience = {0, 0};
+    const u8* from[BATCH];
     Lines pair[BATCH];
     u32 use[BATCH];
     bool polls[BATCH];
 #pragma unroll
     for (u32 b = 0; b < BATCH; ++b) {
         polls[b] = base + b < t.n && ends[base + b] >= 0;
+        from[b] = t.in[base + b] + 2 * at;
         use[b] = polls[b] ? t.in_use[base + b] : 0;
         pair[b] = {0, 0};  // as if lines with the flag 0 had come
         if (base + b < t.n && !polls[b]) {  // the own chunk
@@ -56,15 +58,19 @@ __device__ __forceinline__ bool receive(u64 (&v)[BATCH], const int* ends, u32 ba
         }
     }
     for (;;) {
-        u32 late = 0;  // the first operand whose lines have not come, plus 1
 #pragma unroll
-        for (u32 b = 0; b < BATCH; ++b) ld_lines(pair[b], t.in[base + b] + 2 * at, polls[b]);
+        for (u32 b = 0; b < BATCH; ++b) ld_lines(pair[b], from[b], polls[b]);
+        u32 missing[BATCH], any = 0;
+#pragma unroll
+        for (u32 b = 0; b < BATCH; ++b) {
+            missing[b] = (u32(pair[b].first >> 32) ^ use[b]) | (u32(pair[b].second >> 32) ^ use[b]);
+            any |= missing[b];
+        }
+        if (!any) break;
+        p.at = int(ends - block.code) + base;
 #pragma unroll
         for (u32 b = BATCH; b-- > 0;)
-            if (u32(pair[b].first >> 32) != use[b] || u32(pair[b].second >> 32) != use[b])
-                late = b + 1;
-        if (!late) break;
-        p.at = int(ends - block.code) + base + late - 1;
+            if (missing[b]) p.at = int(ends - block.code) + base + b;
         if (!patience.more(l, block, p)) return false;
     }
 #pragma unroll
@@ -83,6 +89,8 @@ __device__ __forceinline__ bool move_lines(const Launch& l, ThreadBlock& block, 
     for (u32 j = 0; j < sends; ++j)
         if (cleaning(l, t.out_use[j])) stop = l.stripe;
     bool held_up = sends && l.ps_per_byte;  // an emulated link's time passes before lines appear
+    u8* const out = t.out[0];  // known before the lines come
+    const u64 flag = u64(t.out_use[0]) << 32;
     for (u32 at = 8 * threadIdx.x; at < stop; at += 8 * BLOCK_SIZE) {
         const bool have = at < t.nbytes;
         Total<T, 8> total = {};
@@ -98,12 +106,16 @@ __device__ __forceinline__ bool move_lines(const Launch& l, ThreadBlock& block, 
                 }
         }
         if (t.n > 1) result = narrow<T, 8>(total, divisor);
-        if (held_up && !held(clock_ns() + u64(t.nbytes) * l.width * l.ps_per_byte / 1000, l, block, p))
-            return false;
+        if (held_up) {
+            const u64 sending = u64(t.nbytes) * l.width * l.ps_per_byte / 1000;  // ns
+            if (!held(clock_ns() + sending, l, block, p)) return false;
+        }
         held_up = false;
-        for (u32 j = 0; j < sends; ++j) {
+        const Lines lines = {u32(result), result >> 32};
+        if (sends) st_lines(out + 2 * at, {flag | lines.first, flag | lines.second});
+        for (u32 j = 1; j < sends; ++j) {
             const u64 flag = u64(t.out_use[j]) << 32;
-            st_lines(t.out[j] + 2 * at, {flag | u32(result), flag | result >> 32});
+            st_lines(t.out[j] + 2 * at, {flag | lines.first, flag | lines.second});
         }
         if (sends < t.m && have) store<T, 8>(t.out[sends] + at, t.nbytes - at, result);
     }
@@ -145,10 +157,9 @@ __device__ __forceinline__ void move_packs(const Task& t, u32 whole, u32 divisor
 
 // Move from byte `from` on with any number of operands and any alignment.
 template <class T, class Op>
-__device__ __forceinline__ void move_any(const Task& t, i64 from, u32 divisor) {
-    const i64 step = 16 * i64(blockDim.x);
-    for (i64 at = from + 16 * i64(threadIdx.x); at < t.nbytes; at += step) {
-        const i64 have = t.nbytes - at;
+__device__ __forceinline__ void move_any(const Task& t, u32 from, u32 divisor) {
+    for (u32 at = from + 16 * threadIdx.x; at < t.nbytes; at += 16 * BLOCK_SIZE) {
+        const u32 have = t.nbytes - at;
         uint4 v = load<T, 16>(t.in[0] + at, have);
         if (t.n > 1) {
             Total<T, 16> total = widen<T, 16>(v);
@@ -171,7 +182,7 @@ __device__ __forceinline__ void move_plain(const Launch& l, ThreadBlock& block, 
     u64 all = 0;
     for (u32 k = 0; k < t.n; ++k) all |= u64(t.in[k]);
     for (u32 j = 0; j < t.m; ++j) all |= u64(t.out[j]);
-    i64 whole = all & 15 ? 0 : t.nbytes & ~15;
+    u32 whole = all & 15 ? 0 : t.nbytes & ~15u;
     if (t.n == 1) move_packs<T, Op, 1>(t, whole, divisor);
     else if (t.n == 2) move_packs<T, Op, 2>(t, whole, divisor);
     else if (t.n == 3) move_packs<T, Op, 3>(t, whole, divisor);

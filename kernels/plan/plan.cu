@@ -16,8 +16,11 @@
 // barrier tells all of them that one has failed.
 #include "plan/move.h"
 
-template <class T> __device__ __forceinline__ void copy_table(T* to, const T* from, u32 number) {
-    for (u32 i = threadIdx.x; i < number; i += blockDim.x) to[i] = from[i];
+// Copy a table, beginning with the thread `first`: short tables are then copied at the same time.
+template <class T>
+__device__ __forceinline__ void copy_table(T* to, const T* from, u32 number, u32 first = 0) {
+    for (u32 i = (threadIdx.x + blockDim.x - first) % blockDim.x; i < number; i += blockDim.x)
+        to[i] = from[i];
 }
 
 // Run the actions of a track; false if this thread or another one has failed.
@@ -42,14 +45,17 @@ __device__ __forceinline__ bool interpret(const Launch& l, ThreadBlock& block) {
 
 template <class T, class Op> __device__ __forceinline__ void run(const Launch& l) {
     SHARED(ThreadBlock, block);
-    if (threadIdx.x == 0) block.track = l.tracks[blockIdx.x / l.width];
+    if (threadIdx.x == 0) {
+        block.track = l.tracks[blockIdx.x / l.width];
+        block.part = blockIdx.x % l.width;
+    }
     __syncthreads();
     const Track& track = block.track;
     const bool near_code = track.code_words <= CODE_WORDS, near_ends = track.num_ends <= MAX_ENDS;
-    Cursor* cursors = track.cursors + u64(blockIdx.x % l.width) * track.num_ends;
+    Cursor* cursors = track.cursors + u64(block.part) * track.num_ends;
     if (near_code) copy_table(block.code_copy, track.code, track.code_words);
-    if (near_ends) copy_table(block.end_copy, track.ends, track.num_ends);
-    if (near_ends) copy_table(block.cursor_copy, cursors, track.num_ends);
+    if (near_ends) copy_table(block.end_copy, track.ends, track.num_ends, blockDim.x / 2);
+    if (near_ends) copy_table(block.cursor_copy, cursors, track.num_ends, blockDim.x / 4);
     if (threadIdx.x == 0) {
         block.code = near_code ? block.code_copy : track.code;
         block.ends = near_ends ? block.end_copy : track.ends;
@@ -59,7 +65,7 @@ template <class T, class Op> __device__ __forceinline__ void run(const Launch& l
     // after a failure, a push might overwrite a tensor that is in use again
     if (__syncthreads_or(threadIdx.x == 0 && l.direct && ld_acquire_sys(l.abort))) return;
     const bool good = interpret<T, Op>(l, block);
-    u32* state = track.report + blockIdx.x % l.width * REPORT;
+    u32* state = track.report + block.part * REPORT;
     if (threadIdx.x == 0 && !good) st_release_sys(state, block.timed_out ? TIMED_OUT : ABORTED);
     if (threadIdx.x == 0 && good && block.reported) st_release_sys(state, DONE);
     if (near_ends)  // also after a failure, when they are no longer used

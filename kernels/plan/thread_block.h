@@ -10,9 +10,9 @@ enum { SPINS = 256 };
 // What an action moves: the operands, combined in order, go to all outputs. Lines of an operand
 // carry its `use` as their flag, the number of times that the connection was used.
 struct Task {
-    i64 nbytes;  // of this block's slice; 0: nothing
+    u32 nbytes;  // of this block's slice; 0: nothing
     u32 n, m;
-    const u8* in[MAX_PEERS + 4];  // [n], read up to a multiple of 4
+    const u8* in[MAX_PEERS + 3];  // [n], read up to a multiple of 3 (move.h: BATCH)
     u8* out[MAX_PEERS + 1];  // [m]
     u32 in_use[MAX_PEERS + 1], out_use[MAX_PEERS + 1];
 };
@@ -23,6 +23,7 @@ struct ThreadBlock {  // in shared memory
     const int* code;
     const End* ends;
     Cursor* cursors;
+    u32 part;  // which of the track's blocks this is
     u64 link_free;  // emulated links: when the latest send is over
     u32 finals;  // chunks completed
     u32 reported;  // a long wait was reported
@@ -37,7 +38,7 @@ struct Position { int phase, group, at; };
 
 __device__ __forceinline__ void report(const Launch& l, const ThreadBlock& block, State state,
                                        const Position& p) {
-    u32* row = block.track.report + blockIdx.x % l.width * REPORT;
+    u32* row = block.track.report + block.part * REPORT;
     st_relaxed_sys(row + 1, p.phase);
     st_relaxed_sys(row + 2, p.group);
     st_relaxed_sys(row + 3, p.at);
