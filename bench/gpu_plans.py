@@ -229,7 +229,7 @@ def checked_seconds(
 
 
 def bandwidth(meter: Meter, nbytes: int) -> Result:
-    """Memory traffic (35 N: 7 reduces of 3 N, 7 copies of 2 N) beside that of a plain copy."""
+    """Bytes/s, counted as 35 N (7 reduces of 3 N, 7 copies of 2 N), beside those of a copy."""
     row: Result = {"bytes": nbytes, "copy_bytes_per_s": meter.copy_rate(nbytes)}
     for algorithm, seen in product(("overlapped_double_tree", "tree"), (True, False)):
         plan = plan_allreduce(load("dgx1-v100"), nbytes, algorithm)

@@ -76,11 +76,13 @@ template <class T, int BYTES> struct Total { typename Wide<T>::type e[BYTES / si
 template <class T, int BYTES> union Bits { typename Word<BYTES>::type word; Pack<T, BYTES> v; };
 
 template <int BYTES> __device__ __forceinline__ typename Word<BYTES>::type load_word(const u8* p) {
+    in_global_memory(p);
     return *(const typename Word<BYTES>::type*)p;
 }
 
 template <int BYTES>
 __device__ __forceinline__ void store_word(u8* p, typename Word<BYTES>::type word) {
+    in_global_memory(p);
     *(typename Word<BYTES>::type*)p = word;
 }
 

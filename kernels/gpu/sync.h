@@ -54,6 +54,11 @@ __device__ __forceinline__ u64 clock_ns() {
 
 __device__ __forceinline__ void spin_pause() { __nanosleep(20); }
 
+// Tells the compiler, which does not see where addresses in tables point.
+__device__ __forceinline__ void in_global_memory(const void* p) {
+    __builtin_assume(__isGlobal(p));
+}
+
 // Sets a word in shared memory; any thread may do so, and all threads read it behind a barrier.
 __device__ __forceinline__ void raise(u32* p) { *(volatile u32*)p = 1; }
 

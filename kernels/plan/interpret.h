@@ -42,7 +42,7 @@ __device__ __forceinline__ bool held(u64 until, const Launch& l, ThreadBlock& bl
 // Wait for all counters of an action. Over lines a wait for data only counts, as the reader polls
 // each line. False if a wait was given up.
 __device__ __forceinline__ bool await_all(const Launch& l, ThreadBlock& block, Position p) {
-    const u32 line = block.part * LINE;
+    const u32 mine = block.part * LINE;
     const int waits = block.code[p.at + NUM_WAITS], first = p.at + HEADER;
     for (int i = threadIdx.x; i < waits; i += blockDim.x) {
         p.at = first + 2 * i;
@@ -51,20 +51,22 @@ __device__ __forceinline__ bool await_all(const Launch& l, ThreadBlock& block, P
         const End& end = block.ends[word >> 2];
         const u32 count = ++block.cursors[word >> 2].waited;
         if (word & SENDER) {
-            if (!await(end.free + line, count - l.slots, l, block, p)) return false;
+            if (!await(end.free + mine, count - l.slots, l, block, p)) return false;
         } else if (!(word & DATA && l.low_latency)) {
-            if (!await(end.ready + line, count, l, block, p)) return false;
+            if (!await(end.ready + mine, count, l, block, p)) return false;
         }
     }
     return true;
 }
 
-// Find the addresses of an action's operands and outputs. Other threads wait meanwhile.
+// Find the addresses of an action's operands and outputs: by the second half of the threads, while
+// the first ones wait.
 __device__ __forceinline__ void prepare(const Launch& l, ThreadBlock& block, const Position& p) {
     const int* action = block.code + p.at;
     const int n = action[NUM_OPERANDS], flags = action[FLAGS];
     const bool pushed = l.direct && flags & PUSHED, pushes = l.direct && flags & PUSHES;
-    const int m = action[NUM_OUTPUTS] - (pushed && flags & KEEPS ? 1 : 0);
+    const int sends = action[NUM_OUTPUTS] - (flags & KEEPS ? 1 : 0);
+    const int m = sends + (flags & KEEPS && !pushed ? 1 : 0);
     const int* ends = action + HEADER + 2 * action[NUM_WAITS];
     const i64 chunk = chunk_of(l, p, action[CHUNK]);
     const bool moves = n && chunk < l.num_chunks;
@@ -72,13 +74,13 @@ __device__ __forceinline__ void prepare(const Launch& l, ThreadBlock& block, con
     const Track& track = block.track;
     const u32 half = blockDim.x / 2;
     const int first = threadIdx.x < half ? threadIdx.x + blockDim.x - half : threadIdx.x - half;
-    if (first == 0) t.nbytes = t.n = t.m = 0;
+    if (first == 0) t.nbytes = t.n = t.m = t.sends = 0;
     if (!moves || first >= n + m) return;
     const u32 size = u32(track.chunks[2 * chunk + 1]);  // it fits a slot
     const u32 slice = (size + 16 * l.width - 1) / (16 * l.width) * 16, start = block.part * slice;
     const i64 at = track.chunks[2 * chunk] + start;
     if (first == 0) {
-        t.n = n, t.m = m;
+        t.n = n, t.m = m, t.sends = sends;
         t.nbytes = start >= size || !m ? 0 : size - start < slice ? size - start : slice;
     }
     for (int j = first; j < n + m; j += blockDim.x) {
@@ -108,7 +110,7 @@ __device__ __forceinline__ void prepare(const Launch& l, ThreadBlock& block, con
 __device__ __forceinline__ bool signal_all(const Launch& l, ThreadBlock& block, Position p) {
     const int* action = block.code + p.at;
     const int first = p.at + action[LENGTH] - 2 * action[NUM_SIGNALS];
-    const u32 line = block.part * LINE;
+    const u32 mine = block.part * LINE;
     const bool final = l.finals && action[FLAGS] & COMPLETES &&
                        chunk_of(l, p, action[CHUNK]) < l.num_chunks;
     const int signals = action[NUM_SIGNALS];
@@ -124,11 +126,11 @@ __device__ __forceinline__ bool signal_all(const Launch& l, ThreadBlock& block, 
         const End& end = block.ends[word >> 2];
         const u32 count = ++block.cursors[word >> 2].signalled;
         if (!(word & SENDER)) {
-            if (ordered) st_release_sys((u32*)(end.free + line), count);
-            else st_relaxed_sys((u32*)(end.free + line), count);
+            if (ordered) st_release_sys((u32*)(end.free + mine), count);
+            else st_relaxed_sys((u32*)(end.free + mine), count);
         } else if (!(word & DATA && l.low_latency)) {
             if (word & DATA && l.ps_per_byte && !held(block.link_free, l, block, p)) return false;
-            st_release_sys((u32*)(end.ready + line), count);
+            st_release_sys((u32*)(end.ready + mine), count);
         }
     }
     return true;

@@ -12,13 +12,13 @@
 #define BLOCK_SIZE THREADS  // a constant, so that addresses differ by immediate offsets
 #endif
 
-// The words of an action: what a thread block does between two barriers and the next two. Entries
-// follow the header: waits (chunk, 4 * end + SENDER | DATA), operands and outputs (an end, OWN or
+// The words of an action: a thread block waits for counters; barrier; moves data; barrier; raises
+// counters. Entries follow the header: waits (chunk, 4 * end + SENDER | DATA), operands and outputs (an end, OWN or
 // INPUT; the own chunk is the last output), signals (like waits).
 enum Field { LENGTH, CHUNK, FLAGS, NUM_WAITS, NUM_OPERANDS, NUM_OUTPUTS, NUM_SIGNALS, HEADER };
 enum { OWN = -1, INPUT = -2 };  // this rank's chunk: of the result, of the call's input
-enum Flag {
-    SENDER = 1, DATA = 2,  // a wait or signal: this rank is the sender; the connection carries data
+enum { SENDER = 1, DATA = 2 };  // of a wait or signal: we are the sender; there is data
+enum Flag {  // of an action
     AVERAGES = 1,  // the result is divided by the number of ranks if the call is an average
     COMPLETES = 2,  // the own chunk is final afterwards
     PUSHED = 4,  // if the launch is direct, the operand is in the own chunk already

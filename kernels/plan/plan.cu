@@ -7,8 +7,8 @@
 // verified plan. Operands are combined in plan order. float16 and bfloat16 are combined in float32
 // and rounded once per REDUCE.
 //
-// An action takes two barriers: threads wait for its counters and find its addresses; the block
-// moves the data; threads raise its counters.
+// An action: threads wait for its counters and find its addresses; barrier; the block moves the
+// data; barrier; threads raise its counters.
 //
 // Co-residency: blocks wait for blocks of other tracks and ranks, so all of them must be resident
 // at once. The host checks the grid against the occupancy and launches cooperatively.
@@ -65,13 +65,12 @@ template <class T, class Op> __device__ __forceinline__ void run(const Launch& l
     // after a failure, a push might overwrite a tensor that is in use again
     if (__syncthreads_or(threadIdx.x == 0 && l.direct && ld_acquire_sys(l.abort))) return;
     const bool good = interpret<T, Op>(l, block);
-    u32* state = track.report + block.part * REPORT;
-    if (threadIdx.x == 0 && !good) st_release_sys(state, block.timed_out ? TIMED_OUT : ABORTED);
-    if (threadIdx.x == 0 && good && block.reported) st_release_sys(state, DONE);
+    if (threadIdx.x == 0 && block.timed_out) st_release_sys(report_of(block), TIMED_OUT);
+    if (threadIdx.x == 0 && good && block.reported) st_release_sys(report_of(block), DONE);
     if (near_ends)  // also after a failure, when they are no longer used
         copy_table(cursors, block.cursor_copy, track.num_ends);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 3) run_plan(const Launch launch) {
+extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 3 : 1) run_plan(const Launch launch) {
     run<ELEMENT, OP>(launch);
 }

@@ -11,7 +11,7 @@ enum { SPINS = 256 };
 // carry its `use` as their flag, the number of times that the connection was used.
 struct Task {
     u32 nbytes;  // of this block's slice; 0: nothing
-    u32 n, m;
+    u32 n, m, sends;  // the first `sends` outputs go to peers
     const u8* in[MAX_PEERS + 3];  // [n], read up to a multiple of 3 (move.h: BATCH)
     u8* out[MAX_PEERS + 1];  // [m]
     u32 in_use[MAX_PEERS + 1], out_use[MAX_PEERS + 1];
@@ -36,9 +36,12 @@ struct ThreadBlock {  // in shared memory
 // Where a thread is in the code.
 struct Position { int phase, group, at; };
 
-__device__ __forceinline__ void report(const Launch& l, const ThreadBlock& block, State state,
-                                       const Position& p) {
-    u32* row = block.track.report + block.part * REPORT;
+__device__ __forceinline__ u32* report_of(const ThreadBlock& block) {
+    return block.track.report + block.part * REPORT;
+}
+
+__device__ __forceinline__ void report(const ThreadBlock& block, State state, const Position& p) {
+    u32* row = report_of(block);
     st_relaxed_sys(row + 1, p.phase);
     st_relaxed_sys(row + 2, p.group);
     st_relaxed_sys(row + 3, p.at);
@@ -53,18 +56,19 @@ struct Patience {
         spin_pause();
         if (++spins % SPINS) return true;
         if (ld_acquire_sys(l.abort)) {
-            report(l, block, ABORTED, p);
+            // a timeout, of this launch or an earlier one, is the cause and must stay
+            if (ld_acquire_sys(report_of(block)) != TIMED_OUT) report(block, ABORTED, p);
             return false;
         }
         const u64 now = clock_ns();
         if (!since) {
             since = now;
             raise(&block.reported);
-            report(l, block, WAITS, p);
+            report(block, WAITS, p);
         }
         if (now - since < l.timeout_ns) return true;
         raise(&block.timed_out);
-        report(l, block, TIMED_OUT, p);  // before the abort word tells the host
+        report(block, TIMED_OUT, p);  // before the abort word tells the host
         st_release_sys(l.abort, 1);
         return false;
     }

@@ -156,8 +156,11 @@ class HostDevice:
 
     def finish(self) -> None:
         self.alive(capturing=False)
-        for stream in list(self._queues):
-            self.synchronise(stream)
+        with self._lock:  # another thread may free its stream
+            ends = [queue.submit(lambda: None) for queue in self._queues.values()]
+        for end in ends:
+            end.result()
+        self.alive()
 
     def use(self) -> None:
         CURRENT.index = self.index
@@ -279,7 +282,7 @@ class HostDevice:
         self.alive()
         with self._lock:
             queue = self._queues.setdefault(0 if self.one_queue else stream, ThreadPoolExecutor(1))
-        return queue.submit(lambda: what() if always or not self.error else None)
+            return queue.submit(lambda: what() if always or not self.error else None)
 
     # ---- streams and events ------------------------------------------------------------------
     def make_stream(self) -> int:
@@ -288,8 +291,10 @@ class HostDevice:
 
     def free_stream(self, stream: int) -> None:
         self.alive()
-        if stream in self._queues:
-            self._queues.pop(stream).shutdown()
+        with self._lock:
+            queue = self._queues.pop(stream, None)
+        if queue:
+            queue.shutdown()
 
     def capturing(self, stream: int) -> int:
         self.alive()

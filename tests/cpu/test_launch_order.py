@@ -22,10 +22,10 @@ SMALL = partial(plain, multiprocessors=3)  # one launch takes all of it
 SEVERAL_GPUS = ("a thread a GPU", "a process a GPU")
 
 
-def two_lanes() -> tuple[list[Any], list[Any]]:
+def two_lanes(n: int = 40_000) -> tuple[list[Any], list[Any]]:
     """Two lanes, and a tensor for each on a stream of its own; both have made the call once."""
     comm = get_default()
-    lanes, tensors = comm.lanes(2), [tensor([1.0] * 40_000, stream=s) for s in (5, 6)]
+    lanes, tensors = comm.lanes(2), [tensor([1.0] * n, stream=s) for s in (5, 6)]
     for lane, x in zip(lanes, tensors, strict=True):
         lane.allreduce(x)
         lane.synchronize()
@@ -33,9 +33,9 @@ def two_lanes() -> tuple[list[Any], list[Any]]:
     return lanes, tensors
 
 
-def held_back(rank: int, machine: Machine, fits: bool) -> list[float]:
+def held_back(rank: int, machine: Machine, fits: bool, n: int) -> list[float]:
     """Rank 0's first stream is busy; its second one is not, and rank 1's are not either."""
-    (first, second), (x, y) = two_lanes()
+    (first, second), (x, y) = two_lanes(n)
     busy = threading.Event()
     if rank == 0:
         machine(0)._enqueue(5, lambda: busy.wait(5))
@@ -59,15 +59,19 @@ def test_launches_that_do_not_fit_side_by_side_wait_for_each_other(
     """Otherwise each of the two gets one of the GPUs, and waits for the other one."""
     with gpus(monkeypatch, SMALL) as machine:
         found = collectives.spawn(
-            held_back, 2, "mesh-2", (machine, False), timeout=2, **MODES[mode]
+            held_back, 2, "mesh-2", (machine, False, 40_000), timeout=2, **MODES[mode]
         )
     assert found == [[4.0, 4.0]] * 2
 
 
+@pytest.mark.parametrize(("n", "most"), [(40_000, 8), (256, None)])
 @pytest.mark.parametrize("mode", SEVERAL_GPUS)
-def test_launches_that_fit_side_by_side_do_not_wait(mode: str, machine: Machine) -> None:
+def test_launches_that_fit_side_by_side_do_not_wait(
+    mode: str, n: int, most: int | None, machine: Machine
+) -> None:
+    """Because they are limited, or because short messages take few thread blocks."""
     found = collectives.spawn(
-        held_back, 2, "mesh-2", (machine, True), timeout=10, max_blocks=8, **MODES[mode]
+        held_back, 2, "mesh-2", (machine, True, n), timeout=10, max_blocks=most, **MODES[mode]
     )
     assert found == [[4.0, 4.0]] * 2
 

@@ -1,9 +1,9 @@
 """Dependent memory accesses and fences on the critical path of the GPU plan interpreter.
 
 Both are counted from the plans: an action waits for all its counters at once, loads up to three
-operands at once, and raises its counters behind one fence. Step by step, as the interpreter once
-worked, each wait and signal reads its end's addresses and each operand is loaded after the one
-before.
+operands at once (four of more), and raises its counters behind one fence. Step by step, as the
+interpreter once worked, each wait is over before the next begins, each operand is loaded after the
+one before, and each signal has a fence.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def at_once(plan: Plan, track: Track, phase: int, lines: bool) -> Iterator[Unit]
         waits = [step for _, step in action.waits]
         signals = [step for _, step in action.signals]
         operands = _operands(action)
-        loads = -(-operands // 3) if lines else (1 if operands <= 3 else operands)
+        loads = -(-operands // 3) if lines else max(operands > 0, -(-operands // 4))
         fenced = signals and not (lines and _relaxed(plan, track, action))
         polled = bool([s for s in waits if not lines or plan.sends_on(track, s.connections[0])])
         yield Unit(waits, signals, Cost(polled + loads, 0), Cost(0, bool(fenced)))
@@ -54,34 +54,36 @@ def at_once(plan: Plan, track: Track, phase: int, lines: bool) -> Iterator[Unit]
 
 def _relaxed(plan: Plan, track: Track, action: Action) -> bool:
     """Whether lines need no fence: slots become free, and no partial sum stays."""
-    if not action.move or any(plan.connections[s.connections[0]].local for _, s in action.signals):
+    if any(plan.connections[step.connections[0]].local for _, step in action.signals):
         return False
+    if not action.move:
+        return bool(action.send)
     at, step = action.move
     dropped = action.send and not passed_on(plan)[track.rank, track.channel, at]
-    return step.op is not Op.REDUCE or step.last or bool(dropped)
+    return step.op is Op.COPY or step.last or bool(dropped)
 
 
 def _operands(action: Action) -> int:
     if not action.move:
-        return 0
+        return bool(action.send)
     _, step = action.move
     return len(step.connections) + 1 if step.op is Op.REDUCE else 1
 
 
 def step_by_step(plan: Plan, track: Track, phase: int, lines: bool) -> Iterator[Unit]:
-    """Each wait: its end, then the counter. Each move: the chunk's extent, its ends, the operands
-    one after another (two lines of each, over lines). Each signal: its end, then a fence."""
+    """Each wait: the counter. Each move: the operands one after another (two lines of each, over
+    lines). Each signal: a fence. Reads of tables, which might hit a cache, are not counted."""
     for step in track.phases[phase]:
         if step.op is Op.WAIT:
             skipped = lines and not plan.sends_on(track, step.connections[0])
-            yield Unit([step], [], Cost(1 + (not skipped), 0), Cost(0, 0))
+            yield Unit([step], [], Cost(not skipped, 0), Cost(0, 0))
         elif step.op is Op.SIGNAL:
             skipped = lines and plan.sends_on(track, step.connections[0])
-            yield Unit([], [step], Cost(1, 0), Cost(0, not skipped))
+            yield Unit([], [step], Cost(0, 0), Cost(0, not skipped))
         else:
             received = 0 if step.op is Op.SEND else len(step.connections)
             own = step.op is not Op.COPY
-            yield Unit([], [], Cost(2 + received * (2 if lines else 1) + own, 0), Cost(0, 0))
+            yield Unit([], [], Cost(received * (2 if lines else 1) + own, 0), Cost(0, 0))
 
 
 def critical_path(plan: Plan, units: Callable[..., Iterator[Unit]], config: LaunchConfig) -> Cost:
@@ -136,6 +138,7 @@ def critical_path(plan: Plan, units: Callable[..., Iterator[Unit]], config: Laun
     ("dgx1-v100", "overlapped_double_tree", 1 << 20, Cost(22, 11)),
     ("dgx1-v100", "ring", 1 << 20, Cost(30, 15)),
     ("mesh-8", "one_shot", 8 << 10, Cost(5, 0)),
+    ("mesh-8", "two_shot", 1 << 20, Cost(7, 3)),
 ])  # fmt: skip
 def test_a_call_takes_at_most_half_the_round_trips(
     machine: str, algorithm: str, nbytes: int, now: Cost
@@ -143,7 +146,7 @@ def test_a_call_takes_at_most_half_the_round_trips(
     plan, config = fit(plan_allreduce(load(machine), nbytes, algorithm), nbytes, 4)
     before, after = (critical_path(plan, units, config) for units in (step_by_step, at_once))
     assert after == now
-    assert 2 * sum(after) <= sum(before), before
+    assert 2 * sum(after) <= sum(before) and after.fences < before.fences, before
 
 
 def test_a_chunk_takes_at_most_half_the_round_trips_of_a_rank() -> None:

@@ -1,13 +1,13 @@
 """Encode a rank's tracks for the GPU plan interpreter (`kernels/plan/plan.cu`) as actions.
 
-An action is what a thread block does between two barriers and the next two: a run of WAITs, at most
-one step that moves data (fused with the SEND of its result), and a run of SIGNALs. The waits of a
-run take one thread each, and so do its signals.
+An action is a run of WAITs, at most one step that moves data (fused with the SEND of its result),
+and a run of SIGNALs, with a barrier of the thread block between. The waits of a run take one thread
+each, and so do its signals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,46 +58,55 @@ Placed = tuple[int, Step]
 
 @dataclass(slots=True)
 class Action:
-    """The steps of an action. `send` is the SEND of the result of `move`."""
+    """The steps of an action. `move` moves data; `send` is a SEND, of its result if there is one
+    (`move` is then a REDUCE or COPY)."""
 
     waits: list[Placed] = field(default_factory=list)
     move: Placed | None = None
-    send: Step | None = None
+    send: Placed | None = None
     signals: list[Placed] = field(default_factory=list)
 
 
 def actions(plan: Plan, track: Track, phase: int) -> list[Action]:
     """Divide a phase of a track into actions.
 
-    Only neighbouring steps share an action; in what order the counters of a run are awaited or
-    raised makes no difference.
+    Only neighbouring steps share an action. The counters of a run are awaited or raised in any
+    order, so a run names a connection once.
     """
     together, found = passed_on(plan), [Action()]
     base = sum(len(body) for body in track.phases[:phase])
     for at, step in enumerate(track.phases[phase], base):
         last = found[-1]
         if step.op is Op.SIGNAL:
+            if named(last.signals, step):
+                found.append(last := Action())
             last.signals.append((at, step))
             continue
-        if step.op is Op.SEND and last.move and not last.signals and not last.send:
-            before, _ = last.move
-            if before == at - 1 and (track.rank, track.channel, before) in together:
-                last.send = step
-                continue
-        if last.signals or last.move:
+        fused = last.move and not last.signals and (
+            last.move[0] == at - 1 and (track.rank, track.channel, at - 1) in together
+        )  # fmt: skip
+        full = last.signals or last.move or last.send or named(last.waits, step)
+        if full and not (step.op is Op.SEND and fused):
             found.append(last := Action())
         if step.op is Op.WAIT:
             last.waits.append((at, step))
+        elif step.op is Op.SEND:
+            last.send = at, step
         else:
             last.move = at, step
-    return [a for a in found if a.waits or a.move or a.signals]
+    return [a for a in found if a.waits or a.move or a.send or a.signals]
+
+
+def named(steps: Sequence[Placed], step: Step) -> bool:
+    """Whether one of the WAITs or SIGNALs has the step's connection."""
+    return any(other.connections == step.connections for _, other in steps)
 
 
 def programs(plan: Plan, rank: int) -> list[Program]:
     """The programs of a rank's tracks.
 
-    `code` is `[phases, phases + 1 offsets, actions]`; all tracks have as many phases as the longest
-    one. Raises PlanError if a step has more than MAX_PEERS peers.
+    `code` is `[phases, phases + 1 offsets, actions]`. Raises PlanError if a step has more than
+    MAX_PEERS peers.
     """
     tracks = [s for s in plan.tracks if s.rank == rank]
     for step in (step for s in tracks for body in s.phases for step in body):
@@ -137,23 +146,21 @@ class _Encoder:
         start, flags, chunk = len(self.code), 0, 0
         operands: list[int] = []
         outputs: list[int] = []
-        if action.move:
-            flags, chunk = self._flags(action), action.move[1].chunk
-            operands = list(self._operands(*action.move))
-            outputs = list(self._outputs(action, flags))
+        if placed := action.move or action.send:
+            at, step = placed
+            flags, chunk, operands = self._flags(action), step.chunk, self._operands(at, step)
+        if action.send:
+            outputs += map(self._end, action.send[1].connections)
+            # where a block waits until an emulated link has sent lines
+            self.waits[start] = Wait(action.send[0], chunk, action.send[1].connections[0], True)
+        if flags & KEEPS:
+            outputs.append(OWN)
         counts = len(action.waits), len(operands), len(outputs), len(action.signals)
         self.code += [0, chunk, flags, *counts]
-        if action.move and (sends := action.send or action.move[1]).op is Op.SEND:
-            # where a block waits until an emulated link has sent lines
-            self.waits[start] = Wait(action.move[0], chunk, sends.connections[0], True)
         for at, step in action.waits:
             self._counter(at, step)
-        if action.move:
-            at, step = action.move
-            for i, operand in enumerate(operands, len(self.code)):
-                if operand >= 0:  # over lines the block waits at the operand
-                    connection = tuple(self.number)[operand]
-                    self.waits[i] = Wait(at, step.chunk, connection, False)
+        if placed:
+            self._polls(*placed, operands)
         self.code += operands + outputs
         for at, step in action.signals:
             self._counter(at, step)
@@ -167,40 +174,34 @@ class _Encoder:
         self.waits[len(self.code)] = Wait(at, step.chunk, connection, sender)
         self.code += [step.chunk, 4 * self._end(connection) + flags]
 
-    def _here(self, at: int) -> tuple[int, int, int]:
-        return self.track.rank, self.track.channel, at
+    def _polls(self, at: int, step: Step, operands: Sequence[int]) -> None:
+        """Note that over lines the block waits at each operand, which comes next in the code."""
+        connections = tuple(self.number)
+        for i, operand in enumerate(operands, len(self.code)):
+            if operand >= 0:
+                self.waits[i] = Wait(at, step.chunk, connections[operand], False)
 
     def _flags(self, action: Action) -> int:
-        assert action.move
-        at, step = action.move
-        sends = step if step.op is Op.SEND else action.send
-        keeps = step.op is not Op.SEND and not (action.send and not self.together[self._here(at)])
-        return (
-            AVERAGES * step.last
-            | COMPLETES * (step.op is Op.COPY or step.last)
-            | PUSHED * (step.op is Op.COPY and self._here(at) in self.pushed)
-            | PUSHES * (sends is not None and self._here(at + (sends is not step)) in self.pushed)
-            | KEEPS * keeps
-        )
+        found = 0
+        if action.send:
+            found |= PUSHES * (self._here(action.send[0]) in self.pushed)
+        if action.move:
+            at, step = action.move
+            dropped = action.send and not self.together[self._here(at)]
+            found |= AVERAGES * step.last | COMPLETES * (step.last or step.op is Op.COPY)
+            found |= PUSHED * (step.op is Op.COPY and self._here(at) in self.pushed)
+            found |= KEEPS * (not dropped)
+        return found
 
-    def _operands(self, at: int, step: Step) -> Iterator[int]:
+    def _operands(self, at: int, step: Step) -> list[int]:
         """The operands of a step in the order in which they are combined."""
         own = INPUT if self._here(at) in self.given else OWN
         if step.op is Op.SEND:
-            yield own if step.source is None else self._end(step.source)
-            return
-        for i, connection in enumerate(step.connections):
-            if step.op is Op.REDUCE and i == step.ahead:
-                yield own
-            yield self._end(connection)
-        if step.op is Op.REDUCE and step.ahead == len(step.connections):
-            yield own
+            return [own if step.source is None else self._end(step.source)]
+        found = [self._end(connection) for connection in step.connections]
+        if step.op is Op.REDUCE:
+            found.insert(step.ahead, own)
+        return found
 
-    def _outputs(self, action: Action, flags: int) -> Iterator[int]:
-        assert action.move
-        _, step = action.move
-        sends = step if step.op is Op.SEND else action.send
-        if sends:
-            yield from map(self._end, sends.connections)
-        if flags & KEEPS:
-            yield OWN
+    def _here(self, at: int) -> tuple[int, int, int]:
+        return self.track.rank, self.track.channel, at

@@ -39,7 +39,7 @@ class LaunchOrder:
     Nothing orders calls across processes: all processes must make the calls of communicators that
     share GPUs in the same order. Otherwise calls that do not fit beside each other, or whose
     streams CUDA maps to one queue, raise CollectiveTimeout. The caller orders launches that are
-    captured into CUDA graphs.
+    captured into CUDA graphs, and captures while no other thread calls: events are queried here.
     """
 
     def __init__(self) -> None:
@@ -52,14 +52,19 @@ class LaunchOrder:
         with self._lock:
             for launch in launches:
                 self._wait_for_others(launch)
-            yield
-            for launch in launches:
-                launch.device.record(launch.event, launch.stream)
-                running = self._running[launch.device]
-                before = running.get(launch.event, launch)  # may still be running
-                most = max(before.blocks, launch.blocks)
-                least = min(before.resident, launch.resident)
-                running[launch.event] = launch._replace(blocks=most, resident=least)
+            try:
+                yield
+            finally:  # some may have been enqueued before one failed
+                for launch in launches:
+                    self._record(launch)
+
+    def _record(self, launch: Launch) -> None:
+        launch.device.record(launch.event, launch.stream)
+        running = self._running[launch.device]
+        before = running.get(launch.event, launch)  # may still be running
+        most = max(before.blocks, launch.blocks)
+        least = min(before.resident, launch.resident)
+        running[launch.event] = launch._replace(blocks=most, resident=least)
 
     def _wait_for_others(self, launch: Launch) -> None:
         if self._fits(launch):

@@ -45,8 +45,8 @@ SETTINGS = (Setting(16 << 10, 4, True), Setting(512 << 10, 16, False))
 """By the size of chunks, ascending; larger chunks are divided. Not fitted to measurements yet.
 
 Two slots of 512 KiB for each of the 28 connections of a DGX-1's double tree take 28 MB, which fits
-the L2 cache of an A100 or later. Eight ranks of four tracks of 16 thread blocks exceed an H100's
-occupancy."""
+the L2 cache of an A100 or later. Sixteen blocks a track are more than an H100 holds of eight ranks
+with four tracks each (393 of 512)."""
 
 
 class State(IntEnum):

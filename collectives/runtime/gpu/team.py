@@ -221,8 +221,9 @@ class Team:
             found = [resident for _, resident in self.gpu.occupancy(call.dtype, call.op)]
             self._resident[call.dtype, call.op] = found
         each = zip(streams, prepared.parts, self._resident[call.dtype, call.op], strict=True)
+        width = prepared.config.width
         return [
-            Launch(part.device, streams[i], self._events[i], len(part.programs) * call.width, most)
+            Launch(part.device, streams[i], self._events[i], len(part.programs) * width, most)
             for i, part, most in each if part.programs
         ]  # fmt: skip
 

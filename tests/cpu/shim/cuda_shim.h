@@ -280,6 +280,7 @@ inline unsigned long long clock_ns() {
     return now.tv_sec * 1000000000ull + now.tv_nsec;
 }
 inline void spin_pause() { ::shim::pause(); }
+inline void in_global_memory(const void*) {}
 inline void raise(uint32_t* p) { __atomic_store_n(p, 1, __ATOMIC_RELAXED); }
 inline uint32_t count_up(uint32_t* p, uint32_t v) {
     return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
