@@ -66,6 +66,10 @@ class HostWork:
     def done(self) -> bool:
         return self._future.done()
 
+    def add_done_callback(self, function: Callable[[Future[Any]], None]) -> None:
+        """Call `function` when the collective has finished, from the thread that runs it."""
+        self._future.add_done_callback(function)
+
     @property
     def unretrieved_error(self) -> BaseException | None:
         """The error of the finished call if nobody has waited for it."""

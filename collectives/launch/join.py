@@ -36,8 +36,13 @@ def init(
     Raises CollectiveError if an argument or environment variable is bad or the ranks are on several
     machines, and CollectiveTimeout if they do not meet within `timeout` seconds.
     """
-    settings = Settings(topology, timeout, order, max_blocks, peer_access)
-    job = _job(timeout)
+    communicator = meet(_job(timeout), Settings(topology, timeout, order, max_blocks, peer_access))
+    set_default(communicator)
+    return communicator
+
+
+def meet(job: Job, settings: Settings) -> Communicator:
+    """The communicator of a job's ranks. Raises as `init` does."""
     fd = -1
     try:
         location = host = ""
@@ -46,26 +51,23 @@ def init(
             location, host = Mapping.location(fd), socket.gethostname()
             job.tell([location, host])
         else:
-            location, host = job.look_up(timeout)
+            location, host = job.look_up(settings.timeout)
         if host != socket.gethostname():
             raise CollectiveError(
                 f"rank {job.rank} is on {socket.gethostname()}, rank 0 on {host}: CPU ranks "
                 "must share one machine"
             )
-        mapping = Mapping.open(location, job.size, job.rank)
-        communicator = Communicator(Arena(mapping, job.rank), settings)
+        return Communicator(Arena(Mapping.open(location, job.size, job.rank), job.rank), settings)
     finally:
         if fd >= 0:
             os.close(fd)
-    set_default(communicator)
-    return communicator
 
 
 _generation = iter(range(1 << 30))  # so that each `init` of this process has its own key
 
 
 @dataclass
-class _Job:
+class Job:
     """The ranks of a job, and the torch.distributed store through which rank 0 reaches the others.
 
     Anyone who can reach the store's port can write to it, so its values are plain data and checked.
@@ -101,17 +103,17 @@ class _Job:
         return location, host
 
 
-def _job(timeout: float) -> _Job:
+def _job(timeout: float) -> Job:
     key = f"linkweave/arena/{next(_generation)}"
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_available():
         dist = torch.distributed
         if dist.is_initialized():
             store = dist.distributed_c10d._get_default_store()
-            return _Job(dist.get_rank(), dist.get_world_size(), store, key)
+            return Job(dist.get_rank(), dist.get_world_size(), store, key)
     env = os.environ
     if "RANK" not in env or "WORLD_SIZE" not in env:
-        return _Job(0, 1, None, key)
+        return Job(0, 1, None, key)
     try:
         rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
     except ValueError:
@@ -121,7 +123,7 @@ def _job(timeout: float) -> _Job:
     if not 0 <= rank < size:
         raise CollectiveError(f"RANK={rank} must be from 0 to WORLD_SIZE - 1 = {size - 1}")
     if size == 1:
-        return _Job(rank, size, None, key)
+        return Job(rank, size, None, key)
     if missing := [v for v in ("MASTER_ADDR", "MASTER_PORT") if v not in env]:
         raise CollectiveError(f"RANK and WORLD_SIZE are set, but {missing[0]} is not")
     import torch.distributed as dist
@@ -134,4 +136,4 @@ def _job(timeout: float) -> _Job:
             f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}: {error}",
             rank=rank,
         ) from None
-    return _Job(rank, size, store, key)
+    return Job(rank, size, store, key)

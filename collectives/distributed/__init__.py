@@ -1,0 +1,1 @@
+"""linkweave as a backend of torch.distributed: `init_process_group("linkweave")`."""

@@ -1,0 +1,306 @@
+"""A process group of torch.distributed whose collectives run on a communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
+
+from linkweave.collectives.communicator import Communicator
+from linkweave.collectives.distributed.work import GroupWork
+from linkweave.collectives.launch.join import Job, meet
+from linkweave.collectives.settings import Settings
+from linkweave.kernels.dtypes import DTYPES, ops_of
+
+_OPS = (
+    (dist.ReduceOp.SUM, "sum"), (dist.ReduceOp.AVG, "avg"), (dist.ReduceOp.PRODUCT, "prod"),
+    (dist.ReduceOp.MIN, "min"), (dist.ReduceOp.MAX, "max"), (dist.ReduceOp.BAND, "and"),
+    (dist.ReduceOp.BOR, "or"), (dist.ReduceOp.BXOR, "xor"),
+)  # fmt: skip
+
+Tensors = list[Any]
+
+
+_Base: Any = dist.ProcessGroup  # whose stubs list overloads that torch does not call
+
+
+class Group(_Base):  # type: ignore[misc]
+    """The ranks of a torch.distributed process group, all on one machine.
+
+    Collectives of dense tensors run on `communicator`. What it does not offer (gather, scatter,
+    send and receive with tags, other dtypes, sparse tensors) goes to gloo on the CPU and to NCCL
+    on GPUs.
+    """
+
+    def __init__(self, options: Any) -> None:
+        rank, size, timeout = options.group_rank, options.group_size, options.timeout
+        super().__init__(rank, size)
+        self._store, self._timeout = options.store, timeout
+        job = Job(rank, size, c10d.PrefixStore("linkweave/", options.store), "arena")
+        self.communicator: Communicator = meet(job, Settings(timeout=timeout.total_seconds()))
+        self._others: dict[str, Any] = {"cpu": self._gloo()}
+        self._coalesced: list[GroupWork] | None = None
+
+    def _gloo(self) -> Any:
+        """A gloo group, which connects two ranks when they first talk to each other."""
+        gloo: Any = c10d.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_default_device(lazy_init=True)]
+        options._timeout = self._timeout
+        store = c10d.PrefixStore("gloo/", self._store)
+        return gloo(store, self.rank(), self.size(), options)
+
+    def _other(self, device: str) -> Any:
+        """The group of gloo or NCCL for what the communicator does not offer."""
+        if device not in self._others:
+            if not dist.is_nccl_available():
+                raise RuntimeError("this call needs NCCL, which this torch does not have")
+            options = c10d.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            store = c10d.PrefixStore("nccl/", self._store)
+            self._others[device] = c10d.ProcessGroupNCCL(store, self.rank(), self.size(), options)
+        return self._others[device]
+
+    # ---- what torch asks ---------------------------------------------------------------------
+    def getBackendName(self) -> str:
+        return "linkweave"
+
+    def __repr__(self) -> str:
+        return f"linkweave.Group(rank={self.rank()}, size={self.size()})"
+
+    def shutdown(self) -> None:
+        self.communicator.close()
+
+    def abort(self) -> None:
+        self.communicator.close()
+
+    # ---- collectives -------------------------------------------------------------------------
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
+        opts = opts or c10d.AllreduceOptions()
+        if not (op := _op(opts.reduceOp, tensors)):
+            return self._other(tensors[0].device.type).allreduce(tensors, opts)
+        x = tensors[0] if len(tensors) == 1 else tensors
+        return self._run(opts, self.communicator.allreduce, tensors, None, x, op)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
+        opts = opts or c10d.AllreduceCoalescedOptions()
+        if not _op(opts.reduceOp, tensors):
+            return self._other(tensors[0].device.type).allreduce_coalesced(tensors, opts)
+        return self.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> Any:
+        opts = opts or c10d.BroadcastOptions()
+        if not _supported(tensors):
+            return self._other(tensors[0].device.type).broadcast(tensors, opts)
+        return self._run(
+            opts, self.communicator.broadcast, tensors, None, tensors[0], opts.rootRank
+        )
+
+    def reduce(self, tensors: Tensors, opts: Any = None) -> Any:
+        opts = opts or c10d.ReduceOptions()
+        if not (op := _op(opts.reduceOp, tensors)):
+            return self._other(tensors[0].device.type).reduce(tensors, opts)
+        return self._run(
+            opts, self.communicator.reduce, tensors, None, tensors[0], op, opts.rootRank
+        )
+
+    def all_gather_single(self, output: Any, given: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.AllgatherOptions()
+        if not _supported([output, given]) or output.dtype != given.dtype:
+            return self._other(given.device.type).all_gather_single(output, given, opts)
+        _check_elements("all_gather", output, given.numel() * self.size())
+        rows, finish = _rows(output, self.size())
+        return self._run(
+            opts, self.communicator.allgather, [output], finish, given.reshape(-1), out=rows
+        )
+
+    def allgather(self, outputs: list[Tensors], given: Tensors, opts: Any = None) -> Any:
+        opts = opts or c10d.AllgatherOptions()
+        x, out = given[0], outputs[0]
+        if not _supported([*out, *given]) or {y.shape for y in out} != {x.shape}:
+            return self._other(x.device.type).allgather(outputs, given, opts)
+        whole = x.new_empty((self.size(), x.numel()))
+        return self._run(
+            opts, self.communicator.allgather, out, lambda: _spread(whole, out), x.reshape(-1),
+            out=whole,
+        )  # fmt: skip
+
+    def reduce_scatter_single(self, output: Any, given: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.ReduceScatterOptions()
+        if not (op := _op(opts.reduceOp, [output, given])):
+            return self._other(given.device.type).reduce_scatter_single(output, given, opts)
+        _check_elements("reduce_scatter", given, output.numel() * self.size())
+        rows, finish = _rows(output, 1)
+        blocks = given.reshape(self.size(), -1)
+        return self._run(
+            opts, self.communicator.reduce_scatter, [output], finish, blocks, op, out=rows
+        )
+
+    def reduce_scatter(self, outputs: Tensors, given: list[Tensors], opts: Any = None) -> Any:
+        opts = opts or c10d.ReduceScatterOptions()
+        if not _op(opts.reduceOp, [*outputs, *given[0]]) or (
+            {x.numel() for x in given[0]} != {outputs[0].numel()}
+        ):
+            return self._other(outputs[0].device.type).reduce_scatter(outputs, given, opts)
+        whole = torch.stack([x.reshape(-1) for x in given[0]])
+        return self.reduce_scatter_single(outputs[0], whole, opts)
+
+    def all_to_all_single(
+        self, output: Any, given: Any, output_splits: Sequence[int], input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> Any:  # fmt: skip
+        opts = opts or c10d.AllToAllOptions()
+        uneven = bool(output_splits or input_splits)
+        if not _supported([output, given]) or (uneven and given.is_cuda):
+            other = self._other(given.device.type)
+            return other.all_to_all_single(output, given, output_splits, input_splits, opts)
+        if not uneven:
+            rows, finish = _rows(output, self.size())
+            blocks = given.reshape(self.size(), -1)
+            return self._run(opts, self.communicator.alltoall, [output], finish, blocks, rows)
+        rows, finish = _whole(output)
+        splits = (
+            list(part or [len(x) // self.size()] * self.size())
+            for part, x in ((input_splits, given), (output_splits, output))
+        )
+        return self._run(
+            opts, self.communicator.alltoall, [output], finish, given.contiguous(), rows, *splits
+        )
+
+    def alltoall(self, outputs: Tensors, given: Tensors, opts: Any = None) -> Any:
+        opts = opts or c10d.AllToAllOptions()
+        if not _supported([*outputs, *given]) or given[0].is_cuda:
+            return self._other(given[0].device.type).alltoall(outputs, given, opts)
+        x = torch.cat([y.reshape(-1) for y in given])
+        counts = [[y.numel() for y in each] for each in (given, outputs)]
+        whole = x.new_empty(sum(counts[1]))
+
+        def finish() -> None:
+            _spread(torch.split(whole, counts[1]), outputs)
+
+        return self._run(opts, self.communicator.alltoall, outputs, finish, x, whole, *counts)
+
+    def barrier(self, opts: Any = None) -> Any:
+        opts = opts or c10d.BarrierOptions()
+        return self._run(
+            opts, self.communicator.allreduce, [], None, torch.zeros(1, dtype=torch.uint8), "max"
+        )
+
+    # ---- several at once ---------------------------------------------------------------------
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, given: Tensors, opts: Any = None
+    ) -> Any:
+        pairs = zip(outputs, given, strict=True)
+        return _together([self.all_gather_single(out, x, opts) for out, x in pairs], outputs)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, given: Tensors, opts: Any = None
+    ) -> Any:
+        pairs = zip(outputs, given, strict=True)
+        return _together([self.reduce_scatter_single(out, x, opts) for out, x in pairs], outputs)
+
+    def allgather_coalesced(self, outputs: list[Tensors], given: Tensors, opts: Any = None) -> Any:
+        pairs = zip(outputs, given, strict=True)
+        return _together([self.allgather([out], [x], opts) for out, x in pairs], given)
+
+    def _start_coalescing(self, device: Any) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: Any) -> Any:
+        works, self._coalesced = self._coalesced or [], None
+        return _together(works, [])
+
+    # ---- what goes to gloo or NCCL -----------------------------------------------------------
+    def gather(self, outputs: list[Tensors], given: Tensors, opts: Any = None) -> Any:
+        return self._other(given[0].device.type).gather(
+            outputs, given, opts or c10d.GatherOptions()
+        )
+
+    def scatter(self, outputs: Tensors, given: list[Tensors], opts: Any = None) -> Any:
+        return self._other(outputs[0].device.type).scatter(
+            outputs, given, opts or c10d.ScatterOptions()
+        )
+
+    def send(self, tensors: Tensors, to: int, tag: int = 0) -> Any:
+        return self._other(tensors[0].device.type).send(tensors, to, tag)
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Any:
+        return self._other(tensors[0].device.type).recv(tensors, source, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
+        return self._other(tensors[0].device.type).recv_anysource(tensors, tag)
+
+    # ---- how ---------------------------------------------------------------------------------
+    def _run(
+        self, opts: Any, call: Callable[..., Any], result: Tensors,
+        finish: Callable[[], None] | None, *arguments: Any, **named: Any,
+    ) -> GroupWork:  # fmt: skip
+        """Make a call of the communicator, at once if torch will wait for it."""
+        asynchronous = opts.asyncOp or self._coalesced is not None
+        work = call(*arguments, **named, async_op=asynchronous)
+        made = GroupWork(work if asynchronous else None, result, finish)
+        if self._coalesced is not None:
+            self._coalesced.append(made)
+        return made
+
+
+class _Together:
+    """A `Work` that is done when all of several are."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self, timeout: float | None = None) -> None:
+        for work in self._works:
+            work.wait(timedelta(seconds=timeout or 0))
+
+    def done(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def _together(works: Sequence[Any], result: Tensors) -> GroupWork:
+    return GroupWork(_Together(works), result)
+
+
+def _supported(tensors: Tensors) -> bool:
+    return all(
+        x.layout == torch.strided and str(x.dtype).removeprefix("torch.") in DTYPES for x in tensors
+    )
+
+
+def _op(op: Any, tensors: Tensors) -> str:
+    """The communicator's name of an op; empty if it does not offer it for these tensors."""
+    name = next((name for kind, name in _OPS if op == kind), "")
+    if not name or not _supported(tensors):
+        return ""
+    dtype = str(tensors[0].dtype).removeprefix("torch.")
+    return name if name in ops_of(dtype, gpu=tensors[0].is_cuda) else ""
+
+
+def _check_elements(what: str, x: Any, wanted: int) -> None:
+    if x.numel() != wanted:
+        raise ValueError(f"{what}: {x.numel()} elements where {wanted} are needed")
+
+
+def _whole(output: Any) -> tuple[Any, Callable[[], None] | None]:
+    """A contiguous tensor for a result, and what then moves it to `output`."""
+    if output.is_contiguous():
+        return output, None
+    whole = torch.empty_like(output, memory_format=torch.contiguous_format)
+    return whole, lambda: _spread([whole], [output])
+
+
+def _rows(output: Any, rows: int) -> tuple[Any, Callable[[], None] | None]:
+    """`_whole` with so many rows."""
+    whole, finish = _whole(output)
+    return whole.view(rows, -1) if output.numel() else whole.view(rows, 0), finish
+
+
+def _spread(parts: Any, outputs: Tensors) -> None:
+    with torch.no_grad():
+        for part, output in zip(parts, outputs, strict=True):
+            output.copy_(part.view(output.shape))

@@ -1,0 +1,193 @@
+"""The torch.distributed backend "linkweave", beside gloo in the same processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from linkweave.torch_backend import register
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(size: int, body: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    """What `body(rank, *args)` returns on each rank, or the error that it raises as text."""
+    register()
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        found = context.Manager().list([None] * size)
+
+        def rank_of(rank: int) -> None:
+            torch.set_num_threads(1)
+            dist.init_process_group(
+                "linkweave", init_method=f"file://{folder}/store", rank=rank, world_size=size,
+                timeout=timedelta(seconds=20),
+            )  # fmt: skip
+            try:
+                found[rank] = body(rank, *args)
+                dist.destroy_process_group()
+            except Exception as error:
+                found[rank] = f"{type(error).__name__}: {error}"
+
+        ranks = [context.Process(target=rank_of, args=(rank,)) for rank in range(size)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(timeout)
+            assert process.exitcode is not None, "a rank hangs"
+        return list(found)
+
+
+def both(rank: int, calls: Callable[[int, int, Any], Any]) -> bool:
+    """Whether linkweave's group gives what gloo gives."""
+    gloo = dist.new_group(backend="gloo")
+    mine, theirs = (calls(rank, dist.get_world_size(), group) for group in (None, gloo))
+    assert dist.get_backend() == "linkweave"
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    return True
+
+
+def values(rank: int, n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return ((torch.arange(n) * 7 + rank * 3) % 5).to(dtype)
+
+
+def reductions(rank: int, size: int, group: Any) -> list[torch.Tensor]:
+    found = []
+    ops = dist.ReduceOp
+    for op in (ops.SUM, ops.PRODUCT, ops.MIN, ops.MAX):
+        for dtype in (torch.float32, torch.float64, torch.float16, torch.int32, torch.int64,
+                      torch.uint8):  # fmt: skip
+            dist.all_reduce(x := values(rank, 13, dtype), op, group=group)
+            dist.reduce(y := values(rank, 1000, dtype), size - 1, op, group=group)
+            found += [x] + [y] * (rank == size - 1)
+    for op in (ops.BAND, ops.BOR, ops.BXOR):
+        dist.all_reduce(x := values(rank, 5, torch.int64), op, group=group)
+        found.append(x)
+    dist.all_reduce(y := values(rank, 12).view(3, 4).t(), group=group)  # strided
+    dist.all_reduce(z := torch.empty(0), group=group)
+    return [*found, x, y, z]
+
+
+def movements(rank: int, size: int, group: Any) -> list[torch.Tensor]:
+    x = values(rank, 6).view(2, 3)
+    dist.broadcast(one := values(rank, 7), 0, group=group)
+    dist.all_gather(every := [torch.zeros(2, 3) for _ in range(size)], x, group=group)
+    dist.all_gather_single(whole := torch.zeros(2 * size, 3), x, group=group)
+    dist.reduce_scatter_single(part := torch.zeros(3), values(rank, 3 * size), group=group)
+    dist.reduce_scatter(row := torch.zeros(4), [values(r, 4) for r in range(size)], group=group)
+    dist.all_to_all_single(even := torch.zeros(2 * size), values(rank, 2 * size), group=group)
+    sent, got = [rank + 1] * size, [r + 1 for r in range(size)]
+    uneven = torch.zeros(sum(got), 2)
+    dist.all_to_all_single(uneven, values(rank, 2 * sum(sent)).view(-1, 2), got, sent, group=group)
+    blocks = [torch.zeros(2, 2) for _ in range(size)]
+    dist.all_to_all(blocks, [values(rank + r, 4).view(2, 2) for r in range(size)], group=group)
+    dist.gather(x, rows := [torch.zeros(2, 3) for _ in range(size)] if not rank else None,
+                group=group)  # fmt: skip
+    dist.scatter(mine := torch.zeros(3), [values(r, 3) for r in range(size)] if not rank else None,
+                 group=group)  # fmt: skip
+    return [one, *every, whole, part, row, even, uneven, *blocks, *(rows or []), mine]
+
+
+def handles(rank: int, size: int, group: Any) -> list[torch.Tensor]:
+    """Asynchronous calls, futures, coalesced calls, objects, point to point."""
+    works = [dist.all_reduce(x := values(rank, 100), group=group, async_op=True),
+             dist.all_gather(y := [torch.zeros(9) for _ in range(size)], values(rank, 9),
+                             group=group, async_op=True)]  # fmt: skip
+    for work in works:
+        work.wait()
+        assert work.is_completed()
+    future = dist.all_reduce(z := values(rank, 50), group=group, async_op=True).get_future()
+    (value,) = future.then(lambda done: [done.value()[0] * 2]).wait()
+    with dist._coalescing_manager(group=group):
+        for n in (3, 30):
+            dist.all_reduce(w := values(rank, n), group=group)
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, {"rank": rank}, group=group)
+    assert objects == [{"rank": r} for r in range(size)]
+    t = values(rank, 4)
+    if size > 1 and rank < 2:
+        (dist.send if rank == 0 else dist.recv)(t, 1 - rank, group=group, tag=3)
+    dist.barrier(group=group)
+    return [x, *y, z, value, w, t]
+
+
+@pytest.mark.parametrize("calls", [reductions, movements, handles])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_calls_give_what_gloo_gives(size: int, calls: Callable[..., Any]) -> None:
+    assert run(size, both, calls) == [True] * size
+
+
+def train(rank: int) -> bool:
+    """Plain DDP: the ranks' parameters stay equal, to the bit."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(10, 200), torch.nn.ReLU(), torch.nn.Linear(200, 3))
+    ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 10) + rank).square().sum().backward()
+        optimizer.step()
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+    every = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    return all(torch.equal(x, mine) for x in every)
+
+
+def test_ddp_trains() -> None:
+    assert run(3, train) == [True] * 3
+
+
+def parts(rank: int) -> float:
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return 0
+    dist.all_reduce(x := torch.ones(1), group=group)
+    return x.item()
+
+
+def test_groups_of_some_ranks() -> None:
+    assert run(3, parts) == [2, 0, 2]
+
+
+def lose(rank: int, what: str) -> str:
+    dist.all_reduce(torch.ones(3))
+    if rank == 1 and what == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        dist.broadcast(torch.ones(3), 0)
+    else:
+        dist.all_reduce(torch.ones(3), async_op=True).wait()
+    return "nothing was noticed"
+
+
+@pytest.mark.parametrize(("what", "words"), [
+    ("killed", r"rank 1 \(process \d+\) died"), ("other", "differ"),
+])  # fmt: skip
+def test_a_rank_that_is_lost_is_named(what: str, words: str) -> None:
+    start = time.monotonic()
+    found = run(3, lose, what)
+    assert time.monotonic() - start < 15
+    for rank in (0, 2):
+        assert re.search(words, found[rank]), found
+
+
+def test_the_installed_package_registers_itself() -> None:
+    """By the entry point that `import torch` loads."""
+    code = "import torch.distributed as d; print(hasattr(d.Backend, 'LINKWEAVE'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True"]
