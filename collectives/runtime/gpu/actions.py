@@ -85,8 +85,8 @@ def actions(plan: Plan, track: Track, phase: int) -> list[Action]:
         fused = last.move and not last.signals and (
             last.move[0] == at - 1 and (track.rank, track.channel, at - 1) in together
         )  # fmt: skip
-        full = last.signals or last.move or last.send or named(last.waits, step)
-        if full and not (step.op is Op.SEND and fused):
+        again = step.op is Op.WAIT and named(last.waits, step)
+        if (last.signals or last.move or last.send or again) and not (step.op is Op.SEND and fused):
             found.append(last := Action())
         if step.op is Op.WAIT:
             last.waits.append((at, step))
