@@ -49,6 +49,9 @@ class GroupWork(dist.Work):
         return self._work is None or self._work.done()
 
     def exception(self) -> BaseException | None:
+        """What the collective raised; None also while it runs."""
+        if not self.is_completed():
+            return None
         try:
             self.wait()
         except Exception as error:
@@ -65,8 +68,8 @@ class GroupWork(dist.Work):
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the list of tensors. On a GPU it is complete at once, as are torch's own: who
-        uses its value waits on the stream."""
+        """A future of the list of tensors. On a GPU it is complete at once, as torch's own are: a
+        stream that uses its value waits for the collective."""
         devices = [x.device for x in self._result if x.is_cuda]
         future: torch.futures.Future[Any] = torch.futures.Future(devices=devices or None)
 

@@ -27,7 +27,7 @@ from linkweave.collectives import (
     plan_allreduce,
 )
 from linkweave.collectives.launch.default import get_default
-from linkweave.collectives.launch.join import _Job
+from linkweave.collectives.launch.join import Job
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
 from linkweave.collectives.runtime.cpu.mapping import Mapping
 from linkweave.topology import load
@@ -207,7 +207,7 @@ class Payload:
 )
 def test_what_the_store_says_is_not_run(value: bytes) -> None:
     with pytest.raises(CollectiveError, match="in the store is not what rank 0 writes"):
-        _Job(1, 2, Store(value), "key").look_up(1.0)
+        Job(1, 2, Store(value), "key").look_up(1.0)
     assert not Path("/tmp/linkweave-was-here").exists()
 
 

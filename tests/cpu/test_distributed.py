@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from linkweave.collectives import CollectiveError
 from linkweave.torch_backend import register
 
 ROOT = Path(__file__).parents[2]
@@ -172,7 +173,11 @@ def lose(rank: int, what: str) -> str:
     if rank == 1:
         dist.broadcast(torch.ones(3), 0)
     else:
-        dist.all_reduce(torch.ones(3), async_op=True).wait()
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        try:
+            work.wait()
+        finally:
+            assert isinstance(work.exception(), CollectiveError) and not work.is_success()
     return "nothing was noticed"
 
 

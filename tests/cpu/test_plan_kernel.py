@@ -350,10 +350,10 @@ MUTANTS = {
         "plan/interpret.h", "st_release_sys((u32*)(end.free", "st_relaxed_sys((u32*)(end.free",
     ),
     "wait for data": (
-        "plan/interpret.h", "if (!await(end.ready + line, count,", "if (0 && !await(end.ready, 0,",
+        "plan/interpret.h", "if (!await(end.ready + mine, count,", "if (0 && !await(end.ready, 0,",
     ),
     "wait for a slot": (
-        "plan/interpret.h", "if (!await(end.free + line, count - l.slots,",
+        "plan/interpret.h", "if (!await(end.free + mine, count - l.slots,",
         "if (0 && !await(end.free, 0,",
     ),
     "one slot too many": ("plan/interpret.h", "count - l.slots,", "count - l.slots - 1,"),
