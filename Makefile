@@ -18,8 +18,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed
 	$(VENV)/bin/linkweave demo
 
-# compile and run kernels, with no ranks in processes
-KERNELS := $(addprefix tests/cpu/test_, combine.py gpu_kernels.py kernel_compile.py plan_kernel.py)
+# run with the planner's tests, so that both processes take about as long
+KERNELS := $(addprefix tests/cpu/test_, \
+	combine.py gpu_kernels.py interpreter.py kernel_compile.py plan_kernel.py)
 
 # two processes side by side, their output as it comes; fails if either fails
 test: lint
