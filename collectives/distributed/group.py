@@ -204,8 +204,9 @@ class Group(_Base):  # type: ignore[misc]
         return _together([self.reduce_scatter_single(out, x, opts) for out, x in pairs], outputs)
 
     def allgather_coalesced(self, outputs: list[Tensors], given: Tensors, opts: Any = None) -> Any:
-        pairs = zip(outputs, given, strict=True)
-        return _together([self.allgather([out], [x], opts) for out, x in pairs], given)
+        """`outputs[r][i]` receives rank r's `given[i]`."""
+        pairs = zip(zip(*outputs, strict=True), given, strict=True)
+        return _together([self.allgather([[*out]], [x], opts) for out, x in pairs], given)
 
     def _start_coalescing(self, device: Any) -> None:
         self._coalesced = []

@@ -119,6 +119,8 @@ def handles(rank: int, size: int, group: Any) -> list[torch.Tensor]:
     with dist._coalescing_manager(group=group):
         for n in (3, 30):
             dist.all_reduce(w := values(rank, n), group=group)
+    lists = [[torch.zeros(2), torch.zeros(3)] for _ in range(size)]
+    dist.all_gather_coalesced(lists, [values(rank, 2), values(rank, 3)], group=group)
     objects: list[Any] = [None] * size
     dist.all_gather_object(objects, {"rank": rank}, group=group)
     assert objects == [{"rank": r} for r in range(size)]
@@ -126,7 +128,7 @@ def handles(rank: int, size: int, group: Any) -> list[torch.Tensor]:
     if size > 1 and rank < 2:
         (dist.send if rank == 0 else dist.recv)(t, 1 - rank, group=group, tag=3)
     dist.barrier(group=group)
-    return [x, *y, z, value, w, t]
+    return [x, *y, z, value, w, t, *(part for row in lists for part in row)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
