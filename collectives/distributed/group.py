@@ -39,7 +39,7 @@ class Group(_Base):  # type: ignore[misc]
     def __init__(self, options: Any) -> None:
         rank, size, timeout = options.group_rank, options.group_size, options.timeout
         super().__init__(rank, size)
-        self._store, self._timeout = options.store, timeout
+        self._store, self._timeout, self._name = options.store, timeout, options.group_id
         job = Job(rank, size, c10d.PrefixStore("linkweave/", options.store), "arena")
         self.communicator: Communicator = meet(job, Settings(timeout=timeout.total_seconds()))
         self._others: dict[str, Any] = {"cpu": self._gloo()}
@@ -68,6 +68,11 @@ class Group(_Base):  # type: ignore[misc]
     # ---- what torch asks ---------------------------------------------------------------------
     def getBackendName(self) -> str:
         return "linkweave"
+
+    @property
+    def group_name(self) -> str:
+        """torch's name of the group."""
+        return str(self._name)
 
     def __repr__(self) -> str:
         return f"linkweave.Group(rank={self.rank()}, size={self.size()})"

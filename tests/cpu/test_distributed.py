@@ -161,6 +161,7 @@ def parts(rank: int) -> float:
     if rank == 1:
         return 0
     dist.all_reduce(x := torch.ones(1), group=group)
+    dist.destroy_process_group(group)
     return x.item()
 
 
