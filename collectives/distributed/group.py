@@ -43,7 +43,7 @@ class Group(_Base):  # type: ignore[misc]
         job = Job(rank, size, c10d.PrefixStore("linkweave/", options.store), "arena")
         self.communicator: Communicator = meet(job, Settings(timeout=timeout.total_seconds()))
         self._others: dict[str, Any] = {"cpu": self._gloo()}
-        self._coalesced: list[GroupWork] | None = None
+        self._coalesced: list[Any] | None = None
 
     def _gloo(self) -> Any:
         """A gloo group, which connects two ranks when they first talk to each other."""
@@ -80,27 +80,26 @@ class Group(_Base):  # type: ignore[misc]
     def shutdown(self) -> None:
         self.communicator.close()
 
-    def abort(self) -> None:
-        self.communicator.close()
+    abort = shutdown
 
     # ---- collectives -------------------------------------------------------------------------
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceOptions()
         if not (op := _op(opts.reduceOp, tensors)):
-            return self._other(tensors[0].device.type).allreduce(tensors, opts)
+            return self._delegate("allreduce", tensors[0], tensors, opts)
         x = tensors[0] if len(tensors) == 1 else tensors
         return self._run(opts, self.communicator.allreduce, tensors, None, x, op)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceCoalescedOptions()
         if not _op(opts.reduceOp, tensors):
-            return self._other(tensors[0].device.type).allreduce_coalesced(tensors, opts)
+            return self._delegate("allreduce_coalesced", tensors[0], tensors, opts)
         return self.allreduce(tensors, opts)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.BroadcastOptions()
         if not _supported(tensors):
-            return self._other(tensors[0].device.type).broadcast(tensors, opts)
+            return self._delegate("broadcast", tensors[0], tensors, opts)
         return self._run(
             opts, self.communicator.broadcast, tensors, None, tensors[0], opts.rootRank
         )
@@ -108,7 +107,7 @@ class Group(_Base):  # type: ignore[misc]
     def reduce(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceOptions()
         if not (op := _op(opts.reduceOp, tensors)):
-            return self._other(tensors[0].device.type).reduce(tensors, opts)
+            return self._delegate("reduce", tensors[0], tensors, opts)
         return self._run(
             opts, self.communicator.reduce, tensors, None, tensors[0], op, opts.rootRank
         )
@@ -116,7 +115,7 @@ class Group(_Base):  # type: ignore[misc]
     def all_gather_single(self, output: Any, given: Any, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
         if not _supported([output, given]) or output.dtype != given.dtype:
-            return self._other(given.device.type).all_gather_single(output, given, opts)
+            return self._delegate("all_gather_single", given, output, given, opts)
         _check_elements("all_gather", output, given.numel() * self.size())
         rows, finish = _rows(output, self.size())
         return self._run(
@@ -127,7 +126,7 @@ class Group(_Base):  # type: ignore[misc]
         opts = opts or c10d.AllgatherOptions()
         x, out = given[0], outputs[0]
         if not _supported([*out, *given]) or {y.shape for y in out} != {x.shape}:
-            return self._other(x.device.type).allgather(outputs, given, opts)
+            return self._delegate("allgather", x, outputs, given, opts)
         whole = x.new_empty((self.size(), x.numel()))
         return self._run(
             opts, self.communicator.allgather, out, lambda: _spread(whole, out), x.reshape(-1),
@@ -137,7 +136,7 @@ class Group(_Base):  # type: ignore[misc]
     def reduce_scatter_single(self, output: Any, given: Any, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
         if not (op := _op(opts.reduceOp, [output, given])):
-            return self._other(given.device.type).reduce_scatter_single(output, given, opts)
+            return self._delegate("reduce_scatter_single", given, output, given, opts)
         _check_elements("reduce_scatter", given, output.numel() * self.size())
         rows, finish = _rows(output, 1)
         blocks = given.reshape(self.size(), -1)
@@ -150,7 +149,7 @@ class Group(_Base):  # type: ignore[misc]
         if not _op(opts.reduceOp, [*outputs, *given[0]]) or (
             {x.numel() for x in given[0]} != {outputs[0].numel()}
         ):
-            return self._other(outputs[0].device.type).reduce_scatter(outputs, given, opts)
+            return self._delegate("reduce_scatter", outputs[0], outputs, given, opts)
         whole = torch.stack([x.reshape(-1) for x in given[0]])
         return self.reduce_scatter_single(outputs[0], whole, opts)
 
@@ -161,25 +160,25 @@ class Group(_Base):  # type: ignore[misc]
         opts = opts or c10d.AllToAllOptions()
         uneven = bool(output_splits or input_splits)
         if not _supported([output, given]) or (uneven and given.is_cuda):
-            other = self._other(given.device.type)
-            return other.all_to_all_single(output, given, output_splits, input_splits, opts)
+            splits = output_splits, input_splits
+            return self._delegate("all_to_all_single", given, output, given, *splits, opts)
         if not uneven:
             rows, finish = _rows(output, self.size())
             blocks = given.reshape(self.size(), -1)
             return self._run(opts, self.communicator.alltoall, [output], finish, blocks, rows)
         rows, finish = _whole(output)
-        splits = (
+        each = (
             list(part or [len(x) // self.size()] * self.size())
             for part, x in ((input_splits, given), (output_splits, output))
         )
         return self._run(
-            opts, self.communicator.alltoall, [output], finish, given.contiguous(), rows, *splits
+            opts, self.communicator.alltoall, [output], finish, given.contiguous(), rows, *each
         )
 
     def alltoall(self, outputs: Tensors, given: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.AllToAllOptions()
         if not _supported([*outputs, *given]) or given[0].is_cuda:
-            return self._other(given[0].device.type).alltoall(outputs, given, opts)
+            return self._delegate("alltoall", given[0], outputs, given, opts)
         x = torch.cat([y.reshape(-1) for y in given])
         counts = [[y.numel() for y in each] for each in (given, outputs)]
         whole = x.new_empty(sum(counts[1]))
@@ -222,36 +221,39 @@ class Group(_Base):  # type: ignore[misc]
 
     # ---- what goes to gloo or NCCL -----------------------------------------------------------
     def gather(self, outputs: list[Tensors], given: Tensors, opts: Any = None) -> Any:
-        return self._other(given[0].device.type).gather(
-            outputs, given, opts or c10d.GatherOptions()
-        )
+        return self._delegate("gather", given[0], outputs, given, opts or c10d.GatherOptions())
 
     def scatter(self, outputs: Tensors, given: list[Tensors], opts: Any = None) -> Any:
-        return self._other(outputs[0].device.type).scatter(
-            outputs, given, opts or c10d.ScatterOptions()
-        )
+        return self._delegate("scatter", outputs[0], outputs, given, opts or c10d.ScatterOptions())
 
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> Any:
-        return self._other(tensors[0].device.type).send(tensors, to, tag)
+        return self._delegate("send", tensors[0], tensors, to, tag)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Any:
-        return self._other(tensors[0].device.type).recv(tensors, source, tag)
+        return self._delegate("recv", tensors[0], tensors, source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
-        return self._other(tensors[0].device.type).recv_anysource(tensors, tag)
+        return self._delegate("recv_anysource", tensors[0], tensors, tag)
 
     # ---- how ---------------------------------------------------------------------------------
+    def _delegate(self, name: str, x: Any, *arguments: Any) -> Any:
+        """Make a call of gloo's or NCCL's group, by the device of `x`."""
+        return self._note(getattr(self._other(x.device.type), name)(*arguments))
+
     def _run(
         self, opts: Any, call: Callable[..., Any], result: Tensors,
         finish: Callable[[], None] | None, *arguments: Any, **named: Any,
-    ) -> GroupWork:  # fmt: skip
+    ) -> Any:  # fmt: skip
         """Make a call of the communicator, at once if torch will wait for it."""
         asynchronous = opts.asyncOp or self._coalesced is not None
         work = call(*arguments, **named, async_op=asynchronous)
-        made = GroupWork(work if asynchronous else None, result, finish)
+        return self._note(GroupWork(work if asynchronous else None, result, finish))
+
+    def _note(self, work: Any) -> Any:
+        """Keep a work for `_end_coalescing`, if calls are being coalesced."""
         if self._coalesced is not None:
-            self._coalesced.append(made)
-        return made
+            self._coalesced.append(work)
+        return work
 
 
 class _Together:
