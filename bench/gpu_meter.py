@@ -24,6 +24,7 @@ from linkweave.topology import Topology, load
 
 MIB = 1 << 20
 PERIOD = 16 * MIB  # bytes of random data, which longer messages repeat
+GRAPH = 20  # calls captured in one graph
 
 
 def noise(rank: int, nbytes: int) -> np.ndarray:
@@ -33,18 +34,15 @@ def noise(rank: int, nbytes: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """Buffers and inputs of ranks on the GPU, by address; the inputs repeat `noise`."""
+    """Buffers and inputs of ranks on the GPU, by address; the inputs repeat `noise`.
+
+    `largest` is the maximum of all inputs, element by element, up to `PERIOD`.
+    """
 
     buffers: list[int]
     inputs: list[int]
     nbytes: int
-
-    @property
-    def largest(self) -> np.ndarray:
-        """The maximum of all inputs, element by element, up to `PERIOD`."""
-        return np.maximum.reduce(
-            [noise(rank, min(self.nbytes, PERIOD)) for rank in range(len(self.inputs))]
-        )
+    largest: np.ndarray
 
 
 class Meter:
@@ -73,12 +71,15 @@ class Meter:
     def filled(self, ranks: int, nbytes: int) -> Iterator[Filled]:
         """Zeroed buffers and random inputs of `nbytes` for each rank."""
         found = [self.device.allocate(nbytes) for _ in range(2 * ranks)]
+        largest = np.full(min(nbytes, PERIOD) // 4, -np.inf, np.float32)
         for rank, address in enumerate(found[ranks:]):
-            with self.uploaded([noise(rank, min(nbytes, PERIOD))]) as (piece,):
+            given = noise(rank, min(nbytes, PERIOD))
+            np.maximum(largest, given, out=largest)
+            with self.uploaded([given]) as (piece,):
                 for at in range(0, nbytes, PERIOD):
                     self.device.copy(address + at, piece, min(PERIOD, nbytes - at))
                 self.device.synchronise(0)
-        yield Filled(found[:ranks], found[ranks:], nbytes)
+        yield Filled(found[:ranks], found[ranks:], nbytes, largest)
         for address in found:
             self.device.free(address)
 
@@ -90,6 +91,15 @@ class Meter:
         made = virtual_ranks(self.device, size, timeout, settings=settings)
         yield made
         made.close()
+
+    def replayed(self, call: Callable[[int], object], check: Callable[[], None]) -> float:
+        """Median time of `call(stream)` in a replayed graph of many."""
+
+        def calls(stream: int) -> None:
+            for _ in range(GRAPH):
+                call(stream)
+
+        return self.seconds(self.device.capture(calls), check) / GRAPH
 
     def seconds(
         self, enqueue: Callable[[], object], check: Callable[[], None], repeats: int | None = None

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from linkweave.bench.gpu_api import Arrays
-from linkweave.bench.gpu_meter import Filled, Meter, noise, settings_of, tuned
+from linkweave.bench.gpu_meter import GRAPH, Filled, Meter, noise, settings_of, tuned
 from linkweave.bench.gpu_runner import Failed, Result
 from linkweave.collectives import CollectiveAborted, CollectiveError, plan_allreduce
 from linkweave.collectives.planning.plan import Plan
@@ -32,7 +32,6 @@ from linkweave.kernels.gpu.source import options, source
 from linkweave.topology import load
 
 LINK = 25e9  # bytes/s: one NVLink of the DGX-1, for the rows with emulated links
-GRAPH = 20  # calls captured in one graph
 MACHINES = ("mesh-2", "mesh-3", "mesh-5", "mesh-8", "dgx1-v100", "dgx1-p100")
 SIZES = (4, 4036, 8192, 1_000_036)  # bytes
 GRID = {
@@ -186,15 +185,12 @@ def latency_of(meter: Meter, plan: Plan) -> Result:
     with meter.ranks(plan.size) as ranks:
         prepared = ranks.prepare(plan, 8192, "float32", "max")
         with meter.uploaded([noise(rank, 8192) for rank in range(plan.size)]) as buffers:
-            launched = meter.seconds(lambda: ranks.run(prepared, buffers), ranks.check)
-
-            def calls(stream: int) -> None:
-                for _ in range(GRAPH):
-                    ranks.run(prepared, buffers, stream)
-
-            replayed = meter.seconds(meter.device.capture(calls), ranks.check) / GRAPH
+            run = partial(ranks.run, prepared, buffers)
+            launched = meter.seconds(run, ranks.check)
+            replayed = meter.replayed(run, ranks.check)
             start = time.perf_counter()
-            calls(0)
+            for _ in range(GRAPH):
+                run()
             enqueued = (time.perf_counter() - start) / GRAPH
             ranks.check()
         return {"launched_us": launched * 1e6, "replayed_us": replayed * 1e6,

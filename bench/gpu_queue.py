@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from linkweave.bench.gpu_meter import Meter, settings_of
-from linkweave.bench.gpu_plans import GRAPH
 from linkweave.bench.gpu_runner import Failed, Result
 from linkweave.collectives import plan_allreduce
 from linkweave.topology import load
@@ -43,12 +44,8 @@ def dequeue(meter: Meter, nbytes: int) -> Result:
             raise Failed("a dequeue waited for the whole all-reduce")
         counted = ranks.run(prepared, buffers, main, 0, begun)
         ranks.check(main)
-
-        def calls(stream: int) -> None:
-            for _ in range(GRAPH):
-                ranks.dequeue(prepared, counted, 0, LAYERS - 1, stream)
-
-        replayed = meter.seconds(device.capture(calls), ranks.check) / GRAPH
+        last = partial(ranks.dequeue, prepared, counted, 0, LAYERS - 1)
+        replayed = meter.replayed(last, ranks.check)
         settings = settings_of(ranks, prepared, nbytes)
         device.free(copy)
         for event in (*begun.values(), end):

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from linkweave.topology.checks import integer
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.link import GpuId, Link
+from linkweave.topology.link import LARGEST, GpuId, Link
 from linkweave.topology.routes import Vertex, between, connects, routes
 from linkweave.topology.timings import Timing
 
@@ -36,7 +36,7 @@ class Graph:
             raise TopologyError(f"{self.name}: a topology needs at least one GPU")
         gpus = (*self.gpus, *self.forwarders)
         for gpu in gpus:
-            integer(gpu, f"{self.name}: a GPU number", 0, 10**9 - 1, TopologyError)
+            integer(gpu, f"{self.name}: a GPU number", 0, LARGEST, TopologyError)
         if len(set(gpus)) != len(gpus):
             raise TopologyError(f"{self.name}: a GPU is listed twice in {gpus}")
         if stray := [d.gpu for d in self.devices if d.gpu not in gpus]:

@@ -18,7 +18,7 @@ KINDS = {
 }
 """The kinds of link, with the singular and plural that messages use."""
 
-_FASTEST, _MOST_LINKS, _SLOWEST_US, _LARGEST = 10**15, 10**6, 1e12, 10**9 - 1
+FASTEST, _MOST_LINKS, _SLOWEST_US, LARGEST = 10**15, 10**6, 1e12, 10**9 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Link:
                 raise TopologyError(f"{where}: {name} must be a GPU number or a switch name")
         if self.src == self.dst:
             raise TopologyError(f"{where} joins a vertex to itself")
-        for name, most in (("bandwidth", _FASTEST), ("count", _MOST_LINKS)):
+        for name, most in (("bandwidth", FASTEST), ("count", _MOST_LINKS)):
             value = integer(getattr(self, name), f"{where}: {name}", 1, most, TopologyError)
             object.__setattr__(self, name, value)
         number(self.latency_us, f"{where}: latency_us", 0, _SLOWEST_US, TopologyError)
@@ -92,7 +92,7 @@ class GpuId:
 
     def __post_init__(self) -> None:
         for name in ("gpu", "sm"):
-            value = integer(getattr(self, name), f"device: {name}", 0, _LARGEST, TopologyError)
+            value = integer(getattr(self, name), f"device: {name}", 0, LARGEST, TopologyError)
             object.__setattr__(self, name, value)
         for name, text in (("bus_id", self.bus_id), ("uuid", self.uuid), ("model", self.model)):
             if not isinstance(text, str):

@@ -18,13 +18,12 @@ from itertools import pairwise
 from linkweave.topology.checks import integer, number
 from linkweave.topology.errors import TopologyError
 from linkweave.topology.json_reader import read_format, records
-from linkweave.topology.link import GpuId, Link
+from linkweave.topology.link import FASTEST, LARGEST, GpuId, Link
 from linkweave.topology.routes import Vertex
 from linkweave.topology.timings import looks_like_timings, parse_timings
 from linkweave.topology.topology import Topology
 
 FORMAT = "linkweave-links"
-_FASTEST = 10**15  # bytes/s
 _ABOVE = 1.1  # times its nominal speed, a link is not measured
 _P2P_BANDWIDTH = re.compile(r"Unidirectional P2P=Enabled Bandwidth[^\n]{0,40}Matrix \(GB/s\)")
 _P2P_LATENCY = re.compile(r"P2P=Enabled Latency[^\n]{0,40}Matrix \(us\)")
@@ -41,12 +40,12 @@ class PairFigure:
 
     def __post_init__(self) -> None:
         for name in ("src", "dst"):
-            value = integer(getattr(self, name), name, 0, 10**9 - 1, TopologyError)
+            value = integer(getattr(self, name), name, 0, LARGEST, TopologyError)
             object.__setattr__(self, name, value)
         if self.src == self.dst:
             raise TopologyError(f"src and dst are both {self.src}")
         where = f"{self.src} to {self.dst}"
-        number(self.bandwidth, f"{where}: bandwidth", 1e-6, _FASTEST, TopologyError)
+        number(self.bandwidth, f"{where}: bandwidth", 1e-6, FASTEST, TopologyError)
         if self.latency_us is not None:
             number(self.latency_us, f"{where}: latency_us", 1e-6, 1e9, TopologyError)
 
@@ -188,7 +187,7 @@ def _parse_json(text: str, where: str) -> LinkFigures:
         raise TopologyError(f'{where}: "machine" must be text')
     together = data.get("together")
     if together is not None:
-        number(together, f"{where}: together", 1e-6, _FASTEST, TopologyError)
+        number(together, f"{where}: together", 1e-6, FASTEST, TopologyError)
     devices = records(GpuId, data.get("devices", []), f"{where}: devices")
     return LinkFigures(pairs, devices, together, machine)
 

@@ -60,11 +60,11 @@ def parts_of(plan: PlanLike, topology: Topology) -> list[Part]:
             f"{topology.name} has {len(topology.gpus)} GPUs; the plan is for {plan.size}"
         )
     moves = _moves(plan, topology.gpus)
-    if plan.trees:
-        return _trees(plan, topology.gpus, moves)
     channels: dict[int, list[_Move]] = {}
     for move in moves:
         channels.setdefault(move.channel, []).append(move)
+    if plan.trees:
+        return _trees(plan, topology.gpus, channels)
     if all(_is_cycle(ring, plan.size) for ring in channels.values()):
         return [
             Part(f"ring {i} of {len(channels)}", tuple(move.stops for move in ring))
@@ -96,10 +96,7 @@ def _moves(plan: PlanLike, gpus: Sequence[int]) -> list[_Move]:
     return moves
 
 
-def _trees(plan: PlanLike, gpus: Sequence[int], moves: Sequence[_Move]) -> list[Part]:
-    channels: dict[int, list[_Move]] = {}
-    for move in moves:
-        channels.setdefault(move.channel, []).append(move)
+def _trees(plan: PlanLike, gpus: Sequence[int], channels: dict[int, list[_Move]]) -> list[Part]:
     found = []
     for t, tree in enumerate(plan.trees, 1):
         edges = [(gpus[a], gpus[b]) for a, b in tree.edges]

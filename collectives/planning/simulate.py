@@ -148,7 +148,8 @@ def _simulate(
         lists = [array.tolist() for array in arrays]
         start = (layout.code.tolist(), layout.ranks.tolist())
         end, written, hangs = play(*start, *numbers, *lists)
-        for array, values in zip(arrays, lists, strict=True):
+        results = (busy, first, *rows)  # the last arrays
+        for array, values in zip(results, lists[-len(results) :], strict=True):
             array[:] = values
     if hangs:
         raise PlanError("the plan hangs in the simulator; verify(plan, topology) says where")
@@ -216,6 +217,8 @@ def _layout(plan: Plan, topology: Topology) -> _Layout:
         per_byte.append(slowest)
         alpha.append(latency)
     steps, sends, most_stored = 0, 0, []
+    first = _starts(np.array(count))
+    uses: list[tuple[int, int, float]] = []
     for track in plan.tracks:
         widest = 0
         for step in (step for body in track.phases for step in body):
@@ -223,13 +226,12 @@ def _layout(plan: Plan, topology: Topology) -> _Layout:
             if step.op is Op.SEND:
                 sends += len(step.connections)
                 widest = max(widest, sum(stores[i] for i in step.connections))
+                uses += [
+                    (strand[k], step.chunk, strand_per_byte[k])
+                    for i in step.connections for k in range(first[i], first[i + 1])
+                    if not is_store[k]
+                ]  # fmt: skip
         most_stored.append(widest)
-    first = _starts(np.array(count)).tolist()
-    uses = [
-        (strand[k], step.chunk, strand_per_byte[k])
-        for track in plan.tracks for body in track.phases for step in body if step.op is Op.SEND
-        for i in step.connections for k in range(first[i], first[i + 1]) if not is_store[k]
-    ]  # fmt: skip
     return _Layout(
         plan.encode().astype(np.int64),
         np.array([s.rank for s in plan.tracks], np.int64), steps, sends,
@@ -237,7 +239,7 @@ def _layout(plan: Plan, topology: Topology) -> _Layout:
         np.array(most_stored, np.int64), tuple(number), len(strand_number),
         np.array(uses, float).reshape(-1, 3),
         (
-            _starts(np.array(count)), np.array(strand, np.int64), np.array(link, np.int64),
+            first, np.array(strand, np.int64), np.array(link, np.int64),
             np.array(is_store, np.bool_), np.array(strand_per_byte, float),
             np.array(per_byte, float),
         ),

@@ -106,8 +106,7 @@ class CudaDevice:
         kernel = self.kernel(dtype, op)
         with self.here():
             each = self._driver.occupancyMaxActiveBlocksPerMultiprocessor(kernel, PLAN_THREADS, 0)
-            many = self._cupy.cuda.Device(self.index).attributes["MultiProcessorCount"]
-            return int(each) * (int(many) - 1)
+            return int(each) * (self._multiprocessors() - 1)
 
     def launch(self, dtype: str, op: str, launch: np.ndarray, blocks: int, stream: int) -> None:
         """Enqueue the plan interpreter cooperatively: all blocks are resident at once, or the
@@ -142,7 +141,10 @@ class CudaDevice:
 
     def blocks_to_fill(self) -> int:
         """Thread blocks of `source.THREADS` threads that fill the GPU: two per multiprocessor."""
-        return 2 * int(self._runtime.deviceGetAttribute(_MULTIPROCESSORS, self.index))
+        return 2 * self._multiprocessors()
+
+    def _multiprocessors(self) -> int:
+        return int(self._runtime.deviceGetAttribute(_MULTIPROCESSORS, self.index))
 
     # ---- memory ------------------------------------------------------------------------------
     def allocate(self, nbytes: int) -> int:

@@ -1,7 +1,7 @@
 // How a thread block moves its slice of a chunk, over plain slots or lines.
 //
-// Plain slots: 16-byte accesses; each thread loads several packs of up to three operands before it
-// uses the first. An action that pushes writes the receivers' buffers instead of slots; the host
+// Plain slots: 16-byte accesses; each thread loads several packs of up to three operands, or two
+// packs of each four operands, before it uses the first. An action that pushes writes the receivers' buffers instead of slots; the host
 // has proved that nothing else accesses that chunk before the counter is signalled.
 // Lines (sync.h): 8 data bytes are two lines. The reader polls the lines of several operands
 // together until all have the flags of this use, so it needs no counter and no barrier.
