@@ -21,11 +21,12 @@ from linkweave import collectives
 from linkweave.bench.cli import app
 from linkweave.collectives import CollectiveError, get_default, plan_allreduce
 from linkweave.collectives.planning.completion import finals
+from linkweave.collectives.planning.lower import Algorithm, Copy, Reduce
 from linkweave.collectives.runtime.cpu import executor as shm
 from linkweave.collectives.runtime.gpu import device as cuda
 from linkweave.collectives.runtime.gpu import program
 from linkweave.collectives.runtime.gpu.executor import virtual_ranks
-from linkweave.topology import load
+from linkweave.topology import Topology, load
 
 LAYERS = [1, 0, 4999, 70_000, 25_000]
 SIZE = sum(LAYERS)
@@ -64,16 +65,25 @@ def test_on_plans_of_a_dgx1(algorithm: str) -> None:
     assert all(collectives.spawn(_layers_by_layer, 8, topology="dgx1-v100", args=arguments))
 
 
+def _star(topology: Topology) -> Algorithm:
+    """Rank 0 combines a chunk and sends it to all, then the next chunk."""
+    size = len(topology.gpus)
+    others = tuple(range(1, size))
+    rounds = (Reduce(others, 0, 0, 0),), (Copy(0, others, 0, 0),)
+    return Algorithm("star", size, 1, (rounds,))
+
+
 def _computes_before_the_last_chunk(rank: int) -> float:
-    """The last chunk is held back until the first layer has been computed on."""
+    """Rank 0 holds the last chunk back until all ranks have computed on the first layer."""
     comm = get_default()
+    beside = comm.split()
     x = np.full(1 << 18, rank + 1, np.float32)
-    last = x.ctypes.data + x.nbytes - (1 << 14)
+    end = x.ctypes.data + x.nbytes
     computed = threading.Event()
     kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5, ctypes.c_double)
 
     def combine(dst: int, table: int, m: int, ahead: int, n: int, divisor: float) -> None:
-        if dst >= last:
+        if dst + 4 * n == end:
             assert computed.wait(20)
         own = np.ctypeslib.as_array(ctypes.cast(dst, ctypes.POINTER(ctypes.c_float)), (n,))
         for address in (ctypes.c_int64 * m).from_address(table):
@@ -82,12 +92,11 @@ def _computes_before_the_last_chunk(rank: int) -> float:
 
     function = kind(combine)
     shm.combine_address = lambda dtype, op: ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[assignment]
-    queue = comm.allreduce_queue(
-        x, [1 << 12, (1 << 18) - (1 << 12)], algorithm="overlapped_double_tree"
-    )
+    queue = comm.allreduce_queue(x, [1 << 12, (1 << 18) - (1 << 12)], algorithm=_star)
     queue.dequeue(0)
     found = float(np.tanh(x[: 1 << 12]).sum())
     assert not queue.done()
+    beside.barrier()
     computed.set()
     queue.wait()
     assert (x == sum(range(1, comm.size + 1))).all()
