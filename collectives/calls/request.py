@@ -22,7 +22,8 @@ from linkweave.topology import Topology
 
 KINDS = (*COLLECTIVES, "barrier", "refused", "exchange")
 EXCHANGES = ("GPUs", "kernels", "memory of GPUs", "access to GPUs", "troubles", "colors", "memory",
-             "sparse_allreduce", "merges", "tensors", "plan", "sizes", "lanes")  # fmt: skip
+             "sparse_allreduce", "merges", "tensors", "plan", "sizes", "lanes",
+             "calls")  # fmt: skip
 """What ranks exchange on the host. A request holds the index of its exchange as its root."""
 
 ORDER, FIRST = 9, 10

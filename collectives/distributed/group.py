@@ -10,7 +10,7 @@ import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
-from linkweave.collectives.communicator import Communicator
+from linkweave.collectives.distributed.gloo import gloo_group
 from linkweave.collectives.distributed.work import GroupWork
 from linkweave.collectives.launch.join import Job, meet
 from linkweave.collectives.settings import Settings
@@ -40,19 +40,13 @@ class Group(_Base):  # type: ignore[misc]
         rank, size, timeout = options.group_rank, options.group_size, options.timeout
         super().__init__(rank, size)
         self._store, self._timeout, self._name = options.store, timeout, options.group_id
+        seconds = timeout.total_seconds()
         job = Job(rank, size, c10d.PrefixStore("linkweave/", options.store), "arena")
-        self.communicator: Communicator = meet(job, Settings(timeout=timeout.total_seconds()))
-        self._others: dict[str, Any] = {"cpu": self._gloo()}
+        self.communicator = meet(job, Settings(timeout=seconds))
+        self._others: dict[str, Any] = {
+            "cpu": gloo_group(c10d.PrefixStore("gloo/", self._store), rank, size, seconds)
+        }
         self._coalesced: list[Any] | None = None
-
-    def _gloo(self) -> Any:
-        """A gloo group, which connects two ranks when they first talk to each other."""
-        gloo: Any = c10d.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_default_device(lazy_init=True)]
-        options._timeout = self._timeout
-        store = c10d.PrefixStore("gloo/", self._store)
-        return gloo(store, self.rank(), self.size(), options)
 
     def _other(self, device: str) -> Any:
         """The group of gloo or NCCL for what the communicator does not offer."""
@@ -115,7 +109,7 @@ class Group(_Base):  # type: ignore[misc]
     def all_gather_single(self, output: Any, given: Any, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
         if not _supported([output, given]) or output.dtype != given.dtype:
-            return self._delegate("all_gather_single", given, output, given, opts)
+            return self._delegate("_allgather_base", given, output, given, opts)
         _check_elements("all_gather", output, given.numel() * self.size())
         rows, finish = _rows(output, self.size())
         return self._run(
@@ -136,7 +130,7 @@ class Group(_Base):  # type: ignore[misc]
     def reduce_scatter_single(self, output: Any, given: Any, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
         if not (op := _op(opts.reduceOp, [output, given])):
-            return self._delegate("reduce_scatter_single", given, output, given, opts)
+            return self._delegate("_reduce_scatter_base", given, output, given, opts)
         _check_elements("reduce_scatter", given, output.numel() * self.size())
         rows, finish = _rows(output, 1)
         blocks = given.reshape(self.size(), -1)
@@ -161,7 +155,7 @@ class Group(_Base):  # type: ignore[misc]
         uneven = bool(output_splits or input_splits)
         if not _supported([output, given]) or (uneven and given.is_cuda):
             splits = output_splits, input_splits
-            return self._delegate("all_to_all_single", given, output, given, *splits, opts)
+            return self._delegate("alltoall_base", given, output, given, *splits, opts)
         if not uneven:
             rows, finish = _rows(output, self.size())
             blocks = given.reshape(self.size(), -1)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import atexit
 import threading
+from typing import TYPE_CHECKING, cast
 
 from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.errors import CollectiveError
 
-_default: Communicator | None = None
+if TYPE_CHECKING:
+    from linkweave.collectives.distributed.cluster import ClusterCommunicator
+
+_default: Communicator | ClusterCommunicator | None = None
 _threads = threading.local()  # each rank that is a thread has its own
 
 
-def set_default(communicator: Communicator | None) -> None:
+def set_default(communicator: Communicator | ClusterCommunicator | None) -> None:
     """Set the communicator that the module functions use, and close the previous one."""
     global _default
     if _default is not None and _default is not communicator:
@@ -26,7 +30,10 @@ def set_of_thread(communicator: Communicator | None) -> None:
 
 
 def get_default() -> Communicator:
-    """The default communicator of this rank. Raises CollectiveError if there is none."""
+    """The default communicator of this rank. Raises CollectiveError if there is none.
+
+    For ranks on several machines it is a `ClusterCommunicator`, which has the same collectives.
+    """
     of_thread: Communicator | None = getattr(_threads, "communicator", None)
     if of_thread is not None:
         return of_thread
@@ -34,7 +41,7 @@ def get_default() -> Communicator:
         raise CollectiveError(
             "no communicator: call linkweave.init() first, or run under linkweave.spawn()"
         )
-    return _default
+    return cast(Communicator, _default)
 
 
 def shutdown() -> None:

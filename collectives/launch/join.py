@@ -6,57 +6,77 @@ import json
 import os
 import socket
 import sys
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.errors import CollectiveError, CollectiveTimeout
 from linkweave.collectives.launch.default import set_default
+from linkweave.collectives.launch.machines import Machines, machine_id
 from linkweave.collectives.runtime.cpu.arena import Arena
 from linkweave.collectives.runtime.cpu.mapping import Mapping
 from linkweave.collectives.settings import Settings
 from linkweave.topology import Topology
 
+if TYPE_CHECKING:
+    from linkweave.collectives.distributed.cluster import ClusterCommunicator
+
 
 def init(
     topology: Topology | str = "auto", timeout: float = 30.0, order: str = "fastest",
     max_blocks: int | None = None, peer_access: str = "prefer",
-) -> Communicator:  # fmt: skip
+) -> Communicator | ClusterCommunicator:  # fmt: skip
     """Join the ranks of this job, and set the default communicator.
 
     The ranks are those of torch.distributed, if it is initialised; or else those of torchrun
     (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), if it has started this process; or else this
-    process alone. All must be on one machine. A rank uses the GPU of the first GPU tensor that it
-    passes to a collective.
+    process alone. Ranks on several machines get a `ClusterCommunicator`, which takes CPU tensors. A
+    rank uses the GPU of the first GPU tensor that it passes to a collective.
 
     The arguments are those of `Settings`, and the same on all ranks.
 
     Returns the communicator.
-    Raises CollectiveError if an argument or environment variable is bad or the ranks are on several
-    machines, and CollectiveTimeout if they do not meet within `timeout` seconds.
+    Raises CollectiveError if an argument or environment variable is bad, and CollectiveTimeout if
+    the ranks do not meet within `timeout` seconds.
     """
     communicator = meet(_job(timeout), Settings(topology, timeout, order, max_blocks, peer_access))
     set_default(communicator)
     return communicator
 
 
-def meet(job: Job, settings: Settings) -> Communicator:
+def meet(job: Job, settings: Settings) -> Communicator | ClusterCommunicator:
     """The communicator of a job's ranks. Raises as `init` does."""
+    machines = job.machines(settings.timeout)
+    index, local = machines.position(job.rank)
+    size = len(machines.ranks[index])
+    part = Job(local, size, job.store, f"{job.key}/memory/{index}")
+    if machines.count == 1:
+        return _on_one_machine(part, settings)
+    from torch._C._distributed_c10d import PrefixStore
+
+    from linkweave.collectives.distributed.cluster import LONGER, ClusterCommunicator
+
+    def again(rank: int, size: int, store: Any) -> Communicator | ClusterCommunicator:
+        return meet(Job(rank, size, store, "part"), settings)
+
+    machine = _on_one_machine(part, replace(settings, timeout=settings.timeout + LONGER))
+    store = PrefixStore(f"{job.key}/", job.store)
+    return ClusterCommunicator(job.rank, machines, machine, store, settings, again)
+
+
+def _on_one_machine(job: Job, settings: Settings) -> Communicator:
     fd = -1
     try:
-        location = host = ""
         if job.rank == 0:
             fd = Mapping.create(job.size)
-            location, host = Mapping.location(fd), socket.gethostname()
-            job.tell([location, host])
+            location = Mapping.location(fd)
+            job.tell(job.key, location)
         else:
-            location, host = job.look_up(settings.timeout)
-        if host != socket.gethostname():
-            raise CollectiveError(
-                f"rank {job.rank} is on {socket.gethostname()}, rank 0 on {host}: CPU ranks "
-                "must share one machine"
-            )
+            location = job.look_up(job.key, 0, "set up the shared memory", settings.timeout)
+        if not isinstance(location, str):
+            raise job.not_ours(location)
         return Communicator(Arena(Mapping.open(location, job.size, job.rank), job.rank), settings)
     finally:
         if fd >= 0:
@@ -68,7 +88,7 @@ _generation = iter(range(1 << 30))  # so that each `init` of this process has it
 
 @dataclass
 class Job:
-    """The ranks of a job, and the torch.distributed store through which rank 0 reaches the others.
+    """The ranks of a job, and the torch.distributed store through which they meet.
 
     Anyone who can reach the store's port can write to it, so its values are plain data and checked.
     """
@@ -78,29 +98,59 @@ class Job:
     store: Any
     key: str
 
-    def tell(self, value: list[str]) -> None:
-        if self.store is not None:
-            self.store.set(self.key, json.dumps(value))
-
-    def look_up(self, timeout: float) -> tuple[str, str]:
-        """(location of the shared memory, host), from rank 0. Raises CollectiveError."""
+    def machines(self, timeout: float) -> Machines:
+        """Which ranks are on which machine, as rank 0 has it from all. Raises CollectiveError."""
+        mine = [machine_id(), socket.gethostname()]
+        if self.size == 1:
+            return Machines(((0,),), (mine[1],))
+        until = time.monotonic() + timeout
+        found: dict[str, tuple[list[int], str]] = {}
+        if self.rank == 0:
+            for rank in range(self.size):
+                where = mine
+                if rank:
+                    left = max(0.001, until - time.monotonic())
+                    where = self.look_up(f"{self.key}/host/{rank}", rank, "join", left)
+                if not isinstance(where, list) or not [*map(type, where)] == [str, str]:
+                    raise self.not_ours(where)
+                machine, host = where
+                found.setdefault(machine, ([], host))[0].append(rank)
+            self.tell(f"{self.key}/machines", list(found.values()))
+            rows: Any = list(found.values())
+        else:
+            self.tell(f"{self.key}/host/{self.rank}", mine)
+            rows = self.look_up(f"{self.key}/machines", 0, "hear from all ranks", timeout)
         try:
-            self.store.wait([self.key], timedelta(seconds=timeout))
-            data = self.store.get(self.key)
+            made = Machines(tuple(tuple(ranks) for ranks, _ in rows), tuple(h for _, h in rows))
+            if sorted(r for ranks in made.ranks for r in ranks) == list(range(self.size)):
+                return made
+        except (TypeError, ValueError):
+            pass
+        raise self.not_ours(rows)
+
+    def tell(self, key: str, value: Any) -> None:
+        if self.store is not None:
+            self.store.set(key, json.dumps(value))
+
+    def look_up(self, key: str, peer: int, what: str, timeout: float) -> Any:
+        """What rank `peer` has told under `key`. Raises CollectiveError."""
+        try:
+            self.store.wait([key], timedelta(seconds=timeout))
+            data = self.store.get(key)
         except Exception as error:
             raise CollectiveTimeout(
-                f"rank {self.rank} waits for rank 0 to set up the shared memory: {error}",
-                rank=self.rank, peer=0,
+                f"rank {self.rank} waits for rank {peer} to {what}: {error}",
+                rank=self.rank, peer=peer,
             ) from None  # fmt: skip
         try:
-            location, host = json.loads(data)
+            return json.loads(data)
         except (ValueError, TypeError, RecursionError):
-            location = host = None
-        if not isinstance(location, str) or not isinstance(host, str):
-            raise CollectiveError(
-                f"rank {self.rank}: {data[:80]!r} in the store is not what rank 0 writes"
-            )
-        return location, host
+            raise self.not_ours(data) from None
+
+    def not_ours(self, value: Any) -> CollectiveError:
+        return CollectiveError(
+            f"rank {self.rank}: {str(value)[:80]!r} in the store is not what a rank writes"
+        )
 
 
 def _job(timeout: float) -> Job:

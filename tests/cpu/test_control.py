@@ -196,6 +196,9 @@ class Store:
     def get(self, key: str) -> bytes:
         return self.value
 
+    def set(self, key: str, value: str) -> None:
+        pass
+
 
 class Payload:
     def __reduce__(self) -> Any:
@@ -203,11 +206,23 @@ class Payload:
 
 
 @pytest.mark.parametrize(
-    "value", [pickle.dumps(Payload()), b"[" * 10_000, b"[1, 2]", b'["a"]', b'{"path": 1}', b"\xff"]
+    "value",
+    [
+        pickle.dumps(Payload()),
+        b"[" * 10_000,
+        b"[[0], 2]",
+        b'["a"]',
+        b'{"path": 1}',
+        b"\xff",
+        b"3",
+        b'[[[0], "host"]]',
+        b'[[[0, 1, 2], "host"]]',
+    ],
 )
-def test_what_the_store_says_is_not_run(value: bytes) -> None:
-    with pytest.raises(CollectiveError, match="in the store is not what rank 0 writes"):
-        Job(1, 2, Store(value), "key").look_up(1.0)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_the_store_says_is_not_run(value: bytes, rank: int) -> None:
+    with pytest.raises(CollectiveError, match="in the store is not what a rank writes"):
+        Job(rank, 2, Store(value), "key").machines(1.0)
     assert not Path("/tmp/linkweave-was-here").exists()
 
 

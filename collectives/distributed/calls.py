@@ -1,0 +1,269 @@
+"""The calls of ranks on several machines: each checks its arguments, and returns what to compare
+with the other ranks and what to do then."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from linkweave.collectives.calls.aliasing import refuse_overlaps
+from linkweave.collectives.calls.rows import row_counts, rows_each
+from linkweave.collectives.distributed.connections import Connections
+from linkweave.collectives.distributed.flat import Flat
+from linkweave.collectives.distributed.roll_call import SMALL
+from linkweave.collectives.distributed.rows import combined
+from linkweave.collectives.distributed.sparse import SparseCluster
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.runtime.dtypes import check_op
+from linkweave.collectives.tensors import as_buffer, output_for
+from linkweave.topology.checks import integer
+
+
+@dataclass
+class Call:
+    """One rank's side of a call.
+
+    asked: what it asks for, as text that all ranks compare.
+    body: carries it out.
+    values, op, finish: of an all-reduce of few bytes, which the ranks carry out while they compare:
+        a copy of the values, flat; the op; what to do with the total.
+    """
+
+    asked: str
+    body: Any
+    values: Any = None
+    op: str = ""
+    finish: Any = None
+
+    @property
+    def small(self) -> bool:
+        return self.values is not None and 0 < self.values.nbytes <= SMALL
+
+    @property
+    def inner(self) -> str:
+        """The op with which values are combined before an average is divided."""
+        return "sum" if self.op == "avg" else self.op
+
+    def written(self) -> bytes:
+        return bytes(self.values.view(torch.uint8).numpy())
+
+    def read(self, data: bytes) -> Any:
+        return torch.frombuffer(bytearray(data), dtype=self.values.dtype)
+
+    def combined(self, every: Sequence[bytes], size: int) -> bytes:
+        """The total of the machines' values, combined in their order, as bytes."""
+        total = combined(torch.stack([self.read(data) for data in every]), self.inner)
+        if self.op == "avg":
+            total = total.div_(size)
+        return bytes(total.view(torch.uint8).numpy())
+
+
+def allreduce(comm: Connections, x: Any, op: Any, out: Any, algorithm: Any) -> Call:
+    if algorithm != "auto":
+        raise CollectiveError(f'on several machines the algorithm is "auto", not {algorithm!r}')
+    if isinstance(x, list | tuple):
+        return _allreduce_list(comm, list(x), op, out)
+    given, flat = _in_place(x, out)
+    check_op(op, flat.dtype)
+    source = given or flat
+
+    def finish(total: Any) -> Any:
+        flat.tensor.copy_(total)
+        flat.done()
+        return out
+
+    def body() -> Any:
+        if given is not None:
+            flat.tensor.copy_(given.tensor)
+        comm.pieces.allreduce(flat.tensor, op)
+        flat.done()
+        return out
+
+    values = source.tensor.clone() if source.nbytes <= SMALL else None
+    return Call(f"allreduce({flat}, {op})", body, values, op, finish)
+
+
+def _in_place(x: Any, out: Any) -> tuple[Flat | None, Flat]:
+    """(the values if they are elsewhere, the tensor to work on)."""
+    if out is None or out is x:
+        return None, Flat(x)
+    output_for(x, tuple(x.shape), out)
+    refuse_overlaps([x], [out])
+    return Flat(x, written=False), Flat(out)
+
+
+def _allreduce_list(comm: Connections, tensors: list[Any], op: Any, out: Any) -> Call:
+    if not tensors:
+        raise CollectiveError("allreduce needs at least one tensor in its list")
+    flats = [Flat(x, written=out is None) for x in tensors]
+    results = flats
+    if out is not None:
+        if not isinstance(out, list | tuple) or len(out) != len(tensors):
+            raise CollectiveError(f"out must be a list of {len(tensors)} tensors")
+        pairs = zip(tensors, out, strict=True)
+        results = [Flat(output_for(x, tuple(x.shape), y)) for x, y in pairs]
+    refuse_overlaps(*(([], tensors) if out is None else (tensors, out)))
+    if len(names := sorted({flat.dtype for flat in flats})) > 1:
+        raise CollectiveError(f"the tensors of one call need one dtype, not {names}")
+    check_op(op, names[0])
+    sizes = [flat.tensor.numel() for flat in flats]
+
+    def finish(whole: Any) -> Any:
+        for part, flat in zip(torch.split(whole, sizes), results, strict=True):
+            flat.tensor.copy_(part)
+            flat.done()
+        return out
+
+    def body() -> Any:
+        whole = torch.cat([flat.tensor for flat in flats])
+        comm.pieces.allreduce(whole, op)
+        return finish(whole)
+
+    small = sum(flat.nbytes for flat in flats) <= SMALL
+    values = torch.cat([flat.tensor for flat in flats]) if small else None
+    return Call(f"allreduce([{', '.join(map(str, flats))}], {op})", body, values, op, finish)
+
+
+def broadcast(comm: Connections, x: Any, root: Any) -> Call:
+    root, flat = integer(root, "root", 0, comm.size - 1), Flat(x)
+
+    def finish(total: Any) -> None:
+        flat.tensor.view(torch.uint8).copy_(total)
+        flat.done()
+
+    def body() -> None:
+        comm.pieces.broadcast(flat.tensor, root)
+        flat.done()
+
+    values = None
+    if flat.nbytes <= SMALL:  # the sum of the root's bytes and the others' zeros
+        given = flat.tensor.view(torch.uint8)
+        values = given.clone() if comm.rank == root else torch.zeros_like(given)
+    return Call(f"broadcast({flat}, root {root})", body, values, "sum", finish)
+
+
+def reduce(comm: Connections, x: Any, op: Any, root: Any, out: Any) -> Call:
+    root = integer(root, "root", 0, comm.size - 1)
+    given, flat = _in_place(x, out if comm.rank == root else None)
+    check_op(op, flat.dtype)
+    source = given or flat
+
+    def finish(total: Any) -> Any:
+        if comm.rank != root:
+            return None
+        flat.tensor.copy_(total)
+        flat.done()
+        return out
+
+    def body() -> Any:
+        whole = source.tensor.clone()
+        comm.pieces.allreduce(whole, op)
+        return finish(whole)
+
+    values = source.tensor.clone() if source.nbytes <= SMALL else None
+    return Call(f"reduce({flat}, {op}, root {root})", body, values, op, finish)
+
+
+def allgather(comm: Connections, x: Any, counts: Any, out: Any) -> Call:
+    given, flat = out, Flat(x, written=False)
+    if counts is None:
+        rows, asked = None, f"allgather({flat})"
+        shape = (comm.size, *x.shape)
+    else:
+        rows = row_counts("counts", counts, comm.size)
+        if not x.shape or len(x) != rows[comm.rank]:
+            raise CollectiveError(
+                f"counts says {rows[comm.rank]} rows for rank {comm.rank}, whose tensor has shape "
+                f"{tuple(x.shape)}"
+            )
+        shape = (sum(rows), *x.shape[1:])
+        asked = f"allgather({flat.dtype}, rows of {tuple(x.shape[1:])}, counts {rows})"
+    out = output_for(x, shape, out)
+    if given is not None:
+        refuse_overlaps([x], [out])
+    whole = Flat(out)
+
+    def body() -> Any:
+        if rows is None:
+            comm.rows.allgather(flat.tensor, whole.tensor.view(comm.size, -1))
+        else:  # padded to the longest
+            row = math.prod(x.shape[1:])
+            padded = flat.tensor.new_zeros(max(rows) * row)
+            padded[: flat.tensor.numel()] = flat.tensor
+            every = padded.new_empty((comm.size, padded.numel()))
+            comm.rows.allgather(padded, every)
+            parts = [part[: n * row] for part, n in zip(every, rows, strict=True)]
+            torch.cat(parts, out=whole.tensor)
+        whole.done()
+        return out
+
+    return Call(asked, body)
+
+
+def reduce_scatter(comm: Connections, x: Any, op: Any, out: Any) -> Call:
+    flat = Flat(x, written=False)
+    check_op(op, flat.dtype)
+    given, rows = out, rows_each(comm.size, "reduce_scatter", x)
+    out = output_for(x, (rows, *x.shape[1:]), out)
+    if given is not None:
+        refuse_overlaps([x], [out])
+    mine = Flat(out)
+
+    def body() -> Any:
+        comm.rows.reduce_scatter(flat.tensor.view(comm.size, -1), mine.tensor, op)
+        mine.done()
+        return out
+
+    return Call(f"reduce_scatter({flat}, {op})", body)
+
+
+def alltoall(comm: Connections, x: Any, out: Any, in_splits: Any, out_splits: Any) -> Call:
+    flat = Flat(x, written=False)
+    if in_splits is None:
+        sends = [rows_each(comm.size, "alltoall", x)] * comm.size
+    else:
+        sends = row_counts("in_splits", in_splits, comm.size)
+    if not x.shape or sum(sends) != x.shape[0]:
+        raise CollectiveError(
+            f"in_splits adds up to {sum(sends)} rows, for a tensor of shape {tuple(x.shape)}"
+        )
+    row = math.prod(x.shape[1:])
+    if out is not None:
+        as_buffer(out)
+        refuse_overlaps([x], [out])
+    if out_splits is not None:
+        row_counts("out_splits", out_splits, comm.size)
+
+    def body() -> Any:
+        counts = torch.empty((comm.size, comm.size), dtype=torch.int64)
+        comm.rows.allgather(torch.tensor(sends), counts)
+        receives = counts[:, comm.rank].tolist()
+        if out_splits is not None and list(out_splits) != receives:
+            raise RuntimeError(
+                f"out_splits of rank {comm.rank} says {list(out_splits)} rows come, by rank; the "
+                f"ranks send {receives}"
+            )
+        result = output_for(x, (sum(receives), *x.shape[1:]), out)
+        whole = Flat(result)
+        rows = whole.tensor.view(sum(receives), row)
+        comm.rows.alltoall(flat.tensor.view(sum(sends), row), rows, counts.tolist(), comm.rank)
+        whole.done()
+        return result
+
+    return Call(f"alltoall({flat.dtype}, rows of {tuple(x.shape[1:])})", body)
+
+
+def sparse_allreduce(
+    comm: Connections, values: Any, indices: Any, numel: Any, k: Any, op: Any,
+    residual: Any, mode: Any, conserve: Any,
+) -> Call:  # fmt: skip
+    call = SparseCluster(comm, values, indices, numel, k, op, residual, mode, conserve)
+    return Call(call.asked, call.total)
+
+
+def barrier(comm: Connections) -> Call:
+    return Call("barrier", lambda: None)

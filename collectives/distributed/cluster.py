@@ -1,0 +1,307 @@
+"""The communicator of ranks on several machines."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as c10d
+
+from linkweave.collectives.calls.subcommunicators import MOST_LANES
+from linkweave.collectives.calls.work import HostWork, Worker
+from linkweave.collectives.communicator import Communicator
+from linkweave.collectives.distributed import calls
+from linkweave.collectives.distributed.across import Across
+from linkweave.collectives.distributed.calls import Call
+from linkweave.collectives.distributed.connections import Connections
+from linkweave.collectives.distributed.roll_call import NOTICE, Lost, Notice, RollCall
+from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
+from linkweave.collectives.launch.machines import Machines
+from linkweave.collectives.settings import Settings
+from linkweave.topology.checks import integer
+
+LONGER = 1.0
+"""Seconds by which the wait for a rank of this machine is longer than that for another machine, so
+that the rank that has waited for the other machine can still tell its neighbours."""
+
+GRACE = 5.0
+"""Seconds for which a machine that has failed waits for the others to tell what they know."""
+
+Meet = Callable[[int, int, Any], Any]
+"""Makes the communicator of a rank, of so many, that meet over a store of torch.distributed."""
+
+
+class ClusterCommunicator:
+    """The ranks of several machines, and the collectives among them, on CPU tensors.
+
+    `machine` is the communicator of this machine's ranks; `across` connects it to the ranks with
+    the same local rank on the other machines, over torch.distributed (None for a rank whose local
+    rank some machine does not have). The collectives are those of `Communicator`, with the same
+    arguments. Before each call, all ranks compare what they ask for; if that differs, every rank
+    raises CollectiveError before data moves. If a rank dies or a machine cannot be reached, every
+    rank raises CollectiveAborted or CollectiveTimeout, and the communicator has ended.
+    """
+
+    def __init__(
+        self, rank: int, machines: Machines, machine: Communicator, store: Any,
+        settings: Settings, meet: Meet,
+    ) -> None:  # fmt: skip
+        self.rank, self.size = rank, machines.size
+        self.machine, self.machines, self.settings = machine, machines, settings
+        self._store, self._meet = store, meet
+        self._links = Connections(rank, machines, machine, store, settings.timeout)
+        self._roll_call: RollCall | None = None
+        if machine.rank == 0:
+            names = [machines.describe(m) for m in range(machines.count)]
+            control = c10d.PrefixStore("control/", store)
+            self._roll_call = RollCall(control, self._links.index, names, settings.timeout)
+        self._worker = Worker()
+        self._parts: list[Any] = []
+        self._numbers = count()
+        self._ended = ""  # why no call can be made
+        self.barrier()
+
+    # ---- collectives -------------------------------------------------------------------------
+    def allreduce(
+        self, x: Any, op: str = "sum", *, out: Any = None, async_op: bool = False,
+        algorithm: Any = "auto",
+    ) -> Any:  # fmt: skip
+        """As `Communicator.allreduce`; only "auto" is allowed as the algorithm."""
+        return self._submit(async_op, calls.allreduce, x, op, out, algorithm)
+
+    def broadcast(self, x: Any, root: int = 0, *, async_op: bool = False) -> Any:
+        return self._submit(async_op, calls.broadcast, x, root)
+
+    def reduce(
+        self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None, async_op: bool = False
+    ) -> Any:
+        """As `Communicator.reduce`. Sends as much as an all-reduce."""
+        return self._submit(async_op, calls.reduce, x, op, root, out)
+
+    def allgather(
+        self, x: Any, *, counts: Sequence[int] | None = None, out: Any = None,
+        async_op: bool = False,
+    ) -> Any:  # fmt: skip
+        """As `Communicator.allgather`."""
+        return self._submit(async_op, calls.allgather, x, counts, out)
+
+    def reduce_scatter(
+        self, x: Any, op: str = "sum", *, out: Any = None, async_op: bool = False
+    ) -> Any:
+        """As `Communicator.reduce_scatter`."""
+        return self._submit(async_op, calls.reduce_scatter, x, op, out)
+
+    def alltoall(
+        self, x: Any, out: Any = None, in_splits: Sequence[int] | None = None,
+        out_splits: Sequence[int] | None = None, *, async_op: bool = False,
+    ) -> Any:  # fmt: skip
+        """As `Communicator.alltoall`."""
+        return self._submit(async_op, calls.alltoall, x, out, in_splits, out_splits)
+
+    def sparse_allreduce(
+        self, values: Any, indices: Any, numel: int, k: int, op: str = "sum", *,
+        residual: Any = None, mode: str = "auto", conserve: bool = True, async_op: bool = False,
+    ) -> Any:  # fmt: skip
+        """As `Communicator.sparse_allreduce`. Vectors are merged inside each machine first."""
+        return self._submit(
+            async_op, calls.sparse_allreduce, values, indices, numel, k, op, residual, mode,
+            conserve,
+        )  # fmt: skip
+
+    def barrier(self) -> None:
+        """Wait until all ranks have called `barrier`."""
+        self._submit(False, calls.barrier)
+
+    def send(self, x: Any, to: int, *, async_op: bool = False) -> Any:
+        """As `Communicator.send`."""
+        self._check()
+        return self._links.send(x, to, async_op)
+
+    def recv(self, x: Any, source: int, *, async_op: bool = False) -> Any:
+        """As `Communicator.recv`."""
+        self._check()
+        return self._links.recv(x, source, async_op)
+
+    # ---- memory and parts --------------------------------------------------------------------
+    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
+        """As `Communicator.empty`, in memory that this machine's ranks share."""
+        return self.machine.empty(shape, dtype)
+
+    def split(self, color: int = 0) -> Any:
+        """As `Communicator.split`. Returns a `Communicator` for ranks of one machine."""
+        color = integer(color, "color")
+        colors = self.allgather(torch.tensor([color])).view(-1).tolist()
+        ranks = [r for r, c in enumerate(colors) if c == color]
+        where = c10d.PrefixStore(f"split/{next(self._numbers)}/{color}/", self._store)
+        part = self._meet(ranks.index(self.rank), len(ranks), where)
+        self._parts.append(part)
+        return part
+
+    def lanes(self, n: int) -> list[ClusterCommunicator]:
+        """`n` communicators of all ranks, for calls that run at once, each from its own thread."""
+        n, number = integer(n, "the number of lanes", 1, MOST_LANES), next(self._numbers)
+        made = [
+            ClusterCommunicator(
+                self.rank, self.machines, lane,
+                c10d.PrefixStore(f"lanes/{number}/{i}/", self._store), self.settings, self._meet,
+            )
+            for i, lane in enumerate([self.machine.split() for _ in range(n)])
+        ]  # fmt: skip
+        self._parts += made
+        return made
+
+    # ---- how a call is made ------------------------------------------------------------------
+    def _submit(self, async_op: bool, prepare: Callable[..., Call], *args: Any) -> Any:
+        self._check()
+        if not async_op and self._worker.idle:
+            return self._call(prepare, *args)
+        work = HostWork(self._worker.enqueue(self._call, prepare, *args))
+        return self._worker.keep(work) if async_op else work.wait()
+
+    def _call(self, prepare: Callable[..., Call], *args: Any) -> Any:
+        self._check()
+        mine: Exception | None = None
+        call = Call(prepare.__name__, None)
+        try:
+            call = prepare(self._links, *args)
+        except Exception as error:
+            mine = error
+        try:
+            outcome, total = self._agree(call, f"rank {self.rank}: {mine}" if mine else "")
+            if not outcome.refused and not outcome.failed:
+                return call.finish(call.read(total)) if call.small else call.body()
+        except Exception as error:
+            raise self._end(self._told(call.asked, error)) from error
+        if outcome.failed:
+            raise self._end(outcome)
+        raise mine or CollectiveError(outcome.refused)
+
+    def _agree(self, call: Call, refused: str) -> tuple[Notice, bytes]:
+        """Compare what all ranks ask for, and combine values that are `small` enough to go along.
+
+        Returns the outcome, the same on all ranks of the machine, and the total's bytes.
+        """
+        payload = json.dumps([call.asked, refused]).encode()
+        rows = [json.loads(row) for row in self.machine.calls.gather("calls", payload)]
+        refused = next((why for _, why in rows if why), "")
+        if not refused and len({asked for asked, _ in rows}) > 1:
+            each = zip(self.machines.ranks[self._links.index], rows, strict=True)
+            words = (f"rank {rank}: {asked}" for rank, (asked, _) in each)
+            refused = f"the ranks' calls differ: {'; '.join(words)}"
+        if call.small and not refused:
+            self.machine.reduce(call.values, call.inner)
+        mine = Notice(call.asked, refused)
+        told = self.machine.calls.share(lambda: self._compared(mine, call))
+        return Notice.unpack(told[:NOTICE]), told[NOTICE:]
+
+    def _compared(self, mine: Notice, call: Call) -> bytes:
+        """On a machine's first rank: compare its call with those of the other machines."""
+        assert self._roll_call is not None
+        values = call.written() if call.small else b""
+        found, lost, every = self._roll_call.exchange(mine, values=values)
+        outcome = mine
+        if failed := self._cause(found, lost):
+            outcome = replace(mine, failed=failed, late=any(x.late for x in lost.values()))
+        elif refused := next((n.refused for _, n in sorted(found.items()) if n.refused), ""):
+            outcome = replace(mine, refused=refused)
+        elif len({notice.asked for notice in found.values()}) > 1:
+            each = (f"{self.machines.describe(m)}: {n.asked}" for m, n in sorted(found.items()))
+            outcome = replace(mine, refused="the machines' calls differ: " + "; ".join(each))
+        elif call.small:
+            return outcome.pack().ljust(NOTICE) + call.combined(every, self.size)
+        return outcome.pack().ljust(NOTICE)
+
+    def _told(self, asked: str, error: Exception) -> Notice:
+        """Tell all ranks that this one has failed. Returns what is then known of the cause."""
+        machine = self.machine.calls
+        late = isinstance(error, CollectiveTimeout) or "Timed out" in str(error)
+        mine = Notice(asked, failed=str(error), late=late)
+        self._links.close_across()  # so that nobody on other machines waits for this rank
+        known = isinstance(error, CollectiveError)  # by this machine's ranks
+        if known:
+            mine = replace(mine, failed=self._renamed(mine.failed))
+        try:
+            if not known:
+                machine.refuse(error)
+            if machine.health.broken is None:  # a rank of this machine knows of another machine
+                rows = machine.gather("calls", json.dumps(["" if known else mine.failed]).encode())
+                causes = [cause for row in rows for cause in json.loads(row) if cause]
+                mine = replace(mine, failed=(causes or [mine.failed])[0])
+            if self._roll_call:
+                mine = replace(mine, witnessed=machine.health.broken is not None)
+                found, lost, _ = self._roll_call.exchange(mine, GRACE)
+                failed = self._cause(found, lost)
+                mine = replace(mine, failed=failed or mine.failed)
+            if machine.health.broken is None:
+                mine = Notice.unpack(machine.gather("calls", mine.pack())[0])
+        except CollectiveError:
+            pass  # this machine's ranks have come apart; each raises what it knows
+        return mine
+
+    def _renamed(self, words: str) -> str:
+        """A message of this machine's communicator with the ranks' numbers among all ranks."""
+        ranks = self.machines.ranks[self._links.index]
+        return re.sub(r"\brank (\d+)\b", lambda found: f"rank {ranks[int(found[1])]}", words)
+
+    def _end(self, notice: Notice) -> CollectiveError:
+        """End the communicator. Returns the error to raise."""
+        self._ended = notice.failed
+        self._links.close_across()
+        kind = CollectiveTimeout if notice.late else CollectiveAborted
+        return kind(f"rank {self.rank}, {notice.asked}: {notice.failed}", rank=self.rank)
+
+    def _cause(self, found: dict[int, Notice], lost: dict[int, Lost]) -> str:
+        """The cause of a failure: what its own machine saw, or else who does not answer."""
+        failed = {m: n for m, n in sorted(found.items()) if n.failed}
+        said = {m: f"on {self.machines.describe(m)}: {n.failed}" for m, n in failed.items()}
+        seen = [said[m] for m, n in failed.items() if n.witnessed]
+        return "; ".join(seen or [x.why for x in lost.values()] or said.values())
+
+    def _check(self) -> None:
+        if self._ended:
+            raise CollectiveError(
+                f"this communicator failed before ({self._ended}); make a new one"
+            )
+        self.machine.calls.health.check()
+
+    # ---- the end -----------------------------------------------------------------------------
+    @property
+    def across(self) -> Across | None:
+        """The ranks with this local rank, one of each machine."""
+        return self._links.across
+
+    @property
+    def timeout(self) -> float:
+        """Longest wait for a peer, in seconds."""
+        return self.settings.timeout
+
+    @property
+    def closed(self) -> bool:
+        return self.machine.closed
+
+    def close(self) -> None:
+        """Finish asynchronous calls and free all resources. May be repeated."""
+        if self.closed:
+            return
+        self._worker.close(self.rank)
+        while self._parts:
+            self._parts.pop().close()
+        self._links.close()
+        if self._roll_call:
+            self._roll_call.close()
+        self.machine.close()
+
+    def abort(self, why: int) -> None:
+        """Make current and future calls of every rank raise CollectiveAborted."""
+        self.machine.abort(why)
+
+    def __enter__(self) -> ClusterCommunicator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,126 @@
+"""All-reduce, reduce and broadcast over several machines, in pieces.
+
+A piece is combined inside each machine, so that each of the first `columns` ranks has a slice of
+it; each slice is combined with those of the same local rank on the other machines; and the slices
+are gathered inside each machine. While the network carries one piece, memory moves others. A
+network interface so carries 2 (M - 1) / M times the message each way for an all-reduce over M
+machines, however many ranks they have.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from linkweave.collectives.communicator import Communicator
+from linkweave.collectives.distributed.across import Across, Handle
+from linkweave.collectives.launch.machines import Machines
+
+PIECE = 8 << 20
+"""Bytes of a piece. 64 MiB over 4 machines at 1 Gbit/s: within 1 % from 2 to 16 MiB."""
+_IN_FLIGHT = 2  # pieces on the network; gloo has two threads
+_ALIGN = 64  # elements
+
+Slice = Any  # a flat tensor, or None on ranks that do not talk to other machines
+
+
+class Slices:
+    """How a machine's ranks share out the rows of a piece: row s is the slice of local rank s."""
+
+    def __init__(self, machine: Communicator, machines: Machines) -> None:
+        self._machine = machine
+        self.count = machines.columns
+        self.mine = machine.rank if machine.rank < self.count else None
+        self._equal = machine.size == self.count
+
+    def reduce(self, rows: Any, op: str) -> Slice:
+        """Combine `rows` over the machine, in place. Returns this rank's row; the others are then
+        undefined."""
+        if self._equal:
+            self._machine.in_place("reduce_scatter", rows, op)
+        else:
+            for s in range(self.count):
+                self._machine.reduce(rows[s], op, s)
+        return self.row(rows)
+
+    def row(self, rows: Any) -> Slice:
+        return None if self.mine is None else rows[self.mine]
+
+    def gather(self, rows: Any) -> None:
+        """Give every rank all rows; each has its own."""
+        if self._equal:
+            self._machine.in_place("allgather", rows)
+        else:
+            for s in range(self.count):
+                self._machine.broadcast(rows[s], s)
+
+
+class Pieces:
+    """The calls on flat tensors, in place. `index` is the number of this rank's machine."""
+
+    def __init__(
+        self, machine: Communicator, across: Across | None, machines: Machines, index: int
+    ) -> None:
+        self._machine, self._across, self._machines = machine, across, machines
+        self._index = index
+        self.slices = Slices(machine, machines)
+
+    def allreduce(self, x: Any, op: str) -> None:
+        """Combine `x` over all ranks. "avg" divides the sum once, before slices are gathered."""
+        inner = "sum" if op == "avg" else op
+
+        def across(mine: Any, network: Across) -> Handle:
+            handle = network.allreduce(mine, inner)
+            size = self._machines.size
+            return Handle(handle.wait, lambda: mine.div_(size)) if op == "avg" else handle
+
+        self._run(x, lambda rows: self.slices.reduce(rows, inner), across)
+
+    def broadcast(self, x: Any, root: int) -> None:
+        at, local = self._machines.position(root)
+
+        def begin(rows: Any) -> Slice:
+            if self._index == at:
+                self._machine.broadcast(rows, local)
+            return self.slices.row(rows)
+
+        self._run(x, begin, lambda mine, network: network.broadcast(mine, at))
+
+    def _run(
+        self, x: Any, begin: Callable[[Any], Slice], across: Callable[[Any, Across], Handle]
+    ) -> None:
+        """Carry out a call piece by piece: `begin` gives this rank's slice of the rows of a piece,
+        `across` sends it to the other machines, and then the machine gathers the slices."""
+        count = self.slices.count
+        unit = _ALIGN * count
+        step = max(unit, PIECE // x.element_size() // unit * unit)
+        flying: deque[tuple[Any, Any, Handle | None]] = deque()
+
+        def finish() -> None:
+            part, rows, handle = flying.popleft()
+            if handle:
+                handle.wait()
+            self.slices.gather(rows)
+            if rows.data_ptr() != part.data_ptr():
+                part.copy_(rows.view(-1)[: part.numel()])
+
+        for start in range(0, x.numel(), step):
+            part = x[start : start + step]
+            rows = self._rows(part)
+            mine = begin(rows)
+            flying.append((part, rows, across(mine, self._across) if self._across else None))
+            if len(flying) > _IN_FLIGHT:
+                finish()
+        while flying:
+            finish()
+
+    def _rows(self, part: Any) -> Any:
+        """A piece as one row for each slice; a copy, if it must be padded."""
+        count = self.slices.count
+        if part.numel() % count == 0:
+            return part.view(count, -1)
+        width = -(-part.numel() // count)
+        whole = part.new_zeros(count * width)
+        whole[: part.numel()].copy_(part)
+        return whole.view(count, width)

@@ -1,0 +1,47 @@
+"""Ranks that take themselves for ranks on several machines: nothing but the network joins them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as c10d
+
+from linkweave.collectives.launch import join
+from linkweave.collectives.settings import Settings
+
+
+def on_machines(
+    sizes: Sequence[int], body: Callable[..., Any], *args: Any, timeout: float = 20
+) -> list[Any]:
+    """What `body(communicator, *args)` returns on each rank, or the error it raises as text."""
+    context, total = multiprocessing.get_context("fork"), sum(sizes)
+    with tempfile.TemporaryDirectory() as folder:
+        found = context.Manager().list([None] * total)
+
+        def rank_of(rank: int) -> None:
+            torch.set_num_threads(1)
+            os.environ["MASTER_ADDR"] = "127.0.0.1"
+            machine = sum(end <= rank for end in accumulate(sizes))
+            join.machine_id = lambda: f"machine {machine}"
+            join.socket.gethostname = lambda: f"host{machine}"  # type: ignore[attr-defined]
+            store = c10d.FileStore(f"{folder}/store", total)
+            try:
+                job = join.Job(rank, total, store, "test")
+                with join.meet(job, Settings(timeout=timeout)) as communicator:
+                    found[rank] = body(communicator, *args)
+            except Exception as error:
+                found[rank] = f"{type(error).__name__}: {error}"
+
+        ranks = [context.Process(target=rank_of, args=(rank,)) for rank in range(total)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(90)
+            assert process.exitcode is not None, "a rank hangs"
+        return list(found)

@@ -1,0 +1,223 @@
+"""Ranks on several machines, as processes that know each other only by a store and the network."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from machines import on_machines
+
+from linkweave.collectives import CollectiveError, Communicator
+from linkweave.collectives.distributed import pieces, rows
+from linkweave.collectives.distributed.cluster import ClusterCommunicator
+from linkweave.collectives.distributed.roll_call import SMALL
+
+SIZES = [(1, 1), (2, 2), (1, 2), (3, 1, 2)]
+DTYPES = ("float32", "float64", "float16", "int8", "uint8", "int32", "int64")
+COUNTS = (0, 1, 2, 3, 7, 1000, 100_003)
+
+
+def values(rank: int, n: int, dtype: Any = "float32") -> np.ndarray:
+    return np.random.default_rng(rank).integers(-4, 5, n).astype(dtype)
+
+
+def reductions(comm: ClusterCommunicator) -> None:
+    ranks = range(comm.size)
+    for n in COUNTS:
+        for dtype in DTYPES if n == 1000 else ("float32",):
+            total = sum(values(r, n, dtype) for r in ranks).astype(dtype)
+            comm.allreduce(x := values(comm.rank, n, dtype))
+            assert (x == total).all()
+            out = np.empty_like(x)
+            comm.allreduce(x := values(comm.rank, n, dtype), out=out)
+            assert (out == total).all() and (x == values(comm.rank, n, dtype)).all()
+            comm.reduce(x, root=1)
+            assert (x == (total if comm.rank == 1 else values(comm.rank, n, dtype))).all()
+            comm.broadcast(x := values(comm.rank, n, dtype), comm.size - 1)
+            assert (x == values(comm.size - 1, n, dtype)).all()
+            part = comm.reduce_scatter(values(comm.rank, comm.size * n, dtype))
+            every = sum(values(r, comm.size * n, dtype) for r in ranks).astype(dtype)
+            assert (part == every[comm.rank * n : (comm.rank + 1) * n]).all()
+
+
+def movements(comm: ClusterCommunicator) -> None:
+    ranks, rank = range(comm.size), comm.rank
+    for n in COUNTS:
+        got = comm.allgather(values(rank, n).reshape(n, 1))
+        assert got.shape == (comm.size, n, 1)
+        assert all((got[r, :, 0] == values(r, n)).all() for r in ranks)
+        got = comm.alltoall(values(rank, comm.size * n))
+        sent = [values(r, comm.size * n)[rank * n : (rank + 1) * n] for r in ranks]
+        assert (got == np.concatenate(sent)).all()
+    got = comm.allgather(np.full((rank + 1, 3), rank), counts=[r + 1 for r in ranks])
+    assert (got == np.concatenate([np.full((r + 1, 3), r) for r in ranks])).all()
+
+    def splits(r: int) -> list[int]:
+        return [(r + to) % 3 for to in ranks]
+
+    def given(r: int) -> np.ndarray:
+        return 1000 * r + np.arange(2 * sum(splits(r))).reshape(-1, 2)
+
+    here = [given(r)[sum(splits(r)[:rank]) : sum(splits(r)[: rank + 1])] for r in ranks]
+    receives = [splits(r)[rank] for r in ranks]
+    got = comm.alltoall(given(rank), in_splits=splits(rank), out_splits=receives)
+    assert (got == np.concatenate(here)).all()
+    for source in ranks:
+        to = (source + 1) % comm.size
+        if rank == source != to:
+            comm.send(np.arange(5) + source, to)
+        elif rank == to != source:
+            comm.recv(x := np.zeros(5, np.int64), source)
+            assert (x == np.arange(5) + source).all()
+
+
+def others(comm: ClusterCommunicator) -> None:
+    """Ops, 16-bit floats, NaN, lists, asynchronous calls, strides, parts."""
+    size, rank = comm.size, comm.rank
+    for n in (5, SMALL):  # with and after the comparison
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            comm.allreduce(x := torch.full((n,), float(rank), dtype=dtype), "avg")
+            assert (x == torch.tensor((size - 1) / 2, dtype=dtype)).all()
+        for op in ("min", "max"):
+            x = np.ones(n)
+            x[rank % n] = np.nan
+            comm.allreduce(x, op)
+            assert np.isnan(x[:size]).all() and (x[size:] == 1).all()
+        for op, result in (("and", 1), ("or", 7), ("xor", size % 2 + 6 * ((size + 1) // 2 % 2))):
+            comm.allreduce(x := np.full(n, 1 if rank % 2 else 7), op)
+            assert (x == result).all()
+        comm.allreduce(x := np.arange(n) % size == rank)
+        assert x.all()
+        comm.allreduce(y := torch.ones(n, 4).t())
+        assert (y == size).all()
+        a, b = np.full(3, rank), np.full((n, 1), rank)
+        comm.allreduce([a, b])
+        assert (a == sum(range(size))).all() and (b == sum(range(size))).all()
+    works = [comm.allreduce(np.full(1000, i + rank), async_op=True) for i in range(5)]
+    for work in works:
+        work.wait()
+    part = comm.split(rank % 2)
+    part.allreduce(x := np.ones(3))
+    assert x[0] == part.size == sum(r % 2 == rank % 2 for r in range(size))
+    lanes = comm.lanes(2)
+    tensors = [np.full(10_000, float(i)) for i in range(2)]
+    works = [lane.allreduce(x, async_op=True) for lane, x in zip(lanes, tensors, strict=True)]
+    for i, work in enumerate(works):
+        work.wait()
+        assert (tensors[i] == i * size).all()
+
+
+def sparse(comm: ClusterCommunicator) -> None:
+    """Nothing is lost: the result and all residuals add up to what was given."""
+    n, k = 1000, 20
+    for mode in ("gtopk", "topk", "dense", "auto"):
+        for op in ("sum", "avg"):
+            rng = np.random.default_rng(comm.rank)
+            indices = np.sort(rng.choice(n, k, replace=False)).astype(np.int32)
+            given = rng.integers(-50, 51, k).astype(np.float32)
+            residual, total = np.zeros(n, np.float32), np.zeros(n, np.float32)
+            found, where = comm.sparse_allreduce(
+                given, indices, n, k, op, residual=residual, mode=mode
+            )
+            total[indices] = given
+            comm.allreduce(total)
+            comm.allreduce(residual)
+            residual[where] += found * (comm.size if op == "avg" else 1)
+            np.testing.assert_allclose(residual, total, rtol=1e-6)
+            assert mode != "gtopk" or len(where) == k
+
+
+def everything(comm: ClusterCommunicator) -> None:
+    pieces.PIECE = rows.PIECE = 1 << 14  # so that the largest tensors take many
+    for body in (reductions, movements, others, sparse):
+        body(comm)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_collectives(sizes: tuple[int, ...]) -> None:
+    assert on_machines(sizes, everything) == [None] * sum(sizes)
+
+
+def where(comm: ClusterCommunicator) -> tuple[Any, ...]:
+    across = comm.across and (comm.across.rank, comm.across.size)
+    return comm.rank, comm.size, comm.machine.rank, comm.machine.size, across
+
+
+def test_a_rank_knows_its_machine_and_its_column() -> None:
+    assert on_machines((3, 2), where) == [
+        (0, 5, 0, 3, (0, 2)), (1, 5, 1, 3, (0, 2)), (2, 5, 2, 3, None),
+        (3, 5, 0, 2, (1, 2)), (4, 5, 1, 2, (1, 2)),
+    ]  # fmt: skip
+
+
+def alone(comm: Any) -> bool:
+    return isinstance(comm, Communicator)
+
+
+def test_ranks_of_one_machine_need_no_cluster() -> None:
+    assert on_machines((3,), alone) == [True] * 3
+
+
+def refusals(comm: ClusterCommunicator) -> list[str]:
+    said = []
+    for call in (
+        lambda: comm.allreduce(np.ones(3 if comm.rank else 4)),
+        lambda: comm.barrier() if comm.rank else comm.broadcast(np.ones(1)),
+        lambda: comm.allreduce(np.ones(3) if comm.rank != 2 else "x"),
+        lambda: comm.allreduce(np.ones(3), "nonsense"),
+        lambda: comm.broadcast(np.ones(3), 9),
+        lambda: comm.alltoall(np.ones(3)),
+        lambda: comm.allreduce(np.ones(3), algorithm="ring"),
+    ):
+        try:
+            call()
+        except CollectiveError as error:
+            said.append(str(error))
+    comm.allreduce(x := np.ones(2))  # all may go on
+    return [*said, str(x[0])]
+
+
+def test_calls_that_differ_are_refused_everywhere() -> None:
+    found = on_machines((2, 2), refusals)
+    for rank, said in enumerate(found):
+        assert said[-1] == "4.0" and len(said) == 8
+        assert "rank 0: allreduce(4 x float64, sum)" in said[0]
+        assert "rank 0: broadcast(1 x float64, root 0); rank 1: barrier" in said[1]
+        assert ("rank 2: " in said[2]) == (rank != 2) and "not builtins.str" in said[2]
+
+
+def lose(comm: ClusterCommunicator, who: int, how: str) -> str:
+    comm.allreduce(np.ones(3))
+    if comm.rank == who:
+        if how == "raises":
+            raise ValueError("I have had enough")
+        os.kill(os.getpid(), getattr(signal, how))
+    start = time.monotonic()
+    try:
+        for _ in range(3):
+            comm.allreduce(np.ones(1 << 20))
+    except CollectiveError as error:
+        return f"{time.monotonic() - start:.1f} s {type(error).__name__}: {error}"
+    return "nothing was noticed"
+
+
+@pytest.mark.parametrize("who", [0, 3])
+def test_a_rank_that_dies_ends_all_machines(who: int) -> None:
+    found = on_machines((2, 2), lose, who, "SIGKILL")
+    for rank, said in enumerate(found):
+        if rank != who:
+            assert re.match(r"\d\.\d s CollectiveAborted", said), found
+            assert float(said.split()[0]) < 8
+            assert f"host{who // 2}" in said or f"rank {who % 2}" in said
+
+
+def test_a_rank_that_leaves_ends_all_machines() -> None:
+    found = on_machines((1, 2), lose, 2, "raises")
+    assert found[2] == "ValueError: I have had enough"
+    assert all("CollectiveAborted" in said for said in found[:2])

@@ -1,0 +1,152 @@
+"""Hosts in network namespaces, joined by a switch: they share nothing but the network.
+
+Each host has its own network, processes, mounts, name and /dev/shm, so no rank can open the memory
+of another host. Needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+
+PORT = 29511
+_numbers = count()
+
+_SET_UP = 'mount -t tmpfs shm /dev/shm && hostname "$0" && echo ready && exec sleep infinity'
+
+
+def missing() -> str:
+    """Why hosts cannot be made here; empty if they can."""
+    if os.geteuid() != 0:
+        return "hosts in network namespaces need root"
+    if absent := [
+        name for name in ("ip", "tc", "unshare", "nsenter") if shutil.which(name) is None
+    ]:
+        return f"hosts in network namespaces need the command {absent[0]}"
+    trial = f"lw{os.getpid()}try"
+    made = subprocess.run(["ip", "netns", "add", trial], capture_output=True, text=True)
+    if made.returncode:
+        return f"network namespaces are not permitted: {made.stderr.strip()}"
+    _ip("netns", "del", trial)
+    return ""
+
+
+class Hosts:
+    """`n` hosts, each with a link of `rate` ("1gbit") both ways to one switch."""
+
+    def __init__(self, n: int, rate: str = "1gbit") -> None:
+        name = f"lw{os.getpid()}n{next(_numbers)}"
+        self.names = [f"{name}h{i}" for i in range(n)]
+        self._switch = f"{name}s"
+        self._inits: list[int] = []  # the first process of each host, whose end ends all others
+        self._processes: list[subprocess.Popen[str]] = []
+        burst = "256kb" if rate.endswith("gbit") and int(rate[:-4]) > 1 else "64kb"
+        try:
+            _ip("netns", "add", self._switch)
+            self._in_switch("link", "add", "name", "switch0", "type", "bridge")
+            self._in_switch("link", "set", "switch0", "up")
+            for i, host in enumerate(self.names):
+                _ip("netns", "add", host)
+                self._in_switch(
+                    "link",
+                    "add",
+                    "name",
+                    f"p{i}",
+                    "type",
+                    "veth",
+                    "peer",
+                    "name",
+                    "eth0",
+                    "netns",
+                    host,
+                )
+                self._in_switch("link", "set", f"p{i}", "master", "switch0")
+                ends = ((self._switch, f"p{i}"), (host, "eth0"))
+                _ip("-n", host, "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
+                _ip("-n", host, "link", "set", "lo", "up")
+                for space, port in ends:
+                    # a packet longer than tbf's burst is cut by the CPU
+                    _ip("-n", space, "link", "set", port, "gso_max_size", "16384", "up")
+                    _run("tc", "-n", space, "qdisc", "add", "dev", port, "root", "tbf",
+                         "rate", rate, "burst", burst, "latency", "200ms")  # fmt: skip
+                self._inits.append(self._set_up(i))
+        except BaseException:
+            self.close()
+            raise
+
+    def _set_up(self, host: int) -> int:
+        words = ["ip", "netns", "exec", self.names[host], "unshare", "--pid", "--fork",
+                 "--kill-child", "--mount", "--mount-proc", "--uts", "sh", "-c", _SET_UP,
+                 f"host{host}"]  # fmt: skip
+        holder = subprocess.Popen(words, text=True, stdout=subprocess.PIPE)
+        self._processes.append(holder)
+        assert holder.stdout is not None and holder.stdout.readline() == "ready\n"
+        (child,) = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
+        return int(child)
+
+    def _in_switch(self, *words: str) -> None:
+        _ip("-n", self._switch, *words)
+
+    def address(self, host: int) -> str:
+        return f"10.77.0.{host + 1}"
+
+    def link(self, host: int, state: str) -> None:
+        """Set a host's link "up" or "down"."""
+        self._in_switch("link", "set", f"p{host}", state)
+
+    def start(
+        self, host: int, command: Sequence[str], env: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        """Start a command on a host."""
+        words = ["nsenter", "-t", str(self._inits[host]), "-p", "-m", "-u", "-n", *command]
+        made = subprocess.Popen(
+            words, env=os.environ | {"GLOO_SOCKET_IFNAME": "eth0"} | (env or {}), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        self._processes.append(made)
+        return made
+
+    def ranks(
+        self, sizes: Sequence[int], script: Sequence[str], env: dict[str, str] | None = None
+    ) -> list[subprocess.Popen[str]]:
+        """Start `sizes[i]` ranks of a Python script on host i, as torchrun numbers them."""
+        started, world = [], sum(sizes)
+        for host, size in enumerate(sizes):
+            for local in range(size):
+                job = {
+                    "RANK": str(len(started)), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local),
+                    "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": self.address(0),
+                    "MASTER_PORT": str(PORT),
+                }  # fmt: skip
+                command = [sys.executable, *script]
+                started.append(self.start(host, command, job | (env or {})))
+        return started
+
+    def close(self) -> None:
+        """Kill what still runs, and remove the namespaces."""
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+        for name in (*self.names, self._switch):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _ip(*words: str) -> None:
+    _run("ip", *words)
+
+
+def _run(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
