@@ -1,16 +1,22 @@
 """Collectives planned for the links that a machine has: plan, prove, simulate, run.
 
 The functions of `linkweave.collectives` are here too: `linkweave.init`, `linkweave.allreduce`, ...
-Nothing is imported until it is used.
+Nothing is imported until it is used. torch.distributed gets to know the backend "linkweave".
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from linkweave.torch_backend import register
+
 if TYPE_CHECKING:
     from linkweave.collectives import *  # noqa: F403
+
+if "torch" in sys.modules:  # else `import torch` does it, if the package is installed
+    register()
 
 _PACKAGES = ("bench", "collectives", "kernels", "topology")
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
+from linkweave.collectives.distributed.cluster import ClusterCommunicator
 from linkweave.collectives.distributed.gloo import gloo_group
 from linkweave.collectives.distributed.work import GroupWork
 from linkweave.collectives.launch.join import Job, meet
@@ -29,11 +31,11 @@ _Base: Any = dist.ProcessGroup  # whose stubs list overloads that torch does not
 
 
 class Group(_Base):  # type: ignore[misc]
-    """The ranks of a torch.distributed process group, all on one machine.
+    """The ranks of a torch.distributed process group, on one machine or several.
 
     Collectives of dense tensors run on `communicator`. What it does not offer (gather, scatter,
-    send and receive with tags, other dtypes, sparse tensors) goes to gloo on the CPU and to NCCL
-    on GPUs.
+    send and receive with tags, other dtypes, sparse tensors, GPU tensors on several machines) goes
+    to gloo on the CPU and to NCCL on GPUs.
     """
 
     def __init__(self, options: Any) -> None:
@@ -79,20 +81,20 @@ class Group(_Base):  # type: ignore[misc]
     # ---- collectives -------------------------------------------------------------------------
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceOptions()
-        if not (op := _op(opts.reduceOp, tensors)):
+        if not (op := self._op(opts.reduceOp, tensors)):
             return self._delegate("allreduce", tensors[0], tensors, opts)
         x = tensors[0] if len(tensors) == 1 else tensors
         return self._run(opts, self.communicator.allreduce, tensors, None, x, op)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceCoalescedOptions()
-        if not _op(opts.reduceOp, tensors):
+        if not self._op(opts.reduceOp, tensors):
             return self._delegate("allreduce_coalesced", tensors[0], tensors, opts)
         return self.allreduce(tensors, opts)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.BroadcastOptions()
-        if not _supported(tensors):
+        if not self._supported(tensors):
             return self._delegate("broadcast", tensors[0], tensors, opts)
         return self._run(
             opts, self.communicator.broadcast, tensors, None, tensors[0], opts.rootRank
@@ -100,7 +102,7 @@ class Group(_Base):  # type: ignore[misc]
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceOptions()
-        if not (op := _op(opts.reduceOp, tensors)):
+        if not (op := self._op(opts.reduceOp, tensors)):
             return self._delegate("reduce", tensors[0], tensors, opts)
         return self._run(
             opts, self.communicator.reduce, tensors, None, tensors[0], op, opts.rootRank
@@ -108,7 +110,7 @@ class Group(_Base):  # type: ignore[misc]
 
     def all_gather_single(self, output: Any, given: Any, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
-        if not _supported([output, given]) or output.dtype != given.dtype:
+        if not self._supported([output, given]) or output.dtype != given.dtype:
             return self._delegate("_allgather_base", given, output, given, opts)
         _check_elements("all_gather", output, given.numel() * self.size())
         rows, finish = _rows(output, self.size())
@@ -119,7 +121,7 @@ class Group(_Base):  # type: ignore[misc]
     def allgather(self, outputs: list[Tensors], given: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
         x, out = given[0], outputs[0]
-        if not _supported([*out, *given]) or {y.shape for y in out} != {x.shape}:
+        if not self._supported([*out, *given]) or {y.shape for y in out} != {x.shape}:
             return self._delegate("allgather", x, outputs, given, opts)
         whole = x.new_empty((self.size(), x.numel()))
         return self._run(
@@ -129,7 +131,7 @@ class Group(_Base):  # type: ignore[misc]
 
     def reduce_scatter_single(self, output: Any, given: Any, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
-        if not (op := _op(opts.reduceOp, [output, given])):
+        if not (op := self._op(opts.reduceOp, [output, given])):
             return self._delegate("_reduce_scatter_base", given, output, given, opts)
         _check_elements("reduce_scatter", given, output.numel() * self.size())
         rows, finish = _rows(output, 1)
@@ -140,7 +142,7 @@ class Group(_Base):  # type: ignore[misc]
 
     def reduce_scatter(self, outputs: Tensors, given: list[Tensors], opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
-        if not _op(opts.reduceOp, [*outputs, *given[0]]) or (
+        if not self._op(opts.reduceOp, [*outputs, *given[0]]) or (
             {x.numel() for x in given[0]} != {outputs[0].numel()}
         ):
             return self._delegate("reduce_scatter", outputs[0], outputs, given, opts)
@@ -153,7 +155,7 @@ class Group(_Base):  # type: ignore[misc]
     ) -> Any:  # fmt: skip
         opts = opts or c10d.AllToAllOptions()
         uneven = bool(output_splits or input_splits)
-        if not _supported([output, given]) or (uneven and given.is_cuda):
+        if not self._supported([output, given]) or (uneven and given.is_cuda):
             splits = output_splits, input_splits
             return self._delegate("alltoall_base", given, output, given, *splits, opts)
         if not uneven:
@@ -171,7 +173,7 @@ class Group(_Base):  # type: ignore[misc]
 
     def alltoall(self, outputs: Tensors, given: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.AllToAllOptions()
-        if not _supported([*outputs, *given]) or given[0].is_cuda:
+        if not self._supported([*outputs, *given]) or given[0].is_cuda:
             return self._delegate("alltoall", given[0], outputs, given, opts)
         x = torch.cat([y.reshape(-1) for y in given])
         counts = [[y.numel() for y in each] for each in (given, outputs)]
@@ -230,6 +232,32 @@ class Group(_Base):  # type: ignore[misc]
         return self._delegate("recv_anysource", tensors[0], tensors, tag)
 
     # ---- how ---------------------------------------------------------------------------------
+    def _supported(self, tensors: Tensors) -> bool:
+        """Whether the communicator takes these tensors, and torch wants it to."""
+        return all(
+            x.layout == torch.strided
+            and str(x.dtype).removeprefix("torch.") in DTYPES
+            and x.device.type in self._devices
+            for x in tensors
+        )
+
+    def _op(self, op: Any, tensors: Tensors) -> str:
+        """The communicator's name of an op; empty if it does not offer it for these tensors."""
+        name = next((name for kind, name in _OPS if op == kind), "")
+        if not name or not self._supported(tensors):
+            return ""
+        dtype = str(tensors[0].dtype).removeprefix("torch.")
+        return name if name in ops_of(dtype, gpu=tensors[0].is_cuda) else ""
+
+    @cached_property
+    def _devices(self) -> set[str]:
+        """The kinds of devices whose tensors go to the communicator: "cuda" for a group that was
+        made as "cpu:gloo,cuda:linkweave"."""
+        named = dist.distributed_c10d._world.pg_backend_config.get(self, "")
+        found = {word.partition(":")[0] for word in named.split(",") if word.endswith(":linkweave")}
+        found = found or {"cpu", "cuda"}
+        return found & {"cpu"} if isinstance(self.communicator, ClusterCommunicator) else found
+
     def _delegate(self, name: str, x: Any, *arguments: Any) -> Any:
         """Make a call of gloo's or NCCL's group, by the device of `x`."""
         return self._note(getattr(self._other(x.device.type), name)(*arguments))
@@ -266,21 +294,6 @@ class _Together:
 
 def _together(works: Sequence[Any], result: Tensors) -> GroupWork:
     return GroupWork(_Together(works), result)
-
-
-def _supported(tensors: Tensors) -> bool:
-    return all(
-        x.layout == torch.strided and str(x.dtype).removeprefix("torch.") in DTYPES for x in tensors
-    )
-
-
-def _op(op: Any, tensors: Tensors) -> str:
-    """The communicator's name of an op; empty if it does not offer it for these tensors."""
-    name = next((name for kind, name in _OPS if op == kind), "")
-    if not name or not _supported(tensors):
-        return ""
-    dtype = str(tensors[0].dtype).removeprefix("torch.")
-    return name if name in ops_of(dtype, gpu=tensors[0].is_cuda) else ""
 
 
 def _check_elements(what: str, x: Any, wanted: int) -> None:

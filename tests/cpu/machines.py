@@ -16,6 +16,14 @@ from linkweave.collectives.launch import join
 from linkweave.collectives.settings import Settings
 
 
+def pretend(rank: int, sizes: Sequence[int]) -> None:
+    """Make this rank believe that `sizes[0]` ranks are on the first machine, and so on."""
+    machine = sum(end <= rank for end in accumulate(sizes))
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    join.machine_id = lambda: f"machine {machine}"
+    join.socket.gethostname = lambda: f"host{machine}"  # type: ignore[attr-defined]
+
+
 def on_machines(
     sizes: Sequence[int], body: Callable[..., Any], *args: Any, timeout: float = 20
 ) -> list[Any]:
@@ -26,10 +34,7 @@ def on_machines(
 
         def rank_of(rank: int) -> None:
             torch.set_num_threads(1)
-            os.environ["MASTER_ADDR"] = "127.0.0.1"
-            machine = sum(end <= rank for end in accumulate(sizes))
-            join.machine_id = lambda: f"machine {machine}"
-            join.socket.gethostname = lambda: f"host{machine}"  # type: ignore[attr-defined]
+            pretend(rank, sizes)
             store = c10d.FileStore(f"{folder}/store", total)
             try:
                 job = join.Job(rank, total, store, "test")

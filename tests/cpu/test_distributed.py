@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from machines import pretend
 
 from linkweave.collectives import CollectiveError
 from linkweave.torch_backend import register
@@ -25,7 +26,10 @@ from linkweave.torch_backend import register
 ROOT = Path(__file__).parents[2]
 
 
-def run(size: int, body: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+def run(
+    size: int, body: Callable[..., Any], *args: Any, backend: str = "linkweave",
+    machines: Sequence[int] = (),
+) -> list[Any]:  # fmt: skip
     """What `body(rank, *args)` returns on each rank, or the error that it raises as text."""
     register()
     context = multiprocessing.get_context("fork")
@@ -34,8 +38,10 @@ def run(size: int, body: Callable[..., Any], *args: Any, timeout: float = 60) ->
 
         def rank_of(rank: int) -> None:
             torch.set_num_threads(1)
+            if machines:
+                pretend(rank, machines)
             dist.init_process_group(
-                "linkweave", init_method=f"file://{folder}/store", rank=rank, world_size=size,
+                backend, init_method=f"file://{folder}/store", rank=rank, world_size=size,
                 timeout=timedelta(seconds=20),
             )  # fmt: skip
             try:
@@ -48,7 +54,7 @@ def run(size: int, body: Callable[..., Any], *args: Any, timeout: float = 60) ->
         for process in ranks:
             process.start()
         for process in ranks:
-            process.join(timeout)
+            process.join(60)
             assert process.exitcode is not None, "a rank hangs"
         return list(found)
 
@@ -56,7 +62,7 @@ def run(size: int, body: Callable[..., Any], *args: Any, timeout: float = 60) ->
 def both(rank: int) -> bool:
     """Whether linkweave's group gives what gloo gives."""
     gloo = dist.new_group(backend="gloo")
-    assert dist.get_backend() == "linkweave"
+    assert "linkweave" in dist.get_backend()
     for calls in (reductions, movements, handles):
         mine, theirs = (calls(rank, dist.get_world_size(), group) for group in (None, gloo))
         for a, b in zip(mine, theirs, strict=True):
@@ -136,6 +142,26 @@ def test_calls_give_what_gloo_gives(size: int) -> None:
     assert run(size, both) == [True] * size
 
 
+@pytest.mark.parametrize("machines", [(2, 2), (1, 2)])
+def test_calls_over_machines_give_what_gloo_gives(machines: tuple[int, ...]) -> None:
+    assert run(sum(machines), both, machines=machines) == [True] * sum(machines)
+
+
+def of_each_device(rank: int) -> tuple[str, bool]:
+    group: Any = dist.group.WORLD
+    calls = group.communicator.calls.control.number
+    dist.all_reduce(x := torch.ones(3))
+    assert x[0] == 2
+    return dist.get_backend(), group.communicator.calls.control.number == calls
+
+
+def test_another_backend_for_the_cpu() -> None:
+    found = run(2, of_each_device, backend="cpu:gloo,cuda:linkweave")
+    assert found == [("cpu:gloo,cuda:linkweave", True)] * 2
+    assert run(2, of_each_device, backend="cpu:linkweave") == [("cpu:linkweave", False)] * 2
+    assert run(3, both, backend="cpu:gloo,cuda:linkweave") == [True] * 3
+
+
 def train(rank: int) -> bool:
     """Plain DDP: the ranks' parameters stay equal, to the bit."""
     torch.manual_seed(0)
@@ -152,8 +178,9 @@ def train(rank: int) -> bool:
     return all(torch.equal(x, mine) for x in every)
 
 
-def test_ddp_trains() -> None:
-    assert run(3, train) == [True] * 3
+@pytest.mark.parametrize("machines", [(), (2, 1)])
+def test_ddp_trains(machines: tuple[int, ...]) -> None:
+    assert run(3, train, machines=machines) == [True] * 3
 
 
 def parts(rank: int) -> float:
