@@ -26,8 +26,8 @@ from linkweave.collectives.settings import Settings
 from linkweave.topology.checks import integer
 
 LONGER = 1.0
-"""Seconds by which the wait for a rank of this machine is longer than that for another machine, so
-that the rank that has waited for the other machine can still tell its neighbours."""
+"""Seconds by which a rank waits longer for those of its machine than for data of other machines,
+and the first ranks for each other's notices once more: who knows more speaks first."""
 
 GRACE = 5.0
 """Seconds for which a machine that has failed waits for the others to tell what they know."""
@@ -59,7 +59,9 @@ class ClusterCommunicator:
         if machine.rank == 0:
             names = [machines.describe(m) for m in range(machines.count)]
             control = c10d.PrefixStore("control/", store)
-            self._roll_call = RollCall(control, self._links.index, names, settings.timeout)
+            self._roll_call = RollCall(
+                control, self._links.index, names, settings.timeout + 2 * LONGER
+            )
         self._worker = Worker()
         self._parts: list[Any] = []
         self._numbers = count()
@@ -206,7 +208,8 @@ class ClusterCommunicator:
         found, lost, every = self._roll_call.exchange(mine, values=values)
         outcome = mine
         if failed := self._cause(found, lost):
-            outcome = replace(mine, failed=failed, late=any(x.late for x in lost.values()))
+            late = any(x.late for x in (*lost.values(), *found.values()))
+            outcome = replace(mine, failed=failed, late=late)
         elif refused := next((n.refused for _, n in sorted(found.items()) if n.refused), ""):
             outcome = replace(mine, refused=refused)
         elif len({notice.asked for notice in found.values()}) > 1:
@@ -236,7 +239,8 @@ class ClusterCommunicator:
                 mine = replace(mine, witnessed=machine.health.broken is not None)
                 found, lost, _ = self._roll_call.exchange(mine, GRACE)
                 failed = self._cause(found, lost)
-                mine = replace(mine, failed=failed or mine.failed)
+                late = any(x.late for x in (*lost.values(), *found.values()))
+                mine = replace(mine, failed=failed or mine.failed, late=late)
             if machine.health.broken is None:
                 mine = Notice.unpack(machine.gather("calls", mine.pack())[0])
         except CollectiveError:

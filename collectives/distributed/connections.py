@@ -6,9 +6,10 @@ from typing import Any
 
 import torch._C._distributed_c10d as c10d
 
+from linkweave.collectives.calls.work import HostWork, Worker
 from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.distributed.across import Across
-from linkweave.collectives.distributed.flat import Flat, Message
+from linkweave.collectives.distributed.flat import Flat, move
 from linkweave.collectives.distributed.gloo import gloo_group
 from linkweave.collectives.distributed.pieces import Pieces
 from linkweave.collectives.distributed.rows import Rows
@@ -31,6 +32,7 @@ class Connections:
             self.across = Across(column, self.index, machines.count, timeout)
         direct = c10d.PrefixStore("direct/", store)
         self._direct: Any = gloo_group(direct, rank, self.size, timeout)
+        self._workers: dict[tuple[int, bool], Worker] = {}  # of messages to and from each rank
         self.pieces = Pieces(machine, self.across, machines, self.index)
         self.rows = Rows(machine, self.across, machines, self.index)
 
@@ -46,12 +48,13 @@ class Connections:
         peer = integer(peer, "a rank", 0, self.size - 1)
         index, local = self.machines.position(peer)
         if index == self.index:
-            move = self.machine.send if sends else self.machine.recv
-            return move(x, local, async_op=async_op)
+            call = self.machine.send if sends else self.machine.recv
+            return call(x, local, async_op=async_op)
         flat = Flat(x, written=not sends)
         words = f"rank {self.rank} waits for rank {peer} to {'receive' if sends else 'send'}"
-        work = Message(self._direct, flat, peer, sends, words)
-        return work if async_op else work.wait()
+        worker = self._workers.setdefault((peer, sends), Worker())
+        work = HostWork(worker.enqueue(move, self._direct, flat, peer, sends, words))
+        return worker.keep(work) if async_op else work.wait()
 
     def close_across(self) -> None:
         if self.across:
@@ -59,4 +62,6 @@ class Connections:
 
     def close(self) -> None:
         self.close_across()
+        for worker in self._workers.values():
+            worker.close(self.rank)
         self._direct = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from datetime import timedelta
+import re
 from typing import Any
 
 import torch
@@ -31,25 +31,13 @@ class Flat:
         return f"{self.tensor.numel()} x {self.dtype}"
 
 
-class Message:
-    """`Work` of a message to or from a rank of another machine."""
-
-    def __init__(self, gloo: Any, flat: Flat, peer: int, sends: bool, words: str) -> None:
-        self._flat, self._sends, self._words, self._peer = flat, sends, words, peer
-        self._work = (gloo.send if sends else gloo.recv)([flat.tensor], peer, 0)
-
-    def wait(self, timeout: float | None = None) -> None:
-        try:
-            if timeout is None:
-                self._work.wait()
-            else:
-                self._work.wait(timedelta(seconds=timeout))
-        except RuntimeError as error:
-            late = "timed out" in str(error).lower()
-            kind = CollectiveTimeout if late else CollectiveAborted
-            raise kind(f"{self._words}: {error}", peer=self._peer) from error
-        if not self._sends:
-            self._flat.done()
-
-    def done(self) -> bool:
-        return bool(self._work.is_completed())
+def move(gloo: Any, flat: Flat, peer: int, sends: bool, words: str) -> None:
+    """Send a tensor to a rank or receive one. `words` say who waits for whom."""
+    try:
+        (gloo.send if sends else gloo.recv)([flat.tensor], peer, 0).wait()
+    except RuntimeError as error:
+        late = re.search("timed out|timeout", str(error), re.IGNORECASE)
+        kind = CollectiveTimeout if late else CollectiveAborted
+        raise kind(f"{words}: {error}", peer=peer) from error
+    if not sends:
+        flat.done()

@@ -46,7 +46,7 @@ class Group(_Base):  # type: ignore[misc]
         job = Job(rank, size, c10d.PrefixStore("linkweave/", options.store), "arena")
         self.communicator = meet(job, Settings(timeout=seconds))
         self._others: dict[str, Any] = {
-            "cpu": gloo_group(c10d.PrefixStore("gloo/", self._store), rank, size, seconds)
+            "cpu": gloo_group(c10d.PrefixStore("gloo/", self._store), rank, size, seconds, False)
         }
         self._coalesced: list[Any] | None = None
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import time
 from typing import Any
 
 import numpy as np
@@ -190,34 +186,3 @@ def test_calls_that_differ_are_refused_everywhere() -> None:
         assert "rank 0: allreduce(4 x float64, sum)" in said[0]
         assert "rank 0: broadcast(1 x float64, root 0); rank 1: barrier" in said[1]
         assert ("rank 2: " in said[2]) == (rank != 2) and "not builtins.str" in said[2]
-
-
-def lose(comm: ClusterCommunicator, who: int, how: str) -> str:
-    comm.allreduce(np.ones(3))
-    if comm.rank == who:
-        if how == "raises":
-            raise ValueError("I have had enough")
-        os.kill(os.getpid(), getattr(signal, how))
-    start = time.monotonic()
-    try:
-        for _ in range(3):
-            comm.allreduce(np.ones(1 << 20))
-    except CollectiveError as error:
-        return f"{time.monotonic() - start:.1f} s {type(error).__name__}: {error}"
-    return "nothing was noticed"
-
-
-@pytest.mark.parametrize("who", [0, 3])
-def test_a_rank_that_dies_ends_all_machines(who: int) -> None:
-    found = on_machines((2, 2), lose, who, "SIGKILL")
-    for rank, said in enumerate(found):
-        if rank != who:
-            assert re.match(r"\d\.\d s CollectiveAborted", said), found
-            assert float(said.split()[0]) < 8
-            assert f"host{who // 2}" in said or f"rank {who % 2}" in said
-
-
-def test_a_rank_that_leaves_ends_all_machines() -> None:
-    found = on_machines((1, 2), lose, 2, "raises")
-    assert found[2] == "ValueError: I have had enough"
-    assert all("CollectiveAborted" in said for said in found[:2])

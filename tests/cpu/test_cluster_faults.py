@@ -1,0 +1,157 @@
+"""What ranks on several machines learn when one of them dies, stops or leaves."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from machines import on_machines
+
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.distributed.cluster import GRACE, ClusterCommunicator
+
+ROOT = Path(__file__).parents[2]
+MEBI = 1 << 20
+
+
+def first_error(call: Callable[[], Any]) -> str:
+    start = time.monotonic()
+    try:
+        for _ in range(3):
+            call()
+    except CollectiveError as error:
+        return f"{time.monotonic() - start:.1f} s, {type(error).__name__}: {error}"
+    return "nothing was noticed"
+
+
+def lose(comm: ClusterCommunicator, who: int, how: str) -> str:
+    """Rank `who` gets a signal, or raises; the others go on."""
+    comm.allreduce(x := np.ones(MEBI))
+    assert (x == comm.size).all()
+    if comm.rank == who:
+        if how == "raises":
+            raise ValueError("I have had enough")
+        os.kill(os.getpid(), getattr(signal, how))
+    return first_error(lambda: comm.allreduce(np.ones(MEBI)))
+
+
+def seconds(said: str) -> float:
+    return float(said.split()[0])
+
+
+@pytest.mark.parametrize("who", [0, 3])
+def test_a_rank_that_dies(who: int) -> None:
+    found = on_machines((2, 2), lose, who, "SIGKILL")
+    for rank in {0, 1, 2, 3} - {who}:
+        assert seconds(found[rank]) < 8 and "CollectiveAborted" in found[rank], found
+        if who == 3 or rank == 1:  # its neighbour, or that one's machine, has told
+            assert re.search(rf"rank {who} \(process \d+\) died", found[rank]), found
+        else:
+            assert "host0 (ranks 0, 1) has closed its connection" in found[rank], found
+
+
+@pytest.mark.parametrize("who", [0, 3])
+def test_a_rank_that_stops(who: int) -> None:
+    timeout = 2.0
+    found = on_machines((2, 2), lose, who, "SIGSTOP", timeout=timeout, lost=[who])
+    for rank in {0, 1, 2, 3} - {who}:
+        assert seconds(found[rank]) < timeout + 2 * GRACE, found
+        assert "CollectiveTimeout" in found[rank], found
+        if who == 3:
+            assert "rank 2 waits for rank 3" in found[rank], found
+        elif rank == 1:
+            assert "rank 1 waits for rank 0" in found[rank], found
+        else:
+            assert "host0 (ranks 0, 1) has not answered for" in found[rank], found
+
+
+def test_a_rank_that_leaves() -> None:
+    found = on_machines((1, 2), lose, 2, "raises")
+    assert found[2] == "ValueError: I have had enough"
+    assert all("CollectiveAborted" in said for said in found[:2])
+
+
+def ended(comm: ClusterCommunicator) -> list[str]:
+    said = lose(comm, 1, "SIGKILL")
+    return [said, first_error(lambda: comm.barrier()), first_error(lambda: comm.send(said, 0))]
+
+
+def test_a_communicator_that_has_failed_says_so() -> None:
+    for said in on_machines((1, 1, 1), ended)[::2]:
+        assert all("this communicator failed before" in words for words in said[1:])
+        assert "host1 (rank 1) has closed its connection" in said[1]
+
+
+def message(comm: ClusterCommunicator) -> str:
+    if comm.rank == 0:
+        return first_error(lambda: comm.recv(np.zeros(3), 1))
+    time.sleep(3)
+    return ""
+
+
+def test_a_message_that_does_not_come() -> None:
+    said = on_machines((1, 1), message, timeout=1.0)[0]
+    assert "CollectiveTimeout: rank 0 waits for rank 1 to send" in said
+
+
+def injected(comm: ClusterCommunicator, seed: int) -> str:
+    """Some calls, whose sums are checked, and then a fault."""
+    rng = random.Random(seed)
+    who, how = rng.randrange(comm.size), rng.choice(["SIGKILL", "SIGSTOP", "raises", "differs"])
+    for _ in range(rng.randrange(4)):
+        n = rng.choice([1, 1000, MEBI])
+        comm.allreduce(x := np.full(n, comm.rank + 1.0))
+        assert (x == sum(range(1, comm.size + 1))).all()
+    if how != "differs":
+        return lose(comm, who, how)
+    said = first_error(lambda: comm.allreduce(np.ones(2 if comm.rank == who else 1)))
+    comm.allreduce(x := np.ones(2))
+    assert (x == comm.size).all()
+    return said
+
+
+def files() -> tuple[int, int]:
+    """How many descriptors this process has, and how many children."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return len(os.listdir("/proc/self/fd")), len(children)
+
+
+def inject(seed: int) -> None:
+    """One job with a fault: every rank that is left raises, soon."""
+    rng = random.Random(seed)
+    sizes = rng.choice([(1, 1), (2, 2), (1, 2), (1, 1, 1), (2, 1)])
+    total = sum(sizes)
+    drawn = random.Random(seed)
+    who, how = drawn.randrange(total), drawn.choice(["SIGKILL", "SIGSTOP", "raises", "differs"])
+    start = time.monotonic()
+    found = on_machines(sizes, injected, seed, timeout=1.0, lost=[who])
+    assert time.monotonic() - start < 25, (seed, sizes, how)
+    for rank, said in enumerate(found):
+        if rank != who or how == "differs":
+            assert "Collective" in str(said), (seed, sizes, how, found)
+
+
+def loop(count: int) -> None:
+    inject(0)
+    before = files()
+    for seed in range(count):
+        inject(seed)
+        assert files() == before, (seed, files(), before)
+
+
+def test_faults_in_a_loop() -> None:
+    loop(4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_200_faults_in_a_loop() -> None:
+    loop(200)
