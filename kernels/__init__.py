@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from linkweave.kernels.api import (
+        cast,
         coalesce,
         merge_topk,
         scatter_add_rows,
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "coalesce", "merge_topk", "scatter_add_rows", "sparsify", "split_rows", "threshold_abs",
-    "topk_abs",
+    "cast", "coalesce", "merge_topk", "scatter_add_rows", "sparsify", "split_rows",
+    "threshold_abs", "topk_abs",
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from linkweave.kernels import validate as checks
+from linkweave.kernels.casts import cpu as casts
 from linkweave.kernels.dtypes import DTYPES
 from linkweave.kernels.merge import cpu as merging
 from linkweave.kernels.nvtx_ranges import ranged
@@ -145,6 +146,37 @@ def scatter_add_rows(table: Any, indices: Any, values: Any) -> None:
     where = _indices(indices, sums.shape[0])
     data = _rows(values, where)
     rows.add_rows(where.astype(np.int64), data, sums.reshape(sums.shape[0], data.shape[1]))
+
+
+@ranged
+def cast(x: Any, out: Any, scale: float = 1.0) -> None:
+    """out[i] = x[i] * scale, from float32 or float64 to float16 or bfloat16, or back.
+
+    `x` and `out` are NumPy arrays or torch tensors (bfloat16: torch only) on the CPU or on one GPU
+    (torch only, with Triton), contiguous, with equal numbers of elements, and do not overlap. Each
+    element is converted to float32, multiplied by `scale` in float32, and rounded to the dtype of
+    `out`, each time to nearest even. Overflow becomes infinity; nothing saturates. Subnormals are
+    kept. NaN becomes the quiet NaN of sign and payload 0, so that CPUs and GPUs return the same
+    bits. Does not wait for the GPU.
+    """
+    on_gpu = _is_torch(x) and x.device.type == "cuda"
+    if on_gpu:
+        checks.on_device_of(x, out)
+        at = [int(tensor.data_ptr()) for tensor in (x, out)]
+    else:
+        source, target = _numpy(x, "x"), _numpy(out, "out")
+        at = [int(array.ctypes.data) for array in (source, target)]
+    half = checks.cast(x, out, *at)
+    factor = float(np.float32(checks.float32_value(scale, "scale")))
+    if on_gpu:
+        from linkweave.kernels.casts import gpu  # which imports Triton
+
+        gpu.cast(x, out, half, factor)
+        return
+    if not target.flags.writeable:
+        raise TypeError("out must be writable")
+    bits = [array.reshape(-1) for array in (source, target)]
+    casts.cast(*(b.view(np.uint16) if b.itemsize == 2 else b for b in bits), half, factor)
 
 
 # ---- arguments and results ---------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import operator
 from typing import Any
 
@@ -89,6 +91,50 @@ def vectors(a: tuple[Any, Any], b: tuple[Any, Any]) -> str:
     if found[0] != found[1]:
         raise TypeError(f"a's indices are {found[0]}, b's {found[1]}: they must agree")
     return found[0]
+
+
+WIDE, HALF = ("float32", "float64"), ("float16", "bfloat16")
+
+
+def cast(x: Any, out: Any, x_at: int, out_at: int) -> str:
+    """The 16-bit dtype of a cast from `x` to `out`, which begin at the addresses given.
+
+    Both must be contiguous, with equal numbers of elements, and must not overlap.
+    """
+    found, sizes = (_name(x), _name(out)), [math.prod(array.shape) for array in (x, out)]
+    if not any(found[i] in WIDE and found[1 - i] in HALF for i in (0, 1)):
+        raise TypeError(
+            f"cannot cast {found[0]} to {found[1]}; one must be {' or '.join(WIDE)}, the other "
+            f"{' or '.join(HALF)}"
+        )
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"x has {sizes[0]} elements, out {sizes[1]}: they must agree")
+    for array, name in ((x, "x"), (out, "out")):
+        is_torch = hasattr(array, "is_contiguous")
+        if not (array.is_contiguous() if is_torch else array.flags.c_contiguous):
+            raise TypeError(f"{name} must be contiguous")
+    ends = [at + n * DTYPES[d].size for at, n, d in zip((x_at, out_at), sizes, found, strict=True)]
+    if x_at < ends[1] and out_at < ends[0] and sizes[0]:
+        raise ValueError("x and out overlap in memory")
+    return found[0] if found[0] in HALF else found[1]
+
+
+def on_device_of(x: Any, out: Any) -> None:
+    """Two torch tensors must be on one device."""
+    if getattr(out, "device", None) != x.device:
+        raise TypeError(
+            f"x is on {x.device}, out on {getattr(out, 'device', 'no device')}: all must be on the "
+            "CPU or on one GPU"
+        )
+
+
+def float32_value(value: Any, name: str) -> float:
+    """A finite real number in the range of float32."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    if not abs(value) <= DTYPES["float32"].largest:
+        raise ValueError(f"{name} must be finite in float32, not {value!r}")
+    return float(value)
 
 
 def outside(at: int, index: int, limit: int) -> str:

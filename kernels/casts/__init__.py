@@ -1,0 +1,1 @@
+"""Casts between wide and 16-bit floats, with a factor."""
