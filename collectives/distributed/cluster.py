@@ -208,7 +208,7 @@ class ClusterCommunicator:
         found, lost, every = self._roll_call.exchange(mine, values=values)
         outcome = mine
         if failed := self._cause(found, lost):
-            late = any(x.late for x in (*lost.values(), *found.values()))
+            late = any(x.late for x in lost.values()) or any(n.late for n in found.values())
             outcome = replace(mine, failed=failed, late=late)
         elif refused := next((n.refused for _, n in sorted(found.items()) if n.refused), ""):
             outcome = replace(mine, refused=refused)
@@ -239,7 +239,7 @@ class ClusterCommunicator:
                 mine = replace(mine, witnessed=machine.health.broken is not None)
                 found, lost, _ = self._roll_call.exchange(mine, GRACE)
                 failed = self._cause(found, lost)
-                late = any(x.late for x in (*lost.values(), *found.values()))
+                late = any(x.late for x in lost.values()) or any(n.late for n in found.values())
                 mine = replace(mine, failed=failed or mine.failed, late=late)
             if machine.health.broken is None:
                 mine = Notice.unpack(machine.gather("calls", mine.pack())[0])

@@ -148,7 +148,7 @@ def loop(count: int) -> None:
 
 
 def test_faults_in_a_loop() -> None:
-    loop(4)
+    loop(2)
 
 
 @pytest.mark.slow
