@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 __all__ = [
     "CollectiveAborted", "CollectiveError", "CollectiveTimeout", "Communicator", "Explanation",
     "GradientQueue", "Plan", "PlanError", "Timeline", "TopologyError", "Work", "allgather",
-    "allreduce", "allreduce_queue", "alltoall", "barrier", "broadcast", "empty", "explain",
-    "get_default", "init", "overlap", "plan_allreduce", "plan_collective", "recv", "reduce",
-    "reduce_scatter", "run", "send", "shutdown", "simulate", "sparse_allreduce", "spawn",
+    "allreduce", "allreduce_queue", "alltoall", "barrier", "broadcast", "distributed", "empty",
+    "explain", "get_default", "init", "overlap", "plan_allreduce", "plan_collective", "recv",
+    "reduce", "reduce_scatter", "run", "send", "shutdown", "simulate", "sparse_allreduce", "spawn",
     "symmetric_empty", "verify",
 ]  # fmt: skip
 
@@ -69,13 +69,14 @@ _LAZY = {
 }
 """Names that need the runtimes, and their modules."""
 
-_METHODS = {*__all__} - {*_LAZY, *globals(), "overlap"}
+_ROOMS = {"distributed", "overlap"}
+_METHODS = {*__all__} - {*_LAZY, *globals(), *_ROOMS}
 """Functions that are methods of the default communicator."""
 
 
 def __getattr__(name: str) -> Any:
-    if name == "overlap":
-        return import_module(f"{__name__}.overlap")
+    if name in _ROOMS:
+        return import_module(f"{__name__}.{name}")
     if name in _METHODS:
         globals()[name] = function = _of_default(name)
         return function
