@@ -30,7 +30,7 @@ test-ranks: $(VENV)/installed
 	$(PY) -m pytest -m "not slow" -o cache_dir=.pytest_cache/ranks tests/cpu $(addprefix --ignore=, $(KERNELS))
 
 test-plans: $(VENV)/installed
-	$(PY) -m pytest -m "not slow" -o cache_dir=.pytest_cache/plans tests/null $(KERNELS)
+	$(PY) -m pytest -m "not slow" -o cache_dir=.pytest_cache/plans tests/null tests/net $(KERNELS)
 
 test-all: lint
 	$(PY) -m pytest

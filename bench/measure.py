@@ -186,6 +186,24 @@ def queue(
     )
 
 
+@bench.command()
+def network(
+    begin: BeginOption = "1K", end: EndOption = "64M", factor: FactorOption = 4,
+    rounds: RoundsOption = 5, batch: BatchOption = True, out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """All-reduce over several machines and its prediction, on all ranks by torchrun (20 s)."""
+    from linkweave.bench.network import measure
+
+    at_least(("-r", rounds, 1))
+    found = measure(sweep(begin, end, factor), rounds, batch)
+    if found is None:  # rank 0 tells
+        return
+    print(json.dumps(asdict(found), indent=1) if as_json else found)
+    if out:
+        out.write_text(found.map.to_json() + "\n")
+
+
 def _sane(elements: int, density: float, *others: tuple[str, int, int]) -> None:
     at_least(("-m", elements, 1), *others)
     if not 0 < density <= 1:

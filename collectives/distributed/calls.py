@@ -12,9 +12,9 @@ import torch
 
 from linkweave.collectives.calls.aliasing import refuse_overlaps
 from linkweave.collectives.calls.rows import row_counts, rows_each
+from linkweave.collectives.distributed.cluster_map import SMALL
 from linkweave.collectives.distributed.connections import Connections
 from linkweave.collectives.distributed.flat import Flat
-from linkweave.collectives.distributed.roll_call import SMALL
 from linkweave.collectives.distributed.rows import combined
 from linkweave.collectives.distributed.sparse import SparseCluster
 from linkweave.collectives.errors import CollectiveError

@@ -41,10 +41,11 @@ class Group(_Base):  # type: ignore[misc]
     def __init__(self, options: Any) -> None:
         rank, size, timeout = options.group_rank, options.group_size, options.timeout
         super().__init__(rank, size)
-        self._store, self._timeout, self._name = options.store, timeout, options.group_id
+        self._timeout, self._name = timeout, options.group_id
         seconds = timeout.total_seconds()
-        job = Job(rank, size, c10d.PrefixStore("linkweave/", options.store), "arena")
+        job = Job(rank, size, options.store, "linkweave")
         self.communicator = meet(job, Settings(timeout=seconds))
+        self._store = c10d.PrefixStore(f"{job.key}/", options.store)
         self._others: dict[str, Any] = {
             "cpu": gloo_group(c10d.PrefixStore("gloo/", self._store), rank, size, seconds, False)
         }

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
+from linkweave.collectives.distributed.cluster_map import SMALL
 from linkweave.collectives.distributed.gloo import gloo_group
 
-SMALL = 3072
-"""Bytes of values that may travel with a notice."""
 NOTICE = 1024
 """Bytes of a notice, padded with blanks."""
 _MOST_TEXT = 280  # characters of each text in it, which JSON may lengthen

@@ -9,7 +9,8 @@ import torch
 
 from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.distributed.across import Across
-from linkweave.collectives.distributed.pieces import PIECE, Slices
+from linkweave.collectives.distributed.cluster_map import PIECE
+from linkweave.collectives.distributed.pieces import Slices
 from linkweave.collectives.launch.machines import Machines
 
 _COMBINE = {

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.errors import CollectiveError, CollectiveTimeout
@@ -86,6 +87,9 @@ def _on_one_machine(job: Job, settings: Settings) -> Communicator:
 _generation = iter(range(1 << 30))  # so that each `init` of this process has its own key
 
 
+_AGAIN, _POLL = 0.5, 0.002  # s
+
+
 @dataclass
 class Job:
     """The ranks of a job, and the torch.distributed store through which they meet.
@@ -99,34 +103,58 @@ class Job:
     key: str
 
     def machines(self, timeout: float) -> Machines:
-        """Which ranks are on which machine, as rank 0 has it from all. Raises CollectiveError."""
-        mine = [machine_id(), socket.gethostname()]
+        """Which ranks are on which machine, as rank 0 has it from all. Raises CollectiveError.
+
+        Moves `key` to a session that is new in this store: torchrun keeps the store when it
+        restarts the ranks, with all that the ranks before them have told.
+        """
+        mine = [machine_id(), socket.gethostname(), uuid4().hex]
         if self.size == 1:
             return Machines(((0,),), (mine[1],))
         until = time.monotonic() + timeout
+        told = self._call(mine, until) if self.rank == 0 else self._answer(mine, until)
         found: dict[str, tuple[list[int], str]] = {}
-        if self.rank == 0:
-            for rank in range(self.size):
-                where = mine
-                if rank:
-                    left = max(0.001, until - time.monotonic())
-                    where = self.look_up(f"{self.key}/host/{rank}", rank, "join", left)
-                if not isinstance(where, list) or not [*map(type, where)] == [str, str]:
-                    raise self.not_ours(where)
-                machine, host = where
-                found.setdefault(machine, ([], host))[0].append(rank)
-            self.tell(f"{self.key}/machines", list(found.values()))
-            rows: Any = list(found.values())
-        else:
-            self.tell(f"{self.key}/host/{self.rank}", mine)
-            rows = self.look_up(f"{self.key}/machines", 0, "hear from all ranks", timeout)
-        try:
-            made = Machines(tuple(tuple(ranks) for ranks, _ in rows), tuple(h for _, h in rows))
-            if sorted(r for ranks in made.ranks for r in ranks) == list(range(self.size)):
-                return made
-        except (TypeError, ValueError):
-            pass
-        raise self.not_ours(rows)
+        for rank, (machine, host, _) in enumerate(told):
+            found.setdefault(machine, ([], host))[0].append(rank)
+        rows = found.values()
+        return Machines(tuple(tuple(ranks) for ranks, _ in rows), tuple(host for _, host in rows))
+
+    def _call(self, mine: list[str], until: float) -> list[list[str]]:
+        """On rank 0: begin a session, and return what each rank has told in it."""
+        session = uuid4().hex
+        self.tell(f"{self.key}/session", session)
+        self.key, told = f"{self.key}/{session}", [mine]
+        for rank in range(1, self.size):
+            left = max(0.001, until - time.monotonic())
+            told.append(self._texts(self.look_up(f"{self.key}/host/{rank}", rank, "join", left), 3))
+        self.tell(f"{self.key}/told", told)
+        return told
+
+    def _answer(self, mine: list[str], until: float) -> list[list[str]]:
+        """On the other ranks: tell rank 0 in its session, which has heard of this rank."""
+        while (left := until - time.monotonic()) > 0:
+            session = self.look_up(f"{self.key}/session", 0, "begin", left)
+            key = f"{self.key}/{self._texts([session], 1)[0]}"
+            self.tell(f"{key}/host/{self.rank}", mine)
+            again = min(until, time.monotonic() + _AGAIN)
+            while not (there := self.store.check([f"{key}/told"])) and time.monotonic() < again:
+                time.sleep(_POLL)
+            if there:
+                told = self.look_up(f"{key}/told", 0, "hear from all ranks", left)
+                if not isinstance(told, list) or len(told) != self.size:
+                    raise self.not_ours(told)
+                if self._texts(told[self.rank], 3) == mine:  # else of an earlier session
+                    self.key = key
+                    return [self._texts(row, 3) for row in told]
+                time.sleep(_POLL)
+        raise CollectiveTimeout(
+            f"rank {self.rank} waits for rank 0 to hear from all ranks", rank=self.rank, peer=0
+        )
+
+    def _texts(self, value: Any, count: int) -> list[str]:
+        if isinstance(value, list) and [*map(type, value)] == [str] * count:
+            return value
+        raise self.not_ours(value)
 
     def tell(self, key: str, value: Any) -> None:
         if self.store is not None:

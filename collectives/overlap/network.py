@@ -140,7 +140,8 @@ class Fit:
 
 
 def fit(pairs: Sequence[tuple[int, float]], workers: int = 2, gamma: float = 2.0) -> Fit:
-    """Return the least-squares fit, with a and b at least 0, to pairs of bytes and seconds.
+    """Return the fit with the least squares of relative errors, with a and b at least 0, to pairs
+    of bytes and seconds.
 
     Raises CollectiveError for fewer than two different sizes.
     """
@@ -151,11 +152,13 @@ def fit(pairs: Sequence[tuple[int, float]], workers: int = 2, gamma: float = 2.0
     times = np.array([float(s) for _, s in pairs])
     if len(set(sizes.tolist())) < 2:
         raise CollectiveError(f"a fit needs two different sizes, not {sorted(set(sizes.tolist()))}")
-    b, a = (float(x) for x in np.polyfit(sizes, times, 1))
+    weights = 1 / np.maximum(times, 1e-12)
+    b, a = (float(x) for x in np.polyfit(sizes, times, 1, w=weights))
     if b < 0:
-        a, b = float(times.mean()), 0.0
+        a, b = float(weights.sum() / (weights @ weights)), 0.0
     elif a < 0:
-        a, b = 0.0, float(sizes @ times / (sizes @ sizes))
+        shares = sizes * weights
+        a, b = 0.0, float(shares.sum() / (shares @ shares))
     left = times - (a + b * sizes)
     spread = float(((times - times.mean()) ** 2).sum())
     r2 = 1.0 - float((left**2).sum()) / spread if spread else float(not left.any())

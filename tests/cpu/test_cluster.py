@@ -12,7 +12,7 @@ from machines import on_machines
 from linkweave.collectives import CollectiveError, Communicator
 from linkweave.collectives.distributed import pieces, rows
 from linkweave.collectives.distributed.cluster import ClusterCommunicator
-from linkweave.collectives.distributed.roll_call import SMALL
+from linkweave.collectives.distributed.cluster_map import SMALL
 
 SIZES = [(1, 1), (2, 2), (1, 2), (3, 1, 2)]
 DTYPES = ("float32", "float64", "float16", "int8", "uint8", "int32", "int64")

@@ -103,6 +103,7 @@ ROOMS = {
     ("distributed", "runtime"): "which ops there are",
     ("distributed", "planning"): "the tree of merges",
     ("distributed", "sparse"): "vectors are merged likewise",
+    ("distributed", "overlap"): "what a network takes",
     ("distributed", "launch"): "ranks meet over torch's store",
     ("distributed", "kernels"): "which dtypes go where",
     ("", "errors"): "public names",

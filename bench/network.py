@@ -1,0 +1,133 @@
+"""`linkweave bench network`: all-reduce over machines, measured and predicted.
+
+Every rank runs it, started by torchrun on all machines. The start-up and the seconds a byte come
+from all-reduces across machines alone and inside each machine alone; the prediction for whole
+all-reduces is made of these, and compared with what they take.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from linkweave import collectives
+from linkweave.bench.timing import rounds_of, schedule
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.distributed.cluster import ClusterCommunicator
+from linkweave.collectives.distributed.cluster_map import PIECE, ClusterMap
+from linkweave.collectives.overlap.network import Fit, fit
+
+ACROSS = tuple(1 << at for at in (14, 22, 24, 25))  # bytes, over all columns
+INSIDE = (1 << 14, 1 << 20, PIECE)
+HEADER = f"{'bytes':>12}{'ms':>10}{'predicted':>10}{'error':>8}{'GB/s':>8}{'#wrong':>8}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """The median all-reduce of a size, and its prediction."""
+
+    nbytes: int
+    seconds: float
+    predicted: float
+    wrong: int
+
+    def __str__(self) -> str:
+        error = self.predicted / self.seconds - 1
+        return (
+            f"{self.nbytes:12}{self.seconds * 1e3:10.2f}{self.predicted * 1e3:10.2f}{error:8.0%}"
+            f"{self.nbytes / self.seconds / 1e9:8.3f}{self.wrong:8}"
+        )
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The map, how well the fits describe what was measured, and whole all-reduces."""
+
+    map: ClusterMap
+    fits: dict[str, Fit]
+    rows: list[Row]
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.map.ranks))
+        lines = [
+            f"machines with {ranks} ranks; {self.map.startup_s * 1e3:.2f} ms to compare a call"
+        ]
+        for name, found in self.fits.items():
+            network = found.network
+            lines.append(
+                f"{name}: start-up {network.startup_s * 1e3:.2f} ms, "
+                f"{network.seconds_per_byte * 1e9:.3f} ns a byte of the message "
+                f"(r2 {found.r2:.4f}, worst {found.worst:.0%})"
+            )
+        return "\n".join([*lines, HEADER, *map(str, self.rows)])
+
+
+def measure(sizes: tuple[int, ...], rounds: int, batch: bool) -> Figures | None:
+    """Measure as one rank of several machines. Returns the figures on rank 0.
+
+    Raises CollectiveError if all ranks are on one machine.
+    """
+    schedule(batch)
+    torch.set_num_threads(1)
+    with collectives.init(timeout=120) as comm:
+        if not isinstance(comm, ClusterCommunicator):
+            raise CollectiveError(
+                "all ranks are on one machine: start them on several, by torchrun --nnodes"
+            )
+        return _measured(comm, sizes, rounds)
+
+
+def _measured(comm: ClusterCommunicator, sizes: tuple[int, ...], rounds: int) -> Figures | None:
+    columns, machine = comm.machines.columns, comm.machine
+
+    def across(nbytes: int) -> float:
+        x = torch.zeros(max(1, nbytes // 4 // columns))
+        return _median(comm, rounds, lambda: comm.across and comm.across.allreduce(x).wait())
+
+    def inside(nbytes: int) -> float:
+        x = torch.zeros(machine.size, max(1, nbytes // 4 // machine.size))
+
+        def both() -> None:
+            machine.in_place("reduce_scatter", x)
+            machine.in_place("allgather", x)
+
+        return _median(comm, rounds, both) if machine.size > 1 else _median(comm, 1, lambda: None)
+
+    startup = _median(comm, 10 * rounds, comm.barrier)
+    counts = tuple(map(len, comm.machines.ranks))
+    fits = {
+        "across machines": fit([(n, across(n)) for n in ACROSS], len(counts)),
+        "inside machines": fit([(n, inside(n)) for n in INSIDE], max(2, *counts)),
+    }
+    network, memory = (found.network for found in fits.values())
+    made = ClusterMap(counts, startup, network, memory)
+    rows = []
+    for at in rounds_of(len(sizes), comm.rank == 0):
+        n = sizes[at]
+        x = torch.empty(n // 4)
+        seconds = _median(comm, rounds, lambda x=x: comm.allreduce(x), lambda x=x: x.fill_(1))
+        wrong = np.array([int((x != comm.size).sum())])
+        comm.allreduce(wrong)
+        rows.append(Row(n, seconds, made.allreduce_seconds(n), int(wrong[0])))
+    return Figures(made, fits, rows) if comm.rank == 0 else None
+
+
+def _median(
+    comm: ClusterCommunicator, rounds: int, call: Callable[[], object],
+    before: Callable[[], object] = lambda: None,
+) -> float:  # fmt: skip
+    """The median over rounds of the slowest rank's time, after a first round that is not timed."""
+    times = np.zeros(rounds + 1)
+    for at in range(rounds + 1):
+        before()
+        comm.barrier()
+        start = time.perf_counter()
+        call()
+        times[at] = time.perf_counter() - start
+    comm.allreduce(times, "max")
+    return statistics.median(times[1:])

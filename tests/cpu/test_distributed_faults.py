@@ -1,0 +1,91 @@
+"""Faults that users of torch.distributed meet: groups called in other orders, restarts, no disk."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_distributed import run
+
+from linkweave.torch_backend import register
+
+ROOT = Path(__file__).parents[2]
+
+
+def opposite(rank: int) -> str:
+    """Rank 0 calls its first group and then its second, rank 1 the other way round."""
+    groups = [dist.new_group(timeout=timedelta(seconds=2)) for _ in range(2)]
+    start = time.monotonic()
+    try:
+        for group in groups if rank == 0 else groups[::-1]:
+            dist.all_reduce(torch.ones(3), group=group)
+    except Exception as error:
+        return f"{time.monotonic() - start:.1f} s, {error}"
+    return "nothing was noticed"
+
+
+def test_two_groups_in_opposite_order() -> None:
+    found = run(2, opposite)
+    for rank, said in enumerate(found):
+        assert float(said.split()[0]) < 6, found
+        assert f"rank {rank} waits for rank {1 - rank}" in said or "gave up" in said, found
+    assert any("waits for" in said for said in found)
+
+
+_RESTARTED = """
+import os, signal
+import torch, torch.distributed as dist
+import linkweave
+dist.init_process_group("linkweave")
+rank, attempt = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]
+x = torch.full((100_000,), rank + 1.0)
+dist.all_reduce(x)
+assert (x == 6).all()
+if attempt == "0" and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    dist.all_reduce(x)
+    print(f"attempt {attempt} rank {rank} has {x[0]:.0f}", flush=True)
+except Exception as error:
+    print(f"attempt {attempt} rank {rank} {type(error).__name__}: {error}", flush=True)
+    raise
+dist.destroy_process_group()
+"""
+
+
+def test_torchrun_restarts_a_job_that_has_lost_a_rank(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(_RESTARTED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3",
+               "--max-restarts=1", str(script)]  # fmt: skip
+    before = sorted(os.listdir("/dev/shm"))
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = done.stdout
+    assert sorted(re.findall(r"attempt 1 rank (\d) has 18", said)) == ["0", "1", "2"]
+    for survivor in re.findall(r"attempt 0 rank \d (Coll.*)", said):  # unless torchrun was faster
+        assert re.match(r"CollectiveAborted: rank 1 \(process \d+\) died", survivor)
+    assert sorted(os.listdir("/dev/shm")) == before
+
+
+def test_a_store_on_a_full_disk_is_an_error() -> None:
+    register()
+    start = time.monotonic()
+    with pytest.raises(Exception, match=r"(?i)no space left|store|write"):
+        dist.init_process_group(
+            "linkweave", init_method="file:///dev/full", rank=0, world_size=1,
+            timeout=timedelta(seconds=5),
+        )  # fmt: skip
+    assert time.monotonic() - start < 20
+    assert not dist.is_initialized()

@@ -1,0 +1,97 @@
+"""Ranks on hosts that share nothing but a network: real machines, as far as they can tell."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosts import Hosts, missing
+
+from linkweave.collectives.distributed.cluster_map import ClusterMap
+
+RANK = str(Path(__file__).with_name("rank.py"))
+WHY = missing()
+pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY)
+
+
+@pytest.fixture
+def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    with Hosts(*getattr(request, "param", (2,))) as made:
+        yield made
+
+
+def result(process: subprocess.Popen[str]) -> Any:
+    """What a rank returned."""
+    output, _ = process.communicate(timeout=120)
+    lines = output.splitlines()
+    assert process.returncode == 0, output
+    return json.loads(lines[-1])
+
+
+def await_ready(processes: list[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line == "ready\n":
+                break
+
+
+@pytest.mark.parametrize(
+    ("hosts", "sizes"),
+    [((2, "10gbit"), (1, 2)), pytest.param((3, "10gbit"), (2, 1, 2), marks=pytest.mark.slow)],
+    indirect=["hosts"],
+)
+def test_collectives_over_a_network(hosts: Hosts, sizes: tuple[int, ...]) -> None:
+    """Under the variables of torchrun."""
+    ranks, first = hosts.ranks(sizes, [RANK, "everything", "30"]), 0
+    machines = []
+    for size in sizes:
+        machines.append([*range(first, first + size)])
+        first += size
+    assert [result(rank) for rank in ranks] == [machines] * sum(sizes)
+
+
+def test_a_link_that_goes_down_is_named(hosts: Hosts) -> None:
+    ranks = hosts.ranks((2, 1), [RANK, "on_and_on", "1", "20"])
+    await_ready(ranks)
+    hosts.link(1, "down")
+    start = time.monotonic()
+    said = [result(rank) for rank in ranks]
+    assert time.monotonic() - start < 20
+    for rank, words in enumerate(said):
+        away = "host1 (rank 2)" if rank < 2 else "host0 (ranks 0, 1)"
+        assert words.startswith(f"CollectiveTimeout: rank {rank}, allreduce("), said
+        assert f"{away} has not answered for" in words, said
+
+
+@pytest.mark.slow
+def test_a_link_that_comes_back_in_time_does_no_harm(hosts: Hosts) -> None:
+    ranks = hosts.ranks((1, 1), [RANK, "on_and_on", "20", "4"])
+    await_ready(ranks)
+    for _ in range(2):
+        hosts.link(1, "down")
+        time.sleep(0.5)
+        hosts.link(1, "up")
+        time.sleep(0.5)
+    assert [result(rank) for rank in ranks] == ["fine"] * 2
+
+
+@pytest.mark.slow
+def test_the_network_is_measured(hosts: Hosts, tmp_path: Path) -> None:
+    out = tmp_path / "map.json"
+    command = ["-m", "linkweave.bench.cli", "bench", "network", "-r", "1", "-b", "1K", "-e", "1M"]
+    ranks = hosts.ranks((1, 2), [*command, "--out", str(out)])
+    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert all(rank.returncode == 0 for rank in ranks), outputs
+    rows = [line.split() for line in outputs[0].splitlines() if line.split()[0].isdigit()]
+    assert [row[0] for row in rows] == [str(1 << at) for at in (10, 12, 14, 16, 18, 20)]
+    assert {row[-1] for row in rows} == {"0"}
+    made = ClusterMap.from_json(out.read_text())
+    assert made.ranks == (1, 2)
+    # what leaves a machine is the whole message, at 1 Gbit/s
+    assert 7e-9 < made.network.seconds_per_byte < 40e-9
