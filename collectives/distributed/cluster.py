@@ -235,17 +235,17 @@ class ClusterCommunicator:
                 rows = machine.gather("calls", json.dumps(["" if known else mine.failed]).encode())
                 causes = [cause for row in rows for cause in json.loads(row) if cause]
                 mine = replace(mine, failed=(causes or [mine.failed])[0])
-            if self._roll_call:
-                mine = replace(mine, witnessed=machine.health.broken is not None)
-                found, lost, _ = self._roll_call.exchange(mine, GRACE)
-                failed = self._cause(found, lost)
-                late = any(x.late for x in lost.values()) or any(n.late for n in found.values())
-                mine = replace(mine, failed=failed or mine.failed, late=late)
-            if machine.health.broken is None:
-                mine = Notice.unpack(machine.gather("calls", mine.pack())[0])
+                return Notice.unpack(machine.share(lambda: self._asked_around(mine).pack()))
         except CollectiveError:
             pass  # this machine's ranks have come apart; each raises what it knows
-        return mine
+        return self._asked_around(replace(mine, witnessed=True)) if self._roll_call else mine
+
+    def _asked_around(self, mine: Notice) -> Notice:
+        """On a machine's first rank: tell the others of a failure, and hear what they know."""
+        assert self._roll_call is not None
+        found, lost, _ = self._roll_call.exchange(mine, GRACE)
+        late = any(x.late for x in lost.values()) or any(n.late for n in found.values())
+        return replace(mine, failed=self._cause(found, lost) or mine.failed, late=late)
 
     def _renamed(self, words: str) -> str:
         """A message of this machine's communicator with the ranks' numbers among all ranks."""

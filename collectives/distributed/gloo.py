@@ -10,27 +10,27 @@ from typing import Any
 import torch._C._distributed_c10d as c10d
 
 
-def gloo_group(store: Any, rank: int, size: int, timeout: float, lazy: bool = True) -> Any:
-    """A gloo group of `size` ranks. Deleting it closes its connections.
+def gloo_group(store: Any, rank: int, size: int, timeout: float) -> Any:
+    """A gloo group of `size` ranks, connected to each other. Deleting it closes its connections.
 
-    `timeout` is in seconds. With `lazy`, two ranks connect when they first exchange data, for which
-    the first waits for the second, even in an asynchronous call.
+    `timeout` is in seconds. Connecting later (gloo's `lazy_init`) would block asynchronous calls,
+    and without a deadline while a link is down.
     """
     gloo: Any = c10d.ProcessGroupGloo
     options = gloo._Options()
-    options._devices = [_device(lazy)]
+    options._devices = [_device()]
     options._timeout = timedelta(seconds=timeout)
     return gloo(store, rank, size, options)
 
 
-def _device(lazy: bool) -> Any:
+def _device() -> Any:
     """The network interface of GLOO_SOCKET_IFNAME, or else the one that leads to MASTER_ADDR."""
     gloo: Any = c10d.ProcessGroupGloo
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
-        return gloo.create_device(interface=names.split(",")[0], lazy_init=lazy)
+        return gloo.create_device(interface=names.split(",")[0])
     if address := _own_address(os.environ.get("MASTER_ADDR", "")):
-        return gloo.create_device(hostname=address, lazy_init=lazy)
-    return gloo.create_default_device(lazy_init=lazy)
+        return gloo.create_device(hostname=address)
+    return gloo.create_default_device()
 
 
 def _own_address(peer: str) -> str:

@@ -47,7 +47,7 @@ class Group(_Base):  # type: ignore[misc]
         self.communicator = meet(job, Settings(timeout=seconds))
         self._store = c10d.PrefixStore(f"{job.key}/", options.store)
         self._others: dict[str, Any] = {
-            "cpu": gloo_group(c10d.PrefixStore("gloo/", self._store), rank, size, seconds, False)
+            "cpu": gloo_group(c10d.PrefixStore("gloo/", self._store), rank, size, seconds)
         }
         self._coalesced: list[Any] | None = None
 

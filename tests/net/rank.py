@@ -13,6 +13,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "cpu")]
 
 import numpy as np  # noqa: E402
 import test_cluster  # noqa: E402
+import torch  # noqa: E402
 
 import linkweave  # noqa: E402
 from linkweave.collectives import CollectiveError  # noqa: E402
@@ -45,6 +46,8 @@ def on_and_on(comm: Any, seconds: float) -> str:
 
 if __name__ == "__main__":
     body, timeout, *arguments = sys.argv[1:]
+    torch.distributed.init_process_group("gloo")  # ranks start at different times
+    torch.distributed.barrier()
     communicator = linkweave.init(timeout=float(timeout))
     found = globals()[body](communicator, *map(float, arguments))
     print(json.dumps(found), flush=True)
