@@ -24,23 +24,31 @@ from linkweave.collectives.overlap.network import Fit, fit
 
 ACROSS = tuple(1 << at for at in (14, 22, 24, 25))  # bytes, over all columns
 INSIDE = (1 << 14, 1 << 20, PIECE)
-HEADER = f"{'bytes':>12}{'ms':>10}{'predicted':>10}{'error':>8}{'GB/s':>8}{'#wrong':>8}"
+HEADER = (
+    f"{'bytes':>12}{'ms':>10}{'predicted':>10}{'error':>8}{'GB/s':>8}{'#wrong':>8}{'gloo ms':>10}"
+    f"{'x gloo':>8}"
+)
+LEGEND = "gloo: one ring of all ranks, by turns with ours; x gloo: the median of the rounds' ratios"
 
 
 @dataclass(frozen=True)
 class Row:
-    """The median all-reduce of a size, and its prediction."""
+    """The median all-reduce of a size, its prediction, and gloo's; `ratio` is of gloo's time to
+    ours."""
 
     nbytes: int
     seconds: float
     predicted: float
     wrong: int
+    gloo_seconds: float
+    ratio: float
 
     def __str__(self) -> str:
         error = self.predicted / self.seconds - 1
         return (
             f"{self.nbytes:12}{self.seconds * 1e3:10.2f}{self.predicted * 1e3:10.2f}{error:8.0%}"
-            f"{self.nbytes / self.seconds / 1e9:8.3f}{self.wrong:8}"
+            f"{self.nbytes / self.seconds / 1e9:8.3f}{self.wrong:8}{self.gloo_seconds * 1e3:10.2f}"
+            f"{self.ratio:8.2f}"
         )
 
 
@@ -64,7 +72,7 @@ class Figures:
                 f"{network.seconds_per_byte * 1e9:.3f} ns a byte of the message "
                 f"(r2 {found.r2:.4f}, worst {found.worst:.0%})"
             )
-        return "\n".join([*lines, HEADER, *map(str, self.rows)])
+        return "\n".join([*lines, HEADER, *map(str, self.rows), LEGEND])
 
 
 def measure(sizes: tuple[int, ...], rounds: int, batch: bool) -> Figures | None:
@@ -87,7 +95,7 @@ def _measured(comm: ClusterCommunicator, sizes: tuple[int, ...], rounds: int) ->
 
     def across(nbytes: int) -> float:
         x = torch.zeros(max(1, nbytes // 4 // columns))
-        return _median(comm, rounds, lambda: comm.across and comm.across.allreduce(x).wait())
+        return median(lambda: comm.across and comm.across.allreduce(x).wait())
 
     def inside(nbytes: int) -> float:
         x = torch.zeros(machine.size, max(1, nbytes // 4 // machine.size))
@@ -96,38 +104,47 @@ def _measured(comm: ClusterCommunicator, sizes: tuple[int, ...], rounds: int) ->
             machine.in_place("reduce_scatter", x)
             machine.in_place("allgather", x)
 
-        return _median(comm, rounds, both) if machine.size > 1 else _median(comm, 1, lambda: None)
+        return median(both if machine.size > 1 else lambda: None)
 
-    startup = _median(comm, 10 * rounds, comm.barrier)
+    def median(call: Callable[[], object], rounds: int = rounds) -> float:
+        return statistics.median(_times(comm, rounds, call)[0])
+
+    startup = median(comm.barrier, 10 * rounds)
     counts = tuple(map(len, comm.machines.ranks))
     fits = {
         "across machines": fit([(n, across(n)) for n in ACROSS], len(counts)),
         "inside machines": fit([(n, inside(n)) for n in INSIDE], max(2, *counts)),
     }
-    network, memory = (found.network for found in fits.values())
-    made = ClusterMap(counts, startup, network, memory)
+    made = ClusterMap(counts, startup, *(found.network for found in fits.values()))
+    gloo = comm.gloo()
     rows = []
     for at in rounds_of(len(sizes), comm.rank == 0):
         n = sizes[at]
-        x = torch.empty(n // 4)
-        seconds = _median(comm, rounds, lambda x=x: comm.allreduce(x), lambda x=x: x.fill_(1))
-        wrong = np.array([int((x != comm.size).sum())])
+        x, wrong = torch.ones(n // 4), np.zeros(1, np.int64)
+        comm.allreduce(x)
+        wrong[0] = int((x != comm.size).sum())
         comm.allreduce(wrong)
-        rows.append(Row(n, seconds, made.allreduce_seconds(n), int(wrong[0])))
+        x.zero_()
+        ours, theirs = _times(
+            comm, rounds, lambda x=x: comm.allreduce(x), lambda x=x: gloo.allreduce([x]).wait()
+        )
+        ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+        seconds = statistics.median(ours)
+        predicted = made.allreduce_seconds(n)
+        rows.append(Row(n, seconds, predicted, int(wrong[0]), statistics.median(theirs), ratio))
     return Figures(made, fits, rows) if comm.rank == 0 else None
 
 
-def _median(
-    comm: ClusterCommunicator, rounds: int, call: Callable[[], object],
-    before: Callable[[], object] = lambda: None,
-) -> float:  # fmt: skip
-    """The median over rounds of the slowest rank's time, after a first round that is not timed."""
-    times = np.zeros(rounds + 1)
+def _times(
+    comm: ClusterCommunicator, rounds: int, *calls: Callable[[], object]
+) -> list[list[float]]:
+    """The slowest rank's time of each call in each round, after a round that is not timed."""
+    times = np.zeros((len(calls), rounds + 1))
     for at in range(rounds + 1):
-        before()
-        comm.barrier()
-        start = time.perf_counter()
-        call()
-        times[at] = time.perf_counter() - start
+        for i, call in enumerate(calls):
+            comm.barrier()
+            start = time.perf_counter()
+            call()
+            times[i, at] = time.perf_counter() - start
     comm.allreduce(times, "max")
-    return statistics.median(times[1:])
+    return times[:, 1:].tolist()

@@ -19,6 +19,7 @@ from linkweave.collectives.distributed import calls
 from linkweave.collectives.distributed.across import Across
 from linkweave.collectives.distributed.calls import Call
 from linkweave.collectives.distributed.connections import Connections
+from linkweave.collectives.distributed.gloo import gloo_group
 from linkweave.collectives.distributed.roll_call import NOTICE, Lost, Notice, RollCall
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.launch.machines import Machines
@@ -133,6 +134,11 @@ class ClusterCommunicator:
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """As `Communicator.empty`, in memory that this machine's ranks share."""
         return self.machine.empty(shape, dtype)
+
+    def gloo(self) -> Any:
+        """A group of gloo over all ranks, for what this communicator has not. All must call it."""
+        store = c10d.PrefixStore(f"gloo/{next(self._numbers)}/", self._store)
+        return gloo_group(store, self.rank, self.size, self.timeout)
 
     def split(self, color: int = 0) -> Any:
         """As `Communicator.split`. Returns a `Communicator` for ranks of one machine."""
