@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import linkweave  # noqa: F401  (makes the backend known where the package is not installed)
 
-BATCH = 64  # over all ranks
+BATCH = 32  # over all ranks
 
 
 def train(rank: int, name: str, parallel: str, steps: int) -> tuple[float, float, bool]:
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=("linkweave", "gloo"), default="linkweave")
     parser.add_argument("--model", choices=("cnn", "gpt"), default="cnn")
     parser.add_argument("--parallel", choices=("ddp", "fsdp"), default="ddp")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
     dist.init_process_group(options.backend)
     rank = dist.get_rank()

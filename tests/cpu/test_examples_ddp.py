@@ -1,7 +1,8 @@
-"""The example of training in plain PyTorch: by DDP and by FSDP2, over linkweave and over gloo."""
+"""The example and the benchmark of training in plain PyTorch, by DDP and by FSDP2."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -10,6 +11,9 @@ from pathlib import Path
 
 import pytest
 from test_distributed import run
+from typer.testing import CliRunner
+
+from linkweave.bench.cli import app
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -50,3 +54,13 @@ def test_fsdp_on_four_ranks_learns_the_same_as_one_process() -> None:
     alone = losses(1, "gloo", "ddp", 20)
     assert losses(4, "linkweave", "fsdp", 20) == pytest.approx(alone, rel=1e-4)
     assert alone < 3  # a guess among all characters costs 4.2
+
+
+def test_the_benchmark_prints_and_writes(tmp_path: Path) -> None:
+    out = tmp_path / "ddp.json"
+    done = CliRunner().invoke(app, f"bench ddp -n 2 -s 64K -r 2 --out {out}".split())
+    assert done.exit_code == 0, done.output
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["backend"] for row in rows] == ["gloo", "linkweave"]
+    assert all(min(row["step_ms"], row["compute_ms"], row["alone_ms"]) > 0 for row in rows)
+    assert all(row["backend"] in done.output and row["nbytes"] <= 64 << 10 for row in rows)
