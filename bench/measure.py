@@ -204,6 +204,21 @@ def network(
         out.write_text(found.map.to_json() + "\n")
 
 
+@bench.command()
+def ddp(
+    ranks: RanksOption = 8,
+    size: Annotated[str, typer.Option("-s", "--size", help="Gradients in bytes.")] = "25M",
+    rounds: RoundsOption = 10, out: OutOption = None, as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Training by PyTorch's DDP, beside gloo (30 s)."""
+    from linkweave.bench import ddp as measured
+
+    at_least(("-n", ranks, 1), ("-r", rounds, 1))
+    nbytes = parse_size(size)
+    at_least(("-s", nbytes, 1024))
+    _shown(measured, lambda: measured.ddp(ranks, nbytes, rounds), out, as_json)
+
+
 def _sane(elements: int, density: float, *others: tuple[str, int, int]) -> None:
     at_least(("-m", elements, 1), *others)
     if not 0 < density <= 1:

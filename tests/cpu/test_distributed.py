@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from machines import pretend
+from torch.distributed.device_mesh import init_device_mesh
 
 import linkweave
 from linkweave.collectives import CollectiveError
@@ -229,6 +231,50 @@ def parts(rank: int) -> float:
 
 def test_groups_of_some_ranks() -> None:
     assert run(3, parts) == [2, 0, 2]
+
+
+def functional(rank: int) -> bool:
+    """Functional collectives over the rows, the columns and all of a mesh of 2 x 2 ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
+    assert (mesh.get_local_rank("row"), mesh.get_local_rank("column")) == divmod(rank, 2)
+    for group in (mesh.get_group("row"), mesh.get_group("column"), dist.group.WORLD):
+        assert dist.get_backend(group) == "linkweave"
+        ranks = dist.get_process_group_ranks(group)
+        me, size = ranks.index(rank), len(ranks)
+        all_x = [torch.arange(12) + 100 * r for r in ranks]
+        x, total, to_me = all_x[me], sum(all_x), slice(me * (me + 1) // 2, (me + 1) * (me + 2) // 2)
+        short = x[: size * (size + 1) // 2]  # j + 1 elements for rank j
+        pairs = [
+            (funcol.all_reduce(x, "sum", group), total),
+            (funcol.all_reduce(x, "max", group), all_x[-1]),
+            (funcol.broadcast(x, size - 1, group), all_x[-1]),
+            (funcol.all_gather_tensor(x.view(3, 4), 0, group), torch.cat(all_x).view(-1, 4)),
+            (funcol.all_gather_tensor(x.view(3, 4), 1, group),
+             torch.cat([y.view(3, 4) for y in all_x], 1)),
+            (funcol.reduce_scatter_tensor(x, "sum", 0, group), total.chunk(size)[me]),
+            (funcol.reduce_scatter_tensor(x.view(3, 4), "sum", 1, group),
+             total.view(3, 4).chunk(size, 1)[me]),
+            (funcol.all_to_all_single(x, None, None, group),
+             torch.cat([y.chunk(size)[me] for y in all_x])),
+            (funcol.all_to_all_single(short, [me + 1] * size, [j + 1 for j in range(size)], group),
+             torch.cat([y[to_me] for y in all_x])),
+        ]  # fmt: skip
+        coalesced = (
+            (funcol.all_reduce_coalesced([x, x[:5]], "sum", group), (total, total[:5])),
+            (funcol.all_gather_into_tensor_coalesced([x, x[:5]], group),
+             (torch.cat(all_x), torch.cat([y[:5] for y in all_x]))),
+            (funcol.reduce_scatter_tensor_coalesced([x, x[:8]], "sum", [0, 0], group),
+             (total.chunk(size)[me], total[:8].chunk(size)[me])),
+        )  # fmt: skip
+        pairs += [pair for both in coalesced for pair in zip(*both, strict=True)]
+        for at, (found, wanted) in enumerate(pairs):
+            assert torch.equal(funcol.wait_tensor(found), wanted), (ranks, at)
+    return True
+
+
+@pytest.mark.parametrize("machines", [(), (2, 2)])
+def test_functional_collectives_on_a_mesh(machines: tuple[int, ...]) -> None:
+    assert run(4, functional, machines=machines) == [True] * 4
 
 
 def lose(rank: int, what: str) -> str:

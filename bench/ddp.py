@@ -1,0 +1,195 @@
+"""`linkweave bench ddp`: training by DistributedDataParallel over linkweave and over gloo.
+
+Timed in each round, with the backends in turn, each from a barrier to the end of the slowest rank:
+
+- a step: forward, backward with the all-reduces, optimizer;
+- forward and backward, and the same with a hook in place of each all-reduce that returns at once.
+  The difference is what communication costs; DDP copies gradients to buckets and back in both;
+- the all-reduces of the buckets alone, one after another.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from linkweave import collectives
+from linkweave.bench.options import install
+from linkweave.bench.peers import Gloo
+from linkweave.bench.timing import rounds_of, schedule
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.launch.default import get_default
+
+LAYERS = 8
+BATCH = 4  # of each rank
+BACKENDS = ("gloo", "linkweave")
+HEADER = (
+    f"{'bytes':>12}{'ranks':>7}{'buckets':>9}  {'backend':10}{'step ms':>9}{'compute':>9}"
+    f"{'comm':>8}{'ratio':>7}{'alone':>8}{'ratio':>7}"
+)
+LEGEND = (
+    "ms of a step; of its forward and backward without communication; by how much communication\n"
+    "prolongs them; of the buckets' all-reduces alone. Ratios are gloo's time over this one's.\n"
+    "The weights were equal on all ranks, to the bit, and with both backends but for rounding"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Medians over the rounds; `LEGEND` explains them. Ratios are of times in the same round."""
+
+    nbytes: int
+    ranks: int
+    buckets: int
+    backend: str
+    step_ms: float
+    compute_ms: float
+    communication_ms: float
+    ratio: float
+    alone_ms: float
+    alone_ratio: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.nbytes:12}{self.ranks:7}{self.buckets:9}  {self.backend:10}{self.step_ms:9.1f}"
+            f"{self.compute_ms:9.1f}{self.communication_ms:8.1f}{self.ratio:7.2f}"
+            f"{self.alone_ms:8.1f}{self.alone_ratio:7.2f}"
+        )
+
+
+class Trained:
+    """A model under DDP over one process group; `silent` leaves the all-reduces out."""
+
+    def __init__(self, group: Any, width: int, silent: bool = False) -> None:
+        import torch
+        from torch import nn
+
+        torch.manual_seed(0)
+        self._layers = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
+        self._model = nn.parallel.DistributedDataParallel(self._layers, process_group=group)
+        if silent:
+            self._model.register_comm_hook(None, _at_once)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), 0.01)
+        self._x = torch.randn(BATCH, width) + get_default().rank
+        self._group = group
+        self.step()  # after which DDP orders its buckets anew
+        self.step()
+        found = self._model.reducer._get_zeros_like_grad_buckets()
+        self.buckets = [bucket.buffer() for bucket in found]
+
+    def backward(self) -> None:
+        self._model(self._x).square().mean().backward()
+
+    def step(self) -> None:
+        self._optimizer.zero_grad()
+        self.backward()
+        self._optimizer.step()
+
+    def allreduces(self) -> None:
+        import torch.distributed as dist
+
+        for bucket in self.buckets:
+            dist.all_reduce(bucket, group=self._group)
+
+    def forget(self) -> None:
+        """Drop the gradients, so that each call that is timed has the same work."""
+        self._optimizer.zero_grad()
+
+    def weights(self) -> Any:
+        import torch
+
+        return torch.cat([p.detach().flatten() for p in self._layers.parameters()]).numpy()
+
+
+def _at_once(state, bucket):  # DDP refuses annotations that are text
+    """A hook of DDP that takes this rank's gradients for everyone's."""
+    import torch
+
+    future: Any = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def _timed(call: Callable[[], None], before: Callable[[], None]) -> float:
+    before()
+    get_default().barrier()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _rank(rank: int, width: int, rounds: int, store: str) -> tuple[Any, list[int]]:
+    """Seconds of the slowest rank by [round, backend, what], and the buckets of each backend.
+
+    What: step, forward and backward, the same without communication, all-reduces alone.
+    """
+    import torch
+    import torch.distributed as dist
+
+    comm = get_default()
+    torch.set_num_threads(1)
+    schedule(True)
+    gloo = Gloo(rank, comm.size, store, True)
+    groups = (gloo.batch, dist.new_group(backend="linkweave"))
+    trained = [Trained(group, width) for group in groups]
+    silent = Trained(gloo.batch, width, silent=True)
+    times = np.zeros((rounds, len(groups), 4))
+    for number in rounds_of(rounds, rank == 0):
+        for at, one in enumerate(trained):
+            times[number, at] = [
+                _timed(one.step, one.forget), _timed(one.backward, one.forget),
+                _timed(silent.backward, silent.forget), _timed(one.allreduces, one.forget),
+            ]  # fmt: skip
+    _check([one.weights() for one in trained])
+    comm.allreduce(times, "max")
+    gloo.close()
+    return times, [len(one.buckets) for one in trained]
+
+
+def _check(weights: list[Any]) -> None:
+    """Raise CollectiveError if ranks differ by a bit, or the backends by more than rounding."""
+    comm = get_default()
+    for mine in weights:
+        first = mine.copy()
+        comm.broadcast(first, 0)
+        if (first.view(np.int32) != mine.view(np.int32)).any():
+            raise CollectiveError("the ranks' weights differ")
+    if not np.allclose(*weights, rtol=1e-4, atol=1e-6):
+        raise CollectiveError("the weights by linkweave and by gloo differ")
+
+
+def ddp(ranks: int, nbytes: int, rounds: int) -> list[Row]:
+    """Measure under SCHED_BATCH. Raises CollectiveError if torch is missing or weights differ."""
+    try:
+        import torch._dynamo  # noqa: F401  (as DDP does; once, before the ranks are forked)
+    except ImportError:
+        raise CollectiveError(f"bench ddp needs torch: {install('torch')}") from None
+    from linkweave.torch_backend import register
+
+    register()
+    width = math.isqrt(nbytes // (4 * LAYERS))
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (width, rounds, str(Path(folder) / "store"))
+        times, buckets = collectives.spawn(_rank, ranks, args=arguments, timeout=120)[0]
+    step, both, compute, alone = times.transpose(2, 1, 0)
+    communication = both - compute
+
+    def median(column: Any, factor: float = 1e3) -> float:
+        return factor * float(np.median(column))
+
+    return [
+        Row(
+            4 * LAYERS * width**2, ranks, buckets[at], backend, median(step[at]),
+            median(compute[at]), median(communication[at]),
+            median(communication[0] / communication[at], 1),
+            median(alone[at]), median(alone[0] / alone[at], 1),
+        )
+        for at, backend in enumerate(BACKENDS)
+    ]  # fmt: skip
