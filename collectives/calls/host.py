@@ -187,19 +187,19 @@ class HostCalls:
         with self._guard:
             return self._gather(_exchange(what), payload)
 
-    def share(self, make: Callable[[], bytes]) -> bytes:
-        """Broadcast what `make` returns on rank 0. If it raises, every rank raises the same."""
+    def share(self, make: Callable[[], bytes], timeout: float = PLANNING) -> bytes:
+        """Broadcast what `make` returns, or raises, on rank 0, after `timeout` seconds at most."""
         with self._guard:
-            return self._share(make)
+            return self._share(make, timeout)
 
-    def _share(self, make: Callable[[], bytes]) -> bytes:
+    def _share(self, make: Callable[[], bytes], timeout: float = PLANNING) -> bytes:
         payload = b""
         if self.rank == 0:
             try:
                 payload = b"+" + make()
             except CollectiveError as error:
                 payload = b"-" + json.dumps([type(error).__name__, str(error)]).encode()
-        found = self._gather(_exchange("plan"), payload, PLANNING)[0]
+        found = self._gather(_exchange("plan"), payload, timeout)[0]
         if found[:1] == b"-":
             name, text = json.loads(found[1:])
             raise Refused(getattr(errors, name, CollectiveError), text)

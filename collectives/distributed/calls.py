@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -19,15 +20,21 @@ from linkweave.collectives.distributed.rows import combined
 from linkweave.collectives.distributed.sparse import SparseCluster
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.runtime.dtypes import check_op
-from linkweave.collectives.tensors import as_buffer, output_for
+from linkweave.collectives.tensors import output_for
 from linkweave.topology.checks import integer
+
+_LONG = 200  # characters
+
+
+class Unequal(Exception):
+    """Arguments do not fit together, as all ranks see alike: they refuse the call, and go on."""
 
 
 @dataclass
 class Call:
     """One rank's side of a call.
 
-    asked: what it asks for, as text that all ranks compare.
+    asked: what it asks for, as text that all ranks compare; a long one ends with its checksum.
     body: carries it out.
     values, op, finish: of an all-reduce of few bytes, which the ranks carry out while they compare:
         a copy of the values, flat; the op; what to do with the total.
@@ -38,6 +45,10 @@ class Call:
     values: Any = None
     op: str = ""
     finish: Any = None
+
+    def __post_init__(self) -> None:
+        if len(self.asked) > _LONG:
+            self.asked = f"{self.asked[:_LONG]}... {crc32(self.asked.encode()):08x})"
 
     @property
     def small(self) -> bool:
@@ -231,26 +242,35 @@ def alltoall(comm: Connections, x: Any, out: Any, in_splits: Any, out_splits: An
         raise CollectiveError(
             f"in_splits adds up to {sum(sends)} rows, for a tensor of shape {tuple(x.shape)}"
         )
-    row = math.prod(x.shape[1:])
+    row, wanted = math.prod(x.shape[1:]), [-1] * comm.size
     if out is not None:
-        as_buffer(out)
+        output_for(x, (*out.shape[:1], *x.shape[1:]), out)
         refuse_overlaps([x], [out])
     if out_splits is not None:
-        row_counts("out_splits", out_splits, comm.size)
+        wanted = row_counts("out_splits", out_splits, comm.size)
+    mine = torch.tensor([*sends, *wanted, -1 if out is None else out.shape[0]])
 
     def body() -> Any:
-        counts = torch.empty((comm.size, comm.size), dtype=torch.int64)
-        comm.rows.allgather(torch.tensor(sends), counts)
-        receives = counts[:, comm.rank].tolist()
-        if out_splits is not None and list(out_splits) != receives:
-            raise RuntimeError(
-                f"out_splits of rank {comm.rank} says {list(out_splits)} rows come, by rank; the "
-                f"ranks send {receives}"
-            )
-        result = output_for(x, (sum(receives), *x.shape[1:]), out)
+        told = mine.new_empty((comm.size, mine.numel()))
+        comm.rows.allgather(mine, told)
+        counts = told[:, : comm.size].tolist()
+        for rank, expected in enumerate(told[:, comm.size :].tolist()):
+            receives = [of[rank] for of in counts]
+            if expected[0] >= 0 and expected[:-1] != receives:
+                raise Unequal(
+                    f"out_splits of rank {rank} says {expected[:-1]} rows come, by rank; the ranks "
+                    f"send {receives}"
+                )
+            if expected[-1] not in (-1, sum(receives)):
+                raise Unequal(
+                    f"out of rank {rank} has {expected[-1]} rows; the ranks send {sum(receives)}"
+                )
+        rows = [of[comm.rank] for of in counts]
+        result = output_for(x, (sum(rows), *x.shape[1:]), out)
         whole = Flat(result)
-        rows = whole.tensor.view(sum(receives), row)
-        comm.rows.alltoall(flat.tensor.view(sum(sends), row), rows, counts.tolist(), comm.rank)
+        comm.rows.alltoall(
+            flat.tensor.view(sum(sends), row), whole.tensor.view(sum(rows), row), counts, comm.rank
+        )
         whole.done()
         return result
 

@@ -17,7 +17,7 @@ from linkweave.collectives.calls.work import HostWork, Worker
 from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.distributed import calls
 from linkweave.collectives.distributed.across import Across
-from linkweave.collectives.distributed.calls import Call
+from linkweave.collectives.distributed.calls import Call, Unequal
 from linkweave.collectives.distributed.connections import Connections
 from linkweave.collectives.distributed.gloo import gloo_group
 from linkweave.collectives.distributed.roll_call import NOTICE, Lost, Notice, RollCall
@@ -67,6 +67,7 @@ class ClusterCommunicator:
         self._parts: list[Any] = []
         self._numbers = count()
         self._ended = ""  # why no call can be made
+        self._patience = settings.timeout + GRACE + 3 * LONGER  # for this machine's first rank
         self.barrier()
 
     # ---- collectives -------------------------------------------------------------------------
@@ -183,6 +184,8 @@ class ClusterCommunicator:
             outcome, total = self._agree(call, f"rank {self.rank}: {mine}" if mine else "")
             if not outcome.refused and not outcome.failed:
                 return call.finish(call.read(total)) if call.small else call.body()
+        except Unequal as error:
+            raise CollectiveError(str(error)) from None
         except Exception as error:
             raise self._end(self._told(call.asked, error)) from error
         if outcome.failed:
@@ -204,7 +207,7 @@ class ClusterCommunicator:
         if call.small and not refused:
             self.machine.reduce(call.values, call.inner)
         mine = Notice(call.asked, refused)
-        told = self.machine.calls.share(lambda: self._compared(mine, call))
+        told = self.machine.calls.share(lambda: self._compared(mine, call), self._patience)
         return Notice.unpack(told[:NOTICE]), told[NOTICE:]
 
     def _compared(self, mine: Notice, call: Call) -> bytes:
@@ -241,7 +244,9 @@ class ClusterCommunicator:
                 rows = machine.gather("calls", json.dumps(["" if known else mine.failed]).encode())
                 causes = [cause for row in rows for cause in json.loads(row) if cause]
                 mine = replace(mine, failed=(causes or [mine.failed])[0])
-                return Notice.unpack(machine.share(lambda: self._asked_around(mine).pack()))
+                return Notice.unpack(
+                    machine.share(lambda: self._asked_around(mine).pack(), self._patience)
+                )
         except CollectiveError:
             pass  # this machine's ranks have come apart; each raises what it knows
         return self._asked_around(replace(mine, witnessed=True)) if self._roll_call else mine

@@ -16,7 +16,6 @@ from linkweave.collectives.distributed.gloo import gloo_group
 
 NOTICE = 1024
 """Bytes of a notice, padded with blanks."""
-_MOST_TEXT = 280  # characters of each text in it, which JSON may lengthen
 
 
 @dataclass(frozen=True)
@@ -37,10 +36,13 @@ class Notice:
     late: bool = False
 
     def pack(self) -> bytes:
-        fields = asdict(self)
-        for name in ("asked", "refused", "failed"):
-            fields[name] = fields[name][:_MOST_TEXT]
-        return json.dumps(fields).encode()[:NOTICE]
+        """The notice as JSON of at most `NOTICE` bytes; long texts are cut."""
+        data, most = b"", 2 * NOTICE
+        while not data or len(data) > NOTICE:
+            most //= 2
+            texts = {name: getattr(self, name)[:most] for name in ("asked", "refused", "failed")}
+            data = json.dumps(asdict(self) | texts).encode()
+        return data
 
     @staticmethod
     def unpack(data: bytes) -> Notice:

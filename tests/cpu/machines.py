@@ -16,9 +16,12 @@ from linkweave.collectives.launch import join
 from linkweave.collectives.settings import Settings
 
 
-def pretend(rank: int, sizes: Sequence[int]) -> None:
-    """Make this rank believe that `sizes[0]` ranks are on the first machine, and so on."""
+def pretend(rank: int, sizes: Sequence[int], dealt: bool = False) -> None:
+    """Make this rank believe that `sizes[0]` ranks are on the first machine, and so on; or that the
+    ranks are `dealt` to the machines in turn."""
     machine = sum(end <= rank for end in accumulate(sizes))
+    if dealt:
+        machine = rank % len(sizes)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     join.machine_id = lambda: f"machine {machine}"
     join.socket.gethostname = lambda: f"host{machine}"  # type: ignore[attr-defined]
@@ -26,7 +29,7 @@ def pretend(rank: int, sizes: Sequence[int]) -> None:
 
 def on_machines(
     sizes: Sequence[int], body: Callable[..., Any], *args: Any, timeout: float = 20,
-    lost: Sequence[int] = (),
+    lost: Sequence[int] = (), dealt: bool = False,
 ) -> list[Any]:  # fmt: skip
     """What `body(communicator, *args)` returns on each rank, or the error it raises as text.
 
@@ -38,7 +41,7 @@ def on_machines(
 
         def rank_of(rank: int) -> None:
             torch.set_num_threads(1)
-            pretend(rank, sizes)
+            pretend(rank, sizes, dealt)
             store = c10d.FileStore(f"{folder}/store", total)
             try:
                 job = join.Job(rank, total, store, "test")

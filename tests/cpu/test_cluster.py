@@ -140,6 +140,10 @@ def test_collectives(sizes: tuple[int, ...]) -> None:
     assert on_machines(sizes, everything) == [None] * sum(sizes)
 
 
+def test_ranks_dealt_to_machines_in_turn() -> None:
+    assert on_machines((2, 2), everything, dealt=True) == [None] * 4
+
+
 def where(comm: ClusterCommunicator) -> tuple[Any, ...]:
     across = comm.across and (comm.across.rank, comm.across.size)
     return comm.rank, comm.size, comm.machine.rank, comm.machine.size, across
@@ -170,6 +174,9 @@ def refusals(comm: ClusterCommunicator) -> list[str]:
         lambda: comm.broadcast(np.ones(3), 9),
         lambda: comm.alltoall(np.ones(3)),
         lambda: comm.allreduce(np.ones(3), algorithm="ring"),
+        lambda: comm.alltoall(np.ones(4), out_splits=[1, 1, 1, 1 + (comm.rank == 2)]),
+        lambda: comm.alltoall(np.ones(4), np.ones(4 + (comm.rank == 1))),
+        lambda: comm.allreduce([np.ones(n + (n == 90 and comm.rank == 3)) for n in range(100)]),
     ):
         try:
             call()
@@ -182,7 +189,9 @@ def refusals(comm: ClusterCommunicator) -> list[str]:
 def test_calls_that_differ_are_refused_everywhere() -> None:
     found = on_machines((2, 2), refusals)
     for rank, said in enumerate(found):
-        assert said[-1] == "4.0" and len(said) == 8
+        assert said[-1] == "4.0" and len(said) == 11
         assert "rank 0: allreduce(4 x float64, sum)" in said[0]
         assert "rank 0: broadcast(1 x float64, root 0); rank 1: barrier" in said[1]
+        assert "out_splits of rank 2 says [1, 1, 1, 2] rows come" in said[7]
+        assert "out of rank 1 has 5 rows; the ranks send 4" in said[8]
         assert ("rank 2: " in said[2]) == (rank != 2) and "not builtins.str" in said[2]
