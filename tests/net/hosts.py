@@ -17,7 +17,13 @@ from pathlib import Path
 PORT = 29511
 _numbers = count()
 
-_SET_UP = 'mount -t tmpfs shm /dev/shm && hostname "$0" && echo ready && exec sleep infinity'
+_SET_UP = """set -e
+mount -t tmpfs shm /dev/shm
+hostname "$0"
+mkdir /dev/shm/.names && echo "$1" > /dev/shm/.names/hosts
+mount --bind /dev/shm/.names/hosts /etc/hosts
+echo ready
+exec sleep infinity"""
 
 
 def missing() -> str:
@@ -80,9 +86,12 @@ class Hosts:
             raise
 
     def _set_up(self, host: int) -> int:
+        """Start the host's first process. Returns its number."""
+        every = (f"{self.address(i)} host{i}" for i in range(len(self.names)))
+        names = "\n".join(["127.0.0.1 localhost", *every])
         words = ["ip", "netns", "exec", self.names[host], "unshare", "--pid", "--fork",
                  "--kill-child", "--mount", "--mount-proc", "--uts", "sh", "-c", _SET_UP,
-                 f"host{host}"]  # fmt: skip
+                 f"host{host}", names]  # fmt: skip
         holder = subprocess.Popen(words, text=True, stdout=subprocess.PIPE)
         self._processes.append(holder)
         assert holder.stdout is not None and holder.stdout.readline() == "ready\n"
