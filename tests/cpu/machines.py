@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import accumulate
 from typing import Any
 
@@ -43,6 +44,8 @@ def on_machines(
             torch.set_num_threads(1)
             pretend(rank, sizes, dealt)
             store = c10d.FileStore(f"{folder}/store", total)
+            store.set(f"started {rank}", "")  # not all start at once on a busy machine
+            store.wait([f"started {r}" for r in range(total)], timedelta(seconds=60))
             try:
                 job = join.Job(rank, total, store, "test")
                 with join.meet(job, Settings(timeout=timeout)) as communicator:

@@ -51,7 +51,7 @@ def seconds(said: str) -> float:
 def test_a_rank_that_dies(who: int) -> None:
     found = on_machines((2, 2), lose, who, "SIGKILL")
     for rank in {0, 1, 2, 3} - {who}:
-        assert seconds(found[rank]) < 8 and "CollectiveAborted" in found[rank], found
+        assert seconds(found[rank]) < 15 and "CollectiveAborted" in found[rank], found
         if who == 3 or rank == 1:  # its neighbour, or that one's machine, has told
             assert re.search(rf"rank {who} \(process \d+\) died", found[rank]), found
         else:
@@ -65,8 +65,9 @@ def test_a_rank_that_stops(who: int) -> None:
     for rank in {0, 1, 2, 3} - {who}:
         assert seconds(found[rank]) < timeout + 2 * GRACE, found
         assert "CollectiveTimeout" in found[rank], found
-        if who == 3:
-            assert "rank 2 waits for rank 3" in found[rank], found
+        if who == 3:  # its neighbour tells, unless a busy machine lets that come too late
+            late = "host1 (ranks 2, 3) has not answered for" in found[rank] and rank < 2
+            assert late or "rank 2 waits for rank 3" in found[rank], found
         elif rank == 1:
             assert "rank 1 waits for rank 0" in found[rank], found
         else:
@@ -132,8 +133,8 @@ def inject(seed: int) -> None:
     drawn = random.Random(seed)
     who, how = drawn.randrange(total), drawn.choice(["SIGKILL", "SIGSTOP", "raises", "differs"])
     start = time.monotonic()
-    found = on_machines(sizes, injected, seed, timeout=1.0, lost=[who])
-    assert time.monotonic() - start < 25, (seed, sizes, how)
+    found = on_machines(sizes, injected, seed, timeout=2.0, lost=[who])
+    assert time.monotonic() - start < 40, (seed, sizes, how)
     for rank, said in enumerate(found):
         if rank != who or how == "differs":
             assert "Collective" in str(said), (seed, sizes, how, found)
