@@ -19,18 +19,19 @@ demo: $(VENV)/installed
 	$(VENV)/bin/linkweave demo
 
 # run with the planner's tests, so that both processes take about as long
-KERNELS := $(addprefix tests/cpu/test_, \
-	combine.py gpu_kernels.py interpreter.py kernel_compile.py plan_kernel.py)
+WITH_PLANS := $(addprefix tests/cpu/test_, \
+	cast.py cluster.py cluster_faults.py combine.py examples_ddp.py gpu_kernels.py interpreter.py \
+	kernel_compile.py plan_kernel.py torch_suite.py)
 
 # two processes side by side, their output as it comes; fails if either fails
 test: lint
 	@$(MAKE) --no-print-directory --jobs=2 test-ranks test-plans
 
 test-ranks: $(VENV)/installed
-	$(PY) -m pytest -m "not slow" -o cache_dir=.pytest_cache/ranks tests/cpu $(addprefix --ignore=, $(KERNELS))
+	$(PY) -m pytest -m "not slow" -o cache_dir=.pytest_cache/ranks tests/cpu $(addprefix --ignore=, $(WITH_PLANS))
 
 test-plans: $(VENV)/installed
-	$(PY) -m pytest -m "not slow" -o cache_dir=.pytest_cache/plans tests/null tests/net $(KERNELS)
+	$(PY) -m pytest -m "not slow" -o cache_dir=.pytest_cache/plans tests/null tests/net $(WITH_PLANS)
 
 test-all: lint
 	$(PY) -m pytest

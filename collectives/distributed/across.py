@@ -11,13 +11,15 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
 from linkweave.collectives.distributed.gloo import gloo_group
-from linkweave.collectives.errors import CollectiveAborted
 
 _OPS = {
     "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "prod": dist.ReduceOp.PRODUCT,
     "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "and": dist.ReduceOp.BAND,
     "or": dist.ReduceOp.BOR, "xor": dist.ReduceOp.BXOR,
 }  # fmt: skip
+
+OF_BOOLS = {"sum": "max", "prod": "min"}
+"""Ops that have another name for bytes of 0 and 1."""
 
 _CLOSING = 1.0
 """Seconds for which a rank that closes its connections waits for calls under way."""
@@ -26,8 +28,8 @@ _CLOSING = 1.0
 class Across:
     """The ranks with one local rank, one of each machine; `rank` is the machine's number.
 
-    All take contiguous CPU tensors of torch, of the same size on all ranks, and return a handle
-    whose `wait` must be called. Calls keep their order. Raises RuntimeError, as gloo does.
+    All take contiguous CPU tensors of torch, of the same size on all ranks but for splits, and
+    return a handle whose `wait` must be called. Calls keep their order. Raises RuntimeError.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
@@ -39,6 +41,8 @@ class Across:
 
         "avg" is the sum; its caller divides. 16-bit floats are rounded at each step of gloo's ring.
         """
+        if x.dtype == torch.bool:
+            op = OF_BOOLS.get(op, op)
         if op in ("min", "max") and x.is_floating_point():  # gloo's may lose a NaN
             every = x.new_empty((self.size, x.numel()))
             combine = torch.amin if op == "min" else torch.amax
@@ -70,7 +74,7 @@ class Across:
     @property
     def _group(self) -> Any:
         if self._gloo is None:
-            raise CollectiveAborted("the connections to the other machines are closed")
+            raise RuntimeError("the connections to the other machines are closed")
         return self._gloo
 
     def close(self) -> None:

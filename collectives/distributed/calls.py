@@ -13,6 +13,7 @@ import torch
 
 from linkweave.collectives.calls.aliasing import refuse_overlaps
 from linkweave.collectives.calls.rows import row_counts, rows_each
+from linkweave.collectives.calls.subcommunicators import MOST_LANES
 from linkweave.collectives.distributed.cluster_map import SMALL
 from linkweave.collectives.distributed.connections import Connections
 from linkweave.collectives.distributed.flat import Flat
@@ -20,7 +21,7 @@ from linkweave.collectives.distributed.rows import combined
 from linkweave.collectives.distributed.sparse import SparseCluster
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.runtime.dtypes import check_op
-from linkweave.collectives.tensors import output_for
+from linkweave.collectives.tensors import as_buffer, output_for
 from linkweave.topology.checks import integer
 
 _LONG = 200  # characters
@@ -98,13 +99,14 @@ def allreduce(comm: Connections, x: Any, op: Any, out: Any, algorithm: Any) -> C
     return Call(f"allreduce({flat}, {op})", body, values, op, finish)
 
 
-def _in_place(x: Any, out: Any) -> tuple[Flat | None, Flat]:
+def _in_place(x: Any, out: Any, written: bool = True) -> tuple[Flat | None, Flat]:
     """(the values if they are elsewhere, the tensor to work on)."""
     if out is None or out is x:
-        return None, Flat(x)
+        return None, Flat(x, written)
+    given = Flat(x, written=False)
     output_for(x, tuple(x.shape), out)
     refuse_overlaps([x], [out])
-    return Flat(x, written=False), Flat(out)
+    return given, Flat(out)
 
 
 def _allreduce_list(comm: Connections, tensors: list[Any], op: Any, out: Any) -> Call:
@@ -115,8 +117,9 @@ def _allreduce_list(comm: Connections, tensors: list[Any], op: Any, out: Any) ->
     if out is not None:
         if not isinstance(out, list | tuple) or len(out) != len(tensors):
             raise CollectiveError(f"out must be a list of {len(tensors)} tensors")
-        pairs = zip(tensors, out, strict=True)
-        results = [Flat(output_for(x, tuple(x.shape), y)) for x, y in pairs]
+        results = [Flat(y) for y in out]
+        for x, y in zip(tensors, out, strict=True):
+            output_for(x, tuple(x.shape), y)
     refuse_overlaps(*(([], tensors) if out is None else (tensors, out)))
     if len(names := sorted({flat.dtype for flat in flats})) > 1:
         raise CollectiveError(f"the tensors of one call need one dtype, not {names}")
@@ -159,7 +162,8 @@ def broadcast(comm: Connections, x: Any, root: Any) -> Call:
 
 def reduce(comm: Connections, x: Any, op: Any, root: Any, out: Any) -> Call:
     root = integer(root, "root", 0, comm.size - 1)
-    given, flat = _in_place(x, out if comm.rank == root else None)
+    mine = comm.rank == root
+    given, flat = _in_place(x, out if mine else None, written=mine)
     check_op(op, flat.dtype)
     source = given or flat
 
@@ -244,7 +248,9 @@ def alltoall(comm: Connections, x: Any, out: Any, in_splits: Any, out_splits: An
         )
     row, wanted = math.prod(x.shape[1:]), [-1] * comm.size
     if out is not None:
-        output_for(x, (*out.shape[:1], *x.shape[1:]), out)
+        as_buffer(out)
+        rows = out.shape[0] if out.shape else 0
+        output_for(x, (rows, *x.shape[1:]), out)
         refuse_overlaps([x], [out])
     if out_splits is not None:
         wanted = row_counts("out_splits", out_splits, comm.size)
@@ -283,6 +289,23 @@ def sparse_allreduce(
 ) -> Call:  # fmt: skip
     call = SparseCluster(comm, values, indices, numel, k, op, residual, mode, conserve)
     return Call(call.asked, call.total)
+
+
+def split(comm: Connections, color: Any) -> Call:
+    """Gathers the color of every rank."""
+    mine = torch.tensor([integer(color, "color")])
+
+    def body() -> list[int]:
+        colors = mine.new_empty((comm.size, 1))
+        comm.rows.allgather(mine, colors)
+        return [int(color) for color in colors]
+
+    return Call("split", body)
+
+
+def lanes(comm: Connections, n: Any) -> Call:
+    n = integer(n, "the number of lanes", 1, MOST_LANES)
+    return Call(f"lanes({n})", lambda: n)
 
 
 def barrier(comm: Connections) -> Call:

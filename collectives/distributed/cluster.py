@@ -5,26 +5,24 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
 from typing import Any
 
-import torch
 import torch._C._distributed_c10d as c10d
 
-from linkweave.collectives.calls.subcommunicators import MOST_LANES
 from linkweave.collectives.calls.work import HostWork, Worker
 from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.distributed import calls
 from linkweave.collectives.distributed.across import Across
 from linkweave.collectives.distributed.calls import Call, Unequal
 from linkweave.collectives.distributed.connections import Connections
-from linkweave.collectives.distributed.gloo import gloo_group
+from linkweave.collectives.distributed.gloo import gloo_group, timed_out
 from linkweave.collectives.distributed.roll_call import NOTICE, Lost, Notice, RollCall
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.launch.machines import Machines
 from linkweave.collectives.settings import Settings
-from linkweave.topology.checks import integer
 
 LONGER = 1.0
 """Seconds by which a rank waits longer for those of its machine than for data of other machines,
@@ -143,17 +141,16 @@ class ClusterCommunicator:
 
     def split(self, color: int = 0) -> Any:
         """As `Communicator.split`. Returns a `Communicator` for ranks of one machine."""
-        color = integer(color, "color")
-        colors = self.allgather(torch.tensor([color])).view(-1).tolist()
+        colors = self._submit(False, calls.split, color)
         ranks = [r for r, c in enumerate(colors) if c == color]
         where = c10d.PrefixStore(f"split/{next(self._numbers)}/{color}/", self._store)
         part = self._meet(ranks.index(self.rank), len(ranks), where)
-        self._parts.append(part)
+        self._keep([part])
         return part
 
     def lanes(self, n: int) -> list[ClusterCommunicator]:
         """`n` communicators of all ranks, for calls that run at once, each from its own thread."""
-        n, number = integer(n, "the number of lanes", 1, MOST_LANES), next(self._numbers)
+        n, number = self._submit(False, calls.lanes, n), next(self._numbers)
         made = [
             ClusterCommunicator(
                 self.rank, self.machines, lane,
@@ -161,8 +158,11 @@ class ClusterCommunicator:
             )
             for i, lane in enumerate([self.machine.split() for _ in range(n)])
         ]  # fmt: skip
-        self._parts += made
+        self._keep(made)
         return made
+
+    def _keep(self, parts: Sequence[Any]) -> None:
+        self._parts = [p for p in self._parts if not p.closed] + [*parts]
 
     # ---- how a call is made ------------------------------------------------------------------
     def _submit(self, async_op: bool, prepare: Callable[..., Call], *args: Any) -> Any:
@@ -231,7 +231,7 @@ class ClusterCommunicator:
     def _told(self, asked: str, error: Exception) -> Notice:
         """Tell all ranks that this one has failed. Returns what is then known of the cause."""
         machine = self.machine.calls
-        late = isinstance(error, CollectiveTimeout) or "Timed out" in str(error)
+        late = isinstance(error, CollectiveTimeout) or timed_out(error)
         mine = Notice(asked, failed=str(error), late=late)
         self._links.close_across()  # so that nobody on other machines waits for this rank
         known = isinstance(error, CollectiveError)  # by this machine's ranks
@@ -261,7 +261,15 @@ class ClusterCommunicator:
     def _renamed(self, words: str) -> str:
         """A message of this machine's communicator with the ranks' numbers among all ranks."""
         ranks = self.machines.ranks[self._links.index]
-        return re.sub(r"\brank (\d+)\b", lambda found: f"rank {ranks[int(found[1])]}", words)
+
+        def all_of(found: re.Match[str]) -> str:
+            numbers = re.sub(r"\d+", lambda number: str(ranks[int(number[0])]), found[2])
+            return f"{found[1]}{numbers}"
+
+        try:
+            return re.sub(r"\b(ranks? \[?)(\d+(?:, \d+)*)", all_of, words)
+        except IndexError:  # another communicator's numbers
+            return words
 
     def _end(self, notice: Notice) -> CollectiveError:
         """End the communicator. Returns the error to raise."""
@@ -300,23 +308,43 @@ class ClusterCommunicator:
         return self.machine.closed
 
     def close(self) -> None:
-        """Finish asynchronous calls and free all resources. May be repeated."""
-        if self.closed:
+        """Finish asynchronous calls and free all resources. May be repeated.
+
+        In a process forked from a rank, it does nothing.
+        """
+        if self.closed or self.machine.calls.health.foreign:
             return
-        self._worker.close(self.rank)
-        while self._parts:
-            self._parts.pop().close()
+        with ExitStack() as last:  # in reverse order; if one step fails, the others still run
+            last.callback(self.machine.close)
+            last.callback(self._disconnect)
+            for part in self._parts:
+                last.callback(part.close)
+            last.callback(self._worker.close, self.rank)
+        self._parts.clear()
+
+    def _disconnect(self) -> None:
         self._links.close()
         if self._roll_call:
             self._roll_call.close()
-        self.machine.close()
 
     def abort(self, why: int) -> None:
-        """Make current and future calls of every rank raise CollectiveAborted."""
-        self.machine.abort(why)
+        """Make this machine's calls raise CollectiveAborted, and close the connections of this rank
+        by which the other machines notice."""
+        if not (self.closed or self.machine.calls.health.foreign):
+            self.machine.abort(why)
+            self._links.close_across()
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and hasattr(Communicator, name):
+            raise _OfOneMachine(f"{name} is for the ranks of one machine: see `machine`")
+        raise AttributeError(f"'ClusterCommunicator' object has no attribute {name!r}")
 
     def __enter__(self) -> ClusterCommunicator:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _OfOneMachine(CollectiveError, AttributeError):
+    """A method that communicators of one machine have."""

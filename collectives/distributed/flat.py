@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import re
 from typing import Any
 
 import torch
 
+from linkweave.collectives.distributed.gloo import timed_out
 from linkweave.collectives.errors import CollectiveAborted, CollectiveTimeout
 from linkweave.collectives.tensors import as_buffer
 
@@ -24,7 +24,8 @@ class Flat:
         kind = getattr(torch, self.dtype)
         self.tensor = torch.empty(0, dtype=kind)
         if self.nbytes:
-            memory = (ctypes.c_char * self.nbytes).from_address(self._buffer.address)
+            memory: Any = (ctypes.c_char * self.nbytes).from_address(self._buffer.address)
+            memory.owner = self._buffer  # which the tensor so keeps
             self.tensor = torch.frombuffer(memory, dtype=kind)
 
     def __str__(self) -> str:
@@ -36,8 +37,7 @@ def move(gloo: Any, flat: Flat, peer: int, sends: bool, words: str) -> None:
     try:
         (gloo.send if sends else gloo.recv)([flat.tensor], peer, 0).wait()
     except RuntimeError as error:
-        late = re.search("timed out|timeout", str(error), re.IGNORECASE)
-        kind = CollectiveTimeout if late else CollectiveAborted
+        kind = CollectiveTimeout if timed_out(error) else CollectiveAborted
         raise kind(f"{words}: {error}", peer=peer) from error
     if not sends:
         flat.done()

@@ -15,6 +15,7 @@ from linkweave.collectives.distributed.cluster import ClusterCommunicator
 from linkweave.collectives.distributed.gloo import gloo_group
 from linkweave.collectives.distributed.work import GroupWork
 from linkweave.collectives.launch.join import Job, meet
+from linkweave.collectives.runtime.diagnose import RAISED
 from linkweave.collectives.settings import Settings
 from linkweave.kernels.dtypes import DTYPES, ops_of
 
@@ -76,8 +77,11 @@ class Group(_Base):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         self.communicator.close()
+        self._others.clear()
 
-    abort = shutdown
+    def abort(self) -> None:
+        self.communicator.abort(RAISED)
+        self.shutdown()
 
     # ---- collectives -------------------------------------------------------------------------
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:

@@ -30,8 +30,8 @@ def allreduce_hook(state: Any, bucket: dist.GradBucket) -> Future:  # type: igno
 def fp16_hook(state: Any, bucket: dist.GradBucket) -> Future:  # type: ignore[name-defined]
     """All-reduce a bucket in float16, divided by the number of ranks before it is rounded.
 
-    Half the bytes of float32. Gradients above 65,504 times the number of ranks become infinite;
-    the sum is rounded at each combining step.
+    Half the bytes of float32; 16-bit gradients are sent as they are. Gradients above 65,504 times
+    the number of ranks become infinite; the sum is rounded at each combining step.
     """
     return _in_16_bits(torch.float16, state, bucket)
 
@@ -43,6 +43,8 @@ def bf16_hook(state: Any, bucket: dist.GradBucket) -> Future:  # type: ignore[na
 
 def _in_16_bits(dtype: torch.dtype, state: Any, bucket: dist.GradBucket) -> Future:  # type: ignore[name-defined]
     x, communicator = bucket.buffer(), _communicator(state)
+    if x.element_size() == 2:
+        return allreduce_hook(state, bucket)
     short = torch.empty_like(x, dtype=dtype)
     cast(x, short, 1 / communicator.size)
     work = communicator.allreduce(short, async_op=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from linkweave.collectives.distributed.cluster_map import SMALL
-from linkweave.collectives.distributed.gloo import gloo_group
+from linkweave.collectives.distributed.gloo import gloo_group, timed_out
 
 NOTICE = 1024
 """Bytes of a notice, padded with blanks."""
@@ -85,7 +85,7 @@ class RollCall:
                     self._gloo.recv([incoming[m]], m, 0), self._gloo.send([sent], m, 0)
                 ]  # fmt: skip
             except RuntimeError as error:
-                lost[m] = self._reason(m, str(error), 0)
+                lost[m] = self._reason(m, error, 0)
         limit = self._timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
         for m in works:
@@ -95,12 +95,12 @@ class RollCall:
                     work.wait(timedelta(seconds=left))
                 found[m] = Notice.unpack(bytes(incoming[m][:NOTICE].numpy()))
             except RuntimeError as error:
-                lost[m] = self._reason(m, str(error), limit)
+                lost[m] = self._reason(m, error, limit)
         frames = [incoming.get(m, sent)[NOTICE:] for m in range(len(self._names))]
         return found, lost, [bytes(frame[: len(values)].numpy()) for frame in frames]
 
-    def _reason(self, m: int, error: str, seconds: float) -> Lost:
-        if "timed out" in error.lower() or "timeout" in error.lower():
+    def _reason(self, m: int, error: Exception, seconds: float) -> Lost:
+        if timed_out(error):
             return Lost(f"{self._names[m]} has not answered for {seconds:g} s", True)
         return Lost(
             f"{self._names[m]} has closed its connection: its first rank died or left", False

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from linkweave.collectives.communicator import Communicator
-from linkweave.collectives.distributed.across import Across
+from linkweave.collectives.distributed.across import OF_BOOLS, Across
 from linkweave.collectives.distributed.cluster_map import PIECE
 from linkweave.collectives.distributed.pieces import Slices
 from linkweave.collectives.launch.machines import Machines
@@ -156,7 +156,7 @@ class Rows:
 def combined(rows: Any, op: str) -> Any:
     """The rows of a tensor combined, 16-bit floats in float32 and rounded once."""
     if rows.dtype == torch.bool:
-        op = {"sum": "max", "or": "max", "prod": "min", "and": "min"}.get(op, op)
+        op = OF_BOOLS.get(op, op)
     if op in ("min", "max", "prod") and rows.dtype != torch.bool:
         return _COMBINE[op](rows).to(rows.dtype)
     if op == "sum":

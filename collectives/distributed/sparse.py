@@ -78,13 +78,15 @@ class SparseCluster(HostBackend):
 
     def send(self, context: Any, vector: Vector, pairs: Pairs, k: int) -> Vector | None:
         whole = np.zeros(self.wire.message(k), np.uint8)
-        if (to := dict(pairs).get(self._comm.rank)) is not None:
-            self._comm.send(self._message(vector, whole), to)
-            return None
-        if (source := targets(pairs).get(self._comm.rank)) is None:
-            return None
-        self._comm.recv(whole, source)
-        return self._read(whole)
+        to, source = dict(pairs).get(self._comm.rank), targets(pairs).get(self._comm.rank)
+        try:
+            if to is not None:
+                self._comm.send(self._message(vector, whole), to)
+            elif source is not None:
+                self._comm.recv(whole, source)
+        except CollectiveError as error:  # of which this machine's other ranks do not know
+            raise RuntimeError(str(error)) from error
+        return None if source is None else self._read(whole)
 
     def share(self, context: Any, vector: Vector, root: int, k: int) -> Vector:
         whole = np.zeros(self.wire.message(k), np.uint8)

@@ -32,7 +32,7 @@ def set_of_thread(communicator: Communicator | None) -> None:
 def get_default() -> Communicator:
     """The default communicator of this rank. Raises CollectiveError if there is none.
 
-    For ranks on several machines it is a `ClusterCommunicator`, which has the same collectives.
+    For ranks on several machines it is a `ClusterCommunicator`, which has most of its methods.
     """
     of_thread: Communicator | None = getattr(_threads, "communicator", None)
     if of_thread is not None:

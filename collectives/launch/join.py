@@ -64,7 +64,11 @@ def meet(job: Job, settings: Settings) -> Communicator | ClusterCommunicator:
 
     machine = _on_one_machine(part, replace(settings, timeout=settings.timeout + LONGER))
     store = PrefixStore(f"{job.key}/", job.store)
-    return ClusterCommunicator(job.rank, machines, machine, store, settings, again)
+    try:
+        return ClusterCommunicator(job.rank, machines, machine, store, settings, again)
+    except BaseException:
+        machine.close()
+        raise
 
 
 def _on_one_machine(job: Job, settings: Settings) -> Communicator:

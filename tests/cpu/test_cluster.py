@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,7 @@ def movements(comm: ClusterCommunicator) -> None:
 def others(comm: ClusterCommunicator) -> None:
     """Ops, 16-bit floats, NaN, lists, asynchronous calls, strides, parts."""
     size, rank = comm.size, comm.rank
-    for n in (5, SMALL):  # with and after the comparison
+    for n in (5, SMALL, 100_003):  # with and after the comparison
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             comm.allreduce(x := torch.full((n,), float(rank), dtype=dtype), "avg")
             assert (x == torch.tensor((size - 1) / 2, dtype=dtype)).all()
@@ -88,8 +89,15 @@ def others(comm: ClusterCommunicator) -> None:
         for op, result in (("and", 1), ("or", 7), ("xor", size % 2 + 6 * ((size + 1) // 2 % 2))):
             comm.allreduce(x := np.full(n, 1 if rank % 2 else 7), op)
             assert (x == result).all()
-        comm.allreduce(x := np.arange(n) % size == rank)
-        assert x.all()
+        for op in ("sum", "max", "or"):
+            comm.allreduce(x := np.arange(n) % size == rank, op)
+            assert (x.view(np.uint8) == 1).all()
+        comm.allreduce(x := np.arange(n) % size != rank, "prod")
+        assert not x.any()
+        comm.allreduce(x := np.full(n, 100, np.int8))
+        assert (x == np.int8(np.int64(100 * size) & 255)).all()
+        comm.reduce(x := np.full(n, rank), "prod", size - 1, out=(out := np.zeros(n, np.int64)))
+        assert (x == rank).all() and (out == 0).all()
         comm.allreduce(y := torch.ones(n, 4).t())
         assert (y == size).all()
         a, b = np.full(3, rank), np.full((n, 1), rank)
@@ -101,7 +109,10 @@ def others(comm: ClusterCommunicator) -> None:
     part = comm.split(rank % 2)
     part.allreduce(x := np.ones(3))
     assert x[0] == part.size == sum(r % 2 == rank % 2 for r in range(size))
-    lanes = comm.lanes(2)
+    works = [comm.allreduce(np.ones(100_000), async_op=True) for _ in range(3)]
+    lanes = comm.lanes(2)  # after these calls
+    for work in works:
+        work.wait()
     tensors = [np.full(10_000, float(i)) for i in range(2)]
     works = [lane.allreduce(x, async_op=True) for lane, x in zip(lanes, tensors, strict=True)]
     for i, work in enumerate(works):
@@ -144,6 +155,26 @@ def test_ranks_dealt_to_machines_in_turn() -> None:
     assert on_machines((2, 2), everything, dealt=True) == [None] * 4
 
 
+def of_one_machine(comm: ClusterCommunicator) -> list[str]:
+    said = []
+    for name in ("allreduce_queue", "run", "symmetric_empty"):
+        with pytest.raises(CollectiveError) as error:
+            getattr(comm, name)
+        said.append(str(error.value))
+    assert not hasattr(comm, "nonsense")
+    child = os.fork()
+    if child == 0:
+        comm.close()  # does nothing
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    comm.barrier()
+    return said
+
+
+def test_methods_of_one_machine_are_refused_by_name() -> None:
+    assert "run is for the ranks of one machine" in on_machines((1, 2), of_one_machine)[0][1]
+
+
 def where(comm: ClusterCommunicator) -> tuple[Any, ...]:
     across = comm.across and (comm.across.rank, comm.across.size)
     return comm.rank, comm.size, comm.machine.rank, comm.machine.size, across
@@ -174,6 +205,8 @@ def refusals(comm: ClusterCommunicator) -> list[str]:
         lambda: comm.broadcast(np.ones(3), 9),
         lambda: comm.alltoall(np.ones(3)),
         lambda: comm.allreduce(np.ones(3), algorithm="ring"),
+        lambda: comm.split("red" if comm.rank == 1 else 0),
+        lambda: comm.lanes(comm.rank + 1),
         lambda: comm.alltoall(np.ones(4), out_splits=[1, 1, 1, 1 + (comm.rank == 2)]),
         lambda: comm.alltoall(np.ones(4), np.ones(4 + (comm.rank == 1))),
         lambda: comm.allreduce([np.ones(n + (n == 90 and comm.rank == 3)) for n in range(100)]),
@@ -189,9 +222,10 @@ def refusals(comm: ClusterCommunicator) -> list[str]:
 def test_calls_that_differ_are_refused_everywhere() -> None:
     found = on_machines((2, 2), refusals)
     for rank, said in enumerate(found):
-        assert said[-1] == "4.0" and len(said) == 11
+        assert said[-1] == "4.0" and len(said) == 13
         assert "rank 0: allreduce(4 x float64, sum)" in said[0]
         assert "rank 0: broadcast(1 x float64, root 0); rank 1: barrier" in said[1]
-        assert "out_splits of rank 2 says [1, 1, 1, 2] rows come" in said[7]
-        assert "out of rank 1 has 5 rows; the ranks send 4" in said[8]
+        assert "color must be an integer, not 'red'" in said[7] and "lanes(1)" in said[8]
+        assert "out_splits of rank 2 says [1, 1, 1, 2] rows come" in said[9]
+        assert "out of rank 1 has 5 rows; the ranks send 4" in said[10]
         assert ("rank 2: " in said[2]) == (rank != 2) and "not builtins.str" in said[2]
