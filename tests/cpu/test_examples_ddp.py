@@ -56,6 +56,7 @@ def test_fsdp_on_four_ranks_learns_the_same_as_one_process() -> None:
     assert alone < 3  # a guess among all characters costs 4.2
 
 
+@pytest.mark.slow
 def test_the_benchmark_prints_and_writes(tmp_path: Path) -> None:
     out = tmp_path / "ddp.json"
     done = CliRunner().invoke(app, f"bench ddp -n 2 -s 64K -r 2 --out {out}".split())
