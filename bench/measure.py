@@ -192,7 +192,7 @@ def network(
     rounds: RoundsOption = 5, batch: BatchOption = True, out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """All-reduce over several machines and its prediction, on all ranks by torchrun (20 s)."""
+    """All-reduce over machines, on all ranks (20 s)."""
     from linkweave.bench.network import measure
 
     at_least(("-r", rounds, 1))

@@ -1,8 +1,8 @@
 """`linkweave bench network`: all-reduce over machines, measured and predicted.
 
-Every rank runs it, started by torchrun on all machines. The start-up and the seconds a byte come
-from all-reduces across machines alone and inside each machine alone; the prediction for whole
-all-reduces is made of these, and compared with what they take.
+Every rank runs the command, started by torchrun on all machines. The start-up and the seconds a
+byte come from all-reduces across machines alone and inside each machine alone; the prediction for
+whole all-reduces is made of these, and compared with what they take.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from linkweave.collectives.calls import operations
 from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.calls.request import NOTHING, Request
 from linkweave.collectives.calls.subcommunicators import Order, Subcommunicators
@@ -106,6 +107,15 @@ class Communicator(Collectives):
     def address_at(self, offset: int) -> int:
         """The address in this process of an offset from any rank's `offset_of`."""
         return self._arena.base + offset
+
+    def in_place(self, kind: str, x: Any, op: str = "sum") -> None:
+        """A "reduce_scatter" or "allgather" in place, of as many equal rows as there are ranks.
+
+        A reduce-scatter leaves row r of the result in row r of `x` on rank r, and the other rows
+        undefined; an all-gather takes row r of `x` from rank r. Errors as in `allreduce`.
+        """
+        if not self._repeat(kind, x, op, 0, "auto"):
+            self._submit(False, x, operations.into, kind, x, op)
 
     def split(self, color: int = 0) -> Communicator:
         """A communicator of the ranks that pass the same `color`, in the same order.

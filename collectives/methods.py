@@ -115,15 +115,6 @@ class Collectives:
         future = self._enqueue(operations.queued, x, layers, op, algorithm, arrivals)
         return HostQueue(future, arrivals, self._calls.control.arena.abort_address)
 
-    def in_place(self, kind: str, x: Any, op: str = "sum") -> None:
-        """A "reduce_scatter" or "allgather" in place, of as many equal rows as there are ranks.
-
-        A reduce-scatter leaves row r of the result in row r of `x` on rank r, and the other rows
-        undefined; an all-gather takes row r of `x` from rank r. Errors as in `allreduce`.
-        """
-        if not self._repeat(kind, x, op, 0, "auto"):
-            self._submit(False, x, operations.into, kind, x, op)
-
     def broadcast(self, x: Any, root: int = 0, *, async_op: bool = False) -> Any:
         """Copy `x` of rank `root` to `x` on all ranks. Tensors and errors as in `allreduce`."""
         if not async_op and self._repeat("broadcast", x, "sum", root, "auto"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.distributed.across import OF_BOOLS, Across
 from linkweave.collectives.distributed.cluster_map import PIECE
-from linkweave.collectives.distributed.pieces import Slices
+from linkweave.collectives.distributed.pieces import Slices, pipelined
 from linkweave.collectives.launch.machines import Machines
 
 _COMBINE = {
@@ -28,7 +28,6 @@ class Rows:
         self._machine, self._across, self._machines = machine, across, machines
         self._index = index
         self._slices = Slices(machine, machines)
-        self._order = [r for ranks in machines.ranks for r in ranks]  # by machine, local rank
 
     def _parts(self, width: int, item: int) -> Iterable[slice]:
         """Cuts rows so that the parts of all ranks make about one piece."""
@@ -41,10 +40,22 @@ class Rows:
         Each machine gathers its own; each column sends a slice of that to the other machines, whose
         ranks put the slices together.
         """
-        for part in self._parts(x.numel(), x.element_size()):
-            block = self._machine.allgather(x[part].contiguous()).view(-1)
+
+        def piece(part: slice) -> Iterator[None]:
             width = part.stop - part.start
-            out[:, part] = self._unpacked(self._exchanged(self._packed([block], width)), width)
+            packed = self._packed([self._machine.allgather(x[part].contiguous()).view(-1)], width)
+            whole = packed.new_empty((len(packed), self._machines.count * packed.shape[2]))
+            handle = None
+            if self._across is not None:
+                mine = self._slices.row(packed).view(-1)
+                handle = self._across.allgather(mine, self._slices.row(whole))
+            yield
+            if handle:
+                handle.wait()
+            self._slices.gather(whole)
+            out[:, part] = self._unpacked(whole.view(len(packed), self._machines.count, -1), width)
+
+        pipelined(map(piece, self._parts(x.numel(), x.element_size())))
 
     def reduce_scatter(self, x: Any, out: Any, op: str) -> None:
         """Combine the rows of `x`, one for each rank, and return this rank's row in `out`.
@@ -54,21 +65,26 @@ class Rows:
         """
         inner = "sum" if op == "avg" else op
         local = self._machine.rank
-        for part in self._parts(x.shape[1], x.element_size()):
+
+        def piece(part: slice) -> Iterator[None]:
             width = part.stop - part.start
             blocks = [x[list(ranks), part].reshape(-1) for ranks in self._machines.ranks]
             packed = self._packed(blocks, width)  # [columns, machines, slice]
             count, machines, each = packed.shape
             mine = self._slices.reduce(packed.view(count, -1), inner)
-            rows = x.new_empty((count, each))
+            rows, got, handle = x.new_empty((count, each)), x.new_empty((machines, each)), None
             if self._across is not None:
-                got = mine.new_empty((machines, each))
-                self._across.alltoall(mine.view(machines, each), got).wait()
+                handle = self._across.alltoall(mine.view(machines, each), got)
+            yield
+            if handle:
+                handle.wait()
                 total = combined(got, inner)
                 self._slices.row(rows).copy_(total.div_(len(x)) if op == "avg" else total)
             self._slices.gather(rows)
             block = rows.view(-1)[: self._machine.size * width].view(-1, width)
             out[part] = block[local]
+
+        pipelined(map(piece, self._parts(x.shape[1], x.element_size())))
 
     def alltoall(self, x: Any, out: Any, counts: Sequence[Sequence[int]], rank: int) -> None:
         """Send rows of `x` to each rank: `counts[src][dst]` rows from rank `src` to rank `dst`.
@@ -133,16 +149,6 @@ class Rows:
         for row, block in zip(whole, blocks, strict=True):
             row[: block.numel()] = block
         return whole.view(len(blocks), count, each).transpose(0, 1).contiguous()
-
-    def _exchanged(self, packed: Any) -> Any:
-        """[columns, 1, slice] of this machine's block to [columns, machines, slice] of all."""
-        count, _, each = packed.shape
-        whole = packed.new_empty((count, self._machines.count * each))
-        if self._across is not None:
-            mine = self._slices.row(packed).view(-1)
-            self._across.allgather(mine, self._slices.row(whole)).wait()
-        self._slices.gather(whole)
-        return whole.view(count, self._machines.count, each)
 
     def _unpacked(self, packed: Any, width: int) -> Any:
         """[columns, machines, slice] to [ranks, width], in rank order."""

@@ -146,7 +146,9 @@ def everything(comm: ClusterCommunicator) -> None:
         body(comm)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(s, marks=pytest.mark.slow) if s == (2, 2) else s for s in SIZES]
+)
 def test_collectives(sizes: tuple[int, ...]) -> None:
     assert on_machines(sizes, everything) == [None] * sum(sizes)
 

@@ -22,7 +22,7 @@ import ddp  # noqa: E402
 
 
 @pytest.mark.parametrize(("backend", "words"), [
-    ("linkweave", ["--steps", "60"]),
+    pytest.param("linkweave", ["--steps", "60"], marks=pytest.mark.slow),
     pytest.param("gloo", ["--steps", "60"], marks=pytest.mark.slow),
     pytest.param("linkweave", ["--steps", "60", "--parallel", "fsdp"], marks=pytest.mark.slow),
 ])  # fmt: skip

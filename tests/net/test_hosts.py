@@ -57,6 +57,7 @@ def test_collectives_over_a_network(hosts: Hosts, sizes: tuple[int, ...]) -> Non
     assert [result(rank) for rank in ranks] == [machines] * sum(sizes)
 
 
+@pytest.mark.slow
 def test_a_link_that_goes_down_is_named(hosts: Hosts) -> None:
     ranks = hosts.ranks((2, 1), [RANK, "on_and_on", "2", "20"])
     await_ready(ranks)
