@@ -137,7 +137,9 @@ class ClusterCommunicator:
     def gloo(self) -> Any:
         """A group of gloo over all ranks, for what this communicator has not. All must call it."""
         store = c10d.PrefixStore(f"gloo/{next(self._numbers)}/", self._store)
-        return gloo_group(store, self.rank, self.size, self.timeout)
+        made = gloo_group(store, self.rank, self.size, self.timeout)
+        self.barrier()  # no rank may leave while another one connects to it
+        return made
 
     def split(self, color: int = 0) -> Any:
         """As `Communicator.split`. Returns a `Communicator` for ranks of one machine."""
@@ -308,10 +310,7 @@ class ClusterCommunicator:
         return self.machine.closed
 
     def close(self) -> None:
-        """Finish asynchronous calls and free all resources. May be repeated.
-
-        In a process forked from a rank, it does nothing.
-        """
+        """Finish asynchronous calls and free all resources; nothing in a forked process."""
         if self.closed or self.machine.calls.health.foreign:
             return
         with ExitStack() as last:  # in reverse order; if one step fails, the others still run

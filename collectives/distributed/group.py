@@ -47,9 +47,13 @@ class Group(_Base):  # type: ignore[misc]
         job = Job(rank, size, options.store, "linkweave")
         self.communicator = meet(job, Settings(timeout=seconds))
         self._store = c10d.PrefixStore(f"{job.key}/", options.store)
-        self._others: dict[str, Any] = {
-            "cpu": gloo_group(c10d.PrefixStore("gloo/", self._store), rank, size, seconds)
-        }
+        try:
+            others = gloo_group(c10d.PrefixStore("gloo/", self._store), rank, size, seconds)
+            self.communicator.barrier()  # no rank may leave while another one connects to it
+        except BaseException:
+            self.communicator.close()
+            raise
+        self._others: dict[str, Any] = {"cpu": others}
         self._coalesced: list[Any] | None = None
 
     def _other(self, device: str) -> Any:

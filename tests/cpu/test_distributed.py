@@ -145,7 +145,7 @@ def test_calls_give_what_gloo_gives(size: int) -> None:
     assert run(size, both) == [True] * size
 
 
-@pytest.mark.parametrize("machines", [(2, 2), (1, 2)])
+@pytest.mark.parametrize("machines", [pytest.param((2, 2), marks=pytest.mark.slow), (1, 2)])
 def test_calls_over_machines_give_what_gloo_gives(machines: tuple[int, ...]) -> None:
     assert run(sum(machines), both, machines=machines) == [True] * sum(machines)
 
@@ -272,7 +272,7 @@ def functional(rank: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("machines", [(), (2, 2)])
+@pytest.mark.parametrize("machines", [(), pytest.param((2, 2), marks=pytest.mark.slow)])
 def test_functional_collectives_on_a_mesh(machines: tuple[int, ...]) -> None:
     assert run(4, functional, machines=machines) == [True] * 4
 

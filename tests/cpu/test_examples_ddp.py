@@ -45,6 +45,7 @@ def losses(size: int, backend: str, parallel: str, steps: int) -> float:
     return float(found[0][0])
 
 
+@pytest.mark.slow
 def test_ddp_learns_the_same_over_linkweave_as_over_gloo() -> None:
     ours, gloo = (losses(4, backend, "ddp", 10) for backend in ("linkweave", "gloo"))
     assert ours == pytest.approx(gloo, rel=1e-5)
