@@ -6,20 +6,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch._C._distributed_c10d as c10d
-import torch.distributed as dist
 
+from linkweave.collectives.distributed.combine import combined, gloo_op
 from linkweave.collectives.distributed.gloo import gloo_group
-
-_OPS = {
-    "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "prod": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "and": dist.ReduceOp.BAND,
-    "or": dist.ReduceOp.BOR, "xor": dist.ReduceOp.BXOR,
-}  # fmt: skip
-
-OF_BOOLS = {"sum": "max", "prod": "min"}
-"""Ops that have another name for bytes of 0 and 1."""
 
 _CLOSING = 1.0
 """Seconds for which a rank that closes its connections waits for calls under way."""
@@ -41,15 +31,12 @@ class Across:
 
         "avg" is the sum; its caller divides. 16-bit floats are rounded at each step of gloo's ring.
         """
-        if x.dtype == torch.bool:
-            op = OF_BOOLS.get(op, op)
         if op in ("min", "max") and x.is_floating_point():  # gloo's may lose a NaN
             every = x.new_empty((self.size, x.numel()))
-            combine = torch.amin if op == "min" else torch.amax
             got = self.allgather(x.view(-1), every)
-            return Handle(got.wait, lambda: x.view(-1).copy_(combine(every, 0)))
+            return Handle(got.wait, lambda: x.view(-1).copy_(combined(every, op)))
         options = c10d.AllreduceOptions()
-        options.reduceOp = _OPS[op]  # type: ignore[assignment]
+        options.reduceOp = gloo_op(op, x)
         return Handle(self._group.allreduce([x], options).wait)
 
     def broadcast(self, x: Any, root: int) -> Handle:

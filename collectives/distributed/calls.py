@@ -15,9 +15,9 @@ from linkweave.collectives.calls.aliasing import refuse_overlaps
 from linkweave.collectives.calls.rows import row_counts, rows_each
 from linkweave.collectives.calls.subcommunicators import MOST_LANES
 from linkweave.collectives.distributed.cluster_map import SMALL
+from linkweave.collectives.distributed.combine import combined
 from linkweave.collectives.distributed.connections import Connections
 from linkweave.collectives.distributed.flat import Flat
-from linkweave.collectives.distributed.rows import combined
 from linkweave.collectives.distributed.sparse import SparseCluster
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.runtime.dtypes import check_op
@@ -55,11 +55,6 @@ class Call:
     def small(self) -> bool:
         return self.values is not None and 0 < self.values.nbytes <= SMALL
 
-    @property
-    def inner(self) -> str:
-        """The op with which values are combined before an average is divided."""
-        return "sum" if self.op == "avg" else self.op
-
     def written(self) -> bytes:
         return bytes(self.values.view(torch.uint8).numpy())
 
@@ -68,7 +63,7 @@ class Call:
 
     def combined(self, every: Sequence[bytes], size: int) -> bytes:
         """The total of the machines' values, combined in their order, as bytes."""
-        total = combined(torch.stack([self.read(data) for data in every]), self.inner)
+        total = combined(torch.stack([self.read(data) for data in every]), self.op)
         if self.op == "avg":
             total = total.div_(size)
         return bytes(total.view(torch.uint8).numpy())

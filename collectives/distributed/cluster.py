@@ -17,6 +17,7 @@ from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.distributed import calls
 from linkweave.collectives.distributed.across import Across
 from linkweave.collectives.distributed.calls import Call, Unequal
+from linkweave.collectives.distributed.combine import undivided
 from linkweave.collectives.distributed.connections import Connections
 from linkweave.collectives.distributed.gloo import gloo_group, timed_out
 from linkweave.collectives.distributed.roll_call import NOTICE, Lost, Notice, RollCall
@@ -207,7 +208,7 @@ class ClusterCommunicator:
             words = (f"rank {rank}: {asked}" for rank, (asked, _) in each)
             refused = f"the ranks' calls differ: {'; '.join(words)}"
         if call.small and not refused:
-            self.machine.reduce(call.values, call.inner)
+            self.machine.reduce(call.values, undivided(call.op))
         mine = Notice(call.asked, refused)
         told = self.machine.calls.share(lambda: self._compared(mine, call), self._patience)
         return Notice.unpack(told[:NOTICE]), told[NOTICE:]

@@ -12,18 +12,14 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
 from linkweave.collectives.distributed.cluster import ClusterCommunicator
+from linkweave.collectives.distributed.combine import OPS
 from linkweave.collectives.distributed.gloo import gloo_group
 from linkweave.collectives.distributed.work import GroupWork
 from linkweave.collectives.launch.join import Job, meet
 from linkweave.collectives.runtime.diagnose import RAISED
 from linkweave.collectives.settings import Settings
+from linkweave.collectives.tensors import dtype_name
 from linkweave.kernels.dtypes import DTYPES, ops_of
-
-_OPS = (
-    (dist.ReduceOp.SUM, "sum"), (dist.ReduceOp.AVG, "avg"), (dist.ReduceOp.PRODUCT, "prod"),
-    (dist.ReduceOp.MIN, "min"), (dist.ReduceOp.MAX, "max"), (dist.ReduceOp.BAND, "and"),
-    (dist.ReduceOp.BOR, "or"), (dist.ReduceOp.BXOR, "xor"),
-)  # fmt: skip
 
 Tensors = list[Any]
 
@@ -244,19 +240,17 @@ class Group(_Base):  # type: ignore[misc]
     def _supported(self, tensors: Tensors) -> bool:
         """Whether the communicator takes these tensors, and torch wants it to."""
         return all(
-            x.layout == torch.strided
-            and str(x.dtype).removeprefix("torch.") in DTYPES
-            and x.device.type in self._devices
+            x.layout == torch.strided and dtype_name(x) in DTYPES and x.device.type in self._devices
             for x in tensors
         )
 
     def _op(self, op: Any, tensors: Tensors) -> str:
         """The communicator's name of an op; empty if it does not offer it for these tensors."""
-        name = next((name for kind, name in _OPS if op == kind), "")
+        name = next((name for name, kind in OPS.items() if op == kind), "")
         if not name or not self._supported(tensors):
             return ""
-        dtype = str(tensors[0].dtype).removeprefix("torch.")
-        return name if name in ops_of(dtype, gpu=tensors[0].is_cuda) else ""
+        offered = ops_of(dtype_name(tensors[0]), gpu=tensors[0].is_cuda)
+        return name if name in offered else ""
 
     @cached_property
     def _devices(self) -> set[str]:

@@ -16,6 +16,7 @@ from typing import Any
 from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.distributed.across import Across, Handle
 from linkweave.collectives.distributed.cluster_map import PIECE
+from linkweave.collectives.distributed.combine import undivided
 from linkweave.collectives.launch.machines import Machines
 
 _IN_FLIGHT = 2  # pieces on the network; gloo has two threads
@@ -79,14 +80,13 @@ class Pieces:
 
     def allreduce(self, x: Any, op: str) -> None:
         """Combine `x` over all ranks. "avg" divides the sum once, before slices are gathered."""
-        inner = "sum" if op == "avg" else op
 
         def across(mine: Any, network: Across) -> Handle:
-            handle = network.allreduce(mine, inner)
+            handle = network.allreduce(mine, op)
             size = self._machines.size
             return Handle(handle.wait, lambda: mine.div_(size)) if op == "avg" else handle
 
-        self._run(x, lambda rows: self.slices.reduce(rows, inner), across)
+        self._run(x, lambda rows: self.slices.reduce(rows, undivided(op)), across)
 
     def broadcast(self, x: Any, root: int) -> None:
         at, local = self._machines.position(root)

@@ -8,15 +8,11 @@ from typing import Any
 import torch
 
 from linkweave.collectives.communicator import Communicator
-from linkweave.collectives.distributed.across import OF_BOOLS, Across
+from linkweave.collectives.distributed.across import Across
 from linkweave.collectives.distributed.cluster_map import PIECE
+from linkweave.collectives.distributed.combine import combined, undivided
 from linkweave.collectives.distributed.pieces import Slices, pipelined
 from linkweave.collectives.launch.machines import Machines
-
-_COMBINE = {
-    "prod": lambda rows: rows.prod(0), "min": lambda rows: rows.amin(0),
-    "max": lambda rows: rows.amax(0),
-}  # fmt: skip
 
 
 class Rows:
@@ -63,7 +59,6 @@ class Rows:
         Slices of the other machines' rows travel by an all-to-all and are combined in the order of
         the machines, 16-bit floats in float32.
         """
-        inner = "sum" if op == "avg" else op
         local = self._machine.rank
 
         def piece(part: slice) -> Iterator[None]:
@@ -71,14 +66,14 @@ class Rows:
             blocks = [x[list(ranks), part].reshape(-1) for ranks in self._machines.ranks]
             packed = self._packed(blocks, width)  # [columns, machines, slice]
             count, machines, each = packed.shape
-            mine = self._slices.reduce(packed.view(count, -1), inner)
+            mine = self._slices.reduce(packed.view(count, -1), undivided(op))
             rows, got, handle = x.new_empty((count, each)), x.new_empty((machines, each)), None
             if self._across is not None:
                 handle = self._across.alltoall(mine.view(machines, each), got)
             yield
             if handle:
                 handle.wait()
-                total = combined(got, inner)
+                total = combined(got, op)
                 self._slices.row(rows).copy_(total.div_(len(x)) if op == "avg" else total)
             self._slices.gather(rows)
             block = rows.view(-1)[: self._machine.size * width].view(-1, width)
@@ -157,26 +152,6 @@ class Rows:
         for block, ranks in zip(blocks, self._machines.ranks, strict=True):
             result[list(ranks)] = block[: len(ranks) * width].view(-1, width)
         return result
-
-
-def combined(rows: Any, op: str) -> Any:
-    """The rows of a tensor combined, 16-bit floats in float32 and rounded once."""
-    if rows.dtype == torch.bool:
-        op = OF_BOOLS.get(op, op)
-    if op in ("min", "max", "prod") and rows.dtype != torch.bool:
-        return _COMBINE[op](rows).to(rows.dtype)
-    if op == "sum":
-        wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
-        return rows.sum(0, dtype=wide).to(rows.dtype)
-    total = rows[0].clone()
-    for row in rows[1:]:
-        if op in ("and", "min"):
-            total &= row
-        elif op in ("or", "max"):
-            total |= row
-        else:
-            total ^= row
-    return total
 
 
 def _reordered(
