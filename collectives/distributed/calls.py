@@ -269,9 +269,8 @@ def alltoall(comm: Connections, x: Any, out: Any, in_splits: Any, out_splits: An
         rows = [of[comm.rank] for of in counts]
         result = output_for(x, (sum(rows), *x.shape[1:]), out)
         whole = Flat(result)
-        comm.rows.alltoall(
-            flat.tensor.view(sum(sends), row), whole.tensor.view(sum(rows), row), counts, comm.rank
-        )
+        given = flat.tensor.view(sum(sends), row)
+        comm.rows.alltoall(given, whole.tensor.view(sum(rows), row), counts)
         whole.done()
         return result
 

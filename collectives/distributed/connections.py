@@ -11,7 +11,7 @@ from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.distributed.across import Across
 from linkweave.collectives.distributed.flat import Flat, move
 from linkweave.collectives.distributed.gloo import gloo_group
-from linkweave.collectives.distributed.pieces import Pieces
+from linkweave.collectives.distributed.pieces import Pieces, Slices
 from linkweave.collectives.distributed.rows import Rows
 from linkweave.collectives.launch.machines import Machines
 from linkweave.topology.checks import integer
@@ -33,8 +33,8 @@ class Connections:
         direct = c10d.PrefixStore("direct/", store)
         self._direct: Any = gloo_group(direct, rank, self.size, timeout)
         self._workers: dict[tuple[int, bool], Worker] = {}  # of messages to and from each rank
-        self.pieces = Pieces(machine, self.across, machines, self.index)
-        self.rows = Rows(machine, self.across, machines, self.index)
+        slices = Slices(machine, self.across, machines, self.index)
+        self.pieces, self.rows = Pieces(slices), Rows(slices)
 
     def send(self, x: Any, to: int, async_op: bool = False) -> Any:
         """Send `x` to a rank."""

@@ -38,63 +38,62 @@ def pipelined(pieces: Iterable[Iterator[None]]) -> None:
 
 
 class Slices:
-    """How a machine's ranks share out the rows of a piece: row s is the slice of local rank s."""
+    """How a machine's ranks share out the rows of a piece: row s is the slice of local rank s, who
+    sends it `across` to the other machines. `index` is the number of this rank's machine."""
 
-    def __init__(self, machine: Communicator, machines: Machines) -> None:
-        self._machine = machine
+    def __init__(
+        self, machine: Communicator, across: Across | None, machines: Machines, index: int
+    ) -> None:
+        self.machine, self.across = machine, across
+        self.machines, self.index = machines, index
         self.count = machines.columns
-        self.mine = machine.rank if machine.rank < self.count else None
         self._equal = machine.size == self.count
 
     def reduce(self, rows: Any, op: str) -> Slice:
         """Combine `rows` over the machine, in place. Returns this rank's row; the others are then
         undefined."""
         if self._equal:
-            self._machine.in_place("reduce_scatter", rows, op)
+            self.machine.in_place("reduce_scatter", rows, op)
         else:
             for s in range(self.count):
-                self._machine.reduce(rows[s], op, s)
+                self.machine.reduce(rows[s], op, s)
         return self.row(rows)
 
     def row(self, rows: Any) -> Slice:
-        return None if self.mine is None else rows[self.mine]
+        return None if self.across is None else rows[self.machine.rank]
 
     def gather(self, rows: Any) -> None:
         """Give every rank all rows; each has its own."""
         if self._equal:
-            self._machine.in_place("allgather", rows)
+            self.machine.in_place("allgather", rows)
         else:
             for s in range(self.count):
-                self._machine.broadcast(rows[s], s)
+                self.machine.broadcast(rows[s], s)
 
 
 class Pieces:
-    """The calls on flat tensors, in place. `index` is the number of this rank's machine."""
+    """The calls on flat tensors, in place."""
 
-    def __init__(
-        self, machine: Communicator, across: Across | None, machines: Machines, index: int
-    ) -> None:
-        self._machine, self._across, self._machines = machine, across, machines
-        self._index = index
-        self.slices = Slices(machine, machines)
+    def __init__(self, slices: Slices) -> None:
+        self._slices = slices
 
     def allreduce(self, x: Any, op: str) -> None:
         """Combine `x` over all ranks. "avg" divides the sum once, before slices are gathered."""
 
         def across(mine: Any, network: Across) -> Handle:
             handle = network.allreduce(mine, op)
-            size = self._machines.size
+            size = self._slices.machines.size
             return Handle(handle.wait, lambda: mine.div_(size)) if op == "avg" else handle
 
-        self._run(x, lambda rows: self.slices.reduce(rows, undivided(op)), across)
+        self._run(x, lambda rows: self._slices.reduce(rows, undivided(op)), across)
 
     def broadcast(self, x: Any, root: int) -> None:
-        at, local = self._machines.position(root)
+        at, local = self._slices.machines.position(root)
 
         def begin(rows: Any) -> Slice:
-            if self._index == at:
-                self._machine.broadcast(rows, local)
-            return self.slices.row(rows)
+            if self._slices.index == at:
+                self._slices.machine.broadcast(rows, local)
+            return self._slices.row(rows)
 
         self._run(x, begin, lambda mine, network: network.broadcast(mine, at))
 
@@ -107,21 +106,22 @@ class Pieces:
         def piece(part: Any) -> Iterator[None]:
             rows = self._rows(part)
             mine = begin(rows)
-            handle = across(mine, self._across) if self._across else None
+            network = self._slices.across
+            handle = across(mine, network) if network else None
             yield
             if handle:
                 handle.wait()
-            self.slices.gather(rows)
+            self._slices.gather(rows)
             if rows.data_ptr() != part.data_ptr():
                 part.copy_(rows.view(-1)[: part.numel()])
 
-        unit = _ALIGN * self.slices.count
+        unit = _ALIGN * self._slices.count
         step = max(unit, PIECE // x.element_size() // unit * unit)
         pipelined(piece(x[i : i + step]) for i in range(0, x.numel(), step))
 
     def _rows(self, part: Any) -> Any:
         """A piece as one row for each slice; a copy, if it must be padded."""
-        count = self.slices.count
+        count = self._slices.count
         if part.numel() % count == 0:
             return part.view(count, -1)
         width = -(-part.numel() // count)

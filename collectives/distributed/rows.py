@@ -7,23 +7,18 @@ from typing import Any
 
 import torch
 
-from linkweave.collectives.communicator import Communicator
-from linkweave.collectives.distributed.across import Across
 from linkweave.collectives.distributed.cluster_map import PIECE
 from linkweave.collectives.distributed.combine import combined, undivided
 from linkweave.collectives.distributed.pieces import Slices, pipelined
-from linkweave.collectives.launch.machines import Machines
 
 
 class Rows:
-    """The calls, on contiguous CPU tensors. `index` is the number of this rank's machine."""
+    """The calls, on contiguous CPU tensors."""
 
-    def __init__(
-        self, machine: Communicator, across: Across | None, machines: Machines, index: int
-    ) -> None:
-        self._machine, self._across, self._machines = machine, across, machines
-        self._index = index
-        self._slices = Slices(machine, machines)
+    def __init__(self, slices: Slices) -> None:
+        self._slices = slices
+        self._machine, self._across = slices.machine, slices.across
+        self._machines, self._index = slices.machines, slices.index
 
     def _parts(self, width: int, item: int) -> Iterable[slice]:
         """Cuts rows so that the parts of all ranks make about one piece."""
@@ -81,7 +76,7 @@ class Rows:
 
         pipelined(map(piece, self._parts(x.shape[1], x.element_size())))
 
-    def alltoall(self, x: Any, out: Any, counts: Sequence[Sequence[int]], rank: int) -> None:
+    def alltoall(self, x: Any, out: Any, counts: Sequence[Sequence[int]]) -> None:
         """Send rows of `x` to each rank: `counts[src][dst]` rows from rank `src` to rank `dst`.
 
         A rank passes all rows for column c of other machines to its machine's local rank c, which
@@ -89,35 +84,34 @@ class Rows:
         """
         machines, columns, local = self._machines, self._machines.columns, self._machine.rank
         mine = machines.ranks[self._index]
+        own = counts[mine[local]]
         of_column = [
             [r for ranks in machines.ranks for r in ranks[c::columns]] for c in range(columns)
         ]
-        pieces = dict(zip(range(machines.size), x.split(list(counts[rank])), strict=True))
+        pieces = dict(zip(range(machines.size), x.split(list(own)), strict=True))
         order = [dst for column in of_column for dst in column]
-        sends = [sum(counts[rank][d] for d in column) for column in of_column]
+        sends = [sum(own[d] for d in column) for column in of_column]
         sends += [0] * (self._machine.size - columns)
         got = self._machine.alltoall(torch.cat([pieces[d] for d in order]), in_splits=sends)
         if self._across is not None:
-            column = of_column[local]
-            labels = [(s, d) for s in mine for d in column]
-            got = self._swap(got, labels, column, counts)
+            labels = [(s, d) for s in mine for d in of_column[local]]
+            got = self._swap(got, labels, counts)
             labels = [
                 (s, d) for ranks in machines.ranks for s in ranks for d in mine[local::columns]
             ]
             there = sorted(labels, key=lambda pair: (mine.index(pair[1]), pair[0]))
             got = _reordered(got, labels, there, counts)
-        sends = [0] * self._machine.size
-        if self._across is not None:
-            for at in range(local, self._machine.size, columns):
-                sends[at] = sum(row[mine[at]] for row in counts)
         if columns < machines.most:
+            sends = [
+                sum(row[to] for row in counts) if at % columns == local else 0
+                for at, to in enumerate(mine)
+            ]
             got = self._machine.alltoall(got, in_splits=sends)
         out.copy_(got)
 
     def _swap(
-        self, got: Any, labels: list[tuple[int, int]], column: list[int],
-        counts: Sequence[Sequence[int]],
-    ) -> Any:  # fmt: skip
+        self, got: Any, labels: list[tuple[int, int]], counts: Sequence[Sequence[int]]
+    ) -> Any:
         """Exchange the rows of this column with the other machines."""
         assert self._across is not None
         machines = self._machines
