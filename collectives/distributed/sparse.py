@@ -16,10 +16,9 @@ from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.collective import Pairs, targets
 from linkweave.collectives.planning.sparse_tree import binomial_tree
 from linkweave.collectives.sparse.backend import SparseCall, Vector
+from linkweave.collectives.sparse.checks import check_call
 from linkweave.collectives.sparse.host import HostBackend
 from linkweave.collectives.sparse.modes import MODES
-from linkweave.collectives.sparse.wire import HEAD
-from linkweave.topology.checks import integer
 
 
 def tree_over(machines: Machines) -> Tree:
@@ -41,15 +40,9 @@ class SparseCluster(HostBackend):
         residual: Any, mode: Any, conserve: Any,
     ) -> None:  # fmt: skip
         super().__init__(values, indices, numel, residual)
-        if mode not in ("auto", *MODES):
-            raise CollectiveError(f"unknown mode {mode!r}; choose from auto, {', '.join(MODES)}")
-        if op not in ("sum", "avg"):
-            raise CollectiveError(f"a sparse_allreduce has op sum or avg, not {op!r}")
-        if residual is None and conserve:
-            raise CollectiveError("conserve=True needs a residual to keep what a merge drops")
         self._comm, self._op, self._mode = comm, op, mode
-        self._numel, self._k = int(numel), integer(k, "k", 0, int(numel))
-        self._conserve = bool(conserve)
+        self._numel, self._conserve = int(numel), bool(conserve)
+        self._k = check_call(self._numel, k, op, residual, mode, conserve)
         self.asked = (
             f"sparse_allreduce({numel}, k {k}, {op}, {mode}, {conserve}, {self.wire.dtype})"
         )
@@ -57,8 +50,7 @@ class SparseCluster(HostBackend):
     def total(self) -> Vector:
         comm = self._comm
         counts = np.zeros((comm.size, 1), np.int64)
-        mine = np.array([self.size(self.mine)])
-        comm.rows.allgather(Flat(mine).tensor, Flat(counts).tensor.view(comm.size, 1))
+        self._gathered(np.array([self.size(self.mine)]), counts)
         each = [int(n) for n in counts[:, 0]]
         mode = self._cheapest(max(each)) if self._mode == "auto" else self._mode
         call = SparseCall(self, self._numel, self._k, self._op, mode, self._conserve, each)
@@ -77,44 +69,30 @@ class SparseCluster(HostBackend):
         return min(nbytes, key=lambda name: nbytes[name])
 
     def send(self, context: Any, vector: Vector, pairs: Pairs, k: int) -> Vector | None:
-        whole = np.zeros(self.wire.message(k), np.uint8)
         to, source = dict(pairs).get(self._comm.rank), targets(pairs).get(self._comm.rank)
+        message = np.zeros(self.wire.message(k), np.uint8)
         try:
             if to is not None:
-                self._comm.send(self._message(vector, whole), to)
+                self._comm.send(self.wire.message_of(vector, k), to)
             elif source is not None:
-                self._comm.recv(whole, source)
+                self._comm.recv(message, source)
         except CollectiveError as error:  # of which this machine's other ranks do not know
             raise RuntimeError(str(error)) from error
-        return None if source is None else self._read(whole)
-
-    def share(self, context: Any, vector: Vector, root: int, k: int) -> Vector:
-        whole = np.zeros(self.wire.message(k), np.uint8)
-        if self._comm.rank == root:
-            self._message(vector, whole)
-        self._comm.pieces.broadcast(Flat(whole).tensor, root)
-        return self._read(whole)
+        return None if source is None else self.wire.read(message)
 
     def gather(self, context: Any, counts: Sequence[int]) -> list[Vector]:
-        whole = self._message(self.mine, np.zeros(self.wire.message(max(counts)), np.uint8))
-        every = np.zeros((self._comm.size, whole.size), np.uint8)
-        self._comm.rows.allgather(Flat(whole).tensor, Flat(every).tensor.view(self._comm.size, -1))
-        return [self._read(row) for row in every]
+        message = self.wire.message_of(self.mine, max(counts))
+        every = np.zeros((self._comm.size, message.size), np.uint8)
+        self._gathered(message, every)
+        return [self.wire.read(row) for row in every]
 
-    def dense(self, context: Any, numel: int) -> Vector:
-        whole = np.zeros(numel, np.float32)
-        whole[self.mine[1]] = self.mine[0]
+    def broadcast(self, context: Any, message: NDArray[np.uint8], root: int) -> None:
+        self._comm.pieces.broadcast(Flat(message).tensor, root)
+
+    def add(self, context: Any, whole: NDArray[np.float32]) -> None:
         self._comm.pieces.allreduce(Flat(whole).tensor, "sum")
-        where = np.flatnonzero(whole).astype(np.int32)
-        return whole[where], where
 
-    def _message(self, vector: Vector, whole: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Write a vector into `whole`, behind the number of its entries."""
-        size = self.size(vector)
-        whole[:HEAD].view(np.int64)[0] = size
-        self.wire.pack(vector, whole[HEAD : HEAD + self.wire.entry * size])
-        return whole
-
-    def _read(self, whole: NDArray[np.uint8]) -> Vector:
-        size = int(whole[:HEAD].view(np.int64)[0])
-        return self.wire.unpack(whole[HEAD : HEAD + self.wire.entry * size])
+    def _gathered(self, mine: NDArray[Any], every: NDArray[Any]) -> None:
+        """Gather all ranks' arrays in the rows of `every`."""
+        rows = Flat(every).tensor.view(self._comm.size, -1)
+        self._comm.rows.allgather(Flat(mine).tensor, rows)

@@ -11,20 +11,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
-
 from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.calls.operations import CallContext
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.sparse_tree import merge_tree, sparse_costs
 from linkweave.collectives.runtime.gpu import device as cuda
 from linkweave.collectives.sparse.backend import Backend, SparseCall, Vector
+from linkweave.collectives.sparse.checks import check_call
 from linkweave.collectives.sparse.host import HostBackend
 from linkweave.collectives.sparse.modes import MODES
 from linkweave.collectives.tensors import gpu_of, stream_of
-from linkweave.topology.checks import integer
-
-_OPS = ("sum", "avg")
 
 
 def host_sparse_allreduce(calls: HostCalls, *arguments: Any) -> Vector:
@@ -39,15 +35,7 @@ def agree(
     """Check arguments and compare them between ranks. Waits for a GPU. Raises CollectiveError."""
     with calls.sharing_errors():
         backend = _backend(values, indices, numel, residual)
-        if not isinstance(mode, str) or mode not in ("auto", *MODES):
-            raise CollectiveError(f"unknown mode {mode!r}; choose from auto, {', '.join(MODES)}")
-        if op not in _OPS:
-            raise CollectiveError(f"a sparse_allreduce has op {' or '.join(_OPS)}, not {op!r}")
-        wanted = integer(k, "k", 0, int(numel))
-        if not isinstance(conserve, bool | np.bool_):
-            raise CollectiveError(f"conserve must be True or False, not {conserve!r}")
-        if residual is None and conserve:
-            raise CollectiveError("conserve=True needs a residual to keep what a merge drops")
+        wanted = check_call(int(numel), k, op, residual, mode, conserve)
         device = "cpu" if gpu_of(values) is None else "gpu"
         mine = [int(numel), wanted, op, mode, bool(conserve), backend.wire.dtype, device]
     payload = json.dumps([mine, backend.size(backend.mine)]).encode()

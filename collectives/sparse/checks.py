@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 
 from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.sparse.modes import MODES
 from linkweave.collectives.tensors import dtype_name, gpu_of, is_contiguous, is_torch
 from linkweave.kernels.validate import FLOATS
 from linkweave.topology.checks import integer
+
+_OPS = ("sum", "avg")
 
 
 def check_vector(values: Any, indices: Any, numel: Any) -> int:
@@ -27,6 +30,20 @@ def check_vector(values: Any, indices: Any, numel: Any) -> int:
     if (kind := dtype_name(indices)) != "int32":
         raise CollectiveError(f"indices must be int32, not {kind}")
     return number
+
+
+def check_call(numel: int, k: Any, op: Any, residual: Any, mode: Any, conserve: Any) -> int:
+    """`k` as an int. Raises CollectiveError for arguments of a call that are bad."""
+    if not isinstance(mode, str) or mode not in ("auto", *MODES):
+        raise CollectiveError(f"unknown mode {mode!r}; choose from auto, {', '.join(MODES)}")
+    if op not in _OPS:
+        raise CollectiveError(f"a sparse_allreduce has op {' or '.join(_OPS)}, not {op!r}")
+    wanted = integer(k, "k", 0, numel)
+    if not isinstance(conserve, bool | np.bool_):
+        raise CollectiveError(f"conserve must be True or False, not {conserve!r}")
+    if residual is None and conserve:
+        raise CollectiveError("conserve=True needs a residual to keep what a merge drops")
+    return wanted
 
 
 def wrong_indices(numel: int) -> CollectiveError:

@@ -15,7 +15,7 @@ from linkweave.collectives.calls.operations import allgather, into
 from linkweave.collectives.planning.collective import Pairs, targets
 from linkweave.collectives.sparse.backend import Message, Vector
 from linkweave.collectives.sparse.checks import check_vector, flat_residual, wrong_indices
-from linkweave.collectives.sparse.wire import HEAD, Wire
+from linkweave.collectives.sparse.wire import Wire
 from linkweave.collectives.tensors import dtype_name, gpu_of, is_torch
 from linkweave.kernels import merge_topk
 from linkweave.kernels.merge.cpu import add_at
@@ -93,13 +93,9 @@ class HostBackend:
         return self.wire.unpack(context.bytes_at(offset, self.wire.entry * size))
 
     def share(self, context: HostCalls, vector: Vector, root: int, k: int) -> Vector:
-        whole = np.zeros(self.wire.message(k), np.uint8)
-        if context.rank == root:
-            whole[:HEAD].view(np.int64)[0] = self.size(vector)
-            self.wire.pack(vector, whole[HEAD : HEAD + self.wire.entry * self.size(vector)])
-        into(context, "broadcast", whole, "sum", root)
-        size = int(whole[:HEAD].view(np.int64)[0])
-        return self.wire.unpack(whole[HEAD : HEAD + self.wire.entry * size])
+        message = self.wire.message_of(vector if context.rank == root else _NOTHING, k)
+        self.broadcast(context, message, root)
+        return self.wire.read(message)
 
     def gather(self, context: HostCalls, counts: list[int]) -> list[Vector]:
         entry = self.wire.entry
@@ -111,9 +107,17 @@ class HostBackend:
     def dense(self, context: HostCalls, numel: int) -> Vector:
         whole = np.zeros(numel, np.float32)
         whole[self.mine[1]] = self.mine[0]
-        into(context, "allreduce", whole, "sum")
+        self.add(context, whole)
         where = np.flatnonzero(whole).astype(np.int32)
         return whole[where], where
+
+    def broadcast(self, context: HostCalls, message: NDArray[np.uint8], root: int) -> None:
+        """Copy rank `root`'s message to all ranks."""
+        into(context, "broadcast", message, "sum", root)
+
+    def add(self, context: HostCalls, whole: NDArray[np.float32]) -> None:
+        """Sum a dense vector over all ranks, in place."""
+        into(context, "allreduce", whole, "sum")
 
 
 def _numpy(x: Any) -> NDArray[Any]:

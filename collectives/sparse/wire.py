@@ -60,6 +60,18 @@ class Wire:
         room[: indices.nbytes].view(np.int32)[:] = indices
         room[indices.nbytes :].view(self._stored)[:] = self._narrow(values)
 
+    def message_of(self, vector: HostVector, k: int) -> NDArray[np.uint8]:
+        """A message with a vector of at most k entries, behind their number."""
+        whole, size = np.zeros(self.message(k), np.uint8), vector[1].size
+        whole[:HEAD].view(np.int64)[0] = size
+        self.pack(vector, whole[HEAD : HEAD + self.entry * size])
+        return whole
+
+    def read(self, message: NDArray[np.uint8]) -> HostVector:
+        """A copy of the vector in a message."""
+        size = int(message[:HEAD].view(np.int64)[0])
+        return self.unpack(message[HEAD : HEAD + self.entry * size])
+
     def unpack(self, room: NDArray[np.uint8]) -> HostVector:
         """A copy of the vector that fills `room`."""
         first = room.size // self.entry * INDEX
