@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -156,16 +156,11 @@ def allreduce_list(
 ) -> Any:
     """An all-reduce of several tensors as one message."""
     with context.sharing_errors():
-        if not tensors:
-            raise CollectiveError("allreduce needs at least one tensor in its list")
+        check_list(tensors, out)
         buffers = [context.buffer(x, written=out is None) for x in tensors]
-        names = sorted({b.dtype for b, _ in buffers})
-        if len(names) > 1:
-            raise CollectiveError(f"the tensors of one call need one dtype, not {names}")
+        one_dtype(b.dtype for b, _ in buffers)
         results = buffers
         if out is not None:
-            if not isinstance(out, list | tuple) or len(out) != len(tensors):
-                raise CollectiveError(f"out must be a list of {len(tensors)} tensors")
             pairs = zip(tensors, out, strict=True)
             results = [context.buffer(output_for(x, tuple(x.shape), y)) for x, y in pairs]
         refuse_overlaps(*(([], tensors) if out is None else (tensors, out)))
@@ -183,6 +178,22 @@ def allreduce_list(
         context.copy(buffer.address, start, buffer.nbytes)
         done()
     return out
+
+
+def check_list(tensors: list[Any], out: Any) -> None:
+    """Raise CollectiveError unless there are tensors, and as many in `out` if it is given."""
+    if not tensors:
+        raise CollectiveError("allreduce needs at least one tensor in its list")
+    if out is not None and (not isinstance(out, list | tuple) or len(out) != len(tensors)):
+        raise CollectiveError(f"out must be a list of {len(tensors)} tensors")
+
+
+def one_dtype(dtypes: Iterable[str]) -> str:
+    """The dtype of all tensors of a call. Raises CollectiveError if they differ."""
+    names = sorted({*dtypes})
+    if len(names) > 1:
+        raise CollectiveError(f"the tensors of one call need one dtype, not {names}")
+    return names[0]
 
 
 def _output(

@@ -22,14 +22,7 @@ def alltoallv(context: HostCalls, x: Any, out: Any, in_splits: Any, out_splits: 
     with context.sharing_errors():
         buffer, _ = context.buffer(x, written=False)
         row = row_bytes(x, buffer)
-        sent = in_splits
-        if in_splits is None:
-            sent = [rows_each(context.size, "alltoall", x)] * context.size
-        sends = row_counts("in_splits", sent, context.size)
-        if sum(sends) != x.shape[0]:
-            raise CollectiveError(
-                f"in_splits adds up to {sum(sends)} rows, for a tensor of shape {tuple(x.shape)}"
-            )
+        sends = rows_sent(x, in_splits, context.size)
     rows = context.gather("sizes", json.dumps([sends, row, buffer.dtype]).encode())
     splits, widths, dtypes = zip(*map(json.loads, rows), strict=True)
     if len({*widths}) > 1 or len({*dtypes}) > 1:
@@ -61,6 +54,19 @@ def alltoallv(context: HostCalls, x: Any, out: Any, in_splits: Any, out_splits: 
     context.copy(got.address, received, got.nbytes)
     done()
     return out
+
+
+def rows_sent(x: Any, in_splits: Any, size: int) -> list[int]:
+    """How many rows of `x` go to each rank: as many to each if `in_splits` is None. Raises
+    CollectiveError."""
+    if in_splits is None:
+        return [rows_each(size, "alltoall", x)] * size
+    sends = row_counts("in_splits", in_splits, size)
+    if not x.shape or sum(sends) != x.shape[0]:
+        raise CollectiveError(
+            f"in_splits adds up to {sum(sends)} rows, for a tensor of shape {tuple(x.shape)}"
+        )
+    return sends
 
 
 def row_counts(name: str, given: Any, size: int) -> list[int]:

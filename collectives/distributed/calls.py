@@ -12,7 +12,8 @@ from zlib import crc32
 import torch
 
 from linkweave.collectives.calls.aliasing import refuse_overlaps
-from linkweave.collectives.calls.rows import row_counts, rows_each
+from linkweave.collectives.calls.operations import check_list, one_dtype
+from linkweave.collectives.calls.rows import row_counts, rows_each, rows_sent
 from linkweave.collectives.calls.subcommunicators import MOST_LANES
 from linkweave.collectives.distributed.cluster_map import SMALL
 from linkweave.collectives.distributed.combine import combined
@@ -38,7 +39,7 @@ class Call:
     asked: what it asks for, as text that all ranks compare; a long one ends with its checksum.
     body: carries it out.
     values, op, finish: of an all-reduce of few bytes, which the ranks carry out while they compare:
-        a copy of the values, flat; the op; what to do with the total.
+        a copy of the values, flat (None: not so few); the op; what to do with the total.
     """
 
     asked: str
@@ -53,7 +54,7 @@ class Call:
 
     @property
     def small(self) -> bool:
-        return self.values is not None and 0 < self.values.nbytes <= SMALL
+        return self.values is not None
 
     def written(self) -> bytes:
         return bytes(self.values.view(torch.uint8).numpy())
@@ -67,6 +68,19 @@ class Call:
         if self.op == "avg":
             total = total.div_(size)
         return bytes(total.view(torch.uint8).numpy())
+
+
+def _along(*tensors: Any) -> Any:
+    """Flat values in one tensor of their own if a comparison can take them along, else None."""
+    return torch.cat(tensors) if 0 < sum(x.nbytes for x in tensors) <= SMALL else None
+
+
+def _result(x: Any, shape: tuple[int, ...], out: Any) -> Any:
+    """`out`, or a new tensor. Raises CollectiveError if `out` does not fit or overlaps `x`."""
+    result = output_for(x, shape, out)
+    if out is not None:
+        refuse_overlaps([x], [out])
+    return result
 
 
 def allreduce(comm: Connections, x: Any, op: Any, out: Any, algorithm: Any) -> Call:
@@ -90,7 +104,7 @@ def allreduce(comm: Connections, x: Any, op: Any, out: Any, algorithm: Any) -> C
         flat.done()
         return out
 
-    values = source.tensor.clone() if source.nbytes <= SMALL else None
+    values = _along(source.tensor)
     return Call(f"allreduce({flat}, {op})", body, values, op, finish)
 
 
@@ -99,26 +113,19 @@ def _in_place(x: Any, out: Any, written: bool = True) -> tuple[Flat | None, Flat
     if out is None or out is x:
         return None, Flat(x, written)
     given = Flat(x, written=False)
-    output_for(x, tuple(x.shape), out)
-    refuse_overlaps([x], [out])
-    return given, Flat(out)
+    return given, Flat(_result(x, tuple(x.shape), out))
 
 
 def _allreduce_list(comm: Connections, tensors: list[Any], op: Any, out: Any) -> Call:
-    if not tensors:
-        raise CollectiveError("allreduce needs at least one tensor in its list")
+    check_list(tensors, out)
     flats = [Flat(x, written=out is None) for x in tensors]
     results = flats
     if out is not None:
-        if not isinstance(out, list | tuple) or len(out) != len(tensors):
-            raise CollectiveError(f"out must be a list of {len(tensors)} tensors")
         results = [Flat(y) for y in out]
         for x, y in zip(tensors, out, strict=True):
             output_for(x, tuple(x.shape), y)
     refuse_overlaps(*(([], tensors) if out is None else (tensors, out)))
-    if len(names := sorted({flat.dtype for flat in flats})) > 1:
-        raise CollectiveError(f"the tensors of one call need one dtype, not {names}")
-    check_op(op, names[0])
+    check_op(op, one_dtype(flat.dtype for flat in flats))
     sizes = [flat.tensor.numel() for flat in flats]
 
     def finish(whole: Any) -> Any:
@@ -132,8 +139,7 @@ def _allreduce_list(comm: Connections, tensors: list[Any], op: Any, out: Any) ->
         comm.pieces.allreduce(whole, op)
         return finish(whole)
 
-    small = sum(flat.nbytes for flat in flats) <= SMALL
-    values = torch.cat([flat.tensor for flat in flats]) if small else None
+    values = _along(*(flat.tensor for flat in flats))
     return Call(f"allreduce([{', '.join(map(str, flats))}], {op})", body, values, op, finish)
 
 
@@ -148,10 +154,9 @@ def broadcast(comm: Connections, x: Any, root: Any) -> Call:
         comm.pieces.broadcast(flat.tensor, root)
         flat.done()
 
-    values = None
-    if flat.nbytes <= SMALL:  # the sum of the root's bytes and the others' zeros
-        given = flat.tensor.view(torch.uint8)
-        values = given.clone() if comm.rank == root else torch.zeros_like(given)
+    values = _along(flat.tensor.view(torch.uint8))
+    if values is not None and comm.rank != root:
+        values.zero_()  # the total is the root's bytes
     return Call(f"broadcast({flat}, root {root})", body, values, "sum", finish)
 
 
@@ -174,12 +179,12 @@ def reduce(comm: Connections, x: Any, op: Any, root: Any, out: Any) -> Call:
         comm.pieces.allreduce(whole, op)
         return finish(whole)
 
-    values = source.tensor.clone() if source.nbytes <= SMALL else None
+    values = _along(source.tensor)
     return Call(f"reduce({flat}, {op}, root {root})", body, values, op, finish)
 
 
 def allgather(comm: Connections, x: Any, counts: Any, out: Any) -> Call:
-    given, flat = out, Flat(x, written=False)
+    flat = Flat(x, written=False)
     if counts is None:
         rows, asked = None, f"allgather({flat})"
         shape = (comm.size, *x.shape)
@@ -192,9 +197,7 @@ def allgather(comm: Connections, x: Any, counts: Any, out: Any) -> Call:
             )
         shape = (sum(rows), *x.shape[1:])
         asked = f"allgather({flat.dtype}, rows of {tuple(x.shape[1:])}, counts {rows})"
-    out = output_for(x, shape, out)
-    if given is not None:
-        refuse_overlaps([x], [out])
+    out = _result(x, shape, out)
     whole = Flat(out)
 
     def body() -> Any:
@@ -217,10 +220,8 @@ def allgather(comm: Connections, x: Any, counts: Any, out: Any) -> Call:
 def reduce_scatter(comm: Connections, x: Any, op: Any, out: Any) -> Call:
     flat = Flat(x, written=False)
     check_op(op, flat.dtype)
-    given, rows = out, rows_each(comm.size, "reduce_scatter", x)
-    out = output_for(x, (rows, *x.shape[1:]), out)
-    if given is not None:
-        refuse_overlaps([x], [out])
+    rows = rows_each(comm.size, "reduce_scatter", x)
+    out = _result(x, (rows, *x.shape[1:]), out)
     mine = Flat(out)
 
     def body() -> Any:
@@ -233,20 +234,12 @@ def reduce_scatter(comm: Connections, x: Any, op: Any, out: Any) -> Call:
 
 def alltoall(comm: Connections, x: Any, out: Any, in_splits: Any, out_splits: Any) -> Call:
     flat = Flat(x, written=False)
-    if in_splits is None:
-        sends = [rows_each(comm.size, "alltoall", x)] * comm.size
-    else:
-        sends = row_counts("in_splits", in_splits, comm.size)
-    if not x.shape or sum(sends) != x.shape[0]:
-        raise CollectiveError(
-            f"in_splits adds up to {sum(sends)} rows, for a tensor of shape {tuple(x.shape)}"
-        )
+    sends = rows_sent(x, in_splits, comm.size)
     row, wanted = math.prod(x.shape[1:]), [-1] * comm.size
     if out is not None:
         as_buffer(out)
         rows = out.shape[0] if out.shape else 0
-        output_for(x, (rows, *x.shape[1:]), out)
-        refuse_overlaps([x], [out])
+        _result(x, (rows, *x.shape[1:]), out)
     if out_splits is not None:
         wanted = row_counts("out_splits", out_splits, comm.size)
     mine = torch.tensor([*sends, *wanted, -1 if out is None else out.shape[0]])

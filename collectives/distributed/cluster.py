@@ -20,7 +20,7 @@ from linkweave.collectives.distributed.calls import Call, Unequal
 from linkweave.collectives.distributed.combine import undivided
 from linkweave.collectives.distributed.connections import Connections
 from linkweave.collectives.distributed.gloo import gloo_group, timed_out
-from linkweave.collectives.distributed.roll_call import NOTICE, Lost, Notice, RollCall
+from linkweave.collectives.distributed.roll_call import NOTICE, Notice, RollCall
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.launch.machines import Machines
 from linkweave.collectives.settings import Settings
@@ -185,7 +185,7 @@ class ClusterCommunicator:
             mine = error
         try:
             outcome, total = self._agree(call, f"rank {self.rank}: {mine}" if mine else "")
-            if not outcome.refused and not outcome.failed:
+            if outcome.agreed:
                 return call.finish(call.read(total)) if call.small else call.body()
         except Unequal as error:
             raise CollectiveError(str(error)) from None
@@ -217,19 +217,11 @@ class ClusterCommunicator:
         """On a machine's first rank: compare its call with those of the other machines."""
         assert self._roll_call is not None
         values = call.written() if call.small else b""
-        found, lost, every = self._roll_call.exchange(mine, values=values)
-        outcome = mine
-        if failed := self._cause(found, lost):
-            late = any(x.late for x in lost.values()) or any(n.late for n in found.values())
-            outcome = replace(mine, failed=failed, late=late)
-        elif refused := next((n.refused for _, n in sorted(found.items()) if n.refused), ""):
-            outcome = replace(mine, refused=refused)
-        elif len({notice.asked for notice in found.values()}) > 1:
-            each = (f"{self.machines.describe(m)}: {n.asked}" for m, n in sorted(found.items()))
-            outcome = replace(mine, refused="the machines' calls differ: " + "; ".join(each))
-        elif call.small:
-            return outcome.pack().ljust(NOTICE) + call.combined(every, self.size)
-        return outcome.pack().ljust(NOTICE)
+        answers = self._roll_call.exchange(mine, values=values)
+        outcome = answers.outcome(mine)
+        small = call.small and outcome.agreed
+        total = call.combined(answers.values, self.size) if small else b""
+        return outcome.pack().ljust(NOTICE) + total
 
     def _told(self, asked: str, error: Exception) -> Notice:
         """Tell all ranks that this one has failed. Returns what is then known of the cause."""
@@ -257,9 +249,7 @@ class ClusterCommunicator:
     def _asked_around(self, mine: Notice) -> Notice:
         """On a machine's first rank: tell the others of a failure, and hear what they know."""
         assert self._roll_call is not None
-        found, lost, _ = self._roll_call.exchange(mine, GRACE)
-        late = any(x.late for x in lost.values()) or any(n.late for n in found.values())
-        return replace(mine, failed=self._cause(found, lost) or mine.failed, late=late)
+        return self._roll_call.exchange(mine, GRACE).outcome(mine)
 
     def _renamed(self, words: str) -> str:
         """A message of this machine's communicator with the ranks' numbers among all ranks."""
@@ -280,13 +270,6 @@ class ClusterCommunicator:
         self._links.close_across()
         kind = CollectiveTimeout if notice.late else CollectiveAborted
         return kind(f"rank {self.rank}, {notice.asked}: {notice.failed}", rank=self.rank)
-
-    def _cause(self, found: dict[int, Notice], lost: dict[int, Lost]) -> str:
-        """The cause of a failure: what its own machine saw, or else who does not answer."""
-        failed = {m: n for m, n in sorted(found.items()) if n.failed}
-        said = {m: f"on {self.machines.describe(m)}: {n.failed}" for m, n in failed.items()}
-        seen = [said[m] for m, n in failed.items() if n.witnessed]
-        return "; ".join(seen or [x.why for x in lost.values()] or said.values())
 
     def _check(self) -> None:
         if self._ended:

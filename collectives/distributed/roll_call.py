@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +35,11 @@ class Notice:
     witnessed: bool = False
     late: bool = False
 
+    @property
+    def agreed(self) -> bool:
+        """Whether the call may be carried out."""
+        return not self.refused and not self.failed
+
     def pack(self) -> bytes:
         """The notice as JSON of at most `NOTICE` bytes; long texts are cut."""
         data, most = b"", 2 * NOTICE
@@ -57,6 +62,43 @@ class Lost:
     late: bool
 
 
+@dataclass(frozen=True)
+class Answers:
+    """What an exchange has brought, by machine: notices, or why there is none; everyone's values.
+
+    `names` describe the machines.
+    """
+
+    names: Sequence[str]
+    found: dict[int, Notice]
+    lost: dict[int, Lost]
+    values: list[bytes]
+
+    def outcome(self, mine: Notice) -> Notice:
+        """`mine` with the cause of a failure, or else with why the call is refused, if it is."""
+        if not (failed := self._cause()):
+            return replace(mine, refused=self._refusal())
+        late = any(x.late for x in self.lost.values()) or any(n.late for n in self.found.values())
+        return replace(mine, failed=failed, late=late)
+
+    def _cause(self) -> str:
+        """The cause of a failure: what its own machine saw, or else who does not answer."""
+        failed = {m: n for m, n in sorted(self.found.items()) if n.failed}
+        said = {m: f"on {self.names[m]}: {n.failed}" for m, n in failed.items()}
+        seen = [said[m] for m, n in failed.items() if n.witnessed]
+        return "; ".join(seen or [x.why for x in self.lost.values()] or said.values())
+
+    def _refusal(self) -> str:
+        """Why the machines' calls are refused; empty if they are not."""
+        notices = sorted(self.found.items())
+        if refused := next((n.refused for _, n in notices if n.refused), ""):
+            return refused
+        if len({n.asked for _, n in notices}) == 1:
+            return ""
+        each = (f"{self.names[m]}: {n.asked}" for m, n in notices)
+        return f"the machines' calls differ: {'; '.join(each)}"
+
+
 class RollCall:
     """Exchanges notices between machines, directly between any two, so that it is known who does
     not answer. Used by the first rank of each machine. `names` describe the machines."""
@@ -65,19 +107,17 @@ class RollCall:
         self._machine, self._names, self._timeout = machine, names, timeout
         self._gloo: Any = gloo_group(store, machine, len(names), timeout)
 
-    def exchange(
-        self, mine: Notice, timeout: float | None = None, values: bytes = b""
-    ) -> tuple[dict[int, Notice], dict[int, Lost], list[bytes]]:
-        """(notices by machine, why there is none by machine, every machine's values).
+    def exchange(self, mine: Notice, timeout: float | None = None, values: bytes = b"") -> Answers:
+        """Tell all machines, and hear from them, for `timeout` seconds at most.
 
-        Ends after `timeout` seconds at most. All machines pass as many bytes of values, if they
-        make the same call.
+        All machines pass as many bytes of values, if they make the same call.
         """
         others = [m for m in range(len(self._names)) if m != self._machine]
         frame = (mine.pack().ljust(NOTICE) + values).ljust(NOTICE + SMALL)
         sent = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
         incoming = {m: torch.zeros(len(frame), dtype=torch.uint8) for m in others}
-        found, lost = {self._machine: mine}, {}
+        found: dict[int, Notice] = {self._machine: mine}
+        lost: dict[int, Lost] = {}
         works: dict[int, list[Any]] = {}
         for m in others:
             try:
@@ -97,7 +137,8 @@ class RollCall:
             except RuntimeError as error:
                 lost[m] = self._reason(m, error, limit)
         frames = [incoming.get(m, sent)[NOTICE:] for m in range(len(self._names))]
-        return found, lost, [bytes(frame[: len(values)].numpy()) for frame in frames]
+        every = [bytes(frame[: len(values)].numpy()) for frame in frames]
+        return Answers(self._names, found, lost, every)
 
     def _reason(self, m: int, error: Exception, seconds: float) -> Lost:
         if timed_out(error):
