@@ -28,40 +28,50 @@ def pretend(rank: int, sizes: Sequence[int], dealt: bool = False) -> None:
     join.socket.gethostname = lambda: f"host{machine}"  # type: ignore[attr-defined]
 
 
+def forked(size: int, body: Callable[[int], Any], lost: Sequence[int] = ()) -> list[Any]:
+    """What `body(rank)` returns in a fork for each rank, or the error that it raises as text.
+
+    The ranks in `lost` are killed when the others have ended.
+    """
+    context = multiprocessing.get_context("fork")
+    found = context.Manager().list([None] * size)
+
+    def rank_of(rank: int) -> None:
+        torch.set_num_threads(1)
+        try:
+            found[rank] = body(rank)
+        except Exception as error:
+            found[rank] = f"{type(error).__name__}: {error}"
+
+    ranks = [context.Process(target=rank_of, args=(rank,)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    for rank, process in enumerate(ranks):
+        if rank not in lost:
+            process.join(60)
+    alive = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+    for rank in alive:
+        ranks[rank].kill()
+        ranks[rank].join()
+    assert set(alive) <= {*lost}, f"ranks {alive} hang"
+    return list(found)
+
+
 def on_machines(
     sizes: Sequence[int], body: Callable[..., Any], *args: Any, timeout: float = 20,
     lost: Sequence[int] = (), dealt: bool = False,
 ) -> list[Any]:  # fmt: skip
-    """What `body(communicator, *args)` returns on each rank, or the error it raises as text.
-
-    The ranks in `lost` are killed when the others have ended.
-    """
-    context, total = multiprocessing.get_context("fork"), sum(sizes)
+    """`forked`, with `body(communicator, *args)` on ranks on machines of `sizes`."""
+    total = sum(sizes)
     with tempfile.TemporaryDirectory() as folder:
-        found = context.Manager().list([None] * total)
 
-        def rank_of(rank: int) -> None:
-            torch.set_num_threads(1)
+        def rank_of(rank: int) -> Any:
             pretend(rank, sizes, dealt)
             store = c10d.FileStore(f"{folder}/store", total)
             store.set(f"started {rank}", "")  # not all start at once on a busy machine
             store.wait([f"started {r}" for r in range(total)], timedelta(seconds=60))
-            try:
-                job = join.Job(rank, total, store, "test")
-                with join.meet(job, Settings(timeout=timeout)) as communicator:
-                    found[rank] = body(communicator, *args)
-            except Exception as error:
-                found[rank] = f"{type(error).__name__}: {error}"
+            job = join.Job(rank, total, store, "test")
+            with join.meet(job, Settings(timeout=timeout)) as communicator:
+                return body(communicator, *args)
 
-        ranks = [context.Process(target=rank_of, args=(rank,)) for rank in range(total)]
-        for process in ranks:
-            process.start()
-        for rank, process in enumerate(ranks):
-            if rank not in lost:
-                process.join(60)
-        alive = [rank for rank, process in enumerate(ranks) if process.is_alive()]
-        for rank in alive:
-            ranks[rank].kill()
-            ranks[rank].join()
-        assert set(alive) <= {*lost}, f"ranks {alive} hang"
-        return list(found)
+        return forked(total, rank_of, lost)

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,14 +21,6 @@ from tests.cpu.casting import HALVES, SCALES, WIDE, expected, patterns, same, sp
 
 ROOT = Path(__file__).parents[2]
 ARCHITECTURES = (70, 80, 90)
-
-
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:

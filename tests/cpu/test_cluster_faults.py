@@ -129,10 +129,9 @@ def test_a_message_that_does_not_come() -> None:
     assert "CollectiveTimeout: rank 0 waits for rank 1 to send" in said
 
 
-def injected(comm: ClusterCommunicator, seed: int) -> str:
-    """Some calls, whose sums are checked, and then a fault."""
+def injected(comm: ClusterCommunicator, seed: int, who: int, how: str) -> str:
+    """Some calls, whose sums are checked, and then a fault of rank `who`."""
     rng = random.Random(seed)
-    who, how = rng.randrange(comm.size), rng.choice(["SIGKILL", "SIGSTOP", "raises", "differs"])
     for _ in range(rng.randrange(4)):
         n = rng.choice([1, 1000, MEBI])
         comm.allreduce(x := np.full(n, comm.rank + 1.0))
@@ -156,10 +155,9 @@ def inject(seed: int) -> None:
     rng = random.Random(seed)
     sizes = rng.choice([(1, 1), (2, 2), (1, 2), (1, 1, 1), (2, 1)])
     total = sum(sizes)
-    drawn = random.Random(seed)
-    who, how = drawn.randrange(total), drawn.choice(["SIGKILL", "SIGSTOP", "raises", "differs"])
+    who, how = rng.randrange(total), rng.choice(["SIGKILL", "SIGSTOP", "raises", "differs"])
     start = time.monotonic()
-    found = on_machines(sizes, injected, seed, timeout=2.0, lost=[who])
+    found = on_machines(sizes, injected, seed, who, how, timeout=2.0, lost=[who])
     assert time.monotonic() - start < 40, (seed, sizes, how)
     for rank, said in enumerate(found):
         if rank != who or how == "differs":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
@@ -19,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from machines import pretend
+from machines import forked, pretend
 from torch.distributed.device_mesh import init_device_mesh
 
 import linkweave
@@ -35,31 +34,20 @@ def run(
 ) -> list[Any]:  # fmt: skip
     """What `body(rank, *args)` returns on each rank, or the error that it raises as text."""
     register()
-    context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        found = context.Manager().list([None] * size)
 
-        def rank_of(rank: int) -> None:
-            torch.set_num_threads(1)
+        def rank_of(rank: int) -> Any:
             if machines:
                 pretend(rank, machines)
             dist.init_process_group(
                 backend, init_method=f"file://{folder}/store", rank=rank, world_size=size,
                 timeout=timedelta(seconds=20),
             )  # fmt: skip
-            try:
-                found[rank] = body(rank, *args)
-                dist.destroy_process_group()
-            except Exception as error:
-                found[rank] = f"{type(error).__name__}: {error}"
+            found = body(rank, *args)
+            dist.destroy_process_group()
+            return found
 
-        ranks = [context.Process(target=rank_of, args=(rank,)) for rank in range(size)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(60)
-            assert process.exitcode is not None, "a rank hangs"
-        return list(found)
+        return forked(size, rank_of)
 
 
 def both(rank: int) -> bool:

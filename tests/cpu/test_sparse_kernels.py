@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,14 +13,6 @@ from hypothesis import strategies as st
 from linkweave import kernels
 from linkweave.kernels.topk import cpu as topk
 from tests.cpu.helpers import GRADIENTS, KINDS, row
-
-
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def reference(x: np.ndarray, k: int) -> np.ndarray:
