@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from linkweave.collectives.launch.default import get_default, shutdown
     from linkweave.collectives.launch.join import init
     from linkweave.collectives.launch.processes import spawn
+    from linkweave.collectives.training.data_parallel import DataParallel
 
     # as `__getattr__` makes them: the default communicator's methods
     _default = get_default()
@@ -50,16 +51,17 @@ if TYPE_CHECKING:
     symmetric_empty = _default.symmetric_empty
 
 __all__ = [
-    "CollectiveAborted", "CollectiveError", "CollectiveTimeout", "Communicator", "Explanation",
-    "GradientQueue", "Plan", "PlanError", "Timeline", "TopologyError", "Work", "allgather",
-    "allreduce", "allreduce_queue", "alltoall", "barrier", "broadcast", "distributed", "empty",
-    "explain", "get_default", "init", "overlap", "plan_allreduce", "plan_collective", "recv",
-    "reduce", "reduce_scatter", "run", "send", "shutdown", "simulate", "sparse_allreduce", "spawn",
-    "symmetric_empty", "verify",
+    "CollectiveAborted", "CollectiveError", "CollectiveTimeout", "Communicator", "DataParallel",
+    "Explanation", "GradientQueue", "Plan", "PlanError", "Timeline", "TopologyError", "Work",
+    "allgather", "allreduce", "allreduce_queue", "alltoall", "barrier", "broadcast", "distributed",
+    "empty", "explain", "get_default", "init", "overlap", "plan_allreduce", "plan_collective",
+    "recv", "reduce", "reduce_scatter", "run", "send", "shutdown", "simulate", "sparse_allreduce",
+    "spawn", "symmetric_empty", "training", "verify",
 ]  # fmt: skip
 
 _LAZY = {
     "Communicator": "communicator",
+    "DataParallel": "training.data_parallel",
     "GradientQueue": "calls.work",
     "Work": "calls.work",
     "init": "launch.join",
@@ -69,7 +71,7 @@ _LAZY = {
 }
 """Names that need the runtimes, and their modules."""
 
-_ROOMS = {"distributed", "overlap"}
+_ROOMS = {"distributed", "overlap", "training"}
 _METHODS = {*__all__} - {*_LAZY, *globals(), *_ROOMS}
 """Functions that are methods of the default communicator."""
 

@@ -106,11 +106,19 @@ ROOMS = {
     ("distributed", "overlap"): "what a network takes",
     ("distributed", "launch"): "ranks meet over torch's store",
     ("distributed", "kernels"): "which dtypes go where",
+    ("training", "errors"): "a rank may fail",
+    ("training", "overlap"): "it carries out schedules",
+    ("training", "communicator"): "its parts are the lanes",
+    ("training", "distributed"): "machines and process groups",
+    ("training", "launch"): "the default communicator",
+    ("training", "runtime"): "why ranks were aborted",
+    ("training", "kernels"): "ranges that profilers show",
     ("", "errors"): "public names",
     ("", "planning"): "public names",
     ("", "calls"): "public names",
     ("", "communicator"): "public names",
     ("", "launch"): "public names",
+    ("", "training"): "public names",
 }
 """Which room of `collectives` may import which (besides `topology`), and why. "" is its face."""
 

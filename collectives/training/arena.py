@@ -1,0 +1,133 @@
+"""The arena: all gradients of a model in flat buffers, in the order of the forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.overlap.units import Unit
+
+Empty = Callable[[int, torch.dtype, torch.device], torch.Tensor]
+"""Allocates a flat buffer of so many elements, in memory that a lane can send."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a unit lies: its buffer, and its first byte there."""
+
+    buffer: int
+    first: int
+    nbytes: int
+
+
+def slots_of(units: Sequence[Unit]) -> list[Slot]:
+    """One buffer for each dtype on each device; units follow one another in their order."""
+    keys: dict[Any, int] = {}
+    ends: list[int] = []
+    slots = []
+    for unit in units:
+        buffer = keys.setdefault((unit.dtype, unit.device), len(keys))
+        ends.extend([0] * (len(keys) - len(ends)))
+        slots.append(Slot(buffer, ends[buffer], unit.nbytes))
+        ends[buffer] += unit.nbytes
+    return slots
+
+
+class Arena:
+    """The gradients of `units`, each parameter's `grad` a view of a shared buffer.
+
+    A unit begins with a flag for each parameter, which is 1 if this rank has a gradient for it and
+    0 if it has none. Flags travel with the gradients, so that ranks learn without a message of its
+    own which parameters no rank has used.
+    """
+
+    def __init__(self, units: Sequence[Unit], empty: Empty) -> None:
+        self.units = tuple(units)
+        self.slots = slots_of(units)
+        ends: dict[int, int] = {}
+        for slot in self.slots:
+            ends[slot.buffer] = slot.first + slot.nbytes
+        kinds = {s.buffer: (u.dtype, u.device) for u, s in zip(units, self.slots, strict=True)}
+        self.buffers = [
+            empty(nbytes // kinds[i][0].itemsize, *kinds[i]).zero_() for i, nbytes in ends.items()
+        ]
+        self._flags, self._views = [], []
+        self._found: list[list[bool]] = []  # whether this rank has a gradient for each parameter
+        for unit, slot in zip(units, self.slots, strict=True):
+            whole = self.buffers[slot.buffer]
+            first = slot.first // unit.dtype.itemsize
+            self._found.append([False] * len(unit.parameters))
+            self._flags.append(whole[first : first + len(unit.parameters)])
+            self._views.append([
+                _view(whole, first + at, parameter, name)
+                for at, parameter, name in zip(
+                    unit.offsets(), unit.parameters, unit.names, strict=False
+                )
+            ])  # fmt: skip
+
+    def collect(self, unit: int) -> None:
+        """Bring what lies in `grad` of the unit's parameters into the arena.
+
+        A parameter without a gradient gets zeros and loses its flag; its `grad` stays None.
+        """
+        flags, found = self._flags[unit], self._found[unit]
+        flags.fill_(1)
+        for i, parameter in enumerate(self.units[unit].parameters):
+            found[i] = parameter.grad is not None
+            if found[i]:
+                self.adopt(unit, i)
+            else:
+                self._views[unit][i].zero_()
+                flags[i] = 0
+
+    def adopt(self, unit: int, index: int) -> None:
+        """Bring a parameter's gradient into the arena and let `grad` be its view there."""
+        parameter: Any = self.units[unit].parameters[index]
+        view = self._views[unit][index]
+        if parameter.grad.data_ptr() != view.data_ptr():
+            view.copy_(parameter.grad)
+            parameter.grad = view
+
+    def holds_all(self) -> bool:
+        """Whether `grad` of every parameter is still what `collect` made it."""
+        for unit, views, found in zip(self.units, self._views, self._found, strict=True):
+            for parameter, view, had in zip(unit.parameters, views, found, strict=True):
+                grad = parameter.grad
+                if (grad is not None) != had:
+                    return False
+                if grad is not None and grad.data_ptr() != view.data_ptr():
+                    return False
+        return True
+
+    def gradients(self, unit: int) -> Iterator[tuple[Any, torch.Tensor | None]]:
+        """Each parameter with its gradient, once the unit has arrived; None if no rank has one."""
+        flags = self._flags[unit].tolist()
+        for parameter, view, flag in zip(
+            self.units[unit].parameters, self._views[unit], flags, strict=True
+        ):
+            yield parameter, view if flag else None
+
+    @property
+    def version(self) -> int:
+        """Rises with each operation of torch that writes to a gradient in the arena."""
+        return sum(buffer._version for buffer in self.buffers)
+
+    def raw(self, buffer: int, first: int, stop: int) -> torch.Tensor:
+        """Bytes [first, stop) of a buffer, as elements; writing there does not raise `version`."""
+        whole = self.buffers[buffer]
+        size = whole.element_size()
+        return whole.data[first // size : stop // size]
+
+
+def _view(whole: torch.Tensor, first: int, parameter: Any, name: str) -> torch.Tensor:
+    """A view with the parameter's strides; a copy of a gradient keeps its memory format."""
+    dense = torch.empty_like(parameter, device="meta")  # keeps strides that leave no gaps
+    if dense.untyped_storage().nbytes() != parameter.numel() * parameter.element_size():
+        raise CollectiveError(f"parameter {name} has gaps in memory")
+    return whole[first : first + parameter.numel()].as_strided(
+        parameter.shape, dense.stride(), first
+    )

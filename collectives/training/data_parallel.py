@@ -1,0 +1,301 @@
+"""`DataParallel`: a model that trains on several ranks, by a schedule of its all-reduces."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.overlap import POLICIES, Schedule
+from linkweave.collectives.overlap.units import Recorder, units_of
+from linkweave.collectives.training.attach import attach, detach
+from linkweave.collectives.training.engine import Engine
+from linkweave.collectives.training.planner import Planner
+from linkweave.collectives.training.program import Program
+from linkweave.collectives.training.step_record import StepRecord
+from linkweave.collectives.training.transport import Transport, transport_of
+from linkweave.collectives.training.update import Update
+from linkweave.topology.checks import shown
+
+log = logging.getLogger("linkweave")
+
+
+class DataParallel(nn.Module):
+    """Trains `module` on all ranks: each computes gradients of its own batch, which are averaged.
+
+    module: parameters may be frozen, tied or unused. Parameters and buffers of rank 0 are copied to
+        all ranks; afterwards each rank keeps its own buffers (running statistics of BatchNorm).
+    optimizer: a torch.optim.Optimizer with parameters of `module`, except LBFGS. Its `step` and
+        `zero_grad` take part from now on.
+    schedule: when which gradients are sent. "auto" measures some steps and the network and takes
+        the schedule predicted to be the fastest (`overlap.plan`); the name of a policy plans with
+        that one; a `Schedule` is carried out from the first step on.
+    exchange: "dense", the average of all gradients.
+    group: a `Communicator` or a ProcessGroup of torch.distributed; by default the default
+        communicator, the default process group, or the ranks started by torchrun, whichever is
+        there first. A single rank trains as without this class.
+
+    The training loop stays as it is. With a chained schedule (`program.chained`), gradients are
+    still under way when `step` returns; a layer is updated just before its next forward pass, with
+    the learning rate of the time of `step`. `state_dict`, `eval`, `parameters` and the like first
+    wait for the update of all layers. After `backward`, gradients are averaged once
+    `synchronize` has returned, or at once if the schedule is not chained.
+
+    All ranks must make the same passes and steps. Rounding: an average is the sum over all ranks in
+    the order of the all-reduce, divided once.
+    Raises CollectiveError on every rank if the models differ; CollectiveAborted or
+    CollectiveTimeout in a later call if a rank fails.
+    Sources: C-Cube, sections III-D and IV; ASC-WFBP; US-Byte, section 5.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, *,
+        schedule: str | Schedule = "auto", exchange: str = "dense", group: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        _refuse(module, optimizer, schedule, exchange)
+        self.module, self.optimizer = module, optimizer
+        self._schedule, self._sends, self._warned = schedule, True, False
+        self._transport: Transport | None = transport_of(group)
+        self._engine: Engine | None = None
+        self._planner: Planner | None = None
+        self._all: list[nn.Parameter] = []
+        self._trained: list[bool] = []  # which of them the engine knows
+        self._update = Update(optimizer)
+        if self._transport is None:
+            return
+        _same_model(self._transport, module)
+        self._kind = attach(optimizer, self)
+        self._handles: list[Any] = [
+            module.register_state_dict_pre_hook(self._before_state),  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(self._before_state),  # type: ignore[no-untyped-call]
+            optimizer.register_state_dict_pre_hook(self._before_state),
+            optimizer.register_load_state_dict_pre_hook(self._before_state),
+        ]
+
+    # ---- the training loop -------------------------------------------------------------------
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward pass."""
+        if self._transport is None or not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        if self._engine is not None and self._trained != [p.requires_grad for p in self._all]:
+            self._end_engine()  # and another one for what is trained now
+        if self._engine is None:
+            return self._first_forward(args, kwargs)
+        assert self._planner is not None
+        if self._sends:
+            self._planner.before_pass()
+        self._engine.begin_forward()
+        result = self.module(*args, **kwargs)
+        self._engine.end_forward()
+        return result
+
+    def _first_forward(self, args: Any, kwargs: Any) -> Any:
+        """Record which module uses which parameters, and make an engine for them."""
+        assert self._transport is not None
+        with Recorder(self.module) as recorder:
+            result = self.module(*args, **kwargs)
+        mine = json.dumps(recorder.gates()).encode()
+        gates = json.loads(self._transport.share(mine)[0])
+        units = units_of(self.module, gates)
+        if not units:
+            raise CollectiveError("the model has no parameter that requires a gradient")
+        self._engine = Engine(self.module, units, self._transport, self._update)
+        self._engine.sends = self._sends
+        self._all = [*self.module.parameters()]
+        self._trained = [p.requires_grad for p in self._all]
+        chains = self._update.separable and not _compiled(self.module)
+        self._planner = Planner(self._schedule, self._engine, chains)
+        self._engine.end_forward()
+        return result
+
+    def step(self, closure: Any = None) -> Any:
+        """What `optimizer.step` does."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+
+        def plain() -> None:
+            self._kind.step(self.optimizer)  # type: ignore[attr-defined]
+
+        if self._engine is None:
+            plain()
+        else:
+            self._engine.step(plain)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of the module's parameters."""
+        if not set_to_none:  # gradients under way must not be overwritten
+            self.finish()
+        self.module.zero_grad(set_to_none)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add to the gradients of this rank, and send nothing."""
+        self.finish()
+        self._set_sends(False)
+        try:
+            yield
+        finally:
+            self._set_sends(True)
+
+    def _set_sends(self, sends: bool) -> None:
+        self._sends = sends
+        if self._engine is not None:
+            self._engine.sends = sends
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the averaged gradients by their global norm, as `torch.nn.utils.clip_grad_norm_`.
+
+        Waits for all gradients, so nothing is sent beside the next forward pass. Returns the norm.
+        """
+        if self._engine and self._engine.program.chained and not self._warned:
+            self._warned = True
+            log.warning(
+                "clip_grad_norm_ waits for all gradients: a schedule that is not chained is faster"
+            )
+        self.synchronize()
+        found: torch.Tensor = nn.utils.clip_grad_norm_(
+            self.module.parameters(), max_norm, norm_type
+        )
+        return found
+
+    # ---- waiting -----------------------------------------------------------------------------
+    def synchronize(self) -> None:
+        """Between `backward` and `step`: wait until all gradients are averaged."""
+        if self._engine is not None:
+            self._engine.synchronize()
+
+    def finish(self) -> None:
+        """Wait until the last step is complete: all gradients averaged, all parameters updated."""
+        if self._engine is not None:
+            self._engine.synchronize()
+            self._engine.finish()
+
+    def _before_state(self, *_: Any) -> None:
+        self.finish()
+
+    def train(self, mode: bool = True) -> DataParallel:
+        self.finish()
+        super().train(mode)
+        return self
+
+    # ---- what it looks like from outside -----------------------------------------------------
+    @property
+    def program(self) -> Program | None:
+        """What each step sends; None before the first forward pass, and on a single rank."""
+        return self._engine.program if self._engine else None
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule with its predictions; None while times are being measured."""
+        return self._planner.schedule if self._planner else None
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """What the last complete step did and when, up to the forward pass after it."""
+        return self._engine.last_step if self._engine else None
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's parameters, with its names; first `finish`."""
+        self.finish()
+        return self.module.named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's state, with its names; first `finish`."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the module's state. The same on all ranks."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    # ---- the end -----------------------------------------------------------------------------
+    def _end_engine(self) -> None:
+        if self._engine is not None:
+            engine, self._engine, self._planner = self._engine, None, None
+            engine.close()
+
+    def close(self) -> None:
+        """Complete the last step and leave module and optimizer as they were. May be repeated."""
+        if self._transport is None:
+            return
+        try:
+            self._end_engine()
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            detach(self.optimizer, self._kind)
+            transport, self._transport = self._transport, None
+            transport.close()
+
+    def __enter__(self) -> DataParallel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _compiled(module: nn.Module) -> bool:
+    """Whether a part is compiled, so that hooks before its layers would not run."""
+    return any(
+        type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None
+        for part in module.modules()
+    )
+
+
+def _refuse(module: Any, optimizer: Any, schedule: Any, exchange: Any) -> None:
+    """Raise CollectiveError for what cannot be trained."""
+    if not isinstance(module, nn.Module):
+        raise CollectiveError(f"module must be a torch.nn.Module, not {shown(module)}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise CollectiveError(f"optimizer must be a torch.optim.Optimizer, not {shown(optimizer)}")
+    for kind, instead in _ELSEWHERE.items():
+        for part in module.modules():
+            if kind in (base.__name__ for base in type(part).__mro__):
+                raise CollectiveError(f"{kind} averages gradients itself: {instead}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise CollectiveError(
+            "LBFGS evaluates the loss of a rank's own batch several times a step, so that ranks "
+            "would part: take another optimizer"
+        )
+    if not isinstance(schedule, Schedule) and schedule not in ("auto", *POLICIES):
+        known = ", ".join(["auto", *POLICIES])
+        raise CollectiveError(
+            f"schedule must be a Schedule or one of {known}, not {shown(schedule)}"
+        )
+    if exchange != "dense":
+        raise CollectiveError(f"exchange must be 'dense', not {shown(exchange)}")
+
+
+_ELSEWHERE = {
+    "DistributedDataParallel": "pass the module inside it, or register "
+    "collectives.distributed.allreduce_hook with it",
+    "FSDPModule": "train it without DataParallel",
+    "FullyShardedDataParallel": "train it without DataParallel",
+}
+
+
+def _same_model(transport: Transport, module: nn.Module) -> None:
+    """Copy rank 0's parameters and buffers. Raises CollectiveError unless all ranks have them."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    names = [f"{name} {t.dtype} {tuple(t.shape)}" for name, t in tensors.items()]
+    rows = transport.share(hashlib.sha256("\n".join(names).encode()).digest())
+    if other := [rank for rank, row in enumerate(rows) if row != rows[0]]:
+        raise CollectiveError(
+            f"ranks 0 and {other[0]} have different models: this rank's has {len(names)} "
+            f"parameters and buffers, the first {names[:1]}, the last {names[-1:]}"
+        )
+    with torch.no_grad():
+        for tensor in tensors.values():
+            copied = tensor.detach().clone(memory_format=torch.contiguous_format)
+            transport.broadcast(copied)
+            tensor.copy_(copied)

@@ -1,0 +1,254 @@
+"""The engine: from hooks of PyTorch to lanes, and from arrivals to the optimizer's step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from linkweave.collectives.errors import CollectiveAborted, CollectiveError
+from linkweave.collectives.overlap.units import Unit
+from linkweave.collectives.training.arena import Arena
+from linkweave.collectives.training.lanes import Lanes
+from linkweave.collectives.training.program import Program, at_once
+from linkweave.collectives.training.ranges import ranged
+from linkweave.collectives.training.step_record import StepRecord
+from linkweave.collectives.training.transport import Transport
+from linkweave.collectives.training.update import Update
+
+
+class State(Enum):
+    """IDLE: gradients are averaged, or there are none. BACKWARD: a backward pass runs. SENDING: it
+    is over, and gradients are under way. PENDING: so they are, and `step` has been called: each
+    unit is updated before its next use. ABORTED: an error has ended the training."""
+
+    IDLE = "idle"
+    BACKWARD = "in a backward pass"
+    SENDING = "sending"
+    PENDING = "pending"
+    ABORTED = "aborted"
+
+
+class Engine:
+    """Carries out a program for the units of a model, at first one all-reduce after the backward
+    pass. All ranks must have the same units, and make the same passes and steps."""
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], transport: Transport, update: Update
+    ) -> None:
+        self.units, self.transport, self.update = tuple(units), transport, update
+        self.arena = Arena(units, transport.empty)
+        self.program = self.first_program = at_once(self.arena.slots, [unit.name for unit in units])
+        transport.open(1)
+        self.lanes = Lanes(transport, self.arena, self.program)
+        self.record = StepRecord()
+        self.last_step: StepRecord | None = None
+        self.sends = True  # whether backward passes send gradients
+        self.state = State.IDLE
+        self._pending: set[int] = set()
+        self._left: list[int] = []  # parameters of each unit whose gradients are to come
+        self._version = 0
+        self._gates: dict[nn.Module, list[int]] = {}
+        self._handles: list[Any] = []
+        self._install(model)
+
+    def _install(self, model: nn.Module) -> None:
+        modules = dict(model.named_modules())
+        for index, unit in enumerate(self.units):
+            gates = {unit.gate, *(name.rpartition(".")[0] for name in unit.names)}
+            for gate in gates:
+                self._gates.setdefault(modules[gate], []).append(index)
+            parameter: Any
+            for i, parameter in enumerate(unit.parameters):
+                hook = self._hook(index, i)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        parameters = [parameter for unit in self.units for parameter in unit.parameters]
+        self._handles.append(
+            torch.autograd.graph.register_multi_grad_hook(
+                parameters, lambda _: self._begin_backward(), mode="any"
+            )
+        )
+        for module in self._gates:
+            self._handles.append(module.register_forward_pre_hook(self._before))
+
+    def adopt(self, program: Program) -> None:
+        """Carry out another program from the next step on. All ranks must call it."""
+        self.finish()
+        self.transport.open(program.lanes)
+        self.lanes.close()
+        self.program = program
+        self.lanes = Lanes(self.transport, self.arena, program)
+
+    # ---- forward -----------------------------------------------------------------------------
+    def begin_forward(self) -> None:
+        """Before the model's forward pass."""
+        self._check()
+        if self.state is State.SENDING:  # no step: gradients are accumulated, or dropped
+            self.synchronize()
+        if self.state is State.PENDING and self.arena.version != self._version:
+            self._abort("a gradient was changed after optimizer.step(), while it was being sent")
+
+    def end_forward(self) -> None:
+        self.record.forward_end = time.perf_counter()
+
+    def _before(self, module: nn.Module, _: Any) -> None:
+        """Before the forward pass of a module: its parameters must be final."""
+        if self.state is State.BACKWARD:  # activations are being computed again
+            return
+        for index in self._gates[module]:
+            if index in self._pending:
+                self._apply(index)
+            self.record.mark_forward(index)
+
+    def _apply(self, index: int) -> None:
+        """Wait for a unit and update its parameters."""
+        self._await(lambda: self.lanes.wait(index))
+        self._pending.discard(index)
+        unit = self.units[index]
+        begun = time.perf_counter()
+        with (
+            ranged(f"update {unit.name}"), torch.inference_mode(False), torch.no_grad(),
+            torch.autocast(unit.device.type, enabled=False),
+        ):  # fmt: skip
+            kept = [parameter.grad is not None for parameter in unit.parameters]
+            self._show(index)
+            self.update.part(unit.parameters)
+            for parameter, keep in zip(unit.parameters, kept, strict=True):
+                if not keep:  # zero_grad has been called since
+                    parameter.grad = None
+        self.record.updates[index] = begun, time.perf_counter()
+        if not self._pending:
+            self.state = State.IDLE
+
+    def _show(self, index: int) -> None:
+        """Let `grad` be what has arrived; None if no rank has used the parameter."""
+        for parameter, gradient in self.arena.gradients(index):
+            parameter.grad = gradient
+
+    # ---- backward ----------------------------------------------------------------------------
+    def _begin_backward(self) -> None:
+        """Before the first gradient of a backward pass is accumulated."""
+        if self.state is State.BACKWARD:  # of a checkpoint, inside another one
+            return
+        self.synchronize()
+        self.finish()
+        self._await(self.lanes.wait_all)  # gradient queues are done with the arena
+        self._left = [len(unit.parameters) for unit in self.units]
+        self.state = State.BACKWARD
+        if self.sends:
+            last = self.record
+            last.sent = self.lanes.sent
+            self.record = StepRecord(last.forward_end)
+            if last.ready:
+                self.last_step = last
+            self.lanes.begin()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _hook(self, index: int, i: int) -> Callable[[Any], None]:
+        """What follows the accumulation of a parameter's gradient."""
+
+        def accumulated(_: Any) -> None:
+            self.arena.adopt(index, i)
+            self._left[index] -= 1
+            if not self._left[index] and self.sends:
+                self._collected(index)
+
+        return accumulated
+
+    def _collected(self, index: int) -> None:
+        self.arena.collect(index)
+        self.record.ready[index] = time.perf_counter()
+        self.lanes.ready(index)
+
+    def _end_backward(self) -> None:
+        if not self.sends:
+            self.state = State.IDLE
+            return
+        self.record.backward_end = time.perf_counter()
+        for index, left in enumerate(self._left):
+            if left:
+                self._collected(index)
+        self._version = self.arena.version
+        self.state = State.SENDING
+        if not self.program.chained:
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait until gradients under way are averaged, as they are after a backward pass of DDP."""
+        if self.state is State.SENDING:
+            self._check_unchanged()
+            self._await(self.lanes.wait_all)
+            for index in range(len(self.units)):
+                self._show(index)
+            self.state = State.IDLE
+
+    def _check_unchanged(self) -> None:
+        """Raise if gradients were changed after the backward pass, while they were being sent."""
+        if self.arena.version != self._version or not self.arena.holds_all():
+            self._abort(
+                "gradients were changed between backward() and step(), while they were being "
+                "averaged: call clip_grad_norm_ of DataParallel in place of torch's, or its "
+                "synchronize() before you change gradients"
+            )
+
+    # ---- step --------------------------------------------------------------------------------
+    def step(self, plain: Callable[[], Any]) -> Any:
+        """The optimizer's step, or its beginning; `plain` is the optimizer's own."""
+        self._check()
+        begun = time.perf_counter()
+        if self.state is State.SENDING and self.update.separable:
+            self._check_unchanged()
+            self.update.snapshot()
+            self.state = State.PENDING
+            self._pending = set(range(len(self.units)))
+            with torch.no_grad():
+                self.update.part(self.update.others(self.units))
+        else:
+            self.synchronize()
+            self.finish()
+            plain()
+        self.record.step = begun, time.perf_counter()
+
+    def finish(self) -> None:
+        """Update all parameters whose update is pending."""
+        self._check()
+        for index in sorted(self._pending):
+            self._apply(index)
+
+    # ---- errors and the end ------------------------------------------------------------------
+    def _check(self) -> None:
+        if self.state is State.BACKWARD:
+            self._abort("a backward pass ended with an error, so its gradients were not all sent")
+        if self.state is State.ABORTED:
+            self.lanes.wait_all()  # raises what has ended the training
+
+    def _await(self, wait: Callable[[], None]) -> None:
+        try:
+            wait()
+        except CollectiveError:
+            self.state = State.ABORTED
+            raise
+
+    def _abort(self, why: str) -> NoReturn:
+        self.state = State.ABORTED
+        error = CollectiveAborted(f"rank {self.transport.rank}: {why}")
+        self.lanes.abort(error)
+        raise error
+
+    def close(self) -> None:
+        """Carry out what is pending, remove all hooks and end the lanes."""
+        try:
+            if self.state is State.BACKWARD:
+                self._abort("training was closed in a backward pass")
+            if self.state is not State.ABORTED:
+                self.synchronize()
+                self.finish()
+                self._await(self.lanes.wait_all)
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            self.lanes.close()

@@ -1,0 +1,210 @@
+"""The choice of a program: a schedule planned for measured times and a measured network."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import asdict, replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.overlap import Communication, Fit, Network, Profile, Schedule, fit, plan
+from linkweave.collectives.overlap.passes import Pass, profile_of
+from linkweave.collectives.overlap.policies import NAMED
+from linkweave.collectives.training.engine import Engine
+from linkweave.collectives.training.program import Program, program_of
+from linkweave.collectives.training.step_record import StepRecord
+from linkweave.collectives.training.transport import Transport
+
+WARM_UP = 2
+"""Steps before times are taken: the first ones allocate and compile."""
+MEASURED = 5
+"""Steps whose times are taken, each with one all-reduce after the backward pass."""
+CHECKED = 50
+"""Steps between two looks at whether times have changed."""
+DRIFT = 0.2
+"""By how much the median step time may change until the program is planned anew."""
+LARGEST = 64 << 20
+"""Bytes of the largest all-reduce by which the network is measured."""
+ROUNDS = 3
+OVERHEAD = 0.05
+"""The share of a communication cut from a streamed one that its start-up may take."""
+
+
+class Planner:
+    """Gives an engine its program. All ranks call `before_pass` before each forward pass.
+
+    `schedule` is a Schedule, which is carried out from the first step on; the name of a policy,
+    which plans once the times of some steps are known; or "auto", the policy predicted to be the
+    best. Rank 0 plans with the largest times of all ranks, and the others carry out the same.
+    """
+
+    def __init__(self, schedule: str | Schedule, engine: Engine, chains: bool) -> None:
+        self._schedule, self._engine, self._chains = schedule, engine, chains
+        self._steps = 0  # since the present program was adopted
+        self._records: list[StepRecord] = []
+        self._usual: float | None = None  # seconds of a step when the program was new
+        self._last: StepRecord | None = None
+        self.schedule: Schedule | None = None
+        """What is carried out, with its predictions; None while times are being measured."""
+        if isinstance(schedule, Schedule):
+            self._adopt(schedule)
+
+    def before_pass(self) -> None:
+        record = self._engine.last_step
+        if record is self._last or record is None:
+            return
+        self._last = record
+        self._steps += 1
+        self._records.append(record)
+        if isinstance(self._schedule, Schedule):
+            self._records.clear()
+        elif self.schedule is None:
+            if self._steps == WARM_UP + MEASURED:
+                self._plan(self._records[WARM_UP:])
+        elif self._steps % CHECKED == 0:
+            self._check()
+
+    def _restart(self) -> None:
+        self._steps, self._usual = 0, None
+        self._records.clear()
+
+    def _check(self) -> None:
+        """Measure anew if a rank's steps take longer or shorter than when the program was new."""
+        times = [b.begun - a.begun for a, b in zip(self._records, self._records[1:], strict=False)]
+        self._records.clear()
+        now = median(times)
+        usual = self._usual = self._usual or now
+        drifted = abs(now / usual - 1) > DRIFT
+        answers = self._engine.transport.share(b"\1" if drifted else b"\0")
+        if b"\1" in answers:
+            self.schedule = None
+            self._engine.adopt(self._engine.first_program)
+            self._restart()
+
+    def _plan(self, records: list[StepRecord]) -> None:
+        engine = self._engine
+        engine.finish()
+        mine = _profile(engine, records)
+        network = measure_network(engine.transport, max(map(len, engine.arena.buffers)) * 4)
+        told = engine.transport.share(json.dumps([mine.to_data(), asdict(network)]).encode())
+        planned = b""
+        if engine.transport.rank == 0:
+            rows = [json.loads(row) for row in told]
+            profile = _slowest([Profile.from_data(row[0]) for row in rows])
+            planned = self._planned(profile, network).to_json().encode()
+        schedule = Schedule.from_json(engine.transport.share(planned)[0].decode())
+        self._adopt(schedule)
+        self._restart()
+
+    def _planned(self, profile: Profile, network: Network) -> Schedule:
+        name = str(self._schedule)
+        if self._chains:
+            made = [plan(profile, network, name)]
+        else:
+            names = NAMED if name == "auto" else [name]
+            made = [replace(plan(profile, network, one), chained=False) for one in names]
+        if not self._engine.transport.streams:
+            made = [unstreamed(schedule) for schedule in made]
+        return min(made, key=lambda schedule: schedule.predicted_seconds)
+
+    def _adopt(self, schedule: Schedule) -> None:
+        engine = self._engine
+        program = program_of(schedule, engine.arena.slots, [unit.name for unit in engine.units])
+        _compare(engine.transport, program)
+        engine.adopt(program)
+        self.schedule = schedule
+
+
+def _compare(transport: Transport, program: Program) -> None:
+    """Raise CollectiveError on every rank unless all have this program."""
+    rows = transport.share(program.checksum.encode())
+    if other := [rank for rank, row in enumerate(rows) if row != rows[0]]:
+        raise CollectiveError(f"ranks 0 and {other[0]} have different schedules")
+
+
+def _profile(engine: Engine, records: list[StepRecord]) -> Profile:
+    passes = []
+    for record in records:
+        forward, at = [], record.step[1]
+        for unit in range(len(engine.units)):
+            at = max(at, record.forward.get(unit, at))
+            forward.append(at)
+        ready = tuple(record.ready[unit] - record.begun for unit in range(len(engine.units)))
+        update_s = record.step[1] - record.step[0]
+        passes.append(Pass((*forward, record.forward_end), ready, update_s))
+    names = [unit.name for unit in engine.units]
+    return profile_of(names, [unit.nbytes for unit in engine.units], passes, "measured")
+
+
+def _slowest(profiles: list[Profile]) -> Profile:
+    """The profile with the largest times: gradients are sent once all ranks have them."""
+    layers = tuple(
+        replace(
+            same[0], forward_s=max(layer.forward_s for layer in same),
+            backward_s=max(layer.backward_s for layer in same),
+        )
+        for same in zip(*(profile.layers for profile in profiles), strict=True)
+    )  # fmt: skip
+    return replace(profiles[0], layers=layers)
+
+
+def measure_network(transport: Transport, nbytes: int) -> Network:
+    """What an all-reduce of up to so many bytes takes here, alone and beside another one.
+
+    All ranks must call it, while nothing is sent. Times are medians over a few rounds.
+    """
+    most = min(nbytes, LARGEST) // 8 * 8
+    x = transport.empty(most // 4, torch.float32, torch.device("cpu")).zero_()
+    transport.open(2)
+    pairs = []
+    for size in sorted({min(most, 1 << 14), most // 16 + 16, most // 4 + 16, most}):
+        pairs.append((size, _median_of(lambda part: transport.average(0, part), x[: size // 4])))
+    alone: Fit = fit(pairs, transport.size)
+    half = x[: most // 8], x[most // 8 :]
+
+    def both(_: torch.Tensor) -> None:
+        other = threading.Thread(target=transport.average, args=(1, half[1]))
+        other.start()
+        transport.average(0, half[0])
+        other.join()
+
+    network = alone.network
+    beside = _median_of(both, x) - network.startup_s
+    seconds = network.seconds_per_byte * most / 2
+    gamma = min(2.0, max(1.0, beside / seconds)) if seconds else 1.0
+    return replace(network, gamma=gamma, name="measured")
+
+
+def _median_of(call: Any, x: torch.Tensor) -> float:
+    times = []
+    for _ in range(ROUNDS + 1):
+        begun = time.perf_counter()
+        call(x)
+        times.append(time.perf_counter() - begun)
+    return median(times[1:])
+
+
+def unstreamed(schedule: Schedule) -> Schedule:
+    """The schedule with each streamed communication cut at its pieces into several.
+
+    A part is as small as leaves its start-up a share of `OVERHEAD`, and at least a piece.
+    """
+    network = schedule.network
+    least = network.startup_s / (OVERHEAD * (network.seconds_per_byte or 1e-12))
+    made: list[Communication] = []
+    numbers: list[tuple[int, ...]] = []
+    for c in schedule.communications:
+        after = tuple(n for other in c.after for n in numbers[other])
+        parts: list[list[Any]] = [[]]
+        for piece in c.pieces:
+            if c.streamed and parts[-1] and sum(p.nbytes for p in parts[-1]) >= least:
+                parts.append([])
+            parts[-1].append(piece)
+        numbers.append(tuple(range(len(made), len(made) + len(parts))))
+        made += [Communication(tuple(part), c.lane, after) for part in parts]
+    return replace(schedule, communications=tuple(made))

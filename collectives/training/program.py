@@ -1,0 +1,134 @@
+"""Programs: the all-reduces of a step over the arena, in the order in which ranks issue them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.overlap import Schedule
+from linkweave.collectives.training.arena import Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes [first, stop) of a buffer of the arena, which belong to one unit."""
+
+    unit: int
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Op:
+    """One all-reduce of the spans, which lie in one buffer of the arena.
+
+    It starts once the units' gradients are there, the op before it on its lane has ended, and so
+    have those numbered in `after`. `streamed`: spans become final one after another, in order.
+    """
+
+    buffer: int
+    spans: tuple[Span, ...]
+    lane: int = 0
+    after: tuple[int, ...] = ()
+    streamed: bool = False
+
+    @cached_property
+    def needs(self) -> tuple[int, ...]:
+        """The units of the spans."""
+        return tuple(dict.fromkeys(span.unit for span in self.spans))
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """The spans as (first, stop), with those that follow one another joined."""
+        found: list[tuple[int, int]] = []
+        for span in self.spans:
+            if found and found[-1][1] == span.first:
+                found[-1] = found[-1][0], span.stop
+            else:
+                found.append((span.first, span.stop))
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        return sum(span.stop - span.first for span in self.spans)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What each step sends, for units with these names. `chained`: a unit's next use waits for its
+    own gradients only; else the backward pass ends when all have arrived."""
+
+    policy: str
+    ops: tuple[Op, ...]
+    names: tuple[str, ...]
+    chained: bool = False
+
+    @property
+    def lanes(self) -> int:
+        return 1 + max(op.lane for op in self.ops)
+
+    @cached_property
+    def checksum(self) -> str:
+        """Equal for equal programs, in every process."""
+        return hashlib.sha256(repr(asdict(self)).encode()).hexdigest()
+
+    def label(self, number: int) -> str:
+        """The units of an op, in a few words."""
+        names = [self.names[unit] for unit in self.ops[number].needs]
+        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)})"
+
+    def __str__(self) -> str:
+        when = "and the next forward pass" if self.chained else "only"
+        lines = [f"{self.policy}: {len(self.ops)} all-reduces beside the backward pass {when}"]
+        for number, op in enumerate(self.ops):
+            after = f" after {', '.join(map(str, op.after))}" if op.after else ""
+            streamed = "  streamed" if op.streamed else ""
+            lines.append(
+                f"{number:5} lane {op.lane} {op.nbytes:11} bytes  {self.label(number)}"
+                f"{after}{streamed}"
+            )
+        return "\n".join(lines)
+
+
+def program_of(schedule: Schedule, slots: Sequence[Slot], names: Sequence[str]) -> Program:
+    """The program of a schedule whose layers are the units in `slots`.
+
+    A communication over several buffers becomes an op for each. Spans that are not streamed are
+    sorted, so that neighbours are sent from where they lie. Raises CollectiveError if the schedule
+    is for other units.
+    """
+    sizes = [layer.nbytes for layer in schedule.profile.layers]
+    if sizes != [slot.nbytes for slot in slots]:
+        raise CollectiveError(
+            f"the schedule is for {len(sizes)} layers of {sum(sizes)} bytes; the model has "
+            f"{len(slots)} units of {sum(slot.nbytes for slot in slots)} bytes, or divides them "
+            "otherwise: plan for a profile by overlap.measure"
+        )
+    ops: list[Op] = []
+    numbers: list[list[int]] = []  # of each communication
+    for c in schedule.communications:
+        spans: dict[int, list[Span]] = {}
+        for piece in c.pieces:
+            slot = slots[piece.layer]
+            first = slot.first + piece.first
+            spans.setdefault(slot.buffer, []).append(Span(piece.layer, first, first + piece.nbytes))
+        after = tuple(n for other in c.after for n in numbers[other])
+        numbers.append([*range(len(ops), len(ops) + len(spans))])
+        for buffer, found in spans.items():
+            if not c.streamed:
+                found.sort(key=lambda span: span.first)
+            ops.append(Op(buffer, tuple(found), c.lane, after, c.streamed))
+    return Program(schedule.policy, tuple(ops), tuple(names), schedule.chained)
+
+
+def at_once(slots: Sequence[Slot], names: Sequence[str]) -> Program:
+    """All gradients in one all-reduce after the backward pass."""
+    buffers: dict[int, list[Span]] = {}
+    for unit, slot in enumerate(slots):
+        span = Span(unit, slot.first, slot.first + slot.nbytes)
+        buffers.setdefault(slot.buffer, []).append(span)
+    ops = tuple(Op(buffer, tuple(spans)) for buffer, spans in buffers.items())
+    return Program("at once", ops, tuple(names))

@@ -1,0 +1,187 @@
+"""What lanes run on: a communicator of linkweave, or a process group of torch.distributed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from linkweave.collectives.communicator import Communicator
+from linkweave.collectives.distributed.cluster import ClusterCommunicator
+from linkweave.collectives.distributed.group import Group
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.launch.default import get_default
+from linkweave.collectives.launch.join import init
+from linkweave.collectives.runtime.diagnose import RAISED
+from linkweave.topology.checks import shown
+
+
+class Queue(Protocol):
+    """An all-reduce under way whose layers become final one after another."""
+
+    def dequeue(self, layer: int) -> None:
+        """Block until the layer is final."""
+
+    def wait(self) -> Any:
+        """Block until all are."""
+
+
+class Transport(Protocol):
+    """The ranks that train together. Lanes are numbered from 0; each is used by one thread."""
+
+    rank: int
+    size: int
+    streams: bool
+    """Whether there is `stream`."""
+
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A flat tensor for gradients."""
+
+    def open(self, lanes: int) -> None:
+        """Make sure of so many lanes. All ranks must call it."""
+
+    def average(self, lane: int, x: torch.Tensor) -> None:
+        """Average a flat tensor over all ranks, in place; blocks until that is done."""
+
+    def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Queue:
+        """The same, of layers of so many elements that become final one after another."""
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Copy `x` of rank 0 to all ranks. Not beside another call of this kind."""
+
+    def share(self, payload: bytes) -> list[bytes]:
+        """The payloads of all ranks, by rank. Not beside another call of this kind."""
+
+    def abort(self) -> None:
+        """Make every rank's calls raise, those under way as well, where this is possible."""
+
+    def close(self) -> None:
+        """Free the lanes. All ranks must call it."""
+
+
+class OverCommunicator:
+    """Lanes are splits of a communicator, of one machine or several."""
+
+    def __init__(self, communicator: Communicator | ClusterCommunicator) -> None:
+        self.rank, self.size = communicator.rank, communicator.size
+        self.streams = isinstance(communicator, Communicator)
+        self._own: Any = communicator.split()  # the caller goes on using the communicator
+        self._lanes: list[Any] = []
+
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if device.type != "cpu":
+            return torch.empty(count, dtype=dtype, device=device)
+        made: torch.Tensor = self._own.empty(count, dtype)
+        return made
+
+    def open(self, lanes: int) -> None:
+        self._lanes += [self._own.split() for _ in range(lanes - len(self._lanes))]
+
+    def average(self, lane: int, x: torch.Tensor) -> None:
+        self._lanes[lane].allreduce(x, "avg")
+
+    def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Queue:
+        queue: Queue = self._lanes[lane].allreduce_queue(x, sizes, "avg")
+        return queue
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        self._own.broadcast(x)
+
+    def share(self, payload: bytes) -> list[bytes]:
+        counts = self._own.allgather(torch.tensor([len(payload)])).flatten().tolist()
+        mine = torch.tensor(list(payload), dtype=torch.uint8)
+        found = self._own.allgather(mine, counts=counts)
+        return [bytes(row.tolist()) for row in found.split(counts)]
+
+    def abort(self) -> None:
+        for part in (*self._lanes, self._own):
+            part.abort(RAISED)
+
+    def close(self) -> None:
+        self._own.close()  # and its splits
+
+
+class OverGroup:
+    """Lanes are process groups of the same ranks and backend; torch.distributed moves the data."""
+
+    streams = False
+
+    def __init__(self, group: Any) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise CollectiveError("this process is not in the process group that it passes")
+        self._group = group
+        self._own = self._made()  # the caller goes on using the group
+        self._lanes: list[Any] = []
+        self._averages = dist.get_backend(group) == "nccl"  # gloo has no such op
+
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(count, dtype=dtype, device=device)
+
+    def _made(self) -> Any:
+        return dist.new_group(
+            dist.get_process_group_ranks(self._group), backend=dist.get_backend(self._group),
+            use_local_synchronization=True,
+        )  # fmt: skip
+
+    def open(self, lanes: int) -> None:
+        self._lanes += [self._made() for _ in range(lanes - len(self._lanes))]
+
+    def average(self, lane: int, x: torch.Tensor) -> None:
+        if self._averages:
+            dist.all_reduce(x, dist.ReduceOp.AVG, self._lanes[lane])
+        else:
+            dist.all_reduce(x, group=self._lanes[lane])
+            x /= self.size
+
+    def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Queue:
+        raise CollectiveError("a process group has no gradient queue")
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        dist.broadcast(x, group=self._own, group_src=0)
+
+    def share(self, payload: bytes) -> list[bytes]:
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, payload, self._own)
+        return found
+
+    def abort(self) -> None:
+        for group in (*self._lanes, self._own):
+            group.abort()
+
+    def close(self) -> None:
+        for group in (*self._lanes, self._own):
+            dist.destroy_process_group(group)
+
+
+def transport_of(group: Any) -> Transport | None:
+    """The transport for the `group` that a caller passes; None for a single rank.
+
+    None means the default communicator, or else the default group of torch.distributed, or else
+    the ranks that torchrun has started. Raises CollectiveError for anything else.
+    """
+    if group is None:
+        try:
+            group = get_default()
+        except CollectiveError:
+            if dist.is_initialized():
+                group = dist.group.WORLD
+            elif "WORLD_SIZE" in os.environ:
+                group = init()
+            else:
+                return None
+    if isinstance(group, Group):
+        group = group.communicator
+    if isinstance(group, Communicator | ClusterCommunicator):
+        return OverCommunicator(group) if group.size > 1 else None
+    if isinstance(group, dist.ProcessGroup):
+        return OverGroup(group) if dist.get_world_size(group) > 1 else None
+    if all(hasattr(group, name) for name in ("average", "stream", "share")):
+        made: Transport = group
+        return made
+    raise CollectiveError(
+        f"group must be a Communicator or a ProcessGroup of torch.distributed, not {shown(group)}"
+    )
