@@ -3,6 +3,7 @@
 from linkweave.collectives.overlap.bounds import lower_bound
 from linkweave.collectives.overlap.choose import POLICIES, plan
 from linkweave.collectives.overlap.communication import Communication, Piece
+from linkweave.collectives.overlap.measure import measure
 from linkweave.collectives.overlap.network import PRESETS, Fit, Network, fit, network
 from linkweave.collectives.overlap.profile import Layer, Profile, load, model, models
 from linkweave.collectives.overlap.schedule import Schedule
@@ -10,5 +11,6 @@ from linkweave.collectives.overlap.timeline import StepTimeline
 
 __all__ = [
     "POLICIES", "PRESETS", "Communication", "Fit", "Layer", "Network", "Piece", "Profile",
-    "Schedule", "StepTimeline", "fit", "load", "lower_bound", "model", "models", "network", "plan",
+    "Schedule", "StepTimeline", "fit", "load", "lower_bound", "measure", "model", "models",
+    "network", "plan",
 ]  # fmt: skip

@@ -1,0 +1,115 @@
+"""A network of stated speed between CPU ranks: what all-reduces of training are timed against.
+
+Data moves through shared memory; then a lane sleeps for as long as the network would take. Lanes
+share the network as `overlap.timeline` has it: a communication spends its start-up, in which it
+transmits nothing, and then its bytes, each slowed by the number of those that transmit.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from linkweave.collectives.overlap import Network
+from linkweave.collectives.training.transport import OverCommunicator
+
+
+class Link:
+    """Bytes under way on the network of one rank."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._changed = threading.Condition()
+        self._left: dict[int, float] = {}  # bytes of each transmission, as of `_then`
+        self._then = 0.0
+        self._made = 0
+
+    def begin(self, nbytes: float) -> int:
+        """Begin a transmission, and return its number."""
+        with self._changed:
+            self._advance()
+            self._made += 1
+            self._left[self._made] = float(nbytes)
+            self._changed.notify_all()
+            return self._made
+
+    def until(self, number: int, left: float) -> None:
+        """Block until at most so many bytes of a transmission are left; at 0, it is over."""
+        with self._changed:
+            while True:
+                self._advance()
+                behind = self._left[number] - left
+                if behind <= 1e-6:
+                    break
+                self._changed.wait(behind * self._pace())
+            if left <= 0:
+                del self._left[number]
+                self._changed.notify_all()
+
+    def _pace(self) -> float:
+        """Seconds that a byte of each takes."""
+        return self._network.seconds_per_byte * self._network.crowding(max(1, len(self._left)))
+
+    def _advance(self) -> None:
+        now = time.perf_counter()
+        if pace := self._pace():
+            sent = (now - self._then) / pace
+            self._left = {number: left - sent for number, left in self._left.items()}
+        else:
+            self._left = dict.fromkeys(self._left, 0.0)
+        self._then = now
+
+
+class Throttled(OverCommunicator):
+    """Lanes over a communicator of one machine, slowed to a network."""
+
+    def __init__(self, communicator: Any, network: Network) -> None:
+        super().__init__(communicator)
+        self._network, self._link = network, Link(network)
+
+    def average(self, lane: int, x: torch.Tensor) -> None:
+        begun = time.perf_counter()
+        super().average(lane, x)
+        _sleep_until(begun + self._network.startup_s)
+        self._link.until(self._link.begin(x.nbytes), 0)
+
+    def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Any:
+        return _Stream(self, lane, x, sizes)
+
+    def begin_stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Any:
+        return super().stream(lane, x, sizes)
+
+    def start(self, begun: float, nbytes: int) -> int:
+        """Begin to transmit once the start-up has passed."""
+        _sleep_until(begun + self._network.startup_s)
+        return self._link.begin(nbytes)
+
+    def transmitted(self, number: int, left: int) -> None:
+        self._link.until(number, left)
+
+
+class _Stream:
+    """A gradient queue over the network."""
+
+    def __init__(self, owner: Throttled, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> None:
+        self._owner = owner
+        begun = time.perf_counter()
+        self._queue = owner.begin_stream(lane, x, sizes)
+        item = x.element_size()
+        self._behind = [item * sum(sizes[i + 1 :]) for i in range(len(sizes))]
+        self._number = owner.start(begun, x.nbytes)
+
+    def dequeue(self, layer: int) -> None:
+        self._queue.dequeue(layer)
+        self._owner.transmitted(self._number, self._behind[layer])
+
+    def wait(self) -> None:
+        self._queue.wait()
+
+
+def _sleep_until(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.perf_counter()))

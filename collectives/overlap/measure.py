@@ -1,0 +1,146 @@
+"""Profiles of PyTorch models, measured on this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from linkweave.collectives.overlap.passes import Pass, profile_of
+from linkweave.collectives.overlap.profile import Profile
+from linkweave.collectives.overlap.units import Recorder, Unit, units_of
+from linkweave.topology.checks import integer
+
+if TYPE_CHECKING:
+    from torch import nn
+
+WARM_UP = 2
+
+
+def measure(
+    model: nn.Module, loss_fn: Callable[[Any, Any], Any], batch: tuple[Any, Any], *,
+    steps: int = 10, name: str | None = None,
+) -> Profile:  # fmt: skip
+    """The layers of a model, with the seconds of their forward and backward passes on this device.
+
+    loss_fn, batch: the loss is `loss_fn(model(inputs), targets)` for `batch = (inputs, targets)`.
+    steps: passes after `WARM_UP` others; times are medians over them, by CUDA events on a GPU.
+    name: of the profile; by default that of the model's class.
+
+    The layers are the units of `DataParallel`, which a schedule for this profile can therefore be
+    passed to. Nothing is averaged between ranks, and no parameter changes; gradients are cleared,
+    and buffers are what they were before. The backward pass counts from the end of the forward
+    pass, so that its first layer contains the loss. Save the profile with
+    `Path(...).write_text(profile.to_json())` for `linkweave schedule --profile`.
+    Raises CollectiveError if no parameter requires a gradient.
+    """
+    import torch
+
+    integer(steps, "steps", 1)
+    inputs, targets = batch
+    buffers = {key: value.clone() for key, value in model.named_buffers()}
+    with Recorder(model) as recorder:
+        loss_fn(model(inputs), targets)
+    units = units_of(model, recorder.gates())
+    device = units[0].device if units else None
+    clock = _Events() if device is not None and device.type == "cuda" else _Host()
+    found = _Marks(model, units, clock)
+    passes = []
+    try:
+        for number in range(WARM_UP + steps):
+            one = found.run(lambda: loss_fn(found.forward(inputs), targets))
+            if number >= WARM_UP:
+                passes.append(one)
+    finally:
+        found.close()
+        with torch.no_grad():
+            for key, value in model.named_buffers():
+                value.copy_(buffers[key])
+    names, sizes = [unit.name for unit in units], [unit.nbytes for unit in units]
+    return profile_of(names, sizes, passes, name or type(model).__name__)
+
+
+class _Host:
+    """Moments of the host's clock."""
+
+    def now(self) -> Any:
+        return time.perf_counter()
+
+    def seconds(self, start: Any, end: Any) -> float:
+        return float(end - start)
+
+
+class _Events:
+    """Moments on the current CUDA stream, so that the host need not wait for each."""
+
+    def now(self) -> Any:
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+
+class _Marks:
+    """Notes when each unit's module begins, and when its last gradient is there."""
+
+    def __init__(self, model: nn.Module, units: list[Unit], clock: Any) -> None:
+        self._model, self._units, self._clock = model, units, clock
+        self._begun: dict[int, Any] = {}
+        self._ready: dict[int, Any] = {}
+        self._end: Any = None
+        modules = dict(model.named_modules())
+        self._handles = []
+        for index, unit in enumerate(units):
+            self._handles.append(
+                modules[unit.gate].register_forward_pre_hook(
+                    lambda *_, index=index: self._begin(index)
+                )
+            )
+            parameter: Any
+            for parameter in unit.parameters:
+                self._handles.append(
+                    parameter.register_post_accumulate_grad_hook(
+                        lambda _, index=index: self._accumulated(index)
+                    )
+                )
+
+    def _begin(self, index: int) -> None:
+        if index not in self._begun:  # not when activations are computed again
+            self._begun[index] = self._clock.now()
+
+    def _accumulated(self, index: int) -> None:
+        self._ready[index] = self._clock.now()
+
+    def forward(self, inputs: Any) -> Any:
+        result = self._model(inputs)
+        self._end = self._clock.now()
+        return result
+
+    def run(self, loss: Callable[[], Any]) -> Pass:
+        """One forward and one backward pass."""
+        self._begun.clear()
+        self._ready.clear()
+        start = self._clock.now()
+        loss().backward()
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        forward, at = [], 0.0
+        for index in range(len(self._units)):
+            if index in self._begun:
+                at = max(at, self._clock.seconds(start, self._begun[index]))
+            forward.append(at)
+        forward.append(max(at, self._clock.seconds(start, self._end)))
+        ready = tuple(
+            self._clock.seconds(self._end, self._ready[index]) if index in self._ready else None
+            for index in range(len(self._units))
+        )
+        return Pass(tuple(forward), ready)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
