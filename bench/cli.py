@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import textwrap
 from dataclasses import asdict, replace
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -19,6 +20,7 @@ from linkweave.bench import plans
 from linkweave.bench.machine import comparison, report
 from linkweave.bench.measure import bench
 from linkweave.bench.options import (
+    WIDTH,
     GpusOption,
     JsonOption,
     MachineArgument,
@@ -141,14 +143,20 @@ def topo(
 
 @app.command()
 def schedule(
-    model: Annotated[
+    profile: Annotated[
         str,
-        typer.Option(help=f"A profile in JSON or CSV (columns name, nbytes, forward_s, "
-                          f"backward_s), or one of {', '.join(models())}."),
+        typer.Option(help=f"A file in JSON or CSV (columns name, nbytes, forward_s, backward_s), "
+                          f"or one of {', '.join(models())}."),
     ],
-    network: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "10GbE",
+    network: Annotated[
+        str,
+        typer.Option(help="Start-up and time per byte of an all-reduce, as a=2ms,b=1.1ns (also "
+                          "gamma=1.5, workers=8); a file that bench network wrote; or one of "
+                          f"{', '.join(PRESETS)}."),
+    ] = "10GbE",
     workers: Annotated[
-        int | None, typer.Option(help="Number of workers; default: as the network was measured.")
+        int | None,
+        typer.Option(help="Scale the network to so many workers; default: as it was measured."),
     ] = None,
     policy: Annotated[
         str, typer.Option(help=f"all, auto, or one of {', '.join(POLICIES)}.")
@@ -161,11 +169,11 @@ def schedule(
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace (one policy).")] = None,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Predict training steps under policies of sending gradients."""
+    """Predict what DDP and other schedules of gradients take."""
     from linkweave.bench import schedule as shown
     from linkweave.collectives import overlap
 
-    profile, net = overlap.load(model), overlap.network(network, workers)
+    loaded, net = overlap.load(profile), overlap.network_from(network, workers)
     names = [*overlap.POLICIES, "auto"] if policy == "all" else [policy]
     if trace and len(names) > 1:
         raise CollectiveError("--trace needs one policy: name it with --policy")
@@ -179,12 +187,13 @@ def schedule(
                 continue
             limited = name in ("optimal", "carlier", "auto")
             given: dict[str, Any] = {"limit_s": limit} if limited else {}
-            found.append(overlap.plan(profile, net, name, **given))
+            found.append(overlap.plan(loaded, net, name, **given))
+    base = overlap.plan(loaded, net, "ddp")
     if as_json:
-        print(shown.as_json(found))
+        print(shown.as_json(found, base))
     else:
-        base = overlap.plan(profile, net, "wfbp").predicted_seconds
-        print(f"{profile}\n{net}\n\n{shown.table(found, base)}")
+        print(f"{loaded}\n{net}\n\n{shown.table(found, base)}\n")
+        print(textwrap.fill(shown.verdict(found, base), WIDTH))
         if explain:
             for made in found:
                 print(f"\n{made.explain()}\n{made if len(found) == 1 else ''}".rstrip())

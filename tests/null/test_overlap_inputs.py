@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from pathlib import Path
 
 import pytest
 from overlap_cases import case
 
 from linkweave.bench.flops import forward_flops
 from linkweave.collectives import CollectiveError, overlap
+from linkweave.collectives.distributed.cluster_map import ClusterMap
 from linkweave.collectives.overlap import Communication, Layer, Network, Piece, Profile, Schedule
 from linkweave.collectives.overlap.profile import _models
 
@@ -136,7 +138,7 @@ LAYERS = '"layers": [{"name": "x", "nbytes": 4, "forward_s": %s, "backward_s": 1
          "workers must be an integer from 1 to 1000000000, not 0"),
         (lambda: Network(-1.0, 0.0), "startup_s must be a number from 0 to 1e+09, not -1"),
         (lambda: Network(0.0, 0.0, 0.5), "gamma must be a number from 1 to 1e+09, not 0.5"),
-        (lambda: overlap.plan(*case(0), "best"), "unknown policy 'best'; choose from auto, wfbp"),
+        (lambda: overlap.plan(*case(0), "best"), "unknown policy 'best'; choose from auto, ddp"),
         (lambda: overlap.plan(*case(0), "us-byte", partition=0), "partition must be an integer"),
         (lambda: overlap.plan(*case(0), "bytescheduler", credit=0), "credit must be an integer"),
         (lambda: overlap.plan(*case(0), "wfbp", partition=4), "wfbp: wfbp() got an unexpected"),
@@ -152,6 +154,71 @@ LAYERS = '"layers": [{"name": "x", "nbytes": 4, "forward_s": %s, "backward_s": 1
 def test_bad_input_is_named(make, words: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(CollectiveError) as caught:
         make()
+    assert words in str(caught.value)
+
+
+def test_a_network_is_read_from_what_users_write(tmp_path: Path) -> None:
+    assert overlap.network_from("56GbIB", 8) == overlap.network("56GbIB", 8)
+    spec = "a=2ms,b=1.1ns"
+    assert overlap.network_from(spec) == Network(2e-3, 1.1e-9, 2.0, 2, spec)
+    assert overlap.network_from(spec, 8) == Network(2e-3, 1.1e-9, 2.0, 8, spec)
+    spec = "b = .5us, a = 0s, gamma = 1.5, workers = 4"
+    four = Network(0.0, 5e-7, 1.5, 4, spec)
+    assert overlap.network_from(spec) == four and overlap.network_from(spec, 8) == four.at(8)
+    file = tmp_path / "my=net.json"
+    file.write_text('{"startup_s": 0.001, "seconds_per_byte": 1e-9}')
+    assert overlap.network_from(str(file), 8) == Network(1e-3, 1e-9, 2.0, 8, "my=net")
+    fitted = Network(2e-3, 3e-9, 2.0, 4, "fitted")
+    file.write_text(ClusterMap((2, 2, 2, 2), 1e-3, fitted, four).to_json())
+    assert overlap.network_from(str(file)) == fitted
+    assert overlap.network_from(str(file), 16) == fitted.at(16)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("fast", "network 'fast' is neither a file nor a preset; presets are 10GbE, 10GbE-mgwfbp"),
+        ("x" * 5000, "is neither a file nor a preset"),
+        ("a=2ms", "network 'a=2ms' has no b; it is like a=2ms,b=1.1ns"),
+        ("b=2ns", "network 'b=2ns' has no a"),
+        ("a=2ms,b=1ns,c=3", "unknown 'c'; known are a, b, gamma, workers"),
+        ("a=2ms,b=1ns,", "unknown ''; known are a, b, gamma, workers"),
+        ("a=2ms,b=1ns,a=3ms", "a is given twice"),
+        ("a=2,b=1ns", "a must be a time such as 2ms, in s, ms, us or ns, not '2'"),
+        ("a=2ms,b=1.1GB/s", "b must be a time per byte such as 1.1ns, in s, ms, us or ns"),
+        ("a=-2ms,b=1ns", "a must be a time such as 2ms, in s, ms, us or ns, not '-2ms'"),
+        ("a=9999999999s,b=1ns", "startup_s must be a number from 0 to 1e+09, not 9999999999.0"),
+        ("a=2ms,b=1ns,gamma=x", "gamma must be a number, not 'x'"),
+        ("a=2ms,b=1ns,gamma=nan", "gamma must be a number from 1 to 1e+09, not nan"),
+        ("a=2ms,b=1ns,workers=2.5", "workers must be an integer, not '2.5'"),
+        ("a=2ms,b=1ns,workers=0", "workers must be an integer from 1 to 1000000000, not 0"),
+    ],
+)
+def test_a_networks_error_names_what_is_wrong(spec: str, words: str) -> None:
+    with pytest.raises(CollectiveError) as caught:
+        overlap.network_from(spec)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "net.json': line 1 column 2: "),
+        ("[1]", "needs an object of startup_s, seconds_per_byte, gamma, workers, name, not a list"),
+        ('{"network": 3}', "needs an object of startup_s, seconds_per_byte, gamma, workers, name"),
+        ('{"startup_s": 1}', "net.json' has no seconds_per_byte"),
+        ('{"startup_s": 1, "seconds_per_byte": 1, "speed": 1}', "unknown field 'speed'; fields"),
+        ('{"startup_s": "1", "seconds_per_byte": 1}', "startup_s must be a number from 0 to 1e+09"),
+        ("\udcff", "net.json' is not a text file"),
+    ],
+)
+def test_a_network_files_error_names_what_is_wrong(
+    text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("net.json").write_text(text, "utf-8", "surrogateescape")
+    with pytest.raises(CollectiveError) as caught:
+        overlap.network_from("net.json")
     assert words in str(caught.value)
 
 
