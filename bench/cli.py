@@ -170,6 +170,7 @@ def schedule(
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Predict what DDP and other schedules of gradients take."""
+    from linkweave.bench import gantt
     from linkweave.bench import schedule as shown
     from linkweave.collectives import overlap
 
@@ -198,10 +199,41 @@ def schedule(
             for made in found:
                 print(f"\n{made.explain()}\n{made if len(found) == 1 else ''}".rstrip())
     if png:
-        shown.draw(found, png)
+        gantt.draw([gantt.predicted(made) for made in found], png)
         console.print(f"drawn: {png}", highlight=False)
     if trace:
-        trace.write_text(shown.trace(found[0]))
+        trace.write_text(gantt.trace([gantt.predicted(found[0])]))
+        console.print(f"written: {trace}", highlight=False)
+
+
+@app.command()
+def train_trace(
+    step: Annotated[Path, typer.Argument(help="A file that DataParallel.save_step wrote.")],
+    png: Annotated[Path | None, typer.Option(help="Draw Gantt charts to this file.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace to this file.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare a measured training step with its prediction."""
+    from linkweave.bench import gantt
+    from linkweave.collectives.overlap import MeasuredStep
+
+    found = MeasuredStep.from_json(step.read_text())
+    charts = [
+        gantt.predicted(found.schedule, "predicted"),
+        gantt.measured(found.schedule, found.timeline),
+    ]
+    if as_json:
+        print(json.dumps({
+            "policy": found.schedule.policy, "seconds": found.timeline.seconds,
+            "predicted_seconds": found.schedule.predicted_seconds,
+        }))  # fmt: skip
+    else:
+        print(found)
+    if png:
+        gantt.draw(charts, png)
+        console.print(f"drawn: {png}", highlight=False)
+    if trace:
+        trace.write_text(gantt.trace(charts))
         console.print(f"written: {trace}", highlight=False)
 
 

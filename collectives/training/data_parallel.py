@@ -7,19 +7,20 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.overlap import POLICIES, Schedule
+from linkweave.collectives.overlap import POLICIES, MeasuredStep, Schedule
 from linkweave.collectives.overlap.units import Recorder, units_of
 from linkweave.collectives.training.attach import attach, detach
 from linkweave.collectives.training.engine import Engine
 from linkweave.collectives.training.planner import Planner
 from linkweave.collectives.training.program import Program
-from linkweave.collectives.training.step_record import StepRecord
+from linkweave.collectives.training.step_record import StepRecord, timeline_of
 from linkweave.collectives.training.transport import Transport, transport_of
 from linkweave.collectives.training.update import Update
 from linkweave.topology.checks import shown
@@ -204,6 +205,17 @@ class DataParallel(nn.Module):
     def last_step(self) -> StepRecord | None:
         """What the last complete step did and when, up to the forward pass after it."""
         return self._engine.last_step if self._engine else None
+
+    def save_step(self, path: str | Path) -> None:
+        """Write what `linkweave train-trace` compares and draws: the last complete step of this
+        rank, and the prediction of its schedule.
+
+        Raises CollectiveError as long as no step of the schedule is complete.
+        """
+        record, schedule, program = self.last_step, self.schedule, self.program
+        if record is None or schedule is None or program is None:
+            raise CollectiveError("no step of a schedule is complete: train a few steps more")
+        Path(path).write_text(MeasuredStep(schedule, timeline_of(record, program)).to_json())
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The module's parameters, with its names; first `finish`."""

@@ -82,6 +82,7 @@ class Engine:
         self.lanes.close()
         self.program = program
         self.lanes = Lanes(self.transport, self.arena, program)
+        self.record, self.last_step = StepRecord(), None  # those of the other program
 
     # ---- forward -----------------------------------------------------------------------------
     def begin_forward(self) -> None:
@@ -99,10 +100,12 @@ class Engine:
         """Before the forward pass of a module: its parameters must be final."""
         if self.state is State.BACKWARD:  # activations are being computed again
             return
+        record = self.record
         for index in self._gates[module]:
+            record.reached.setdefault(index, time.perf_counter())
             if index in self._pending:
                 self._apply(index)
-            self.record.mark_forward(index)
+            record.forward.setdefault(index, time.perf_counter())
 
     def _apply(self, index: int) -> None:
         """Wait for a unit and update its parameters."""

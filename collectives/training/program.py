@@ -34,6 +34,8 @@ class Op:
     lane: int = 0
     after: tuple[int, ...] = ()
     streamed: bool = False
+    source: int = 0
+    """The communication of the schedule that it is, or is a part of."""
 
     @cached_property
     def needs(self) -> tuple[int, ...]:
@@ -109,7 +111,7 @@ def program_of(schedule: Schedule, slots: Sequence[Slot], names: Sequence[str]) 
         )
     ops: list[Op] = []
     numbers: list[list[int]] = []  # of each communication
-    for c in schedule.communications:
+    for source, c in enumerate(schedule.communications):
         spans: dict[int, list[Span]] = {}
         for piece in c.pieces:
             slot = slots[piece.layer]
@@ -120,7 +122,7 @@ def program_of(schedule: Schedule, slots: Sequence[Slot], names: Sequence[str]) 
         for buffer, found in spans.items():
             if not c.streamed:
                 found.sort(key=lambda span: span.first)
-            ops.append(Op(buffer, tuple(found), c.lane, after, c.streamed))
+            ops.append(Op(buffer, tuple(found), c.lane, after, c.streamed, source))
     return Program(schedule.policy, tuple(ops), tuple(names), schedule.chained)
 
 

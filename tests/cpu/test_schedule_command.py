@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from linkweave.bench import gantt
 from linkweave.bench import schedule as shown
 from linkweave.bench.cli import app
 from linkweave.bench.reproduce import schedulers, schedules
@@ -51,7 +52,7 @@ def test_one_slow_policy_does_not_squeeze_the_others(
     slow = overlap.plan(profile, replace(network, startup_s=network.startup_s * 1000), "wfbp")
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
-    shown.draw([*fast, slow], tmp_path / "g.png")
+    gantt.draw([gantt.predicted(s) for s in (*fast, slow)], tmp_path / "g.png")
     longest = max(s.predicted_seconds for s in fast)
     assert drawn[0].axes[0].get_xlim()[1] < 3 * 1e3 * longest < 1e3 * slow.predicted_seconds
     assert drawn[0].axes[2].get_title(loc="left").endswith("goes on")

@@ -1,0 +1,142 @@
+"""Gantt charts and Chrome traces of training steps, predicted and measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.overlap import Schedule, StepTimeline
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A step under a schedule; `timeline` has its times, `words` say more about them."""
+
+    name: str
+    schedule: Schedule
+    timeline: StepTimeline
+    words: str
+
+    @property
+    def title(self) -> str:
+        count = len(self.schedule.communications)
+        return (
+            f"{self.name}: {self.timeline.seconds * 1e3:.1f} ms, {count} all-reduces, {self.words}"
+        )
+
+
+def predicted(schedule: Schedule, name: str = "") -> Chart:
+    """The step that a schedule is predicted to take."""
+    words = f"{schedule.gap:.1%} above the bound (red)"
+    return Chart(name or schedule.policy, schedule, schedule.timeline, words)
+
+
+def measured(schedule: Schedule, timeline: StepTimeline) -> Chart:
+    """A step as it was carried out."""
+    error = timeline.seconds / schedule.predicted_seconds - 1
+    return Chart("measured", schedule, timeline, f"{error:+.1%} from the prediction")
+
+
+def draw(charts: Sequence[Chart], path: Path) -> None:
+    """Draw the charts, one below the other, into a PNG file.
+
+    Each has rows for the backward pass, its lanes and the forward pass; colours tell layers apart.
+    A step that takes more than twice the median time is cut off. Raises CollectiveError for another
+    suffix.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    if path.suffix != ".png":
+        raise CollectiveError(f"--png draws into a file that ends in .png, not {path}")
+    from matplotlib import pyplot as plt
+    from matplotlib.colors import Normalize
+
+    rows = [2 + chart.schedule.lanes for chart in charts]
+    figure, axes = plt.subplots(
+        len(charts), 1, sharex=True, squeeze=False, layout="constrained",
+        figsize=(12, 0.9 + sum(0.45 + 0.28 * n for n in rows)),
+        gridspec_kw={"height_ratios": [1 + n for n in rows]},
+    )  # fmt: skip
+    first = charts[0].schedule
+    colours = matplotlib.colormaps["viridis"]
+    scale = Normalize(0, max(1, len(first.profile.layers) - 1))
+    times = sorted(chart.timeline.seconds for chart in charts)
+    limit = min(times[-1], 2 * times[len(times) // 2])  # a slow one must not squeeze the others
+    axes[0, 0].set_xlim(0, 1.02e3 * limit)
+    for axis, chart in zip(axes[:, 0], charts, strict=True):
+        names = ["backward", *(f"lane {i}" for i in range(chart.schedule.lanes)), "forward"]
+        for row, bars in enumerate(_bars(chart)):
+            axis.broken_barh(
+                [(start * 1e3, width * 1e3) for start, width, _ in bars], (row - 0.4, 0.8),
+                facecolors=[colours(scale(layer)) for _, _, layer in bars], edgecolor="none",
+            )  # fmt: skip
+        sends = chart.schedule.communications
+        for c, (start, _) in zip(sends, chart.timeline.sends, strict=True):
+            if len(sends) < 200:  # mark the starts while they can be told apart
+                axis.vlines(start * 1e3, 0.6 + c.lane, 1.4 + c.lane, color="white", linewidth=0.8)
+        axis.set_yticks(range(len(names)), names, fontsize=8)
+        axis.set_ylim(len(names) - 0.4, -0.6)
+        backward_end = max(end for _, end in chart.timeline.backward)
+        axis.axvline(backward_end * 1e3, color="0.5", linewidth=0.8, linestyle=":")
+        axis.axvline(chart.schedule.lower_bound_seconds * 1e3, color="crimson", linewidth=1.0)
+        longer = ", goes on" * (chart.timeline.seconds > limit)
+        axis.set_title(chart.title + longer, fontsize=9, loc="left")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1, 0].set_xlabel("ms from the start of the backward pass")
+    made = " (synthetic times)" if first.profile.synthetic else ""
+    figure.suptitle(
+        f"{first.profile.name}{made}, {first.network.name}, {first.network.workers} workers",
+        fontsize=11,
+    )  # fmt: skip
+    bar = figure.colorbar(
+        matplotlib.cm.ScalarMappable(scale, colours), ax=list(axes[:, 0]), fraction=0.02, pad=0.01
+    )
+    bar.set_label("layer, first to last", fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _bars(chart: Chart) -> list[list[tuple[float, float, int]]]:
+    """(start, width, layer) of each bar, by row."""
+    line, sends = chart.timeline, chart.schedule.communications
+    bars: list[list[tuple[float, float, int]]] = [[] for _ in range(2 + chart.schedule.lanes)]
+    for row, spans in ((0, line.backward), (-1, line.forward)):
+        bars[row] = [(start, end - start, layer) for layer, (start, end) in enumerate(spans)]
+    for c, (start, end) in zip(sends, line.sends, strict=True):
+        at, pace = start, (end - start) / c.nbytes
+        for piece in c.pieces:
+            bars[1 + c.lane].append((at, pace * piece.nbytes, piece.layer))
+            at += pace * piece.nbytes
+    return bars
+
+
+def trace(charts: Sequence[Chart]) -> str:
+    """Return a Chrome trace (chrome://tracing, Perfetto) with a process for each chart."""
+    profile = charts[0].schedule.profile
+    names = [layer.name for layer in profile.layers]
+    events: list[dict[str, Any]] = []
+    for chart in charts:
+
+        def add(
+            name: str, row: str, span: tuple[float, float], pid: str = chart.name, **extra: Any
+        ) -> None:
+            events.append({
+                "name": name, "ph": "X", "pid": pid, "tid": row, "ts": span[0] * 1e6,
+                "dur": (span[1] - span[0]) * 1e6, "args": extra,
+            })  # fmt: skip
+
+        line, sends = chart.timeline, chart.schedule.communications
+        for name, span in zip(names, line.backward, strict=True):
+            add(name, "backward", span)
+        for number, (c, span) in enumerate(zip(sends, line.sends, strict=True)):
+            what = names[c.pieces[0].layer] + ("..." if len(c.pieces) > 1 else "")
+            add(what, f"lane {c.lane}", span, number=number, nbytes=c.nbytes, pieces=len(c.pieces))
+        for name, span in zip(names, line.forward, strict=True):
+            add(name, "forward", span)
+    about = {"profile": profile.name, "synthetic": profile.synthetic}
+    return json.dumps({"traceEvents": events, "otherData": about})

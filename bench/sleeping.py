@@ -1,0 +1,166 @@
+"""Training of layers that sleep, over a throttled network: schedules as predicted and as they run.
+
+Real layers and eight ranks contend for a few cores, which no schedule predicts. A layer that sleeps
+for the seconds of a profile and a network that sleeps for those of its bytes leave what a schedule
+decides: what is sent when, and what waits for it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from linkweave import collectives
+from linkweave.bench.throttled import Throttled
+from linkweave.bench.timing import schedule as batch_scheduling
+from linkweave.collectives import overlap
+from linkweave.collectives.launch.default import get_default
+from linkweave.collectives.overlap.units import ALIGN
+
+SEARCH_S = 2.0  # for the policies that search
+
+
+class Clock:
+    """Sleeps that add up: what one oversleeps, the next ones sleep less."""
+
+    def __init__(self) -> None:
+        self._late = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        begun = time.perf_counter()
+        if (left := seconds - self._late) > 0:
+            time.sleep(left)
+        self._late += time.perf_counter() - begun - seconds
+        self._late = max(0.0, self._late)
+
+
+class _Asleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, clock: Clock, forward_s: float, backward_s: float):
+        ctx.weight, ctx.clock, ctx.backward_s = weight, clock, backward_s
+        clock.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any):
+        ctx.clock.sleep(ctx.backward_s)
+        return gradient, torch.ones_like(ctx.weight), None, None, None
+
+
+class Sleeper(nn.Module):
+    """A layer with so many float32 weights, whose passes take these seconds."""
+
+    def __init__(self, layer: overlap.Layer, clock: Clock) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(layer.nbytes // 4 - ALIGN // 4))
+        self._times = clock, layer.forward_s, layer.backward_s
+
+    def forward(self, x: Any) -> Any:
+        return _Asleep.apply(x, self.weight, *self._times)
+
+
+def scaled(
+    profile: overlap.Profile, network: overlap.Network, nbytes: int, seconds: float
+) -> tuple[overlap.Profile, overlap.Network]:
+    """The profile with so many bytes and seconds of computation in all, in units that a model of
+    `Sleeper` has, and the network on which it has the same share of communication."""
+    bytes_by = nbytes / profile.nbytes
+    time_by = seconds / (profile.forward_s + profile.backward_s)
+    layers = tuple(
+        overlap.Layer(
+            layer.name, ALIGN * max(2, round(layer.nbytes * bytes_by / ALIGN)),
+            layer.forward_s * time_by, layer.backward_s * time_by,
+        )
+        for layer in profile.layers
+    )  # fmt: skip
+    slower = replace(
+        network, startup_s=network.startup_s * time_by,
+        seconds_per_byte=network.seconds_per_byte * time_by / bytes_by,
+    )  # fmt: skip
+    return replace(profile, layers=layers), slower
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A policy's step; `note` of the schedule."""
+
+    policy: str
+    predicted_ms: float
+    measured_ms: float
+    chained: bool
+    all_reduces: int
+
+    @property
+    def error(self) -> float:
+        """By which share the step took longer than predicted."""
+        return self.measured_ms / self.predicted_ms - 1
+
+
+def plans(
+    profile: overlap.Profile, network: overlap.Network, policies: Sequence[str]
+) -> list[overlap.Schedule]:
+    limited = ("auto", "optimal", "carlier")
+    return [
+        overlap.plan(profile, network, name, **({"limit_s": SEARCH_S} if name in limited else {}))
+        for name in policies
+    ]
+
+
+def rows(
+    schedules: Sequence[overlap.Schedule], ranks: int, steps: int, folder: str = ""
+) -> list[Row]:
+    """Train each schedule for some steps on so many ranks; times are medians of the slowest.
+
+    Into `folder` goes the last step under each policy, for `linkweave train-trace`.
+    """
+    texts = [schedule.to_json() for schedule in schedules]
+    found = collectives.spawn(_rank, ranks, args=(texts, steps, folder), timeout=120)
+    slowest = [max(column) for column in zip(*found, strict=True)]
+    return [
+        Row(s.policy, 1e3 * s.predicted_seconds, 1e3 * t, s.chained, len(s.communications))
+        for s, t in zip(schedules, slowest, strict=True)
+    ]
+
+
+def _rank(rank: int, texts: Sequence[str], steps: int, folder: str) -> list[float]:
+    batch_scheduling(True)
+    torch.set_num_threads(1)
+    found = []
+    for text in texts:
+        schedule = overlap.Schedule.from_json(text)
+        save = Path(folder) / f"{schedule.policy}.json" if folder and not rank else None
+        found.append(_train(schedule, steps, save))
+    return found
+
+
+def _train(schedule: overlap.Schedule, steps: int, save: Path | None = None) -> float:
+    """The median time from the end of a forward pass to the end of the next; the last step goes to
+    the file `save`."""
+    clock = Clock()
+    model = nn.Sequential(*(Sleeper(layer, clock) for layer in schedule.profile.layers))
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    comm = get_default()
+    x = torch.zeros(1, requires_grad=True)
+    ends = []
+    group = Throttled(comm, schedule.network)
+    with collectives.DataParallel(model, optimizer, schedule=schedule, group=group) as trained:
+        for _ in range(steps + 2):
+            optimizer.zero_grad()
+            y = trained(x)
+            ends.append(time.perf_counter())
+            y.sum().backward()
+            optimizer.step()
+        trained.finish()
+        if save:
+            trained.save_step(save)
+        wanted = -float(steps + 2)
+        if not all((layer.weight == wanted).all() for layer in model):
+            raise collectives.CollectiveError(f"{schedule.policy}: the weights are wrong")
+    return statistics.median(b - a for a, b in zip(ends[1:], ends[2:], strict=False))

@@ -1,0 +1,141 @@
+"""`linkweave bench train`: steps of DataParallel and of DDP over gloo, on the same ranks.
+
+Every rank runs the command, started by torchrun on one machine or several. Both train the same
+model from the same weights on the same batches, by turns: a block of steps of one, then a block of
+the other, each from a barrier until all its parameters are updated.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+from linkweave import collectives
+from linkweave.bench.timing import rounds_of, schedule
+from linkweave.bench.train_models import MODELS
+
+STEPS = 4  # of a block
+WARM_UP = 3  # blocks; "auto" measures and plans in them
+HEADER = (
+    f"{'model':12}{'MB':>7}{'batch':>7}{'ranks':>7}{'compute ms':>12}{'DDP ms':>9}"
+    f"{'linkweave ms':>14}{'x DDP':>7}{'loss differs by':>17}  policy"
+)
+LEGEND = (
+    "ms a step: of a rank alone; of DDP over gloo with buckets of 25 MiB; of DataParallel. x DDP: "
+    "the median of\nthe ratios of neighbouring blocks of steps. The loss differs by rounding alone"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Medians over blocks of the slowest rank; `LEGEND` explains them."""
+
+    model: str
+    nbytes: int
+    batch: int
+    ranks: int
+    compute_ms: float
+    ddp_ms: float
+    ms: float
+    ratio: float
+    loss_difference: float
+    policy: str
+    predicted_ms: float | None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model:12}{self.nbytes / 1e6:7.1f}{self.batch:7}{self.ranks:7}"
+            f"{self.compute_ms:12.1f}{self.ddp_ms:9.1f}{self.ms:14.1f}{self.ratio:7.2f}"
+            f"{self.loss_difference:17.1e}  {self.policy}"
+        )
+
+
+class _Trained:
+    """A model, its optimizer and its batches; `wrap` makes it train on all ranks."""
+
+    def __init__(self, name: str, batch: int, rank: int, wrap: Callable[..., Any]) -> None:
+        torch.manual_seed(0)
+        model, self._draw = MODELS[name](batch)
+        self.nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        self._optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9)
+        self.model = wrap(model, self._optimizer)
+        torch.manual_seed(rank + 1)
+        self._state = torch.get_rng_state()
+        self.losses: list[float] = []
+
+    def block(self) -> float:
+        """Make STEPS steps. Returns the seconds of each."""
+        torch.set_rng_state(self._state)
+        batches = [self._draw() for _ in range(STEPS)]
+        self._state = torch.get_rng_state()
+        start = time.perf_counter()
+        for x, y in batches:
+            self._optimizer.zero_grad()
+            loss = cross_entropy(self.model(x), y)
+            loss.backward()
+            self._optimizer.step()
+            self.losses.append(float(loss.detach()))
+        if isinstance(self.model, collectives.DataParallel):
+            self.model.finish()
+        return (time.perf_counter() - start) / STEPS
+
+
+def measure(model: str, batch: int, blocks: int, policy: str, batch_scheduling: bool) -> Row | None:
+    """Measure as one rank of those that torchrun has started. Returns the row on rank 0."""
+    schedule(batch_scheduling)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        with collectives.init(timeout=120) as comm:
+            return _measured(comm, model, batch, blocks, policy)
+    finally:
+        dist.destroy_process_group()
+
+
+def _measured(comm: Any, model: str, batch: int, blocks: int, policy: str) -> Row | None:
+    ours = _Trained(
+        model, batch, comm.rank,
+        lambda *pair: collectives.DataParallel(*pair, schedule=policy, group=comm),
+    )  # fmt: skip
+    theirs = _Trained(
+        model, batch, comm.rank, lambda net, _: torch.nn.parallel.DistributedDataParallel(net)
+    )
+    alone = _Trained(model, batch, comm.rank, lambda net, _: net)
+    times: list[list[float]] = [[], [], []]
+    for number in rounds_of(WARM_UP + blocks, comm.rank == 0):
+        for found, trained in zip(times, (theirs, ours, alone), strict=True):
+            dist.barrier()
+            seconds = torch.tensor([trained.block()])
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            if number >= WARM_UP:
+                found.append(float(seconds))
+    ddp, mine, compute = (statistics.median(found) for found in times)
+    ratio = statistics.median(a / b for a, b in zip(times[0], times[1], strict=True))
+    differs = max(abs(a - b) for a, b in zip(ours.losses, theirs.losses, strict=True))
+    plan = ours.model.schedule
+    program = ours.model.program
+    ours.model.close()
+    if comm.rank:
+        return None
+    return Row(
+        model, ours.nbytes, batch, comm.size, 1e3 * compute, 1e3 * ddp, 1e3 * mine, ratio, differs,
+        f"{plan.note.split('; this is ')[-1].split(';')[0] if plan else policy}, "
+        f"{len(program.ops)} all-reduces" + ", chained" * program.chained,
+        1e3 * plan.predicted_seconds if plan else None,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    import sys
+
+    name, batch, blocks, policy = sys.argv[1:]
+    row = measure(name, int(batch), int(blocks), policy, True)
+    if row:
+        print(f"{HEADER}\n{row}")

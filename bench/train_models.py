@@ -1,0 +1,87 @@
+"""Models of common sizes whose steps take a CPU rank fractions of a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+Made = tuple[nn.Module, Callable[[], tuple[Tensor, Tensor]]]
+"""A model that gives logits [n, classes], and what draws a batch of inputs and classes."""
+
+
+class _Block(nn.Module):
+    """Two convolutions beside a shortcut (He et al., Deep residual learning, figure 2)."""
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(before, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width),
+        )  # fmt: skip
+        self.shortcut = nn.Sequential()
+        if stride != 1:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.body(x) + self.shortcut(x)).relu()
+
+
+def resnet18(batch: int, size: int = 64) -> Made:
+    """ResNet-18 for 1,000 classes: 11.7 million parameters, 41 tensors with a gradient of over
+    64 values each."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+    ]  # fmt: skip
+    width = 64
+    for wide, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+        layers += [_Block(width, wide, stride), _Block(wide, wide, 1)]
+        width = wide
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 1000))
+    return model, lambda: (torch.randn(batch, 3, size, size), torch.randint(1000, (batch,)))
+
+
+def vgg11(batch: int, size: int = 32) -> Made:
+    """VGG-11 for small images: 28 million parameters, most of them in the layers near the loss."""
+    layers: list[nn.Module] = []
+    before = 3
+    for width in (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0):
+        if width:
+            layers += [nn.Conv2d(before, width, 3, padding=1), nn.ReLU()]
+            before = width
+        else:
+            layers.append(nn.MaxPool2d(2))
+    head = [nn.Flatten(), nn.Linear(512, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU()]
+    model = nn.Sequential(*layers, *head, nn.Linear(4096, 1000))
+    return model, lambda: (torch.randn(batch, 3, size, size), torch.randint(1000, (batch,)))
+
+
+class _Encoder(nn.Module):
+    def __init__(self, words: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.decoder = nn.Linear(width, words)
+        self.decoder.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(self.embedding(x))).flatten(0, 1)
+
+
+def transformer(batch: int, length: int = 32) -> Made:
+    """An encoder of BERT-mini's size (4 layers, width 256, 30,522 words) with a tied decoder: 11
+    million parameters, most of them used first and last."""
+    words = 30522
+    model = _Encoder(words, 256, 4)
+    return model, lambda: (
+        torch.randint(words, (batch, length)), torch.randint(words, (batch * length,))
+    )  # fmt: skip
+
+
+MODELS: dict[str, Callable[[int], Made]] = {
+    "resnet18": resnet18, "vgg11": vgg11, "transformer": transformer,
+}  # fmt: skip

@@ -1,0 +1,74 @@
+"""A training step as it was carried out, beside the prediction of its schedule."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.overlap.profile import MAX_NUMBER
+from linkweave.collectives.overlap.schedule import Schedule
+from linkweave.collectives.overlap.timeline import Span, StepTimeline
+from linkweave.topology.checks import number
+from linkweave.topology.json_reader import read_format
+
+_FORMAT = "linkweave-step"
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """The times of a rank's step: the same as the prediction's, `schedule.timeline`."""
+
+    schedule: Schedule
+    timeline: StepTimeline
+
+    def __str__(self) -> str:
+        lines = [f"{self.schedule.policy}, ms{'predicted':>22}{'measured':>10}"]
+        for name, value in (
+            ("step", lambda line: line.seconds),
+            ("backward pass", lambda line: _total(line.backward)),
+            ("forward pass and update", lambda line: _total(line.forward)),
+            ("communication nothing hides", lambda line: line.exposed_s),
+        ):
+            pair = value(self.schedule.timeline), value(self.timeline)
+            lines.append(f"{name:28}{pair[0] * 1e3:10.2f}{pair[1] * 1e3:10.2f}")
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        return json.dumps({
+            "format": _FORMAT, "version": 1, "schedule": self.schedule.to_json(),
+            "timeline": asdict(self.timeline),
+        })  # fmt: skip
+
+    @staticmethod
+    def from_json(text: str) -> MeasuredStep:
+        """What `to_json` wrote. Raises CollectiveError for anything else."""
+        data = read_format(text, _FORMAT, "step JSON", CollectiveError)
+        try:
+            schedule, line = Schedule.from_json(data["schedule"]), data["timeline"]
+            layers = len(schedule.profile.layers)
+            spans = {
+                "sends": _spans(line["sends"], len(schedule.communications)),
+                "backward": _spans(line["backward"], layers),
+                "forward": _spans(line["forward"], layers),
+            }
+            seconds = number(line["seconds"], "seconds", 0, MAX_NUMBER)
+            exposed = number(line["exposed_s"], "exposed_s", -MAX_NUMBER, MAX_NUMBER)
+        except (KeyError, TypeError) as error:
+            raise CollectiveError(f"step JSON lacks or garbles {error}") from None
+        return MeasuredStep(schedule, StepTimeline(seconds, exposed, **spans))
+
+
+def _spans(rows: Any, count: int) -> tuple[Span, ...]:
+    if not isinstance(rows, list) or len(rows) != count:
+        raise CollectiveError(f"step JSON: a list of {count} spans is needed")
+    found = []
+    for row in rows:
+        start, end = (number(x, "a moment", -MAX_NUMBER, MAX_NUMBER) for x in row)
+        found.append((start, end))
+    return tuple(found)
+
+
+def _total(spans: tuple[Span, ...]) -> float:
+    return sum(end - start for start, end in spans)
