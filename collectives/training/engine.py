@@ -203,7 +203,11 @@ class Engine:
         """The optimizer's step, or its beginning; `plain` is the optimizer's own."""
         self._check()
         begun = time.perf_counter()
-        if self.state is State.SENDING and self.update.separable:
+        if not self.update.separable:
+            self.synchronize()
+            self.finish()
+            plain()
+        elif self.state is State.SENDING:
             self._check_unchanged()
             self.update.snapshot()
             self.state = State.PENDING
@@ -211,9 +215,12 @@ class Engine:
             with torch.no_grad():
                 self.update.part(self.update.others(self.units))
         else:
-            self.synchronize()
             self.finish()
-            plain()
+            self.update.snapshot()
+            with torch.no_grad():
+                for unit in self.units:
+                    self.update.part(unit.parameters)
+                self.update.part(self.update.others(self.units))
         self.record.step = begun, time.perf_counter()
 
     def finish(self) -> None:

@@ -6,24 +6,38 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from linkweave.collectives.overlap.units import Unit
+from linkweave.kernels import optim
+
+_STATES = {"SGD": ("momentum_buffer",), "Adam": ("exp_avg", "exp_avg_sq")}
+_STATES["AdamW"] = _STATES["Adam"]
+_GIVEN = {
+    "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
+    "Adam": ("lr", "betas", "eps", "weight_decay", "maximize"),
+}
+_GIVEN["AdamW"] = _GIVEN["Adam"]
 
 
 class Update:
-    """Steps of an optimizer that are carried out in parts, with the values of `step` time.
+    """Steps of an optimizer that are carried out in parts, with the options of `step` time.
 
-    A part runs the optimizer's own `step` on groups that hold only the part's parameters, so state
-    and rounding are those of one step over all of them. This is right for optimizers that treat
-    each parameter alone and keep their state by parameter, as those of torch.optim do but LBFGS.
+    This is right for optimizers that treat each parameter alone and keep their state by parameter,
+    as those of torch.optim do but LBFGS. A part of SGD, Adam or AdamW runs in one launch for all
+    its tensors (`kernels.optim`): with the bits of torch's step for SGD; for Adam they may differ
+    in the last place. Otherwise, and in a parameter's first step, it runs the optimizer's own
+    `step` on groups that hold only the part's parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        step = type(optimizer).step
+        self._kind = type(optimizer)
+        step = self._kind.step
         self._step: Any = getattr(step, "__wrapped__", step)  # without the hooks of each call
         self._options: list[dict[str, Any]] = []
         self._group_of: dict[int, int] = {}
+        self._tables: dict[int, tuple[tuple[int, ...], optim.Table]] = {}
 
     @property
     def separable(self) -> bool:
@@ -31,7 +45,7 @@ class Update:
         hooks = (
             self._optimizer._optimizer_step_pre_hooks, self._optimizer._optimizer_step_post_hooks
         )  # fmt: skip
-        return type(self._optimizer).__module__.startswith("torch.optim") and not any(hooks)
+        return self._kind.__module__.startswith("torch.optim") and not any(hooks)
 
     def snapshot(self) -> None:
         """Take the groups' options as they are now: a scheduler may change the learning rate
@@ -56,22 +70,72 @@ class Update:
         """Carry out the step of the last `snapshot` for these parameters."""
         parts: dict[int, list[Any]] = {}
         for parameter in parameters:
-            if (group := self._group_of.get(id(parameter))) is not None:
+            group = self._group_of.get(id(parameter))
+            if group is not None and parameter.grad is not None:
                 parts.setdefault(group, []).append(parameter)
-        if not parts:
-            return
+        own = {
+            group: part for group, part in parts.items()
+            if not self._in_one_launch(part, self._options[group])
+        }  # fmt: skip
+        if own:
+            self._by_its_own_step(own)
+
+    def _by_its_own_step(self, parts: dict[int, list[Any]]) -> None:
         optimizer: Any = self._optimizer
         whole = _groups(optimizer)
         optimizer.param_groups = [
-            {"params": parts[group], **self._options[group]} for group in sorted(parts)
+            {"params": part, **self._options[group]} for group, part in sorted(parts.items())
         ]
         try:
             self._step(optimizer)
         finally:
             optimizer.param_groups = whole
 
+    def _in_one_launch(self, part: list[Any], options: dict[str, Any]) -> bool:
+        """Carry out a part by a kernel; False if there is none for it."""
+        name = self._kind.__name__
+        if not self.separable or name not in _STATES or not _plain(options):
+            return False
+        names = _STATES[name] if options.get("momentum", 1) else ()
+        states = [self._optimizer.state.get(p, {}) for p in part]
+        columns = [[state.get(one) for state in states] for one in names]
+        steps = {float(state["step"]) for state in states if "step" in state}
+        if any(x is None for column in columns for x in column) or len(steps) > 1:
+            return False
+        if (table := self._table(part, columns)) is None:
+            return False
+        given = {one: options[one] for one in _GIVEN[name]}
+        if name == "SGD":
+            optim.sgd(table, **given)
+        else:
+            for state in states:
+                state["step"] += 1
+            decoupled = name == "AdamW" or bool(options.get("decoupled_weight_decay"))
+            optim.adam(table, step=int(steps.pop()) + 1, decoupled=decoupled, **given)
+        increment_version([*part, *(x for column in columns for x in column)])
+        return True
+
+    def _table(self, part: list[Any], columns: list[list[Any]]) -> optim.Table | None:
+        """The part's table, which is kept as long as its tensors stay where they are."""
+        grads = [parameter.grad for parameter in part]
+        key = tuple(x.data_ptr() for column in (part, grads, *columns) for x in column)
+        known = self._tables.get(id(part[0]))
+        if known is None or known[0] != key:
+            try:
+                table = optim.Table([p.detach() for p in part], grads, *columns)
+            except (TypeError, ValueError):  # a dtype or a layout that the kernels do not take
+                return None
+            known = self._tables[id(part[0])] = key, table
+        return known[1]
+
+
+def _plain(options: dict[str, Any]) -> bool:
+    """Whether nothing is asked for that the kernels do not have, nor one of torch's own forms."""
+    asked = ("amsgrad", "foreach", "fused", "differentiable", "capturable")
+    return isinstance(options["lr"], float) and not any(options.get(name) for name in asked)
+
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The groups, without the check that `Attached` makes when others read them."""
+    """The groups, without the check that `attach` makes when others read them."""
     groups: list[dict[str, Any]] = optimizer.__dict__["param_groups"]
     return groups

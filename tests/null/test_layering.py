@@ -112,7 +112,7 @@ ROOMS = {
     ("training", "distributed"): "machines and process groups",
     ("training", "launch"): "the default communicator",
     ("training", "runtime"): "why ranks were aborted",
-    ("training", "kernels"): "ranges that profilers show",
+    ("training", "kernels"): "updates of SGD and Adam",
     ("", "errors"): "public names",
     ("", "planning"): "public names",
     ("", "calls"): "public names",
