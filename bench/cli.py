@@ -26,12 +26,15 @@ from linkweave.bench.options import (
     MachineArgument,
     MeasuredOption,
     ModelOption,
+    NetworkOption,
+    ProfileOption,
     RanksOption,
+    WorkersOption,
     console,
     machine_of,
 )
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.overlap import POLICIES, PRESETS, models
+from linkweave.collectives.overlap import POLICIES
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
 
 app = typer.Typer(
@@ -143,21 +146,9 @@ def topo(
 
 @app.command()
 def schedule(
-    profile: Annotated[
-        str,
-        typer.Option(help=f"A file in JSON or CSV (columns name, nbytes, forward_s, backward_s), "
-                          f"or one of {', '.join(models())}."),
-    ],
-    network: Annotated[
-        str,
-        typer.Option(help="Start-up and time per byte of an all-reduce, as a=2ms,b=1.1ns (also "
-                          "gamma=1.5, workers=8); a file that bench network wrote; or one of "
-                          f"{', '.join(PRESETS)}."),
-    ] = "10GbE",
-    workers: Annotated[
-        int | None,
-        typer.Option(help="Scale the network to so many workers; default: as it was measured."),
-    ] = None,
+    profile: ProfileOption,
+    network: NetworkOption = "10GbE",
+    workers: WorkersOption = None,
     policy: Annotated[
         str, typer.Option(help=f"all, auto, or one of {', '.join(POLICIES)}.")
     ] = "all",
@@ -287,7 +278,12 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Train a small CNN with gradients over a double tree."""
-    from linkweave.bench.demo import run, summary
+    try:
+        from linkweave.bench.demo import run, summary
+    except ImportError as error:
+        raise CollectiveError(
+            f"the demo needs torch: pip install torch==2.13.0 ({error})"
+        ) from None
 
     result = run(ranks, epochs, out)
     print(json.dumps(result) if as_json else summary(result))

@@ -1,56 +1,58 @@
-"""The demo: data-parallel training that averages gradients over the planned double tree.
+"""The demo: data-parallel training, chained with the next forward pass, and what schedules gain.
 
-A small CNN learns scikit-learn's 1,797 handwritten digits on CPU ranks; every step averages the
-gradients with `collectives.allreduce` on the DGX-1's plan. The same training with gloo runs beside.
+A small CNN learns scikit-learn's 1,797 handwritten digits on CPU ranks, which average gradients by
+the DGX-1's plan. Then layers that sleep train over a throttled network under each policy.
 """
 
 from __future__ import annotations
 
-import tempfile
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 
 from linkweave import collectives, topology
-from linkweave.collectives import CollectiveError
+from linkweave.bench import gantt, options, sleeping
+from linkweave.collectives import CollectiveError, overlap
 from linkweave.collectives.launch.default import get_default
 from linkweave.topology.checks import integer
 
 MACHINE = "dgx1-v100"
-ALGORITHM = "overlapped_double_tree"
+SCHEDULE = "c-cube"
+MODEL = "vgg16"  # of the layers that sleep
+POLICIES = ("ddp", "wfbp", "mg-wfbp", "asc-wfbp", "bytescheduler", "us-byte", "c-cube", "optimal")
+STEP_S = 0.3  # forward and backward pass together
+COMMUNICATION = 3.0  # in forward passes
+NBYTES = 2_000_000
+STEPS = 3
 BATCH = 256  # over all ranks
 SEED = 7
 
 
 def run(ranks: int, epochs: int, out: Path) -> dict[str, Any]:
-    """Train, predict and draw. Returns what `summary` prints; raises CollectiveError."""
+    """Train, compare policies and draw. Returns what `summary` prints; raises CollectiveError."""
     integer(epochs, "--epochs", 1)
     try:
-        import torch  # noqa: F401  (loaded before the ranks are forked, which then share it)
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise CollectiveError(
-            f"the demo needs torch and scikit-learn, and {error.name} is missing: pip install "
-            "torch==2.13.0, then pip install scikit-learn"
+            f"the demo needs scikit-learn, and {error.name} is missing: pip install scikit-learn"
         ) from None
     out.mkdir(parents=True, exist_ok=True)  # fails before the training, not after
     data = load_digits()
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        results = collectives.spawn(_train, ranks, MACHINE, (data.data, data.target, epochs, store))
+    results = collectives.spawn(_train, ranks, MACHINE, (data.data, data.target, epochs))
     result: dict[str, Any] = results[0]
-    result["ranks"], result["epochs"] = ranks, epochs
-    result["seconds"] = time.perf_counter() - start
-    result["predictions"] = _predict(result["gradient_bytes"])
+    result |= {"ranks": ranks, "epochs": epochs, "seconds": time.perf_counter() - start}
+    result["rows"], result["chaining"] = _policies(max(2, ranks), out)
     machine = topology.load(MACHINE)
-    plan = collectives.plan_allreduce(machine, result["gradient_bytes"], ALGORITHM)
-    result["picture"] = str(out / "dgx1-double-tree.png")
-    topology.draw(machine, [out / "dgx1-double-tree.png", out / "dgx1-double-tree.svg"], plan)
+    plan = collectives.plan_allreduce(machine, 1 << 26, "overlapped_double_tree")
+    result["steps"] = str(out / "steps.png")
+    result["trees"] = str(out / "dgx1-double-tree.png")
+    topology.draw(machine, [out / "dgx1-double-tree.png"], plan)
     return result
 
 
@@ -64,25 +66,20 @@ def _model() -> Any:
     )  # fmt: skip
 
 
-def _train(rank: int, images: Any, labels: Any, epochs: int, store: str) -> dict[str, Any]:
+def _train(rank: int, images: Any, labels: Any, epochs: int) -> dict[str, Any]:
     import torch
-    import torch.distributed as dist
 
     comm = get_default()
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, comm.size), rank=rank, world_size=comm.size
-    )
+    torch.set_num_threads(1)
     torch.manual_seed(SEED)
     x = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
     y = torch.tensor(labels)
     order = torch.randperm(len(x))
     train, test = order[:1500], order[1500:]
     share = BATCH // comm.size or 1
-    models = {"linkweave": _model(), "gloo": _model()}
-    models["gloo"].load_state_dict(models["linkweave"].state_dict())
-    steps = {name: torch.optim.Adam(m.parameters(), lr=2e-3) for name, m in models.items()}
-    spent: dict[str, list[float]] = {name: [] for name in models}  # seconds of each call
-    difference = 0.0
+    model = _model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    model = collectives.DataParallel(model, optimizer, schedule=SCHEDULE)
     passes: Any = range(epochs)
     if rank == 0:  # drawn by the rank itself: a thread beside `spawn` would rule out forking
         passes = track(passes, f"training on {comm.size} ranks", console=Console(stderr=True))
@@ -90,87 +87,67 @@ def _train(rank: int, images: Any, labels: Any, epochs: int, store: str) -> dict
         shuffled = train[torch.randperm(len(train))]
         for first in range(0, len(shuffled) - BATCH + 1, BATCH):
             mine = shuffled[first + rank * share : first + (rank + 1) * share]
-            for name, model in models.items():
-                steps[name].zero_grad()
-                torch.nn.functional.cross_entropy(model(x[mine]), y[mine]).backward()
-                gradients = [p.grad for p in model.parameters()]
-                comm.barrier()  # waiting for slower ranks is not part of the all-reduce
-                start = time.perf_counter()
-                if name == "linkweave":
-                    collectives.allreduce(gradients, "avg", algorithm=ALGORITHM)
-                else:
-                    flat = torch.cat([g.reshape(-1) for g in gradients])
-                    dist.all_reduce(flat)
-                    flat /= comm.size
-                    at = 0
-                    for g in gradients:
-                        g.copy_(flat[at : at + g.numel()].view_as(g))
-                        at += g.numel()
-                spent[name].append(time.perf_counter() - start)
-                steps[name].step()
-    for ours, theirs in zip(*(m.parameters() for m in models.values()), strict=True):
-        difference = max(difference, float((ours - theirs).abs().max().detach()))
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x[mine]), y[mine]).backward()
+            optimizer.step()
     with torch.no_grad():
-        correct = (models["linkweave"](x[test]).argmax(1) == y[test]).float().mean()
-        theirs = (models["gloo"](x[test]).argmax(1) == y[test]).float().mean()
-    dist.destroy_process_group()
-    return {
-        "accuracy": float(correct),
-        "accuracy_gloo": float(theirs),
-        "largest_difference": difference,
-        "gradient_bytes": sum(p.numel() * 4 for p in models["linkweave"].parameters()),
-        "allreduce_seconds": spent["linkweave"],
-        "allreduce_seconds_gloo": spent["gloo"],
-        "algorithm": ALGORITHM,
-    }
+        correct = (model.eval()(x[test]).argmax(1) == y[test]).float().mean()
+    program = str(model.program)
+    model.close()
+    return {"accuracy": float(correct), "program": program}
 
 
-def _predict(nbytes: int) -> list[dict[str, Any]]:
-    """Simulated times on a DGX-1 for the gradients of this model and of ResNet-50."""
-    machine = topology.load(MACHINE)
-    rows = []
-    for label, size in (("this model", nbytes), ("ResNet-50", 25_557_032 * 4)):
-        row: dict[str, Any] = {"gradients": label, "bytes": size}
-        for name in (ALGORITHM, "ring", "double_tree", "tree", "auto"):
-            plan = collectives.plan_allreduce(machine, size, name)
-            row[f"{name}_us"] = collectives.simulate(plan, machine, size).seconds * 1e6
-        row["auto"] = plan.algorithm
-        rows.append(row)
-    return rows
+def _network(share: float, workers: int) -> tuple[overlap.Profile, overlap.Network]:
+    """Layers that sleep, and a network that takes `share` of their forward pass for a gradient."""
+    known = overlap.model(MODEL)
+    network = overlap.Network(
+        known.forward_s / 100, share * known.forward_s / known.nbytes, 2.0, workers, "throttled"
+    )
+    return sleeping.scaled(known, network, NBYTES, STEP_S)
+
+
+def _policies(ranks: int, out: Path) -> tuple[list[Any], list[Any]]:
+    """Steps under each policy, and of C-Cube chained and unchained where communication takes as
+    long as the forward pass."""
+    Console(stderr=True).print(f"training {len(POLICIES) + 2} schedules", highlight=False)
+    schedules = sleeping.plans(*_network(COMMUNICATION, ranks), POLICIES)
+    rows = sleeping.rows(schedules, ranks, STEPS, str(out))
+    files = [out / f"{row.policy}.json" for row in rows]
+    steps = [overlap.MeasuredStep.from_json(file.read_text()) for file in files]
+    gantt.draw([gantt.measured(step.schedule, step.timeline) for step in steps], out / "steps.png")
+    (chained,) = sleeping.plans(*_network(1.0, ranks), [SCHEDULE])
+    pair = sleeping.rows([chained, replace(chained, chained=False)], ranks, STEPS)
+    return [asdict(row) for row in rows], [asdict(row) for row in pair]
 
 
 def summary(result: dict[str, Any]) -> str:
-    """Describe the result in a few lines."""
-    lines = [
+    """Describe the result in a few lines and a table."""
+    rows = result["rows"]
+    base = rows[0]
+    table = options.table(
+        ("policy", "predicted ms", "measured ms", "error", "x ddp predicted", "x ddp measured"),
+        [
+            (row["policy"], f"{row['predicted_ms']:.1f}", f"{row['measured_ms']:.1f}",
+             f"{row['measured_ms'] / row['predicted_ms'] - 1:+.1%}",
+             f"{base['predicted_ms'] / row['predicted_ms']:.2f}",
+             f"{base['measured_ms'] / row['measured_ms']:.2f}")
+            for row in rows
+        ],
+        (0,),
+    )  # fmt: skip
+    chained, not_chained = result["chaining"]
+    gained = [not_chained[name] / chained[name] for name in ("predicted_ms", "measured_ms")]
+    return "\n".join([
         f"trained {result['epochs']} epochs on {result['ranks']} ranks in "
-        f"{result['seconds']:.1f} s (and once more with gloo, in the same time)",
-        f"accuracy on {1797 - 1500} held-out digits: {result['accuracy']:.1%}; "
-        f"with gloo: {result['accuracy_gloo']:.1%}",
-        f"largest difference of any weight from the training through gloo: "
-        f"{result['largest_difference']:.2e}",
-        f"time in all-reduce, by {result['algorithm']} on the links of {MACHINE}: "
-        f"{_times(result['allreduce_seconds'])}",
-        f"  with gloo: {_times(result['allreduce_seconds_gloo'])}",
-        f"predicted on a real {MACHINE} (simulated, 5 us a step):",
-    ]
-    for row in result["predictions"]:
-        lines.append(
-            f"  {row['gradients']:11} {row['bytes'] / 1e6:7.2f} MB: overlapped double tree "
-            f"{row[ALGORITHM + '_us']:8.0f} us, ring {row['ring_us']:8.0f} us, baseline double "
-            f"tree {row['double_tree_us']:8.0f} us, one tree {row['tree_us']:8.0f} us; auto takes "
-            f"{row['auto']}, {row['auto_us']:.0f} us"
-        )
-    lines.append(
-        "  a large message is fastest over rings or packed trees, which take all six links of a "
-        "GPU; two trees leave some idle"
-    )
-    lines.append(f"picture of the trees on the links: {result['picture']}")
-    return "\n".join(lines)
-
-
-def _times(seconds: list[float]) -> str:
-    """Total time, the first call (which may plan or connect) and the median of the others."""
-    return (
-        f"{sum(seconds):.2f} s in {len(seconds)} calls; the first {seconds[0] * 1e3:.0f} ms, "
-        f"the median of the others {median(seconds[1:] or seconds) * 1e3:.1f} ms"
-    )
+        f"{result['seconds']:.1f} s, all-reduces on the links of {MACHINE}, each layer updated "
+        "just before its next use",
+        f"accuracy on {1797 - 1500} held-out digits: {result['accuracy']:.1%}",
+        result["program"],
+        "",
+        f"a step of {MODEL}'s layers, which sleep, over a network that takes as long as forward "
+        "and backward pass:",
+        table,
+        f"C-Cube's all-reduce chained with the forward pass, where both take as long: "
+        f"{gained[1]:.2f} times faster than unchained, predicted {gained[0]:.2f}",
+        f"pictures: {result['trees']} (trees on the links), {result['steps']} (steps)",
+    ])  # fmt: skip

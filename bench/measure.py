@@ -14,15 +14,19 @@ from rich.progress import Progress
 
 from linkweave.bench.options import (
     JsonOption,
+    NetworkOption,
     OutOption,
+    ProfileOption,
     RanksOption,
     RoundsOption,
     TopologyOption,
+    WorkersOption,
     at_least,
     console,
     parse_size,
 )
 from linkweave.collectives import CollectiveError
+from linkweave.collectives.overlap import POLICIES, load, network_from
 
 bench = typer.Typer(no_args_is_help=True, help="Measure on this machine; results are checked.")
 
@@ -217,6 +221,49 @@ def ddp(
     nbytes = parse_size(size)
     at_least(("-s", nbytes, 1024))
     _shown(measured, lambda: measured.ddp(ranks, nbytes, rounds), out, as_json)
+
+
+@bench.command()
+def steps(
+    ranks: RanksOption = 2,
+    profile: ProfileOption = "resnet50",
+    network: NetworkOption = "10GbE",
+    workers: WorkersOption = None,
+    policy: Annotated[
+        str, typer.Option(help=f"all, or one of {', '.join(POLICIES)}.")
+    ] = "all",
+    seconds: Annotated[float, typer.Option(help="Forward and backward pass together.")] = 1.0,
+    rounds: RoundsOption = 5, out: OutOption = None, as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Steps of sleeping layers under each policy (2 min)."""
+    from linkweave.bench import sleeping
+
+    at_least(("-n", ranks, 2), ("-r", rounds, 1))
+    layers, net = sleeping.scaled(
+        load(profile), network_from(network, workers), sleeping.NBYTES, seconds
+    )
+    chosen = list(POLICIES) if policy == "all" else [policy]
+    schedules = sleeping.plans(layers, net, chosen)
+    _shown(sleeping, lambda: sleeping.rows(schedules, ranks, rounds), out, as_json)
+
+
+@bench.command()
+def train(
+    model: Annotated[str, typer.Option(help="One of resnet18, vgg11, transformer.")] = "resnet18",
+    batch: Annotated[int, typer.Option(help="Samples of each rank.")] = 8,
+    schedule: Annotated[
+        str, typer.Option(help=f"auto, or one of {', '.join(POLICIES)}.")
+    ] = "auto",
+    rounds: RoundsOption = 7, scheduling: BatchOption = True, out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Training steps, beside DDP, on all ranks (1 min)."""
+    from linkweave.bench import train as measured
+
+    at_least(("--batch", batch, 1), ("-r", rounds, 1))
+    rows = measured.measure(model, batch, rounds, schedule, scheduling)
+    if rows:  # rank 0 tells
+        _shown(measured, lambda: rows, out, as_json)
 
 
 def _sane(elements: int, density: float, *others: tuple[str, int, int]) -> None:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from linkweave import topology
 from linkweave.collectives import CollectiveError
+from linkweave.collectives.overlap import PRESETS, models
 from linkweave.collectives.planning.algorithms.registry import NAMES as NAMED
 from linkweave.collectives.planning.collective import PUBLIC
 from linkweave.topology import NAMES, Topology
@@ -125,6 +126,21 @@ MeasuredOption = Annotated[
 ]  # fmt: skip
 PlanFileOption = Annotated[
     Path | None, typer.Option("--plan", metavar="FILE", help="A plan as plan --json prints it.")
+]
+ProfileOption = Annotated[
+    str,
+    typer.Option(help=f"A file in JSON or CSV (columns name, nbytes, forward_s, backward_s), or "
+                      f"one of {', '.join(models())}."),
+]  # fmt: skip
+NetworkOption = Annotated[
+    str,
+    typer.Option(help="Start-up and time per byte of an all-reduce, as a=2ms,b=1.1ns (also "
+                      "gamma=1.5, workers=8); a file that bench network wrote; or one of "
+                      f"{', '.join(PRESETS)}."),
+]  # fmt: skip
+WorkersOption = Annotated[
+    int | None,
+    typer.Option(help="Scale the network to so many workers; default: as it was measured."),
 ]
 RanksOption = Annotated[int, typer.Option("-n", "--ranks", help="Number of CPU ranks.")]
 RoundsOption = Annotated[int, typer.Option("-r", help="Rounds in which all take turns.")]

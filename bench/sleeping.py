@@ -24,7 +24,11 @@ from linkweave.collectives import overlap
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.overlap.units import ALIGN
 
+NBYTES = 4_000_000
+"""Gradients, few enough for their way through memory to take no time beside the network's."""
 SEARCH_S = 2.0  # for the policies that search
+HEADER = f"{'policy':16}{'predicted ms':>14}{'measured ms':>13}{'error':>8}{'all-reduces':>13}"
+LEGEND = "measured: the median step of the slowest rank, from the end of a forward pass to the next"
 
 
 class Clock:
@@ -89,13 +93,19 @@ def scaled(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A policy's step; `note` of the schedule."""
+    """A policy's step: the prediction, and the median of the slowest rank."""
 
     policy: str
     predicted_ms: float
     measured_ms: float
     chained: bool
     all_reduces: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.policy:16}{self.predicted_ms:14.1f}{self.measured_ms:13.1f}{self.error:+8.1%}"
+            f"{self.all_reduces:13}" + "  chained" * self.chained
+        )
 
     @property
     def error(self) -> float:

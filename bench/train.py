@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from linkweave import collectives
 from linkweave.bench.timing import rounds_of, schedule
 from linkweave.bench.train_models import MODELS
+from linkweave.collectives import CollectiveError
 
 STEPS = 4  # of a block
 WARM_UP = 3  # blocks; "auto" measures and plans in them
@@ -87,8 +88,13 @@ class _Trained:
         return (time.perf_counter() - start) / STEPS
 
 
-def measure(model: str, batch: int, blocks: int, policy: str, batch_scheduling: bool) -> Row | None:
-    """Measure as one rank of those that torchrun has started. Returns the row on rank 0."""
+def measure(model: str, batch: int, blocks: int, policy: str, batch_scheduling: bool) -> list[Row]:
+    """Measure as one rank of those that torchrun has started. Returns a row on rank 0.
+
+    Raises CollectiveError for an unknown model.
+    """
+    if model not in MODELS:
+        raise CollectiveError(f"--model must be one of {', '.join(MODELS)}, not {model!r}")
     schedule(batch_scheduling)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -99,7 +105,7 @@ def measure(model: str, batch: int, blocks: int, policy: str, batch_scheduling: 
         dist.destroy_process_group()
 
 
-def _measured(comm: Any, model: str, batch: int, blocks: int, policy: str) -> Row | None:
+def _measured(comm: Any, model: str, batch: int, blocks: int, policy: str) -> list[Row]:
     ours = _Trained(
         model, batch, comm.rank,
         lambda *pair: collectives.DataParallel(*pair, schedule=policy, group=comm),
@@ -123,19 +129,11 @@ def _measured(comm: Any, model: str, batch: int, blocks: int, policy: str) -> Ro
     program = ours.model.program
     ours.model.close()
     if comm.rank:
-        return None
-    return Row(
+        return []
+    row = Row(
         model, ours.nbytes, batch, comm.size, 1e3 * compute, 1e3 * ddp, 1e3 * mine, ratio, differs,
         f"{plan.note.split('; this is ')[-1].split(';')[0] if plan else policy}, "
         f"{len(program.ops)} all-reduces" + ", chained" * program.chained,
         1e3 * plan.predicted_seconds if plan else None,
     )  # fmt: skip
-
-
-if __name__ == "__main__":
-    import sys
-
-    name, batch, blocks, policy = sys.argv[1:]
-    row = measure(name, int(batch), int(blocks), policy, True)
-    if row:
-        print(f"{HEADER}\n{row}")
+    return [row]
