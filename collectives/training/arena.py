@@ -105,7 +105,8 @@ class Arena:
 
     def gradients(self, unit: int) -> Iterator[tuple[Any, torch.Tensor | None]]:
         """Each parameter with its gradient, once the unit has arrived; None if no rank has one."""
-        flags = self._flags[unit].tolist()
+        own = self._found[unit]
+        flags = own if all(own) else self._flags[unit].tolist()  # read, and wait, only if need be
         for parameter, view, flag in zip(
             self.units[unit].parameters, self._views[unit], flags, strict=True
         ):

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from linkweave import topology
+from linkweave import overlap, topology
+from linkweave.bench import demo
 from linkweave.bench.options import parse_size
 from linkweave.collectives import CollectiveError, Plan, plan_allreduce, plan_collective, verify
 from linkweave.collectives.planning.explain import size_text
@@ -320,21 +321,27 @@ def test_bench_checks_and_writes_json(tmp_path: Path) -> None:
     assert "#wrong" in done.stdout and "busbw" in done.stdout
 
 
-def test_the_demo_learns(tmp_path: Path) -> None:
-    done = command_in_a_process(
-        "demo", "-n", "2", "--epochs", "6", "--out", str(tmp_path), "--json"
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+def test_the_demo_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "POLICIES", ("ddp", "c-cube"))
+    result = demo.run(2, 6, tmp_path)
     assert result["accuracy"] > 0.8
-    assert result["largest_difference"] < 1e-3
-    assert Path(result["picture"]).read_bytes().startswith(b"\x89PNG")
+    assert [row["policy"] for row in result["rows"]] == ["ddp", "c-cube"]
+    assert [row["chained"] for row in result["chaining"]] == [True, False]
+    text = demo.summary(result)
+    assert "0 to 8 (4)  streamed" in text and "times faster than unchained, predicted 1.3" in text
+    for name in ("dgx1-double-tree.png", "steps.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+EXAMPLES = re.findall(
+    r"```python\n(.*?)```", README + (ROOT / "docs/training.md").read_text(), re.DOTALL
+)
+
+
+@pytest.mark.parametrize("block", EXAMPLES)
 def test_the_readmes_examples_run(block: str, tmp_path: Path) -> None:
     if "torch.cuda" in block:
         compile(block, "README.md", "exec")
@@ -360,5 +367,8 @@ def test_the_readmes_commands_exist(words: str, tmp_path: Path) -> None:
     (tmp_path / "links.json").write_text(LinkFigures(tuple(pairs)).to_json())
     times = ROOT / "bench/results/algorithms-cpu-4-epyc-2-cores.json"
     (tmp_path / "algorithms.json").write_text(times.read_text())
+    planned = overlap.plan(overlap.model("vgg16"), overlap.network("10GbE"), "us-byte")
+    step = overlap.MeasuredStep(planned, planned.timeline)
+    (tmp_path / "step.json").write_text(step.to_json())
     done = command(*parts, cwd=tmp_path)
     assert done.returncode == (1 if "problem " in done.stdout else 0), done.stderr
