@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.overlap.clock import Clock, clock_of
 from linkweave.collectives.overlap.passes import Pass, profile_of
 from linkweave.collectives.overlap.profile import Profile
 from linkweave.collectives.overlap.units import Recorder, Unit, units_of
@@ -42,9 +43,9 @@ def measure(
     with Recorder(model) as recorder:
         loss_fn(model(inputs), targets)
     units = units_of(model, recorder.gates())
-    device = units[0].device if units else None
-    clock = _Events() if device is not None and device.type == "cuda" else _Host()
-    found = _Marks(model, units, clock)
+    if not units:
+        raise CollectiveError("the model has no parameter that requires a gradient")
+    found = _Marks(model, units, clock_of(units[0].device))
     passes = []
     try:
         for number in range(WARM_UP + steps):
@@ -60,35 +61,10 @@ def measure(
     return profile_of(names, sizes, passes, name or type(model).__name__)
 
 
-class _Host:
-    """Moments of the host's clock."""
-
-    def now(self) -> Any:
-        return time.perf_counter()
-
-    def seconds(self, start: Any, end: Any) -> float:
-        return float(end - start)
-
-
-class _Events:
-    """Moments on the current CUDA stream, so that the host need not wait for each."""
-
-    def now(self) -> Any:
-        import torch
-
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def seconds(self, start: Any, end: Any) -> float:
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
-
-
 class _Marks:
     """Notes when each unit's module begins, and when its last gradient is there."""
 
-    def __init__(self, model: nn.Module, units: list[Unit], clock: Any) -> None:
+    def __init__(self, model: nn.Module, units: list[Unit], clock: Clock) -> None:
         self._model, self._units, self._clock = model, units, clock
         self._begun: dict[int, Any] = {}
         self._ready: dict[int, Any] = {}

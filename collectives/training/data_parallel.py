@@ -108,6 +108,10 @@ class DataParallel(nn.Module):
         units = units_of(self.module, gates)
         if not units:
             raise CollectiveError("the model has no parameter that requires a gradient")
+        if len(devices := {unit.device for unit in units}) > 1:
+            raise CollectiveError(
+                f"the model is on several devices: {', '.join(map(str, devices))}"
+            )
         self._engine = Engine(self.module, units, self._transport, self._update)
         self._engine.sends = self._sends
         self._all = [*self.module.parameters()]
@@ -212,10 +216,11 @@ class DataParallel(nn.Module):
 
         Raises CollectiveError as long as no step of the schedule is complete.
         """
-        record, schedule, program = self.last_step, self.schedule, self.program
-        if record is None or schedule is None or program is None:
+        record, schedule, engine = self.last_step, self.schedule, self._engine
+        if record is None or schedule is None or engine is None:
             raise CollectiveError("no step of a schedule is complete: train a few steps more")
-        Path(path).write_text(MeasuredStep(schedule, timeline_of(record, program)).to_json())
+        line = timeline_of(record, engine.program, engine.clock)
+        Path(path).write_text(MeasuredStep(schedule, line).to_json())
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The module's parameters, with its names; first `finish`."""

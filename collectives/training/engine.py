@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NoReturn
@@ -11,12 +10,15 @@ import torch
 from torch import nn
 
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError
+from linkweave.collectives.overlap.clock import clock_of
 from linkweave.collectives.overlap.units import Unit
 from linkweave.collectives.training.arena import Arena
+from linkweave.collectives.training.host_lanes import HostLanes
 from linkweave.collectives.training.lanes import Lanes
 from linkweave.collectives.training.program import Program, at_once
 from linkweave.collectives.training.ranges import ranged
 from linkweave.collectives.training.step_record import StepRecord
+from linkweave.collectives.training.stream_lanes import StreamLanes
 from linkweave.collectives.training.transport import Transport
 from linkweave.collectives.training.update import Update
 
@@ -43,8 +45,11 @@ class Engine:
         self.units, self.transport, self.update = tuple(units), transport, update
         self.arena = Arena(units, transport.empty)
         self.program = self.first_program = at_once(self.arena.slots, [unit.name for unit in units])
+        device = units[0].device
+        self._kind = StreamLanes if device.type == "cuda" else HostLanes
+        self.clock = clock_of(device)
         transport.open(1)
-        self.lanes = Lanes(transport, self.arena, self.program)
+        self.lanes: Lanes = self._kind(transport, self.arena, self.program)
         self.record = StepRecord()
         self.last_step: StepRecord | None = None
         self.sends = True  # whether backward passes send gradients
@@ -81,7 +86,7 @@ class Engine:
         self.transport.open(program.lanes)
         self.lanes.close()
         self.program = program
-        self.lanes = Lanes(self.transport, self.arena, program)
+        self.lanes = self._kind(self.transport, self.arena, program)
         self.record, self.last_step = StepRecord(), None  # those of the other program
 
     # ---- forward -----------------------------------------------------------------------------
@@ -94,7 +99,7 @@ class Engine:
             self._abort("a gradient was changed after optimizer.step(), while it was being sent")
 
     def end_forward(self) -> None:
-        self.record.forward_end = time.perf_counter()
+        self.record.forward_end = self.clock.now()
 
     def _before(self, module: nn.Module, _: Any) -> None:
         """Before the forward pass of a module: its parameters must be final."""
@@ -102,17 +107,17 @@ class Engine:
             return
         record = self.record
         for index in self._gates[module]:
-            record.reached.setdefault(index, time.perf_counter())
+            record.reached.setdefault(index, self.clock.now())
             if index in self._pending:
                 self._apply(index)
-            record.forward.setdefault(index, time.perf_counter())
+            record.forward.setdefault(index, self.clock.now())
 
     def _apply(self, index: int) -> None:
         """Wait for a unit and update its parameters."""
         self._await(lambda: self.lanes.wait(index))
         self._pending.discard(index)
         unit = self.units[index]
-        begun = time.perf_counter()
+        begun = self.clock.now()
         with (
             ranged(f"update {unit.name}"), torch.inference_mode(False), torch.no_grad(),
             torch.autocast(unit.device.type, enabled=False),
@@ -123,7 +128,7 @@ class Engine:
             for parameter, keep in zip(unit.parameters, kept, strict=True):
                 if not keep:  # zero_grad has been called since
                     parameter.grad = None
-        self.record.updates[index] = begun, time.perf_counter()
+        self.record.updates[index] = begun, self.clock.now()
         if not self._pending:
             self.state = State.IDLE
 
@@ -164,14 +169,14 @@ class Engine:
 
     def _collected(self, index: int) -> None:
         self.arena.collect(index)
-        self.record.ready[index] = time.perf_counter()
+        self.record.ready[index] = self.clock.now()
         self.lanes.ready(index)
 
     def _end_backward(self) -> None:
         if not self.sends:
             self.state = State.IDLE
             return
-        self.record.backward_end = time.perf_counter()
+        self.record.backward_end = self.clock.now()
         for index, left in enumerate(self._left):
             if left:
                 self._collected(index)
@@ -202,7 +207,7 @@ class Engine:
     def step(self, plain: Callable[[], Any]) -> Any:
         """The optimizer's step, or its beginning; `plain` is the optimizer's own."""
         self._check()
-        begun = time.perf_counter()
+        begun = self.clock.now()
         if not self.update.separable:
             self.synchronize()
             self.finish()
@@ -221,7 +226,7 @@ class Engine:
                 for unit in self.units:
                     self.update.part(unit.parameters)
                 self.update.part(self.update.others(self.units))
-        self.record.step = begun, time.perf_counter()
+        self.record.step = begun, self.clock.now()
 
     def finish(self) -> None:
         """Update all parameters whose update is pending."""

@@ -1,187 +1,30 @@
-"""Lanes: threads that carry out a program's ops, each when its gradients are there."""
+"""What carries out programs, step after step: `HostLanes` on CPUs, `StreamLanes` on GPUs."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import Counter
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
-import torch
-
-from linkweave.collectives.errors import CollectiveAborted, CollectiveError
-from linkweave.collectives.training.arena import Arena
-from linkweave.collectives.training.program import Op, Program
-from linkweave.collectives.training.ranges import ranged
-from linkweave.collectives.training.transport import Transport
+from typing import Any, Protocol
 
 
-class Lanes:
-    """One step after another of a program, on the lanes of a transport.
+class Lanes(Protocol):
+    """One step after another of a program, on the lanes of a transport."""
 
-    Each lane has a thread, which carries out the lane's ops in the program's order. All ranks have
-    the same program, so whatever the order in which their gradients become ready, calls on a lane
-    meet calls of the same op. `after` names earlier ops only, so lanes cannot wait in a circle.
-    If an op fails, all lanes end, and every wait raises its error.
-    """
+    sent: list[tuple[int, Any, Any]]
+    """(op, start, end) of the step, in the order of their ends: moments of the device's clock."""
 
-    def __init__(self, transport: Transport, arena: Arena, program: Program) -> None:
-        self._transport, self._arena, self._program = transport, arena, program
-        self._changed = threading.Condition()
-        self._steps = 0  # begun so far
-        self._ready = [False] * len(program.names)
-        self._done = [True] * len(program.ops)
-        self._missing = Counter(span.unit for op in program.ops for span in op.spans)
-        self._left: Counter[int] = Counter()  # spans of each unit that have not arrived
-        self._error: BaseException | None = None
-        self._closed = False
-        self.sent: list[tuple[int, float, float]] = []
-        """(op, start, end) of the last step, in the order of their ends; `time.perf_counter`."""
-        self._threads = [
-            threading.Thread(target=self._lane, args=(i,), name=f"linkweave-lane-{i}", daemon=True)
-            for i in range(program.lanes)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    # ---- for the training loop ---------------------------------------------------------------
     def begin(self) -> None:
         """Begin a step, once the one before it is over."""
-        self.wait_all()
-        with self._changed:
-            self._ready = [False] * len(self._ready)
-            self._done = [False] * len(self._done)
-            self._left = self._missing.copy()
-            self.sent = []
-            self._steps += 1
-            self._changed.notify_all()
 
     def ready(self, unit: int) -> None:
         """The unit's gradients are in the arena; they may be sent."""
-        with self._changed:
-            self._ready[unit] = True
-            self._changed.notify_all()
 
     def wait(self, unit: int) -> None:
-        """Block until the unit has arrived. Raises CollectiveError."""
-        self._wait_until(lambda: not self._left[unit])
+        """Wait until the unit has arrived. Raises CollectiveError."""
 
     def wait_all(self) -> None:
-        """Block until all ops are done. Raises CollectiveError."""
-        self._wait_until(lambda: all(self._done))
-
-    def _wait_until(self, holds: Callable[[], bool]) -> None:
-        # no deadline of its own: an op that waits for other ranks has one, and then fails
-        with self._changed:
-            self._changed.wait_for(lambda: self._error or holds())
-            error = self._error
-        if error:
-            kind = type(error) if isinstance(error, CollectiveError) else CollectiveAborted
-            raise kind(str(error)) from error
+        """Wait until all ops are done. Raises CollectiveError."""
 
     def abort(self, error: BaseException) -> None:
         """End all lanes, here and on the other ranks, because of this error."""
-        with self._changed:
-            if self._error or self._closed:
-                return
-            self._error = error
-            self._changed.notify_all()
-        self._transport.abort()
 
     def close(self) -> None:
-        """End the threads, once what they send has been sent."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
-
-    # ---- a lane's thread ---------------------------------------------------------------------
-    def _lane(self, lane: int) -> None:
-        mine = [(n, op) for n, op in enumerate(self._program.ops) if op.lane == lane]
-        packed: dict[int, torch.Tensor] = {}
-        step = 0
-        number = -1
-        try:
-            while True:
-                if not self._until(partial(self._has_begun, step)):
-                    return
-                step += 1
-                for number, op in mine:
-                    if not self._until(partial(self._may_start, op)):
-                        return
-                    self._carry_out(number, op, packed)
-        except BaseException as error:
-            label = self._program.label(number)
-            words = f"rank {self._transport.rank}, all-reduce {number} of {label}: {error}"
-            kind = type(error) if isinstance(error, CollectiveError) else CollectiveAborted
-            self.abort(kind(words))
-
-    def _until(self, holds: Callable[[], bool]) -> bool:
-        """Wait for that; False if the lanes end first."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._error or holds())
-            return not (self._error or (self._closed and all(self._done)))
-
-    def _has_begun(self, step: int) -> bool:
-        return self._steps > step
-
-    def _may_start(self, op: Op) -> bool:
-        return all(self._ready[unit] for unit in op.needs) and all(self._done[n] for n in op.after)
-
-    def _carry_out(self, number: int, op: Op, packed: dict[int, torch.Tensor]) -> None:
-        start = time.perf_counter()
-        with ranged(f"lane {op.lane}: {self._program.label(number)}"):
-            runs = [self._arena.raw(op.buffer, *run) for run in op.runs]
-            x = runs[0] if len(runs) == 1 else self._pack(op, runs, packed)
-            if op.streamed and self._transport.streams:
-                self._stream(op, x, runs)
-            else:
-                self._transport.average(op.lane, x)
-                if len(runs) > 1:
-                    _unpack(x, runs)
-        with self._changed:
-            if not (op.streamed and self._transport.streams):
-                for span in op.spans:
-                    self._left[span.unit] -= 1
-            self._done[number] = True
-            self.sent.append((number, start, time.perf_counter()))
-            self._changed.notify_all()
-
-    def _stream(self, op: Op, x: torch.Tensor, runs: list[torch.Tensor]) -> None:
-        item = x.element_size()
-        sizes = [(span.stop - span.first) // item for span in op.spans]
-        queue = self._transport.stream(op.lane, x, sizes)
-        for i, span in enumerate(op.spans):
-            queue.dequeue(i)
-            if len(runs) > 1:
-                at = sum(sizes[:i])
-                self._arena.raw(op.buffer, span.first, span.stop).copy_(x[at : at + sizes[i]])
-            with self._changed:
-                self._left[span.unit] -= 1
-                self._changed.notify_all()
-        queue.wait()
-
-    def _pack(self, op: Op, runs: list[torch.Tensor], packed: dict[int, Any]) -> torch.Tensor:
-        """A copy of the runs, one behind the other, in memory that the lane keeps."""
-        if op.buffer not in packed:
-            most = max(
-                other.nbytes for other in self._program.ops
-                if other.buffer == op.buffer and other.lane == op.lane and len(other.runs) > 1
-            )  # fmt: skip
-            like = runs[0]
-            packed[op.buffer] = self._transport.empty(
-                most // like.element_size(), like.dtype, like.device
-            )
-        x: torch.Tensor = packed[op.buffer][: op.nbytes // runs[0].element_size()]
-        torch.cat(runs, out=x)
-        return x
-
-
-def _unpack(x: torch.Tensor, runs: list[torch.Tensor]) -> None:
-    at = 0
-    for run in runs:
-        run.copy_(x[at : at + run.numel()])
-        at += run.numel()
+        """Free the lanes, once what they send has been sent."""

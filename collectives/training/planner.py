@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from dataclasses import asdict, replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
-import torch
-
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.overlap import Communication, Fit, Network, Profile, Schedule, fit, plan
+from linkweave.collectives.overlap import Communication, Network, Profile, Schedule, plan
 from linkweave.collectives.overlap.passes import Pass, profile_of
 from linkweave.collectives.overlap.policies import NAMED
 from linkweave.collectives.training.engine import Engine
+from linkweave.collectives.training.measured_network import measure_network
 from linkweave.collectives.training.program import Program, program_of
 from linkweave.collectives.training.step_record import StepRecord
 from linkweave.collectives.training.transport import Transport
@@ -28,9 +26,6 @@ CHECKED = 50
 """Steps between two looks at whether times have changed."""
 DRIFT = 0.2
 """By how much the median step time may change until the program is planned anew."""
-LARGEST = 64 << 20
-"""Bytes of the largest all-reduce by which the network is measured."""
-ROUNDS = 3
 OVERHEAD = 0.05
 """The share of a communication cut from a streamed one that its start-up may take."""
 
@@ -75,7 +70,8 @@ class Planner:
 
     def _check(self) -> None:
         """Measure anew if a rank's steps take longer or shorter than when the program was new."""
-        times = [b.begun - a.begun for a, b in zip(self._records, self._records[1:], strict=False)]
+        begun = [record.begun for record in self._records]
+        times = [self._engine.clock.seconds(*pair) for pair in pairwise(begun)]
         self._records.clear()
         now = median(times)
         usual = self._usual = self._usual or now
@@ -90,7 +86,9 @@ class Planner:
         engine = self._engine
         engine.finish()
         mine = _profile(engine, records)
-        network = measure_network(engine.transport, max(map(len, engine.arena.buffers)) * 4)
+        network = measure_network(
+            engine.transport, max(engine.arena.buffers, key=lambda b: b.nbytes)
+        )
         told = engine.transport.share(json.dumps([mine.to_data(), asdict(network)]).encode())
         planned = b""
         if engine.transport.rank == 0:
@@ -128,15 +126,18 @@ def _compare(transport: Transport, program: Program) -> None:
 
 
 def _profile(engine: Engine, records: list[StepRecord]) -> Profile:
+    seconds, units = engine.clock.seconds, range(len(engine.units))
     passes = []
     for record in records:
-        forward, at = [], record.step[1]
-        for unit in range(len(engine.units)):
-            at = max(at, record.forward.get(unit, at))
+        begun, ended = record.step
+        forward, at = [], 0.0
+        for unit in units:
+            if unit in record.forward:
+                at = max(at, seconds(ended, record.forward[unit]))
             forward.append(at)
-        ready = tuple(record.ready[unit] - record.begun for unit in range(len(engine.units)))
-        update_s = record.step[1] - record.step[0]
-        passes.append(Pass((*forward, record.forward_end), ready, update_s))
+        forward.append(max(at, seconds(ended, record.forward_end)))
+        ready = tuple(seconds(record.begun, record.ready[unit]) for unit in units)
+        passes.append(Pass(tuple(forward), ready, seconds(begun, ended)))
     names = [unit.name for unit in engine.units]
     return profile_of(names, [unit.nbytes for unit in engine.units], passes, "measured")
 
@@ -151,42 +152,6 @@ def _slowest(profiles: list[Profile]) -> Profile:
         for same in zip(*(profile.layers for profile in profiles), strict=True)
     )  # fmt: skip
     return replace(profiles[0], layers=layers)
-
-
-def measure_network(transport: Transport, nbytes: int) -> Network:
-    """What an all-reduce of up to so many bytes takes here, alone and beside another one.
-
-    All ranks must call it, while nothing is sent. Times are medians over a few rounds.
-    """
-    most = min(nbytes, LARGEST) // 8 * 8
-    x = transport.empty(most // 4, torch.float32, torch.device("cpu")).zero_()
-    transport.open(2)
-    pairs = []
-    for size in sorted({min(most, 1 << 14), most // 16 + 16, most // 4 + 16, most}):
-        pairs.append((size, _median_of(lambda part: transport.average(0, part), x[: size // 4])))
-    alone: Fit = fit(pairs, transport.size)
-    half = x[: most // 8], x[most // 8 :]
-
-    def both(_: torch.Tensor) -> None:
-        other = threading.Thread(target=transport.average, args=(1, half[1]))
-        other.start()
-        transport.average(0, half[0])
-        other.join()
-
-    network = alone.network
-    beside = _median_of(both, x) - network.startup_s
-    seconds = network.seconds_per_byte * most / 2
-    gamma = min(2.0, max(1.0, beside / seconds)) if seconds else 1.0
-    return replace(network, gamma=gamma, name="measured")
-
-
-def _median_of(call: Any, x: torch.Tensor) -> float:
-    times = []
-    for _ in range(ROUNDS + 1):
-        begun = time.perf_counter()
-        call(x)
-        times.append(time.perf_counter() - begun)
-    return median(times[1:])
 
 
 def unstreamed(schedule: Schedule) -> Schedule:

@@ -53,6 +53,10 @@ class Op:
                 found.append((span.first, span.stop))
         return found
 
+    def sizes(self, itemsize: int) -> list[int]:
+        """The elements of each span."""
+        return [(span.stop - span.first) // itemsize for span in self.spans]
+
     @property
     def nbytes(self) -> int:
         return sum(span.stop - span.first for span in self.spans)

@@ -1,0 +1,101 @@
+"""Lanes on a GPU: CUDA streams that carry out a program's ops, ordered by events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from linkweave.collectives.overlap.clock import StreamClock
+from linkweave.collectives.training.arena import Arena
+from linkweave.collectives.training.packing import Packing
+from linkweave.collectives.training.program import Op, Program
+from linkweave.collectives.training.ranges import ranged
+from linkweave.collectives.training.transport import Queue, Transport
+
+
+class StreamLanes:
+    """One step after another of a program, each lane on a CUDA stream of its own.
+
+    The host enqueues and never waits. An op is enqueued when its gradients' kernels are, and all
+    ops before it in the program, on whatever lane: so all ranks enqueue all ops in one order, as
+    NCCL and kernels that need all ranks at once require. Its stream waits for the gradients and for
+    the ops in `after`. `wait` and `wait_all` make the current stream wait. Where a rank fails, the
+    communicator's or NCCL's watchdog ends the op, and a later call raises its error.
+    """
+
+    def __init__(self, transport: Transport, arena: Arena, program: Program) -> None:
+        self._transport, self._program = transport, program
+        device = arena.units[0].device
+        make: Any = torch.cuda.Stream
+        self._streams = [make(device) for _ in range(program.lanes)]
+        self._packing = [Packing(transport, arena, program) for _ in self._streams]
+        self._clock = StreamClock()
+        self._ready: dict[int, Any] = {}  # an event for each unit
+        self._done: dict[int, Any] = {}  # an event for each op
+        self._queues: dict[int, Queue] = {}
+        self._carried: dict[int, list[tuple[int, int]]] = {}  # of each unit: (op, span)
+        for number, op in enumerate(program.ops):
+            for i, span in enumerate(op.spans):
+                self._carried.setdefault(span.unit, []).append((number, i))
+        self._next = 0
+        self._error: BaseException | None = None
+        self.sent: list[tuple[int, Any, Any]] = []
+
+    def begin(self) -> None:
+        self.wait_all()
+        self._ready, self._done, self._queues, self._next, self.sent = {}, {}, {}, 0, []
+
+    def ready(self, unit: int) -> None:
+        self._ready[unit] = torch.cuda.current_stream().record_event()
+        ops = self._program.ops
+        while self._next < len(ops) and all(u in self._ready for u in ops[self._next].needs):
+            self._enqueue(self._next, ops[self._next])
+            self._next += 1
+
+    def _enqueue(self, number: int, op: Op) -> None:
+        stream, packing = self._streams[op.lane], self._packing[op.lane]
+        for unit in op.needs:
+            stream.wait_event(self._ready[unit])
+        for other in op.after:
+            stream.wait_event(self._done[other])
+        with torch.cuda.stream(stream), ranged(f"lane {op.lane}: {self._program.label(number)}"):
+            start = self._clock.now()
+            x = packing.pack(op)
+            if op.streamed and self._transport.streams:
+                queue = self._transport.stream(op.lane, x, op.sizes(x.element_size()))
+                if len(op.runs) == 1:  # else units arrive when they have been unpacked
+                    self._queues[number] = queue
+                queue.wait()
+            else:
+                self._transport.average(op.lane, x)
+            packing.unpack(op, x)
+            end = self._clock.now()
+        self._done[number] = end
+        self.sent.append((number, start, end))
+
+    def wait(self, unit: int) -> None:
+        self._check()
+        for number, span in self._carried[unit]:
+            if number in self._queues:
+                self._queues[number].dequeue(span)
+            else:
+                torch.cuda.current_stream().wait_event(self._done[number])
+
+    def wait_all(self) -> None:
+        self._check()
+        for event in self._done.values():
+            torch.cuda.current_stream().wait_event(event)
+
+    def abort(self, error: BaseException) -> None:
+        if self._error is None:
+            self._error = error
+            self._transport.abort()
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.synchronize()
+
+    def _check(self) -> None:
+        if self._error:
+            raise self._error
