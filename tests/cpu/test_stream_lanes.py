@@ -1,0 +1,140 @@
+"""Lanes on CUDA streams, which are threads here: what is enqueued where, and in what order."""
+
+from __future__ import annotations
+
+import random
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.overlap.units import Unit
+from linkweave.collectives.training.arena import Arena
+from linkweave.collectives.training.program import Op, Program, Span
+from linkweave.collectives.training.stream_lanes import StreamLanes
+from tests.cpu.stream_stand_in import CURRENT, Stream, compute  # noqa: F401
+
+UNITS = 6
+
+
+class Transport:
+    """One rank; an "average" doubles its tensor in the current stream."""
+
+    rank, size, streams = 0, 1, True
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance, self.enqueued = chance, []
+        self.aborted = False
+
+    def empty(self, count: int, dtype: Any, device: Any) -> torch.Tensor:
+        return torch.zeros(count, dtype=dtype)
+
+    def average(self, lane: int, x: torch.Tensor) -> None:
+        self.enqueued.append((lane, x.data_ptr()))
+        pause = self.chance.uniform(0, 2e-3)
+
+        def double() -> None:
+            time.sleep(pause)
+            x.mul_(2)
+
+        CURRENT[-1].enqueue(double)
+
+    def stream(self, lane: int, x: torch.Tensor, sizes: list[int]) -> Queue:
+        return Queue(x, sizes)
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+class Queue:
+    """A gradient queue on a side stream: parts are doubled one after another."""
+
+    def __init__(self, x: torch.Tensor, sizes: list[int]) -> None:
+        self._side = Stream()
+        self._side.wait_event(CURRENT[-1].record_event())
+        self._events = []
+        for part in x.split(sizes):
+            self._side.enqueue(lambda part=part: (time.sleep(1e-3), part.mul_(2)))
+            self._events.append(self._side.record_event())
+
+    def dequeue(self, layer: int) -> None:
+        CURRENT[-1].wait_event(self._events[layer])
+
+    def wait(self) -> None:
+        self.dequeue(-1)
+
+
+def programs(chance: random.Random, arena: Arena) -> Program:
+    """Units in ops of one to three neighbours, on random lanes, after random earlier ops."""
+    ops: list[Op] = []
+    unit = UNITS
+    while unit:
+        first = max(0, unit - chance.randint(1, 3))
+        spans = []
+        for u in range(first, unit):
+            slot = arena.slots[u]
+            spans.append(Span(u, slot.first, slot.first + slot.nbytes))
+        after = tuple(n for n in range(len(ops)) if chance.random() < 0.3)
+        ops.append(Op(0, tuple(spans), chance.randrange(3), after, chance.random() < 0.4))
+        unit = first
+    return Program("random", tuple(ops), tuple(map(str, range(UNITS))), True)
+
+
+def computed(gradient: torch.Tensor, value: int, pause: float) -> None:
+    time.sleep(pause)
+    gradient.fill_(value)
+
+
+def read(seen: list[tuple[int, bool]], unit: int, gradient: torch.Tensor, wanted: int) -> None:
+    seen.append((unit, bool((gradient == wanted).all())))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_ops_wait_for_gradients_and_units_for_their_ops(seed: int, compute: Stream) -> None:  # noqa: F811
+    chance = random.Random(seed)
+    units = [
+        Unit(str(i), ("w",), (nn.Parameter(torch.zeros(chance.randint(1, 90))),))
+        for i in range(UNITS)
+    ]
+    transport = Transport(chance)
+    arena = Arena(units, transport.empty)
+    program = programs(chance, arena)
+    lanes = StreamLanes(transport, arena, program)  # type: ignore[arg-type]
+    seen: list[tuple[int, bool]] = []
+    for step in range(3):
+        lanes.begin()
+        order = [*range(UNITS)]
+        chance.shuffle(order)
+        for u in order:
+            compute.enqueue(
+                partial(computed, arena._views[u][0], step + 1, chance.uniform(0, 2e-3))
+            )
+            lanes.ready(u)
+        for u in range(UNITS):
+            lanes.wait(u)
+            compute.enqueue(partial(read, seen, u, arena._views[u][0], 2 * (step + 1)))
+    lanes.wait_all()
+    compute.synchronize()
+    assert seen == [(u, True) for _ in range(3) for u in range(UNITS)]
+    assert [number for number, _, _ in lanes.sent] == [*range(len(program.ops))]
+    plain = [op.lane for op in program.ops if not op.streamed]
+    assert [lane for lane, _ in transport.enqueued] == 3 * plain
+    clock = [lanes._clock.seconds(start, end) for _, start, end in lanes.sent]
+    assert all(seconds >= 0 for seconds in clock)
+    lanes.close()
+
+
+def test_an_error_ends_all_calls(compute: Stream) -> None:  # noqa: F811
+    units = [Unit("a", ("w",), (nn.Parameter(torch.zeros(4)),))]
+    transport = Transport(random.Random(0))
+    arena = Arena(units, transport.empty)
+    program = Program("one", (Op(0, (Span(0, 0, 32),)),), ("a",))
+    lanes = StreamLanes(transport, arena, program)  # type: ignore[arg-type]
+    lanes.abort(CollectiveError("rank 0: over"))
+    with pytest.raises(CollectiveError, match="rank 0: over"):
+        lanes.wait(0)
+    assert transport.aborted
