@@ -194,7 +194,7 @@ def test_no_result_is_given_when_a_rank_leaves_half_way(
     mode: str, how: str, machine: Machine
 ) -> None:
     """Nothing but the deadline frees the others, whatever they wait for."""
-    rows = collectives.spawn(leaves, 3, "mesh-3", (how, ValueError), timeout=2, **MODES[mode])
+    rows = collectives.spawn(leaves, 3, "mesh-3", (how, ValueError), timeout=1, **MODES[mode])
     assert rows[2] == ("ValueError", "rank 2 leaves")
     for name, words in rows[:2]:
         assert name in ("CollectiveTimeout", "CollectiveAborted"), (name, words)
