@@ -57,7 +57,7 @@ def test_topk_is_that_of_the_cpu(kind: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["random", "special", "huge steps", "zeros", "constant"])
-@pytest.mark.parametrize(("threads", "blocks"), GRIDS)
+@pytest.mark.parametrize(("threads", "blocks"), GRIDS[::2])
 def test_topk_of_a_sampled_row(kind: str, threads: int, blocks: int) -> None:
     x = row(kind, 40_345)
     for k in (1, 70, 2000, 20_000):

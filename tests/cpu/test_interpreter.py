@@ -102,7 +102,7 @@ def test_partners_combine_in_one_order(size: int) -> None:
         assert got[0][at] == reference.run(plan, inputs, op)[0].tobytes()
 
 
-LENGTHS = (1, 2, 5, 8, 1009, 30_011, 70_000)
+LENGTHS = (1, 5, 8, 1009, 70_000)
 
 
 def through_the_api(rank: int, names: list[str]) -> list[bytes]:
