@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,13 @@ def plans_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:
     """No test depends on plans that the user's other processes have kept."""
     folder: Path = tmp_path_factory.mktemp("plans")
     plan_store._folder = lambda: folder  # type: ignore[assignment]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def garbage_of_its_own() -> None:
+    """Tests collect garbage, also in forked ranks: not in all that earlier files have left."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

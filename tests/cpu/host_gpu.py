@@ -64,7 +64,7 @@ def sanitizing(sanitizer: str) -> list[str]:
     """The compiler's options; with a sanitizer that are those which are compiled soonest."""
     if not sanitizer:
         return ["-O1"]
-    return ["-O0", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    return ["-O0", "-g1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
 
 
 @cache
@@ -93,7 +93,7 @@ def build(
     options += ["-shared", "-fPIC"] if what == "library" else []
     assert COMPILER is not None
     subprocess.run(
-        [COMPILER, "-std=c++20", "-pthread", "-mf16c", "-Wall", "-Wno-unknown-pragmas", "-Werror",
+        [COMPILER, "-std=c++17", "-pthread", "-Wall", "-Wno-unknown-pragmas", "-Werror",
          "-include", str(SHIM / "cuda_shim.h"), f"-I{sources}", "-DELEMENT=float",
          "-DOP=sum", *options, str(SHIM / f"{what}.cpp"), "-o", str(folder / what)],
         check=True, timeout=300,

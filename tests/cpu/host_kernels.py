@@ -20,7 +20,7 @@ def library(file: str, words: tuple[str, ...], sanitizer: str = "") -> ctypes.CD
     made = Path(tempfile.mkdtemp(dir=build_folder().name)) / "kernels.so"
     assert COMPILER is not None
     subprocess.run(
-        [COMPILER, "-std=c++20", *sanitizing(sanitizer), "-pthread", "-mf16c", "-Wall", "-Wextra",
+        [COMPILER, "-std=c++17", *sanitizing(sanitizer), "-pthread", "-Wall", "-Wextra",
          "-Wno-unknown-pragmas", "-Werror", "-include", str(SHIM / "cuda_shim.h"),
          f"-I{ROOT / 'kernels'}", "-shared", "-fPIC", *words, "-x", "c++",
          str(ROOT / "kernels" / file), "-o", str(made)],
@@ -91,7 +91,7 @@ def source_of_layouts(file: str, structs: Mapping[str, tuple[str, ...]]) -> list
     (folder / "layout.cpp").write_text(text)
     assert COMPILER is not None
     subprocess.run(
-        [COMPILER, "-std=c++20", "-pthread", "-mf16c", "-w", "-include",
+        [COMPILER, "-std=c++17", "-pthread", "-w", "-include",
          str(SHIM / "cuda_shim.h"), f"-I{ROOT / 'kernels'}", str(folder / "layout.cpp"), "-o",
          str(folder / "layout")],
         check=True, timeout=300,

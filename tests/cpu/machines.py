@@ -14,6 +14,7 @@ import torch
 import torch._C._distributed_c10d as c10d
 
 from linkweave.collectives.launch import join
+from linkweave.collectives.runtime.cpu.executor import compile_kernels
 from linkweave.collectives.settings import Settings
 
 
@@ -33,6 +34,7 @@ def forked(size: int, body: Callable[[int], Any], lost: Sequence[int] = ()) -> l
 
     The ranks in `lost` are killed when the others have ended.
     """
+    compile_kernels()  # which the forks inherit
     context = multiprocessing.get_context("fork")
     found = context.Manager().list([None] * size)
 

@@ -60,7 +60,7 @@ def test_a_rank_that_dies(who: int) -> None:
 
 @pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_rank_that_stops(who: int) -> None:
-    timeout = 2.0
+    timeout = 1.0
     found = on_machines((2, 2), lose, who, "SIGSTOP", timeout=timeout, lost=[who])
     for rank in {0, 1, 2, 3} - {who}:
         assert seconds(found[rank]) < timeout + 2 * GRACE, found
@@ -120,7 +120,7 @@ def test_a_communicator_that_has_failed_says_so() -> None:
 def message(comm: ClusterCommunicator) -> str:
     if comm.rank == 0:
         return first_error(lambda: comm.recv(np.zeros(3), 1))
-    time.sleep(3)
+    time.sleep(2)
     return ""
 
 

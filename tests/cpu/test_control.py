@@ -330,7 +330,7 @@ def chained(rank: int, path: str) -> None:
 
 
 def test_ranks_of_a_part_are_named_by_both_numbers(tmp_path: Path) -> None:
-    collectives.spawn(chained, 3, args=(str(tmp_path),), timeout=2)
+    collectives.spawn(chained, 3, args=(str(tmp_path),), timeout=1)
     said = (tmp_path / "1").read_text()
     assert "rank 0 (1 of all) waits for rank 1 (2 of all) to make its call" in said
 
@@ -351,7 +351,7 @@ def in_line(rank: int, path: str) -> None:
 
 def test_the_chain_of_waits_ends_at_the_culprit(tmp_path: Path) -> None:
     with pytest.raises(CollectiveTimeout, match="rank 2"):
-        collectives.spawn(in_line, 4, args=(str(tmp_path),), timeout=2)
+        collectives.spawn(in_line, 4, args=(str(tmp_path),), timeout=1)
     said = [p.read_text() for p in tmp_path.iterdir()]
     assert len(said) >= 3 and all("rank 2" in text for text in said)
 
@@ -418,9 +418,9 @@ def messages_that_never_come(rank: int, path: str) -> list[str]:
 
 
 def test_a_message_that_never_comes_is_the_receivers_error_alone(tmp_path: Path) -> None:
-    found = collectives.spawn(messages_that_never_come, 3, args=(str(tmp_path),), timeout=2)
+    found = collectives.spawn(messages_that_never_come, 3, args=(str(tmp_path),), timeout=1)
     assert [said[-1] for said in found] == ["3.0"] * 3
-    assert "rank 0 waits for rank 1 to send for 2 s" in found[0][0]
+    assert "rank 0 waits for rank 1 to send for 1 s" in found[0][0]
 
 
 def a_function_that_raises(rank: int) -> list[str]:

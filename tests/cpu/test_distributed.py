@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # which DDP imports: here once, not in every rank
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from machines import forked, pretend
@@ -128,7 +129,7 @@ def handles(rank: int, size: int, group: Any) -> list[torch.Tensor]:
     return [x, *y, z, value, w, t, *(part for row in lists for part in row)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 2, 5])
 def test_calls_give_what_gloo_gives(size: int) -> None:
     assert run(size, both) == [True] * size
 
@@ -150,7 +151,7 @@ def test_another_backend_for_the_cpu() -> None:
     found = run(2, of_each_device, backend="cpu:gloo,cuda:linkweave")
     assert found == [("cpu:gloo,cuda:linkweave", True)] * 2
     assert run(2, of_each_device, backend="cpu:linkweave") == [("cpu:linkweave", False)] * 2
-    assert run(3, both, backend="cpu:gloo,cuda:linkweave") == [True] * 3
+    assert run(2, both, backend="cpu:gloo,cuda:linkweave") == [True] * 2
 
 
 def train(rank: int) -> bool:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 def opposite(rank: int) -> str:
     """Rank 0 calls its first group and then its second, rank 1 the other way round."""
-    groups = [dist.new_group(timeout=timedelta(seconds=2)) for _ in range(2)]
+    groups = [dist.new_group(timeout=timedelta(seconds=1)) for _ in range(2)]
     start = time.monotonic()
     try:
         for group in groups if rank == 0 else groups[::-1]:
@@ -48,7 +48,7 @@ dist.init_process_group("linkweave")
 rank, attempt = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]
 x = torch.full((100_000,), rank + 1.0)
 dist.all_reduce(x)
-assert (x == 6).all()
+assert (x == 3).all()
 if attempt == "0" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 try:
@@ -64,7 +64,7 @@ dist.destroy_process_group()
 def test_torchrun_restarts_a_job_that_has_lost_a_rank(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(_RESTARTED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3",
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
                "--max-restarts=1", str(script)]  # fmt: skip
     before = sorted(os.listdir("/dev/shm"))
     done = subprocess.run(
@@ -73,7 +73,7 @@ def test_torchrun_restarts_a_job_that_has_lost_a_rank(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     said = done.stdout
-    assert sorted(re.findall(r"attempt 1 rank (\d) has 18", said)) == ["0", "1", "2"]
+    assert sorted(re.findall(r"attempt 1 rank (\d) has 6", said)) == ["0", "1"]
     for survivor in re.findall(r"attempt 0 rank \d (Coll.*)", said):  # unless torchrun was faster
         assert re.match(r"CollectiveAborted: rank 1 \(process \d+\) died", survivor)
     assert sorted(os.listdir("/dev/shm")) == before

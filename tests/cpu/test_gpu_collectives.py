@@ -84,10 +84,11 @@ def every_collective(rank: int, n: int, machine: Machine, forked: bool) -> list[
 
 
 @pytest.mark.parametrize(
-    ("size", "machine"), [(1, False), (2, False), (3, False), (5, False), (3, True)],
+    ("mode", "size", "machine"),
+    [*(("threads on one GPU", size, False) for size in (1, 2, 5)),
+     *((mode, 3, one_queue) for mode in MODES for one_queue in (False, True))],
     indirect=["machine"],
 )  # fmt: skip
-@pytest.mark.parametrize("mode", MODES)
 def test_every_collective(mode: str, size: int, machine: Machine) -> None:
     forked = "virtual" not in MODES[mode]
     arguments = (1009, machine, forked)

@@ -192,7 +192,7 @@ def impatient(rank: int) -> str:
     comm.allreduce(x := tensor([1.0] * 4))
     comm.synchronize()
     if rank == 1:
-        time.sleep(4.5)
+        time.sleep(2.5)
         return "late"
     comm.allreduce(x)
     while (text := said(comm.synchronize)) == "no error":
@@ -201,7 +201,7 @@ def impatient(rank: int) -> str:
 
 
 def test_a_deadline_is_never_taken_for_an_abort(machine: Machine) -> None:
-    found = collectives.spawn(impatient, 2, "mesh-2", timeout=2, **PROCESSES)
+    found = collectives.spawn(impatient, 2, "mesh-2", timeout=1, **PROCESSES)
     assert found[0].startswith("CollectiveTimeout: rank 0 waits for the data of chunk 0 on channel")
 
 
@@ -234,7 +234,7 @@ def leaving_early(rank: int, machine: Machine) -> list[Any]:
     comm.synchronize()
     start = time.monotonic()
     if rank:
-        time.sleep(3)
+        time.sleep(1.6)
     before = said(comm.synchronize)  # the other one has closed longer ago than a wait may last
     comm.close()
     return [before, time.monotonic() - start, len(machine.left()), x.array.tolist()]
@@ -242,10 +242,10 @@ def leaving_early(rank: int, machine: Machine) -> list[Any]:
 
 def test_closing_waits_for_those_that_use_our_memory_and_aborts_nobody(machine: Machine) -> None:
     for before, seconds, left, values in collectives.spawn(
-        leaving_early, 2, "mesh-2", (machine,), timeout=2, **PROCESSES
+        leaving_early, 2, "mesh-2", (machine,), timeout=1, **PROCESSES
     ):
         assert (before, left, values) == ("no error", 0, [2.0] * 4)
-        assert 2.9 < seconds < 25
+        assert 1.5 < seconds < 25
 
 
 def unequal(index: int) -> HostDevice:
@@ -367,12 +367,12 @@ def one_thread_gives_up(rank: int) -> str:
     comm.allreduce(x := tensor([1.0] * 4))
     comm.synchronize()
     if rank == 2:
-        time.sleep(4)
+        time.sleep(2)
     return said(lambda: comm.allreduce(x))
 
 
 def test_nothing_is_launched_once_a_thread_has_given_up(machine: Machine) -> None:
-    found = collectives.spawn(one_thread_gives_up, 3, "mesh-3", timeout=2, **THREADS)
+    found = collectives.spawn(one_thread_gives_up, 3, "mesh-3", timeout=1, **THREADS)
     assert all(text != "no error" for text in found)
     assert len(machine.ours()[0].launches) == 1
 

@@ -102,7 +102,7 @@ def test_partners_combine_in_one_order(size: int) -> None:
         assert got[0][at] == reference.run(plan, inputs, op)[0].tobytes()
 
 
-LENGTHS = (1, 2, 5, 8, 1009, 30_011, 70_000)
+LENGTHS = (1, 5, 8, 1009, 70_000)
 
 
 def through_the_api(rank: int, names: list[str]) -> list[bytes]:
@@ -122,7 +122,7 @@ def through_the_api(rank: int, names: list[str]) -> list[bytes]:
     return results
 
 
-@pytest.mark.parametrize("name", ["dgx1-v100", *(f"cpu-{n}" for n in (1, 2, 3, 5, 7, 8))])
+@pytest.mark.parametrize("name", ["dgx1-v100", *(f"cpu-{n}" for n in (1, 2, 3, 5, 8))])
 def test_named_algorithms(name: str) -> None:
     topology = load(name)
     size = len(topology.gpus)

@@ -225,13 +225,14 @@ class CpuExecutor:
 def compile_kernels() -> None:
     """Load the machine code of the common case, or compile it if it is not cached yet."""
     combine_address("float32", "sum")
-    word, pairs = np.zeros(1, np.int64), np.zeros((0, 2), np.int64)
+    word, pairs = np.zeros(2, np.int64), np.zeros((0, 2), np.int64)
     none, state = word[:0], np.zeros(kernel.STATE_FIELDS, np.int64)
+    notices = np.full((2, 2), -1, np.int64)[:, :1]  # rows apart, as several ranks have them
     finished = np.zeros(1, np.int64)
     state[kernel.STRIDE] = state[kernel.UNITS] = 1
     state[kernel.FINISHED] = state[kernel.POSTED] = finished.ctypes.data
     kernel.call(
-        state, np.full(1, -1, np.int64), np.full((1, 1), -1, np.int64),
+        state, np.full(1, -1, np.int64), notices,
         np.zeros((2, 0), np.int64), none, none, np.zeros((0, 0), np.int64),
         np.array([0, 1], np.int32), pairs, pairs, none, none, none,
         np.zeros((0, 6), np.int64), np.zeros((0, 3), np.int64), word, word,

@@ -19,15 +19,15 @@
 #include <deque>
 #include <vector>
 
-#include <immintrin.h>
 #include <sched.h>
 #include <time.h>
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 #define OS_THREADS
-#include <barrier>
 #include <mutex>
 #include <thread>
+
+#include <pthread.h>
 #ifdef __SANITIZE_THREAD__
 #include <sanitizer/tsan_interface.h>
 #endif
@@ -48,7 +48,11 @@ namespace shim {
 struct Index { unsigned x; };
 constexpr unsigned WARP = 32;
 #ifdef OS_THREADS
-typedef std::barrier<> Barrier;
+struct Barrier {  // C++20 has one, but its headers take longer to compile than the kernels
+    pthread_barrier_t barrier;
+    explicit Barrier(unsigned threads) { pthread_barrier_init(&barrier, nullptr, threads); }
+    ~Barrier() { pthread_barrier_destroy(&barrier); }
+};
 #else
 struct Barrier {
     unsigned threads, arrived = 0, passed = 0;  // how many have arrived; how often it was opened
@@ -121,7 +125,7 @@ inline void read_line(void*) {}
 #endif
 
 #ifdef OS_THREADS
-inline void meet(Barrier& barrier) { barrier.arrive_and_wait(); }
+inline void meet(Barrier& barrier) { pthread_barrier_wait(&barrier.barrier); }
 inline unsigned& turn() {
     static thread_local unsigned mine = 0;
     return mine;
@@ -312,8 +316,16 @@ template <class T> T scan_warp(T v, T& total) {
         const T a = *argument;                                                        \
         shim::launch(blocks, threads, [&] { body(a); });                              \
     }
-inline float half_bits_to_float(unsigned short h) { return _cvtsh_ss(h); }
-inline unsigned short float_to_half_bits(float f) { return _cvtss_sh(f, 0); }
+inline float half_bits_to_float(unsigned short h) {
+    float f;
+    asm("vmovd %1, %0\n\tvcvtph2ps %0, %0" : "=x"(f) : "r"(unsigned(h)));
+    return f;
+}
+inline unsigned short float_to_half_bits(float f) {
+    unsigned h;
+    asm("vcvtps2ph $0, %1, %1\n\tvmovd %1, %0" : "=r"(h), "+x"(f));
+    return (unsigned short)h;
+}
 inline uint32_t float_bits(float f) {
     uint32_t b;
     std::memcpy(&b, &f, 4);
