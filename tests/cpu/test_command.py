@@ -350,7 +350,7 @@ def test_the_readmes_examples_run(block: str, tmp_path: Path) -> None:
     script.write_text(block)
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=100,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        env={"PYTHONPATH": str(ROOT), "PATH": ""}, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout
