@@ -134,6 +134,7 @@ class DataParallel(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of the module's parameters."""
+        self.synchronize()  # a step may be left out
         if not set_to_none:  # gradients under way must not be overwritten
             self.finish()
         self.module.zero_grad(set_to_none)
@@ -287,7 +288,9 @@ _ELSEWHERE = {
 def _same_model(transport: Transport, module: nn.Module) -> None:
     """Copy rank 0's parameters and buffers. Raises CollectiveError unless all ranks have them."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    names = [f"{name} {t.dtype} {tuple(t.shape)}" for name, t in tensors.items()]
+    names = [
+        f"{name} {t.dtype} {tuple(t.shape)} {t.requires_grad}" for name, t in tensors.items()
+    ]
     rows = transport.share(hashlib.sha256("\n".join(names).encode()).digest())
     if other := [rank for rank, row in enumerate(rows) if row != rows[0]]:
         raise CollectiveError(
