@@ -50,6 +50,7 @@ class Engine:
         self.sends = True  # whether backward passes send gradients
         self.state = State.IDLE
         self._pending: set[int] = set()
+        self._passed: set[int] = set()  # units that a forward pass has left pending
         self._left: list[int] = []  # parameters of each unit whose gradients are to come
         self._version = 0
         self._gates: dict[nn.Module, list[int]] = {}
@@ -89,11 +90,10 @@ class Engine:
         self._check()
         if self.state is State.SENDING:  # no step: gradients are accumulated, or dropped
             self.synchronize()
-        if self.state is State.PENDING and self.arena.version != self._version:
-            self._abort("a gradient was changed after optimizer.step(), while it was being sent")
 
     def end_forward(self) -> None:
         self.record.forward_end = time.perf_counter()
+        self._passed = self._pending.copy()
 
     def _before(self, module: nn.Module, _: Any) -> None:
         """Before the forward pass of a module: its parameters must be final."""
@@ -106,6 +106,8 @@ class Engine:
 
     def _apply(self, index: int) -> None:
         """Wait for a unit and update its parameters."""
+        if self.arena.version != self._version:
+            self._abort("a gradient was changed after optimizer.step(), while it was being sent")
         self._await(lambda: self.lanes.wait(index))
         self._pending.discard(index)
         unit = self.units[index]
@@ -120,6 +122,7 @@ class Engine:
             for parameter, keep in zip(unit.parameters, kept, strict=True):
                 if not keep:  # zero_grad has been called since
                     parameter.grad = None
+        self._version = self.arena.version  # some optimizers write to gradients
         self.record.updates[index] = begun, time.perf_counter()
         if not self._pending:
             self.state = State.IDLE
@@ -152,12 +155,35 @@ class Engine:
         """What follows the accumulation of a parameter's gradient."""
 
         def accumulated(_: Any) -> None:
+            self._check_gradient(index, i)
             self.arena.adopt(index, i)
             self._left[index] -= 1
             if not self._left[index] and self.sends:
                 self._collected(index)
 
         return accumulated
+
+    def _check_gradient(self, index: int, i: int) -> None:
+        """Raise for a gradient that cannot be averaged, or comes after its unit was sent."""
+        name, gradient = self.units[index].names[i], self.units[index].parameters[i].grad
+        assert gradient is not None
+        if gradient.layout is not torch.strided:
+            self._abort(f"the gradient of {name} is sparse; only dense ones are averaged")
+        if gradient.requires_grad:
+            self._abort(
+                f"the gradient of {name} has a graph of its own, which averages lose: call "
+                "torch.autograd.grad in place of backward(create_graph=True)"
+            )
+        if index in self._passed:
+            self._abort(
+                f"{name} was used before it was updated, by another module than in the first "
+                "forward pass: pass a schedule that is not chained"
+            )
+        if not self._left[index] and self.sends:
+            self._abort(
+                f"{self.units[index].name} got gradients twice in a backward pass: pass "
+                "use_reentrant=False to checkpoint"
+            )
 
     def _collected(self, index: int) -> None:
         self.arena.collect(index)
@@ -173,6 +199,7 @@ class Engine:
             if left:
                 self._collected(index)
         self._version = self.arena.version
+        self._passed = set()
         self.state = State.SENDING
         if not self.program.chained:
             self.synchronize()
@@ -205,6 +232,7 @@ class Engine:
             self.update.snapshot()
             self.state = State.PENDING
             self._pending = set(range(len(self.units)))
+            self._passed = set()
             with torch.no_grad():
                 self.update.part(self.update.others(self.units))
         else:
