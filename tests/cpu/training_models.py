@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
@@ -137,6 +138,13 @@ def schedules(name: str) -> dict[str, Schedule]:
     inputs = MODELS[name][1](0, 2)[0]
     model = made(name)
     return {policy: schedule_for(model, inputs, policy=policy) for policy in overlap.POLICIES}
+
+
+@pytest.fixture(scope="session")
+def imported() -> None:
+    """Ranks are forked with what a first step imports, which takes seconds."""
+    model = made("transformer")
+    train("transformer", model, adamw(model.parameters()), range(1))
 
 
 # ---- loops ---------------------------------------------------------------------------------------
