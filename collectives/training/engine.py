@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError
-from linkweave.collectives.overlap.units import Unit
+from linkweave.collectives.overlap.units import Unit, tensors_in
 from linkweave.collectives.training.arena import Arena
 from linkweave.collectives.training.lanes import Lanes
 from linkweave.collectives.training.program import Program, at_once
@@ -53,6 +53,7 @@ class Engine:
         self._passed: set[int] = set()  # units that a forward pass has left pending
         self._left: list[int] = []  # parameters of each unit whose gradients are to come
         self._version = 0
+        self._ends = False  # whether `_end_backward` will be called
         self._gates: dict[nn.Module, list[int]] = {}
         self._handles: list[Any] = []
         self._install(model)
@@ -88,10 +89,15 @@ class Engine:
     def begin_forward(self) -> None:
         """Before the model's forward pass."""
         self._check()
+        self._ends = False
         if self.state is State.SENDING:  # no step: gradients are accumulated, or dropped
             self.synchronize()
 
-    def end_forward(self) -> None:
+    def end_forward(self, result: Any) -> None:
+        """After the model's forward pass, with what it returned."""
+        for tensor in tensors_in(result):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._enter_backward())
         self.record.forward_end = time.perf_counter()
         self._passed = self._pending.copy()
 
@@ -133,6 +139,16 @@ class Engine:
             parameter.grad = gradient
 
     # ---- backward ----------------------------------------------------------------------------
+    def _enter_backward(self) -> None:
+        """Make sure that `_end_backward` is called at the end of this pass of autograd.
+
+        Hooks of the model's results do so, as the first gradient may come in a pass inside this
+        one: that of a checkpoint.
+        """
+        if not self._ends:
+            self._ends = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
     def _begin_backward(self) -> None:
         """Before the first gradient of a backward pass is accumulated."""
         if self.state is State.BACKWARD:  # of a checkpoint, inside another one
@@ -145,11 +161,11 @@ class Engine:
         if self.sends:
             last = self.record
             last.sent = self.lanes.sent
-            self.record = StepRecord(last.forward_end)
+            self.record = StepRecord(last.forward_end or last.begun)
             if last.ready:
                 self.last_step = last
             self.lanes.begin()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._enter_backward()
 
     def _hook(self, index: int, i: int) -> Callable[[Any], None]:
         """What follows the accumulation of a parameter's gradient."""
@@ -191,6 +207,9 @@ class Engine:
         self.lanes.ready(index)
 
     def _end_backward(self) -> None:
+        self._ends = False
+        if self.state is not State.BACKWARD:  # no gradient of a parameter: torch.autograd.grad
+            return
         if not self.sends:
             self.state = State.IDLE
             return

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import copy
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from training_models import (
     Batch,
@@ -28,6 +29,7 @@ from training_models import (
     sgd,
     share,
     train,
+    wrong_order,
 )
 
 from linkweave import collectives
@@ -44,7 +46,10 @@ def case(function: Callable[[int], None]) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("body", CASES, ids=lambda body: body.__name__)
-def test_case(body: Callable[[int], None]) -> None:
+def test_case(body: Callable[[int], None], request: pytest.FixtureRequest) -> None:
+    if body is the_last_state_on_rank_0_only:
+        reason = "a rank that returns does not wait for the last step's all-reduces"
+        request.applymarker(pytest.mark.xfail(raises=CollectiveError, reason=reason))
     collectives.spawn(body, SIZE, timeout=8)
 
 
@@ -478,9 +483,7 @@ def the_last_state_on_rank_0_only(rank: int) -> None:
     pair = Pair()
     pair.steps(0, 1)
     if rank == 0:
-        import time
-
-        time.sleep(0.3)  # the others have returned
+        time.sleep(0.3)  # the other has returned
         assert apart(pair.model.state_dict(), pair.alone.state_dict()) < 1e-13
 
 
@@ -545,13 +548,17 @@ class Raises(nn.Module):
 
 @case
 def an_exception_in_the_forward_pass(rank: int) -> None:
-    for optimizer in (sgd, adamw, lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True, foreach=True)):
+    for optimizer in (
+        sgd,
+        adamw,
+        lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True, foreach=True),
+    ):
         pair = Pair(Raises, optimizer)
         for first in (True, False):
             if not first:
                 pair.steps(0, 1)
             pair.inner.when = "forward"
-            assert error_of(lambda: pair.loss(2), ValueError) == "forward"
+            assert error_of(lambda pair=pair: pair.loss(2), ValueError) == "forward"
             pair.inner.when = ""
             pair.steps(2, 3)
         pair.close()
@@ -680,7 +687,10 @@ def a_closure(rank: int) -> None:
             for optimizer, part in ((pair.optimizer, "mine"), (pair.alone_optimizer, "all")):
 
                 def closure(
-                    optimizer: Any = optimizer, part: str = part, number: int = number
+                    optimizer: Any = optimizer,
+                    part: str = part,
+                    number: int = number,
+                    pair: Pair = pair,
                 ) -> torch.Tensor:
                     optimizer.zero_grad()
                     loss = pair.loss(number, part)
@@ -704,10 +714,8 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for name, part in zip("abc", self.parts, strict=True):
-            if name in self.which:
-                x = checkpoint(part, x, use_reentrant=self.reentrant)
-            else:
-                x = part(x)
+            again = name in self.which
+            x = checkpoint(part, x, use_reentrant=self.reentrant) if again else part(x)
         return x
 
 
@@ -719,6 +727,11 @@ def activation_checkpointing(rank: int) -> None:
                 continue  # inputs without a gradient: torch warns, and computes none
             pair = Pair(lambda r=reentrant, w=which: Checkpointed(w, r))
             pair.steps(0, 1, 2)
+            record = pair.model.last_step  # of a whole step, not of a checkpoint's pass
+            assert (
+                record.step[1] > record.backward_end > max(record.ready.values()) > record.begun > 0
+            )
+            assert wrong_order(pair.model) == []
             pair.close()
 
 
@@ -790,7 +803,9 @@ def mixed_dtypes(rank: int) -> None:
 @case
 def buffers_of_batch_norm(rank: int) -> None:
     torch.manual_seed(rank)  # rank 0's parameters and buffers are those of all
-    inner = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)).double()
+    inner = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)
+    ).double()
     inner[2].running_mean += rank + 1
     inner[2].num_batches_tracked += 7 * rank
     optimizer = sgd(inner.parameters())
@@ -958,7 +973,9 @@ def an_optimizer_of_the_users(rank: int) -> None:
 
     class Own(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
-            total = sum(float(p.grad.square().sum()) for g in self.param_groups for p in g["params"])
+            total = sum(
+                float(p.grad.square().sum()) for g in self.param_groups for p in g["params"]
+            )
             for group in self.param_groups:
                 for p in group["params"]:
                     p.data.sub_(p.grad / (1 + total) ** 0.5)
@@ -1109,7 +1126,9 @@ def outputs_and_losses_of_any_shape(rank: int) -> None:
         cross_entropy(alone(x), y).backward()
         optimizer.step()
         alone_optimizer.step()
-    assert apart(inner.body.state_dict() if model.finish() is None else {}, alone.state_dict()) < 1e-13
+    assert (
+        apart(inner.body.state_dict() if model.finish() is None else {}, alone.state_dict()) < 1e-13
+    )
     model.close()
 
 

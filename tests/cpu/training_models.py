@@ -123,7 +123,9 @@ def profile(model: nn.Module, *inputs: Any) -> Profile:
     return Profile(tuple(layers))
 
 
-def schedule_for(model: nn.Module, *inputs: Any, policy: str = "bytescheduler", **extra: Any) -> Any:
+def schedule_for(
+    model: nn.Module, *inputs: Any, policy: str = "bytescheduler", **extra: Any
+) -> Any:
     """A policy's schedule, in small pieces, so that tiny models have several all-reduces."""
     options: dict[str, dict[str, Any]] = {
         "bytescheduler": {"partition": 256, "credit": 2}, "us-byte": {"partition": 256},
