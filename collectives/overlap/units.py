@@ -86,7 +86,7 @@ class Recorder:
                 self, function: Any, types: Any, args: Any = (), kwargs: Any = None
             ) -> Any:
                 result = function(*args, **(kwargs or {}))
-                if next(_tensors(result), None) is not None:  # not a shape or dtype
+                if next(tensors_in(result), None) is not None:  # not a shape or dtype
                     recorder._used([args, kwargs])
                 return result
 
@@ -114,7 +114,7 @@ class Recorder:
         self._running.pop()
 
     def _used(self, values: Any) -> None:
-        for tensor in _tensors(values):
+        for tensor in tensors_in(values):
             if (name := self._names.get(id(tensor))) is not None:
                 self._gates.setdefault(name, self._running[-1])
 
@@ -133,7 +133,7 @@ class Recorder:
         return [(gate, names) for gate, names in [("", unused), *found.items()] if names]
 
 
-def _tensors(value: Any) -> Iterator[Any]:
+def tensors_in(value: Any) -> Iterator[Any]:
     """The tensors in nested lists, tuples and dictionaries."""
     import torch
 
@@ -141,10 +141,10 @@ def _tensors(value: Any) -> Iterator[Any]:
         yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 def units_of(model: nn.Module, gates: list[tuple[str, list[str]]]) -> list[Unit]:

@@ -95,7 +95,7 @@ class DataParallel(nn.Module):
             self._planner.before_pass()
         self._engine.begin_forward()
         result = self.module(*args, **kwargs)
-        self._engine.end_forward()
+        self._engine.end_forward(result)
         return result
 
     def _first_forward(self, args: Any, kwargs: Any) -> Any:
@@ -118,7 +118,7 @@ class DataParallel(nn.Module):
         self._trained = [p.requires_grad for p in self._all]
         chains = self._update.separable and not _compiled(self.module)
         self._planner = Planner(self._schedule, self._engine, chains)
-        self._engine.end_forward()
+        self._engine.end_forward(result)
         return result
 
     def step(self, closure: Any = None) -> Any:
@@ -139,6 +139,7 @@ class DataParallel(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of the module's parameters."""
+        self.synchronize()  # a step may be left out
         if not set_to_none:  # gradients under way must not be overwritten
             self.finish()
         self.module.zero_grad(set_to_none)
@@ -304,7 +305,7 @@ _ELSEWHERE = {
 def _same_model(transport: Transport, module: nn.Module) -> None:
     """Copy rank 0's parameters and buffers. Raises CollectiveError unless all ranks have them."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    names = [f"{name} {t.dtype} {tuple(t.shape)}" for name, t in tensors.items()]
+    names = [f"{name} {t.dtype} {tuple(t.shape)} {t.requires_grad}" for name, t in tensors.items()]
     rows = transport.share(hashlib.sha256("\n".join(names).encode()).digest())
     if other := [rank for rank, row in enumerate(rows) if row != rows[0]]:
         raise CollectiveError(

@@ -11,7 +11,7 @@ from torch import nn
 
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError
 from linkweave.collectives.overlap.clock import clock_of
-from linkweave.collectives.overlap.units import Unit
+from linkweave.collectives.overlap.units import Unit, tensors_in
 from linkweave.collectives.training.arena import Arena
 from linkweave.collectives.training.host_lanes import HostLanes
 from linkweave.collectives.training.lanes import Lanes
@@ -55,8 +55,10 @@ class Engine:
         self.sends = True  # whether backward passes send gradients
         self.state = State.IDLE
         self._pending: set[int] = set()
+        self._passed: set[int] = set()  # units that a forward pass has left pending
         self._left: list[int] = []  # parameters of each unit whose gradients are to come
         self._version = 0
+        self._ends = False  # whether `_end_backward` will be called
         self._gates: dict[nn.Module, list[int]] = {}
         self._handles: list[Any] = []
         self._install(model)
@@ -93,13 +95,17 @@ class Engine:
     def begin_forward(self) -> None:
         """Before the model's forward pass."""
         self._check()
+        self._ends = False
         if self.state is State.SENDING:  # no step: gradients are accumulated, or dropped
             self.synchronize()
-        if self.state is State.PENDING and self.arena.version != self._version:
-            self._abort("a gradient was changed after optimizer.step(), while it was being sent")
 
-    def end_forward(self) -> None:
+    def end_forward(self, result: Any) -> None:
+        """After the model's forward pass, with what it returned."""
+        for tensor in tensors_in(result):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._enter_backward())
         self.record.forward_end = self.clock.now()
+        self._passed = self._pending.copy()
 
     def _before(self, module: nn.Module, _: Any) -> None:
         """Before the forward pass of a module: its parameters must be final."""
@@ -114,6 +120,8 @@ class Engine:
 
     def _apply(self, index: int) -> None:
         """Wait for a unit and update its parameters."""
+        if self.arena.version != self._version:
+            self._abort("a gradient was changed after optimizer.step(), while it was being sent")
         self._await(lambda: self.lanes.wait(index))
         self._pending.discard(index)
         unit = self.units[index]
@@ -128,6 +136,7 @@ class Engine:
             for parameter, keep in zip(unit.parameters, kept, strict=True):
                 if not keep:  # zero_grad has been called since
                     parameter.grad = None
+        self._version = self.arena.version  # some optimizers write to gradients
         self.record.updates[index] = begun, self.clock.now()
         if not self._pending:
             self.state = State.IDLE
@@ -138,6 +147,16 @@ class Engine:
             parameter.grad = gradient
 
     # ---- backward ----------------------------------------------------------------------------
+    def _enter_backward(self) -> None:
+        """Make sure that `_end_backward` is called at the end of this pass of autograd.
+
+        Hooks of the model's results do so, as the first gradient may come in a pass inside this
+        one: that of a checkpoint.
+        """
+        if not self._ends:
+            self._ends = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
     def _begin_backward(self) -> None:
         """Before the first gradient of a backward pass is accumulated."""
         if self.state is State.BACKWARD:  # of a checkpoint, inside another one
@@ -150,16 +169,17 @@ class Engine:
         if self.sends:
             last = self.record
             last.sent = self.lanes.sent
-            self.record = StepRecord(last.forward_end)
+            self.record = StepRecord(last.forward_end or last.begun)
             if last.ready:
                 self.last_step = last
             self.lanes.begin()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._enter_backward()
 
     def _hook(self, index: int, i: int) -> Callable[[Any], None]:
         """What follows the accumulation of a parameter's gradient."""
 
         def accumulated(_: Any) -> None:
+            self._check_gradient(index, i)
             self.arena.adopt(index, i)
             self._left[index] -= 1
             if not self._left[index] and self.sends:
@@ -167,12 +187,37 @@ class Engine:
 
         return accumulated
 
+    def _check_gradient(self, index: int, i: int) -> None:
+        """Raise for a gradient that cannot be averaged, or comes after its unit was sent."""
+        name, gradient = self.units[index].names[i], self.units[index].parameters[i].grad
+        assert gradient is not None
+        if gradient.layout is not torch.strided:
+            self._abort(f"the gradient of {name} is sparse; only dense ones are averaged")
+        if gradient.requires_grad:
+            self._abort(
+                f"the gradient of {name} has a graph of its own, which averages lose: call "
+                "torch.autograd.grad in place of backward(create_graph=True)"
+            )
+        if index in self._passed:
+            self._abort(
+                f"{name} was used before it was updated, by another module than in the first "
+                "forward pass: pass a schedule that is not chained"
+            )
+        if not self._left[index] and self.sends:
+            self._abort(
+                f"{self.units[index].name} got gradients twice in a backward pass: pass "
+                "use_reentrant=False to checkpoint"
+            )
+
     def _collected(self, index: int) -> None:
         self.arena.collect(index)
         self.record.ready[index] = self.clock.now()
         self.lanes.ready(index)
 
     def _end_backward(self) -> None:
+        self._ends = False
+        if self.state is not State.BACKWARD:  # no gradient of a parameter: torch.autograd.grad
+            return
         if not self.sends:
             self.state = State.IDLE
             return
@@ -181,6 +226,7 @@ class Engine:
             if left:
                 self._collected(index)
         self._version = self.arena.version
+        self._passed = set()
         self.state = State.SENDING
         if not self.program.chained:
             self.synchronize()
@@ -217,6 +263,7 @@ class Engine:
             self.update.snapshot()
             self.state = State.PENDING
             self._pending = set(range(len(self.units)))
+            self._passed = set()
             with torch.no_grad():
                 self.update.part(self.update.others(self.units))
         else:

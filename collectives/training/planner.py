@@ -47,7 +47,7 @@ class Planner:
         self.schedule: Schedule | None = None
         """What is carried out, with its predictions; None while times are being measured."""
         if isinstance(schedule, Schedule):
-            self._adopt(schedule)
+            self._adopt(schedule if chains else replace(schedule, chained=False))
 
     def before_pass(self) -> None:
         record = self._engine.last_step

@@ -104,6 +104,11 @@ class OverCommunicator:
         self._own.close()  # and its splits
 
 
+_FREE: dict[Any, list[Any]] = {}
+"""Groups of closed transports, by the group that has their ranks. They are used again, because
+torch.distributed would give a new group the name, and with it the addresses, of a destroyed one."""
+
+
 class OverGroup:
     """Lanes are process groups of the same ranks and backend; torch.distributed moves the data."""
 
@@ -116,12 +121,15 @@ class OverGroup:
         self._group = group
         self._own = self._made()  # the caller goes on using the group
         self._lanes: list[Any] = []
+        self._aborted = False
         self._averages = dist.get_backend(group) == "nccl"  # gloo has no such op
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(count, dtype=dtype, device=device)
 
     def _made(self) -> Any:
+        if free := _FREE.get(self._group):
+            return free.pop()
         return dist.new_group(
             dist.get_process_group_ranks(self._group), backend=dist.get_backend(self._group),
             use_local_synchronization=True,
@@ -149,12 +157,13 @@ class OverGroup:
         return found
 
     def abort(self) -> None:
+        self._aborted = True
         for group in (*self._lanes, self._own):
             group.abort()
 
     def close(self) -> None:
-        for group in (*self._lanes, self._own):
-            dist.destroy_process_group(group)
+        if not self._aborted:
+            _FREE.setdefault(self._group, []).extend([self._own, *self._lanes])
 
 
 def transport_of(group: Any) -> Transport | None:

@@ -1,0 +1,204 @@
+"""`DataParallel` trains as one process does, by every policy, and carries out its program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from training_models import (
+    MODELS,
+    OPTIMIZERS,
+    adamw,
+    apart,
+    copied,
+    imported,  # noqa: F401
+    made,
+    on_all,
+    same,
+    schedules,
+    sgd,
+    train,
+    wrong_order,
+)
+
+import linkweave
+from linkweave import collectives
+from linkweave.collectives import DataParallel, overlap
+from linkweave.collectives.overlap import Schedule
+
+pytestmark = pytest.mark.usefixtures("imported")
+State = dict[str, torch.Tensor]
+
+
+def alone(name: str, kind: str, steps: int, size: int) -> State:
+    """One process that trains on the batches of all ranks."""
+    model = made(name)
+    train(name, model, OPTIMIZERS[kind](model.parameters()), range(steps), each=2 * size)
+    return copied(model.state_dict())
+
+
+def together(name: str, kind: str, steps: int, schedule: Schedule, check: bool = True) -> State:
+    """The state of this rank after training; raises unless the program was carried out."""
+    comm = collectives.get_default()
+    inner = made(name)
+    optimizer = OPTIMIZERS[kind](inner.parameters())
+    with DataParallel(inner, optimizer, schedule=schedule) as model:
+        train(name, model, optimizer, range(steps), comm.rank, comm.size)
+        if check:
+            assert wrong_order(model) == []
+        state = copied(model.state_dict())
+    assert on_all(comm, state)
+    return state
+
+
+def every_policy(
+    rank: int, plans: dict[str, dict[str, Schedule]], kinds: dict[str, list[str]], steps: int
+) -> dict[str, float]:
+    """How far each model is from one process; raises unless all policies give the same bits."""
+    size, found = collectives.get_default().size, {}
+    for name, made_for in plans.items():
+        for kind in kinds[name]:
+            first: State = {}
+            for policy, schedule in made_for.items():
+                for chained in (False, True):
+                    planned = replace(schedule, chained=chained)
+                    state = together(name, kind, steps, planned, check=size > 1)
+                    first = first or state
+                    assert same(state, first), (name, kind, policy, chained)
+            found[f"{name} {kind}"] = apart(first, alone(name, kind, steps, size))
+    return found
+
+
+ALL = {name: ["sgd", "adamw"] for name in MODELS}
+SOME = {"cnn": ["sgd"], "transformer": ["adamw"], "partial": ["adamw"]}
+ONE = {"transformer": ["sgd"]}
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, dict[str, Schedule]]:
+    return {name: schedules(name) for name in MODELS}
+
+
+@pytest.mark.parametrize(
+    ("size", "kinds", "steps"),
+    [
+        (1, SOME, 2), (2, SOME, 3), (3, ONE, 2), (5, ONE, 2), (8, ONE, 2),
+        *[pytest.param(size, ALL, 3, marks=pytest.mark.slow) for size in (2, 3, 5, 8)],
+    ],
+)  # fmt: skip
+def test_every_policy_trains_as_one_process(
+    plans: Any, size: int, kinds: dict[str, list[str]], steps: int
+) -> None:
+    args = ({name: plans[name] for name in kinds}, kinds, steps)
+    found = collectives.spawn(every_policy, size, args=args, timeout=20, order="fixed")
+    assert len(found[0]) == sum(map(len, kinds.values()))
+    assert max(found[0].values()) < 1e-10  # Adam divides gradients of 1e-17 by 1e-8
+
+
+def long(rank: int, plans: dict[str, dict[str, Schedule]]) -> list[float]:
+    size, found = collectives.get_default().size, []
+    for (name, kind), policy in zip(
+        {"cnn": "adamw", "transformer": "sgd", "partial": "adamw"}.items(),
+        ("optimal", "bytescheduler", "c-cube"), strict=True,
+    ):  # fmt: skip
+        state = together(name, kind, 200, replace(plans[name][policy], chained=True))
+        found.append(apart(state, alone(name, kind, 200, size)))
+    return found
+
+
+def test_200_steps(plans: Any) -> None:
+    found = collectives.spawn(long, 2, args=(plans,), timeout=20)
+    assert max(found[0]) < 1e-10, found
+
+
+def test_policies_differ(plans: Any) -> None:
+    """Programs of all kinds are carried out above: several lanes, cut, fused and streamed."""
+    for name, made_for in plans.items():
+        programs = {repr(schedule.communications) for schedule in made_for.values()}
+        assert len(programs) >= 6, name
+        sends = [c for schedule in made_for.values() for c in schedule.communications]
+        assert {c.lane for c in sends} >= {0, 1}
+        assert any(c.streamed for c in sends)
+        assert any(len(c.pieces) > 1 for c in sends)
+        assert any(piece.first for c in sends for piece in c.pieces)
+
+
+def measured(rank: int, policies: list[str]) -> dict[str, Any]:
+    """Steps are measured, then all ranks carry out the same; training stays right."""
+    comm, found = collectives.get_default(), {}
+    for policy in policies:
+        for name in ("cnn", "transformer"):
+            inner = made(name)
+            optimizer = adamw(inner.parameters())
+            model = DataParallel(inner, optimizer, schedule=policy)
+            assert model.program is None
+            sums = []
+            for step in range(12):
+                train(name, model, optimizer, range(step, step + 1), rank, comm.size)
+                sums.append(model.program.checksum)
+                assert (model.schedule is None) == (step < 8)
+            assert wrong_order(model) == []
+            assert model.schedule.policy == policy
+            assert len({*sums[:8]}) == len({*sums[8:]}) == 1
+            assert sum(layer.nbytes for layer in model.schedule.profile.layers) == sum(
+                op.nbytes for op in model.program.ops
+            )
+            assert all(0 <= layer.backward_s < 1 for layer in model.schedule.profile.layers)
+            assert all(0 <= layer.forward_s < 1 for layer in model.schedule.profile.layers)
+            state = copied(model.state_dict())
+            assert on_all(comm, state)
+            assert apart(state, alone(name, "adamw", 12, comm.size)) < 1e-10
+            found[f"{policy} {name}"] = sums[-1]
+            model.close()
+    return found
+
+
+def test_schedules_are_made_from_measured_steps() -> None:
+    found = collectives.spawn(measured, 3, args=(["auto", "us-byte", "wfbp"],), timeout=20)
+    assert len(found[0]) == 6
+    assert found[0] == found[1] == found[2]
+
+
+def of_overlap_measure(rank: int) -> None:
+    """A schedule for a measured profile is carried out from the first step on."""
+    x, y = MODELS["transformer"][1](0, 2)
+    inner = made("transformer")
+    before = copied(inner.state_dict())
+    profile = overlap.measure(inner, cross_entropy, (x, y), steps=2)
+    assert same(before, inner.state_dict())
+    assert all(p.grad is None for p in inner.parameters())
+    assert profile.name == "Transformer"
+    schedule = overlap.plan(profile, overlap.Network(1e-4, 1e-8), "mg-wfbp")
+    schedule = Schedule.from_json(of_rank_0(schedule.to_json()))
+    optimizer = sgd(inner.parameters())
+    model = DataParallel(inner, optimizer, schedule=schedule)
+    train("transformer", model, optimizer, range(3), rank, 2)
+    assert model.schedule is schedule
+    assert wrong_order(model) == []
+    assert apart(model.state_dict(), alone("transformer", "sgd", 3, 2)) < 1e-12
+    model.close()
+
+
+def of_rank_0(text: str) -> str:
+    """Rank 0's, as all ranks must have the same schedule."""
+    length = torch.tensor([len(text)])
+    collectives.broadcast(length)
+    row = torch.zeros(int(length), dtype=torch.uint8)
+    if collectives.get_default().rank == 0:
+        row = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    collectives.broadcast(row)
+    return bytes(row.tolist()).decode()
+
+
+def test_a_schedule_for_a_measured_profile() -> None:
+    collectives.spawn(of_overlap_measure, 2, timeout=10)
+
+
+def test_names() -> None:
+    assert linkweave.DataParallel is collectives.DataParallel
+    assert "DataParallel" in dir(linkweave)
+    assert isinstance(DataParallel(nn.Linear(2, 2), sgd([torch.zeros(1)])), nn.Module)

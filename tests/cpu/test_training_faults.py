@@ -1,0 +1,325 @@
+"""Ranks that die, part or differ in the order of their hooks; groups of torch.distributed."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from machines import forked
+from torch import nn
+from torch.nn.functional import cross_entropy
+from training_models import (
+    adamw,
+    apart,
+    copied,
+    error_of,
+    images,
+    imported,  # noqa: F401
+    made,
+    on_all,
+    same,
+    schedule_for,
+    sgd,
+    share,
+    train,
+    wrong_order,
+)
+
+import linkweave
+from linkweave import collectives
+from linkweave.collectives import CollectiveError, DataParallel
+
+pytestmark = pytest.mark.usefixtures("imported")
+
+
+class Dies(nn.Module):
+    """Ends its process in the middle of a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = made("cnn")
+        self.last = nn.Linear(10, 10).double()
+        self.when = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        if self.when == "forward":
+            os._exit(3)
+        if self.when == "backward":
+            x.register_hook(lambda _: os._exit(3))
+        return self.last(x)
+
+
+def survive(rank: int, when: str, chained: bool, path: str) -> None:
+    inner = Dies()
+    optimizer = adamw(inner.parameters())
+    schedule = schedule_for(Dies(), images(0, 2)[0], chained=chained)
+    model = DataParallel(inner, optimizer, schedule=schedule)
+    train("cnn", model, optimizer, range(2), rank, 3)
+    inner.when = when if rank == 1 else ""
+    start = time.monotonic()
+    said = error_of(lambda: train("cnn", model, optimizer, range(2, 9), rank, 3))
+    again = error_of(lambda: model(images(0, 2)[0]))
+    with open(f"{path}/{rank}", "w") as file:
+        file.write(f"{time.monotonic() - start}\n{said}\n{again}")
+    time.sleep(0.7)  # so that this rank's end is not what another one sees
+
+
+@pytest.mark.parametrize("chained", [True, False])
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_rank_dies_in_a_step(when: str, chained: bool, tmp_path: Any) -> None:
+    with pytest.raises(CollectiveError, match=r"rank 1 \(process \d+\) exited with status 3"):
+        collectives.spawn(survive, 3, args=(when, chained, str(tmp_path)), timeout=20)
+    for rank in (0, 2):
+        seconds, *said = (tmp_path / str(rank)).read_text().splitlines()
+        assert float(seconds) < 5
+        assert len(said) == 2
+        assert all("rank 1" in one for one in said), said
+
+
+class Crossing(nn.Module):
+    """Visits two branches, in an order that a rank chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.stem = nn.Linear(64, 8)
+        self.branches = nn.ModuleList(nn.Linear(8, 10) for _ in range(3))
+        self.order = [0, 1, 2]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x.flatten(1))
+        found = {number: self.branches[number](x) for number in self.order}
+        return found[0] * found[1].sigmoid() + found[2]
+
+
+def crossing(rank: int) -> dict[str, torch.Tensor]:
+    comm, states = collectives.get_default(), []
+    for policy in ("wfbp", "bytescheduler", "c-cube"):
+        for chained in (True, False):
+            inner = Crossing().double()
+            schedule = schedule_for(inner, images(0, 2)[0], policy=policy, chained=chained)
+            optimizer = sgd(inner.parameters())
+            model = DataParallel(inner, optimizer, schedule=schedule)
+            for step in range(6):
+                inner.order = [(rank + step + i) % 3 for i in range(3)]
+                train("cnn", model, optimizer, range(step, step + 1), rank, comm.size)
+            assert wrong_order(model) == []
+            states.append(copied(model.state_dict()))
+            assert on_all(comm, states[-1])
+            model.close()
+    assert all(same(state, states[0]) for state in states)
+    return states[0]
+
+
+def test_hooks_fire_in_another_order_on_each_rank() -> None:
+    state = collectives.spawn(crossing, 3, timeout=10, order="fixed")[0]
+    alone = Crossing().double()
+    train("cnn", alone, sgd(alone.parameters()), range(6), each=6)
+    assert apart(state, alone.state_dict()) < 1e-13
+
+
+class Branch(nn.Module):
+    """A layer that some ranks do not visit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = made("cnn")
+        self.extra = nn.Linear(10, 10).double()
+        self.visits = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        return self.extra(x) if self.visits else x
+
+
+def branching(rank: int) -> list[dict[str, torch.Tensor]]:
+    """Each step, another rank visits the branch; then none does."""
+    comm, found = collectives.get_default(), []
+    for chained in (True, False):
+        torch.manual_seed(6)
+        inner = Branch()
+        schedule = schedule_for(Branch(), images(0, 2)[0], chained=chained)
+        optimizer = adamw(inner.parameters())
+        model = DataParallel(inner, optimizer, schedule=schedule)
+        for step in range(8):
+            inner.visits = step in (0, 7) or (rank == step % comm.size and step < 5)
+            train("cnn", model, optimizer, range(step, step + 1), rank, comm.size)
+        found.append(copied(model.state_dict()))
+        assert on_all(comm, found[-1])
+        model.close()
+    assert same(*found)
+    return found
+
+
+def test_a_layer_that_one_rank_visits() -> None:
+    state = collectives.spawn(branching, 3, timeout=10, order="fixed")[0][0]
+    torch.manual_seed(6)
+    alone = Branch()
+    optimizer = adamw(alone.parameters())
+    for step in range(8):
+        optimizer.zero_grad()
+        for rank in range(3):
+            alone.visits = step in (0, 7) or (rank == step % 3 and step < 5)
+            x, y = share(images(step, 6), rank, 3)
+            (cross_entropy(alone(x), y) / 3).backward()
+        optimizer.step()
+    assert apart(state, alone.state_dict()) < 1e-12
+
+
+# ---- groups ------------------------------------------------------------------------------------
+def gloo(size: int, body: Any) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+
+        def rank_of(rank: int) -> Any:
+            torch.set_num_threads(1)
+            dist.init_process_group(
+                "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size,
+                timeout=timedelta(seconds=20),
+            )  # fmt: skip
+            return body(rank)
+
+        return forked(size, rank_of)
+
+
+def by_gloo(rank: int) -> list[dict[str, torch.Tensor]]:
+    states = []
+    for group in (None, dist.group.WORLD, dist.new_group()):
+        for policy in ("c-cube", "bytescheduler"):
+            inner = made("cnn")
+            optimizer = adamw(inner.parameters())
+            schedule = schedule_for(made("cnn"), images(0, 2)[0], policy=policy, chained=True)
+            model = DataParallel(inner, optimizer, schedule=schedule, group=group)
+            train("cnn", model, optimizer, range(4), rank, 2)
+            assert wrong_order(model) == []
+            states.append(copied(model.state_dict()))
+    x = torch.ones(1)
+    dist.all_reduce(x)  # the caller's group goes on
+    assert x == 2
+    inner = made("cnn")
+    optimizer = adamw(inner.parameters())
+    auto = DataParallel(inner, optimizer, schedule="c-cube")
+    train("cnn", auto, optimizer, range(10), rank, 2)
+    assert not any(op.streamed for op in auto.program.ops)
+    states.append({"checksum": torch.tensor(list(auto.program.checksum.encode()))})
+    inner = made("cnn")
+    optimizer = adamw(inner.parameters())
+    model = DataParallel(inner, optimizer, schedule=schedule)
+    train("cnn", model, optimizer, range(2), rank, 2)
+    cross_entropy(model(images(0, 2)[0]), images(0, 2)[1]).backward()
+    nn.utils.clip_grad_norm_(inner.parameters(), 0.1)
+    assert "gradients were changed" in error_of(optimizer.step)
+    return states
+
+
+def test_a_process_group_of_gloo() -> None:
+    a, b = gloo(2, by_gloo)
+    alone = made("cnn")
+    train("cnn", alone, adamw(alone.parameters()), range(4), each=4)
+    assert len(a) == 7
+    assert all(same(x, y) for x, y in zip(a, b, strict=True))
+    assert all(apart(state, alone.state_dict()) < 1e-12 for state in a[:-1])
+
+
+def again_by_gloo(rank: int) -> None:
+    for number in range(4):
+        inner = made("cnn")
+        optimizer = sgd(inner.parameters())
+        policy = ("wfbp", "asc-wfbp")[number % 2]  # one lane, two
+        schedule = schedule_for(made("cnn"), images(0, 2)[0], policy=policy)
+        with DataParallel(inner, optimizer, schedule=schedule) as model:
+            train("cnn", model, optimizer, range(2), rank, 2)
+            assert float(model.state_dict()["last.bias"][0]) != 0
+
+
+def test_a_second_model_on_a_process_group_whose_first_is_closed() -> None:
+    assert gloo(2, again_by_gloo) == [None, None]
+
+
+def groups(rank: int) -> None:
+    """A communicator, a part of one, and one with a single rank."""
+    comm = collectives.get_default()
+    pair, single = comm.split(rank // 2), comm.split(rank)
+    for group, size in ((comm, 4), (pair, 2), (single, 1)):
+        inner, alone = made("cnn"), made("cnn")
+        optimizer = sgd(inner.parameters())
+        schedule = schedule_for(made("cnn"), images(0, 2)[0])
+        model = DataParallel(inner, optimizer, schedule=schedule, group=group)
+        train("cnn", model, optimizer, range(3), rank % size, size)
+        train("cnn", alone, sgd(alone.parameters()), range(3), each=2 * size)
+        assert apart(model.state_dict(), alone.state_dict()) < 1e-13
+        assert (model.program is None) == (size == 1)
+        model.close()
+    x = torch.ones(1)
+    comm.allreduce(x)
+    assert x == 4
+
+
+def test_groups_of_ranks() -> None:
+    collectives.spawn(groups, 4, timeout=10)
+
+
+def test_a_single_process_trains_as_without_it() -> None:
+    inner, alone = made("cnn"), made("cnn")
+    optimizer, alone_optimizer = adamw(inner.parameters()), adamw(alone.parameters())
+    with linkweave.DataParallel(inner, optimizer) as model:
+        train("cnn", model, optimizer, range(3))
+        with model.no_sync():
+            model(images(0, 2)[0]).sum().backward()
+        model.zero_grad()
+        model.synchronize()
+        model.finish()
+        assert float(model.clip_grad_norm_(1.0)) == 0.0
+        assert model.program is model.schedule is model.last_step is None
+    train("cnn", alone, alone_optimizer, range(3))
+    assert same(inner.state_dict(), alone.state_dict())
+    assert type(optimizer) is torch.optim.AdamW
+
+
+def several_models(rank: int) -> None:
+    """Two models that train in turn, each with updates pending while the other is used."""
+    inners = [made("cnn"), made("cnn")]
+    optimizers = [sgd(inner.parameters()) for inner in inners]
+    schedule = schedule_for(made("cnn"), images(0, 2)[0])
+    models = [
+        DataParallel(inner, optimizer, schedule=schedule)
+        for inner, optimizer in zip(inners, optimizers, strict=True)
+    ]
+    for step in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            train("cnn", model, optimizer, range(step, step + 1), rank, 2)
+    alone = made("cnn")
+    train("cnn", alone, sgd(alone.parameters()), range(4), each=4)
+    for model in models:
+        assert apart(model.state_dict(), alone.state_dict()) < 1e-13
+        model.close()
+
+
+def test_several_models_in_turn() -> None:
+    collectives.spawn(several_models, 2, timeout=10)
+
+
+def many_engines(rank: int) -> None:
+    """Parameters are frozen and thawed often; nothing runs out."""
+    inner = made("cnn")
+    optimizer = sgd(inner.parameters())
+    model = DataParallel(inner, optimizer)
+    for step in range(60):
+        inner.second.requires_grad_(step % 2 == 0)
+        train("cnn", model, optimizer, range(step, step + 1), rank, 2)
+    assert on_all(collectives.get_default(), model.state_dict())
+    model.close()
+    for _ in range(20):
+        again = DataParallel(inner, optimizer)
+        train("cnn", again, optimizer, range(1), rank, 2)
+        again.close()
+
+
+def test_many_engines_one_after_another() -> None:
+    collectives.spawn(many_engines, 2, timeout=10)
