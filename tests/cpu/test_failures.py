@@ -143,8 +143,8 @@ def test_killed_in_the_middle(tmp_path: Path) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that do not end are killed a second after the first error."""
-    monkeypatch.setattr(processes, "GRACE", 1.0)
+    """Ranks that do not end are killed two seconds after the first error."""
+    monkeypatch.setattr(processes, "GRACE", 2.0)
 
 
 def test_stopped_rank(tmp_path: Path, impatient: None) -> None:

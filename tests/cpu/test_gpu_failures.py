@@ -107,7 +107,7 @@ def late_thread(rank: int) -> str:
     comm = get_default()
     comm.allreduce(x := tensor([1.0] * 4))
     if rank == 1:
-        time.sleep(2)
+        time.sleep(2.5)
     return str(failure(lambda: comm.allreduce(x)))
 
 
@@ -136,7 +136,7 @@ def again(rank: int, path: str, machine: Machine) -> list[float]:
                 comm.allreduce(x)
                 assert isinstance(failure(comm.synchronize), CollectiveTimeout)
             else:
-                time.sleep(2)
+                time.sleep(2.5)
                 assert isinstance(failure(lambda c=comm, y=x: c.allreduce(y)), CollectiveAborted)
             said = str(failure(lambda c=comm, y=x: c.allreduce(y)))
             assert said.startswith("this communicator failed before (Collective")

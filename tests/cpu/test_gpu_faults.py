@@ -367,7 +367,7 @@ def one_thread_gives_up(rank: int) -> str:
     comm.allreduce(x := tensor([1.0] * 4))
     comm.synchronize()
     if rank == 2:
-        time.sleep(2)
+        time.sleep(2.5)
     return said(lambda: comm.allreduce(x))
 
 

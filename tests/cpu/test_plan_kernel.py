@@ -134,7 +134,7 @@ def test_all_reduces(machine: str, algorithm: str, shape: LaunchConfig) -> None:
     plan = plan_allreduce(load(machine), 40_000, algorithm)
     assert not races(plan, pushing=True)
     direct = (False,) if shape.low_latency else (True, False, True)
-    sizes = [4 * 10007, 4, 0, 4 * 1009, 4 * 337, 4 * 10007]
+    sizes = [4 * 5003, 4, 0, 4 * 1009, 4 * 337, 4 * 5003]
     check(plan, shape, sizes, op="avg", apart=(False, True), direct=direct)
 
 
