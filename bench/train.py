@@ -22,8 +22,8 @@ from linkweave.bench.timing import rounds_of, schedule
 from linkweave.bench.train_models import MODELS
 from linkweave.collectives import CollectiveError
 
-STEPS = 4  # of a block
-WARM_UP = 3  # blocks; "auto" measures and plans in them
+STEPS = 3  # of a block
+WARM_UP = 9  # blocks; "auto" measures, plans and tries in them
 HEADER = (
     f"{'model':12}{'MB':>7}{'batch':>7}{'ranks':>7}{'compute ms':>12}{'DDP ms':>9}"
     f"{'linkweave ms':>14}{'x DDP':>7}{'loss differs by':>17}  policy"
@@ -114,14 +114,17 @@ def _measured(comm: Any, model: str, batch: int, blocks: int, policy: str) -> li
         model, batch, comm.rank, lambda net, _: torch.nn.parallel.DistributedDataParallel(net)
     )
     alone = _Trained(model, batch, comm.rank, lambda net, _: net)
+    for trained in (theirs, ours):
+        for _ in rounds_of(WARM_UP, comm.rank == 0):
+            trained.block()
+    alone.block()
     times: list[list[float]] = [[], [], []]
-    for number in rounds_of(WARM_UP + blocks, comm.rank == 0):
+    for _ in rounds_of(blocks, comm.rank == 0):
         for found, trained in zip(times, (theirs, ours, alone), strict=True):
             dist.barrier()
             seconds = torch.tensor([trained.block()])
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
-            if number >= WARM_UP:
-                found.append(float(seconds))
+            found.append(float(seconds))
     ddp, mine, compute = (statistics.median(found) for found in times)
     ratio = statistics.median(a / b for a, b in zip(times[0], times[1], strict=True))
     differs = max(abs(a - b) for a, b in zip(ours.losses, theirs.losses, strict=True))
@@ -132,8 +135,7 @@ def _measured(comm: Any, model: str, batch: int, blocks: int, policy: str) -> li
         return []
     row = Row(
         model, ours.nbytes, batch, comm.size, 1e3 * compute, 1e3 * ddp, 1e3 * mine, ratio, differs,
-        f"{plan.note.split('; this is ')[-1].split(';')[0] if plan else policy}, "
-        f"{len(program.ops)} all-reduces" + ", chained" * program.chained,
+        f"{program.policy}, {len(program.ops)} all-reduces" + ", chained" * program.chained,
         1e3 * plan.predicted_seconds if plan else None,
     )  # fmt: skip
     return [row]

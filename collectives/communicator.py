@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -43,6 +43,7 @@ class Communicator(Collectives):
         calls = HostCalls(arena, self.topology, settings, order)
         super().__init__(calls, settings, team, part)
         self._arena = arena
+        self._before_close: list[Callable[[], None]] = []
         self._subcommunicators = Subcommunicators(
             arena, calls, settings, self.topology, team,
             lambda arena, settings, team, order: Communicator(arena, settings, team, True, order),
@@ -160,6 +161,10 @@ class Communicator(Collectives):
         """The object that makes its calls on CPU tensors."""
         return self._calls
 
+    def before_close(self, call: Callable[[], None]) -> None:
+        """Call `call` when `close` begins, while the communicator still works."""
+        self._before_close.append(call)
+
     def close(self) -> None:
         """Finish asynchronous calls, tell waiting peers, and free all resources. May be repeated.
 
@@ -180,6 +185,8 @@ class Communicator(Collectives):
                     last.callback(self._gpu.close)
                 last.callback(self._worker.close, self.rank)
                 last.callback(self._subcommunicators.close)
+                while self._before_close:
+                    last.callback(self._before_close.pop())
         except (CollectiveError, RuntimeError) as error:
             if known is None:
                 words = self._health.broken or f"rank {self.rank}: {error}"

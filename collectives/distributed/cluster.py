@@ -64,6 +64,7 @@ class ClusterCommunicator:
             )
         self._worker = Worker()
         self._parts: list[Any] = []
+        self._before_close: list[Callable[[], None]] = []
         self._numbers = count()
         self._ended = ""  # why no call can be made
         self._patience = settings.timeout + GRACE + 3 * LONGER  # for this machine's first rank
@@ -293,6 +294,10 @@ class ClusterCommunicator:
     def closed(self) -> bool:
         return self.machine.closed
 
+    def before_close(self, call: Callable[[], None]) -> None:
+        """As `Communicator.before_close`."""
+        self._before_close.append(call)
+
     def close(self) -> None:
         """Finish asynchronous calls and free all resources; nothing in a forked process."""
         if self.closed or self.machine.calls.health.foreign:
@@ -303,6 +308,8 @@ class ClusterCommunicator:
             for part in self._parts:
                 last.callback(part.close)
             last.callback(self._worker.close, self.rank)
+            while self._before_close:
+                last.callback(self._before_close.pop())
         self._parts.clear()
 
     def _disconnect(self) -> None:

@@ -18,6 +18,7 @@ from linkweave.collectives.overlap import POLICIES, MeasuredStep, Schedule
 from linkweave.collectives.overlap.units import Recorder, units_of
 from linkweave.collectives.training.attach import attach, detach
 from linkweave.collectives.training.engine import Engine
+from linkweave.collectives.training.hooks import Hook
 from linkweave.collectives.training.planner import Planner
 from linkweave.collectives.training.program import Program
 from linkweave.collectives.training.step_record import StepRecord, timeline_of
@@ -74,12 +75,12 @@ class DataParallel(nn.Module):
             return
         _same_model(self._transport, module)
         self._kind = attach(optimizer, self)
-        self._handles: list[Any] = [
-            module.register_state_dict_pre_hook(self._before_state),  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(self._before_state),  # type: ignore[no-untyped-call]
-            optimizer.register_state_dict_pre_hook(self._before_state),
-            optimizer.register_load_state_dict_pre_hook(self._before_state),
-        ]
+        before: Any = Hook(self._before_state)
+        registered: Any = (
+            module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook,
+            optimizer.register_state_dict_pre_hook, optimizer.register_load_state_dict_pre_hook,
+        )  # fmt: skip
+        self._handles: list[Any] = [register(before) for register in registered]
 
     # ---- the training loop -------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:

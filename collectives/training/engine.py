@@ -13,6 +13,7 @@ from linkweave.collectives.errors import CollectiveAborted, CollectiveError
 from linkweave.collectives.overlap.clock import clock_of
 from linkweave.collectives.overlap.units import Unit, tensors_in
 from linkweave.collectives.training.arena import Arena
+from linkweave.collectives.training.hooks import Hook
 from linkweave.collectives.training.host_lanes import HostLanes
 from linkweave.collectives.training.lanes import Lanes
 from linkweave.collectives.training.program import Program, at_once
@@ -80,7 +81,7 @@ class Engine:
             )
         )
         for module in self._gates:
-            self._handles.append(module.register_forward_pre_hook(self._before))
+            self._handles.append(module.register_forward_pre_hook(Hook(self._before)))
 
     def adopt(self, program: Program) -> None:
         """Carry out another program from the next step on. All ranks must call it."""

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from weakref import WeakMethod
 
 import torch
 
@@ -45,6 +46,7 @@ class HostLanes:
         ]
         for thread in self._threads:
             thread.start()
+        transport.before_close(WeakMethod(self._drain))
 
     # ---- for the training loop ---------------------------------------------------------------
     def begin(self) -> None:
@@ -89,6 +91,13 @@ class HostLanes:
             self._error = error
             self._changed.notify_all()
         self._transport.abort()
+
+    def _drain(self) -> None:
+        """Before this rank leaves: send what the others wait for, unless gradients lack."""
+        with self._changed:
+            going = not (self._error or self._closed) and all(self._ready)
+        if going:
+            self.wait_all()
 
     def close(self) -> None:
         """End the threads, once what they send has been sent."""

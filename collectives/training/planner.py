@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Generator
 from dataclasses import asdict, replace
 from itertools import pairwise
 from statistics import median
@@ -10,6 +11,7 @@ from typing import Any
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap import Communication, Network, Profile, Schedule, plan
+from linkweave.collectives.overlap.communication import whole
 from linkweave.collectives.overlap.passes import Pass, profile_of
 from linkweave.collectives.overlap.policies import NAMED
 from linkweave.collectives.training.engine import Engine
@@ -22,6 +24,8 @@ WARM_UP = 2
 """Steps before times are taken: the first ones allocate and compile."""
 MEASURED = 5
 """Steps whose times are taken, each with one all-reduce after the backward pass."""
+TRIED = 5
+"""Steps that each finalist of "auto" is carried out, of which the first is not timed."""
 CHECKED = 50
 """Steps between two looks at whether times have changed."""
 DRIFT = 0.2
@@ -29,86 +33,126 @@ DRIFT = 0.2
 OVERHEAD = 0.05
 """The share of a communication cut from a streamed one that its start-up may take."""
 
+Steps = Generator[None, StepRecord, list[StepRecord]]
+
 
 class Planner:
     """Gives an engine its program. All ranks call `before_pass` before each forward pass.
 
     `schedule` is a Schedule, which is carried out from the first step on; the name of a policy,
-    which plans once the times of some steps are known; or "auto", the policy predicted to be the
-    best. Rank 0 plans with the largest times of all ranks, and the others carry out the same.
+    which plans once the times of some steps are known; or "auto". For "auto", the schedule
+    predicted to be the fastest of all runs against the fastest that is not chained, DDP's, and one
+    all-reduce after the backward pass, because computation and communication that share a processor
+    slow each other down, which no prediction knows; the fastest of them stays. Rank 0 plans with
+    the largest times of all ranks, and all ranks carry out the same.
     """
 
     def __init__(self, schedule: str | Schedule, engine: Engine, chains: bool) -> None:
-        self._schedule, self._engine, self._chains = schedule, engine, chains
-        self._steps = 0  # since the present program was adopted
-        self._records: list[StepRecord] = []
-        self._usual: float | None = None  # seconds of a step when the program was new
+        self._engine, self._chains = engine, chains
         self._last: StepRecord | None = None
         self.schedule: Schedule | None = None
         """What is carried out, with its predictions; None while times are being measured."""
         if isinstance(schedule, Schedule):
             self._adopt(schedule if chains else replace(schedule, chained=False))
+        self._going = None if isinstance(schedule, Schedule) else self._life(schedule)
+        if self._going:
+            next(self._going)
 
     def before_pass(self) -> None:
         record = self._engine.last_step
-        if record is self._last or record is None:
-            return
-        self._last = record
-        self._steps += 1
-        self._records.append(record)
-        if isinstance(self._schedule, Schedule):
-            self._records.clear()
-        elif self.schedule is None:
-            if self._steps == WARM_UP + MEASURED:
-                self._plan(self._records[WARM_UP:])
-        elif self._steps % CHECKED == 0:
-            self._check()
+        if self._going and record is not None and record is not self._last:
+            self._last = record
+            self._going.send(record)
 
-    def _restart(self) -> None:
-        self._steps, self._usual = 0, None
-        self._records.clear()
-
-    def _check(self) -> None:
-        """Measure anew if a rank's steps take longer or shorter than when the program was new."""
-        begun = [record.begun for record in self._records]
-        times = [self._engine.clock.seconds(*pair) for pair in pairwise(begun)]
-        self._records.clear()
-        now = median(times)
-        usual = self._usual = self._usual or now
-        drifted = abs(now / usual - 1) > DRIFT
-        answers = self._engine.transport.share(b"\1" if drifted else b"\0")
-        if b"\1" in answers:
+    # ---- what happens over the steps ---------------------------------------------------------
+    def _life(self, name: str) -> Generator[None, StepRecord, None]:
+        """Measure, plan, try, carry out; and again when times have changed."""
+        while True:
+            records = (yield from self._steps(WARM_UP + MEASURED))[WARM_UP:]
+            finalists = self._finalists(name, *self._measured(records))
+            best, usual = finalists[0], 0.0
+            if len(finalists) > 1:
+                best, usual = yield from self._trial(finalists, self._typical(records))
+            self._adopt(best)
+            yield from self._until_changed(usual)
             self.schedule = None
             self._engine.adopt(self._engine.first_program)
-            self._restart()
 
-    def _plan(self, records: list[StepRecord]) -> None:
+    def _steps(self, count: int) -> Steps:
+        """The records of the next steps."""
+        found = []
+        for _ in range(count):
+            found.append((yield))
+        return found
+
+    def _trial(
+        self, finalists: list[Schedule], at_once: float
+    ) -> Generator[None, StepRecord, tuple[Schedule, float]]:
+        """The fastest finalist and its step time. The last one is the program of the steps before,
+        whose time is known."""
+        times = []
+        for schedule in finalists[:-1]:
+            self._adopt(schedule)
+            records = yield from self._steps(TRIED)
+            times.append(self._typical(records[1:]))
+        times.append(at_once)
+        fastest = times.index(min(times))
+        return finalists[fastest], times[fastest]
+
+    def _until_changed(self, usual: float) -> Generator[None, StepRecord, None]:
+        """Go on until the slowest rank's steps take DRIFT longer or shorter than is `usual`."""
+        while True:
+            now = self._typical((yield from self._steps(CHECKED)))
+            usual = usual or now
+            if abs(now / usual - 1) > DRIFT:
+                return
+
+    def _typical(self, records: list[StepRecord]) -> float:
+        """The median time of a step on the slowest rank, in seconds; the same on all ranks."""
+        pairs = pairwise([record.begun for record in records])
+        mine = median(self._engine.clock.seconds(*pair) for pair in pairs)
+        return max(float(row) for row in self._engine.transport.share(repr(mine).encode()))
+
+    # ---- planning ----------------------------------------------------------------------------
+    def _measured(self, records: list[StepRecord]) -> tuple[Profile, Network]:
+        """The profile with the slowest rank's times, and the network as rank 0 measured it."""
         engine = self._engine
         engine.finish()
-        mine = _profile(engine, records)
-        network = measure_network(
-            engine.transport, max(engine.arena.buffers, key=lambda b: b.nbytes)
-        )
-        told = engine.transport.share(json.dumps([mine.to_data(), asdict(network)]).encode())
-        planned = b""
-        if engine.transport.rank == 0:
-            rows = [json.loads(row) for row in told]
-            profile = _slowest([Profile.from_data(row[0]) for row in rows])
-            planned = self._planned(profile, network).to_json().encode()
-        schedule = Schedule.from_json(engine.transport.share(planned)[0].decode())
-        self._adopt(schedule)
-        self._restart()
+        largest = max(engine.arena.buffers, key=lambda buffer: buffer.nbytes)
+        network = measure_network(engine.transport, largest)
+        mine = json.dumps([_profile(engine, records).to_data(), asdict(network)])
+        rows = [json.loads(row) for row in engine.transport.share(mine.encode())]
+        profile = _slowest([Profile.from_data(row[0]) for row in rows])
+        return profile, Network(**rows[0][1])
 
-    def _planned(self, profile: Profile, network: Network) -> Schedule:
-        name = str(self._schedule)
-        if self._chains:
-            made = [plan(profile, network, name)]
-        else:
-            names = NAMED if name == "auto" else [name]
-            made = [replace(plan(profile, network, one), chained=False) for one in names]
+    def _finalists(self, name: str, profile: Profile, network: Network) -> list[Schedule]:
+        """The schedules to be tried, the last of them all at once; or the only one.
+
+        Rank 0 plans, because a search that ends by time finds different things on each rank.
+        """
+        planned = b""
+        if self._engine.transport.rank == 0:
+            if name == "auto":
+                named = [replace(plan(profile, network, one), chained=False) for one in NAMED]
+                fastest = min(named, key=lambda schedule: schedule.predicted_seconds)
+                every = whole(profile, tuple(range(len(profile.layers))))
+                at_once = Schedule("at once", profile, network, (every,))
+                made = [self._suited(plan(profile, network, "auto"))]
+                for one in (fastest, plan(profile, network, "ddp")):
+                    if one.communications not in [other.communications for other in made]:
+                        made.append(one)
+                made.append(at_once)
+            else:
+                made = [self._suited(plan(profile, network, name))]
+            planned = json.dumps([schedule.to_json() for schedule in made]).encode()
+        told = self._engine.transport.share(planned)[0]
+        return [Schedule.from_json(text) for text in json.loads(told)]
+
+    def _suited(self, schedule: Schedule) -> Schedule:
+        """The schedule as this model and this transport can carry it out."""
         if not self._engine.transport.streams:
-            made = [unstreamed(schedule) for schedule in made]
-        return min(made, key=lambda schedule: schedule.predicted_seconds)
+            schedule = unstreamed(schedule)
+        return schedule if self._chains else replace(schedule, chained=False)
 
     def _adopt(self, schedule: Schedule) -> None:
         engine = self._engine
@@ -130,6 +174,8 @@ def _profile(engine: Engine, records: list[StepRecord]) -> Profile:
     passes = []
     for record in records:
         begun, ended = record.step
+        if begun is None:  # the optimizer's step was left out
+            continue
         forward, at = [], 0.0
         for unit in units:
             if unit in record.forward:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -55,6 +58,9 @@ class Transport(Protocol):
     def share(self, payload: bytes) -> list[bytes]:
         """The payloads of all ranks, by rank. Not beside another call of this kind."""
 
+    def before_close(self, method: WeakMethod[Callable[[], None]]) -> None:
+        """Call the method, if it still lives, when this rank leaves the others."""
+
     def abort(self) -> None:
         """Make every rank's calls raise, those under way as well, where this is possible."""
 
@@ -68,6 +74,7 @@ class OverCommunicator:
     def __init__(self, communicator: Communicator | ClusterCommunicator) -> None:
         self.rank, self.size = communicator.rank, communicator.size
         self.streams = isinstance(communicator, Communicator)
+        self._whole = communicator
         self._own: Any = communicator.split()  # the caller goes on using the communicator
         self._lanes: list[Any] = []
 
@@ -95,6 +102,9 @@ class OverCommunicator:
         mine = torch.tensor(list(payload), dtype=torch.uint8)
         found = self._own.allgather(mine, counts=counts)
         return [bytes(row.tolist()) for row in found.split(counts)]
+
+    def before_close(self, method: WeakMethod[Callable[[], None]]) -> None:
+        self._whole.before_close(partial(_call, method))
 
     def abort(self) -> None:
         for part in (*self._lanes, self._own):
@@ -156,6 +166,9 @@ class OverGroup:
         dist.all_gather_object(found, payload, self._own)
         return found
 
+    def before_close(self, method: WeakMethod[Callable[[], None]]) -> None:
+        atexit.register(_call, method)
+
     def abort(self) -> None:
         self._aborted = True
         for group in (*self._lanes, self._own):
@@ -164,6 +177,11 @@ class OverGroup:
     def close(self) -> None:
         if not self._aborted:
             _FREE.setdefault(self._group, []).extend([self._own, *self._lanes])
+
+
+def _call(method: WeakMethod[Callable[[], None]]) -> None:
+    if found := method():
+        found()
 
 
 def transport_of(group: Any) -> Transport | None:

@@ -133,7 +133,8 @@ def test_program_of_a_schedule_on_two_buffers() -> None:
     program = program_of(schedule, slots, "abc")
     assert program.ops == (
         Op(0, (Span(0, 0, 32), Span(2, 48, 96)), 1), Op(1, (Span(1, 0, 16),), 1),
-        Op(0, (Span(2, 32, 48),), 0, (0, 1)), Op(1, (Span(1, 16, 48),), 1, (2,), True),
+        Op(0, (Span(2, 32, 48),), 0, (0, 1), source=1),
+        Op(1, (Span(1, 16, 48),), 1, (2,), True, 2),
     )  # fmt: skip
     assert program.ops[0].runs == [(0, 32), (48, 96)]
     assert program.ops[0].needs == (0, 2)

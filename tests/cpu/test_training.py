@@ -12,7 +12,6 @@ from torch.nn.functional import cross_entropy
 from training_models import (
     MODELS,
     OPTIMIZERS,
-    adamw,
     apart,
     copied,
     imported,  # noqa: F401
@@ -133,7 +132,7 @@ def measured(rank: int, policies: list[str]) -> dict[str, Any]:
     for policy in policies:
         for name in ("cnn", "transformer"):
             inner = made(name)
-            optimizer = adamw(inner.parameters())
+            optimizer = sgd(inner.parameters())
             model = DataParallel(inner, optimizer, schedule=policy)
             assert model.program is None
             sums = []
@@ -151,16 +150,42 @@ def measured(rank: int, policies: list[str]) -> dict[str, Any]:
             assert all(0 <= layer.forward_s < 1 for layer in model.schedule.profile.layers)
             state = copied(model.state_dict())
             assert on_all(comm, state)
-            assert apart(state, alone(name, "adamw", 12, comm.size)) < 1e-10
+            assert apart(state, alone(name, "sgd", 12, comm.size)) < 1e-12
             found[f"{policy} {name}"] = sums[-1]
             model.close()
     return found
 
 
 def test_schedules_are_made_from_measured_steps() -> None:
-    found = collectives.spawn(measured, 3, args=(["auto", "us-byte", "wfbp"],), timeout=20)
-    assert len(found[0]) == 6
+    found = collectives.spawn(measured, 3, args=(["us-byte", "wfbp"],), timeout=20)
+    assert len(found[0]) == 4
     assert found[0] == found[1] == found[2]
+
+
+def automatic(rank: int) -> list[tuple[str, str | None]]:
+    """The programs of the steps, and the policies of those that a schedule made."""
+    comm, inner = collectives.get_default(), made("cnn")
+    optimizer = sgd(inner.parameters())
+    model = DataParallel(inner, optimizer)
+    found = []
+    for step in range(40):
+        train("cnn", model, optimizer, range(step, step + 1), rank, comm.size)
+        found.append((model.program.checksum, model.schedule and model.schedule.policy))
+    assert on_all(comm, copied(model.state_dict()))
+    assert apart(model.state_dict(), alone("cnn", "sgd", 40, comm.size)) < 1e-12
+    model.close()
+    return found
+
+
+def test_auto_measures_then_tries_a_few_schedules_and_keeps_one() -> None:
+    found = collectives.spawn(automatic, 3, timeout=20)
+    assert found[0] == found[1] == found[2]
+    policies = [policy for _, policy in found[0]]
+    assert policies[:8] == [None] * 8
+    assert policies[8] == "auto"  # what is predicted to be the fastest is tried first
+    tried = {policy for policy in policies[8:] if policy}
+    assert len({*found[0][-8:]}) == 1
+    assert policies[-1] in {*tried, "at once"}
 
 
 def of_overlap_measure(rank: int) -> None:

@@ -4,6 +4,7 @@ otherwise, compared with one process that trains on the batches of both."""
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 import time
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from training_models import (
 )
 
 from linkweave import collectives
-from linkweave.collectives import CollectiveError, DataParallel
+from linkweave.collectives import DataParallel
 
 pytestmark = pytest.mark.usefixtures("imported")
 CASES: list[Callable[[int], None]] = []
@@ -46,10 +47,7 @@ def case(function: Callable[[int], None]) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("body", CASES, ids=lambda body: body.__name__)
-def test_case(body: Callable[[int], None], request: pytest.FixtureRequest) -> None:
-    if body is the_last_state_on_rank_0_only:
-        reason = "a rank that returns does not wait for the last step's all-reduces"
-        request.applymarker(pytest.mark.xfail(raises=CollectiveError, reason=reason))
+def test_case(body: Callable[[int], None]) -> None:
     collectives.spawn(body, SIZE, timeout=8)
 
 
@@ -488,6 +486,20 @@ def the_last_state_on_rank_0_only(rank: int) -> None:
 
 
 @case
+def copies_of_the_module_take_no_part(rank: int) -> None:
+    pair = Pair()
+    pair.steps(0, 1)
+    inner = pair.model.module
+    copies = [copy.deepcopy(inner), pickle.loads(pickle.dumps(inner))]
+    pair.steps(2)
+    pair.model.finish()
+    for one in copies:
+        one(torch.zeros(1, 64, dtype=torch.float64)).sum().backward()
+        assert apart(one.state_dict(), inner.state_dict()) > 0
+    pair.check()
+
+
+@case
 def nobody_waits_for_the_last_step(rank: int) -> None:
     pair = Pair()
     pair.steps(0, 1)
@@ -833,7 +845,7 @@ def what_is_refused(rank: int) -> None:
     }.items():
         assert words in error_of(lambda a=arguments: DataParallel(*a))
     for words, extra in {
-        "schedule must be a Schedule or one of auto, wfbp": {"schedule": "fastest"},
+        "schedule must be a Schedule or one of auto, ddp": {"schedule": "fastest"},
         "not 3": {"schedule": 3},
         "exchange must be 'dense', not 'sparse'": {"exchange": "sparse"},
         "group must be a Communicator or a ProcessGroup": {"group": "world"},
