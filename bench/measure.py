@@ -232,10 +232,10 @@ def steps(
     policy: Annotated[
         str, typer.Option(help=f"all, or one of {', '.join(POLICIES)}.")
     ] = "all",
-    seconds: Annotated[float, typer.Option(help="Forward and backward pass together.")] = 1.0,
+    seconds: Annotated[float, typer.Option(help="Forward and backward pass together.")] = 2.5,
     rounds: RoundsOption = 5, out: OutOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Steps of sleeping layers under each policy (2 min)."""
+    """Steps of sleeping layers under each policy (4 min)."""
     from linkweave.bench import sleeping
 
     at_least(("-n", ranks, 2), ("-r", rounds, 1))
