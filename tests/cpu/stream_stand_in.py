@@ -18,6 +18,7 @@ class Stream:
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+        STREAMS.append(self)
 
     def _run(self) -> None:
         while (body := self._work.get()) is not None:
@@ -62,6 +63,7 @@ class Event:
 
 
 CURRENT: list[Stream] = []
+STREAMS: list[Stream] = []
 
 
 @contextmanager
@@ -79,4 +81,5 @@ def compute(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: CURRENT[-1])
     CURRENT[:] = [Stream()]
     yield CURRENT[0]
-    CURRENT[0].end()
+    while STREAMS:  # a process with threads is not forked
+        STREAMS.pop().end()
