@@ -27,14 +27,17 @@ class HostClock:
 
 
 class StreamClock:
-    """Moments are events in the current CUDA stream, so that the host waits only when it asks for
-    the time between two."""
+    """Moments are events in a device's current CUDA stream, so that the host waits only when it
+    asks for the time between two."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
 
     def now(self) -> Any:
         import torch
 
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
@@ -45,4 +48,4 @@ class StreamClock:
 
 def clock_of(device: Any) -> Clock:
     """The clock for what runs on a torch.device."""
-    return StreamClock() if device.type == "cuda" else HostClock()
+    return StreamClock(device) if device.type == "cuda" else HostClock()

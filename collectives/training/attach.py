@@ -30,6 +30,10 @@ def attach(optimizer: torch.optim.Optimizer, watcher: Watcher) -> type:
             self._opt_called = True  # what learning-rate schedulers look at
             return watcher.step(closure)
 
+        def __reduce_ex__(self, protocol: Any) -> Any:  # copies are optimizers like any other
+            watcher.finish()
+            return _bare, (kind,), self.__getstate__()
+
         step.hooked = True  # type: ignore[attr-defined]  # so that torch does not wrap it again
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
@@ -47,12 +51,18 @@ def attach(optimizer: torch.optim.Optimizer, watcher: Watcher) -> type:
         def param_groups(self, groups: Any) -> None:
             self.__dict__["param_groups"] = groups
 
+    Attached.watcher = watcher
     Attached.__name__, Attached.__qualname__ = kind.__name__, kind.__qualname__
     Attached.__module__ = kind.__module__
     if getattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched", False):
         del optimizer.step  # a scheduler's wrapper, which only sets `_opt_called`
     optimizer.__class__ = Attached
     return kind
+
+
+def _bare(kind: Any) -> Any:
+    """An optimizer of the class, whose state is yet to be set."""
+    return kind.__new__(kind)
 
 
 def detach(optimizer: torch.optim.Optimizer, kind: type) -> None:

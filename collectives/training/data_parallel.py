@@ -36,9 +36,9 @@ class DataParallel(nn.Module):
         all ranks; afterwards each rank keeps its own buffers (running statistics of BatchNorm).
     optimizer: a torch.optim.Optimizer with parameters of `module`, except LBFGS. Its `step` and
         `zero_grad` take part from now on.
-    schedule: when which gradients are sent. "auto" measures some steps and the network and takes
-        the schedule predicted to be the fastest (`overlap.plan`); the name of a policy plans with
-        that one; a `Schedule` is carried out from the first step on.
+    schedule: when which gradients are sent. "auto" measures some steps and the network, tries the
+        schedule predicted to be the fastest and a few others, and keeps the fastest; the name of a
+        policy measures and plans with that one; a `Schedule` is carried out from the first step on.
     exchange: "dense", the average of all gradients.
     group: a `Communicator` or a ProcessGroup of torch.distributed; by default the default
         communicator, the default process group, or the ranks started by torchrun, whichever is
@@ -76,11 +76,12 @@ class DataParallel(nn.Module):
         _same_model(self._transport, module)
         self._kind = attach(optimizer, self)
         before: Any = Hook(self._before_state)
-        registered: Any = (
-            module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook,
-            optimizer.register_state_dict_pre_hook, optimizer.register_load_state_dict_pre_hook,
-        )  # fmt: skip
-        self._handles: list[Any] = [register(before) for register in registered]
+        registers: list[Any] = [
+            optimizer.register_state_dict_pre_hook, optimizer.register_load_state_dict_pre_hook
+        ]  # fmt: skip
+        for part in module.modules():
+            registers += [part.register_state_dict_pre_hook, part.register_load_state_dict_pre_hook]
+        self._handles: list[Any] = [register(before) for register in registers]
 
     # ---- the training loop -------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,13 +114,18 @@ class DataParallel(nn.Module):
             raise CollectiveError(
                 f"the model is on several devices: {', '.join(map(str, devices))}"
             )
-        self._engine = Engine(self.module, units, self._transport, self._update)
-        self._engine.sends = self._sends
+        engine = Engine(self.module, units, self._transport, self._update)
+        engine.sends = self._sends
         self._all = [*self.module.parameters()]
         self._trained = [p.requires_grad for p in self._all]
         chains = self._update.separable and not _compiled(self.module)
-        self._planner = Planner(self._schedule, self._engine, chains)
-        self._engine.end_forward(result)
+        try:
+            self._planner = Planner(self._schedule, engine, chains)
+        except BaseException:
+            engine.close()
+            raise
+        self._engine = engine
+        engine.end_forward(result)
         return result
 
     def step(self, closure: Any = None) -> Any:
@@ -149,11 +155,12 @@ class DataParallel(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside add to the gradients of this rank, and send nothing."""
         self.finish()
+        sent = self._sends
         self._set_sends(False)
         try:
             yield
         finally:
-            self._set_sends(True)
+            self._set_sends(sent)
 
     def _set_sends(self, sends: bool) -> None:
         self._sends = sends
@@ -219,7 +226,7 @@ class DataParallel(nn.Module):
         Raises CollectiveError as long as no step of the schedule is complete.
         """
         record, schedule, engine = self.last_step, self.schedule, self._engine
-        if record is None or schedule is None or engine is None:
+        if record is None or record.forward_end is None or schedule is None or engine is None:
             raise CollectiveError("no step of a schedule is complete: train a few steps more")
         line = timeline_of(record, engine.program, engine.clock)
         Path(path).write_text(MeasuredStep(schedule, line).to_json())
@@ -277,6 +284,8 @@ def _refuse(module: Any, optimizer: Any, schedule: Any, exchange: Any) -> None:
         raise CollectiveError(f"module must be a torch.nn.Module, not {shown(module)}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise CollectiveError(f"optimizer must be a torch.optim.Optimizer, not {shown(optimizer)}")
+    if hasattr(type(optimizer), "watcher"):
+        raise CollectiveError("another DataParallel uses this optimizer: close that one first")
     for kind, instead in _ELSEWHERE.items():
         for part in module.modules():
             if kind in (base.__name__ for base in type(part).__mro__):
@@ -296,6 +305,7 @@ def _refuse(module: Any, optimizer: Any, schedule: Any, exchange: Any) -> None:
 
 
 _ELSEWHERE = {
+    "DataParallel": "pass the module inside it",
     "DistributedDataParallel": "pass the module inside it, or register "
     "collectives.distributed.allreduce_hook with it",
     "FSDPModule": "train it without DataParallel",

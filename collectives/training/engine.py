@@ -55,6 +55,7 @@ class Engine:
         self.last_step: StepRecord | None = None
         self.sends = True  # whether backward passes send gradients
         self.state = State.IDLE
+        self._begun = False  # whether this backward pass has accumulated a gradient
         self._pending: set[int] = set()
         self._passed: set[int] = set()  # units that a forward pass has left pending
         self._left: list[int] = []  # parameters of each unit whose gradients are to come
@@ -103,7 +104,7 @@ class Engine:
     def end_forward(self, result: Any) -> None:
         """After the model's forward pass, with what it returned."""
         for tensor in tensors_in(result):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:  # hooks on a leaf would stay
                 tensor.register_hook(lambda _: self._enter_backward())
         self.record.forward_end = self.clock.now()
         self._passed = self._pending.copy()
@@ -117,6 +118,7 @@ class Engine:
             record.reached.setdefault(index, self.clock.now())
             if index in self._pending:
                 self._apply(index)
+                self._passed.discard(index)
             record.forward.setdefault(index, self.clock.now())
 
     def _apply(self, index: int) -> None:
@@ -166,7 +168,13 @@ class Engine:
         self.finish()
         self._await(self.lanes.wait_all)  # gradient queues are done with the arena
         self._left = [len(unit.parameters) for unit in self.units]
+        self._begun = False
         self.state = State.BACKWARD
+        self._enter_backward()
+
+    def _begin_step(self) -> None:
+        """Before the first gradient in the arena: torch.autograd.grad accumulates none."""
+        self._begun = True
         if self.sends:
             last = self.record
             last.sent = self.lanes.sent
@@ -174,12 +182,13 @@ class Engine:
             if last.ready:
                 self.last_step = last
             self.lanes.begin()
-        self._enter_backward()
 
     def _hook(self, index: int, i: int) -> Callable[[Any], None]:
         """What follows the accumulation of a parameter's gradient."""
 
         def accumulated(_: Any) -> None:
+            if not self._begun:
+                self._begin_step()
             self._check_gradient(index, i)
             self.arena.adopt(index, i)
             self._left[index] -= 1
@@ -217,9 +226,9 @@ class Engine:
 
     def _end_backward(self) -> None:
         self._ends = False
-        if self.state is not State.BACKWARD:  # no gradient of a parameter: torch.autograd.grad
+        if self.state is not State.BACKWARD:  # it has reached no parameter
             return
-        if not self.sends:
+        if not (self.sends and self._begun):
             self.state = State.IDLE
             return
         self.record.backward_end = self.clock.now()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -137,9 +137,10 @@ class Planner:
                 fastest = min(named, key=lambda schedule: schedule.predicted_seconds)
                 every = whole(profile, tuple(range(len(profile.layers))))
                 at_once = Schedule("at once", profile, network, (every,))
-                made = [self._suited(plan(profile, network, "auto"))]
-                for one in (fastest, plan(profile, network, "ddp")):
-                    if one.communications not in [other.communications for other in made]:
+                made: list[Schedule] = []
+                rivals = (plan(profile, network, "auto"), fastest, plan(profile, network, "ddp"))
+                for one in map(self._suited, rivals):
+                    if _sent(one) not in map(_sent, [*made, at_once]):
                         made.append(one)
                 made.append(at_once)
             else:
@@ -162,6 +163,13 @@ class Planner:
         self.schedule = schedule
 
 
+def _sent(schedule: Schedule) -> Any:
+    """Equal for schedules that are carried out alike."""
+    sends = [(sorted(map(astuple, c.pieces)), c.lane, c.after) for c in schedule.communications]
+    streamed = schedule.chained and any(c.streamed for c in schedule.communications)
+    return schedule.chained, streamed, sends
+
+
 def _compare(transport: Transport, program: Program) -> None:
     """Raise CollectiveError on every rank unless all have this program."""
     rows = transport.share(program.checksum.encode())
@@ -175,13 +183,15 @@ def _profile(engine: Engine, records: list[StepRecord]) -> Profile:
     for record in records:
         begun, ended = record.step
         if begun is None:  # the optimizer's step was left out
-            continue
+            begun = ended = record.backward_end
         forward, at = [], 0.0
         for unit in units:
             if unit in record.forward:
                 at = max(at, seconds(ended, record.forward[unit]))
             forward.append(at)
-        forward.append(max(at, seconds(ended, record.forward_end)))
+        if record.forward_end is not None:  # else there was none before the next backward pass
+            at = max(at, seconds(ended, record.forward_end))
+        forward.append(at)
         ready = tuple(seconds(record.begun, record.ready[unit]) for unit in units)
         passes.append(Pass(tuple(forward), ready, seconds(begun, ended)))
     names = [unit.name for unit in engine.units]

@@ -17,7 +17,8 @@ from linkweave.collectives.training.transport import Queue, Transport
 class StreamLanes:
     """One step after another of a program, each lane on a CUDA stream of its own.
 
-    The host enqueues and never waits. An op is enqueued when its gradients' kernels are, and all
+    The host enqueues, and waits only to learn whether a parameter that this rank
+    has not used was used elsewhere. An op is enqueued when its gradients' kernels are, and all
     ops before it in the program, on whatever lane: so all ranks enqueue all ops in one order, as
     NCCL and kernels that need all ranks at once require. Its stream waits for the gradients and for
     the ops in `after`. `wait` and `wait_all` make the current stream wait. Where a rank fails, the
@@ -26,11 +27,11 @@ class StreamLanes:
 
     def __init__(self, transport: Transport, arena: Arena, program: Program) -> None:
         self._transport, self._program = transport, program
-        device = arena.units[0].device
+        self._device = device = arena.units[0].device
         make: Any = torch.cuda.Stream
         self._streams = [make(device) for _ in range(program.lanes)]
         self._packing = [Packing(transport, arena, program) for _ in self._streams]
-        self._clock = StreamClock()
+        self._clock = StreamClock(device)
         self._ready: dict[int, Any] = {}  # an event for each unit
         self._done: dict[int, Any] = {}  # an event for each op
         self._queues: dict[int, Queue] = {}
@@ -47,7 +48,7 @@ class StreamLanes:
         self._ready, self._done, self._queues, self._next, self.sent = {}, {}, {}, 0, []
 
     def ready(self, unit: int) -> None:
-        self._ready[unit] = torch.cuda.current_stream().record_event()
+        self._ready[unit] = torch.cuda.current_stream(self._device).record_event()
         ops = self._program.ops
         while self._next < len(ops) and all(u in self._ready for u in ops[self._next].needs):
             self._enqueue(self._next, ops[self._next])
@@ -80,12 +81,12 @@ class StreamLanes:
             if number in self._queues:
                 self._queues[number].dequeue(span)
             else:
-                torch.cuda.current_stream().wait_event(self._done[number])
+                torch.cuda.current_stream(self._device).wait_event(self._done[number])
 
     def wait_all(self) -> None:
         self._check()
         for event in self._done.values():
-            torch.cuda.current_stream().wait_event(event)
+            torch.cuda.current_stream(self._device).wait_event(event)
 
     def abort(self, error: BaseException) -> None:
         if self._error is None:

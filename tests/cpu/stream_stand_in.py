@@ -78,7 +78,7 @@ def compute(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
     """The current stream; torch.cuda is the stand-in."""
     for name, what in (("Stream", Stream), ("Event", Event), ("stream", stream)):
         monkeypatch.setattr(torch.cuda, name, what)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: CURRENT[-1])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: CURRENT[-1])
     CURRENT[:] = [Stream()]
     yield CURRENT[0]
     while STREAMS:  # a process with threads is not forked

@@ -35,6 +35,7 @@ from training_models import (
 
 from linkweave import collectives
 from linkweave.collectives import DataParallel
+from linkweave.collectives.training import planner
 
 pytestmark = pytest.mark.usefixtures("imported")
 CASES: list[Callable[[int], None]] = []
@@ -497,6 +498,103 @@ def copies_of_the_module_take_no_part(rank: int) -> None:
         one(torch.zeros(1, 64, dtype=torch.float64)).sum().backward()
         assert apart(one.state_dict(), inner.state_dict()) > 0
     pair.check()
+
+
+@case
+def states_of_submodules_are_complete(rank: int) -> None:
+    pair = Pair()
+    pair.steps(0, 1)
+    part, alone = pair.inner[1], pair.alone[1]
+    assert apart(part.state_dict(), alone.state_dict()) < 1e-13
+    pair.step(2)
+    zeros = {name: torch.zeros_like(value) for name, value in part.state_dict().items()}
+    part.load_state_dict(zeros)
+    assert apart(pair.inner[1].state_dict(), zeros) == 0
+    pair.model.close()
+
+
+@case
+def copies_of_the_optimizer_are_plain_ones(rank: int) -> None:
+    pair = Pair()
+    pair.steps(0, 1)
+    twin = copy.deepcopy(pair.optimizer)
+    assert type(twin) is type(pair.alone_optimizer)
+    assert apart(twin.state_dict()["state"][0], pair.optimizer.state_dict()["state"][0]) == 0
+    pickle.loads(pickle.dumps(pair.optimizer)).step()
+    pair.step(2)
+    pair.close()
+
+
+@case
+def no_sync_inside_no_sync(rank: int) -> None:
+    pair = Pair()
+    pair.steps(0)
+    with pair.model.no_sync():
+        with pair.model.no_sync():
+            pair.loss(1).backward()
+        pair.loss(2).backward()
+    pair.loss(3).backward()
+    for number in (1, 2, 3):
+        pair.loss(number, "all").backward()
+    pair.optimizer.step()
+    pair.alone_optimizer.step()
+    pair.optimizer.zero_grad()
+    pair.alone_optimizer.zero_grad()
+    pair.close()
+
+
+@case
+def policies_are_planned_where_steps_have_several_backward_passes(rank: int) -> None:
+    comm, inner, alone = collectives.get_default(), net(), net()
+    optimizer, other = sgd(inner.parameters()), sgd(alone.parameters())
+    model = DataParallel(inner, optimizer, schedule="us-byte")
+    for step in range(8):
+        x, y = share(images(step, 6), comm.rank, comm.size)
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        if step % 2:
+            optimizer.step()
+        x, y = images(step, 6)
+        other.zero_grad()
+        (2 * cross_entropy(alone(x), y)).backward()
+        if step % 2:
+            other.step()
+    assert model.schedule is not None
+    assert apart(model.state_dict(), alone.state_dict()) < 1e-13
+    model.close()
+
+
+@case
+def programs_are_planned_anew_when_times_change(rank: int) -> None:
+    planner.CHECKED, planner.DRIFT = 3, -1.0  # whatever steps take, it has changed
+    inner = net()
+    optimizer = sgd(inner.parameters())
+    model = DataParallel(inner, optimizer, schedule="wfbp")
+    known = []
+    for step in range(25):
+        x, y = share(images(step, 6), rank, SIZE)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        known.append(model.schedule is not None)
+    changes = [step for step in range(1, 25) if known[step] != known[step - 1]]
+    assert changes == [8, 12, 20, 24]
+    assert on_all(collectives.get_default(), model.state_dict())
+    model.close()
+
+
+@case
+def one_optimizer_takes_part_in_one_training(rank: int) -> None:
+    pair = Pair()
+    assert "another DataParallel uses this optimizer" in error_of(
+        lambda: DataParallel(net(), pair.optimizer)
+    )
+    assert "DataParallel averages gradients itself" in error_of(
+        lambda: DataParallel(pair.model, sgd(pair.inner.parameters()))
+    )
+    pair.model.close()
 
 
 @case
