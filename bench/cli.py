@@ -277,7 +277,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="The folder of the picture.")] = Path("out"),
     as_json: JsonOption = False,
 ) -> None:
-    """Train a small CNN with gradients over a double tree."""
+    """Train a small CNN, and compare schedules."""
     try:
         from linkweave.bench.demo import run, summary
     except ImportError as error:
