@@ -24,7 +24,8 @@ MACHINE = "dgx1-v100"
 SCHEDULE = "c-cube"
 MODEL = "vgg16"  # of the layers that sleep
 POLICIES = ("ddp", "wfbp", "mg-wfbp", "asc-wfbp", "bytescheduler", "us-byte", "c-cube", "optimal")
-STEP_S = 0.3  # forward and backward pass together
+STEP_S = 0.6  # forward and backward pass together
+SLEEPERS = 2  # ranks of these layers: more would wait for the cores
 COMMUNICATION = 3.0  # in forward passes
 NBYTES = 2_000_000
 STEPS = 3
@@ -47,7 +48,7 @@ def run(ranks: int, epochs: int, out: Path) -> dict[str, Any]:
     results = collectives.spawn(_train, ranks, MACHINE, (data.data, data.target, epochs))
     result: dict[str, Any] = results[0]
     result |= {"ranks": ranks, "epochs": epochs, "seconds": time.perf_counter() - start}
-    result["rows"], result["chaining"] = _policies(max(2, ranks), out)
+    result["rows"], result["chaining"] = _policies(out)
     machine = topology.load(MACHINE)
     plan = collectives.plan_allreduce(machine, 1 << 26, "overlapped_double_tree")
     result["steps"] = str(out / "steps.png")
@@ -106,17 +107,17 @@ def _network(share: float, workers: int) -> tuple[overlap.Profile, overlap.Netwo
     return sleeping.scaled(known, network, NBYTES, STEP_S)
 
 
-def _policies(ranks: int, out: Path) -> tuple[list[Any], list[Any]]:
+def _policies(out: Path) -> tuple[list[Any], list[Any]]:
     """Steps under each policy, and of C-Cube chained and unchained where communication takes as
     long as the forward pass."""
     Console(stderr=True).print(f"training {len(POLICIES) + 2} schedules", highlight=False)
-    schedules = sleeping.plans(*_network(COMMUNICATION, ranks), POLICIES)
-    rows = sleeping.rows(schedules, ranks, STEPS, str(out))
+    schedules = sleeping.plans(*_network(COMMUNICATION, SLEEPERS), POLICIES)
+    rows = sleeping.rows(schedules, SLEEPERS, STEPS, str(out))
     files = [out / f"{row.policy}.json" for row in rows]
     steps = [overlap.MeasuredStep.from_json(file.read_text()) for file in files]
     gantt.draw([gantt.measured(step.schedule, step.timeline) for step in steps], out / "steps.png")
-    (chained,) = sleeping.plans(*_network(1.0, ranks), [SCHEDULE])
-    pair = sleeping.rows([chained, replace(chained, chained=False)], ranks, STEPS)
+    (chained,) = sleeping.plans(*_network(1.0, SLEEPERS), [SCHEDULE])
+    pair = sleeping.rows([chained, replace(chained, chained=False)], SLEEPERS, STEPS)
     return [asdict(row) for row in rows], [asdict(row) for row in pair]
 
 
