@@ -115,7 +115,11 @@ def _policies(out: Path) -> tuple[list[Any], list[Any]]:
     rows = sleeping.rows(schedules, SLEEPERS, STEPS, str(out))
     files = [out / f"{row.policy}.json" for row in rows]
     steps = [overlap.MeasuredStep.from_json(file.read_text()) for file in files]
-    gantt.draw([gantt.measured(step.schedule, step.timeline) for step in steps], out / "steps.png")
+    charts = [
+        gantt.measured(step.schedule, step.timeline, f"{step.schedule.policy}, measured")
+        for step in steps
+    ]
+    gantt.draw(charts, out / "steps.png")
     (chained,) = sleeping.plans(*_network(1.0, SLEEPERS), [SCHEDULE])
     pair = sleeping.rows([chained, replace(chained, chained=False)], SLEEPERS, STEPS)
     return [asdict(row) for row in rows], [asdict(row) for row in pair]

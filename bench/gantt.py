@@ -35,10 +35,10 @@ def predicted(schedule: Schedule, name: str = "") -> Chart:
     return Chart(name or schedule.policy, schedule, schedule.timeline, words)
 
 
-def measured(schedule: Schedule, timeline: StepTimeline) -> Chart:
+def measured(schedule: Schedule, timeline: StepTimeline, name: str = "measured") -> Chart:
     """A step as it was carried out."""
     error = timeline.seconds / schedule.predicted_seconds - 1
-    return Chart("measured", schedule, timeline, f"{error:+.1%} from the prediction")
+    return Chart(name, schedule, timeline, f"{error:+.1%} from the prediction")
 
 
 def draw(charts: Sequence[Chart], path: Path) -> None:
