@@ -31,7 +31,7 @@ HEADER = f"{'policy':16}{'predicted ms':>14}{'measured ms':>13}{'error':>8}{'all
 LEGEND = "measured: the median step of the slowest rank, from the end of a forward pass to the next"
 
 
-class Clock:
+class Sleeps:
     """Sleeps that add up: what one oversleeps, the next ones sleep less."""
 
     def __init__(self) -> None:
@@ -47,24 +47,24 @@ class Clock:
 
 class _Asleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, clock: Clock, forward_s: float, backward_s: float):
-        ctx.weight, ctx.clock, ctx.backward_s = weight, clock, backward_s
-        clock.sleep(forward_s)
+    def forward(ctx: Any, x: Any, weight: Any, sleeps: Sleeps, forward_s: float, backward_s: float):
+        ctx.weight, ctx.sleeps, ctx.backward_s = weight, sleeps, backward_s
+        sleeps.sleep(forward_s)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Any):
-        ctx.clock.sleep(ctx.backward_s)
+        ctx.sleeps.sleep(ctx.backward_s)
         return gradient, torch.ones_like(ctx.weight), None, None, None
 
 
 class Sleeper(nn.Module):
     """A layer with so many float32 weights, whose passes take these seconds."""
 
-    def __init__(self, layer: overlap.Layer, clock: Clock) -> None:
+    def __init__(self, layer: overlap.Layer, sleeps: Sleeps) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(layer.nbytes // 4 - ALIGN // 4))
-        self._times = clock, layer.forward_s, layer.backward_s
+        self._times = sleeps, layer.forward_s, layer.backward_s
 
     def forward(self, x: Any) -> Any:
         return _Asleep.apply(x, self.weight, *self._times)
@@ -153,8 +153,8 @@ def _rank(rank: int, texts: Sequence[str], steps: int, folder: str) -> list[floa
 def _train(schedule: overlap.Schedule, steps: int, save: Path | None = None) -> float:
     """The median time from the end of a forward pass to the end of the next; the last step goes to
     the file `save`."""
-    clock = Clock()
-    model = nn.Sequential(*(Sleeper(layer, clock) for layer in schedule.profile.layers))
+    sleeps = Sleeps()
+    model = nn.Sequential(*(Sleeper(layer, sleeps) for layer in schedule.profile.layers))
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     comm = get_default()
     x = torch.zeros(1, requires_grad=True)

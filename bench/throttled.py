@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from linkweave.collectives.overlap import Network
-from linkweave.collectives.training.transport import OverCommunicator
+from linkweave.collectives.training.transport import OverCommunicator, Queue
 
 
 class Link:
@@ -74,42 +74,31 @@ class Throttled(OverCommunicator):
     def average(self, lane: int, x: torch.Tensor) -> None:
         begun = time.perf_counter()
         super().average(lane, x)
-        _sleep_until(begun + self._network.startup_s)
-        self._link.until(self._link.begin(x.nbytes), 0)
+        self._link.until(self._begin(begun, x), 0)
 
-    def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Any:
-        return _Stream(self, lane, x, sizes)
+    def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Queue:
+        begun = time.perf_counter()
+        queue = super().stream(lane, x, sizes)
+        return _Stream(queue, self._link, self._begin(begun, x), x.element_size(), sizes)
 
-    def begin_stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Any:
-        return super().stream(lane, x, sizes)
-
-    def start(self, begun: float, nbytes: int) -> int:
+    def _begin(self, begun: float, x: torch.Tensor) -> int:
         """Begin to transmit once the start-up has passed."""
-        _sleep_until(begun + self._network.startup_s)
-        return self._link.begin(nbytes)
-
-    def transmitted(self, number: int, left: int) -> None:
-        self._link.until(number, left)
+        time.sleep(max(0.0, begun + self._network.startup_s - time.perf_counter()))
+        return self._link.begin(x.nbytes)
 
 
 class _Stream:
     """A gradient queue over the network."""
 
-    def __init__(self, owner: Throttled, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> None:
-        self._owner = owner
-        begun = time.perf_counter()
-        self._queue = owner.begin_stream(lane, x, sizes)
-        item = x.element_size()
+    def __init__(
+        self, queue: Queue, link: Link, number: int, item: int, sizes: Sequence[int]
+    ) -> None:
+        self._queue, self._link, self._number = queue, link, number
         self._behind = [item * sum(sizes[i + 1 :]) for i in range(len(sizes))]
-        self._number = owner.start(begun, x.nbytes)
 
     def dequeue(self, layer: int) -> None:
         self._queue.dequeue(layer)
-        self._owner.transmitted(self._number, self._behind[layer])
+        self._link.until(self._number, self._behind[layer])
 
     def wait(self) -> None:
         self._queue.wait()
-
-
-def _sleep_until(moment: float) -> None:
-    time.sleep(max(0.0, moment - time.perf_counter()))

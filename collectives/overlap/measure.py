@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.clock import Clock, clock_of
-from linkweave.collectives.overlap.passes import Pass, profile_of
+from linkweave.collectives.overlap.passes import Pass, measured_pass, profile_of
 from linkweave.collectives.overlap.profile import Profile
 from linkweave.collectives.overlap.units import Recorder, Unit, units_of
 from linkweave.topology.checks import integer
@@ -105,17 +105,9 @@ class _Marks:
         loss().backward()
         for parameter in self._model.parameters():
             parameter.grad = None
-        forward, at = [], 0.0
-        for index in range(len(self._units)):
-            if index in self._begun:
-                at = max(at, self._clock.seconds(start, self._begun[index]))
-            forward.append(at)
-        forward.append(max(at, self._clock.seconds(start, self._end)))
-        ready = tuple(
-            self._clock.seconds(self._end, self._ready[index]) if index in self._ready else None
-            for index in range(len(self._units))
+        return measured_pass(
+            self._clock, len(self._units), start, self._begun, self._end, self._end, self._ready
         )
-        return Pass(tuple(forward), ready)
 
     def close(self) -> None:
         for handle in self._handles:

@@ -9,7 +9,7 @@ from typing import Any
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.profile import MAX_NUMBER
 from linkweave.collectives.overlap.schedule import Schedule
-from linkweave.collectives.overlap.timeline import Span, StepTimeline
+from linkweave.collectives.overlap.timeline import Interval, StepTimeline
 from linkweave.topology.checks import number
 from linkweave.topology.json_reader import read_format
 
@@ -60,7 +60,7 @@ class MeasuredStep:
         return MeasuredStep(schedule, StepTimeline(seconds, exposed, **spans))
 
 
-def _spans(rows: Any, count: int) -> tuple[Span, ...]:
+def _spans(rows: Any, count: int) -> tuple[Interval, ...]:
     if not isinstance(rows, list) or len(rows) != count:
         raise CollectiveError(f"step JSON: a list of {count} spans is needed")
     found = []
@@ -70,5 +70,5 @@ def _spans(rows: Any, count: int) -> tuple[Span, ...]:
     return tuple(found)
 
 
-def _total(spans: tuple[Span, ...]) -> float:
+def _total(spans: tuple[Interval, ...]) -> float:
     return sum(end - start for start, end in spans)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.overlap.clock import Clock
 from linkweave.collectives.overlap.profile import Layer, Profile
 
 
@@ -23,6 +25,25 @@ class Pass:
     forward: tuple[float, ...]
     ready: tuple[float | None, ...]
     update_s: float = 0.0
+
+
+def measured_pass(
+    clock: Clock, units: int, start: Any, forward: Mapping[int, Any], end: Any, begun: Any,
+    ready: Mapping[int, Any], update_s: float = 0.0,
+) -> Pass:  # fmt: skip
+    """A pass from moments of a clock: when the forward pass started, reached each unit, and ended;
+    when the backward pass began, and each unit's gradients were there.
+
+    A unit that was not reached took no time; nor did a forward pass of which nothing is known.
+    """
+    reached, at = [], 0.0
+    for unit in range(units):
+        if unit in forward:
+            at = max(at, clock.seconds(start, forward[unit]))
+        reached.append(at)
+    reached.append(at if end is None else max(at, clock.seconds(start, end)))
+    there = (clock.seconds(begun, ready[unit]) if unit in ready else None for unit in range(units))
+    return Pass(tuple(reached), tuple(there), update_s)
 
 
 def profile_of(

@@ -17,7 +17,7 @@ from linkweave.collectives.overlap.communication import Communication
 from linkweave.collectives.overlap.network import Network
 from linkweave.collectives.overlap.profile import Profile
 
-Span = tuple[float, float]
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class StepTimeline:
 
     seconds: float
     exposed_s: float
-    sends: tuple[Span, ...]
-    backward: tuple[Span, ...]
-    forward: tuple[Span, ...]
+    sends: tuple[Interval, ...]
+    backward: tuple[Interval, ...]
+    forward: tuple[Interval, ...]
 
 
 def timeline(
@@ -70,7 +70,7 @@ Arrivals = list[list[float]]
 
 def _one_lane(
     network: Network, communications: Sequence[Communication], ready: Sequence[float]
-) -> tuple[list[Span], Arrivals]:
+) -> tuple[list[Interval], Arrivals]:
     free, spans, arrivals = 0.0, [], []
     for c, there in zip(communications, ready, strict=True):
         start = max(free, there)
@@ -83,13 +83,13 @@ def _one_lane(
 
 def _lanes(
     network: Network, communications: Sequence[Communication], ready: Sequence[float]
-) -> tuple[list[Span], Arrivals]:
+) -> tuple[list[Interval], Arrivals]:
     """Advance from event to event: a start, the end of a start-up, the end of a transmission."""
     queues: dict[int, list[int]] = {}
     for number, c in enumerate(communications):
         queues.setdefault(c.lane, []).append(number)
     heads = dict.fromkeys(queues, 0)
-    spans: dict[int, Span] = {}
+    spans: dict[int, Interval] = {}
     arrivals: Arrivals = [[] for _ in communications]
     behind = [_behind(c) for c in communications]
     running: dict[int, list[float]] = {}  # [start, end of the start-up, bytes left]

@@ -79,15 +79,13 @@ class Arena:
         for i, parameter in enumerate(self.units[unit].parameters):
             found[i] = parameter.grad is not None
             if found[i]:
-                self.adopt(unit, i)
+                self._bring(parameter, self._views[unit][i])
             else:
                 self._views[unit][i].zero_()
                 flags[i] = 0
 
-    def adopt(self, unit: int, index: int) -> None:
-        """Bring a parameter's gradient into the arena and let `grad` be its view there."""
-        parameter: Any = self.units[unit].parameters[index]
-        view = self._views[unit][index]
+    def _bring(self, parameter: Any, view: torch.Tensor) -> None:
+        """Copy a parameter's gradient to its view, unless it lies there, and let it be `grad`."""
         if parameter.grad.data_ptr() != view.data_ptr():
             view.copy_(parameter.grad)
             parameter.grad = view

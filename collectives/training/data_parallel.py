@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from linkweave.collectives.training.hooks import Hook
 from linkweave.collectives.training.planner import Planner
 from linkweave.collectives.training.program import Program
 from linkweave.collectives.training.step_record import StepRecord, timeline_of
-from linkweave.collectives.training.transport import Transport, transport_of
+from linkweave.collectives.training.transport import Transport, parted, transport_of
 from linkweave.collectives.training.update import Update
 from linkweave.topology.checks import shown
 
@@ -317,10 +316,9 @@ def _same_model(transport: Transport, module: nn.Module) -> None:
     """Copy rank 0's parameters and buffers. Raises CollectiveError unless all ranks have them."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     names = [f"{name} {t.dtype} {tuple(t.shape)} {t.requires_grad}" for name, t in tensors.items()]
-    rows = transport.share(hashlib.sha256("\n".join(names).encode()).digest())
-    if other := [rank for rank, row in enumerate(rows) if row != rows[0]]:
+    if (other := parted(transport, "\n".join(names))) is not None:
         raise CollectiveError(
-            f"ranks 0 and {other[0]} have different models: this rank's has {len(names)} "
+            f"ranks 0 and {other} have different models: this rank's has {len(names)} "
             f"parameters and buffers, the first {names[:1]}, the last {names[-1:]}"
         )
     with torch.no_grad():

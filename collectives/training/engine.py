@@ -17,7 +17,7 @@ from linkweave.collectives.training.hooks import Hook
 from linkweave.collectives.training.host_lanes import HostLanes
 from linkweave.collectives.training.lanes import Lanes
 from linkweave.collectives.training.program import Program, at_once
-from linkweave.collectives.training.ranges import ranged
+from linkweave.collectives.training.ranges import profiled
 from linkweave.collectives.training.step_record import StepRecord
 from linkweave.collectives.training.stream_lanes import StreamLanes
 from linkweave.collectives.training.transport import Transport
@@ -130,7 +130,7 @@ class Engine:
         unit = self.units[index]
         begun = self.clock.now()
         with (
-            ranged(f"update {unit.name}"), torch.inference_mode(False), torch.no_grad(),
+            profiled(f"update {unit.name}"), torch.inference_mode(False), torch.no_grad(),
             torch.autocast(unit.device.type, enabled=False),
         ):  # fmt: skip
             kept = [parameter.grad is not None for parameter in unit.parameters]
@@ -190,7 +190,6 @@ class Engine:
             if not self._begun:
                 self._begin_step()
             self._check_gradient(index, i)
-            self.arena.adopt(index, i)
             self._left[index] -= 1
             if not self._left[index] and self.sends:
                 self._collected(index)

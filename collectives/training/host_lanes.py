@@ -15,7 +15,7 @@ from linkweave.collectives.errors import CollectiveAborted, CollectiveError
 from linkweave.collectives.training.arena import Arena
 from linkweave.collectives.training.packing import Packing
 from linkweave.collectives.training.program import Op, Program
-from linkweave.collectives.training.ranges import ranged
+from linkweave.collectives.training.ranges import profiled
 from linkweave.collectives.training.transport import Transport
 
 
@@ -36,7 +36,7 @@ class HostLanes:
         self._done = [True] * len(program.ops)
         self._missing = Counter(span.unit for op in program.ops for span in op.spans)
         self._left: Counter[int] = Counter()  # spans of each unit that have not arrived
-        self._error: BaseException | None = None
+        self._error: CollectiveError | None = None
         self._closed = False
         self.sent: list[tuple[int, float, float]] = []
         """(op, start, end) of the last step, in the order of their ends; `time.perf_counter`."""
@@ -80,10 +80,9 @@ class HostLanes:
             self._changed.wait_for(lambda: self._error or holds())
             error = self._error
         if error:
-            kind = type(error) if isinstance(error, CollectiveError) else CollectiveAborted
-            raise kind(str(error)) from error
+            raise type(error)(str(error)) from error
 
-    def abort(self, error: BaseException) -> None:
+    def abort(self, error: CollectiveError) -> None:
         """End all lanes, here and on the other ranks, because of this error."""
         with self._changed:
             if self._error or self._closed:
@@ -142,15 +141,15 @@ class HostLanes:
 
     def _carry_out(self, number: int, op: Op, packing: Packing) -> None:
         start = time.perf_counter()
-        with ranged(f"lane {op.lane}: {self._program.label(number)}"):
+        with profiled(f"lane {op.lane}: {self._program.label(number)}"):
             x = packing.pack(op)
-            if op.streamed and self._transport.streams:
+            if op.streamed:
                 self._stream(op, x, packing)
             else:
                 self._transport.average(op.lane, x)
                 packing.unpack(op, x)
         with self._changed:
-            if not (op.streamed and self._transport.streams):
+            if not op.streamed:
                 for span in op.spans:
                     self._left[span.unit] -= 1
             self._done[number] = True

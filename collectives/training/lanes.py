@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from linkweave.collectives.errors import CollectiveError
+
 
 class Lanes(Protocol):
     """One step after another of a program, on the lanes of a transport."""
@@ -23,7 +25,7 @@ class Lanes(Protocol):
     def wait_all(self) -> None:
         """Wait until all ops are done. Raises CollectiveError."""
 
-    def abort(self, error: BaseException) -> None:
+    def abort(self, error: CollectiveError) -> None:
         """End all lanes, here and on the other ranks, because of this error."""
 
     def close(self) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap import Communication, Network, Profile, Schedule, plan
 from linkweave.collectives.overlap.communication import whole
-from linkweave.collectives.overlap.passes import Pass, profile_of
+from linkweave.collectives.overlap.passes import measured_pass, profile_of
 from linkweave.collectives.overlap.policies import NAMED
 from linkweave.collectives.training.engine import Engine
 from linkweave.collectives.training.measured_network import measure_network
 from linkweave.collectives.training.program import Program, program_of
 from linkweave.collectives.training.step_record import StepRecord
-from linkweave.collectives.training.transport import Transport
+from linkweave.collectives.training.transport import Transport, parted
 
 WARM_UP = 2
 """Steps before times are taken: the first ones allocate and compile."""
@@ -53,7 +53,7 @@ class Planner:
         self.schedule: Schedule | None = None
         """What is carried out, with its predictions; None while times are being measured."""
         if isinstance(schedule, Schedule):
-            self._adopt(schedule if chains else replace(schedule, chained=False))
+            self._adopt(self._suited(schedule))
         self._going = None if isinstance(schedule, Schedule) else self._life(schedule)
         if self._going:
             next(self._going)
@@ -172,28 +172,22 @@ def _sent(schedule: Schedule) -> Any:
 
 def _compare(transport: Transport, program: Program) -> None:
     """Raise CollectiveError on every rank unless all have this program."""
-    rows = transport.share(program.checksum.encode())
-    if other := [rank for rank, row in enumerate(rows) if row != rows[0]]:
-        raise CollectiveError(f"ranks 0 and {other[0]} have different schedules")
+    if (other := parted(transport, program.checksum)) is not None:
+        raise CollectiveError(f"ranks 0 and {other} have different schedules")
 
 
 def _profile(engine: Engine, records: list[StepRecord]) -> Profile:
-    seconds, units = engine.clock.seconds, range(len(engine.units))
-    passes = []
+    clock, passes = engine.clock, []
     for record in records:
         begun, ended = record.step
         if begun is None:  # the optimizer's step was left out
             begun = ended = record.backward_end
-        forward, at = [], 0.0
-        for unit in units:
-            if unit in record.forward:
-                at = max(at, seconds(ended, record.forward[unit]))
-            forward.append(at)
-        if record.forward_end is not None:  # else there was none before the next backward pass
-            at = max(at, seconds(ended, record.forward_end))
-        forward.append(at)
-        ready = tuple(seconds(record.begun, record.ready[unit]) for unit in units)
-        passes.append(Pass(tuple(forward), ready, seconds(begun, ended)))
+        passes.append(
+            measured_pass(
+                clock, len(engine.units), ended, record.forward, record.forward_end, record.begun,
+                record.ready, clock.seconds(begun, ended),
+            )
+        )  # fmt: skip
     names = [unit.name for unit in engine.units]
     return profile_of(names, [unit.nbytes for unit in engine.units], passes, "measured")
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.overlap import Schedule
+from linkweave.collectives.overlap import Communication, Piece, Schedule
 from linkweave.collectives.training.arena import Slot
 
 
@@ -113,9 +113,20 @@ def program_of(schedule: Schedule, slots: Sequence[Slot], names: Sequence[str]) 
             f"{len(slots)} units of {sum(slot.nbytes for slot in slots)} bytes, or divides them "
             "otherwise: plan for a profile by overlap.measure"
         )
+    ops = _ops(schedule.communications, slots)
+    return Program(schedule.policy, ops, tuple(names), schedule.chained)
+
+
+def at_once(slots: Sequence[Slot], names: Sequence[str]) -> Program:
+    """All gradients in one all-reduce after the backward pass."""
+    pieces = tuple(Piece(unit, 0, slot.nbytes) for unit, slot in enumerate(slots))
+    return Program("at once", _ops([Communication(pieces)], slots), tuple(names))
+
+
+def _ops(communications: Sequence[Communication], slots: Sequence[Slot]) -> tuple[Op, ...]:
     ops: list[Op] = []
     numbers: list[list[int]] = []  # of each communication
-    for source, c in enumerate(schedule.communications):
+    for source, c in enumerate(communications):
         spans: dict[int, list[Span]] = {}
         for piece in c.pieces:
             slot = slots[piece.layer]
@@ -127,14 +138,4 @@ def program_of(schedule: Schedule, slots: Sequence[Slot], names: Sequence[str]) 
             if not c.streamed:
                 found.sort(key=lambda span: span.first)
             ops.append(Op(buffer, tuple(found), c.lane, after, c.streamed, source))
-    return Program(schedule.policy, tuple(ops), tuple(names), schedule.chained)
-
-
-def at_once(slots: Sequence[Slot], names: Sequence[str]) -> Program:
-    """All gradients in one all-reduce after the backward pass."""
-    buffers: dict[int, list[Span]] = {}
-    for unit, slot in enumerate(slots):
-        span = Span(unit, slot.first, slot.first + slot.nbytes)
-        buffers.setdefault(slot.buffer, []).append(span)
-    ops = tuple(Op(buffer, tuple(spans)) for buffer, spans in buffers.items())
-    return Program("at once", ops, tuple(names))
+    return tuple(ops)

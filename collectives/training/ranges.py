@@ -11,6 +11,6 @@ from linkweave.kernels.nvtx_ranges import annotate
 
 
 @contextmanager
-def ranged(name: str) -> Iterator[None]:
+def profiled(name: str) -> Iterator[None]:
     with annotate(name), record_function(f"linkweave: {name}"):
         yield

@@ -7,7 +7,7 @@ from typing import Any
 
 from linkweave.collectives.overlap import StepTimeline
 from linkweave.collectives.overlap.clock import Clock
-from linkweave.collectives.overlap.timeline import Span
+from linkweave.collectives.overlap.timeline import Interval
 from linkweave.collectives.training.program import Program
 
 
@@ -43,7 +43,7 @@ def timeline_of(record: StepRecord, program: Program, clock: Clock) -> StepTimel
     def at(moment: Any) -> float:
         return clock.seconds(record.begun, moment)
 
-    sends: dict[int, Span] = {}
+    sends: dict[int, Interval] = {}
     for number, start, end in record.sent:
         source = program.ops[number].source
         known = sends.get(source, (at(start), at(end)))

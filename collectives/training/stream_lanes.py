@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
+from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.clock import StreamClock
 from linkweave.collectives.training.arena import Arena
 from linkweave.collectives.training.packing import Packing
 from linkweave.collectives.training.program import Op, Program
-from linkweave.collectives.training.ranges import ranged
+from linkweave.collectives.training.ranges import profiled
 from linkweave.collectives.training.transport import Queue, Transport
 
 
@@ -40,7 +41,7 @@ class StreamLanes:
             for i, span in enumerate(op.spans):
                 self._carried.setdefault(span.unit, []).append((number, i))
         self._next = 0
-        self._error: BaseException | None = None
+        self._error: CollectiveError | None = None
         self.sent: list[tuple[int, Any, Any]] = []
 
     def begin(self) -> None:
@@ -60,10 +61,10 @@ class StreamLanes:
             stream.wait_event(self._ready[unit])
         for other in op.after:
             stream.wait_event(self._done[other])
-        with torch.cuda.stream(stream), ranged(f"lane {op.lane}: {self._program.label(number)}"):
+        with torch.cuda.stream(stream), profiled(f"lane {op.lane}: {self._program.label(number)}"):
             start = self._clock.now()
             x = packing.pack(op)
-            if op.streamed and self._transport.streams:
+            if op.streamed:
                 queue = self._transport.stream(op.lane, x, op.sizes(x.element_size()))
                 if len(op.runs) == 1:  # else units arrive when they have been unpacked
                     self._queues[number] = queue
@@ -88,7 +89,7 @@ class StreamLanes:
         for event in self._done.values():
             torch.cuda.current_stream(self._device).wait_event(event)
 
-    def abort(self, error: BaseException) -> None:
+    def abort(self, error: CollectiveError) -> None:
         if self._error is None:
             self._error = error
             self._transport.abort()

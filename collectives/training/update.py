@@ -94,7 +94,7 @@ class Update:
     def _in_one_launch(self, part: list[Any], options: dict[str, Any]) -> bool:
         """Carry out a part by a kernel; False if there is none for it."""
         name = self._kind.__name__
-        if not self.separable or name not in _STATES or not _plain(options):
+        if name not in _STATES or not _plain(options):
             return False
         names = _STATES[name] if options.get("momentum", 1) else ()
         states = [self._optimizer.state.get(p, {}) for p in part]
