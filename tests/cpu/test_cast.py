@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from itertools import product
@@ -18,9 +16,15 @@ import torch
 
 from linkweave import kernels
 from tests.cpu.casting import HALVES, SCALES, WIDE, expected, patterns, same, special, ties
+from tests.cpu.triton_checks import (
+    ARCHITECTURES,
+    OnGpu,
+    compiled,
+    resources,
+    same_bits_in_the_interpreter,
+)
 
 ROOT = Path(__file__).parents[2]
-ARCHITECTURES = (70, 80, 90)
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
@@ -127,12 +131,6 @@ def test_bad_arguments_are_refused(x: Any, out: Any, scale: Any, words: str) -> 
         kernels.cast(x, out, scale)
 
 
-class OnGpu(torch.Tensor):
-    """A CPU tensor that says it is on a GPU."""
-
-    device = property(lambda self: torch.device("cuda:0"))  # type: ignore[assignment]
-
-
 def test_tensors_on_a_gpu_are_checked_and_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     from linkweave.kernels import casts
 
@@ -159,13 +157,7 @@ def test_tensors_on_a_gpu_are_checked_and_go_to_triton(monkeypatch: pytest.Monke
 
 # ---- in Triton ----------------------------------------------------------------------------------
 def test_the_triton_kernel_in_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="Triton is not installed")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.cpu.interpreted_cast"], cwd=ROOT, capture_output=True,
-        text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=250, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "same bits\n"
+    same_bits_in_the_interpreter("interpreted_cast")
 
 
 ACCESSES = {
@@ -177,44 +169,22 @@ ACCESSES = {
 """Of each thread for four elements, where no mask is needed."""
 
 
-def compiled(half: str, source: str, target: str, architecture: int) -> Any:
-    """The Triton kernel for arrays that begin at multiples of 16 bytes."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from linkweave.kernels.casts.gpu import BLOCK, WARPS, cast_kernel
-
-    constants = {"HALF": half, "NARROW": target == "u16", "BLOCK": BLOCK}
-    signature = {"x": f"*{source}", "out": f"*{target}", "scale": "fp32", "n": "i64"}
-    signature |= dict.fromkeys(constants, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i in (0, 1)}
-    return triton.compile(
-        ASTSource(cast_kernel, signature, constants, aligned),
-        target=GPUTarget("cuda", architecture, 32), options={"num_warps": WARPS},
-    )  # fmt: skip
-
-
-def resources(cubin: bytes, folder: Path) -> dict[str, int]:
-    """What the machine code needs of a multiprocessor, as the cuobjdump in Triton's wheel says."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    (folder / "cubin").write_bytes(cubin)
-    told = subprocess.run([tool, "-res-usage", folder / "cubin"], capture_output=True, text=True,
-                          check=True).stdout  # fmt: skip
-    return {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", told)}
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 def test_the_triton_kernel_compiles(
     half: str, architecture: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
+    from linkweave.kernels.casts import gpu
+
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     for (source, target), accesses in ACCESSES.items():
-        kernel = compiled(half, source, target, architecture)
+        kernel = compiled(
+            gpu.cast_kernel,
+            {"x": f"*{source}", "out": f"*{target}", "scale": "fp32", "n": "i64"},
+            {"HALF": half, "NARROW": target == "u16", "BLOCK": gpu.BLOCK},
+            (0, 1), architecture, num_warps=gpu.WARPS,
+        )  # fmt: skip
         ptx = kernel.asm["ptx"]
         assert Counter(re.findall(r"\b(?:ld|st)\.global\.v\S+", ptx)) == accesses
         assert re.search(r"mul\.wide\.u32\s+%rd\d+, %r\d+, 1024;", ptx)  # offsets of 64 bits

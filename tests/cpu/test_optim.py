@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,7 +19,13 @@ from linkweave.kernels import optim
 from linkweave.kernels.optim import cpu
 from linkweave.kernels.optim.tables import BLOCK
 from tests.cpu.casting import same
-from tests.cpu.test_cast import ARCHITECTURES, OnGpu, resources
+from tests.cpu.triton_checks import (
+    ARCHITECTURES,
+    OnGpu,
+    compiled,
+    resources,
+    same_bits_in_the_interpreter,
+)
 
 ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.float64)
@@ -348,13 +352,7 @@ def test_tables_on_a_gpu_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---- in Triton ----------------------------------------------------------------------------------
 def test_the_triton_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="Triton is not installed")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.cpu.interpreted_optim"], cwd=ROOT, capture_output=True,
-        text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=250, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "same bits\n"
+    same_bits_in_the_interpreter("interpreted_optim")
 
 
 SGD_SCALARS = ("sign", "decay", "momentum", "rest", "rate")
@@ -376,23 +374,16 @@ OPERATIONS = {
 """Of each element."""
 
 
-def compiled(name: str, with_partials: bool, architecture: int) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+def machine_code(name: str, with_partials: bool, architecture: int) -> Any:
     from linkweave.kernels.optim import gpu
 
     kernel, scalars, flags = COMPILED[name]
-    constants = {**flags, "BLOCK": BLOCK} | ({} if with_partials else {"partials": None})
     signature = {"rows": "*i64", "partials": "*fp64"} | dict.fromkeys(scalars, "fp32")
-    signature |= dict.fromkeys(constants, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i in range(1 + with_partials)}
-    return triton.compile(
-        ASTSource(getattr(gpu, kernel), signature, constants, aligned),
-        target=GPUTarget("cuda", architecture, 32),
-        options={"num_warps": gpu.WARPS, "enable_fp_fusion": False},
-    )
+    return compiled(
+        getattr(gpu, kernel), signature,
+        {**flags, "BLOCK": BLOCK} | ({} if with_partials else {"partials": None}),
+        range(1 + with_partials), architecture, num_warps=gpu.WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -403,7 +394,7 @@ def test_the_triton_kernels_compile(
     pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     for with_partials in (False, True):
-        kernel = compiled(name, with_partials, architecture)
+        kernel = machine_code(name, with_partials, architecture)
         ptx = kernel.asm["ptx"]
         loads, stores = LOADS_AND_STORES[name]
         accesses = Counter(re.findall(r"\b(?:ld|st)\.global\.v\S+", ptx))

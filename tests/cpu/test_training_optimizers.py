@@ -1,0 +1,286 @@
+"""Optimizers and schedulers with a `DataParallel`. Each case runs on two ranks, with a chained
+schedule if not said otherwise, beside one process that trains on the batches of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from training_models import (
+    apart,
+    copied,
+    images,
+    imported,  # noqa: F401
+    on_all,
+    same,
+    schedule_for,
+    sgd,
+    share,
+    train,
+)
+from training_pair import SIZE, Cases, Pair, model_comm, net, pairs
+
+from linkweave import collectives
+from linkweave.collectives import DataParallel
+from linkweave.collectives.training import planner
+
+pytestmark = pytest.mark.usefixtures("imported")
+case = Cases()
+
+
+@case
+def grad_scaler_skips_alike(rank: int) -> None:
+    for pair in pairs():
+        scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in range(2)]
+        for number in range(5):
+            for scaler, optimizer, part in (
+                (scalers[0], pair.optimizer, "mine"), (scalers[1], pair.alone_optimizer, "all")
+            ):  # fmt: skip
+                optimizer.zero_grad()
+                loss = pair.loss(number, part)
+                if number == 2 and (rank == 1 or part == "all"):
+                    loss = loss * float("inf")
+                scaler.scale(loss).backward()
+                if number == 3:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale() == 32.0
+
+
+@case
+def bfloat16_autocast(rank: int) -> None:
+    states = []
+    for chained in (True, False):
+        pair = Pair(lambda: net(torch.float32), chained=chained, x=images(0, 2)[0].float())
+        for number in range(4):
+            x, y = pair.batch(number)
+            pair.optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = cross_entropy(pair.model(x.float()), y)
+            loss.backward()
+            pair.optimizer.step()
+        states.append(copied(pair.model.state_dict()))
+        assert on_all(pair.comm, states[-1])
+        assert pair.inner[1].weight.dtype == torch.float32
+        pair.model.close()
+    assert same(*states)
+
+
+@case
+def schedulers_of_the_learning_rate(rank: int) -> None:
+    for early in (True, False):
+        schedulers = []
+
+        def optimizer(
+            parameters: Any, early: bool = early, schedulers: list[Any] = schedulers
+        ) -> torch.optim.Optimizer:
+            found = sgd(parameters)
+            if early:
+                schedulers.append(torch.optim.lr_scheduler.StepLR(found, 2, 0.1))
+            return found
+
+        pair = Pair(optimizer=optimizer)
+        if not early:
+            schedulers += [
+                torch.optim.lr_scheduler.StepLR(one, 2, 0.1)
+                for one in (pair.optimizer, pair.alone_optimizer)
+            ]
+        for number in range(6):
+            pair.step(number)
+            for scheduler in schedulers:
+                scheduler.step()
+        assert pair.optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * 0.1**3)
+        pair.close()
+
+
+@case
+def a_scheduler_does_not_warn(rank: int) -> None:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for early in (True, False):
+            inner = net()
+            optimizer = sgd(inner.parameters())
+            make = lambda optimizer=optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)  # noqa: E731
+            scheduler = make() if early else None
+            model = DataParallel(inner, optimizer)
+            scheduler = scheduler or make()
+            train("cnn", model, optimizer, range(1), rank, 2)
+            scheduler.step()
+            model.close()
+
+
+@case
+def a_learning_rate_tensor_and_cyclic_momentum(rank: int) -> None:
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=torch.tensor(0.01, dtype=torch.float64))
+
+    pair = Pair(optimizer=optimizer)
+    for number in range(4):
+        pair.step(number)
+        for one in (pair.optimizer, pair.alone_optimizer):
+            one.param_groups[0]["lr"].mul_(0.5)
+            one.param_groups[0]["betas"] = (0.9 - number / 10, 0.99)
+    pair.close()
+
+
+@case
+def policies_are_planned_where_steps_have_several_backward_passes(rank: int) -> None:
+    comm, inner, alone = collectives.get_default(), net(), net()
+    optimizer, other = sgd(inner.parameters()), sgd(alone.parameters())
+    model = DataParallel(inner, optimizer, schedule="us-byte")
+    for step in range(8):
+        x, y = share(images(step, 6), comm.rank, comm.size)
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        if step % 2:
+            optimizer.step()
+        x, y = images(step, 6)
+        other.zero_grad()
+        (2 * cross_entropy(alone(x), y)).backward()
+        if step % 2:
+            other.step()
+    assert model.schedule is not None
+    assert apart(model.state_dict(), alone.state_dict()) < 1e-13
+    model.close()
+
+
+@case
+def programs_are_planned_anew_when_times_change(rank: int) -> None:
+    planner.CHECKED, planner.DRIFT = 3, -1.0  # whatever steps take, it has changed
+    inner = net()
+    optimizer = sgd(inner.parameters())
+    model = DataParallel(inner, optimizer, schedule="wfbp")
+    known = []
+    for step in range(25):
+        x, y = share(images(step, 6), rank, SIZE)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        known.append(model.schedule is not None)
+    changes = [step for step in range(1, 25) if known[step] != known[step - 1]]
+    assert changes == [8, 12, 20, 24]
+    assert on_all(collectives.get_default(), model.state_dict())
+    model.close()
+
+
+@case
+def optimizer_parameters_outside_the_module(rank: int) -> None:
+    for chained in (True, False):
+        inner, extra = net(), nn.Parameter(torch.ones(3, dtype=torch.float64))
+        optimizer = torch.optim.SGD([*inner.parameters(), extra], 0.1)
+        schedule = schedule_for(net(), images(0, 2)[0], chained=chained)
+        model = DataParallel(inner, optimizer, schedule=schedule)
+        for number in range(3):
+            optimizer.zero_grad()
+            x, y = share(images(number, 6), rank, 2)
+            (cross_entropy(model(x), y) + (rank + 1) * extra.sum()).backward()
+            optimizer.step()
+        assert torch.allclose(extra, torch.full_like(extra, 1 - 0.3 * (rank + 1)))
+        assert on_all(model_comm(), model.state_dict())
+        model.close()
+
+
+@case
+def two_steps_after_one_backward_pass(rank: int) -> None:
+    for pair in pairs():
+        for number in range(2):
+            pair.step(number)
+            pair.update()
+
+
+@case
+def a_closure(rank: int) -> None:
+    for pair in pairs():
+        for number in range(3):
+            found = []
+            for optimizer, part in pair.both:
+
+                def closure(
+                    optimizer: Any = optimizer,
+                    part: str = part,
+                    number: int = number,
+                    pair: Pair = pair,
+                ) -> torch.Tensor:
+                    optimizer.zero_grad()
+                    loss = pair.loss(number, part)
+                    loss.backward()
+                    return loss
+
+                found.append(optimizer.step(closure))
+            total = found[0].detach().reshape(1)
+            pair.comm.allreduce(total, "avg")
+            assert abs(float(total) - float(found[1])) < 1e-14
+
+
+@case
+def an_optimizer_of_the_users(rank: int) -> None:
+    """Its step is carried out as a whole."""
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            total = sum(
+                float(p.grad.square().sum()) for g in self.param_groups for p in g["params"]
+            )
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data.sub_(p.grad / (1 + total) ** 0.5)
+
+    for chained in (True, False):
+        pair = Pair(optimizer=lambda p: Own(p, 0.1), chained=chained)
+        pair.steps(0, 1, 2)
+        pair.close()
+
+
+@case
+def hooks_of_the_optimizer_run_once_a_step(rank: int) -> None:
+    pair = Pair()
+    calls: list[str] = []
+    pair.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    pair.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    pair.steps(0, 1)
+    assert calls == ["before", "after"] * 2
+    pair.close()
+
+
+@case
+def parameter_groups(rank: int) -> None:
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        first, *others = parameters
+        return torch.optim.AdamW(
+            [{"params": [first], "lr": 0.1}, {"params": others[:2], "weight_decay": 0.5}], 1e-2
+        )
+
+    for pair in pairs(optimizer=optimizer):
+        pair.steps(0, 1)
+        for one, model in ((pair.optimizer, pair.inner), (pair.alone_optimizer, pair.alone)):
+            one.add_param_group({"params": [*model.parameters()][3:], "lr": 0.2})
+        pair.steps(2, 3)
+
+
+@case
+def other_optimizers(rank: int) -> None:
+    for kind, extra in {
+        "Adam": {"amsgrad": True}, "SGD": {"momentum": 0.9, "nesterov": True, "foreach": True},
+        "RMSprop": {"centered": True}, "NAdam": {}, "Adagrad": {}, "Rprop": {}, "ASGD": {},
+        "Adafactor": {}, "AdamW": {"fused": True},
+    }.items():  # fmt: skip
+        pair = Pair(optimizer=lambda p, k=kind, e=extra: getattr(torch.optim, k)(p, lr=1e-2, **e))
+        pair.steps(0, 1, 2)
+        state, want = pair.model.state_dict(), pair.alone.state_dict()
+        assert on_all(pair.comm, state)
+        assert apart(state, want) < 1e-9, kind
+        pair.model.close()
+
+
+@pytest.mark.parametrize("body", case, ids=lambda body: body.__name__)
+def test_case(body: Callable[[int], None]) -> None:
+    case.run(body)
