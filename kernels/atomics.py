@@ -1,4 +1,4 @@
-"""Numba intrinsics: memory access by address, acquire and release, futexes, yielding. Linux only.
+"""Numba intrinsics: memory access by address, acquire and release, fma, futexes. Linux only.
 
 Addresses are int64. If a `load_acquire` sees the value of a `store_release`, by any process that
 maps the memory, it also sees everything written before the store (C++11 memory order; on x86 both
@@ -92,6 +92,16 @@ def pointer(typingctx: Any, address: Any, like: Any) -> Any:
         return builder.inttoptr(args[0], context.get_data_type(like).as_pointer())
 
     return types.CPointer(like)(types.int64, like), codegen
+
+
+@intrinsic
+def fma(typingctx: Any, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z, rounded once; all are floats of one type."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fma(*args)
+
+    return x(x, x, x), codegen
 
 
 _VECTOR = ir.VectorType(ir.FloatType(), 16)  # 64 bytes; LLVM splits it for smaller registers

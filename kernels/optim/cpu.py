@@ -11,24 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from numba import carray, njit
-from numba.extending import intrinsic
 
-from linkweave.kernels.atomics import pointer
+from linkweave.kernels.atomics import fma, pointer
 from linkweave.kernels.optim.tables import BLOCK, COUNT, GRAD, PARAM, STATE, STATE_2, Table
 from linkweave.kernels.parallel import parts, run_parts
 
 LEAST = 256  # blocks for each thread: starting one takes as long as many
 NONE = np.empty(0)
-
-
-@intrinsic
-def fma(typingctx: Any, x: Any, y: Any, z: Any) -> Any:
-    """x * y + z, rounded once; all are floats of one type."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fma(*args)
-
-    return x(x, x, x), codegen
 
 
 @njit(inline="always")

@@ -54,7 +54,7 @@ class Table:
                 f"parameters of {self.dtype} on {self.device} are not supported; choose "
                 "float32, or float64 on the CPU"
             )
-        _check(columns)
+        check_columns(columns)
         self.states = len(states)
         self.tensors = tuple(tuple(column) for column in columns.values())
         rows = np.concatenate([_rows(group) for group in zip(*self.tensors, strict=True)])
@@ -64,10 +64,10 @@ class Table:
             self.rows = torch.from_numpy(rows).to(self.device)
 
 
-def _check(columns: dict[str, Sequence[torch.Tensor]]) -> None:
+def check_columns(columns: dict[str, Sequence[torch.Tensor]]) -> None:
     """Tensors must fit those of the same position in `params`, and must not overlap."""
     params = columns["params"]
-    spans = []
+    named = {}
     for name, column in columns.items():
         if len(column) != len(params):
             raise ValueError(f"{len(params)} params, but {len(column)} {name}")
@@ -88,9 +88,17 @@ def _check(columns: dict[str, Sequence[torch.Tensor]]) -> None:
                 )
             if not _is_dense(tensor):
                 raise ValueError(f"{here} has gaps or overlaps: its strides are {tensor.stride()}")
-            if tensor.numel():
-                start = tensor.data_ptr()
-                spans.append((start, start + tensor.numel() * tensor.element_size(), here))
+            named[here] = tensor
+    check_overlaps(named)
+
+
+def check_overlaps(named: dict[str, torch.Tensor]) -> None:
+    """Tensors without gaps must not overlap."""
+    spans = []
+    for name, tensor in named.items():
+        if tensor.numel():
+            start = tensor.data_ptr()
+            spans.append((start, start + tensor.numel() * tensor.element_size(), name))
     for (_, end, one), (start, _, other) in pairwise(sorted(spans)):
         if start < end:
             raise ValueError(f"{one} and {other} overlap in memory")
