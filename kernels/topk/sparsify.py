@@ -13,6 +13,7 @@ from linkweave.kernels.parallel import parts, run_parts
 from linkweave.kernels.topk import cpu as topk
 from linkweave.kernels.topk.cpu import BLOCK, U, most_of
 
+UPDATED = 1024  # elements, then gathered from the L1 cache: at most 16 KiB
 NOTHING = np.uint32(0xFFFFFFFF)  # a threshold that no key reaches
 NONE = np.empty(0, np.int64)
 
@@ -29,39 +30,41 @@ def _accumulate_and_gather(
     """
     bits = residual.view(np.uint32)
     mask = np.uint32(0x7FFFFFFF)
-    wide = np.empty(BLOCK, np.uint32)
+    wide = np.empty(UPDATED, np.uint32)
     found, full = U(0), False
-    for first in range(U(start), U(stop), U(BLOCK)):
-        last = min(first + U(BLOCK), U(stop))
+    for begin in range(U(start), U(stop), U(UPDATED)):
+        end = min(begin + U(UPDATED), U(stop))
         if grad is not None:
             g, before = grad, U(0)
         if patterns is not None:
             if is_float16:
-                widen_float16(patterns[first:last], wide)
+                widen_float16(patterns[begin:end], wide)
             else:
-                widen_bfloat16(patterns[first:last], wide)
-            g, before = wide.view(np.float32), first
+                widen_bfloat16(patterns[begin:end], wide)
+            g, before = wide.view(np.float32), begin
         if velocity is None:
-            for i in range(first, last):
+            for i in range(begin, end):
                 residual[i] = g[i - before] + residual[i]
         else:
-            for i in range(first, last):
+            for i in range(begin, end):
                 velocity[i] = velocity[i] * momentum + g[i - before]
             if nesterov:
-                for i in range(first, last):
+                for i in range(begin, end):
                     residual[i] = fma(velocity[i], momentum, g[i - before]) + residual[i]
             else:
-                for i in range(first, last):
+                for i in range(begin, end):
                     residual[i] = velocity[i] + residual[i]
         if cleared is not None:
-            for i in range(first, last):
+            for i in range(begin, end):
                 cleared[i] = 0
-        if not full and most_of(bits, mask, first, last) >= low:
-            full = found + U(BLOCK) > U(at.size)
-            if not full:
-                for i in range(first, last):
-                    at[found] = i
-                    found += U((bits[i] & mask) >= low)
+        for first in range(begin, end, U(BLOCK)):
+            last = min(first + U(BLOCK), end)
+            if not full and most_of(bits, mask, first, last) >= low:
+                full = found + U(BLOCK) > U(at.size)
+                if not full:
+                    for i in range(first, last):
+                        at[found] = i
+                        found += U((bits[i] & mask) >= low)
     return -1 if full else np.int64(found)
 
 
