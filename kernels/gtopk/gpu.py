@@ -1,35 +1,36 @@
 """Selection and sparse updates on a GPU in Triton.
 
-Selection in four launches, and those of `kernels.topk_abs`. `accumulate_kernel` updates everything
-and counts the exponents of the residual; the host reads the counts, which tell the exponent of the
-k-th largest. `count_kernel` counts in each block the candidates, which have at least this exponent;
-sums of these are offsets, at which `gather_kernel` writes candidates and their indices in order.
-`kernels.topk_abs` selects among the candidates. `clear_kernel` zeroes what was selected.
+Selection: `accumulate_kernel` updates everything and counts the exponents of the residual; the host
+reads the counts, which tell the exponent of the k-th largest. `count_kernel` counts in each block
+the candidates, which have at least this exponent; running sums of these tell where `gather_kernel`
+writes candidates and their indices, in order. `kernels.topk_abs` selects among the candidates, and
+`clear_kernel` zeroes what was selected.
 
 Bytes: with a velocity, `accumulate_kernel` reads and writes 24 per float32 element, without 16; the
-next two read 4 each. Of normally distributed values and k = n / 1000, 1 in 22 is a candidate, 16
-bytes; at worst, where one exponent has nearly all, all are. More bits than the 8 of exponents would
-leave fewer candidates, but Triton counts by 1 / 32 of the bins per warp: with 2,048 bins, it takes
-100 registers and 256 `popc` for 4 elements, longer than memory.
+next two read 4 each. Of standard normal values and k = n / 1000, 1 in 22 is a candidate, of which 8
+bytes are written; at worst, where one exponent has nearly all, all are. More bits than the 8 of
+exponents would leave fewer candidates, but in Triton's histogram each thread counts 1 / 32 of the
+bins for its warp: with 2,048 bins, that takes 100 registers and 256 `popc` for 4 elements, longer
+than memory.
 
 Memory order: blocks share nothing but the counts, to which they add integers atomically, in any
 order, for the same sums; kernels follow one another on the CUDA stream. Blocks add only what is not
-zero, mostly 10 neighbouring counts in 3 sectors of 32 bytes; at a sector per clock cycle, the L2
-cache is done with 2^24 elements in 30 us, while their memory takes 120 us of an H100.
+zero, mostly 10 neighbouring counts in 3 sectors of 32 bytes; at a sector per clock cycle, those of
+2^24 elements take 30 us of an H100, whose memory takes 120 us.
 
 Bounds: a block's first element is int64 and offsets within a block are less than BLOCK, so that no
 sum overflows near 2^31; indices are int32, as n < 2^31. Only the last block has a mask. Indices
 that are given are compared with bounds before memory is accessed.
 
-Alignment: blocks begin at multiples of 4 KiB from the start of an array, and 8 warps have 4
-elements per thread: one access of 16 bytes for float32, of 8 for 16-bit floats. Arrays that do not
+Alignment: blocks begin at multiples of 1,024 elements of an array, and 8 warps have 4 elements per
+thread: one access of 16 bytes for float32, of 8 for 16-bit floats. Arrays that do not
 begin at a multiple of 16 bytes are accessed element by element, as are parameters.
 
 Occupancy: at most 32 registers on an H100, so that 2,048 threads fit a multiprocessor and read 16
 bytes of each of one to three arrays, 32 to 96 KiB; read bandwidth times latency is at most 25 bytes
-per ns, times 800 ns, 20 KB. Older GPUs need at most 40, for 1,536 threads.
-`apply_kernel` waits for memory, whose latency its many threads
-hide: each reads one element of a parameter, and the layout's table comes from the L1 cache.
+per ns, times 800 ns, 20 KB. Older GPUs need at most 40, for 1,536 threads. `apply_kernel` waits for
+memory, whose latency its many threads hide: each reads one element of a parameter, and the layout's
+table comes from the L1 cache.
 """
 
 from __future__ import annotations

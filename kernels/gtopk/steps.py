@@ -1,10 +1,11 @@
 """The parts of a step of gTop-k S-SGD that each rank computes alone.
 
 They are those of Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k
-Sparsification for Low Bandwidth Networks" (2019), algorithm 4: lines 5 to 8 are `select`, and the
-update of line 11 is `apply`. Velocities are those of Lin et al., "Deep Gradient Compression"
-(2018), section 3: momentum correction, which accumulates velocities in place of gradients, and
-momentum factor masking, which stops the momentum of what was selected.
+Sparsification for Low Bandwidth Networks" (2019), algorithm 4: `select` adds the gradient to the
+residual and takes the k largest out of it, `apply` updates the weights. Velocities are those of Lin
+et al., "Deep Gradient Compression" (2018), section 3: momentum correction, which accumulates
+velocities in place of gradients, and momentum factor masking, which stops the momentum of what was
+selected.
 
 Each value below is rounded to float32, except that `fma(x, y, z)` = x y + z is rounded once. With g
 the gradient of an element:
@@ -14,9 +15,9 @@ the gradient of an element:
                                                 with Nesterov, otherwise v
     apply   p = fma(value, scale, p)
 
-So v and d have the bits of the buffer and the step of `kernels.optim.sgd` with no dampening. CPUs
-and GPUs return the same bits, for any number of threads. For a NaN, this is true of its position,
-not of its payload.
+So v and d have the bits of the buffer and the step of `kernels.optim.sgd` with no dampening, after
+its first step. CPUs and GPUs return the same bits, for any number of threads. For a NaN, this is
+true of its position, not of its payload.
 """
 
 from __future__ import annotations
@@ -106,9 +107,7 @@ def apply(
     if len(scales) != len(layout.params):
         raise ValueError(f"{len(scales)} scales for {len(layout.params)} parameters")
     rounded = [float32_value(scale, f"scales[{i}]") for i, scale in enumerate(scales)]
-    _kernels(layout.device).apply(
-        layout, values.detach(), indices, np.array(rounded, np.float32)
-    )  # fmt: skip
+    _kernels(layout.device).apply(layout, values.detach(), indices, np.array(rounded, np.float32))
 
 
 @ranged
