@@ -10,8 +10,8 @@ Bytes: with a velocity, `accumulate_kernel` reads and writes 24 per float32 elem
 next two read 4 each. Of standard normal values and k = n / 1000, 1 in 22 is a candidate, of which 8
 bytes are written; at worst, where one exponent has nearly all, all are. More bits than the 8 of
 exponents would leave fewer candidates, but in Triton's histogram each thread counts 1 / 32 of the
-bins for its warp: with 2,048 bins, that takes 100 registers and 256 `popc` for 4 elements, longer
-than memory.
+bins for its warp: with 2,048 bins, that takes 100 registers and, for 4 elements, 256 `popc`, of
+which a multiprocessor does 16 per clock cycle: 4 cycles per element, while memory takes 2.
 
 Memory order: blocks share nothing but the counts, to which they add integers atomically, in any
 order, for the same sums; kernels follow one another on the CUDA stream. Blocks add only what is not
@@ -23,8 +23,8 @@ sum overflows near 2^31; indices are int32, as n < 2^31. Only the last block has
 that are given are compared with bounds before memory is accessed.
 
 Alignment: blocks begin at multiples of 1,024 elements of an array, and 8 warps have 4 elements per
-thread: one access of 16 bytes for float32, of 8 for 16-bit floats. Arrays that do not
-begin at a multiple of 16 bytes are accessed element by element, as are parameters.
+thread: one access of 16 bytes for float32, of 8 for 16-bit floats. Arrays that do not begin at a
+multiple of 16 bytes are accessed element by element, as are parameters.
 
 Occupancy: at most 32 registers on an H100, so that 2,048 threads fit a multiprocessor and read 16
 bytes of each of one to three arrays, 32 to 96 KiB; read bandwidth times latency is at most 25 bytes
