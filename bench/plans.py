@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Collection
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +24,7 @@ from linkweave.bench.options import (
     MeasuredOption,
     ModelOption,
     OptionalMachine,
+    OptionalSize,
     PlanFileOption,
     RootOption,
     SizeOption,
@@ -172,7 +175,8 @@ def _sane(chunks: int | None) -> None:
 
 
 def simulate(
-    size: SizeOption,
+    context: typer.Context,
+    size: OptionalSize = None,
     machine: OptionalMachine = None,
     topo: TopologyOption = "",
     collective: CollectiveOption = "allreduce",
@@ -186,9 +190,22 @@ def simulate(
     trace: Annotated[
         Path | None, typer.Option(help="Write a Chrome trace (one algorithm only).")
     ] = None,
+    gtopk: Annotated[
+        bool,
+        typer.Option("--gtopk", help="Print the gTop-k paper's tables beside ours (15 s)."),
+    ] = False,
+    png: Annotated[Path | None, typer.Option(help="With --gtopk: draw its figures.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Predict the time of a message by each algorithm, or by a plan."""
+    if gtopk:
+        _alone(context, "--gtopk", {"gtopk", "png", "as_json"})
+        _gtopk(png, as_json)
+        return
+    if png is not None:
+        raise CollectiveError("--png draws the figures of --gtopk: give that as well")
+    if size is None:
+        raise CollectiveError("give the message's --size, such as 64M, or --gtopk")
     found, nbytes = machine_of(one_of(machine, topo), gpus, measured, gpu), parse_size(size)
     _sane(chunks)
     given, chosen = None, None
@@ -231,6 +248,35 @@ def simulate(
           "" if r["exclusive"] else "shared") for r in rows],
     ))  # fmt: skip
     print(LEGEND)
+
+
+def _alone(context: typer.Context, flag: str, allowed: Collection[str]) -> None:
+    """Raise CollectiveError, with their names, if parameters were given that are not `allowed`."""
+    wrong = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name and parameter.name not in allowed
+        and (source := context.get_parameter_source(parameter.name))
+        and source.name == "COMMANDLINE"
+    ]  # fmt: skip
+    if wrong:
+        raise CollectiveError(
+            f"{flag} has its own clusters and sizes: leave out {', '.join(wrong)}"
+        )
+
+
+def _gtopk(png: Path | None, as_json: bool) -> None:
+    from linkweave.bench.reproduce import gtopk, gtopk_figures, gtopk_tables
+
+    if png and png.suffix != ".png":
+        raise CollectiveError(f"--png draws into a file that ends in .png, not {png}")
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("simulating", total=gtopk.TOTAL)
+        rows = gtopk.rows(lambda: progress.update(task, advance=1))
+    print(json.dumps(asdict(rows)) if as_json else gtopk_tables.tables(rows))
+    if png:
+        gtopk_figures.draw(rows, png)
+        console.print(f"drawn: {png}", highlight=False)
 
 
 def _row(made: Plan, line: Timeline) -> dict[str, Any]:
