@@ -275,7 +275,7 @@ def sparse_allreduce(
     residual: Any, mode: Any, conserve: Any,
 ) -> Call:  # fmt: skip
     call = SparseCluster(comm, values, indices, numel, k, op, residual, mode, conserve)
-    return Call(call.asked, call.total)
+    return Call(call.asked, call.carry_out)
 
 
 def split(comm: Connections, color: Any) -> Call:

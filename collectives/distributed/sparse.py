@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,10 @@ from linkweave.collectives.distributed.flat import Flat
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.launch.machines import Machines
 from linkweave.collectives.planning.algorithms.trees import Tree
-from linkweave.collectives.planning.collective import Pairs, targets
 from linkweave.collectives.planning.sparse_tree import binomial_tree
-from linkweave.collectives.sparse.backend import SparseCall, Vector
+from linkweave.collectives.sparse.backend import Vector
 from linkweave.collectives.sparse.checks import check_call
-from linkweave.collectives.sparse.host import HostBackend
-from linkweave.collectives.sparse.modes import MODES
+from linkweave.collectives.sparse.linked import LinkedBackend
 
 
 def tree_over(machines: Machines) -> Tree:
@@ -32,34 +29,62 @@ def tree_over(machines: Machines) -> Tree:
     return Tree(tuple(parent))
 
 
-class SparseCluster(HostBackend):
+class ClusterLinks:
+    """`Links` between the ranks of several machines."""
+
+    def __init__(self, comm: Connections) -> None:
+        self.rank, self.size = comm.rank, comm.size
+        self._comm = comm
+
+    def send(self, message: NDArray[np.uint8], to: int) -> None:
+        try:
+            self._comm.send(message, to)
+        except CollectiveError as error:  # of which this machine's other ranks do not know
+            raise RuntimeError(str(error)) from error
+
+    def receive(self, message: NDArray[np.uint8], source: int) -> None:
+        try:
+            self._comm.recv(message, source)
+        except CollectiveError as error:
+            raise RuntimeError(str(error)) from error
+
+    def broadcast(self, message: NDArray[np.uint8], root: int) -> None:
+        self._comm.pieces.broadcast(Flat(message).tensor, root)
+
+    def gather(self, row: NDArray[Any]) -> NDArray[Any]:
+        every = np.zeros((self.size, row.size), row.dtype)
+        self._comm.rows.allgather(Flat(row).tensor, Flat(every).tensor.view(self.size, -1))
+        return every
+
+    def add(self, whole: NDArray[np.float32]) -> None:
+        self._comm.pieces.allreduce(Flat(whole).tensor, "sum")
+
+
+class SparseCluster(LinkedBackend):
     """One call. Raises CollectiveError if an argument is bad."""
 
     def __init__(
         self, comm: Connections, values: Any, indices: Any, numel: Any, k: Any, op: Any,
         residual: Any, mode: Any, conserve: Any,
     ) -> None:  # fmt: skip
-        super().__init__(values, indices, numel, residual)
-        self._comm, self._op, self._mode = comm, op, mode
+        super().__init__(ClusterLinks(comm), values, indices, numel, residual)
+        self._machines, self._op, self._mode = comm.machines, op, mode
         self._numel, self._conserve = int(numel), bool(conserve)
         self._k = check_call(self._numel, k, op, residual, mode, conserve)
         self.asked = (
             f"sparse_allreduce({numel}, k {k}, {op}, {mode}, {conserve}, {self.wire.dtype})"
         )
 
-    def total(self) -> Vector:
-        comm = self._comm
-        counts = np.zeros((comm.size, 1), np.int64)
-        self._gathered(np.array([self.size(self.mine)]), counts)
-        each = [int(n) for n in counts[:, 0]]
-        mode = self._cheapest(max(each)) if self._mode == "auto" else self._mode
-        call = SparseCall(self, self._numel, self._k, self._op, mode, self._conserve, each)
-        found = MODES[mode].total(comm, call, tree_over(comm.machines))  # type: ignore[arg-type]
-        return self.result(found, comm.size if self._op == "avg" else 1)
+    def carry_out(self) -> Vector:
+        counts = self.counts()
+        mode = self._cheapest(max(counts)) if self._mode == "auto" else self._mode
+        return self.total(
+            self._numel, self._k, self._op, mode, self._conserve, tree_over(self._machines), counts
+        )
 
     def _cheapest(self, longest: int) -> str:
         """The mode with the fewest bytes over a machine's link."""
-        machines = self._comm.machines
+        machines = self._machines
         rounds = (machines.count - 1).bit_length()
         nbytes = {
             "gtopk": 2 * rounds * self.wire.message(self._k),
@@ -67,32 +92,3 @@ class SparseCluster(HostBackend):
             "dense": 2 * 4 * self._numel * (machines.count - 1) // machines.count,
         }
         return min(nbytes, key=lambda name: nbytes[name])
-
-    def send(self, context: Any, vector: Vector, pairs: Pairs, k: int) -> Vector | None:
-        to, source = dict(pairs).get(self._comm.rank), targets(pairs).get(self._comm.rank)
-        message = np.zeros(self.wire.message(k), np.uint8)
-        try:
-            if to is not None:
-                self._comm.send(self.wire.message_of(vector, k), to)
-            elif source is not None:
-                self._comm.recv(message, source)
-        except CollectiveError as error:  # of which this machine's other ranks do not know
-            raise RuntimeError(str(error)) from error
-        return None if source is None else self.wire.read(message)
-
-    def gather(self, context: Any, counts: Sequence[int]) -> list[Vector]:
-        message = self.wire.message_of(self.mine, max(counts))
-        every = np.zeros((self._comm.size, message.size), np.uint8)
-        self._gathered(message, every)
-        return [self.wire.read(row) for row in every]
-
-    def broadcast(self, context: Any, message: NDArray[np.uint8], root: int) -> None:
-        self._comm.pieces.broadcast(Flat(message).tensor, root)
-
-    def add(self, context: Any, whole: NDArray[np.float32]) -> None:
-        self._comm.pieces.allreduce(Flat(whole).tensor, "sum")
-
-    def _gathered(self, mine: NDArray[Any], every: NDArray[Any]) -> None:
-        """Gather all ranks' arrays in the rows of `every`."""
-        rows = Flat(every).tensor.view(self._comm.size, -1)
-        self._comm.rows.allgather(Flat(mine).tensor, rows)

@@ -1,0 +1,99 @@
+"""gTop-k S-SGD: what users choose, and the saved state of its residuals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from linkweave.collectives.errors import CollectiveError
+from linkweave.topology.checks import integer, number, shown
+
+KEY = "exchange"
+"""The entry of an optimizer's state_dict that holds the state of the exchange."""
+
+
+@dataclass(frozen=True)
+class GTopK:
+    """Exchange a small share of the gradients; the rest stays on the rank that computed it.
+
+    Each rank adds its gradient to a residual and sends the largest entries of that; what is not
+    sent, and what a merge of two ranks' entries drops, is added to later gradients. So the
+    residuals and what has been sent add up to all gradients.
+
+    density: the share of the entries that each rank sends, and of those that arrive; at least one
+        of each all-reduce.
+    momentum: "correction" applies momentum and weight decay of torch.optim.SGD to the gradients of
+        this rank, before they are sent, and clears the velocity of its entries that arrive (those
+        that a merge drops keep theirs); the optimizer itself then applies neither. "none" leaves both to the optimizer, of any kind, which is
+        given the averaged entries, and zeros between them.
+    warmup: the densities of the first epochs. The learning rate of epoch i (from 0) of n of them
+        is multiplied by (i + 1) / (n + 1).
+    epoch_steps: the steps of each of these epochs.
+    per: "bucket" sends the largest entries of all gradients of an all-reduce; "unit" the largest of
+        each layer.
+    mode: "gtopk" merges entries along a tree, and keeps the largest; "topk" gathers all ranks'
+        entries; "auto" takes the one that is predicted to be the fastest for each all-reduce, or
+        the dense average (`overlap.sparse_seconds`).
+
+    Raises CollectiveError for values out of range.
+    Sources: Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification
+    for Low Bandwidth Networks", algorithm 4 and section IV-B, with the merges' drops kept; Lin et
+    al., "Deep Gradient Compression", section 3 (correction, clearing).
+    """
+
+    density: float = 0.001
+    momentum: str = "correction"
+    warmup: tuple[float, ...] = (0.25, 0.0725, 0.015, 0.004)
+    epoch_steps: int = 100
+    per: str = "bucket"
+    mode: str = "auto"
+
+    def __post_init__(self) -> None:
+        for density in (self.density, *self.warmup):
+            if number(density, "a density", 0, 1) == 0:
+                raise CollectiveError(f"a density must be above 0, not {shown(density)}")
+        integer(self.epoch_steps, "epoch_steps", 1, 1 << 40)
+        for name, known in _WORDS.items():
+            if (word := getattr(self, name)) not in known:
+                raise CollectiveError(f"{name} must be {' or '.join(known)}, not {shown(word)}")
+
+    def density_at(self, step: int) -> float:
+        """The density of a step, counted from 0."""
+        epoch = step // self.epoch_steps
+        return self.warmup[epoch] if epoch < len(self.warmup) else self.density
+
+    def rate_at(self, step: int) -> float:
+        """The factor of the learning rate of a step."""
+        return min(1.0, (step // self.epoch_steps + 1) / (len(self.warmup) + 1))
+
+
+_WORDS = {
+    "momentum": ("correction", "none"), "per": ("bucket", "unit"), "mode": ("gtopk", "topk", "auto")
+}  # fmt: skip
+
+
+def resharded(states: Sequence[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+    """The optimizer's state_dicts for another number of ranks.
+
+    `states` are the state_dicts of all ranks, by rank. The residual and the velocity of old rank r
+    go to new rank r modulo `size`, where they are added, so that their sums over all ranks stay.
+    Raises CollectiveError if a rank's state is missing.
+    """
+    found: list[dict[str, Any]] = [state.get(KEY, {}) for state in states]
+    ranks = [(one.get("rank"), one.get("size")) for one in found]
+    if not states or ranks != [(rank, len(states)) for rank in range(len(states))]:
+        raise CollectiveError(
+            f"resharded needs the state_dicts of all ranks in order, not of (rank, size) {ranks}"
+        )
+    made = []
+    for rank in range(integer(size, "size", 1, 1 << 20)):
+        own: dict[str, Any] = {**found[0], "rank": rank, "size": size}
+        for part in ("residual", "velocity"):
+            given = [one[part] for one in found[rank::size]]
+            own[part] = {
+                name: sum((one[name] for one in given[1:]), given[0][name].clone())
+                for name in (given[0] if given else ())
+            } or {name: x.new_zeros(x.shape) for name, x in found[0][part].items()}
+        made.append({**states[rank % len(states)], KEY: own})
+    return made

@@ -1,0 +1,240 @@
+"""gTop-k in training: the residuals of a model, and the sparse all-reduces of a program's ops."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd.graph import increment_version
+
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.training.arena import Arena
+from linkweave.collectives.training.gtopk import GTopK
+from linkweave.collectives.training.momentum import Momentum
+from linkweave.collectives.training.program import Op
+from linkweave.collectives.training.sparse_average import Kept, Sent, SparseAverage
+from linkweave.collectives.training.transport import Transport
+from linkweave.collectives.training.update import Update
+from linkweave.kernels import gtopk
+
+log = logging.getLogger("linkweave")
+
+
+class SparseExchange:
+    """The gradients of a rank that are not sent yet, and what ops send of them.
+
+    Residuals and velocities lie as gradients do in the arena. An op takes the gradients of its
+    units out of the arena and leaves the averages there.
+
+    A gradient that is not finite is left out. The rank that has it sends NaN in place of the flag
+    of its parameter, which no merge drops for a number: so all ranks learn that the step is to be
+    skipped, and why. What they have sent then goes to the residual of rank 0.
+    """
+
+    def __init__(
+        self, spec: GTopK, arena: Arena, transport: Transport, momentum: Momentum | None
+    ) -> None:
+        for unit in arena.units:
+            if unit.device.type != "cpu" or unit.dtype == torch.float64:
+                raise CollectiveError(
+                    "GTopK takes float32, float16 and bfloat16 parameters on the CPU; those of "
+                    f"{unit.name} are {unit.dtype} on {unit.device}"
+                )
+        self.spec, self._arena, self._transport = spec, arena, transport
+        self._momentum = momentum
+        self.average_of = SparseAverage(transport, spec.mode)
+        self._kept = [
+            Kept(torch.zeros(x.numel()), torch.zeros(x.numel()) if momentum else None)
+            for x in arena.buffers
+        ]
+        self.steps = 0
+        """Steps made, without those that were skipped."""
+        self.bad: tuple[str, ...] = ()
+        """The parameters because of which the last step is to be skipped."""
+        self._sent: dict[Op, Sent] = {}
+        self._rehearsed: dict[tuple[int, int], Kept] = {}
+        self._places: dict[Op, tuple[list[int], gtopk.Parameters]] = {}
+        if momentum:
+            for unit, views in zip(arena.units, self._views("velocity"), strict=True):
+                for parameter, velocity in zip(unit.parameters, views, strict=True):
+                    momentum.take_over(parameter, velocity)
+
+    # ---- a step ------------------------------------------------------------------------------
+    def begin(self) -> None:
+        """Begin a step."""
+        self._sent, self.bad = {}, ()
+        if self._momentum:
+            self._momentum.read()
+            for kept in self._kept:
+                kept.factors = self._momentum.factors
+
+    def collected(self, unit: int) -> None:
+        """Add weight decay to a unit's gradients, which are in the arena."""
+        if self._momentum:
+            for parameter, view in self._arena.gradients(unit):
+                if parameter.grad is not None and view is not None:
+                    self._momentum.decay(parameter, view)
+
+    def average(self, op: Op) -> None:
+        """Carry out an op; blocks. A lane has one at a time."""
+        x, kept = self._memory(op)
+        counts = op.sizes(x.element_size()) if self.spec.per == "unit" else [x.numel()]
+        density = self.spec.density_at(self.steps)
+        marks = partial(self._flags, op)
+        self._sent[op] = self.average_of(op.lane, x, kept, counts, density, marks)
+
+    def settle(self) -> None:
+        """After all ops of a step: if it is to be skipped, give back what was sent."""
+        bad = [name for op, sent in self._sent.items() for name in self._names(op, sent.bad)]
+        self.bad = tuple(dict.fromkeys(bad))
+        if not self.bad:
+            self.steps += 1
+            return
+        log.warning("a step is skipped: gradients are not finite: %s", ", ".join(self.bad))
+        for op, sent in self._sent.items():
+            x, kept = self._memory(op)
+            if self._transport.rank == 0 and sent.where is None:
+                kept.residual += x.float() * self._transport.size
+            elif self._transport.rank == 0:
+                kept.residual[sent.where] += sent.sums
+            x.zero_()
+
+    @property
+    def rate(self) -> float:
+        """The factor of the learning rate in the step that is settled."""
+        return self.spec.rate_at(max(0, self.steps - 1))
+
+    def apply(self, update: Update) -> bool:
+        """Apply what has arrived to the parameters, entry by entry, for the options of the last
+        `snapshot`. Returns False, and does nothing, where that is not the whole step."""
+        if self._momentum is None or not self._sent:
+            return False
+        entries = []
+        for op, sent in self._sent.items():
+            parameters = [p for unit in op.needs for p in self._arena.units[unit].parameters]
+            rates = [_rate(update.options_of(parameter)) for parameter in parameters]
+            if sent.where is None or None in rates or parameters[0].dtype != torch.float32:
+                return False
+            entries.append((op, sent.where, parameters, rates))
+        for op, where, parameters, rates in entries:
+            gtopk.apply(self._places_of(op, parameters), self._memory(op)[0][where], where, rates)
+            increment_version(parameters)
+        self._sent = {}  # a step without gradients of its own takes those in the arena
+        return True
+
+    def _places_of(self, op: Op, parameters: list[Any]) -> gtopk.Parameters:
+        """Where the parameters are, as long as they stay there."""
+        at = [parameter.data_ptr() for parameter in parameters]
+        if (known := self._places.get(op)) is None or known[0] != at:
+            firsts = [first for _, _, first in self._parameters(op)]
+            known = at, gtopk.Parameters([parameter.detach() for parameter in parameters], firsts)
+            self._places[op] = known
+        return known[1]
+
+    # ---- the state of a rank ---------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank must keep to go on to the bit."""
+        return {
+            "rank": self._transport.rank, "size": self._transport.size, "steps": self.steps,
+            "residual": self._named("residual"),
+            "velocity": self._named("velocity") if self._momentum else {},
+        }  # fmt: skip
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`; parameters that it lacks begin at zero. Raises CollectiveError
+        if it is not of this rank or model."""
+        mine, its = (self._transport.rank, self._transport.size), (state["rank"], state["size"])
+        if mine != its:
+            raise CollectiveError(
+                f"the exchange's state is that of rank {its[0]} of {its[1]}, not of rank {mine[0]} "
+                f"of {mine[1]}: load each rank's own, or training.resharded(all of them, {mine[1]})"
+            )
+        parts = ["residual", "velocity"] if self._momentum else ["residual"]
+        for part in parts:
+            for name, x in self._named(part, copied=False).items():
+                found = state[part].get(name, torch.zeros_like(x))
+                if found.shape != x.shape:
+                    raise CollectiveError(
+                        f"the exchange's state has a {part} of shape {tuple(found.shape)} for "
+                        f"{name}, which has shape {tuple(x.shape)}"
+                    )
+                x.copy_(found)
+        self.steps = int(state["steps"])
+
+    def _views(self, part: str) -> list[list[torch.Tensor]]:
+        """The residual or the velocity of each unit's parameters."""
+        return self._arena.views_of([getattr(kept, part) for kept in self._kept])
+
+    def _named(self, part: str, copied: bool = True) -> dict[str, torch.Tensor]:
+        """The same by name."""
+        return {
+            name: view.clone() if copied else view
+            for unit, views in zip(self._arena.units, self._views(part), strict=True)
+            for name, view in zip(unit.names, views, strict=True)
+        }
+
+    def rehearse(self, lane: int, x: torch.Tensor) -> None:
+        """Do with other gradients what an op of as many elements does, to measure its time."""
+        key = lane, x.numel()
+        if key not in self._rehearsed:
+            noise = torch.randn(x.numel(), generator=torch.Generator().manual_seed(lane))
+            self._rehearsed[key] = Kept(noise, x.float() if self._momentum else None)
+        counts = [x.numel()]
+        self.average_of(lane, x, self._rehearsed[key], counts, self.spec.density, lambda at: at)
+
+    def rehearsed(self) -> None:
+        """Free the memory of rehearsals."""
+        self._rehearsed = {}
+
+    def _memory(self, op: Op) -> tuple[torch.Tensor, Kept]:
+        """The op's gradients, and what is kept of them."""
+        (first, stop), *others = op.runs
+        assert not others
+        x = self._arena.raw(op.buffer, first, stop)
+        at = first // x.element_size()
+        return x, self._kept[op.buffer].part(at, at + x.numel())
+
+    # ---- elements and parameters -----------------------------------------------------------------
+    def _parameters(self, op: Op) -> list[tuple[str, int, int]]:
+        """(name, element of the op at which its flag lies, element at which it begins)"""
+        item = self._arena.buffers[op.buffer].element_size()
+        found = []
+        for unit in op.needs:
+            first = (self._arena.slots[unit].first - op.runs[0][0]) // item
+            of = self._arena.units[unit]
+            for i, (name, at) in enumerate(zip(of.names, of.offsets(), strict=False)):
+                found.append((name, first + i, first + at))
+        return found
+
+    def _numbers(self, op: Op, where: torch.Tensor) -> list[int]:
+        """The op's parameters, by number, whose elements or flags these are."""
+        parameters = self._parameters(op)
+        of_flag = {flag: i for i, (_, flag, _) in enumerate(parameters)}
+        found = np.searchsorted([at for _, _, at in parameters], where.numpy(), "right") - 1
+        every = zip(where.tolist(), found.tolist(), strict=True)
+        return sorted({of_flag.get(element, number) for element, number in every})
+
+    def _names(self, op: Op, where: torch.Tensor) -> list[str]:
+        parameters = self._parameters(op)
+        return [parameters[i][0] for i in self._numbers(op, where)]
+
+    def _flags(self, op: Op, where: torch.Tensor) -> torch.Tensor:
+        """The flags of the parameters at these elements, where this rank has no finite gradient."""
+        names = ", ".join(self._names(op, where))
+        log.warning("rank %d: the gradient is not finite: %s", self._transport.rank, names)
+        parameters = self._parameters(op)
+        return torch.tensor([parameters[i][1] for i in self._numbers(op, where)])
+
+
+def _rate(options: dict[str, Any] | None) -> float | None:
+    """What SGD multiplies a gradient by; None if that is not all of its step."""
+    if options is None:
+        return 0.0
+    plain = isinstance(options["lr"], float) and not options["momentum"]
+    if not plain or options["weight_decay"]:
+        return None
+    rate: float = options["lr"]
+    return rate if options["maximize"] else -rate
