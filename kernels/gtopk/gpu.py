@@ -202,8 +202,7 @@ def select(
     _launch(gather_kernel, blocks, residual, ends, values, where, n, least)
     values, found = topk_abs(values, k)
     indices = where[found]
-    for x in (residual,) if velocity is None else (residual, velocity):
-        clear(x, indices)
+    clear(residual, indices)
     return values, indices
 
 

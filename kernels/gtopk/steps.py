@@ -5,7 +5,7 @@ Sparsification for Low Bandwidth Networks" (2019), algorithm 4: `select` adds th
 residual and takes the k largest out of it, `apply` updates the weights. Velocities are those of Lin
 et al., "Deep Gradient Compression" (2018), section 3: momentum correction, which accumulates
 velocities in place of gradients, and momentum factor masking, which stops the momentum of what was
-selected.
+sent (`clear`, once it is known what a merge has put back).
 
 Each value below is rounded to float32, except that `fma(x, y, z)` = x y + z is rounded once. With g
 the gradient of an element:
@@ -46,9 +46,9 @@ def select(
     """Add a gradient to the residual, and take the k largest |residual| out of it.
 
     `grad` is [n] of float32, float16 or bfloat16, n < 2^31, and is left zero. `residual` and
-    `velocity` are float32 [n] and are updated in place; where values are taken, they become zero.
-    With no velocity (None) there is no momentum. All are contiguous, on the CPU or one GPU, and do
-    not overlap.
+    `velocity` are float32 [n] and are updated in place; where values are taken, the residual
+    becomes zero. With no velocity (None) there is no momentum. All are contiguous, on the CPU or
+    one GPU, and do not overlap.
 
     Returns (float32 values [k], ascending int32 indices [k]) on the device. Ties and NaN are as in
     `kernels.topk_abs`: among equal magnitudes, the lowest indices are selected; NaN counts as

@@ -76,8 +76,7 @@ def sparsify(
 
     `grad` is float32 [n], or uint16 [n], the bit patterns of `half`: float16 or bfloat16; with
     `clear` it is left zero. d is the gradient or, with `velocity`, as `kernels.gtopk.select`
-    says; the velocity becomes zero where values are selected. Residual and velocity are float32
-    [n]. One pass reads and writes all.
+    says. Residual and velocity are float32 [n]. One pass reads and writes all.
     """
 
     def arguments(grad: np.ndarray, residual: np.ndarray, velocity: np.ndarray | None) -> Any:
@@ -110,6 +109,4 @@ def sparsify(
         found = topk.select(bits, "float32", k)
     values = residual[found]
     residual[found] = 0
-    if velocity is not None:
-        velocity[found] = 0
     return values, found
