@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from linkweave.collectives.launch.join import init
     from linkweave.collectives.launch.processes import spawn
     from linkweave.collectives.training.data_parallel import DataParallel
+    from linkweave.collectives.training.gtopk import GTopK
 
     # as `__getattr__` makes them: the default communicator's methods
     _default = get_default()
@@ -52,8 +53,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CollectiveAborted", "CollectiveError", "CollectiveTimeout", "Communicator", "DataParallel",
-    "Explanation", "GradientQueue", "Plan", "PlanError", "Timeline", "TopologyError", "Work",
-    "allgather", "allreduce", "allreduce_queue", "alltoall", "barrier", "broadcast", "distributed",
+    "Explanation", "GTopK", "GradientQueue", "Plan", "PlanError", "Timeline", "TopologyError",
+    "Work", "allgather", "allreduce", "allreduce_queue", "alltoall", "barrier", "broadcast",
+    "distributed",
     "empty", "explain", "get_default", "init", "overlap", "plan_allreduce", "plan_collective",
     "recv", "reduce", "reduce_scatter", "run", "send", "shutdown", "simulate", "sparse_allreduce",
     "spawn", "symmetric_empty", "training", "verify",
@@ -62,6 +64,7 @@ __all__ = [
 _LAZY = {
     "Communicator": "communicator",
     "DataParallel": "training.data_parallel",
+    "GTopK": "training.gtopk",
     "GradientQueue": "calls.work",
     "Work": "calls.work",
     "init": "launch.join",

@@ -1,6 +1,7 @@
 """Training: a schedule of all-reduces carried out beside the passes of a PyTorch model."""
 
 from linkweave.collectives.training.data_parallel import DataParallel
+from linkweave.collectives.training.gtopk import GTopK, resharded
 from linkweave.collectives.training.program import Op, Program, Span
 
-__all__ = ["DataParallel", "Op", "Program", "Span"]
+__all__ = ["DataParallel", "GTopK", "Op", "Program", "Span", "resharded"]

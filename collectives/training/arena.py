@@ -42,11 +42,12 @@ class Arena:
 
     A unit begins with a flag for each parameter, which is 1 if this rank has a gradient for it and
     0 if it has none. Flags travel with the gradients, so that ranks learn without a message of its
-    own which parameters no rank has used.
+    own which parameters no rank has used. Unless `flagged`, flags stay 0, and a parameter without a
+    gradient is one whose gradient is zero.
     """
 
-    def __init__(self, units: Sequence[Unit], empty: Empty) -> None:
-        self.units = tuple(units)
+    def __init__(self, units: Sequence[Unit], empty: Empty, flagged: bool = True) -> None:
+        self.units, self._flagged = tuple(units), flagged
         self.slots = slots_of(units)
         ends: dict[int, int] = {}
         for slot in self.slots:
@@ -55,19 +56,25 @@ class Arena:
         self.buffers = [
             empty(nbytes // kinds[i][0].itemsize, *kinds[i]).zero_() for i, nbytes in ends.items()
         ]
-        self._flags, self._views = [], []
+        self._flags = []
         self._found: list[list[bool]] = []  # whether this rank has a gradient for each parameter
         for unit, slot in zip(units, self.slots, strict=True):
-            whole = self.buffers[slot.buffer]
             first = slot.first // unit.dtype.itemsize
             self._found.append([False] * len(unit.parameters))
-            self._flags.append(whole[first : first + len(unit.parameters)])
-            self._views.append([
-                _view(whole, first + at, parameter, name)
+            self._flags.append(self.buffers[slot.buffer][first : first + len(unit.parameters)])
+        self._views = self.views_of(self.buffers)
+
+    def views_of(self, buffers: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """For each unit and parameter, its part of buffers with as many elements as the arena's."""
+        return [
+            [
+                _view(buffers[slot.buffer], slot.first // unit.dtype.itemsize + at, parameter, name)
                 for at, parameter, name in zip(
                     unit.offsets(), unit.parameters, unit.names, strict=False
                 )
-            ])  # fmt: skip
+            ]
+            for unit, slot in zip(self.units, self.slots, strict=True)
+        ]
 
     def collect(self, unit: int) -> None:
         """Bring what lies in `grad` of the unit's parameters into the arena.
@@ -75,7 +82,7 @@ class Arena:
         A parameter without a gradient gets zeros and loses its flag; its `grad` stays None.
         """
         flags, found = self._flags[unit], self._found[unit]
-        flags.fill_(1)
+        flags.fill_(1 if self._flagged else 0)
         for i, parameter in enumerate(self.units[unit].parameters):
             found[i] = parameter.grad is not None
             if found[i]:
@@ -103,8 +110,11 @@ class Arena:
 
     def gradients(self, unit: int) -> Iterator[tuple[Any, torch.Tensor | None]]:
         """Each parameter with its gradient, once the unit has arrived; None if no rank has one."""
-        own = self._found[unit]
-        flags = own if all(own) else self._flags[unit].tolist()  # read, and wait, only if need be
+        flags: Sequence[Any] = self._found[unit]
+        if not self._flagged:
+            flags = [True] * len(flags)
+        elif not all(flags):
+            flags = self._flags[unit].tolist()  # read, and wait, only if need be
         for parameter, view, flag in zip(
             self.units[unit].parameters, self._views[unit], flags, strict=True
         ):

@@ -7,23 +7,25 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.overlap import POLICIES, MeasuredStep, Schedule
+from linkweave.collectives.overlap import MeasuredStep, Schedule
 from linkweave.collectives.overlap.units import Recorder, units_of
+from linkweave.collectives.training.admission import compiled, copy_from_rank_0, refuse
 from linkweave.collectives.training.attach import attach, detach
 from linkweave.collectives.training.engine import Engine
+from linkweave.collectives.training.gtopk import KEY, GTopK
 from linkweave.collectives.training.hooks import Hook
+from linkweave.collectives.training.momentum import Momentum
 from linkweave.collectives.training.planner import Planner
 from linkweave.collectives.training.program import Program
 from linkweave.collectives.training.step_record import StepRecord, timeline_of
-from linkweave.collectives.training.transport import Transport, parted, transport_of
+from linkweave.collectives.training.transport import Transport, transport_of
 from linkweave.collectives.training.update import Update
-from linkweave.topology.checks import shown
 
 log = logging.getLogger("linkweave")
 
@@ -38,7 +40,8 @@ class DataParallel(nn.Module):
     schedule: when which gradients are sent. "auto" measures some steps and the network, tries the
         schedule predicted to be the fastest and a few others, and keeps the fastest; the name of a
         policy measures and plans with that one; a `Schedule` is carried out from the first step on.
-    exchange: "dense", the average of all gradients.
+    exchange: "dense", the average of all gradients, or `GTopK`, which sends the largest ones. What
+        a rank has not sent is part of the optimizer's state_dict, which then differs between ranks.
     group: a `Communicator` or a ProcessGroup of torch.distributed; by default the default
         communicator, the default process group, or the ranks started by torchrun, whichever is
         there first. A single rank trains as without this class.
@@ -58,10 +61,11 @@ class DataParallel(nn.Module):
 
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, *,
-        schedule: str | Schedule = "auto", exchange: str = "dense", group: Any = None,
+        schedule: str | Schedule = "auto", exchange: Literal["dense"] | GTopK = "dense",
+        group: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        _refuse(module, optimizer, schedule, exchange)
+        refuse(module, optimizer, schedule, exchange)
         self.module, self.optimizer = module, optimizer
         self._schedule, self._sends, self._warned = schedule, True, False
         self._transport: Transport | None = transport_of(group)
@@ -69,10 +73,16 @@ class DataParallel(nn.Module):
         self._planner: Planner | None = None
         self._all: list[nn.Parameter] = []
         self._trained: list[bool] = []  # which of them the engine knows
-        self._update = Update(optimizer)
+        self._sparse = exchange if isinstance(exchange, GTopK) else None
+        self._state: dict[str, Any] | None = None  # of the exchange, until there is an engine
         if self._transport is None:
+            self._update = Update(optimizer)
             return
-        _same_model(self._transport, module)
+        momentum = None
+        if self._sparse and self._sparse.momentum == "correction":
+            momentum = Momentum(optimizer)
+        self._update = Update(optimizer, momentum)
+        copy_from_rank_0(self._transport, module)
         self._kind = attach(optimizer, self)
         before: Any = Hook(self._before_state)
         registers: list[Any] = [
@@ -81,6 +91,11 @@ class DataParallel(nn.Module):
         for part in module.modules():
             registers += [part.register_state_dict_pre_hook, part.register_load_state_dict_pre_hook]
         self._handles: list[Any] = [register(before) for register in registers]
+        if self._sparse:
+            self._handles += [
+                optimizer.register_state_dict_post_hook(Hook(self._add_state)),
+                optimizer.register_load_state_dict_pre_hook(Hook(self._take_state)),
+            ]
 
     # ---- the training loop -------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,13 +128,15 @@ class DataParallel(nn.Module):
             raise CollectiveError(
                 f"the model is on several devices: {', '.join(map(str, devices))}"
             )
-        engine = Engine(self.module, units, self._transport, self._update)
+        engine = Engine(self.module, units, self._transport, self._update, self._sparse)
         engine.sends = self._sends
         self._all = [*self.module.parameters()]
         self._trained = [p.requires_grad for p in self._all]
-        chains = self._update.separable and not _compiled(self.module)
+        chains = self._update.separable and not compiled(self.module)
         try:
             self._planner = Planner(self._schedule, engine, chains)
+            if engine.sparse and self._state:
+                engine.sparse.load(self._state)
         except BaseException:
             engine.close()
             raise
@@ -197,6 +214,18 @@ class DataParallel(nn.Module):
     def _before_state(self, *_: Any) -> None:
         self.finish()
 
+    def _add_state(self, _: Any, state: dict[str, Any]) -> None:
+        """Add what the exchange has not sent to the optimizer's state."""
+        if self._engine and self._engine.sparse:
+            self._state = self._engine.sparse.state_dict()
+        if self._state:
+            state[KEY] = self._state
+
+    def _take_state(self, _: Any, state: dict[str, Any]) -> None:
+        self._state = state.get(KEY)
+        if self._state and self._engine and self._engine.sparse:
+            self._engine.sparse.load(self._state)
+
     def train(self, mode: bool = True) -> DataParallel:
         self.finish()
         super().train(mode)
@@ -248,6 +277,8 @@ class DataParallel(nn.Module):
         if self._engine is not None:
             engine, self._engine, self._planner = self._engine, None, None
             engine.close()
+            if engine.sparse:
+                self._state = engine.sparse.state_dict()
 
     def close(self) -> None:
         """Complete the last step and leave module and optimizer as they were. May be repeated."""
@@ -267,62 +298,3 @@ class DataParallel(nn.Module):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _compiled(module: nn.Module) -> bool:
-    """Whether a part is compiled, so that hooks before its layers would not run."""
-    return any(
-        type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None
-        for part in module.modules()
-    )
-
-
-def _refuse(module: Any, optimizer: Any, schedule: Any, exchange: Any) -> None:
-    """Raise CollectiveError for what cannot be trained."""
-    if not isinstance(module, nn.Module):
-        raise CollectiveError(f"module must be a torch.nn.Module, not {shown(module)}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise CollectiveError(f"optimizer must be a torch.optim.Optimizer, not {shown(optimizer)}")
-    if hasattr(type(optimizer), "watcher"):
-        raise CollectiveError("another DataParallel uses this optimizer: close that one first")
-    for kind, instead in _ELSEWHERE.items():
-        for part in module.modules():
-            if kind in (base.__name__ for base in type(part).__mro__):
-                raise CollectiveError(f"{kind} averages gradients itself: {instead}")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise CollectiveError(
-            "LBFGS evaluates the loss of a rank's own batch several times a step, so that ranks "
-            "would part: take another optimizer"
-        )
-    if not isinstance(schedule, Schedule) and schedule not in ("auto", *POLICIES):
-        known = ", ".join(["auto", *POLICIES])
-        raise CollectiveError(
-            f"schedule must be a Schedule or one of {known}, not {shown(schedule)}"
-        )
-    if exchange != "dense":
-        raise CollectiveError(f"exchange must be 'dense', not {shown(exchange)}")
-
-
-_ELSEWHERE = {
-    "DataParallel": "pass the module inside it",
-    "DistributedDataParallel": "pass the module inside it, or register "
-    "collectives.distributed.allreduce_hook with it",
-    "FSDPModule": "train it without DataParallel",
-    "FullyShardedDataParallel": "train it without DataParallel",
-}
-
-
-def _same_model(transport: Transport, module: nn.Module) -> None:
-    """Copy rank 0's parameters and buffers. Raises CollectiveError unless all ranks have them."""
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    names = [f"{name} {t.dtype} {tuple(t.shape)} {t.requires_grad}" for name, t in tensors.items()]
-    if (other := parted(transport, "\n".join(names))) is not None:
-        raise CollectiveError(
-            f"ranks 0 and {other} have different models: this rank's has {len(names)} "
-            f"parameters and buffers, the first {names[:1]}, the last {names[-1:]}"
-        )
-    with torch.no_grad():
-        for tensor in tensors.values():
-            copied = tensor.detach().clone(memory_format=torch.contiguous_format)
-            transport.broadcast(copied)
-            tensor.copy_(copied)

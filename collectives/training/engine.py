@@ -13,13 +13,13 @@ from linkweave.collectives.errors import CollectiveAborted, CollectiveError
 from linkweave.collectives.overlap.clock import clock_of
 from linkweave.collectives.overlap.units import Unit, tensors_in
 from linkweave.collectives.training.arena import Arena
+from linkweave.collectives.training.gtopk import GTopK
 from linkweave.collectives.training.hooks import Hook
-from linkweave.collectives.training.host_lanes import HostLanes
-from linkweave.collectives.training.lanes import Lanes
+from linkweave.collectives.training.lanes import lanes_of
 from linkweave.collectives.training.program import Program, at_once
 from linkweave.collectives.training.ranges import profiled
+from linkweave.collectives.training.sparse_exchange import SparseExchange
 from linkweave.collectives.training.step_record import StepRecord
-from linkweave.collectives.training.stream_lanes import StreamLanes
 from linkweave.collectives.training.transport import Transport
 from linkweave.collectives.training.update import Update
 
@@ -41,16 +41,19 @@ class Engine:
     pass. All ranks must have the same units, and make the same passes and steps."""
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Unit], transport: Transport, update: Update
-    ) -> None:
+        self, model: nn.Module, units: Sequence[Unit], transport: Transport, update: Update,
+        exchange: GTopK | None = None,
+    ) -> None:  # fmt: skip
         self.units, self.transport, self.update = tuple(units), transport, update
-        self.arena = Arena(units, transport.empty)
+        self.arena = Arena(units, transport.empty, flagged=exchange is None)
+        self.sparse: SparseExchange | None = None
+        if exchange:
+            self.sparse = SparseExchange(exchange, self.arena, transport, update.momentum)
         self.program = self.first_program = at_once(self.arena.slots, [unit.name for unit in units])
         device = units[0].device
-        self._kind = StreamLanes if device.type == "cuda" else HostLanes
         self.clock = clock_of(device)
         transport.open(1)
-        self.lanes: Lanes = self._kind(transport, self.arena, self.program)
+        self.lanes = lanes_of(transport, self.arena, self.program, self.sparse)
         self.record = StepRecord()
         self.last_step: StepRecord | None = None
         self.sends = True  # whether backward passes send gradients
@@ -90,7 +93,7 @@ class Engine:
         self.transport.open(program.lanes)
         self.lanes.close()
         self.program = program
-        self.lanes = self._kind(self.transport, self.arena, program)
+        self.lanes = lanes_of(self.transport, self.arena, program, self.sparse)
         self.record, self.last_step = StepRecord(), None  # those of the other program
 
     # ---- forward -----------------------------------------------------------------------------
@@ -181,6 +184,8 @@ class Engine:
             self.record = StepRecord(last.forward_end or last.begun)
             if last.ready:
                 self.last_step = last
+            if self.sparse:
+                self.sparse.begin()
             self.lanes.begin()
 
     def _hook(self, index: int, i: int) -> Callable[[Any], None]:
@@ -220,6 +225,8 @@ class Engine:
 
     def _collected(self, index: int) -> None:
         self.arena.collect(index)
+        if self.sparse:
+            self.sparse.collected(index)
         self.record.ready[index] = self.clock.now()
         self.lanes.ready(index)
 
@@ -245,13 +252,18 @@ class Engine:
         if self.state is State.SENDING:
             self._check_unchanged()
             self._await(self.lanes.wait_all)
+            if self.sparse:
+                self.sparse.settle()
             for index in range(len(self.units)):
                 self._show(index)
             self.state = State.IDLE
 
+    def _unchanged(self) -> bool:
+        return self.arena.version == self._version and self.arena.holds_all()
+
     def _check_unchanged(self) -> None:
         """Raise if gradients were changed after the backward pass, while they were being sent."""
-        if self.arena.version != self._version or not self.arena.holds_all():
+        if not self._unchanged():
             self._abort(
                 "gradients were changed between backward() and step(), while they were being "
                 "averaged: call clip_grad_norm_ of DataParallel in place of torch's, or its "
@@ -263,10 +275,14 @@ class Engine:
         """The optimizer's step, or its beginning; `plain` is the optimizer's own."""
         self._check()
         begun = self.clock.now()
-        if not self.update.separable:
+        factor = self.sparse.rate if self.sparse else 1.0
+        if self.sparse and self.sparse.bad:
+            pass  # some rank had a gradient that is not finite
+        elif not self.update.separable:
             self.synchronize()
             self.finish()
-            plain()
+            with self.update.slowed(factor):
+                plain()
         elif self.state is State.SENDING:
             self._check_unchanged()
             self.update.snapshot()
@@ -277,12 +293,16 @@ class Engine:
                 self.update.part(self.update.others(self.units))
         else:
             self.finish()
-            self.update.snapshot()
+            self.update.snapshot(factor)
             with torch.no_grad():
-                for unit in self.units:
+                for unit in () if self._by_entries() else self.units:
                     self.update.part(unit.parameters)
                 self.update.part(self.update.others(self.units))
         self.record.step = begun, self.clock.now()
+
+    def _by_entries(self) -> bool:
+        """Update by the entries that have arrived, if they are all that gradients hold."""
+        return self.sparse is not None and self._unchanged() and self.sparse.apply(self.update)
 
     def finish(self) -> None:
         """Update all parameters whose update is pending."""

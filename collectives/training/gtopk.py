@@ -24,9 +24,10 @@ class GTopK:
     density: the share of the entries that each rank sends, and of those that arrive; at least one
         of each all-reduce.
     momentum: "correction" applies momentum and weight decay of torch.optim.SGD to the gradients of
-        this rank, before they are sent, and clears the velocity of its entries that arrive (those
-        that a merge drops keep theirs); the optimizer itself then applies neither. "none" leaves both to the optimizer, of any kind, which is
-        given the averaged entries, and zeros between them.
+        this rank, before they are sent; the optimizer itself then applies neither. Entries that
+        arrive lose their velocity on the rank that sent them; what a merge drops keeps it. "none"
+        leaves both to the optimizer, of any kind, which is given the averaged entries, and zeros
+        between them.
     warmup: the densities of the first epochs. The learning rate of epoch i (from 0) of n of them
         is multiplied by (i + 1) / (n + 1).
     epoch_steps: the steps of each of these epochs.

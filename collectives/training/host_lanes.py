@@ -16,6 +16,7 @@ from linkweave.collectives.training.arena import Arena
 from linkweave.collectives.training.packing import Packing
 from linkweave.collectives.training.program import Op, Program
 from linkweave.collectives.training.ranges import profiled
+from linkweave.collectives.training.sparse_exchange import SparseExchange
 from linkweave.collectives.training.transport import Transport
 
 
@@ -28,8 +29,12 @@ class HostLanes:
     If an op fails, all lanes end, and every wait raises its error.
     """
 
-    def __init__(self, transport: Transport, arena: Arena, program: Program) -> None:
+    def __init__(
+        self, transport: Transport, arena: Arena, program: Program,
+        sparse: SparseExchange | None = None,
+    ) -> None:  # fmt: skip
         self._transport, self._arena, self._program = transport, arena, program
+        self._sparse = sparse
         self._changed = threading.Condition()
         self._steps = 0  # begun so far
         self._ready = [False] * len(program.names)
@@ -142,10 +147,12 @@ class HostLanes:
     def _carry_out(self, number: int, op: Op, packing: Packing) -> None:
         start = time.perf_counter()
         with profiled(f"lane {op.lane}: {self._program.label(number)}"):
-            x = packing.pack(op)
-            if op.streamed:
-                self._stream(op, x, packing)
+            if self._sparse:
+                self._sparse.average(op)
+            elif op.streamed:
+                self._stream(op, packing.pack(op), packing)
             else:
+                x = packing.pack(op)
                 self._transport.average(op.lane, x)
                 packing.unpack(op, x)
         with self._changed:

@@ -5,6 +5,12 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.training.arena import Arena
+from linkweave.collectives.training.host_lanes import HostLanes
+from linkweave.collectives.training.program import Program
+from linkweave.collectives.training.sparse_exchange import SparseExchange
+from linkweave.collectives.training.stream_lanes import StreamLanes
+from linkweave.collectives.training.transport import Transport
 
 
 class Lanes(Protocol):
@@ -30,3 +36,12 @@ class Lanes(Protocol):
 
     def close(self) -> None:
         """Free the lanes, once what they send has been sent."""
+
+
+def lanes_of(
+    transport: Transport, arena: Arena, program: Program, sparse: SparseExchange | None
+) -> Lanes:
+    """The lanes of a program, on the arena's device."""
+    if arena.units[0].device.type == "cuda":
+        return StreamLanes(transport, arena, program)
+    return HostLanes(transport, arena, program, sparse)

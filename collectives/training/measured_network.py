@@ -18,9 +18,12 @@ LARGEST = 64 << 20
 """Bytes of the largest all-reduce."""
 ROUNDS = 3
 
+Average = Callable[[int, torch.Tensor], None]
+"""Averages a tensor over all ranks on a lane, in place; blocks."""
 
-def measure_network(transport: Transport, like: torch.Tensor) -> Network:
-    """The start-up and the seconds a byte of all-reduces of up to the bytes of `like`, and the
+
+def measure_network(transport: Transport, like: torch.Tensor, average: Average) -> Network:
+    """The start-up and the seconds a byte of averages of up to the bytes of `like`, and the
     slowdown of two at once.
 
     All ranks must call it, while nothing is sent. Times are medians over a few rounds.
@@ -30,27 +33,25 @@ def measure_network(transport: Transport, like: torch.Tensor) -> Network:
     x = transport.empty(most, like.dtype, like.device).zero_()
     transport.open(2)
     sizes = sorted({min(most, n) for n in ((1 << 14) // item, most // 16, most // 4, most)} - {0})
-    pairs = [(n * item, _median(partial(transport.average, 0, x[:n]), x)) for n in sizes]
+    pairs = [(n * item, _median(partial(average, 0, x[:n]), x)) for n in sizes]
     if len(pairs) == 1:  # a few bytes: all of them are the start-up
         pairs.append((2 * pairs[0][0], pairs[0][1]))
     network = fit(pairs, transport.size).network
     half = most // 2
-    both = _median(_at_once(transport, x[:half], x[half : 2 * half]), x)
+    both = _median(_at_once(average, x[:half], x[half : 2 * half]), x)
     alone = network.seconds_per_byte * half * item
     gamma = min(2.0, max(1.0, (both - network.startup_s) / alone)) if alone else 1.0
     return replace(network, gamma=gamma, name="measured")
 
 
-def _at_once(
-    transport: Transport, first: torch.Tensor, second: torch.Tensor
-) -> Callable[[], object]:
-    """All-reduces on two lanes at once."""
+def _at_once(average: Average, first: torch.Tensor, second: torch.Tensor) -> Callable[[], object]:
+    """Averages on two lanes at once."""
     if first.device.type != "cuda":
         threads = ThreadPoolExecutor(1)
 
         def on_threads() -> None:
-            other = threads.submit(transport.average, 1, second)
-            transport.average(0, first)
+            other = threads.submit(average, 1, second)
+            average(0, first)
             other.result()
 
         return on_threads
@@ -58,9 +59,9 @@ def _at_once(
     stream = torch.cuda.Stream(first.device)  # type: ignore[no-untyped-call]
 
     def on_streams() -> None:
-        transport.average(0, first)
+        average(0, first)
         with torch.cuda.stream(stream):
-            transport.average(1, second)
+            average(1, second)
 
     return on_streams
 

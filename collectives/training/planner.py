@@ -33,6 +33,9 @@ DRIFT = 0.2
 OVERHEAD = 0.05
 """The share of a communication cut from a streamed one that its start-up may take."""
 
+SPARSE = ("ddp", "wfbp", "mg-wfbp", "asc-wfbp")
+"""The policies that send layers whole, with their neighbours."""
+
 Steps = Generator[None, StepRecord, list[StepRecord]]
 
 
@@ -48,12 +51,17 @@ class Planner:
     """
 
     def __init__(self, schedule: str | Schedule, engine: Engine, chains: bool) -> None:
-        self._engine, self._chains = engine, chains
+        self._engine, self._chains = engine, chains and engine.sparse is None
         self._last: StepRecord | None = None
         self.schedule: Schedule | None = None
         """What is carried out, with its predictions; None while times are being measured."""
         if isinstance(schedule, Schedule):
             self._adopt(self._suited(schedule))
+        elif engine.sparse and schedule not in ("auto", *SPARSE):
+            raise CollectiveError(
+                f"GTopK sends layers whole, with their neighbours: schedule must be auto or one of "
+                f"{', '.join(SPARSE)}, not {schedule}"
+            )
         self._going = None if isinstance(schedule, Schedule) else self._life(schedule)
         if self._going:
             next(self._going)
@@ -119,7 +127,12 @@ class Planner:
         engine = self._engine
         engine.finish()
         largest = max(engine.arena.buffers, key=lambda buffer: buffer.nbytes)
-        network = measure_network(engine.transport, largest)
+        network = measure_network(engine.transport, largest, engine.transport.average)
+        if sparse := engine.sparse:  # modes must be chosen alike, so by one rank's times
+            told = engine.transport.share(json.dumps(asdict(network)).encode())[0]
+            sparse.average_of.network = Network(**json.loads(told))
+            network = measure_network(engine.transport, largest, sparse.rehearse)
+            sparse.rehearsed()
         mine = json.dumps([_profile(engine, records).to_data(), asdict(network)])
         rows = [json.loads(row) for row in engine.transport.share(mine.encode())]
         profile = _slowest([Profile.from_data(row[0]) for row in rows])
@@ -133,12 +146,15 @@ class Planner:
         planned = b""
         if self._engine.transport.rank == 0:
             if name == "auto":
-                named = [replace(plan(profile, network, one), chained=False) for one in NAMED]
+                whole_units = SPARSE if self._engine.sparse else NAMED
+                named = [replace(plan(profile, network, one), chained=False) for one in whole_units]
                 fastest = min(named, key=lambda schedule: schedule.predicted_seconds)
                 every = whole(profile, tuple(range(len(profile.layers))))
                 at_once = Schedule("at once", profile, network, (every,))
                 made: list[Schedule] = []
-                rivals = (plan(profile, network, "auto"), fastest, plan(profile, network, "ddp"))
+                rivals = [fastest, plan(profile, network, "ddp")]
+                if not self._engine.sparse:
+                    rivals.insert(0, plan(profile, network, "auto"))
                 for one in map(self._suited, rivals):
                     if _sent(one) not in map(_sent, [*made, at_once]):
                         made.append(one)
@@ -159,6 +175,8 @@ class Planner:
         engine = self._engine
         program = program_of(schedule, engine.arena.slots, [unit.name for unit in engine.units])
         _compare(engine.transport, program)
+        if engine.sparse:
+            _check_whole(program)
         engine.adopt(program)
         self.schedule = schedule
 
@@ -174,6 +192,16 @@ def _compare(transport: Transport, program: Program) -> None:
     """Raise CollectiveError on every rank unless all have this program."""
     if (other := parted(transport, program.checksum)) is not None:
         raise CollectiveError(f"ranks 0 and {other} have different schedules")
+
+
+def _check_whole(program: Program) -> None:
+    """Raise CollectiveError unless each op has units that follow one another, each in one op."""
+    units = [unit for op in program.ops for unit in op.needs]
+    if len(units) > len(set(units)) or any(len(op.runs) > 1 for op in program.ops):
+        raise CollectiveError(
+            f"GTopK sends layers whole, with their neighbours; schedule {program.policy} does not: "
+            f"choose one of {', '.join(SPARSE)}"
+        )
 
 
 def _profile(engine: Engine, records: list[StepRecord]) -> Profile:

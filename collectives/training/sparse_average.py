@@ -92,7 +92,7 @@ class SparseAverage:
             sums, where = sums[fine], where[fine]
             kept.residual[~kept.residual.isfinite()] = 0  # a merge may drop NaN for another NaN
         if kept.velocity is not None:  # what a merge has put back keeps its momentum
-            kept.velocity[vector[1][torch.isin(vector[1], where)]] = 0
+            gtopk.clear(kept.velocity, vector[1][torch.isin(vector[1], where)])
         x[where] = (sums / self._transport.size).to(x.dtype)
         return Sent(where, sums, bad)
 

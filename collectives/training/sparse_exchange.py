@@ -56,7 +56,7 @@ class SparseExchange:
         """The parameters because of which the last step is to be skipped."""
         self._sent: dict[Op, Sent] = {}
         self._rehearsed: dict[tuple[int, int], Kept] = {}
-        self._places: dict[Op, tuple[list[int], gtopk.Parameters]] = {}
+        self._layouts: dict[Op, tuple[list[int], gtopk.Layout]] = {}
         if momentum:
             for unit, views in zip(arena.units, self._views("velocity"), strict=True):
                 for parameter, velocity in zip(unit.parameters, views, strict=True):
@@ -120,18 +120,18 @@ class SparseExchange:
                 return False
             entries.append((op, sent.where, parameters, rates))
         for op, where, parameters, rates in entries:
-            gtopk.apply(self._places_of(op, parameters), self._memory(op)[0][where], where, rates)
+            gtopk.apply(self._layout_of(op, parameters), self._memory(op)[0][where], where, rates)
             increment_version(parameters)
         self._sent = {}  # a step without gradients of its own takes those in the arena
         return True
 
-    def _places_of(self, op: Op, parameters: list[Any]) -> gtopk.Parameters:
-        """Where the parameters are, as long as they stay there."""
+    def _layout_of(self, op: Op, parameters: list[Any]) -> gtopk.Layout:
+        """Where the op's parameters are, kept as long as they stay there."""
         at = [parameter.data_ptr() for parameter in parameters]
-        if (known := self._places.get(op)) is None or known[0] != at:
+        if (known := self._layouts.get(op)) is None or known[0] != at:
             firsts = [first for _, _, first in self._parameters(op)]
-            known = at, gtopk.Parameters([parameter.detach() for parameter in parameters], firsts)
-            self._places[op] = known
+            known = at, gtopk.Layout([parameter.detach() for parameter in parameters], firsts)
+            self._layouts[op] = known
         return known[1]
 
     # ---- the state of a rank ---------------------------------------------------------------------
@@ -181,7 +181,7 @@ class SparseExchange:
         key = lane, x.numel()
         if key not in self._rehearsed:
             noise = torch.randn(x.numel(), generator=torch.Generator().manual_seed(lane))
-            self._rehearsed[key] = Kept(noise, x.float() if self._momentum else None)
+            self._rehearsed[key] = Kept(noise, torch.zeros_like(noise) if self._momentum else None)
         counts = [x.numel()]
         self.average_of(lane, x, self._rehearsed[key], counts, self.spec.density, lambda at: at)
 

@@ -16,11 +16,16 @@ import torch.distributed as dist
 from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.distributed.cluster import ClusterCommunicator
 from linkweave.collectives.distributed.group import Group
+from linkweave.collectives.distributed.group_links import GroupLinks
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.launch.join import init
 from linkweave.collectives.runtime.diagnose import RAISED
+from linkweave.collectives.sparse.linked import linked_allreduce
 from linkweave.topology.checks import shown
+
+Vector = tuple[torch.Tensor, torch.Tensor]
+"""A sparse vector: values, and ascending int32 indices."""
 
 
 class Queue(Protocol):
@@ -52,6 +57,11 @@ class Transport(Protocol):
 
     def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Queue:
         """The same, of layers of so many elements that become final one after another."""
+
+    def sparse(
+        self, lane: int, vector: Vector, numel: int, k: int, residual: torch.Tensor, mode: str
+    ) -> Vector:
+        """The sum of all ranks' sparse vectors, as `Communicator.sparse_allreduce` has it."""
 
     def broadcast(self, x: torch.Tensor) -> None:
         """Copy `x` of rank 0 to all ranks. Not beside another call of this kind."""
@@ -94,6 +104,14 @@ class OverCommunicator:
     def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Queue:
         queue: Queue = self._lanes[lane].allreduce_queue(x, sizes, "avg")
         return queue
+
+    def sparse(
+        self, lane: int, vector: Vector, numel: int, k: int, residual: torch.Tensor, mode: str
+    ) -> Vector:
+        found: Vector = self._lanes[lane].sparse_allreduce(
+            *vector, numel, k, residual=residual, mode=mode
+        )
+        return found
 
     def broadcast(self, x: torch.Tensor) -> None:
         self._own.broadcast(x)
@@ -158,6 +176,11 @@ class OverGroup:
 
     def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Queue:
         raise CollectiveError("a process group has no gradient queue")
+
+    def sparse(
+        self, lane: int, vector: Vector, numel: int, k: int, residual: torch.Tensor, mode: str
+    ) -> Vector:
+        return linked_allreduce(GroupLinks(self._lanes[lane]), vector, numel, k, residual, mode)
 
     def broadcast(self, x: torch.Tensor) -> None:
         dist.broadcast(x, group=self._own, group_src=0)

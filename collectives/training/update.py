@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
+from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.units import Unit
+from linkweave.collectives.training.momentum import REPLACED, Momentum
 from linkweave.kernels import optim
 
 _STATES = {"SGD": ("momentum_buffer",), "Adam": ("exp_avg", "exp_avg_sq")}
@@ -30,8 +33,9 @@ class Update:
     `step` on groups that hold only the part's parameters.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer, momentum: Momentum | None = None) -> None:
+        self._optimizer, self.momentum = optimizer, momentum
+        self._replaced = REPLACED if momentum else {}
         self._kind = type(optimizer)
         step = self._kind.step
         self._step: Any = getattr(step, "__wrapped__", step)  # without the hooks of each call
@@ -45,20 +49,44 @@ class Update:
         hooks = (
             self._optimizer._optimizer_step_pre_hooks, self._optimizer._optimizer_step_post_hooks
         )  # fmt: skip
+        if self.momentum and any(hooks):
+            raise CollectiveError(
+                "momentum='correction' takes the place of the optimizer's step, whose hooks would "
+                "not run: remove them, or pass momentum='none'"
+            )
         return self._kind.__module__.startswith("torch.optim") and not any(hooks)
 
-    def snapshot(self) -> None:
+    @contextmanager
+    def slowed(self, factor: float) -> Iterator[None]:
+        """The optimizer's own step has its learning rates multiplied by `factor`."""
+        rates = [group["lr"] for group in _groups(self._optimizer)]
+        try:
+            for group in _groups(self._optimizer) if factor != 1 else ():
+                group["lr"] = group["lr"] * factor
+            yield
+        finally:
+            for group, rate in zip(_groups(self._optimizer), rates, strict=True):
+                group["lr"] = rate
+
+    def snapshot(self, factor: float = 1.0) -> None:
         """Take the groups' options as they are now: a scheduler may change the learning rate
-        before the parts run."""
+        before the parts run. The learning rate is multiplied by `factor`."""
         groups = _groups(self._optimizer)
         self._options = [
             {
                 name: value.clone() if isinstance(value, torch.Tensor) else value
-                for name, value in group.items() if name != "params"
+                for name, value in {**group, **self._replaced}.items() if name != "params"
             }
             for group in groups
         ]  # fmt: skip
+        for options in self._options:
+            options["lr"] = options["lr"] * factor
         self._group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
+
+    def options_of(self, parameter: Any) -> dict[str, Any] | None:
+        """A parameter's options in the last `snapshot`; None if the optimizer does not have it."""
+        group = self._group_of.get(id(parameter))
+        return None if group is None else self._options[group]
 
     def others(self, units: Iterable[Unit]) -> list[Any]:
         """The optimizer's parameters that belong to no unit."""
