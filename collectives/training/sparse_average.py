@@ -40,6 +40,12 @@ class Kept:
         velocity = None if self.velocity is None else self.velocity[first:stop]
         return Kept(self.residual[first:stop], velocity, self.factors)
 
+    def copy_(self, other: Kept) -> None:
+        """Take over what another one of as many elements keeps."""
+        self.residual.copy_(other.residual)
+        if self.velocity is not None and other.velocity is not None:
+            self.velocity.copy_(other.velocity)
+
 
 Marks = Callable[[torch.Tensor], torch.Tensor]
 """From the elements at which a rank's residual is not finite to those at which it sends NaN."""

@@ -1,0 +1,129 @@
+"""gTop-k as a communication hook of DistributedDataParallel."""
+
+# DDP compares the annotations of a hook with its own classes, so they must not be strings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.training.gtopk import GTopK
+from linkweave.collectives.training.sparse_average import Kept, SparseAverage
+from linkweave.collectives.training.transport import transport_of
+
+Future = torch.futures.Future[torch.Tensor]
+
+
+class GTopKState:
+    """What `gtopk_hook` keeps between steps: the gradients of this rank that are not sent yet.
+
+    group: as in `DataParallel`. All ranks must make the state.
+    density, warmup, epoch_steps, mode: as in `GTopK`. Learning rates are the optimizer's own.
+    momentum, nesterov: if not 0, gradients have SGD's momentum before they are sent, and the
+        optimizer must have none.
+
+    Residuals belong to parameters, so DDP may divide them into other buckets, as it does after the
+    first step. Raises CollectiveError as `GTopK` and `DataParallel` do.
+    """
+
+    def __init__(
+        self, group: Any = None, *, density: float = 0.001, momentum: float = 0.0,
+        nesterov: bool = False, warmup: tuple[float, ...] = (), epoch_steps: int = 100,
+        mode: str = "auto",
+    ) -> None:  # fmt: skip
+        self.spec = GTopK(density, "none", warmup, epoch_steps, mode=mode)
+        if not 0 <= momentum < 1 or (nesterov and not momentum):
+            raise CollectiveError(
+                f"momentum must be from 0 to below 1, and above 0 with nesterov, not {momentum}"
+            )
+        self.factors = (float(momentum), bool(nesterov))
+        self.steps = 0
+        """Steps so far."""
+        self._transport = transport_of(group)
+        if self._transport:
+            self._transport.open(1)
+            self._average = SparseAverage(self._transport, mode)
+        self._threads = ThreadPoolExecutor(1, "linkweave-gtopk")  # a lane beside backward
+        self._kept: dict[tuple[int, ...], Kept] = {}  # by the parameters of a bucket
+        self._parts: dict[int, tuple[Any, Kept]] = {}  # of each parameter
+
+    def start(self, bucket: dist.GradBucket) -> Future:  # type: ignore[name-defined]
+        """Begin to average a bucket. Returns a future of its tensor."""
+        done: Future = torch.futures.Future()
+        x = bucket.buffer()
+        if self._transport is None:
+            done.set_result(x)
+            return done
+        if x.device.type != "cpu" or x.dtype == torch.float64:
+            raise CollectiveError(
+                f"gtopk_hook takes float32, float16 and bfloat16 gradients on the CPU, not "
+                f"{x.dtype} on {x.device}"
+            )
+        self._threads.submit(self._run, done, x, self._kept_of(bucket), self.steps)
+        self.steps += bucket.is_last()
+        return done
+
+    def _run(self, done: Future, x: torch.Tensor, kept: Kept, step: int) -> None:
+        try:
+            density = self.spec.density_at(step)
+            sent = self._average(0, x, kept, [x.numel()], density, lambda where: where[:1])
+            x[sent.bad] = float("nan")  # which scalers of gradients look for
+            done.set_result(x)
+        except BaseException as error:
+            done.set_exception(error)  # type: ignore[arg-type]
+
+    def _kept_of(self, bucket: dist.GradBucket) -> Kept:  # type: ignore[name-defined]
+        """What is kept of a bucket's gradients, from wherever its parameters were before."""
+        parameters, x = bucket.parameters(), bucket.buffer()
+        key = tuple(map(id, parameters))
+        if key not in self._kept:
+            kept = Kept(torch.zeros(x.numel()), factors=self.factors)
+            if self.factors[0]:
+                kept.velocity = torch.zeros(x.numel())
+            for parameter, gradient in zip(parameters, bucket.gradients(), strict=True):
+                first = gradient.storage_offset() - x.storage_offset()
+                part = kept.part(first, first + gradient.numel())
+                if known := self._parts.get(id(parameter)):
+                    part.copy_(known[1])
+                self._parts[id(parameter)] = parameter, part
+            in_use = {_memory(part) for _, part in self._parts.values()}
+            self._kept = {k: one for k, one in self._kept.items() if _memory(one) in in_use}
+            self._kept[key] = kept
+        return self._kept[key]
+
+    def state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
+        """What this rank must keep to go on, by the names of the module's parameters."""
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        found: dict[str, Any] = {"steps": self.steps, "residual": {}, "velocity": {}}
+        for key, (_, part) in self._parts.items():
+            found["residual"][names[key]] = part.residual.clone()
+            if part.velocity is not None:
+                found["velocity"][names[key]] = part.velocity.clone()
+        return found
+
+    def load_state_dict(self, module: torch.nn.Module, state: dict[str, Any]) -> None:
+        """Go on from this rank's `state_dict`."""
+        parameters = dict(module.named_parameters())
+        self.steps, self._kept = int(state["steps"]), {}
+        self._parts = {
+            id(parameters[name]): (
+                parameters[name], Kept(residual.clone(), state["velocity"].get(name))
+            )
+            for name, residual in state["residual"].items()
+        }  # fmt: skip
+
+
+def _memory(kept: Kept) -> int:
+    """The address of the memory of which it is a part."""
+    return kept.residual.untyped_storage().data_ptr()
+
+
+def gtopk_hook(state: GTopKState, bucket: dist.GradBucket) -> Future:  # type: ignore[name-defined]
+    """Average the largest gradients of a bucket; `state` keeps the others for later steps.
+
+    `ddp.register_comm_hook(GTopKState(density=0.001), gtopk_hook)`. Buckets are exchanged one after
+    another beside the backward pass. A gradient that is not finite on some rank is NaN on all.
+    Source: Shi et al., algorithm 4, with mass conserved in merges; Lin et al. for momentum.
+    """
+    return state.start(bucket)
