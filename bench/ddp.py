@@ -75,7 +75,7 @@ class Trained:
         self._layers = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
         self._model = nn.parallel.DistributedDataParallel(self._layers, process_group=group)
         if silent:
-            self._model.register_comm_hook(None, _at_once)
+            self._model.register_comm_hook(None, send_nothing)
         self._optimizer = torch.optim.SGD(self._model.parameters(), 0.01)
         self._x = torch.randn(BATCH, width) + get_default().rank
         self._group = group
@@ -108,7 +108,7 @@ class Trained:
         return torch.cat([p.detach().flatten() for p in self._layers.parameters()]).numpy()
 
 
-def _at_once(state, bucket):  # DDP refuses annotations that are text
+def send_nothing(state, bucket):  # DDP refuses annotations that are text
     """A hook of DDP that takes this rank's gradients for everyone's."""
     import torch
 

@@ -233,18 +233,24 @@ def steps(
         str, typer.Option(help=f"all, or one of {', '.join(POLICIES)}.")
     ] = "all",
     seconds: Annotated[float, typer.Option(help="Forward and backward pass together.")] = 2.5,
+    density: Annotated[
+        float | None, typer.Option(help="Exchange by gTop-k; times of its policies.")
+    ] = None,
     rounds: RoundsOption = 5, out: OutOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Steps of sleeping layers under each policy (4 min)."""
     from linkweave.bench import sleeping
 
     at_least(("-n", ranks, 2), ("-r", rounds, 1))
+    _sane(1, 1 if density is None else density)
     layers, net = sleeping.scaled(
         load(profile), network_from(network, workers), sleeping.NBYTES, seconds
     )
     chosen = list(POLICIES) if policy == "all" else [policy]
     schedules = sleeping.plans(layers, net, chosen)
-    _shown(sleeping, lambda: sleeping.rows(schedules, ranks, rounds), out, as_json)
+    if density is not None:
+        schedules = sleeping.sparse_plans(layers, net)
+    _shown(sleeping, lambda: sleeping.rows(schedules, ranks, rounds, "", density), out, as_json)
 
 
 @bench.command()
@@ -262,6 +268,27 @@ def train(
 
     at_least(("--batch", batch, 1), ("-r", rounds, 1))
     rows = measured.measure(model, batch, rounds, schedule, scheduling)
+    if rows:  # rank 0 tells
+        _shown(measured, lambda: rows, out, as_json)
+
+
+@bench.command()
+def gtopk(
+    model: Annotated[
+        str, typer.Option(help="One of vgg16, resnet18, vgg11, transformer.")
+    ] = "resnet18",
+    density: Annotated[float, typer.Option(help="The share of values that are sent.")] = 0.001,
+    hook: Annotated[
+        list[str] | None, typer.Option(help="Only this one, beside dense; may be repeated.")
+    ] = None,
+    rounds: RoundsOption = 7, scheduling: BatchOption = True, out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Exchange of a model's gradients by DDP's hooks, on all ranks (1 min)."""
+    from linkweave.bench import gtopk as measured
+
+    _sane(1, density, ("-r", rounds, 1))
+    rows = measured.measure(model, density, rounds, scheduling, hook or ())
     if rows:  # rank 0 tells
         _shown(measured, lambda: rows, out, as_json)
 

@@ -22,7 +22,9 @@ from linkweave.bench.throttled import Throttled
 from linkweave.bench.timing import schedule as batch_scheduling
 from linkweave.collectives import overlap
 from linkweave.collectives.launch.default import get_default
+from linkweave.collectives.overlap.communication import whole
 from linkweave.collectives.overlap.units import ALIGN
+from linkweave.collectives.training.planner import SPARSE
 
 NBYTES = 4_000_000
 """Gradients, few enough for their way through memory to take no time beside the network's."""
@@ -123,15 +125,24 @@ def plans(
     ]
 
 
+def sparse_plans(profile: overlap.Profile, network: overlap.Network) -> list[overlap.Schedule]:
+    """The schedules of an exchange of whole layers, the first of which overlaps with nothing."""
+    every = whole(profile, tuple(range(len(profile.layers))))
+    unchained = [replace(made, chained=False) for made in plans(profile, network, SPARSE)]
+    return [overlap.Schedule("at once", profile, network, (every,)), *unchained]
+
+
 def rows(
-    schedules: Sequence[overlap.Schedule], ranks: int, steps: int, folder: str = ""
-) -> list[Row]:
+    schedules: Sequence[overlap.Schedule], ranks: int, steps: int, folder: str = "",
+    density: float | None = None,
+) -> list[Row]:  # fmt: skip
     """Train each schedule for some steps on so many ranks; times are medians of the slowest.
 
-    Into `folder` goes the last step under each policy, for `linkweave train-trace`.
+    Into `folder` goes the last step under each policy, for `linkweave train-trace`. With a
+    `density` gradients are exchanged by `GTopK`.
     """
     texts = [schedule.to_json() for schedule in schedules]
-    found = collectives.spawn(_rank, ranks, args=(texts, steps, folder), timeout=120)
+    found = collectives.spawn(_rank, ranks, args=(texts, steps, folder, density), timeout=120)
     slowest = [max(column) for column in zip(*found, strict=True)]
     return [
         Row(s.policy, 1e3 * s.predicted_seconds, 1e3 * t, s.chained, len(s.communications))
@@ -139,18 +150,22 @@ def rows(
     ]
 
 
-def _rank(rank: int, texts: Sequence[str], steps: int, folder: str) -> list[float]:
+def _rank(
+    rank: int, texts: Sequence[str], steps: int, folder: str, density: float | None
+) -> list[float]:
     batch_scheduling(True)
     torch.set_num_threads(1)
     found = []
     for text in texts:
         schedule = overlap.Schedule.from_json(text)
         save = Path(folder) / f"{schedule.policy}.json" if folder and not rank else None
-        found.append(_train(schedule, steps, save))
+        found.append(_train(schedule, steps, save, density))
     return found
 
 
-def _train(schedule: overlap.Schedule, steps: int, save: Path | None = None) -> float:
+def _train(
+    schedule: overlap.Schedule, steps: int, save: Path | None, density: float | None
+) -> float:
     """The median time from the end of a forward pass to the end of the next; the last step goes to
     the file `save`."""
     sleeps = Sleeps()
@@ -160,7 +175,12 @@ def _train(schedule: overlap.Schedule, steps: int, save: Path | None = None) -> 
     x = torch.zeros(1, requires_grad=True)
     ends = []
     group = Throttled(comm, schedule.network)
-    with collectives.DataParallel(model, optimizer, schedule=schedule, group=group) as trained:
+    exchange: Any = "dense"
+    if density is not None:
+        exchange = collectives.GTopK(density, "none", (), mode="gtopk")
+    with collectives.DataParallel(
+        model, optimizer, schedule=schedule, exchange=exchange, group=group
+    ) as trained:
         for _ in range(steps + 2):
             optimizer.zero_grad()
             y = trained(x)
@@ -170,7 +190,12 @@ def _train(schedule: overlap.Schedule, steps: int, save: Path | None = None) -> 
         trained.finish()
         if save:
             trained.save_step(save)
-        wanted = -float(steps + 2)
-        if not all((layer.weight == wanted).all() for layer in model):
+        wanted = -float(steps + 2)  # on average, with what has not been sent
+        kept = optimizer.state_dict().get("exchange", {}).get("residual", {})
+        left = torch.tensor([sum(float(x.double().sum()) for x in kept.values()) / comm.size])
+        comm.allreduce(left)
+        moved = sum(float(layer.weight.detach().double().sum()) for layer in model)
+        total = sum(layer.weight.numel() for layer in model)
+        if abs((moved - float(left)) / total - wanted) > 1e-6 * -wanted:
             raise collectives.CollectiveError(f"{schedule.policy}: the weights are wrong")
     return statistics.median(b - a for a, b in zip(ends[1:], ends[2:], strict=False))

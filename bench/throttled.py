@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from linkweave.collectives.overlap import Network
-from linkweave.collectives.training.transport import OverCommunicator, Queue
+from linkweave.collectives.training.transport import OverCommunicator, Queue, Vector
 
 
 class Link:
@@ -75,6 +75,15 @@ class Throttled(OverCommunicator):
         begun = time.perf_counter()
         super().average(lane, x)
         self._link.until(self._begin(begun, x), 0)
+
+    def sparse(
+        self, lane: int, vector: Vector, numel: int, k: int, residual: torch.Tensor, mode: str
+    ) -> Vector:
+        """For as long as the network, which is one of sparse exchanges, takes for all elements."""
+        begun = time.perf_counter()
+        found = super().sparse(lane, vector, numel, k, residual, mode)
+        self._link.until(self._begin(begun, residual), 0)
+        return found
 
     def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Queue:
         begun = time.perf_counter()

@@ -82,6 +82,35 @@ def transformer(batch: int, length: int = 32) -> Made:
     )  # fmt: skip
 
 
+def vgg16() -> nn.Module:
+    """VGG-16 for ImageNet (Simonyan and Zisserman, configuration D): 138,357,544 parameters."""
+    layers: list[nn.Module] = []
+    before = 3
+    for width, many in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+        for _ in range(many):
+            layers.append(nn.Conv2d(before, width, 3, padding=1))
+            before = width
+    head = (nn.Linear(512 * 49, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 1000))
+    return nn.Sequential(*layers, *head)
+
+
+def _shapes(make: Callable[[], nn.Module]) -> list[list[torch.Size]]:
+    """The shapes of the parameters of each module, without their memory."""
+    with torch.device("meta"):
+        model = make()
+    own = [[p.shape for p in part.parameters(recurse=False)] for part in model.modules()]
+    return [shapes for shapes in own if shapes]
+
+
 MODELS: dict[str, Callable[[int], Made]] = {
     "resnet18": resnet18, "vgg11": vgg11, "transformer": transformer,
 }  # fmt: skip
+
+SHAPES: dict[str, Callable[[], list[list[torch.Size]]]] = {
+    "vgg16": lambda: _shapes(vgg16),
+    **{
+        name: lambda make=make: _shapes(lambda: make(1)[0])  # type: ignore[misc]
+        for name, make in MODELS.items()
+    },
+}
+"""The shapes of the parameters of each layer of a model."""

@@ -29,7 +29,7 @@ class GroupLinks:
     def gather(self, row: NDArray[Any]) -> NDArray[Any]:
         mine = torch.from_numpy(row)
         every = mine.new_empty((self.size, *mine.shape))
-        dist.all_gather_into_tensor(every, mine[None], self._group)
+        dist.all_gather(list(every), mine, self._group)
         return every.numpy()
 
     def add(self, whole: NDArray[np.float32]) -> None:

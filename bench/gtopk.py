@@ -1,0 +1,190 @@
+"""`linkweave bench gtopk`: what DDP's hooks take for a model's gradients, on the same network.
+
+Every rank runs the command, started by torchrun on one machine or several. The model has a real
+model's parameters and computes nothing: in its backward pass each gradient is a copy of the
+parameter, which is random. So a step under a hook that sends nothing is the time of DDP itself, and
+by how much another hook's step is longer is what the exchange takes, compression included. DDP's
+buckets and all hooks use one gloo group.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from linkweave.bench.ddp import send_nothing
+from linkweave.bench.timing import rounds_of, schedule
+from linkweave.bench.train_models import SHAPES
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.distributed import GTopKState, gtopk_hook
+
+WARM_UP = 4  # steps; DDP orders its buckets after the first, PowerSGD begins with the third
+HEADER = (
+    f"{'model':10}{'values':>12}{'ranks':>6}  {'hook':22}{'step ms':>10}{'exchange':>10}"
+    f"{'x dense':>9}{'sent MB':>10}"
+)
+LEGEND = (
+    "ms of a step of the slowest rank, and without DDP's own share; x dense: the dense exchange's "
+    "time over\nthis one's; sent MB: what rank 0's network interfaces sent in a step, headers "
+    "included (0 inside one\nmachine). PowerSGD has one bucket: over gloo, it mixes up the calls "
+    "of several"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Medians over rounds; `LEGEND` explains them."""
+
+    model: str
+    values: int
+    ranks: int
+    hook: str
+    step_ms: float
+    exchange_ms: float
+    ratio: float
+    sent_mb: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model:10}{self.values:12}{self.ranks:6}  {self.hook:22}{self.step_ms:10.1f}"
+            f"{self.exchange_ms:10.1f}{self.ratio:9.1f}{self.sent_mb:10.2f}"
+        )
+
+
+class _Copied(torch.autograd.Function):
+    """Nothing forward; backward, the gradient of each parameter is the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, *parameters: Any) -> Any:
+        ctx.save_for_backward(*parameters)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient, *ctx.saved_tensors
+
+
+class _Layer(nn.Module):
+    """Parameters of these shapes, which become ready together."""
+
+    def __init__(self, shapes: Sequence[torch.Size]) -> None:
+        super().__init__()
+        self.values = nn.ParameterList(torch.randn(shape) for shape in shapes)
+
+    def forward(self, x: Any) -> Any:
+        return _Copied.apply(x, *self.values)
+
+
+Hook = Callable[[], tuple[Any, Any]]
+"""Makes the (state, hook) that a DDP registers; None for DDP's own all-reduce."""
+
+
+def hooks(density: float) -> dict[str, Hook | None]:
+    """The hooks by name, each made anew for its DDP."""
+    return {
+        "nothing sent": lambda: (None, send_nothing),
+        "dense": None,
+        "fp16": lambda: (None, default_hooks.fp16_compress_hook),
+        "PowerSGD, rank 1": lambda: (
+            powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook
+        ),
+        "top-k": lambda: (
+            GTopKState(dist.group.WORLD, density=density, mode="topk"), gtopk_hook
+        ),
+        "gTop-k": lambda: (
+            GTopKState(dist.group.WORLD, density=density, mode="gtopk"), gtopk_hook
+        ),
+        "gTop-k, momentum": lambda: (
+            GTopKState(dist.group.WORLD, density=density, momentum=0.9, mode="gtopk"), gtopk_hook
+        ),
+    }  # fmt: skip
+
+
+class _Stepped:
+    """A model of these layers under DDP with a hook."""
+
+    def __init__(
+        self, layers: Sequence[Sequence[torch.Size]], hook: Hook | None, bucket_mb: int | None
+    ) -> None:
+        torch.manual_seed(dist.get_rank())  # gradients differ between ranks
+        model = nn.Sequential(*map(_Layer, layers))
+        self.values = sum(p.numel() for p in model.parameters())
+        self._ddp: Any = nn.parallel.DistributedDataParallel(
+            model, gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=bucket_mb
+        )
+        if hook:
+            self._ddp.register_comm_hook(*hook())
+        self._x = torch.zeros(1, requires_grad=True)
+
+    def step(self) -> float:
+        """Forward and backward of the slowest rank, in seconds."""
+        dist.barrier()
+        start = time.perf_counter()
+        self._ddp(self._x).sum().backward()
+        seconds = torch.tensor([time.perf_counter() - start])
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return float(seconds)
+
+
+def measure(
+    model: str, density: float, rounds: int, batch_scheduling: bool, only: Sequence[str] = ()
+) -> list[Row]:
+    """Measure as one rank of those that torchrun has started. Returns rows on rank 0.
+
+    `only`: names of hooks; all by default. Raises CollectiveError for an unknown model or hook.
+    """
+    if model not in SHAPES:
+        raise CollectiveError(f"--model must be one of {', '.join(SHAPES)}, not {model!r}")
+    known = hooks(density)
+    if unknown := [name for name in only if name not in known]:
+        raise CollectiveError(f"--hook must be one of {', '.join(known)}, not {unknown[0]!r}")
+    schedule(batch_scheduling)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        chosen = [name for name in known if not only or name in only or name in _NEEDED]
+        return list(_rows(model, {name: known[name] for name in chosen}, rounds))
+    finally:
+        dist.destroy_process_group()
+
+
+_NEEDED = ("nothing sent", "dense")
+
+
+def _rows(model: str, chosen: dict[str, Hook | None], rounds: int) -> Iterator[Row]:
+    """One hook after another, as all together may not fit into memory."""
+    rank, layers = dist.get_rank(), SHAPES[model]()
+    times: dict[str, float] = {}
+    for name, hook in chosen.items():
+        stepped = _Stepped(layers, hook, 1 << 20 if "PowerSGD" in name else None)
+        for _ in range(WARM_UP):
+            stepped.step()
+        before, found = _sent(), []
+        for _ in rounds_of(rounds, rank == 0):
+            found.append(stepped.step())
+        sent = (_sent() - before) / rounds
+        times[name] = statistics.median(found)
+        values = stepped.values
+        del stepped
+        if rank == 0 and name != "nothing sent":
+            own = times["nothing sent"]
+            exchange = max(times[name] - own, 1e-9)
+            yield Row(
+                model, values, dist.get_world_size(), name, 1e3 * times[name], 1e3 * exchange,
+                (times["dense"] - own) / exchange, sent / 1e6,
+            )  # fmt: skip
+
+
+def _sent() -> int:
+    """Bytes that the network interfaces of this machine have sent, but for the loopback."""
+    counters = Path("/sys/class/net").glob("*/statistics/tx_bytes")
+    return sum(int(path.read_text()) for path in counters if path.parts[4] != "lo")
