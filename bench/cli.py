@@ -16,7 +16,7 @@ import typer
 from rich.progress import Progress
 
 from linkweave import collectives, topology
-from linkweave.bench import plans
+from linkweave.bench import plans, training_commands
 from linkweave.bench.machine import comparison, report
 from linkweave.bench.measure import bench
 from linkweave.bench.options import (
@@ -42,6 +42,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False, context_settings={"max_content_width": 100},
     help="Plan collectives for the links a machine has: look at it, plan, simulate, measure.",
 )  # fmt: skip
+for command in training_commands.COMMANDS:
+    bench.command()(command)
 app.add_typer(bench, name="bench")
 app.command()(plans.plan)
 app.command()(plans.simulate)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,11 +149,18 @@ def measure(
     if unknown := [name for name in only if name not in known]:
         raise CollectiveError(f"--hook must be one of {', '.join(known)}, not {unknown[0]!r}")
     schedule(batch_scheduling)
+    with on_gloo():
+        chosen = [name for name in known if not only or name in only or name in _NEEDED]
+        return list(_rows(model, {name: known[name] for name in chosen}, rounds))
+
+
+@contextmanager
+def on_gloo() -> Iterator[None]:
+    """The default process group of the ranks that torchrun has started, each with one thread."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
-        chosen = [name for name in known if not only or name in only or name in _NEEDED]
-        return list(_rows(model, {name: known[name] for name in chosen}, rounds))
+        yield
     finally:
         dist.destroy_process_group()
 

@@ -13,29 +13,25 @@ import typer
 from rich.progress import Progress
 
 from linkweave.bench.options import (
+    BatchOption,
     JsonOption,
-    NetworkOption,
     OutOption,
-    ProfileOption,
     RanksOption,
     RoundsOption,
     TopologyOption,
-    WorkersOption,
     at_least,
     console,
     parse_size,
+    sane,
+    tell,
 )
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.overlap import POLICIES, load, network_from
 
 bench = typer.Typer(no_args_is_help=True, help="Measure on this machine; results are checked.")
 
 BeginOption = Annotated[str, typer.Option("-b", help="Smallest message in bytes, such as 1K.")]
 EndOption = Annotated[str, typer.Option("-e", help="Largest message in bytes, such as 64M.")]
 FactorOption = Annotated[int, typer.Option("-f", help="Factor between sizes.")]
-BatchOption = Annotated[
-    bool, typer.Option("--batch/--no-batch", help="Run everyone under SCHED_BATCH.")
-]
 
 
 def sweep(begin: str, end: str, factor: int) -> tuple[int, ...]:
@@ -137,7 +133,7 @@ def _of_a_row(name: str, what: str) -> None:
         threads: ThreadsOption = 1, rounds: RoundsOption = 5, out: OutOption = None,
         as_json: JsonOption = False,
     ) -> None:  # fmt: skip
-        _sane(elements, density, ("-j", threads, 1), ("-r", rounds, 1))
+        sane(elements, density, ("-j", threads, 1), ("-r", rounds, 1))
         _sparse(name, out, as_json, elements, density, threads, rounds)
 
     bench.command(name, help=what)(command)
@@ -168,7 +164,7 @@ def sparse_allreduce(
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """gTop-k's all-reduce beside dense ones (30 s)."""
-    _sane(elements, density, ("-n", ranks, 1), ("-r", rounds, 1))
+    sane(elements, density, ("-n", ranks, 1), ("-r", rounds, 1))
     _sparse("sparse_allreduce", out, as_json, ranks, elements, density, rounds)
 
 
@@ -185,9 +181,7 @@ def queue(
     at_least(("-n", ranks, 1), ("-l", layers, 1), ("-r", rounds, 1))
     nbytes = parse_size(size) // 4 * 4
     algorithms = ("auto", "overlapped_double_tree", "double_tree")
-    _shown(
-        measured, lambda: measured.queue(ranks, nbytes, layers, algorithms, rounds), out, as_json
-    )
+    tell(measured, lambda: measured.queue(ranks, nbytes, layers, algorithms, rounds), out, as_json)
 
 
 @bench.command()
@@ -208,115 +202,11 @@ def network(
         out.write_text(found.map.to_json() + "\n")
 
 
-@bench.command()
-def ddp(
-    ranks: RanksOption = 8,
-    size: Annotated[str, typer.Option("-s", "--size", help="Gradients in bytes.")] = "25M",
-    rounds: RoundsOption = 10, out: OutOption = None, as_json: JsonOption = False,
-) -> None:  # fmt: skip
-    """Training by PyTorch's DDP, beside gloo (30 s)."""
-    from linkweave.bench import ddp as measured
-
-    at_least(("-n", ranks, 1), ("-r", rounds, 1))
-    nbytes = parse_size(size)
-    at_least(("-s", nbytes, 1024))
-    _shown(measured, lambda: measured.ddp(ranks, nbytes, rounds), out, as_json)
-
-
-@bench.command()
-def steps(
-    ranks: RanksOption = 2,
-    profile: ProfileOption = "resnet50",
-    network: NetworkOption = "10GbE",
-    workers: WorkersOption = None,
-    policy: Annotated[
-        str, typer.Option(help=f"all, or one of {', '.join(POLICIES)}.")
-    ] = "all",
-    seconds: Annotated[float, typer.Option(help="Forward and backward pass together.")] = 2.5,
-    density: Annotated[
-        float | None, typer.Option(help="Exchange by gTop-k; times of its policies.")
-    ] = None,
-    rounds: RoundsOption = 5, out: OutOption = None, as_json: JsonOption = False,
-) -> None:  # fmt: skip
-    """Steps of sleeping layers under each policy (4 min)."""
-    from linkweave.bench import sleeping
-
-    at_least(("-n", ranks, 2), ("-r", rounds, 1))
-    _sane(1, 1 if density is None else density)
-    layers, net = sleeping.scaled(
-        load(profile), network_from(network, workers), sleeping.NBYTES, seconds
-    )
-    chosen = list(POLICIES) if policy == "all" else [policy]
-    schedules = sleeping.plans(layers, net, chosen)
-    if density is not None:
-        schedules = sleeping.sparse_plans(layers, net)
-    _shown(sleeping, lambda: sleeping.rows(schedules, ranks, rounds, "", density), out, as_json)
-
-
-@bench.command()
-def train(
-    model: Annotated[str, typer.Option(help="One of resnet18, vgg11, transformer.")] = "resnet18",
-    batch: Annotated[int, typer.Option(help="Samples of each rank.")] = 8,
-    schedule: Annotated[
-        str, typer.Option(help=f"auto, or one of {', '.join(POLICIES)}.")
-    ] = "auto",
-    rounds: RoundsOption = 7, scheduling: BatchOption = True, out: OutOption = None,
-    as_json: JsonOption = False,
-) -> None:  # fmt: skip
-    """Training steps, beside DDP, on all ranks (1 min)."""
-    from linkweave.bench import train as measured
-
-    at_least(("--batch", batch, 1), ("-r", rounds, 1))
-    rows = measured.measure(model, batch, rounds, schedule, scheduling)
-    if rows:  # rank 0 tells
-        _shown(measured, lambda: rows, out, as_json)
-
-
-@bench.command()
-def gtopk(
-    model: Annotated[
-        str, typer.Option(help="One of vgg16, resnet18, vgg11, transformer.")
-    ] = "resnet18",
-    density: Annotated[float, typer.Option(help="The share of values that are sent.")] = 0.001,
-    hook: Annotated[
-        list[str] | None, typer.Option(help="Only this one, beside dense; may be repeated.")
-    ] = None,
-    rounds: RoundsOption = 7, scheduling: BatchOption = True, out: OutOption = None,
-    as_json: JsonOption = False,
-) -> None:  # fmt: skip
-    """Exchange of a model's gradients by DDP's hooks, on all ranks (1 min)."""
-    from linkweave.bench import gtopk as measured
-
-    _sane(1, density, ("-r", rounds, 1))
-    rows = measured.measure(model, density, rounds, scheduling, hook or ())
-    if rows:  # rank 0 tells
-        _shown(measured, lambda: rows, out, as_json)
-
-
-def _sane(elements: int, density: float, *others: tuple[str, int, int]) -> None:
-    at_least(("-m", elements, 1), *others)
-    if not 0 < density <= 1:
-        raise CollectiveError(f"--density must be above 0 and at most 1, not {density}")
-
-
 def _sparse(name: str, out: Path | None, as_json: bool, *arguments: Any) -> None:
     """Print and write what that function of `bench.sparse` measures."""
     from linkweave.bench import sparse
 
-    _shown(sparse, lambda: list(getattr(sparse, name)(*arguments)), out, as_json)
-
-
-def _shown(module: Any, measure: Callable[[], list[Any]], out: Path | None, as_json: bool) -> None:
-    """Print the rows, between the module's HEADER and LEGEND or as JSON; write them to `out`."""
-    from linkweave.bench.timing import machine
-
-    if out:
-        out.touch()
-    rows = measure()
-    text = json.dumps({"machine": machine(), "rows": [asdict(row) for row in rows]}, indent=1)
-    print(text if as_json else "\n".join([module.HEADER, *map(str, rows), module.LEGEND]))
-    if out:
-        out.write_text(text + "\n")
+    tell(sparse, lambda: list(getattr(sparse, name)(*arguments)), out, as_json)
 
 
 def _told(

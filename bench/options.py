@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -148,3 +150,27 @@ RanksOption = Annotated[int, typer.Option("-n", "--ranks", help="Number of CPU r
 RoundsOption = Annotated[int, typer.Option("-r", help="Rounds in which all take turns.")]
 OutOption = Annotated[Path | None, typer.Option(help="Write the figures to this file as JSON.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
+
+BatchOption = Annotated[
+    bool, typer.Option("--batch/--no-batch", help="Run everyone under SCHED_BATCH.")
+]
+
+
+def sane(elements: int, density: float, *others: tuple[str, int, int]) -> None:
+    """Raise CollectiveError unless these are at least 1, a share, and as large as they must be."""
+    at_least(("-m", elements, 1), *others)
+    if not 0 < density <= 1:
+        raise CollectiveError(f"--density must be above 0 and at most 1, not {density}")
+
+
+def tell(module: Any, measure: Callable[[], list[Any]], out: Path | None, as_json: bool) -> None:
+    """Print the rows, between the module's HEADER and LEGEND or as JSON; write them to `out`."""
+    from linkweave.bench.timing import machine
+
+    if out:
+        out.touch()
+    rows = measure()
+    text = json.dumps({"machine": machine(), "rows": [asdict(row) for row in rows]}, indent=1)
+    print(text if as_json else "\n".join([module.HEADER, *map(str, rows), module.LEGEND]))
+    if out:
+        out.write_text(text + "\n")

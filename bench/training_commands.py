@@ -1,0 +1,117 @@
+"""The commands of `linkweave bench` that train."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from linkweave.bench.options import (
+    BatchOption,
+    JsonOption,
+    NetworkOption,
+    OutOption,
+    ProfileOption,
+    RanksOption,
+    RoundsOption,
+    WorkersOption,
+    at_least,
+    parse_size,
+    sane,
+    tell,
+)
+from linkweave.collectives.overlap import POLICIES, load, network_from
+
+
+def ddp(
+    ranks: RanksOption = 8,
+    size: Annotated[str, typer.Option("-s", "--size", help="Gradients in bytes.")] = "25M",
+    rounds: RoundsOption = 10, out: OutOption = None, as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Training by PyTorch's DDP, beside gloo (30 s)."""
+    from linkweave.bench import ddp as measured
+
+    at_least(("-n", ranks, 1), ("-r", rounds, 1))
+    nbytes = parse_size(size)
+    at_least(("-s", nbytes, 1024))
+    tell(measured, lambda: measured.ddp(ranks, nbytes, rounds), out, as_json)
+
+
+def steps(
+    ranks: RanksOption = 2,
+    profile: ProfileOption = "resnet50",
+    network: NetworkOption = "10GbE",
+    workers: WorkersOption = None,
+    policy: Annotated[
+        str, typer.Option(help=f"all, or one of {', '.join(POLICIES)}.")
+    ] = "all",
+    seconds: Annotated[float, typer.Option(help="Forward and backward pass together.")] = 2.5,
+    density: Annotated[
+        float | None, typer.Option(help="Exchange by gTop-k; times of its policies.")
+    ] = None,
+    rounds: RoundsOption = 5, out: OutOption = None, as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Steps of sleeping layers under each policy (4 min)."""
+    from linkweave.bench import sleeping
+
+    at_least(("-n", ranks, 2), ("-r", rounds, 1))
+    sane(1, 1 if density is None else density)
+    layers, net = sleeping.scaled(
+        load(profile), network_from(network, workers), sleeping.NBYTES, seconds
+    )
+    chosen = list(POLICIES) if policy == "all" else [policy]
+    schedules = sleeping.plans(layers, net, chosen)
+    if density is not None:
+        schedules = sleeping.sparse_plans(layers, net)
+    tell(sleeping, lambda: sleeping.rows(schedules, ranks, rounds, "", density), out, as_json)
+
+
+def train(
+    model: Annotated[str, typer.Option(help="One of resnet18, vgg11, transformer.")] = "resnet18",
+    batch: Annotated[int, typer.Option(help="Samples of each rank.")] = 8,
+    schedule: Annotated[
+        str, typer.Option(help=f"auto, or one of {', '.join(POLICIES)}.")
+    ] = "auto",
+    rounds: RoundsOption = 7, scheduling: BatchOption = True, out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Training steps, beside DDP, on all ranks (1 min)."""
+    from linkweave.bench import train as measured
+
+    at_least(("--batch", batch, 1), ("-r", rounds, 1))
+    rows = measured.measure(model, batch, rounds, schedule, scheduling)
+    if rows:  # rank 0 tells
+        tell(measured, lambda: rows, out, as_json)
+
+
+def gtopk(
+    model: Annotated[
+        str, typer.Option(help="One of vgg16, resnet18, vgg11, transformer.")
+    ] = "resnet18",
+    density: Annotated[float, typer.Option(help="The share of values that are sent.")] = 0.001,
+    hook: Annotated[
+        list[str] | None, typer.Option(help="Only this one, beside dense; may be repeated.")
+    ] = None,
+    accuracy: Annotated[
+        float | None,
+        typer.Option(help="Train a CNN on digits, with as many values as the model, until so many "
+                          "percent are right."),
+    ] = None,
+    rounds: RoundsOption = 7, scheduling: BatchOption = True, out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Gradients by gTop-k and other hooks of DDP, on all ranks (1 min)."""
+    from linkweave.bench import gtopk as exchange
+    from linkweave.bench import gtopk_accuracy as training
+
+    sane(1, density, ("-r", rounds, 1))
+    measured: Any = exchange if accuracy is None else training
+    if accuracy is None:
+        rows = exchange.measure(model, density, rounds, scheduling, hook or ())
+    else:
+        rows = training.measure(model, density, accuracy)
+    if rows:  # rank 0 tells
+        tell(measured, lambda: rows, out, as_json)
+
+
+COMMANDS = (ddp, steps, train, gtopk)
