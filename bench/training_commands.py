@@ -101,15 +101,16 @@ def gtopk(
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Gradients by gTop-k and other hooks of DDP, on all ranks (1 min)."""
-    from linkweave.bench import gtopk as exchange
-    from linkweave.bench import gtopk_accuracy as training
-
     sane(1, density, ("-r", rounds, 1))
-    measured: Any = exchange if accuracy is None else training
+    measured: Any
     if accuracy is None:
-        rows = exchange.measure(model, density, rounds, scheduling, hook or ())
+        from linkweave.bench import gtopk as measured
+
+        rows = measured.measure(model, density, rounds, scheduling, hook or ())
     else:
-        rows = training.measure(model, density, accuracy)
+        from linkweave.bench import gtopk_accuracy as measured
+
+        rows = measured.measure(model, density, accuracy)
     if rows:  # rank 0 tells
         tell(measured, lambda: rows, out, as_json)
 

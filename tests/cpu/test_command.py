@@ -337,7 +337,9 @@ README = (ROOT / "README.md").read_text()
 
 
 EXAMPLES = re.findall(
-    r"```python\n(.*?)```", README + (ROOT / "docs/training.md").read_text(), re.DOTALL
+    r"```python\n(.*?)```",
+    README + "".join((ROOT / f"docs/{name}.md").read_text() for name in ("training", "gtop-k")),
+    re.DOTALL,
 )
 
 
