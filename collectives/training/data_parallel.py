@@ -15,7 +15,12 @@ from torch import nn
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap import MeasuredStep, Schedule
 from linkweave.collectives.overlap.units import Recorder, units_of
-from linkweave.collectives.training.admission import compiled, copy_from_rank_0, refuse
+from linkweave.collectives.training.admission import (
+    compare_exchanges,
+    compiled,
+    copy_from_rank_0,
+    refuse,
+)
 from linkweave.collectives.training.attach import attach, detach
 from linkweave.collectives.training.engine import Engine
 from linkweave.collectives.training.gtopk import KEY, GTopK
@@ -78,6 +83,7 @@ class DataParallel(nn.Module):
         if self._transport is None:
             self._update = Update(optimizer)
             return
+        compare_exchanges(self._transport, exchange)
         momentum = None
         if self._sparse and self._sparse.momentum == "correction":
             momentum = Momentum(optimizer)
