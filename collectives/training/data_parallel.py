@@ -134,11 +134,11 @@ class DataParallel(nn.Module):
             raise CollectiveError(
                 f"the model is on several devices: {', '.join(map(str, devices))}"
             )
+        chains = self._update.separable and not compiled(self.module)
         engine = Engine(self.module, units, self._transport, self._update, self._sparse)
         engine.sends = self._sends
         self._all = [*self.module.parameters()]
         self._trained = [p.requires_grad for p in self._all]
-        chains = self._update.separable and not compiled(self.module)
         try:
             self._planner = Planner(self._schedule, engine, chains)
             if engine.sparse and self._state:
