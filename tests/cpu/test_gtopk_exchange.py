@@ -285,8 +285,10 @@ def test_sums_stay_when_the_number_of_ranks_changes(old: int, new: int, momentum
 @pytest.mark.parametrize("given", ["none", "missing", "twice", "disorder", "dense"])
 def test_resharding_needs_all_states_in_order(given: str) -> None:
     found = states(3)
-    chosen = {"none": [], "missing": found[:2], "twice": [*found[:2], found[1]],
-              "disorder": found[::-1], "dense": [{"state": {}, "param_groups": []}] * 3}  # fmt: skip
+    chosen = {
+        "none": [], "missing": found[:2], "twice": [*found[:2], found[1]],
+        "disorder": found[::-1], "dense": [{"state": {}, "param_groups": []}] * 3,
+    }  # fmt: skip
     with pytest.raises(CollectiveError, match="the state_dicts of all ranks in order"):
         resharded(chosen[given], 2)
     with pytest.raises(CollectiveError, match="size must be an integer from 1"):

@@ -130,5 +130,7 @@ def on_threads(size: int, body: Callable[[ThreadTransport], Any]) -> tuple[list[
     with ThreadPoolExecutor(size) as pool:
         found = list(pool.map(rank_of, range(size)))
     if errors:
-        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+        raise next(
+            (e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0]
+        )
     return found, hubs
