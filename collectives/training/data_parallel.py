@@ -228,9 +228,19 @@ class DataParallel(nn.Module):
             state[KEY] = self._state
 
     def _take_state(self, _: Any, state: dict[str, Any]) -> None:
-        self._state = state.get(KEY)
-        if self._state and self._engine and self._engine.sparse:
-            self._engine.sparse.load(self._state)
+        found: dict[str, Any] | None = state.get(KEY)
+        if found:
+            known = dict(self.module.named_parameters())
+            for name in found["residual"].keys() - known.keys():
+                raise CollectiveError(
+                    f"the exchange's state has a residual for {name}, which this model lacks"
+                )
+        if self._engine and self._engine.sparse:
+            if found:
+                self._engine.sparse.load(found)
+            else:  # the next engine begins without a residual, and takes over momenta
+                self._end_engine()
+        self._state = found
 
     def train(self, mode: bool = True) -> DataParallel:
         self.finish()
