@@ -75,7 +75,7 @@ class SparseExchange:
         """Add weight decay to a unit's gradients, which are in the arena."""
         if self._momentum:
             for parameter, view in self._arena.gradients(unit):
-                if parameter.grad is not None and view is not None:
+                if view is not None:  # zeros where this rank has no gradient, but others may
                     self._momentum.decay(parameter, view)
 
     def average(self, op: Op) -> None:

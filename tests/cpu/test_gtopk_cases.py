@@ -54,11 +54,11 @@ class Branches(nn.Module):
 # ---- parameters ----------------------------------------------------------------------------------
 @case
 def a_layer_that_one_rank_visits(rank: int) -> None:
-    """What all send is averaged with zeros of the ranks that have no gradient."""
+    """What all send is averaged with zeros of the ranks that have no gradient; all decay."""
     for spec in (ALL, GTopK(1.0, warmup=(), mode="gtopk", momentum="none")):
         found = []
         for exchange in ("dense", spec):
-            mine = Training(exchange, make=Branches, lr=0.1, momentum=0.0)
+            mine = Training(exchange, make=Branches, lr=0.1, momentum=0.9, weight_decay=0.3)
             for step in range(4):
                 mine.inner.visits = step == 0 or rank == step % 2
                 mine.steps(step)
