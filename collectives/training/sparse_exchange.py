@@ -101,6 +101,10 @@ class SparseExchange:
             elif self._transport.rank == 0:
                 kept.residual[sent.where] += sent.sums
             x.zero_()
+        for number, unit in enumerate(self._arena.units):
+            for name, (_, view) in zip(unit.names, self._arena.gradients(number), strict=True):
+                if name in self.bad and view is not None:
+                    view.fill_(float("nan"))  # which GradScaler and clip_grad_norm_ look at
 
     @property
     def rate(self) -> float:

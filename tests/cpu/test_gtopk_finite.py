@@ -139,6 +139,30 @@ case(poison_case("none"))
 
 
 @case
+def what_looks_at_gradients_sees_it(rank: int) -> None:
+    """As after a dense average: the norm is NaN, and a scaler lowers its scale."""
+    for spec in (GTopK(0.05, "none", warmup=()), GTopK(1.0, "none", warmup=())):
+        mine = Poisoned(spec, lr=0.1).steps(0)
+        mine.poison = {"3.weight": float("nan")} if rank else {}
+        mine.optimizer.zero_grad()
+        mine.backward(1)
+        assert mine.inner[3].weight.grad.isnan().all()
+        assert not mine.inner[3].bias.grad.any()
+        assert mine.model.clip_grad_norm_(1.0).isnan()
+        mine.optimizer.step()
+        mine.poison = {}
+        scaler, scales = torch.amp.GradScaler("cpu", 2.0**126), []
+        for step in range(2, 6):
+            mine.optimizer.zero_grad()
+            scaler.scale(mine.loss(step) * (1e3 if step < 4 else 1e-30)).backward()
+            scaler.step(mine.optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        assert scales == [2.0**125, 2.0**124, 2.0**124, 2.0**124]
+        assert all(x.isfinite().all() for x in mine.close().values())
+
+
+@case
 def none_is_finite_for_many_steps(rank: int) -> None:
     mine = Poisoned(GTopK(0.05, warmup=(0.5,), epoch_steps=2), lr=0.1, momentum=0.9).steps(0)
     before = copied(mine.model.state_dict())
