@@ -51,7 +51,7 @@ class Reference:
         slots = slots_of(every)
         self.ops = program_of(schedule, slots, [unit.name for unit in every]).ops
         self.n = (slots[-1].first + slots[-1].nbytes) // FLOAT
-        self.places = [
+        self.positions = [
             (parameter, slot.first // FLOAT + at)
             for unit, slot in zip(every, slots, strict=True)
             for parameter, at in zip(unit.parameters, unit.offsets(), strict=False)
@@ -63,7 +63,7 @@ class Reference:
         self.model.zero_grad()
         cross_entropy(self.model(x), y).backward()
         flat = np.zeros(self.n, np.float32)
-        for parameter, first in self.places:
+        for parameter, first in self.positions:
             if self.weight_decay:
                 parameter.grad.add_(parameter.detach(), alpha=self.weight_decay * self.sign)
             flat[first : first + parameter.numel()] = parameter.grad.numpy().ravel()
@@ -91,7 +91,7 @@ class Reference:
                 average[part][at] = value / np.float32(self.size)
         rate = np.float32(-self.sign * self.lr * self.spec.rate_at(self.steps))
         with torch.no_grad():
-            for parameter, first in self.places:
+            for parameter, first in self.positions:
                 values = average[first : first + parameter.numel()].reshape(parameter.shape)
                 parameter.copy_(torch.from_numpy(fma(values, rate, parameter.numpy())))
         self.steps += 1

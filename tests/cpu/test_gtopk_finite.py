@@ -123,9 +123,12 @@ def poisoned(spec: GTopK, policy: str, rank: int) -> None:
     logging.getLogger("linkweave").removeHandler(heard)
 
 
-def poison_case(momentum: str) -> Callable[[int], None]:
+SHARES = [(0.05, "gtopk"), (1.0, "auto"), (0.05, "topk"), (1e-6, "gtopk")]
+
+
+def poison_case(momentum: str, shares: list[tuple[float, str]]) -> Callable[[int], None]:
     def body(rank: int) -> None:
-        for density, mode in ((0.05, "gtopk"), (0.05, "topk"), (1e-6, "gtopk"), (1.0, "auto")):
+        for density, mode in shares:
             for per, policy in (("bucket", "wfbp"), ("bucket", "ddp"), ("unit", "ddp")):
                 spec = GTopK(density, momentum, warmup=(), per=per, mode=mode)
                 poisoned(spec, policy, rank)
@@ -134,8 +137,8 @@ def poison_case(momentum: str) -> Callable[[int], None]:
     return body
 
 
-case(poison_case("correction"))
-case(poison_case("none"))
+case(poison_case("correction", SHARES[:2]))
+case(poison_case("none", SHARES))
 
 
 @case

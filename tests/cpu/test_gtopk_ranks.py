@@ -130,7 +130,7 @@ def over_communicator(rank: int) -> Any:
     return [trained(Training(spec, lr=0.1, momentum=0.9)) for spec in MODES]
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_process_group_trains_as_a_communicator(size: int) -> None:
     """To the bit: merges follow the same tree."""
     found = gloo(size, over_gloo)

@@ -199,7 +199,9 @@ def others(rank: int, states: list[dict[str, Any]], late: bool) -> Any:
     return found
 
 
-@pytest.mark.parametrize(("old", "new"), [(4, 3), (3, 4), (2, 5)])
+@pytest.mark.parametrize(
+    ("old", "new"), [(4, 3), (3, 4), pytest.param(2, 5, marks=pytest.mark.slow)]
+)
 def test_training_goes_on_with_other_ranks(old: int, new: int, tmp_path: Path) -> None:
     collectives.spawn(some, old, args=(tmp_path,), timeout=10)
     states = [state_of(tmp_path, rank) for rank in range(old)]
