@@ -57,6 +57,14 @@ _ELSEWHERE = {
 }
 
 
+def compare_exchanges(transport: Transport, exchange: Any) -> None:
+    """Raise CollectiveError on every rank unless all have this exchange."""
+    if (other := parted(transport, repr(exchange))) is not None:
+        raise CollectiveError(
+            f"ranks 0 and {other} have different exchanges; this rank's is {exchange!r}"
+        )
+
+
 def copy_from_rank_0(transport: Transport, module: nn.Module) -> None:
     """Copy rank 0's parameters and buffers. Raises CollectiveError unless all ranks have them."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}

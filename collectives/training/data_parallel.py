@@ -15,7 +15,12 @@ from torch import nn
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap import MeasuredStep, Schedule
 from linkweave.collectives.overlap.units import Recorder, units_of
-from linkweave.collectives.training.admission import compiled, copy_from_rank_0, refuse
+from linkweave.collectives.training.admission import (
+    compare_exchanges,
+    compiled,
+    copy_from_rank_0,
+    refuse,
+)
 from linkweave.collectives.training.attach import attach, detach
 from linkweave.collectives.training.engine import Engine
 from linkweave.collectives.training.gtopk import KEY, GTopK
@@ -78,6 +83,7 @@ class DataParallel(nn.Module):
         if self._transport is None:
             self._update = Update(optimizer)
             return
+        compare_exchanges(self._transport, exchange)
         momentum = None
         if self._sparse and self._sparse.momentum == "correction":
             momentum = Momentum(optimizer)
@@ -128,11 +134,11 @@ class DataParallel(nn.Module):
             raise CollectiveError(
                 f"the model is on several devices: {', '.join(map(str, devices))}"
             )
+        chains = self._update.separable and not compiled(self.module)
         engine = Engine(self.module, units, self._transport, self._update, self._sparse)
         engine.sends = self._sends
         self._all = [*self.module.parameters()]
         self._trained = [p.requires_grad for p in self._all]
-        chains = self._update.separable and not compiled(self.module)
         try:
             self._planner = Planner(self._schedule, engine, chains)
             if engine.sparse and self._state:
@@ -222,9 +228,19 @@ class DataParallel(nn.Module):
             state[KEY] = self._state
 
     def _take_state(self, _: Any, state: dict[str, Any]) -> None:
-        self._state = state.get(KEY)
-        if self._state and self._engine and self._engine.sparse:
-            self._engine.sparse.load(self._state)
+        found: dict[str, Any] | None = state.get(KEY)
+        if found:
+            known = dict(self.module.named_parameters())
+            for name in found["residual"].keys() - known.keys():
+                raise CollectiveError(
+                    f"the exchange's state has a residual for {name}, which this model lacks"
+                )
+        if self._engine and self._engine.sparse:
+            if found:
+                self._engine.sparse.load(found)
+            else:  # the next engine begins without a residual, and takes over momenta
+                self._end_engine()
+        self._state = found
 
     def train(self, mode: bool = True) -> DataParallel:
         self.finish()

@@ -99,17 +99,17 @@ class SparseAverage:
             kept.residual[~kept.residual.isfinite()] = 0  # a merge may drop NaN for another NaN
         if kept.velocity is not None:  # what a merge has put back keeps its momentum
             gtopk.clear(kept.velocity, vector[1][torch.isin(vector[1], where)])
-        x[where] = (sums / self._transport.size).to(x.dtype)
+        x[where] = _narrowed(sums / self._transport.size, x.dtype)
         return Sent(where, sums, bad)
 
     def _dense(self, lane: int, x: torch.Tensor, kept: Kept, marks: Marks) -> Sent:
         """Send all; velocities go on, as without compression."""
         accumulate(x.float(), kept.residual, kept.velocity, kept.factors)
         marked = x.new_empty(0, dtype=torch.int64)
-        if not kept.residual.sum().isfinite():
+        if not kept.residual.isfinite().all():
             marked = _marked(kept, marks)
             kept.residual[marked] = 0
-        x.copy_(kept.residual)
+        x.copy_(_narrowed(kept.residual, x.dtype))
         kept.residual -= x  # what x rounds away
         x[marked] = float("nan")
         self._transport.average(lane, x)
@@ -135,6 +135,12 @@ def _selected(x: torch.Tensor, kept: Kept, counts: Sequence[int], shares: Sequen
     if len(found) == 1:
         return found[0]
     return torch.cat([pair[0] for pair in found]), torch.cat([pair[1] for pair in found])
+
+
+def _narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Finite float32 values in the dtype; what is too large for it saturates."""
+    most = torch.finfo(dtype).max
+    return x if x.dtype == dtype else x.clamp(-most, most).to(dtype)
 
 
 def _marked(kept: Kept, marks: Marks) -> torch.Tensor:

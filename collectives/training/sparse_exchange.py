@@ -75,7 +75,7 @@ class SparseExchange:
         """Add weight decay to a unit's gradients, which are in the arena."""
         if self._momentum:
             for parameter, view in self._arena.gradients(unit):
-                if parameter.grad is not None and view is not None:
+                if view is not None:  # zeros where this rank has no gradient, but others may
                     self._momentum.decay(parameter, view)
 
     def average(self, op: Op) -> None:
@@ -101,6 +101,10 @@ class SparseExchange:
             elif self._transport.rank == 0:
                 kept.residual[sent.where] += sent.sums
             x.zero_()
+        for number, unit in enumerate(self._arena.units):
+            for name, (_, view) in zip(unit.names, self._arena.gradients(number), strict=True):
+                if name in self.bad and view is not None:
+                    view.fill_(float("nan"))  # which GradScaler and clip_grad_norm_ look at
 
     @property
     def rate(self) -> float:

@@ -59,13 +59,14 @@ class Update:
     @contextmanager
     def slowed(self, factor: float) -> Iterator[None]:
         """The optimizer's own step has its learning rates multiplied by `factor`."""
-        rates = [group["lr"] for group in _groups(self._optimizer)]
+        groups = [group for group in _groups(self._optimizer) if factor != 1 and "lr" in group]
+        rates = [group["lr"] for group in groups]
         try:
-            for group in _groups(self._optimizer) if factor != 1 else ():
+            for group in groups:
                 group["lr"] = group["lr"] * factor
             yield
         finally:
-            for group, rate in zip(_groups(self._optimizer), rates, strict=True):
+            for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 
     def snapshot(self, factor: float = 1.0) -> None:

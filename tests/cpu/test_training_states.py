@@ -238,7 +238,7 @@ def what_is_refused(rank: int) -> None:
     for words, extra in {
         "schedule must be a Schedule or one of auto, ddp": {"schedule": "fastest"},
         "not 3": {"schedule": 3},
-        "exchange must be 'dense', not 'sparse'": {"exchange": "sparse"},
+        "exchange must be 'dense' or a GTopK, not 'sparse'": {"exchange": "sparse"},
         "group must be a Communicator or a ProcessGroup": {"group": "world"},
     }.items():
         assert words in error_of(lambda e=extra: DataParallel(inner, good, **e))

@@ -1,0 +1,295 @@
+"""The exchange of gTop-k: nothing is lost, the bytes on the wire, choices of modes, arguments."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from thread_ranks import ThreadTransport, on_threads
+
+from linkweave import GTopK
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.overlap import Network
+from linkweave.collectives.overlap.sparse_network import sparse_seconds
+from linkweave.collectives.training.gtopk import KEY, resharded
+from linkweave.collectives.training.sparse_average import Kept, SparseAverage
+
+UNIT = 64  # gradients are multiples of it, so that momenta of 1/2 and 1/4 are exact
+
+
+@dataclass(frozen=True)
+class Case:
+    size: int
+    counts: tuple[int, ...]
+    density: float
+    mode: str
+    momentum: float | None
+    nesterov: bool
+    steps: int
+
+    @property
+    def shares(self) -> list[int]:
+        return [max(1, round(self.density * n)) for n in self.counts]
+
+
+def case(seed: int) -> Case:
+    rng = np.random.default_rng(seed)
+    sizes = (1, 2, 7, 31, 64, 101, 257, 1000)
+    counts = tuple(int(rng.choice(sizes)) for _ in range(rng.integers(1, 4)))
+    momentum = rng.choice([None, 0.0, 0.5])
+    return Case(
+        1 + seed % 17, counts, float(rng.choice([1 / sum(counts), 0.01, 0.1, 0.5, 1.0])),
+        ("gtopk", "topk", "dense")[seed % 3], momentum, bool(momentum) and bool(rng.integers(2)),
+        int(rng.integers(2, 6)),
+    )  # fmt: skip
+
+
+def none_bad(where: torch.Tensor) -> torch.Tensor:
+    raise AssertionError(where)
+
+
+def largest(x: np.ndarray, case: Case) -> np.ndarray:
+    """The elements that a rank sends: of equal ones, the lowest."""
+    if case.mode == "dense":
+        return np.arange(0)  # whose velocities are cleared
+    found, first = [], 0
+    for count, k in zip(case.counts, case.shares, strict=True):
+        order = np.argsort(-np.abs(x[first : first + count]), kind="stable")[:k]
+        found.append(np.sort(order) + first)
+        first += count
+    return np.concatenate(found)
+
+
+def train(case: Case, seed: int, exact: bool, transport: ThreadTransport) -> list[Any]:
+    """(residual, what was sent, sum of corrected gradients) after each step."""
+    n, rank = sum(case.counts), transport.rank
+    rng = np.random.default_rng([seed, rank])
+    average = SparseAverage(transport, case.mode)
+    kept = Kept(torch.zeros(n), None, (0.0, False))
+    if case.momentum is not None:
+        kept = Kept(torch.zeros(n), torch.zeros(n), (case.momentum, case.nesterov))
+    residual, velocity = np.zeros((2, n), np.float32)
+    added, sent, found = np.zeros(n), np.zeros(n), []
+    for _ in range(case.steps):
+        g = rng.standard_normal(n).astype(np.float32)
+        if exact:  # and divisible by the number of ranks, as averages are exact
+            g = np.round(g * 3).astype(np.float32) * UNIT * case.size
+        x = torch.from_numpy(g.copy())
+        result = average(0, x, kept, case.counts, case.density, none_bad)
+        velocity = np.float32(case.momentum or 0) * velocity + g
+        d = np.float32(case.momentum or 0) * velocity + g if case.nesterov else velocity
+        d = g if case.momentum is None else d
+        mine = largest(residual + d, case)
+        added += d
+        if result.where is None:
+            sent += x.numpy().astype(np.float64) * case.size
+        else:
+            where, sums = result.where.numpy(), result.sums.numpy()
+            assert (np.diff(where) > 0).all()
+            sent[where] += sums
+            want = np.zeros(n, np.float32)
+            want[where] = sums / np.float32(case.size)
+            assert x.numpy().tobytes() == want.tobytes()
+            velocity[np.intersect1d(mine, where)] = 0
+        assert not result.bad.numel()
+        residual = kept.residual.numpy().copy()
+        if kept.velocity is not None and exact:
+            assert kept.velocity.tolist() == velocity.tolist()
+        velocity = velocity if kept.velocity is None else kept.velocity.numpy().copy()
+        found.append((residual.astype(np.float64), sent.copy(), added.copy(), len(result.sums)))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(102))
+def test_residuals_and_what_was_sent_add_up_to_all_gradients(seed: int) -> None:
+    """Exactly, after every step; and every rank has the same result."""
+    one = case(seed)
+    ranks, _ = on_threads(one.size, partial(train, one, seed, True))
+    for rows in zip(*ranks, strict=True):
+        assert all(row[1].tobytes() == rows[0][1].tobytes() for row in rows)
+        if one.mode == "gtopk":
+            assert rows[0][3] <= sum(one.shares)
+        total = np.sum([row[0] for row in rows], axis=0) + rows[0][1]
+        assert total.tolist() == np.sum([row[2] for row in rows], axis=0).tolist()
+        if one.mode == "dense":
+            assert not any(row[0].any() for row in rows)
+
+
+@pytest.mark.parametrize("seed", range(200, 212))
+def test_so_do_gradients_that_are_rounded(seed: int) -> None:
+    """Each sum of float32 is rounded once, so an element's error is a few of its last places."""
+    one = case(seed)
+    ranks, _ = on_threads(one.size, partial(train, one, seed, False))
+    for rows in zip(*ranks, strict=True):
+        assert all(row[1].tobytes() == rows[0][1].tobytes() for row in rows)
+        total = np.sum([row[0] for row in rows], axis=0) + rows[0][1]
+        added = np.sum([row[2] for row in rows], axis=0)
+        assert np.abs(total - added).max() < 2e-6 * one.size * one.steps
+
+
+@pytest.mark.parametrize("size", range(1, 18))
+def test_bytes_on_the_wire(size: int) -> None:
+    n, k = 400, 20
+    for mode in ("gtopk", "topk"):
+        one = Case(size, (n // 2, n // 2), k / n, mode, 0.5, False, 3)
+        _, (hub, *_) = on_threads(size, partial(train, one, 1, False))
+        message = 8 + 8 * k
+        up, down = [("send", message)] * (size - 1), [("broadcast", message)] * (size - 1)
+        every = [("gather", 8), ("gather", message)] * (size * (size - 1))
+        want = one.steps * (up + down if mode == "gtopk" else every)
+        assert sorted(hub.messages) == sorted(want)
+
+
+@pytest.mark.parametrize("mode", ["gtopk", "topk", "dense"])
+def test_finite_gradients_whose_sum_is_not_are_no_error(mode: str) -> None:
+    """The sum over elements only tells whether a closer look is needed."""
+
+    def body(transport: ThreadTransport) -> list[float]:
+        x, kept = torch.full((4,), 3e38 / transport.size), Kept(torch.zeros(4))
+        x *= torch.tensor([1.0, 1.0, 1.0, -1.0])
+        result = SparseAverage(transport, mode)(0, x, kept, [4], 1.0, none_bad)
+        assert not result.bad.numel()
+        assert x.isfinite().all()
+        return x.tolist()
+
+    rows, _ = on_threads(2, body)
+    assert rows[0] == rows[1] == (torch.tensor([1.5e38] * 3 + [-1.5e38])).tolist()
+
+
+@pytest.mark.parametrize("mode", ["gtopk", "topk", "dense"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_16_bits_cannot_hold_stays_in_the_residual(dtype: torch.dtype, mode: str) -> None:
+    """A residual of many steps may exceed the gradients' dtype."""
+
+    def body(transport: ThreadTransport) -> tuple[list[float], list[float], int]:
+        kept = Kept(torch.tensor([257.0, -1.0, 65504.0, 0.5]))
+        x = torch.tensor([0.0, 0.0, 65504.0, 0.0]).to(dtype)
+        result = SparseAverage(transport, mode)(0, x, kept, [4], 1.0, none_bad)
+        return x.tolist(), kept.residual.tolist(), result.bad.numel()
+
+    rows, _ = on_threads(2, body)
+    for x, residual, bad in rows:
+        assert bad == 0
+        assert np.isfinite(x).all()
+        assert np.isfinite(residual).all()
+        if mode == "dense":
+            given = [257.0, -1.0, 65504.0 + float(torch.tensor(65504.0, dtype=dtype)), 0.5]
+            assert [a + b for a, b in zip(x, residual, strict=True)] == given
+
+
+# ---- times and modes -----------------------------------------------------------------------------
+def test_seconds_of_each_mode() -> None:
+    """Equations 5 to 7 of the paper with alpha = 1 ms and beta = 1 us a byte, by hand."""
+    for size, rounds in ((2, 1), (3, 2), (4, 2), (5, 3), (8, 3), (9, 4)):
+        alpha, beta, nbytes, k = 1e-3, 1e-6, 40_000, 10
+        steps = 2 * (size - 1)
+        network = Network(steps * alpha, steps / size * beta, workers=size)
+        want = {
+            "gtopk": 2 * rounds * (alpha + 80 * beta),
+            "topk": rounds * alpha + (size - 1) * 80 * beta,
+            "dense": steps * (alpha + nbytes / size * beta),
+        }
+        found = sparse_seconds(network, nbytes, k)
+        assert found == pytest.approx(want, rel=1e-12)
+
+
+def test_the_fastest_mode_is_chosen() -> None:
+    auto = SparseAverage(ThreadTransport(on_threads(32, lambda _: None)[1], 0), "auto")
+    auto.network = Network(62 * 0.436e-3, 62 / 32 * 9e-9, workers=32)  # of the paper: 1 Gbit/s
+    n = 25 << 20
+    assert auto.choose(4 * n, n // 1000) == "gtopk"
+    assert auto.choose(4 * n, n) == "dense"
+    auto.network = Network(2 * 0.436e-3, 9e-9, workers=2)  # as many bytes with two ranks, in
+    assert auto.choose(4 * n, n // 1000) == "topk"  # half as many rounds
+    one = SparseAverage(ThreadTransport(on_threads(1, lambda _: None)[1], 0), "gtopk")
+    assert one.choose(4, 1) == "gtopk"
+
+
+# ---- what users choose ---------------------------------------------------------------------------
+def test_densities_and_rates_of_the_warm_up() -> None:
+    spec = GTopK(0.001, warmup=(0.25, 0.0725, 0.015, 0.004), epoch_steps=3)
+    found = [spec.density_at(step) for step in range(15)]
+    assert found == [0.25] * 3 + [0.0725] * 3 + [0.015] * 3 + [0.004] * 3 + [0.001] * 3
+    rates = [spec.rate_at(step) for step in range(18)]
+    assert rates == pytest.approx([0.2] * 3 + [0.4] * 3 + [0.6] * 3 + [0.8] * 3 + [1.0] * 6)
+    plain = GTopK(warmup=())
+    assert [plain.density_at(s) for s in (0, 10**9)] == [0.001] * 2
+    assert [plain.rate_at(s) for s in (0, 10**9)] == [1.0] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"density": 0}, "a density must be above 0, not 0"),
+        ({"density": 1.5}, "a density must be"),
+        ({"density": math.nan}, "a density must be"),
+        ({"density": "0.1"}, "a density must be"),
+        ({"warmup": (0.1, -0.1)}, "a density must be"),
+        ({"epoch_steps": 0}, "epoch_steps must be an integer from 1"),
+        ({"epoch_steps": 1.5}, "epoch_steps must be an integer from 1"),
+        ({"momentum": "heavy"}, "momentum must be correction or none, not 'heavy'"),
+        ({"momentum": 0.9}, "momentum must be correction or none, not 0.9"),
+        ({"per": "layer"}, "per must be bucket or unit, not 'layer'"),
+        ({"mode": "dense"}, "mode must be gtopk or topk or auto, not 'dense'"),
+        ({"mode": ["gtopk"]}, "mode must be gtopk or topk or auto, not a list of 1 items"),
+    ],
+)
+def test_bad_arguments(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(CollectiveError) as caught:
+        GTopK(**changes)
+    assert words in str(caught.value)
+
+
+# ---- states of other numbers of ranks ------------------------------------------------------------
+def states(size: int, momentum: bool = True) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(size)
+
+    def parts() -> dict[str, torch.Tensor]:
+        shapes = {"a.weight": (3, 5), "a.bias": (3,), "one": ()}
+        made = {name: rng.integers(-99, 99, shape) for name, shape in shapes.items()}
+        return {name: torch.tensor(x, dtype=torch.float32) for name, x in made.items()}
+
+    return [
+        {"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1, 2]}],
+         KEY: {"rank": rank, "size": size, "steps": 7, "residual": parts(),
+               "velocity": parts() if momentum else {}}}
+        for rank in range(size)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("momentum", [True, False])
+@pytest.mark.parametrize(("old", "new"), [(4, 3), (3, 4), (4, 1), (1, 4), (2, 2), (5, 2), (2, 5)])
+def test_sums_stay_when_the_number_of_ranks_changes(old: int, new: int, momentum: bool) -> None:
+    before = states(old, momentum)
+    copies = [{k: v.clone() for k, v in one[KEY]["residual"].items()} for one in before]
+    after = resharded(before, new)
+    assert [(one[KEY]["rank"], one[KEY]["size"]) for one in after] == [(r, new) for r in range(new)]
+    assert all(one[KEY]["steps"] == 7 and one["param_groups"] for one in after)
+    for part in ("residual", "velocity"):
+        names = before[0][KEY][part].keys()
+        assert all(one[KEY][part].keys() == names for one in after)
+        for name in names:
+            sums = [sum(one[KEY][part][name] for one in every) for every in (before, after)]
+            assert torch.equal(*sums)
+    assert all(
+        torch.equal(one[KEY]["residual"][name], copy[name])
+        for one, copy in zip(before, copies, strict=True) for name in copy
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("given", ["none", "missing", "twice", "disorder", "dense"])
+def test_resharding_needs_all_states_in_order(given: str) -> None:
+    found = states(3)
+    chosen = {
+        "none": [], "missing": found[:2], "twice": [*found[:2], found[1]],
+        "disorder": found[::-1], "dense": [{"state": {}, "param_groups": []}] * 3,
+    }  # fmt: skip
+    with pytest.raises(CollectiveError, match="the state_dicts of all ranks in order"):
+        resharded(chosen[given], 2)
+    with pytest.raises(CollectiveError, match="size must be an integer from 1"):
+        resharded(found, 0)

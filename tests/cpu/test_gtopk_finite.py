@@ -1,0 +1,187 @@
+"""Gradients that are not finite under `GTopK`: all ranks skip the step. Two ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gtopk_reference import batch
+from gtopk_training import Training, small
+from torch.nn.functional import cross_entropy
+from training_models import (
+    apart,
+    copied,
+    imported,  # noqa: F401
+    same,
+)
+from training_pair import Cases
+
+from linkweave import GTopK
+
+pytestmark = pytest.mark.usefixtures("imported")
+case = Cases()
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        logging.getLogger("linkweave").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.words.append(record.getMessage())
+
+
+class Poisoned(Training):
+    """Some of whose gradients are not finite on this rank: by parameter, the value."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.poison: dict[str, float] = {}
+        for name, parameter in self.inner.named_parameters():
+            parameter.register_hook(lambda g, name=name: self.spoil(name, g))
+
+    def spoil(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        if name in self.poison:
+            gradient.view(-1)[3] = self.poison[name]
+        return gradient
+
+    def finite(self, step: int) -> dict[str, torch.Tensor]:
+        """The gradients of all ranks added up, without what is not finite."""
+        alone = small()
+        alone.load_state_dict(self.inner.state_dict())
+        x, y = batch(step, self.comm.rank, 2)
+        cross_entropy(alone(x), y).backward()
+        found = {}
+        for name, parameter in alone.named_parameters():
+            g = self.spoil(name, parameter.grad)
+            g[~g.isfinite()] = 0
+            self.comm.allreduce(g)
+            found[name] = g
+        return found
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """The residuals of all ranks added up, without those to which it is added."""
+        found: dict[str, torch.Tensor] = self.sparse.state_dict()["residual"]
+        for name, x in found.items():
+            if name in self.poison:
+                x.view(-1)[3] = 0
+            self.comm.allreduce(x)
+        return found
+
+
+EVERY = [name for name, _ in small().named_parameters()]
+POISON: list[tuple[dict[str, float], dict[str, float]]] = [
+    ({}, {"1.weight": float("inf")}),
+    ({"1.weight": float("inf"), "5.bias": float("nan")}, {"1.weight": -float("inf")}),
+    ({"3.bias": float("nan")}, {"5.weight": float("nan"), "1.bias": float("inf")}),
+    ({}, dict.fromkeys(EVERY, float("nan"))), tuple([dict.fromkeys(EVERY, float("nan"))] * 2),
+]  # fmt: skip
+
+
+def poisoned(spec: GTopK, policy: str, rank: int) -> None:
+    heard = Heard()
+    mine = Poisoned(spec, policy=policy, lr=0.1, momentum=0.9 if spec.momentum != "none" else 0)
+    mine.steps(0, 1)
+    steps = 2
+    for poison in POISON:
+        for _ in range(2):
+            mine.poison = poison[rank]
+            before, had = copied(mine.model.state_dict()), mine.kept()
+            heard.words.clear()
+            want = mine.finite(steps)
+            mine.steps(steps)
+            assert same(mine.model.state_dict(), before)
+            assert mine.sparse.steps == 2 + POISON.index(poison)
+            skipped = [words for words in heard.words if "a step is skipped" in words]
+            assert len(skipped) == 1
+            shared = mine.comm.allgather(torch.tensor([hash(skipped[0])]))
+            assert shared[0] == shared[1]
+            if spec.density > 0.02:
+                names = set(skipped[0].rpartition(": ")[2].split(", "))
+                assert names == {*poison[0], *poison[1]}
+            own = [words for words in heard.words if f"rank {rank}: the gradient" in words]
+            named = {name for words in own for name in words.rpartition(": ")[2].split(", ")}
+            assert named == {*poison[rank]}
+            assert all(x.isfinite().all() for x in mine.sparse.state_dict()["residual"].values())
+            if spec.momentum == "none":
+                mine.poison = {}
+                assert apart(mine.kept(), {k: had[k] + want[k] for k in want}) < 1e-5
+            steps += 1
+        mine.poison = {}
+        before = copied(mine.model.state_dict())
+        mine.steps(steps)
+        after = mine.model.state_dict()
+        assert not same(after, before)
+        assert all(x.isfinite().all() for x in after.values())
+        steps += 1
+    mine.close()
+    logging.getLogger("linkweave").removeHandler(heard)
+
+
+SHARES = [(0.05, "gtopk"), (1.0, "auto"), (0.05, "topk"), (1e-6, "gtopk")]
+
+
+def poison_case(momentum: str, shares: list[tuple[float, str]]) -> Callable[[int], None]:
+    def body(rank: int) -> None:
+        for density, mode in shares:
+            for per, policy in (("bucket", "wfbp"), ("bucket", "ddp"), ("unit", "ddp")):
+                spec = GTopK(density, momentum, warmup=(), per=per, mode=mode)
+                poisoned(spec, policy, rank)
+
+    body.__name__ = f"gradients_that_are_not_finite_with_{momentum}"
+    return body
+
+
+case(poison_case("correction", SHARES[:2]))
+case(poison_case("none", SHARES))
+
+
+@case
+def what_looks_at_gradients_sees_it(rank: int) -> None:
+    """As after a dense average: the norm is NaN, and a scaler lowers its scale."""
+    for spec in (GTopK(0.05, "none", warmup=()), GTopK(1.0, "none", warmup=())):
+        mine = Poisoned(spec, lr=0.1).steps(0)
+        mine.poison = {"3.weight": float("nan")} if rank else {}
+        mine.optimizer.zero_grad()
+        mine.backward(1)
+        assert mine.inner[3].weight.grad.isnan().all()
+        assert not mine.inner[3].bias.grad.any()
+        assert mine.model.clip_grad_norm_(1.0).isnan()
+        mine.optimizer.step()
+        mine.poison = {}
+        scaler, scales = torch.amp.GradScaler("cpu", 2.0**126), []
+        for step in range(2, 6):
+            mine.optimizer.zero_grad()
+            scaler.scale(mine.loss(step) * (1e3 if step < 4 else 1e-30)).backward()
+            scaler.step(mine.optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        assert scales == [2.0**125, 2.0**124, 2.0**124, 2.0**124]
+        assert all(x.isfinite().all() for x in mine.close().values())
+
+
+@case
+def none_is_finite_for_many_steps(rank: int) -> None:
+    mine = Poisoned(GTopK(0.05, warmup=(0.5,), epoch_steps=2), lr=0.1, momentum=0.9).steps(0)
+    before = copied(mine.model.state_dict())
+    mine.poison = {"3.weight": float("nan")} if rank else {}
+    mine.steps(*range(1, 41))
+    assert same(mine.model.state_dict(), before)
+    assert mine.sparse.steps == 1
+    state = mine.sparse.state_dict()
+    for part in ("residual", "velocity"):
+        assert all(x.isfinite().all() for x in state[part].values())
+        assert max(float(x.abs().max()) for x in state[part].values()) < 100
+    mine.poison = {}
+    mine.steps(41, 42)
+    assert all(x.isfinite().all() for x in mine.close().values())
+
+
+@pytest.mark.parametrize("body", case, ids=lambda body: body.__name__)
+def test_case(body: Callable[[int], None]) -> None:
+    case.run(body)

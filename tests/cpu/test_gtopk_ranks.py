@@ -1,0 +1,150 @@
+"""`GTopK` with ranks that die, and over process groups of torch.distributed."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gtopk_reference import batch
+from gtopk_training import SGD, Training, schedule, small
+from test_training_faults import gloo
+from torch.nn.functional import cross_entropy
+from training_models import (
+    copied,
+    error_of,
+    imported,  # noqa: F401
+    same,
+)
+
+from linkweave import GTopK, collectives
+from linkweave.collectives import CollectiveError, DataParallel
+from linkweave.collectives.sparse.host import HostBackend
+
+pytestmark = pytest.mark.usefixtures("imported")
+SPEC = GTopK(0.03, warmup=(0.2,), epoch_steps=3, mode="gtopk")
+VICTIM, SIZE = 2, 4  # which merges what rank 3 sends
+
+
+# ---- a rank dies ---------------------------------------------------------------------------------
+def dies_in_a_merge() -> None:
+    HostBackend.merge = lambda *_: os._exit(3)  # type: ignore[method-assign]
+
+
+def survive(rank: int, path: Path) -> None:
+    mine = Training(SPEC, lr=0.1, momentum=0.9).steps(0, 1)
+    if rank == VICTIM:
+        dies_in_a_merge()
+    start = time.monotonic()
+    said = error_of(lambda: mine.steps(2, 3, 4))
+    again = error_of(lambda: mine.backward(5))
+    (path / str(rank)).write_text(f"{time.monotonic() - start}\n{said}\n{again}")
+    time.sleep(0.7)  # so that this rank's end is not what another one sees
+
+
+def test_a_rank_dies_in_a_merge(tmp_path: Path) -> None:
+    with pytest.raises(CollectiveError, match=r"rank 2 \(process \d+\) exited with status 3"):
+        collectives.spawn(survive, SIZE, args=(tmp_path,), timeout=20)
+    for rank in (0, 1, 3):
+        seconds, *said = (tmp_path / str(rank)).read_text().splitlines()
+        assert float(seconds) < 5
+        assert len(said) == 2
+        assert all("rank 2" in one for one in said), said
+
+
+def raises_in_a_merge(rank: int) -> list[str]:
+    mine = Training(SPEC, lr=0.1, momentum=0.9).steps(0, 1)
+    if rank == VICTIM:
+
+        def merge(*_: Any) -> None:
+            raise ValueError("no memory")
+
+        HostBackend.merge = merge  # type: ignore[method-assign,assignment]
+    found = [error_of(lambda: mine.steps(2, 3, 4)), error_of(lambda: mine.model.finish())]
+    error_of(mine.model.close)
+    return found
+
+
+def test_a_merge_raises() -> None:
+    for said in collectives.spawn(raises_in_a_merge, SIZE, timeout=10):
+        assert all("rank 2" in one for one in said), said
+
+
+class OverGroup(Training):
+    """Over the process group of gloo."""
+
+    def __init__(self, exchange: Any, size: int, rank: int) -> None:
+        self.rank, self.size, self.inner = rank, size, small()
+        self.optimizer = SGD(self.inner.parameters(), 0.1, momentum=0.9)
+        self.model = DataParallel(
+            self.inner, self.optimizer, schedule=schedule(), exchange=exchange,
+            group=dist.group.WORLD,
+        )  # fmt: skip
+
+    def loss(self, step: int) -> torch.Tensor:
+        x, y = batch(step, self.rank, self.size)
+        return cross_entropy(self.model(x), y)
+
+
+def survive_by_gloo(rank: int) -> tuple[float, str]:
+    mine = OverGroup(SPEC, SIZE, rank)
+    mine.steps(0, 1)
+    if rank == VICTIM:
+        dies_in_a_merge()
+    start = time.monotonic()
+    said = error_of(lambda: mine.steps(2, 3, 4))
+    return time.monotonic() - start, said
+
+
+def test_a_rank_of_a_process_group_dies_in_a_merge() -> None:
+    """Its ranks learn that a connection was closed, not whose rank it was."""
+    found = gloo(SIZE, survive_by_gloo)
+    assert found[VICTIM] is None
+    for rank in (0, 1, 3):
+        seconds, said = found[rank]
+        assert seconds < 10
+        assert f"rank {rank}, all-reduce" in said
+
+
+# ---- process groups ------------------------------------------------------------------------------
+def trained(mine: Training) -> list[dict[str, torch.Tensor]]:
+    mine.steps(*range(8))
+    state = mine.optimizer.state_dict()["exchange"]
+    found = [copied(mine.model.state_dict()), state["residual"], state["velocity"]]
+    mine.model.close()
+    return found
+
+
+MODES = [GTopK(0.03, warmup=(0.2,), epoch_steps=3, mode=mode) for mode in ("gtopk", "topk")]
+
+
+def over_gloo(rank: int) -> Any:
+    return [trained(OverGroup(spec, dist.get_world_size(), rank)) for spec in MODES]
+
+
+def over_communicator(rank: int) -> Any:
+    return [trained(Training(spec, lr=0.1, momentum=0.9)) for spec in MODES]
+
+
+@pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
+def test_a_process_group_trains_as_a_communicator(size: int) -> None:
+    """To the bit: merges follow the same tree."""
+    found = gloo(size, over_gloo)
+    want = collectives.spawn(over_communicator, size, timeout=10)
+    for mine, its in zip(found, want, strict=True):
+        assert not isinstance(mine, str), mine
+        for a, b in zip(mine, its, strict=True):
+            assert all(same(x, y) for x, y in zip(a, b, strict=True))
+
+
+def different(rank: int) -> str:
+    return error_of(lambda: OverGroup(GTopK(0.01 + rank / 100), 2, rank))
+
+
+def test_ranks_of_a_process_group_with_different_exchanges() -> None:
+    for said in gloo(2, different):
+        assert "ranks 0 and 1 have different exchanges; this rank's is GTopK(density=0.0" in said

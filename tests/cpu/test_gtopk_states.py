@@ -1,0 +1,266 @@
+"""Training with `GTopK` that is saved and goes on: to the bit, or on another number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gtopk_training import ALL, SGD, Training
+from torch import nn
+from training_models import (
+    apart,
+    copied,
+    error_of,
+    imported,  # noqa: F401
+    same,
+)
+from training_pair import Cases
+
+from linkweave import GTopK, collectives
+from linkweave.collectives.training.gtopk import KEY, resharded
+
+pytestmark = pytest.mark.usefixtures("imported")
+case = Cases()
+SPEC = GTopK(0.03, warmup=(0.3, 0.1), epoch_steps=2)
+NONE = GTopK(0.03, "none", (0.3, 0.1), epoch_steps=2)
+HEAVY = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+
+
+def saved(mine: Training, path: Path) -> None:
+    """All that a rank needs to go on."""
+    state = {"model": mine.model.state_dict(), "optimizer": mine.optimizer.state_dict()}
+    torch.save(state, path / str(mine.comm.rank))
+
+
+def state_of(path: Path, rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(path / str(rank), weights_only=True)
+    return found
+
+
+def load(mine: Training, state: dict[str, Any]) -> Training:
+    mine.model.load_state_dict(state["model"])
+    mine.optimizer.load_state_dict(state["optimizer"])
+    return mine
+
+
+def everything(mine: Training) -> dict[str, torch.Tensor]:
+    """Parameters, and what the exchange keeps."""
+    state = mine.optimizer.state_dict()[KEY]
+    return copied(mine.model.state_dict()) | {
+        f"{part} {name}": x for part in ("residual", "velocity") for name, x in state[part].items()
+    } | {"steps": torch.tensor(state["steps"])}  # fmt: skip
+
+
+# ---- the same ranks ------------------------------------------------------------------------------
+def begin(rank: int, path: Path, spec: GTopK, options: dict[str, Any]) -> Any:
+    mine = Training(spec, **options).steps(*range(3))
+    saved(mine, path)
+    mine.steps(*range(3, 8))
+    found = everything(mine)
+    mine.close()
+    return found
+
+
+def go_on(rank: int, path: Path, spec: GTopK, options: dict[str, Any], late: bool) -> Any:
+    mine = Training(spec, **options)
+    if late:
+        mine.steps(5, 6)
+    load(mine, state_of(path, rank)).steps(*range(3, 8))
+    found = everything(mine)
+    mine.close()
+    return found
+
+
+@pytest.mark.parametrize("spec", [SPEC, NONE], ids=["correction", "none"])
+def test_training_goes_on_to_the_bit(spec: GTopK, tmp_path: Path) -> None:
+    """In other processes, also after steps of another training."""
+    options = HEAVY if spec is SPEC else {"lr": 0.1, "momentum": 0.5}
+    want = collectives.spawn(begin, 3, args=(tmp_path, spec, options), timeout=10)
+    for late in (False, True):
+        found = collectives.spawn(go_on, 3, args=(tmp_path, spec, options, late), timeout=10)
+        assert all(same(a, b) for a, b in zip(found, want, strict=True))
+    assert int(want[0]["steps"]) == 8
+    assert not same(want[0], want[1])  # residuals are a rank's own
+
+
+@case
+def states_before_the_first_pass(rank: int) -> None:
+    """What was loaded is what is saved."""
+    mine = Training(SPEC, **HEAVY)
+    assert KEY not in mine.optimizer.state_dict()
+    mine.steps(0, 1)
+    state = mine.optimizer.state_dict()
+    other = Training(SPEC, **HEAVY)
+    other.optimizer.load_state_dict(state)
+    again = other.optimizer.state_dict()[KEY]
+    assert same(again["residual"], state[KEY]["residual"])
+    kept = mine.sparse.state_dict()["residual"]
+    mine.steps(2)
+    assert same(kept, state[KEY]["residual"])  # a state is a copy
+    mine.model.close()
+    other.model.close()
+
+
+@case
+def states_of_training_without_an_exchange(rank: int) -> None:
+    """What the exchange keeps is dropped; the optimizer's momentum is taken over."""
+    dense = Training("dense", **HEAVY).steps(0, 1, 2)
+    state = {"model": dense.model.state_dict(), "optimizer": dense.optimizer.state_dict()}
+    state = torch.load(_through(state), weights_only=True)
+    dense.steps(*range(3, 8))
+    want = dense.close()
+    for late in (False, True):
+        mine = Training(ALL, **HEAVY)
+        if late:
+            mine.steps(6, 7)
+        load(mine, state).steps(*range(3, 8))
+        assert apart(mine.close(), want) < 1e-6
+    few = Training(SPEC, **HEAVY).steps(0, 1)
+    few.optimizer.load_state_dict(state["optimizer"])
+    few.steps(3)
+    assert few.sparse.steps == 1
+    few.close()
+    mine = Training(SPEC, **HEAVY).steps(0, 1)
+    dense = Training("dense", **HEAVY)  # and the other way round
+    dense.optimizer.load_state_dict(mine.optimizer.state_dict())
+    dense.steps(0).close()
+    mine.model.close()
+
+
+def _through(state: Any) -> Any:
+    from io import BytesIO
+
+    file = BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+@case
+def states_that_do_not_fit(rank: int) -> None:
+    mine = Training(SPEC, **HEAVY).steps(0, 1)
+    state = mine.optimizer.state_dict()
+    for changes, words in (
+        ({"rank": 1 - rank}, f"is that of rank {1 - rank} of 2, not of rank {rank} of 2"),
+        ({"size": 3}, f"of rank {rank} of 3, not of rank {rank} of 2: load each rank's own, or"),
+        ({"residual": {"9.weight": torch.ones(3)}}, "a residual for 9.weight, which this model"),
+        ({"residual": {"1.bias": torch.ones(3)}},
+         "a residual of shape (3,) for 1.bias, which has shape (12,)"),
+        ({"velocity": {"1.bias": torch.ones(3)}}, "a velocity of shape (3,) for 1.bias"),
+    ):  # fmt: skip
+        other = {**state, KEY: {**state[KEY], **changes}}
+        said = error_of(lambda other=other: mine.optimizer.load_state_dict(other))
+        assert words in said
+        fresh = Training(SPEC, **HEAVY)
+
+        def first(fresh: Training = fresh, other: Any = other) -> None:
+            fresh.optimizer.load_state_dict(other)
+            fresh.backward(0)
+
+        assert words in error_of(first)
+        fresh.model.close()
+    mine.steps(2)
+    mine.close()
+
+
+@case
+def a_closed_training_leaves_a_plain_optimizer(rank: int) -> None:
+    mine = Training(SPEC, **HEAVY).steps(0, 1)
+    mine.model.close()
+    assert type(mine.optimizer) is SGD
+    assert KEY not in mine.optimizer.state_dict()
+    mine.wrap(SPEC)
+    mine.steps(2)
+    assert mine.sparse.steps == 1
+    mine.close()
+
+
+# ---- other ranks ---------------------------------------------------------------------------------
+def some(rank: int, path: Path) -> None:
+    mine = Training(SPEC, **HEAVY).steps(*range(3))
+    saved(mine, path)
+    mine.model.close()
+
+
+def others(rank: int, states: list[dict[str, Any]], late: bool) -> Any:
+    mine = Training(SPEC, **HEAVY)
+    if late:
+        mine.steps(0)
+    load(mine, states[rank])
+    if not late:
+        mine.model(torch.zeros(1, 64))
+    found = everything(mine)
+    mine.steps(*range(3, 6))
+    assert mine.sparse.steps == 6
+    mine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(4, 3), (3, 4), pytest.param(2, 5, marks=pytest.mark.slow)]
+)
+def test_training_goes_on_with_other_ranks(old: int, new: int, tmp_path: Path) -> None:
+    collectives.spawn(some, old, args=(tmp_path,), timeout=10)
+    states = [state_of(tmp_path, rank) for rank in range(old)]
+    made = resharded([state["optimizer"] for state in states], new)
+    given = [{"model": states[0]["model"], "optimizer": one} for one in made]
+    for late in (False, True):
+        found = collectives.spawn(others, new, args=(given, late), timeout=10)
+        for name in found[0]:
+            if not name.startswith(("residual", "velocity")):
+                assert all(torch.equal(one[name], found[0][name]) for one in found)
+                continue
+            part, key = name.split()
+            want = sum(state["optimizer"][KEY][part][key] for state in states)
+            assert torch.allclose(sum(one[name] for one in found), want, rtol=0, atol=1e-6)
+
+
+def alone(rank: int, state: dict[str, Any]) -> Any:
+    mine = Training(SPEC, **HEAVY)
+    load(mine, state).steps(3)
+    assert mine.model.program is None
+    return KEY in mine.optimizer.state_dict(), copied(mine.model.state_dict())
+
+
+def test_a_single_rank_trains_without_an_exchange(tmp_path: Path) -> None:
+    """What other ranks have not sent is left out."""
+    collectives.spawn(some, 4, args=(tmp_path,), timeout=10)
+    states = [state_of(tmp_path, rank) for rank in range(4)]
+    (one,) = resharded([state["optimizer"] for state in states], 1)
+    given = {"model": states[0]["model"], "optimizer": one}
+    ((kept, found),) = collectives.spawn(alone, 1, args=(given,), timeout=10)
+    assert not kept
+    assert all(x.isfinite().all() for x in found.values())
+
+
+@case
+def buffers_and_odd_shapes(rank: int) -> None:
+    """Strides of channels last and parameters of no dimension go through a file."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            conv = nn.Conv2d(1, 4, 3).to(memory_format=torch.channels_last)
+            self.body = nn.Sequential(conv, nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 10))
+            self.scale = nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.body(x) * self.scale
+
+    mine = Training(SPEC, make=Odd, **HEAVY).steps(0, 1, 2)
+    given = torch.load(_through({"model": mine.model.state_dict(),
+                                 "optimizer": mine.optimizer.state_dict()}))  # fmt: skip
+    mine.steps(3, 4, 5)
+    other = load(Training(SPEC, make=Odd, **HEAVY), given).steps(3, 4, 5)
+    assert same(everything(mine), everything(other))
+    mine.model.close()
+    other.model.close()
+
+
+@pytest.mark.parametrize("body", case, ids=lambda body: body.__name__)
+def test_case(body: Callable[[int], None]) -> None:
+    case.run(body)

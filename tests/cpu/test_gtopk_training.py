@@ -1,0 +1,245 @@
+"""Updates of gTop-k S-SGD: those of a plain reference to the bit, and where all is sent, those of
+dense training. Each case runs on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from gtopk_reference import Reference
+from gtopk_training import ALL, SGD, Training, schedule, small
+from training_models import (
+    adamw,
+    apart,
+    error_of,
+    imported,  # noqa: F401
+    same,
+)
+from training_pair import Cases
+
+from linkweave import GTopK, collectives
+from linkweave.collectives.training import sparse_exchange
+
+pytestmark = pytest.mark.usefixtures("imported")
+OPTIONS: list[dict[str, Any]] = [
+    {"lr": 0.2}, {"lr": 0.1, "momentum": 0.9},
+    {"lr": 0.05, "momentum": 0.8, "nesterov": True, "weight_decay": 0.01},
+    {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "maximize": True},
+]  # fmt: skip
+case = Cases()
+
+
+# ---- a few entries -------------------------------------------------------------------------------
+def as_the_reference(rank: int) -> None:
+    size = collectives.get_default().size
+    by_bucket = product(OPTIONS, ("bucket",), ("gtopk",))
+    for options, per, mode in (*by_bucket, *product(OPTIONS[1:3], ("unit",), ("gtopk", "topk"))):
+        spec = GTopK(0.02, warmup=(0.3, 0.1), epoch_steps=3, per=per, mode=mode)
+        policy = "ddp" if per == "unit" else "wfbp"  # one op of all units, an op of each
+        mine = Training(spec, policy=policy, **options).steps(*range(20))
+        inner = small()
+        reference = Reference(inner, schedule(policy), spec, size, **options)
+        for _ in range(20):
+            reference.step()
+        (kept,) = mine.sparse._kept
+        assert torch.equal(kept.residual, torch.from_numpy(reference.residual[rank]))
+        assert torch.equal(kept.velocity, torch.from_numpy(reference.velocity[rank]))
+        assert same(mine.close(), inner.state_dict())
+
+
+@pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
+def test_training_is_the_references_to_the_bit(size: int) -> None:
+    collectives.spawn(as_the_reference, size, timeout=20)
+
+
+@case
+def an_update_by_entries_is_the_dense_one(rank: int) -> None:
+    """A gradient that was changed, be it by nothing, makes the update a dense one."""
+    calls = []
+    plain = sparse_exchange.gtopk.apply
+
+    def apply(*arguments: Any) -> None:
+        calls.append(arguments)
+        plain(*arguments)
+
+    sparse_exchange.gtopk.apply = apply
+    for options in OPTIONS:
+        spec = GTopK(0.02, warmup=(0.1,), epoch_steps=3)
+        entries = Training(spec, **options).steps(*range(8))
+        assert len(calls) == 8 * 3  # ops
+        calls.clear()
+        dense = Training(spec, **options)
+
+        def touch(dense: Training = dense) -> None:
+            dense.model.synchronize()
+            for parameter in dense.inner.parameters():
+                parameter.grad.mul_(1.0)
+
+        dense.steps(*range(8), before=touch)
+        assert not calls
+        assert same(entries.close(), dense.close())
+    sparse_exchange.gtopk.apply = plain
+
+
+@case
+def each_all_reduce_sends_its_share(rank: int) -> None:
+    for per in ("bucket", "unit"):
+        for policy, ops in (("wfbp", 3), ("ddp", 1)):
+            mine = Training(GTopK(0.02, warmup=(), per=per, mode="topk"), policy=policy, lr=0.1)
+            mine.steps(0, 1)
+            program = mine.model.program
+            assert len(program.ops) == ops
+            for op in program.ops:
+                counts = op.sizes(4) if per == "unit" else [op.nbytes // 4]
+                k = sum(max(1, round(0.02 * count)) for count in counts)
+                x, _ = mine.sparse._memory(op)
+                assert k <= int((x != 0).sum()) <= 2 * k
+            mine.close()
+
+
+# ---- all entries ---------------------------------------------------------------------------------
+def as_dense(rank: int) -> None:
+    size = collectives.get_default().size
+    for options in OPTIONS:
+        want = Training("dense", **options).steps(*range(6)).close()
+        found = Training(ALL, **options).steps(*range(6)).close()
+        assert apart(found, want) < 1e-6  # momenta are averaged, in place of gradients
+        none = GTopK(1.0, warmup=(), momentum="none")
+        assert same(Training(none, **options).steps(*range(6)).close(), want)
+        none = GTopK(1.0, warmup=(), momentum="none", mode="gtopk")
+        found = Training(none, **options).steps(*range(6)).close()
+        assert same(found, want) if size == 2 else apart(found, want) < 1e-6
+    want = Training("dense", adamw).steps(*range(5)).close()
+    found = Training(GTopK(1.0, warmup=(), momentum="none"), adamw).steps(*range(5)).close()
+    assert same(found, want)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_sends_everything_trains_as_dense(size: int) -> None:
+    collectives.spawn(as_dense, size, timeout=20)
+
+
+@case
+def the_optimizers_momentum_is_taken_over(rank: int) -> None:
+    options = {"lr": 0.1, "momentum": 0.9}
+    want = Training("dense", **options).steps(*range(8)).close()
+    mine = Training("dense", **options).steps(*range(4))
+    mine.model.close()
+    assert len(mine.optimizer.state) == 6
+    mine.wrap(ALL)
+    mine.steps(*range(4, 8))
+    assert not any("momentum_buffer" in state for state in mine.optimizer.state.values())
+    assert apart(mine.close(), want) < 1e-6
+
+
+@case
+def the_learning_rate_is_warmed_up(rank: int) -> None:
+    """A step of 2 in a warm-up of one epoch has half the learning rate."""
+    spec = GTopK(1.0, warmup=(1.0,), epoch_steps=2)
+    mine, other = Training(spec, lr=0.1), Training("dense", lr=0.1)
+    for step in range(4):
+        mine.steps(step)
+        other.optimizer.param_groups[0]["lr"] = 0.05 if step < 2 else 0.1
+        other.steps(step)
+        assert mine.optimizer.param_groups[0]["lr"] == 0.1
+        assert apart(mine.model.state_dict(), other.model.state_dict()) < 1e-6
+    mine.close()
+    other.close()
+
+
+def rates_of_others(rank: int, optimizer: Any) -> None:
+    """The warm-up of optimizers that carry out their own step."""
+    spec = GTopK(1.0, warmup=(1.0,), epoch_steps=2, momentum="none")
+    mine, other = Training(spec, optimizer), Training("dense", optimizer)
+    for step in range(4):
+        mine.steps(step)
+        for group in other.optimizer.param_groups:
+            if "lr" in group:
+                group["lr"] = 0.05 if step < 2 else 0.1
+        other.steps(step)
+        assert same(mine.model.state_dict(), other.model.state_dict())
+    mine.close()
+    other.close()
+
+
+class Signs(torch.optim.Optimizer):
+    """Not one of torch's; its groups have no `lr`."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"rate": 0.01})
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter -= group["rate"] * parameter.grad.sign()
+
+
+class Hooked(SGD):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, 0.1, momentum=0.5)
+
+
+@case
+def other_optimizers_have_their_own_step(rank: int) -> None:
+    for optimizer in (Signs, Hooked):
+        rates_of_others(rank, optimizer)
+
+
+@case
+def groups_of_parameters(rank: int) -> None:
+    def groups(parameters: Any, **options: Any) -> Any:
+        first, second, *others = parameters
+        return SGD(
+            [{"params": [first], "lr": 0.3}, {"params": [second], "weight_decay": 0.1},
+             {"params": others, "lr": 0.02, "weight_decay": 0.2}], **options
+        )  # fmt: skip
+
+    options = {"lr": 0.1, "momentum": 0.9, "nesterov": True}
+    want = Training("dense", groups, **options).steps(*range(6)).close()
+    assert apart(Training(ALL, groups, **options).steps(*range(6)).close(), want) < 1e-6
+    sparse = Training(GTopK(1.0, warmup=(), mode="gtopk"), groups, **options)
+    one = GTopK(1.0, warmup=(), mode="topk", per="unit")
+    found = Training(one, groups, **options).steps(*range(2)).close()
+    assert apart(sparse.steps(*range(2)).close(), found) < 1e-6
+
+
+@case
+def what_momentum_correction_refuses(rank: int) -> None:
+    def parted(parameters: Any) -> Any:
+        first, *others = parameters
+        return SGD([{"params": [first]}, {"params": others, "momentum": 0.5}], 0.1, 0.9)
+
+    def damped(parameters: Any) -> Any:
+        return SGD(parameters, 0.1, 0.9, dampening=0.5)
+
+    for words, optimizer in {
+        "for AdamW pass momentum='none'": adamw, "for Hooked pass momentum='none'": Hooked,
+        "groups have (momentum, nesterov) [(0.5, False), (0.9, False)]": parted,
+        "dampening [0.5]": damped,
+    }.items():  # fmt: skip
+        assert words in error_of(lambda o=optimizer: Training(GTopK(), o))
+    mine = Training(ALL, lr=0.1, momentum=0.9).steps(0)
+    mine.optimizer.param_groups[0]["momentum"] = 0.5  # of all groups: a scheduler may
+    mine.steps(1).close()
+    mine = Training(ALL, lr=0.1, momentum=0.9)
+    mine.optimizer.register_step_pre_hook(lambda *_: None)
+    for _ in range(2):
+        assert "whose hooks would not run" in error_of(lambda: mine.backward(0))
+    mine.model.close()
+
+
+@case
+def ranks_with_different_exchanges_raise(rank: int) -> None:
+    for exchange in (GTopK(0.01 * (rank + 1)), ("dense", GTopK())[rank]):
+        said = error_of(lambda e=exchange: Training(e, lr=0.1))
+        assert "ranks 0 and 1 have different exchanges; this rank's is" in said
+        assert repr(exchange) in said
+
+
+@pytest.mark.parametrize("body", case, ids=lambda body: body.__name__)
+def test_case(body: Callable[[int], None]) -> None:
+    case.run(body)
