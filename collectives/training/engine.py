@@ -276,8 +276,8 @@ class Engine:
         self._check()
         begun = self.clock.now()
         factor = self.sparse.rate if self.sparse else 1.0
-        if self.sparse and self.sparse.bad:
-            pass  # some rank had a gradient that is not finite
+        if self.sparse and self.sparse.bad:  # some rank had a gradient that is not finite
+            self.sparse.bad = ()
         elif not self.update.separable:
             self.synchronize()
             self.finish()

@@ -86,9 +86,8 @@ class SparseAverage:
         vector = _selected(x, kept, counts, shares)
         if not vector[0].isfinite().all():
             kept.residual[vector[1]] = vector[0]
-            marked = _marked(kept, marks)
+            _mark(kept, marks)
             vector = _selected(x, Kept(kept.residual), counts, shares)
-            kept.residual[marked] = 0
         sums, where = self._transport.sparse(
             lane, vector, x.numel(), sum(shares), kept.residual, mode
         )
@@ -96,7 +95,7 @@ class SparseAverage:
         bad = where[~fine]
         if bad.numel():
             sums, where = sums[fine], where[fine]
-            kept.residual[~kept.residual.isfinite()] = 0  # a merge may drop NaN for another NaN
+            kept.residual[~kept.residual.isfinite()] = 0  # NaN that were more than the entries
         if kept.velocity is not None:  # what a merge has put back keeps its momentum
             gtopk.clear(kept.velocity, vector[1][torch.isin(vector[1], where)])
         x[where] = _narrowed(sums / self._transport.size, x.dtype)
@@ -107,7 +106,7 @@ class SparseAverage:
         accumulate(x.float(), kept.residual, kept.velocity, kept.factors)
         marked = x.new_empty(0, dtype=torch.int64)
         if not kept.residual.isfinite().all():
-            marked = _marked(kept, marks)
+            marked = _mark(kept, marks)
             kept.residual[marked] = 0
         x.copy_(_narrowed(kept.residual, x.dtype))
         kept.residual -= x  # what x rounds away
@@ -143,8 +142,9 @@ def _narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x if x.dtype == dtype else x.clamp(-most, most).to(dtype)
 
 
-def _marked(kept: Kept, marks: Marks) -> torch.Tensor:
-    """Drop what is not finite, and put NaN, which is selected first, where `marks` says."""
+def _mark(kept: Kept, marks: Marks) -> torch.Tensor:
+    """Drop what is not finite, and put NaN, which is selected first, where `marks` says. Returns
+    where that is."""
     where = (~kept.residual.isfinite()).nonzero().flatten()
     kept.residual[where] = 0
     if kept.velocity is not None:

@@ -126,7 +126,6 @@ class SparseExchange:
         for op, where, parameters, rates in entries:
             gtopk.apply(self._layout_of(op, parameters), self._memory(op)[0][where], where, rates)
             increment_version(parameters)
-        self._sent = {}  # a step without gradients of its own takes those in the arena
         return True
 
     def _layout_of(self, op: Op, parameters: list[Any]) -> gtopk.Layout:
@@ -156,8 +155,8 @@ class SparseExchange:
                 f"the exchange's state is that of rank {its[0]} of {its[1]}, not of rank {mine[0]} "
                 f"of {mine[1]}: load each rank's own, or training.resharded(all of them, {mine[1]})"
             )
-        parts = ["residual", "velocity"] if self._momentum else ["residual"]
-        for part in parts:
+        pairs = []
+        for part in ("residual", "velocity") if self._momentum else ("residual",):
             for name, x in self._named(part, copied=False).items():
                 found = state[part].get(name, torch.zeros_like(x))
                 if found.shape != x.shape:
@@ -165,7 +164,9 @@ class SparseExchange:
                         f"the exchange's state has a {part} of shape {tuple(found.shape)} for "
                         f"{name}, which has shape {tuple(x.shape)}"
                     )
-                x.copy_(found)
+                pairs.append((x, found))
+        for x, found in pairs:
+            x.copy_(found)
         self.steps = int(state["steps"])
 
     def _views(self, part: str) -> list[list[torch.Tensor]]:
