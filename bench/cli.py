@@ -17,6 +17,7 @@ from rich.progress import Progress
 
 from linkweave import collectives, topology
 from linkweave.bench import plans
+from linkweave.bench.convergence_command import convergence
 from linkweave.bench.machine import comparison, report
 from linkweave.bench.measure import bench
 from linkweave.bench.options import (
@@ -43,6 +44,7 @@ app = typer.Typer(
     help="Plan collectives for the links a machine has: look at it, plan, simulate, measure.",
 )  # fmt: skip
 app.add_typer(bench, name="bench")
+bench.command()(convergence)
 app.command()(plans.plan)
 app.command()(plans.simulate)
 
