@@ -29,9 +29,9 @@ HEADER = (
     "  each seed"
 )
 LEGEND = (
-    "digits: percent of the 297 test images that are recognised, and points more than dense. "
-    "bible: loss\nin nats a word over chapters that are not trained on, and percent more than "
-    "dense. drops lost: merges\nlose what they drop, as in Shi et al., algorithm 4"
+    "digits: percent of the 297 test images that are recognised, and points more than dense\n"
+    "bible: loss in nats a word over chapters not trained on, and percent more than dense\n"
+    "drops lost: merges lose what they drop, as in Shi et al., algorithm 4"
 )
 
 
