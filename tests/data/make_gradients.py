@@ -20,7 +20,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from linkweave.bench.demo import _model
+from linkweave.bench.train_models import digits_cnn
 
 VOCABULARY, CONTEXT, WIDTH, HIDDEN = 512, 4, 32, 64
 BATCH = 64
@@ -47,7 +47,7 @@ def digits() -> np.ndarray:
     torch.manual_seed(0)
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
-    return flat_gradient(_model(), images, torch.tensor(data.target), 30)
+    return flat_gradient(digits_cnn(), images, torch.tensor(data.target), 30)
 
 
 def words() -> np.ndarray:

