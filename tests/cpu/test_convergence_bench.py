@@ -71,7 +71,7 @@ def test_the_papers_rule_loses_entries_whose_index_survives(
 def test_the_command_trains_prints_writes_and_draws(tmp_path: Path) -> None:
     out, png = tmp_path / "c.json", tmp_path / "c.png"
     done = command(
-        "bench", "convergence", "-n", "3", "--steps", "4", "--seeds", "2", "--rate", "0.05",
+        "bench", "convergence", "-n", "2", "--steps", "3", "--seeds", "2", "--rate", "0.05",
         "-x", "density=1,momentum=none,conserve=off",
         "--out", str(out), "--png", str(png),
     )  # fmt: skip
@@ -84,9 +84,9 @@ def test_the_command_trains_prints_writes_and_draws(tmp_path: Path) -> None:
     assert all(name in done.stdout for name in names) and "drops lost: merges" in done.stdout
     for row in text["rows"]:
         assert [row[key] for key in ("task", "ranks", "steps", "batch", "predictions", "rate")] == [
-            "digits", 3, 4, 63, 1, 0.05,
+            "digits", 2, 3, 64, 1, 0.05,
         ]  # fmt: skip
-        assert [[step for step, _ in points] for points in row["points"]] == [[*range(1, 5)]] * 2
+        assert [[step for step, _ in points] for points in row["points"]] == [[1, 2, 3]] * 2
         assert row["final"] == [points[-1][1] for points in row["points"]]
         assert row["mean"] == sum(row["final"]) / 2
         assert row["beyond_dense"] == row["mean"] - dense["mean"]
