@@ -74,17 +74,18 @@ def _lookup(start, stop, indices, table, out):
 @njit(nogil=True, cache=True)
 def _copy_columns(start, stop, widths, blocks, columns, joins):
     """Copy between blocks, one after another, and columns."""
+    n, total = U(columns.shape[0]), U(columns.shape[1])
+    flat = columns.reshape(-1)
     for j in range(U(start), U(stop)):
         at = U(0)
         for width in widths:
-            x = columns[j, at : at + width]
-            y = blocks[columns.shape[0] * at + j * width :]
+            x, y = j * total + at, n * at + j * width
             if joins:
-                for c in range(x.size):
-                    x[c] = y[c]
+                for c in range(width):
+                    flat[x + c] = blocks[y + c]
             else:
-                for c in range(x.size):
-                    y[c] = x[c]
+                for c in range(width):
+                    blocks[y + c] = flat[x + c]
             at += width
 
 

@@ -31,6 +31,7 @@ current CUDA stream.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,7 +97,7 @@ def adam_rows(
         raise ValueError(f"betas must be less than 1, not {betas}")
     if (step := at_least_0(step, "step")) == 0:
         raise ValueError("step counts from 1, not 0")
-    rate = -(lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step))
+    rate = -lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
     _update(
         "adam", indices, gradient, (1 - beta1, 1 - beta2, eps, rate), table=table, exp_avg=exp_avg,
         exp_avg_sq=exp_avg_sq,
