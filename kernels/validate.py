@@ -137,6 +137,14 @@ def float32_value(value: Any, name: str) -> float:
     return float(value)
 
 
+def floats_at_least_0(**named: Any) -> list[float]:
+    """Finite real numbers in the range of float32, none negative."""
+    found = [float32_value(value, name) for name, value in named.items()]
+    if min(found) < 0:
+        raise ValueError(f"{', '.join(named)} must be at least 0, not {found}")
+    return found
+
+
 def outside(at: int, index: int, limit: int) -> str:
     """The message for an index that is out of range."""
     return f"indices[{at}] is {index}; the table has {limit} rows, from 0"

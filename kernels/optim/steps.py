@@ -32,7 +32,7 @@ import torch
 from linkweave.kernels.nvtx_ranges import ranged
 from linkweave.kernels.optim import cpu
 from linkweave.kernels.optim.tables import Table
-from linkweave.kernels.validate import at_least_0, float32_value
+from linkweave.kernels.validate import at_least_0, float32_value, floats_at_least_0
 
 SCALARS = {torch.float32: np.float32, torch.float64: np.float64}
 
@@ -58,7 +58,9 @@ def sgd(
 
     ValueError, TypeError: an argument is out of range, or the table or `partials` does not fit.
     """
-    lr, momentum, weight_decay = _at_least_0(lr=lr, momentum=momentum, weight_decay=weight_decay)
+    lr, momentum, weight_decay = floats_at_least_0(
+        lr=lr, momentum=momentum, weight_decay=weight_decay
+    )
     dampening = float32_value(dampening, "dampening")
     if nesterov and (momentum <= 0 or dampening != 0):
         raise ValueError("nesterov needs a positive momentum and no dampening")
@@ -79,7 +81,7 @@ def adam(
     It is for all tensors of `table`, whose two states are `exp_avg` and `exp_avg_sq`. `step` counts
     from 1. There is no amsgrad. `partials` and errors are as in `sgd`.
     """
-    lr, beta1, beta2, eps, weight_decay = _at_least_0(
+    lr, beta1, beta2, eps, weight_decay = floats_at_least_0(
         lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay
     )
     if not max(beta1, beta2) < 1:
@@ -105,13 +107,6 @@ def _kernels(table: Table) -> Any:
     from linkweave.kernels.optim import gpu  # which imports Triton
 
     return gpu
-
-
-def _at_least_0(**named: Any) -> list[float]:
-    found = [float32_value(value, name) for name, value in named.items()]
-    if min(found) < 0:
-        raise ValueError(f"{', '.join(named)} must be at least 0, not {found}")
-    return found
 
 
 def _need_states(table: Table, many: int) -> None:

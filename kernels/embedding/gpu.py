@@ -1,0 +1,183 @@
+"""Rows and columns of embeddings on a GPU in Triton.
+
+Bytes: each element is read and written once: 12 bytes for SGD, 20 for Adagrad, 28 for Adam, 8 for
+copies of float32. A program works on a tile of 1,024 elements: 8 rows of 128 columns, or more rows
+of as many columns as a power of two. The last tile of a row masks columns that do not exist; a
+width just above a power of two wastes up to half of the threads, but no access. Each row has 4 or 8
+bytes of index, which all its threads read at one address.
+
+Memory order: programs share nothing, as indices are distinct where rows are updated, so no order is
+needed beyond that of the CUDA stream, and results do not depend on the grid.
+
+Bounds: numbers of rows, and so offsets, are int64. Indices are compared with the number of rows
+before memory is accessed; the others have a mask. There are at most 2^31 - 1 programs, as many as a
+grid can have: 2^41 elements, if rows are 128 wide.
+
+Alignment: widths are constants of the compiler, so that it knows which elements of a row are
+aligned. If arrays begin at multiples of 16 bytes and widths are multiples of 4, 8 warps access 16
+bytes per thread, and a warp a row of 128 floats; otherwise, element by element. A model has few
+widths, for each of which a kernel is compiled.
+
+Occupancy: with aligned rows, at most 32 registers, so that 2,048 threads fit a multiprocessor.
+Those of Adam read 16 bytes of four arrays each, 128 KiB; read bandwidth times latency of an H100 is
+4/7 of 25 bytes per ns, times 800 ns, 11 KB, and twice that as indices come first, with a latency of
+their own. Element by element, Adam needs at most 48 registers, for 1,280 threads.
+
+Rounding: as `kernels.embedding.steps` says; Triton would fuse others, and approximate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from linkweave.kernels.embedding.cpu import PATTERNS
+
+BLOCK, WARPS = 1024, 8
+MOST_COLUMNS = 128
+
+
+@triton.jit
+def _tile(indices, n, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(rows that indices name, positions of the indices, columns, which of them exist) of the
+    program's tile; without indices, these are their positions."""
+    ACROSS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    program = tl.program_id(0)
+    j = (program // ACROSS).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    c = program % ACROSS * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    i = j
+    if indices is not None:
+        i = tl.load(indices + j, mask=j < n, other=-1).to(tl.int64)
+    return i, j, c, (j < n) & (i >= 0) & (i < rows) & (c < WIDTH)
+
+
+@triton.jit(do_not_specialize=["n", "rows", "rate"])
+def sgd_kernel(
+    indices, gradient, table, n, rows, rate, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    i, j, c, inside = _tile(indices, n, rows, WIDTH, ROWS, COLUMNS)
+    g = tl.load(gradient + (j * WIDTH + c), mask=inside, other=0)
+    at = table + (i * WIDTH + c)
+    tl.store(at, tl.fma(g, rate, tl.load(at, mask=inside, other=0)), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n", "rows", "eps", "rate"])
+def adagrad_kernel(
+    indices, gradient, table, state_sum, n, rows, eps, rate, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    i, j, c, inside = _tile(indices, n, rows, WIDTH, ROWS, COLUMNS)
+    at = i * WIDTH + c
+    g = tl.load(gradient + (j * WIDTH + c), mask=inside, other=0)
+    p = tl.load(table + at, mask=inside, other=0)
+    s = tl.load(state_sum + at, mask=inside, other=0) + g * g
+    tl.store(state_sum + at, s, mask=inside)
+    tl.store(table + at, tl.fma(tl.div_rn(g, tl.sqrt_rn(s) + eps), rate, p), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n", "rows", "rest", "rest_2", "eps", "rate"])
+def adam_kernel(
+    indices, gradient, table, exp_avg, exp_avg_sq, n, rows, rest, rest_2, eps, rate,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    i, j, c, inside = _tile(indices, n, rows, WIDTH, ROWS, COLUMNS)
+    at = i * WIDTH + c
+    g = tl.load(gradient + (j * WIDTH + c), mask=inside, other=0)
+    p = tl.load(table + at, mask=inside, other=0)
+    m = tl.load(exp_avg + at, mask=inside, other=0)
+    v = tl.load(exp_avg_sq + at, mask=inside, other=0)
+    m += (g - m) * rest
+    v += (g * g - v) * rest_2
+    tl.store(exp_avg + at, m, mask=inside)
+    tl.store(exp_avg_sq + at, v, mask=inside)
+    tl.store(table + at, p + tl.div_rn(m, tl.sqrt_rn(v) + eps) * rate, mask=inside)
+
+
+@triton.jit(do_not_specialize=["n", "rows"])
+def copy_kernel(
+    indices, x, out, n, rows, X_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """out[j] = x[indices[j]], or x[j] if the indices are None, of rows at these strides."""
+    i, j, c, inside = _tile(indices, n, rows, WIDTH, ROWS, COLUMNS)
+    value = tl.load(x + (i * X_STRIDE + c), mask=inside, other=0)
+    tl.store(out + (j * OUT_STRIDE + c), value, mask=inside)
+
+
+def first_outside(indices: torch.Tensor, rows: int) -> int:
+    """The first position whose index is out of range; -1 if there is none. The host waits."""
+    found = (indices < 0) | (indices >= rows)
+    return int(found.nonzero()[0]) if found.any() else -1
+
+
+def sgd(indices: torch.Tensor, gradient: torch.Tensor, scalars: Any, *tables: Any) -> None:
+    """Enqueue a step of SGD; `scalars` are (-lr,)."""
+    _update(sgd_kernel, indices, gradient, scalars, *tables)
+
+
+def adagrad(indices: torch.Tensor, gradient: torch.Tensor, scalars: Any, *tables: Any) -> None:
+    """Enqueue a step of Adagrad; `scalars` are those of `adagrad_kernel`."""
+    _update(adagrad_kernel, indices, gradient, scalars, *tables)
+
+
+def adam(indices: torch.Tensor, gradient: torch.Tensor, scalars: Any, *tables: Any) -> None:
+    """Enqueue a step of Adam; `scalars` are those of `adam_kernel`."""
+    _update(adam_kernel, indices, gradient, scalars, *tables)
+
+
+def lookup(table: torch.Tensor, indices: torch.Tensor, out: torch.Tensor) -> None:
+    """Enqueue `kernels.embedding.lookup` of indices in range; does not wait."""
+    _copy(indices, table, out)
+
+
+def join_columns(blocks: torch.Tensor, widths: list[int], columns: torch.Tensor) -> None:
+    """Enqueue `kernels.embedding.join_columns`; does not wait."""
+    for block, part in _pieces(blocks, widths, columns):
+        _copy(None, block, part)
+
+
+def split_columns(columns: torch.Tensor, widths: list[int], blocks: torch.Tensor) -> None:
+    """Enqueue `kernels.embedding.split_columns`; does not wait."""
+    for block, part in _pieces(blocks, widths, columns):
+        _copy(None, part, block)
+
+
+def _pieces(blocks: torch.Tensor, widths: list[int], columns: torch.Tensor) -> Any:
+    """(block, its columns) of each rank."""
+    n = len(columns)
+    each = blocks.split([n * width for width in widths])
+    found = [block.view(n, width) for block, width in zip(each, widths, strict=True)]
+    return zip(found, columns.split(widths, 1), strict=True)
+
+
+def _update(
+    kernel: Any, indices: torch.Tensor, gradient: torch.Tensor, scalars: Any, *tables: torch.Tensor
+) -> None:
+    n, width = gradient.shape
+    _launch(kernel, n, width, indices, gradient, *tables, n, len(tables[0]), *map(float, scalars))
+
+
+def _copy(indices: torch.Tensor | None, x: torch.Tensor, out: torch.Tensor) -> None:
+    n, width = out.shape
+    patterns = PATTERNS[x.element_size()]
+    _launch(copy_kernel, n, width, indices, x.view(patterns), out.view(patterns), n, len(x),
+            X_STRIDE=x.stride(0), OUT_STRIDE=out.stride(0))  # fmt: skip
+
+
+def tile(width: int) -> dict[str, int]:
+    """The constants of a kernel for rows of this width."""
+    columns = min(triton.next_power_of_2(width), MOST_COLUMNS)
+    return {"WIDTH": width, "ROWS": BLOCK // columns, "COLUMNS": columns}
+
+
+def _launch(kernel: Any, n: int, width: int, *arguments: Any, **constants: int) -> None:
+    """On the current CUDA stream of the second argument's device."""
+    if n and width:
+        constants |= tile(width)
+        programs = triton.cdiv(n, constants["ROWS"]) * triton.cdiv(width, constants["COLUMNS"])
+        with torch.cuda.device_of(arguments[1]):
+            kernel[(programs,)](*arguments, **constants, num_warps=WARPS, enable_fp_fusion=False)
