@@ -82,7 +82,7 @@ def measure(model: str, density: float, percent: float) -> list[Row]:
     if model not in SHAPES:
         raise CollectiveError(f"--model must be one of {', '.join(SHAPES)}, not {model!r}")
     values = sum(math.prod(shape) for layer in SHAPES[model]() for shape in layer)
-    task = digits()
+    task = digits(0)
     with on_gloo():
         exchanges: dict[str, Callable[[], Any]] = {
             "dense": lambda: None,

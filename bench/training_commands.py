@@ -21,6 +21,7 @@ from linkweave.bench.options import (
     sane,
     tell,
 )
+from linkweave.collectives import CollectiveError
 from linkweave.collectives.overlap import POLICIES, load, network_from
 
 
@@ -48,7 +49,7 @@ def steps(
     ] = "all",
     seconds: Annotated[float, typer.Option(help="Forward and backward pass together.")] = 2.5,
     density: Annotated[
-        float | None, typer.Option(help="Exchange by gTop-k; times of its policies.")
+        float | None, typer.Option(help="Exchange by GTopK; --network is what its exchanges take.")
     ] = None,
     rounds: RoundsOption = 5, out: OutOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
@@ -60,10 +61,13 @@ def steps(
     layers, net = sleeping.scaled(
         load(profile), network_from(network, workers), sleeping.NBYTES, seconds
     )
-    chosen = list(POLICIES) if policy == "all" else [policy]
-    schedules = sleeping.plans(layers, net, chosen)
-    if density is not None:
+    if density is None:
+        chosen = list(POLICIES) if policy == "all" else [policy]
+        schedules = sleeping.plans(layers, net, chosen)
+    elif policy == "all":
         schedules = sleeping.sparse_plans(layers, net)
+    else:
+        raise CollectiveError(f"--policy {policy} does not go with --density, which tries its own")
     tell(sleeping, lambda: sleeping.rows(schedules, ranks, rounds, "", density), out, as_json)
 
 

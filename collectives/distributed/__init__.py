@@ -15,5 +15,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"module 'linkweave.collectives.distributed' has no attribute {name!r}"
         )
-    # training is built on this room, so it is imported when it is used
+    # `training` imports this package, so its names are looked up when they are used
     return getattr(import_module("linkweave.collectives.training.gtopk_hook"), name)

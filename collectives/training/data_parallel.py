@@ -22,8 +22,8 @@ from linkweave.collectives.training.admission import (
     refuse,
 )
 from linkweave.collectives.training.attach import attach, detach
-from linkweave.collectives.training.engine import Engine
-from linkweave.collectives.training.gtopk import KEY, GTopK
+from linkweave.collectives.training.engine import Engine, State
+from linkweave.collectives.training.gtopk import KEY, GTopK, check_state
 from linkweave.collectives.training.hooks import Hook
 from linkweave.collectives.training.momentum import Momentum
 from linkweave.collectives.training.planner import Planner
@@ -79,7 +79,8 @@ class DataParallel(nn.Module):
         self._all: list[nn.Parameter] = []
         self._trained: list[bool] = []  # which of them the engine knows
         self._sparse = exchange if isinstance(exchange, GTopK) else None
-        self._state: dict[str, Any] | None = None  # of the exchange, until there is an engine
+        self._state: dict[str, Any] | None = None  # of the exchange, as long as no engine has it
+        self._loading: dict[str, Any] | None = None
         if self._transport is None:
             self._update = Update(optimizer)
             return
@@ -97,11 +98,11 @@ class DataParallel(nn.Module):
         for part in module.modules():
             registers += [part.register_state_dict_pre_hook, part.register_load_state_dict_pre_hook]
         self._handles: list[Any] = [register(before) for register in registers]
-        if self._sparse:
-            self._handles += [
-                optimizer.register_state_dict_post_hook(Hook(self._add_state)),
-                optimizer.register_load_state_dict_pre_hook(Hook(self._take_state)),
-            ]
+        self._handles += [
+            optimizer.register_state_dict_post_hook(Hook(self._add_state)),
+            optimizer.register_load_state_dict_pre_hook(Hook(self._check_state)),
+            optimizer.register_load_state_dict_post_hook(Hook(self._take_state)),
+        ]
 
     # ---- the training loop -------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +142,7 @@ class DataParallel(nn.Module):
         self._trained = [p.requires_grad for p in self._all]
         try:
             self._planner = Planner(self._schedule, engine, chains)
-            if engine.sparse and self._state:
+            if engine.sparse:
                 engine.sparse.load(self._state)
         except BaseException:
             engine.close()
@@ -223,24 +224,26 @@ class DataParallel(nn.Module):
     def _add_state(self, _: Any, state: dict[str, Any]) -> None:
         """Add what the exchange has not sent to the optimizer's state."""
         if self._engine and self._engine.sparse:
-            self._state = self._engine.sparse.state_dict()
+            self._state = self._engine.sparse.state_dict(self._state)
         if self._state:
             state[KEY] = self._state
 
-    def _take_state(self, _: Any, state: dict[str, Any]) -> None:
-        found: dict[str, Any] | None = state.get(KEY)
-        if found:
-            known = dict(self.module.named_parameters())
-            for name in found["residual"].keys() - known.keys():
-                raise CollectiveError(
-                    f"the exchange's state has a residual for {name}, which this model lacks"
-                )
-        if self._engine and self._engine.sparse:
-            if found:
-                self._engine.sparse.load(found)
-            else:  # the next engine begins without a residual, and takes over momenta
-                self._end_engine()
-        self._state = found
+    def _check_state(self, _: Any, state: dict[str, Any]) -> None:
+        """Before the optimizer loads its state: what there is of an exchange must fit."""
+        assert self._transport is not None
+        self._loading = state.get(KEY)
+        if self._loading and self._sparse:
+            shapes = {name: p.shape for name, p in self.module.named_parameters()}
+            check_state(self._loading, self._transport.rank, self._transport.size, shapes)
+        elif self._loading:
+            log.warning("exchange='dense' drops the gradients that GTopK had not sent")
+
+    def _take_state(self, _: Any) -> None:
+        """After that: go on from there; what there is of momentum in the optimizer counts."""
+        if self._sparse:
+            self._state = self._loading
+            if self._engine and self._engine.sparse:
+                self._engine.sparse.load(self._state)
 
     def train(self, mode: bool = True) -> DataParallel:
         self.finish()
@@ -294,14 +297,24 @@ class DataParallel(nn.Module):
             engine, self._engine, self._planner = self._engine, None, None
             engine.close()
             if engine.sparse:
-                self._state = engine.sparse.state_dict()
+                self._state = engine.sparse.state_dict(self._state)
 
     def close(self) -> None:
-        """Complete the last step and leave module and optimizer as they were. May be repeated."""
+        """Complete the last step and leave module and optimizer as they were. May be repeated.
+
+        What GTopK has not sent is dropped, unless the optimizer's state was saved before; the
+        optimizer gets back its momentum.
+        """
+        self._close(gives_back=True)
+
+    def _close(self, gives_back: bool) -> None:
         if self._transport is None:
             return
+        engine = self._engine
         try:
             self._end_engine()
+            if gives_back and engine and engine.sparse and engine.state is not State.ABORTED:
+                engine.sparse.give_back()
         finally:
             for handle in self._handles:
                 handle.remove()
@@ -312,5 +325,5 @@ class DataParallel(nn.Module):
     def __enter__(self) -> DataParallel:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, error: object, *_: object) -> None:
+        self._close(gives_back=error is None)  # other ranks may have had no error

@@ -93,6 +93,8 @@ class Engine:
         self.transport.open(program.lanes)
         self.lanes.close()
         self.program = program
+        if self.sparse:
+            self.sparse.forget_layouts()
         self.lanes = lanes_of(self.transport, self.arena, program, self.sparse)
         self.record, self.last_step = StepRecord(), None  # those of the other program
 
@@ -290,14 +292,14 @@ class Engine:
             self._pending = set(range(len(self.units)))
             self._passed = set()
             with torch.no_grad():
-                self.update.part(self.update.others(self.units))
+                self.update.rest(self.units)
         else:
             self.finish()
             self.update.snapshot(factor)
             with torch.no_grad():
                 for unit in () if self._by_entries() else self.units:
                     self.update.part(unit.parameters)
-                self.update.part(self.update.others(self.units))
+                self.update.rest(self.units)
         self.record.step = begun, self.clock.now()
 
     def _by_entries(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,8 @@ class GTopK:
         each layer.
     mode: "gtopk" merges entries along a tree, and keeps the largest; "topk" gathers all ranks'
         entries; "auto" takes the one that is predicted to be the fastest for each all-reduce, or
-        the dense average (`overlap.sparse_seconds`).
+        the dense average (`overlap.sparse_seconds`): by the network that a schedule "auto" or a
+        policy's name has measured, else by the bytes on the critical path.
 
     Raises CollectiveError for values out of range.
     Sources: Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification
@@ -51,6 +52,8 @@ class GTopK:
     mode: str = "auto"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.warmup, tuple | list):
+            raise CollectiveError(f"warmup must be a tuple of densities, not {shown(self.warmup)}")
         for density in (self.density, *self.warmup):
             if number(density, "a density", 0, 1) == 0:
                 raise CollectiveError(f"a density must be above 0, not {shown(density)}")
@@ -74,12 +77,35 @@ _WORDS = {
 }  # fmt: skip
 
 
+def check_state(
+    state: dict[str, Any], rank: int, size: int, shapes: Mapping[str, Sequence[int]]
+) -> None:
+    """Raise CollectiveError unless an exchange's state is of this rank and of these parameters."""
+    if (its := (state["rank"], state["size"])) != (rank, size):
+        raise CollectiveError(
+            f"the exchange's state is that of rank {its[0]} of {its[1]}, not of rank {rank} of "
+            f"{size}: load each rank's own, or training.resharded(all of them, {size})"
+        )
+    for part in ("residual", "velocity"):
+        for name, x in state[part].items():
+            if name not in shapes:
+                raise CollectiveError(
+                    f"the exchange's state has a {part} for {name}, which this model lacks"
+                )
+            if tuple(x.shape) != tuple(shapes[name]):
+                raise CollectiveError(
+                    f"the exchange's state has a {part} of shape {tuple(x.shape)} for {name}, "
+                    f"which has shape {tuple(shapes[name])}"
+                )
+
+
 def resharded(states: Sequence[dict[str, Any]], size: int) -> list[dict[str, Any]]:
     """The optimizer's state_dicts for another number of ranks.
 
     `states` are the state_dicts of all ranks, by rank. The residual and the velocity of old rank r
     go to new rank r modulo `size`, where they are added, so that their sums over all ranks stay.
-    Raises CollectiveError if a rank's state is missing.
+    Raises CollectiveError if a rank's state is missing, and for a single rank, which trains without
+    an exchange.
     """
     found: list[dict[str, Any]] = [state.get(KEY, {}) for state in states]
     ranks = [(one.get("rank"), one.get("size")) for one in found]
@@ -87,8 +113,12 @@ def resharded(states: Sequence[dict[str, Any]], size: int) -> list[dict[str, Any
         raise CollectiveError(
             f"resharded needs the state_dicts of all ranks in order, not of (rank, size) {ranks}"
         )
+    if integer(size, "size", 1, 1 << 20) == 1:
+        raise CollectiveError(
+            "a single rank trains without an exchange: it would lose what has not been sent"
+        )
     made = []
-    for rank in range(integer(size, "size", 1, 1 << 20)):
+    for rank in range(size):
         own: dict[str, Any] = {**found[0], "rank": rank, "size": size}
         for part in ("residual", "velocity"):
             given = [one[part] for one in found[rank::size]]

@@ -2,15 +2,17 @@
 
 # DDP compares the annotations of a hook with its own classes, so they must not be strings
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.training.gtopk import GTopK
+from linkweave.collectives.errors import CollectiveAborted, CollectiveError
+from linkweave.collectives.training.admission import compare_exchanges
+from linkweave.collectives.training.gtopk import GTopK, check_state
 from linkweave.collectives.training.sparse_average import Kept, SparseAverage
 from linkweave.collectives.training.transport import transport_of
+from linkweave.topology.checks import number
 
 Future = torch.futures.Future[torch.Tensor]
 
@@ -19,12 +21,14 @@ class GTopKState:
     """What `gtopk_hook` keeps between steps: the gradients of this rank that are not sent yet.
 
     group: as in `DataParallel`. All ranks must make the state.
-    density, warmup, epoch_steps, mode: as in `GTopK`. Learning rates are the optimizer's own.
+    density, warmup, epoch_steps: as in `GTopK`. Learning rates are the optimizer's own.
+    mode: as in `GTopK`; "auto" counts the bytes on the critical path, as no network is measured.
     momentum, nesterov: if not 0, gradients have SGD's momentum before they are sent, and the
         optimizer must have none.
 
     Residuals belong to parameters, so DDP may divide them into other buckets, as it does after the
-    first step. Raises CollectiveError as `GTopK` and `DataParallel` do.
+    first step. After an error of any bucket, those that follow raise it as well. Raises
+    CollectiveError as `GTopK` and `DataParallel` do, and if ranks differ in these arguments.
     """
 
     def __init__(
@@ -33,7 +37,7 @@ class GTopKState:
         mode: str = "auto",
     ) -> None:  # fmt: skip
         self.spec = GTopK(density, "none", warmup, epoch_steps, mode=mode)
-        if not 0 <= momentum < 1 or (nesterov and not momentum):
+        if not 0 <= number(momentum, "momentum", 0, 1) < 1 or (nesterov and not momentum):
             raise CollectiveError(
                 f"momentum must be from 0 to below 1, and above 0 with nesterov, not {momentum}"
             )
@@ -42,36 +46,44 @@ class GTopKState:
         """Steps so far."""
         self._transport = transport_of(group)
         if self._transport:
+            compare_exchanges(self._transport, (self.spec, self.factors))
             self._transport.open(1)
             self._average = SparseAverage(self._transport, mode)
         self._threads = ThreadPoolExecutor(1, "linkweave-gtopk")  # a lane beside backward
+        self._error: CollectiveError | None = None
         self._kept: dict[tuple[int, ...], Kept] = {}  # by the parameters of a bucket
         self._parts: dict[int, tuple[Any, Kept]] = {}  # of each parameter
 
     def start(self, bucket: dist.GradBucket) -> Future:  # type: ignore[name-defined]
         """Begin to average a bucket. Returns a future of its tensor."""
-        done: Future = torch.futures.Future()
+        done: Any = torch.futures.Future()
         x = bucket.buffer()
         if self._transport is None:
             done.set_result(x)
-            return done
+            return cast(Future, done)
         if x.device.type != "cpu" or x.dtype == torch.float64:
             raise CollectiveError(
                 f"gtopk_hook takes float32, float16 and bfloat16 gradients on the CPU, not "
                 f"{x.dtype} on {x.device}"
             )
-        self._threads.submit(self._run, done, x, self._kept_of(bucket), self.steps)
+        self._threads.submit(self._run, done, bucket.index(), x, self._kept_of(bucket), self.steps)
         self.steps += bucket.is_last()
-        return done
+        return cast(Future, done.then(_tensor))
 
-    def _run(self, done: Future, x: torch.Tensor, kept: Kept, step: int) -> None:
+    def _run(self, done: Any, index: int, x: torch.Tensor, kept: Kept, step: int) -> None:
+        """What the thread does for a bucket. The future's value is its tensor, or an error: DDP
+        would take an error of the future for a tensor."""
         try:
-            density = self.spec.density_at(step)
-            sent = self._average(0, x, kept, [x.numel()], density, lambda where: where[:1])
-            x[sent.bad] = float("nan")  # which scalers of gradients look for
-            done.set_result(x)
-        except BaseException as error:
-            done.set_exception(error)  # type: ignore[arg-type]
+            if self._error is None:
+                density = self.spec.density_at(step)
+                sent = self._average(0, x, kept, [x.numel()], density, lambda where: where[:1])
+                x[sent.bad] = float("nan")  # which scalers of gradients look for
+        except BaseException as error:  # the other ranks must not take later buckets for this one
+            assert self._transport is not None
+            kind = type(error) if isinstance(error, CollectiveError) else CollectiveAborted
+            self._error = kind(f"rank {self._transport.rank}, gtopk_hook, bucket {index}: {error}")
+            self._transport.abort()
+        done.set_result(self._error or x)
 
     def _kept_of(self, bucket: dist.GradBucket) -> Kept:  # type: ignore[name-defined]
         """What is kept of a bucket's gradients, from wherever its parameters were before."""
@@ -95,16 +107,33 @@ class GTopKState:
     def state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
         """What this rank must keep to go on, by the names of the module's parameters."""
         names = {id(parameter): name for name, parameter in module.named_parameters()}
+        if missing := [tuple(p.shape) for key, (p, _) in self._parts.items() if key not in names]:
+            raise CollectiveError(
+                f"the module lacks a parameter of shape {missing[0]}: pass the one that DDP trains"
+            )
         found: dict[str, Any] = {"steps": self.steps, "residual": {}, "velocity": {}}
+        found["rank"], found["size"] = self._ranks()
         for key, (_, part) in self._parts.items():
             found["residual"][names[key]] = part.residual.clone()
             if part.velocity is not None:
                 found["velocity"][names[key]] = part.velocity.clone()
         return found
 
+    def _ranks(self) -> tuple[int, int]:
+        return (self._transport.rank, self._transport.size) if self._transport else (0, 1)
+
+    def close(self) -> None:
+        """Free the thread and the lane, once nothing uses the hook. All ranks must call it."""
+        self._threads.shutdown()
+        if self._transport:
+            self._transport.close()
+
     def load_state_dict(self, module: torch.nn.Module, state: dict[str, Any]) -> None:
-        """Go on from this rank's `state_dict`."""
+        """Go on from this rank's `state_dict`. Raises CollectiveError if it is not of this rank or
+        of the module, which is the one that DDP trains."""
         parameters = dict(module.named_parameters())
+        sizes = {name: (parameter.numel(),) for name, parameter in parameters.items()}
+        check_state(state, *self._ranks(), sizes)
         self.steps, self._kept = int(state["steps"]), {}
         self._parts = {
             id(parameters[name]): (
@@ -117,6 +146,14 @@ class GTopKState:
 def _memory(kept: Kept) -> int:
     """The address of the memory of which it is a part."""
     return kept.residual.untyped_storage().data_ptr()
+
+
+def _tensor(done: Any) -> torch.Tensor:
+    found = done.value()
+    if isinstance(found, CollectiveError):
+        raise found
+    result: torch.Tensor = found
+    return result
 
 
 def gtopk_hook(state: GTopKState, bucket: dist.GradBucket) -> Future:  # type: ignore[name-defined]

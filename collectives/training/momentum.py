@@ -35,6 +35,7 @@ class Momentum:
             )
         self.factors = (0.0, False)
         """(momentum, whether it is Nesterov's)"""
+        self._known: set[int] = set()
         self._decays: dict[int, float] = {}
         self.read()
 
@@ -49,6 +50,7 @@ class Momentum:
                 f"{[group['dampening'] for group in groups]}"
             )
         self.factors = found.pop()
+        self._known = {id(parameter) for group in groups for parameter in group["params"]}
         self._decays = {
             id(parameter): group["weight_decay"] * (-1 if group["maximize"] else 1)
             for group in groups for parameter in group["params"] if group["weight_decay"]
@@ -64,6 +66,11 @@ class Momentum:
         state = self._optimizer.state.get(parameter, {})
         if (buffer := state.pop("momentum_buffer", None)) is not None:
             velocity.copy_(buffer)
+
+    def give_back(self, parameter: Any, velocity: torch.Tensor) -> None:
+        """Let the optimizer go on with a velocity, if it has momentum and the parameter."""
+        if self.factors[0] and id(parameter) in self._known:
+            self._optimizer.state[parameter]["momentum_buffer"] = velocity.to(parameter.dtype)
 
 
 def accumulate(

@@ -108,7 +108,7 @@ class SparseAverage:
         if not kept.residual.isfinite().all():
             marked = _mark(kept, marks)
             kept.residual[marked] = 0
-        x.copy_(_narrowed(kept.residual, x.dtype))
+        x.copy_(_narrowed(kept.residual, x.dtype, self._transport.size))  # whose sum is finite
         kept.residual -= x  # what x rounds away
         x[marked] = float("nan")
         self._transport.average(lane, x)
@@ -136,9 +136,9 @@ def _selected(x: torch.Tensor, kept: Kept, counts: Sequence[int], shares: Sequen
     return torch.cat([pair[0] for pair in found]), torch.cat([pair[1] for pair in found])
 
 
-def _narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Finite float32 values in the dtype; what is too large for it saturates."""
-    most = torch.finfo(dtype).max
+def _narrowed(x: torch.Tensor, dtype: torch.dtype, ranks: int = 1) -> torch.Tensor:
+    """Finite float32 values in the dtype; what is too large to add up over the ranks saturates."""
+    most = torch.finfo(dtype).max / ranks
     return x if x.dtype == dtype else x.clamp(-most, most).to(dtype)
 
 

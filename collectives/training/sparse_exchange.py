@@ -50,6 +50,10 @@ class SparseExchange:
             Kept(torch.zeros(x.numel()), torch.zeros(x.numel()) if momentum else None)
             for x in arena.buffers
         ]
+        self._velocities: list[tuple[Any, torch.Tensor]] = []  # of each parameter
+        if momentum:
+            for unit, views in zip(arena.units, self._views("velocity"), strict=True):
+                self._velocities += zip(unit.parameters, views, strict=True)
         self.steps = 0
         """Steps made, without those that were skipped."""
         self.bad: tuple[str, ...] = ()
@@ -57,10 +61,6 @@ class SparseExchange:
         self._sent: dict[Op, Sent] = {}
         self._rehearsed: dict[tuple[int, int], Kept] = {}
         self._layouts: dict[Op, tuple[list[int], gtopk.Layout]] = {}
-        if momentum:
-            for unit, views in zip(arena.units, self._views("velocity"), strict=True):
-                for parameter, velocity in zip(unit.parameters, views, strict=True):
-                    momentum.take_over(parameter, velocity)
 
     # ---- a step ------------------------------------------------------------------------------
     def begin(self) -> None:
@@ -70,6 +70,8 @@ class SparseExchange:
             self._momentum.read()
             for kept in self._kept:
                 kept.factors = self._momentum.factors
+            for parameter, velocity in self._velocities:
+                self._momentum.take_over(parameter, velocity)
 
     def collected(self, unit: int) -> None:
         """Add weight decay to a unit's gradients, which are in the arena."""
@@ -138,35 +140,22 @@ class SparseExchange:
         return known[1]
 
     # ---- the state of a rank ---------------------------------------------------------------------
-    def state_dict(self) -> dict[str, Any]:
-        """What this rank must keep to go on to the bit."""
+    def state_dict(self, before: dict[str, Any] | None = None) -> dict[str, Any]:
+        """What this rank must keep to go on to the bit; for parameters that are not trained now,
+        what was kept `before`."""
+        known = before or {"residual": {}, "velocity": {}}
         return {
             "rank": self._transport.rank, "size": self._transport.size, "steps": self.steps,
-            "residual": self._named("residual"),
-            "velocity": self._named("velocity") if self._momentum else {},
+            "residual": {**known["residual"], **self._named("residual")},
+            "velocity": {**known["velocity"], **self._named("velocity")},
         }  # fmt: skip
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`; parameters that it lacks begin at zero. Raises CollectiveError
-        if it is not of this rank or model."""
-        mine, its = (self._transport.rank, self._transport.size), (state["rank"], state["size"])
-        if mine != its:
-            raise CollectiveError(
-                f"the exchange's state is that of rank {its[0]} of {its[1]}, not of rank {mine[0]} "
-                f"of {mine[1]}: load each rank's own, or training.resharded(all of them, {mine[1]})"
-            )
-        pairs = []
-        for part in ("residual", "velocity") if self._momentum else ("residual",):
+    def load(self, state: dict[str, Any] | None) -> None:
+        """Go on from a `state_dict`, or from nothing; what it lacks begins at zero."""
+        state = state or {"residual": {}, "velocity": {}, "steps": 0}
+        for part in ("residual", "velocity"):
             for name, x in self._named(part, copied=False).items():
-                found = state[part].get(name, torch.zeros_like(x))
-                if found.shape != x.shape:
-                    raise CollectiveError(
-                        f"the exchange's state has a {part} of shape {tuple(found.shape)} for "
-                        f"{name}, which has shape {tuple(x.shape)}"
-                    )
-                pairs.append((x, found))
-        for x, found in pairs:
-            x.copy_(found)
+                x.copy_(state[part].get(name, torch.zeros_like(x)))
         self.steps = int(state["steps"])
 
     def _views(self, part: str) -> list[list[torch.Tensor]]:
@@ -174,12 +163,28 @@ class SparseExchange:
         return self._arena.views_of([getattr(kept, part) for kept in self._kept])
 
     def _named(self, part: str, copied: bool = True) -> dict[str, torch.Tensor]:
-        """The same by name."""
+        """The same by name; nothing if there is no velocity."""
+        if part == "velocity" and not self._momentum:
+            return {}
         return {
             name: view.clone() if copied else view
             for unit, views in zip(self._arena.units, self._views(part), strict=True)
             for name, view in zip(unit.names, views, strict=True)
         }
+
+    def give_back(self) -> None:
+        """Let the optimizer have the momentum: the average of all ranks' velocities. All ranks must
+        call it, while nothing is sent."""
+        if self._momentum:
+            for kept in self._kept:
+                assert kept.velocity is not None
+                self._transport.average(0, kept.velocity)
+            for parameter, velocity in self._velocities:
+                self._momentum.give_back(parameter, velocity)
+
+    def forget_layouts(self) -> None:
+        """Another program is to be carried out."""
+        self._layouts = {}
 
     def rehearse(self, lane: int, x: torch.Tensor) -> None:
         """Do with other gradients what an op of as many elements does, to measure its time."""

@@ -39,7 +39,8 @@ class Update:
         self._kind = type(optimizer)
         step = self._kind.step
         self._step: Any = getattr(step, "__wrapped__", step)  # without the hooks of each call
-        self._options: list[dict[str, Any]] = []
+        self._options: list[dict[str, Any]] = []  # of each group, for parts
+        self._own: list[dict[str, Any]] = []  # without what is replaced
         self._group_of: dict[int, int] = {}
         self._tables: dict[int, tuple[tuple[int, ...], optim.Table]] = {}
 
@@ -73,15 +74,16 @@ class Update:
         """Take the groups' options as they are now: a scheduler may change the learning rate
         before the parts run. The learning rate is multiplied by `factor`."""
         groups = _groups(self._optimizer)
-        self._options = [
+        self._own = [
             {
                 name: value.clone() if isinstance(value, torch.Tensor) else value
-                for name, value in {**group, **self._replaced}.items() if name != "params"
+                for name, value in group.items() if name != "params"
             }
             for group in groups
         ]  # fmt: skip
-        for options in self._options:
+        for options in self._own if factor != 1 else ():
             options["lr"] = options["lr"] * factor
+        self._options = [{**options, **self._replaced} for options in self._own]
         self._group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
 
     def options_of(self, parameter: Any) -> dict[str, Any] | None:
@@ -89,11 +91,15 @@ class Update:
         group = self._group_of.get(id(parameter))
         return None if group is None else self._options[group]
 
-    def others(self, units: Iterable[Unit]) -> list[Any]:
-        """The optimizer's parameters that belong to no unit."""
+    def rest(self, units: Iterable[Unit]) -> None:
+        """Carry out the step, with the optimizer's own options, for its parameters in no unit."""
         known = {id(parameter) for unit in units for parameter in unit.parameters}
         groups = _groups(self._optimizer)
-        return [p for group in groups for p in group["params"] if id(p) not in known]
+        of_parts, self._options = self._options, self._own
+        try:
+            self.part([p for group in groups for p in group["params"] if id(p) not in known])
+        finally:
+            self._options = of_parts
 
     def part(self, parameters: Sequence[Any]) -> None:
         """Carry out the step of the last `snapshot` for these parameters."""

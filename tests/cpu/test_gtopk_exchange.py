@@ -263,7 +263,7 @@ def states(size: int, momentum: bool = True) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("momentum", [True, False])
-@pytest.mark.parametrize(("old", "new"), [(4, 3), (3, 4), (4, 1), (1, 4), (2, 2), (5, 2), (2, 5)])
+@pytest.mark.parametrize(("old", "new"), [(4, 3), (3, 4), (1, 4), (2, 2), (5, 2), (2, 5)])
 def test_sums_stay_when_the_number_of_ranks_changes(old: int, new: int, momentum: bool) -> None:
     before = states(old, momentum)
     copies = [{k: v.clone() for k, v in one[KEY]["residual"].items()} for one in before]

@@ -19,7 +19,8 @@ from training_models import (
 )
 from training_pair import Cases
 
-from linkweave import GTopK, collectives
+from linkweave import DataParallel, GTopK, collectives
+from linkweave.collectives import CollectiveError
 from linkweave.collectives.training.gtopk import KEY, resharded
 
 pytestmark = pytest.mark.usefixtures("imported")
@@ -218,22 +219,48 @@ def test_training_goes_on_with_other_ranks(old: int, new: int, tmp_path: Path) -
             assert torch.allclose(sum(one[name] for one in found), want, rtol=0, atol=1e-6)
 
 
-def alone(rank: int, state: dict[str, Any]) -> Any:
-    mine = Training(SPEC, **HEAVY)
-    load(mine, state).steps(3)
-    assert mine.model.program is None
-    return KEY in mine.optimizer.state_dict(), copied(mine.model.state_dict())
-
-
-def test_a_single_rank_trains_without_an_exchange(tmp_path: Path) -> None:
-    """What other ranks have not sent is left out."""
+def test_a_single_rank_cannot_take_what_was_not_sent(tmp_path: Path) -> None:
     collectives.spawn(some, 4, args=(tmp_path,), timeout=10)
-    states = [state_of(tmp_path, rank) for rank in range(4)]
-    (one,) = resharded([state["optimizer"] for state in states], 1)
-    given = {"model": states[0]["model"], "optimizer": one}
-    ((kept, found),) = collectives.spawn(alone, 1, args=(given,), timeout=10)
-    assert not kept
-    assert all(x.isfinite().all() for x in found.values())
+    states = [state_of(tmp_path, rank)["optimizer"] for rank in range(4)]
+    with pytest.raises(CollectiveError, match="a single rank trains without an exchange"):
+        resharded(states, 1)
+
+
+def given_back(rank: int) -> list[bool]:
+    """Whether the optimizer has the ranks' average velocity, and dense training can go on."""
+    mine = Training(SPEC, **HEAVY).steps(0, 1, 2)
+    velocity = mine.optimizer.state_dict()[KEY]["velocity"]
+    names = [name for name, _ in mine.model.module.named_parameters()]
+    mine.model.close()
+    found = mine.optimizer.state_dict()["state"]
+    same = []
+    for number, name in enumerate(names):
+        wanted = velocity[name].clone()
+        collectives.allreduce(wanted, "avg")
+        same.append(torch.allclose(found[number]["momentum_buffer"], wanted, atol=1e-7))
+    return same
+
+
+def test_close_gives_momentum_back() -> None:
+    assert all(map(all, collectives.spawn(given_back, 3, timeout=10)))
+
+
+def frozen(rank: int) -> list[bool]:
+    """Whether what was not sent of a parameter outlasts steps in which it is frozen."""
+    mine = Training(SPEC, **HEAVY)
+    mine.model.close()
+    mine.model = DataParallel(mine.inner, mine.optimizer, exchange=SPEC)  # for units of any kind
+    mine.steps(0, 1, 2)
+    name, parameter = next(iter(mine.inner.named_parameters()))
+    before = mine.optimizer.state_dict()[KEY]["residual"][name].clone()
+    parameter.requires_grad_(False)
+    mine.steps(3)
+    between = mine.optimizer.state_dict()[KEY]["residual"][name]
+    return [bool(before.any()), torch.equal(before, between)]
+
+
+def test_residuals_of_frozen_parameters_stay() -> None:
+    assert collectives.spawn(frozen, 2, timeout=10) == [[True, True]] * 2
 
 
 @case
