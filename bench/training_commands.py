@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -97,25 +97,14 @@ def gtopk(
     hook: Annotated[
         list[str] | None, typer.Option(help="Only this one, beside dense; may be repeated.")
     ] = None,
-    accuracy: Annotated[
-        float | None,
-        typer.Option(help="Train a CNN on digits, with as many values as the model, until so many "
-                          "percent are right."),
-    ] = None,
     rounds: RoundsOption = 7, scheduling: BatchOption = True, out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Gradients by gTop-k and other hooks of DDP, on all ranks (1 min)."""
     sane(1, density, ("-r", rounds, 1))
-    measured: Any
-    if accuracy is None:
-        from linkweave.bench import gtopk as measured
+    from linkweave.bench import gtopk as measured
 
-        rows = measured.measure(model, density, rounds, scheduling, hook or ())
-    else:
-        from linkweave.bench import gtopk_accuracy as measured
-
-        rows = measured.measure(model, density, accuracy)
+    rows = measured.measure(model, density, rounds, scheduling, hook or ())
     if rows:  # rank 0 tells
         tell(measured, lambda: rows, out, as_json)
 
