@@ -40,7 +40,8 @@ import torch
 from linkweave.kernels.embedding import cpu
 from linkweave.kernels.nvtx_ranges import ranged
 from linkweave.kernels.optim.steps import SCALARS
-from linkweave.kernels.optim.tables import DTYPES, check_overlaps
+from linkweave.kernels.optim.tables import DTYPES
+from linkweave.kernels.tensors import check_overlaps, device_of
 from linkweave.kernels.validate import at_least_0, floats_at_least_0, outside
 
 INDICES = (torch.int32, torch.int64)
@@ -156,7 +157,7 @@ def _update(
 ) -> None:
     """A step of an optimizer; the table comes first of `tables`."""
     table = tables["table"]
-    device = _device_of(table, "table")
+    device = device_of(table, "table")
     _check(table, "table", DTYPES[device.type], table)
     for name, state in tables.items():
         _check(state, name, (table.dtype,), table, tuple(table.shape))
@@ -195,13 +196,6 @@ def _kernels(device: torch.device) -> Any:
     return gpu
 
 
-def _device_of(x: Any, name: str) -> torch.device:
-    if not isinstance(x, torch.Tensor) or x.device.type not in ("cpu", "cuda"):
-        found = getattr(x, "device", type(x).__name__)
-        raise TypeError(f"{name} must be a tensor on the CPU or a GPU, not {found}")
-    return x.device
-
-
 def _check(
     x: Any, name: str, dtypes: Sequence[torch.dtype], first: Any,
     shape: tuple[int | None, ...] = (None, None),
@@ -210,7 +204,7 @@ def _check(
 
     None in `shape` allows any number.
     """
-    device = _device_of(x, name)
+    device = device_of(x, name)
     if x.dtype not in dtypes:
         raise TypeError(
             f"{name} must be a tensor of {' or '.join(map(str, dtypes))}, not {x.dtype}"

@@ -31,7 +31,7 @@ import torch
 from linkweave.kernels.gtopk import cpu
 from linkweave.kernels.gtopk.layout import Layout
 from linkweave.kernels.nvtx_ranges import ranged
-from linkweave.kernels.optim.tables import check_overlaps
+from linkweave.kernels.tensors import check_overlaps, device_of
 from linkweave.kernels.validate import count, float32_value
 
 GRADIENTS = (torch.float32, torch.float16, torch.bfloat16)
@@ -60,7 +60,7 @@ def select(
 
     ValueError, TypeError: an argument is out of range, or the tensors do not fit one another.
     """
-    device = _device_of(grad, "grad")
+    device = device_of(grad, "grad")
     _check(grad, "grad", GRADIENTS, device)
     named = {"grad": grad, "residual": residual} | (
         {} if velocity is None else {"velocity": velocity}
@@ -117,7 +117,7 @@ def clear(x: torch.Tensor, indices: torch.Tensor) -> None:
     `x` is contiguous float32 [n] and `indices` is contiguous int32 [m], on the CPU or one GPU. On a
     GPU, one launch is enqueued on the current CUDA stream. TypeError or ValueError otherwise.
     """
-    device = _device_of(x, "x")
+    device = device_of(x, "x")
     _check(x, "x", (torch.float32,), device)
     _check(indices, "indices", (torch.int32,), device)
     _kernels(device).clear(x.detach(), indices)
@@ -129,13 +129,6 @@ def _kernels(device: torch.device) -> Any:
     from linkweave.kernels.gtopk import gpu  # which imports Triton
 
     return gpu
-
-
-def _device_of(x: Any, name: str) -> torch.device:
-    if not isinstance(x, torch.Tensor) or x.device.type not in ("cpu", "cuda"):
-        found = getattr(x, "device", type(x).__name__)
-        raise TypeError(f"{name} must be a tensor on the CPU or a GPU, not {found}")
-    return x.device
 
 
 def _check(

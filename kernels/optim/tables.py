@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+
+from linkweave.kernels.tensors import check_overlaps
 
 BLOCK = 1024  # elements; a power of two
 PARAM, GRAD, STATE, STATE_2, COUNT = range(5)  # columns: four addresses, and a number of elements
@@ -90,18 +91,6 @@ def check_columns(columns: dict[str, Sequence[torch.Tensor]]) -> None:
                 raise ValueError(f"{here} has gaps or overlaps: its strides are {tensor.stride()}")
             named[here] = tensor
     check_overlaps(named)
-
-
-def check_overlaps(named: dict[str, torch.Tensor]) -> None:
-    """Tensors without gaps must not overlap."""
-    spans = []
-    for name, tensor in named.items():
-        if tensor.numel():
-            start = tensor.data_ptr()
-            spans.append((start, start + tensor.numel() * tensor.element_size(), name))
-    for (_, end, one), (start, _, other) in pairwise(sorted(spans)):
-        if start < end:
-            raise ValueError(f"{one} and {other} overlap in memory")
 
 
 def _strides(tensor: torch.Tensor) -> list[int]:
