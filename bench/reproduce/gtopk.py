@@ -26,6 +26,11 @@ from linkweave.bench.reproduce.gtopk_paper import (
     Model,
 )
 from linkweave.bench.sparse import medians
+from linkweave.collectives.planning.sparse_equations import (
+    dense_seconds,
+    gtopk_seconds,
+    topk_seconds,
+)
 from linkweave.collectives.planning.sparse_tree import sparse_costs
 from linkweave.topology import load
 
@@ -43,22 +48,22 @@ TOTAL = 2 * len(MODELS) + sum(workers <= MOST_PLANNED for workers in SCALE)
 
 def dense(workers: int, numel: int, alpha: float = ALPHA, beta: float = BETA) -> float:
     """Equation 5, a ring's all-reduce of all elements."""
-    return 2 * (workers - 1) * (alpha + numel / workers * beta)
+    return dense_seconds(workers, alpha, numel * beta)
 
 
 def topk(workers: int, k: int, alpha: float = ALPHA, beta: float = BETA) -> float:
     """Equation 6, an all-gather of k values and k indices of each worker."""
-    return math.log2(workers) * alpha + 2 * (workers - 1) * k * beta
+    return topk_seconds(workers, math.log2(workers), alpha, 2 * k * beta)
 
 
 def gtopk(workers: int, k: int, alpha: float = ALPHA, beta: float = BETA) -> float:
     """Equation 7, merges up a tree and a broadcast, for powers of two (log2 P is not rounded)."""
-    return 2 * math.log2(workers) * (alpha + 2 * k * beta)
+    return gtopk_seconds(math.log2(workers), alpha, 2 * k * beta)
 
 
 def tree(workers: int, k: int, alpha: float = ALPHA, beta: float = BETA) -> float:
     """Equation 7 with the ceil(log2 P) rounds of linkweave's tree, for any number of workers."""
-    return 2 * (workers - 1).bit_length() * (alpha + 2 * k * beta)
+    return gtopk_seconds((workers - 1).bit_length(), alpha, 2 * k * beta)
 
 
 def crossover(merged: Callable[..., float], k: int, alpha: float = ALPHA) -> int:

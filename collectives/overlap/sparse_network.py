@@ -7,6 +7,7 @@ Low Bandwidth Networks", equations 5 to 7.
 from __future__ import annotations
 
 from linkweave.collectives.overlap.network import Network
+from linkweave.collectives.planning.sparse_equations import gtopk_seconds, topk_seconds
 
 ENTRY = 8
 """Bytes of an entry: a float32 value and an int32 index."""
@@ -24,7 +25,7 @@ def sparse_seconds(network: Network, nbytes: float, entries: float) -> dict[str,
     alpha = network.startup_s / (2 * steps)
     message = ENTRY * entries * network.seconds_per_byte * network.workers / (2 * steps)
     return {
-        "gtopk": 2 * rounds * (alpha + message),
-        "topk": rounds * alpha + (network.workers - 1) * message,
+        "gtopk": gtopk_seconds(rounds, alpha, message),
+        "topk": topk_seconds(network.workers, rounds, alpha, message),
         "dense": network.seconds(nbytes),
     }

@@ -18,6 +18,11 @@ from linkweave.collectives.planning.algorithms.shortest import shortest_trees, t
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.cost import pipeline_of
 from linkweave.collectives.planning.planner import plan_allreduce, predict, ranked
+from linkweave.collectives.planning.sparse_equations import (
+    dense_seconds,
+    gtopk_seconds,
+    topk_seconds,
+)
 from linkweave.topology import Topology
 
 INDEX = 4
@@ -126,10 +131,9 @@ def sparse_costs(topology: Topology, numel: int, k: int, item: int = 4) -> tuple
     a, levels = shape.alpha_s, math.log2(size)
     one, whole = sparse / shape.bandwidth, dense / shape.bandwidth
     found = [
-        Sparse("gtopk", up + down, 7, 2 * levels * (a + one)),
+        Sparse("gtopk", up + down, 7, gtopk_seconds(levels, a, one)),
         Sparse("topk", _best(topology, sparse * size, "allgather"), 6,
-               levels * a + (size - 1) * one),
-        Sparse("dense", _best(topology, dense, "allreduce"), 5,
-               2 * (size - 1) * (a + whole / size)),
+               topk_seconds(size, levels, a, one)),
+        Sparse("dense", _best(topology, dense, "allreduce"), 5, dense_seconds(size, a, whole)),
     ]  # fmt: skip
     return tuple(sorted(found, key=lambda row: row.seconds))

@@ -40,6 +40,7 @@ ARROWS = {
 
 ROOMS = {
     ("overlap", "errors"): "profiles may be wrong",
+    ("overlap", "planning"): "equations of sparse all-reduces",
     ("planning", "errors"): "plans may be wrong",
     ("planning", "kernels"): "the simulator's loop, compiled",
     ("settings", "errors"): "settings may be wrong",
