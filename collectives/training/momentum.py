@@ -71,18 +71,3 @@ class Momentum:
         """Let the optimizer go on with a velocity, if it has momentum and the parameter."""
         if self.factors[0] and id(parameter) in self._known:
             self._optimizer.state[parameter]["momentum_buffer"] = velocity.to(parameter.dtype)
-
-
-def accumulate(
-    gradient: torch.Tensor, residual: torch.Tensor, velocity: torch.Tensor | None,
-    factors: tuple[float, bool],
-) -> None:  # fmt: skip
-    """Add a gradient, corrected if there is a velocity, to the residual."""
-    momentum, nesterov = factors
-    if velocity is None:
-        residual += gradient
-        return
-    velocity.mul_(momentum).add_(gradient)
-    if nesterov:
-        gradient = gradient.add(velocity, alpha=momentum)
-    residual += gradient if nesterov else velocity

@@ -9,7 +9,6 @@ import torch
 
 from linkweave.collectives.overlap import Network
 from linkweave.collectives.overlap.sparse_network import sparse_seconds
-from linkweave.collectives.training.momentum import accumulate
 from linkweave.collectives.training.transport import Transport, Vector
 from linkweave.kernels import gtopk
 
@@ -103,7 +102,7 @@ class SparseAverage:
 
     def _dense(self, lane: int, x: torch.Tensor, kept: Kept, marks: Marks) -> Sent:
         """Send all; velocities go on, as without compression."""
-        accumulate(x.float(), kept.residual, kept.velocity, kept.factors)
+        _selected(x, kept, [x.numel()], [0])
         marked = x.new_empty(0, dtype=torch.int64)
         if not kept.residual.isfinite().all():
             marked = _mark(kept, marks)
