@@ -22,9 +22,8 @@ from linkweave.bench.throttled import Throttled
 from linkweave.bench.timing import schedule as batch_scheduling
 from linkweave.collectives import overlap
 from linkweave.collectives.launch.default import get_default
-from linkweave.collectives.overlap.communication import whole
 from linkweave.collectives.overlap.units import ALIGN
-from linkweave.collectives.training.planner import SPARSE
+from linkweave.collectives.training.planner import SPARSE, one_at_the_end
 
 NBYTES = 4_000_000
 """Gradients, few enough for their way through memory to take no time beside the network's."""
@@ -127,9 +126,8 @@ def plans(
 
 def sparse_plans(profile: overlap.Profile, network: overlap.Network) -> list[overlap.Schedule]:
     """The schedules of an exchange of whole layers, the first of which overlaps with nothing."""
-    every = whole(profile, tuple(range(len(profile.layers))))
     unchained = [replace(made, chained=False) for made in plans(profile, network, SPARSE)]
-    return [overlap.Schedule("at once", profile, network, (every,)), *unchained]
+    return [one_at_the_end(profile, network), *unchained]
 
 
 def rows(

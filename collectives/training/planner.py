@@ -127,10 +127,13 @@ class Planner:
         engine = self._engine
         engine.finish()
         largest = max(engine.arena.buffers, key=lambda buffer: buffer.nbytes)
-        network = measure_network(engine.transport, largest, engine.transport.average)
-        if sparse := engine.sparse:  # modes must be chosen alike, so by one rank's times
-            told = engine.transport.share(json.dumps(asdict(network)).encode())[0]
-            sparse.average_of.network = Network(**json.loads(told))
+        sparse = engine.sparse
+        if sparse is None or sparse.spec.mode == "auto":
+            network = measure_network(engine.transport, largest, engine.transport.average)
+        if sparse:
+            if sparse.spec.mode == "auto":  # modes must be chosen alike, so by one rank's times
+                told = engine.transport.share(json.dumps(asdict(network)).encode())[0]
+                sparse.average_of.network = Network(**json.loads(told))
             network = measure_network(engine.transport, largest, sparse.rehearse)
             sparse.rehearsed()
         mine = json.dumps([_profile(engine, records).to_data(), asdict(network)])
@@ -149,8 +152,7 @@ class Planner:
                 whole_units = SPARSE if self._engine.sparse else NAMED
                 named = [replace(plan(profile, network, one), chained=False) for one in whole_units]
                 fastest = min(named, key=lambda schedule: schedule.predicted_seconds)
-                every = whole(profile, tuple(range(len(profile.layers))))
-                at_once = Schedule("at once", profile, network, (every,))
+                at_once = one_at_the_end(profile, network)
                 made: list[Schedule] = []
                 rivals = [fastest, plan(profile, network, "ddp")]
                 if not self._engine.sparse:
@@ -179,6 +181,12 @@ class Planner:
             _check_whole(program)
         engine.adopt(program)
         self.schedule = schedule
+
+
+def one_at_the_end(profile: Profile, network: Network) -> Schedule:
+    """All gradients in one all-reduce after the backward pass."""
+    every = whole(profile, tuple(range(len(profile.layers))))
+    return Schedule("at once", profile, network, (every,))
 
 
 def _sent(schedule: Schedule) -> Any:
