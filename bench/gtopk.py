@@ -12,7 +12,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from linkweave.bench.ddp import send_nothing
+from linkweave.bench.peers import on_gloo
 from linkweave.bench.timing import rounds_of, schedule
 from linkweave.bench.train_models import SHAPES
 from linkweave.collectives import CollectiveError
@@ -152,17 +152,6 @@ def measure(
     with on_gloo():
         chosen = [name for name in known if not only or name in only or name in _NEEDED]
         return list(_rows(model, {name: known[name] for name in chosen}, rounds))
-
-
-@contextmanager
-def on_gloo() -> Iterator[None]:
-    """The default process group of the ranks that torchrun has started, each with one thread."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 _NEEDED = ("nothing sent", "dense")

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,20 @@ class Gloo:
 
     def close(self) -> None:
         self.dist.destroy_process_group()
+
+
+@contextmanager
+def on_gloo() -> Iterator[None]:
+    """The default process group of the ranks that torchrun has started, each with one thread."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def mpi_launcher() -> Path | None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from linkweave import collectives
+from linkweave.bench.peers import on_gloo
 from linkweave.bench.timing import rounds_of, schedule
 from linkweave.bench.train_models import MODELS
 from linkweave.collectives import CollectiveError
@@ -96,13 +97,8 @@ def measure(model: str, batch: int, blocks: int, policy: str, batch_scheduling: 
     if model not in MODELS:
         raise CollectiveError(f"--model must be one of {', '.join(MODELS)}, not {model!r}")
     schedule(batch_scheduling)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    try:
-        with collectives.init(timeout=120) as comm:
-            return _measured(comm, model, batch, blocks, policy)
-    finally:
-        dist.destroy_process_group()
+    with on_gloo(), collectives.init(timeout=120) as comm:
+        return _measured(comm, model, batch, blocks, policy)
 
 
 def _measured(comm: Any, model: str, batch: int, blocks: int, policy: str) -> list[Row]:

@@ -101,9 +101,9 @@ def gtopk(
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Gradients by gTop-k and other hooks of DDP, on all ranks (1 min)."""
-    sane(1, density, ("-r", rounds, 1))
     from linkweave.bench import gtopk as measured
 
+    sane(1, density, ("-r", rounds, 1))
     rows = measured.measure(model, density, rounds, scheduling, hook or ())
     if rows:  # rank 0 tells
         tell(measured, lambda: rows, out, as_json)
