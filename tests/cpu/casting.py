@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -11,6 +12,11 @@ SCALES = (1.0, 0.125, 1 / 3)
 _NAN = {torch.float16: 0x7E00, torch.bfloat16: 0x7FC0, torch.float32: 0x7FC00000,
         torch.float64: 0x7FF8 << 48}  # fmt: skip
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+fused = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="torch fuses no operations here",
+)
 
 
 def patterns(half: torch.dtype) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from linkweave.kernels import embedding
 from linkweave.kernels.embedding import cpu
 from tests.cpu import casting
-from tests.cpu.casting import special
+from tests.cpu.casting import fused, special
 from tests.cpu.triton_checks import (
     ARCHITECTURES,
     OnGpu,
@@ -32,10 +32,6 @@ COPIED = (*DTYPES, torch.float16, torch.bfloat16)
 KINDS = (torch.int32, torch.int64)
 WIDTHS = (0, 1, 3, 16, 17, 128)
 COUNTS = (0, 1, 120, ROWS)
-fused = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
-    reason="torch fuses no operations here",
-)
 
 
 @pytest.fixture(autouse=True)

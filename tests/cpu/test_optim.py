@@ -18,7 +18,7 @@ import torch
 from linkweave.kernels import optim
 from linkweave.kernels.optim import cpu
 from linkweave.kernels.optim.tables import BLOCK
-from tests.cpu.casting import same
+from tests.cpu.casting import fused, same
 from tests.cpu.triton_checks import (
     ARCHITECTURES,
     OnGpu,
@@ -30,10 +30,6 @@ from tests.cpu.triton_checks import (
 ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.float64)
 SHAPES = ((), (0,), (1,), (7,), (1009,), (64, 3, 7, 7), (BLOCK,), (5 * BLOCK + 1,), (40009,))
-fused = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
-    reason="torch fuses no operations here",
-)
 
 
 @pytest.fixture(autouse=True)
