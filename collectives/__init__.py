@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from linkweave.collectives.launch.processes import spawn
     from linkweave.collectives.training.data_parallel import DataParallel
     from linkweave.collectives.training.gtopk import GTopK
+    from linkweave.collectives.training.prefetch import prefetch
+    from linkweave.collectives.training.sharded_embedding import ShardedEmbedding
 
     # as `__getattr__` makes them: the default communicator's methods
     _default = get_default()
@@ -53,12 +55,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CollectiveAborted", "CollectiveError", "CollectiveTimeout", "Communicator", "DataParallel",
-    "Explanation", "GTopK", "GradientQueue", "Plan", "PlanError", "Timeline", "TopologyError",
-    "Work", "allgather", "allreduce", "allreduce_queue", "alltoall", "barrier", "broadcast",
-    "distributed",
-    "empty", "explain", "get_default", "init", "overlap", "plan_allreduce", "plan_collective",
-    "recv", "reduce", "reduce_scatter", "run", "send", "shutdown", "simulate", "sparse_allreduce",
-    "spawn", "symmetric_empty", "training", "verify",
+    "Explanation", "GTopK", "GradientQueue", "Plan", "PlanError", "ShardedEmbedding", "Timeline",
+    "TopologyError", "Work", "allgather", "allreduce", "allreduce_queue", "alltoall", "barrier",
+    "broadcast", "distributed", "empty", "explain", "get_default", "init", "overlap",
+    "plan_allreduce", "plan_collective", "prefetch", "recv", "reduce", "reduce_scatter", "run",
+    "send", "shutdown", "simulate", "sparse_allreduce", "spawn", "symmetric_empty", "training",
+    "verify",
 ]  # fmt: skip
 
 _LAZY = {
@@ -66,8 +68,10 @@ _LAZY = {
     "DataParallel": "training.data_parallel",
     "GTopK": "training.gtopk",
     "GradientQueue": "calls.work",
+    "ShardedEmbedding": "training.sharded_embedding",
     "Work": "calls.work",
     "init": "launch.join",
+    "prefetch": "training.prefetch",
     "spawn": "launch.processes",
     "shutdown": "launch.default",
     "get_default": "launch.default",

@@ -97,16 +97,17 @@ def coalesce(indices: Any, values: Any, num_rows: int) -> tuple[Any, Any]:
     """Sum rows that have the same index; returns (distinct ascending indices, sums).
 
     `indices` is [n] of int32 or int64 from 0 to num_rows - 1; `values` is [n, ...] of float32,
-    float16 or bfloat16. Rows are added in float32, in the order given, and rounded once. On a GPU,
-    rows are first sorted by index (stably), added within windows of 32 rows, and then window by
-    window; the host waits once, for the number of distinct indices.
+    float16 or bfloat16, or on the CPU float64. Rows are added in float32, those of float64 in
+    float64, in the order given, and rounded once. On a GPU, rows are first sorted by index
+    (stably), added within windows of 32 rows, and then window by window; the host waits once, for
+    the number of distinct indices.
     """
     if gpu := _gpu(values):
         return gpu.coalesce(indices, values, num_rows)
-    where, dtype = _indices(indices, num_rows), checks.dtype_of(values)
-    data = _rows(values, where)
+    where, dtype = _indices(indices, num_rows), checks.dtype_of(values, "float64")
+    data = _rows(values, where, "float64")
     unique, position = rows.unique_positions(where, num_rows)
-    sums = np.zeros((unique.size, data.shape[1]), np.float32)
+    sums = np.zeros((unique.size, data.shape[1]), data.dtype)
     rows.add_rows(position, data, sums)
     shape = (unique.size, *tuple(values.shape)[1:])
     return _out(unique, indices), _out(sums.reshape(shape), values, dtype, narrow=True)
@@ -232,11 +233,12 @@ def _selected(choose: Callable[[np.ndarray, str, int], np.ndarray], x: Any, k: i
     return _out(row[found], x, dtype), _out(found.astype(checks.index_type(row.size)), x)
 
 
-def _float32(x: Any, name: str) -> np.ndarray:
-    array, dtype = _numpy(x, name), checks.dtype_of(x)
+def _float32(x: Any, name: str, *others: str) -> np.ndarray:
+    """`x` in float32, or in one of the other dtypes if it has that."""
+    array, dtype = _numpy(x, name), checks.dtype_of(x, *others)
     if dtype == "bfloat16":
         return (array.astype(np.uint32) << 16).view(np.float32)
-    return np.ascontiguousarray(array, np.float32)
+    return np.ascontiguousarray(array, dtype if dtype in others else np.float32)
 
 
 def _out(array: np.ndarray, like: Any, dtype: str = "", narrow: bool = False) -> Any:
@@ -266,9 +268,9 @@ def _indices(x: Any, num_rows: Any) -> np.ndarray:
     return array
 
 
-def _rows(values: Any, where: np.ndarray) -> np.ndarray:
-    """The values as float32 [n, width]."""
-    data = _float32(values, "values")
+def _rows(values: Any, where: np.ndarray, *others: str) -> np.ndarray:
+    """The values as [n, width] of float32, or of one of the other dtypes."""
+    data = _float32(values, "values", *others)
     checks.one_for_each(where, data)
     width = int(np.prod(data.shape[1:], dtype=np.int64))
     return data.reshape(where.size, width)

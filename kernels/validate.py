@@ -12,11 +12,12 @@ from linkweave.kernels.dtypes import DTYPES
 FLOATS = tuple(name for name, d in DTYPES.items() if d.kind == "float" and d.size <= 4)
 
 
-def dtype_of(x: Any) -> str:
-    """The dtype of `x`: float32, float16 or bfloat16."""
+def dtype_of(x: Any, *others: str) -> str:
+    """The dtype of `x`: float32, float16, bfloat16, or one of the others."""
     found = _name(x)
-    if found not in FLOATS:
-        raise TypeError(f"dtype {found} is not supported; choose from {', '.join(FLOATS)}")
+    if found not in (*FLOATS, *others):
+        known = ", ".join((*FLOATS, *others))
+        raise TypeError(f"dtype {found} is not supported; choose from {known}")
     return found
 
 

@@ -6,7 +6,7 @@ module's backward pass, and its parameters must be final before its module's for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,11 +66,15 @@ class Recorder:
     A context manager around the pass. A parameter belongs to the module that is running when a
     function of torch first takes it: for a decoder tied to an embedding that is the embedding; for
     the output projection of `MultiheadAttention`, whose own module is never called, the attention.
+    Parameters whose identities are in `without` are in no unit.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, without: Collection[int] = ()) -> None:
         self._model = model
-        self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+        self._names = {
+            id(p): name for name, p in model.named_parameters()
+            if p.requires_grad and id(p) not in without
+        }  # fmt: skip
         self._running = [""]
         self._entered: dict[str, None] = {"": None}
         self._gates: dict[str, str] = {}

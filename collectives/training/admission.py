@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,19 +23,24 @@ def compiled(module: nn.Module) -> bool:
     )
 
 
-def refuse(module: Any, optimizer: Any, schedule: Any, exchange: Any) -> None:
+def refuse(module: Any, optimizers: Sequence[Any], schedule: Any, exchange: Any) -> None:
     """Raise CollectiveError for what cannot be trained."""
     if not isinstance(module, nn.Module):
         raise CollectiveError(f"module must be a torch.nn.Module, not {shown(module)}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise CollectiveError(f"optimizer must be a torch.optim.Optimizer, not {shown(optimizer)}")
-    if hasattr(type(optimizer), "watcher"):
-        raise CollectiveError("another DataParallel uses this optimizer: close that one first")
+    if not optimizers:
+        raise CollectiveError("optimizer must be a torch.optim.Optimizer, not an empty list")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise CollectiveError(
+                f"optimizer must be a torch.optim.Optimizer, not {shown(optimizer)}"
+            )
+        if hasattr(type(optimizer), "watcher"):
+            raise CollectiveError("another DataParallel uses this optimizer: close that one first")
     for kind, instead in _ELSEWHERE.items():
         for part in module.modules():
             if kind in (base.__name__ for base in type(part).__mro__):
                 raise CollectiveError(f"{kind} averages gradients itself: {instead}")
-    if isinstance(optimizer, torch.optim.LBFGS):
+    if isinstance(optimizers[0], torch.optim.LBFGS):
         raise CollectiveError(
             "LBFGS evaluates the loss of a rank's own batch several times a step, so that ranks "
             "would part: take another optimizer"
@@ -65,9 +71,11 @@ def compare_exchanges(transport: Transport, exchange: Any) -> None:
         )
 
 
-def copy_from_rank_0(transport: Transport, module: nn.Module) -> None:
-    """Copy rank 0's parameters and buffers. Raises CollectiveError unless all ranks have them."""
+def copy_from_rank_0(transport: Transport, module: nn.Module, without: set[int]) -> None:
+    """Copy rank 0's parameters, but those `without`, and buffers. Raises CollectiveError unless all
+    ranks have them."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    tensors = {name: tensor for name, tensor in tensors.items() if id(tensor) not in without}
     names = [f"{name} {t.dtype} {tuple(t.shape)} {t.requires_grad}" for name, t in tensors.items()]
     if (other := parted(transport, "\n".join(names))) is not None:
         raise CollectiveError(

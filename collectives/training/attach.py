@@ -16,6 +16,8 @@ class Watcher(Protocol):
 
     def finish(self) -> None: ...
 
+    def reset(self) -> None: ...
+
 
 def attach(optimizer: torch.optim.Optimizer, watcher: Watcher) -> type:
     """Let `step` and `zero_grad` of the optimizer call the watcher. Returns the optimizer's class.
@@ -40,6 +42,7 @@ def attach(optimizer: torch.optim.Optimizer, watcher: Watcher) -> type:
         def zero_grad(self, set_to_none: bool = True) -> None:
             if not set_to_none:  # gradients under way must not be overwritten
                 watcher.finish()
+            watcher.reset()
             super().zero_grad(set_to_none)
 
         @property

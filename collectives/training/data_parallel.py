@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -22,12 +22,14 @@ from linkweave.collectives.training.admission import (
     refuse,
 )
 from linkweave.collectives.training.attach import attach, detach
-from linkweave.collectives.training.engine import Engine, State
+from linkweave.collectives.training.embeddings import Embeddings
+from linkweave.collectives.training.engine import Engine
 from linkweave.collectives.training.gtopk import KEY, GTopK, check_state
 from linkweave.collectives.training.hooks import Hook
 from linkweave.collectives.training.momentum import Momentum
 from linkweave.collectives.training.planner import Planner
 from linkweave.collectives.training.program import Program
+from linkweave.collectives.training.state import State
 from linkweave.collectives.training.step_record import StepRecord, timeline_of
 from linkweave.collectives.training.transport import Transport, transport_of
 from linkweave.collectives.training.update import Update
@@ -41,7 +43,8 @@ class DataParallel(nn.Module):
     module: parameters may be frozen, tied or unused. Parameters and buffers of rank 0 are copied to
         all ranks; afterwards each rank keeps its own buffers (running statistics of BatchNorm).
     optimizer: a torch.optim.Optimizer with parameters of `module`, except LBFGS. Its `step` and
-        `zero_grad` take part from now on.
+        `zero_grad` take part from now on. A list of optimizers, if those after the first train
+        the `ShardedEmbedding`s of `module` only.
     schedule: when which gradients are sent. "auto" measures some steps and the network, tries the
         schedule predicted to be the fastest and a few others, and keeps the fastest; the name of a
         policy measures and plans with that one; a `Schedule` is carried out from the first step on.
@@ -65,12 +68,15 @@ class DataParallel(nn.Module):
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, *,
+        self, module: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], *,
         schedule: str | Schedule = "auto", exchange: Literal["dense"] | GTopK = "dense",
         group: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        refuse(module, optimizer, schedule, exchange)
+        optimizers = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
+        refuse(module, optimizers, schedule, exchange)
+        optimizer = optimizers[0]
         self.module, self.optimizer = module, optimizer
         self._schedule, self._sends, self._warned = schedule, True, False
         self._transport: Transport | None = transport_of(group)
@@ -81,6 +87,7 @@ class DataParallel(nn.Module):
         self._sparse = exchange if isinstance(exchange, GTopK) else None
         self._state: dict[str, Any] | None = None  # of the exchange, as long as no engine has it
         self._loading: dict[str, Any] | None = None
+        self._embeddings = Embeddings()
         if self._transport is None:
             self._update = Update(optimizer)
             return
@@ -89,9 +96,10 @@ class DataParallel(nn.Module):
         if self._sparse and self._sparse.momentum == "correction":
             momentum = Momentum(optimizer)
         self._update = Update(optimizer, momentum)
-        copy_from_rank_0(self._transport, module)
-        self._kind = attach(optimizer, self)
         before: Any = Hook(self._before_state)
+        self._embeddings.attach(module, optimizers, self._transport, before)
+        copy_from_rank_0(self._transport, module, self._embeddings.weights)
+        self._kind = attach(optimizer, self)
         registers: list[Any] = [
             optimizer.register_state_dict_pre_hook, optimizer.register_load_state_dict_pre_hook
         ]  # fmt: skip
@@ -124,7 +132,7 @@ class DataParallel(nn.Module):
     def _first_forward(self, args: Any, kwargs: Any) -> Any:
         """Record which module uses which parameters, and make an engine for them."""
         assert self._transport is not None
-        with Recorder(self.module) as recorder:
+        with Recorder(self.module, self._embeddings.weights) as recorder:
             result = self.module(*args, **kwargs)
         mine = json.dumps(recorder.gates()).encode()
         gates = json.loads(self._transport.share(mine)[0])
@@ -136,7 +144,9 @@ class DataParallel(nn.Module):
                 f"the model is on several devices: {', '.join(map(str, devices))}"
             )
         chains = self._update.separable and not compiled(self.module)
-        engine = Engine(self.module, units, self._transport, self._update, self._sparse)
+        engine = Engine(
+            self.module, units, self._transport, self._update, self._sparse, self._embeddings
+        )
         engine.sends = self._sends
         self._all = [*self.module.parameters()]
         self._trained = [p.requires_grad for p in self._all]
@@ -164,14 +174,20 @@ class DataParallel(nn.Module):
         if self._engine is None:
             plain()
         else:
+            self._embeddings.step(skipped=bool(self._engine.sparse and self._engine.sparse.bad))
             self._engine.step(plain)
         return loss
+
+    def reset(self) -> None:
+        """Before `zero_grad` of the optimizer."""
+        self._embeddings.reset()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of the module's parameters."""
         self.synchronize()  # a step may be left out
         if not set_to_none:  # gradients under way must not be overwritten
             self.finish()
+        self._embeddings.skip()
         self.module.zero_grad(set_to_none)
 
     @contextmanager
@@ -187,6 +203,7 @@ class DataParallel(nn.Module):
 
     def _set_sends(self, sends: bool) -> None:
         self._sends = sends
+        self._embeddings.set_sends(sends)
         if self._engine is not None:
             self._engine.sends = sends
 
@@ -201,10 +218,8 @@ class DataParallel(nn.Module):
                 "clip_grad_norm_ waits for all gradients: a schedule that is not chained is faster"
             )
         self.synchronize()
-        found: torch.Tensor = nn.utils.clip_grad_norm_(
-            self.module.parameters(), max_norm, norm_type
-        )
-        return found
+        parameters = [*self.module.parameters()]
+        return self._embeddings.clip_grad_norm_(parameters, max_norm, norm_type)
 
     # ---- waiting -----------------------------------------------------------------------------
     def synchronize(self) -> None:
@@ -217,6 +232,7 @@ class DataParallel(nn.Module):
         if self._engine is not None:
             self._engine.synchronize()
             self._engine.finish()
+        self._embeddings.finish()
 
     def _before_state(self, *_: Any) -> None:
         self.finish()
@@ -319,6 +335,7 @@ class DataParallel(nn.Module):
             for handle in self._handles:
                 handle.remove()
             detach(self.optimizer, self._kind)
+            self._embeddings.close()
             transport, self._transport = self._transport, None
             transport.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import Any, NoReturn
 
 import torch
@@ -13,27 +12,17 @@ from linkweave.collectives.errors import CollectiveAborted, CollectiveError
 from linkweave.collectives.overlap.clock import clock_of
 from linkweave.collectives.overlap.units import Unit, tensors_in
 from linkweave.collectives.training.arena import Arena
+from linkweave.collectives.training.embeddings import Embeddings
 from linkweave.collectives.training.gtopk import GTopK
 from linkweave.collectives.training.hooks import Hook
-from linkweave.collectives.training.lanes import lanes_of
+from linkweave.collectives.training.lanes import Lanes, lanes_of
 from linkweave.collectives.training.program import Program, at_once
 from linkweave.collectives.training.ranges import profiled
 from linkweave.collectives.training.sparse_exchange import SparseExchange
+from linkweave.collectives.training.state import State
 from linkweave.collectives.training.step_record import StepRecord
 from linkweave.collectives.training.transport import Transport
 from linkweave.collectives.training.update import Update
-
-
-class State(Enum):
-    """IDLE: gradients are averaged, or there are none. BACKWARD: a backward pass runs. SENDING: it
-    is over, and gradients are under way. PENDING: so they are, and `step` has been called: each
-    unit is updated before its next use. ABORTED: an error has ended the training."""
-
-    IDLE = "idle"
-    BACKWARD = "in a backward pass"
-    SENDING = "sending"
-    PENDING = "pending"
-    ABORTED = "aborted"
 
 
 class Engine:
@@ -42,9 +31,10 @@ class Engine:
 
     def __init__(
         self, model: nn.Module, units: Sequence[Unit], transport: Transport, update: Update,
-        exchange: GTopK | None = None,
+        exchange: GTopK | None = None, embeddings: Embeddings | None = None,
     ) -> None:  # fmt: skip
         self.units, self.transport, self.update = tuple(units), transport, update
+        self.embeddings = embeddings
         self.arena = Arena(units, transport.empty, flagged=exchange is None)
         self.sparse: SparseExchange | None = None
         if exchange:
@@ -53,7 +43,7 @@ class Engine:
         device = units[0].device
         self.clock = clock_of(device)
         transport.open(1)
-        self.lanes = lanes_of(transport, self.arena, self.program, self.sparse)
+        self.lanes = self._lanes()
         self.record = StepRecord()
         self.last_step: StepRecord | None = None
         self.sends = True  # whether backward passes send gradients
@@ -95,8 +85,11 @@ class Engine:
         self.program = program
         if self.sparse:
             self.sparse.forget_layouts()
-        self.lanes = lanes_of(self.transport, self.arena, program, self.sparse)
+        self.lanes = self._lanes()
         self.record, self.last_step = StepRecord(), None  # those of the other program
+
+    def _lanes(self) -> Lanes:
+        return lanes_of(self.transport, self.arena, self.program, self.sparse, self.embeddings)
 
     # ---- forward -----------------------------------------------------------------------------
     def begin_forward(self) -> None:
@@ -240,6 +233,8 @@ class Engine:
             self.state = State.IDLE
             return
         self.record.backward_end = self.clock.now()
+        if self.embeddings:
+            self.embeddings.end_backward()
         for index, left in enumerate(self._left):
             if left:
                 self._collected(index)

@@ -13,6 +13,7 @@ import torch
 
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError
 from linkweave.collectives.training.arena import Arena
+from linkweave.collectives.training.embeddings import Embeddings
 from linkweave.collectives.training.packing import Packing
 from linkweave.collectives.training.program import Op, Program
 from linkweave.collectives.training.ranges import profiled
@@ -26,15 +27,18 @@ class HostLanes:
     Each lane has a thread, which carries out the lane's ops in the program's order. All ranks have
     the same program, so whatever the order in which their gradients become ready, calls on a lane
     meet calls of the same op. `after` names earlier ops only, so lanes cannot wait in a circle.
+    No op starts while embeddings send what the next forward pass waits for first.
     If an op fails, all lanes end, and every wait raises its error.
     """
 
     def __init__(
         self, transport: Transport, arena: Arena, program: Program,
-        sparse: SparseExchange | None = None,
+        sparse: SparseExchange | None = None, embeddings: Embeddings | None = None,
     ) -> None:  # fmt: skip
         self._transport, self._arena, self._program = transport, arena, program
-        self._sparse = sparse
+        self._sparse, self._embeddings = sparse, embeddings
+        if embeddings:
+            embeddings.listen(self._wake)
         self._changed = threading.Condition()
         self._steps = 0  # begun so far
         self._ready = [False] * len(program.names)
@@ -141,7 +145,13 @@ class HostLanes:
     def _has_begun(self, step: int) -> bool:
         return self._steps > step
 
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
     def _may_start(self, op: Op) -> bool:
+        if self._embeddings and self._embeddings.urgent:
+            return False
         return all(self._ready[unit] for unit in op.needs) and all(self._done[n] for n in op.after)
 
     def _carry_out(self, number: int, op: Op, packing: Packing) -> None:

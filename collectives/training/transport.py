@@ -63,6 +63,12 @@ class Transport(Protocol):
     ) -> Vector:
         """The sum of all ranks' sparse vectors, as `Communicator.sparse_allreduce` has it."""
 
+    def alltoall(
+        self, lane: int, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]
+    ) -> torch.Tensor:
+        """Send so many elements of a flat tensor to each rank; what each rank sends to this one,
+        in rank order. CPU tensors only."""
+
     def broadcast(self, x: torch.Tensor) -> None:
         """Copy `x` of rank 0 to all ranks. Not beside another call of this kind."""
 
@@ -111,6 +117,12 @@ class OverCommunicator:
         found: Vector = self._lanes[lane].sparse_allreduce(
             *vector, numel, k, residual=residual, mode=mode
         )
+        return found
+
+    def alltoall(
+        self, lane: int, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]
+    ) -> torch.Tensor:
+        found: torch.Tensor = self._lanes[lane].alltoall(x, None, sends, receives)
         return found
 
     def broadcast(self, x: torch.Tensor) -> None:
@@ -181,6 +193,13 @@ class OverGroup:
         self, lane: int, vector: Vector, numel: int, k: int, residual: torch.Tensor, mode: str
     ) -> Vector:
         return linked_allreduce(GroupLinks(self._lanes[lane]), vector, numel, k, residual, mode)
+
+    def alltoall(
+        self, lane: int, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]
+    ) -> torch.Tensor:
+        out = x.new_empty(sum(receives))
+        dist.all_to_all_single(out, x, list(receives), list(sends), self._lanes[lane])
+        return out
 
     def broadcast(self, x: torch.Tensor) -> None:
         dist.broadcast(x, group=self._own, group_src=0)

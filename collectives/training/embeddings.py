@@ -1,0 +1,190 @@
+"""The sharded embeddings of a model in training, and their optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.training.attach import attach, detach
+from linkweave.collectives.training.hooks import Hook
+from linkweave.collectives.training.row_optimizer import RowOptimizer
+from linkweave.collectives.training.row_schedule import RowSchedule
+from linkweave.collectives.training.sharded_embedding import ShardedEmbedding
+from linkweave.collectives.training.transport import Transport, parted
+
+
+class Embeddings:
+    """What `DataParallel` drives: the steps of its embeddings follow those of its model.
+
+    Without `attach`, and for a model without any, there are none.
+    """
+
+    def __init__(self) -> None:
+        self.named: dict[str, ShardedEmbedding] = {}
+        self._rows: list[RowOptimizer] = []  # of each optimizer
+        self._attached: list[tuple[torch.optim.Optimizer, type]] = []
+        self._handles: list[Any] = []
+
+    def attach(
+        self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], transport: Transport,
+        before: Any,
+    ) -> None:  # fmt: skip
+        """Take part in the steps of the optimizers.
+
+        The first one trains everything else, and may train embeddings as well; the others train
+        embeddings only. `before` is called before their states are read or loaded.
+        """
+        self._transport = transport
+        self.named = embeddings_of(module)
+        _compare(transport, self.named)
+        self._rows = [RowOptimizer(one, [*self.named.values()]) for one in optimizers]
+        for name, embedding in self.named.items():
+            if embedding.schedule is None:
+                raise CollectiveError(f"ShardedEmbedding {name} is of one rank, or closed")
+            embedding.schedule.lane.name = name
+            if not any(embedding in rows.embeddings for rows in self._rows):
+                raise CollectiveError(f"no optimizer has the weight of ShardedEmbedding {name}")
+        for rows in self._rows[1:]:
+            rows.check_alone()
+        for i, (rows, optimizer) in enumerate(zip(self._rows, optimizers, strict=True)):
+            if rows.embeddings:
+                self._handles += [
+                    optimizer.register_state_dict_pre_hook(before),
+                    optimizer.register_state_dict_post_hook(Hook(rows.add_state)),
+                    optimizer.register_load_state_dict_pre_hook(before),
+                    optimizer.register_load_state_dict_pre_hook(rows.take_state),
+                ]
+            if i:
+                self._attached.append((optimizer, attach(optimizer, _Steps(rows, self))))
+
+    @property
+    def _schedules(self) -> list[RowSchedule]:
+        return [e.schedule for e in self.named.values() if e.schedule is not None]
+
+    @property
+    def weights(self) -> set[int]:
+        """Their parameters, by identity."""
+        return {id(embedding.weight) for embedding in self.named.values()}
+
+    @property
+    def urgent(self) -> bool:
+        """Whether what the next forward pass waits for is being sent."""
+        return any(schedule.lane.urgent for schedule in self._schedules)
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Call `wake` when no longer `urgent`."""
+        for schedule in self._schedules:
+            schedule.lane.on_idle = wake
+
+    def set_sends(self, sends: bool) -> None:
+        for schedule in self._schedules:
+            schedule.sends = sends
+
+    def end_backward(self) -> None:
+        for schedule in self._schedules:
+            schedule.end_backward()
+
+    def step(self, skipped: bool) -> None:
+        """With the step of the first optimizer, which may be left out."""
+        if skipped:
+            self.skip()
+        for rows in self._rows[:1]:
+            rows.step()
+
+    def reset(self) -> None:
+        """With `zero_grad` of the first optimizer."""
+        for rows in self._rows[:1]:
+            rows.drop()
+
+    def skip(self) -> None:
+        """Drop the gradients of a step that is left out."""
+        for rows in self._rows:
+            rows.drop()
+
+    def finish(self) -> None:
+        for schedule in self._schedules:
+            schedule.finish()
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for optimizer, kind in self._attached:
+            detach(optimizer, kind)
+
+    # ---- clipping ----------------------------------------------------------------------------
+    def clip_grad_norm_(
+        self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """`torch.nn.utils.clip_grad_norm_` with the rows of embeddings: what has arrived of them is
+        scaled as the other gradients are."""
+        if not self.named:
+            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        rows = [part for schedule in self._schedules for part in schedule.averaged()]
+        dense = [p.grad for p in parameters if p.grad is not None]
+        mine = float(nn.utils.get_total_norm(rows, norm_type))
+        norms = [float(text) for text in self._transport.share(repr(mine).encode())]
+        total: torch.Tensor = torch.linalg.vector_norm(
+            torch.stack([nn.utils.get_total_norm(dense, norm_type), *map(torch.tensor, norms)]),
+            norm_type,
+        )
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+        factor = float((max_norm / (total + 1e-6)).clamp(max=1.0))  # as torch has it
+        for part in rows:
+            part.mul_(factor)
+        return total
+
+
+class _Steps:
+    """What the methods of an optimizer of embeddings call."""
+
+    def __init__(self, rows: RowOptimizer, embeddings: Embeddings) -> None:
+        self._rows, self._embeddings = rows, embeddings
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._rows.step()
+        return loss
+
+    def reset(self) -> None:
+        self._rows.drop()
+
+    def synchronize(self) -> None:
+        """Options may be read at any time."""
+
+    def finish(self) -> None:
+        self._embeddings.finish()
+
+
+def embeddings_of(module: nn.Module) -> dict[str, ShardedEmbedding]:
+    """The sharded embeddings of a model, by name. Raises CollectiveError if one is tied."""
+    found = {
+        name: part for name, part in module.named_modules() if isinstance(part, ShardedEmbedding)
+    }
+    owners = {id(part.weight): name for name, part in found.items()}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        owner = owners.get(id(parameter))
+        if owner is not None and name != f"{owner}.weight":
+            raise CollectiveError(
+                f"{name} is the weight of ShardedEmbedding {owner}, of which this rank has only "
+                "some columns: a tied decoder needs nn.Embedding"
+            )
+    return found
+
+
+def _compare(transport: Transport, named: dict[str, ShardedEmbedding]) -> None:
+    """Raise CollectiveError on every rank unless all have these embeddings."""
+    told = [
+        f"{name} {e.num_embeddings} {e.embedding_dim} {e.padding_idx} {e.weight.dtype} "
+        f"{e.weight.requires_grad}" for name, e in named.items()
+    ]  # fmt: skip
+    if (other := parted(transport, "\n".join(told))) is not None:
+        raise CollectiveError(
+            f"ranks 0 and {other} have different ShardedEmbeddings; this rank's: {told}"
+        )

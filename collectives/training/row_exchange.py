@@ -1,0 +1,104 @@
+"""What ranks tell each other of an embedding whose columns are divided among them.
+
+Source: Li et al., "EmbRace: Accelerating Sparse Communication for Distributed Training of Deep
+Neural Networks", section 4.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from linkweave.collectives.training.transport import Transport
+from linkweave.kernels import embedding
+from linkweave.kernels.api import coalesce
+
+NONE = -1
+"""The number of tokens of a rank that does not know them."""
+
+
+def columns_of(width: int, size: int) -> list[int]:
+    """How many columns each rank has: as equal as can be, the first ranks one more."""
+    return [width // size + (rank < width % size) for rank in range(size)]
+
+
+class RowExchange:
+    """The exchanges of one embedding, on one lane. Each blocks, and all ranks make the same ones.
+
+    table: the parameter, [rows, columns of this rank], which is read.
+    widths: the columns of each rank.
+    """
+
+    def __init__(
+        self, transport: Transport, lane: int, table: torch.Tensor, widths: Sequence[int]
+    ) -> None:
+        self._transport, self._lane = transport, lane
+        self._table, self._widths = table, list(widths)
+        self.rank, self._size = transport.rank, transport.size
+        self._index = torch.int32 if len(table) <= 1 << 31 else torch.int64
+        self.nbytes = 0
+        """Bytes that this rank has sent to other ranks."""
+
+    def tokens(self, own: torch.Tensor | None) -> list[torch.Tensor] | None:
+        """The tokens of all ranks, by rank; None if a rank does not know its own.
+
+        own: int64, ascending and distinct.
+        """
+        count = NONE if own is None else len(own)
+        each = [1] * self._size
+        counts = self._alltoall(torch.tensor([count] * self._size), each, each).tolist()
+        if own is None or NONE in counts:
+            return None
+        repeated = own.to(self._index).repeat(self._size)
+        found = self._alltoall(repeated, [count] * self._size, counts)
+        return [part.long() for part in torch.split(found, counts)]
+
+    def fetch(self, tokens: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole rows of this rank's tokens, [own tokens, width]; `tokens` are all ranks'."""
+        mine, own = self._widths[self.rank], len(tokens[self.rank])
+        wanted = torch.cat(list(tokens))
+        sent = torch.empty(len(wanted), mine, dtype=self._table.dtype)
+        if sent.numel():
+            embedding.lookup(self._table.detach(), wanted, sent)
+        sends = [len(part) * mine for part in tokens]
+        parts = self._alltoall(sent.flatten(), sends, [own * width for width in self._widths])
+        rows = parts.new_empty(own, sum(self._widths))
+        if rows.numel():
+            embedding.join_columns(parts, self._widths, rows)
+        return rows
+
+    def add(
+        self, tokens: Sequence[torch.Tensor], gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The average gradient of the rows that any rank has, in this rank's columns.
+
+        tokens: the rows of each rank, ascending and distinct.
+        gradient: those of this rank, [own rows, width].
+
+        Returns (rows, ascending and distinct; their gradients). They are added in rank order and
+        divided by the number of ranks; in float64 if they are float64, else in float32.
+        """
+        mine = self._widths[self.rank]
+        parts = torch.empty(gradient.numel(), dtype=gradient.dtype)
+        if gradient.numel():
+            embedding.split_columns(gradient, self._widths, parts)
+        sends = [len(gradient) * width for width in self._widths]
+        got = self._alltoall(parts, sends, [len(part) * mine for part in tokens])
+        wanted = torch.cat(list(tokens))
+        rows, sums = coalesce(wanted, got.view(len(wanted), mine), len(self._table))
+        return rows, sums.div_(self._size)
+
+    def whole(self, columns: torch.Tensor) -> torch.Tensor:
+        """All columns of what each rank has [rows, its columns] of."""
+        counts = [len(columns) * width for width in self._widths]
+        flat = columns.detach().contiguous().flatten()
+        parts = self._alltoall(flat.repeat(self._size), [flat.numel()] * self._size, counts)
+        blocks = zip(torch.split(parts, counts), self._widths, strict=True)
+        return torch.cat([block.view(len(columns), width) for block, width in blocks], 1)
+
+    def _alltoall(
+        self, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]
+    ) -> torch.Tensor:
+        self.nbytes += (sum(sends) - sends[self.rank]) * x.element_size()
+        return self._transport.alltoall(self._lane, x, sends, receives)

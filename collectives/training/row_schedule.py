@@ -1,0 +1,230 @@
+"""The order in which the rows of an embedding are looked up, sent and updated.
+
+A step of training carries out these ops, on a lane of its own, beside the dense gradients:
+
+    tokens     beside the forward pass: which rows each rank needs in the next step
+    prior      after the backward pass: gradients of rows that any rank needs next
+    lookup     after `step`: prior rows are updated, and the next step's rows fetched
+    delayed    the other gradients, beside the next forward pass
+
+Without the next step's tokens, all rows are prior ones, and the forward pass looks up its own.
+
+Source: Li et al., "EmbRace: Accelerating Sparse Communication for Distributed Training of Deep
+Neural Networks", section 4.2.2 and algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from linkweave.collectives.errors import CollectiveAborted
+from linkweave.collectives.training.row_exchange import RowExchange
+from linkweave.collectives.training.row_lane import RowLane
+from linkweave.kernels.api import coalesce
+from linkweave.kernels.rows.cpu import unique_positions
+
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""Some rows of the table, ascending and distinct, and their gradients."""
+
+Apply = Callable[[torch.Tensor, torch.Tensor], None]
+"""Updates rows of the table by their gradients."""
+
+
+class Batch:
+    """The tokens of one call of an embedding, on all ranks, and their rows."""
+
+    def __init__(self, ids: torch.Tensor, num_rows: int) -> None:
+        self.ids, self.version, self._num_rows = ids, ids._version, num_rows
+        self.own = torch.empty(0, dtype=torch.int64)
+        self.positions = ids  # of each token among the distinct ones
+        self.tokens: list[torch.Tensor] | None = None
+        self.known: Future[Any]
+        self.fetched: Future[Any] | None = None
+        self.table_version = 0
+        self.leaf = torch.empty(0)
+
+    def number(self) -> None:
+        """Find the distinct tokens, and where each token is among them."""
+        flat = self.ids.flatten().long().numpy()
+        own, positions = unique_positions(flat, self._num_rows)
+        self.own = torch.from_numpy(own)
+        self.positions = torch.from_numpy(positions).view(self.ids.shape)
+
+
+class Gradients:
+    """The gradients of a step: what this rank adds, and what has arrived from all ranks."""
+
+    def __init__(self, tokens: list[torch.Tensor], own: torch.Tensor) -> None:
+        self.tokens, self.own = tokens, own
+        self.prior: list[torch.Tensor] = []  # for each rank, whether each of its rows is one
+        self.parts: dict[str, Rows] = {}
+
+
+class RowSchedule:
+    """Carries out the steps of one embedding. All ranks make the same calls.
+
+    table: the parameter, [rows, columns of this rank].
+    padding: a row that gets no gradient, or None.
+    """
+
+    def __init__(
+        self, table: torch.Tensor, padding: int | None, exchange: RowExchange, lane: RowLane
+    ) -> None:
+        self._table, self._padding = table, padding
+        self._exchange, self.lane = exchange, lane
+        self.sends = True
+        """Whether backward passes send gradients."""
+        self._announced: list[Batch] = []  # not used yet
+        self._used: list[Batch] = []  # since the last step, their gradients to be applied
+        self._gradients: Gradients | None = None  # on their way
+
+    # ---- forward -----------------------------------------------------------------------------
+    def look_up(self, ids: torch.Tensor, trained: bool) -> torch.Tensor:
+        """The rows of these tokens, [*ids.shape, width]; `trained` if they are to get gradients."""
+        batch = self._take(ids)
+        if batch is None:
+            batch = self._batch(ids)
+            batch.known = self.lane.submit("tokens", partial(self._tell, batch), urgent=True)
+        current = batch.table_version == self._table._version
+        if batch.fetched is None or not current:
+            batch.fetched = self._fetch(batch)
+        rows: torch.Tensor = self.lane.wait(batch.fetched)
+        padding = None
+        if self._padding is not None:
+            at = int(torch.searchsorted(batch.own, self._padding))
+            if at < len(batch.own) and batch.own[at] == self._padding:
+                padding = at
+        if trained:
+            batch.leaf = rows.requires_grad_()
+            self._used.append(batch)
+        return functional.embedding(batch.positions, rows, padding)
+
+    def _take(self, ids: torch.Tensor) -> Batch | None:
+        """The batch that was announced for this very tensor, if all ranks have announced theirs."""
+        for batch in self._announced:
+            if batch.ids is ids and batch.version == ids._version:
+                self._announced.remove(batch)
+                self.lane.wait(batch.known)
+                return batch if batch.tokens is not None else None
+        return None
+
+    def announce(self, ids: torch.Tensor | None) -> None:
+        """Tell all ranks the tokens of a call in the next step; None at the end of the data."""
+        batch = self._batch(ids if ids is not None else torch.empty(0, dtype=torch.int64))
+        name = "tokens" if ids is not None else "no tokens"
+        batch.known = self.lane.submit(name, partial(self._tell, batch, ids is not None))
+        self._announced.append(batch)
+
+    def _batch(self, ids: torch.Tensor) -> Batch:
+        return Batch(ids, len(self._table))
+
+    def _tell(self, batch: Batch, known: bool = True) -> None:
+        batch.number()
+        batch.tokens = self._exchange.tokens(batch.own if known else None)
+
+    def _fetch(self, batch: Batch) -> Future[Any]:
+        batch.table_version = self._table._version
+
+        def fetch() -> torch.Tensor | None:
+            return None if batch.tokens is None else self._exchange.fetch(batch.tokens)
+
+        return self.lane.submit("lookup", fetch, urgent=True)
+
+    # ---- backward ----------------------------------------------------------------------------
+    def end_backward(self) -> None:
+        """At the end of a backward pass: send the gradients of prior rows. What has got no
+        gradients on this rank counts as zeros."""
+        if not (self.sends and self._used):
+            return
+        tokens, own = merged(self._used, len(self._table))
+        gradients = self._gradients = Gradients(tokens, own)
+        announced = tuple(self._announced)
+
+        def send() -> None:
+            gradients.prior = prior_rows(tokens, [batch.tokens for batch in announced])
+            self._add(gradients, "prior")
+
+        self.lane.submit("prior", send, urgent=True)
+
+    def _add(self, gradients: Gradients, part: str) -> None:
+        """Exchange a part of the gradients, unless that is done."""
+        if part not in gradients.parts:
+            chosen = [mask if part == "prior" else ~mask for mask in gradients.prior]
+            rows = [row[mask] for row, mask in zip(gradients.tokens, chosen, strict=True)]
+            own = gradients.own[chosen[self._exchange.rank]]
+            gradients.parts[part] = self._exchange.add(rows, own)
+
+    # ---- step --------------------------------------------------------------------------------
+    @property
+    def pending(self) -> bool:
+        """Whether there are gradients for a step to apply."""
+        return self._gradients is not None
+
+    def step(self, apply: Apply) -> None:
+        """Update the rows that have gradients, and fetch those that the next step needs."""
+        assert self._gradients is not None
+        gradients, self._gradients, self._used = self._gradients, None, []
+        # announced for a step that did not use them
+        self._announced = [batch for batch in self._announced if batch.fetched is None]
+
+        def update(part: str) -> None:
+            self._add(gradients, part)
+            apply(*gradients.parts.pop(part))
+
+        self.lane.submit("update prior", partial(update, "prior"), urgent=True)
+        for batch in self._announced:
+            batch.fetched = self._fetch(batch)
+        self.lane.submit("delayed", partial(update, "delayed"))
+
+    def zero_grad(self) -> None:
+        """Drop gradients that no step has applied. A call whose backward pass is to come stays."""
+        self._gradients = None
+        self._used = [batch for batch in self._used if batch.leaf.grad is None]
+
+    def averaged(self) -> list[torch.Tensor]:
+        """The gradients that the next step applies, in this rank's columns, once they have arrived;
+        they may be written to."""
+        gradients = self._gradients
+        if gradients is None:
+            return []
+        self.lane.wait(self.lane.submit("delayed", partial(self._add, gradients, "delayed")))
+        return [part for _, part in gradients.parts.values()]
+
+    def finish(self) -> None:
+        """Wait until the last step is complete."""
+        self.lane.wait_all()
+
+    def fail(self, why: str) -> None:
+        """End the training on all ranks."""
+        self.lane.fail(CollectiveAborted(f"rank {self._exchange.rank}: {why}"))
+
+
+def merged(batches: Sequence[Batch], num_rows: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The distinct rows of each rank in all batches, and the gradients of this rank's."""
+    grads = [torch.zeros_like(b.leaf) if b.leaf.grad is None else b.leaf.grad for b in batches]
+    tokens = [b.tokens for b in batches if b.tokens is not None]
+    if len(batches) == 1:
+        return tokens[0], grads[0]
+    every = [torch.unique(torch.cat(rows)) for rows in zip(*tokens, strict=True)]
+    _, own = coalesce(torch.cat([b.own for b in batches]), torch.cat(grads), num_rows)
+    return every, own
+
+
+def prior_rows(
+    tokens: Sequence[torch.Tensor], needed: Sequence[Sequence[torch.Tensor] | None]
+) -> list[torch.Tensor]:
+    """For the rows of each rank, whether any rank needs them next (algorithm 1, lines 4 and 5).
+
+    All of them if nobody knows what is needed.
+    """
+    known = [row for rows in needed if rows is not None for row in rows]
+    if not known:
+        return [torch.ones(len(rows), dtype=torch.bool) for rows in tokens]
+    every = torch.cat(known)
+    return [torch.isin(rows, every) for rows in tokens]
