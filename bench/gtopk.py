@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from linkweave.bench.ddp import send_nothing
 from linkweave.bench.peers import on_gloo
-from linkweave.bench.timing import rounds_of, schedule
+from linkweave.bench.timing import rounds_of, schedule, sent_bytes
 from linkweave.bench.train_models import SHAPES
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.distributed import GTopKState, gtopk_hook
@@ -165,10 +164,10 @@ def _rows(model: str, chosen: dict[str, Hook | None], rounds: int) -> Iterator[R
         stepped = _Stepped(layers, hook, 1 << 20 if "PowerSGD" in name else None)
         for _ in range(WARM_UP):
             stepped.step()
-        before, found = _sent(), []
+        before, found = sent_bytes(), []
         for _ in rounds_of(rounds, rank == 0):
             found.append(stepped.step())
-        sent = (_sent() - before) / rounds
+        sent = (sent_bytes() - before) / rounds
         times[name] = statistics.median(found)
         values = stepped.values
         del stepped
@@ -179,9 +178,3 @@ def _rows(model: str, chosen: dict[str, Hook | None], rounds: int) -> Iterator[R
                 model, values, dist.get_world_size(), name, 1e3 * times[name], 1e3 * exchange,
                 (times["dense"] - own) / exchange, sent / 1e6,
             )  # fmt: skip
-
-
-def _sent() -> int:
-    """Bytes that the network interfaces of this machine have sent, but for the loopback."""
-    counters = Path("/sys/class/net").glob("*/statistics/tx_bytes")
-    return sum(int(path.read_text()) for path in counters if path.parts[4] != "lo")

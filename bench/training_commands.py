@@ -109,4 +109,29 @@ def gtopk(
         tell(measured, lambda: rows, out, as_json)
 
 
-COMMANDS = (ddp, steps, train, gtopk, convergence)
+def embedding(
+    rows: Annotated[
+        int | None,
+        typer.Option(help="Rows of the table; more than there are words (the default): for hashed "
+                     "pairs of words."),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Samples of each rank.")] = 8,
+    length: Annotated[int, typer.Option(help="Words of each sample.")] = 20,
+    way: Annotated[
+        list[str] | None,
+        typer.Option("--embedding", help="Only this way, beside DDP; may be repeated."),
+    ] = None,
+    rounds: RoundsOption = 5, scheduling: BatchOption = True, out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """An LSTM with a large table of words, on all ranks (1 min)."""
+    from linkweave.bench import embedding as measured
+
+    at_least(("--rows", 1 if rows is None else rows, 1), ("--batch", batch, 1),
+             ("--length", length, 1), ("-r", rounds, 1))  # fmt: skip
+    found = measured.measure(rows, batch, length, rounds, scheduling, way or ())
+    if found:  # rank 0 tells
+        tell(measured, lambda: found, out, as_json)
+
+
+COMMANDS = (ddp, steps, train, gtopk, convergence, embedding)

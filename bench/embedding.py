@@ -1,0 +1,216 @@
+"""`linkweave bench embedding`: steps of a language model whose table of words is most of it.
+
+Every rank runs the command, started by torchrun on one machine or several. The same LSTM trains
+from the same weights on the same batches, its table exchanged in several ways.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from linkweave import collectives
+from linkweave.bench.peers import on_gloo
+from linkweave.bench.tasks import bible_words, numbered
+from linkweave.bench.timing import rounds_of, schedule, sent_bytes
+from linkweave.collectives import CollectiveError
+
+WIDTH = 512
+RATE = 0.1
+STEPS = 5  # of a block
+LOSS_AT = 9  # the step after which rank 0's loss is told
+_FIRST = "DDP, dense"
+HEADER = (
+    f"{'rows':>8}{'table':>7}{'ranks':>6}  {'embedding':24}{'step ms':>9}{'tokens/s':>10}"
+    f"{'x DDP':>7}{'sent MB':>9}{'loss':>9}"
+)
+LEGEND = (
+    "table: the share of the model's bytes that the table has; ms of a step of the slowest rank; "
+    "x DDP: the\ntime of DDP with a dense gradient over this one's; sent MB: what rank 0's network "
+    "interfaces sent in a\nstep, headers included (0 inside one machine); loss: rank 0's in step 10"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Medians over rounds; `LEGEND` explains them."""
+
+    rows: int
+    table_share: float
+    ranks: int
+    embedding: str
+    step_ms: float
+    tokens_per_second: float
+    ratio: float
+    sent_mb: float
+    loss: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows:8}{self.table_share:7.0%}{self.ranks:6}  {self.embedding:24}"
+            f"{self.step_ms:9.1f}{self.tokens_per_second:10.0f}{self.ratio:7.2f}"
+            f"{self.sent_mb:9.2f}{self.loss:9.4f}"
+        )
+
+
+class Model(nn.Module):
+    """Two layers of an LSTM that predict the next word of each."""
+
+    def __init__(self, table: Any, words: int) -> None:
+        super().__init__()
+        self.table = table
+        self.lstm = nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)
+        self.decoder = nn.Linear(WIDTH, words)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.decoder(self.lstm(self.table(x))[0]).flatten(0, 1)
+        return logits
+
+
+def batches_of(
+    words: NDArray[np.int64], rows: int, batch: int, length: int, rank: int, size: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """A rank's inputs and next words, without end: text in its order, in as many places as there
+    are samples on all ranks. A table with more rows than there are words is for pairs of words,
+    hashed."""
+    inputs = words
+    if rows > int(words.max()) + 1:
+        inputs = (np.roll(words, 1) * 1_000_003 + words) * 2_654_435_761 % (1 << 32) % rows
+    places = len(words) // (batch * size)
+    starts = [(rank * batch + i) * places for i in range(batch)]
+    at = 0
+    while True:
+        at = at + length if at + 2 * length < places else 0
+        x = np.stack([inputs[first + at : first + at + length] for first in starts])
+        y = np.stack([words[first + at + 1 : first + at + 1 + length] for first in starts])
+        yield torch.from_numpy(x), torch.from_numpy(y).flatten()
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a table is trained: what makes it, what makes its model train on all ranks, what reads
+    batches, and the blocks of steps before times are taken."""
+
+    table: Callable[[int], Any]
+    wrap: Callable[[Any, Any], Any]
+    read: Callable[[Any], Any] = iter
+    warm_up: int = 1
+
+
+def ways(comm: Any) -> dict[str, Way]:
+    """The ways, by name."""
+
+    def ours(model: Any, optimizer: Any) -> Any:
+        return collectives.DataParallel(model, optimizer, group=comm)
+
+    def table(rows: int) -> Any:
+        return collectives.ShardedEmbedding(rows, WIDTH, group=comm)
+
+    return {
+        "DDP, dense": Way(
+            lambda rows: nn.Embedding(rows, WIDTH), lambda model, _: DistributedDataParallel(model)
+        ),
+        "DDP, sparse=True": Way(
+            lambda rows: nn.Embedding(rows, WIDTH, sparse=True),
+            lambda model, _: DistributedDataParallel(model),
+        ),
+        "columns": Way(table, ours, warm_up=6),
+        "columns, prefetch": Way(table, ours, collectives.prefetch, warm_up=6),
+    }
+
+
+class _Trained:
+    """A model that trains on all ranks, and its batches."""
+
+    def __init__(self, way: Way, rows: int, words: int, batches: Any) -> None:
+        torch.manual_seed(0)
+        table = way.table(rows)
+        self._model = Model(table, words)
+        whole = rows * WIDTH
+        own = sum(p.numel() for p in self._model.parameters()) - table.weight.numel()
+        self.table_share = whole / (whole + own)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), RATE)
+        self._wrapped = way.wrap(self._model, self._optimizer)
+        self._batches = iter(way.read(batches))
+        self.losses: list[float] = []
+
+    def block(self) -> float:
+        """Make STEPS steps. Returns the seconds of each on the slowest rank."""
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            x, y = next(self._batches)
+            self._optimizer.zero_grad()
+            loss = cross_entropy(self._wrapped(x), y)
+            loss.backward()
+            self._optimizer.step()
+            self.losses.append(float(loss.detach()))
+        if isinstance(self._wrapped, collectives.DataParallel):
+            self._wrapped.finish()
+        seconds = torch.tensor([time.perf_counter() - start])
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return float(seconds) / STEPS
+
+    def close(self) -> None:
+        if isinstance(self._wrapped, collectives.DataParallel):
+            self._wrapped.close()
+            self._model.table.close()
+
+
+def measure(
+    rows: int | None, batch: int, length: int, blocks: int, batch_scheduling: bool,
+    only: Sequence[str] = (),
+) -> list[Row]:  # fmt: skip
+    """Measure as one rank of those that torchrun has started. Returns rows on rank 0.
+
+    rows: of the table; by default, one for each word.
+    only: names of ways, beside DDP's dense one; all by default.
+    Raises CollectiveError for an unknown way.
+    """
+    schedule(batch_scheduling)
+    words = numbered(bible_words())
+    with on_gloo(), collectives.init(timeout=120) as comm:
+        known = ways(comm)
+        if unknown := [name for name in only if name not in known]:
+            raise CollectiveError(
+                f"--embedding must be one of {', '.join(known)}, not {unknown[0]!r}"
+            )
+        chosen = {n: way for n, way in known.items() if not only or n in (_FIRST, *only)}
+        return list(_rows(chosen, words, rows or int(words.max()) + 1, (batch, length), blocks))
+
+
+def _rows(
+    chosen: dict[str, Way], words: NDArray[np.int64], rows: int, shape: tuple[int, int], blocks: int
+) -> Iterator[Row]:
+    """One way after another, as all together may not fit into memory."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    vocabulary = int(words.max()) + 1
+    first = 0.0
+    for name, way in chosen.items():
+        trained = _Trained(way, rows, vocabulary, batches_of(words, rows, *shape, rank, size))
+        for _ in rounds_of(way.warm_up, rank == 0):
+            trained.block()
+        before = sent_bytes()
+        times = [trained.block() for _ in rounds_of(blocks, rank == 0)]
+        sent = (sent_bytes() - before) / (blocks * STEPS)
+        step = statistics.median(times)
+        first = first or step
+        row = Row(
+            rows, trained.table_share, size, name, 1e3 * step, size * shape[0] * shape[1] / step,
+            first / step, sent / 1e6, trained.losses[LOSS_AT],
+        )  # fmt: skip
+        trained.close()
+        del trained
+        if rank == 0:
+            yield row
