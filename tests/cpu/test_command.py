@@ -338,7 +338,8 @@ README = (ROOT / "README.md").read_text()
 
 EXAMPLES = re.findall(
     r"```python\n(.*?)```",
-    README + "".join((ROOT / f"docs/{name}.md").read_text() for name in ("training", "gtop-k")),
+    README
+    + "".join((ROOT / f"docs/{name}.md").read_text() for name in ("training", "gtop-k", "embrace")),
     re.DOTALL,
 )
 
