@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -194,7 +194,17 @@ def simulate(
         bool,
         typer.Option("--gtopk", help="Print the gTop-k paper's tables beside ours (15 s)."),
     ] = False,
-    png: Annotated[Path | None, typer.Option(help="With --gtopk: draw its figures.")] = None,
+    embrace: Annotated[
+        bool,
+        typer.Option("--embrace", help="Print the EmbRace paper's tables beside ours (5 s)."),
+    ] = False,
+    corpus: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --embrace: a text whose words are tokens as well."),
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="With --gtopk or --embrace: draw its figures.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Predict the time of a message by each algorithm, or by a plan."""
@@ -202,10 +212,16 @@ def simulate(
         _alone(context, "--gtopk", {"gtopk", "png", "as_json"})
         _gtopk(png, as_json)
         return
+    if embrace:
+        _alone(context, "--embrace", {"embrace", "corpus", "png", "as_json"})
+        _embrace(corpus, png, as_json)
+        return
     if png is not None:
-        raise CollectiveError("--png draws the figures of --gtopk: give that as well")
+        raise CollectiveError("--png draws the figures of --gtopk or --embrace: give one of them")
+    if corpus is not None:
+        raise CollectiveError("--corpus is the text of --embrace: give that as well")
     if size is None:
-        raise CollectiveError("give the message's --size, such as 64M, or --gtopk")
+        raise CollectiveError("give the message's --size, such as 64M, or --gtopk or --embrace")
     found, nbytes = machine_of(one_of(machine, topo), gpus, measured, gpu), parse_size(size)
     _sane(chunks)
     given, chosen = None, None
@@ -268,14 +284,31 @@ def _alone(context: typer.Context, flag: str, allowed: Collection[str]) -> None:
 def _gtopk(png: Path | None, as_json: bool) -> None:
     from linkweave.bench.reproduce import gtopk, gtopk_figures, gtopk_tables
 
+    _tables(gtopk.rows, gtopk.TOTAL, gtopk_tables.tables, gtopk_figures.draw, png, as_json)
+
+
+def _embrace(corpus: Path | None, png: Path | None, as_json: bool) -> None:
+    from linkweave.bench.reproduce import embrace, embrace_figures, embrace_tables
+    from linkweave.bench.reproduce.embrace_tokens import read_words
+
+    words = None if corpus is None else read_words(corpus)
+    _tables(lambda done: embrace.rows(done, words), embrace.TOTAL, embrace_tables.tables,
+            embrace_figures.draw, png, as_json)  # fmt: skip
+
+
+def _tables(
+    rows: Callable[[Callable[[], None]], Any], total: int, tables: Callable[[Any], str],
+    draw: Callable[[Any, Path], None], png: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Compute a paper's rows, which call what they are given `total` times; print and draw them."""
     if png and png.suffix != ".png":
         raise CollectiveError(f"--png draws into a file that ends in .png, not {png}")
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("simulating", total=gtopk.TOTAL)
-        rows = gtopk.rows(lambda: progress.update(task, advance=1))
-    print(json.dumps(asdict(rows)) if as_json else gtopk_tables.tables(rows))
+        task = progress.add_task("simulating", total=total)
+        found = rows(lambda: progress.update(task, advance=1))
+    print(json.dumps(asdict(found)) if as_json else tables(found))
     if png:
-        gtopk_figures.draw(rows, png)
+        draw(found, png)
         console.print(f"drawn: {png}", highlight=False)
 
 

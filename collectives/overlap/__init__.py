@@ -3,6 +3,12 @@
 from linkweave.collectives.overlap.bounds import lower_bound
 from linkweave.collectives.overlap.choose import POLICIES, plan
 from linkweave.collectives.overlap.communication import Communication, Piece
+from linkweave.collectives.overlap.embedding_times import (
+    EmbeddingExplanation,
+    Way,
+    embedding_ways,
+    explain_embedding,
+)
 from linkweave.collectives.overlap.measure import measure
 from linkweave.collectives.overlap.measured import MeasuredStep
 from linkweave.collectives.overlap.network import PRESETS, Fit, Network, fit, network
@@ -12,7 +18,8 @@ from linkweave.collectives.overlap.schedule import Schedule
 from linkweave.collectives.overlap.timeline import StepTimeline
 
 __all__ = [
-    "POLICIES", "PRESETS", "Communication", "Fit", "Layer", "MeasuredStep", "Network", "Piece",
-    "Profile", "Schedule", "StepTimeline", "fit", "load", "lower_bound", "measure", "model",
-    "models", "network", "network_from", "plan",
+    "POLICIES", "PRESETS", "Communication", "EmbeddingExplanation", "Fit", "Layer", "MeasuredStep",
+    "Network", "Piece", "Profile", "Schedule", "StepTimeline", "Way", "embedding_ways",
+    "explain_embedding", "fit", "load", "lower_bound", "measure", "model", "models", "network",
+    "network_from", "plan",
 ]  # fmt: skip

@@ -50,6 +50,13 @@ class Network:
         """Return the time of an all-reduce that has the network to itself."""
         return self.startup_s + self.seconds_per_byte * nbytes
 
+    @property
+    def message(self) -> tuple[float, float]:
+        """The start-up in seconds and the seconds per byte of one message, if a ring carries out
+        the all-reduce in 2 (N - 1) messages of an Nth of the bytes (US-Byte, equation 14)."""
+        steps = max(1, self.workers - 1)
+        return self.startup_s / (2 * steps), self.seconds_per_byte * self.workers / (2 * steps)
+
     def crowding(self, transmitting: int) -> float:
         """Return the factor by which a byte takes longer while so many all-reduces transmit."""
         return 1.0 if transmitting == 1 else self.gamma * transmitting / 2

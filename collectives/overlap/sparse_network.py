@@ -20,10 +20,9 @@ def sparse_seconds(network: Network, nbytes: float, entries: float) -> dict[str,
     (equation 5). "gtopk" takes ceil(log2 P) rounds up and as many down (equation 7), "topk" gathers
     all entries (equation 6), "dense" is the all-reduce of all bytes.
     """
-    steps = max(1, network.workers - 1)
     rounds = (network.workers - 1).bit_length()
-    alpha = network.startup_s / (2 * steps)
-    message = ENTRY * entries * network.seconds_per_byte * network.workers / (2 * steps)
+    alpha, pace = network.message
+    message = ENTRY * entries * pace
     return {
         "gtopk": gtopk_seconds(rounds, alpha, message),
         "topk": topk_seconds(network.workers, rounds, alpha, message),

@@ -338,7 +338,8 @@ README = (ROOT / "README.md").read_text()
 
 EXAMPLES = re.findall(
     r"```python\n(.*?)```",
-    README + "".join((ROOT / f"docs/{name}.md").read_text() for name in ("training", "gtop-k")),
+    README
+    + "".join((ROOT / f"docs/{name}.md").read_text() for name in ("training", "gtop-k", "embrace")),
     re.DOTALL,
 )
 
@@ -361,7 +362,8 @@ def test_the_readmes_examples_run(block: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("words", re.findall(r"^linkweave (.*)$", README, re.MULTILINE))
 def test_the_readmes_commands_exist(words: str, tmp_path: Path) -> None:
     parts = shlex.split(words)
-    if parts[0] in ("bench", "demo", "reproduce") or "--gtopk" in parts:  # run elsewhere, smaller
+    papers = {"--gtopk", "--embrace"} & {*parts}
+    if parts[0] in ("bench", "demo", "reproduce") or papers:  # run elsewhere, smaller
         parts = [*parts[: 2 if parts[0] == "bench" else 1], "--help"]
     elif parts[0] == "schedule":
         parts += ["--limit", "0.2"]  # seconds of searching

@@ -40,7 +40,7 @@ ARROWS = {
 
 ROOMS = {
     ("overlap", "errors"): "profiles may be wrong",
-    ("overlap", "planning"): "equations of sparse all-reduces",
+    ("overlap", "planning"): "equations of sparse communication",
     ("planning", "errors"): "plans may be wrong",
     ("planning", "kernels"): "the simulator's loop, compiled",
     ("settings", "errors"): "settings may be wrong",

@@ -1,0 +1,104 @@
+"""What the EmbRace paper published, and the constants of its clusters.
+
+Source: Li et al., "EmbRace: Accelerating Sparse Communication for Distributed Training of Deep
+Neural Networks". Its MB are 2^20 bytes: GNMT-8's 252.5 MB are two float32 tables of 32,320 x 1024.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from linkweave.collectives.overlap import network
+
+MB = 1 << 20
+BANDWIDTH = 100e9 / 8
+"""Bytes/s of a node's InfiniBand (section 5.2.1)."""
+STARTUP = network("56GbIB", 8).message[0]
+"""Start-up of a message in seconds. The paper gives none: this is MG-WFBP's measurement."""
+GPUS_A_NODE = 4
+WORKERS = (4, 8, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Workers, divided evenly over nodes."""
+
+    workers: int
+    nodes: int
+
+
+CLUSTERS = tuple(Cluster(workers, workers // GPUS_A_NODE) for workers in WORKERS)
+FIGURE4 = {"4a": Cluster(8, 2), "4b": Cluster(4, 4)}
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """`flops` is the peak of float32 operations a second, by NVIDIA's data sheets."""
+
+    name: str
+    flops: float
+
+
+GPUS = (Gpu("RTX3090", 35.6e12), Gpu("RTX2080", 10.1e12))
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model of the paper; sizes in MB.
+
+    `whole` and `embedding` are from table 1, `original`, `coalesced` and `prioritized` gradients
+    from table 3 (RTX3090), `coalescing` and `priority` the reductions in % that the text states,
+    `sparsity` that of section 4.1.2 in %. `batches` are the batch sizes by `GPUS`, `speedups` over
+    the best baseline by `GPUS`, from section 5.3. The paper does not tell `width`, the number of
+    tables and `blocks`, those that follow each table in the forward pass: they are the usual ones
+    of these models.
+    """
+
+    name: str
+    whole: float
+    embedding: float
+    width: int
+    blocks: tuple[int, ...]
+    original: float
+    coalesced: float
+    prioritized: float
+    coalescing: float
+    priority: float
+    sparsity: float
+    batches: tuple[int, int]
+    speedups: tuple[tuple[float, float], tuple[float, float]]
+
+    @property
+    def tables(self) -> int:
+        """The number of embedding tables."""
+        return len(self.blocks)
+
+    @property
+    def rows(self) -> int:
+        """The vocabulary of each table, from the size of the embedding."""
+        return round(self.embedding * MB / (self.tables * self.width * 4))
+
+    def tokens(self, gpu: int = 0) -> int:
+        """The tokens of a worker's batch that each table looks up, from the size of the original
+        gradient, in proportion to the batch size."""
+        rows = self.original * MB / (self.tables * self.width * 4)
+        return round(rows * self.batches[gpu] / self.batches[0])
+
+    def megabytes(self, rows: float) -> float:
+        """The size of a gradient with so many rows of each table."""
+        return self.tables * rows * self.width * 4 / MB
+
+
+MODELS = (
+    Model("LM", 3186.5, 3099.5, 512, (2, 0), 8.7, 6.9, 2.6, 20.4, 61.8, 99.7, (128, 128),
+          ((1.18, 1.77), (1.99, 2.41))),
+    Model("GNMT-8", 739.1, 252.5, 1024, (8, 8), 26.0, 12.2, 5.8, 53.1, 52.5, 89.7, (128, 32),
+          ((1.103, 1.268), (1.094, 1.296))),
+    Model("Transformer", 1067.5, 263.4, 1024, (6, 6), 35.2, 16.6, 8.9, 52.9, 46.3, 86.6,
+          (5120, 500), ((1.115, 1.176), (1.105, 1.282))),
+    Model("BERT-base", 417.7, 89.4, 768, (12,), 36.0, 5.5, 3.2, 84.7, 41.9, 59.7, (32, 4),
+          ((1.02, 1.06), (1.10, 1.40))),
+)  # fmt: skip
+
+STALLS = {"RTX3090": (1.45, 2.56), "RTX2080": (1.37, 3.02)}
+"""Figure 8: stalls on 16 GPUs as multiples of EmbRace's, over all models (section 5.4)."""
