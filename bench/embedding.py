@@ -1,7 +1,9 @@
 """`linkweave bench embedding`: steps of a language model whose table of words is most of it.
 
 Every rank runs the command, started by torchrun on one machine or several. The same LSTM trains
-from the same weights on the same batches, its table exchanged in several ways.
+from the same weights on the same batches, its table exchanged in several ways: by DDP over gloo,
+and with columns divided among ranks, first with nothing scheduled (FIFO), then in two dimensions
+(2D): dense gradients by the schedule that is the fastest, and rows that the next batch needs first.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from linkweave import collectives
+from linkweave.bench.embedding_prediction import row_seconds, step_seconds
 from linkweave.bench.peers import on_gloo
 from linkweave.bench.tasks import bible_words, numbered
 from linkweave.bench.timing import rounds_of, schedule, sent_bytes
@@ -32,8 +35,8 @@ STEPS = 5  # of a block
 LOSS_AT = 9  # the step after which rank 0's loss is told
 _FIRST = "DDP, dense"
 HEADER = (
-    f"{'rows':>8}{'table':>7}{'ranks':>6}  {'embedding':24}{'step ms':>9}{'tokens/s':>10}"
-    f"{'x DDP':>7}{'sent MB':>9}{'loss':>9}"
+    f"{'rows':>8}{'table':>7}{'ranks':>6}  {'embedding':24}{'step ms':>9}{'predicted':>10}"
+    f"{'tokens/s':>10}{'x DDP':>7}{'sent MB':>9}{'loss':>9}"
 )
 LEGEND = (
     "table: the share of the model's bytes that the table has; ms of a step of the slowest rank; "
@@ -51,15 +54,17 @@ class Row:
     ranks: int
     embedding: str
     step_ms: float
+    predicted_ms: float | None
     tokens_per_second: float
     ratio: float
     sent_mb: float
     loss: float
 
     def __str__(self) -> str:
+        predicted = "" if self.predicted_ms is None else f"{self.predicted_ms:.1f}"
         return (
             f"{self.rows:8}{self.table_share:7.0%}{self.ranks:6}  {self.embedding:24}"
-            f"{self.step_ms:9.1f}{self.tokens_per_second:10.0f}{self.ratio:7.2f}"
+            f"{self.step_ms:9.1f}{predicted:>10}{self.tokens_per_second:10.0f}{self.ratio:7.2f}"
             f"{self.sent_mb:9.2f}{self.loss:9.4f}"
         )
 
@@ -104,29 +109,31 @@ class Way:
 
     table: Callable[[int], Any]
     wrap: Callable[[Any, Any], Any]
-    read: Callable[[Any], Any] = iter
+    prefetched: bool = False
     warm_up: int = 1
 
 
 def ways(comm: Any) -> dict[str, Way]:
     """The ways, by name."""
 
-    def ours(model: Any, optimizer: Any) -> Any:
-        return collectives.DataParallel(model, optimizer, group=comm)
+    def trained(schedule: str) -> Any:
+        return lambda model, optimizer: collectives.DataParallel(
+            model, optimizer, schedule=schedule, group=comm
+        )
 
     def table(rows: int) -> Any:
         return collectives.ShardedEmbedding(rows, WIDTH, group=comm)
 
     return {
-        "DDP, dense": Way(
+        _FIRST: Way(
             lambda rows: nn.Embedding(rows, WIDTH), lambda model, _: DistributedDataParallel(model)
         ),
         "DDP, sparse=True": Way(
             lambda rows: nn.Embedding(rows, WIDTH, sparse=True),
             lambda model, _: DistributedDataParallel(model),
         ),
-        "columns": Way(table, ours, warm_up=6),
-        "columns, prefetch": Way(table, ours, collectives.prefetch, warm_up=6),
+        "columns, FIFO": Way(table, trained("ddp"), warm_up=3),
+        "columns, 2D": Way(table, trained("auto"), prefetched=True, warm_up=7),
     }
 
 
@@ -135,6 +142,7 @@ class _Trained:
 
     def __init__(self, way: Way, rows: int, words: int, batches: Any) -> None:
         torch.manual_seed(0)
+        self._prefetched = way.prefetched
         table = way.table(rows)
         self._model = Model(table, words)
         whole = rows * WIDTH
@@ -142,7 +150,7 @@ class _Trained:
         self.table_share = whole / (whole + own)
         self._optimizer = torch.optim.SGD(self._model.parameters(), RATE)
         self._wrapped = way.wrap(self._model, self._optimizer)
-        self._batches = iter(way.read(batches))
+        self._batches = iter(collectives.prefetch(batches) if way.prefetched else batches)
         self.losses: list[float] = []
 
     def block(self) -> float:
@@ -161,6 +169,14 @@ class _Trained:
         seconds = torch.tensor([time.perf_counter() - start])
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return float(seconds) / STEPS
+
+    def predicted(self) -> float | None:
+        """The seconds of a step; None where nothing predicts."""
+        schedule = getattr(self._wrapped, "schedule", None)
+        if schedule is None:
+            return None
+        rows = row_seconds(self._model.table, schedule.network)
+        return step_seconds(schedule, rows, self._prefetched)
 
     def close(self) -> None:
         if isinstance(self._wrapped, collectives.DataParallel):
@@ -206,8 +222,10 @@ def _rows(
         sent = (sent_bytes() - before) / (blocks * STEPS)
         step = statistics.median(times)
         first = first or step
+        predicted = trained.predicted()
         row = Row(
-            rows, trained.table_share, size, name, 1e3 * step, size * shape[0] * shape[1] / step,
+            rows, trained.table_share, size, name, 1e3 * step,
+            1e3 * predicted if predicted else None, size * shape[0] * shape[1] / step,
             first / step, sent / 1e6, trained.losses[LOSS_AT],
         )  # fmt: skip
         trained.close()

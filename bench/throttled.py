@@ -65,11 +65,11 @@ class Link:
 
 
 class Throttled(OverCommunicator):
-    """Lanes over a communicator of one machine, slowed to a network."""
+    """Lanes over a communicator of one machine, slowed to a network, which others may share."""
 
-    def __init__(self, communicator: Any, network: Network) -> None:
+    def __init__(self, communicator: Any, network: Network, link: Link | None = None) -> None:
         super().__init__(communicator)
-        self._network, self._link = network, Link(network)
+        self._network, self._link = network, link or Link(network)
 
     def average(self, lane: int, x: torch.Tensor) -> None:
         begun = time.perf_counter()
@@ -83,6 +83,20 @@ class Throttled(OverCommunicator):
         begun = time.perf_counter()
         found = super().sparse(lane, vector, numel, k, residual, mode)
         self._link.until(self._begin(begun, residual), 0)
+        return found
+
+    def alltoall(
+        self, lane: int, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]
+    ) -> torch.Tensor:
+        """A message to each other rank; the network is one of all-reduces, made of messages."""
+        begun = time.perf_counter()
+        found = super().alltoall(lane, x, sends, receives)
+        startup, pace = self._network.message
+        others = self.size - 1
+        time.sleep(max(0.0, begun + others * startup - time.perf_counter()))
+        sent = (sum(sends) - sends[self.rank]) * x.element_size()
+        share = pace / self._network.seconds_per_byte if self._network.seconds_per_byte else 0.0
+        self._link.until(self._link.begin(sent * share), 0)
         return found
 
     def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Queue:

@@ -51,10 +51,15 @@ def steps(
     density: Annotated[
         float | None, typer.Option(help="Exchange by GTopK; --network is what its exchanges take.")
     ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(help="Put a sharded embedding before the layers, whose batches have so many "
+                     "words; run each policy without prefetch and with it."),
+    ] = None,
     rounds: RoundsOption = 5, out: OutOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Steps of sleeping layers under each policy (4 min)."""
-    from linkweave.bench import sleeping
+    from linkweave.bench import sleeping, sleeping_embedding
 
     at_least(("-n", ranks, 2), ("-r", rounds, 1))
     sane(1, 1 if density is None else density)
@@ -68,7 +73,16 @@ def steps(
         schedules = sleeping.sparse_plans(layers, net)
     else:
         raise CollectiveError(f"--policy {policy} does not go with --density, which tries its own")
-    tell(sleeping, lambda: sleeping.rows(schedules, ranks, rounds, "", density), out, as_json)
+    if tokens is None:
+        tell(sleeping, lambda: sleeping.rows(schedules, ranks, rounds, "", density), out, as_json)
+        return
+    at_least(("--tokens", tokens, 1))
+    if density is not None:
+        raise CollectiveError("--tokens does not go with --density")
+    tell(
+        sleeping_embedding, lambda: sleeping_embedding.rows(schedules, ranks, rounds, tokens), out,
+        as_json,
+    )  # fmt: skip
 
 
 def train(

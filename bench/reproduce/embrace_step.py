@@ -105,7 +105,7 @@ def forward_seconds(model: Model, gpu: int, flops: float) -> float:
 
 
 @dataclass
-class _Tasks:
+class Tasks:
     """Tasks of several steps; compute tasks run in the order in which they are added."""
 
     tasks: list[Task] = field(default_factory=list)
@@ -126,7 +126,7 @@ def baseline_period(step: Step, method: str) -> float:
     """The seconds of a step by a method of `BASELINES`: gradients leave as they become ready, and
     the next forward pass waits for all of them; with BytePS, each module for its own, and those
     first that are needed first."""
-    made, modules = _Tasks(), step.modules
+    made, modules = Tasks(), step.modules
     scheduled, way = method == "BytePS", BASELINES[method]
     rows = step.model.rows if scheduled or way == "allreduce" else step.sizes.original
     table_s, dense_s = step.table_s(way, rows), step.dense_s("ps" if scheduled else "allreduce")
@@ -143,7 +143,7 @@ def baseline_period(step: Step, method: str) -> float:
             new[module] = made.send(table_s if table else dense_s, priority, last)
         sent = new
         marks.append(last)
-    return _period(made.tasks, marks)
+    return period(made.tasks, marks)
 
 
 def embrace_period(step: Step) -> float:
@@ -153,7 +153,7 @@ def embrace_period(step: Step) -> float:
     of the next batch and dense gradients as they are needed, and last the delayed rows, for which
     the lookups of the batch after that wait.
     """
-    made, modules, sizes = _Tasks(), step.modules, step.sizes
+    made, modules, sizes = Tasks(), step.modules, step.sizes
     # table 2 has two all-to-alls, each of these is one
     prior_s, delayed_s, lookup_s = (
         step.table_s("alltoall", rows) / 2
@@ -178,14 +178,14 @@ def embrace_period(step: Step) -> float:
             sent[table] = made.send(lookup_s, table, prior, *before)
         delayed = {table: made.send(delayed_s, LAST, last) for table in tables}
         marks.append(last)
-    return _period(made.tasks, marks)
+    return period(made.tasks, marks)
 
 
 def _order(last: int) -> tuple[int, ...]:
     return () if last < 0 else (last,)
 
 
-def _period(tasks: list[Task], marks: list[int]) -> float:
+def period(tasks: list[Task], marks: list[int]) -> float:
     """The mean seconds between ends of backward passes, when the first steps are over."""
     done = ends(tasks)
     half = len(marks) // 2
