@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -94,9 +95,7 @@ def batches_of(
         inputs = (np.roll(words, 1) * 1_000_003 + words) * 2_654_435_761 % (1 << 32) % rows
     places = len(words) // (batch * size)
     starts = [(rank * batch + i) * places for i in range(batch)]
-    at = 0
-    while True:
-        at = at + length if at + 2 * length < places else 0
+    for at in cycle(range(0, places - length, length)):
         x = np.stack([inputs[first + at : first + at + length] for first in starts])
         y = np.stack([words[first + at + 1 : first + at + 1 + length] for first in starts])
         yield torch.from_numpy(x), torch.from_numpy(y).flatten()
@@ -104,52 +103,47 @@ def batches_of(
 
 @dataclass(frozen=True)
 class Way:
-    """How a table is trained: what makes it, what makes its model train on all ranks, what reads
-    batches, and the blocks of steps before times are taken."""
+    """How a table is trained: what makes it, for so many rows and a communicator; the schedule of
+    `DataParallel`, None for DDP; whether batches are those of `prefetch`; and the blocks of steps
+    before times are taken, in which DataParallel measures, plans and tries."""
 
-    table: Callable[[int], Any]
-    wrap: Callable[[Any, Any], Any]
+    table: Callable[[int, Any], Any]
+    schedule: str | None = None
     prefetched: bool = False
     warm_up: int = 1
 
 
-def ways(comm: Any) -> dict[str, Way]:
-    """The ways, by name."""
-
-    def trained(schedule: str) -> Any:
-        return lambda model, optimizer: collectives.DataParallel(
-            model, optimizer, schedule=schedule, group=comm
-        )
-
-    def table(rows: int) -> Any:
-        return collectives.ShardedEmbedding(rows, WIDTH, group=comm)
-
-    return {
-        _FIRST: Way(
-            lambda rows: nn.Embedding(rows, WIDTH), lambda model, _: DistributedDataParallel(model)
-        ),
-        "DDP, sparse=True": Way(
-            lambda rows: nn.Embedding(rows, WIDTH, sparse=True),
-            lambda model, _: DistributedDataParallel(model),
-        ),
-        "columns, FIFO": Way(table, trained("ddp"), warm_up=3),
-        "columns, 2D": Way(table, trained("auto"), prefetched=True, warm_up=7),
-    }
+WAYS = {
+    _FIRST: Way(lambda rows, _: nn.Embedding(rows, WIDTH)),
+    "DDP, sparse=True": Way(lambda rows, _: nn.Embedding(rows, WIDTH, sparse=True)),
+    "columns, FIFO": Way(
+        lambda rows, comm: collectives.ShardedEmbedding(rows, WIDTH, group=comm), "ddp", False, 3
+    ),
+    "columns, 2D": Way(
+        lambda rows, comm: collectives.ShardedEmbedding(rows, WIDTH, group=comm), "auto", True, 7
+    ),
+}
 
 
 class _Trained:
     """A model that trains on all ranks, and its batches."""
 
-    def __init__(self, way: Way, rows: int, words: int, batches: Any) -> None:
+    def __init__(self, way: Way, comm: Any, rows: int, words: int, batches: Any) -> None:
         torch.manual_seed(0)
         self._prefetched = way.prefetched
-        table = way.table(rows)
+        table = way.table(rows, comm)
         self._model = Model(table, words)
         whole = rows * WIDTH
         own = sum(p.numel() for p in self._model.parameters()) - table.weight.numel()
         self.table_share = whole / (whole + own)
         self._optimizer = torch.optim.SGD(self._model.parameters(), RATE)
-        self._wrapped = way.wrap(self._model, self._optimizer)
+        self._wrapped: Any
+        if way.schedule is None:
+            self._wrapped = DistributedDataParallel(self._model)
+        else:
+            self._wrapped = collectives.DataParallel(
+                self._model, self._optimizer, schedule=way.schedule, group=comm
+            )
         self._batches = iter(collectives.prefetch(batches) if way.prefetched else batches)
         self.losses: list[float] = []
 
@@ -194,27 +188,27 @@ def measure(
     only: names of ways, beside DDP's dense one; all by default.
     Raises CollectiveError for an unknown way.
     """
-    schedule(batch_scheduling)
+    if unknown := [name for name in only if name not in WAYS]:
+        raise CollectiveError(f"--embedding must be one of {'; '.join(WAYS)}, not {unknown[0]!r}")
     words = numbered(bible_words())
+    chosen = {name: way for name, way in WAYS.items() if not only or name in (_FIRST, *only)}
+    schedule(batch_scheduling)
     with on_gloo(), collectives.init(timeout=120) as comm:
-        known = ways(comm)
-        if unknown := [name for name in only if name not in known]:
-            raise CollectiveError(
-                f"--embedding must be one of {', '.join(known)}, not {unknown[0]!r}"
-            )
-        chosen = {n: way for n, way in known.items() if not only or n in (_FIRST, *only)}
-        return list(_rows(chosen, words, rows or int(words.max()) + 1, (batch, length), blocks))
+        return list(_rows(chosen, comm, words, rows, (batch, length), blocks))
 
 
 def _rows(
-    chosen: dict[str, Way], words: NDArray[np.int64], rows: int, shape: tuple[int, int], blocks: int
-) -> Iterator[Row]:
+    chosen: dict[str, Way], comm: Any, words: NDArray[np.int64], rows: int | None,
+    shape: tuple[int, int], blocks: int,
+) -> Iterator[Row]:  # fmt: skip
     """One way after another, as all together may not fit into memory."""
     rank, size = dist.get_rank(), dist.get_world_size()
     vocabulary = int(words.max()) + 1
+    rows = rows or vocabulary
     first = 0.0
     for name, way in chosen.items():
-        trained = _Trained(way, rows, vocabulary, batches_of(words, rows, *shape, rank, size))
+        batches = batches_of(words, rows, *shape, rank, size)
+        trained = _Trained(way, comm, rows, vocabulary, batches)
         for _ in rounds_of(way.warm_up, rank == 0):
             trained.block()
         before = sent_bytes()

@@ -46,8 +46,8 @@ def step_seconds(schedule: Schedule, rows: Seconds, prefetched: bool) -> float:
     for _ in range(STEPS):
         waits = _known(last, *([] if schedule.chained else sent))
         if prefetched:
-            tokens = made.send(rows["tokens"], FIRST, *waits)
             last = made.compute(0.0, *waits, *_known(looked_up))
+            tokens = made.send(rows["tokens"], LAST, last, *_known(delayed))
         else:
             tokens = made.send(rows["tokens"], FIRST, *waits)
             last = made.send(rows["lookup"], FIRST, tokens)
@@ -64,7 +64,7 @@ def step_seconds(schedule: Schedule, rows: Seconds, prefetched: bool) -> float:
             made.send(network.seconds(c.nbytes), i, *{ready[piece.layer] for piece in c.pieces})
             for i, c in enumerate(schedule.communications)
         ]
-        prior = made.send(rows["prior"], FIRST, last, tokens, *_known(delayed))
+        prior = made.send(rows["prior"], FIRST, last, tokens)
         if prefetched:
             looked_up = made.send(rows["lookup"], FIRST, prior)
             delayed = made.send(rows["delayed"], LAST, looked_up)

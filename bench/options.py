@@ -155,7 +155,7 @@ OutOption = Annotated[Path | None, typer.Option(help="Write the figures to this 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 
 BatchOption = Annotated[
-    bool, typer.Option("--batch/--no-batch", help="Run everyone under SCHED_BATCH.")
+    bool, typer.Option("--sched-batch/--no-sched-batch", help="Run everyone under SCHED_BATCH.")
 ]
 
 

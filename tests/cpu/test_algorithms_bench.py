@@ -45,7 +45,7 @@ def test_it_times_every_algorithm_and_writes_json(tmp_path: Path) -> None:
 
 
 def test_json_alone_and_no_progress_in_it() -> None:
-    done = command("-n", "2", "-b", "8", "-e", "8", "-r", "1", "--json", "--no-batch")
+    done = command("-n", "2", "-b", "8", "-e", "8", "-r", "1", "--json", "--no-sched-batch")
     assert done.returncode == 0, done.stderr
     assert {row["nbytes"] for row in json.loads(done.stdout)["rows"]} == {8}
 
