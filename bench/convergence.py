@@ -127,7 +127,7 @@ class Row:
         )
 
 
-def _batches(samples: int, batch: int, seed: int) -> Iterator[torch.Tensor]:
+def batches(samples: int, batch: int, seed: int) -> Iterator[torch.Tensor]:
     """The numbers of the samples of each step, the same on all ranks; each epoch shuffles anew."""
     generator = torch.Generator().manual_seed(seed)
     while True:
@@ -151,9 +151,9 @@ def _trained(
     x, y = (torch.from_numpy(part) for part in task.train)
     share = task.batch // comm.size
     points = []
-    batches = _batches(len(x), task.batch, seed)
+    drawn = batches(len(x), task.batch, seed)
     for step in rounds_of(steps, rank == 0):
-        mine = next(batches)[rank * share : (rank + 1) * share]
+        mine = next(drawn)[rank * share : (rank + 1) * share]
         optimizer.zero_grad()
         cross_entropy(parallel(x[mine]), y[mine].flatten()).backward()
         optimizer.step()

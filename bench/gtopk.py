@@ -60,6 +60,10 @@ class Row:
         )
 
 
+Layers = Sequence[Sequence[torch.Size]]
+"""The shapes of the parameters of each layer."""
+
+
 class _Copied(torch.autograd.Function):
     """Nothing forward; backward, the gradient of each parameter is the parameter."""
 
@@ -73,8 +77,8 @@ class _Copied(torch.autograd.Function):
         return gradient, *ctx.saved_tensors
 
 
-class _Layer(nn.Module):
-    """Parameters of these shapes, which become ready together."""
+class Layer(nn.Module):
+    """Random parameters of these shapes, equal to their gradients, which become ready together."""
 
     def __init__(self, shapes: Sequence[torch.Size]) -> None:
         super().__init__()
@@ -112,11 +116,9 @@ def hooks(density: float) -> dict[str, Hook | None]:
 class _Stepped:
     """A model of these layers under DDP with a hook."""
 
-    def __init__(
-        self, layers: Sequence[Sequence[torch.Size]], hook: Hook | None, bucket_mb: int | None
-    ) -> None:
+    def __init__(self, layers: Layers, hook: Hook | None, bucket_mb: int | None) -> None:
         torch.manual_seed(dist.get_rank())  # gradients differ between ranks
-        model = nn.Sequential(*map(_Layer, layers))
+        model = nn.Sequential(*map(Layer, layers))
         self.values = sum(p.numel() for p in model.parameters())
         self._ddp: Any = nn.parallel.DistributedDataParallel(
             model, gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=bucket_mb
@@ -142,23 +144,28 @@ def measure(
 
     `only`: names of hooks; all by default. Raises CollectiveError for an unknown model or hook.
     """
-    if model not in SHAPES:
-        raise CollectiveError(f"--model must be one of {', '.join(SHAPES)}, not {model!r}")
-    known = hooks(density)
+    layers, known = layers_of(model), hooks(density)
     if unknown := [name for name in only if name not in known]:
         raise CollectiveError(f"--hook must be one of {', '.join(known)}, not {unknown[0]!r}")
     schedule(batch_scheduling)
     with on_gloo():
         chosen = [name for name in known if not only or name in only or name in _NEEDED]
-        return list(_rows(model, {name: known[name] for name in chosen}, rounds))
+        return list(_rows(model, layers, {name: known[name] for name in chosen}, rounds))
+
+
+def layers_of(model: str) -> Layers:
+    """The shapes of a model's parameters, by layer. Raises CollectiveError for an unknown model."""
+    if model not in SHAPES:
+        raise CollectiveError(f"--model must be one of {', '.join(SHAPES)}, not {model!r}")
+    return SHAPES[model]()
 
 
 _NEEDED = ("nothing sent", "dense")
 
 
-def _rows(model: str, chosen: dict[str, Hook | None], rounds: int) -> Iterator[Row]:
+def _rows(model: str, layers: Layers, chosen: dict[str, Hook | None], rounds: int) -> Iterator[Row]:
     """One hook after another, as all together may not fit into memory."""
-    rank, layers = dist.get_rank(), SHAPES[model]()
+    rank = dist.get_rank()
     times: dict[str, float] = {}
     for name, hook in chosen.items():
         stepped = _Stepped(layers, hook, 1 << 20 if "PowerSGD" in name else None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -111,14 +111,30 @@ def gtopk(
     hook: Annotated[
         list[str] | None, typer.Option(help="Only this one, beside dense; may be repeated.")
     ] = None,
+    accuracy: Annotated[
+        float | None,
+        typer.Option(help="Instead of rounds, train a CNN on digits, padded to the model's number "
+                     "of values, by dense and by gTop-k, until it has this accuracy, such as 0.95. "
+                     "It learns quickly at --density 0.01."),
+    ] = None,
     rounds: RoundsOption = 7, scheduling: BatchOption = True, out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Gradients by gTop-k and other hooks of DDP, on all ranks (1 min)."""
-    from linkweave.bench import gtopk as measured
-
     sane(1, density, ("-r", rounds, 1))
-    rows = measured.measure(model, density, rounds, scheduling, hook or ())
+    measured: Any
+    if accuracy is None:
+        from linkweave.bench import gtopk as measured
+
+        rows = measured.measure(model, density, rounds, scheduling, hook or ())
+    elif hook:
+        raise CollectiveError("--hook does not go with --accuracy, which tries dense and gTop-k")
+    elif not 0 < accuracy <= 1:
+        raise CollectiveError(f"--accuracy must be above 0 and at most 1, not {accuracy:g}")
+    else:
+        from linkweave.bench import gtopk_accuracy as measured
+
+        rows = measured.measure(model, density, accuracy, scheduling)
     if rows:  # rank 0 tells
         tell(measured, lambda: rows, out, as_json)
 
