@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import cycle
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from linkweave import collectives
+from linkweave.bench import torchrec_table
 from linkweave.bench.embedding_prediction import row_seconds, step_seconds
 from linkweave.bench.peers import on_gloo
 from linkweave.bench.tasks import bible_words, numbered
@@ -103,26 +105,41 @@ def batches_of(
 
 @dataclass(frozen=True)
 class Way:
-    """How a table is trained: what makes it, for so many rows and a communicator; the schedule of
-    `DataParallel`, None for DDP; whether batches are those of `prefetch`; and the blocks of steps
-    before times are taken, in which DataParallel measures, plans and tries."""
+    """How a table is trained: what makes it, for so many rows and a communicator; what lets a model
+    and its optimizer train on all ranks; whether batches are those of `prefetch`; and the blocks of
+    steps before times are taken, in which DataParallel measures, plans and tries."""
 
     table: Callable[[int, Any], Any]
-    schedule: str | None = None
+    wrap: Callable[[Any, Any, Any], Any]
     prefetched: bool = False
     warm_up: int = 1
 
 
+def _ddp(model: Any, *_: Any) -> Any:
+    return DistributedDataParallel(model)
+
+
+def _columns(rows: int, comm: Any) -> Any:
+    return collectives.ShardedEmbedding(rows, WIDTH, group=comm)
+
+
+def _by(schedule: str) -> Callable[[Any, Any, Any], Any]:
+    return lambda model, optimizer, comm: collectives.DataParallel(
+        model, optimizer, schedule=schedule, group=comm
+    )
+
+
 WAYS = {
-    _FIRST: Way(lambda rows, _: nn.Embedding(rows, WIDTH)),
-    "DDP, sparse=True": Way(lambda rows, _: nn.Embedding(rows, WIDTH, sparse=True)),
-    "columns, FIFO": Way(
-        lambda rows, comm: collectives.ShardedEmbedding(rows, WIDTH, group=comm), "ddp", False, 3
-    ),
-    "columns, 2D": Way(
-        lambda rows, comm: collectives.ShardedEmbedding(rows, WIDTH, group=comm), "auto", True, 7
-    ),
+    _FIRST: Way(lambda rows, _: nn.Embedding(rows, WIDTH), _ddp),
+    "DDP, sparse=True": Way(lambda rows, _: nn.Embedding(rows, WIDTH, sparse=True), _ddp),
+    "columns, FIFO": Way(_columns, _by("ddp"), warm_up=3),
+    "columns, 2D": Way(_columns, _by("auto"), prefetched=True, warm_up=7),
 }
+if find_spec("torchrec"):
+    WAYS["TorchRec, columns"] = Way(
+        lambda rows, _: torchrec_table.Table(rows, WIDTH, RATE),
+        lambda model, *_: torchrec_table.divided(model, WIDTH),
+    )
 
 
 class _Trained:
@@ -133,17 +150,13 @@ class _Trained:
         self._prefetched = way.prefetched
         table = way.table(rows, comm)
         self._model = Model(table, words)
-        whole = rows * WIDTH
-        own = sum(p.numel() for p in self._model.parameters()) - table.weight.numel()
-        self.table_share = whole / (whole + own)
-        self._optimizer = torch.optim.SGD(self._model.parameters(), RATE)
-        self._wrapped: Any
-        if way.schedule is None:
-            self._wrapped = DistributedDataParallel(self._model)
-        else:
-            self._wrapped = collectives.DataParallel(
-                self._model, self._optimizer, schedule=way.schedule, group=comm
-            )
+        named = dict(self._model.named_parameters())
+        dense = sum(p.numel() for name, p in named.items() if not name.startswith("table."))
+        self.table_share = rows * WIDTH / (rows * WIDTH + dense)
+        # TorchRec's tables have an optimizer of their own
+        trained = [p for name, p in named.items() if not name.startswith("table.tables.")]
+        self._optimizer = torch.optim.SGD(trained, RATE)
+        self._wrapped = way.wrap(self._model, self._optimizer, comm)
         self._batches = iter(collectives.prefetch(batches) if way.prefetched else batches)
         self.losses: list[float] = []
 
