@@ -20,8 +20,8 @@ demo: $(VENV)/installed
 
 # run with the planner's tests, so that both processes take about as long
 WITH_PLANS := $(addprefix tests/cpu/test_, \
-	cast.py cluster.py cluster_faults.py combine.py examples_ddp.py interpreter.py \
-	kernel_compile.py plan_kernel.py schedule_command.py sparse_kernels.py torch_suite.py)
+	cast.py cluster.py cluster_faults.py combine.py interpreter.py kernel_compile.py \
+	plan_kernel.py sparse_kernels.py)
 
 # two processes side by side, their output as it comes; fails if either fails
 test: lint
