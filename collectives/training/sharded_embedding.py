@@ -17,7 +17,7 @@ from linkweave.collectives.training.transport import transport_of
 from linkweave.topology.checks import integer, shown
 
 DRAWN = 1 << 16
-"""Rows whose initial values are drawn at once; those of other ranks are dropped."""
+"""Rows, at least, whose initial values are drawn at once; those of other ranks are dropped."""
 
 
 class ShardedEmbedding(nn.Module):
@@ -104,7 +104,9 @@ class ShardedEmbedding(nn.Module):
     def reset_parameters(self) -> None:
         """Draw new values."""
         with torch.no_grad():
-            for rows in torch.split(self.weight, DRAWN):
+            # no part is a few rows: torch draws the last 16 values of a tensor in another way
+            ends = [DRAWN * part for part in range(1, self.num_embeddings // DRAWN)]
+            for rows in torch.tensor_split(self.weight, ends):
                 whole = torch.empty(len(rows), self.embedding_dim, dtype=rows.dtype).normal_()
                 rows.copy_(self.mine(whole))
             if self.padding_idx is not None:
