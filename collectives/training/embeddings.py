@@ -123,14 +123,14 @@ class Embeddings:
         scaled as the other gradients are."""
         if not self.named:
             return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        rows = [part for schedule in self._schedules for part in schedule.averaged()]
+        arrived = [part for schedule in self._schedules for part in schedule.averaged()]
+        rows = [part for part in arrived if part.numel()]  # nothing has no largest norm
         dense = [p.grad for p in parameters if p.grad is not None]
+        first = nn.utils.get_total_norm(dense, norm_type)
         mine = float(nn.utils.get_total_norm(rows, norm_type))
         norms = [float(text) for text in self._transport.share(repr(mine).encode())]
-        total: torch.Tensor = torch.linalg.vector_norm(
-            torch.stack([nn.utils.get_total_norm(dense, norm_type), *map(torch.tensor, norms)]),
-            norm_type,
-        )
+        every = torch.tensor([float(first), *norms], dtype=torch.float64)
+        total = torch.linalg.vector_norm(every, norm_type).to(first.dtype)
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         factor = float((max_norm / (total + 1e-6)).clamp(max=1.0))  # as torch has it
         for part in rows:
