@@ -168,9 +168,11 @@ def embeddings_of(module: nn.Module) -> dict[str, ShardedEmbedding]:
         name: part for name, part in module.named_modules() if isinstance(part, ShardedEmbedding)
     }
     owners = {id(part.weight): name for name, part in found.items()}
+    every = module.named_modules(remove_duplicate=False)  # an embedding may have several names
+    own = {f"{name}.weight" for name, part in every if isinstance(part, ShardedEmbedding)}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owner = owners.get(id(parameter))
-        if owner is not None and name != f"{owner}.weight":
+        if owner is not None and name not in own:
             raise CollectiveError(
                 f"{name} is the weight of ShardedEmbedding {owner}, of which this rank has only "
                 "some columns: a tied decoder needs nn.Embedding"
