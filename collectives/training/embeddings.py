@@ -31,14 +31,15 @@ class Embeddings:
 
     def attach(
         self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], transport: Transport,
-        before: Any,
+        before: Any, skips: Callable[[], bool],
     ) -> None:  # fmt: skip
         """Take part in the steps of the optimizers.
 
         The first one trains everything else, and may train embeddings as well; the others train
-        embeddings only. `before` is called before their states are read or loaded.
+        embeddings only. `before` is called before their states are read or loaded; `skips` tells
+        whether this step is to be left out.
         """
-        self._transport = transport
+        self._transport, self._skips = transport, skips
         self.named = embeddings_of(module)
         _compare(transport, self.named)
         self._rows = [RowOptimizer(one, [*self.named.values()]) for one in optimizers]
@@ -59,7 +60,7 @@ class Embeddings:
                     optimizer.register_load_state_dict_pre_hook(rows.take_state),
                 ]
             if i:
-                self._attached.append((optimizer, attach(optimizer, _Steps(rows, self))))
+                self._attached.append((optimizer, attach(optimizer, _Steps(i, self))))
 
     @property
     def _schedules(self) -> list[RowSchedule]:
@@ -88,16 +89,16 @@ class Embeddings:
         for schedule in self._schedules:
             schedule.end_backward()
 
-    def step(self, skipped: bool) -> None:
-        """With the step of the first optimizer, which may be left out."""
-        if skipped:
+    def step(self, number: int = 0) -> None:
+        """With the step of an optimizer, by its number. The optimizers step in any order."""
+        if self._skips():
             self.skip()
-        for rows in self._rows[:1]:
+        for rows in self._rows[number : number + 1]:
             rows.step()
 
-    def reset(self) -> None:
-        """With `zero_grad` of the first optimizer."""
-        for rows in self._rows[:1]:
+    def reset(self, number: int = 0) -> None:
+        """With `zero_grad` of an optimizer."""
+        for rows in self._rows[number : number + 1]:
             rows.drop()
 
     def skip(self) -> None:
@@ -141,19 +142,19 @@ class Embeddings:
 class _Steps:
     """What the methods of an optimizer of embeddings call."""
 
-    def __init__(self, rows: RowOptimizer, embeddings: Embeddings) -> None:
-        self._rows, self._embeddings = rows, embeddings
+    def __init__(self, number: int, embeddings: Embeddings) -> None:
+        self._number, self._embeddings = number, embeddings
 
     def step(self, closure: Any = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._rows.step()
+        self._embeddings.step(self._number)
         return loss
 
     def reset(self) -> None:
-        self._rows.drop()
+        self._embeddings.reset(self._number)
 
     def synchronize(self) -> None:
         """Options may be read at any time."""
