@@ -47,7 +47,8 @@ class Embeddings:
             if embedding.schedule is None:
                 raise CollectiveError(f"ShardedEmbedding {name} is of one rank, or closed")
             embedding.schedule.lane.name = name
-            if not any(embedding in rows.embeddings for rows in self._rows):
+            trained = any(embedding in rows.embeddings for rows in self._rows)
+            if embedding.weight.requires_grad and not trained:
                 raise CollectiveError(f"no optimizer has the weight of ShardedEmbedding {name}")
         for rows in self._rows[1:]:
             rows.check_alone()

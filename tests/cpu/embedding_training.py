@@ -62,7 +62,7 @@ class Lstm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.words(x)
-        return self.last(self.body(x)[0] if len(x) else x.new_zeros(*x.shape[:2], 7))
+        return self.last(self.body(x)[0] if len(x) else x.new_zeros(*x.shape[:2], 7) + x.sum())
 
 
 class Transformer(nn.Module):
@@ -135,12 +135,14 @@ def weights_of(model: nn.Module) -> list[nn.Parameter]:
 
 
 def optimizers_for(model: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
-    """One of all other parameters and one of the embeddings; for "one", one of all."""
+    """One of all other parameters and one of the embeddings, unless `kind` is "none"; for "one",
+    one of all."""
     if kind == "one":
         return [torch.optim.SGD(model.parameters(), 0.5)]
     rows = weights_of(model)
     others = [p for p in model.parameters() if not any(p is row for row in rows)]
-    return [torch.optim.SGD(others, 0.1, momentum=0.9), SPARSE[kind](rows)]
+    first = torch.optim.SGD(others, 0.1, momentum=0.9)
+    return [first] if kind == "none" else [first, SPARSE[kind](rows)]
 
 
 @cache
@@ -185,7 +187,8 @@ class Pair:
         self.alone = built(make, plain, dtype)
         self.optimizers = optimizers_for(self.inner, kind)
         self.alone_optimizers = optimizers_for(self.alone, kind)
-        options.setdefault("schedule", schedule(make, policy, chained, dtype))
+        if "schedule" not in options:
+            options["schedule"] = schedule(make, policy, chained, dtype)
         self.model = DataParallel(self.inner, self.optimizers, group=group, **options)
         self.group = group or collectives.get_default()
 

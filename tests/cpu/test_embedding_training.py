@@ -1,4 +1,4 @@
-"""A `ShardedEmbedding` trains as `nn.Embedding` does in one process, with `prefetch` and without."""
+"""A `ShardedEmbedding` trains as `nn.Embedding` in one process, with `prefetch` and without."""
 
 from __future__ import annotations
 

@@ -126,8 +126,8 @@ class ThreadTransport:
 def on_threads(
     size: int, body: Callable[..., Any], transports: int = 1
 ) -> tuple[list[Any], list[Hub]]:
-    """What `body` returns for the transports of each rank, and the hubs of all transports: for each,
-    two lanes and another.
+    """What `body` returns for the transports of each rank, and their hubs: for each transport, two
+    lanes and another.
 
     An exception of one rank ends the others, and is raised.
     """
