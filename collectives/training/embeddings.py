@@ -132,7 +132,7 @@ class Embeddings:
         mine = float(nn.utils.get_total_norm(rows, norm_type))
         norms = [float(text) for text in self._transport.share(repr(mine).encode())]
         every = torch.tensor([float(first), *norms], dtype=torch.float64)
-        total = torch.linalg.vector_norm(every, norm_type).to(first.dtype)
+        total: torch.Tensor = torch.linalg.vector_norm(every, norm_type).to(first.dtype)
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         factor = float((max_norm / (total + 1e-6)).clamp(max=1.0))  # as torch has it
         for part in rows:
