@@ -72,15 +72,10 @@ class Embeddings:
         """Their parameters, by identity."""
         return {id(embedding.weight) for embedding in self.named.values()}
 
-    @property
-    def urgent(self) -> bool:
-        """Whether what the next forward pass waits for is being sent."""
-        return any(schedule.lane.urgent for schedule in self._schedules)
-
-    def listen(self, wake: Callable[[], None]) -> None:
-        """Call `wake` when no longer `urgent`."""
+    def wait_urgent(self) -> None:
+        """Wait until what the next forward pass waits for has been sent, though not for long."""
         for schedule in self._schedules:
-            schedule.lane.on_idle = wake
+            schedule.lane.wait_urgent()
 
     def set_sends(self, sends: bool) -> None:
         for schedule in self._schedules:

@@ -198,7 +198,7 @@ def test_no_dense_op_starts_while_rows_are_urgent() -> None:
             found.clear()
 
             def urgent() -> None:
-                time.sleep(0.1)
+                time.sleep(0.03)
                 found.append((dense.rank, "urgent"))
 
             embedding.schedule.lane.submit("urgent", urgent, urgent=True)
@@ -208,6 +208,21 @@ def test_no_dense_op_starts_while_rows_are_urgent() -> None:
     for rank in range(2):
         mine = [what for one, what in found if one == rank]
         assert mine == ["urgent", "average"]
+
+
+def one_rank_waits(rank: int) -> None:
+    """It waits for dense gradients, while the others wait for its next forward pass."""
+    for ahead in (True, False):
+        pair = Pair()
+        for mine, _ in pair.batches(range(4), ahead):
+            stepped(mine, pair.model, pair.optimizers, 2)
+            if rank == 0:
+                pair.model.finish()
+        pair.end()
+
+
+def test_a_rank_may_wait_for_dense_gradients() -> None:
+    collectives.spawn(one_rank_waits, 2, timeout=8)
 
 
 def test_columns() -> None:
