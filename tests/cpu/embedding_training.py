@@ -158,20 +158,20 @@ def schedule(
 
 
 # ---- training ------------------------------------------------------------------------------------
-def stepped(batch: Batch, model: Any, optimizers: Sequence[Any], share_of: float = 1) -> None:
-    """A step on a rank's part of a batch, which has so large a share of it for each rank."""
+def stepped(batch: Batch, model: Any, optimizers: Sequence[Any], size: int = 1) -> None:
+    """A step on the part of a batch that one of `size` ranks has."""
     for optimizer in optimizers:
         optimizer.zero_grad()
-    loss_of(batch, model, share_of).backward()
+    loss_of(batch, model, size).backward()
     for optimizer in optimizers:
         optimizer.step()
 
 
-def loss_of(batch: Batch, model: Any, factor: float = 1) -> torch.Tensor:
-    """Summed over the sentences, of a batch of `COUNT` divided among all ranks."""
+def loss_of(batch: Batch, model: Any, size: int = 1) -> torch.Tensor:
+    """Whose average over `size` ranks is the mean over all words of a batch."""
     x, y = batch
-    out = model(x)
-    return cross_entropy(out.flatten(0, -2), y.flatten(), reduction="sum") * factor / COUNT
+    out = model(x).flatten(0, -2)
+    return cross_entropy(out, y.flatten(), reduction="sum") * size / (COUNT * LENGTH)
 
 
 class Pair:

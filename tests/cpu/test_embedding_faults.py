@@ -158,38 +158,35 @@ def options_that_are_changed_later(rank: int) -> None:
 
 
 # ---- a rank fails --------------------------------------------------------------------------------
-def wrong_index(rank: int, ids: Any, where: str, ahead: bool, chained: bool) -> tuple[float, str]:
-    """Seconds until this rank has an error, and its words. The failed rank goes on living."""
+def wrong_index(rank: int, where: str, ahead: bool, chained: bool, path: Path) -> str:
+    """What this rank is told. The failed one lives on until the other one knows."""
     pair = Pair("adagrad", chained=chained)
     batches = [pair.share(step) for step in range(5)]
     if rank == 1:
         at = 3 if where == "next" else 0
-        batches[at] = torch.as_tensor(ids).expand(2, 2), batches[at][1][:2, :2]
-    start = time.monotonic()
+        batches[at] = torch.tensor(WORDS).expand(2, 2), batches[at][1][:2, :2]
 
     def train() -> None:
         for batch in prefetch(batches) if ahead else batches:
-            nonlocal start
-            start = time.monotonic()
             stepped(batch, pair.model, pair.optimizers, 2)
-        pair.model.finish()
 
-    words = error_of(train)
-    found = time.monotonic() - start, words
-    time.sleep(1.5 if rank == 1 else 0.0)
-    return found
+    said = error_of(train)
+    (path / str(rank)).touch()
+    deadline = time.monotonic() + 5
+    while not (path / "0").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return said
 
 
 @pytest.mark.parametrize("chained", [True, False])
 @pytest.mark.parametrize(("where", "ahead"), [("first", True), ("next", True), ("next", False)])
-def test_a_wrong_index_on_a_rank(where: str, ahead: bool, chained: bool) -> None:
-    """The others learn of it at once, though that rank still lives."""
-    args = (WORDS, where, ahead, chained)
-    (seconds, said), (_, its) = collectives.spawn(wrong_index, 2, args=args, timeout=20)
+def test_a_wrong_index_on_a_rank(where: str, ahead: bool, chained: bool, tmp_path: Path) -> None:
+    args = (where, ahead, chained, tmp_path)
+    said, its = collectives.spawn(wrong_index, 2, args=args, timeout=20)
     name = "ids of the next batch" if where == "next" and ahead else "ids"
     assert f"rank 1: {name} must be from 0 to {WORDS - 1}; one is {WORDS}" in its
     assert "rank 1" in said
-    assert seconds < 1.4
 
 
 def survive(rank: int, when: str, ahead: bool, path: Path) -> None:
@@ -218,8 +215,7 @@ def dies(pair: Pair, when: str) -> None:
 
 @pytest.mark.parametrize(
     ("when", "ahead"),
-    [("forward", True), ("backward", False), ("tokens", True), ("tokens", False), ("fetch", True),
-     ("add", True), ("add", False)],
+    [("forward", True), ("backward", False), ("tokens", False), ("fetch", True), ("add", True)],
 )  # fmt: skip
 def test_a_rank_dies(when: str, ahead: bool, tmp_path: Path) -> None:
     with pytest.raises(CollectiveError, match=r"rank 1 \(process \d+\) exited with status 3"):

@@ -23,6 +23,7 @@ from embedding_training import (
     optimizers_for,
     plain,
     sentences,
+    stepped,
 )
 from torch import nn
 from training_models import apart, copied, error_of, on_all, same
@@ -182,13 +183,7 @@ def alone(kind: str, saved: Any) -> dict[str, torch.Tensor]:
     for optimizer, state in zip(optimizers, saved[1], strict=True):
         optimizer.load_state_dict(state)
     for step in range(2, 5):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        x, y = sentences(step)
-        out = model(x).flatten(0, -2)
-        (nn.functional.cross_entropy(out, y.flatten(), reduction="sum") / len(x)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        stepped(sentences(step), model, optimizers)
     return model.state_dict()
 
 

@@ -40,7 +40,7 @@ def as_one_process(rank: int, cases: Sequence[tuple[str, str]], steps: int) -> N
             states.append(pair.close())
         assert same(*states), (name, kind)
         before = built(MODELS[name], plain).state_dict()
-        assert apart(states[0], before) > 0.1
+        assert apart(states[0], before) > 0.01
 
 
 @pytest.mark.parametrize(
