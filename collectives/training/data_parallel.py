@@ -97,7 +97,7 @@ class DataParallel(nn.Module):
             momentum = Momentum(optimizer)
         self._update = Update(optimizer, momentum)
         before: Any = Hook(self._before_state)
-        self._embeddings.attach(module, optimizers, self._transport, before)
+        self._embeddings.attach(module, optimizers, self._transport, before, self._skips)
         copy_from_rank_0(self._transport, module, self._embeddings.weights)
         self._kind = attach(optimizer, self)
         registers: list[Any] = [
@@ -174,9 +174,13 @@ class DataParallel(nn.Module):
         if self._engine is None:
             plain()
         else:
-            self._embeddings.step(skipped=bool(self._engine.sparse and self._engine.sparse.bad))
+            self._embeddings.step()
             self._engine.step(plain)
         return loss
+
+    def _skips(self) -> bool:
+        """Whether gradients are not finite, so that the step is to be left out."""
+        return bool(self._engine and self._engine.sparse and self._engine.sparse.bad)
 
     def reset(self) -> None:
         """Before `zero_grad` of the optimizer."""

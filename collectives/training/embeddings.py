@@ -31,14 +31,15 @@ class Embeddings:
 
     def attach(
         self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], transport: Transport,
-        before: Any,
+        before: Any, skips: Callable[[], bool],
     ) -> None:  # fmt: skip
         """Take part in the steps of the optimizers.
 
         The first one trains everything else, and may train embeddings as well; the others train
-        embeddings only. `before` is called before their states are read or loaded.
+        embeddings only. `before` is called before their states are read or loaded; `skips` tells
+        whether this step is to be left out.
         """
-        self._transport = transport
+        self._transport, self._skips = transport, skips
         self.named = embeddings_of(module)
         _compare(transport, self.named)
         self._rows = [RowOptimizer(one, [*self.named.values()]) for one in optimizers]
@@ -46,7 +47,8 @@ class Embeddings:
             if embedding.schedule is None:
                 raise CollectiveError(f"ShardedEmbedding {name} is of one rank, or closed")
             embedding.schedule.lane.name = name
-            if not any(embedding in rows.embeddings for rows in self._rows):
+            trained = any(embedding in rows.embeddings for rows in self._rows)
+            if embedding.weight.requires_grad and not trained:
                 raise CollectiveError(f"no optimizer has the weight of ShardedEmbedding {name}")
         for rows in self._rows[1:]:
             rows.check_alone()
@@ -59,7 +61,7 @@ class Embeddings:
                     optimizer.register_load_state_dict_pre_hook(rows.take_state),
                 ]
             if i:
-                self._attached.append((optimizer, attach(optimizer, _Steps(rows, self))))
+                self._attached.append((optimizer, attach(optimizer, _Steps(i, self))))
 
     @property
     def _schedules(self) -> list[RowSchedule]:
@@ -70,15 +72,10 @@ class Embeddings:
         """Their parameters, by identity."""
         return {id(embedding.weight) for embedding in self.named.values()}
 
-    @property
-    def urgent(self) -> bool:
-        """Whether what the next forward pass waits for is being sent."""
-        return any(schedule.lane.urgent for schedule in self._schedules)
-
-    def listen(self, wake: Callable[[], None]) -> None:
-        """Call `wake` when no longer `urgent`."""
+    def wait_urgent(self) -> None:
+        """Wait until what the next forward pass waits for has been sent, though not for long."""
         for schedule in self._schedules:
-            schedule.lane.on_idle = wake
+            schedule.lane.wait_urgent()
 
     def set_sends(self, sends: bool) -> None:
         for schedule in self._schedules:
@@ -88,16 +85,16 @@ class Embeddings:
         for schedule in self._schedules:
             schedule.end_backward()
 
-    def step(self, skipped: bool) -> None:
-        """With the step of the first optimizer, which may be left out."""
-        if skipped:
+    def step(self, number: int = 0) -> None:
+        """With the step of an optimizer, by its number. The optimizers step in any order."""
+        if self._skips():
             self.skip()
-        for rows in self._rows[:1]:
+        for rows in self._rows[number : number + 1]:
             rows.step()
 
-    def reset(self) -> None:
-        """With `zero_grad` of the first optimizer."""
-        for rows in self._rows[:1]:
+    def reset(self, number: int = 0) -> None:
+        """With `zero_grad` of an optimizer."""
+        for rows in self._rows[number : number + 1]:
             rows.drop()
 
     def skip(self) -> None:
@@ -123,14 +120,14 @@ class Embeddings:
         scaled as the other gradients are."""
         if not self.named:
             return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        rows = [part for schedule in self._schedules for part in schedule.averaged()]
+        arrived = [part for schedule in self._schedules for part in schedule.averaged()]
+        rows = [part for part in arrived if part.numel()]  # nothing has no largest norm
         dense = [p.grad for p in parameters if p.grad is not None]
+        first = nn.utils.get_total_norm(dense, norm_type)
         mine = float(nn.utils.get_total_norm(rows, norm_type))
         norms = [float(text) for text in self._transport.share(repr(mine).encode())]
-        total: torch.Tensor = torch.linalg.vector_norm(
-            torch.stack([nn.utils.get_total_norm(dense, norm_type), *map(torch.tensor, norms)]),
-            norm_type,
-        )
+        every = torch.tensor([float(first), *norms], dtype=torch.float64)
+        total: torch.Tensor = torch.linalg.vector_norm(every, norm_type).to(first.dtype)
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         factor = float((max_norm / (total + 1e-6)).clamp(max=1.0))  # as torch has it
         for part in rows:
@@ -141,19 +138,19 @@ class Embeddings:
 class _Steps:
     """What the methods of an optimizer of embeddings call."""
 
-    def __init__(self, rows: RowOptimizer, embeddings: Embeddings) -> None:
-        self._rows, self._embeddings = rows, embeddings
+    def __init__(self, number: int, embeddings: Embeddings) -> None:
+        self._number, self._embeddings = number, embeddings
 
     def step(self, closure: Any = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._rows.step()
+        self._embeddings.step(self._number)
         return loss
 
     def reset(self) -> None:
-        self._rows.drop()
+        self._embeddings.reset(self._number)
 
     def synchronize(self) -> None:
         """Options may be read at any time."""
@@ -168,9 +165,11 @@ def embeddings_of(module: nn.Module) -> dict[str, ShardedEmbedding]:
         name: part for name, part in module.named_modules() if isinstance(part, ShardedEmbedding)
     }
     owners = {id(part.weight): name for name, part in found.items()}
+    every = module.named_modules(remove_duplicate=False)  # an embedding may have several names
+    own = {f"{name}.weight" for name, part in every if isinstance(part, ShardedEmbedding)}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owner = owners.get(id(parameter))
-        if owner is not None and name != f"{owner}.weight":
+        if owner is not None and name not in own:
             raise CollectiveError(
                 f"{name} is the weight of ShardedEmbedding {owner}, of which this rank has only "
                 "some columns: a tied decoder needs nn.Embedding"

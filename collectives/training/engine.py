@@ -229,12 +229,12 @@ class Engine:
         self._ends = False
         if self.state is not State.BACKWARD:  # it has reached no parameter
             return
+        if self.embeddings and self._begun:
+            self.embeddings.end_backward()
         if not (self.sends and self._begun):
             self.state = State.IDLE
             return
         self.record.backward_end = self.clock.now()
-        if self.embeddings:
-            self.embeddings.end_backward()
         for index, left in enumerate(self._left):
             if left:
                 self._collected(index)

@@ -27,7 +27,7 @@ class HostLanes:
     Each lane has a thread, which carries out the lane's ops in the program's order. All ranks have
     the same program, so whatever the order in which their gradients become ready, calls on a lane
     meet calls of the same op. `after` names earlier ops only, so lanes cannot wait in a circle.
-    No op starts while embeddings send what the next forward pass waits for first.
+    Each op first lets embeddings send what the next forward pass waits for.
     If an op fails, all lanes end, and every wait raises its error.
     """
 
@@ -37,8 +37,6 @@ class HostLanes:
     ) -> None:  # fmt: skip
         self._transport, self._arena, self._program = transport, arena, program
         self._sparse, self._embeddings = sparse, embeddings
-        if embeddings:
-            embeddings.listen(self._wake)
         self._changed = threading.Condition()
         self._steps = 0  # begun so far
         self._ready = [False] * len(program.names)
@@ -129,6 +127,8 @@ class HostLanes:
                 for number, op in mine:
                     if not self._until(partial(self._may_start, op)):
                         return
+                    if self._embeddings:
+                        self._embeddings.wait_urgent()
                     self._carry_out(number, op, packing)
         except BaseException as error:
             label = self._program.label(number)
@@ -145,13 +145,7 @@ class HostLanes:
     def _has_begun(self, step: int) -> bool:
         return self._steps > step
 
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
     def _may_start(self, op: Op) -> bool:
-        if self._embeddings and self._embeddings.urgent:
-            return False
         return all(self._ready[unit] for unit in op.needs) and all(self._done[n] for n in op.after)
 
     def _carry_out(self, number: int, op: Op, packing: Packing) -> None:

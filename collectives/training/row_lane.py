@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from threading import Lock
+from threading import Condition
 from typing import Any, NoReturn
 from weakref import WeakMethod
 
@@ -20,6 +20,9 @@ from linkweave.collectives.training.transport import Transport
 
 KEPT = 64
 """How many ops are remembered."""
+HOLD = 0.1
+"""Seconds for which urgent ops may hold back dense gradients. They wait for other ranks, one of
+which may be waiting for those gradients."""
 
 
 @dataclass(frozen=True)
@@ -44,21 +47,23 @@ class RowLane:
         self._thread = ThreadPoolExecutor(1, f"linkweave-rows-{name}")
         self._going: set[Future[Any]] = set()
         self._error: CollectiveError | None = None
-        self._lock = Lock()
+        self._changed = Condition()
         self._urgent = 0
-        self.on_idle: Callable[[], None] = _nothing
-        """Called when no urgent op is left."""
+        self._since = 0.0  # when the first urgent op was submitted
         self.ops: deque[RowOp] = deque(maxlen=KEPT)
         transport.before_close(WeakMethod(self._drain))
 
-    @property
-    def urgent(self) -> bool:
-        """Whether an op that the next forward pass waits for is to be carried out."""
-        return self._urgent > 0
+    def wait_urgent(self) -> None:
+        """Wait until no op is left that the next forward pass waits for, or `HOLD` is over."""
+        with self._changed:
+            left = self._since + HOLD - time.monotonic()
+            self._changed.wait_for(lambda: not self._urgent, max(0.0, left))
 
     def submit(self, name: str, op: Callable[[], Any], urgent: bool = False) -> Future[Any]:
         """Carry out an op after those before it."""
-        with self._lock:
+        with self._changed:
+            if not self._urgent:
+                self._since = time.monotonic()
             self._urgent += urgent
         going: Future[Any] = self._thread.submit(self._carry_out, name, op, urgent)
         self._going = {one for one in self._going if not one.done()} | {going}
@@ -79,10 +84,9 @@ class RowLane:
             self.abort(kind(words))
             raise
         finally:
-            with self._lock:
+            with self._changed:
                 self._urgent -= urgent
-            if not self._urgent:
-                self.on_idle()
+                self._changed.notify_all()
 
     def wait(self, op: Future[Any]) -> Any:
         """The result of an op. Raises CollectiveError."""
@@ -118,7 +122,3 @@ class RowLane:
     def close(self) -> None:
         """End the thread, once it has carried out all ops."""
         self._thread.shutdown()
-
-
-def _nothing() -> None:
-    """What is called where nobody listens."""

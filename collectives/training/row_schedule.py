@@ -48,6 +48,7 @@ class Batch:
         self.fetched: Future[Any] | None = None
         self.table_version = 0
         self.leaf = torch.empty(0)
+        self.passed = False  # whether a backward pass has ended since
 
     def number(self) -> None:
         """Find the distinct tokens, and where each token is among them."""
@@ -140,6 +141,8 @@ class RowSchedule:
     def end_backward(self) -> None:
         """At the end of a backward pass: send the gradients of prior rows. What has got no
         gradients on this rank counts as zeros."""
+        for batch in self._used:
+            batch.passed = True
         if not (self.sends and self._used):
             return
         tokens, own = merged(self._used, len(self._table))
@@ -185,7 +188,8 @@ class RowSchedule:
     def zero_grad(self) -> None:
         """Drop gradients that no step has applied. A call whose backward pass is to come stays."""
         self._gradients = None
-        self._used = [batch for batch in self._used if batch.leaf.grad is None]
+        # not by leaf.grad, which ranks need not all have
+        self._used = [batch for batch in self._used if not batch.passed]
 
     def averaged(self) -> list[torch.Tensor]:
         """The gradients that the next step applies, in this rank's columns, once they have arrived;

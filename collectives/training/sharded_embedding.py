@@ -17,7 +17,7 @@ from linkweave.collectives.training.transport import transport_of
 from linkweave.topology.checks import integer, shown
 
 DRAWN = 1 << 16
-"""Rows whose initial values are drawn at once; those of other ranks are dropped."""
+"""Rows, at least, whose initial values are drawn at once; those of other ranks are dropped."""
 
 
 class ShardedEmbedding(nn.Module):
@@ -53,7 +53,7 @@ class ShardedEmbedding(nn.Module):
     def __init__(
         self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, *,
         group: Any = None, dtype: torch.dtype | None = None, max_norm: float | None = None,
-        scale_grad_by_freq: bool = False, sparse: bool = True,
+        scale_grad_by_freq: bool = False, sparse: bool = True, _draws: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
         refused = {"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq}
@@ -76,7 +76,8 @@ class ShardedEmbedding(nn.Module):
         self.columns = first, first + widths[rank]
         """The first column of this rank, and the one after its last."""
         self.weight = nn.Parameter(torch.empty(self.num_embeddings, widths[rank], dtype=dtype))
-        self.reset_parameters()
+        if _draws:
+            self.reset_parameters()
         self._schedule: RowSchedule | None = None
         if self._transport:
             self._transport.open(1)
@@ -95,7 +96,9 @@ class ShardedEmbedding(nn.Module):
                 f"embeddings must have two dimensions, not shape {tuple(embeddings.shape)}"
             )
         rows, width = embeddings.shape
-        made = cls(rows, width, padding_idx, group=group, dtype=embeddings.dtype)
+        made = cls(
+            rows, width, padding_idx, group=group, dtype=embeddings.dtype, _draws=False
+        )  # fmt: skip
         with torch.no_grad():
             made.weight.copy_(made.mine(embeddings))
         made.weight.requires_grad_(not freeze)
@@ -104,7 +107,9 @@ class ShardedEmbedding(nn.Module):
     def reset_parameters(self) -> None:
         """Draw new values."""
         with torch.no_grad():
-            for rows in torch.split(self.weight, DRAWN):
+            # no part is a few rows: torch draws the last 16 values of a tensor in another way
+            ends = [DRAWN * part for part in range(1, self.num_embeddings // DRAWN)]
+            for rows in torch.tensor_split(self.weight, ends):
                 whole = torch.empty(len(rows), self.embedding_dim, dtype=rows.dtype).normal_()
                 rows.copy_(self.mine(whole))
             if self.padding_idx is not None:

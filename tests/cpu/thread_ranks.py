@@ -94,6 +94,18 @@ class ThreadTransport:
         links = ThreadLinks(self._hubs[lane], self.rank)
         return linked_allreduce(links, vector, numel, k, residual, mode)
 
+    def alltoall(
+        self, lane: int, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]
+    ) -> torch.Tensor:
+        hub = self._hubs[lane]
+        rows = hub.exchange(self.rank, torch.split(x.clone(), list(sends)))
+        parts = [row[self.rank] for row in rows]
+        assert [part.numel() for part in parts] == list(receives)
+        hub.messages += [
+            ("alltoall", part.nbytes) for source, part in enumerate(parts) if source != self.rank
+        ]
+        return torch.cat(parts)
+
     def broadcast(self, x: torch.Tensor) -> None:
         x.copy_(self._hubs[-1].exchange(self.rank, x.clone())[0])
 
@@ -111,21 +123,25 @@ class ThreadTransport:
         pass
 
 
-def on_threads(size: int, body: Callable[[ThreadTransport], Any]) -> tuple[list[Any], list[Hub]]:
-    """What `body` returns for the transport of each rank, and their hubs: two lanes and another.
+def on_threads(
+    size: int, body: Callable[..., Any], transports: int = 1
+) -> tuple[list[Any], list[Hub]]:
+    """What `body` returns for the transports of each rank, and their hubs: for each transport, two
+    lanes and another.
 
     An exception of one rank ends the others, and is raised.
     """
-    hubs = [Hub(size) for _ in range(3)]
+    hubs = [[Hub(size) for _ in range(3)] for _ in range(transports)]
     errors = []
 
     def rank_of(rank: int) -> Any:
-        transport = ThreadTransport(hubs, rank)
+        mine = [ThreadTransport(some, rank) for some in hubs]
         try:
-            return body(transport)
+            return body(*mine)
         except BaseException as error:
             errors.append(error)
-            transport.abort()
+            for transport in mine:
+                transport.abort()
 
     with ThreadPoolExecutor(size) as pool:
         found = list(pool.map(rank_of, range(size)))
@@ -133,4 +149,4 @@ def on_threads(size: int, body: Callable[[ThreadTransport], Any]) -> tuple[list[
         raise next(
             (e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0]
         )
-    return found, hubs
+    return found, [hub for some in hubs for hub in some]

@@ -1,0 +1,231 @@
+"""What the steps of a `ShardedEmbedding` send, in which order: the ops, and each byte of them.
+
+Ranks are threads, over transports that count what arrives.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from embedding_training import (
+    WIDTH,
+    WORDS,
+    Linear,
+    Pair,
+    imported,  # noqa: F401
+    schedule,
+    sentences,
+    share,
+    stepped,
+)
+from thread_ranks import ThreadTransport, on_threads
+
+from linkweave import DataParallel, ShardedEmbedding, collectives, prefetch
+from linkweave.collectives.training.row_exchange import columns_of
+from linkweave.collectives.training.row_schedule import prior_rows
+
+pytestmark = pytest.mark.usefixtures("imported")
+STEPS = 3
+ALONE = threading.Lock()
+"""While a rank draws initial values by the generator of all."""
+
+
+def rows_of(step: int, size: int) -> list[torch.Tensor]:
+    """The rows that each rank needs in a step; none after the last one."""
+    if step == STEPS:
+        return [torch.empty(0, dtype=torch.int64)] * size
+    return [share(sentences(step), rank, size)[0].unique() for rank in range(size)]
+
+
+class Bytes:
+    """What a rank sends to the others, in float64, by the rows that each rank needs."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.others = rank, size - 1
+        self.widths = columns_of(WIDTH, size)
+
+    def tokens(self, rows: list[torch.Tensor]) -> int:
+        return 8 * self.others + 4 * len(rows[self.rank]) * self.others
+
+    def lookup(self, rows: list[torch.Tensor]) -> int:
+        """This rank's columns of the rows of all others."""
+        others = sum(map(len, rows)) - len(rows[self.rank])
+        return 8 * others * self.widths[self.rank]
+
+    def gradients(self, rows: torch.Tensor) -> int:
+        """Of rows of this rank, in the columns of all others."""
+        return 8 * len(rows) * (WIDTH - self.widths[self.rank])
+
+
+def expected(rank: int, size: int, ahead: bool) -> list[tuple[str, int]]:
+    """The ops of a rank and their bytes."""
+    sent = Bytes(rank, size)
+    found: list[tuple[str, int]] = []
+    for step in range(STEPS):
+        rows, following = rows_of(step, size), rows_of(step + 1, size)
+        if not ahead or step == 0:
+            found += [("tokens", sent.tokens(rows)), ("lookup", sent.lookup(rows))]
+        mine, needed = rows[rank], torch.cat(following)
+        if not ahead or step == STEPS - 1:  # nobody knows the next tokens
+            needed = mine
+            if ahead:
+                found += [("no tokens", 8 * (size - 1))]
+        else:
+            found += [("tokens", sent.tokens(following))]
+        prior = torch.isin(mine, needed)
+        found += [("prior", sent.gradients(mine[prior])), ("update prior", 0)]
+        if ahead:
+            found += [("lookup", sent.lookup(following))]
+        found += [("delayed", sent.gradients(mine[~prior]))]
+    return found
+
+
+@contextmanager
+def trained(
+    dense: ThreadTransport, rows: ThreadTransport, ahead: bool
+) -> Iterator[tuple[ShardedEmbedding, Any]]:
+    """After some steps of this rank."""
+    with ALONE:
+        torch.manual_seed(3)
+        embedding = ShardedEmbedding(WORDS, WIDTH, group=rows, dtype=torch.float64)
+        inner = Linear(embedding).double()
+    optimizers = [
+        torch.optim.SGD(inner.last.parameters(), 0.1), torch.optim.SGD([embedding.weight], 0.5)
+    ]  # fmt: skip
+    plan = schedule(policy="wfbp", chained=False)
+    model = DataParallel(inner, optimizers, schedule=plan, group=dense)
+    batches = [share(sentences(step), dense.rank, dense.size) for step in range(STEPS)]
+    for batch in prefetch(batches) if ahead else batches:
+        stepped(batch, model, optimizers)
+    model.finish()
+    yield embedding, model
+    model.close()
+    embedding.close()
+
+
+def ops_of(dense: ThreadTransport, rows: ThreadTransport, ahead: bool) -> list[tuple[str, int]]:
+    with trained(dense, rows, ahead) as (embedding, _):
+        found = embedding.ops
+        assert all(op.start <= op.end for op in found)
+        assert all(a.end <= b.start for a, b in zip(found, found[1:], strict=False))
+        return [(op.name, op.nbytes) for op in found]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_ops_and_their_bytes(size: int, ahead: bool) -> None:
+    """Seven ranks have five columns."""
+    found, hubs = on_threads(size, partial(ops_of, ahead=ahead), transports=2)
+    assert found == [expected(rank, size, ahead) for rank in range(size)]
+    arrived = [nbytes for hub in hubs[3:] for call, nbytes in hub.messages if call == "alltoall"]
+    assert sum(arrived) == sum(nbytes for ops in found for _, nbytes in ops)
+    assert not any(call == "alltoall" for hub in hubs[:3] for call, _ in hub.messages)
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_gradients_are_sent_once(size: int) -> None:
+    """What is prior and what is delayed are together what is sent without `prefetch`."""
+
+    def sent(ops: list[tuple[str, int]], *names: str) -> int:
+        return sum(nbytes for name, nbytes in ops if name in names)
+
+    for rank in range(size):
+        ahead, alone = expected(rank, size, True), expected(rank, size, False)
+        assert sent(ahead, "prior", "delayed") == sent(alone, "prior") > 0
+        assert sent(ahead, "delayed") > sent(alone, "delayed") == 0
+        assert sent(ahead, "lookup") == sent(alone, "lookup")
+
+
+def test_a_step_needs_few_rows() -> None:
+    """The text has rows of both kinds in each step."""
+    for step in range(STEPS - 1):
+        mine, needed = rows_of(step, 3)[0], torch.cat(rows_of(step + 1, 3))
+        assert 0 < torch.isin(mine, needed).sum() < len(mine)
+
+
+def test_prior_rows() -> None:
+    """Those that any rank needs next (algorithm 1), in any call; all of them if nobody knows."""
+    tokens = [torch.tensor([0, 2, 5, 7]), torch.tensor([2, 3]), torch.empty(0, dtype=torch.int64)]
+    calls = [[torch.tensor([5]), torch.tensor([9]), torch.tensor([3, 4])],
+             [torch.tensor([0]), torch.tensor([1]), torch.tensor([1])]]  # fmt: skip
+    first = [[False, False, True, False], [False, True], []]
+    both = [[True, False, True, False], [False, True], []]
+    assert [mask.tolist() for mask in prior_rows(tokens, calls[:1])] == first
+    assert [mask.tolist() for mask in prior_rows(tokens, calls)] == both
+    assert [mask.tolist() for mask in prior_rows(tokens, [None, calls[0]])] == first
+    for unknown in ([], [None], [None, None]):
+        assert all(mask.all() for mask in prior_rows(tokens, unknown))
+
+
+# ---- beside dense gradients ----------------------------------------------------------------------
+def times(rank: int) -> None:
+    """Delayed rows and the next tokens travel beside the passes, prior rows before dense ops."""
+    pair = Pair()
+    pair.train(*range(4))
+    pair.model.finish()
+    names = [op.name for op in pair.embeddings[0].ops]
+    assert names == [
+        "tokens", "lookup", *["tokens", "prior", "update prior", "lookup", "delayed"] * 3,
+        "no tokens", "prior", "update prior", "lookup", "delayed",
+    ]  # fmt: skip
+    pair.close()
+
+
+def test_the_order_under_a_chained_schedule() -> None:
+    collectives.spawn(times, 2, timeout=20)
+
+
+def test_no_dense_op_starts_while_rows_are_urgent() -> None:
+    found: list[tuple[int, str]] = []
+
+    class Watched(ThreadTransport):
+        def average(self, lane: int, x: torch.Tensor) -> None:
+            found.append((self.rank, "average"))
+            super().average(lane, x)
+
+    def body(dense: ThreadTransport, rows: ThreadTransport) -> None:
+        dense.__class__ = Watched
+        with trained(dense, rows, False) as (embedding, model):
+            assert embedding.schedule is not None
+            out = model(share(sentences(0), dense.rank, dense.size)[0])
+            found.clear()
+
+            def urgent() -> None:
+                time.sleep(0.03)
+                found.append((dense.rank, "urgent"))
+
+            embedding.schedule.lane.submit("urgent", urgent, urgent=True)
+            out.sum().backward()
+
+    on_threads(2, body, transports=2)
+    for rank in range(2):
+        mine = [what for one, what in found if one == rank]
+        assert mine == ["urgent", "average"]
+
+
+def one_rank_waits(rank: int) -> None:
+    """It waits for dense gradients, while the others wait for its next forward pass."""
+    for ahead in (True, False):
+        pair = Pair()
+        for mine, _ in pair.batches(range(4), ahead):
+            stepped(mine, pair.model, pair.optimizers, 2)
+            if rank == 0:
+                pair.model.finish()
+        pair.end()
+
+
+def test_a_rank_may_wait_for_dense_gradients() -> None:
+    collectives.spawn(one_rank_waits, 2, timeout=8)
+
+
+def test_columns() -> None:
+    assert columns_of(5, 3) == [2, 2, 1]
+    assert columns_of(2, 4) == [1, 1, 0, 0]
+    assert [sum(columns_of(WIDTH, size)) for size in range(1, 9)] == [WIDTH] * 8

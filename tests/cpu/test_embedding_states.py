@@ -1,0 +1,246 @@
+"""States of a `ShardedEmbedding` and its optimizer: those of `nn.Embedding`, for any number of
+ranks. Each case runs on two ranks if not said otherwise."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from embedding_training import (
+    SPARSE,
+    WIDTH,
+    WORDS,
+    Pair,
+    built,
+    imported,  # noqa: F401
+    linear,
+    lstm,
+    optimizers_for,
+    plain,
+    sentences,
+    stepped,
+)
+from torch import nn
+from training_models import apart, copied, error_of, on_all, same
+from training_pair import Cases
+
+from linkweave import ShardedEmbedding, collectives, prefetch
+
+pytestmark = pytest.mark.usefixtures("imported")
+case = Cases()
+
+
+# ---- the model -----------------------------------------------------------------------------------
+@case
+def states_are_those_of_one_process(rank: int) -> None:
+    """They load into it and from it, right after a step."""
+    pair = Pair("sparse adam")
+    for number, (mine, whole) in enumerate(pair.batches(range(4), ahead=True)):
+        pair.clear()
+        pair.backward(mine, whole)
+        pair.update()
+        state = pair.model.state_dict()
+        assert list(state) == list(pair.alone.state_dict())
+        assert state["words.weight"].shape == (WORDS, WIDTH)
+        fresh = built(linear, plain)
+        fresh.load_state_dict(state)
+        assert same(fresh.state_dict(), state)
+        if number == 1:  # while a batch is announced
+            generator = torch.Generator().manual_seed(number)
+            changed = {
+                k: torch.randn(v.shape, generator=generator).double() for k, v in state.items()
+            }
+            pair.model.load_state_dict(changed)
+            pair.alone.load_state_dict(changed)
+    pair.close()
+
+
+@case
+def parts_of_states(rank: int) -> None:
+    """Of the embedding itself; with `assign`; of another shape; without its weight."""
+    torch.manual_seed(1)
+    embedding = ShardedEmbedding(WORDS, WIDTH)
+    torch.manual_seed(1)
+    want = nn.Embedding(WORDS, WIDTH)
+    assert same(embedding.state_dict(), want.state_dict())
+    assert list(embedding.state_dict(prefix="a.")) == ["a.weight"]
+    held = embedding.weight
+    other = {"weight": torch.arange(WORDS * WIDTH).view(WORDS, WIDTH).float()}
+    for assign in (False, True):
+        embedding.load_state_dict(other, assign=assign)
+        assert embedding.weight is held
+        assert same(embedding.state_dict(), other)
+    assert not embedding.state_dict()["weight"].requires_grad
+    columns = slice(*embedding.columns)
+    for wrong in (torch.zeros(WORDS, WIDTH + 1), torch.zeros(WORDS - 1, WIDTH)):
+        said = error_of(
+            lambda wrong=wrong: embedding.load_state_dict({"weight": wrong}), RuntimeError
+        )
+        assert "size mismatch for weight" in said
+    assert "Missing key" in error_of(lambda: embedding.load_state_dict({}), RuntimeError)
+    assert torch.equal(embedding.weight, other["weight"][:, columns])
+    embedding.reset_parameters()
+    assert apart(embedding.state_dict(), other) > 1
+    embedding.close()
+
+
+@case
+def the_state_does_not_change_later(rank: int) -> None:
+    pair = Pair("sgd")
+    pair.train(0, 1)
+    state = pair.model.state_dict()
+    before = state["words.weight"].clone()
+    pair.train(2)
+    assert torch.equal(state["words.weight"], before)
+    pair.close()
+
+
+@case
+def dtypes_and_constructions(rank: int) -> None:
+    """Float64 at once or later; the default dtype."""
+    torch.manual_seed(1)
+    later = ShardedEmbedding(WORDS, WIDTH).double()
+    assert later.weight.dtype == later(torch.tensor([0])).dtype == torch.float64
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    at_once = ShardedEmbedding(WORDS, WIDTH, dtype=torch.float32)
+    assert same(at_once.double().state_dict(), later.state_dict())
+    assert ShardedEmbedding(1, 1).weight.dtype == torch.float64
+    torch.set_default_dtype(torch.float32)
+
+
+@case
+def copies_are_refused(rank: int) -> None:
+    pair = Pair("sgd")
+    words = (
+        "a ShardedEmbedding cannot be copied, as its columns are on all ranks: construct another"
+    )
+    for copied_by in (copy.deepcopy, copy.copy, pickle.dumps):
+        assert words in error_of(partial(copied_by, pair.inner.words))
+    assert words in error_of(lambda: copy.deepcopy(pair.inner))
+    pair.train(0)
+    pair.close()
+
+
+@case
+def a_closed_training_may_be_followed_by_another(rank: int) -> None:
+    pair = Pair("sparse adam")
+    kinds = [type(optimizer) for optimizer in pair.alone_optimizers]
+    for _ in range(2):
+        assert [type(optimizer) for optimizer in pair.optimizers] != kinds
+        pair.train(0, 1)
+        pair.check()
+        pair.model.close()
+        assert [type(optimizer) for optimizer in pair.optimizers] == kinds
+        state = copied(pair.inner.state_dict())
+        pair.model = collectives.DataParallel(pair.inner, pair.optimizers, schedule="wfbp")
+        assert same(pair.inner.state_dict(), state)
+    pair.close()
+
+
+# ---- the optimizer -------------------------------------------------------------------------------
+def trained(kind: str, steps: range, saved: Any = None) -> tuple[Any, dict[str, torch.Tensor]]:
+    """(model's and optimizers' states, the state some steps later)."""
+    pair = Pair(kind, lstm)
+    if saved:
+        pair.model.load_state_dict(saved[0])
+        for optimizer, state in zip(pair.optimizers, saved[1], strict=True):
+            optimizer.load_state_dict(state)
+    pair.alone.load_state_dict(pair.model.state_dict())
+    found: Any = None
+    batches = [pair.share(step) for step in steps]
+    for number, mine in enumerate(prefetch(batches)):
+        if number == 2:
+            model = copied(pair.model.state_dict())
+            found = model, [copy.deepcopy(o.state_dict()) for o in pair.optimizers]
+        pair.clear()
+        pair.backward(mine, sentences(steps[number]))
+        pair.update()
+    state = copied(pair.model.state_dict())
+    assert on_all(pair.group, state)
+    pair.end()
+    return found, state
+
+
+def resumed(rank: int, kind: str, saved: Any) -> dict[str, torch.Tensor]:
+    return trained(kind, range(2, 5), saved)[1]
+
+
+def whole(rank: int, kind: str) -> Any:
+    return trained(kind, range(5))
+
+
+def alone(kind: str, saved: Any) -> dict[str, torch.Tensor]:
+    """One process that resumes, with `nn.Embedding`."""
+    model = built(lstm, plain)
+    optimizers = optimizers_for(model, kind)
+    model.load_state_dict(saved[0])
+    for optimizer, state in zip(optimizers, saved[1], strict=True):
+        optimizer.load_state_dict(state)
+    for step in range(2, 5):
+        stepped(sentences(step), model, optimizers)
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("kind", [*SPARSE, "one"])
+def test_training_is_resumed(kind: str) -> None:
+    """To the bit on the same ranks; on others, and in one process, as it would have gone on."""
+    found = collectives.spawn(whole, 2, args=(kind,), timeout=20)
+    saved, end = found[0]
+    for (_, mine), (_, its) in zip(saved[1], found[1][0][1], strict=False):
+        assert mine == its
+    for size in (2, 3, 1):
+        again = collectives.spawn(resumed, size, args=(kind, saved), timeout=20)
+        assert same(again[0], end) or size != 2
+        assert apart(again[0], end) < 1e-12
+    assert apart(alone(kind, saved), end) < 1e-12
+
+
+@case
+def optimizer_states_are_those_of_one_process(rank: int) -> None:
+    for kind in SPARSE:
+        pair = Pair(kind)
+        pair.train(0, 1, 2)
+        found, want = (side[1][1].state_dict() for side in pair.sides)
+        assert {k: v for k, v in found["state"].items() if v} == {} or kind != "sgd"
+        for number, rows in want["state"].items():
+            assert rows.keys() == found["state"][number].keys()
+            for name, value in rows.items():
+                mine = found["state"][number][name]
+                assert type(mine) is type(value)
+                assert torch.allclose(
+                    torch.as_tensor(mine), torch.as_tensor(value), rtol=0, atol=1e-12
+                )
+        assert found["param_groups"] == want["param_groups"]
+        fresh = SPARSE[kind]([built(linear, plain).words.weight])
+        fresh.load_state_dict(found)
+        pair.alone_optimizers[1].load_state_dict(found)
+        pair.optimizers[1].load_state_dict(want)
+        pair.train(3, 4)
+        pair.close()
+
+
+@case
+def a_state_of_the_start_is_loaded(rank: int) -> None:
+    """One without entries."""
+    for kind in SPARSE:
+        pair = Pair(kind)
+        fresh = [copy.deepcopy(optimizer.state_dict()) for optimizer in pair.alone_optimizers]
+        start = copied(pair.alone.state_dict())
+        pair.train(0, 1)
+        for model, optimizers, _ in pair.sides:
+            model.load_state_dict(start)
+            for optimizer, state in zip(optimizers, fresh, strict=True):
+                optimizer.load_state_dict(copy.deepcopy(state))
+        pair.train(2, 3)
+        pair.close()
+
+
+@pytest.mark.parametrize("body", case, ids=lambda body: body.__name__)
+def test_case(body: Callable[[int], None]) -> None:
+    case.run(body)

@@ -1,0 +1,138 @@
+"""A `ShardedEmbedding` trains as `nn.Embedding` in one process, with `prefetch` and without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from embedding_training import (
+    SPARSE,
+    WIDTH,
+    WORDS,
+    Make,
+    Pair,
+    built,
+    imported,  # noqa: F401
+    lstm,
+    plain,
+    transformer,
+    weights_of,
+)
+from training_models import apart, same
+
+import linkweave
+from linkweave import ShardedEmbedding, collectives
+from linkweave.collectives.training import sharded_embedding
+
+pytestmark = pytest.mark.usefixtures("imported")
+MODELS = {"lstm": lstm, "transformer": transformer}
+EVERY = [(name, kind) for name in MODELS for kind in (*SPARSE, "one")]
+
+
+def as_one_process(rank: int, cases: Sequence[tuple[str, str]], steps: int) -> None:
+    for name, kind in cases:
+        states = []
+        for ahead in (True, False):
+            pair = Pair(kind, MODELS[name])
+            pair.train(*range(steps), ahead=ahead)
+            states.append(pair.close())
+        assert same(*states), (name, kind)
+        before = built(MODELS[name], plain).state_dict()
+        assert apart(states[0], before) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("size", "cases", "steps"),
+    [
+        (1, EVERY[::3], 3), (2, EVERY, 6), (3, EVERY[1::3], 6), (5, EVERY[::3], 4),
+        (8, EVERY[3::3], 3),
+        *[pytest.param(size, EVERY, 100, marks=pytest.mark.slow) for size in (1, 2, 3, 5, 8)],
+    ],
+)  # fmt: skip
+def test_training_is_that_of_one_process(
+    size: int, cases: list[tuple[str, str]], steps: int
+) -> None:
+    """Eight ranks have five columns: some have none."""
+    collectives.spawn(as_one_process, size, args=(cases, steps), timeout=20)
+
+
+def by_schedule(rank: int, made: Any) -> None:
+    states = []
+    for policy, chained in made:
+        pair = Pair("sparse adam", lstm, chained, policy)
+        pair.train(*range(4))
+        assert pair.model.program.chained == chained
+        states.append((policy, any(op.streamed for op in pair.model.program.ops), pair.close()))
+    assert all(same(state, states[0][2]) for _, _, state in states)
+    assert {policy for policy, streamed, _ in states if streamed} == {"c-cube"}
+
+
+def test_schedules_change_nothing() -> None:
+    made = [(policy, chained) for policy in ("c-cube", "us-byte", "wfbp", "asc-wfbp")
+            for chained in (True, False)]  # fmt: skip
+    collectives.spawn(by_schedule, 2, args=(made,), timeout=20, order="fixed")
+
+
+def measured(rank: int) -> None:
+    for name in ("auto", "c-cube"):
+        pair = Pair("adagrad", schedule=name)
+        pair.train(*range(24))
+        assert pair.model.schedule is not None
+        pair.close()
+
+
+def test_schedules_that_are_measured() -> None:
+    collectives.spawn(measured, 2, timeout=20)
+
+
+def as_float32(rank: int) -> None:
+    states = []
+    for ahead in (True, False):
+        pair = Pair("sparse adam", lstm, dtype=torch.float32)
+        pair.train(*range(8), ahead=ahead)
+        states.append(pair.check(within=1e-4))
+        assert pair.inner.words(torch.tensor([1])).dtype == torch.float32
+        pair.end()
+    assert same(*states)
+
+
+def test_float32() -> None:
+    collectives.spawn(as_float32, 3, timeout=20)
+
+
+# ---- initial values ------------------------------------------------------------------------------
+def initial(rank: int, make: Make) -> None:
+    found, want = built(make, ShardedEmbedding), built(make, plain)
+    assert same(found.state_dict(), want.state_dict())
+    (weight,) = weights_of(found)
+    first, stop = found.words.columns
+    assert torch.equal(weight, want.words.weight[:, first:stop])
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_initial_values_are_those_of_one_process(size: int) -> None:
+    collectives.spawn(initial, size, args=(lstm,), timeout=20)
+
+
+@pytest.mark.parametrize("rows", [64, 65, 70, 127, 128, 129, 199])
+def test_initial_values_of_a_table_that_is_drawn_in_parts(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch draws the last 16 values of a tensor anew."""
+    monkeypatch.setattr(sharded_embedding, "DRAWN", 64)
+    for width in (1, 2, 5):
+        for dtype in (torch.float32, torch.float64):
+            torch.manual_seed(1)
+            mine = ShardedEmbedding(rows, width, dtype=dtype)
+            torch.manual_seed(1)
+            assert torch.equal(mine.weight, torch.nn.Embedding(rows, width, dtype=dtype).weight)
+
+
+def test_names() -> None:
+    assert linkweave.ShardedEmbedding is collectives.ShardedEmbedding is ShardedEmbedding
+    assert linkweave.prefetch is collectives.prefetch
+    assert {"ShardedEmbedding", "prefetch"} <= {*dir(linkweave)}
+    shown = repr(ShardedEmbedding(WORDS, WIDTH, -1))
+    assert shown == f"ShardedEmbedding({WORDS}, 5, padding_idx={WORDS - 1}, columns 0 to 4)"
