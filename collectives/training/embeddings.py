@@ -72,11 +72,6 @@ class Embeddings:
         """Their parameters, by identity."""
         return {id(embedding.weight) for embedding in self.named.values()}
 
-    def wait_urgent(self) -> None:
-        """Wait until what the next forward pass waits for has been sent, though not for long."""
-        for schedule in self._schedules:
-            schedule.lane.wait_urgent()
-
     def set_sends(self, sends: bool) -> None:
         for schedule in self._schedules:
             schedule.sends = sends

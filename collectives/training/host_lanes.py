@@ -13,7 +13,6 @@ import torch
 
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError
 from linkweave.collectives.training.arena import Arena
-from linkweave.collectives.training.embeddings import Embeddings
 from linkweave.collectives.training.packing import Packing
 from linkweave.collectives.training.program import Op, Program
 from linkweave.collectives.training.ranges import profiled
@@ -27,16 +26,15 @@ class HostLanes:
     Each lane has a thread, which carries out the lane's ops in the program's order. All ranks have
     the same program, so whatever the order in which their gradients become ready, calls on a lane
     meet calls of the same op. `after` names earlier ops only, so lanes cannot wait in a circle.
-    Each op first lets embeddings send what the next forward pass waits for.
     If an op fails, all lanes end, and every wait raises its error.
     """
 
     def __init__(
         self, transport: Transport, arena: Arena, program: Program,
-        sparse: SparseExchange | None = None, embeddings: Embeddings | None = None,
+        sparse: SparseExchange | None = None,
     ) -> None:  # fmt: skip
         self._transport, self._arena, self._program = transport, arena, program
-        self._sparse, self._embeddings = sparse, embeddings
+        self._sparse = sparse
         self._changed = threading.Condition()
         self._steps = 0  # begun so far
         self._ready = [False] * len(program.names)
@@ -127,8 +125,6 @@ class HostLanes:
                 for number, op in mine:
                     if not self._until(partial(self._may_start, op)):
                         return
-                    if self._embeddings:
-                        self._embeddings.wait_urgent()
                     self._carry_out(number, op, packing)
         except BaseException as error:
             label = self._program.label(number)

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from threading import Condition
 from typing import Any, NoReturn
 from weakref import WeakMethod
 
@@ -20,9 +19,6 @@ from linkweave.collectives.training.transport import Transport
 
 KEPT = 64
 """How many ops are remembered."""
-HOLD = 0.1
-"""Seconds for which urgent ops may hold back dense gradients. They wait for other ranks, one of
-which may be waiting for those gradients."""
 
 
 @dataclass(frozen=True)
@@ -47,29 +43,16 @@ class RowLane:
         self._thread = ThreadPoolExecutor(1, f"linkweave-rows-{name}")
         self._going: set[Future[Any]] = set()
         self._error: CollectiveError | None = None
-        self._changed = Condition()
-        self._urgent = 0
-        self._since = 0.0  # when the first urgent op was submitted
         self.ops: deque[RowOp] = deque(maxlen=KEPT)
         transport.before_close(WeakMethod(self._drain))
 
-    def wait_urgent(self) -> None:
-        """Wait until no op is left that the next forward pass waits for, or `HOLD` is over."""
-        with self._changed:
-            left = self._since + HOLD - time.monotonic()
-            self._changed.wait_for(lambda: not self._urgent, max(0.0, left))
-
-    def submit(self, name: str, op: Callable[[], Any], urgent: bool = False) -> Future[Any]:
+    def submit(self, name: str, op: Callable[[], Any]) -> Future[Any]:
         """Carry out an op after those before it."""
-        with self._changed:
-            if not self._urgent:
-                self._since = time.monotonic()
-            self._urgent += urgent
-        going: Future[Any] = self._thread.submit(self._carry_out, name, op, urgent)
+        going: Future[Any] = self._thread.submit(self._carry_out, name, op)
         self._going = {one for one in self._going if not one.done()} | {going}
         return going
 
-    def _carry_out(self, name: str, op: Callable[[], Any], urgent: bool) -> Any:
+    def _carry_out(self, name: str, op: Callable[[], Any]) -> Any:
         try:
             self._raise()
             start, before = time.perf_counter(), self._exchange.nbytes
@@ -83,10 +66,6 @@ class RowLane:
             words = f"rank {self._transport.rank}, {name} of {self.name}: {error}"
             self.abort(kind(words))
             raise
-        finally:
-            with self._changed:
-                self._urgent -= urgent
-                self._changed.notify_all()
 
     def wait(self, op: Future[Any]) -> Any:
         """The result of an op. Raises CollectiveError."""

@@ -91,7 +91,7 @@ class RowSchedule:
         batch = self._take(ids)
         if batch is None:
             batch = self._batch(ids)
-            batch.known = self.lane.submit("tokens", partial(self._tell, batch), urgent=True)
+            batch.known = self.lane.submit("tokens", partial(self._tell, batch))
         current = batch.table_version == self._table._version
         if batch.fetched is None or not current:
             batch.fetched = self._fetch(batch)
@@ -135,7 +135,7 @@ class RowSchedule:
         def fetch() -> torch.Tensor | None:
             return None if batch.tokens is None else self._exchange.fetch(batch.tokens)
 
-        return self.lane.submit("lookup", fetch, urgent=True)
+        return self.lane.submit("lookup", fetch)
 
     # ---- backward ----------------------------------------------------------------------------
     def end_backward(self) -> None:
@@ -153,7 +153,7 @@ class RowSchedule:
             gradients.prior = prior_rows(tokens, [batch.tokens for batch in announced])
             self._add(gradients, "prior")
 
-        self.lane.submit("prior", send, urgent=True)
+        self.lane.submit("prior", send)
 
     def _add(self, gradients: Gradients, part: str) -> None:
         """Exchange a part of the gradients, unless that is done."""
@@ -180,7 +180,7 @@ class RowSchedule:
             self._add(gradients, part)
             apply(*gradients.parts.pop(part))
 
-        self.lane.submit("update prior", partial(update, "prior"), urgent=True)
+        self.lane.submit("update prior", partial(update, "prior"))
         for batch in self._announced:
             batch.fetched = self._fetch(batch)
         self.lane.submit("delayed", partial(update, "delayed"))

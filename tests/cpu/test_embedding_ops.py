@@ -6,7 +6,6 @@ Ranks are threads, over transports that count what arrives.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -180,34 +179,6 @@ def times(rank: int) -> None:
 
 def test_the_order_under_a_chained_schedule() -> None:
     collectives.spawn(times, 2, timeout=20)
-
-
-def test_no_dense_op_starts_while_rows_are_urgent() -> None:
-    found: list[tuple[int, str]] = []
-
-    class Watched(ThreadTransport):
-        def average(self, lane: int, x: torch.Tensor) -> None:
-            found.append((self.rank, "average"))
-            super().average(lane, x)
-
-    def body(dense: ThreadTransport, rows: ThreadTransport) -> None:
-        dense.__class__ = Watched
-        with trained(dense, rows, False) as (embedding, model):
-            assert embedding.schedule is not None
-            out = model(share(sentences(0), dense.rank, dense.size)[0])
-            found.clear()
-
-            def urgent() -> None:
-                time.sleep(0.03)
-                found.append((dense.rank, "urgent"))
-
-            embedding.schedule.lane.submit("urgent", urgent, urgent=True)
-            out.sum().backward()
-
-    on_threads(2, body, transports=2)
-    for rank in range(2):
-        mine = [what for one, what in found if one == rank]
-        assert mine == ["urgent", "average"]
 
 
 def one_rank_waits(rank: int) -> None:
