@@ -37,6 +37,8 @@ class HostLanes:
     ) -> None:  # fmt: skip
         self._transport, self._arena, self._program = transport, arena, program
         self._sparse, self._embeddings = sparse, embeddings
+        if embeddings:
+            embeddings.join(self.abort)
         self._changed = threading.Condition()
         self._steps = 0  # begun so far
         self._ready = [False] * len(program.names)
@@ -90,13 +92,15 @@ class HostLanes:
             raise type(error)(str(error)) from error
 
     def abort(self, error: CollectiveError) -> None:
-        """End all lanes, here and on the other ranks, because of this error."""
+        """End all lanes and embeddings, here and on the other ranks, because of this error."""
         with self._changed:
             if self._error or self._closed:
                 return
             self._error = error
             self._changed.notify_all()
         self._transport.abort()
+        if self._embeddings:
+            self._embeddings.abort(error)
 
     def _drain(self) -> None:
         """Before this rank leaves: send what the others wait for, unless gradients lack."""

@@ -50,6 +50,8 @@ class RowLane:
         self._changed = Condition()
         self._urgent = 0
         self._since = 0.0  # when the first urgent op was submitted
+        self.on_abort: Callable[[CollectiveError], None] = ignore
+        """Called with the error that ends this lane."""
         self.ops: deque[RowOp] = deque(maxlen=KEPT)
         transport.before_close(WeakMethod(self._drain))
 
@@ -105,6 +107,7 @@ class RowLane:
         if self._error is None:
             self._error = error
             self._transport.abort()
+            self.on_abort(error)
 
     def fail(self, error: CollectiveError) -> NoReturn:
         """Abort, and raise the error."""
@@ -122,3 +125,7 @@ class RowLane:
     def close(self) -> None:
         """End the thread, once it has carried out all ops."""
         self._thread.shutdown()
+
+
+def ignore(_: CollectiveError) -> None:
+    """What an error ends where nothing else is sent."""
