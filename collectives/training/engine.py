@@ -336,6 +336,8 @@ class Engine:
                 self.synchronize()
                 self.finish()
                 self._await(self.lanes.wait_all)
+                if self.embeddings:
+                    self.embeddings.finish()
         finally:
             for handle in self._handles:
                 handle.remove()
