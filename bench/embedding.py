@@ -89,15 +89,15 @@ class Model(nn.Module):
 def batches_of(
     words: NDArray[np.int64], rows: int, batch: int, length: int, rank: int, size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """A rank's inputs and next words, without end: text in its order, in as many places as there
-    are samples on all ranks. A table with more rows than there are words is for pairs of words,
+    """A rank's inputs and next words, without end: each sample continues
+    a part of the text of its own. A table with more rows than there are words is for pairs of words,
     hashed."""
     inputs = words
     if rows > int(words.max()) + 1:
         inputs = (np.roll(words, 1) * 1_000_003 + words) * 2_654_435_761 % (1 << 32) % rows
-    places = len(words) // (batch * size)
-    starts = [(rank * batch + i) * places for i in range(batch)]
-    for at in cycle(range(0, places - length, length)):
+    part = len(words) // (batch * size)
+    starts = [(rank * batch + i) * part for i in range(batch)]
+    for at in cycle(range(0, part - length, length)):
         x = np.stack([inputs[first + at : first + at + length] for first in starts])
         y = np.stack([words[first + at + 1 : first + at + 1 + length] for first in starts])
         yield torch.from_numpy(x), torch.from_numpy(y).flatten()

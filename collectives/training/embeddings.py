@@ -11,6 +11,7 @@ from torch import nn
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.training.attach import attach, detach
 from linkweave.collectives.training.hooks import Hook
+from linkweave.collectives.training.row_lane import ignore
 from linkweave.collectives.training.row_optimizer import RowOptimizer
 from linkweave.collectives.training.row_schedule import RowSchedule
 from linkweave.collectives.training.sharded_embedding import ShardedEmbedding
@@ -72,6 +73,16 @@ class Embeddings:
         """Their parameters, by identity."""
         return {id(embedding.weight) for embedding in self.named.values()}
 
+    def join(self, abort: Callable[[CollectiveError], None]) -> None:
+        """Let an error of theirs end what else is sent."""
+        for schedule in self._schedules:
+            schedule.lane.on_abort = abort
+
+    def abort(self, error: CollectiveError) -> None:
+        """End them, here and on the other ranks, because of this error."""
+        for schedule in self._schedules:
+            schedule.lane.abort(error)
+
     def set_sends(self, sends: bool) -> None:
         for schedule in self._schedules:
             schedule.sends = sends
@@ -102,6 +113,7 @@ class Embeddings:
             schedule.finish()
 
     def close(self) -> None:
+        self.join(ignore)
         for handle in self._handles:
             handle.remove()
         for optimizer, kind in self._attached:

@@ -15,7 +15,7 @@ from linkweave.collectives.training.arena import Arena
 from linkweave.collectives.training.embeddings import Embeddings
 from linkweave.collectives.training.gtopk import GTopK
 from linkweave.collectives.training.hooks import Hook
-from linkweave.collectives.training.lanes import lanes_of
+from linkweave.collectives.training.lanes import Lanes, lanes_of
 from linkweave.collectives.training.program import Program, at_once
 from linkweave.collectives.training.ranges import profiled
 from linkweave.collectives.training.sparse_exchange import SparseExchange
@@ -43,7 +43,7 @@ class Engine:
         device = units[0].device
         self.clock = clock_of(device)
         transport.open(1)
-        self.lanes = lanes_of(transport, self.arena, self.program, self.sparse)
+        self.lanes = self._lanes()
         self.record = StepRecord()
         self.last_step: StepRecord | None = None
         self.sends = True  # whether backward passes send gradients
@@ -85,8 +85,11 @@ class Engine:
         self.program = program
         if self.sparse:
             self.sparse.forget_layouts()
-        self.lanes = lanes_of(self.transport, self.arena, program, self.sparse)
+        self.lanes = self._lanes()
         self.record, self.last_step = StepRecord(), None  # those of the other program
+
+    def _lanes(self) -> Lanes:
+        return lanes_of(self.transport, self.arena, self.program, self.sparse, self.embeddings)
 
     # ---- forward -----------------------------------------------------------------------------
     def begin_forward(self) -> None:
@@ -333,6 +336,8 @@ class Engine:
                 self.synchronize()
                 self.finish()
                 self._await(self.lanes.wait_all)
+                if self.embeddings:
+                    self.embeddings.finish()
         finally:
             for handle in self._handles:
                 handle.remove()

@@ -13,6 +13,7 @@ import torch
 
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError
 from linkweave.collectives.training.arena import Arena
+from linkweave.collectives.training.embeddings import Embeddings
 from linkweave.collectives.training.packing import Packing
 from linkweave.collectives.training.program import Op, Program
 from linkweave.collectives.training.ranges import profiled
@@ -31,10 +32,12 @@ class HostLanes:
 
     def __init__(
         self, transport: Transport, arena: Arena, program: Program,
-        sparse: SparseExchange | None = None,
+        sparse: SparseExchange | None = None, embeddings: Embeddings | None = None,
     ) -> None:  # fmt: skip
         self._transport, self._arena, self._program = transport, arena, program
-        self._sparse = sparse
+        self._sparse, self._embeddings = sparse, embeddings
+        if embeddings:
+            embeddings.join(self.abort)
         self._changed = threading.Condition()
         self._steps = 0  # begun so far
         self._ready = [False] * len(program.names)
@@ -88,13 +91,15 @@ class HostLanes:
             raise type(error)(str(error)) from error
 
     def abort(self, error: CollectiveError) -> None:
-        """End all lanes, here and on the other ranks, because of this error."""
+        """End all lanes and embeddings, here and on the other ranks, because of this error."""
         with self._changed:
             if self._error or self._closed:
                 return
             self._error = error
             self._changed.notify_all()
         self._transport.abort()
+        if self._embeddings:
+            self._embeddings.abort(error)
 
     def _drain(self) -> None:
         """Before this rank leaves: send what the others wait for, unless gradients lack."""

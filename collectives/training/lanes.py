@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.training.arena import Arena
+from linkweave.collectives.training.embeddings import Embeddings
 from linkweave.collectives.training.host_lanes import HostLanes
 from linkweave.collectives.training.program import Program
 from linkweave.collectives.training.sparse_exchange import SparseExchange
@@ -39,9 +40,10 @@ class Lanes(Protocol):
 
 
 def lanes_of(
-    transport: Transport, arena: Arena, program: Program, sparse: SparseExchange | None
-) -> Lanes:
+    transport: Transport, arena: Arena, program: Program, sparse: SparseExchange | None,
+    embeddings: Embeddings | None,
+) -> Lanes:  # fmt: skip
     """The lanes of a program, on the arena's device."""
     if arena.units[0].device.type == "cuda":
         return StreamLanes(transport, arena, program)
-    return HostLanes(transport, arena, program, sparse)
+    return HostLanes(transport, arena, program, sparse, embeddings)

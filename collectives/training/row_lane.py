@@ -43,6 +43,8 @@ class RowLane:
         self._thread = ThreadPoolExecutor(1, f"linkweave-rows-{name}")
         self._going: set[Future[Any]] = set()
         self._error: CollectiveError | None = None
+        self.on_abort: Callable[[CollectiveError], None] = ignore
+        """Called with the error that ends this lane."""
         self.ops: deque[RowOp] = deque(maxlen=KEPT)
         transport.before_close(WeakMethod(self._drain))
 
@@ -84,6 +86,7 @@ class RowLane:
         if self._error is None:
             self._error = error
             self._transport.abort()
+            self.on_abort(error)
 
     def fail(self, error: CollectiveError) -> NoReturn:
         """Abort, and raise the error."""
@@ -101,3 +104,7 @@ class RowLane:
     def close(self) -> None:
         """End the thread, once it has carried out all ops."""
         self._thread.shutdown()
+
+
+def ignore(_: CollectiveError) -> None:
+    """What an error ends where nothing else is sent."""

@@ -123,6 +123,7 @@ class ShardedEmbedding(nn.Module):
         """All columns, of what each rank has [num_embeddings, its columns] of. All ranks must call
         it, while nothing else is sent."""
         if self._schedule is None:
+            self._check_open()
             return columns.detach().clone()
         lane = self._schedule.lane
         found: torch.Tensor = lane.wait(
@@ -134,6 +135,7 @@ class ShardedEmbedding(nn.Module):
         """The rows of these tokens: [*ids.shape, embedding_dim]."""
         trained = torch.is_grad_enabled() and self.weight.requires_grad
         if self._schedule is None:
+            self._check_open()
             self._check(ids, "ids")
             return functional.embedding(ids, self.weight, self.padding_idx, sparse=True)
         upcoming = next_of(ids) if isinstance(ids, torch.Tensor) else None
@@ -147,6 +149,12 @@ class ShardedEmbedding(nn.Module):
         if trained and has_next(ids):
             self._schedule.announce(upcoming)
         return rows
+
+    def _check_open(self) -> None:
+        if self.columns != (0, self.embedding_dim):
+            raise CollectiveError(
+                "this ShardedEmbedding is closed: other ranks have its other columns"
+            )
 
     def _check(self, ids: Any, name: str) -> None:
         if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int32, torch.int64):

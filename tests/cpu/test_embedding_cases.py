@@ -262,6 +262,29 @@ def steps_are_left_out(rank: int) -> None:
 
 
 @case
+def gradients_that_are_set_to_zeros(rank: int) -> None:
+    pair = Pair("adagrad")
+    for mine, whole in pair.batches(range(4), ahead=True):
+        for optimizer in (*pair.optimizers, *pair.alone_optimizers):
+            optimizer.zero_grad(set_to_none=False)
+        pair.backward(mine, whole)
+        pair.update()
+    pair.close()
+
+
+@case
+def hooks_of_optimizers(rank: int) -> None:
+    """A step with hooks is one of all parameters."""
+    for kind in ("one", "sgd"):
+        pair, called = Pair(kind), []
+        for optimizer in pair.optimizers:
+            optimizer.register_step_post_hook(lambda *_, called=called: called.append(1))
+        pair.train(*range(3))
+        assert len(called) >= 3
+        pair.close()
+
+
+@case
 def zero_grad_between_the_passes(rank: int) -> None:
     for ahead in (True, False):
         pair = Pair("adagrad")

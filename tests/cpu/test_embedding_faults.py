@@ -21,6 +21,7 @@ from embedding_training import (
     built,
     imported,  # noqa: F401
     linear,
+    loss_of,
     lstm,
     optimizers_for,
     schedule,
@@ -142,6 +143,8 @@ def optimizers_and_models(rank: int) -> None:
     closed.words.close()
     assert "ShardedEmbedding words is of one rank, or closed" in error_of(lambda: _attached(closed))
     assert closed.words.ops == []
+    for call in (lambda: closed.words(torch.tensor([0])), closed.words.state_dict):
+        assert "this ShardedEmbedding is closed: other ranks have its other col" in error_of(call)
 
 
 def _attached(inner: nn.Module) -> DataParallel:
@@ -158,8 +161,17 @@ def options_that_are_changed_later(rank: int) -> None:
 
 
 # ---- a rank fails --------------------------------------------------------------------------------
+def until_all_know(rank: int, path: Path) -> None:
+    """A failed rank lives on until the others have an error as well."""
+    (path / str(rank)).touch()
+    deadline = time.monotonic() + 5
+    while len([*path.iterdir()]) < collectives.get_default().size:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def wrong_index(rank: int, where: str, ahead: bool, chained: bool, path: Path) -> str:
-    """What this rank is told. The failed one lives on until the other one knows."""
+    """What this rank is told."""
     pair = Pair("adagrad", chained=chained)
     batches = [pair.share(step) for step in range(5)]
     if rank == 1:
@@ -169,13 +181,10 @@ def wrong_index(rank: int, where: str, ahead: bool, chained: bool, path: Path) -
     def train() -> None:
         for batch in prefetch(batches) if ahead else batches:
             stepped(batch, pair.model, pair.optimizers, 2)
+            pair.model.finish()  # so that the other rank does not wait for rows of this step
 
     said = error_of(train)
-    (path / str(rank)).touch()
-    deadline = time.monotonic() + 5
-    while not (path / "0").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until_all_know(rank, path)
     return said
 
 
@@ -186,6 +195,32 @@ def test_a_wrong_index_on_a_rank(where: str, ahead: bool, chained: bool, tmp_pat
     said, its = collectives.spawn(wrong_index, 2, args=args, timeout=20)
     name = "ids of the next batch" if where == "next" and ahead else "ids"
     assert f"rank 1: {name} must be from 0 to {WORDS - 1}; one is {WORDS}" in its
+    assert "rank 1" in said
+
+
+def changed(rank: int, ahead: bool, chained: bool, path: Path) -> str:
+    """A rank refuses a step of the other parameters, and lives on until the other one knows."""
+    pair = Pair("sgd", chained=chained)
+
+    def train() -> None:
+        for number, (mine, _) in enumerate(pair.batches(range(5), ahead)):
+            pair.clear()
+            loss_of(mine, pair.model, 2).backward()
+            if rank == 1 and number == 2:
+                pair.model._engine._abort("of this rank")  # type: ignore[union-attr]
+            for optimizer in pair.optimizers:
+                optimizer.step()
+
+    said = error_of(train)
+    until_all_know(rank, path)
+    return said
+
+
+@pytest.mark.parametrize("chained", [True, False])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_rank_refuses_a_step(ahead: bool, chained: bool, tmp_path: Path) -> None:
+    said, its = collectives.spawn(changed, 2, args=(ahead, chained, tmp_path), timeout=20)
+    assert its == "rank 1: of this rank"
     assert "rank 1" in said
 
 

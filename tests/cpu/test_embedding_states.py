@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -141,6 +142,19 @@ def a_closed_training_may_be_followed_by_another(rank: int) -> None:
         pair.model = collectives.DataParallel(pair.inner, pair.optimizers, schedule="wfbp")
         assert same(pair.inner.state_dict(), state)
     pair.close()
+
+
+@case
+def close_completes_the_last_step(rank: int) -> None:
+    """Also rows that nobody needs next."""
+    pair = Pair("sgd")
+    for mine, _ in pair.batches(range(2), ahead=True):
+        stepped(mine, pair.model, pair.optimizers, 2)
+        lane = pair.embeddings[0].schedule.lane
+        lane.submit("slow", partial(time.sleep, 0.05))
+    pair.model.close()
+    assert not [op for op in lane._going if not op.done()]
+    pair.end()
 
 
 # ---- the optimizer -------------------------------------------------------------------------------
