@@ -89,9 +89,8 @@ class Model(nn.Module):
 def batches_of(
     words: NDArray[np.int64], rows: int, batch: int, length: int, rank: int, size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """A rank's inputs and next words, without end: each sample continues
-    a part of the text of its own. A table with more rows than there are words is for pairs of words,
-    hashed."""
+    """A rank's inputs and next words, without end: each sample continues a part of the text of its
+    own. A table with more rows than there are words is for pairs of words, hashed."""
     inputs = words
     if rows > int(words.max()) + 1:
         inputs = (np.roll(words, 1) * 1_000_003 + words) * 2_654_435_761 % (1 << 32) % rows
