@@ -165,16 +165,13 @@ def trained(kind: str, steps: range, saved: Any = None) -> tuple[Any, dict[str, 
         pair.model.load_state_dict(saved[0])
         for optimizer, state in zip(pair.optimizers, saved[1], strict=True):
             optimizer.load_state_dict(state)
-    pair.alone.load_state_dict(pair.model.state_dict())
     found: Any = None
     batches = [pair.share(step) for step in steps]
     for number, mine in enumerate(prefetch(batches)):
         if number == 2:
             model = copied(pair.model.state_dict())
             found = model, [copy.deepcopy(o.state_dict()) for o in pair.optimizers]
-        pair.clear()
-        pair.backward(mine, sentences(steps[number]))
-        pair.update()
+        stepped(mine, pair.model, pair.optimizers, pair.size)
     state = copied(pair.model.state_dict())
     assert on_all(pair.group, state)
     pair.end()
