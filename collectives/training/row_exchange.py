@@ -80,6 +80,8 @@ class RowExchange:
         divided by the number of ranks; in float64 if they are float64, else in float32.
         """
         mine = self._widths[self.rank]
+        if not any(map(len, tokens)):  # which all ranks know
+            return torch.empty(0, dtype=torch.int64), gradient.new_empty(0, mine)
         parts = torch.empty(gradient.numel(), dtype=gradient.dtype)
         if gradient.numel():
             embedding.split_columns(gradient, self._widths, parts)
