@@ -2,8 +2,8 @@
 known, and why one way is chosen.
 
 - "alltoall": each rank holds a range of columns. All ranks tell each other the distinct rows of
-  their batches (int32 if they fit, otherwise int64), columns of looked-up rows go to the ranks that
-  asked for them, and columns of the coalesced gradients come back.
+  their batches (how many, then which: int32 if they fit, otherwise int64), columns of looked-up
+  rows go to the ranks that asked for them, and columns of the coalesced gradients come back.
 - "allgather": all ranks hold the table and gather the coalesced gradients of all: int64 indices,
   then values, as torch's COO tensors travel over gloo and by Horovod.
 - "allreduce": all ranks hold the table and add dense gradients.
@@ -31,6 +31,8 @@ from linkweave.topology.checks import integer, shown
 
 COO_INDEX = 8
 """Bytes of an index of torch's sparse tensors."""
+COUNT = 8
+"""Bytes by which a rank says how many rows it names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +120,11 @@ def embedding_ways(
     padded = tokens * columns * workers * itemsize  # all ranges as wide as the widest
     ways = (
         Way("alltoall",
-            gather(tokens * index) + alltoall_seconds(workers, startup, padded * pace),
-            tokens * (others * (index + columns * itemsize) + (width - columns) * itemsize),
-            3 * others, alltoall_seconds(workers, startup, tokens * row * pace)),
+            gather(COUNT) + gather(tokens * index)
+            + alltoall_seconds(workers, startup, padded * pace),
+            others * COUNT
+            + tokens * (others * (index + columns * itemsize) + (width - columns) * itemsize),
+            4 * others, alltoall_seconds(workers, startup, tokens * row * pace)),
         Way("allgather", gather(tokens * COO_INDEX) + gather(tokens * row),
             others * tokens * (COO_INDEX + row), 2 * others, gather(tokens * row)),
         Way("allreduce", network.seconds(table) if others else 0.0,

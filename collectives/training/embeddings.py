@@ -13,7 +13,7 @@ from linkweave.collectives.training.attach import attach, detach
 from linkweave.collectives.training.hooks import Hook
 from linkweave.collectives.training.row_lane import ignore
 from linkweave.collectives.training.row_optimizer import RowOptimizer
-from linkweave.collectives.training.row_schedule import RowSchedule
+from linkweave.collectives.training.row_schedule import RowSchedule, nothing
 from linkweave.collectives.training.sharded_embedding import ShardedEmbedding
 from linkweave.collectives.training.transport import Transport, parted
 
@@ -48,9 +48,11 @@ class Embeddings:
             if embedding.schedule is None:
                 raise CollectiveError(f"ShardedEmbedding {name} is of one rank, or closed")
             embedding.schedule.lane.name = name
-            trained = any(embedding in rows.embeddings for rows in self._rows)
-            if embedding.weight.requires_grad and not trained:
-                raise CollectiveError(f"no optimizer has the weight of ShardedEmbedding {name}")
+            holders = sum(embedding in rows.embeddings for rows in self._rows)
+            if holders > 1 or (embedding.weight.requires_grad and not holders):
+                raise CollectiveError(
+                    f"one optimizer must have the weight of ShardedEmbedding {name}, not {holders}"
+                )
         for rows in self._rows[1:]:
             rows.check_alone()
         for i, (rows, optimizer) in enumerate(zip(self._rows, optimizers, strict=True)):
@@ -78,6 +80,11 @@ class Embeddings:
         for schedule in self._schedules:
             schedule.lane.on_abort = abort
 
+    def listen(self, on_gradient: Callable[[], None]) -> None:
+        """Call this in each backward pass that reaches rows."""
+        for schedule in self._schedules:
+            schedule.on_gradient = on_gradient
+
     def abort(self, error: CollectiveError) -> None:
         """End them, here and on the other ranks, because of this error."""
         for schedule in self._schedules:
@@ -88,8 +95,12 @@ class Embeddings:
             schedule.sends = sends
 
     def end_backward(self) -> None:
-        for schedule in self._schedules:
-            schedule.end_backward()
+        for name, embedding in self.named.items():
+            held = any(embedding in rows.embeddings for rows in self._rows)
+            if embedding.schedule is not None and (held or not embedding.weight.requires_grad):
+                embedding.schedule.end_backward()
+            elif embedding.schedule is not None:
+                embedding.schedule.fail(f"no optimizer has the weight of ShardedEmbedding {name}")
 
     def step(self, number: int = 0) -> None:
         """With the step of an optimizer, by its number. The optimizers step in any order."""
@@ -114,6 +125,7 @@ class Embeddings:
 
     def close(self) -> None:
         self.join(ignore)
+        self.listen(nothing)
         for handle in self._handles:
             handle.remove()
         for optimizer, kind in self._attached:
@@ -126,7 +138,7 @@ class Embeddings:
         """`torch.nn.utils.clip_grad_norm_` with the rows of embeddings: what has arrived of them is
         scaled as the other gradients are."""
         if not self.named:
-            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+            return _clip(parameters, max_norm, norm_type)
         arrived = [part for schedule in self._schedules for part in schedule.averaged()]
         rows = [part for part in arrived if part.numel()]  # nothing has no largest norm
         dense = [p.grad for p in parameters if p.grad is not None]
@@ -164,6 +176,22 @@ class _Steps:
 
     def finish(self) -> None:
         self._embeddings.finish()
+
+
+def _clip(parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
+    """`torch.nn.utils.clip_grad_norm_`, which does not take sparse gradients."""
+    held = [p for p in parameters if p.grad is not None and p.grad.is_sparse]
+    if not held:
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    for parameter in held:
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.coalesce()
+    found = [p.grad for p in parameters if p.grad is not None]
+    values = [grad._values() if grad.is_sparse else grad for grad in found]
+    total = nn.utils.get_total_norm(values, norm_type)
+    for x in values:
+        x.mul_((max_norm / (total + 1e-6)).clamp(max=1.0))
+    return total
 
 
 def embeddings_of(module: nn.Module) -> dict[str, ShardedEmbedding]:

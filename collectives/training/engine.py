@@ -34,7 +34,7 @@ class Engine:
         exchange: GTopK | None = None, embeddings: Embeddings | None = None,
     ) -> None:  # fmt: skip
         self.units, self.transport, self.update = tuple(units), transport, update
-        self.embeddings = embeddings
+        self.embeddings = embeddings or Embeddings()
         self.arena = Arena(units, transport.empty, flagged=exchange is None)
         self.sparse: SparseExchange | None = None
         if exchange:
@@ -57,6 +57,7 @@ class Engine:
         self._gates: dict[nn.Module, list[int]] = {}
         self._handles: list[Any] = []
         self._install(model)
+        self.embeddings.listen(self._begin_rows)
 
     def _install(self, model: nn.Module) -> None:
         modules = dict(model.named_modules())
@@ -183,6 +184,12 @@ class Engine:
                 self.sparse.begin()
             self.lanes.begin()
 
+    def _begin_rows(self) -> None:
+        """In a backward pass that reaches rows of embeddings, and maybe no other parameter."""
+        self._begin_backward()
+        if not self._begun:
+            self._begin_step()
+
     def _hook(self, index: int, i: int) -> Callable[[Any], None]:
         """What follows the accumulation of a parameter's gradient."""
 
@@ -229,7 +236,7 @@ class Engine:
         self._ends = False
         if self.state is not State.BACKWARD:  # it has reached no parameter
             return
-        if self.embeddings and self._begun:
+        if self._begun:
             self.embeddings.end_backward()
         if not (self.sends and self._begun):
             self.state = State.IDLE
@@ -336,8 +343,7 @@ class Engine:
                 self.synchronize()
                 self.finish()
                 self._await(self.lanes.wait_all)
-                if self.embeddings:
-                    self.embeddings.finish()
+                self.embeddings.finish()
         finally:
             for handle in self._handles:
                 handle.remove()

@@ -45,5 +45,10 @@ def lanes_of(
 ) -> Lanes:  # fmt: skip
     """The lanes of a program, on the arena's device."""
     if arena.units[0].device.type == "cuda":
+        if embeddings and embeddings.named:
+            names = ", ".join(embeddings.named)
+            raise CollectiveError(
+                f"ShardedEmbedding {names} is on the CPU: the other parameters must be as well"
+            )
         return StreamLanes(transport, arena, program)
     return HostLanes(transport, arena, program, sparse, embeddings)

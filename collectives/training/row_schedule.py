@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.nn import functional
@@ -40,7 +41,7 @@ class Batch:
     """The tokens of one call of an embedding, on all ranks, and their rows."""
 
     def __init__(self, ids: torch.Tensor, num_rows: int) -> None:
-        self.ids, self.version, self._num_rows = ids, ids._version, num_rows
+        self.ids, self.version, self._num_rows = ids, version_of(ids), num_rows
         self.own = torch.empty(0, dtype=torch.int64)
         self.positions = ids  # of each token among the distinct ones
         self.tokens: list[torch.Tensor] | None = None
@@ -61,8 +62,10 @@ class Batch:
 class Gradients:
     """The gradients of a step: what this rank adds, and what has arrived from all ranks."""
 
-    def __init__(self, tokens: list[torch.Tensor], own: torch.Tensor) -> None:
-        self.tokens, self.own = tokens, own
+    def __init__(
+        self, tokens: list[torch.Tensor], own: torch.Tensor, announced: Sequence[Batch]
+    ) -> None:
+        self.tokens, self.own, self.announced = tokens, own, announced
         self.prior: list[torch.Tensor] = []  # for each rank, whether each of its rows is one
         self.parts: dict[str, Rows] = {}
 
@@ -81,6 +84,8 @@ class RowSchedule:
         self._exchange, self.lane = exchange, lane
         self.sends = True
         """Whether backward passes send gradients."""
+        self.on_gradient: Callable[[], None] = nothing
+        """Called in a backward pass that reaches the rows."""
         self._announced: list[Batch] = []  # not used yet
         self._used: list[Batch] = []  # since the last step, their gradients to be applied
         self._gradients: Gradients | None = None  # on their way
@@ -102,14 +107,17 @@ class RowSchedule:
             if at < len(batch.own) and batch.own[at] == self._padding:
                 padding = at
         if trained:
-            batch.leaf = rows.requires_grad_()
+            leaf: Any = rows.requires_grad_()
+            batch.leaf = leaf
             self._used.append(batch)
+            known = ref(batch)  # which holds the leaf, and so its hooks
+            leaf.register_post_accumulate_grad_hook(lambda _: self._collected(known()))
         return functional.embedding(batch.positions, rows, padding)
 
     def _take(self, ids: torch.Tensor) -> Batch | None:
         """The batch that was announced for this very tensor, if all ranks have announced theirs."""
         for batch in self._announced:
-            if batch.ids is ids and batch.version == ids._version:
+            if batch.ids is ids and batch.version == version_of(ids):
                 self._announced.remove(batch)
                 self.lane.wait(batch.known)
                 return batch if batch.tokens is not None else None
@@ -138,6 +146,15 @@ class RowSchedule:
         return self.lane.submit("lookup", fetch)
 
     # ---- backward ----------------------------------------------------------------------------
+    def _collected(self, batch: Batch | None) -> None:
+        """After a batch's gradients have been accumulated."""
+        if batch not in self._used:
+            self.fail(
+                "an embedding got gradients of a call from before the last step or zero_grad, "
+                "which would be lost: call the model again"
+            )
+        self.on_gradient()
+
     def end_backward(self) -> None:
         """At the end of a backward pass: send the gradients of prior rows. What has got no
         gradients on this rank counts as zeros."""
@@ -146,11 +163,11 @@ class RowSchedule:
         if not (self.sends and self._used):
             return
         tokens, own = merged(self._used, len(self._table))
-        gradients = self._gradients = Gradients(tokens, own)
-        announced = tuple(self._announced)
+        gradients = self._gradients = Gradients(tokens, own, tuple(self._announced))
 
         def send() -> None:
-            gradients.prior = prior_rows(tokens, [batch.tokens for batch in announced])
+            needed = [batch.tokens for batch in gradients.announced]
+            gradients.prior = prior_rows(tokens, needed)
             self._add(gradients, "prior")
 
         self.lane.submit("prior", send)
@@ -172,7 +189,8 @@ class RowSchedule:
     def step(self, apply: Apply) -> None:
         """Update the rows that have gradients, and fetch those that the next step needs."""
         assert self._gradients is not None
-        gradients, self._gradients, self._used = self._gradients, None, []
+        gradients, self._gradients = self._gradients, None
+        self._used = [batch for batch in self._used if not batch.passed]
         # announced for a step that did not use them
         self._announced = [batch for batch in self._announced if batch.fetched is None]
 
@@ -182,7 +200,8 @@ class RowSchedule:
 
         self.lane.submit("update prior", partial(update, "prior"))
         for batch in self._announced:
-            batch.fetched = self._fetch(batch)
+            if batch in gradients.announced:  # whose rows are prior ones
+                batch.fetched = self._fetch(batch)
         self.lane.submit("delayed", partial(update, "delayed"))
 
     def zero_grad(self) -> None:
@@ -207,6 +226,16 @@ class RowSchedule:
     def fail(self, why: str) -> None:
         """End the training on all ranks."""
         self.lane.fail(CollectiveAborted(f"rank {self._exchange.rank}: {why}"))
+
+
+def nothing() -> None:
+    """What is called where nobody listens."""
+
+
+def version_of(ids: torch.Tensor) -> int:
+    """Rises with each operation of torch that writes to the tensor, unless it is one of inference
+    mode."""
+    return 0 if ids.is_inference() else ids._version
 
 
 def merged(batches: Sequence[Batch], num_rows: int) -> tuple[list[torch.Tensor], torch.Tensor]:

@@ -31,6 +31,7 @@ from training_models import apart, copied, same
 from training_pair import Cases
 
 from linkweave import GTopK, ShardedEmbedding, collectives, prefetch
+from linkweave.collectives import CollectiveError
 
 pytestmark = pytest.mark.usefixtures("imported")
 case = Cases()
@@ -285,6 +286,49 @@ def hooks_of_optimizers(rank: int) -> None:
 
 
 @case
+def a_pass_between_backward_and_step(rank: int) -> None:
+    """It announces the next batch once more, whose rows the step may not fetch yet."""
+    for ahead in (True, False):
+        pair = Pair("sgd")
+        for mine, whole in pair.batches(range(5), ahead):
+            pair.clear()
+            pair.backward(mine, whole)
+            pair.model(mine[0])
+            pair.update()
+        pair.close()
+
+
+@case
+def a_loss_of_rows_alone(rank: int) -> None:
+    for ahead in (True, False):
+        pair = Pair("adagrad")
+        for number, (mine, whole) in enumerate(pair.batches(range(5), ahead)):
+            pair.clear()
+            if number in (1, 3):
+                (pair.inner.words(mine[0]).square().sum() * pair.size / 200).backward()
+                (pair.alone.words(whole[0]).square().sum() / 200).backward()
+            else:
+                pair.backward(mine, whole)
+            pair.update()
+        pair.close()
+
+
+def too_late(rank: int, stepped: bool) -> None:
+    """Of calls from before `zero_grad`, and from before a step."""
+    pair = Pair()
+    first, second = (loss_of(pair.share(step), pair.model, pair.size) for step in (0, 1))
+    first.backward(retain_graph=True)
+    pair.update() if stepped else pair.clear()
+    with pytest.raises(CollectiveError, match="before the last step or zero_grad, which"):
+        (first if stepped else second).backward()
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_gradients_that_come_too_late(stepped: bool) -> None:
+    collectives.spawn(too_late, 2, args=(stepped,), timeout=8)
+
+
+@case
 def zero_grad_between_the_passes(rank: int) -> None:
     for ahead in (True, False):
         pair = Pair("adagrad")
@@ -331,6 +375,7 @@ def evaluation_between_steps(rank: int) -> None:
             assert torch.allclose(found, pair.alone(following), rtol=0, atol=1e-12)
         with torch.inference_mode():
             assert torch.equal(pair.model(following), found)
+            assert torch.equal(pair.model(following.clone()), found)
         for model in (pair.model, pair.alone):
             model.train()
     pair.close()

@@ -107,8 +107,10 @@ def optimizers_and_models(rank: int) -> None:
     assert "maximize of a ShardedEmbedding must be 0, not True" in said(
         lambda m: [dense(m), torch.optim.Adagrad(m.words.parameters(), maximize=True)]
     )
-    assert "no optimizer has the weight of ShardedEmbedding words" in said(dense)
-    assert "no optimizer has the weight of ShardedEmbedding words" in said(lambda m: [dense(m)])
+    assert "one optimizer must have the weight of ShardedEmbedding words, not 0" in said(dense)
+    assert "one optimizer must have the weight of ShardedEmbedding words, not 0" in said(
+        lambda m: [dense(m)]
+    )
     alone = "optimizers after the first train ShardedEmbeddings only; SGD has {} of them and {} oth"
     assert alone.format(1, 1) in said(
         lambda m: [SGD([m.last.weight], 0.1), SGD([m.last.bias, m.words.weight], 0.1)]

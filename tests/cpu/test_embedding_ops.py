@@ -25,8 +25,10 @@ from embedding_training import (
     stepped,
 )
 from thread_ranks import ThreadTransport, on_threads
+from torch import nn
 
 from linkweave import DataParallel, ShardedEmbedding, collectives, prefetch
+from linkweave.collectives.overlap import Network, embedding_ways
 from linkweave.collectives.training.row_exchange import columns_of
 from linkweave.collectives.training.row_schedule import prior_rows
 
@@ -200,3 +202,24 @@ def test_columns() -> None:
     assert columns_of(5, 3) == [2, 2, 1]
     assert columns_of(2, 4) == [1, 1, 0, 0]
     assert [sum(columns_of(WIDTH, size)) for size in range(1, 9)] == [WIDTH] * 8
+
+
+def sent_in_a_step(rank: int) -> int:
+    """By a rank with 10 distinct rows of 100 x 8 float32."""
+    table = ShardedEmbedding(100, 8)
+    model = nn.Sequential(table, nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    trained = DataParallel(model, optimizer, schedule="wfbp")
+    trained(torch.arange(10) * (rank + 1)).sum().backward()
+    optimizer.step()
+    trained.close()
+    sent = sum(op.nbytes for op in table.ops)
+    table.close()
+    return sent
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_as_many_bytes_as_predicted(size: int) -> None:
+    ways = embedding_ways(Network(0.0, 1.0, workers=size), 100, 8, 10)
+    (predicted,) = (way.nbytes for way in ways if way.name == "alltoall")
+    assert collectives.spawn(sent_in_a_step, size) == [predicted] * size
