@@ -16,7 +16,7 @@ class Watcher(Protocol):
 
     def finish(self) -> None: ...
 
-    def reset(self) -> None: ...
+    def drop(self) -> None: ...
 
 
 def attach(optimizer: torch.optim.Optimizer, watcher: Watcher) -> type:
@@ -42,7 +42,7 @@ def attach(optimizer: torch.optim.Optimizer, watcher: Watcher) -> type:
         def zero_grad(self, set_to_none: bool = True) -> None:
             if not set_to_none:  # gradients under way must not be overwritten
                 watcher.finish()
-            watcher.reset()
+            watcher.drop()
             super().zero_grad(set_to_none)
 
         @property

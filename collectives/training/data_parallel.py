@@ -138,7 +138,7 @@ class DataParallel(nn.Module):
         gates = json.loads(self._transport.share(mine)[0])
         units = units_of(self.module, gates)
         if not units:
-            raise CollectiveError("the model has no parameter that requires a gradient")
+            raise CollectiveError("the model has no dense parameter that requires a gradient")
         if len(devices := {unit.device for unit in units}) > 1:
             raise CollectiveError(
                 f"the model is on several devices: {', '.join(map(str, devices))}"
@@ -182,16 +182,16 @@ class DataParallel(nn.Module):
         """Whether gradients are not finite, so that the step is to be left out."""
         return bool(self._engine and self._engine.sparse and self._engine.sparse.bad)
 
-    def reset(self) -> None:
+    def drop(self) -> None:
         """Before `zero_grad` of the optimizer."""
-        self._embeddings.reset()
+        self._embeddings.drop(0)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of the module's parameters."""
         self.synchronize()  # a step may be left out
         if not set_to_none:  # gradients under way must not be overwritten
             self.finish()
-        self._embeddings.skip()
+        self._embeddings.drop()
         self.module.zero_grad(set_to_none)
 
     @contextmanager

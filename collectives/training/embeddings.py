@@ -105,18 +105,13 @@ class Embeddings:
     def step(self, number: int = 0) -> None:
         """With the step of an optimizer, by its number. The optimizers step in any order."""
         if self._skips():
-            self.skip()
+            self.drop()
         for rows in self._rows[number : number + 1]:
             rows.step()
 
-    def reset(self, number: int = 0) -> None:
-        """With `zero_grad` of an optimizer."""
-        for rows in self._rows[number : number + 1]:
-            rows.drop()
-
-    def skip(self) -> None:
-        """Drop the gradients of a step that is left out."""
-        for rows in self._rows:
+    def drop(self, number: int | None = None) -> None:
+        """Drop gradients that no step has applied: those of an optimizer, by its number, or all."""
+        for rows in self._rows if number is None else self._rows[number : number + 1]:
             rows.drop()
 
     def finish(self) -> None:
@@ -168,8 +163,8 @@ class _Steps:
         self._embeddings.step(self._number)
         return loss
 
-    def reset(self) -> None:
-        self._embeddings.reset(self._number)
+    def drop(self) -> None:
+        self._embeddings.drop(self._number)
 
     def synchronize(self) -> None:
         """Options may be read at any time."""

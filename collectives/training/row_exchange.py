@@ -24,16 +24,14 @@ def columns_of(width: int, size: int) -> list[int]:
 
 
 class RowExchange:
-    """The exchanges of one embedding, on one lane. Each blocks, and all ranks make the same ones.
+    """The exchanges of one embedding, on the first lane. Each blocks, and all ranks make the same.
 
     table: the parameter, [rows, columns of this rank], which is read.
     widths: the columns of each rank.
     """
 
-    def __init__(
-        self, transport: Transport, lane: int, table: torch.Tensor, widths: Sequence[int]
-    ) -> None:
-        self._transport, self._lane = transport, lane
+    def __init__(self, transport: Transport, table: torch.Tensor, widths: Sequence[int]) -> None:
+        self._transport = transport
         self._table, self._widths = table, list(widths)
         self.rank, self._size = transport.rank, transport.size
         self._index = torch.int32 if len(table) <= 1 << 31 else torch.int64
@@ -103,4 +101,4 @@ class RowExchange:
         self, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]
     ) -> torch.Tensor:
         self.nbytes += (sum(sends) - sends[self.rank]) * x.element_size()
-        return self._transport.alltoall(self._lane, x, sends, receives)
+        return self._transport.alltoall(0, x, sends, receives)

@@ -99,7 +99,7 @@ class RowOptimizer:
         """Drop gradients that no step has applied."""
         for embedding in self.embeddings:
             if embedding.schedule is not None:
-                embedding.schedule.zero_grad()
+                embedding.schedule.drop()
 
     # ---- state -------------------------------------------------------------------------------
     def add_state(self, _: Any, state: dict[str, Any]) -> None:

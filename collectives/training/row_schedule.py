@@ -204,7 +204,7 @@ class RowSchedule:
                 batch.fetched = self._fetch(batch)
         self.lane.submit("delayed", partial(update, "delayed"))
 
-    def zero_grad(self) -> None:
+    def drop(self) -> None:
         """Drop gradients that no step has applied. A call whose backward pass is to come stays."""
         self._gradients = None
         # not by leaf.grad, which ranks need not all have

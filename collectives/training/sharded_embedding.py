@@ -81,7 +81,7 @@ class ShardedEmbedding(nn.Module):
         self._schedule: RowSchedule | None = None
         if self._transport:
             self._transport.open(1)
-            self._exchange = RowExchange(self._transport, 0, self.weight, widths)
+            self._exchange = RowExchange(self._transport, self.weight, widths)
             lane = RowLane("embedding", self._transport, self._exchange)
             self._schedule = RowSchedule(self.weight, self.padding_idx, self._exchange, lane)
 
