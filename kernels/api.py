@@ -68,7 +68,7 @@ def sparsify(grad: Any, residual: Any, k: int) -> Vector:
     kept = _written(residual, "residual")
     checks.same_shape(grad, residual)
     k = checks.count(k, kept.size)
-    values, found = sparse.sparsify(_float32(grad, "grad").reshape(-1), kept.reshape(-1), k)
+    values, found = sparse.sparsify(_summable(grad, "grad").reshape(-1), kept.reshape(-1), k)
     return _out(values, residual), _out(found.astype(checks.index_type(kept.size)), residual)
 
 
@@ -233,7 +233,7 @@ def _selected(choose: Callable[[np.ndarray, str, int], np.ndarray], x: Any, k: i
     return _out(row[found], x, dtype), _out(found.astype(checks.index_type(row.size)), x)
 
 
-def _float32(x: Any, name: str, *others: str) -> np.ndarray:
+def _summable(x: Any, name: str, *others: str) -> np.ndarray:
     """`x` in float32, or in one of the other dtypes if it has that."""
     array, dtype = _numpy(x, name), checks.dtype_of(x, *others)
     if dtype == "bfloat16":
@@ -270,7 +270,7 @@ def _indices(x: Any, num_rows: Any) -> np.ndarray:
 
 def _rows(values: Any, where: np.ndarray, *others: str) -> np.ndarray:
     """The values as [n, width] of float32, or of one of the other dtypes."""
-    data = _float32(values, "values", *others)
+    data = _summable(values, "values", *others)
     checks.one_for_each(where, data)
     width = int(np.prod(data.shape[1:], dtype=np.int64))
     return data.reshape(where.size, width)

@@ -63,6 +63,20 @@ def attach(optimizer: torch.optim.Optimizer, watcher: Watcher) -> type:
     return kind
 
 
+def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The optimizer's groups, without the wait for gradients of others who read them."""
+    groups: list[dict[str, Any]] = optimizer.__dict__["param_groups"]
+    return groups
+
+
+def result_of(closure: Any) -> Any:
+    """The loss that the closure of an optimizer's step computes; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 def _bare(kind: Any) -> Any:
     """An optimizer of the class, whose state is yet to be set."""
     return kind.__new__(kind)

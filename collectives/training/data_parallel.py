@@ -21,7 +21,7 @@ from linkweave.collectives.training.admission import (
     copy_from_rank_0,
     refuse,
 )
-from linkweave.collectives.training.attach import attach, detach
+from linkweave.collectives.training.attach import attach, detach, result_of
 from linkweave.collectives.training.embeddings import Embeddings
 from linkweave.collectives.training.engine import Engine
 from linkweave.collectives.training.gtopk import KEY, GTopK, check_state
@@ -163,10 +163,7 @@ class DataParallel(nn.Module):
 
     def step(self, closure: Any = None) -> Any:
         """What `optimizer.step` does."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = result_of(closure)
 
         def plain() -> None:
             self._kind.step(self.optimizer)  # type: ignore[attr-defined]

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.training.attach import attach, detach
-from linkweave.collectives.training.hooks import Hook
-from linkweave.collectives.training.row_lane import ignore
+from linkweave.collectives.training.attach import attach, detach, result_of
+from linkweave.collectives.training.hooks import Hook, nothing
 from linkweave.collectives.training.row_optimizer import RowOptimizer
-from linkweave.collectives.training.row_schedule import RowSchedule, nothing
+from linkweave.collectives.training.row_schedule import RowSchedule
 from linkweave.collectives.training.sharded_embedding import ShardedEmbedding
 from linkweave.collectives.training.transport import Transport, parted
 
@@ -119,7 +118,7 @@ class Embeddings:
             schedule.finish()
 
     def close(self) -> None:
-        self.join(ignore)
+        self.join(nothing)
         self.listen(nothing)
         for handle in self._handles:
             handle.remove()
@@ -143,9 +142,7 @@ class Embeddings:
         every = torch.tensor([float(first), *norms], dtype=torch.float64)
         total: torch.Tensor = torch.linalg.vector_norm(every, norm_type).to(first.dtype)
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
-        factor = float((max_norm / (total + 1e-6)).clamp(max=1.0))  # as torch has it
-        for part in rows:
-            part.mul_(factor)
+        _scale(rows, max_norm, total)
         return total
 
 
@@ -156,10 +153,7 @@ class _Steps:
         self._number, self._embeddings = number, embeddings
 
     def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = result_of(closure)
         self._embeddings.step(self._number)
         return loss
 
@@ -184,9 +178,15 @@ def _clip(parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float)
     found = [p.grad for p in parameters if p.grad is not None]
     values = [grad._values() if grad.is_sparse else grad for grad in found]
     total = nn.utils.get_total_norm(values, norm_type)
-    for x in values:
-        x.mul_((max_norm / (total + 1e-6)).clamp(max=1.0))
+    _scale(values, max_norm, total)
     return total
+
+
+def _scale(tensors: Sequence[torch.Tensor], max_norm: float, total: torch.Tensor) -> None:
+    """`torch.nn.utils.clip_grads_with_norm_` for tensors that are no parameters' gradients."""
+    factor = float((max_norm / (total + 1e-6)).clamp(max=1.0))
+    for x in tensors:
+        x.mul_(factor)
 
 
 def embeddings_of(module: nn.Module) -> dict[str, ShardedEmbedding]:

@@ -173,6 +173,8 @@ class Engine:
 
     def _begin_step(self) -> None:
         """Before the first gradient in the arena: torch.autograd.grad accumulates none."""
+        if self._begun:
+            return
         self._begun = True
         if self.sends:
             last = self.record
@@ -187,15 +189,13 @@ class Engine:
     def _begin_rows(self) -> None:
         """In a backward pass that reaches rows of embeddings, and maybe no other parameter."""
         self._begin_backward()
-        if not self._begun:
-            self._begin_step()
+        self._begin_step()
 
     def _hook(self, index: int, i: int) -> Callable[[Any], None]:
         """What follows the accumulation of a parameter's gradient."""
 
         def accumulated(_: Any) -> None:
-            if not self._begun:
-                self._begin_step()
+            self._begin_step()
             self._check_gradient(index, i)
             self._left[index] -= 1
             if not self._left[index] and self.sends:

@@ -32,12 +32,11 @@ class HostLanes:
 
     def __init__(
         self, transport: Transport, arena: Arena, program: Program,
-        sparse: SparseExchange | None = None, embeddings: Embeddings | None = None,
+        sparse: SparseExchange | None, embeddings: Embeddings,
     ) -> None:  # fmt: skip
         self._transport, self._arena, self._program = transport, arena, program
         self._sparse, self._embeddings = sparse, embeddings
-        if embeddings:
-            embeddings.join(self.abort)
+        embeddings.join(self.abort)
         self._changed = threading.Condition()
         self._steps = 0  # begun so far
         self._ready = [False] * len(program.names)
@@ -98,8 +97,7 @@ class HostLanes:
             self._error = error
             self._changed.notify_all()
         self._transport.abort()
-        if self._embeddings:
-            self._embeddings.abort(error)
+        self._embeddings.abort(error)
 
     def _drain(self) -> None:
         """Before this rank leaves: send what the others wait for, unless gradients lack."""

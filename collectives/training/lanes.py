@@ -41,11 +41,11 @@ class Lanes(Protocol):
 
 def lanes_of(
     transport: Transport, arena: Arena, program: Program, sparse: SparseExchange | None,
-    embeddings: Embeddings | None,
+    embeddings: Embeddings,
 ) -> Lanes:  # fmt: skip
     """The lanes of a program, on the arena's device."""
     if arena.units[0].device.type == "cuda":
-        if embeddings and embeddings.named:
+        if embeddings.named:
             names = ", ".join(embeddings.named)
             raise CollectiveError(
                 f"ShardedEmbedding {names} is on the CPU: the other parameters must be as well"

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.training.attach import groups_of
 
 REPLACED = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
 """The options of SGD for gradients that have been corrected."""
@@ -41,7 +42,7 @@ class Momentum:
 
     def read(self) -> None:
         """Take the optimizer's options as they are now. Raises CollectiveError."""
-        groups = self._optimizer.__dict__["param_groups"]
+        groups = groups_of(self._optimizer)
         found = {(float(group["momentum"]), bool(group["nesterov"])) for group in groups}
         if len(found) > 1 or any(group["dampening"] for group in groups):
             raise CollectiveError(

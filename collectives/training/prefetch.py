@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
 
 from linkweave.collectives.overlap.units import tensors_in
+from linkweave.collectives.training.hooks import nothing
 
 _NEXT = "_linkweave_next"
 _INTEGERS = (torch.int32, torch.int64)
@@ -34,19 +36,10 @@ class prefetch:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._loader)
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        for following in batches:
+        for batch, following in pairwise(chain(self._loader, [None])):
             with_next = _marked(batch, following)
             yield batch
             _unmark(with_next)
-            batch = following
-        with_next = _marked(batch, None)
-        yield batch
-        _unmark(with_next)
 
 
 def _marked(batch: Any, following: Any) -> list[torch.Tensor]:
@@ -57,7 +50,7 @@ def _marked(batch: Any, following: Any) -> list[torch.Tensor]:
     for i, tensor in enumerate(mine):
         if tensor.dtype in _INTEGERS:
             other = others[i] if alike and others[i].dtype in _INTEGERS else None
-            setattr(tensor, _NEXT, _nothing if other is None else weakref.ref(other))
+            setattr(tensor, _NEXT, nothing if other is None else weakref.ref(other))
             found.append(tensor)
     return found
 
@@ -68,10 +61,6 @@ def _unmark(tensors: list[torch.Tensor]) -> None:
             delattr(tensor, _NEXT)
 
 
-def _nothing() -> None:
-    """What the last batch knows of the next one."""
-
-
 def has_next(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one of a batch of `prefetch`."""
     return hasattr(tensor, _NEXT)
@@ -79,5 +68,5 @@ def has_next(tensor: torch.Tensor) -> bool:
 
 def next_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor in this one's position in the next batch; None if there is none."""
-    found: torch.Tensor | None = getattr(tensor, _NEXT, _nothing)()
+    found: torch.Tensor | None = getattr(tensor, _NEXT, nothing)()
     return found

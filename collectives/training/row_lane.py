@@ -13,6 +13,7 @@ from weakref import WeakMethod
 import torch
 
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError
+from linkweave.collectives.training.hooks import nothing
 from linkweave.collectives.training.ranges import profiled
 from linkweave.collectives.training.row_exchange import RowExchange
 from linkweave.collectives.training.transport import Transport
@@ -43,7 +44,7 @@ class RowLane:
         self._thread = ThreadPoolExecutor(1, f"linkweave-rows-{name}")
         self._going: set[Future[Any]] = set()
         self._error: CollectiveError | None = None
-        self.on_abort: Callable[[CollectiveError], None] = ignore
+        self.on_abort: Callable[[CollectiveError], None] = nothing
         """Called with the error that ends this lane."""
         self.ops: deque[RowOp] = deque(maxlen=KEPT)
         transport.before_close(WeakMethod(self._drain))
@@ -104,7 +105,3 @@ class RowLane:
     def close(self) -> None:
         """End the thread, once it has carried out all ops."""
         self._thread.shutdown()
-
-
-def ignore(_: CollectiveError) -> None:
-    """What an error ends where nothing else is sent."""

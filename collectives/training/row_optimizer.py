@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.training.attach import groups_of
 from linkweave.collectives.training.row_schedule import Apply
 from linkweave.collectives.training.sharded_embedding import ShardedEmbedding
 from linkweave.kernels import embedding as rows
@@ -38,7 +39,7 @@ class RowOptimizer:
     def check_alone(self) -> None:
         """Raise CollectiveError unless the optimizer has embeddings and nothing else."""
         mine = {id(embedding.weight) for embedding in self.embeddings}
-        every = {id(p) for group in _groups(self._optimizer) for p in group["params"]}
+        every = {id(p) for group in groups_of(self._optimizer) for p in group["params"]}
         if not mine or every != mine:
             raise CollectiveError(
                 f"optimizers after the first train ShardedEmbeddings only; {self._kind.__name__} "
@@ -124,7 +125,7 @@ class RowOptimizer:
 
     def _numbered(self) -> list[tuple[int, ShardedEmbedding]]:
         """The embeddings, each with its parameter's number in a state_dict."""
-        every = [id(p) for group in _groups(self._optimizer) for p in group["params"]]
+        every = [id(p) for group in groups_of(self._optimizer) for p in group["params"]]
         return [(every.index(id(one.weight)), one) for one in self.embeddings]
 
 
@@ -139,14 +140,9 @@ def _is_like(x: Any, shape: Sequence[int]) -> bool:
     return isinstance(x, torch.Tensor) and tuple(x.shape) == tuple(shape)
 
 
-def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = optimizer.__dict__["param_groups"]
-    return groups
-
-
 def _group_of(optimizer: torch.optim.Optimizer, parameter: Any) -> dict[str, Any] | None:
     """The group that has the parameter."""
-    for group in _groups(optimizer):
+    for group in groups_of(optimizer):
         if any(p is parameter for p in group["params"]):
             return group
     return None

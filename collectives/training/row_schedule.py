@@ -25,6 +25,7 @@ import torch
 from torch.nn import functional
 
 from linkweave.collectives.errors import CollectiveAborted
+from linkweave.collectives.training.hooks import nothing
 from linkweave.collectives.training.row_exchange import RowExchange
 from linkweave.collectives.training.row_lane import RowLane
 from linkweave.kernels.api import coalesce
@@ -226,10 +227,6 @@ class RowSchedule:
     def fail(self, why: str) -> None:
         """End the training on all ranks."""
         self.lane.fail(CollectiveAborted(f"rank {self._exchange.rank}: {why}"))
-
-
-def nothing() -> None:
-    """What is called where nobody listens."""
 
 
 def version_of(ids: torch.Tensor) -> int:

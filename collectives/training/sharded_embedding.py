@@ -53,7 +53,7 @@ class ShardedEmbedding(nn.Module):
     def __init__(
         self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, *,
         group: Any = None, dtype: torch.dtype | None = None, max_norm: float | None = None,
-        scale_grad_by_freq: bool = False, sparse: bool = True, _draws: bool = True,
+        scale_grad_by_freq: bool = False, sparse: bool = True, _weight: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         refused = {"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq}
@@ -76,8 +76,11 @@ class ShardedEmbedding(nn.Module):
         self.columns = first, first + widths[rank]
         """The first column of this rank, and the one after its last."""
         self.weight = nn.Parameter(torch.empty(self.num_embeddings, widths[rank], dtype=dtype))
-        if _draws:
+        if _weight is None:
             self.reset_parameters()
+        else:
+            with torch.no_grad():
+                self.weight.copy_(self.mine(_weight))
         self._schedule: RowSchedule | None = None
         if self._transport:
             self._transport.open(1)
@@ -97,10 +100,8 @@ class ShardedEmbedding(nn.Module):
             )
         rows, width = embeddings.shape
         made = cls(
-            rows, width, padding_idx, group=group, dtype=embeddings.dtype, _draws=False
+            rows, width, padding_idx, group=group, dtype=embeddings.dtype, _weight=embeddings
         )  # fmt: skip
-        with torch.no_grad():
-            made.weight.copy_(made.mine(embeddings))
         made.weight.requires_grad_(not freeze)
         return made
 

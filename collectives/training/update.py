@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.units import Unit
+from linkweave.collectives.training.attach import groups_of
 from linkweave.collectives.training.momentum import REPLACED, Momentum
 from linkweave.kernels import optim
 
@@ -60,7 +61,7 @@ class Update:
     @contextmanager
     def slowed(self, factor: float) -> Iterator[None]:
         """The optimizer's own step has its learning rates multiplied by `factor`."""
-        groups = [group for group in _groups(self._optimizer) if factor != 1 and "lr" in group]
+        groups = [group for group in groups_of(self._optimizer) if factor != 1 and "lr" in group]
         rates = [group["lr"] for group in groups]
         try:
             for group in groups:
@@ -73,7 +74,7 @@ class Update:
     def snapshot(self, factor: float = 1.0) -> None:
         """Take the groups' options as they are now: a scheduler may change the learning rate
         before the parts run. The learning rate is multiplied by `factor`."""
-        groups = _groups(self._optimizer)
+        groups = groups_of(self._optimizer)
         self._own = [
             {
                 name: value.clone() if isinstance(value, torch.Tensor) else value
@@ -94,7 +95,7 @@ class Update:
     def rest(self, units: Iterable[Unit]) -> None:
         """Carry out the step, with the optimizer's own options, for its parameters in no unit."""
         known = {id(parameter) for unit in units for parameter in unit.parameters}
-        groups = _groups(self._optimizer)
+        groups = groups_of(self._optimizer)
         of_parts, self._options = self._options, self._own
         try:
             self.part([p for group in groups for p in group["params"] if id(p) not in known])
@@ -117,7 +118,7 @@ class Update:
 
     def _by_its_own_step(self, parts: dict[int, list[Any]]) -> None:
         optimizer: Any = self._optimizer
-        whole = _groups(optimizer)
+        whole = groups_of(optimizer)
         optimizer.param_groups = [
             {"params": part, **self._options[group]} for group, part in sorted(parts.items())
         ]
@@ -168,9 +169,3 @@ def _plain(options: dict[str, Any]) -> bool:
     """Whether nothing is asked for that the kernels do not have, nor one of torch's own forms."""
     asked = ("amsgrad", "foreach", "fused", "differentiable", "capturable")
     return isinstance(options["lr"], float) and not any(options.get(name) for name in asked)
-
-
-def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The groups, without the check that `attach` makes when others read them."""
-    groups: list[dict[str, Any]] = optimizer.__dict__["param_groups"]
-    return groups
