@@ -9,11 +9,10 @@ and with columns divided among ranks, first with nothing scheduled (FIFO), then 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import cycle
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from linkweave import collectives
@@ -30,6 +28,7 @@ from linkweave.bench.embedding_prediction import row_seconds, step_seconds
 from linkweave.bench.peers import on_gloo
 from linkweave.bench.tasks import bible_words, numbered
 from linkweave.bench.timing import rounds_of, schedule, sent_bytes
+from linkweave.bench.train import seconds_of
 from linkweave.collectives import CollectiveError
 
 WIDTH = 512
@@ -162,17 +161,9 @@ class _Trained:
     def block(self) -> float:
         """Make STEPS steps. Returns the seconds of each on the slowest rank."""
         dist.barrier()
-        start = time.perf_counter()
-        for _ in range(STEPS):
-            x, y = next(self._batches)
-            self._optimizer.zero_grad()
-            loss = cross_entropy(self._wrapped(x), y)
-            loss.backward()
-            self._optimizer.step()
-            self.losses.append(float(loss.detach()))
-        if isinstance(self._wrapped, collectives.DataParallel):
-            self._wrapped.finish()
-        seconds = torch.tensor([time.perf_counter() - start])
+        batches = islice(self._batches, STEPS)
+        mine = seconds_of(self._wrapped, self._optimizer, batches, self.losses)
+        seconds = torch.tensor([mine])
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return float(seconds) / STEPS
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -171,7 +171,6 @@ def _train(
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     comm = get_default()
     x = torch.zeros(1, requires_grad=True)
-    ends = []
     group = Throttled(comm, schedule.network)
     exchange: Any = "dense"
     if density is not None:
@@ -179,12 +178,7 @@ def _train(
     with collectives.DataParallel(
         model, optimizer, schedule=schedule, exchange=exchange, group=group
     ) as trained:
-        for _ in range(steps + 2):
-            optimizer.zero_grad()
-            y = trained(x)
-            ends.append(time.perf_counter())
-            y.sum().backward()
-            optimizer.step()
+        seconds = median_step(trained, optimizer, [x] * (steps + 2))
         trained.finish()
         if save:
             trained.save_step(save)
@@ -196,4 +190,17 @@ def _train(
         total = sum(layer.weight.numel() for layer in model)
         if abs((moved - float(left)) / total - wanted) > 1e-6 * -wanted:
             raise collectives.CollectiveError(f"{schedule.policy}: the weights are wrong")
+    return seconds
+
+
+def median_step(trained: Any, optimizer: Any, inputs: Iterable[Any]) -> float:
+    """Train on some inputs. Returns the median time from the end of a forward pass to the end of
+    the next, but for the first."""
+    ends = []
+    for x in inputs:
+        optimizer.zero_grad()
+        y = trained(x)
+        ends.append(time.perf_counter())
+        y.sum().backward()
+        optimizer.step()
     return statistics.median(b - a for a, b in zip(ends[1:], ends[2:], strict=False))

@@ -3,8 +3,6 @@ and without, as predicted and as they run."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +12,7 @@ from torch import nn
 
 from linkweave import collectives
 from linkweave.bench.embedding_prediction import row_seconds, step_seconds
-from linkweave.bench.sleeping import Sleeper, Sleeps
+from linkweave.bench.sleeping import Sleeper, Sleeps, median_step
 from linkweave.bench.throttled import Link, Throttled
 from linkweave.bench.timing import schedule as batch_scheduling
 from linkweave.collectives import overlap
@@ -106,16 +104,11 @@ def _train(
     )
     model = _Model(table, schedule.profile.layers)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    ends = []
     batches: Any = [*_batches(comm.rank, tokens, steps + 3)]
     group = Throttled(comm, schedule.network, link)
     with collectives.DataParallel(model, optimizer, schedule=schedule, group=group) as trained:
-        for ids in collectives.prefetch(batches) if prefetched else batches:
-            optimizer.zero_grad()
-            y = trained(ids)
-            ends.append(time.perf_counter())
-            y.sum().backward()
-            optimizer.step()
+        inputs = collectives.prefetch(batches) if prefetched else batches
+        seconds = median_step(trained, optimizer, inputs)
     found = row_seconds(table, schedule.network)
     table.close()
-    return statistics.median(b - a for a, b in zip(ends[1:], ends[2:], strict=False)), found
+    return seconds, found

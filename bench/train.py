@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,16 +77,21 @@ class _Trained:
         torch.set_rng_state(self._state)
         batches = [self._draw() for _ in range(STEPS)]
         self._state = torch.get_rng_state()
-        start = time.perf_counter()
-        for x, y in batches:
-            self._optimizer.zero_grad()
-            loss = cross_entropy(self.model(x), y)
-            loss.backward()
-            self._optimizer.step()
-            self.losses.append(float(loss.detach()))
-        if isinstance(self.model, collectives.DataParallel):
-            self.model.finish()
-        return (time.perf_counter() - start) / STEPS
+        return seconds_of(self.model, self._optimizer, batches, self.losses) / STEPS
+
+
+def seconds_of(model: Any, optimizer: Any, batches: Iterable[Any], losses: list[float]) -> float:
+    """Train on some batches of inputs and classes. Their losses are added to `losses`."""
+    start = time.perf_counter()
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    if isinstance(model, collectives.DataParallel):
+        model.finish()
+    return time.perf_counter() - start
 
 
 def measure(model: str, batch: int, blocks: int, policy: str, batch_scheduling: bool) -> list[Row]:
