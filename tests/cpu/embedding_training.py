@@ -256,6 +256,24 @@ class Pair:
             embedding.close()
 
 
+def names(pair: Pair) -> list[str]:
+    """Of the ops since the last call."""
+    (embedding,) = pair.embeddings
+    pair.model.finish()
+    found = [op.name for op in embedding.ops]
+    assert embedding.schedule is not None
+    embedding.schedule.lane.ops.clear()
+    return found
+
+
+def lone(pair: Pair, whole: Sequence[Batch], mine: Sequence[Batch], ahead: bool = True) -> None:
+    """Steps on batches that are divided as said."""
+    for one, every in zip(prefetch(mine) if ahead else mine, whole, strict=True):
+        pair.clear()
+        pair.backward(one, every)
+        pair.update()
+
+
 @pytest.fixture(scope="session")
 def imported() -> None:
     """Ranks are forked with what a first step imports and compiles, which takes seconds."""
