@@ -5,9 +5,10 @@
 A tensor of n parameters that a sample uses at p positions counts 2 n p: a multiplication and an
 addition each. p is the height times the width of what a convolution or a norm gives, the tokens of
 a sequence, or 1. Norms and biases count by the same rule, little but not nothing; what they cost
-beyond, as they wait for memory, does not count, nor do activations and pooling. In BERT an
-embedding only adds its rows; `value.weight` carries the two products of attention, and
-`cls.predictions.bias` the product with the word embeddings, which are used there a second time.
+beyond, as they wait for memory, does not count, nor do activations and pooling. In BERT and GPT-2
+an embedding only adds its rows; `value.weight` or `c_attn.weight` carries the two products of
+attention (causal ones are not halved), and the last bias the product with the word embeddings,
+which are used there a second time.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FILE = Path(__file__).parents[1] / "collectives" / "overlap" / "models.json"
-TOKENS = 64  # of a sequence, as in table III of ASC-WFBP
-_IMAGE, _SEQUENCE = "3x224x224", f"{TOKENS} tokens"
+TOKENS = {"bert-base": 64, "bert-large": 64, "gpt2": 1024}
+"""Of a sequence: BERT's as in table III of ASC-WFBP, GPT-2's whole context."""
+_IMAGE = "3x224x224"
 _RESNET = {
     "conv1|bn1": 112, r"layer1|layer2\.0\.(conv|bn)1": 56, r"layer2|layer3\.0\.(conv|bn)1": 28,
     r"layer3|layer4\.0\.(conv|bn)1": 14, "layer4": 7, "fc": 1,
 }  # fmt: skip
 INPUTS = {
     "inceptionv4": "3x299x299", "vgg16-cifar": "3x32x32", "mobilenetv2-cifar": "3x32x32",
-    "bert-base": _SEQUENCE, "bert-large": _SEQUENCE,
+    **{name: f"{tokens} tokens" for name, tokens in TOKENS.items()},
 }  # fmt: skip
 """One sample, where it is no image of 224 x 224."""
 SIDES: dict[str, dict[str, int]] = {
@@ -51,8 +53,6 @@ SIDES: dict[str, dict[str, int]] = {
         r"features\.[0-4]\.": 32, r"features\.([78]|1[01])\.": 16, r"features\.(1|2[01])": 8,
         r"features\.(2|3[01])": 4, "features": 2, "fc": 1,
     },
-    "bert-base": {},
-    "bert-large": {},
     "mobilenetv2": {
         r"features\.([01]\.|2\.conv\.0)": 112, r"features\.([23]\.|4\.conv\.0)": 56,
         r"features\.([4-6]\.|7\.conv\.0)": 28, r"features\.([7-9]\.|1[0-3]\.|14\.conv\.0)": 14,
@@ -64,6 +64,7 @@ SIDES: dict[str, dict[str, int]] = {
     },
     "googlenet": {"conv1": 112, "conv": 56, "inception3": 28, "inception4": 14, "inception5": 7,
                   "fc": 1},
+    "zfnet": {r"conv1": 110, r"conv2": 26, r"conv": 13, "fc": 1},
 }  # fmt: skip
 """How high and wide the output of a tensor's operation is, by the first pattern that its name
 begins with. From torchvision's models, Cadene's Inception-v4 and US-Byte's CIFAR models."""
@@ -71,8 +72,8 @@ begins with. From torchvision's models, Cadene's Inception-v4 and US-Byte's CIFA
 
 def forward_flops(model: str, names: Sequence[str], sizes: Sequence[int]) -> list[int]:
     """Of one sample, for each tensor."""
-    if model.startswith("bert"):
-        return _bert(dict(zip(names, sizes, strict=True)))
+    if model in TOKENS:
+        return _transformer(dict(zip(names, sizes, strict=True)), TOKENS[model])
     found = []
     for name, size in zip(names, sizes, strict=True):
         side = next(s for pattern, s in SIDES[model].items() if re.match(pattern, name))
@@ -80,18 +81,25 @@ def forward_flops(model: str, names: Sequence[str], sizes: Sequence[int]) -> lis
     return found
 
 
-def _bert(sizes: dict[str, int]) -> list[int]:
-    hidden = sizes["bert.embeddings.LayerNorm.weight"]
+def _transformer(sizes: dict[str, int], tokens: int) -> list[int]:
+    words, hidden = next(
+        (name, sizes[norm])
+        for name, norm in (
+            ("bert.embeddings.word_embeddings.weight", "bert.embeddings.LayerNorm.weight"),
+            ("wte.weight", "ln_f.weight"),
+        )
+        if name in sizes
+    )
     found = {}
     for name, size in sizes.items():
         once = name.startswith(("bert.pooler", "cls.seq_relationship"))
-        found[name] = 2 * size * (1 if once else TOKENS)
-        if "_embeddings" in name:
-            found[name] = TOKENS * hidden
-        elif name.endswith("self.value.weight"):
-            found[name] += 2 * 2 * TOKENS * TOKENS * hidden
-    words = sizes["bert.embeddings.word_embeddings.weight"]
-    found["cls.predictions.bias"] += 2 * words * TOKENS
+        found[name] = 2 * size * (1 if once else tokens)
+        if "_embeddings" in name or name.startswith(("wte", "wpe")):
+            found[name] = tokens * hidden
+        elif name.endswith(("self.value.weight", "attn.c_attn.weight")):
+            found[name] += 2 * 2 * tokens * tokens * hidden
+    last = "cls.predictions.bias" if "cls.predictions.bias" in sizes else "ln_f.bias"
+    found[last] += 2 * sizes[words] * tokens
     return list(found.values())
 
 

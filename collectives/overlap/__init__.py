@@ -13,13 +13,14 @@ from linkweave.collectives.overlap.measure import measure
 from linkweave.collectives.overlap.measured import MeasuredStep
 from linkweave.collectives.overlap.network import PRESETS, Fit, Network, fit, network
 from linkweave.collectives.overlap.network_spec import network_from
-from linkweave.collectives.overlap.profile import Layer, Profile, load, model, models
+from linkweave.collectives.overlap.profile import Layer, Profile, load, model, model_at, models
 from linkweave.collectives.overlap.schedule import Schedule
 from linkweave.collectives.overlap.timeline import StepTimeline
+from linkweave.collectives.overlap.timing import Timing
 
 __all__ = [
     "POLICIES", "PRESETS", "Communication", "EmbeddingExplanation", "Fit", "Layer", "MeasuredStep",
-    "Network", "Piece", "Profile", "Schedule", "StepTimeline", "Way", "embedding_ways",
-    "explain_embedding", "fit", "load", "lower_bound", "measure", "model", "models", "network",
-    "network_from", "plan",
+    "Network", "Piece", "Profile", "Schedule", "StepTimeline", "Timing", "Way", "embedding_ways",
+    "explain_embedding", "fit", "load", "lower_bound", "measure", "model", "model_at", "models",
+    "network", "network_from", "plan",
 ]  # fmt: skip

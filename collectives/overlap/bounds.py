@@ -58,9 +58,10 @@ def lower_bound(profile: Profile, network: Network, lanes: int = LANES) -> float
 
     Every schedule of `overlap.timeline` transmits a byte after its gradient is ready and the
     start-up of its communication has passed. All lanes together transmit no faster than
-    `Network.fastest`. A layer's forward pass, and all passes after it, start after its last byte.
-    Jackson's schedule with heads r + a and no further start-up is therefore no longer than any
-    other. It includes the capacity bound (all bytes after the first gradient) and the bound of each
-    layer alone.
+    `Network.least` and `Network.sharing` say. A layer's forward pass, and all passes after it,
+    start after its last byte. Jackson's schedule with heads r + a and no further start-up is
+    therefore no longer than any other. It includes the capacity bound (all bytes after the first
+    gradient) and the bound of each layer alone.
     """
-    return jackson(profile, network.startup_s, network.fastest(lanes))
+    startup, pace = network.least
+    return jackson(profile, startup, pace * network.sharing(lanes))

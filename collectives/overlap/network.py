@@ -6,30 +6,42 @@ The paper does not define the case of more than two; here two of them saturate t
 byte of each of n takes gamma b n / 2. Start-ups do not slow each other down. With gamma = 2 a
 single all-reduce saturates the link; with a smaller gamma, simultaneous ones use it better. If b
 and gamma come from different fits, like the paper's, gamma b / 2 may exceed the link's speed.
+
+A network that was planned on a topology, or measured, knows more than two numbers: `timings` has
+the time of an all-reduce by size, which no a + b m fits where the algorithm changes with the size,
+and when the parts of a gradient queue arrive. Policies decide by a and b, a fit; timelines follow
+the timings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.overlap.profile import MAX_NUMBER
+from linkweave.collectives.overlap import timing
+from linkweave.collectives.overlap.planned import planned
+from linkweave.collectives.overlap.profile import MAX_BYTES, MAX_NUMBER
+from linkweave.collectives.overlap.timing import Timing
+from linkweave.topology import Topology
 from linkweave.topology.checks import integer, number, shown
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
     """The parameters a (`startup_s`), b (`seconds_per_byte`) and `gamma` (at least 1) of an
-    all-reduce over all `workers`. Raises CollectiveError for numbers out of range."""
+    all-reduce over all `workers`, and its `timings` by size, if they are known. Raises
+    CollectiveError for numbers out of range."""
 
     startup_s: float
     seconds_per_byte: float
     gamma: float = 2.0
     workers: int = 2
     name: str = "network"
+    timings: tuple[Timing, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -39,6 +51,33 @@ class Network:
         number(self.gamma, "gamma", 1, MAX_NUMBER)
         workers = integer(self.workers, "workers", 1, int(MAX_NUMBER))
         object.__setattr__(self, "workers", workers)
+        object.__setattr__(self, "timings", timing.checked(self.timings))
+
+    @staticmethod
+    def from_topology(topology: Topology, algorithm: str = "auto") -> Network:
+        """Return the network of a machine or cluster, one worker for each GPU.
+
+        Its timings and gamma are of plans for 4 KiB to 1 GiB, simulated (`overlap.planned`). Takes
+        some seconds on a machine. Raises PlanError for an algorithm that it cannot run.
+        """
+        found, workers = planned(topology, algorithm), len(topology.gpus)
+        name = topology.name if algorithm == "auto" else f"{topology.name}, {algorithm}"
+        pairs = [(one.nbytes, one.seconds) for one in found.timings]
+        return replace(fit(pairs, workers, found.gamma).network, name=name, timings=found.timings)
+
+    @staticmethod
+    def from_measurements(
+        pairs: Iterable[tuple[int, float]], workers: int = 2, gamma: float = 2.0
+    ) -> Network:
+        """Return the network of measured all-reduces, pairs of bytes and seconds in any order; of
+        several of one size the median counts. Raises CollectiveError for fewer than two sizes.
+        """
+        by_size: dict[int, list[float]] = {}
+        for nbytes, seconds in pairs:
+            by_size.setdefault(nbytes, []).append(seconds)
+        medians = [(size, float(np.median(by_size[size]))) for size in sorted(by_size)]
+        made = fit(medians, workers, gamma).network
+        return replace(made, name="measured", timings=tuple(Timing(*pair) for pair in medians))
 
     def __str__(self) -> str:
         return (
@@ -48,7 +87,29 @@ class Network:
 
     def seconds(self, nbytes: float) -> float:
         """Return the time of an all-reduce that has the network to itself."""
+        if self.timings:
+            return timing.seconds(self.timings, nbytes)
         return self.startup_s + self.seconds_per_byte * nbytes
+
+    def arrivals(self, nbytes: float, upto: Iterable[float]) -> list[float]:
+        """Return when the first so many bytes of a gradient queue's all-reduce of `nbytes` are
+        final, in seconds after its start. Increasing numbers are expected."""
+        if self.timings and self.timings[0].arrivals:
+            return timing.arrivals(self.timings, nbytes, upto)
+        startup, pace = self.startup(nbytes), self.least[1]
+        return [startup + pace * some for some in upto]
+
+    @property
+    def least(self) -> tuple[float, float]:
+        """The largest start-up and seconds per byte that no all-reduce of the network beats."""
+        return _least(self)
+
+    def startup(self, nbytes: float) -> float:
+        """Return the part of `seconds` in which an all-reduce does not transmit at its best pace,
+        that of `least`."""
+        if self.timings:
+            return self.seconds(nbytes) - self.least[1] * nbytes
+        return self.startup_s
 
     @property
     def message(self) -> tuple[float, float]:
@@ -61,19 +122,26 @@ class Network:
         """Return the factor by which a byte takes longer while so many all-reduces transmit."""
         return 1.0 if transmitting == 1 else self.gamma * transmitting / 2
 
-    def fastest(self, lanes: int) -> float:
-        """Return the least seconds per byte of all together, with at most `lanes` at once."""
-        return self.seconds_per_byte * (min(1.0, self.gamma / 2) if lanes > 1 else 1.0)
+    def sharing(self, lanes: int) -> float:
+        """Return the factor by which a byte of all together is faster at most, with at most
+        `lanes` all-reduces at once."""
+        return min(1.0, self.gamma / 2) if lanes > 1 else 1.0
 
     def at(self, workers: int) -> Network:
         """Return the network with other workers in a ring of the same links.
 
         US-Byte, equation 14: a = 2 (N - 1) alpha, b = 2 (N - 1) / N beta, where beta includes the
-        time to add. Raises CollectiveError.
+        time to add. Raises CollectiveError, also for a network with timings, which hold for its own
+        workers only.
         """
         made = replace(self, workers=workers)
         if workers == self.workers:
             return made
+        if self.timings:
+            raise CollectiveError(
+                f"{self.name} has timings of {self.workers} workers, which determine none of "
+                f"{shown(workers)}"
+            )
         if workers == 1:
             return replace(made, startup_s=0.0, seconds_per_byte=0.0)
         if self.workers == 1:
@@ -83,6 +151,13 @@ class Network:
         return replace(
             made, startup_s=self.startup_s * steps, seconds_per_byte=self.seconds_per_byte * share
         )
+
+
+@cache
+def _least(network: Network) -> tuple[float, float]:
+    if network.timings:
+        return timing.fastest(network.timings)
+    return network.startup_s, network.seconds_per_byte
 
 
 PRESETS: dict[str, tuple[Network, ...]] = {
@@ -153,7 +228,7 @@ def fit(pairs: Sequence[tuple[int, float]], workers: int = 2, gamma: float = 2.0
     Raises CollectiveError for fewer than two different sizes.
     """
     for nbytes, seconds in pairs:
-        number(nbytes, "bytes of a measurement", 0, MAX_NUMBER)
+        number(nbytes, "bytes of a measurement", 0, MAX_BYTES)
         number(seconds, "seconds of a measurement", 0, MAX_NUMBER)
     sizes = np.array([float(n) for n, _ in pairs])
     times = np.array([float(s) for _, s in pairs])

@@ -10,11 +10,12 @@ from typing import Any
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.network import PRESETS, Network, network
+from linkweave.collectives.overlap.timing import timings_of
 from linkweave.topology.checks import shown
 from linkweave.topology.json_reader import parse_json
 
 _EXPONENTS = {"s": 0, "ms": -3, "us": -6, "ns": -9}
-_FIELDS = ("startup_s", "seconds_per_byte", "gamma", "workers", "name")  # of JSON
+_FIELDS = ("startup_s", "seconds_per_byte", "gamma", "workers", "name", "timings")  # of JSON
 
 
 def network_from(spec: str, workers: int | None = None) -> Network:
@@ -62,7 +63,8 @@ def _read(path: Path) -> dict[str, Any]:
     for field in ("startup_s", "seconds_per_byte"):
         if field not in data:
             raise CollectiveError(f"{where} has no {field}")
-    return {"name": path.stem, **data}
+    timings = timings_of(data.get("timings", []), where)
+    return {"name": path.stem, **data, "timings": timings}
 
 
 def _parse(spec: str) -> dict[str, Any]:

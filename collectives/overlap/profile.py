@@ -216,6 +216,15 @@ def model(name: str, forward_s: float | None = None, backward_s: float | None = 
     )  # fmt: skip
 
 
+def model_at(name: str, batch: int, flops_per_s: float) -> Profile:
+    """Return a published model whose forward pass computes `batch` samples at `flops_per_s`, and
+    whose backward pass takes twice as long (`model`). Raises CollectiveError."""
+    model(name)  # refuses an unknown name
+    batch = integer(batch, "batch", 1, int(MAX_NUMBER))
+    number(flops_per_s, "flops_per_s", 1, 1e18)
+    return model(name, batch * sum(_models()[name]["flops"]) / flops_per_s)
+
+
 def load(spec: str) -> Profile:
     """Return the profile of a known model, or read one from a JSON or CSV file. Raises
     CollectiveError."""

@@ -13,6 +13,7 @@ from linkweave.collectives.overlap.communication import Communication, Piece
 from linkweave.collectives.overlap.network import Network
 from linkweave.collectives.overlap.profile import Profile
 from linkweave.collectives.overlap.timeline import StepTimeline, timeline
+from linkweave.collectives.overlap.timing import timings_of
 from linkweave.topology.checks import integer, shown
 from linkweave.topology.json_reader import read_format
 
@@ -141,7 +142,7 @@ class Schedule:
         try:
             return Schedule(
                 _typed(data, "policy", str), Profile.from_data(data["profile"]),
-                Network(**_fields(data["network"], Network, "network")),
+                _network(data["network"]),
                 tuple(map(_communication, _typed(data, "communications", list))),
                 _typed(data, "chained", bool), _typed(data, "note", str),
             )  # fmt: skip
@@ -163,6 +164,13 @@ def _fields(row: Any, kind: type, what: str) -> dict[str, Any]:
             f"schedule JSON: a {what} must be an object of {', '.join(names)}, not {shown(row)}"
         )
     return row
+
+
+def _network(row: Any) -> Network:
+    if isinstance(row, dict):
+        row = {"timings": [], **row}  # which older files do not have
+    found = _fields(row, Network, "network")
+    return Network(**{**found, "timings": timings_of(found["timings"], "schedule JSON")})
 
 
 def _communication(row: Any) -> Communication:

@@ -2,9 +2,10 @@
 
 Time 0 is the start of the backward pass, which computes layers from the last to the first and waits
 for nothing. A communication starts when its gradients are ready and when both its predecessor on
-the lane and those in `after` have ended. It first spends the start-up a, in which it transmits
-nothing. Then it transmits its bytes; `Network.crowding` slows each byte by the number of
-communications that transmit at that moment.
+the lane and those in `after` have ended. It first spends the start-up a (`Network.startup`), in
+which it transmits nothing. Then it transmits its bytes; `Network.crowding` slows each byte by the
+number of communications that transmit at that moment. On a single lane, streamed communications
+arrive as `Network.arrivals` says.
 """
 
 from __future__ import annotations
@@ -74,9 +75,13 @@ def _one_lane(
     free, spans, arrivals = 0.0, [], []
     for c, there in zip(communications, ready, strict=True):
         start = max(free, there)
-        upto = accumulate(piece.nbytes for piece in c.pieces)
-        arrivals.append([start + network.seconds(nbytes) for nbytes in upto])
-        free = arrivals[-1][-1]
+        if c.streamed:
+            upto = accumulate(piece.nbytes for piece in c.pieces)
+            arrivals.append([start + after for after in network.arrivals(c.nbytes, upto)])
+            free = arrivals[-1][-1]
+        else:
+            free = start + network.seconds(c.nbytes)
+            arrivals.append([free] * len(c.pieces))
         spans.append((start, free))
     return spans, arrivals
 
@@ -102,11 +107,11 @@ def _lanes(
             c = communications[number]
             if all(other in spans for other in c.after):
                 if ready[number] <= now:
-                    running[number] = [now, now + network.startup_s, float(c.nbytes)]
+                    running[number] = [now, now + network.startup(c.nbytes), float(c.nbytes)]
                 else:
                     waits.append(ready[number])
         sending = [state for state in running.values() if state[1] <= now]
-        pace = network.seconds_per_byte * network.crowding(max(1, len(sending)))
+        pace = network.least[1] * network.crowding(max(1, len(sending)))
         ends = [now + state[2] * pace for state in sending]
         ends += [state[1] for state in running.values() if state[1] > now]
         then = min([*ends, *waits])

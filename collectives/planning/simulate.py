@@ -65,6 +65,15 @@ class Timeline:
         return max(self.first_chunk_by_rank)
 
     @property
+    def chunk_seconds(self) -> NDArray[np.float64]:
+        """[num_chunks]: when each chunk is final on all ranks, which is when the last of its sends
+        has arrived. Zeros if nothing moves."""
+        found = np.zeros(self.plan.num_chunks)
+        _, chunk, _, _, end = self.rows
+        np.maximum.at(found, chunk, end)
+        return found
+
+    @property
     def utilisation(self) -> dict[tuple[Vertex, Vertex], float]:
         """For each directed link, the share of the time in which its physical links carry bytes."""
         return {k: (b / self.seconds if self.seconds else 0.0) for k, b in self.busy.items()}

@@ -65,10 +65,11 @@ def _by_two_phases(profile: Profile, network: Network) -> Iterator[Schedule]:
     another's start-ups. If simultaneous transmissions are faster than a single one, every
     all-reduce is cut into a part for each lane; a streamed one into more parts, so that its first
     bytes do not share the network with its last."""
-    for lanes in sorted(_LANES, key=network.fastest):
-        cut = network.fastest(lanes) < network.fastest(1)
+    for lanes in sorted(_LANES, key=network.sharing):
+        cut = network.sharing(lanes) < 1
         startup = network.startup_s if cut else network.startup_s / lanes
-        narrow = replace(network, startup_s=startup, seconds_per_byte=network.fastest(lanes))
+        pace = network.seconds_per_byte * network.sharing(lanes)
+        narrow = replace(network, startup_s=startup, seconds_per_byte=pace)
         for sends in two_phases(profile, narrow):
             several = lanes > 1 and any(c.streamed for c in sends)
             for parts in _PARTS if several else (1,):

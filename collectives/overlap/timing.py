@@ -1,0 +1,133 @@
+"""Times of single all-reduces by size, measured or planned, and what lies between the sizes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.overlap.profile import MAX_BYTES, MAX_NUMBER
+from linkweave.topology.checks import integer, number, shown
+
+SHARES = 16
+"""Into how many equal parts `Timing.arrivals` divides the bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """An all-reduce of `nbytes` that has the network to itself takes `seconds`.
+
+    arrivals: of a gradient queue's all-reduce, the seconds after which the first chunk, then 1, 2,
+        ... SHARES of SHARES equal parts of the bytes are final on all ranks, in the buffer's order;
+        SHARES + 1 numbers that do not decrease, or none if they are not known. Raises
+        CollectiveError.
+    """
+
+    nbytes: int
+    seconds: float
+    arrivals: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", integer(self.nbytes, "nbytes", 1, MAX_BYTES))
+        number(self.seconds, "seconds", 0, MAX_NUMBER)
+        if not isinstance(self.arrivals, list | tuple):
+            raise CollectiveError(f"arrivals must be numbers, not {shown(self.arrivals)}")
+        object.__setattr__(self, "arrivals", tuple(self.arrivals))
+        if self.arrivals and len(self.arrivals) != SHARES + 1:
+            raise CollectiveError(
+                f"arrivals of {self.nbytes} bytes must be {SHARES + 1} numbers or none, not "
+                f"{len(self.arrivals)}"
+            )
+        for moment in self.arrivals:
+            number(moment, f"an arrival of {self.nbytes} bytes", 0, MAX_NUMBER)
+        if list(self.arrivals) != sorted(self.arrivals):
+            raise CollectiveError(
+                f"arrivals of {self.nbytes} bytes decrease: {shown(self.arrivals)}"
+            )
+
+
+def checked(timings: Iterable[Timing]) -> tuple[Timing, ...]:
+    """The timings, if they are of two or more increasing sizes, all with arrivals or all without,
+    or none at all. Raises CollectiveError."""
+    found = tuple(timings)
+    sizes = [one.nbytes for one in found]
+    if len(found) == 1 or any(a >= b for a, b in zip(sizes, sizes[1:], strict=False)):
+        raise CollectiveError(f"timings need two or more increasing sizes, not {shown(sizes)}")
+    if len({len(one.arrivals) for one in found}) > 1:
+        raise CollectiveError("either all timings have arrivals or none has")
+    return found
+
+
+def timings_of(rows: Any, where: str) -> tuple[Timing, ...]:
+    """The timings that JSON holds as a list of objects. Raises CollectiveError."""
+    if not isinstance(rows, list | tuple) or not all(isinstance(row, dict) for row in rows):
+        raise CollectiveError(f"{where}: timings must be a list of objects, not {shown(rows)}")
+    names = [field.name for field in fields(Timing)]
+    for row in rows:
+        if unknown := [name for name in row if name not in names]:
+            raise CollectiveError(
+                f"{where}: unknown field {shown(unknown[0])} of a timing; fields are "
+                f"{', '.join(names)}"
+            )
+        for name in names[:2]:
+            if name not in row:
+                raise CollectiveError(f"{where}: a timing has no {name}")
+    return tuple(Timing(**row) for row in rows)
+
+
+def seconds(timings: Sequence[Timing], nbytes: float) -> float:
+    """The time of an all-reduce: linear between sizes, and beyond the last as between the last two.
+
+    Messages below the first size take as long as that one.
+    """
+    low, high, share = _around(timings, nbytes)
+    return _mixed(low.seconds, high.seconds, share)
+
+
+def arrivals(timings: Sequence[Timing], nbytes: float, upto: Iterable[float]) -> list[float]:
+    """The seconds after which the first so many bytes of `nbytes` are final, by timings that have
+    arrivals: linear between sizes and between shares."""
+    low, high, share = _around(timings, nbytes)
+    found, latest = [], 0.0
+    for part in (SHARES * some / nbytes for some in upto):
+        at = min(int(part), SHARES - 1)
+        a, b = (_mixed(low.arrivals[i], high.arrivals[i], share) for i in (at, at + 1))
+        latest = max(latest, a + (part - at) * (b - a))
+        found.append(latest)
+    return found
+
+
+def _around(timings: Sequence[Timing], nbytes: float) -> tuple[Timing, Timing, float]:
+    """The sizes on both sides, and where between them; past 1 beyond the last."""
+    if nbytes <= timings[0].nbytes:
+        return timings[0], timings[0], 0.0
+    at = min(bisect_left(timings, nbytes, key=lambda one: one.nbytes), len(timings) - 1)
+    low, high = timings[at - 1], timings[at]
+    return low, high, (nbytes - low.nbytes) / (high.nbytes - low.nbytes)
+
+
+def _mixed(low: float, high: float, share: float) -> float:
+    found = low + share * (high - low)
+    return max(high, found) if share > 1 else found
+
+
+def fastest(timings: Sequence[Timing]) -> tuple[float, float]:
+    """A start-up and seconds per byte that bound all timings from below.
+
+    `seconds` is no less than the start-up plus the seconds per byte, and neither are `arrivals`,
+    for the bytes that have arrived: both are linear between points for which this holds. The
+    seconds per byte are those by which large messages differ, so that the bound is near the times
+    of small and of large ones.
+    """
+    last = timings[-1]
+    pace = max(0.0, min((last.seconds - one.seconds) / (last.nbytes - one.nbytes)
+                        for one in timings[:-1]))  # fmt: skip
+    points: list[tuple[float, float]] = [(one.nbytes, one.seconds) for one in timings]
+    for one in timings:
+        points += [(one.nbytes * part / SHARES, at) for part, at in enumerate(one.arrivals)]
+    startup = min(at - pace * upto for upto, at in points)
+    if startup < 0:
+        return 0.0, min(at / upto for upto, at in points if upto)
+    return startup, pace
