@@ -83,34 +83,40 @@ def seconds(timings: Sequence[Timing], nbytes: float) -> float:
     Messages below the first size take as long as that one.
     """
     low, high, share = _around(timings, nbytes)
-    return _mixed(low.seconds, high.seconds, share)
+    beyond = _pace(timings) * max(0.0, nbytes - timings[-1].nbytes)
+    return low.seconds + share * (high.seconds - low.seconds) + beyond
 
 
 def arrivals(timings: Sequence[Timing], nbytes: float, upto: Iterable[float]) -> list[float]:
     """The seconds after which the first so many bytes of `nbytes` are final, by timings that have
-    arrivals: linear between sizes and between shares."""
+    arrivals: linear between sizes and between shares. Increasing numbers are expected."""
     low, high, share = _around(timings, nbytes)
-    found, latest = [], 0.0
+    beyond = _pace(timings) * max(0.0, nbytes - timings[-1].nbytes)
+    at = [
+        a + share * (b - a) + beyond * part / SHARES
+        for part, (a, b) in enumerate(zip(low.arrivals, high.arrivals, strict=True))
+    ]
+    found = []
     for part in (SHARES * some / nbytes for some in upto):
-        at = min(int(part), SHARES - 1)
-        a, b = (_mixed(low.arrivals[i], high.arrivals[i], share) for i in (at, at + 1))
-        latest = max(latest, a + (part - at) * (b - a))
-        found.append(latest)
+        i = min(int(part), SHARES - 1)
+        found.append(at[i] + (part - i) * (at[i + 1] - at[i]))
     return found
 
 
 def _around(timings: Sequence[Timing], nbytes: float) -> tuple[Timing, Timing, float]:
-    """The sizes on both sides, and where between them; past 1 beyond the last."""
-    if nbytes <= timings[0].nbytes:
-        return timings[0], timings[0], 0.0
-    at = min(bisect_left(timings, nbytes, key=lambda one: one.nbytes), len(timings) - 1)
+    """The sizes on both sides, and where between them; the first or the last size outside."""
+    if nbytes <= timings[0].nbytes or nbytes >= timings[-1].nbytes:
+        nearest = timings[0 if nbytes <= timings[0].nbytes else -1]
+        return nearest, nearest, 0.0
+    at = bisect_left(timings, nbytes, key=lambda one: one.nbytes)
     low, high = timings[at - 1], timings[at]
     return low, high, (nbytes - low.nbytes) / (high.nbytes - low.nbytes)
 
 
-def _mixed(low: float, high: float, share: float) -> float:
-    found = low + share * (high - low)
-    return max(high, found) if share > 1 else found
+def _pace(timings: Sequence[Timing]) -> float:
+    """The seconds per byte between the last two sizes."""
+    low, high = timings[-2:]
+    return max(0.0, (high.seconds - low.seconds) / (high.nbytes - low.nbytes))
 
 
 def fastest(timings: Sequence[Timing]) -> tuple[float, float]:
