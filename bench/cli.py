@@ -6,21 +6,19 @@ import json
 import os
 import signal
 import sys
-import textwrap
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.progress import Progress
 
 from linkweave import collectives, topology
-from linkweave.bench import plans, training_commands
+from linkweave.bench import plans, simulate, training_commands
 from linkweave.bench.machine import comparison, report
 from linkweave.bench.measure import bench
 from linkweave.bench.options import (
-    WIDTH,
     GpusOption,
     JsonOption,
     MachineArgument,
@@ -46,7 +44,7 @@ for command in training_commands.COMMANDS:
     bench.command()(command)
 app.add_typer(bench, name="bench")
 app.command()(plans.plan)
-app.command()(plans.simulate)
+app.command()(simulate.simulate)
 
 _TABLES = {
     "c-cube-14": "trees against rings up to 1,024 ranks",
@@ -163,40 +161,14 @@ def schedule(
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Predict what DDP and other schedules of gradients take."""
-    from linkweave.bench import gantt
     from linkweave.bench import schedule as shown
     from linkweave.collectives import overlap
 
-    loaded, net = overlap.load(profile), overlap.network_from(network, workers)
-    names = [*overlap.POLICIES, "auto"] if policy == "all" else [policy]
-    if trace and len(names) > 1:
+    if trace and policy == "all":
         raise CollectiveError("--trace needs one policy: name it with --policy")
-    if as_json and explain:
-        raise CollectiveError("--explain goes without --json")
-    found: list[overlap.Schedule] = []
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        for name in progress.track(names, description="planning"):
-            if name == "auto" and found:  # which is the optimal one under another name
-                found.append(replace(found[-1], policy=name))
-                continue
-            limited = name in ("optimal", "carlier", "auto")
-            given: dict[str, Any] = {"limit_s": limit} if limited else {}
-            found.append(overlap.plan(loaded, net, name, **given))
-    base = overlap.plan(loaded, net, "ddp")
-    if as_json:
-        print(shown.as_json(found, base))
-    else:
-        print(f"{loaded}\n{net}\n\n{shown.table(found, base)}\n")
-        print(textwrap.fill(shown.verdict(found, base), WIDTH))
-        if explain:
-            for made in found:
-                print(f"\n{made.explain()}\n{made if len(found) == 1 else ''}".rstrip())
-    if png:
-        gantt.draw([gantt.predicted(made) for made in found], png)
-        console.print(f"drawn: {png}", highlight=False)
-    if trace:
-        trace.write_text(gantt.trace([gantt.predicted(found[0])]))
-        console.print(f"written: {trace}", highlight=False)
+    loaded, net = overlap.load(profile), overlap.network_from(network, workers)
+    found = shown.planned(loaded, net, policy, limit)
+    shown.tell(found, explain=explain, png=png, trace=trace, as_json=as_json)
 
 
 @app.command()

@@ -1,16 +1,25 @@
-"""`linkweave schedule`: tables of schedules, and what they save of a step of DDP."""
+"""Tables of schedules, and what they save of a step of DDP."""
 
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from linkweave.bench import options
-from linkweave.collectives.overlap import Schedule
+from rich.progress import Progress
+
+from linkweave.bench import gantt, options
+from linkweave.bench.options import console
+from linkweave.collectives import CollectiveError, overlap
+from linkweave.collectives.overlap import Network, Profile, Schedule
 
 LEGEND = (
     "x DDP: DDP's time over its own; above bound: over the lower bound on any schedule; exposed: "
-    "time of\ncommunication that no computation hides; lanes: all-reduces under way at once"
+    "time of\ncommunication that no computation hides; efficiency: computation's share of the "
+    "step; lanes:\nall-reduces under way at once"
 )
 DDP = "DDP (25 MiB buckets)"
 SEARCHED = ("optimal", "auto")
@@ -24,11 +33,21 @@ def table(schedules: Sequence[Schedule], ddp: Schedule) -> str:
     rows = [
         (s.policy, f"{s.predicted_seconds * 1e3:.2f}",
          f"{base / s.predicted_seconds if s.predicted_seconds else 1:.2f}", f"{s.gap:.1%}",
-         f"{s.timeline.exposed_s * 1e3:.2f}", len(s.communications), s.lanes, s.note)
+         f"{s.timeline.exposed_s * 1e3:.2f}", f"{efficiency(s):.1%}", len(s.communications),
+         s.lanes)
         for s in schedules
     ]  # fmt: skip
-    heads = ("policy", "ms", "x DDP", "above bound", "exposed ms", "all-reduces", "lanes", "note")
-    return f"{options.table(heads, rows, (0, 7))}\n{LEGEND}"
+    heads = ("policy", "ms", "x DDP", "above bound", "exposed ms", "efficiency", "all-reduces",
+             "lanes")  # fmt: skip
+    notes = {s.note: s.policy for s in reversed(schedules) if s.note}
+    lines = [textwrap.fill(f"{name}: {note}", options.WIDTH) for note, name in notes.items()]
+    return "\n".join((options.table(heads, rows), LEGEND, *reversed(lines)))
+
+
+def efficiency(schedule: Schedule) -> float:
+    """The share of a step in which the GPU computes; 1 if nothing takes time."""
+    step = schedule.predicted_seconds
+    return 1 - schedule.timeline.exposed_s / step if step else 1.0
 
 
 def verdict(schedules: Sequence[Schedule], ddp: Schedule) -> str:
@@ -73,13 +92,59 @@ def _ms(schedule: Schedule) -> str:
     return f"{schedule.predicted_seconds * 1e3:.1f}"
 
 
-def as_json(schedules: Sequence[Schedule], ddp: Schedule) -> str:
+def planned(
+    profile: Profile, network: Network, policy: str = "all", limit_s: float = 3.0
+) -> list[Schedule]:
+    """The schedules of a policy, or of all and `auto`; searches end after `limit_s`."""
+    names = [*overlap.POLICIES, "auto"] if policy == "all" else [policy]
+    found: list[Schedule] = []
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        for name in progress.track(names, description="planning"):
+            if name == "auto" and found:  # which is the optimal one under another name
+                found.append(replace(found[-1], policy=name))
+                continue
+            limited = name in ("optimal", "carlier", "auto")
+            given: dict[str, Any] = {"limit_s": limit_s} if limited else {}
+            found.append(overlap.plan(profile, network, name, **given))
+    return found
+
+
+def tell(
+    found: Sequence[Schedule], words: str = "", *, explain: bool = False, png: Path | None = None,
+    trace: Path | None = None, as_json: bool = False, **extra: Any,
+) -> None:  # fmt: skip
+    """Print schedules of one profile and network beside DDP's, with `words` before the table, or as
+    JSON with `extra` fields; draw and trace them where asked. Raises CollectiveError."""
+    if trace and len(found) > 1:
+        raise CollectiveError("--trace needs one policy: name it with --policy")
+    if as_json and explain:
+        raise CollectiveError("--explain goes without --json")
+    profile, network = found[0].profile, found[0].network
+    base = overlap.plan(profile, network, "ddp")
+    if as_json:
+        print(_json(found, base, extra))
+    else:
+        print("\n".join(filter(None, (str(profile), str(network), words))))
+        print(f"\n{table(found, base)}\n")
+        print(textwrap.fill(verdict(found, base), options.WIDTH))
+        if explain:
+            for made in found:
+                print(f"\n{made.explain()}\n{made if len(found) == 1 else ''}".rstrip())
+    if png:
+        gantt.draw([gantt.predicted(made) for made in found], png)
+        console.print(f"drawn: {png}", highlight=False)
+    if trace:
+        trace.write_text(gantt.trace([gantt.predicted(found[0])]))
+        console.print(f"written: {trace}", highlight=False)
+
+
+def _json(schedules: Sequence[Schedule], ddp: Schedule, extra: dict[str, Any]) -> str:
     """The verdict, and each schedule as `Schedule.to_json` writes it, with what is predicted."""
     rows = [
         {
             **s.to_data(), "predicted_seconds": s.predicted_seconds,
-            "lower_bound_seconds": s.lower_bound_seconds,
+            "lower_bound_seconds": s.lower_bound_seconds, "efficiency": efficiency(s),
         }
         for s in schedules
     ]  # fmt: skip
-    return json.dumps({"verdict": verdict(schedules, ddp), "schedules": rows})
+    return json.dumps({"verdict": verdict(schedules, ddp), **extra, "schedules": rows})

@@ -221,7 +221,7 @@ def test_the_command(found: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (["--gtopk", "--root", "0"], "leave out --root\n"),
         (["--gtopk", "--png", "a.svg"], "--png draws into a file that ends in .png, not a.svg\n"),
         (["dgx2", "-s", "1M", "--png", "a.png"], "--png draws the figures of --gtopk"),
-        (["dgx2"], "give the message's --size, such as 64M, or --gtopk or --embrace\n"),
+        (["dgx2"], "give the message's --size, such as 64M, or --train MODEL\n"),
     ],
 )
 def test_what_does_not_go_together(words: list[str], said: str) -> None:

@@ -1,0 +1,126 @@
+"""`linkweave simulate --train`: training steps on a machine, from its links and its GPUs' speed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from linkweave.bench import schedule as schedules
+from linkweave.bench.options import console
+from linkweave.collectives import CollectiveError, overlap
+from linkweave.collectives.overlap import Network, Profile, Schedule
+from linkweave.topology import Topology
+from linkweave.topology.checks import integer, number
+from linkweave.topology.speeds import compute_capability
+
+PEAKS = {
+    60: (10.6, "P100", "FP32"), 70: (15.7, "V100", "FP32"), 80: (156.0, "A100", "TF32"),
+    90: (494.7, "H100", "TF32"), 100: (1125.0, "B200", "TF32"),
+}  # fmt: skip
+"""TFLOP/s of dense matrices in training precision, by compute capability: NVIDIA's data sheets."""
+REACHED = 0.4
+"""The share of the peak that training is taken to reach. One V100 trained ResNet-50 in FP32 at
+253.1 images/s (batch 64; HKBU-HPML/ddl-benchmarks, 2020-05-29), which is 6.2 TFLOP/s, 0.40 of its
+peak; BERT-base at 212.8 sequences/s, 0.57."""
+BATCH = 64
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one GPU computes in a step: its profile, and how its times were found. `batch` is the
+    number of samples; None for a measured profile."""
+
+    profile: Profile
+    words: str
+    batch: int | None
+
+
+def work_of(
+    spec: str, machine: Topology, batch: int | None = None, tflops: float | None = None
+) -> Work:
+    """A model of `overlap.models` on the machine's GPUs, or a measured profile from a file.
+
+    `tflops` is the speed that training reaches on one GPU, in TFLOP/s; by default REACHED of the
+    peak. Raises CollectiveError where neither is known.
+    """
+    if os.path.isfile(spec):
+        if batch is not None or tflops is not None:
+            raise CollectiveError(f"{spec} has measured times: leave out --batch and --tflops")
+        return Work(overlap.load(spec), "", None)
+    batch = BATCH if batch is None else integer(batch, "--batch", 1)
+    if tflops is not None:
+        number(tflops, "--tflops", 1e-3, 1e6)
+        words = f"computed at {tflops:g} TFLOP/s"
+    else:
+        tflops, words = _reached(machine)
+    profile = overlap.model_at(spec, batch, tflops * 1e12)
+    return Work(replace(profile, name=f"{spec}, batch {batch}"), words, batch)
+
+
+def _reached(machine: Topology) -> tuple[float, str]:
+    found = {device.sm for device in machine.devices} or {_by_name(machine.name)}
+    if len(found) > 1 or not (peak := PEAKS.get(next(iter(found)))):
+        raise CollectiveError(
+            f"how fast the GPUs of {machine.name} compute is not known: give --tflops, what "
+            "training reaches on one of them, or --gpu, their model"
+        )
+    tflops = REACHED * peak[0]
+    return tflops, (
+        f"computed at {tflops:.3g} TFLOP/s, {REACHED:.0%} of the {peak[0]:g} of a {peak[1]} in "
+        f"{peak[2]} (assumed; --tflops sets it)"
+    )
+
+
+def _by_name(name: str) -> int:
+    return 70 if "dgx2" in name else compute_capability(name)
+
+
+def network_of(machine: Topology, algorithm: str = "auto") -> Network:
+    """`Network.from_topology`, with a note while it plans."""
+    with console.status(f"planning all-reduces on {machine.name}"):
+        return Network.from_topology(machine, algorithm)
+
+
+def ranks_of(machine: Topology, ranks: int | None) -> Topology:
+    """The machine with only its first GPUs. Raises CollectiveError if it has fewer."""
+    if ranks is None:
+        return machine
+    return machine.subset(machine.gpus[: integer(ranks, "--ranks", 1, len(machine.gpus))])
+
+
+def simulate_training(
+    machine: Topology, model: str, *, batch: int | None = None, tflops: float | None = None,
+    algorithm: str = "auto", policy: str = "all", png: Path | None = None,
+    trace: Path | None = None, as_json: bool = False,
+) -> None:  # fmt: skip
+    """Print the steps of the model under each policy on the machine, beside DDP's."""
+    if trace and policy == "all":
+        raise CollectiveError("--trace needs one policy: name it with --policy")
+    work = work_of(model, machine, batch, tflops)
+    network = network_of(machine, algorithm)
+    found = schedules.planned(work.profile, network, policy)
+    whole = network.seconds(work.profile.nbytes)
+    words = [work.words]
+    if whole:
+        words.append(
+            f"an all-reduce of all {work.profile.nbytes / 1e6:.1f} MB takes {whole * 1e3:.2f} ms, "
+            f"{work.profile.nbytes / whole / 1e9:.1f} GB/s"
+        )
+    words.append(speed(found, work, len(machine.gpus)))
+    schedules.tell(
+        found, "\n".join(filter(None, words)), png=png, trace=trace, as_json=as_json,
+        batch=work.batch, all_reduce_seconds=whole,
+    )  # fmt: skip
+
+
+def speed(found: Sequence[Schedule], work: Work, ranks: int) -> str:
+    """The best policy's samples per second and efficiency, in words; empty without a batch."""
+    best = min(found, key=lambda s: s.predicted_seconds)
+    if work.batch is None or not best.predicted_seconds:
+        return ""
+    return (
+        f"{ranks} GPUs train {ranks * work.batch / best.predicted_seconds:,.0f} samples/s with "
+        f"{best.policy}, {schedules.efficiency(best):.1%} of {ranks} times one GPU"
+    )

@@ -1,0 +1,91 @@
+"""`linkweave simulate --train`: steps from a machine's links and its GPUs' speed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from linkweave import topology
+from linkweave.bench.cli import app
+from linkweave.bench.training_step import REACHED, network_of, ranks_of, work_of
+from linkweave.collectives import CollectiveError, overlap
+
+
+def run(words: str) -> str:
+    done = CliRunner().invoke(app, words.split())
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_a_step_is_that_of_the_planned_network(tmp_path: Path) -> None:
+    out = run(
+        "simulate --train vgg16 --topo dgx1-v100 --batch 8 --policy c-cube --json "
+        f"--png {tmp_path}/g.png --trace {tmp_path}/t.json"
+    )
+    data = json.loads(out)
+    machine = topology.load("dgx1-v100")
+    profile = overlap.model_at("vgg16", 8, REACHED * 15.7e12)
+    made = overlap.plan(profile, network_of(machine), "c-cube")
+    (row,) = data["schedules"]
+    assert row["predicted_seconds"] == made.predicted_seconds
+    compute = profile.forward_s + profile.backward_s
+    assert row["efficiency"] == pytest.approx(compute / made.predicted_seconds)
+    assert data["batch"] == 8
+    assert data["all_reduce_seconds"] == made.network.seconds(profile.nbytes)
+    assert (tmp_path / "g.png").stat().st_size > 10_000
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+
+
+def test_the_text_says_what_is_assumed() -> None:
+    out = run("simulate dgx1-v100 --train resnet50 --batch 32 --policy ddp --ranks 4")
+    assert "6.28 TFLOP/s, 40% of the 15.7 of a V100 in FP32 (assumed; --tflops sets it)" in out
+    assert "resnet50, batch 32" in out and "4 GPUs train" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_one_gpu_computes_without_waiting() -> None:
+    data = json.loads(run("simulate mesh-1 --train googlenet --tflops 5 --policy ddp --json"))
+    assert data["schedules"][0]["efficiency"] == pytest.approx(1)
+
+
+def test_the_speed_is_that_of_the_gpus_or_given() -> None:
+    fast = work_of("resnet50", topology.load("2 x dgx-h100"))
+    slow = work_of("resnet50", topology.load("dgx2"))
+    assert slow.profile.forward_s / fast.profile.forward_s == pytest.approx(494.7 / 15.7)
+    given = work_of("resnet50", topology.load("mesh-2"), 64, 6.28)
+    assert given.profile.forward_s == pytest.approx(slow.profile.forward_s)
+    with pytest.raises(CollectiveError, match="the GPUs of mesh-2 compute is not known"):
+        work_of("resnet50", topology.load("mesh-2"))
+
+
+def test_a_measured_profile_keeps_its_times(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text("name,nbytes,forward_s,backward_s\na,1024,0.1,0.2\n")
+    assert work_of(str(path), topology.load("mesh-2")).profile.forward_s == 0.1
+    with pytest.raises(CollectiveError, match="measured times: leave out --batch"):
+        work_of(str(path), topology.load("mesh-2"), batch=3)
+
+
+def test_ranks_are_the_first_gpus() -> None:
+    assert ranks_of(topology.load("dgx1-v100"), 3).gpus == (0, 1, 2)
+    with pytest.raises(CollectiveError, match="--ranks must be an integer from 1 to 2, not 3"):
+        ranks_of(topology.load("mesh-2"), 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--train resnet51 -t dgx2", "unknown model 'resnet51'"),
+        ("--train resnet50 -t dgx2 --size 1M", "--train has sizes of its own: leave out --size"),
+        ("--train resnet50 -t dgx2 --trace x.json", "--trace needs one policy"),
+        ("-t dgx2 --size 1M --batch 3", "--batch belongs to --train"),
+        ("-t dgx2 --size 1M --policy ddp", "--policy belongs to --train"),
+        ("--train resnet50 -t dgx2 --tflops 0", "--tflops must be a number from 0.001"),
+    ],
+)
+def test_what_does_not_fit_together_is_named(words: str, message: str) -> None:
+    with pytest.raises(CollectiveError, match=message):
+        app(["simulate", *words.split()], standalone_mode=False)
