@@ -108,7 +108,7 @@ def simulate(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict the time of a message by each algorithm, or of a training step."""
+    """Predict a message by each algorithm, or training steps."""
     if train is not None:
         _alone(context, "--train", "sizes of its own", _TRAINING)
         from linkweave.bench.training_step import ranks_of, simulate_training
