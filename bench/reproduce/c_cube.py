@@ -1,0 +1,136 @@
+"""The C-Cube paper's figures of all-reduces alone, beside simulated plans.
+
+The baseline B is the double tree with detours on the links of figure 10, C1 the overlapped one, R a
+ring. The text prints few values: what it says of averages and extremes is compared.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+from linkweave import collectives
+from linkweave.bench.reproduce import scale
+from linkweave.bench.reproduce.rows import COMPUTED, SIMULATED, Part, Plot, Row, Series, mean
+from linkweave.collectives import overlap
+from linkweave.collectives.overlap import Network
+from linkweave.topology import Topology, load
+
+MB = 1 << 20
+SIZES = tuple(n * MB for n in (1, 4, 16, 64, 128, 256, 512))
+NODES = 256
+SLICE = 200_000
+"""Bytes of a slice: 50,000 parameters, as in P3, which the paper cites for slicing."""
+
+DRAWINGS = "figures 2 and 6 to 11 draw the method and have no values"
+
+
+@cache
+def machine() -> Topology:
+    return load("dgx1-v100")
+
+
+def seconds(algorithm: str, nbytes: int) -> float:
+    """The simulated time of an all-reduce on the DGX-1."""
+    plan = collectives.plan_allreduce(machine(), nbytes, algorithm)
+    return collectives.simulate(plan, machine(), nbytes).seconds
+
+
+def equation_ratio(nbytes: int) -> float:
+    """Equation 5 over equation 7, for half of the message on each of the two trees."""
+    alpha, beta = 5e-6, 1 / 25e9
+    depth, n = math.log2(8), nbytes / 2
+    root = math.sqrt(alpha * beta * n * depth)
+    return (2 * depth * alpha + 2 * beta * n + 4 * root) / (
+        2 * depth * alpha + beta * n + 3 * root
+    )  # fmt: skip
+
+
+def communication() -> Part:
+    """Figures 3, 4, 5 and 12: all-reduces alone."""
+    gains = {n: seconds("double_tree", n) / seconds("ccube_dgx1", n) for n in SIZES}
+    model = {n: equation_ratio(n) for n in SIZES}
+    large = [n for n in SIZES if n >= 64 * MB]
+    resnet, net = overlap.model("resnet50"), Network.from_topology(machine())
+    one = net.seconds(resnet.nbytes)
+    layers = sum(net.seconds(layer.nbytes) for layer in resnet.layers) / one
+    slices = sum(
+        net.seconds(min(SLICE, layer.nbytes - first))
+        for layer in resnet.layers for first in range(0, layer.nbytes, SLICE)
+    ) / one  # fmt: skip
+    four = scale.wired("tree of 4", 4, ((0, 1), (1, 2), (1, 3)), 25 * 10**9)
+    apart = "our all-reduces follow one another; NCCL's were enqueued together"
+    rows = [
+        Row("figure 3", "layer by layer over one-shot, ResNet-50", 2.0, layers, SIMULATED,
+            reason=f"161 all-reduces, each by the algorithm that is fastest for its size; {apart}"),
+        Row("figure 3", "sliced over one-shot, more than", 4.0, slices, SIMULATED,
+            reason=f"slices of {SLICE // 1000} kB, as in P3 (the paper gives no size); {apart}"),
+        Row("figure 4", "ring over tree, large messages, few nodes, up to", 1.14, 8 / 7, COMPUTED,
+            reason="equations 2 and 5 without latency: P / (P - 1) at P = 8"),
+    ]  # fmt: skip
+    rows += [
+        Row("figure 5", f"steps of 4 chunks on 4 nodes, {name.replace('_', ' ')}", theirs,
+            _steps(name, four), SIMULATED)
+        for name, theirs in (("tree", 10), ("overlapped_tree", 7))
+    ]  # fmt: skip
+    rows += [
+        Row("figure 12a", "C1 over B at 64 MB", 1.75, gains[64 * MB], SIMULATED),
+        Row("figure 12a", "C1 over B, larger, up to", 1.80, max(gains[n] for n in large),
+            SIMULATED, reason="of 512 MB here; the paper's largest size is not in the text"),
+        Row("figure 12b", "model over measurement at 64 MB", "closely matches",
+            model[64 * MB] / gains[64 * MB], COMPUTED,
+            reason="equations 5 and 7 over the simulated plan with its detour"),
+    ]  # fmt: skip
+    at = tuple(n / MB for n in SIZES)
+    plot = Plot(
+        "C-Cube, figure 12: overlapping the phases",
+        "Time of the double tree over that of the overlapped one on a DGX-1.",
+        "MiB", "B over C1",
+        (Series("simulated plan", at, tuple(gains.values())),
+         Series("equations 5 and 7", at, tuple(model.values()))),
+        log="x", level=1.0,
+    )  # fmt: skip
+    return Part(tuple(rows), (plot,), (DRAWINGS,))
+
+
+def _steps(name: str, topology: Topology) -> int:
+    plan = collectives.plan_allreduce(topology, 4096, name, 4)
+    return round(collectives.simulate(plan, topology, 0, 1.0).seconds)
+
+
+def scaling() -> Part:
+    """Figure 14: trees against rings up to 1,024 ranks."""
+    found = scale.rows()
+    few = [r for r in found if r.ranks <= NODES]
+    small = [r for r in few if r.nbytes < scale.SIZES[-1]]
+    large = [r for r in few if r.nbytes == scale.SIZES[-1]]
+    waits = [r.baseline_turnaround / r.turnaround for r in large]
+    thin = (
+        f"every rank with the same bandwidth, up to {NODES} ranks, where ours are nearest: the "
+        "text names neither node counts nor link speeds"
+    )
+    chunks = "64 MB in 256 chunks: 128 + 2 d - 1 steps against 2 d on trees of depth d"
+    rows = (
+        Row("figure 14a", "C1 over R at 16 KB and 1 MB, up to", 20.0,
+            max(r.ring / r.thin_tree for r in small), SIMULATED, reason=thin),
+        Row("figure 14a", "C1 over R at 64 MB, up to", 1.35,
+            max(r.ring / r.thin_tree for r in large), SIMULATED, reason=thin),
+        Row("figure 14b", "turnaround, B over C1, mean", 29.0, mean(waits), SIMULATED,
+            reason=f"{chunks}, so at most 33 on 4 nodes"),
+        Row("figure 14b", "turnaround, B over C1, up to", 69.0, max(waits), SIMULATED,
+            reason=f"{chunks}; 69 needs all 256 chunks on one tree of depth 2, or a slower B"),
+    )  # fmt: skip
+    sizes = {n: [r for r in found if r.nbytes == n] for n in scale.SIZES}
+    plots = (
+        Plot("C-Cube, figure 14a: a ring's time over C1's", "Simulated; same bandwidth a rank.",
+             "ranks", "R over C1",
+             tuple(Series(f"{n >> 10} KiB", tuple(r.ranks for r in some),
+                          tuple(r.ring / r.thin_tree for r in some)) for n, some in sizes.items()),
+             log="xy", level=1.0),
+        Plot("C-Cube, figure 14b: gradient turnaround", "Chunks of 256 KiB, simulated.",
+             "ranks", "B over C1",
+             tuple(Series(f"{n >> 10} KiB", tuple(r.ranks for r in some),
+                          tuple(r.baseline_turnaround / r.turnaround for r in some))
+                   for n, some in sizes.items()), log="xy", level=1.0),
+    )  # fmt: skip
+    return Part(rows, plots)
