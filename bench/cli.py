@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import Progress
 
 from linkweave import collectives, topology
 from linkweave.bench import plans, simulate, training_commands
@@ -31,6 +30,7 @@ from linkweave.bench.options import (
     console,
     machine_of,
 )
+from linkweave.bench.reproduce import command as reproduce
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.overlap import POLICIES
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
@@ -45,15 +45,6 @@ for command in training_commands.COMMANDS:
 app.add_typer(bench, name="bench")
 app.command()(plans.plan)
 app.command()(simulate.simulate)
-
-_TABLES = {
-    "c-cube-14": "trees against rings up to 1,024 ranks",
-    "choice": "what auto takes against the best of all algorithms",
-    "schedulers": "papers on when to send what",
-    "schedules": "auto for all models and networks",
-}
-_DURATIONS = {"c-cube-14": "15 s", "choice": "2.5 min", "schedulers": "10 s", "schedules": "5 min"}
-"""The time that each table takes on two idle cores."""
 
 
 def _version(asked: bool) -> None:
@@ -216,32 +207,7 @@ def doctor(as_json: JsonOption = False) -> None:
         raise SystemExit(1)
 
 
-@app.command()
-def reproduce(
-    what: Annotated[
-        str,
-        typer.Argument(metavar="TABLE", help="; ".join(
-            f"{name}: {what} ({_DURATIONS[name]})" for name, what in _TABLES.items())),
-    ],
-    as_json: JsonOption = False,
-) -> None:  # fmt: skip
-    """Simulate a paper's table, or a table of auto's choices."""
-    from linkweave.bench.reproduce import choice, scale, schedulers, schedules
-
-    tables = {
-        "c-cube-14": (scale, len(scale.RANKS) * len(scale.SIZES)),
-        "choice": (choice, len(choice.MACHINES)),
-        "schedulers": (schedulers, schedulers.TOTAL),
-        "schedules": (schedules, schedules.TOTAL),
-    }
-    if what not in tables:
-        raise CollectiveError(f"unknown table {what!r}; choose from {', '.join(tables)}")
-    module, total = tables[what]
-    console.print(f"about {_DURATIONS[what]} on two idle cores", highlight=False)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("simulating", total=total)
-        rows = module.rows(lambda: progress.update(task, advance=1))
-    print(json.dumps([asdict(row) for row in rows]) if as_json else module.table(rows))
+app.command()(reproduce.reproduce)
 
 
 @app.command()

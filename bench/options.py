@@ -80,12 +80,15 @@ def install(package: str) -> str:
     return f"pip install {_INSTALL.get(package, package)}"
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[Any]], left: Collection[int] = (0,)) -> str:
-    """Format a table of at most 100 columns; texts in its last column wrap."""
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[Any]], left: Collection[int] = (0,),
+    wrapped: Collection[int] = (),
+) -> str:  # fmt: skip
+    """Format a table of at most 100 columns; texts in its last and in `wrapped` columns wrap."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
     for i, head in enumerate(heads):
         made.add_column(Text(head), justify="left" if i in left else "right",
-                        no_wrap=i < len(heads) - 1)  # fmt: skip
+                        no_wrap=i < len(heads) - 1 and i not in wrapped)  # fmt: skip
     for row in rows:
         made.add_row(*(Text(str(cell)) for cell in row))
     paper = Console(width=WIDTH, color_system=None, force_terminal=False)

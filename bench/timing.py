@@ -6,6 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Iterable
+from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def rounds_of(count: int, shown: bool) -> Iterable[int]:
 
 
 def machine() -> dict[str, Any]:
-    """CPU, cores, kernel and versions, on which figures depend."""
+    """Today's date, and CPU, cores, kernel and versions, on which figures depend."""
     model = ""
     try:
         with open("/proc/cpuinfo") as info:
@@ -88,6 +89,7 @@ def machine() -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     return {
+        "date": date.today().isoformat(),
         "cpu": model,
         "cores": os.cpu_count(),
         "kernel": platform.release(),

@@ -28,7 +28,8 @@ class Row:
     theirs, ours: numbers in `unit` ("" for ratios and counts), or text; `theirs` is None where the
         paper prints no value, `ours` None if it is not reproduced.
     how: how ours was found, which starts with one of HOWS; empty if it is not reproduced.
-    reason: why they differ; what would be needed, if it is not reproduced.
+    reason: why they differ; what would be needed, if it is not reproduced. Raises ValueError for a
+        value without `how`, and for a missing one without a reason.
     """
 
     item: str
@@ -40,10 +41,10 @@ class Row:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        if self.ours is None:
-            assert self.reason and not self.how, f"{self.item}: say what would be needed"
-        else:
-            assert self.how.startswith(HOWS), f"{self.item}: how was {self.what} found?"
+        if self.ours is None and (self.how or not self.reason):
+            raise ValueError(f"{self.item}, {self.what}: say what would be needed, not how")
+        if self.ours is not None and not self.how.startswith(HOWS):
+            raise ValueError(f"{self.item}, {self.what}: {self.how!r} is none of {HOWS}")
 
     @property
     def difference(self) -> str:

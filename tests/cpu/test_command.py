@@ -219,7 +219,7 @@ def test_version() -> None:
         ("topo", ["dgx1-v100", "dgx-b200", "mesh-N", "halving_doubling"]),
         ("plan", ["dgx1-v100", "packed_trees", "reduce_scatter"]),
         ("schedule", ["vgg16", "10GbE", "us-byte", "backward_s"]),
-        ("reproduce", ["schedulers", "5 min"]),
+        ("reproduce", ["us-byte", "5 min"]),
         ("bench sparse-allreduce", ["-n, --ranks", "-m, --elements", "30 s"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""`linkweave schedule` and the tables about schedulers."""
+"""`linkweave schedule`, and `auto` on all models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from linkweave.bench import gantt
 from linkweave.bench import schedule as shown
 from linkweave.bench.cli import app
-from linkweave.bench.reproduce import schedulers, schedules
+from linkweave.bench.reproduce import schedules
 from linkweave.collectives import CollectiveError, overlap
 from linkweave.collectives.distributed.cluster_map import ClusterMap
 
@@ -133,22 +133,6 @@ def test_the_verdict(times: dict[str, float], bound: float, said: str) -> None:
 def test_what_makes_no_sense_is_refused(words: str, told: str) -> None:
     done = CliRunner().invoke(app, ["schedule", *words.split()])
     assert isinstance(done.exception, CollectiveError) and told in str(done.exception)
-
-
-def test_the_papers_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedulers, "ASC_TABLE", {"densenet201": (0.778, 0.375, 0.314, 22.3)})
-    monkeypatch.setattr(schedulers, "USBYTE_MODELS", ("vgg16-cifar",))
-    monkeypatch.setattr(
-        schedulers, "THROUGHPUT", {"bert-large": schedulers.THROUGHPUT["bert-large"]}
-    )
-    done: list[int] = []
-    rows = schedulers.rows(lambda: done.append(1))
-    assert len(done) == 4 and len(rows) == 6 + 6 + 3
-    text = schedulers.table(rows)
-    assert "ASC-WFBP over MG-WFBP" in text and "Why the figures differ" in text
-    ours = {row.what: row.ours for row in rows}
-    assert ours["s of MG-WFBP; of no overlap at all"] == pytest.approx(0.375, rel=0.06)  # measured
-    assert ours["speed-up of 32 GPUs, auto"] > ours["speed-up of 32 GPUs, ASC-WFBP"]
 
 
 def test_the_table_of_all_models(monkeypatch: pytest.MonkeyPatch) -> None:

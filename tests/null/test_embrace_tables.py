@@ -334,7 +334,10 @@ def test_the_command(found: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (["--embrace", "--png", "a.svg"], "--png draws into a file that ends in .png, not a.svg\n"),
         (["--embrace", "--corpus", "/nowhere/a"], "No such file or directory: '/nowhere/a'\n"),
         (["dgx2", "--corpus", "a.txt"], "--corpus is the text of --embrace: give that as well\n"),
-        (["dgx2", "-s", "1M", "--png", "a.png"], "figures of --gtopk or --embrace, or --train: give one of"),
+        (
+            ["dgx2", "-s", "1M", "--png", "a.png"],
+            "figures of --gtopk or --embrace, or --train: give",
+        ),
     ],
 )
 def test_what_does_not_go_together(words: list[str], said: str) -> None:

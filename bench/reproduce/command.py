@@ -1,0 +1,95 @@
+"""`linkweave reproduce`: papers' values beside ours, and tables of the planner's choices."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import Progress
+
+from linkweave.bench.options import WIDTH, JsonOption, console
+from linkweave.collectives import CollectiveError
+
+PAPERS = ("c-cube", "gtop-k", "embrace", "asc-wfbp", "us-byte", "predictions")
+_TABLES = {
+    "c-cube-14": ("trees against rings up to 1,024 ranks", "15 s"),
+    "choice": ("what auto takes against the best of all algorithms", "2.5 min"),
+    "schedules": ("auto for all models and networks", "5 min"),
+}
+"""Tables about the planner; the times are those on two idle cores."""
+
+
+def reproduce(
+    what: Annotated[
+        str,
+        typer.Argument(metavar="WHAT", help="; ".join((
+            f"A paper: {', '.join(PAPERS)}", "all: all of them (2 min)",
+            *(f"{name}: {words} ({time})" for name, (words, time) in _TABLES.items()),
+        ))),
+    ],
+    page: Annotated[
+        Path | None,
+        typer.Option("--html", help="Write one page with plots, for a paper or all."),
+    ] = None,
+    folder: Annotated[
+        Path,
+        typer.Option("--keep", help="The folder of finished parts, from which a run goes on."),
+    ] = Path("out/reproduce"),
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Put papers' figures beside ours, or tabulate auto's choices."""
+    if what in _TABLES:
+        if page:
+            raise CollectiveError(f"--html is for papers, not for {what}")
+        _table(what, as_json)
+    elif what in (*PAPERS, "all"):
+        _papers(PAPERS if what == "all" else (what,), folder, page, as_json)
+    else:
+        raise CollectiveError(
+            f"unknown {what!r}: choose a paper ({', '.join(PAPERS)}), all, or a table "
+            f"({', '.join(_TABLES)})"
+        )
+
+
+def _papers(names: tuple[str, ...], folder: Path, page: Path | None, as_json: bool) -> None:
+    from linkweave.bench.reproduce import papers, report
+
+    if page and page.suffix != ".html":
+        raise CollectiveError(f"--html writes a file that ends in .html, not {page}")
+    done = []
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(papers.parts_of(names)))
+        for one in papers.collect(
+            names, folder, lambda name: progress.update(task, description=name)
+        ):
+            done.append(one)
+            progress.advance(task)
+    if as_json:
+        print(papers.as_json(done))
+    else:
+        for name in names:
+            print(f"{report.paper_text(name, [one for one in done if one.paper == name])}\n")
+        print(textwrap.fill(report.summary(done), WIDTH))
+    if page:
+        page.write_text(report.page(done))
+        console.print(f"written: {page}", highlight=False)
+
+
+def _table(what: str, as_json: bool) -> None:
+    from linkweave.bench.reproduce import choice, scale, schedules
+
+    tables = {
+        "c-cube-14": (scale, len(scale.RANKS) * len(scale.SIZES)),
+        "choice": (choice, len(choice.MACHINES)),
+        "schedules": (schedules, schedules.TOTAL),
+    }
+    module, total = tables[what]
+    console.print(f"about {_TABLES[what][1]} on two idle cores", highlight=False)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("simulating", total=total)
+        rows = module.rows(lambda: progress.advance(task))
+    print(json.dumps([asdict(row) for row in rows]) if as_json else module.table(rows))

@@ -1,0 +1,199 @@
+"""`linkweave reproduce`: papers' values beside ours, kept parts, text and page."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from linkweave.bench.cli import app
+from linkweave.bench.reproduce import (
+    asc_wfbp,
+    c_cube,
+    c_cube_steps,
+    command,
+    gtopk_rows,
+    measured,
+    papers,
+    predictions,
+    report,
+    us_byte,
+)
+from linkweave.bench.reproduce.rows import SIMULATED, Part, Plot, Row, Series, part_from
+from linkweave.collectives import CollectiveError, overlap
+
+QUICK = {  # parts of a second or two
+    "c_cube.communication": c_cube.communication, "c_cube_steps.training": c_cube_steps.training,
+    "c_cube_steps.patterns": c_cube_steps.patterns, "us_byte.measurements": us_byte.measurements,
+    "asc_wfbp.network": asc_wfbp.network, "gtopk_rows.training": gtopk_rows.training,
+    "predictions.steps": predictions.steps,
+}  # fmt: skip
+
+
+def values(part: Part) -> dict[tuple[str, str], Row]:
+    found = {(row.item, row.what): row for row in part.rows}
+    assert len(found) == len(part.rows), "two rows of one value"
+    return found
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_part_survives_json_and_is_shown(name: str) -> None:
+    part = QUICK[name]()
+    values(part)
+    assert part_from(json.loads(json.dumps(asdict(part)))) == part
+    for plot in part.plots:
+        assert report.drawn(plot).startswith("<svg role")
+
+
+def test_overlapped_trees_gain_what_c_cube_measured() -> None:
+    found = values(c_cube.communication())
+    assert found["figure 12a", "C1 over B at 64 MB"].ours == pytest.approx(1.75, abs=0.02)
+    assert found["figure 5", "steps of 4 chunks on 4 nodes, tree"].ours == 10
+    assert found["figure 5", "steps of 4 chunks on 4 nodes, overlapped tree"].ours == 7
+
+
+def test_figure_13_is_within_ten_points_of_the_paper() -> None:
+    found = values(c_cube_steps.training())
+    for what in ("CC over B, mean", "C1 over B, mean"):
+        row = found["figure 13", what]
+        assert isinstance(row.ours, float) and isinstance(row.theirs, float)
+        assert abs(row.ours - row.theirs) < 0.10
+    efficiency = found["figure 13", "CC, efficiency up to"].ours
+    assert isinstance(efficiency, float) and 98 <= efficiency <= 100
+    assert found["figure 13", "CC below R"].ours == "zfnet 16, low bandwidth"
+
+
+def test_only_growing_computation_leaves_bubbles() -> None:
+    found = values(c_cube_steps.patterns())
+    assert found["figure 16", "case 1: idle between layers"].ours == 0
+    late = found["figure 16", "case 2: idle between layers"].ours
+    assert isinstance(late, float) and late > 100
+
+
+def test_slower_links_take_as_long_as_more_bytes() -> None:
+    fast, slow = (c_cube_steps.network("ring", slower) for slower in (1, 4))
+    assert slow.seconds(1 << 20) == fast.seconds(4 << 20)
+    assert slow.arrivals(1 << 20, [1 << 19]) == fast.arrivals(4 << 20, [1 << 21])
+
+
+def test_a_limit_of_equation_42_is_the_papers() -> None:
+    limits = {model: found[-1] for model, found in asc_wfbp.MODELS.items()}
+    for model, limit in limits.items():
+        profile = asc_wfbp.profile_of(model)
+        compute = profile.forward_s + profile.backward_s
+        sending = profile.nbytes * asc_wfbp.WIRE
+        most = 32 * compute / (compute + sending - min(profile.backward_s, sending))
+        assert most == pytest.approx(limit, rel=0.01)
+
+
+def test_steps_are_predicted_within_five_percent() -> None:
+    row = predictions.steps().rows[0]
+    assert isinstance(row.ours, float) and row.ours < 5
+    assert predictions.errors([(90.0, 100.0), (100.0, 80.0)]) == pytest.approx([10.0, 25.0])
+
+
+def test_no_order_of_equal_blocks_is_slower() -> None:
+    profile = overlap.Profile((overlap.Layer("a", 64, 0.0, 1.0), overlap.Layer("b", 64, 0.0, 1.0)))
+    made = overlap.plan(profile, overlap.Network(1.0, 1.0), "us-byte")
+    assert us_byte._slower(made) == 0
+
+
+def test_differences() -> None:
+    assert Row("t", "v", 2.0, 3.0, SIMULATED).difference == "+50%"
+    assert Row("t", "v", 98.0, 97.0, SIMULATED, "%").difference == "-1.0 points"
+    assert Row("t", "v", "grows", 3.0, SIMULATED).difference == ""
+    assert Row("t", "v", None, 3.0, SIMULATED).difference == ""
+    assert Row("t", "v", 0.0, 3.0, SIMULATED).difference == ""
+
+
+@pytest.mark.parametrize(
+    ("ours", "how", "reason"), [(None, "", ""), (None, SIMULATED, "why"), (1.0, "guessed", "")]
+)
+def test_a_row_says_how_or_why_not(ours: float | None, how: str, reason: str) -> None:
+    with pytest.raises(ValueError, match="figure 1"):
+        Row("figure 1", "v", 1.0, ours, how, reason=reason)
+
+
+def test_every_paper_has_a_title_and_parts() -> None:
+    assert set(papers.PAPERS) == set(papers.TITLES) == set(command.PAPERS)
+
+
+@pytest.fixture
+def two_parts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A paper of two parts; returns the names of those that are computed."""
+    ran: list[str] = []
+
+    def make(name: str) -> Part:
+        ran.append(name)
+        lost = Row("figure 2", "power", 1.0, None, reason="needs <watts>")
+        made = Row("figure 1", f"speed {name}", 2.0, 2.5, SIMULATED, reason="because")
+        lines = (Series("a", (1, 2), (1.0, 2.0)), Series("b", (1, 2), (2.0, 1.0)))
+        plot = Plot(f"Plot {name}", "Two & lines.", "x", "y", lines, log="x", level=1.0)
+        return Part((made, lost), (plot,), ("a note",))
+
+    both = {"one": lambda: make("one"), "two": lambda: make("two")}
+    monkeypatch.setitem(papers.PAPERS, "c-cube", both)
+    return ran
+
+
+def test_a_run_goes_on_where_it_ended(
+    two_parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = papers.collect(["c-cube"], tmp_path)
+    next(steps)
+    steps.close()  # interrupted after the first part
+    assert [one.name for one in papers.collect(["c-cube"], tmp_path)] == ["one", "two"]
+    assert two_parts == ["one", "two"]
+    (tmp_path / "c-cube-one.json").write_text('{"sources"')  # a broken file is computed again
+    assert len(list(papers.collect(["c-cube"], tmp_path))) == 2
+    assert two_parts == ["one", "two", "one"]
+    monkeypatch.setattr(papers, "sources_hash", lambda: "changed")
+    list(papers.collect(["c-cube"], tmp_path))
+    assert two_parts == ["one", "two", "one", "one", "two"]
+
+
+def test_text_json_and_page(two_parts: list[str], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    run = ["reproduce", "c-cube", "--keep", str(tmp_path / "kept"), "--html", str(page)]
+    done = CliRunner().invoke(app, run)
+    assert done.exit_code == 0, done.output
+    assert "needs <watts>" in done.stdout and "1, 3: because" in done.stdout
+    assert "4 values: 2 simulated" in done.stdout and "2 not reproduced, 50%" in " ".join(done.stdout.split())
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    text = page.read_text()
+    assert text.count("<svg role") == 2 and "needs &lt;watts&gt;" in text
+    assert not re.search(r"(src|href)=.?https?:", text), "the page needs something else"
+    told = CliRunner().invoke(app, [*run[:4], "--json"])
+    rows = json.loads(told.stdout)[0]["rows"]
+    assert [row["difference"] for row in rows] == ["+25%", ""]
+    assert two_parts == ["one", "two"]
+
+
+def test_measured_rows_name_their_file() -> None:
+    found = measured.recorded("gtopk-vgg16-4-hosts-1gbit")
+    assert re.match(r"\d{4}-\d\d-\d\d, AMD EPYC, 2 cores", found.where)
+    with pytest.raises(LookupError, match="has no row with"):
+        found.row(hook="none")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["c-cub"], "unknown 'c-cub': choose a paper"),
+        (["choice", "--html", "x.html"], "--html is for papers, not for choice"),
+        (["c-cube", "--html", "x.pdf"], "a file that ends in .html, not x.pdf"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(CollectiveError, match=message):
+        app(["reproduce", *words], standalone_mode=False)
+
+
+@pytest.mark.slow
+def test_all_papers_leave_out_less_than_a_fifth(tmp_path: Path) -> None:
+    rows = [row for one in papers.collect(tuple(papers.PAPERS), tmp_path) for row in one.part.rows]
+    assert sum(row.ours is None for row in rows) <= len(rows) / 5
