@@ -162,7 +162,8 @@ def test_text_json_and_page(two_parts: list[str], tmp_path: Path) -> None:
     done = CliRunner().invoke(app, run)
     assert done.exit_code == 0, done.output
     assert "needs <watts>" in done.stdout and "1, 3: because" in done.stdout
-    assert "4 values: 2 simulated" in done.stdout and "2 not reproduced, 50%" in " ".join(done.stdout.split())
+    said = " ".join(done.stdout.split())
+    assert "4 values: 2 simulated" in said and "2 not reproduced, 50%" in said
     assert max(map(len, done.stdout.splitlines())) <= 100
     text = page.read_text()
     assert text.count("<svg role") == 2 and "needs &lt;watts&gt;" in text
