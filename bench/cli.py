@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from linkweave import collectives, topology
-from linkweave.bench import plans, simulate, training_commands
+from linkweave.bench import plans, simulate, training_commands, what_if
 from linkweave.bench.machine import comparison, report
 from linkweave.bench.measure import bench
 from linkweave.bench.options import (
@@ -45,6 +45,7 @@ for command in training_commands.COMMANDS:
 app.add_typer(bench, name="bench")
 app.command()(plans.plan)
 app.command()(simulate.simulate)
+app.command()(what_if.what_if)
 
 
 def _version(asked: bool) -> None:

@@ -14,6 +14,7 @@ from linkweave.bench.reproduce import scale
 from linkweave.bench.reproduce.rows import COMPUTED, SIMULATED, Part, Plot, Row, Series, mean
 from linkweave.collectives import overlap
 from linkweave.collectives.overlap import Network
+from linkweave.collectives.planning.explain import size_text
 from linkweave.topology import Topology, load
 
 MB = 1 << 20
@@ -124,12 +125,12 @@ def scaling() -> Part:
     plots = (
         Plot("C-Cube, figure 14a: a ring's time over C1's", "Simulated; same bandwidth a rank.",
              "ranks", "R over C1",
-             tuple(Series(f"{n >> 10} KiB", tuple(r.ranks for r in some),
+             tuple(Series(size_text(n), tuple(r.ranks for r in some),
                           tuple(r.ring / r.thin_tree for r in some)) for n, some in sizes.items()),
              log="xy", level=1.0),
         Plot("C-Cube, figure 14b: gradient turnaround", "Chunks of 256 KiB, simulated.",
              "ranks", "B over C1",
-             tuple(Series(f"{n >> 10} KiB", tuple(r.ranks for r in some),
+             tuple(Series(size_text(n), tuple(r.ranks for r in some),
                           tuple(r.baseline_turnaround / r.turnaround for r in some))
                    for n, some in sizes.items()), log="xy", level=1.0),
     )  # fmt: skip

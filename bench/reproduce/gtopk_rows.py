@@ -117,16 +117,17 @@ def training() -> Part:
     long = "convergence-digits-{}-density-{}-epyc-2-cores"
     rows = [
         measured("figure 5", "accuracy above dense, 4 workers, density 0.01", "nearly the same",
-                 CPU_RANKS, long.format(4, 0.01), beyond, "%", f"{DIGITS}, 200 steps, 16 seeds"),
+                 CPU_RANKS, long.format(4, 0.01), beyond, "points",
+                 f"{DIGITS}, 200 steps, 16 seeds"),
         measured("figure 5", "accuracy above dense, 7 workers, density 0.01", None, CPU_RANKS,
-                 long.format(7, 0.01), beyond, "%",
+                 long.format(7, 0.01), beyond, "points",
                  "1 % for 200 steps costs 0.4 points on one rank already; of sent entries 21 % "
                  "arrive"),
         measured("figure 7", "loss of an LSTM above dense, 4 workers", "close", CPU_RANKS,
                  "convergence-bible-4-density-0.01-epyc-2-cores", beyond, "%",
                  "the Bible in place of PTB, density 0.01 in place of 0.005, 750 steps"),
         measured("figure 12", "accuracy above dense, 4 workers, density 0.001", "close", CPU_RANKS,
-                 long.format(4, 0.001), beyond, "%", f"{DIGITS}, 1,500 steps"),
+                 long.format(4, 0.001), beyond, "points", f"{DIGITS}, 1,500 steps"),
         Row("figure 6", "convergence of AlexNet and ResNet-50", "close to dense", None,
             reason="needs ImageNet and GPUs"),
         measured("figure 8", "start-up of a message, ms", 0.436, NETWORK, "network-4x2-1gbit",

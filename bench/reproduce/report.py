@@ -24,6 +24,7 @@ def value(found: float | str | None, unit: str) -> str:
         return "-"
     if isinstance(found, str):
         return found
+    found = 0.0 if abs(found) < 1e-9 else found
     if isinstance(found, int) or (float(found).is_integer() and abs(found) < 1e6):
         text = f"{found:g}"
     else:
@@ -107,7 +108,7 @@ def drawn(plot: Plot) -> str:
         axis.set_xlabel(plot.x)
         axis.set_ylabel(plot.y)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(fontsize=8, frameon=False)
+        figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
         made = io.StringIO()
         figure.savefig(made, format="svg", metadata={"Date": None})
         plt.close(figure)
@@ -170,8 +171,8 @@ figcaption { font-size: 13px; color: #444; }
 table { border-collapse: collapse; font-size: 13px; min-width: 900px; }
 th, td { text-align: left; vertical-align: top; padding: .25rem .6rem .25rem 0;
          border-bottom: 1px solid #ddd; }
-td:nth-child(3), td:nth-child(4), td:nth-child(5) { white-space: nowrap; max-width: 14rem;
-  overflow-wrap: anywhere; white-space: normal; }
+td:nth-child(3), td:nth-child(4), td:nth-child(5) { min-width: 5.5rem; max-width: 14rem; }
+td:first-child { white-space: nowrap; }
 tr.lost td { color: #555; font-style: italic; }
 </style>
 </head>

@@ -53,7 +53,7 @@ class Row:
             return ""
         if self.unit == "%":
             return f"{self.ours - self.theirs:+.1f} points"
-        return f"{self.ours / self.theirs - 1:+.0%}" if self.theirs else ""
+        return f"{round(100 * (self.ours / self.theirs - 1)) + 0:+d}%" if self.theirs else ""
 
 
 @dataclass(frozen=True, slots=True)

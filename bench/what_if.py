@@ -1,0 +1,177 @@
+"""`linkweave what-if`: a machine before and after a change: its bound, its plan, its step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+
+from linkweave import collectives, topology
+from linkweave.bench import options
+from linkweave.bench.options import (
+    GpusOption,
+    JsonOption,
+    ModelOption,
+    OptionalMachine,
+    TopologyOption,
+    console,
+    machine_of,
+    parse_size,
+)
+from linkweave.bench.plans import one_of
+from linkweave.bench.training_step import network_of, work_of
+from linkweave.collectives import CollectiveError, overlap
+from linkweave.collectives.overlap import Schedule, models
+from linkweave.collectives.planning.explain import size_text
+from linkweave.topology import Topology
+from linkweave.topology.edits import parse_ends, with_links, with_nics, without_links
+
+POLICIES = ("ddp", "mg-wfbp", "us-byte", "c-cube")
+"""The policies of which a step is predicted: PyTorch's, and one of each kind."""
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a machine gives: bytes/s, seconds; steps by policy, if a model was named."""
+
+    machine: str
+    bound: float
+    bottleneck: str
+    algorithm: str
+    algbw: float
+    seconds: float
+    steps: dict[str, float]
+
+
+def what_if(
+    machine: OptionalMachine = None,
+    topo: TopologyOption = "",
+    remove: Annotated[
+        list[str] | None,
+        typer.Option("--remove-link", metavar="A-B[=N]",
+                     help="Take out all links between two GPUs or switches, or N of them."),
+    ] = None,
+    add: Annotated[
+        list[str] | None,
+        typer.Option("--add-link", metavar="A-B[=N]", help="Add a link, or N of them."),
+    ] = None,
+    nics: Annotated[
+        int, typer.Option("--add-nic", metavar="N", help="Add N NICs beside each of a cluster's.")
+    ] = 0,
+    to: Annotated[
+        str, typer.Option("--to", metavar="MACHINE", help="Compare with another machine instead.")
+    ] = "",
+    size: Annotated[str, typer.Option("--size", "-s", help="The all-reduce to plan.")] = "64M",
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help=f"Predict steps, of one of {', '.join(models())}."),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples on each GPU; by default 64.")] = None,
+    tflops: Annotated[
+        float | None, typer.Option(help="TFLOP/s that training reaches on one GPU.")
+    ] = None,
+    gpus: GpusOption = None,
+    gpu: ModelOption = None,
+    png: Annotated[
+        Path | None, typer.Option(help="Draw both machines with their plans to this file.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Show what a change of a machine's links would do."""
+    before = machine_of(one_of(machine, topo), gpus, None, gpu)
+    if bool(remove or add or nics) == bool(to):
+        raise CollectiveError(
+            "name what changes: --remove-link, --add-link or --add-nic; or the other machine, --to"
+        )
+    if png and png.suffix != ".png":
+        raise CollectiveError(f"--png draws into a file that ends in .png, not {png}")
+    edits = remove or (), add or (), nics
+    after = machine_of(to, None, None, gpu) if to else edited(before, *edits)
+    nbytes = parse_size(size)
+    pair = [outlook(one, nbytes, model, batch, tflops) for one in (before, after)]
+    if as_json:
+        print(json.dumps({"size": nbytes, "before": asdict(pair[0]), "after": asdict(pair[1])}))
+    else:
+        print(text(pair[0], pair[1], nbytes))
+    if png:
+        with console.status("drawing"):
+            draw((before, after), nbytes, png)
+        console.print(f"drawn: {png}", highlight=False)
+
+
+def edited(machine: Topology, remove: Iterable[str], add: Iterable[str], nics: int) -> Topology:
+    """The machine after these changes, in this order. Raises CollectiveError."""
+    for ends in remove:
+        machine = without_links(machine, parse_ends(ends, "--remove-link"))
+    for ends in add:
+        machine = with_links(machine, parse_ends(ends, "--add-link"))
+    return with_nics(machine, nics) if nics else machine
+
+
+def outlook(
+    machine: Topology, nbytes: int, model: str | None, batch: int | None, tflops: float | None
+) -> Outlook:
+    """Bound, plan and steps of a machine. Raises CollectiveError if it has no plan."""
+    with console.status(f"planning on {machine.name}"):
+        best = topology.bound(machine, "allreduce")
+        plan = collectives.plan_allreduce(machine, nbytes)
+        line = collectives.simulate(plan, machine, nbytes)
+    steps = {}
+    if model is not None:
+        work, network = work_of(model, machine, batch, tflops), network_of(machine)
+        made: list[Schedule] = [overlap.plan(work.profile, network, name) for name in POLICIES]
+        steps = {schedule.policy: schedule.predicted_seconds for schedule in made}
+    return Outlook(
+        machine.name, best.algbw, best.bottleneck, plan.algorithm, line.algbw, line.seconds, steps,
+    )  # fmt: skip
+
+
+def text(before: Outlook, after: Outlook, nbytes: int) -> str:
+    """Both, side by side."""
+    rows = [
+        ("bound, GB/s", *_pair(before.bound / 1e9, after.bound / 1e9)),
+        ("plan", before.algorithm, after.algorithm, ""),
+        (f"all-reduce of {size_text(nbytes)}, GB/s", *_pair(before.algbw / 1e9, after.algbw / 1e9)),
+        ("all-reduce, us", *_pair(before.seconds * 1e6, after.seconds * 1e6)),
+    ]
+    rows += [
+        (f"step with {policy}, ms", *_pair(before.steps[policy] * 1e3, after.steps[policy] * 1e3))
+        for policy in before.steps
+    ]
+    lines = [
+        f"before: {before.machine}", f"after:  {after.machine}", "",
+        options.table(("", "before", "after", "change"), rows), "",
+        f"bottleneck before: {before.bottleneck}", f"bottleneck after: {after.bottleneck}",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _pair(one: float, other: float) -> tuple[str, str, str]:
+    change = f"{other / one - 1:+.1%}" if one else ""
+    return f"{one:,.1f}", f"{other:,.1f}", change
+
+
+def draw(machines: Iterable[Topology], nbytes: int, path: Path) -> None:
+    """Draw the machines with their plans side by side."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    with TemporaryDirectory() as folder:
+        pictures = []
+        for i, machine in enumerate(machines):
+            file = Path(folder) / f"{i}.png"
+            topology.draw(machine, [file], collectives.plan_allreduce(machine, nbytes))
+            pictures.append(plt.imread(file))
+    figure, axes = plt.subplots(1, 2, figsize=(16, 8), layout="constrained")
+    for axis, picture in zip(axes, pictures, strict=True):
+        axis.imshow(picture)
+        axis.set_axis_off()
+    figure.savefig(path, dpi=100)
+    plt.close(figure)

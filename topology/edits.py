@@ -1,0 +1,115 @@
+"""Machines with links or NICs more or fewer than a given one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from linkweave.topology import speeds
+from linkweave.topology.errors import TopologyError
+from linkweave.topology.link import Link
+from linkweave.topology.machines import both, ordered
+from linkweave.topology.routes import Vertex
+from linkweave.topology.topology import Topology
+
+_ENDS = re.compile(r"([^-=\s]+)-([^-=\s]+)(?:=(\d{1,6}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Two vertices of a machine, and a number of physical links between them; None for all."""
+
+    one: Vertex
+    other: Vertex
+    count: int | None = None
+
+
+def parse_ends(text: str, where: str) -> Ends:
+    """Read "2-6", "2-6=1" or "0-nvswitch=3". Raises TopologyError."""
+    found = _ENDS.fullmatch(text.strip())
+    if found is None or found[3] == "0":
+        raise TopologyError(f"{where} is like 2-6, 2-6=1 or 0-nvswitch=3, not {text[:40]!r}")
+    one, other = (int(end) if end.isdecimal() else end for end in found.group(1, 2))
+    return Ends(one, other, int(found[3]) if found[3] else None)
+
+
+def without_links(topology: Topology, ends: Ends) -> Topology:
+    """Return the machine without so many of the links between two vertices, each way.
+
+    Raises TopologyError if they have fewer.
+    """
+    links = []
+    found = 0
+    for link in topology.links:
+        if {link.src, link.dst} != {ends.one, ends.other}:
+            links.append(link)
+            continue
+        found += 1
+        left = 0 if ends.count is None else link.count - ends.count
+        if left < 0:
+            raise TopologyError(
+                f"{topology.name} has {link.count} links {link.src}-{link.dst}: cannot remove "
+                f"{ends.count}"
+            )
+        if left:
+            links.append(replace(link, count=left))
+    if not found:
+        raise TopologyError(f"{topology.name} has no link {ends.one}-{ends.other}")
+    return _named(topology, links, f"without {_text(ends)}")
+
+
+def with_links(topology: Topology, ends: Ends) -> Topology:
+    """Return the machine with more links between two vertices, each way; one if no number is given.
+
+    Links that are there become more; new ones are NVLinks as fast as the machine's. Raises
+    TopologyError for vertices that the machine does not have.
+    """
+    known: set[Vertex] = {*topology.gpus, *topology.forwarders, *topology.switches}
+    for end in (ends.one, ends.other):
+        if end not in known:
+            raise TopologyError(f"{topology.name} has no GPU or switch {end!r}")
+    more = ends.count or 1
+    between = {(ends.one, ends.other), (ends.other, ends.one)}
+    links = [
+        replace(link, count=link.count + more) if (link.src, link.dst) in between else link
+        for link in topology.links
+    ]
+    if not between & set(topology.by_ends):
+        like = next((k for k in topology.links if k.kind == "nvlink"), None)
+        bandwidth = like.bandwidth if like else speeds.NVLINK
+        latency = like.latency_us if like else 5.0
+        links += both(ends.one, ends.other, bandwidth, more, latency, assumed=like is None)
+    return _named(topology, links, f"with {_text(replace(ends, count=more))}")
+
+
+def with_nics(topology: Topology, more: int) -> Topology:
+    """Return a cluster with `more` NICs beside each NIC of each node, on the same switches.
+
+    Raises TopologyError for a machine without a network.
+    """
+    if more < 1:
+        raise TopologyError(f"the number of NICs to add must be at least 1, not {more}")
+    nics = {
+        end
+        for link in topology.links
+        if link.kind == "network"
+        for end in (link.src, link.dst)
+        if str(end).startswith("node")
+    }
+    if not nics:
+        raise TopologyError(f"{topology.name} is one machine: NICs join the nodes of a cluster")
+    links = [
+        replace(link, count=link.count * (1 + more)) if {link.src, link.dst} & nics else link
+        for link in topology.links
+    ]
+    return _named(topology, links, f"with {more} more NIC{'s'[: more > 1]} beside each")
+
+
+def _named(topology: Topology, links: Iterable[Link], words: str) -> Topology:
+    """Measured times of all-reduces hold for the machine as it was, so they are left out."""
+    return replace(topology, name=f"{topology.name} {words}", links=ordered(links), timings=())
+
+
+def _text(ends: Ends) -> str:
+    return f"{ends.one}-{ends.other}" + (f"={ends.count}" if ends.count else "")
