@@ -79,9 +79,8 @@ def test_before_and_after_are_what_each_machine_gives() -> None:
 
 
 def test_steps_of_a_model_and_another_machine(tmp_path: Path) -> None:
-    found = told(
-        f"ring-3 --to mesh-3 --model googlenet --tflops 50 --size 1M --png {tmp_path}/w.png"
-    )
+    png = tmp_path / "w.png"
+    found = told(f"ring-3 --to mesh-3 --model googlenet --tflops 50 --size 1M --png {png}")
     assert found["before"]["machine"] == "ring-3" and found["after"]["machine"] == "mesh-3"
     steps = [found[side]["steps"] for side in ("before", "after")]
     assert steps[0] == steps[1]  # three in a ring are a mesh
