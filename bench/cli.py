@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from linkweave import collectives, topology
-from linkweave.bench import plans, simulate, training_commands, what_if
+from linkweave.bench import compare, plans, simulate, training_commands, what_if
 from linkweave.bench.machine import comparison, report
 from linkweave.bench.measure import bench
 from linkweave.bench.options import (
@@ -40,7 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False, context_settings={"max_content_width": 100},
     help="Plan collectives for the links a machine has: look at it, plan, simulate, measure.",
 )  # fmt: skip
-for command in training_commands.COMMANDS:
+for command in (*training_commands.COMMANDS, compare.compare):
     bench.command()(command)
 app.add_typer(bench, name="bench")
 app.command()(plans.plan)

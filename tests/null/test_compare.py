@@ -1,0 +1,103 @@
+"""`linkweave bench compare`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from linkweave.bench import compare
+from linkweave.bench.cli import app
+from linkweave.bench.compare import FASTER, SAME, SLOWER, changes
+from linkweave.collectives import CollectiveError
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+
+
+def row(ms: float, **extra: Any) -> dict[str, Any]:
+    return {"what": "topk", "k": 5, "ms": ms, "predicted_ms": 1.0, **extra}
+
+
+def timed(best: float, time: float, worst: float) -> dict[str, Any]:
+    times = {"time_us": float(time), "best_us": float(best), "worst_us": float(worst)}
+    return {"library": "linkweave", **times}
+
+
+@pytest.mark.parametrize(
+    ("after", "verdict"), [(10.9, SAME), (9.2, SAME), (11.1, SLOWER), (9.0, FASTER)]
+)
+def test_a_change_beyond_the_noise_counts(after: float, verdict: str) -> None:
+    _, (change,) = changes([row(10.0)], [row(after)], 0.1)
+    assert (change.field, change.verdict) == ("ms", verdict)
+    assert change.ratio == pytest.approx(after / 10)
+
+
+@pytest.mark.parametrize(
+    ("after", "verdict"),
+    [
+        (timed(9, 11, 15), SAME),
+        (timed(9, 14, 15), SAME),  # its best is below the other's median
+        (timed(11, 12, 15), SAME),  # its median is below the other's worst
+        (timed(11, 14, 15), SLOWER),
+        (timed(5, 6, 7), FASTER),
+        (timed(5, 6, 10.5), SAME),
+    ],
+)
+def test_ranges_of_rounds_decide_where_they_are_known(after: dict[str, Any], verdict: str) -> None:
+    _, (change,) = changes([timed(8, 10, 13)], [after], 0.0)
+    assert change.verdict == verdict
+
+
+def test_what_slows_everyone_down_is_the_machine() -> None:
+    before = [row(10.0, library="linkweave"), row(20.0, library="gloo")]
+    after = [row(20.5, library="linkweave"), row(40.0, library="gloo")]
+    drift, (ours, gloo) = changes(before, after, 0.1)
+    assert drift == 2.0 and ours.verdict == gloo.verdict == SAME
+    drift, (ours, _) = changes(before, [row(30.0, library="linkweave"), after[1]], 0.1)
+    assert ours.verdict == SLOWER
+
+
+def test_rows_are_paired_by_what_was_asked_for() -> None:
+    before = [row(1.0, k=1, state="near"), row(2.0, k=2)]
+    after = [row(4.0, k=2), row(1.0, k=1, state="far", wrong=0), row(1.0, k=3)]
+    _, found = changes(before, after, 0.1)
+    assert [(change.before, change.after) for change in found] == [(1.0, 1.0), (2.0, 4.0)]
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in RESULTS.glob("*epyc*.json")))
+def test_a_recorded_file_equals_itself(name: str) -> None:
+    data = compare.read(RESULTS / name)
+    _, found = changes(data["rows"], data["rows"], 0.0)
+    assert {change.verdict for change in found} <= {SAME}
+    assert found or name.startswith("convergence")
+
+
+def test_the_command_warns_and_fails(tmp_path: Path) -> None:
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, ms, cores in zip(files, (1.0, 2.0), (2, 4), strict=True):
+        machine = {"cpu": "x", "cores": cores, "date": file.name}
+        file.write_text(json.dumps({"machine": machine, "rows": [row(ms)]}))
+    words = ["bench", "compare", *map(str, files)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0 and "1 slower, 0 faster, 0 within noise" in done.stdout
+    assert "cores: 2 and 4" in done.stderr and "date" not in done.stderr
+    assert CliRunner().invoke(app, [*words, "--fail-on-slower"]).exit_code == 1
+    assert CliRunner().invoke(app, [*words, "--fail-on-slower", "--noise", "2"]).exit_code == 0
+    told = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+    assert told["drift"] == 1.0 and told["changes"][0]["verdict"] == SLOWER
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "is not JSON"), ("[]", "must be an object with a list of rows"),
+     ('{"rows": [1]}', "must be an object with a list of rows"),
+     ('{"rows": []}', "no row in common")],
+)  # fmt: skip
+def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(CollectiveError, match=message):
+        app(["bench", "compare", str(path), str(path)], standalone_mode=False)
