@@ -25,11 +25,10 @@ OUTCOMES = ("state", "wrong", "num_chunks", "all_reduces", "steps", "count")
 PEERS = ("library", "implementation", "backend")
 """Fields that tell our rows, which contain "linkweave", from others'."""
 FASTER, SLOWER, SAME = "faster", "slower", "within noise"
-LEGEND = (
-    "ratio: B's time over A's; drift: what others' rows changed by, which is the machine's doing "
-    "and is\ntaken out of the verdict. A row with a best and a worst round is slower, or faster, if "
-    "that range\nleaves out the other's median; the rest if it changed by more than the noise."
-)
+LEGEND = """\
+ratio: B's time over A's; drift: what others' rows changed by, which is the machine's doing and is
+taken out of the verdict. A row with a best and a worst round is slower, or faster, if that range
+leaves out the other's median; the rest if it changed by more than the noise."""
 
 
 @dataclass(frozen=True, slots=True)
