@@ -1,10 +1,10 @@
-# `make demo` and `make test` each work as the only command in a fresh clone.
+# `make demo`, `make test` and `make docs` each work as the only command in a fresh clone.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-ranks test-plans test-all lint clean
+.PHONY: demo test test-ranks test-plans test-all lint docs clean
 .DELETE_ON_ERROR:
 
 # torch first and at this version: a range could take a build with gigabytes of CUDA packages
@@ -43,6 +43,15 @@ lint: $(VENV)/installed
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m codespell_lib
+
+$(VENV)/docs: $(VENV)/installed
+	$(PIP) --constraint constraints.txt --no-build-isolation --editable ".[docs]"
+	touch $@
+
+# warnings are errors; the first page is docs/_build/html/index.html
+docs: $(VENV)/docs
+	$(PY) -m sphinx -q -W --keep-going -b html docs docs/_build/html
 
 clean:
-	rm -rf $(VENV) out
+	rm -rf $(VENV) out docs/_build

@@ -68,7 +68,7 @@ def _reached(machine: Topology) -> tuple[float, str]:
         )
     tflops = REACHED * peak[0]
     return tflops, (
-        f"computed at {tflops:.3g} TFLOP/s, {REACHED:.0%} of the {peak[0]:g} of a {peak[1]} in "
+        f"computed at {tflops:.3g} TFLOP/s, {REACHED:.0%} of the {peak[1]}'s {peak[0]:g} in "
         f"{peak[2]} (assumed; --tflops sets it)"
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from itertools import permutations
@@ -13,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from linkweave import overlap, topology
+from linkweave import topology
 from linkweave.bench import demo
 from linkweave.bench.options import parse_size
 from linkweave.collectives import CollectiveError, Plan, plan_allreduce, plan_collective, verify
 from linkweave.collectives.planning.explain import size_text
-from linkweave.topology.measured import LinkFigures, PairFigure
 from tests.cpu.commands import ROOT, command, command_in_a_process
 
 
@@ -331,48 +329,3 @@ def test_the_demo_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "0 to 8 (4)  streamed" in text and "times faster than unchained, predicted 1.3" in text
     for name in ("dgx1-double-tree.png", "steps.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-
-
-README = (ROOT / "README.md").read_text()
-
-
-EXAMPLES = re.findall(
-    r"```python\n(.*?)```",
-    README
-    + "".join((ROOT / f"docs/{name}.md").read_text() for name in ("training", "gtop-k", "embrace")),
-    re.DOTALL,
-)
-
-
-@pytest.mark.parametrize("block", EXAMPLES)
-def test_the_readmes_examples_run(block: str, tmp_path: Path) -> None:
-    if "torch.cuda" in block:
-        compile(block, "README.md", "exec")
-        pytest.skip("needs several GPUs")
-    script = tmp_path / "example.py"
-    script.write_text(block)
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=100,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""}, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
-
-
-@pytest.mark.parametrize("words", re.findall(r"^linkweave (.*)$", README, re.MULTILINE))
-def test_the_readmes_commands_exist(words: str, tmp_path: Path) -> None:
-    parts = shlex.split(words)
-    papers = {"--gtopk", "--embrace"} & {*parts}
-    if parts[0] in ("bench", "demo", "reproduce") or papers:  # run elsewhere, smaller
-        parts = [*parts[: 2 if parts[0] == "bench" else 1], "--help"]
-    elif parts[0] == "schedule":
-        parts += ["--limit", "0.2"]  # seconds of searching
-    pairs = (PairFigure(a, b, 1e10, 0.5) for a, b in permutations(range(4), 2))
-    (tmp_path / "links.json").write_text(LinkFigures(tuple(pairs)).to_json())
-    times = ROOT / "bench/results/algorithms-cpu-4-epyc-2-cores.json"
-    (tmp_path / "algorithms.json").write_text(times.read_text())
-    planned = overlap.plan(overlap.model("vgg16"), overlap.network("10GbE"), "us-byte")
-    step = overlap.MeasuredStep(planned, planned.timeline)
-    (tmp_path / "step.json").write_text(step.to_json())
-    done = command(*parts, cwd=tmp_path)
-    assert done.returncode == (1 if "problem " in done.stdout else 0), done.stderr

@@ -41,7 +41,7 @@ def test_a_step_is_that_of_the_planned_network(tmp_path: Path) -> None:
 
 def test_the_text_says_what_is_assumed() -> None:
     out = run("simulate dgx1-v100 --train resnet50 --batch 32 --policy ddp --ranks 4")
-    assert "6.28 TFLOP/s, 40% of the 15.7 of a V100 in FP32 (assumed; --tflops sets it)" in out
+    assert "6.28 TFLOP/s, 40% of the V100's 15.7 in FP32 (assumed; --tflops sets it)" in out
     assert "resnet50, batch 32" in out and "4 GPUs train" in out
     assert max(map(len, out.splitlines())) <= 100
 
