@@ -36,7 +36,7 @@ from linkweave.collectives.overlap import POLICIES
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, rich_markup_mode=None,
+    no_args_is_help=True, rich_markup_mode=None,
     pretty_exceptions_enable=False, context_settings={"max_content_width": 100},
     help="Plan collectives for the links a machine has: look at it, plan, simulate, measure.",
 )  # fmt: skip

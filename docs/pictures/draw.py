@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -12,6 +13,7 @@ from matplotlib import pyplot as plt
 import linkweave
 from linkweave import overlap, topology
 from linkweave.bench import gantt
+from linkweave.collectives.overlap.communication import whole
 
 HERE = Path(__file__).parent
 INK, LINE, FILLS = "#1a1a1a", "#555555", ("#dbe9f6", "#fde6cf", "#dcefdc")
@@ -24,13 +26,16 @@ def trees() -> None:
 
 
 def steps() -> None:
-    """DDP's step beside chained ones, where communication takes as long as computation."""
-    profile = overlap.model_at("resnet50", 16, 6.28e12)
+    """DDP's step beside C-Cube's, where an all-reduce takes as long as the forward pass."""
+    profile = overlap.model_at("vgg16", 16, 6.28e12)
     network = overlap.Network.from_topology(topology.load("dgx1-v100"), "overlapped_double_tree")
-    slow = overlap.Network.from_measurements(
-        [(one.nbytes, 25 * one.seconds) for one in network.timings], network.workers
+    slow = replace(network, name="a DGX-1 with links a sixth as fast", timings=tuple(
+        replace(one, nbytes=one.nbytes // 6) for one in network.timings
+    ), seconds_per_byte=6 * network.seconds_per_byte)  # fmt: skip
+    at_once = overlap.Schedule(
+        "no overlap", profile, slow, (whole(profile, tuple(range(len(profile.layers)))),)
     )
-    made = [overlap.plan(profile, slow, name) for name in ("ddp", "us-byte", "c-cube")]
+    made = [at_once, *(overlap.plan(profile, slow, name) for name in ("ddp", "c-cube"))]
     gantt.draw([gantt.predicted(one) for one in made], HERE / "steps.png")
 
 
@@ -68,11 +73,10 @@ def layers() -> None:
 
 
 def call() -> None:
-    boxes("call.png", (7.5, 5.2), [
+    boxes("call.png", (7.5, 4.4), [
         [("linkweave.allreduce(x)", 0)],
         [("arguments: dtype, op, shape, device", 0)],
-        [("first call of a kind: rank 0 plans, the ranks agree", 1)],
-        [("later calls: the plan of the size's class", 1)],
+        [("the plan of the size's class: rank 0 makes it once, all ranks agree", 1)],
         [("executor: each track carries out its steps", 2)],
         [("x holds the sum, with the same bits on all ranks", 2)],
     ])  # fmt: skip
