@@ -17,6 +17,7 @@ from linkweave.collectives import CollectiveError
 PAPERS = ("c-cube", "gtop-k", "embrace", "asc-wfbp", "us-byte", "predictions")
 _TABLES = {
     "c-cube-14": ("trees against rings up to 1,024 ranks", "15 s"),
+    "clusters": ("auto on clusters against the bound", "4 min"),
     "choice": ("what auto takes against the best of all algorithms", "2.5 min"),
     "schedules": ("auto for all models and networks", "5 min"),
 }
@@ -80,10 +81,11 @@ def _papers(names: tuple[str, ...], folder: Path, page: Path | None, as_json: bo
 
 
 def _table(what: str, as_json: bool) -> None:
-    from linkweave.bench.reproduce import choice, scale, schedules
+    from linkweave.bench.reproduce import choice, clusters, scale, schedules
 
     tables = {
         "c-cube-14": (scale, len(scale.RANKS) * len(scale.SIZES)),
+        "clusters": (clusters, clusters.TOTAL),
         "choice": (choice, len(choice.MACHINES)),
         "schedules": (schedules, schedules.TOTAL),
     }

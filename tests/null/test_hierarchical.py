@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from linkweave.bench.reproduce import clusters
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.planner import plan_allreduce
 from linkweave.collectives.planning.simulate import simulate
@@ -91,9 +92,31 @@ def test_a_ring_over_the_nodes_is_proved_and_sums(spec: str) -> None:
     assert across == {(r, (r + per) % size) for r in range(size)}
 
 
-@pytest.mark.parametrize("nodes", [9, 16])
+@pytest.mark.parametrize(
+    ("spec", "share"),
+    [("4 x dgx-a100", 0.98), ("4 x dgx-h100", 0.99),
+     ("8 x dgx-h100 leaf=4 oversubscription=2", 0.99), ("8 x dgx1-v100", 0.95)],
+)  # fmt: skip
+def test_large_messages_reach_the_bound(spec: str, share: float) -> None:
+    found = clusters.row(spec)
+    assert found.algorithm == "hierarchical_ring"
+    assert share <= found.share <= 1
+    assert found.busy > 0.9
+
+
+def test_a_chunk_has_channels_of_its_own_on_both_ways() -> None:
+    topo = load("3 x mesh-2")
+    plan = plan_allreduce(topo, 1 << 16, "hierarchical_ring")
+    used: dict[int, set[int]] = {}
+    for track in plan.tracks:
+        for step in (step for body in track.phases for step in body):
+            used.setdefault(track.channel, set()).add(step.chunk)
+    assert all(len(chunks) == 1 for chunks in used.values())
+
+
+@pytest.mark.parametrize("nodes", [17, 20])
 def test_a_ring_is_for_few_nodes(nodes: int) -> None:
-    words = f"hierarchical_ring is for at most 8 nodes, not {nodes}"
+    words = f"hierarchical_ring is for at most 16 nodes, not {nodes}"
     with pytest.raises(PlanError, match=words):
         plan_allreduce(load(f"{nodes} x mesh-2"), 1024, "hierarchical_ring")
     with pytest.raises(PlanError, match="hierarchical_ring is for clusters of equal nodes"):

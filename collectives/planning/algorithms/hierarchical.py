@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import zip_longest
 
 from linkweave.collectives.errors import PlanError
@@ -12,8 +13,9 @@ from linkweave.collectives.planning.lower import Algorithm, Copy, Move, Reduce, 
 from linkweave.topology import Topology
 from linkweave.topology.clusters import nodes_of
 
-_RING_NODES = 8
-_MIDDLE, _DOWN = 100_000, 200_000  # the first channels between nodes, and of the way back
+_RING_NODES = 16
+_MIDDLE, _GATHER, _DOWN = 100_000, 150_000, 200_000
+"""The first channels between nodes, of a ring's way back there, and of the way back in nodes."""
 
 
 def hierarchical(topology: Topology) -> Algorithm:
@@ -36,15 +38,24 @@ def hierarchical(topology: Topology) -> Algorithm:
 def hierarchical_ring(topology: Topology) -> Algorithm:
     """All-reduce as `hierarchical` does, with a ring of n nodes: a NIC sends 2(n - 1)/n slices.
 
-    This takes more start-ups than trees and moves fewer bytes. Raises PlanError also for more than
-    8 nodes.
+    This takes more start-ups than trees and moves fewer bytes. Each chunk of a slice has channels
+    of its own, one for the reduce-scatter and one for the all-gather between nodes. So a NIC has
+    other chunks to send while one waits, and groups of chunks overlap: a single channel for the
+    whole ring would leave a quarter of a NIC's time unused. Raises PlanError also for more than
+    16 nodes, where planning takes long.
     """
     nodes = _nodes("hierarchical_ring", topology)
     n = len(nodes)
     if n > _RING_NODES:
         raise PlanError(f"hierarchical_ring is for at most {_RING_NODES} nodes, not {n}")
-    scatter, gather = around(list(zip(*nodes, strict=True)), lambda g, i: g * n + i, _MIDDLE)
-    return _wrapped("hierarchical_ring", topology, nodes, n, [*scatter, *gather])
+    scatter, gather = around(list(zip(*nodes, strict=True)), lambda g, i: g * n + i)
+    middle = [*_apart(scatter, _MIDDLE), *_apart(gather, _GATHER)]
+    return _wrapped("hierarchical_ring", topology, nodes, n, middle)
+
+
+def _apart(rounds: list[Round], first: int) -> list[Round]:
+    """The rounds with a channel for each chunk."""
+    return [tuple(replace(m, channel=first + m.chunk) for m in moves) for moves in rounds]
 
 
 def _nodes(name: str, topology: Topology) -> list[list[int]]:

@@ -63,7 +63,7 @@ def rings(topology: Topology) -> tuple[list[Ring], Mapping[tuple[int, int, int],
 
 
 def around(
-    found: Sequence[Ring], chunk: Callable[[int, int], int], channel: int = 0
+    found: Sequence[Ring], chunk: Callable[[int, int], int]
 ) -> tuple[list[Round], list[Round]]:
     """Return the rounds of a reduce-scatter, in which chunk(r, i) ends at position i of ring r, and
     those of an all-gather, in which it begins there."""
@@ -73,10 +73,10 @@ def around(
     gather: list[Round] = []
     for step in range(size - 1):
         scatter.append(tuple(
-            Reduce((a,), b, chunk(r, (i - step - 1) % size), channel + r) for r, i, a, b in hops
+            Reduce((a,), b, chunk(r, (i - step - 1) % size), r) for r, i, a, b in hops
         ))  # fmt: skip
         gather.append(tuple(
-            Copy(a, (b,), chunk(r, (i - step) % size), channel + r) for r, i, a, b in hops
+            Copy(a, (b,), chunk(r, (i - step) % size), r) for r, i, a, b in hops
         ))  # fmt: skip
     return scatter, gather
 

@@ -1,0 +1,77 @@
+"""`linkweave reproduce clusters`: what `auto` reaches of the bound on clusters, and why no more.
+
+All-reduces of 1 GiB on nodes of DGX machines, joined by a NIC for each GPU (or PCIe switch) on
+rails, by the same on leaves that are oversubscribed, or by one NIC a node.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from linkweave import collectives, topology
+from linkweave.bench import options
+from linkweave.topology import Topology
+from linkweave.topology.link import KINDS
+
+NODES = (2, 4, 8, 16, 32)
+MACHINES = ("dgx1-v100", "dgx-a100", "dgx-h100")
+NETWORKS = ("", "leaf=4 oversubscription=2", "nics=1")
+NBYTES = 1 << 30
+TOTAL = len(NODES) * len(MACHINES) * len(NETWORKS)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One cluster: algbw and bound in bytes/s, the kind of link that is busiest and the share of
+    the time in which it carries bytes, the seconds to plan and prove."""
+
+    cluster: str
+    algorithm: str
+    algbw: float
+    bound: float
+    busiest: str
+    busy: float
+    planning: float
+
+    @property
+    def share(self) -> float:
+        return self.algbw / self.bound
+
+
+def row(cluster: str) -> Row:
+    """Plan and simulate on one cluster."""
+    start = time.perf_counter()
+    machine: Topology = topology.load(cluster)
+    plan = collectives.plan_allreduce(machine, NBYTES)
+    seconds = time.perf_counter() - start
+    line = collectives.simulate(plan, machine, NBYTES)
+    ends, busy = max(line.utilisation.items(), key=lambda item: item[1])
+    return Row(cluster, plan.algorithm, line.algbw, topology.allreduce_bound(machine),
+               KINDS[machine.by_ends[ends].kind][1], busy, seconds)  # fmt: skip
+
+
+def rows(done: Callable[[], None] = lambda: None) -> list[Row]:
+    """All clusters; calls `done` after each."""
+    found = []
+    for network in NETWORKS:
+        for machine in MACHINES:
+            for nodes in NODES:
+                found.append(row(f"{nodes} x {machine} {network}".strip()))
+                done()
+    return found
+
+
+def table(found: list[Row]) -> str:
+    rows = [
+        (r.cluster, r.algorithm, f"{r.algbw / 1e9:.1f}", f"{r.bound / 1e9:.1f}", f"{r.share:.1%}",
+         f"{r.busiest} {r.busy:.0%}", f"{r.planning:.1f}") for r in found
+    ]  # fmt: skip
+    heads = ("cluster", "auto takes", "GB/s", "bound", "share", "busiest links", "s to plan")
+    below = sum(r.share < 0.9 for r in found)
+    return (
+        f"{options.table(heads, rows, (0, 1, 5))}\n\nbelow 90 % of the bound: {below} of "
+        f"{len(found)}. Packed trees and hierarchical_ring are for at most 64 GPUs\nand 16 nodes; "
+        "beyond, two trees over the nodes make in- and outputs of NICs wait for each other."
+    )
