@@ -20,7 +20,7 @@ demo: $(VENV)/installed
 
 # run with the planner's tests, so that both processes take about as long
 WITH_PLANS := $(addprefix tests/cpu/test_, \
-	cast.py cluster.py cluster_faults.py combine.py embedding_bench.py embedding_cases.py \
+	cast.py cluster.py cluster_faults.py combine.py command.py embedding_bench.py embedding_cases.py \
 	embedding_faults.py embedding_kernels.py embedding_loops.py embedding_ops.py \
 	embedding_prefetch.py embedding_states.py embedding_training.py examples_ddp.py \
 	gtopk_accuracy.py gtopk_hook.py gtopk_training.py interpreter.py kernel_compile.py \

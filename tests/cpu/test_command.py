@@ -172,7 +172,7 @@ def test_simulate_lists_all_and_traces_one(tmp_path: Path) -> None:
         ),
         (["bench", "allreduce", "-n", "9", "-t", "dgx1-v100"], "has 8 GPUs, fewer than the 9"),
         (["bench", "allreduce", "-f", "1"], "-f must be an integer of at least 2, not 1"),
-        (["reproduce", "nonsense"], "unknown table 'nonsense'; choose from c-cube-14, choice"),
+        (["reproduce", "nonsense"], "unknown 'nonsense': choose a paper (c-cube, gtop-k"),
         (
             ["simulate", "-c", "allgather", "-t", "ring-5", "-s", "1001"],
             "allgather over 5 ranks needs 5 equal blocks; 1001 bytes cannot be split into 5",
