@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cached_property
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from linkweave.topology import Topology
 from linkweave.topology.checks import integer, number, shown
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Network:
     """The parameters a (`startup_s`), b (`seconds_per_byte`) and `gamma` (at least 1) of an
     all-reduce over all `workers`, and its `timings` by size, if they are known. Raises
@@ -99,10 +99,12 @@ class Network:
         startup, pace = self.startup(nbytes), self.least[1]
         return [startup + pace * some for some in upto]
 
-    @property
+    @cached_property
     def least(self) -> tuple[float, float]:
-        """The largest start-up and seconds per byte that no all-reduce of the network beats."""
-        return _least(self)
+        """The start-up and the seconds per byte that no all-reduce of the network beats."""
+        if self.timings:
+            return timing.fastest(self.timings)
+        return self.startup_s, self.seconds_per_byte
 
     def startup(self, nbytes: float) -> float:
         """Return the part of `seconds` in which an all-reduce does not transmit at its best pace,
@@ -151,13 +153,6 @@ class Network:
         return replace(
             made, startup_s=self.startup_s * steps, seconds_per_byte=self.seconds_per_byte * share
         )
-
-
-@cache
-def _least(network: Network) -> tuple[float, float]:
-    if network.timings:
-        return timing.fastest(network.timings)
-    return network.startup_s, network.seconds_per_byte
 
 
 PRESETS: dict[str, tuple[Network, ...]] = {
