@@ -138,8 +138,12 @@ class HostLanes:
     def _until(self, holds: Callable[[], bool]) -> bool:
         """Wait for that; False if the lanes end first."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._error or holds())
-            return not (self._error or (self._closed and all(self._done)))
+            self._changed.wait_for(lambda: self._error or holds() or self._ends())
+            return not self._error and holds()
+
+    def _ends(self) -> bool:
+        """No other step follows, and this one is over or will never have all its gradients."""
+        return self._closed and (all(self._done) or not all(self._ready))
 
     def _has_begun(self, step: int) -> bool:
         return self._steps > step

@@ -1,0 +1,69 @@
+"""Lanes of the CPU: the end of their threads while an all-reduce is under way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from linkweave.collectives.overlap.units import Unit
+from linkweave.collectives.training.arena import Arena
+from linkweave.collectives.training.embeddings import Embeddings
+from linkweave.collectives.training.host_lanes import HostLanes
+from linkweave.collectives.training.program import Op, Program, Span
+
+
+class Transport:
+    """One rank. A stream's layers are final at once; it ends when `may_end` is set."""
+
+    rank, size, streams = 0, 1, True
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+        self.may_end, self.waits = threading.Event(), threading.Event()
+
+    def before_close(self, method: Any) -> None:
+        pass
+
+    def abort(self) -> None:
+        raise AssertionError("nothing fails here")
+
+    def average(self, lane: int, x: torch.Tensor) -> None:
+        self.calls.append(lane)
+
+    def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Transport:
+        self.calls.append(lane)
+        return self
+
+    def dequeue(self, layer: int) -> None:
+        pass
+
+    def wait(self) -> None:
+        self.waits.set()
+        assert self.may_end.wait(10)
+
+
+def test_lanes_that_end_send_nothing_twice() -> None:
+    """All units have arrived and one lane is done, while the other's all-reduce still ends."""
+    made = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    units = [Unit(f"m{i}", (f"p{i}",), (parameter,)) for i, parameter in enumerate(made)]
+    arena = Arena(units, lambda count, dtype, device: torch.zeros(count, dtype=dtype))
+    spans = [Span(i, slot.first, slot.first + slot.nbytes) for i, slot in enumerate(arena.slots)]
+    ops = (Op(0, (spans[0],)), Op(0, (spans[1],), lane=1, streamed=True))
+    transport = Transport()
+    program = Program("by hand", ops, ("m0", "m1"), chained=True)
+    lanes: Any = HostLanes(transport, arena, program, None, Embeddings())  # type: ignore[arg-type]
+    lanes.begin()
+    for unit in range(2):
+        lanes.ready(unit)
+    for unit in range(2):
+        lanes.wait(unit)
+    assert transport.waits.wait(10)
+    ends = threading.Timer(0.2, transport.may_end.set)
+    ends.start()
+    lanes.close()
+    ends.join()
+    assert sorted(transport.calls) == [0, 1]
