@@ -25,7 +25,8 @@ class Chart:
     def title(self) -> str:
         count = len(self.schedule.communications)
         return (
-            f"{self.name}: {self.timeline.seconds * 1e3:.1f} ms, {count} all-reduces, {self.words}"
+            f"{self.name}: {self.timeline.seconds * 1e3:.1f} ms, "
+            f"{count} all-reduce{'s'[: count != 1]}, {self.words}"
         )
 
 

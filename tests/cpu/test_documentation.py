@@ -8,8 +8,10 @@ import subprocess
 import sys
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from linkweave.bench.cli import app
@@ -22,6 +24,7 @@ TEXTS = {
     str(page.relative_to(ROOT)): page.read_text() for page in PAGES if "_build" not in str(page)
 }
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$\n*(?:^```output\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+ASKED = re.compile(r"(?:^|-m )linkweave(?:\.bench\.cli)? (.*)$", re.MULTILINE)
 MOST_LINES, MOST_WORDS, MOST_IN_A_SENTENCE = 160, 1300, 30
 
 
@@ -77,6 +80,36 @@ def test_a_command_prints_what_is_shown(
         assert missing(shown, done.stdout) == [], done.stdout
 
 
+def test_every_block_is_of_a_tested_kind() -> None:
+    fences = [
+        line
+        for text in TEXTS.values()
+        for line in re.findall(r"^```.*$", text, re.MULTILINE)[::2]
+        if not line.startswith("```{")  # a directive of Sphinx
+    ]
+    assert {*fences} == {"```python", "```output", "```console", "```sh"}
+
+
+SHELL = {
+    words
+    for page, code, _ in blocks("sh")
+    for words in ASKED.findall(code.replace("\\\n", ""))
+    if page != "docs/howto/commands.md"
+}
+
+
+@pytest.mark.parametrize("words", sorted(SHELL))
+def test_a_command_of_the_shell_has_its_options(words: str) -> None:
+    """Those that need several hosts or take long are not run; their options must exist."""
+    command: Any = get_command(app)
+    for part in shlex.split(words, comments=True):
+        if hasattr(command, "commands"):
+            command = command.commands[part]
+        elif part.startswith("-"):
+            known = [option for one in command.params for option in one.opts]
+            assert part.partition("=")[0] in known, part
+
+
 COMMANDS = re.findall(r"^linkweave (.*)$", TEXTS["docs/howto/commands.md"], re.MULTILINE)
 
 
@@ -124,7 +157,7 @@ def prose(text: str) -> str:
 def sentences(text: str) -> list[str]:
     paragraphs = [" ".join(part.split()) for part in prose(text).split("\n\n")]
     return [
-        sentence for paragraph in paragraphs for sentence in re.split(r"(?<=[.:;?!])\s", paragraph)
+        sentence for paragraph in paragraphs for sentence in re.split(r"(?<=[.?!])\s", paragraph)
     ]
 
 

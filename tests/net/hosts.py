@@ -2,6 +2,10 @@
 
 Each host has its own network, processes, mounts, name and /dev/shm, so no rank can open the memory
 of another host. Needs root and iproute2.
+
+    python tests/net/hosts.py 4x2 1gbit bench train --model vgg11
+
+runs that command of linkweave as two ranks on each of four hosts, with links of 1 Gbit/s.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
+from threading import Thread
 
 PORT = 29511
 _numbers = count()
@@ -159,3 +164,29 @@ def _run(*words: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
+
+
+def main(shape: str, rate: str, *words: str) -> int:
+    """Run a command of linkweave on all ranks; print what they print. Returns rank 0's status."""
+    hosts, _, ranks = shape.partition("x")
+    with Hosts(int(hosts), rate) as made:
+        started = made.ranks(
+            [int(ranks)] * int(hosts), ["-m", "linkweave.bench.cli", *words],
+            {"OMP_NUM_THREADS": "1"},  # as torchrun sets it
+        )  # fmt: skip
+        readers = [Thread(target=_show, args=(process,)) for process in started]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        return started[0].wait()
+
+
+def _show(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        print(line, end="", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
