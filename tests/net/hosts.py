@@ -117,7 +117,8 @@ class Hosts:
         self, host: int, command: Sequence[str], env: dict[str, str] | None = None
     ) -> subprocess.Popen[str]:
         """Start a command on a host."""
-        words = ["nsenter", "-t", str(self._inits[host]), "-p", "-m", "-u", "-n", *command]
+        words = ["nsenter", "-t", str(self._inits[host]), "-p", "-m", "-u", "-n",
+                 f"--wd={os.getcwd()}", *command]  # fmt: skip
         made = subprocess.Popen(
             words, env=os.environ | {"GLOO_SOCKET_IFNAME": "eth0"} | (env or {}), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -7,7 +7,9 @@ import pytest
 
 from linkweave.bench.reproduce import clusters
 from linkweave.collectives.errors import PlanError
-from linkweave.collectives.planning.planner import plan_allreduce
+from linkweave.collectives.planning.algorithms import hierarchical
+from linkweave.collectives.planning.lower import Tuning, lower
+from linkweave.collectives.planning.planner import adopt, plan_allreduce
 from linkweave.collectives.planning.simulate import simulate
 from linkweave.collectives.planning.verify import verify
 from linkweave.collectives.runtime.reference import run
@@ -114,13 +116,51 @@ def test_a_chunk_has_channels_of_its_own_on_both_ways() -> None:
     assert all(len(chunks) == 1 for chunks in used.values())
 
 
-@pytest.mark.parametrize("nodes", [33, 40])
-def test_a_ring_is_for_few_nodes(nodes: int) -> None:
-    words = f"hierarchical_ring is for at most 32 nodes, not {nodes}"
-    with pytest.raises(PlanError, match=words):
-        plan_allreduce(load(f"{nodes} x mesh-2"), 1024, "hierarchical_ring")
-    with pytest.raises(PlanError, match="hierarchical_ring is for clusters of equal nodes"):
-        plan_allreduce(load("mesh-4"), 1024, "hierarchical_ring")
+@pytest.mark.parametrize(
+    ("spec", "rings"),
+    [
+        ("4 x mesh-2", 2),
+        ("7 x mesh-1", 3),
+        ("8 x mesh-3", 3),
+        ("11 x mesh-2", 4),
+        ("5 x pcie-4", 2),
+    ],
+)
+def test_several_rings_are_proved_and_sum(
+    spec: str, rings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rings of at most three nodes, some of two; the middle of a path has zero to two on a side."""
+    monkeypatch.setattr(hierarchical, "_LONGEST", 3)
+    topo = load(spec)
+    plan = adopt(lower(hierarchical.hierarchical_ring(topo), topo, Tuning(600)), topo)
+    size, nodes = len(topo.gpus), int(spec.split()[0])
+    per = size // nodes
+    assert -(-nodes // 3) == rings
+    assert plan.stride == per * -(-nodes // rings)
+    inputs = [np.arange(301) * 1000 + 3**r for r in range(size)]
+    assert all((out == sum(inputs)).all() for out in run(plan, inputs))
+    across = {c.src % per == c.dst % per for c in plan.connections if c.src // per != c.dst // per}
+    assert across == {True}
+
+
+@pytest.mark.parametrize(("nodes", "share"), [(31, 0.96), (32, 0.99), (128, 0.96)])
+def test_several_rings_use_nics_nearly_all_the_time(nodes: int, share: float) -> None:
+    topo = load(f"{nodes} x mesh-1")
+    line = simulate(plan_allreduce(topo, 1 << 28, "hierarchical_ring"), topo, 1 << 28)
+    assert share * allreduce_bound(topo) < line.algbw <= allreduce_bound(topo)
+
+
+def test_rings_are_shorter_on_larger_clusters() -> None:
+    """A plan grows with nodes times nodes of a ring."""
+
+    def lengths(count: int) -> set[int]:
+        return {len(ring) for ring in hierarchical._rings([[n] for n in range(count)])}
+
+    assert lengths(16) == {16}
+    assert lengths(17) == {8, 9}
+    assert lengths(128) == {16}
+    assert lengths(512) == {4}
+    assert lengths(4096) == {2}
 
 
 @pytest.mark.parametrize("name", ["hierarchical", "hierarchical_ring"])

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
-from linkweave.collectives.errors import PlanError
-from linkweave.collectives.planning.algorithms.rings import around
-from linkweave.collectives.planning.algorithms.shortest import shortest_trees
+from linkweave.collectives.planning.algorithms.nodes import Hop, Node, around, equal_nodes, inside
 from linkweave.collectives.planning.algorithms.trees import Tree, two_trees
-from linkweave.collectives.planning.lower import Algorithm, Copy, Move, Reduce, Round
+from linkweave.collectives.planning.lower import Algorithm, Copy, Reduce, Round
 from linkweave.topology import Topology
-from linkweave.topology.clusters import nodes_of
 
-_RING_NODES = 32
-_MIDDLE, _GATHER, _DOWN = 100_000, 150_000, 200_000
-"""The first channels between nodes, of a ring's way back there, and of the way back in nodes."""
+_LONGEST, _PRODUCT = 16, 2048
+"""The most nodes of a ring, and the most nodes times nodes of a ring: so large is a plan."""
+_MIDDLE, _BACK = 100_000, 150_000
+"""The first channels between nodes, and of the way back there."""
 
 
 def hierarchical(topology: Topology) -> Algorithm:
@@ -27,76 +24,97 @@ def hierarchical(topology: Topology) -> Algorithm:
     and receives about twice its slice. GPU g communicates with GPU g of other nodes only, over its
     own rail if there are rails. Raises PlanError unless the machine is a cluster of equal nodes.
     """
-    nodes = _nodes("hierarchical", topology)
+    nodes = equal_nodes("hierarchical", topology)
     trees = [_over_tree(nodes, tree, t, 2) for t, tree in enumerate(two_trees(len(nodes)))]
     middle = [
         tuple(m for part in parts for m in part) for parts in zip_longest(*trees, fillvalue=())
     ]
-    return _wrapped("hierarchical", topology, nodes, 2, middle)
+    return _wrapped("hierarchical", topology, nodes, 2, [middle])
 
 
 def hierarchical_ring(topology: Topology) -> Algorithm:
-    """All-reduce as `hierarchical` does, with a ring of n nodes: a NIC sends 2(n - 1)/n slices.
+    """All-reduce as `hierarchical` does, with rings of nodes in place of trees, for long messages.
 
-    This takes more start-ups than trees and moves fewer bytes. Each chunk of a slice has channels
-    of its own, one for the reduce-scatter and one for the all-gather between nodes. So a NIC has
-    other chunks to send while one waits, and groups of chunks overlap: a single channel for the
-    whole ring would leave a quarter of a NIC's time unused. Raises PlanError also for more than
-    32 nodes: planning those, 256 GPUs, takes half a minute.
+    Up to 16 nodes form one ring, in which a NIC sends 2(n - 1)/n slices for n nodes, the least
+    possible. More nodes form several rings. Each reduce-scatters slices; then the owners of a chunk
+    in all rings form a path, which reduces it towards the ring in the middle and copies it back; at
+    last each ring all-gathers. Of rings of equal length a NIC sends at most 2 slices, and the
+    start-ups grow with the length of a ring and the number of rings, not with n.
+
+    These three parts are phases: beside each other, what a NIC sends to another ring would make its
+    neighbours in both rings wait, and NICs would be used 80 to 90 % of the time.
+
+    Each chunk has channels of its own, one on the way to its sum and one on the way back. So a NIC
+    has other chunks to send while one waits, and groups of chunks overlap: a single channel for all
+    would leave a quarter of a NIC's time unused.
     """
-    nodes = _nodes("hierarchical_ring", topology)
-    n = len(nodes)
-    if n > _RING_NODES:
-        raise PlanError(f"hierarchical_ring is for at most {_RING_NODES} nodes, not {n}")
-    scatter, gather = around(list(zip(*nodes, strict=True)), lambda g, i: g * n + i)
-    middle = [*_apart(scatter, _MIDDLE), *_apart(gather, _GATHER)]
-    return _wrapped("hierarchical_ring", topology, nodes, n, middle)
+    nodes = equal_nodes("hierarchical_ring", topology)
+    rings = _rings(nodes)
+    parts = max(map(len, rings))
+    scatter = [around(rings, parts, step, 1) for step in range(parts - 1)]
+    gather = [around(rings, parts, step, 0) for step in range(parts - 1)]
+    inward = _inward(rings, parts)
+    outward = [[(chunk, b, a) for chunk, a, b in hops] for hops in reversed(inward)]
+    if len(rings) == 1:
+        phases = [[*_reduced(scatter, parts), *_copied(gather, parts)]]
+    else:
+        across = [*_reduced(inward, parts), *_copied(outward, parts)]
+        phases = [_reduced(scatter, parts), across, _copied(gather, parts)]
+    return _wrapped("hierarchical_ring", topology, nodes, parts, phases)
 
 
-def _apart(rounds: list[Round], first: int) -> list[Round]:
-    """The rounds with a channel for each chunk."""
-    return [tuple(replace(m, channel=first + m.chunk) for m in moves) for moves in rounds]
+def _reduced(steps: list[list[Hop]], parts: int) -> list[Round]:
+    return [
+        tuple(
+            Reduce((a[g],), b[g], g * parts + chunk, _MIDDLE + g * parts + chunk)
+            for chunk, a, b in hops for g in range(len(a))
+        ) for hops in steps
+    ]  # fmt: skip
 
 
-def _nodes(name: str, topology: Topology) -> list[list[int]]:
-    """Return the ranks of each node. Raises PlanError unless there are several equal nodes."""
-    nodes = nodes_of(topology)
-    sizes = {len(node) for node in nodes}
-    if not any(link.kind == "network" for link in topology.links):
-        nodes = nodes[:1]
-    if len(nodes) < 2 or len(sizes) > 1:
-        raise PlanError(
-            f"{name} is for clusters of equal nodes; {topology.name} has "
-            + ("one node" if len(nodes) < 2 else f"nodes of {sorted(sizes)} GPUs")
-        )
-    rank = {g: r for r, g in enumerate(topology.gpus)}
-    return [[rank[g] for g in node] for node in nodes]
+def _copied(steps: list[list[Hop]], parts: int) -> list[Round]:
+    return [
+        tuple(
+            Copy(a[g], (b[g],), g * parts + chunk, _BACK + g * parts + chunk)
+            for chunk, a, b in hops for g in range(len(a))
+        ) for hops in steps
+    ]  # fmt: skip
+
+
+def _rings(nodes: list[Node]) -> list[list[Node]]:
+    """Return the nodes as rings of nearly equal length."""
+    count = -(-len(nodes) // min(_LONGEST, max(2, _PRODUCT // len(nodes))))
+    cuts = [i * len(nodes) // count for i in range(count + 1)]
+    return [nodes[a:b] for a, b in pairwise(cuts)]
+
+
+def _inward(rings: list[list[Node]], parts: int) -> list[list[Hop]]:
+    """Return the hops of each step from the owners in outer rings to those in the middle one."""
+    root, last = len(rings) // 2, len(rings) - 1
+    rounds = []
+    for step in range(root):  # the left side is not shorter than the right one
+        pairs = [(step, step + 1), (last - step, last - step - 1)]
+        rounds.append([
+            (chunk, rings[a][chunk % len(rings[a])], rings[b][chunk % len(rings[b])])
+            for a, b in pairs if a < b <= root or root <= b < a for chunk in range(parts)
+        ])  # fmt: skip
+    return rounds
 
 
 def _wrapped(
-    name: str, topology: Topology, nodes: list[list[int]], parts: int, middle: list[Round]
+    name: str, topology: Topology, nodes: list[Node], parts: int, phases: list[list[Round]]
 ) -> Algorithm:
-    """Return an algorithm with the rounds inside nodes around the `middle` ones between nodes, for
-    slices of `parts` chunks."""
-    up: list[list[Move]] = []  # by depth
-    down: list[list[Move]] = []
-    for node in nodes:
-        for g, tree in enumerate(shortest_trees(topology, node)):
-            for depth, level in enumerate(tree):
-                if depth == len(up):
-                    up.append([])
-                    down.append([])
-                for chunk in range(g * parts, (g + 1) * parts):
-                    for r, children in level.items():
-                        up[depth].append(Reduce(children, r, chunk, chunk))
-                        down[depth].append(Copy(r, children, chunk, _DOWN + chunk))
-    rounds = (*map(tuple, reversed(up)), *middle, *map(tuple, down))
-    return Algorithm(
-        name, len(topology.gpus), parts * len(nodes[0]), (tuple(r for r in rounds if r),)
-    )  # fmt: skip
+    """Return an algorithm with the rounds inside nodes before and after the phases between nodes,
+    for slices of `parts` chunks."""
+    up, down = inside(topology, nodes, lambda g: range(g * parts, (g + 1) * parts))
+    made = [*phases]
+    made[0] = [*up, *made[0]]
+    made[-1] = [*made[-1], *down]
+    whole = tuple(tuple(r for r in rounds if r) for rounds in made)
+    return Algorithm(name, len(topology.gpus), parts * len(nodes[0]), whole)
 
 
-def _over_tree(nodes: list[list[int]], tree: Tree, t: int, parts: int) -> list[Round]:
+def _over_tree(nodes: list[Node], tree: Tree, t: int, parts: int) -> list[Round]:
     """Return the rounds of tree t over the nodes, which all-reduces chunk t of every slice."""
     up: list[Round] = []
     down: list[Round] = []

@@ -17,6 +17,10 @@ from linkweave.collectives.planning.algorithms import over_trees, rings, rooted
 from linkweave.collectives.planning.algorithms.direct import direct, one_shot, pairwise, two_shot
 from linkweave.collectives.planning.algorithms.doubling import halving_doubling, recursive_doubling
 from linkweave.collectives.planning.algorithms.hierarchical import hierarchical, hierarchical_ring
+from linkweave.collectives.planning.algorithms.hierarchical_rooted import (
+    hierarchical_blocks,
+    hierarchical_rooted,
+)
 from linkweave.collectives.planning.collective import ALLREDUCE, COLLECTIVES, SENDRECV, Root, check
 from linkweave.collectives.planning.lower import Algorithm
 from linkweave.topology import Topology
@@ -36,10 +40,11 @@ class Entry:
 
 
 _ROOTED = {
-    "tree": Entry(rooted.tree),
+    "tree": Entry(rooted.tree, "also"),
     "shortest_tree": Entry(rooted.shortest_tree),
     "packed_trees": Entry(rooted.packed_trees),
     "ring": Entry(rooted.chains),
+    "hierarchical": Entry(hierarchical_rooted, "only"),
 }
 
 ALGORITHMS: dict[str, dict[str, Entry]] = {
@@ -61,10 +66,15 @@ ALGORITHMS: dict[str, dict[str, Entry]] = {
     },
     "broadcast": _ROOTED,
     "reduce": _ROOTED | {"shortest_tree": Entry(rooted.shortest_tree, fixed_order=True)},
-    "allgather": {"shortest_trees": Entry(rooted.shortest), "ring": Entry(rings.half_ring)},
+    "allgather": {
+        "shortest_trees": Entry(rooted.shortest),
+        "ring": Entry(rings.half_ring),
+        "hierarchical": Entry(hierarchical_blocks, "only"),
+    },
     "reduce_scatter": {
         "shortest_trees": Entry(rooted.shortest, fixed_order=True),
         "ring": Entry(rings.half_ring),
+        "hierarchical": Entry(hierarchical_blocks, "only"),
     },
     "alltoall": {"direct": Entry(direct)},
     SENDRECV: {"pairwise": Entry(pairwise)},

@@ -1,0 +1,71 @@
+"""Clusters: broadcast, reduce, all-gather and reduce-scatter over all NICs at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning.planner import plan_collective
+from linkweave.collectives.planning.simulate import simulate
+from linkweave.collectives.planning.verify import verify
+from linkweave.collectives.runtime.reference import run
+from linkweave.topology import bound, load
+
+CLUSTERS = ["2 x mesh-1", "3 x mesh-2", "5 x mesh-3", "2 x pcie-5 nics=1", "4 x pcie-4",
+            "3 x dgx1-v100"]  # fmt: skip
+BLOCK = 37
+
+
+@pytest.mark.parametrize("spec", CLUSTERS)
+def test_blocks(spec: str) -> None:
+    topo = load(spec)
+    size = len(topo.gpus)
+    inputs = [np.arange(size * BLOCK) * 1000 + 3 ** min(r, 30) for r in range(size)]
+    blocks = [slice(r * BLOCK, (r + 1) * BLOCK) for r in range(size)]
+    gather, scatter = (
+        plan_collective(name, topo, inputs[0].nbytes, 0, "hierarchical")
+        for name in ("allgather", "reduce_scatter")
+    )
+    for plan in (gather, scatter):
+        verify(plan, topo)
+    wanted = np.concatenate([x[block] for x, block in zip(inputs, blocks, strict=True)])
+    assert all((out == wanted).all() for out in run(gather, inputs))
+    for out, block in zip(run(scatter, inputs), blocks, strict=True):
+        assert (out[block] == sum(inputs)[block]).all()
+
+
+@pytest.mark.parametrize("spec", CLUSTERS)
+@pytest.mark.parametrize("last", [False, True])
+def test_roots(spec: str, last: bool) -> None:
+    topo = load(spec)
+    size = len(topo.gpus)
+    root = size - 1 if last else 0
+    inputs = [np.arange(301) * 1000 + 3 ** min(r, 30) for r in range(size)]
+    out, back = (
+        plan_collective(name, topo, inputs[0].nbytes, root, "hierarchical")
+        for name in ("broadcast", "reduce")
+    )
+    for plan in (out, back):
+        verify(plan, topo)
+    assert all((got == inputs[root]).all() for got in run(out, inputs))
+    assert (run(back, inputs)[root] == sum(inputs)).all()
+
+
+@pytest.mark.parametrize(
+    ("collective", "share"), [("broadcast", 0.88), ("allgather", 0.99), ("reduce_scatter", 0.98)]
+)
+def test_128_gpus_are_near_the_bound(collective: str, share: float) -> None:
+    topo = load("16 x dgx-a100")
+    root = 0 if collective == "broadcast" else None
+    plan = plan_collective(collective, topo, 1 << 30, root or 0)
+    seconds = simulate(plan, topo, 1 << 30).seconds
+    least = float(bound(topo, collective, root).seconds_per_byte) * (1 << 30)
+    assert plan.algorithm == "hierarchical"
+    assert share * seconds < least <= seconds
+
+
+def test_too_many_ranks_are_refused() -> None:
+    topo = load("65 x mesh-4")
+    with pytest.raises(PlanError, match=r"allgather grows as P\^2: at most 256 ranks, not 260"):
+        plan_collective("allgather", topo, 260 * 64, 0, "hierarchical")
