@@ -29,6 +29,7 @@ from linkweave.bench.options import (
     WorkersOption,
     console,
     machine_of,
+    writable,
 )
 from linkweave.bench.reproduce import command as reproduce
 from linkweave.collectives import CollectiveError
@@ -95,11 +96,7 @@ def topo(
     """Print a machine's links and bounds; draw it and plans."""
     found = machine_of(machine, gpus, measured, gpu)
     paths = [p for p in (svg, png) if p]
-    for path, ending in ((svg, "svg"), (png, "png")):
-        if path and path.suffix != f".{ending}":
-            raise CollectiveError(
-                f"--{ending} draws into a file that ends in .{ending}, not {path}"
-            )
+    writable(svg=svg, png=png)
     drawn = None
     for flag, given in (("--plan", plan), ("--tree", part), ("--all-links", all_links)):
         if given is not None and given is not False and not paths:
@@ -156,8 +153,7 @@ def schedule(
     from linkweave.bench import schedule as shown
     from linkweave.collectives import overlap
 
-    if trace and policy == "all":
-        raise CollectiveError("--trace needs one policy: name it with --policy")
+    shown.check(policy, png, trace, explain, as_json)
     loaded, net = overlap.load(profile), overlap.network_from(network, workers)
     found = shown.planned(loaded, net, policy, limit)
     shown.tell(found, explain=explain, png=png, trace=trace, as_json=as_json)
@@ -174,6 +170,7 @@ def train_trace(
     from linkweave.bench import gantt
     from linkweave.collectives.overlap import MeasuredStep
 
+    writable(png=png, trace=trace)
     found = MeasuredStep.from_json(step.read_text())
     charts = [
         gantt.predicted(found.schedule, "predicted"),

@@ -19,16 +19,24 @@ from linkweave.topology.checks import number, shown
 
 TIME = re.compile(r"(.*_)?(seconds|ms|us|s)")
 """Measured fields: the less, the better."""
-NOT_MEASURED = re.compile(r"predicted.*|model.*|best_.*|worst_.*|compute.*")
-OUTCOMES = ("state", "wrong", "num_chunks", "all_reduces", "steps", "count")
+NOT_MEASURED = re.compile(r"predicted.*|model_.*|best_.*|worst_.*|compute.*")
+OTHERS = re.compile(r"(gloo|ddp|dense)_.*")
+"""Times of others in a row of ours."""
+OUTCOMES = ("state", "wrong", "num_chunks", "all_reduces", "steps", "count", "program")
 """Fields of a row that are no part of what was asked for."""
+LEAST = 0.02
+"""A change below this share is noise, even where a row's rounds differ by less."""
 PEERS = ("library", "implementation", "backend")
 """Fields that tell our rows, which contain "linkweave", from others'."""
-FASTER, SLOWER, SAME = "faster", "slower", "within noise"
+FASTER, SLOWER, SAME, WRONG = "faster", "slower", "within noise", "wrong"
+PARAMETERS = ("density",)
+"""Fields with fractions that are part of what was asked for."""
+Row = Mapping[str, Any]
+Key = tuple[tuple[str, Any], ...]
 LEGEND = """\
 ratio: B's time over A's; drift: what others' rows changed by, which is the machine's doing and is
 taken out of the verdict. A row with a best and a worst round is slower, or faster, if that range
-leaves out the other's median; the rest if it changed by more than the noise."""
+leaves out the other's median, by 2 % or more; the rest if it changed by more than --noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +55,17 @@ def compare(
     before: Annotated[Path, typer.Argument(metavar="A.json", help="What a benchmark wrote.")],
     after: Annotated[Path, typer.Argument(metavar="B.json", help="A later run of it.")],
     noise: Annotated[
-        float, typer.Option(help="The share by which times of one machine differ at most.")
+        float,
+        typer.Option(
+            help="The share by which times without a best and a worst round differ at most."
+        ),
     ] = 0.1,
     fail: Annotated[
-        bool, typer.Option("--fail-on-slower", help="Exit with status 1 if something is slower.")
+        bool,
+        typer.Option(
+            "--fail-on-slower",
+            help="Exit with status 1 if something is slower, wrong or no longer there.",
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -59,14 +74,29 @@ def compare(
     one, other = read(before), read(after)
     for words in differences(one, other):
         console.print(f"warning: {words}", highlight=False, soft_wrap=True)
-    drift, found = changes(one["rows"], other["rows"], noise)
+    first, second = by_key(one["rows"], before), by_key(other["rows"], after)
+    drift, found = changes(first, second, noise)
+    lost, new = (
+        [_words(key) for key in some if key not in others]
+        for some, others in ((first, second), (second, first))
+    )
     if not found:
-        raise CollectiveError(f"{before} and {after} have no row in common")
+        why = "no time in common" if {*first} & {*second} else "no row in common"
+        raise CollectiveError(f"{before} and {after} have {why}")
     if as_json:
-        print(json.dumps({"drift": drift, "changes": [asdict(change) for change in found]}))
+        print(json.dumps({
+            "drift": drift, "changes": [asdict(change) for change in found],
+            "only_before": lost, "only_after": new,
+        }))  # fmt: skip
     else:
         print(table(drift, found))
-    if fail and any(change.verdict == SLOWER for change in found):
+        for path, rows in ((before, lost), (after, new)):
+            if rows:
+                print(
+                    f"only in {path}: {len(rows)} row{'s'[: len(rows) != 1]}: "
+                    f"{shown('; '.join(rows))}"
+                )
+    if fail and (lost or any(change.verdict in (SLOWER, WRONG) for change in found)):
         raise SystemExit(1)
 
 
@@ -74,7 +104,7 @@ def read(path: Path) -> dict[str, Any]:
     """The file, whose rows are objects. Raises CollectiveError."""
     try:
         data = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CollectiveError(f"{path} is not JSON: {error}") from None
     rows = data.get("rows") if isinstance(data, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -97,60 +127,80 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def by_key(rows: Sequence[Row], where: Path) -> dict[Key, Row]:
+    """The rows by what was asked for. Raises CollectiveError if nothing tells two of them apart."""
+    found: dict[Key, Row] = {}
+    for row in rows:
+        key = _key(row)
+        if key in found:
+            raise CollectiveError(f"{where}: nothing tells two rows apart: {shown(_words(key))}")
+        found[key] = row
+    return found
+
+
 def changes(
-    before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], noise: float
+    before: Mapping[Key, Row], after: Mapping[Key, Row], noise: float
 ) -> tuple[float, list[Change]]:
     """The drift, and each measured field of the rows that both have."""
-    later = {_key(row): row for row in after}
-    pairs = [(row, later[_key(row)]) for row in before if _key(row) in later]
+    pairs = [(key, row, after[key]) for key, row in before.items() if key in after]
     ratios = [
         new[name] / old[name]
-        for old, new in pairs if _is_peer(old) for name in _measured(old, new)
+        for _, old, new in pairs
+        for name in _measured(old, new) if _is_peer(old) or OTHERS.fullmatch(name)
     ]  # fmt: skip
     drift = median(ratios) if ratios else 1.0
     found = []
-    for old, new in pairs:
-        words = " ".join(str(value) for _, value in _key(old))
+    for key, old, new in pairs:
         for name in _measured(old, new):
-            ratio = new[name] / old[name]
+            if OTHERS.fullmatch(name):
+                continue
             found.append(Change(
-                words, name, old[name], new[name], ratio, _verdict(old, new, name, drift, noise)
+                _words(key), name, old[name], new[name], new[name] / old[name],
+                WRONG if new.get("wrong") else _verdict(old, new, name, drift, noise),
             ))  # fmt: skip
     return drift, found
 
 
-def _key(row: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+def _key(row: Row) -> Key:
     return tuple(
         (name, value)
         for name, value in row.items()
-        if isinstance(value, str | int | None) and name not in OUTCOMES
+        if (isinstance(value, str | int) or name in PARAMETERS)
+        and name not in OUTCOMES
+        and not TIME.fullmatch(name)
     )
 
 
-def _is_peer(row: Mapping[str, Any]) -> bool:
+def _words(key: Key) -> str:
+    return " ".join(str(value) for _, value in key)
+
+
+def _is_peer(row: Row) -> bool:
     names = [row[field] for field in PEERS if field in row]
     return bool(names) and "linkweave" not in str(names[0])
 
 
-def _measured(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def _measured(old: Row, new: Row) -> list[str]:
     return [
         name
         for name, value in old.items()
         if TIME.fullmatch(name) and not NOT_MEASURED.fullmatch(name)
-        and isinstance(value, float) and isinstance(new.get(name), float)
-        and value > 0 and new[name] > 0
+        and _positive(value) and _positive(new.get(name))
     ]  # fmt: skip
 
 
-def _verdict(
-    old: Mapping[str, Any], new: Mapping[str, Any], name: str, drift: float, noise: float
-) -> str:
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _verdict(old: Row, new: Row, name: str, drift: float, noise: float) -> str:
     one, other = old[name], new[name] / drift
-    if name == "time_us" and all("best_us" in row and "worst_us" in row for row in (old, new)):
-        low, high = new["best_us"] / drift, new["worst_us"] / drift
-        if low > one and other > old["worst_us"]:
+    rounds = [row.get(end) for row in (old, new) for end in ("best_us", "worst_us")]
+    if name == "time_us" and all(map(_positive, rounds)):
+        best, worst, low, high = rounds[0], rounds[1], rounds[2] / drift, rounds[3] / drift
+        if low > one and other > max(worst, one * (1 + LEAST)):
             return SLOWER
-        return FASTER if high < one and other < old["best_us"] else SAME
+        return FASTER if high < one and other < min(best, one / (1 + LEAST)) else SAME
     if other > one * (1 + noise):
         return SLOWER
     return FASTER if other < one / (1 + noise) else SAME
@@ -165,7 +215,8 @@ def table(drift: float, found: Sequence[Change]) -> str:
     heads = ("row", "field", "A", "B", "ratio", "verdict")
     counts = ", ".join(
         f"{sum(change.verdict == kind for change in found)} {kind}"
-        for kind in (SLOWER, FASTER, SAME)
+        for kind in (SLOWER, FASTER, SAME, WRONG)
+        if kind != WRONG or any(change.verdict == WRONG for change in found)
     )
     return (
         f"{options.table(heads, rows, (0, 1, 5), wrapped=(0,))}\n{LEGEND}\n\n"

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from linkweave.bench.options import JsonOption, OutOption, RanksOption, at_least
+from linkweave.bench.options import JsonOption, OutOption, RanksOption, at_least, writable
 from linkweave.bench.timing import machine
 
 ExchangeOption = Annotated[
@@ -45,8 +45,7 @@ def convergence(
 
     at_least(("-n", ranks, 2), ("--steps", steps, 1), ("--seeds", seeds, 1),
              ("--epoch-steps", 1 if epoch_steps is None else epoch_steps, 1))  # fmt: skip
-    if png:
-        curves.check(png)
+    writable(png=png)
     for path in (png, out):
         if path:
             path.touch()  # an unwritable path is told before the training, not after

@@ -7,7 +7,6 @@ from itertools import cycle
 from pathlib import Path
 
 from linkweave.bench.convergence import Row
-from linkweave.collectives import CollectiveError
 
 FROM = 0.4  # of the steps: figures before them do not set the scale
 
@@ -16,10 +15,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     """Draw the mean over seeds of each exchange into a PNG file, shaded from the lowest to the
     highest seed, and dashed where what merges drop is lost.
 
-    Exchanges that differ in nothing else have one colour. Raises CollectiveError for another
-    suffix.
+    Exchanges that differ in nothing else have one colour.
     """
-    check(path)
     import matplotlib
 
     matplotlib.use("Agg")
@@ -62,9 +59,3 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     )  # fmt: skip
     figure.savefig(path, dpi=110)
     plt.close(figure)
-
-
-def check(path: Path) -> None:
-    """Raise CollectiveError unless the file's suffix is .png."""
-    if path.suffix != ".png":
-        raise CollectiveError(f"--png draws into a file that ends in .png, not {path}")

@@ -119,7 +119,7 @@ OptionalSize = Annotated[str | None, _size]
 AlgorithmOption = Annotated[
     str,
     typer.Option("--algorithm", "--force", "-a",
-                 help=f"One of {', '.join(NAMED)}; for simulate also all."),
+                 help=f"One of {', '.join(NAMED)}; for simulate also all (with --train: auto)."),
 ]  # fmt: skip
 CollectiveOption = Annotated[
     str, typer.Option("--collective", "-c", help=f"One of {', '.join(PUBLIC)}.")
@@ -167,6 +167,21 @@ def sane(elements: int, density: float, *others: tuple[str, int, int]) -> None:
     at_least(("-m", elements, 1), *others)
     if not 0 < density <= 1:
         raise CollectiveError(f"--density must be above 0 and at most 1, not {density}")
+
+
+def writable(**files: Path | None) -> None:
+    """Raise CollectiveError unless a file can be written at each path. Names are endings, which the
+    options have as well; "trace" is an option whose files end as they like."""
+    for ending, path in files.items():
+        if path is None:
+            continue
+        if ending != "trace" and path.suffix != f".{ending}":
+            raise CollectiveError(
+                f"--{ending} {'writes' if ending == 'html' else 'draws into'} a file that ends in "
+                f".{ending}, not {path}"
+            )
+        if not path.parent.is_dir():
+            raise CollectiveError(f"--{ending} {path}: there is no folder {path.parent}")
 
 
 def tell(module: Any, measure: Callable[[], list[Any]], out: Path | None, as_json: bool) -> None:

@@ -103,10 +103,19 @@ def planned(
             if name == "auto" and found:  # which is the optimal one under another name
                 found.append(replace(found[-1], policy=name))
                 continue
-            limited = name in ("optimal", "carlier", "auto")
+            limited = name in (*SEARCHED, "carlier")
             given: dict[str, Any] = {"limit_s": limit_s} if limited else {}
             found.append(overlap.plan(profile, network, name, **given))
     return found
+
+
+def check(policy: str, png: Path | None, trace: Path | None, explain: bool, as_json: bool) -> None:
+    """Raise CollectiveError, before anything is planned, for what `tell` cannot do."""
+    options.writable(png=png, trace=trace)
+    if trace and policy == "all":
+        raise CollectiveError("--trace needs one policy: name it with --policy")
+    if as_json and explain:
+        raise CollectiveError("--explain goes without --json")
 
 
 def tell(
@@ -114,11 +123,7 @@ def tell(
     trace: Path | None = None, as_json: bool = False, **extra: Any,
 ) -> None:  # fmt: skip
     """Print schedules of one profile and network beside DDP's, with `words` before the table, or as
-    JSON with `extra` fields; draw and trace them where asked. Raises CollectiveError."""
-    if trace and len(found) > 1:
-        raise CollectiveError("--trace needs one policy: name it with --policy")
-    if as_json and explain:
-        raise CollectiveError("--explain goes without --json")
+    JSON with `extra` fields; draw and trace them where asked."""
     profile, network = found[0].profile, found[0].network
     base = overlap.plan(profile, network, "ddp")
     if as_json:

@@ -29,6 +29,7 @@ from linkweave.bench.options import (
     machine_of,
     parse_size,
     table,
+    writable,
 )
 from linkweave.bench.plans import check_chunks, one_of, read_plan
 from linkweave.collectives import CollectiveError, Plan
@@ -62,7 +63,8 @@ def simulate(
     measured: MeasuredOption = None,
     plan: PlanFileOption = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write a Chrome trace (one algorithm only).")
+        Path | None,
+        typer.Option(help="Write a Chrome trace, of one algorithm; with --train of one policy."),
     ] = None,
     gtopk: Annotated[
         bool,
@@ -217,8 +219,7 @@ def _tables(
     draw: Callable[[Any, Path], None], png: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compute a paper's rows, which call what they are given `total` times; print and draw them."""
-    if png and png.suffix != ".png":
-        raise CollectiveError(f"--png draws into a file that ends in .png, not {png}")
+    writable(png=png)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("simulating", total=total)
         found = rows(lambda: progress.update(task, advance=1))

@@ -27,7 +27,7 @@ STEPS = 3  # of a block
 WARM_UP = 9  # blocks; "auto" measures, plans and tries in them
 HEADER = (
     f"{'model':12}{'MB':>7}{'batch':>7}{'ranks':>7}{'compute ms':>12}{'DDP ms':>9}"
-    f"{'linkweave ms':>14}{'x DDP':>7}{'loss differs by':>17}  policy"
+    f"{'linkweave ms':>14}{'x DDP':>7}{'loss differs by':>17}  program"
 )
 LEGEND = (
     "ms a step: of a rank alone; of DDP over gloo with buckets of 25 MiB; of DataParallel. x DDP: "
@@ -48,14 +48,14 @@ class Row:
     ms: float
     ratio: float
     loss_difference: float
-    policy: str
+    program: str
     predicted_ms: float | None
 
     def __str__(self) -> str:
         return (
             f"{self.model:12}{self.nbytes / 1e6:7.1f}{self.batch:7}{self.ranks:7}"
             f"{self.compute_ms:12.1f}{self.ddp_ms:9.1f}{self.ms:14.1f}{self.ratio:7.2f}"
-            f"{self.loss_difference:17.1e}  {self.policy}"
+            f"{self.loss_difference:17.1e}  {self.program}"
         )
 
 
@@ -130,13 +130,13 @@ def _measured(comm: Any, model: str, batch: int, blocks: int, policy: str) -> li
     ratio = statistics.median(a / b for a, b in zip(times[0], times[1], strict=True))
     differs = max(abs(a - b) for a, b in zip(ours.losses, theirs.losses, strict=True))
     plan = ours.model.schedule
-    program = ours.model.program
+    program, sends = ours.model.program, len(ours.model.program.ops)
     ours.model.close()
     if comm.rank:
         return []
     row = Row(
         model, ours.nbytes, batch, comm.size, 1e3 * compute, 1e3 * ddp, 1e3 * mine, ratio, differs,
-        f"{program.policy}, {len(program.ops)} all-reduces" + ", chained" * program.chained,
+        f"{program.policy}, {sends} all-reduce{'s'[: sends != 1]}" + ", chained" * program.chained,
         1e3 * plan.predicted_seconds if plan else None,
     )  # fmt: skip
     return [row]

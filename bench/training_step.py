@@ -96,8 +96,7 @@ def simulate_training(
     trace: Path | None = None, as_json: bool = False,
 ) -> None:  # fmt: skip
     """Print the steps of the model under each policy on the machine, beside DDP's."""
-    if trace and policy == "all":
-        raise CollectiveError("--trace needs one policy: name it with --policy")
+    schedules.check(policy, png, trace, False, as_json)
     work = work_of(model, machine, batch, tflops)
     network = network_of(machine, algorithm)
     found = schedules.planned(work.profile, network, policy)

@@ -22,6 +22,7 @@ from linkweave.bench.options import (
     console,
     machine_of,
     parse_size,
+    writable,
 )
 from linkweave.bench.plans import one_of
 from linkweave.bench.training_step import network_of, work_of
@@ -46,6 +47,8 @@ class Outlook:
     algbw: float
     seconds: float
     steps: dict[str, float]
+    work: str
+    """What a GPU is taken to compute at; empty without a model, or with measured times."""
 
 
 def what_if(
@@ -69,7 +72,8 @@ def what_if(
     size: Annotated[str, typer.Option("--size", "-s", help="The all-reduce to plan.")] = "64M",
     model: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help=f"Predict steps, of one of {', '.join(models())}."),
+        typer.Option(metavar="MODEL", help="Predict steps, of a profile from a file or one of "
+                     f"{', '.join(models())}."),
     ] = None,
     batch: Annotated[int | None, typer.Option(help="Samples on each GPU; by default 64.")] = None,
     tflops: Annotated[
@@ -83,13 +87,17 @@ def what_if(
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Show what a change of a machine's links would do."""
+    if to and gpus:
+        raise CollectiveError("--gpus would take GPUs out of the first machine only: leave it out")
+    for flag, given in (("--batch", batch), ("--tflops", tflops)):
+        if given is not None and model is None:
+            raise CollectiveError(f"{flag} belongs to --model MODEL: give that as well")
     before = machine_of(one_of(machine, topo), gpus, None, gpu)
     if bool(remove or add or nics) == bool(to):
         raise CollectiveError(
             "name what changes: --remove-link, --add-link or --add-nic; or the other machine, --to"
         )
-    if png and png.suffix != ".png":
-        raise CollectiveError(f"--png draws into a file that ends in .png, not {png}")
+    writable(png=png)
     edits = remove or (), add or (), nics
     after = machine_of(to, None, None, gpu) if to else edited(before, *edits)
     nbytes = parse_size(size)
@@ -121,13 +129,15 @@ def outlook(
         best = topology.bound(machine, "allreduce")
         plan = collectives.plan_allreduce(machine, nbytes)
         line = collectives.simulate(plan, machine, nbytes)
-    steps = {}
+    steps, words = {}, ""
     if model is not None:
         work, network = work_of(model, machine, batch, tflops), network_of(machine)
         made: list[Schedule] = [overlap.plan(work.profile, network, name) for name in POLICIES]
         steps = {schedule.policy: schedule.predicted_seconds for schedule in made}
+        words = work.words or "measured times, taken to be the same on both machines"
     return Outlook(
         machine.name, best.algbw, best.bottleneck, plan.algorithm, line.algbw, line.seconds, steps,
+        words,
     )  # fmt: skip
 
 
@@ -148,6 +158,10 @@ def text(before: Outlook, after: Outlook, nbytes: int) -> str:
         options.table(("", "before", "after", "change"), rows), "",
         f"bottleneck before: {before.bottleneck}", f"bottleneck after: {after.bottleneck}",
     ]  # fmt: skip
+    if before.work == after.work:
+        lines += [f"steps: {before.work}"] * bool(before.work)
+    else:
+        lines += [f"steps before: {before.work}", f"steps after: {after.work}"]
     return "\n".join(lines)
 
 

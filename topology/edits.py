@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from linkweave.topology import speeds
 from linkweave.topology.errors import TopologyError
 from linkweave.topology.link import Link
-from linkweave.topology.machines import both, ordered
+from linkweave.topology.machines import ordered
 from linkweave.topology.routes import Vertex
 from linkweave.topology.topology import Topology
 
@@ -49,8 +49,8 @@ def without_links(topology: Topology, ends: Ends) -> Topology:
         left = 0 if ends.count is None else link.count - ends.count
         if left < 0:
             raise TopologyError(
-                f"{topology.name} has {link.count} links {link.src}-{link.dst}: cannot remove "
-                f"{ends.count}"
+                f"{topology.name} has {link.count} link{'s'[: link.count != 1]} from {link.src} to "
+                f"{link.dst}: cannot remove {ends.count}"
             )
         if left:
             links.append(replace(link, count=left))
@@ -75,18 +75,19 @@ def with_links(topology: Topology, ends: Ends) -> Topology:
         replace(link, count=link.count + more) if (link.src, link.dst) in between else link
         for link in topology.links
     ]
-    if not between & set(topology.by_ends):
+    lacking = sorted(between - set(topology.by_ends), key=str)
+    if lacking:
         like = next((k for k in topology.links if k.kind == "nvlink"), None)
         bandwidth = like.bandwidth if like else speeds.NVLINK
         latency = like.latency_us if like else 5.0
-        links += both(ends.one, ends.other, bandwidth, more, latency, assumed=like is None)
+        links += [Link(a, b, bandwidth, more, latency, "nvlink", like is None) for a, b in lacking]
     return _named(topology, links, f"with {_text(replace(ends, count=more))}")
 
 
 def with_nics(topology: Topology, more: int) -> Topology:
-    """Return a cluster with `more` NICs beside each NIC of each node, on the same switches.
+    """Return a cluster with `more` NICs beside each NIC of each node, on the same switch or CPU.
 
-    Raises TopologyError for a machine without a network.
+    NICs on a GPU share its PCIe port. Raises TopologyError for a machine without a network.
     """
     if more < 1:
         raise TopologyError(f"the number of NICs to add must be at least 1, not {more}")
@@ -100,7 +101,9 @@ def with_nics(topology: Topology, more: int) -> Topology:
     if not nics:
         raise TopologyError(f"{topology.name} is one machine: NICs join the nodes of a cluster")
     links = [
-        replace(link, count=link.count * (1 + more)) if {link.src, link.dst} & nics else link
+        replace(link, count=link.count * (1 + more))
+        if (ends := {link.src, link.dst}) & nics and not ends & {*topology.gpus}
+        else link
         for link in topology.links
     ]
     return _named(topology, links, f"with {more} more NIC{'s'[: more > 1]} beside each")

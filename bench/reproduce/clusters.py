@@ -72,7 +72,7 @@ def table(found: list[Row]) -> str:
     below = sum(r.share < 0.9 for r in found)
     return (
         f"{options.table(heads, rows, (0, 1, 5), wrapped=(0,))}\n\nbelow 90 % of the bound: "
-        f"{below} of {len(found)}. Packed trees are for at most 64 GPUs. On DGX-1 nodes, slices cross\n"
-        "the cube mesh unevenly, or PCIe between CPUs. Beyond 32 nodes there are several rings of\n"
-        "nodes, and what they send to each other crosses oversubscribed uplinks at the same time."
+        f"{below} of {len(found)}. Packed trees are for at most 64 GPUs. On DGX-1 nodes, slices\n"
+        "cross the cube mesh unevenly, or PCIe between CPUs. Beyond 32 nodes there are several\n"
+        "rings of nodes; what they send to each other crosses oversubscribed uplinks together."
     )

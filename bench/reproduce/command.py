@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
-from linkweave.bench.options import WIDTH, JsonOption, console
+from linkweave.bench.options import WIDTH, JsonOption, console, writable
 from linkweave.collectives import CollectiveError
 
 PAPERS = ("c-cube", "gtop-k", "embrace", "asc-wfbp", "us-byte", "predictions")
@@ -37,18 +37,21 @@ def reproduce(
         typer.Option("--html", help="Write one page with plots, for a paper or all."),
     ] = None,
     folder: Annotated[
-        Path,
-        typer.Option("--keep", help="The folder of finished parts, from which a run goes on."),
-    ] = Path("out/reproduce"),
+        Path | None,
+        typer.Option("--keep", help="The folder of finished parts, from which a run goes on; by "
+                     "default out/reproduce."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Put papers' figures beside ours, or tabulate auto's choices."""
     if what in _TABLES:
-        if page:
-            raise CollectiveError(f"--html is for papers, not for {what}")
+        for flag, given in (("--html", page), ("--keep", folder)):
+            if given:
+                raise CollectiveError(f"{flag} is for papers, not for {what}")
         _table(what, as_json)
     elif what in (*PAPERS, "all"):
-        _papers(PAPERS if what == "all" else (what,), folder, page, as_json)
+        names = PAPERS if what == "all" else (what,)
+        _papers(names, folder or Path("out/reproduce"), page, as_json)
     else:
         raise CollectiveError(
             f"unknown {what!r}: choose a paper ({', '.join(PAPERS)}), all, or a table "
@@ -59,8 +62,7 @@ def reproduce(
 def _papers(names: tuple[str, ...], folder: Path, page: Path | None, as_json: bool) -> None:
     from linkweave.bench.reproduce import papers, report
 
-    if page and page.suffix != ".html":
-        raise CollectiveError(f"--html writes a file that ends in .html, not {page}")
+    writable(html=page)
     done = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(papers.parts_of(names)))

@@ -8,7 +8,7 @@ from linkweave.bench.reproduce.embrace_step import UTILISATIONS
 from linkweave.bench.reproduce.measured import Recorded, measured
 from linkweave.bench.reproduce.rows import (
     COMPUTED,
-    CPU_RANKS,
+    DESIGN,
     NETWORK,
     SIMULATED,
     Part,
@@ -141,7 +141,7 @@ def training() -> Part:
             "convergence",
             "like Horovod's AllGather",
             "within 1e-12",
-            f"{CPU_RANKS}, tests",
+            f"{DESIGN}, a test",
             reason="parameters after 100 steps in float64, 1 to 8 "
             "ranks, as those of one process: tests/cpu/test_embedding_training.py",
         )

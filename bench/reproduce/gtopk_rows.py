@@ -5,9 +5,10 @@ from __future__ import annotations
 from linkweave.bench.reproduce import gtopk
 from linkweave.bench.reproduce.gtopk_paper import METHODS, WORKERS
 from linkweave.bench.reproduce.gtopk_tables import NAMES
-from linkweave.bench.reproduce.measured import Recorded, measured
+from linkweave.bench.reproduce.measured import Recorded, here, measured
 from linkweave.bench.reproduce.rows import (
     COMPUTED,
+    CORE,
     CPU_RANKS,
     NETWORK,
     Part,
@@ -67,7 +68,7 @@ def scaling() -> Part:
     for part in found.figure11:
         rows += [
             Row("figure 11", f"{part.model}: selection, ms", 1e3 * part.measured_selection,
-                1e3 * part.selection, f"{CPU_RANKS}, one core of this machine",
+                1e3 * part.selection, f"{CORE}, {here()}",
                 reason="torch.topk on a P102-100 there, kernels.sparsify here"),
             Row("figure 11", f"{part.model}: communication, ms", 1e3 * part.measured_communication,
                 1e3 * part.communication, COMPUTED, reason=COMMUNICATION),

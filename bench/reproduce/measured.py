@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from linkweave.bench import timing
 from linkweave.bench.reproduce.rows import Row
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -33,11 +34,17 @@ def recorded(name: str) -> Recorded:
     """The file bench/results/NAME.json. Raises OSError if it is not there."""
     data = json.loads((RESULTS / f"{name}.json").read_text())
     machine = data["machine"]
-    if isinstance(machine, dict):
-        where = f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores"
-    else:
-        where = f"{data['date']}, {machine}"
+    where = _words(machine) if isinstance(machine, dict) else f"{data['date']}, {machine}"
     return Recorded(name, tuple(data["rows"]), where)
+
+
+def here() -> str:
+    """Today, and this machine, in the words of `Recorded.where`."""
+    return _words(timing.machine())
+
+
+def _words(machine: dict[str, Any]) -> str:
+    return f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores"
 
 
 def measured(

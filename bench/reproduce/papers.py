@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from linkweave.bench import timing
 from linkweave.bench.reproduce import (
     asc_wfbp,
     c_cube,
@@ -22,6 +23,7 @@ from linkweave.bench.reproduce import (
     us_byte,
 )
 from linkweave.bench.reproduce.rows import Make, Part, part_from
+from linkweave.collectives import CollectiveError
 
 PAPERS: dict[str, dict[str, Make]] = {
     "c-cube": {
@@ -72,6 +74,8 @@ def collect(
     A part of the folder is taken as it is if the sources have not changed since. `begins` is told
     the name of each part.
     """
+    if folder.exists() and not folder.is_dir():
+        raise CollectiveError(f"--keep must be a folder, not the file {folder}")
     folder.mkdir(parents=True, exist_ok=True)
     version = sources_hash()
     for paper, name in parts_of(papers):
@@ -101,8 +105,8 @@ def _kept(file: Path, version: str) -> tuple[Part, float] | None:
 
 
 def sources_hash() -> str:
-    """A hash of all that may change a value: our sources and the recorded results."""
-    found = hashlib.sha256()
+    """A hash of all that may change a value: our sources, the recorded results, the processor."""
+    found = hashlib.sha256(str(timing.machine()["cpu"]).encode())
     for name in ("bench", "collectives", "kernels", "topology"):
         for path in sorted((SOURCES / name).rglob("*")):
             if path.suffix in (".py", ".json"):

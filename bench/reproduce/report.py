@@ -10,7 +10,7 @@ from typing import Any
 
 from linkweave.bench import options
 from linkweave.bench.reproduce.papers import TITLES, Done
-from linkweave.bench.reproduce.rows import HOWS, Plot, Row
+from linkweave.bench.reproduce.rows import GPU, HOWS, Plot, Row
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Okabe and Ito's, which colour-blind readers tell apart; marks and hatches differ as well."""
@@ -52,13 +52,24 @@ def paper_text(paper: str, done: Sequence[Done]) -> str:
 
 
 def summary(done: Sequence[Done]) -> str:
-    """How many rows there are, and how they were found."""
-    rows = [row for one in done for row in one.part.rows]
+    """How many values papers print, how ours were found, and how near the numbers are."""
+    every = [row for one in done if one.paper != "predictions" for row in one.part.rows]
+    rows = [row for row in every if row.theirs is not None]
     lost = sum(row.ours is None for row in rows)
-    counts = [f"{sum(row.how.startswith(how) for row in rows)} {how}" for how in HOWS]
+    counts = [
+        f"{count} {how}" for how in HOWS if (count := sum(r.how.startswith(how) for r in rows))
+    ]
+    apart = [
+        abs(row.ours / row.theirs - 1) for row in rows
+        if isinstance(row.ours, int | float) and isinstance(row.theirs, int | float) and row.theirs
+    ]  # fmt: skip
+    near = ", ".join(
+        f"{sum(share <= limit for share in apart)} within {limit:.0%}" for limit in (0.1, 0.3)
+    )
     return (
-        f"{len(rows)} values: {', '.join(counts)}; {lost} not reproduced, "
-        f"{lost / max(1, len(rows)):.0%}"
+        f"{len(rows)} values of papers: {', '.join(counts)}; {lost} not reproduced, "
+        f"{lost / max(1, len(rows)):.0%}. Of {len(apart)} that are numbers on both sides, {near}. "
+        f"{len(every) - len(rows)} more values are ours alone"
     )
 
 
@@ -78,7 +89,11 @@ def page(done: Sequence[Done]) -> str:
         body.append("</tbody></table></div>")
         notes = [note for one in parts for note in one.part.notes]
         body.append("".join(f"<p>{html.escape(note)}.</p>" for note in notes))
-    return _PAGE.replace("BODY", "\n".join(body))
+    rows = [row for one in done for row in one.part.rows]
+    ran = any(row.how.startswith(GPU) for row in rows)
+    return _PAGE.replace("BODY", "\n".join(body)).replace(
+        "WHERE", "" if ran else " No GPU has run any of this."
+    )
 
 
 def _row(row: Row) -> str:
@@ -121,7 +136,7 @@ def _draw(axis: Any, plot: Plot) -> None:
     names = list(dict.fromkeys(x for series in plot.series for x in series.x))
     width = 0.8 / max(1, len(plot.series))
     for i, series in enumerate(plot.series):
-        colour, mark = COLOURS[i % len(COLOURS)], MARKS[i % len(MARKS)]
+        colour, mark = COLOURS[i % len(COLOURS)], MARKS[(i + i // len(COLOURS)) % len(MARKS)]
         if plot.kind == "bar":
             at = [names.index(x) + (i - (len(plot.series) - 1) / 2) * width for x in series.x]
             axis.bar(at, series.y, width, color=colour, label=series.name, edgecolor="white",
@@ -177,9 +192,9 @@ tr.lost td { color: #555; font-style: italic; }
 </style>
 </head>
 <body>
-<h1>Five papers beside linkweave</h1>
+<h1>Papers beside linkweave</h1>
 <p>Every table and figure that has values: what the paper printed, what linkweave gives, how it was
-found, and why they differ. No GPU has run any of this.</p>
+found, and why they differ.WHERE</p>
 BODY
 </body>
 </html>

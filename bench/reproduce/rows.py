@@ -14,10 +14,13 @@ SIMULATED = "simulated"
 COMPUTED = "computed"
 CPU_RANKS = "measured on CPU ranks"
 NETWORK = "measured over namespaces"
+CORE = "measured on one core"
 GPU = "measured on a GPU"
-HOWS = (SIMULATED, COMPUTED, CPU_RANKS, NETWORK, GPU)
+DESIGN = "by design"
+HOWS = (SIMULATED, COMPUTED, CPU_RANKS, NETWORK, CORE, GPU, DESIGN)
 """Where our values come from: plans or timelines in the simulator; closed forms; CPU processes;
-processes on emulated hosts with a limited network; a GPU."""
+processes on emulated hosts with a limited network; one process; a GPU; no run, as they follow from
+how linkweave is made, which tests check."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from linkweave.bench.reproduce.measured import measured, recorded
-from linkweave.bench.reproduce.rows import CPU_RANKS, SIMULATED, Part, Plot, Row, Series
+from linkweave.bench.reproduce.measured import Recorded, here, measured, recorded
+from linkweave.bench.reproduce.predictions import LANES, errors, pairs
+from linkweave.bench.reproduce.rows import (
+    CORE,
+    CPU_RANKS,
+    DESIGN,
+    SIMULATED,
+    Part,
+    Plot,
+    Row,
+    Series,
+)
 from linkweave.collectives import overlap
 from linkweave.collectives.overlap import Network, Profile, Schedule
 from linkweave.collectives.overlap.policies.us_byte import PARTITION
@@ -23,7 +33,7 @@ FORWARD_S = {"vgg16-cifar": 0.1776}
 ORDERS = 1000
 SIZES = tuple(n * 100_000 // 8 // 16 * 16 for n in (1, 5, 10, 40, 80))
 """Bytes of basic blocks: 0.1 to 8 Mb."""
-STEPS = ("steps-resnet50-epyc-2-cores", "steps-vgg16-epyc-2-cores", "steps-bert-base-epyc-2-cores")
+STEPS = LANES[:3]
 FROM_A_RING = (
     "the printed b is 40 times too small for 10GbE: a ring's is taken; forward totals are V100 "
     "measurements, divided by FLOPs"
@@ -126,7 +136,7 @@ def orders() -> Part:
                 took.append(time.perf_counter() - start)
     rows += [
         Row("figure 15", "s to plan VGG-16, at most", 10.0, max(took),
-            f"{CPU_RANKS}, one core of this machine",
+            f"{CORE}, {here()}",
             reason="section 7.2 says less than 1 s for VGG-16"),
         Row("figure 16", "VGG-16: speed with blocks of 0.1 Mb over 8 Mb, US-Byte",
             "slightly slower", speed["us-byte"][0] / speed["us-byte"][-1], SIMULATED),
@@ -160,15 +170,14 @@ def measurements() -> Part:
                  "layers that sleep, all-reduces of 2 ranks on throttled lanes")
         for name in STEPS
     ]  # fmt: skip
-    every = [abs(r["measured_ms"] / r["predicted_ms"] - 1) for name in STEPS
-             for r in recorded(name).rows]  # fmt: skip
+    every = [e for name in STEPS for e in errors(pairs(recorded(name)))]
     rows += [
         Row("table 4", "median error over all policies and three models", "at most 5 %",
-            100 * median(every), f"{CPU_RANKS}, {recorded(STEPS[0]).where}", "%"),
-        Row("table 5", "time to partition tensors in a step", "0.2 to 1.8 %", 0.0, CPU_RANKS,
+            median(every), f"{CPU_RANKS}, {recorded(STEPS[0]).where}", "%"),
+        Row("table 5", "time to partition tensors in a step", "0.2 to 1.8 %", 0.0, DESIGN,
             "%", "blocks are cut once, when a schedule is made: a step only follows the program"),
         Row("figure 9", "all-reduce is linear in its size", "yes", "yes",
-            f"{SIMULATED} and measured", reason="see ASC-WFBP, figure 4a"),
+            DESIGN, reason="the model has it so; ASC-WFBP, figure 4a, has measurements"),
         Row("figure 12", "epochs to a loss of 1.0 (ResNet-50) and 1.5 (VGG-16)", "45 and 55", None,
             reason="needs ImageNet, Cifar-100 and GPUs; schedules do not change what is computed"),
         Row("figure 17", "power of US-Byte against ByteScheduler", "less", None,
@@ -177,6 +186,6 @@ def measurements() -> Part:
     return Part(tuple(rows))
 
 
-def _error(found: object) -> float:
-    row = found.row(policy="us-byte")  # type: ignore[attr-defined]
-    return 100 * abs(row["measured_ms"] / row["predicted_ms"] - 1)
+def _error(found: Recorded) -> float:
+    row = found.row(policy="us-byte")
+    return errors([(row["predicted_ms"], row["measured_ms"])])[0]

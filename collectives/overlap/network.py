@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 
@@ -58,7 +59,8 @@ class Network:
         """Return the network of a machine or cluster, one worker for each GPU.
 
         Its timings and gamma are of plans for 4 KiB to 1 GiB, simulated (`overlap.planned`). Takes
-        some seconds on a machine. Raises PlanError for an algorithm that it cannot run.
+        some seconds on a machine, and minutes on a cluster of 32. Raises PlanError for an algorithm
+        that it cannot run.
         """
         found, workers = planned(topology, algorithm), len(topology.gpus)
         name = topology.name if algorithm == "auto" else f"{topology.name}, {algorithm}"
@@ -70,14 +72,17 @@ class Network:
         pairs: Iterable[tuple[int, float]], workers: int = 2, gamma: float = 2.0
     ) -> Network:
         """Return the network of measured all-reduces, pairs of bytes and seconds in any order; of
-        several of one size the median counts. Raises CollectiveError for fewer than two sizes.
+        several of one size the median counts, and a size takes no less than a smaller one. Raises
+        CollectiveError for fewer than two sizes.
         """
         by_size: dict[int, list[float]] = {}
         for nbytes, seconds in pairs:
             by_size.setdefault(nbytes, []).append(seconds)
-        medians = [(size, float(np.median(by_size[size]))) for size in sorted(by_size)]
-        made = fit(medians, workers, gamma).network
-        return replace(made, name="measured", timings=tuple(Timing(*pair) for pair in medians))
+        sizes = sorted(by_size)
+        medians = [float(np.median(by_size[size])) for size in sizes]
+        pairs = list(zip(sizes, accumulate(medians, max), strict=True))
+        made = fit(pairs, workers, gamma).network
+        return replace(made, name="measured", timings=tuple(Timing(*pair) for pair in pairs))
 
     def __str__(self) -> str:
         return (

@@ -9,7 +9,7 @@ import numpy as np
 from linkweave.collectives.overlap.timing import SHARES, Timing
 from linkweave.collectives.planning.collective import ALLREDUCE
 from linkweave.collectives.planning.plan import Plan, Step
-from linkweave.collectives.planning.planner import plan_collective, predict
+from linkweave.collectives.planning.planner import choose, plan_collective, predict
 from linkweave.collectives.planning.simulate import Timeline, simulate
 from linkweave.topology import Topology
 
@@ -42,12 +42,8 @@ def planned(topology: Topology, algorithm: str = "auto") -> Planned:
 def _timing(topology: Topology, nbytes: int, algorithm: str) -> Timing:
     queue = plan_collective(ALLREDUCE, topology, nbytes, 0, algorithm, queued=True)
     line = simulate(queue, topology, nbytes)
-    alone = predict(topology, nbytes, _chosen(topology, nbytes, algorithm))[0]
-    return Timing(nbytes, alone, arrivals_of(line))
-
-
-def _chosen(topology: Topology, nbytes: int, algorithm: str) -> str:
-    return plan_collective(ALLREDUCE, topology, nbytes, 0, algorithm).algorithm
+    chosen = choose(topology, nbytes) if algorithm == "auto" else algorithm
+    return Timing(nbytes, predict(topology, nbytes, chosen)[0], arrivals_of(line))
 
 
 def arrivals_of(line: Timeline) -> tuple[float, ...]:

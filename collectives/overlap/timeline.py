@@ -4,8 +4,8 @@ Time 0 is the start of the backward pass, which computes layers from the last to
 for nothing. A communication starts when its gradients are ready and when both its predecessor on
 the lane and those in `after` have ended. It first spends the start-up a (`Network.startup`), in
 which it transmits nothing. Then it transmits its bytes; `Network.crowding` slows each byte by the
-number of communications that transmit at that moment. On a single lane, streamed communications
-arrive as `Network.arrivals` says.
+number of communications that transmit at that moment. Parts of streamed communications arrive as
+`Network.arrivals` says, later by as much as others slow the transmission down.
 """
 
 from __future__ import annotations
@@ -96,8 +96,9 @@ def _lanes(
     heads = dict.fromkeys(queues, 0)
     spans: dict[int, Interval] = {}
     arrivals: Arrivals = [[] for _ in communications]
-    behind = [_behind(c) for c in communications]
+    behind: list[list[float]] = [[] for _ in communications]  # bytes left when each piece arrives
     running: dict[int, list[float]] = {}  # [start, end of the start-up, bytes left]
+    least = network.least[1]
     now = 0.0
     while len(spans) < len(communications):
         waits = []
@@ -107,11 +108,17 @@ def _lanes(
             c = communications[number]
             if all(other in spans for other in c.after):
                 if ready[number] <= now:
-                    running[number] = [now, now + network.startup(c.nbytes), float(c.nbytes)]
+                    startup = network.startup(c.nbytes)
+                    if c.streamed:
+                        alone = network.arrivals(c.nbytes, accumulate(p.nbytes for p in c.pieces))
+                        startup = alone[-1] - least * c.nbytes
+                        arrivals[number] = [now + at for at in alone if at <= startup]
+                        behind[number] = [(alone[-1] - at) / (least or 1.0) for at in alone]
+                    running[number] = [now, now + startup, float(c.nbytes)]
                 else:
                     waits.append(ready[number])
         sending = [state for state in running.values() if state[1] <= now]
-        pace = network.least[1] * network.crowding(max(1, len(sending)))
+        pace = least * network.crowding(max(1, len(sending)))
         ends = [now + state[2] * pace for state in sending]
         ends += [state[1] for state in running.values() if state[1] > now]
         then = min([*ends, *waits])
@@ -126,13 +133,10 @@ def _lanes(
                     left = behind[number][len(arrivals[number])]
                     arrivals[number].append(min(then, now + max(0.0, before - left) * pace))
                 if over:
+                    missing = len(communications[number].pieces) - len(arrivals[number])
+                    arrivals[number] += [then] * missing
                     spans[number] = (state[0], then)
                     del running[number]
                     heads[communications[number].lane] += 1
         now = then
     return [spans[number] for number in range(len(communications))], arrivals
-
-
-def _behind(c: Communication) -> list[int]:
-    """The bytes of a communication that follow each piece."""
-    return [c.nbytes - upto for upto in accumulate(piece.nbytes for piece in c.pieces)]

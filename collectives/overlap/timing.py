@@ -78,12 +78,11 @@ def timings_of(rows: Any, where: str) -> tuple[Timing, ...]:
 
 
 def seconds(timings: Sequence[Timing], nbytes: float) -> float:
-    """The time of an all-reduce: linear between sizes, and beyond the last as between the last two.
-
-    Messages below the first size take as long as that one.
+    """The time of an all-reduce: linear between sizes. Beyond the last it grows as between sizes a
+    quarter as large and the last. Messages below the first size take as long as that one.
     """
     low, high, share = _around(timings, nbytes)
-    beyond = _pace(timings) * max(0.0, nbytes - timings[-1].nbytes)
+    beyond = _paces(timings)[-1] * max(0.0, nbytes - timings[-1].nbytes)
     return low.seconds + share * (high.seconds - low.seconds) + beyond
 
 
@@ -91,7 +90,7 @@ def arrivals(timings: Sequence[Timing], nbytes: float, upto: Iterable[float]) ->
     """The seconds after which the first so many bytes of `nbytes` are final, by timings that have
     arrivals: linear between sizes and between shares. Increasing numbers are expected."""
     low, high, share = _around(timings, nbytes)
-    beyond = _pace(timings) * max(0.0, nbytes - timings[-1].nbytes)
+    beyond = _paces(timings)[-1] * max(0.0, nbytes - timings[-1].nbytes)
     at = [
         a + share * (b - a) + beyond * part / SHARES
         for part, (a, b) in enumerate(zip(low.arrivals, high.arrivals, strict=True))
@@ -113,10 +112,12 @@ def _around(timings: Sequence[Timing], nbytes: float) -> tuple[Timing, Timing, f
     return low, high, (nbytes - low.nbytes) / (high.nbytes - low.nbytes)
 
 
-def _pace(timings: Sequence[Timing]) -> float:
-    """The seconds per byte between the last two sizes."""
-    low, high = timings[-2:]
-    return max(0.0, (high.seconds - low.seconds) / (high.nbytes - low.nbytes))
+def _paces(timings: Sequence[Timing]) -> list[float]:
+    """The seconds per byte from each size that is at most a quarter of the last to the last one, by
+    increasing size. Between closer ones, noise could make bytes free."""
+    *others, last = timings
+    far = [one for one in others if 4 * one.nbytes <= last.nbytes] or others[:1]
+    return [max(0.0, (last.seconds - one.seconds) / (last.nbytes - one.nbytes)) for one in far]
 
 
 def fastest(timings: Sequence[Timing]) -> tuple[float, float]:
@@ -127,9 +128,7 @@ def fastest(timings: Sequence[Timing]) -> tuple[float, float]:
     seconds per byte are those by which large messages differ, so that the bound is near the times
     of small and of large ones.
     """
-    last = timings[-1]
-    pace = max(0.0, min((last.seconds - one.seconds) / (last.nbytes - one.nbytes)
-                        for one in timings[:-1]))  # fmt: skip
+    pace = min(_paces(timings))
     points: list[tuple[float, float]] = [(one.nbytes, one.seconds) for one in timings]
     for one in timings:
         points += [(one.nbytes * part / SHARES, at) for part, at in enumerate(one.arrivals)]

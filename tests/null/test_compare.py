@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from linkweave.bench import compare
 from linkweave.bench.cli import app
-from linkweave.bench.compare import FASTER, SAME, SLOWER, changes
+from linkweave.bench.compare import FASTER, SAME, SLOWER, WRONG, Change, by_key
 from linkweave.collectives import CollectiveError
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -24,6 +24,12 @@ def row(ms: float, **extra: Any) -> dict[str, Any]:
 def timed(best: float, time: float, worst: float) -> dict[str, Any]:
     times = {"time_us": float(time), "best_us": float(best), "worst_us": float(worst)}
     return {"library": "linkweave", **times}
+
+
+def changes(
+    before: list[dict[str, Any]], after: list[dict[str, Any]], noise: float
+) -> tuple[float, list[Change]]:
+    return compare.changes(by_key(before, Path("a")), by_key(after, Path("b")), noise)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +81,51 @@ def test_a_recorded_file_equals_itself(name: str) -> None:
     assert found or name.startswith("convergence")
 
 
+def test_small_changes_of_steady_rows_are_noise() -> None:
+    _, (change,) = changes([timed(9.99, 10, 10.01)], [timed(10.14, 10.15, 10.16)], 0.1)
+    assert change.verdict == SAME
+    _, (change,) = changes([timed(9.99, 10, 10.01)], [timed(10.24, 10.25, 10.26)], 0.1)
+    assert change.verdict == SLOWER
+
+
+def test_peers_times_in_our_rows_are_drift() -> None:
+    before, after = ({"nbytes": 4, "seconds": s, "gloo_seconds": t} for s, t in ((1, 2), (1.5, 3)))
+    drift, (change,) = changes([before], [after], 0.1)
+    assert (drift, change.field, change.verdict) == (1.5, "seconds", SAME)
+    _, (change,) = changes([before], [before | {"gloo_seconds": 4}], 0.1)
+    assert change.verdict == FASTER
+
+
+def test_what_is_asked_for_may_be_a_fraction() -> None:
+    two = [row(1.0, density=0.1), row(2.0, density=0.2)]
+    _, found = changes(two, two, 0.1)
+    assert [change.verdict for change in found] == [SAME, SAME]
+    with pytest.raises(CollectiveError, match="a: nothing tells two rows apart: 'topk 5'"):
+        changes([row(1.0), row(2.0)], [row(1.0)], 0.1)
+
+
+def test_wrong_results_and_lost_rows_fail(tmp_path: Path) -> None:
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    words = ["bench", "compare", *map(str, files), "--fail-on-slower"]
+    for rows, status in (
+        ([row(1.0), row(1.0, k=6)], 0), ([row(1.0)], 1), ([row(1.0), row(1.0, k=6, wrong=5)], 1)
+    ):  # fmt: skip
+        for file, held in zip(files, ([row(1.0), row(1.0, k=6)], rows), strict=True):
+            file.write_text(json.dumps({"rows": held}))
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == status, done.output
+        assert (f"only in {files[0]}: 1 row: 'topk 6'" in done.stdout) == (len(rows) == 1)
+        assert ("1 wrong" in done.stdout) == any("wrong" in one for one in rows)
+    _, (change,) = changes([row(1.0)], [row(1.0, wrong=1)], 0.1)
+    assert change.verdict == WRONG
+
+
+def test_rows_without_rounds_are_compared() -> None:
+    lacking = {"a": 1, "time_us": 1, "best_us": None, "worst_us": None}
+    _, (change,) = changes([lacking], [lacking], 0.1)
+    assert change.verdict == SAME
+
+
 def test_the_command_warns_and_fails(tmp_path: Path) -> None:
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for file, ms, cores in zip(files, (1.0, 2.0), (2, 4), strict=True):
@@ -94,7 +145,8 @@ def test_the_command_warns_and_fails(tmp_path: Path) -> None:
     ("text", "message"),
     [("{", "is not JSON"), ("[]", "must be an object with a list of rows"),
      ('{"rows": [1]}', "must be an object with a list of rows"),
-     ('{"rows": []}', "no row in common")],
+     ('{"rows": []}', "no row in common"), ('{"rows": [{"a": 1}]}', "no time in common"),
+     ("[" * 100_000, "is not JSON")],
 )  # fmt: skip
 def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "a.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -12,7 +13,15 @@ from hypothesis import strategies as st
 
 from linkweave import collectives, topology
 from linkweave.collectives import CollectiveError, overlap
-from linkweave.collectives.overlap import Network, Timing, planned, timing
+from linkweave.collectives.overlap import (
+    Communication,
+    Network,
+    Piece,
+    Timing,
+    planned,
+    timing,
+)
+from linkweave.collectives.overlap.timeline import timeline
 from linkweave.collectives.overlap.timing import SHARES
 from linkweave.topology import Link, Topology
 
@@ -198,3 +207,35 @@ def test_a_batch_takes_its_flops() -> None:
     assert many.backward_s == pytest.approx(2 * many.forward_s)
     with pytest.raises(CollectiveError, match="batch must be an integer"):
         overlap.model_at("resnet50", 0, 1e12)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "overlapped_double_tree", "auto"])
+@pytest.mark.parametrize("chained", [False, True])
+def test_an_idle_second_lane_changes_little(algorithm: str, chained: bool) -> None:
+    """Parts of a streamed all-reduce arrive alike, however many lanes there are."""
+    profile = overlap.model_at("vgg16", 16, 6.28e12)
+    network = Network.from_topology(topology.load("dgx1-v100"), algorithm)
+    last = len(profile.layers) - 1
+    first = tuple(Piece(i, 0, layer.nbytes) for i, layer in enumerate(profile.layers) if i < last)
+    rest = Piece(last, 0, 4)  # a start-up later than the last gradient, and 4 bytes
+    sends = (Communication(first, 0, streamed=True), Communication((rest,), 1))
+    both = timeline(profile, network, sends, chained)
+    alone = timeline(profile, network, sends[:1], chained)
+    begun = profile.backward_s
+    arrived = network.arrivals(sends[0].nbytes, accumulate(p.nbytes for p in first))
+    assert alone.sends[0] == pytest.approx((begun, begun + arrived[-1]))
+    assert both.sends[0] == pytest.approx(alone.sends[0], rel=1e-4)
+    assert both.seconds == pytest.approx(alone.seconds, rel=1e-3)
+    for (one, _), (other, _) in zip(both.forward[:last], alone.forward[:last], strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+
+
+def test_noise_in_the_last_size_does_not_make_bytes_free() -> None:
+    pairs = [(1 << 20, 0.01), (2 << 20, 0.02), (4 << 20, 0.0405), (8 << 20, 0.0402)]
+    network = Network.from_measurements(pairs)
+    assert [one.seconds for one in network.timings] == [0.01, 0.02, 0.0405, 0.0405]
+    pace = (0.0405 - 0.02) / (6 << 20)
+    assert network.seconds(20 << 20) == pytest.approx(0.0405 + pace * (12 << 20))
+    startup, least = network.least
+    assert 0 < least <= pace and startup >= 0
+    assert all(startup + least * one.nbytes <= one.seconds for one in network.timings)

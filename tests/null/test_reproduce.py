@@ -81,13 +81,10 @@ def test_slower_links_take_as_long_as_more_bytes() -> None:
 
 
 def test_a_limit_of_equation_42_is_the_papers() -> None:
-    limits = {model: found[-1] for model, found in asc_wfbp.MODELS.items()}
-    for model, limit in limits.items():
-        profile = asc_wfbp.profile_of(model)
-        compute = profile.forward_s + profile.backward_s
-        sending = profile.nbytes * asc_wfbp.WIRE
-        most = 32 * compute / (compute + sending - min(profile.backward_s, sending))
-        assert most == pytest.approx(limit, rel=0.01)
+    found = [row for row in asc_wfbp.steps().rows if "limit of the speed-up" in row.what]
+    assert len(found) == len(asc_wfbp.MODELS)
+    for row in found:
+        assert row.ours == pytest.approx(row.theirs, rel=0.01)
 
 
 def test_steps_are_predicted_within_five_percent() -> None:
@@ -163,7 +160,8 @@ def test_text_json_and_page(two_parts: list[str], tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "needs <watts>" in done.stdout and "1, 3: because" in done.stdout
     said = " ".join(done.stdout.split())
-    assert "4 values: 2 simulated" in said and "2 not reproduced, 50%" in said
+    assert "4 values of papers: 2 simulated; 2 not reproduced, 50%." in said
+    assert "Of 2 that are numbers on both sides, 0 within 10%, 2 within 30%." in said
     assert max(map(len, done.stdout.splitlines())) <= 100
     text = page.read_text()
     assert text.count("<svg role") == 2 and "needs &lt;watts&gt;" in text
@@ -186,12 +184,25 @@ def test_measured_rows_name_their_file() -> None:
     [
         (["c-cub"], "unknown 'c-cub': choose a paper"),
         (["choice", "--html", "x.html"], "--html is for papers, not for choice"),
+        (["clusters", "--keep", "out"], "--keep is for papers, not for clusters"),
         (["c-cube", "--html", "x.pdf"], "a file that ends in .html, not x.pdf"),
+        (["c-cube", "--html", "none/x.html"], "--html none/x.html: there is no folder none"),
+        (["c-cube", "--keep", "pyproject.toml"], "must be a folder, not the file pyproject.toml"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(CollectiveError, match=message):
         app(["reproduce", *words], standalone_mode=False)
+
+
+def test_series_differ_by_colour_or_mark() -> None:
+    from matplotlib import pyplot as plt
+
+    lines = tuple(Series(str(i), (1, 2), (1.0, 2.0)) for i in range(12))
+    figure, axis = plt.subplots()
+    report._draw(axis, Plot("t", "c", "x", "y", lines))
+    assert len({(line.get_color(), line.get_marker()) for line in axis.lines}) == 12
+    plt.close(figure)
 
 
 @pytest.mark.slow

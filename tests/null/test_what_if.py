@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from linkweave import collectives, topology
 from linkweave.bench.cli import app
-from linkweave.topology import CollectiveError, Topology
+from linkweave.topology import CollectiveError, Link, Topology
 from linkweave.topology.edits import Ends, parse_ends, with_links, with_nics, without_links
 
 
@@ -101,16 +101,34 @@ def test_the_text_fits() -> None:
         ("dgx1-v100", "name what changes"),
         ("dgx1-v100 --to dgx2 --add-link 0-1", "name what changes"),
         ("dgx1-v100 --remove-link 2-9", "has no link 2-9"),
-        ("dgx1-v100 --remove-link 0-3=3", "has 2 links 0-3: cannot remove 3"),
+        ("dgx1-v100 --remove-link 0-3=3", "has 2 links from 0 to 3: cannot remove 3"),
         ("dgx1-v100 --add-link 0-9", "has no GPU or switch 9"),
         ("dgx1-v100 --add-nic 1", "is one machine: NICs join the nodes"),
         ("ring-4 --add-link 0-2 --png a.svg", "a file that ends in .png, not a.svg"),
-        ("mesh-2 --remove-link 0-1", "no"),
+        ("mesh-2 --remove-link 0-1", "no links? leads? from GPU 0"),
+        ("dgx1-v100 --to dgx2 --gpus 0-3", "--gpus would take GPUs out of the first machine only"),
+        ("dgx1-v100 --add-link 2-6 --batch 0", "--batch belongs to --model MODEL"),
+        ("dgx1-v100 --add-link 2-6 --tflops 1", "--tflops belongs to --model MODEL"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: str, message: str) -> None:
     with pytest.raises(CollectiveError, match=message):
         app(["what-if", *words.split()], standalone_mode=False)
+
+
+def test_nics_on_a_gpu_share_its_port() -> None:
+    cluster = topology.load("2 x dgx-a100")
+    more = with_nics(cluster, 1)
+    network = {ends for ends, link in cluster.by_ends.items() if link.kind == "network"}
+    for ends, link in more.by_ends.items():
+        assert link.count == cluster.by_ends[ends].count * (2 if ends in network else 1)
+    assert topology.allreduce_bound(more) == topology.allreduce_bound(cluster)
+
+
+def test_links_of_one_direction() -> None:
+    one_way = Topology("two", (0, 1), (Link(0, 1, 10**10, 2),))
+    more = with_links(one_way, Ends(0, 1, 3))
+    assert {ends: link.count for ends, link in more.by_ends.items()} == {(0, 1): 5, (1, 0): 3}
 
 
 def test_a_negative_number_of_nics_is_refused() -> None:
