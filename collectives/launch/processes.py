@@ -211,8 +211,11 @@ def _child(results: Connection, job: tuple[Any, ...]) -> None:
         results.send_bytes(payload)
         results.close()
     finally:
-        if communicator is not None:
-            communicator.close()
+        try:
+            if communicator is not None:
+                communicator.close()
+        except CollectiveError as error:  # `fn` is over, so that nobody else would tell
+            print(f"rank {rank}: {error}", file=sys.stderr)
         set_default(None)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -227,6 +227,21 @@ def test_a_rank_that_fails(how: str, kind: type[Exception], words: str) -> None:
     assert time.monotonic() - start < 25  # of 30
 
 
+def fail() -> None:
+    raise CollectiveError("what was under way has failed")
+
+
+def fail_while_closing(rank: int) -> None:
+    get_default().before_close(fail)
+
+
+def test_an_error_while_closing_takes_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    collectives.spawn(fail_while_closing, 2)
+    said = sorted(capfd.readouterr().err.splitlines())
+    words = "closed after a failure (rank {0}: what was under way has failed)"
+    assert said == [f"rank {rank}: {words.format(rank)}" for rank in range(2)]
+
+
 def test_a_failed_job_leaves_no_descriptors() -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):

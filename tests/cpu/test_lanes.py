@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import time
 from pathlib import Path
@@ -103,7 +104,7 @@ def use_memory(rank: int) -> list[int]:
 
     def measure() -> None:
         comm.barrier()
-        found.append(pages(rank))
+        found.append(pages())
         comm.barrier()
 
     measure()
@@ -120,10 +121,11 @@ def use_memory(rank: int) -> list[int]:
     return [a - found[0] for a in found]
 
 
-def pages(rank: int) -> int:
-    """MiB of shared memory that the machine has in use."""
-    rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(rows["Shmem"].split()[0]) >> 10
+def pages() -> int:
+    """MiB of the ranks' shared file that are memory."""
+    every = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+    files = [fd for fd in every if "memfd:linkweave" in os.path.realpath(fd)]
+    return max(os.stat(fd).st_blocks for fd in files) * 512 >> 20
 
 
 def test_memory_comes_back_at_once() -> None:
