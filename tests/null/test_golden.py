@@ -12,15 +12,23 @@ from linkweave.collectives.planning.planner import plan_collective
 from linkweave.topology import load
 
 FOLDER = Path(__file__).parents[1] / "golden"
-MACHINES = {  # the smallest on which the algorithm shows what it is; others on mesh-4
+MACHINES = {  # the smallest on which the algorithm shows what it is
     "ring": "mesh-3",
     "overlapped_double_tree": "dgx1-v100",
     "hierarchical": "2 x mesh-2",
     "hierarchical_ring": "2 x mesh-2",
     "ccube_dgx1": "dgx1-v100",
 }
+
+
+def _machine(collective: str, name: str) -> str:
+    if collective == "allreduce" or name == "hierarchical":
+        return MACHINES.get(name, "mesh-4")
+    return "mesh-3"
+
+
 CASES = [
-    (collective, name, MACHINES.get(name, "mesh-4") if collective == "allreduce" else "mesh-3")
+    (collective, name, _machine(collective, name))
     for collective, named in ALGORITHMS.items()
     for name in named
 ]

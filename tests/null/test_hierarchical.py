@@ -97,7 +97,8 @@ def test_a_ring_over_the_nodes_is_proved_and_sums(spec: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "share"),
     [("4 x dgx-a100", 0.98), ("4 x dgx-h100", 0.99),
-     ("8 x dgx-h100 leaf=4 oversubscription=2", 0.99), ("8 x dgx1-v100", 0.95)],
+     ("8 x dgx-h100 leaf=4 oversubscription=2", 0.99), ("8 x dgx1-v100", 0.95),
+     ("8 x dgx1-v100 nics=1", 0.99)],
 )  # fmt: skip
 def test_large_messages_reach_the_bound(spec: str, share: float) -> None:
     found = clusters.row(spec)
@@ -148,6 +149,17 @@ def test_several_rings_use_nics_nearly_all_the_time(nodes: int, share: float) ->
     topo = load(f"{nodes} x mesh-1")
     line = simulate(plan_allreduce(topo, 1 << 28, "hierarchical_ring"), topo, 1 << 28)
     assert share * allreduce_bound(topo) < line.algbw <= allreduce_bound(topo)
+
+
+@pytest.mark.parametrize("name", ["hierarchical", "hierarchical_ring"])
+def test_gpus_beyond_the_cpus_leave_the_network_to_the_others(name: str) -> None:
+    """One NIC a node: the four GPUs of the other CPU have no slice."""
+    topo = load("3 x dgx1-v100 nics=1")
+    plan = plan_allreduce(topo, 1 << 26, name)
+    across = {c.src % 8 for c in plan.connections if not c.local and c.src // 8 != c.dst // 8}
+    assert across == {0, 1, 2, 3}
+    inputs = [np.arange(301) * 1000 + 3**r for r in range(24)]
+    assert all((out == sum(inputs)).all() for out in run(plan, inputs))
 
 
 def test_rings_are_shorter_on_larger_clusters() -> None:

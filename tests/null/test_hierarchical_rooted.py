@@ -13,7 +13,7 @@ from linkweave.collectives.runtime.reference import run
 from linkweave.topology import bound, load
 
 CLUSTERS = ["2 x mesh-1", "3 x mesh-2", "5 x mesh-3", "2 x pcie-5 nics=1", "4 x pcie-4",
-            "3 x dgx1-v100"]  # fmt: skip
+            "3 x dgx1-v100", "2 x dgx1-v100 nics=1"]  # fmt: skip
 BLOCK = 37
 
 

@@ -211,7 +211,7 @@ def test_a_batch_takes_its_flops() -> None:
 
 @pytest.mark.parametrize("algorithm", ["ring", "overlapped_double_tree", "auto"])
 @pytest.mark.parametrize("chained", [False, True])
-def test_an_idle_second_lane_changes_little(algorithm: str, chained: bool) -> None:
+def test_parts_arrive_alike_beside_a_short_all_reduce(algorithm: str, chained: bool) -> None:
     """Parts of a streamed all-reduce arrive alike, however many lanes there are."""
     profile = overlap.model_at("vgg16", 16, 6.28e12)
     network = Network.from_topology(topology.load("dgx1-v100"), algorithm)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from itertools import pairwise, zip_longest
 
-from linkweave.collectives.planning.algorithms.nodes import Hop, Node, around, equal_nodes, inside
+from linkweave.collectives.planning.algorithms.nodes import (
+    Hop,
+    Node,
+    around,
+    equal_nodes,
+    gates,
+    inside,
+)
 from linkweave.collectives.planning.algorithms.trees import Tree, two_trees
 from linkweave.collectives.planning.lower import Algorithm, Copy, Reduce, Round
 from linkweave.topology import Topology
@@ -22,14 +29,16 @@ def hierarchical(topology: Topology) -> Algorithm:
     alone if they connect the node; the trees share the links evenly. Between nodes each slice is
     two chunks, one for each tree of an overlapped double tree over the nodes, so every NIC sends
     and receives about twice its slice. GPU g communicates with GPU g of other nodes only, over its
-    own rail if there are rails. Raises PlanError unless the machine is a cluster of equal nodes.
+    own rail if there are rails; GPUs that are farther from a NIC than others have no slice. Raises
+    PlanError unless the machine is a cluster of equal nodes.
     """
     nodes = equal_nodes("hierarchical", topology)
-    trees = [_over_tree(nodes, tree, t, 2) for t, tree in enumerate(two_trees(len(nodes)))]
+    near, trees = gates(topology, nodes), two_trees(len(nodes))
+    over = [_over_tree(near, tree, t, 2) for t, tree in enumerate(trees)]
     middle = [
-        tuple(m for part in parts for m in part) for parts in zip_longest(*trees, fillvalue=())
+        tuple(m for part in parts for m in part) for parts in zip_longest(*over, fillvalue=())
     ]
-    return _wrapped("hierarchical", topology, nodes, 2, [middle])
+    return _wrapped("hierarchical", topology, nodes, near, 2, [middle])
 
 
 def hierarchical_ring(topology: Topology) -> Algorithm:
@@ -49,7 +58,8 @@ def hierarchical_ring(topology: Topology) -> Algorithm:
     would leave a quarter of a NIC's time unused.
     """
     nodes = equal_nodes("hierarchical_ring", topology)
-    rings = _rings(nodes)
+    near = gates(topology, nodes)
+    rings = _rings(near)
     parts = max(map(len, rings))
     scatter = [around(rings, parts, step, 1) for step in range(parts - 1)]
     gather = [around(rings, parts, step, 0) for step in range(parts - 1)]
@@ -60,7 +70,7 @@ def hierarchical_ring(topology: Topology) -> Algorithm:
     else:
         across = [*_reduced(inward, parts), *_copied(outward, parts)]
         phases = [_reduced(scatter, parts), across, _copied(gather, parts)]
-    return _wrapped("hierarchical_ring", topology, nodes, parts, phases)
+    return _wrapped("hierarchical_ring", topology, nodes, near, parts, phases)
 
 
 def _reduced(steps: list[list[Hop]], parts: int) -> list[Round]:
@@ -102,16 +112,17 @@ def _inward(rings: list[list[Node]], parts: int) -> list[list[Hop]]:
 
 
 def _wrapped(
-    name: str, topology: Topology, nodes: list[Node], parts: int, phases: list[list[Round]]
-) -> Algorithm:
+    name: str, topology: Topology, nodes: list[Node], near: list[Node], parts: int,
+    phases: list[list[Round]],
+) -> Algorithm:  # fmt: skip
     """Return an algorithm with the rounds inside nodes before and after the phases between nodes,
     for slices of `parts` chunks."""
-    up, down = inside(topology, nodes, lambda g: range(g * parts, (g + 1) * parts))
+    up, down = inside(topology, nodes, near, lambda g: range(g * parts, (g + 1) * parts))
     made = [*phases]
     made[0] = [*up, *made[0]]
     made[-1] = [*made[-1], *down]
     whole = tuple(tuple(r for r in rounds if r) for rounds in made)
-    return Algorithm(name, len(topology.gpus), parts * len(nodes[0]), whole)
+    return Algorithm(name, len(topology.gpus), parts * len(near[0]), whole)
 
 
 def _over_tree(nodes: list[Node], tree: Tree, t: int, parts: int) -> list[Round]:

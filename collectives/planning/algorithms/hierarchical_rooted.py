@@ -8,6 +8,7 @@ from linkweave.collectives.planning.algorithms.nodes import (
     Node,
     around,
     equal_nodes,
+    gates,
     inside,
 )
 from linkweave.collectives.planning.algorithms.shortest import Levels, shortest_trees
@@ -45,7 +46,7 @@ def hierarchical_blocks(topology: Topology, collective: str, root: int) -> Algor
                     else Reduce((src,), dst, block, _OUT + block)
                 )  # fmt: skip
         between.append(tuple(moves))
-    up, down = inside(topology, nodes, lambda g: [node[g] for node in nodes])
+    up, down = inside(topology, nodes, nodes, lambda g: [node[g] for node in nodes])
     rounds = (*between, *down) if gathers else (*up, *between)
     return Algorithm("hierarchical", size, size, (rounds,), collective=collective)
 
@@ -59,15 +60,16 @@ def hierarchical_rooted(topology: Topology, collective: str, root: int) -> Algor
     """
     nodes = equal_nodes("hierarchical", topology)
     home = next(i for i, node in enumerate(nodes) if root in node)
-    path = nodes[home:] + nodes[:home]
+    nodes = nodes[home:] + nodes[:home]
+    path = gates(topology, nodes)
     per, size = len(path[0]), len(topology.gpus)
     slices = [(g, chunk) for g in range(per) for chunk in range(g * _PARTS, (g + 1) * _PARTS)]
     steps = list(zip(path, path[1:], strict=False))
     dealt = [
         [(chunk, a, b) for g, a, b in hops for of, chunk in slices if of == g]
-        for hops in _dealt(topology, path[0], root)
+        for hops in _dealt(topology, nodes[0], path[0], root)
     ]
-    up, down = inside(topology, path, lambda g: range(g * _PARTS, (g + 1) * _PARTS))
+    up, down = inside(topology, nodes, path, lambda g: range(g * _PARTS, (g + 1) * _PARTS))
     rounds: list[Round]
     if collective == "broadcast":
         held = {(root, c) for _, c in slices} | {(b, c) for hops in dealt for c, _, b in hops}
@@ -86,12 +88,15 @@ def hierarchical_rooted(topology: Topology, collective: str, root: int) -> Algor
     return Algorithm("hierarchical", size, per * _PARTS, made, collective=collective, root=root)
 
 
-def _dealt(topology: Topology, node: Node, root: int) -> list[list[tuple[int, int, int]]]:
-    """Return by depth the hops (slice, from, to) on the way from the root to GPU g with slice g."""
+def _dealt(
+    topology: Topology, node: Node, near: Node, root: int
+) -> list[list[tuple[int, int, int]]]:
+    """Return by depth the hops (slice, from, to) on the way from the root to GPU g of those that
+    are near the network, with slice g."""
     levels: Levels = shortest_trees(topology, node, [root])[0]
     above = {child: up for level in levels for up, children in level.items() for child in children}
     rounds: list[list[tuple[int, int, int]]] = [[] for _ in levels]
-    for g, rank in enumerate(node):
+    for g, rank in enumerate(near):
         way = [rank]
         while way[-1] != root:
             way.append(above[way[-1]])

@@ -34,15 +34,27 @@ def equal_nodes(name: str, topology: Topology) -> list[Node]:
     return [[rank[g] for g in node] for node in nodes]
 
 
+def gates(topology: Topology, nodes: Sequence[Node]) -> list[Node]:
+    """Return of each node the ranks that are the nearest to the network, in the same places.
+
+    Where a node has a NIC for all its GPUs, those beyond the link between its CPUs leave it to the
+    others to communicate with other nodes. Any GPUs that no path connects count as near.
+    """
+    one, other = ([topology.gpus[rank] for rank in node] for node in nodes[:2])
+    hops = [len(topology.hops.get(ends, ())) for ends in zip(one, other, strict=True)]
+    return [[node[g] for g, far in enumerate(hops) if far == min(hops)] for node in nodes]
+
+
 def inside(
-    topology: Topology, nodes: Iterable[Node], chunks: Callable[[int], Iterable[int]]
-) -> tuple[list[Round], list[Round]]:
-    """Return the rounds that reduce `chunks(g)` to GPU g of each node, and those that copy them
+    topology: Topology, nodes: Sequence[Node], roots: Sequence[Node],
+    chunks: Callable[[int], Iterable[int]],
+) -> tuple[list[Round], list[Round]]:  # fmt: skip
+    """Return the rounds that reduce `chunks(g)` to root g of each node, and those that copy them
     back to all its GPUs, over trees of shortest paths that share the links evenly."""
     up: list[list[Move]] = []  # by depth
     down: list[list[Move]] = []
-    for node in nodes:
-        for g, tree in enumerate(shortest_trees(topology, node)):
+    for node, ends in zip(nodes, roots, strict=True):
+        for g, tree in enumerate(shortest_trees(topology, node, ends)):
             for depth, level in enumerate(tree):
                 if depth == len(up):
                     up.append([])
