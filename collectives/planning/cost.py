@@ -29,6 +29,7 @@ MEMORY_CHUNK = 64 << 10
 """Bytes: chunks of this size stay in a core's own cache when ranks share one memory."""
 MAX_CHUNKS = 8192
 _SENDS, _GROUPS = 40_000, 128  # limits of a simulation to find the time of a group
+_DEEP = 1 << 20  # sends of one that must fill a deep pipeline first
 LARGE = 10_000
 """Connections: simulating one group of a larger plan takes a large part of a second."""
 
@@ -113,7 +114,12 @@ def _simulated(
 ) -> float:
     stride = template.stride
     groups = -(-num_chunks // stride)
-    more = max(6, min(_GROUPS, _SENDS // max(1, group_sends(template, topology))))
+    sends = max(1, group_sends(template, topology))
+    more = max(6, min(_GROUPS, _SENDS // sends))
+    shape = pipeline_of(template, topology)
+    if shape.per_group:  # further groups take as long as each other once so many are under way
+        filled = math.ceil(shape.fill / shape.per_group)
+        more = max(more, min(3 * filled, _DEEP // sends))
     few = more // 3
     if groups <= more * 2:
         return seconds_within(template.with_chunks(num_chunks), topology, nbytes, limit)
@@ -130,6 +136,7 @@ def _simulated(
     return end + (groups - more) * (end - start) / (more - few)
 
 
+@lru_cache(maxsize=512)
 def pipeline_of(plan: Plan, topology: Topology) -> Pipeline:
     """Return the parameters of a plan, counted by simulating it with steps of 1 s and no bytes."""
     if not plan.connections:

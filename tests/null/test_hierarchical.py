@@ -171,8 +171,9 @@ def test_rings_are_shorter_on_larger_clusters() -> None:
     assert lengths(16) == {16}
     assert lengths(17) == {8, 9}
     assert lengths(128) == {16}
-    assert lengths(512) == {4}
-    assert lengths(4096) == {2}
+    assert lengths(256) == {8}
+    with pytest.raises(PlanError, match="hierarchical_ring is for at most 256 nodes, not 257"):
+        plan_allreduce(load("257 x mesh-2"), 1024, "hierarchical_ring")
 
 
 @pytest.mark.parametrize("name", ["hierarchical", "hierarchical_ring"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise, zip_longest
 
+from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.nodes import (
     Hop,
     Node,
@@ -16,8 +17,9 @@ from linkweave.collectives.planning.algorithms.trees import Tree, two_trees
 from linkweave.collectives.planning.lower import Algorithm, Copy, Reduce, Round
 from linkweave.topology import Topology
 
-_LONGEST, _PRODUCT = 16, 2048
-"""The most nodes of a ring, and the most nodes times nodes of a ring: so large is a plan."""
+_LONGEST, _PRODUCT, _MOST = 16, 2048, 256
+"""The most nodes of a ring, and the most nodes times nodes of a ring: so large is a plan. With more
+nodes rings would be so short that trees are as fast."""
 _MIDDLE, _BACK = 100_000, 150_000
 """The first channels between nodes, and of the way back there."""
 
@@ -55,9 +57,11 @@ def hierarchical_ring(topology: Topology) -> Algorithm:
 
     Each chunk has channels of its own, one on the way to its sum and one on the way back. So a NIC
     has other chunks to send while one waits, and groups of chunks overlap: a single channel for all
-    would leave a quarter of a NIC's time unused.
+    would leave a quarter of a NIC's time unused. Raises PlanError also for more than 256 nodes.
     """
     nodes = equal_nodes("hierarchical_ring", topology)
+    if len(nodes) > _MOST:
+        raise PlanError(f"hierarchical_ring is for at most {_MOST} nodes, not {len(nodes)}")
     near = gates(topology, nodes)
     rings = _rings(near)
     parts = max(map(len, rings))
@@ -93,7 +97,7 @@ def _copied(steps: list[list[Hop]], parts: int) -> list[Round]:
 
 def _rings(nodes: list[Node]) -> list[list[Node]]:
     """Return the nodes as rings of nearly equal length."""
-    count = -(-len(nodes) // min(_LONGEST, max(2, _PRODUCT // len(nodes))))
+    count = -(-len(nodes) // min(_LONGEST, _PRODUCT // len(nodes)))
     cuts = [i * len(nodes) // count for i in range(count + 1)]
     return [nodes[a:b] for a, b in pairwise(cuts)]
 
