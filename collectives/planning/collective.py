@@ -86,6 +86,10 @@ class Collective:
         ends = divmod(index % (size * size), size)
         return self.layout is not Layout.PER_PAIR or rank in ends
 
+    def cells(self, size: int, stride: int) -> int:
+        """The chunks of one group, counted on all ranks that have them."""
+        return stride * min(size, 2 if self.layout is Layout.PER_PAIR else size)
+
     def volume(self, size: int, nbytes: int) -> int:
         """Bytes of all chunks together, for a message of `nbytes` on each rank."""
         return nbytes * self.layout.blocks(size) // self.layout.parts(size)

@@ -13,7 +13,7 @@ from linkweave.topology.json_reader import read_format
 LIMITS = {"size": 1 << 16, "num_chunks": 1 << 20, "stride": 1 << 16, "slots": 64}
 """The largest values of these fields; the smallest value is 1."""
 MOST_CELLS = 1 << 20
-"""The most chunks of one group, counted on all ranks together."""
+"""The most chunks of one group, counted on all ranks that have them."""
 MOST_CHANNELS = 1 << 20
 MOST_BYTES = 1 << 50
 """The largest message."""

@@ -59,6 +59,10 @@ class Copy:
 MOST_SQUARED = 64
 """The most ranks of an algorithm whose plan grows with their square."""
 
+MOST_BLOCKS = 256
+"""The same where nothing else moves each rank's block to all others, or from all: planning takes
+about 20 s."""
+
 Move = Reduce | Copy
 Round = tuple[Move, ...]
 """Simultaneous moves: each reads the values from before the round."""
@@ -89,10 +93,10 @@ class Algorithm:
         object.__setattr__(self, "detours", MappingProxyType(dict(self.detours)))
 
 
-def few_enough(name: str, size: int) -> None:
+def few_enough(name: str, size: int, most: int = MOST_SQUARED) -> None:
     """Raise PlanError if there are too many ranks for a plan that grows with their square."""
-    if size > MOST_SQUARED:
-        raise PlanError(f"a plan of {name} grows as P^2: at most {MOST_SQUARED} ranks, not {size}")
+    if size > most:
+        raise PlanError(f"a plan of {name} grows as P^2: at most {most} ranks, not {size}")
 
 
 @dataclass(frozen=True, slots=True)

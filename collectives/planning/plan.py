@@ -134,12 +134,12 @@ class Plan:
         for name, most in LIMITS.items():
             value = integer(getattr(self, name), name, 1, most, PlanError)
             object.__setattr__(self, name, value)
-        if self.size * self.stride > MOST_CELLS:
-            raise PlanError(
-                f"a group of {self.stride} chunks on {self.size} ranks is too large: stride times "
-                f"size must be at most {MOST_CELLS}"
-            )
         object.__setattr__(self, "root", check(self.collective, self.size, self.root))
+        if self.definition.cells(self.size, self.stride) > MOST_CELLS:
+            raise PlanError(
+                f"a group of {self.stride} chunks on {self.size} ranks is too large: all ranks "
+                f"together may have at most {MOST_CELLS} of its chunks"
+            )
         unit = self.definition.layout.blocks(self.size)
         if self.stride % unit or (unit > 1 and self.num_chunks % self.stride):
             raise PlanError(

@@ -60,7 +60,7 @@ def _template(
 @lru_cache(maxsize=512)
 def _bound(topology: Topology, name: str, collective: str, root: Root) -> LowerBound:
     program = algorithm_for(name, topology, collective, root)
-    if program.size * program.stride > MOST_CELLS:
+    if COLLECTIVES[collective].cells(program.size, program.stride) > MOST_CELLS:
         raise PlanError(f"a group of {program.stride} chunks of {name} is too large")
     return lower_bound(program, topology)
 

@@ -490,12 +490,15 @@ def test_chunk_counts_that_make_no_sense_are_refused(num_chunks: object) -> None
 def test_what_grows_as_the_square_is_refused_on_large_machines() -> None:
     topo = load("mesh-65")
     for collective, name in (
-        ("allgather", "shortest_trees"), ("reduce_scatter", "ring"), ("alltoall", "direct"),
+        ("allgather", "shortest_trees"),
+        ("reduce_scatter", "ring"),
         ("broadcast", "ring"),
-    ):  # fmt: skip
+    ):
         words = rf"a plan of {name} grows as P\^2: at most 64 ranks, not 65"
         with pytest.raises(PlanError, match=words):
             plan_collective(collective, topo, 65 << 10, 0, name)
+    with pytest.raises(PlanError, match=r"a plan of direct grows as P\^2: at most 256 ranks"):
+        plan_collective("alltoall", load("mesh-257"), 257 << 10)
     for collective in ROOTED:
         names = candidates(topo, collective, 64)
         assert {"tree", "shortest_tree"} <= set(names) and "ring" not in names

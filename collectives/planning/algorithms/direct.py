@@ -8,7 +8,7 @@ from linkweave.collectives.planning.algorithms.embed import Edge, embed
 from linkweave.collectives.planning.algorithms.shortest import shortest_trees
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.collective import Pairs
-from linkweave.collectives.planning.lower import Algorithm, Copy, Reduce, few_enough
+from linkweave.collectives.planning.lower import MOST_BLOCKS, Algorithm, Copy, Reduce, few_enough
 from linkweave.topology import Topology
 
 _Detours = dict[tuple[int, int, int], tuple[int, ...]]
@@ -54,10 +54,10 @@ def direct(topology: Topology, collective: str, root: int) -> Algorithm:
     """Send each block of an all-to-all straight to its rank, or along a shortest path.
 
     Chunk s P + d goes from rank s to rank d, on channel d - s (mod P), so that no two ranks send
-    to the same target first. Raises PlanError for more than 64 ranks.
+    to the same target first. Raises PlanError for more than 256 ranks.
     """
     size = len(topology.gpus)
-    few_enough("direct", size)
+    few_enough("direct", size, MOST_BLOCKS)
     routes = [(far, s, (s + far) % size) for s in range(size) for far in range(1, size)]
     moves = tuple(Copy(s, (d,), s * size + d, far) for far, s, d in routes)
     detours = _detours(topology, routes, range(size))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.nodes import (
     DOWN,
     Node,
@@ -12,11 +11,17 @@ from linkweave.collectives.planning.algorithms.nodes import (
     inside,
 )
 from linkweave.collectives.planning.algorithms.shortest import Levels, shortest_trees
-from linkweave.collectives.planning.lower import Algorithm, Copy, Move, Reduce, Round
+from linkweave.collectives.planning.lower import (
+    MOST_BLOCKS,
+    Algorithm,
+    Copy,
+    Move,
+    Reduce,
+    Round,
+    few_enough,
+)
 from linkweave.topology import Topology
 
-_MOST = 256
-"""The most ranks of an all-gather or a reduce-scatter, whose plan grows with their square."""
 _PARTS = 4
 """The chunks of a slice of a broadcast or a reduce, each with a channel of its own, so that a GPU
 sends to its node and to the next one at the same time."""
@@ -34,8 +39,7 @@ def hierarchical_blocks(topology: Topology, collective: str, root: int) -> Algor
     """
     nodes = equal_nodes("hierarchical", topology)
     size, gathers = len(topology.gpus), collective == "allgather"
-    if size > _MOST:
-        raise PlanError(f"a plan of {collective} grows as P^2: at most {_MOST} ranks, not {size}")
+    few_enough("hierarchical", size, MOST_BLOCKS)
     between: list[Round] = []
     for step in range(len(nodes) - 1):
         moves: list[Move] = []
