@@ -23,8 +23,8 @@ WITH_PLANS := $(addprefix tests/cpu/test_, \
 	cast.py cluster.py cluster_faults.py combine.py command.py embedding_bench.py embedding_cases.py \
 	embedding_faults.py embedding_kernels.py embedding_loops.py embedding_ops.py \
 	embedding_prefetch.py embedding_states.py embedding_training.py examples_ddp.py \
-	gtopk_accuracy.py gtopk_hook.py gtopk_training.py interpreter.py kernel_compile.py \
-	plan_kernel.py schedule_command.py sparse_kernels.py)
+	gtopk_accuracy.py gtopk_hook.py gtopk_kernels.py gtopk_training.py interpreter.py \
+	kernel_compile.py optim.py plan_kernel.py schedule_command.py sparse_kernels.py)
 
 # two processes side by side, their output as it comes; fails if either fails
 test: lint

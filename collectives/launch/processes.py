@@ -215,7 +215,7 @@ def _child(results: Connection, job: tuple[Any, ...]) -> None:
             if communicator is not None:
                 communicator.close()
         except CollectiveError as error:  # `fn` is over, so that nobody else would tell
-            print(f"rank {rank}: {error}", file=sys.stderr)
+            sys.stderr.write(f"rank {rank}: {error}\n")
         set_default(None)
         sys.stdout.flush()
         sys.stderr.flush()

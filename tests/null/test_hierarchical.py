@@ -97,7 +97,7 @@ def test_a_ring_over_the_nodes_is_proved_and_sums(spec: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "share"),
     [("4 x dgx-a100", 0.98), ("4 x dgx-h100", 0.99),
-     ("8 x dgx-h100 leaf=4 oversubscription=2", 0.99), ("4 x dgx1-v100 nics=1", 0.99),
+     ("4 x dgx-h100 leaf=2 oversubscription=2", 0.99), ("4 x dgx1-v100 nics=1", 0.99),
      pytest.param("8 x dgx1-v100", 0.95, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_large_messages_reach_the_bound(spec: str, share: float) -> None:

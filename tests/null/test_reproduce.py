@@ -81,10 +81,8 @@ def test_slower_links_take_as_long_as_more_bytes() -> None:
 
 
 def test_a_limit_of_equation_42_is_the_papers() -> None:
-    found = [row for row in asc_wfbp.steps().rows if "limit of the speed-up" in row.what]
-    assert len(found) == len(asc_wfbp.MODELS)
-    for row in found:
-        assert row.ours == pytest.approx(row.theirs, rel=0.01)
+    for model, (*_, limit) in asc_wfbp.MODELS.items():
+        assert asc_wfbp.limit_of(asc_wfbp.profile_of(model)) == pytest.approx(limit, rel=0.01)
 
 
 def test_steps_are_predicted_within_five_percent() -> None:
