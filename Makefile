@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-ranks test-plans test-all lint docs clean
+.PHONY: demo test test-plans test-ranks test-training test-all lint docs clean
 .DELETE_ON_ERROR:
 
 # torch first and at this version: a range could take a build with gigabytes of CUDA packages
@@ -18,23 +18,26 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed
 	$(VENV)/bin/linkweave demo
 
-# run with the planner's tests, so that both processes take about as long
-WITH_PLANS := $(addprefix tests/cpu/test_, \
-	cast.py cluster.py cluster_faults.py combine.py command.py embedding_bench.py embedding_cases.py \
-	embedding_faults.py embedding_kernels.py embedding_loops.py embedding_ops.py \
-	embedding_prefetch.py embedding_states.py embedding_training.py examples_ddp.py \
-	gtopk_accuracy.py gtopk_hook.py gtopk_kernels.py gtopk_training.py interpreter.py \
-	kernel_compile.py optim.py plan_kernel.py schedule_command.py sparse_kernels.py)
+# files of tests/cpu that test-plans runs, which has time for them, and files that train
+KERNELS := $(wildcard $(addprefix tests/cpu/test_, \
+	*_kernels.py cast.py combine.py interpreter.py kernel_compile.py optim.py))
+TRAINING := $(filter-out $(KERNELS), $(wildcard $(addprefix tests/cpu/test_, \
+	cluster*.py convergence*.py ddp*.py distributed*.py embedding*.py examples*.py gtopk*.py \
+	host_lanes.py program.py torch_suite.py training*.py)))
+PYTEST = $(PY) -m pytest -m "not slow" -o cache_dir=.pytest_cache/$@
 
-# two processes side by side, their output as it comes; fails if either fails
+# three processes side by side, as many tests wait for others; fails if one fails
 test: lint
-	@$(MAKE) --no-print-directory --jobs=2 test-ranks test-plans
-
-test-ranks: $(VENV)/installed
-	$(PY) -m pytest -m "not slow" -o cache_dir=.pytest_cache/ranks tests/cpu $(addprefix --ignore=, $(WITH_PLANS))
+	@$(MAKE) --no-print-directory --jobs=3 test-plans test-training test-ranks
 
 test-plans: $(VENV)/installed
-	$(PY) -m pytest -m "not slow" -o cache_dir=.pytest_cache/plans tests/null tests/net $(WITH_PLANS)
+	$(PYTEST) tests/null tests/net $(KERNELS)
+
+test-training: $(VENV)/installed
+	$(PYTEST) $(TRAINING)
+
+test-ranks: $(VENV)/installed
+	$(PYTEST) tests/cpu $(addprefix --ignore=, $(KERNELS) $(TRAINING))
 
 test-all: lint
 	$(PY) -m pytest

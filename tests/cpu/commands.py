@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from contextlib import chdir, redirect_stderr, redirect_stdout
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryFile
 from unittest import mock
@@ -44,3 +46,27 @@ def command_in_a_process(*words: str, cwd: Path = ROOT) -> subprocess.CompletedP
         cwd=cwd, capture_output=True, text=True, timeout=100,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
+
+
+def run_script(path: Path) -> subprocess.CompletedProcess[str]:
+    """What `python PATH` prints and returns in the file's folder, in a fork of a process that has
+    imported torch and linkweave: to import them takes longer than most examples."""
+    out, err = path.with_suffix(".out"), path.with_suffix(".err")
+    server = get_context("forkserver")
+    server.set_forkserver_preload(["torch._dynamo", "linkweave.collectives.training", __name__])
+    process = server.Process(target=_as_main, args=(path, out, err))
+    process.start()
+    process.join(100)
+    if process.exitcode is None:
+        process.kill()
+        raise TimeoutError(f"{path} runs for more than 100 s:\n{err.read_text()}")
+    return subprocess.CompletedProcess([], process.exitcode, out.read_text(), err.read_text())
+
+
+def _as_main(path: Path, out: Path, err: Path) -> None:
+    for number, file in ((1, out), (2, err)):
+        with file.open("w") as opened:
+            os.dup2(opened.fileno(), number)
+    sys.argv = [str(path)]
+    os.chdir(path.parent)
+    runpy.run_path(str(path), run_name="__main__")

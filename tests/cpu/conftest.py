@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._dynamo  # optimizers and DDP import it: here once, not in every forked rank
 from gpu_ranks import Machine, gpus
 from host_gpu import HostDevice
 

@@ -321,6 +321,7 @@ def test_bench_checks_and_writes_json(tmp_path: Path) -> None:
 
 def test_the_demo_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "POLICIES", ("ddp", "c-cube"))
+    monkeypatch.setattr(demo, "STEP_S", 0.2)
     result = demo.run(2, 6, tmp_path)
     assert result["accuracy"] > 0.8
     assert [row["policy"] for row in result["rows"]] == ["ddp", "c-cube"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from typer.testing import CliRunner
 from linkweave.bench.cli import app
 from linkweave.collectives import overlap
 from linkweave.topology.measured import LinkFigures, PairFigure
+from tests.cpu.commands import run_script
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -57,10 +56,7 @@ def test_an_example_runs(page: str, code: str, shown: str, tmp_path: Path) -> No
         pytest.skip("needs several GPUs")
     script = tmp_path / "example.py"
     script.write_text(code)
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=100,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""}, cwd=tmp_path,
-    )  # fmt: skip
+    done = run_script(script)
     assert done.returncode == 0, done.stderr
     assert done.stdout
     assert missing(shown, done.stdout) == [], done.stdout
