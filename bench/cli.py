@@ -96,7 +96,7 @@ def topo(
     """Print a machine's links and bounds; draw it and plans."""
     found = machine_of(machine, gpus, measured, gpu)
     paths = [p for p in (svg, png) if p]
-    writable(svg=svg, png=png)
+    writable(svg=svg, png=png, xml=xml)
     drawn = None
     for flag, given in (("--plan", plan), ("--tree", part), ("--all-links", all_links)):
         if given is not None and given is not False and not paths:

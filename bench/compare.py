@@ -26,8 +26,10 @@ OUTCOMES = ("state", "wrong", "num_chunks", "all_reduces", "steps", "count", "pr
 """Fields of a row that are no part of what was asked for."""
 LEAST = 0.02
 """A change below this share is noise, even where a row's rounds differ by less."""
-PEERS = ("library", "implementation", "backend")
-"""Fields that tell our rows, which contain "linkweave", from others'."""
+PEERS = ("library", "implementation", "backend", "embedding", "hook")
+"""Fields that tell our rows from others'."""
+OURS = re.compile(r".*linkweave|columns|g?top-k", re.IGNORECASE)
+"""How the names of our rows begin."""
 FASTER, SLOWER, SAME, WRONG = "faster", "slower", "within noise", "wrong"
 PARAMETERS = ("density",)
 """Fields with fractions that are part of what was asked for."""
@@ -57,7 +59,7 @@ def compare(
     noise: Annotated[
         float,
         typer.Option(
-            help="The share by which times without a best and a worst round differ at most."
+            help="By how much a time without a best and a worst round may change: a share of it."
         ),
     ] = 0.1,
     fail: Annotated[
@@ -76,27 +78,24 @@ def compare(
         console.print(f"warning: {words}", highlight=False, soft_wrap=True)
     first, second = by_key(one["rows"], before), by_key(other["rows"], after)
     drift, found = changes(first, second, noise)
-    lost, new = (
-        [_words(key) for key in some if key not in others]
-        for some, others in ((first, second), (second, first))
-    )
+    lost, new = left_out(first, second), left_out(second, first)
+    wrong = [_words(key) for key, row in second.items() if row.get("wrong")]
     if not found:
         why = "no time in common" if {*first} & {*second} else "no row in common"
         raise CollectiveError(f"{before} and {after} have {why}")
     if as_json:
         print(json.dumps({
             "drift": drift, "changes": [asdict(change) for change in found],
-            "only_before": lost, "only_after": new,
+            "only_before": lost, "only_after": new, "wrong_after": wrong,
         }))  # fmt: skip
     else:
         print(table(drift, found))
-        for path, rows in ((before, lost), (after, new)):
+        for words, rows in (
+            (f"only in {before}", lost), (f"only in {after}", new), (f"wrong in {after}", wrong),
+        ):  # fmt: skip
             if rows:
-                print(
-                    f"only in {path}: {len(rows)} row{'s'[: len(rows) != 1]}: "
-                    f"{shown('; '.join(rows))}"
-                )
-    if fail and (lost or any(change.verdict in (SLOWER, WRONG) for change in found)):
+                print("\n  ".join([f"{words}: {len(rows)}", *rows]))
+    if fail and (lost or wrong or any(change.verdict == SLOWER for change in found)):
         raise SystemExit(1)
 
 
@@ -161,11 +160,23 @@ def changes(
     return drift, found
 
 
+def left_out(one: Mapping[Key, Row], other: Mapping[Key, Row]) -> list[str]:
+    """What only the first has: rows, and times of rows that both have."""
+    found = []
+    for key, row in one.items():
+        if key not in other:
+            found.append(_words(key))
+        else:
+            times = {*_measured(row, row)} - {*_measured(row, other[key])}
+            found += [f"{_words(key)} {name}" for name in sorted(times)]
+    return found
+
+
 def _key(row: Row) -> Key:
     return tuple(
         (name, value)
         for name, value in row.items()
-        if (isinstance(value, str | int) or name in PARAMETERS)
+        if (isinstance(value, str | int) or (name in PARAMETERS and isinstance(value, float)))
         and name not in OUTCOMES
         and not TIME.fullmatch(name)
     )
@@ -177,7 +188,7 @@ def _words(key: Key) -> str:
 
 def _is_peer(row: Row) -> bool:
     names = [row[field] for field in PEERS if field in row]
-    return bool(names) and "linkweave" not in str(names[0])
+    return bool(names) and not OURS.match(str(names[0]))
 
 
 def _measured(old: Row, new: Row) -> list[str]:

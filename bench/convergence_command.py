@@ -45,10 +45,7 @@ def convergence(
 
     at_least(("-n", ranks, 2), ("--steps", steps, 1), ("--seeds", seeds, 1),
              ("--epoch-steps", 1 if epoch_steps is None else epoch_steps, 1))  # fmt: skip
-    writable(png=png)
-    for path in (png, out):
-        if path:
-            path.touch()  # an unwritable path is told before the training, not after
+    writable(png=png, out=out)
     if not as_json:
         print(measured.HEADER, flush=True)  # before the fork, or the ranks print it as well
     rows = []

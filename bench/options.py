@@ -170,26 +170,29 @@ def sane(elements: int, density: float, *others: tuple[str, int, int]) -> None:
 
 
 def writable(**files: Path | None) -> None:
-    """Raise CollectiveError unless a file can be written at each path. Names are endings, which the
-    options have as well; "trace" is an option whose files end as they like."""
-    for ending, path in files.items():
+    """Raise CollectiveError unless the file of each option can be written, before what takes long.
+    Options that are named for a kind of file take files that end so."""
+    for option, path in files.items():
         if path is None:
             continue
-        if ending != "trace" and path.suffix != f".{ending}":
-            raise CollectiveError(
-                f"--{ending} {'writes' if ending == 'html' else 'draws into'} a file that ends in "
-                f".{ending}, not {path}"
-            )
+        if option in ("html", "png", "svg") and path.suffix != f".{option}":
+            raise CollectiveError(f"--{option} writes a file that ends in .{option}, not {path}")
         if not path.parent.is_dir():
-            raise CollectiveError(f"--{ending} {path}: there is no folder {path.parent}")
+            raise CollectiveError(f"--{option} {path}: there is no folder {path.parent}")
+        new = not path.exists()
+        try:
+            path.open("ab").close()
+        except OSError as error:
+            raise CollectiveError(f"--{option} {path}: {error.strerror}") from None
+        if new:
+            path.unlink()
 
 
 def tell(module: Any, measure: Callable[[], list[Any]], out: Path | None, as_json: bool) -> None:
     """Print the rows, between the module's HEADER and LEGEND or as JSON; write them to `out`."""
     from linkweave.bench.timing import machine
 
-    if out:
-        out.touch()
+    writable(out=out)
     rows = measure()
     text = json.dumps({"machine": machine(), "rows": [asdict(row) for row in rows]}, indent=1)
     print(text if as_json else "\n".join([module.HEADER, *map(str, rows), module.LEGEND]))

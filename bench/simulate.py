@@ -144,6 +144,7 @@ def simulate(
         raise CollectiveError("give the message's --size, such as 64M, or --train MODEL")
     found, nbytes = machine_of(one_of(machine, topo), gpus, measured, gpu), parse_size(size)
     check_chunks(chunks)
+    writable(trace=trace)
     given, chosen = None, None
     if plan is not None:
         if (collective, root, algorithm, chunks) != ("allreduce", 0, "all", None):

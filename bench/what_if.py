@@ -48,7 +48,7 @@ class Outlook:
     seconds: float
     steps: dict[str, float]
     work: str
-    """What a GPU is taken to compute at; empty without a model, or with measured times."""
+    """What a GPU is taken to compute at; empty without a model."""
 
 
 def what_if(
@@ -64,7 +64,11 @@ def what_if(
         typer.Option("--add-link", metavar="A-B[=N]", help="Add a link, or N of them."),
     ] = None,
     nics: Annotated[
-        int, typer.Option("--add-nic", metavar="N", help="Add N NICs beside each of a cluster's.")
+        int,
+        typer.Option(
+            "--add-nic", metavar="N",
+            help="Add N NICs beside each of a cluster's; NICs on GPUs share a port.",
+        ),
     ] = 0,
     to: Annotated[
         str, typer.Option("--to", metavar="MACHINE", help="Compare with another machine instead.")

@@ -62,8 +62,8 @@ def without_links(topology: Topology, ends: Ends) -> Topology:
 def with_links(topology: Topology, ends: Ends) -> Topology:
     """Return the machine with more links between two vertices, each way; one if no number is given.
 
-    Links that are there become more; new ones are NVLinks as fast as the machine's. Raises
-    TopologyError for vertices that the machine does not have.
+    Links that are there become more; new ones are like the one of the other direction, or NVLinks
+    as fast as the machine's. Raises TopologyError for vertices that the machine does not have.
     """
     known: set[Vertex] = {*topology.gpus, *topology.forwarders, *topology.switches}
     for end in (ends.one, ends.other):
@@ -76,11 +76,11 @@ def with_links(topology: Topology, ends: Ends) -> Topology:
         for link in topology.links
     ]
     lacking = sorted(between - set(topology.by_ends), key=str)
-    if lacking:
-        like = next((k for k in topology.links if k.kind == "nvlink"), None)
-        bandwidth = like.bandwidth if like else speeds.NVLINK
-        latency = like.latency_us if like else 5.0
-        links += [Link(a, b, bandwidth, more, latency, "nvlink", like is None) for a, b in lacking]
+    assumed = Link(0, 1, speeds.NVLINK, 1, 5.0, "nvlink", True)
+    nvlink = next((k for k in topology.links if k.kind == "nvlink"), assumed)
+    for a, b in lacking:
+        like = topology.by_ends.get((b, a), nvlink)
+        links.append(replace(like, src=a, dst=b, count=more))
     return _named(topology, links, f"with {_text(replace(ends, count=more))}")
 
 
@@ -100,9 +100,10 @@ def with_nics(topology: Topology, more: int) -> Topology:
     }
     if not nics:
         raise TopologyError(f"{topology.name} is one machine: NICs join the nodes of a cluster")
+    gpus = {*topology.gpus}
     links = [
         replace(link, count=link.count * (1 + more))
-        if (ends := {link.src, link.dst}) & nics and not ends & {*topology.gpus}
+        if (ends := {link.src, link.dst}) & nics and not ends & gpus
         else link
         for link in topology.links
     ]

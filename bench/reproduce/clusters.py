@@ -73,6 +73,6 @@ def table(found: list[Row]) -> str:
     return (
         f"{options.table(heads, rows, (0, 1, 5), wrapped=(0,))}\n\nbelow 90 % of the bound: "
         f"{below} of {len(found)}. Packed trees are for at most 64 GPUs. On DGX-1 nodes, slices\n"
-        "cross the cube mesh unevenly, or PCIe between CPUs. Beyond 32 nodes there are several\n"
+        "cross the cube mesh unevenly, or PCIe between CPUs. Beyond 16 nodes there are several\n"
         "rings of nodes; what they send to each other crosses oversubscribed uplinks together."
     )

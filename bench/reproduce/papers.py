@@ -105,7 +105,8 @@ def _kept(file: Path, version: str) -> tuple[Part, float] | None:
 
 
 def sources_hash() -> str:
-    """A hash of all that may change a value: our sources, the recorded results, the processor."""
+    """A hash of what may change a value: our sources, the recorded results, the processor. Other
+    versions of packages change measured times a little, and are not in it."""
     found = hashlib.sha256(str(timing.machine()["cpu"]).encode())
     for name in ("bench", "collectives", "kernels", "topology"):
         for path in sorted((SOURCES / name).rglob("*")):

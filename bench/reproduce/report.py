@@ -55,13 +55,17 @@ def summary(done: Sequence[Done]) -> str:
     """How many values papers print, how ours were found, and how near the numbers are."""
     every = [row for one in done if one.paper != "predictions" for row in one.part.rows]
     rows = [row for row in every if row.theirs is not None]
+    if not rows:
+        return ""
     lost = sum(row.ours is None for row in rows)
     counts = [
         f"{count} {how}" for how in HOWS if (count := sum(r.how.startswith(how) for r in rows))
     ]
     apart = [
-        abs(row.ours / row.theirs - 1) for row in rows
-        if isinstance(row.ours, int | float) and isinstance(row.theirs, int | float) and row.theirs
+        abs(row.ours - row.theirs) / 100 if row.unit == "%" else abs(row.ours / row.theirs - 1)
+        for row in rows
+        if isinstance(row.ours, int | float) and isinstance(row.theirs, int | float)
+        and row.theirs and "at most" not in row.what
     ]  # fmt: skip
     near = ", ".join(
         f"{sum(share <= limit for share in apart)} within {limit:.0%}" for limit in (0.1, 0.3)

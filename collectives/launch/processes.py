@@ -214,12 +214,14 @@ def _child(results: Connection, job: tuple[Any, ...]) -> None:
         try:
             if communicator is not None:
                 communicator.close()
-        except CollectiveError as error:  # `fn` is over, so that nobody else would tell
-            sys.stderr.write(f"rank {rank}: {error}\n")
-        set_default(None)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)  # skips the parent's atexit handlers and threads
+        except Exception as error:  # `fn` is over, so that nobody else would tell
+            words = f"{error}\n" if isinstance(error, CollectiveError) else traceback.format_exc()
+            sys.stderr.write(f"rank {rank}: {words}")
+        finally:
+            set_default(None)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)  # skips the parent's atexit handlers and threads
 
 
 def _failure(error: BaseException, text: str) -> bytes:

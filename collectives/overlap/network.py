@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 
 import numpy as np
 
@@ -59,8 +58,8 @@ class Network:
         """Return the network of a machine or cluster, one worker for each GPU.
 
         Its timings and gamma are of plans for 4 KiB to 1 GiB, simulated (`overlap.planned`). Takes
-        some seconds on a machine, and minutes on a cluster of 32. Raises PlanError for an algorithm
-        that it cannot run.
+        some seconds on a machine, and minutes on a cluster of 32 nodes. Raises PlanError for an
+        algorithm that it cannot run.
         """
         found, workers = planned(topology, algorithm), len(topology.gpus)
         name = topology.name if algorithm == "auto" else f"{topology.name}, {algorithm}"
@@ -71,17 +70,19 @@ class Network:
     def from_measurements(
         pairs: Iterable[tuple[int, float]], workers: int = 2, gamma: float = 2.0
     ) -> Network:
-        """Return the network of measured all-reduces, pairs of bytes and seconds in any order; of
-        several of one size the median counts, and a size takes no less than a smaller one. Raises
-        CollectiveError for fewer than two sizes.
+        """Return the network of measured all-reduces, pairs of bytes and seconds in any order.
+
+        Of several of one size the median counts. Sizes that took less than a smaller one share the
+        median of all of these, so that times do not decrease. Raises CollectiveError for numbers
+        out of range and for fewer than two sizes.
         """
         by_size: dict[int, list[float]] = {}
-        for nbytes, seconds in pairs:
+        for nbytes, seconds in _in_range(pairs):
             by_size.setdefault(nbytes, []).append(seconds)
-        sizes = sorted(by_size)
-        medians = [float(np.median(by_size[size])) for size in sizes]
-        pairs = list(zip(sizes, accumulate(medians, max), strict=True))
-        made = fit(pairs, workers, gamma).network
+        medians = [(size, float(np.median(by_size[size]))) for size in sorted(by_size)]
+        made = fit(medians, workers, gamma).network
+        sizes, times = zip(*medians, strict=True)
+        pairs = zip(sizes, timing.increasing(times), strict=True)
         return replace(made, name="measured", timings=tuple(Timing(*pair) for pair in pairs))
 
     def __str__(self) -> str:
@@ -227,9 +228,7 @@ def fit(pairs: Sequence[tuple[int, float]], workers: int = 2, gamma: float = 2.0
 
     Raises CollectiveError for fewer than two different sizes.
     """
-    for nbytes, seconds in pairs:
-        number(nbytes, "bytes of a measurement", 0, MAX_BYTES)
-        number(seconds, "seconds of a measurement", 0, MAX_NUMBER)
+    pairs = _in_range(pairs)
     sizes = np.array([float(n) for n, _ in pairs])
     times = np.array([float(s) for _, s in pairs])
     if len(set(sizes.tolist())) < 2:
@@ -246,3 +245,12 @@ def fit(pairs: Sequence[tuple[int, float]], workers: int = 2, gamma: float = 2.0
     r2 = 1.0 - float((left**2).sum()) / spread if spread else float(not left.any())
     worst = float(np.max(np.abs(left) / np.maximum(times, 1e-12)))
     return Fit(Network(a, b, gamma, workers, "fitted"), r2, worst)
+
+
+def _in_range(pairs: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The pairs of bytes and seconds. Raises CollectiveError for numbers out of range."""
+    found = list(pairs)
+    for nbytes, seconds in found:
+        number(nbytes, "bytes of a measurement", 0, MAX_BYTES)
+        number(seconds, "seconds of a measurement", 0, MAX_NUMBER)
+    return found

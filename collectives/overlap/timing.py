@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from statistics import median_low
 from typing import Any
 
 from linkweave.collectives.errors import CollectiveError
@@ -78,19 +79,19 @@ def timings_of(rows: Any, where: str) -> tuple[Timing, ...]:
 
 
 def seconds(timings: Sequence[Timing], nbytes: float) -> float:
-    """The time of an all-reduce: linear between sizes. Beyond the last it grows as between sizes a
-    quarter as large and the last. Messages below the first size take as long as that one.
+    """The time of an all-reduce: linear between sizes. Beyond the last size it grows at the pace
+    between that and the largest that is at most a quarter of it. Messages below the first size take
+    as long as that one.
     """
     low, high, share = _around(timings, nbytes)
-    beyond = _paces(timings)[-1] * max(0.0, nbytes - timings[-1].nbytes)
-    return low.seconds + share * (high.seconds - low.seconds) + beyond
+    return low.seconds + share * (high.seconds - low.seconds) + _beyond(timings, nbytes)
 
 
 def arrivals(timings: Sequence[Timing], nbytes: float, upto: Iterable[float]) -> list[float]:
     """The seconds after which the first so many bytes of `nbytes` are final, by timings that have
     arrivals: linear between sizes and between shares. Increasing numbers are expected."""
     low, high, share = _around(timings, nbytes)
-    beyond = _paces(timings)[-1] * max(0.0, nbytes - timings[-1].nbytes)
+    beyond = _beyond(timings, nbytes)
     at = [
         a + share * (b - a) + beyond * part / SHARES
         for part, (a, b) in enumerate(zip(low.arrivals, high.arrivals, strict=True))
@@ -100,6 +101,24 @@ def arrivals(timings: Sequence[Timing], nbytes: float, upto: Iterable[float]) ->
         i = min(int(part), SHARES - 1)
         found.append(at[i] + (part - i) * (at[i + 1] - at[i]))
     return found
+
+
+def _beyond(timings: Sequence[Timing], nbytes: float) -> float:
+    """The seconds that a message takes longer than the last size."""
+    more = nbytes - timings[-1].nbytes
+    return _paces(timings)[-1] * more if more > 0 else 0.0
+
+
+def increasing(times: Sequence[float]) -> list[float]:
+    """The nearest times, by the sum of absolute differences, that do not decrease: neighbours that
+    do share their median, the lower one of two (pool adjacent violators)."""
+    pools: list[list[float]] = []
+    for time in times:
+        pools.append([time])
+        while len(pools) > 1 and median_low(pools[-2]) > median_low(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    return [median_low(pool) for pool in pools for _ in pool]
 
 
 def _around(timings: Sequence[Timing], nbytes: float) -> tuple[Timing, Timing, float]:
@@ -114,7 +133,8 @@ def _around(timings: Sequence[Timing], nbytes: float) -> tuple[Timing, Timing, f
 
 def _paces(timings: Sequence[Timing]) -> list[float]:
     """The seconds per byte from each size that is at most a quarter of the last to the last one, by
-    increasing size. Between closer ones, noise could make bytes free."""
+    increasing size; from the first size alone if there is none. Between closer ones, noise could
+    make bytes free."""
     *others, last = timings
     far = [one for one in others if 4 * one.nbytes <= last.nbytes] or others[:1]
     return [max(0.0, (last.seconds - one.seconds) / (last.nbytes - one.nbytes)) for one in far]

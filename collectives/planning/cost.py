@@ -29,7 +29,7 @@ MEMORY_CHUNK = 64 << 10
 """Bytes: chunks of this size stay in a core's own cache when ranks share one memory."""
 MAX_CHUNKS = 8192
 _SENDS, _GROUPS = 40_000, 128  # limits of a simulation to find the time of a group
-_DEEP = 1 << 20  # sends of one that must fill a deep pipeline first
+_DEEP = 1 << 20  # the limit of sends where a deep pipeline must fill first
 LARGE = 10_000
 """Connections: simulating one group of a larger plan takes a large part of a second."""
 

@@ -60,8 +60,8 @@ MOST_SQUARED = 64
 """The most ranks of an algorithm whose plan grows with their square."""
 
 MOST_BLOCKS = 256
-"""The same where nothing else moves each rank's block to all others, or from all: planning takes
-about 20 s."""
+"""The most ranks of an algorithm that moves a block of each rank to all others, or from all, where
+no other algorithm does: planning takes about 20 s."""
 
 Move = Reduce | Copy
 Round = tuple[Move, ...]

@@ -107,8 +107,10 @@ def candidates(topology: Topology, collective: str = ALLREDUCE, root: Root = 0) 
     names = [name for name, entry in known.items() if not few or entry.clusters != "no"]
     able = tuple(name for name in names if _able(topology, name, collective, root))
     if not able:
+        joined = any(link.kind == "network" for link in topology.links)
+        suits = [name for name in names if joined and known[name].clusters == "only"]
         try:
-            _template(topology, names[0], collective, root)
+            _template(topology, (suits or names)[0], collective, root)
         except PlanError as error:
             raise PlanError(f"no {collective} runs on {topology.name}: {error}") from None
     return able
@@ -301,8 +303,8 @@ def plan_collective(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Keep Python from looking for garbage among millions of steps, which are none: that would take
-    a quarter of the time."""
+    """Keep Python's garbage collector from looking at millions of steps, none of which is garbage:
+    it would take a quarter of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

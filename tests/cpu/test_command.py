@@ -151,7 +151,7 @@ def test_simulate_lists_all_and_traces_one(tmp_path: Path) -> None:
         (["plan", "-t", "mesh-3", "-s", "1M", "-k", "100000000"], "--chunks must be at most 65536"),
         (["topo", "dgx2", "--gpu", "h100"], "the GPUs of dgx2 are known, so h100 cannot be"),
         (["topo", "dgx2", "--tree", "2"], "--tree draws: give --svg FILE or --png FILE"),
-        (["topo", "dgx2", "--png", "a.svg"], "--png draws into a file that ends in .png, not a"),
+        (["topo", "dgx2", "--png", "a.svg"], "--png writes a file that ends in .png, not a"),
         (["topo", "dgx2", "--tree", "0"], "--tree draws: give --svg FILE or --png FILE"),
         (["topo", "dgx2", "--png", "x.png", "--plan", "x.json"], "neither a file nor an algorithm"),
         (["plan", "ring-4", "--topo", "dgx2", "-s", "1K"], "is ring-4 or --topo dgx2: give one"),

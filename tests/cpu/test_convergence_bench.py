@@ -122,7 +122,7 @@ def test_a_text_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("-n 1", "-n must be an integer of at least 2, not 1"),
         ("--seeds 0", "--seeds must be an integer of at least 1, not 0"),
         ("--rate 0", "--rate must be above 0, not 0"),
-        ("--png a.svg", "--png draws into a file that ends in .png, not a.svg"),
+        ("--png a.svg", "--png writes a file that ends in .png, not a.svg"),
         ("-x density=2", "a density must be a number from 0 to 1, not 2"),
         (
             "--task bible",

@@ -242,6 +242,20 @@ def test_an_error_while_closing_takes_one_line(capfd: pytest.CaptureFixture[str]
     assert said == [f"rank {rank}: {words.format(rank)}" for rank in range(2)]
 
 
+def raise_while_closing(rank: int) -> None:
+    def call() -> None:
+        raise OSError("no space")
+
+    get_default().before_close(call)
+
+
+def test_any_error_while_closing_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    collectives.spawn(raise_while_closing, 2)
+    said = capfd.readouterr().err
+    assert [said.count(f"rank {rank}: Traceback") for rank in (0, 1)] == [1, 1]
+    assert said.count("OSError: no space") == 2
+
+
 def test_a_failed_job_leaves_no_descriptors() -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):

@@ -108,14 +108,16 @@ def test_wrong_results_and_lost_rows_fail(tmp_path: Path) -> None:
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     words = ["bench", "compare", *map(str, files), "--fail-on-slower"]
     for rows, status in (
-        ([row(1.0), row(1.0, k=6)], 0), ([row(1.0)], 1), ([row(1.0), row(1.0, k=6, wrong=5)], 1)
+        ([row(1.0), row(1.0, k=6)], 0), ([row(1.0)], 1), ([row(1.0), row(1.0, k=6, wrong=5)], 1),
+        ([row(1.0), row(1.0, k=6) | {"ms": None, "wrong": 5}], 1),
     ):  # fmt: skip
         for file, held in zip(files, ([row(1.0), row(1.0, k=6)], rows), strict=True):
             file.write_text(json.dumps({"rows": held}))
         done = CliRunner().invoke(app, words)
         assert done.exit_code == status, done.output
-        assert (f"only in {files[0]}: 1 row: 'topk 6'" in done.stdout) == (len(rows) == 1)
-        assert ("1 wrong" in done.stdout) == any("wrong" in one for one in rows)
+        assert (f"only in {files[0]}: 1\n  topk 6\n" in done.stdout) == (len(rows) == 1)
+        wrong = f"wrong in {files[1]}: 1\n  topk 6\n"
+        assert (wrong in done.stdout) == any("wrong" in one for one in rows)
     _, (change,) = changes([row(1.0)], [row(1.0, wrong=1)], 0.1)
     assert change.verdict == WRONG
 
@@ -153,3 +155,28 @@ def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> Non
     path.write_text(text)
     with pytest.raises(CollectiveError, match=message):
         app(["bench", "compare", str(path), str(path)], standalone_mode=False)
+
+
+def test_a_time_that_is_no_longer_there_is_lost() -> None:
+    one = by_key([row(1.0), row(1.0, k=6)], Path("a"))
+    other = by_key([row(1.0) | {"ms": None}], Path("b"))
+    assert compare.left_out(one, other) == ["topk 5 ms", "topk 6"]
+    assert compare.left_out(other, one) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "ours", "theirs"),
+    [
+        ("library", "linkweave empty", "gloo"), ("embedding", "columns, 2D", "TorchRec, columns"),
+        ("hook", "gTop-k, momentum", "PowerSGD, rank 1"), ("hook", "top-k", "fp16"),
+    ],
+)  # fmt: skip
+def test_rows_of_others_tell_the_drift(field: str, ours: str, theirs: str) -> None:
+    before = [row(10.0, **{field: name}) for name in (ours, theirs)]
+    after = [row(ms, **{field: name}) for ms, name in ((10.0, ours), (20.0, theirs))]
+    assert changes(before, after, 0.1)[0] == 2.0
+
+
+def test_a_list_is_no_part_of_a_key() -> None:
+    rows = [row(1.0) | {"density": [0.1, 0.2]}]
+    assert changes(rows, rows, 0.1)[1][0].verdict == SAME

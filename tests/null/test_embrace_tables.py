@@ -331,7 +331,7 @@ def test_the_command(found: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [
         (["dgx2", "--embrace"], "--embrace has its own clusters and sizes: leave out machine\n"),
         (["--embrace", "--gtopk"], "--gtopk has its own clusters and sizes: leave out --embrace\n"),
-        (["--embrace", "--png", "a.svg"], "--png draws into a file that ends in .png, not a.svg\n"),
+        (["--embrace", "--png", "a.svg"], "--png writes a file that ends in .png, not a.svg\n"),
         (["--embrace", "--corpus", "/nowhere/a"], "No such file or directory: '/nowhere/a'\n"),
         (["dgx2", "--corpus", "a.txt"], "--corpus is the text of --embrace: give that as well\n"),
         (

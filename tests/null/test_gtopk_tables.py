@@ -219,7 +219,7 @@ def test_the_command(found: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (["dgx2", "--gtopk"], "--gtopk has its own clusters and sizes: leave out machine\n"),
         (["--gtopk", "-s", "1M", "-a", "ring"], "leave out --size, --algorithm\n"),
         (["--gtopk", "--root", "0"], "leave out --root\n"),
-        (["--gtopk", "--png", "a.svg"], "--png draws into a file that ends in .png, not a.svg\n"),
+        (["--gtopk", "--png", "a.svg"], "--png writes a file that ends in .png, not a.svg\n"),
         (["dgx2", "-s", "1M", "--png", "a.png"], "--png draws the figures of --gtopk"),
         (["dgx2"], "give the message's --size, such as 64M, or --train MODEL\n"),
     ],

@@ -13,7 +13,8 @@ from linkweave.collectives.planning.planner import adopt, plan_allreduce
 from linkweave.collectives.planning.simulate import simulate
 from linkweave.collectives.planning.verify import verify
 from linkweave.collectives.runtime.reference import run
-from linkweave.topology import allreduce_bound, load
+from linkweave.topology import Link, Topology, allreduce_bound, load
+from linkweave.topology.edits import Ends, without_links
 
 CLUSTERS = [
     "2 x mesh-1", "3 x mesh-2", "5 x mesh-3", "2 x pcie-5 nics=1", "4 x pcie-4", "2 x dgx-a100",
@@ -122,7 +123,7 @@ def test_a_chunk_has_channels_of_its_own_on_both_ways() -> None:
     [
         ("4 x mesh-2", 2),
         ("7 x mesh-1", 3),
-        ("8 x mesh-3", 3),
+        ("7 x mesh-3", 3),
         ("11 x mesh-2", 4),
         ("5 x pcie-4", 2),
     ],
@@ -162,6 +163,41 @@ def test_gpus_beyond_the_cpus_leave_the_network_to_the_others(name: str) -> None
     assert all((out == sum(inputs)).all() for out in run(plan, inputs))
 
 
+@pytest.mark.parametrize("name", ["hierarchical", "hierarchical_ring"])
+@pytest.mark.parametrize("node", [0, 2])
+def test_gpus_without_a_nic_leave_the_network_to_the_others(name: str, node: int) -> None:
+    """Wherever a node has lost a NIC, and also where no path is left."""
+    whole = load("3 x mesh-2")
+    topo = without_links(whole, Ends(2 * node + 1, f"node{node}.nic1", None))
+    plan = plan_allreduce(topo, 1 << 20, name)
+    across = {c.src % 2 for c in plan.connections if c.src // 2 != c.dst // 2}
+    assert across == {0}
+    inputs = [np.arange(301) * 1000 + 3**r for r in range(6)]
+    assert all((out == sum(inputs)).all() for out in run(plan, inputs))
+
+
+@pytest.mark.parametrize("name", ["hierarchical", "hierarchical_ring"])
+def test_a_nic_farther_from_its_gpus_than_another_is_used(name: str) -> None:
+    ends = [(0, "p0"), (1, "p0"), ("p0", "nic0"), (2, "p1"), (3, "p1"), ("p1", "q"), ("q", "nic1")]
+    ends += [("p0", "cpu"), ("cpu", "p1"), ("nic0", "rail0"), ("nic1", "rail1")]
+    links = []
+    for n in (0, 1):
+
+        def there(end: int | str, n: int = n) -> int | str:
+            return (
+                end + 4 * n if isinstance(end, int) else end if "rail" in end else f"node{n}.{end}"
+            )
+
+        for a, b in ends:
+            kind = "network" if "rail" in str(b) else "host"
+            pair = there(a), there(b)
+            links += [Link(x, y, 10**10, kind=kind) for x, y in (pair, pair[::-1])]
+    topo = Topology("two NICs", tuple(range(8)), tuple(links))
+    plan = plan_allreduce(topo, 1 << 20, name)
+    across = {c.src % 4 for c in plan.connections if c.src // 4 != c.dst // 4}
+    assert across == {0, 1, 2, 3}
+
+
 def test_rings_are_shorter_on_larger_clusters() -> None:
     """A plan grows with nodes times nodes of a ring."""
 
@@ -169,7 +205,10 @@ def test_rings_are_shorter_on_larger_clusters() -> None:
         return {len(ring) for ring in hierarchical._rings([[n] for n in range(count)])}
 
     assert lengths(16) == {16}
-    assert lengths(17) == {8, 9}
+    assert lengths(17) == {17}
+    assert lengths(34) == {17}
+    assert lengths(20) == {10}
+    assert lengths(29) == {14, 15}
     assert lengths(128) == {16}
     assert lengths(256) == {8}
     with pytest.raises(PlanError, match="hierarchical_ring is for at most 256 nodes, not 257"):

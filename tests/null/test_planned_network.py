@@ -233,9 +233,31 @@ def test_parts_arrive_alike_beside_a_short_all_reduce(algorithm: str, chained: b
 def test_noise_in_the_last_size_does_not_make_bytes_free() -> None:
     pairs = [(1 << 20, 0.01), (2 << 20, 0.02), (4 << 20, 0.0405), (8 << 20, 0.0402)]
     network = Network.from_measurements(pairs)
-    assert [one.seconds for one in network.timings] == [0.01, 0.02, 0.0405, 0.0405]
-    pace = (0.0405 - 0.02) / (6 << 20)
-    assert network.seconds(20 << 20) == pytest.approx(0.0405 + pace * (12 << 20))
+    assert [one.seconds for one in network.timings] == [0.01, 0.02, 0.0402, 0.0402]
+    pace = (0.0402 - 0.02) / (6 << 20)
+    assert network.seconds(20 << 20) == pytest.approx(0.0402 + pace * (12 << 20))
     startup, least = network.least
     assert 0 < least <= pace and startup >= 0
     assert all(startup + least * one.nbytes <= one.seconds for one in network.timings)
+
+
+def test_a_slow_small_message_does_not_hide_the_larger_ones() -> None:
+    pairs = [(1024, 5e-3), (4096, 1e-3), (65536, 1.1e-3), (1 << 20, 2e-3)]
+    network = Network.from_measurements(pairs)
+    assert [one.seconds for one in network.timings] == [1e-3, 1e-3, 1.1e-3, 2e-3]
+    assert network.least[1] > 0 and network.seconds_per_byte > 0
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), -5.0, "1"])
+def test_what_is_no_time_is_refused(seconds: float) -> None:
+    with pytest.raises(CollectiveError, match="seconds of a measurement must be"):
+        Network.from_measurements([(1024, 5e-3), (4096, seconds), (65536, 1.0)])
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=9))
+def test_times_are_made_increasing(times: list[float]) -> None:
+    made = timing.increasing(times)
+    assert len(made) == len(times) and made == sorted(made)
+    assert {*made} <= {*times}
+    assert timing.increasing(made) == made
+    assert made == times or times != sorted(times)

@@ -134,3 +134,10 @@ def test_links_of_one_direction() -> None:
 def test_a_negative_number_of_nics_is_refused() -> None:
     with pytest.raises(CollectiveError, match="must be at least 1, not -1"):
         with_nics(topology.load("2 x mesh-2"), -1)
+
+
+def test_the_other_direction_of_a_link_is_like_it() -> None:
+    there = Link(0, 1, 10**9, 1, 7.0, "host")
+    machine = with_links(Topology("one way", (0, 1), (there,)), Ends(0, 1, None))
+    assert machine.by_ends[1, 0] == Link(1, 0, 10**9, 1, 7.0, "host")
+    assert machine.by_ends[0, 1].count == 2

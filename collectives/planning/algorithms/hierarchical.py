@@ -6,11 +6,13 @@ from itertools import pairwise, zip_longest
 
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.nodes import (
+    BACK,
+    MIDDLE,
     Hop,
     Node,
-    around,
     equal_nodes,
     gates,
+    hops_around,
     inside,
 )
 from linkweave.collectives.planning.algorithms.trees import Tree, two_trees
@@ -20,8 +22,6 @@ from linkweave.topology import Topology
 _LONGEST, _PRODUCT, _MOST = 16, 2048, 256
 """The most nodes of a ring, and the most nodes times nodes of a ring: so large is a plan. With more
 nodes rings would be so short that trees are as fast."""
-_MIDDLE, _BACK = 100_000, 150_000
-"""The first channels between nodes, and of the way back there."""
 
 
 def hierarchical(topology: Topology) -> Algorithm:
@@ -65,8 +65,8 @@ def hierarchical_ring(topology: Topology) -> Algorithm:
     near = gates(topology, nodes)
     rings = _rings(near)
     parts = max(map(len, rings))
-    scatter = [around(rings, parts, step, 1) for step in range(parts - 1)]
-    gather = [around(rings, parts, step, 0) for step in range(parts - 1)]
+    scatter = [hops_around(rings, parts, step, 1) for step in range(parts - 1)]
+    gather = [hops_around(rings, parts, step, 0) for step in range(parts - 1)]
     inward = _inward(rings, parts)
     outward = [[(chunk, b, a) for chunk, a, b in hops] for hops in reversed(inward)]
     if len(rings) == 1:
@@ -80,7 +80,7 @@ def hierarchical_ring(topology: Topology) -> Algorithm:
 def _reduced(steps: list[list[Hop]], parts: int) -> list[Round]:
     return [
         tuple(
-            Reduce((a[g],), b[g], g * parts + chunk, _MIDDLE + g * parts + chunk)
+            Reduce((a[g],), b[g], g * parts + chunk, MIDDLE + g * parts + chunk)
             for chunk, a, b in hops for g in range(len(a))
         ) for hops in steps
     ]  # fmt: skip
@@ -89,15 +89,26 @@ def _reduced(steps: list[list[Hop]], parts: int) -> list[Round]:
 def _copied(steps: list[list[Hop]], parts: int) -> list[Round]:
     return [
         tuple(
-            Copy(a[g], (b[g],), g * parts + chunk, _BACK + g * parts + chunk)
+            Copy(a[g], (b[g],), g * parts + chunk, BACK + g * parts + chunk)
             for chunk, a, b in hops for g in range(len(a))
         ) for hops in steps
     ]  # fmt: skip
 
 
 def _rings(nodes: list[Node]) -> list[list[Node]]:
-    """Return the nodes as rings of nearly equal length."""
-    count = -(-len(nodes) // min(_LONGEST, _PRODUCT // len(nodes)))
+    """Return the nodes as rings of equal length, half as long again at most, if there are any.
+
+    In rings of nearly equal length some nodes of the shorter ones own two chunks, for which their
+    NICs take twice as long: 17 nodes as 8 and 9 reach 88 % of the bound, as one ring 99.9 %.
+    """
+    longest = min(_LONGEST, _PRODUCT // len(nodes))
+    usual = -(-len(nodes) // longest)
+    equal = [
+        count
+        for count in range(-(-2 * len(nodes) // (3 * longest)), 2 * usual)
+        if len(nodes) % count == 0
+    ]
+    count = min(equal, key=lambda count: abs(count - usual), default=usual)
     cuts = [i * len(nodes) // count for i in range(count + 1)]
     return [nodes[a:b] for a, b in pairwise(cuts)]
 
@@ -138,8 +149,8 @@ def _over_tree(nodes: list[Node], tree: Tree, t: int, parts: int) -> list[Round]
         for n in filter(tree.children, level):
             for g, mine in enumerate(nodes[n]):
                 chunk, children = parts * g + t, tuple(nodes[c][g] for c in tree.children(n))
-                reduces.append(Reduce(children, mine, chunk, _MIDDLE + 2 * chunk))
-                copies.append(Copy(mine, children, chunk, _MIDDLE + 2 * chunk + 1))
+                reduces.append(Reduce(children, mine, chunk, MIDDLE + 2 * chunk))
+                copies.append(Copy(mine, children, chunk, MIDDLE + 2 * chunk + 1))
         up.insert(0, tuple(reduces))
         down.append(tuple(copies))
     return [*up, *down]

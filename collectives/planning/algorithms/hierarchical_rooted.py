@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from linkweave.collectives.planning.algorithms.nodes import (
     DOWN,
+    MIDDLE,
     Node,
-    around,
     equal_nodes,
     gates,
+    hops_around,
     inside,
 )
-from linkweave.collectives.planning.algorithms.shortest import Levels, shortest_trees
+from linkweave.collectives.planning.algorithms.shortest import shortest_trees
 from linkweave.collectives.planning.lower import (
     MOST_BLOCKS,
     Algorithm,
@@ -25,17 +26,15 @@ from linkweave.topology import Topology
 _PARTS = 4
 """The chunks of a slice of a broadcast or a reduce, each with a channel of its own, so that a GPU
 sends to its node and to the next one at the same time."""
-_OUT = 100_000
-"""The first channel from the root to the GPUs of its node, or back."""
 
 
 def hierarchical_blocks(topology: Topology, collective: str, root: int) -> Algorithm:
     """All-gather: each block goes around a ring of the nodes, and in each node to all its GPUs.
     Reduce-scatter: the same backwards.
 
-    GPU g communicates with GPU g of other nodes only. A NIC sends and receives n - 1 blocks for n
-    nodes, the least possible. Raises PlanError for more than 256 ranks, and unless the machine is a
-    cluster of equal nodes.
+    GPU g communicates with GPU g of other nodes only. For each GPU that uses it, a NIC sends and
+    receives n - 1 blocks for n nodes, the least possible. Raises PlanError for more than 256 ranks,
+    and unless the machine is a cluster of equal nodes.
     """
     nodes = equal_nodes("hierarchical", topology)
     size, gathers = len(topology.gpus), collective == "allgather"
@@ -43,11 +42,11 @@ def hierarchical_blocks(topology: Topology, collective: str, root: int) -> Algor
     between: list[Round] = []
     for step in range(len(nodes) - 1):
         moves: list[Move] = []
-        for at, a, b in around([nodes], len(nodes), step, 0 if gathers else 1):
+        for at, a, b in hops_around([nodes], len(nodes), step, 0 if gathers else 1):
             for src, dst, block in zip(a, b, nodes[at], strict=True):
                 moves.append(
                     Copy(src, (dst,), block, block) if gathers
-                    else Reduce((src,), dst, block, _OUT + block)
+                    else Reduce((src,), dst, block, MIDDLE + block)
                 )  # fmt: skip
         between.append(tuple(moves))
     up, down = inside(topology, nodes, nodes, lambda g: [node[g] for node in nodes])
@@ -56,8 +55,9 @@ def hierarchical_blocks(topology: Topology, collective: str, root: int) -> Algor
 
 
 def hierarchical_rooted(topology: Topology, collective: str, root: int) -> Algorithm:
-    """Broadcast: the root deals slices out to the GPUs of its node, slice g goes along a path of
-    the nodes from GPU g to GPU g, and in each node to all its GPUs. Reduce: the same backwards.
+    """Broadcast: the root deals slices out to the GPUs of its node that are near a NIC, each slice
+    goes along a path of the nodes between such GPUs, and in each node to all its GPUs. Reduce: the
+    same backwards.
 
     So all NICs of a node carry the message together, and each sends its slice once, the least
     possible. Raises PlanError unless the machine is a cluster of equal nodes.
@@ -78,8 +78,8 @@ def hierarchical_rooted(topology: Topology, collective: str, root: int) -> Algor
     if collective == "broadcast":
         held = {(root, c) for _, c in slices} | {(b, c) for hops in dealt for c, _, b in hops}
         rounds = [
-            *(tuple(Copy(a, (b,), c, _OUT + c) for c, a, b in hops) for hops in dealt),
-            *(tuple(Copy(a[g], (b[g],), c, _OUT + c) for g, c in slices) for a, b in steps),
+            *(tuple(Copy(a, (b,), c, MIDDLE + c) for c, a, b in hops) for hops in dealt),
+            *(tuple(Copy(a[g], (b[g],), c, MIDDLE + c) for g, c in slices) for a, b in steps),
             *_useful(down, held),
         ]
     else:
@@ -97,7 +97,7 @@ def _dealt(
 ) -> list[list[tuple[int, int, int]]]:
     """Return by depth the hops (slice, from, to) on the way from the root to GPU g of those that
     are near the network, with slice g."""
-    levels: Levels = shortest_trees(topology, node, [root])[0]
+    levels = shortest_trees(topology, node, [root])[0]
     above = {child: up for level in levels for up, children in level.items() for child in children}
     rounds: list[list[tuple[int, int, int]]] = [[] for _ in levels]
     for g, rank in enumerate(near):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.shortest import shortest_trees
 from linkweave.collectives.planning.lower import Copy, Move, Reduce, Round
-from linkweave.topology import Topology
+from linkweave.topology import Topology, Vertex
 from linkweave.topology.clusters import nodes_of
 
 Node = list[int]
@@ -15,8 +16,8 @@ Node = list[int]
 Hop = tuple[int, Node, Node]
 """A chunk of every slice goes from one node to another."""
 
-DOWN = 200_000
-"""The first channel of the way back inside nodes."""
+MIDDLE, BACK, DOWN = 100_000, 150_000, 200_000
+"""The first channels between nodes, of the way back there, and of the way back inside nodes."""
 
 
 def equal_nodes(name: str, topology: Topology) -> list[Node]:
@@ -35,14 +36,27 @@ def equal_nodes(name: str, topology: Topology) -> list[Node]:
 
 
 def gates(topology: Topology, nodes: Sequence[Node]) -> list[Node]:
-    """Return of each node the ranks that are the nearest to the network, in the same places.
+    """Return the ranks of each node that communicate with other nodes: the same positions of all.
 
-    Where a node has a NIC for all its GPUs, those beyond the link between its CPUs leave it to the
-    others to communicate with other nodes. Any GPUs that no path connects count as near.
+    Of GPUs that share a NIC, the nearest to it do: those beyond the link between a node's CPUs
+    leave its only NIC to the others. GPUs with no path to the next node have none either. Raises
+    PlanError if no position is left.
     """
-    one, other = ([topology.gpus[rank] for rank in node] for node in nodes[:2])
-    hops = [len(topology.hops.get(ends, ())) for ends in zip(one, other, strict=True)]
-    return [[node[g] for g, far in enumerate(hops) if far == min(hops)] for node in nodes]
+    positions = set(range(len(nodes[0])))
+    for node, following in zip(nodes, [*nodes[1:], nodes[0]], strict=True):
+        nics: dict[Vertex, dict[int, int]] = {}  # by NIC: the hops to it from each position
+        for position in positions:
+            ends = topology.gpus[node[position]], topology.gpus[following[position]]
+            path = list(pairwise(topology.hops.get(ends, ())))
+            kinds = [topology.by_ends[link].kind for link in path]
+            if path:
+                hops = kinds.index("network")
+                nics.setdefault(path[hops][0], {})[position] = hops
+        nearest = {nic: min(hops.values()) for nic, hops in nics.items()}
+        positions = {g for nic in nics for g, hops in nics[nic].items() if hops == nearest[nic]}
+    if not positions:
+        raise PlanError(f"no GPU of each node of {topology.name} has a NIC to the next node")
+    return [[node[position] for position in sorted(positions)] for node in nodes]
 
 
 def inside(
@@ -66,7 +80,7 @@ def inside(
     return [tuple(moves) for moves in reversed(up)], [tuple(moves) for moves in down]
 
 
-def around(rings: Sequence[Sequence[Node]], parts: int, step: int, first: int) -> list[Hop]:
+def hops_around(rings: Sequence[Sequence[Node]], parts: int, step: int, first: int) -> list[Hop]:
     """Return the hops of a step around all rings; at first each chunk is `first` places after its
     owner. The chunks beyond a ring's length have the same owners as its first ones."""
     found = []
