@@ -19,6 +19,7 @@ from linkweave.collectives.errors import (
     PlanError,
     TopologyError,
 )
+from linkweave.collectives.planning.collective import PUBLIC
 from linkweave.collectives.planning.explain import Explanation, explain
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.planning.planner import plan_allreduce, plan_collective
@@ -62,6 +63,7 @@ __all__ = [
     "send", "shutdown", "simulate", "sparse_allreduce", "spawn", "symmetric_empty", "training",
     "verify",
 ]  # fmt: skip
+__all__ += [name for name in PUBLIC if name not in __all__]  # type checkers read those above
 
 _LAZY = {
     "Communicator": "communicator",

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,8 +16,11 @@ import torch
 
 from linkweave import collectives
 from linkweave.collectives import CollectiveError
+from linkweave.collectives.communicator import Communicator
+from linkweave.collectives.launch import default
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.methods import Collectives
+from linkweave.collectives.planning import collective
 from linkweave.collectives.planning.collective import PUBLIC
 from linkweave.kernels.dtypes import OPS, ops_of
 from tests.cpu.helpers import TORCH_DTYPES, error_of
@@ -375,3 +379,17 @@ def test_the_folders_of_a_checkout_can_be_imported() -> None:
 def test_every_collective_is_a_method_and_a_function_of_the_package() -> None:
     methods = {name for name in vars(Collectives) if not name.startswith("_")}
     assert {*PUBLIC} <= methods <= {*collectives.__all__}
+
+
+def test_a_collective_of_the_table_is_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a method, and no line in the package's own file."""
+    monkeypatch.setattr(collective, "PUBLIC", (*PUBLIC, "scan"))
+    monkeypatch.setattr(Communicator, "scan", lambda self, x: 2 * x, raising=False)
+    path = Path(collectives.__file__)
+    spec = spec_from_file_location("linkweave.collectives", path)
+    assert spec and spec.loader
+    package = module_from_spec(spec)
+    spec.loader.exec_module(package)
+    assert "scan" in package.__all__ and "scan" in dir(package)
+    monkeypatch.setattr(default, "get_default", lambda: Communicator.__new__(Communicator))
+    assert package.scan(21) == 42
