@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -103,16 +104,22 @@ def test_the_error_says_who_waits_for_whom_and_what_that_did(
     assert re.match(r"rank (0|1) gave up waiting for rank \d; ", found[2][1])
 
 
-def late_thread(rank: int) -> str:
+def late_thread(rank: int, failed: threading.Semaphore) -> str:
     comm = get_default()
     comm.allreduce(x := tensor([1.0] * 4))
     if rank == 1:
-        time.sleep(2.5)
-    return str(failure(lambda: comm.allreduce(x)))
+        for _ in range(2):
+            assert failed.acquire(timeout=60)
+    said = str(failure(lambda: comm.allreduce(x)))
+    failed.release()
+    return said
 
 
 def test_threads_say_which_one_is_missing(machine: Machine) -> None:
-    found = collectives.spawn(late_thread, 3, "mesh-3", timeout=1, **MODES["threads on one GPU"])
+    found = collectives.spawn(
+        late_thread, 3, "mesh-3", (threading.Semaphore(0),), timeout=1,
+        **MODES["threads on one GPU"],
+    )  # fmt: skip
     words = r"rank [02] waits for rank 1 to make its allreduce\(4 x float32, sum, auto\) on"
     assert any(re.match(words, text) for text in found), found
     assert all("rank 1" in text for text in found)
@@ -135,8 +142,9 @@ def again(rank: int, path: str, machine: Machine) -> list[float]:
             if rank == attempt:
                 comm.allreduce(x)
                 assert isinstance(failure(comm.synchronize), CollectiveTimeout)
+                dist.barrier()
             else:
-                time.sleep(2.5)
+                dist.barrier()
                 assert isinstance(failure(lambda c=comm, y=x: c.allreduce(y)), CollectiveAborted)
             said = str(failure(lambda c=comm, y=x: c.allreduce(y)))
             assert said.startswith("this communicator failed before (Collective")

@@ -362,17 +362,21 @@ def test_tensors_are_kept_until_the_call_is_over(machine: Machine) -> None:
     assert collectives.spawn(dropped, 2, "mesh-2", **PROCESSES) == [True, True]
 
 
-def one_thread_gives_up(rank: int) -> str:
+def one_thread_gives_up(rank: int, given_up: threading.Semaphore) -> str:
     comm = get_default()
     comm.allreduce(x := tensor([1.0] * 4))
     comm.synchronize()
     if rank == 2:
-        time.sleep(2.5)
-    return said(lambda: comm.allreduce(x))
+        for _ in range(2):
+            assert given_up.acquire(timeout=60)
+    text = said(lambda: comm.allreduce(x))
+    given_up.release()
+    return text
 
 
 def test_nothing_is_launched_once_a_thread_has_given_up(machine: Machine) -> None:
-    found = collectives.spawn(one_thread_gives_up, 3, "mesh-3", timeout=1, **THREADS)
+    given_up = threading.Semaphore(0)
+    found = collectives.spawn(one_thread_gives_up, 3, "mesh-3", (given_up,), timeout=1, **THREADS)
     assert all(text != "no error" for text in found)
     assert len(machine.ours()[0].launches) == 1
 
