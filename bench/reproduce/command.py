@@ -76,7 +76,8 @@ def _papers(names: tuple[str, ...], folder: Path, page: Path | None, as_json: bo
     else:
         for name in names:
             print(f"{report.paper_text(name, [one for one in done if one.paper == name])}\n")
-        print(textwrap.fill(report.summary(done), WIDTH))
+        if words := report.summary(done):
+            print(textwrap.fill(words, WIDTH))
     if page:
         page.write_text(report.page(done))
         console.print(f"written: {page}", highlight=False)

@@ -52,7 +52,8 @@ def paper_text(paper: str, done: Sequence[Done]) -> str:
 
 
 def summary(done: Sequence[Done]) -> str:
-    """How many values papers print, how ours were found, and how near the numbers are."""
+    """How many values papers print, how ours were found, and how near the numbers are; empty if the
+    papers print none. Limits ("at most") do not count, and percentages count by their ratio."""
     every = [row for one in done if one.paper != "predictions" for row in one.part.rows]
     rows = [row for row in every if row.theirs is not None]
     if not rows:
@@ -62,8 +63,7 @@ def summary(done: Sequence[Done]) -> str:
         f"{count} {how}" for how in HOWS if (count := sum(r.how.startswith(how) for r in rows))
     ]
     apart = [
-        abs(row.ours - row.theirs) / 100 if row.unit == "%" else abs(row.ours / row.theirs - 1)
-        for row in rows
+        abs(row.ours / row.theirs - 1) for row in rows
         if isinstance(row.ours, int | float) and isinstance(row.theirs, int | float)
         and row.theirs and "at most" not in row.what
     ]  # fmt: skip
