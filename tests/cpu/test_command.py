@@ -14,7 +14,7 @@ import pytest
 
 from linkweave import topology
 from linkweave.bench import demo
-from linkweave.bench.options import parse_size
+from linkweave.bench.options import parse_size, writable
 from linkweave.collectives import CollectiveError, Plan, plan_allreduce, plan_collective, verify
 from linkweave.collectives.planning.explain import size_text
 from tests.cpu.commands import ROOT, command, command_in_a_process
@@ -330,3 +330,18 @@ def test_the_demo_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "0 to 8 (4)  streamed" in text and "times faster than unchained, predicted 1.3" in text
     for name in ("dgx1-double-tree.png", "steps.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_file_that_cannot_be_written_is_told_before_the_work(tmp_path: Path) -> None:
+    folder = tmp_path / "x.png"
+    folder.mkdir()
+    with pytest.raises(CollectiveError, match=r"--png \S+x.png: Is a directory"):
+        writable(png=folder)
+    with pytest.raises(CollectiveError, match=r"--xml \S+: there is no folder \S+none"):
+        writable(xml=tmp_path / "none" / "x.xml")
+    kept, new = tmp_path / "kept.json", tmp_path / "new.json"
+    kept.write_text("rows")
+    writable(out=kept, trace=new)
+    assert kept.read_text() == "rows" and not new.exists()
+    done = command("simulate", "dgx1-v100", "--size", "1M", "-a", "ring", "--trace", "none/x.json")
+    assert done.returncode == 2 and "--trace none/x.json: there is no folder none" in done.stderr

@@ -78,5 +78,7 @@ def test_an_all_to_all_of_72_gpus() -> None:
 
 def test_too_many_ranks_are_refused() -> None:
     topo = load("65 x mesh-4")
+    with pytest.raises(PlanError, match=r"a plan of hierarchical grows .* at most 256 ranks"):
+        plan_collective("allgather", load("33 x dgx-a100"), 264 << 10)
     with pytest.raises(PlanError, match=r"hierarchical grows as P\^2: at most 256 ranks, not 260"):
         plan_collective("allgather", topo, 260 * 64, 0, "hierarchical")
