@@ -18,15 +18,16 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed
 	$(VENV)/bin/linkweave demo
 
-# files of tests/cpu that test-plans runs, which has time for them, and files that train
+# kernels without ranks, which test-plans has time for
 KERNELS := $(wildcard $(addprefix tests/cpu/test_, \
 	*_kernels.py cast.py combine.py interpreter.py kernel_compile.py optim.py))
+# training, clusters and torch.distributed
 TRAINING := $(filter-out $(KERNELS), $(wildcard $(addprefix tests/cpu/test_, \
 	cluster*.py convergence*.py ddp*.py distributed*.py embedding*.py examples*.py gtopk*.py \
 	host_lanes.py program.py torch_suite.py training*.py)))
 PYTEST = $(PY) -m pytest -m "not slow" -o cache_dir=.pytest_cache/$@
 
-# three processes side by side, as many tests wait for others; fails if one fails
+# three processes side by side, because many tests mostly wait; fails if one fails
 test: lint
 	@$(MAKE) --no-print-directory --jobs=3 test-plans test-training test-ranks
 

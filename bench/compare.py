@@ -28,8 +28,8 @@ LEAST = 0.02
 """A change below this share is noise, even where a row's rounds differ by less."""
 PEERS = ("library", "implementation", "backend", "embedding", "hook")
 """Fields that tell our rows from others'."""
-OURS = re.compile(r".*linkweave|columns|g?top-k", re.IGNORECASE)
-"""How the names of our rows begin."""
+OURS = re.compile(r".*linkweave|columns|g?top-?k|all-gather and sum", re.IGNORECASE)
+"""What the names of our rows match from their beginning."""
 FASTER, SLOWER, SAME, WRONG = "faster", "slower", "within noise", "wrong"
 PARAMETERS = ("density",)
 """Fields with fractions that are part of what was asked for."""
@@ -167,8 +167,8 @@ def left_out(one: Mapping[Key, Row], other: Mapping[Key, Row]) -> list[str]:
         if key not in other:
             found.append(_words(key))
         else:
-            times = {*_measured(row, row)} - {*_measured(row, other[key])}
-            found += [f"{_words(key)} {name}" for name in sorted(times)]
+            gone = [name for name in _measured(row, row) if other[key].get(name) is None]
+            found += [f"{_words(key)} {name}" for name in gone]
     return found
 
 

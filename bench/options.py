@@ -171,7 +171,7 @@ def sane(elements: int, density: float, *others: tuple[str, int, int]) -> None:
 
 def writable(**files: Path | None) -> None:
     """Raise CollectiveError unless the file of each option can be written, before what takes long.
-    Options that are named for a kind of file take files that end so."""
+    --html, --png and --svg take files that end so."""
     for option, path in files.items():
         if path is None:
             continue
@@ -179,13 +179,13 @@ def writable(**files: Path | None) -> None:
             raise CollectiveError(f"--{option} writes a file that ends in .{option}, not {path}")
         if not path.parent.is_dir():
             raise CollectiveError(f"--{option} {path}: there is no folder {path.parent}")
-        new = not path.exists()
         try:
+            new = not path.exists()
             path.open("ab").close()
+            if new:
+                path.resolve().unlink()  # not a link that leads to it
         except OSError as error:
             raise CollectiveError(f"--{option} {path}: {error.strerror}") from None
-        if new:
-            path.unlink()
 
 
 def tell(module: Any, measure: Callable[[], list[Any]], out: Path | None, as_json: bool) -> None:

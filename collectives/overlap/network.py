@@ -72,8 +72,8 @@ class Network:
     ) -> Network:
         """Return the network of measured all-reduces, pairs of bytes and seconds in any order.
 
-        Of several of one size the median counts. Sizes that took less than a smaller one share the
-        median of all of these, so that times do not decrease. Raises CollectiveError for numbers
+        Of several of one size the median counts. Where a size took less than a smaller one, both
+        and all between them get their median, the lower of two. Raises CollectiveError for numbers
         out of range and for fewer than two sizes.
         """
         by_size: dict[int, list[float]] = {}

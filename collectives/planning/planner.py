@@ -21,7 +21,7 @@ from linkweave.collectives.planning.cost import (
     simulated_seconds,
 )
 from linkweave.collectives.planning.limits import MOST_BYTES, MOST_CELLS
-from linkweave.collectives.planning.lower import MOST_SQUARED, Tuning, lower
+from linkweave.collectives.planning.lower import MOST_BLOCKS, MOST_SQUARED, Tuning, lower
 from linkweave.collectives.planning.lower_bound import LowerBound, lower_bound
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.planning.simulate import simulate
@@ -107,8 +107,10 @@ def candidates(topology: Topology, collective: str = ALLREDUCE, root: Root = 0) 
     names = [name for name, entry in known.items() if not few or entry.clusters != "no"]
     able = tuple(name for name in names if _able(topology, name, collective, root))
     if not able:
-        joined = any(link.kind == "network" for link in topology.links)
-        suits = [name for name in names if joined and known[name].clusters == "only"]
+        large = len(topology.gpus) > MOST_BLOCKS and any(
+            k.kind == "network" for k in topology.links
+        )
+        suits = [name for name in names if large and known[name].clusters == "only"]
         try:
             _template(topology, (suits or names)[0], collective, root)
         except PlanError as error:

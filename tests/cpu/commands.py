@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import runpy
 import subprocess
@@ -70,3 +71,4 @@ def _as_main(path: Path, out: Path, err: Path) -> None:
     sys.argv = [str(path)]
     os.chdir(path.parent)
     runpy.run_path(str(path), run_name="__main__")
+    atexit._run_exitfuncs()  # as Python does at its end; multiprocessing's processes do not

@@ -162,6 +162,7 @@ def test_a_time_that_is_no_longer_there_is_lost() -> None:
     other = by_key([row(1.0) | {"ms": None}], Path("b"))
     assert compare.left_out(one, other) == ["topk 5 ms", "topk 6"]
     assert compare.left_out(other, one) == []
+    assert compare.left_out(one, one | by_key([row(-0.1)], Path("b"))) == []
 
 
 @pytest.mark.parametrize(
@@ -169,6 +170,8 @@ def test_a_time_that_is_no_longer_there_is_lost() -> None:
     [
         ("library", "linkweave empty", "gloo"), ("embedding", "columns, 2D", "TorchRec, columns"),
         ("hook", "gTop-k, momentum", "PowerSGD, rank 1"), ("hook", "top-k", "fp16"),
+        ("implementation", "gtopk with selection", "torch"),
+        ("implementation", "all-gather and sum", "gloo"),
     ],
 )  # fmt: skip
 def test_rows_of_others_tell_the_drift(field: str, ours: str, theirs: str) -> None:

@@ -123,7 +123,7 @@ def test_a_chunk_has_channels_of_its_own_on_both_ways() -> None:
     [
         ("4 x mesh-2", 2),
         ("7 x mesh-1", 3),
-        ("7 x mesh-3", 3),
+        ("8 x mesh-3", 2),
         ("11 x mesh-2", 4),
         ("5 x pcie-4", 2),
     ],
@@ -131,13 +131,12 @@ def test_a_chunk_has_channels_of_its_own_on_both_ways() -> None:
 def test_several_rings_are_proved_and_sum(
     spec: str, rings: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rings of at most three nodes, some of two; the middle of a path has zero to two on a side."""
+    """Rings of two to four nodes; the middle of a path has zero to two on a side."""
     monkeypatch.setattr(hierarchical, "_LONGEST", 3)
     topo = load(spec)
     plan = adopt(lower(hierarchical.hierarchical_ring(topo), topo, Tuning(600)), topo)
     size, nodes = len(topo.gpus), int(spec.split()[0])
     per = size // nodes
-    assert -(-nodes // 3) == rings
     assert plan.stride == per * -(-nodes // rings)
     inputs = [np.arange(301) * 1000 + 3**r for r in range(size)]
     assert all((out == sum(inputs)).all() for out in run(plan, inputs))
@@ -174,6 +173,16 @@ def test_gpus_without_a_nic_leave_the_network_to_the_others(name: str, node: int
     assert across == {0}
     inputs = [np.arange(301) * 1000 + 3**r for r in range(6)]
     assert all((out == sum(inputs)).all() for out in run(plan, inputs))
+
+
+@pytest.mark.parametrize("node", [0, 1, 2])
+def test_gpus_that_no_path_connects_leave_a_nic_to_farther_ones(node: int) -> None:
+    topo = load("3 x dgx1-v100 nics=1")
+    for switch in (0, 1):
+        topo = without_links(topo, Ends(f"node{node}.switch{switch}", f"node{node}.cpu0", None))
+    plan = plan_allreduce(topo, 1 << 20, "hierarchical_ring")
+    across = {c.src % 8 for c in plan.connections if not c.local and c.src // 8 != c.dst // 8}
+    assert across == {4, 5, 6, 7}
 
 
 @pytest.mark.parametrize("name", ["hierarchical", "hierarchical_ring"])

@@ -20,8 +20,9 @@ from linkweave.collectives.planning.lower import Algorithm, Copy, Reduce, Round
 from linkweave.topology import Topology
 
 _LONGEST, _PRODUCT, _MOST = 16, 2048, 256
-"""The most nodes of a ring, and the most nodes times nodes of a ring: so large is a plan. With more
-nodes rings would be so short that trees are as fast."""
+"""The most nodes of a ring, and the most nodes times nodes of a ring: so large is a plan. Both are
+exceeded by half at most where that makes rings equal. With more nodes rings would be so short that
+trees are as fast."""
 
 
 def hierarchical(topology: Topology) -> Algorithm:
@@ -31,8 +32,8 @@ def hierarchical(topology: Topology) -> Algorithm:
     alone if they connect the node; the trees share the links evenly. Between nodes each slice is
     two chunks, one for each tree of an overlapped double tree over the nodes, so every NIC sends
     and receives about twice its slice. GPU g communicates with GPU g of other nodes only, over its
-    own rail if there are rails; GPUs that are farther from a NIC than others have no slice. Raises
-    PlanError unless the machine is a cluster of equal nodes.
+    own rail if there are rails; GPUs that share a NIC with nearer ones, or have no path to the next
+    node, have no slice. Raises PlanError unless the machine is a cluster of equal nodes.
     """
     nodes = equal_nodes("hierarchical", topology)
     near, trees = gates(topology, nodes), two_trees(len(nodes))
@@ -46,10 +47,10 @@ def hierarchical(topology: Topology) -> Algorithm:
 def hierarchical_ring(topology: Topology) -> Algorithm:
     """All-reduce as `hierarchical` does, with rings of nodes in place of trees, for long messages.
 
-    Up to 16 nodes form one ring, in which a NIC sends 2(n - 1)/n slices for n nodes, the least
-    possible. More nodes form several rings. Each reduce-scatters slices; then the owners of a chunk
-    in all rings form a path, which reduces it towards the ring in the middle and copies it back; at
-    last each ring all-gathers. Of rings of equal length a NIC sends at most 2 slices, and the
+    Up to 16 nodes (also 17, 19, 21 and 23) form one ring, in which a NIC sends 2(n - 1)/n slices
+    for n nodes, the least possible. More nodes form several rings. Each reduce-scatters slices;
+    then the owners of a chunk in all rings form a path, which reduces it towards the ring in the
+    middle and copies it back; at last each ring all-gathers. Of rings of equal length a NIC sends at most 2 slices, and the
     start-ups grow with the length of a ring and the number of rings, not with n.
 
     These three parts are phases: beside each other, what a NIC sends to another ring would make its

@@ -39,23 +39,25 @@ def gates(topology: Topology, nodes: Sequence[Node]) -> list[Node]:
     """Return the ranks of each node that communicate with other nodes: the same positions of all.
 
     Of GPUs that share a NIC, the nearest to it do: those beyond the link between a node's CPUs
-    leave its only NIC to the others. GPUs with no path to the next node have none either. Raises
-    PlanError if no position is left.
+    leave its only NIC to the others. GPUs with no path to the next node do not. Raises PlanError if
+    no position has a path in every node.
     """
-    positions = set(range(len(nodes[0])))
-    for node, following in zip(nodes, [*nodes[1:], nodes[0]], strict=True):
+    gpus = [[topology.gpus[rank] for rank in node] for node in nodes]
+    paths = [
+        [list(pairwise(topology.hops.get(ends, ()))) for ends in zip(node, following, strict=True)]
+        for node, following in zip(gpus, [*gpus[1:], gpus[0]], strict=True)
+    ]
+    positions = {position for position in range(len(gpus[0])) if all(at[position] for at in paths)}
+    if not positions:
+        raise PlanError(f"no position has a path to the next node in every node of {topology.name}")
+    for node_paths in paths:
         nics: dict[Vertex, dict[int, int]] = {}  # by NIC: the hops to it from each position
         for position in positions:
-            ends = topology.gpus[node[position]], topology.gpus[following[position]]
-            path = list(pairwise(topology.hops.get(ends, ())))
-            kinds = [topology.by_ends[link].kind for link in path]
-            if path:
-                hops = kinds.index("network")
-                nics.setdefault(path[hops][0], {})[position] = hops
-        nearest = {nic: min(hops.values()) for nic, hops in nics.items()}
+            path = node_paths[position]
+            hops = [topology.by_ends[link].kind for link in path].index("network")
+            nics.setdefault(path[hops][0], {})[position] = hops
+        nearest = {nic: min(known.values()) for nic, known in nics.items()}
         positions = {g for nic in nics for g, hops in nics[nic].items() if hops == nearest[nic]}
-    if not positions:
-        raise PlanError(f"no GPU of each node of {topology.name} has a NIC to the next node")
     return [[node[position] for position in sorted(positions)] for node in nodes]
 
 
