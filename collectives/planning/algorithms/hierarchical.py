@@ -50,8 +50,9 @@ def hierarchical_ring(topology: Topology) -> Algorithm:
     Up to 16 nodes (also 17, 19, 21 and 23) form one ring, in which a NIC sends 2(n - 1)/n slices
     for n nodes, the least possible. More nodes form several rings. Each reduce-scatters slices;
     then the owners of a chunk in all rings form a path, which reduces it towards the ring in the
-    middle and copies it back; at last each ring all-gathers. Of rings of equal length a NIC sends at most 2 slices, and the
-    start-ups grow with the length of a ring and the number of rings, not with n.
+    middle and copies it back; at last each ring all-gathers. Of rings of equal length a NIC sends
+    at most 2 slices, and the start-ups grow with the length of a ring and the number of rings, not
+    with n.
 
     These three parts are phases: beside each other, what a NIC sends to another ring would make its
     neighbours in both rings wait, and NICs would be used 80 to 90 % of the time.
