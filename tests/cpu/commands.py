@@ -49,10 +49,18 @@ def command_in_a_process(*words: str, cwd: Path = ROOT) -> subprocess.CompletedP
     )  # fmt: skip
 
 
+def run_script_in_a_process(path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=100,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""}, cwd=path.parent,
+    )  # fmt: skip
+
+
 def run_script(path: Path) -> subprocess.CompletedProcess[str]:
     """What `python PATH` prints and returns in the file's folder, in a fork of a process that has
     imported torch and linkweave: to import them takes longer than most examples."""
     out, err = path.with_suffix(".out"), path.with_suffix(".err")
+    err.touch()
     server = get_context("forkserver")
     server.set_forkserver_preload(["torch._dynamo", "linkweave.collectives.training", __name__])
     process = server.Process(target=_as_main, args=(path, out, err))
@@ -60,6 +68,7 @@ def run_script(path: Path) -> subprocess.CompletedProcess[str]:
     process.join(100)
     if process.exitcode is None:
         process.kill()
+        process.join()
         raise TimeoutError(f"{path} runs for more than 100 s:\n{err.read_text()}")
     return subprocess.CompletedProcess([], process.exitcode, out.read_text(), err.read_text())
 

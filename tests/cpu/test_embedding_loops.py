@@ -116,24 +116,23 @@ def a_loss_of_rows_alone(rank: int) -> None:
         pair.close()
 
 
-def too_late(rank: int, stepped: bool) -> str:
-    """Of calls from before `zero_grad`, and from before a step. Returns the error."""
+def too_late(rank: int, stepped: bool) -> None:
+    """Of calls from before `zero_grad`, and from before a step."""
     pair = Pair()
     first, second = (loss_of(pair.share(step), pair.model, pair.size) for step in (0, 1))
     first.backward(retain_graph=True)
-    with pytest.raises(CollectiveError) as raised:
-        pair.update() if stepped else pair.clear()
+    if stepped:
+        pair.update()
+    else:
+        pair.clear()
+        pair.model.state_dict()  # waits for all ranks, as one that fails ends what others exchange
+    with pytest.raises(CollectiveError, match="before the last step or zero_grad, which"):
         (first if stepped else second).backward()
-    return str(raised.value)
 
 
 @pytest.mark.parametrize("stepped", [False, True])
 def test_gradients_that_come_too_late(stepped: bool) -> None:
-    """The rank that finds out first ends the other one, wherever that is."""
-    found = collectives.spawn(too_late, 2, args=(stepped,), timeout=8)
-    own = [text for text in found if "before the last step or zero_grad, which" in text]
-    assert own, found
-    assert all(text in own or "raised an exception" in text for text in found), found
+    collectives.spawn(too_late, 2, args=(stepped,), timeout=8)
 
 
 @case

@@ -137,6 +137,7 @@ def test_several_rings_are_proved_and_sum(
     plan = adopt(lower(hierarchical.hierarchical_ring(topo), topo, Tuning(600)), topo)
     size, nodes = len(topo.gpus), int(spec.split()[0])
     per = size // nodes
+    assert len(hierarchical._rings([[n] for n in range(nodes)])) == rings
     assert plan.stride == per * -(-nodes // rings)
     inputs = [np.arange(301) * 1000 + 3**r for r in range(size)]
     assert all((out == sum(inputs)).all() for out in run(plan, inputs))
