@@ -24,6 +24,7 @@ from linkweave.bench.options import (
     parse_size,
     sane,
     tell,
+    writable,
 )
 from linkweave.collectives import CollectiveError
 
@@ -58,8 +59,7 @@ def links(
     from linkweave.bench.links import gpus, measure_cpu, measure_gpu, table
 
     at_least(("-r", rounds, 1), ("-n", 2 if ranks is None else ranks, 2))
-    if out:
-        out.touch()
+    writable(out=out)
     if ranks is None and gpus() > 1:
         figures = measure_gpu(rounds)
     else:
@@ -215,8 +215,7 @@ def _told(
     as_json: bool,
 ) -> list[Any]:  # fmt: skip
     """What `run` measures: printed size by size (or as JSON in the end), and written to `out`."""
-    if out:
-        out.touch()  # an unwritable path is told before the measurement, not after
+    writable(out=out)
     if not as_json:
         print(header(settings), flush=True)  # before the fork, or the ranks print it as well
     # no refreshing thread: `spawn` forks only where this process runs no other thread

@@ -53,7 +53,7 @@ def paper_text(paper: str, done: Sequence[Done]) -> str:
 
 def summary(done: Sequence[Done]) -> str:
     """How many values papers print, how ours were found, and how near the numbers are; empty if the
-    papers print none. Limits ("at most") do not count, and percentages count by their ratio."""
+    papers print none. Percentages count by their ratio."""
     every = [row for one in done if one.paper != "predictions" for row in one.part.rows]
     rows = [row for row in every if row.theirs is not None]
     if not rows:
@@ -64,22 +64,22 @@ def summary(done: Sequence[Done]) -> str:
     ]
     apart = [
         abs(row.ours / row.theirs - 1) for row in rows
-        if isinstance(row.ours, int | float) and isinstance(row.theirs, int | float)
-        and row.theirs and "at most" not in row.what
+        if isinstance(row.ours, int | float) and isinstance(row.theirs, int | float) and row.theirs
     ]  # fmt: skip
     near = ", ".join(
         f"{sum(share <= limit for share in apart)} within {limit:.0%}" for limit in (0.1, 0.3)
     )
     return (
         f"{len(rows)} values of papers: {', '.join(counts)}; {lost} not reproduced, "
-        f"{lost / max(1, len(rows)):.0%}. Of {len(apart)} that are numbers on both sides, {near}. "
+        f"{lost / len(rows):.0%}. Of {len(apart)} that are numbers on both sides, {near}. "
         f"{len(every) - len(rows)} more values are ours alone"
     )
 
 
 def page(done: Sequence[Done]) -> str:
     """One HTML page that needs nothing else."""
-    body = [f"<p>{html.escape(summary(done))}</p>"]
+    words = summary(done)
+    body = [f"<p>{html.escape(words)}</p>"] if words else []
     for paper in dict.fromkeys(one.paper for one in done):
         parts = [one for one in done if one.paper == paper]
         body.append(f'<h2 id="{paper}">{html.escape(TITLES[paper])}</h2>')

@@ -135,7 +135,7 @@ def orders() -> Part:
             if name == "us-byte":
                 took.append(time.perf_counter() - start)
     rows += [
-        Row("figure 15", "s to plan VGG-16, at most", 10.0, max(took),
+        Row("figure 15", "s to plan VGG-16", "at most 10", max(took),
             f"{CORE}, {here()}",
             reason="section 7.2 says less than 1 s for VGG-16"),
         Row("figure 16", "VGG-16: speed with blocks of 0.1 Mb over 8 Mb, US-Byte",

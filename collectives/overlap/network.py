@@ -79,11 +79,11 @@ class Network:
         by_size: dict[int, list[float]] = {}
         for nbytes, seconds in _in_range(pairs):
             by_size.setdefault(nbytes, []).append(seconds)
-        medians = [(size, float(np.median(by_size[size]))) for size in sorted(by_size)]
-        made = fit(medians, workers, gamma).network
-        sizes, times = zip(*medians, strict=True)
-        pairs = zip(sizes, timing.increasing(times), strict=True)
-        return replace(made, name="measured", timings=tuple(Timing(*pair) for pair in pairs))
+        sizes = sorted(by_size)
+        medians = [float(np.median(by_size[size])) for size in sizes]
+        made = fit(list(zip(sizes, medians, strict=True)), workers, gamma).network
+        timings = tuple(map(Timing, sizes, timing.increasing(medians)))
+        return replace(made, name="measured", timings=timings)
 
     def __str__(self) -> str:
         return (
