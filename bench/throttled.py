@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from linkweave.collectives.overlap import Network
-from linkweave.collectives.training.transport import OverCommunicator, Queue, Vector
+from linkweave.collectives.training.transport import Counts, OverCommunicator, Queue, Vector
 
 
 class Link:
@@ -85,15 +85,14 @@ class Throttled(OverCommunicator):
         self._link.until(self._begin(begun, residual), 0)
         return found
 
-    def alltoall(
-        self, lane: int, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]
-    ) -> torch.Tensor:
+    def alltoall(self, lane: int, x: torch.Tensor, counts: Counts) -> torch.Tensor:
         """A message to each other rank; the network is one of all-reduces, made of messages."""
         begun = time.perf_counter()
-        found = super().alltoall(lane, x, sends, receives)
+        found = super().alltoall(lane, x, counts)
         startup, pace = self._network.message
         others = self.size - 1
         time.sleep(max(0.0, begun + others * startup - time.perf_counter()))
+        sends = counts[self.rank]
         sent = (sum(sends) - sends[self.rank]) * x.element_size()
         share = pace / self._network.seconds_per_byte if self._network.seconds_per_byte else 0.0
         self._link.until(self._link.begin(sent * share), 0)

@@ -259,15 +259,31 @@ def alltoall(comm: Connections, x: Any, out: Any, in_splits: Any, out_splits: An
                 raise Unequal(
                     f"out of rank {rank} has {expected[-1]} rows; the ranks send {sum(receives)}"
                 )
-        rows = [of[comm.rank] for of in counts]
-        result = output_for(x, (sum(rows), *x.shape[1:]), out)
+        rows = sum(of[comm.rank] for of in counts)
+        result = output_for(x, (rows, *x.shape[1:]), out)
         whole = Flat(result)
         given = flat.tensor.view(sum(sends), row)
-        comm.rows.alltoall(given, whole.tensor.view(sum(rows), row), counts)
+        comm.rows.alltoall(given, whole.tensor.view(rows, row), counts)
         whole.done()
         return result
 
     return Call(f"alltoall({flat.dtype}, rows of {tuple(x.shape[1:])})", body)
+
+
+def exchange(comm: Connections, x: Any, counts: Sequence[Sequence[int]]) -> Call:
+    flat, row = Flat(x, written=False), math.prod(x.shape[1:])
+    sends = rows_sent(x, counts[comm.rank], comm.size)
+
+    def body() -> Any:
+        rows = sum(of[comm.rank] for of in counts)
+        result = output_for(x, (rows, *x.shape[1:]), None)
+        whole = Flat(result)
+        given = flat.tensor.view(sum(sends), row)
+        comm.rows.alltoall(given, whole.tensor.view(rows, row), counts)
+        whole.done()
+        return result
+
+    return Call(f"exchange({flat.dtype}, rows of {tuple(x.shape[1:])}, counts {counts})", body)
 
 
 def sparse_allreduce(

@@ -42,10 +42,14 @@ class ClusterCommunicator:
     `machine` is the communicator of this machine's ranks; `across` connects it to the ranks with
     the same local rank on the other machines, over torch.distributed (None for a rank whose local
     rank some machine does not have). The collectives are those of `Communicator`, with the same
-    arguments. Before each call, all ranks compare what they ask for; if that differs, every rank
-    raises CollectiveError before data moves. If a rank dies or a machine cannot be reached, every
-    rank raises CollectiveAborted or CollectiveTimeout, and the communicator has ended.
+    arguments. Before each call, all ranks compare what they ask for; if that differs, each raises
+    CollectiveError before data moves. If a rank dies or a machine cannot be reached, each raises
+    CollectiveAborted or CollectiveTimeout, and the communicator has ended.
     """
+
+    compares = True
+    """Whether ranks compare their calls, which takes a round trip. All may set this to False if
+    they make the same calls anyway; arguments that are refused then end the communicator."""
 
     def __init__(
         self, rank: int, machines: Machines, machine: Communicator, store: Any,
@@ -59,9 +63,8 @@ class ClusterCommunicator:
         if machine.rank == 0:
             names = [machines.describe(m) for m in range(machines.count)]
             control = c10d.PrefixStore("control/", store)
-            self._roll_call = RollCall(
-                control, self._links.index, names, settings.timeout + 2 * LONGER
-            )
+            limit = settings.timeout + 2 * LONGER
+            self._roll_call = RollCall(control, self._links.index, names, limit)
         self._worker = Worker()
         self._parts: list[Any] = []
         self._before_close: list[Callable[[], None]] = []
@@ -107,6 +110,10 @@ class ClusterCommunicator:
         """As `Communicator.alltoall`."""
         return self._submit(async_op, calls.alltoall, x, out, in_splits, out_splits)
 
+    def exchange(self, x: Any, counts: Sequence[Sequence[int]]) -> Any:
+        """An all-to-all of `counts[src][dst]` rows from rank `src` to rank `dst`, as all know."""
+        return self._submit(False, calls.exchange, x, counts)
+
     def sparse_allreduce(
         self, values: Any, indices: Any, numel: int, k: int, op: str = "sum", *,
         residual: Any = None, mode: str = "auto", conserve: bool = True, async_op: bool = False,
@@ -118,7 +125,6 @@ class ClusterCommunicator:
         )  # fmt: skip
 
     def barrier(self) -> None:
-        """Wait until all ranks have called `barrier`."""
         self._submit(False, calls.barrier)
 
     def send(self, x: Any, to: int, *, async_op: bool = False) -> Any:
@@ -185,6 +191,10 @@ class ClusterCommunicator:
         except Exception as error:
             mine = error
         try:
+            if not self.compares and mine:
+                raise RuntimeError(str(mine)) from mine  # of which no other rank knows
+            if not self.compares:
+                return call.body()
             outcome, total = self._agree(call, f"rank {self.rank}: {mine}" if mine else "")
             if outcome.agreed:
                 return call.finish(call.read(total)) if call.small else call.body()

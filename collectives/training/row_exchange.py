@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from linkweave.collectives.training.transport import Transport
+from linkweave.collectives.training.transport import Counts, Transport
 from linkweave.kernels import embedding
 from linkweave.kernels.api import coalesce
 
@@ -44,12 +44,10 @@ class RowExchange:
         own: int64, ascending and distinct.
         """
         count = NONE if own is None else len(own)
-        each = [1] * self._size
-        counts = self._alltoall(torch.tensor([count] * self._size), each, each).tolist()
+        counts = self._to_all(torch.tensor([count]), [1] * self._size).tolist()
         if own is None or NONE in counts:
             return None
-        repeated = own.to(self._index).repeat(self._size)
-        found = self._alltoall(repeated, [count] * self._size, counts)
+        found = self._to_all(own.to(self._index), counts)
         return [part.long() for part in torch.split(found, counts)]
 
     def fetch(self, tokens: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -59,8 +57,8 @@ class RowExchange:
         sent = torch.empty(len(wanted), mine, dtype=self._table.dtype)
         if sent.numel():
             embedding.lookup(self._table.detach(), wanted, sent)
-        sends = [len(part) * mine for part in tokens]
-        parts = self._alltoall(sent.flatten(), sends, [own * width for width in self._widths])
+        counts = [[len(part) * width for part in tokens] for width in self._widths]
+        parts = self._alltoall(sent.flatten(), counts)
         rows = parts.new_empty(own, sum(self._widths))
         if rows.numel():
             embedding.join_columns(parts, self._widths, rows)
@@ -83,8 +81,7 @@ class RowExchange:
         parts = torch.empty(gradient.numel(), dtype=gradient.dtype)
         if gradient.numel():
             embedding.split_columns(gradient, self._widths, parts)
-        sends = [len(gradient) * width for width in self._widths]
-        got = self._alltoall(parts, sends, [len(part) * mine for part in tokens])
+        got = self._alltoall(parts, [[len(part) * w for w in self._widths] for part in tokens])
         wanted = torch.cat(list(tokens))
         rows, sums = coalesce(wanted, got.view(len(wanted), mine), len(self._table))
         return rows, sums.div_(self._size)
@@ -92,13 +89,15 @@ class RowExchange:
     def whole(self, columns: torch.Tensor) -> torch.Tensor:
         """All columns of what each rank has [rows, its columns] of."""
         counts = [len(columns) * width for width in self._widths]
-        flat = columns.detach().contiguous().flatten()
-        parts = self._alltoall(flat.repeat(self._size), [flat.numel()] * self._size, counts)
+        parts = self._to_all(columns.detach().contiguous().flatten(), counts)
         blocks = zip(torch.split(parts, counts), self._widths, strict=True)
         return torch.cat([block.view(len(columns), width) for block, width in blocks], 1)
 
-    def _alltoall(
-        self, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]
-    ) -> torch.Tensor:
+    def _to_all(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """The flat tensors of all ranks, of so many elements, in rank order."""
+        return self._alltoall(x.repeat(self._size), [[n] * self._size for n in counts])
+
+    def _alltoall(self, x: torch.Tensor, counts: Counts) -> torch.Tensor:
+        sends = counts[self.rank]
         self.nbytes += (sum(sends) - sends[self.rank]) * x.element_size()
-        return self._transport.alltoall(0, x, sends, receives)
+        return self._transport.alltoall(0, x, counts)

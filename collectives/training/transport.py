@@ -28,6 +28,10 @@ Vector = tuple[torch.Tensor, torch.Tensor]
 """A sparse vector: values, and ascending int32 indices."""
 
 
+Counts = Sequence[Sequence[int]]
+"""How many elements each rank sends to each rank: `counts[src][dst]`."""
+
+
 class Queue(Protocol):
     """An all-reduce under way whose layers become final one after another."""
 
@@ -63,11 +67,9 @@ class Transport(Protocol):
     ) -> Vector:
         """The sum of all ranks' sparse vectors, as `Communicator.sparse_allreduce` has it."""
 
-    def alltoall(
-        self, lane: int, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]
-    ) -> torch.Tensor:
-        """Send so many elements of a flat tensor to each rank; what each rank sends to this one,
-        in rank order. CPU tensors only."""
+    def alltoall(self, lane: int, x: torch.Tensor, counts: Counts) -> torch.Tensor:
+        """Send elements of a flat tensor to each rank; what each rank sends to this one, in rank
+        order. CPU tensors only."""
 
     def broadcast(self, x: torch.Tensor) -> None:
         """Copy `x` of rank 0 to all ranks. Not beside another call of this kind."""
@@ -102,7 +104,11 @@ class OverCommunicator:
         return made
 
     def open(self, lanes: int) -> None:
-        self._lanes += [self._own.split() for _ in range(lanes - len(self._lanes))]
+        for _ in range(lanes - len(self._lanes)):
+            lane = self._own.split()
+            if isinstance(lane, ClusterCommunicator):
+                lane.compares = False  # programs and rows' schedules are the same on all ranks
+            self._lanes.append(lane)
 
     def average(self, lane: int, x: torch.Tensor) -> None:
         self._lanes[lane].allreduce(x, "avg")
@@ -119,10 +125,13 @@ class OverCommunicator:
         )
         return found
 
-    def alltoall(
-        self, lane: int, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]
-    ) -> torch.Tensor:
-        found: torch.Tensor = self._lanes[lane].alltoall(x, None, sends, receives)
+    def alltoall(self, lane: int, x: torch.Tensor, counts: Counts) -> torch.Tensor:
+        over = self._lanes[lane]
+        found: torch.Tensor
+        if isinstance(over, ClusterCommunicator):
+            found = over.exchange(x, counts)
+        else:
+            found = over.alltoall(x, None, *splits(counts, self.rank))
         return found
 
     def broadcast(self, x: torch.Tensor) -> None:
@@ -194,11 +203,10 @@ class OverGroup:
     ) -> Vector:
         return linked_allreduce(GroupLinks(self._lanes[lane]), vector, numel, k, residual, mode)
 
-    def alltoall(
-        self, lane: int, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]
-    ) -> torch.Tensor:
+    def alltoall(self, lane: int, x: torch.Tensor, counts: Counts) -> torch.Tensor:
+        sends, receives = splits(counts, self.rank)
         out = x.new_empty(sum(receives))
-        dist.all_to_all_single(out, x, list(receives), list(sends), self._lanes[lane])
+        dist.all_to_all_single(out, x, receives, sends, self._lanes[lane])
         return out
 
     def broadcast(self, x: torch.Tensor) -> None:
@@ -225,6 +233,11 @@ class OverGroup:
 def _call(method: WeakMethod[Callable[[], None]]) -> None:
     if found := method():
         found()
+
+
+def splits(counts: Counts, rank: int) -> tuple[list[int], list[int]]:
+    """What a rank sends to each rank, and receives from each."""
+    return [*counts[rank]], [row[rank] for row in counts]
 
 
 def parted(transport: Transport, text: str) -> int | None:

@@ -65,6 +65,9 @@ def movements(comm: ClusterCommunicator) -> None:
     receives = [splits(r)[rank] for r in ranks]
     got = comm.alltoall(given(rank), in_splits=splits(rank), out_splits=receives)
     assert (got == np.concatenate(here)).all()
+    assert (comm.exchange(given(rank), [splits(r) for r in ranks]) == got).all()
+    nothing = [[0] * comm.size] * comm.size
+    assert comm.exchange(np.ones((0, 3)), nothing).shape == (0, 3)
     for source in ranks:
         to = (source + 1) % comm.size
         if rank == source != to:
@@ -140,7 +143,8 @@ def sparse(comm: ClusterCommunicator) -> None:
             assert mode != "gtopk" or len(where) == k
 
 
-def everything(comm: ClusterCommunicator) -> None:
+def everything(comm: ClusterCommunicator, compares: bool = True) -> None:
+    comm.compares = compares
     pieces.PIECE = rows.PIECE = 1 << 14  # so that the largest tensors take many
     for body in (reductions, movements, others, sparse):
         body(comm)
@@ -153,8 +157,8 @@ def test_collectives(sizes: tuple[int, ...]) -> None:
     assert on_machines(sizes, everything) == [None] * sum(sizes)
 
 
-def test_ranks_dealt_to_machines_in_turn() -> None:
-    assert on_machines((2, 2), everything, dealt=True) == [None] * 4
+def test_calls_that_are_not_compared_and_ranks_dealt_to_machines_in_turn() -> None:
+    assert on_machines((2, 2), everything, False, dealt=True) == [None] * 4
 
 
 def of_one_machine(comm: ClusterCommunicator) -> list[str]:
@@ -219,6 +223,26 @@ def refusals(comm: ClusterCommunicator) -> list[str]:
             said.append(str(error))
     comm.allreduce(x := np.ones(2))  # all may go on
     return [*said, str(x[0])]
+
+
+def uncompared(comm: ClusterCommunicator) -> list[str]:
+    """Rank 2 passes an argument that is refused."""
+    comm.compares = False
+    said = []
+    for _ in range(2):
+        with pytest.raises(CollectiveError) as error:
+            comm.allreduce(np.ones(30_000) if comm.rank != 2 else "x")
+        said.append(f"{type(error.value).__name__}: {error.value}")
+    return said
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 1, 1)])
+def test_an_argument_that_is_refused_ends_calls_that_are_not_compared(
+    sizes: tuple[int, ...],
+) -> None:
+    for first, second in on_machines(sizes, uncompared):
+        assert first.startswith("CollectiveAborted") and "not builtins.str" in first
+        assert "this communicator failed before" in second
 
 
 def test_calls_that_differ_are_refused_everywhere() -> None:

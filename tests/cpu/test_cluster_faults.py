@@ -32,8 +32,9 @@ def first_error(call: Callable[[], Any]) -> str:
     return "nothing was noticed"
 
 
-def lose(comm: ClusterCommunicator, who: int, how: str) -> str:
+def lose(comm: ClusterCommunicator, who: int, how: str, compares: bool = True) -> str:
     """Rank `who` gets a signal, or raises; the others go on."""
+    comm.compares = compares
     comm.allreduce(x := np.ones(MEBI))
     assert (x == comm.size).all()
     if comm.rank == who:
@@ -47,9 +48,10 @@ def seconds(said: str) -> float:
     return float(said.split()[0])
 
 
+@pytest.mark.parametrize("compares", [True, False])
 @pytest.mark.parametrize("who", [0, 3])
-def test_a_rank_that_dies(who: int) -> None:
-    found = on_machines((2, 2), lose, who, "SIGKILL")
+def test_a_rank_that_dies(who: int, compares: bool) -> None:
+    found = on_machines((2, 2), lose, who, "SIGKILL", compares)
     for rank in {0, 1, 2, 3} - {who}:
         assert seconds(found[rank]) < 15 and "CollectiveAborted" in found[rank], found
         if who == 3 or rank == 1:  # its neighbour, or that one's machine, has told
@@ -58,10 +60,14 @@ def test_a_rank_that_dies(who: int) -> None:
             assert "host0 (ranks 0, 1) has closed its connection" in found[rank], found
 
 
-@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.slow), 3])
-def test_a_rank_that_stops(who: int) -> None:
+@pytest.mark.parametrize(
+    ("who", "compares"),
+    [pytest.param(0, True, marks=pytest.mark.slow), (3, True), (3, False),
+     pytest.param(0, False, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_a_rank_that_stops(who: int, compares: bool) -> None:
     timeout = 1.0
-    found = on_machines((2, 2), lose, who, "SIGSTOP", timeout=timeout, lost=[who])
+    found = on_machines((2, 2), lose, who, "SIGSTOP", compares, timeout=timeout, lost=[who])
     for rank in {0, 1, 2, 3} - {who}:
         assert seconds(found[rank]) < timeout + 2 * GRACE, found
         assert "CollectiveTimeout" in found[rank], found
@@ -137,7 +143,7 @@ def injected(comm: ClusterCommunicator, seed: int, who: int, how: str) -> str:
         comm.allreduce(x := np.full(n, comm.rank + 1.0))
         assert (x == sum(range(1, comm.size + 1))).all()
     if how != "differs":
-        return lose(comm, who, how)
+        return lose(comm, who, how, compares=rng.random() < 0.5)
     said = first_error(lambda: comm.allreduce(np.ones(2 if comm.rank == who else 1)))
     comm.allreduce(x := np.ones(2))
     assert (x == comm.size).all()

@@ -95,12 +95,13 @@ class ThreadTransport:
         return linked_allreduce(links, vector, numel, k, residual, mode)
 
     def alltoall(
-        self, lane: int, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]
+        self, lane: int, x: torch.Tensor, counts: Sequence[Sequence[int]]
     ) -> torch.Tensor:
         hub = self._hubs[lane]
-        rows = hub.exchange(self.rank, torch.split(x.clone(), list(sends)))
+        mine = torch.split(x.clone(), list(counts[self.rank])), [[*row] for row in counts]
+        rows, told = zip(*hub.exchange(self.rank, mine), strict=True)
+        assert all(other == told[0] for other in told)
         parts = [row[self.rank] for row in rows]
-        assert [part.numel() for part in parts] == list(receives)
         hub.messages += [
             ("alltoall", part.nbytes) for source, part in enumerate(parts) if source != self.rank
         ]
