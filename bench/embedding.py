@@ -42,8 +42,9 @@ HEADER = (
 )
 LEGEND = (
     "table: the share of the model's bytes that the table has; ms of a step of the slowest rank; "
-    "x DDP: the\ntime of DDP with a dense gradient over this one's; sent MB: what rank 0's network "
-    "interfaces sent in a\nstep, headers included (0 inside one machine); loss: rank 0's in step 10"
+    "x DDP: the\nmedian of the times of DDP with a dense gradient over this one's in the same round; "
+    "sent MB: what rank\n0's network interfaces sent in a step, headers included (0 inside one "
+    "machine); loss: rank 0's in step 10"
 )
 
 
@@ -157,15 +158,22 @@ class _Trained:
         self._wrapped = way.wrap(self._model, self._optimizer, comm)
         self._batches = iter(collectives.prefetch(batches) if way.prefetched else batches)
         self.losses: list[float] = []
+        self.forget()
 
-    def block(self) -> float:
-        """Make STEPS steps. Returns the seconds of each on the slowest rank."""
+    def forget(self) -> None:
+        """Measure from now on."""
+        self.times: list[float] = []  # seconds of a step on the slowest rank, of each block
+        self.sent = 0  # bytes
+
+    def block(self) -> None:
+        """Make STEPS steps."""
         dist.barrier()
-        batches = islice(self._batches, STEPS)
+        before, batches = sent_bytes(), islice(self._batches, STEPS)
         mine = seconds_of(self._wrapped, self._optimizer, batches, self.losses)
+        self.sent += sent_bytes() - before
         seconds = torch.tensor([mine])
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        return float(seconds) / STEPS
+        self.times.append(float(seconds) / STEPS)
 
     def predicted(self) -> float | None:
         """The seconds of a step; None where nothing predicts."""
@@ -204,28 +212,29 @@ def _rows(
     chosen: dict[str, Way], comm: Any, words: NDArray[np.int64], rows: int | None,
     shape: tuple[int, int], blocks: int,
 ) -> Iterator[Row]:  # fmt: skip
-    """One way after another, as all together may not fit into memory."""
+    """All ways take turns, as a machine's speed drifts."""
     rank, size = dist.get_rank(), dist.get_world_size()
     vocabulary = int(words.max()) + 1
     rows = rows or vocabulary
-    first = 0.0
-    for name, way in chosen.items():
+    every = []
+    for way in chosen.values():
         batches = batches_of(words, rows, *shape, rank, size)
-        trained = _Trained(way, comm, rows, vocabulary, batches)
+        every.append(_Trained(way, comm, rows, vocabulary, batches))
         for _ in rounds_of(way.warm_up, rank == 0):
+            every[-1].block()
+    for trained in every:
+        trained.forget()
+    for _ in rounds_of(blocks, rank == 0):
+        for trained in every:
             trained.block()
-        before = sent_bytes()
-        times = [trained.block() for _ in rounds_of(blocks, rank == 0)]
-        sent = (sent_bytes() - before) / (blocks * STEPS)
-        step = statistics.median(times)
-        first = first or step
-        predicted = trained.predicted()
+    for name, trained in zip(chosen, every, strict=True):
+        step, predicted = statistics.median(trained.times), trained.predicted()
         row = Row(
             rows, trained.table_share, size, name, 1e3 * step,
             1e3 * predicted if predicted else None, size * shape[0] * shape[1] / step,
-            first / step, sent / 1e6, trained.losses[LOSS_AT],
+            statistics.median(a / b for a, b in zip(every[0].times, trained.times, strict=True)),
+            trained.sent / (blocks * STEPS) / 1e6, trained.losses[LOSS_AT],
         )  # fmt: skip
         trained.close()
-        del trained
         if rank == 0:
             yield row
