@@ -42,9 +42,9 @@ HEADER = (
 )
 LEGEND = (
     "table: the share of the model's bytes that the table has; ms of a step of the slowest rank; "
-    "x DDP: the\nmedian of the times of DDP with a dense gradient over this one's in the same round; "
-    "sent MB: what rank\n0's network interfaces sent in a step, headers included (0 inside one "
-    "machine); loss: rank 0's in step 10"
+    "x DDP: the\nmedian of the times of DDP with a dense gradient over this one's in the same "
+    "round; sent MB: what rank\n0's network interfaces sent in a step, headers included (0 inside "
+    "one machine); loss: rank 0's in step 10"
 )
 
 

@@ -94,9 +94,7 @@ class ThreadTransport:
         links = ThreadLinks(self._hubs[lane], self.rank)
         return linked_allreduce(links, vector, numel, k, residual, mode)
 
-    def alltoall(
-        self, lane: int, x: torch.Tensor, counts: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
+    def alltoall(self, lane: int, x: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
         hub = self._hubs[lane]
         mine = torch.split(x.clone(), list(counts[self.rank])), [[*row] for row in counts]
         rows, told = zip(*hub.exchange(self.rank, mine), strict=True)
