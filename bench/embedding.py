@@ -132,7 +132,7 @@ WAYS = {
     _FIRST: Way(lambda rows, _: nn.Embedding(rows, WIDTH), _ddp),
     "DDP, sparse=True": Way(lambda rows, _: nn.Embedding(rows, WIDTH, sparse=True), _ddp),
     "columns, FIFO": Way(_columns, _by("ddp"), warm_up=3),
-    "columns, 2D": Way(_columns, _by("auto"), prefetched=True, warm_up=7),
+    "columns, 2D": Way(_columns, _by("auto"), prefetched=True, warm_up=12),
 }
 if find_spec("torchrec"):
     WAYS["TorchRec, columns"] = Way(
@@ -212,7 +212,7 @@ def _rows(
     chosen: dict[str, Way], comm: Any, words: NDArray[np.int64], rows: int | None,
     shape: tuple[int, int], blocks: int,
 ) -> Iterator[Row]:  # fmt: skip
-    """All ways take turns, as a machine's speed drifts."""
+    """All ways take turns, as a machine's speed drifts; so all are in memory at once."""
     rank, size = dist.get_rank(), dist.get_world_size()
     vocabulary = int(words.max()) + 1
     rows = rows or vocabulary

@@ -24,7 +24,7 @@ from linkweave.bench.train_models import MODELS
 from linkweave.collectives import CollectiveError
 
 STEPS = 3  # of a block
-WARM_UP = 9  # blocks; "auto" measures, plans and tries in them
+WARM_UP = 19  # blocks; "auto" measures, plans and tries in them
 HEADER = (
     f"{'model':12}{'MB':>7}{'batch':>7}{'ranks':>7}{'compute ms':>12}{'DDP ms':>9}"
     f"{'linkweave ms':>14}{'x DDP':>7}{'loss differs by':>17}  program"

@@ -4,7 +4,7 @@ with the other ranks and what to do then."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
@@ -272,18 +272,35 @@ def alltoall(comm: Connections, x: Any, out: Any, in_splits: Any, out_splits: An
 
 def exchange(comm: Connections, x: Any, counts: Sequence[Sequence[int]]) -> Call:
     flat, row = Flat(x, written=False), math.prod(x.shape[1:])
+    if len(counts) != comm.size:
+        raise CollectiveError(f"counts must be of {comm.size} ranks, not {len(counts)}")
+    counts = [row_counts("counts", of, comm.size) for of in counts]
     sends = rows_sent(x, counts[comm.rank], comm.size)
+    rows = sum(of[comm.rank] for of in counts)
 
-    def body() -> Any:
-        rows = sum(of[comm.rank] for of in counts)
+    def done(fill: Callable[[Any], Any]) -> Any:
         result = output_for(x, (rows, *x.shape[1:]), None)
         whole = Flat(result)
-        given = flat.tensor.view(sum(sends), row)
-        comm.rows.alltoall(given, whole.tensor.view(rows, row), counts)
+        fill(whole.tensor.view(rows, row))
         whole.done()
         return result
 
-    return Call(f"exchange({flat.dtype}, rows of {tuple(x.shape[1:])}, counts {counts})", body)
+    def body() -> Any:
+        given = flat.tensor.view(sum(sends), row)
+        return done(lambda out: comm.rows.alltoall(given, out, counts))
+
+    def finish(every: Any) -> Any:
+        parts = every.view(flat.tensor.dtype).view(-1, row).split([n for of in counts for n in of])
+        return done(lambda out: torch.cat(parts[comm.rank :: comm.size], out=out))
+
+    values = None
+    if 0 < sum(map(sum, counts)) * row * flat.tensor.element_size() <= SMALL:
+        values = flat.tensor.new_zeros(sum(map(sum, counts)), row)
+        first = sum(map(sum, counts[: comm.rank]))
+        values[first : first + sum(sends)] = flat.tensor.view(sum(sends), row)
+        values = values.view(-1).view(torch.uint8)  # to which one rank each adds
+    asked = f"exchange({flat.dtype}, rows of {tuple(x.shape[1:])}, counts {counts})"
+    return Call(asked, body, values, "sum", finish)
 
 
 def sparse_allreduce(

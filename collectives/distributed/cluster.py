@@ -47,9 +47,9 @@ class ClusterCommunicator:
     CollectiveAborted or CollectiveTimeout, and the communicator has ended.
     """
 
-    compares = True
-    """Whether ranks compare their calls, which takes a round trip. All may set this to False if
-    they make the same calls anyway; arguments that are refused then end the communicator."""
+    compares_allreduces = True
+    """All ranks may set this to False before their first call, if they make the same all-reduces
+    anyway: these then save a round trip, and one that a rank refuses ends the communicator."""
 
     def __init__(
         self, rank: int, machines: Machines, machine: Communicator, store: Any,
@@ -125,6 +125,7 @@ class ClusterCommunicator:
         )  # fmt: skip
 
     def barrier(self) -> None:
+        """Wait until all ranks have called `barrier`."""
         self._submit(False, calls.barrier)
 
     def send(self, x: Any, to: int, *, async_op: bool = False) -> Any:
@@ -191,9 +192,9 @@ class ClusterCommunicator:
         except Exception as error:
             mine = error
         try:
-            if not self.compares and mine:
-                raise RuntimeError(str(mine)) from mine  # of which no other rank knows
-            if not self.compares:
+            if prepare is calls.allreduce and not self.compares_allreduces:
+                if mine:
+                    raise RuntimeError(str(mine)) from mine  # no other rank knows of it
                 return call.body()
             outcome, total = self._agree(call, f"rank {self.rank}: {mine}" if mine else "")
             if outcome.agreed:
@@ -328,8 +329,7 @@ class ClusterCommunicator:
             self._roll_call.close()
 
     def abort(self, why: int) -> None:
-        """Make this machine's calls raise CollectiveAborted, and close the connections of this rank
-        by which the other machines notice."""
+        """Make this machine's calls raise CollectiveAborted, and let the other machines notice."""
         if not (self.closed or self.machine.calls.health.foreign):
             self.machine.abort(why)
             self._links.close_across()

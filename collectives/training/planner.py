@@ -24,8 +24,11 @@ WARM_UP = 2
 """Steps before times are taken: the first ones allocate and compile."""
 MEASURED = 5
 """Steps whose times are taken, each with one all-reduce after the backward pass."""
+ROUNDS = 2
+"""Rounds in which the finalists of "auto" take turns, as the speed of a machine drifts."""
 TRIED = 5
-"""Steps that each finalist of "auto" is carried out, of which the first is not timed."""
+"""Steps of each whose records are taken in a round, without the first one's time. The record of a
+step comes one step later."""
 CHECKED = 50
 """Steps between two looks at whether times have changed."""
 DRIFT = 0.2
@@ -80,7 +83,7 @@ class Planner:
             finalists = self._finalists(name, *self._measured(records))
             best, usual = finalists[0], 0.0
             if len(finalists) > 1:
-                best, usual = yield from self._trial(finalists, self._typical(records))
+                best, usual = yield from self._trial(finalists)
             self._adopt(best)
             yield from self._until_changed(usual)
             self.schedule = None
@@ -94,32 +97,33 @@ class Planner:
         return found
 
     def _trial(
-        self, finalists: list[Schedule], at_once: float
+        self, finalists: list[Schedule]
     ) -> Generator[None, StepRecord, tuple[Schedule, float]]:
-        """The fastest finalist and its step time. The last one is the program of the steps before,
-        whose time is known."""
-        times = []
-        for schedule in finalists[:-1]:
-            self._adopt(schedule)
-            records = yield from self._steps(TRIED)
-            times.append(self._typical(records[1:]))
-        times.append(at_once)
-        fastest = times.index(min(times))
-        return finalists[fastest], times[fastest]
+        """The finalist with the shortest median step, and that."""
+        times: list[list[float]] = [[] for _ in finalists]
+        for _ in range(ROUNDS):
+            for schedule, found in zip(finalists, times, strict=True):
+                self._adopt(schedule)
+                records = yield from self._steps(TRIED)
+                found += self._seconds(records[1:])
+        typical = [median(found) for found in times]
+        fastest = typical.index(min(typical))
+        return finalists[fastest], typical[fastest]
 
     def _until_changed(self, usual: float) -> Generator[None, StepRecord, None]:
         """Go on until the slowest rank's steps take DRIFT longer or shorter than is `usual`."""
         while True:
-            now = self._typical((yield from self._steps(CHECKED)))
+            now = median(self._seconds((yield from self._steps(CHECKED))))
             usual = usual or now
             if abs(now / usual - 1) > DRIFT:
                 return
 
-    def _typical(self, records: list[StepRecord]) -> float:
-        """The median time of a step on the slowest rank, in seconds; the same on all ranks."""
+    def _seconds(self, records: list[StepRecord]) -> list[float]:
+        """What steps took on the slowest rank, in seconds; the same on all ranks."""
         pairs = pairwise([record.begun for record in records])
-        mine = median(self._engine.clock.seconds(*pair) for pair in pairs)
-        return max(float(row) for row in self._engine.transport.share(repr(mine).encode()))
+        mine = [self._engine.clock.seconds(*pair) for pair in pairs]
+        rows = self._engine.transport.share(json.dumps(mine).encode())
+        return [max(same) for same in zip(*map(json.loads, rows), strict=True)]
 
     # ---- planning ----------------------------------------------------------------------------
     def _measured(self, records: list[StepRecord]) -> tuple[Profile, Network]:

@@ -107,7 +107,7 @@ class OverCommunicator:
         for _ in range(lanes - len(self._lanes)):
             lane = self._own.split()
             if isinstance(lane, ClusterCommunicator):
-                lane.compares = False  # programs and rows' schedules are the same on all ranks
+                lane.compares_allreduces = False  # those of programs that have been compared
             self._lanes.append(lane)
 
     def average(self, lane: int, x: torch.Tensor) -> None:

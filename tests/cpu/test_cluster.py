@@ -66,6 +66,10 @@ def movements(comm: ClusterCommunicator) -> None:
     got = comm.alltoall(given(rank), in_splits=splits(rank), out_splits=receives)
     assert (got == np.concatenate(here)).all()
     assert (comm.exchange(given(rank), [splits(r) for r in ranks]) == got).all()
+    for counts in ([[1] * comm.size] * comm.size, [splits(r) for r in ranks]):  # a few bytes
+        mine = values(rank, 3 * sum(counts[rank]), "int8").reshape(-1, 3)
+        expected = comm.alltoall(mine, in_splits=counts[rank])
+        assert (comm.exchange(mine, counts) == expected).all()
     nothing = [[0] * comm.size] * comm.size
     assert comm.exchange(np.ones((0, 3)), nothing).shape == (0, 3)
     for source in ranks:
@@ -144,7 +148,7 @@ def sparse(comm: ClusterCommunicator) -> None:
 
 
 def everything(comm: ClusterCommunicator, compares: bool = True) -> None:
-    comm.compares = compares
+    comm.compares_allreduces = compares
     pieces.PIECE = rows.PIECE = 1 << 14  # so that the largest tensors take many
     for body in (reductions, movements, others, sparse):
         body(comm)
@@ -157,7 +161,7 @@ def test_collectives(sizes: tuple[int, ...]) -> None:
     assert on_machines(sizes, everything) == [None] * sum(sizes)
 
 
-def test_calls_that_are_not_compared_and_ranks_dealt_to_machines_in_turn() -> None:
+def test_allreduces_that_are_not_compared_and_ranks_dealt_to_machines_in_turn() -> None:
     assert on_machines((2, 2), everything, False, dealt=True) == [None] * 4
 
 
@@ -215,6 +219,8 @@ def refusals(comm: ClusterCommunicator) -> list[str]:
         lambda: comm.lanes(comm.rank + 1),
         lambda: comm.alltoall(np.ones(4), out_splits=[1, 1, 1, 1 + (comm.rank == 2)]),
         lambda: comm.alltoall(np.ones(4), np.ones(4 + (comm.rank == 1))),
+        lambda: comm.exchange(np.ones(4), [[1 + (comm.rank == 1)] * 4] + [[1] * 4] * 3),
+        lambda: comm.exchange(np.ones(4), [[1] * 4] * (3 + (comm.rank == 1))),
         lambda: comm.allreduce([np.ones(n + (n == 90 and comm.rank == 3)) for n in range(100)]),
     ):
         try:
@@ -227,7 +233,7 @@ def refusals(comm: ClusterCommunicator) -> list[str]:
 
 def uncompared(comm: ClusterCommunicator) -> list[str]:
     """Rank 2 passes an argument that is refused."""
-    comm.compares = False
+    comm.compares_allreduces = False
     said = []
     for _ in range(2):
         with pytest.raises(CollectiveError) as error:
@@ -237,7 +243,7 @@ def uncompared(comm: ClusterCommunicator) -> list[str]:
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 1, 1)])
-def test_an_argument_that_is_refused_ends_calls_that_are_not_compared(
+def test_an_argument_that_is_refused_ends_allreduces_that_are_not_compared(
     sizes: tuple[int, ...],
 ) -> None:
     for first, second in on_machines(sizes, uncompared):
@@ -248,7 +254,7 @@ def test_an_argument_that_is_refused_ends_calls_that_are_not_compared(
 def test_calls_that_differ_are_refused_everywhere() -> None:
     found = on_machines((2, 2), refusals)
     for rank, said in enumerate(found):
-        assert said[-1] == "4.0" and len(said) == 13
+        assert said[-1] == "4.0" and len(said) == 15
         assert "rank 0: allreduce(4 x float64, sum)" in said[0]
         assert "rank 0: broadcast(1 x float64, root 0); rank 1: barrier" in said[1]
         assert "color must be an integer, not 'red'" in said[7] and "lanes(1)" in said[8]

@@ -34,7 +34,7 @@ def first_error(call: Callable[[], Any]) -> str:
 
 def lose(comm: ClusterCommunicator, who: int, how: str, compares: bool = True) -> str:
     """Rank `who` gets a signal, or raises; the others go on."""
-    comm.compares = compares
+    comm.compares_allreduces = compares
     comm.allreduce(x := np.ones(MEBI))
     assert (x == comm.size).all()
     if comm.rank == who:

@@ -26,7 +26,7 @@ from training_pair import SIZE, Cases, Pair, model_comm, net, pairs
 
 from linkweave import collectives
 from linkweave.collectives import DataParallel
-from linkweave.collectives.training import planner
+from linkweave.collectives.training import data_parallel, planner
 
 pytestmark = pytest.mark.usefixtures("imported")
 case = Cases()
@@ -168,6 +168,41 @@ def programs_are_planned_anew_when_times_change(rank: int) -> None:
         known.append(model.schedule is not None)
     changes = [step for step in range(1, 25) if known[step] != known[step - 1]]
     assert changes == [8, 12, 20, 24]
+    assert on_all(collectives.get_default(), model.state_dict())
+    model.close()
+
+
+@case
+def finalists_take_turns_and_the_fastest_stays(rank: int) -> None:
+    planner.TRIED = 3
+    turns: list[str] = []
+    times = {"wfbp": [2.0, 2.0], "at once": [1.0, 4.0]}  # in each round, of the slowest rank
+
+    class Told(planner.Planner):
+        def _finalists(self, name: str, profile: Any, network: Any) -> Any:
+            return [planner.plan(profile, network, "wfbp"),
+                    planner.one_at_the_end(profile, network)]  # fmt: skip
+
+        def _adopt(self, schedule: Any) -> None:
+            turns.append(schedule.policy)
+            super()._adopt(schedule)
+
+        def _seconds(self, records: Any) -> list[float]:
+            here = times[turns[-1]][(len(turns) - 1) // 2] if rank else 0.5
+            self._engine.clock.seconds = lambda *_: here
+            return super()._seconds(records)
+
+    data_parallel.Planner = Told
+    inner = net()
+    optimizer = sgd(inner.parameters())
+    model = DataParallel(inner, optimizer, schedule="auto")
+    for step in range(8 + 2 * (3 + 1) * 2 + 1):
+        x, y = share(images(step, 6), rank, SIZE)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert turns == [*["wfbp", "at once"] * planner.ROUNDS, "wfbp"]
+    assert model.schedule.policy == "wfbp"
     assert on_all(collectives.get_default(), model.state_dict())
     model.close()
 
