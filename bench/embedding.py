@@ -30,6 +30,7 @@ from linkweave.bench.tasks import bible_words, numbered
 from linkweave.bench.timing import rounds_of, schedule, sent_bytes
 from linkweave.bench.train import seconds_of
 from linkweave.collectives import CollectiveError
+from linkweave.collectives.training.planner import SETTLED
 
 WIDTH = 512
 RATE = 0.1
@@ -132,7 +133,7 @@ WAYS = {
     _FIRST: Way(lambda rows, _: nn.Embedding(rows, WIDTH), _ddp),
     "DDP, sparse=True": Way(lambda rows, _: nn.Embedding(rows, WIDTH, sparse=True), _ddp),
     "columns, FIFO": Way(_columns, _by("ddp"), warm_up=3),
-    "columns, 2D": Way(_columns, _by("auto"), prefetched=True, warm_up=12),
+    "columns, 2D": Way(_columns, _by("auto"), prefetched=True, warm_up=-(-SETTLED // STEPS)),
 }
 if find_spec("torchrec"):
     WAYS["TorchRec, columns"] = Way(
@@ -222,8 +223,7 @@ def _rows(
         every.append(_Trained(way, comm, rows, vocabulary, batches))
         for _ in rounds_of(way.warm_up, rank == 0):
             every[-1].block()
-    for trained in every:
-        trained.forget()
+        every[-1].forget()
     for _ in rounds_of(blocks, rank == 0):
         for trained in every:
             trained.block()

@@ -22,9 +22,10 @@ from linkweave.bench.peers import on_gloo
 from linkweave.bench.timing import rounds_of, schedule
 from linkweave.bench.train_models import MODELS
 from linkweave.collectives import CollectiveError
+from linkweave.collectives.training.planner import SETTLED
 
 STEPS = 3  # of a block
-WARM_UP = 19  # blocks; "auto" measures, plans and tries in them
+WARM_UP = -(-SETTLED // STEPS)  # blocks
 HEADER = (
     f"{'model':12}{'MB':>7}{'batch':>7}{'ranks':>7}{'compute ms':>12}{'DDP ms':>9}"
     f"{'linkweave ms':>14}{'x DDP':>7}{'loss differs by':>17}  program"

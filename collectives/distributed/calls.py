@@ -259,15 +259,23 @@ def alltoall(comm: Connections, x: Any, out: Any, in_splits: Any, out_splits: An
                 raise Unequal(
                     f"out of rank {rank} has {expected[-1]} rows; the ranks send {sum(receives)}"
                 )
-        rows = sum(of[comm.rank] for of in counts)
-        result = output_for(x, (rows, *x.shape[1:]), out)
-        whole = Flat(result)
         given = flat.tensor.view(sum(sends), row)
-        comm.rows.alltoall(given, whole.tensor.view(rows, row), counts)
-        whole.done()
-        return result
+        return _received(comm, x, out, counts, lambda y: comm.rows.alltoall(given, y, counts))
 
     return Call(f"alltoall({flat.dtype}, rows of {tuple(x.shape[1:])})", body)
+
+
+def _received(
+    comm: Connections, x: Any, out: Any, counts: Sequence[Sequence[int]],
+    fill: Callable[[Any], Any],
+) -> Any:  # fmt: skip
+    """`out`, or a new tensor, with the rows that come to this rank, which `fill` writes."""
+    rows, row = sum(of[comm.rank] for of in counts), math.prod(x.shape[1:])
+    result = output_for(x, (rows, *x.shape[1:]), out)
+    whole = Flat(result)
+    fill(whole.tensor.view(rows, row))
+    whole.done()
+    return result
 
 
 def exchange(comm: Connections, x: Any, counts: Sequence[Sequence[int]]) -> Call:
@@ -275,29 +283,20 @@ def exchange(comm: Connections, x: Any, counts: Sequence[Sequence[int]]) -> Call
     if len(counts) != comm.size:
         raise CollectiveError(f"counts must be of {comm.size} ranks, not {len(counts)}")
     counts = [row_counts("counts", of, comm.size) for of in counts]
-    sends = rows_sent(x, counts[comm.rank], comm.size)
-    rows = sum(of[comm.rank] for of in counts)
-
-    def done(fill: Callable[[Any], Any]) -> Any:
-        result = output_for(x, (rows, *x.shape[1:]), None)
-        whole = Flat(result)
-        fill(whole.tensor.view(rows, row))
-        whole.done()
-        return result
+    given = flat.tensor.view(sum(rows_sent(x, counts[comm.rank], comm.size)), row)
 
     def body() -> Any:
-        given = flat.tensor.view(sum(sends), row)
-        return done(lambda out: comm.rows.alltoall(given, out, counts))
+        return _received(comm, x, None, counts, lambda y: comm.rows.alltoall(given, y, counts))
 
     def finish(every: Any) -> Any:
-        parts = every.view(flat.tensor.dtype).view(-1, row).split([n for of in counts for n in of])
-        return done(lambda out: torch.cat(parts[comm.rank :: comm.size], out=out))
+        parts = every.view(given.dtype).view(-1, row).split([n for of in counts for n in of])
+        mine = parts[comm.rank :: comm.size]
+        return _received(comm, x, None, counts, lambda y: torch.cat(mine, out=y))
 
-    values = None
-    if 0 < sum(map(sum, counts)) * row * flat.tensor.element_size() <= SMALL:
-        values = flat.tensor.new_zeros(sum(map(sum, counts)), row)
-        first = sum(map(sum, counts[: comm.rank]))
-        values[first : first + sum(sends)] = flat.tensor.view(sum(sends), row)
+    values, total = None, sum(map(sum, counts))
+    if 0 < total * row * given.element_size() <= SMALL:
+        values, first = given.new_zeros(total, row), sum(map(sum, counts[: comm.rank]))
+        values[first : first + len(given)] = given
         values = values.view(-1).view(torch.uint8)  # to which one rank each adds
     asked = f"exchange({flat.dtype}, rows of {tuple(x.shape[1:])}, counts {counts})"
     return Call(asked, body, values, "sum", finish)

@@ -29,6 +29,8 @@ ROUNDS = 2
 TRIED = 5
 """Steps of each whose records are taken in a round, without the first one's time. The record of a
 step comes one step later."""
+SETTLED = WARM_UP + MEASURED + 1 + ROUNDS * (TRIED + 1) * 4
+"""Steps after which "auto" has chosen among its finalists, of which there are four at most."""
 CHECKED = 50
 """Steps between two looks at whether times have changed."""
 DRIFT = 0.2

@@ -27,7 +27,6 @@ from linkweave.topology.checks import shown
 Vector = tuple[torch.Tensor, torch.Tensor]
 """A sparse vector: values, and ascending int32 indices."""
 
-
 Counts = Sequence[Sequence[int]]
 """How many elements each rank sends to each rank: `counts[src][dst]`."""
 
