@@ -28,6 +28,7 @@ import linkweave
 from linkweave import collectives
 from linkweave.collectives import DataParallel, overlap
 from linkweave.collectives.overlap import Schedule
+from linkweave.collectives.training.planner import SETTLED
 
 pytestmark = pytest.mark.usefixtures("imported")
 State = dict[str, torch.Tensor]
@@ -168,11 +169,11 @@ def automatic(rank: int) -> list[tuple[str, str | None]]:
     optimizer = sgd(inner.parameters())
     model = DataParallel(inner, optimizer)
     found = []
-    for step in range(40):
+    for step in range(SETTLED + 8):
         train("cnn", model, optimizer, range(step, step + 1), rank, comm.size)
         found.append((model.program.checksum, model.schedule and model.schedule.policy))
     assert on_all(comm, copied(model.state_dict()))
-    assert apart(model.state_dict(), alone("cnn", "sgd", 40, comm.size)) < 1e-12
+    assert apart(model.state_dict(), alone("cnn", "sgd", SETTLED + 8, comm.size)) < 1e-12
     model.close()
     return found
 
