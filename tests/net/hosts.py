@@ -81,8 +81,8 @@ class Hosts:
                 _ip("-n", host, "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
                 _ip("-n", host, "link", "set", "lo", "up")
                 for space, port in ends:
-                    # a packet longer than tbf's burst is cut by the CPU
-                    _ip("-n", space, "link", "set", port, "gso_max_size", "16384", "up")
+                    # tbf cuts a packet longer than its burst by the CPU; each packet costs a timer
+                    _ip("-n", space, "link", "set", port, "gso_max_size", "60000", "up")
                     _run("tc", "-n", space, "qdisc", "add", "dev", port, "root", "tbf",
                          "rate", rate, "burst", burst, "latency", "200ms")  # fmt: skip
                 self._inits.append(self._set_up(i))
