@@ -174,7 +174,7 @@ class _Trained:
         self.sent += sent_bytes() - before
         seconds = torch.tensor([mine])
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        self.times.append(float(seconds) / STEPS)
+        self.times.append(float(seconds))
 
     def predicted(self) -> float | None:
         """The seconds of a step; None where nothing predicts."""

@@ -2,7 +2,8 @@
 
 Every rank runs the command, started by torchrun on one machine or several. Both train the same
 model from the same weights on the same batches, by turns: a block of steps of one, then a block of
-the other, each from a barrier until all its parameters are updated.
+the other. Each step is timed to its end from the end of the one before, because a chained step ends
+in the next forward pass; so the first step of a block is not.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from linkweave.bench.train_models import MODELS
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.training.planner import SETTLED
 
-STEPS = 3  # of a block
+STEPS = 4  # of a block
 WARM_UP = -(-SETTLED // STEPS)  # blocks
 HEADER = (
     f"{'model':12}{'MB':>7}{'batch':>7}{'ranks':>7}{'compute ms':>12}{'DDP ms':>9}"
@@ -74,25 +75,27 @@ class _Trained:
         self.losses: list[float] = []
 
     def block(self) -> float:
-        """Make STEPS steps. Returns the seconds of each."""
+        """Make STEPS steps. Returns the seconds of one."""
         torch.set_rng_state(self._state)
         batches = [self._draw() for _ in range(STEPS)]
         self._state = torch.get_rng_state()
-        return seconds_of(self.model, self._optimizer, batches, self.losses) / STEPS
+        return seconds_of(self.model, self._optimizer, batches, self.losses)
 
 
 def seconds_of(model: Any, optimizer: Any, batches: Iterable[Any], losses: list[float]) -> float:
-    """Train on some batches of inputs and classes. Their losses are added to `losses`."""
-    start = time.perf_counter()
+    """Train on some batches of inputs and classes. Returns the mean seconds of a step but the
+    first. The batches' losses are added to `losses`."""
+    ends = []
     for x, y in batches:
         optimizer.zero_grad()
         loss = cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
+        ends.append(time.perf_counter())
     if isinstance(model, collectives.DataParallel):
         model.finish()
-    return time.perf_counter() - start
+    return (ends[-1] - ends[0]) / (len(ends) - 1)
 
 
 def measure(model: str, batch: int, blocks: int, policy: str, batch_scheduling: bool) -> list[Row]:
