@@ -29,7 +29,7 @@ ROUNDS = 2
 TRIED = 5
 """Steps of each whose records are taken in a round, without the first one's time. The record of a
 step comes one step later."""
-SETTLED = WARM_UP + MEASURED + 1 + ROUNDS * (TRIED + 1) * 4
+SETTLED = WARM_UP + MEASURED + 1 + (1 + ROUNDS * 4) * (TRIED + 1)
 """Steps after which "auto" has chosen among its finalists, of which there are four at most."""
 CHECKED = 50
 """Steps between two looks at whether times have changed."""
@@ -48,10 +48,11 @@ class Planner:
     """Gives an engine its program. All ranks call `before_pass` before each forward pass.
 
     `schedule` is a Schedule, which is carried out from the first step on; the name of a policy,
-    which plans once the times of some steps are known; or "auto". For "auto", the schedule
-    predicted to be the fastest of all runs against the fastest that is not chained, DDP's, and one
+    which plans once the times of some steps are known, and again with the times that the backward
+    pass takes beside the communication so planned; or "auto". For "auto", the schedule predicted to
+    be the fastest of all then runs against the fastest that is not chained, DDP's, and one
     all-reduce after the backward pass, because computation and communication that share a processor
-    slow each other down, which no prediction knows; the fastest of them stays. Rank 0 plans with
+    slow each other down, each schedule in its own way; the fastest of them stays. Rank 0 plans with
     the largest times of all ranks, and all ranks carry out the same.
     """
 
@@ -79,10 +80,14 @@ class Planner:
 
     # ---- what happens over the steps ---------------------------------------------------------
     def _life(self, name: str) -> Generator[None, StepRecord, None]:
-        """Measure, plan, try, carry out; and again when times have changed."""
+        """Measure, plan, measure, plan, try, carry out; and again when times have changed."""
         while True:
             records = (yield from self._steps(WARM_UP + MEASURED))[WARM_UP:]
-            finalists = self._finalists(name, *self._measured(records))
+            profile, network = self._measured(records)
+            self._adopt(self._finalists(name, profile, network)[0])
+            records = (yield from self._steps(TRIED))[1:]
+            profile = _beside(profile, self._slowest(_profile(self._engine, records)))
+            finalists = self._finalists(name, profile, network)
             best, usual = finalists[0], 0.0
             if len(finalists) > 1:
                 best, usual = yield from self._trial(finalists)
@@ -142,10 +147,21 @@ class Planner:
                 sparse.average_of.network = Network(**json.loads(told))
             network = measure_network(engine.transport, largest, sparse.rehearse)
             sparse.rehearsed()
-        mine = json.dumps([_profile(engine, records).to_data(), asdict(network)])
-        rows = [json.loads(row) for row in engine.transport.share(mine.encode())]
-        profile = _slowest([Profile.from_data(row[0]) for row in rows])
-        return profile, Network(**rows[0][1])
+        told = engine.transport.share(json.dumps(asdict(network)).encode())[0]
+        return self._slowest(_profile(engine, records)), Network(**json.loads(told))
+
+    def _slowest(self, mine: Profile) -> Profile:
+        """The profile with the largest times of all ranks, as all must have what is sent."""
+        rows = self._engine.transport.share(json.dumps(mine.to_data()).encode())
+        profiles = [Profile.from_data(json.loads(row)) for row in rows]
+        layers = tuple(
+            replace(
+                same[0], forward_s=max(layer.forward_s for layer in same),
+                backward_s=max(layer.backward_s for layer in same),
+            )
+            for same in zip(*(profile.layers for profile in profiles), strict=True)
+        )  # fmt: skip
+        return replace(mine, layers=layers)
 
     def _finalists(self, name: str, profile: Profile, network: Network) -> list[Schedule]:
         """The schedules to be tried, the last of them all at once; or the only one.
@@ -234,16 +250,13 @@ def _profile(engine: Engine, records: list[StepRecord]) -> Profile:
     return profile_of(names, [unit.nbytes for unit in engine.units], passes, "measured")
 
 
-def _slowest(profiles: list[Profile]) -> Profile:
-    """The profile with the largest times: gradients are sent once all ranks have them."""
-    layers = tuple(
-        replace(
-            same[0], forward_s=max(layer.forward_s for layer in same),
-            backward_s=max(layer.backward_s for layer in same),
-        )
-        for same in zip(*(profile.layers for profile in profiles), strict=True)
-    )  # fmt: skip
-    return replace(profiles[0], layers=layers)
+def _beside(profile: Profile, busy: Profile) -> Profile:
+    """The profile with the backward pass of steps that sent gradients meanwhile."""
+    pairs = zip(profile.layers, busy.layers, strict=True)
+    return replace(
+        profile,
+        layers=tuple(replace(layer, backward_s=other.backward_s) for layer, other in pairs),
+    )
 
 
 def unstreamed(schedule: Schedule) -> Schedule:

@@ -160,14 +160,14 @@ def programs_are_planned_anew_when_times_change(rank: int) -> None:
     optimizer = sgd(inner.parameters())
     model = DataParallel(inner, optimizer, schedule="wfbp")
     known = []
-    for step in range(25):
+    for step in range(37):
         x, y = share(images(step, 6), rank, SIZE)
         optimizer.zero_grad()
         cross_entropy(model(x), y).backward()
         optimizer.step()
         known.append(model.schedule is not None)
-    changes = [step for step in range(1, 25) if known[step] != known[step - 1]]
-    assert changes == [8, 12, 20, 24]
+    changes = [step for step in range(1, 37) if known[step] != known[step - 1]]
+    assert changes == [8, 18, 26, 36]  # planned again at 14 and 32
     assert on_all(collectives.get_default(), model.state_dict())
     model.close()
 
@@ -188,7 +188,7 @@ def finalists_take_turns_and_the_fastest_stays(rank: int) -> None:
             super()._adopt(schedule)
 
         def _seconds(self, records: Any) -> list[float]:
-            here = times[turns[-1]][(len(turns) - 1) // 2] if rank else 0.5
+            here = times[turns[-1]][(len(turns) - 2) // 2] if rank else 0.5
             self._engine.clock.seconds = lambda *_: here
             return super()._seconds(records)
 
@@ -196,12 +196,12 @@ def finalists_take_turns_and_the_fastest_stays(rank: int) -> None:
     inner = net()
     optimizer = sgd(inner.parameters())
     model = DataParallel(inner, optimizer, schedule="auto")
-    for step in range(8 + 2 * (3 + 1) * 2 + 1):
+    for step in range(8 + (1 + 2 * planner.ROUNDS) * (3 + 1) + 1):
         x, y = share(images(step, 6), rank, SIZE)
         optimizer.zero_grad()
         cross_entropy(model(x), y).backward()
         optimizer.step()
-    assert turns == [*["wfbp", "at once"] * planner.ROUNDS, "wfbp"]
+    assert turns == ["wfbp", *["wfbp", "at once"] * planner.ROUNDS, "wfbp"]
     assert model.schedule.policy == "wfbp"
     assert on_all(collectives.get_default(), model.state_dict())
     model.close()
