@@ -34,7 +34,11 @@ from linkweave.topology.checks import integer, number, shown
 class Network:
     """The parameters a (`startup_s`), b (`seconds_per_byte`) and `gamma` (at least 1) of an
     all-reduce over all `workers`, and its `timings` by size, if they are known. Raises
-    CollectiveError for numbers out of range."""
+    CollectiveError for numbers out of range.
+
+    overhead_s: by how much each all-reduce prolongs the computation beside it, whenever it runs,
+        because it needs the processor (the overhead o of LogP, Culler et al. 1993).
+    """
 
     startup_s: float
     seconds_per_byte: float
@@ -42,6 +46,7 @@ class Network:
     workers: int = 2
     name: str = "network"
     timings: tuple[Timing, ...] = ()
+    overhead_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -49,6 +54,7 @@ class Network:
         number(self.startup_s, "startup_s", 0, MAX_NUMBER)
         number(self.seconds_per_byte, "seconds_per_byte", 0, MAX_NUMBER)
         number(self.gamma, "gamma", 1, MAX_NUMBER)
+        number(self.overhead_s, "overhead_s", 0, MAX_NUMBER)
         workers = integer(self.workers, "workers", 1, int(MAX_NUMBER))
         object.__setattr__(self, "workers", workers)
         object.__setattr__(self, "timings", timing.checked(self.timings))
@@ -89,6 +95,8 @@ class Network:
         return (
             f"{self.name}: {self.workers} workers, start-up {self.startup_s * 1e3:.3f} ms, "
             f"{self.seconds_per_byte * 1e9:.3f} ns a byte, gamma {self.gamma:g}"
+            + f", overhead {self.overhead_s * 1e3:.3f} ms"
+            * (self.overhead_s > 0)
         )
 
     def seconds(self, nbytes: float) -> float:

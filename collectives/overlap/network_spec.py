@@ -15,7 +15,9 @@ from linkweave.topology.checks import shown
 from linkweave.topology.json_reader import parse_json
 
 _EXPONENTS = {"s": 0, "ms": -3, "us": -6, "ns": -9}
-_FIELDS = ("startup_s", "seconds_per_byte", "gamma", "workers", "name", "timings")  # of JSON
+_FIELDS = (  # of JSON
+    "startup_s", "seconds_per_byte", "gamma", "workers", "name", "timings", "overhead_s"
+)  # fmt: skip
 
 
 def network_from(spec: str, workers: int | None = None) -> Network:

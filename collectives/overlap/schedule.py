@@ -168,7 +168,7 @@ def _fields(row: Any, kind: type, what: str) -> dict[str, Any]:
 
 def _network(row: Any) -> Network:
     if isinstance(row, dict):
-        row = {"timings": [], **row}  # which older files do not have
+        row = {"timings": [], "overhead_s": 0.0, **row}  # which older files do not have
     found = _fields(row, Network, "network")
     return Network(**{**found, "timings": timings_of(found["timings"], "schedule JSON")})
 

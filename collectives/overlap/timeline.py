@@ -5,7 +5,8 @@ for nothing. A communication starts when its gradients are ready and when both i
 the lane and those in `after` have ended. It first spends the start-up a (`Network.startup`), in
 which it transmits nothing. Then it transmits its bytes; `Network.crowding` slows each byte by the
 number of communications that transmit at that moment. Parts of streamed communications arrive as
-`Network.arrivals` says, later by as much as others slow the transmission down.
+`Network.arrivals` says, later by as much as others slow the transmission down. What the
+communications cost the computation (`Network.overhead_s`) is added at the end.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def timeline(
         start = max(at, own) if chained else at
         at = start + layer.forward_s
         forward.append((start, at))
+    at += network.overhead_s * len(communications)
     starts = [r - layer.backward_s for r, layer in zip(profile.ready, profile.layers, strict=True)]
     backward = tuple(zip(starts, profile.ready, strict=True))
     return StepTimeline(

@@ -68,6 +68,7 @@ def _by_two_phases(profile: Profile, network: Network) -> Iterator[Schedule]:
     for lanes in sorted(_LANES, key=network.sharing):
         cut = network.sharing(lanes) < 1
         startup = network.startup_s if cut else network.startup_s / lanes
+        startup += network.overhead_s
         pace = network.seconds_per_byte * network.sharing(lanes)
         narrow = replace(network, startup_s=startup, seconds_per_byte=pace)
         for sends in two_phases(profile, narrow):
