@@ -10,6 +10,7 @@ import torch
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.units import Unit
+from linkweave.collectives.training.allocator import keep_freed_memory
 
 Empty = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 """Allocates a flat buffer of so many elements, in memory that a lane can send."""
@@ -47,6 +48,7 @@ class Arena:
     """
 
     def __init__(self, units: Sequence[Unit], empty: Empty, flagged: bool = True) -> None:
+        keep_freed_memory()
         self.units, self._flagged = tuple(units), flagged
         self.slots = slots_of(units)
         ends: dict[int, int] = {}

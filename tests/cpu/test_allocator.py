@@ -1,0 +1,41 @@
+"""Memory that glibc keeps for the next step of a training."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import subprocess
+import sys
+
+import pytest
+
+STEPS = """
+import resource
+import torch
+from linkweave.collectives.training.allocator import keep_freed_memory
+
+
+def faults(steps):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(steps):
+        gradients = [torch.ones(15 << 18) for _ in range(3)]  # 15 MiB each
+        del gradients
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+faults(2)
+before = faults(4)
+keep_freed_memory()
+faults(2)
+print(before, faults(4))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is not glibc's")
+def test_the_gradients_of_a_step_come_from_memory_that_was_freed() -> None:
+    words = [sys.executable, "-c", STEPS]
+    told = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    before, after = map(int, told.split())
+    pages = 4 * 45 * (1 << 20) // resource.getpagesize()
+    assert before > pages / 2
+    assert after < pages / 100
