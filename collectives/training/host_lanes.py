@@ -42,6 +42,9 @@ class HostLanes:
         self._ready = [False] * len(program.names)
         self._done = [True] * len(program.ops)
         self._missing = Counter(span.unit for op in program.ops for span in op.spans)
+        self._carried = [
+            [op for op in program.ops if unit in op.needs] for unit in range(len(program.names))
+        ]
         self._left: Counter[int] = Counter()  # spans of each unit that have not arrived
         self._error: CollectiveError | None = None
         self._closed = False
@@ -71,7 +74,8 @@ class HostLanes:
         """The unit's gradients are in the arena; they may be sent."""
         with self._changed:
             self._ready[unit] = True
-            self._changed.notify_all()
+            if any(self._has_all(op) for op in self._carried[unit]):
+                self._changed.notify_all()
 
     def wait(self, unit: int) -> None:
         """Block until the unit has arrived. Raises CollectiveError."""
@@ -149,7 +153,10 @@ class HostLanes:
         return self._steps > step
 
     def _may_start(self, op: Op) -> bool:
-        return all(self._ready[unit] for unit in op.needs) and all(self._done[n] for n in op.after)
+        return self._has_all(op) and all(self._done[n] for n in op.after)
+
+    def _has_all(self, op: Op) -> bool:
+        return all(self._ready[unit] for unit in op.needs)
 
     def _carry_out(self, number: int, op: Op, packing: Packing) -> None:
         start = time.perf_counter()
