@@ -31,6 +31,7 @@ from linkweave.bench.gpu_meter import MIB, Meter
 from linkweave.bench.gpu_queue import dequeue
 from linkweave.bench.gpu_runner import ENVIRONMENT, Result, Row, in_process, run, summary, write
 from linkweave.bench.gpu_sparse import GRADIENT, SparseRows, sparse_ranks
+from linkweave.bench.gpu_train import POLICIES, train
 from linkweave.bench.timing import machine
 from linkweave.collectives.runtime.gpu.driver import CudaDriver
 
@@ -94,6 +95,8 @@ def _ipc(meter: Meter, libraries: Sequence[Arrays], gpus: int) -> Iterator[Row]:
             yield row(f"enqueue, {cupy.name} processes", 10, enqueue, cupy, (2,), False)
     if last.name == "torch":
         yield row("a graph of torch, 2 processes", 15, run_graph, last)
+        for policy in POLICIES:
+            yield row(f"train by {policy}, 2 processes", 20, train, last, 2, policy)
         yield row("allreduce beside NCCL", 40 if gpus > 1 else 1, beside_nccl, last, gpus)
 
 

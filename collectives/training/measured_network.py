@@ -17,16 +17,19 @@ from linkweave.collectives.training.transport import Transport
 LARGEST = 64 << 20
 """Bytes of the largest all-reduce."""
 ROUNDS = 3
+CALLS = 20  # to measure what one costs the processor
 
 Average = Callable[[int, torch.Tensor], None]
 """Averages a tensor over all ranks on a lane, in place; blocks."""
 
 
 def measure_network(transport: Transport, like: torch.Tensor, average: Average) -> Network:
-    """The start-up and the seconds a byte of averages of up to the bytes of `like`, and the
-    slowdown of two at once.
+    """The start-up and the seconds a byte of averages of up to the bytes of `like`, the slowdown of
+    two at once, and what an average costs the processor.
 
-    All ranks must call it, while nothing is sent. Times are medians over a few rounds.
+    All ranks must call it, while nothing is sent. Times are medians over a few rounds. The
+    processor's share of an average counts as overhead: it is taken from the computation if that
+    keeps all cores busy.
     """
     item = like.element_size()
     most = min(like.numel(), LARGEST // item)
@@ -41,7 +44,8 @@ def measure_network(transport: Transport, like: torch.Tensor, average: Average) 
     both = _median(_at_once(average, x[:half], x[half : 2 * half]), x)
     alone = network.seconds_per_byte * half * item
     gamma = min(2.0, max(1.0, (both - network.startup_s) / alone)) if alone else 1.0
-    return replace(network, gamma=gamma, name="measured")
+    overhead = _processor_seconds(partial(average, 0, x[: sizes[0]])) if x.is_cpu else 0.0
+    return replace(network, gamma=gamma, overhead_s=overhead, name="measured")
 
 
 def _at_once(average: Average, first: torch.Tensor, second: torch.Tensor) -> Callable[[], object]:
@@ -64,6 +68,14 @@ def _at_once(average: Average, first: torch.Tensor, second: torch.Tensor) -> Cal
             average(1, second)
 
     return on_streams
+
+
+def _processor_seconds(call: Callable[[], object]) -> float:
+    """The time for which this process keeps cores busy during a call."""
+    begun = time.process_time()
+    for _ in range(CALLS):
+        call()
+    return (time.process_time() - begun) / CALLS
 
 
 def _median(call: Callable[[], object], x: torch.Tensor) -> float:

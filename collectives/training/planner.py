@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Generator
 from dataclasses import asdict, astuple, replace
-from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from linkweave.collectives.errors import CollectiveError
@@ -24,12 +23,16 @@ WARM_UP = 2
 """Steps before times are taken: the first ones allocate and compile."""
 MEASURED = 5
 """Steps whose times are taken, each with one all-reduce after the backward pass."""
-ROUNDS = 2
+ROUNDS = 3
 """Rounds in which the finalists of "auto" take turns, as the speed of a machine drifts."""
-TRIED = 5
+LEFT = 2
+"""The fastest finalists of the first round, which run in the others."""
+TRIED = 8
 """Steps of each whose records are taken in a round, without the first one's time. The record of a
 step comes one step later."""
-SETTLED = WARM_UP + MEASURED + 1 + (1 + ROUNDS * 4) * (TRIED + 1)
+SETTLED_NAMED = WARM_UP + MEASURED + 1 + TRIED + 1
+"""Steps after which a policy given by its name has planned for the second time."""
+SETTLED = SETTLED_NAMED + (4 + (ROUNDS - 1) * LEFT) * (TRIED + 1)
 """Steps after which "auto" has chosen among its finalists, of which there are four at most."""
 CHECKED = 50
 """Steps between two looks at whether times have changed."""
@@ -106,31 +109,36 @@ class Planner:
     def _trial(
         self, finalists: list[Schedule]
     ) -> Generator[None, StepRecord, tuple[Schedule, float]]:
-        """The finalist with the shortest median step, and that."""
+        """The finalist with the shortest steps, and their seconds."""
         times: list[list[float]] = [[] for _ in finalists]
+        left = list(range(len(finalists)))
         for _ in range(ROUNDS):
-            for schedule, found in zip(finalists, times, strict=True):
-                self._adopt(schedule)
-                records = yield from self._steps(TRIED)
-                found += self._seconds(records[1:])
-        typical = [median(found) for found in times]
-        fastest = typical.index(min(typical))
-        return finalists[fastest], typical[fastest]
+            for number in left:
+                self._adopt(finalists[number])
+                times[number].append(self._pace((yield from self._steps(TRIED))[1:]))
+            left = sorted(left, key=lambda number: median(times[number]))[:LEFT]
+        return finalists[left[0]], median(times[left[0]])
 
     def _until_changed(self, usual: float) -> Generator[None, StepRecord, None]:
-        """Go on until the slowest rank's steps take DRIFT longer or shorter than is `usual`."""
+        """Go on until steps take DRIFT longer or shorter than is `usual`."""
         while True:
-            now = median(self._seconds((yield from self._steps(CHECKED))))
+            records = yield from self._steps(CHECKED)
+            parts = range(0, CHECKED - 1, TRIED)
+            now = median([self._pace(records[first : first + TRIED]) for first in parts])
             usual = usual or now
             if abs(now / usual - 1) > DRIFT:
                 return
 
-    def _seconds(self, records: list[StepRecord]) -> list[float]:
-        """What steps took on the slowest rank, in seconds; the same on all ranks."""
-        pairs = pairwise([record.begun for record in records])
-        mine = [self._engine.clock.seconds(*pair) for pair in pairs]
-        rows = self._engine.transport.share(json.dumps(mine).encode())
-        return [max(same) for same in zip(*map(json.loads, rows), strict=True)]
+    def _pace(self, records: list[StepRecord]) -> float:
+        """The mean seconds of a step, over the records of some and over all ranks; the same on all
+        ranks.
+
+        Ranks keep pace in the long run, but those of a chained program may be a part of a step
+        apart at both ends: the slowest rank's time would count that as well.
+        """
+        mine = self._engine.clock.seconds(records[0].begun, records[-1].begun)
+        rows = self._engine.transport.share(json.dumps(mine / (len(records) - 1)).encode())
+        return fmean(map(json.loads, rows))
 
     # ---- planning ----------------------------------------------------------------------------
     def _measured(self, records: list[StepRecord]) -> tuple[Profile, Network]:

@@ -155,7 +155,11 @@ def policies_are_planned_where_steps_have_several_backward_passes(rank: int) -> 
 
 @case
 def programs_are_planned_anew_when_times_change(rank: int) -> None:
-    planner.CHECKED, planner.DRIFT = 3, -1.0  # whatever steps take, it has changed
+    planner.TRIED, planner.CHECKED, planner.DRIFT = (
+        5,
+        3,
+        -1.0,
+    )  # whatever steps take, it has changed
     inner = net()
     optimizer = sgd(inner.parameters())
     model = DataParallel(inner, optimizer, schedule="wfbp")
@@ -176,33 +180,38 @@ def programs_are_planned_anew_when_times_change(rank: int) -> None:
 def finalists_take_turns_and_the_fastest_stays(rank: int) -> None:
     planner.TRIED = 3
     turns: list[str] = []
-    times = {"wfbp": [2.0, 2.0], "at once": [1.0, 4.0]}  # in each round, of the slowest rank
+    # seconds of a step in each round, as the mean of ranks of which one measures 0.5
+    times = {"wfbp": [2.0, 2.0, 9.0], "ddp": [5.0], "at once": [1.0, 4.0, 4.0]}
 
     class Told(planner.Planner):
         def _finalists(self, name: str, profile: Any, network: Any) -> Any:
-            return [planner.plan(profile, network, "wfbp"),
+            return [planner.plan(profile, network, "wfbp"), planner.plan(profile, network, "ddp"),
                     planner.one_at_the_end(profile, network)]  # fmt: skip
 
         def _adopt(self, schedule: Any) -> None:
             turns.append(schedule.policy)
             super()._adopt(schedule)
 
-        def _seconds(self, records: Any) -> list[float]:
-            here = times[turns[-1]][(len(turns) - 2) // 2] if rank else 0.5
-            self._engine.clock.seconds = lambda *_: here
-            return super()._seconds(records)
+        def _pace(self, records: Any) -> float:
+            mean = times[turns[-1]][turns[1:].count(turns[-1]) - 1]
+            own = (SIZE * mean - 0.5) / (SIZE - 1) if rank else 0.5
+            self._engine.clock.seconds = lambda *_: own * (len(records) - 1)
+            found = super()._pace(records)
+            assert abs(found - mean) < 1e-12
+            return found
 
     data_parallel.Planner = Told
     inner = net()
     optimizer = sgd(inner.parameters())
     model = DataParallel(inner, optimizer, schedule="auto")
-    for step in range(8 + (1 + 2 * planner.ROUNDS) * (3 + 1) + 1):
+    for step in range(8 + (1 + 3 + 2 * (planner.ROUNDS - 1)) * (3 + 1) + 1):
         x, y = share(images(step, 6), rank, SIZE)
         optimizer.zero_grad()
         cross_entropy(model(x), y).backward()
         optimizer.step()
-    assert turns == ["wfbp", *["wfbp", "at once"] * planner.ROUNDS, "wfbp"]
-    assert model.schedule.policy == "wfbp"
+    first = ["wfbp", "ddp", "at once"]
+    assert turns == ["wfbp", *first, "at once", "wfbp", "wfbp", "at once", "wfbp"]
+    assert model.schedule.policy == "wfbp"  # medians 2 and 4
     assert on_all(collectives.get_default(), model.state_dict())
     model.close()
 

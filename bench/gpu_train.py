@@ -1,0 +1,97 @@
+"""Rows of `bench.gpu_suite` that train a small model, a process a rank, all on one GPU.
+
+The gradients' all-reduces run on lanes of CUDA streams, beside the backward pass and the next
+forward pass. Parameters must be those of one process that trains on all ranks' samples.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+from linkweave import collectives
+from linkweave.bench.gpu_api import Arrays, on_ranks
+from linkweave.bench.gpu_runner import Failed, Result
+from linkweave.collectives.training.planner import SETTLED_NAMED
+
+POLICIES = ("asc-wfbp", "us-byte", "c-cube")
+"""Two lanes, blocks cut inside tensors, a gradient queue."""
+STEPS = SETTLED_NAMED + 1  # before times are taken
+TIMED = 10
+SAMPLES = 4  # of a rank
+WIDTH = 96
+CLOSE = 1e-10
+"""By how much float64 parameters may differ from those of one process."""
+
+
+def model_on(device: str) -> Any:
+    """A model of 300 KB in float64, the same in each process."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(3)
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(),
+              nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(),
+              nn.Linear(WIDTH, 10)]  # fmt: skip
+    return nn.Sequential(*layers).to(device, torch.float64)
+
+
+def batch(step: int, size: int, device: str) -> tuple[Any, Any]:
+    """The samples of all ranks and their classes, the same in each process."""
+    import torch
+
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(size * SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
+    y = torch.randint(10, (size * SAMPLES,), generator=generator)
+    return x.to(device), y.to(device)
+
+
+def steps_of(model: Any, optimizer: Any, rank: int, size: int, device: str) -> list[float]:
+    """Train as one rank of so many. Returns the seconds of the last steps."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    ends = []
+    for step in range(STEPS + TIMED):
+        x, y = (of[rank * SAMPLES : (rank + 1) * SAMPLES] for of in batch(step, size, device))
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+        ends.append(time.perf_counter())
+    return [b - a for a, b in zip(ends[STEPS - 1 :], ends[STEPS:], strict=False)]
+
+
+def trained(rank: int, arrays: Arrays, policy: str, device: str) -> tuple[float, float, list[Any]]:
+    """(median seconds of a step, the largest difference from one process's parameters, the sums of
+    the parameters) on one rank."""
+    import torch
+
+    comm = collectives.get_default()
+    model, alone = model_on(device), model_on(device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    wrapped = collectives.DataParallel(model, optimizer, schedule=policy)
+    times = steps_of(wrapped, optimizer, rank, comm.size, device)
+    wrapped.close()
+    whole = torch.optim.SGD(alone.parameters(), 0.05, momentum=0.9)
+    for step in range(STEPS + TIMED):
+        x, y = batch(step, comm.size, device)
+        whole.zero_grad()
+        torch.nn.functional.cross_entropy(alone(x), y).backward()
+        whole.step()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    apart = max(float((a - b).abs().max()) for a, b in pairs)
+    return statistics.median(times), apart, [float(p.sum()) for p in model.parameters()]
+
+
+def train(arrays: Arrays, ranks: int, policy: str, device: str = "cuda") -> Result:
+    """Train by a policy; the slowest rank's times."""
+    found = on_ranks(trained, ranks, arrays, policy, device, timeout=60)
+    if (apart := max(row[1] for row in found)) > CLOSE:
+        raise Failed(f"parameters differ by {apart:.1e} from those of one process")
+    if any(row[2] != found[0][2] for row in found):
+        raise Failed("the ranks' parameters differ")
+    return {"ranks": ranks, "policy": policy, "step_s": max(row[0] for row in found)}
