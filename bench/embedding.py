@@ -28,7 +28,7 @@ from linkweave.bench.embedding_prediction import row_seconds, step_seconds
 from linkweave.bench.peers import on_gloo
 from linkweave.bench.tasks import bible_words, numbered
 from linkweave.bench.timing import rounds_of, schedule, sent_bytes
-from linkweave.bench.train import seconds_of
+from linkweave.bench.train import over_ranks, seconds_of
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.training.planner import SETTLED
 
@@ -163,7 +163,7 @@ class _Trained:
 
     def forget(self) -> None:
         """Measure from now on."""
-        self.times: list[float] = []  # seconds of a step on the slowest rank, of each block
+        self.times: list[float] = []  # seconds of a step, of each block
         self.sent = 0  # bytes
 
     def block(self) -> None:
@@ -172,9 +172,7 @@ class _Trained:
         before, batches = sent_bytes(), islice(self._batches, STEPS)
         mine = seconds_of(self._wrapped, self._optimizer, batches, self.losses)
         self.sent += sent_bytes() - before
-        seconds = torch.tensor([mine])
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        self.times.append(float(seconds))
+        self.times.append(over_ranks(mine))
 
     def predicted(self) -> float | None:
         """The seconds of a step; None where nothing predicts."""
