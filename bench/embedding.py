@@ -30,7 +30,7 @@ from linkweave.bench.tasks import bible_words, numbered
 from linkweave.bench.timing import rounds_of, schedule, sent_bytes
 from linkweave.bench.train import over_ranks, seconds_of
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.training.planner import SETTLED
+from linkweave.collectives.training.planner import SETTLED, SETTLED_NAMED
 
 WIDTH = 512
 RATE = 0.1
@@ -132,8 +132,8 @@ def _by(schedule: str) -> Callable[[Any, Any, Any], Any]:
 WAYS = {
     _FIRST: Way(lambda rows, _: nn.Embedding(rows, WIDTH), _ddp),
     "DDP, sparse=True": Way(lambda rows, _: nn.Embedding(rows, WIDTH, sparse=True), _ddp),
-    "columns, FIFO": Way(_columns, _by("ddp"), warm_up=3),
-    "columns, 2D": Way(_columns, _by("auto"), prefetched=True, warm_up=-(-SETTLED // STEPS)),
+    "columns, FIFO": Way(_columns, _by("ddp"), warm_up=-(-(SETTLED_NAMED + 1) // STEPS)),
+    "columns, 2D": Way(_columns, _by("auto"), prefetched=True, warm_up=-(-(SETTLED + 1) // STEPS)),
 }
 if find_spec("torchrec"):
     WAYS["TorchRec, columns"] = Way(

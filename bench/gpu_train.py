@@ -6,7 +6,6 @@ forward pass. Parameters must be those of one process that trains on all ranks' 
 
 from __future__ import annotations
 
-import statistics
 import time
 from typing import Any
 
@@ -47,26 +46,30 @@ def batch(step: int, size: int, device: str) -> tuple[Any, Any]:
     return x.to(device), y.to(device)
 
 
-def steps_of(model: Any, optimizer: Any, rank: int, size: int, device: str) -> list[float]:
-    """Train as one rank of so many. Returns the seconds of the last steps."""
+def steps_of(model: Any, optimizer: Any, rank: int, size: int, device: str) -> float:
+    """Train as one rank of so many. Returns the mean seconds of the last steps."""
     import torch
     from torch.nn.functional import cross_entropy
 
-    ends = []
+    def moment() -> float:
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
     for step in range(STEPS + TIMED):
+        if step == STEPS:
+            begun = moment()
         x, y = (of[rank * SAMPLES : (rank + 1) * SAMPLES] for of in batch(step, size, device))
         optimizer.zero_grad()
         loss = cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
-        if device.startswith("cuda"):
-            torch.cuda.synchronize()
-        ends.append(time.perf_counter())
-    return [b - a for a, b in zip(ends[STEPS - 1 :], ends[STEPS:], strict=False)]
+    model.finish()
+    return (moment() - begun) / TIMED
 
 
 def trained(rank: int, arrays: Arrays, policy: str, device: str) -> tuple[float, float, list[Any]]:
-    """(median seconds of a step, the largest difference from one process's parameters, the sums of
+    """(mean seconds of a step, the largest difference from one process's parameters, the sums of
     the parameters) on one rank."""
     import torch
 
@@ -74,7 +77,7 @@ def trained(rank: int, arrays: Arrays, policy: str, device: str) -> tuple[float,
     model, alone = model_on(device), model_on(device)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     wrapped = collectives.DataParallel(model, optimizer, schedule=policy)
-    times = steps_of(wrapped, optimizer, rank, comm.size, device)
+    seconds = steps_of(wrapped, optimizer, rank, comm.size, device)
     wrapped.close()
     whole = torch.optim.SGD(alone.parameters(), 0.05, momentum=0.9)
     for step in range(STEPS + TIMED):
@@ -83,8 +86,8 @@ def trained(rank: int, arrays: Arrays, policy: str, device: str) -> tuple[float,
         torch.nn.functional.cross_entropy(alone(x), y).backward()
         whole.step()
     pairs = zip(model.parameters(), alone.parameters(), strict=True)
-    apart = max(float((a - b).abs().max()) for a, b in pairs)
-    return statistics.median(times), apart, [float(p.sum()) for p in model.parameters()]
+    apart = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    return seconds, apart, [float(p.detach().sum()) for p in model.parameters()]
 
 
 def train(arrays: Arrays, ranks: int, policy: str, device: str = "cuda") -> Result:

@@ -87,7 +87,7 @@ def scaled(
     )  # fmt: skip
     slower = replace(
         network, startup_s=network.startup_s * time_by,
-        seconds_per_byte=network.seconds_per_byte * time_by / bytes_by,
+        seconds_per_byte=network.seconds_per_byte * time_by / bytes_by, overhead_s=0.0,
     )  # fmt: skip
     return replace(profile, layers=layers), slower
 

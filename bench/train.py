@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from linkweave.collectives import CollectiveError
 from linkweave.collectives.training.planner import SETTLED
 
 STEPS = 12  # of a block
-WARM_UP = -(-SETTLED // STEPS)  # blocks
+WARM_UP = -(-(SETTLED + 1) // STEPS)  # blocks
 HEADER = (
     f"{'model':12}{'MB':>7}{'batch':>7}{'ranks':>7}{'compute ms':>12}{'DDP ms':>9}"
     f"{'linkweave ms':>14}{'x DDP':>7}{'loss differs by':>17}  program"
@@ -74,6 +75,14 @@ class _Trained:
         torch.manual_seed(rank + 1)
         self._state = torch.get_rng_state()
         self.losses: list[float] = []
+
+    def go_on_from(self, other: _Trained) -> None:
+        """Train a DDP on the other's next batches, from its weights and momentum; losses since
+        then are kept."""
+        self.model.module.load_state_dict(other.model.state_dict())
+        self._optimizer.load_state_dict(deepcopy(other._optimizer.state_dict()))
+        self._state = other._state
+        other.losses.clear()
 
     def block(self) -> float:
         """Make STEPS steps. Returns the seconds of one."""
@@ -129,8 +138,9 @@ def _measured(comm: Any, model: str, batch: int, blocks: int, policy: str) -> li
     alone = _Trained(model, batch, comm.rank, lambda net, _: net)
     for _ in rounds_of(WARM_UP, comm.rank == 0):
         ours.block()
-    theirs.block()
-    alone.block()
+    theirs.go_on_from(ours)
+    for trained in (ours, theirs, alone):
+        trained.block()
     times: list[list[float]] = [[], [], []]
     for _ in rounds_of(blocks, comm.rank == 0):
         for found, trained in zip(times, (theirs, ours, alone), strict=True):
@@ -138,7 +148,7 @@ def _measured(comm: Any, model: str, batch: int, blocks: int, policy: str) -> li
             found.append(over_ranks(trained.block()))
     ddp, mine, compute = (statistics.median(found) for found in times)
     ratio = statistics.median(a / b for a, b in zip(times[0], times[1], strict=True))
-    differs = max(abs(a - b) for a, b in zip(ours.losses, theirs.losses, strict=False))
+    differs = max(abs(a - b) for a, b in zip(ours.losses, theirs.losses, strict=True))
     plan = ours.model.schedule
     program, sends = ours.model.program, len(ours.model.program.ops)
     ours.model.close()

@@ -92,11 +92,10 @@ class Network:
         return replace(made, name="measured", timings=timings)
 
     def __str__(self) -> str:
+        more = f", overhead {self.overhead_s * 1e3:.3f} ms" if self.overhead_s else ""
         return (
             f"{self.name}: {self.workers} workers, start-up {self.startup_s * 1e3:.3f} ms, "
-            f"{self.seconds_per_byte * 1e9:.3f} ns a byte, gamma {self.gamma:g}"
-            + f", overhead {self.overhead_s * 1e3:.3f} ms"
-            * (self.overhead_s > 0)
+            f"{self.seconds_per_byte * 1e9:.3f} ns a byte, gamma {self.gamma:g}{more}"
         )
 
     def seconds(self, nbytes: float) -> float:

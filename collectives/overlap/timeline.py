@@ -6,7 +6,8 @@ the lane and those in `after` have ended. It first spends the start-up a (`Netwo
 which it transmits nothing. Then it transmits its bytes; `Network.crowding` slows each byte by the
 number of communications that transmit at that moment. Parts of streamed communications arrive as
 `Network.arrivals` says, later by as much as others slow the transmission down. What the
-communications cost the computation (`Network.overhead_s`) is added at the end.
+communications cost the computation (`Network.overhead_s`) is added at the end, also for those that
+nothing is beside.
 """
 
 from __future__ import annotations

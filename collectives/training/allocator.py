@@ -9,10 +9,11 @@ _LARGEST = (32 << 20) - (64 << 10)
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep up to 64 MiB of freed memory, as it does after any block of 32 MiB was freed.
+    """Let glibc keep up to 64 MiB of freed memory, as it does once a block of 32 MiB was freed.
 
-    It maps blocks that are larger than any that was freed, and returns what is free at the top of
-    the heap once that is twice as large (mallopt(3), M_MMAP_THRESHOLD). The gradients of a step are
-    freed once they are in the arena, so without this each step may fault all their pages in again.
+    It maps blocks that are larger than any freed so far (up to 32 MiB), and returns what is free at
+    the top of the heap once that is twice as large (mallopt(3), M_MMAP_THRESHOLD). The gradients of
+    a step are freed once they are in the arena, so without this each step may fault all their pages
+    in again; those beyond 64 MiB still may.
     """
-    torch.empty(_LARGEST, dtype=torch.uint8)
+    torch.empty(_LARGEST, dtype=torch.uint8, device="cpu")

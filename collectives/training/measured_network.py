@@ -17,7 +17,7 @@ from linkweave.collectives.training.transport import Transport
 LARGEST = 64 << 20
 """Bytes of the largest all-reduce."""
 ROUNDS = 3
-CALLS = 20  # to measure what one costs the processor
+CALLS = 10  # of a round, to measure what one costs the processor
 
 Average = Callable[[int, torch.Tensor], None]
 """Averages a tensor over all ranks on a lane, in place; blocks."""
@@ -27,9 +27,9 @@ def measure_network(transport: Transport, like: torch.Tensor, average: Average) 
     """The start-up and the seconds a byte of averages of up to the bytes of `like`, the slowdown of
     two at once, and what an average costs the processor.
 
-    All ranks must call it, while nothing is sent. Times are medians over a few rounds. The
-    processor's share of an average counts as overhead: it is taken from the computation if that
-    keeps all cores busy.
+    All ranks must call it, while nothing is sent. Times are medians over a few rounds. The time for
+    which a small average keeps cores of this process busy, polling included, counts as overhead: it
+    is taken from the computation if that keeps all cores busy.
     """
     item = like.element_size()
     most = min(like.numel(), LARGEST // item)
@@ -72,10 +72,13 @@ def _at_once(average: Average, first: torch.Tensor, second: torch.Tensor) -> Cal
 
 def _processor_seconds(call: Callable[[], object]) -> float:
     """The time for which this process keeps cores busy during a call."""
-    begun = time.process_time()
-    for _ in range(CALLS):
-        call()
-    return (time.process_time() - begun) / CALLS
+    found = []
+    for _ in range(ROUNDS):
+        begun = time.process_time()
+        for _ in range(CALLS):
+            call()
+        found.append((time.process_time() - begun) / CALLS)
+    return median(found)
 
 
 def _median(call: Callable[[], object], x: torch.Tensor) -> float:

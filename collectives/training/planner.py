@@ -38,8 +38,8 @@ CHECKED = 50
 """Steps between two looks at whether times have changed."""
 DRIFT = 0.2
 """By how much the median step time may change until the program is planned anew."""
-OVERHEAD = 0.05
-"""The share of a communication cut from a streamed one that its start-up may take."""
+START_SHARE = 0.05
+"""The share of a communication cut from a streamed one that its start-up and overhead may take."""
 
 SPARSE = ("ddp", "wfbp", "mg-wfbp", "asc-wfbp")
 """The policies that send layers whole, with their neighbours."""
@@ -115,7 +115,8 @@ class Planner:
         for _ in range(ROUNDS):
             for number in left:
                 self._adopt(finalists[number])
-                times[number].append(self._pace((yield from self._steps(TRIED))[1:]))
+                records = yield from self._steps(TRIED)
+                times[number] += self._paces([records[1:]])
             left = sorted(left, key=lambda number: median(times[number]))[:LEFT]
         return finalists[left[0]], median(times[left[0]])
 
@@ -124,21 +125,23 @@ class Planner:
         while True:
             records = yield from self._steps(CHECKED)
             parts = range(0, CHECKED - 1, TRIED)
-            now = median([self._pace(records[first : first + TRIED]) for first in parts])
+            now = median(self._paces([records[first : first + TRIED] for first in parts]))
             usual = usual or now
             if abs(now / usual - 1) > DRIFT:
                 return
 
-    def _pace(self, records: list[StepRecord]) -> float:
-        """The mean seconds of a step, over the records of some and over all ranks; the same on all
+    def _paces(self, turns: list[list[StepRecord]]) -> list[float]:
+        """The mean seconds of a step in each turn, over its records and all ranks; the same on all
         ranks.
 
         Ranks keep pace in the long run, but those of a chained program may be a part of a step
-        apart at both ends: the slowest rank's time would count that as well.
+        apart, and others at a turn's end than at its begin. The slowest rank's time would count
+        that as well.
         """
-        mine = self._engine.clock.seconds(records[0].begun, records[-1].begun)
-        rows = self._engine.transport.share(json.dumps(mine / (len(records) - 1)).encode())
-        return fmean(map(json.loads, rows))
+        seconds = self._engine.clock.seconds
+        mine = [seconds(turn[0].begun, turn[-1].begun) / (len(turn) - 1) for turn in turns]
+        rows = self._engine.transport.share(json.dumps(mine).encode())
+        return [fmean(same) for same in zip(*map(json.loads, rows), strict=True)]
 
     # ---- planning ----------------------------------------------------------------------------
     def _measured(self, records: list[StepRecord]) -> tuple[Profile, Network]:
@@ -270,10 +273,11 @@ def _beside(profile: Profile, busy: Profile) -> Profile:
 def unstreamed(schedule: Schedule) -> Schedule:
     """The schedule with each streamed communication cut at its pieces into several.
 
-    A part is as small as leaves its start-up a share of `OVERHEAD`, and at least a piece.
+    A part is as small as leaves its start-up a share of `START_SHARE`, and at least a piece.
     """
     network = schedule.network
-    least = network.startup_s / (OVERHEAD * (network.seconds_per_byte or 1e-12))
+    once = network.startup_s + network.overhead_s
+    least = once / (START_SHARE * (network.seconds_per_byte or 1e-12))
     made: list[Communication] = []
     numbers: list[tuple[int, ...]] = []
     for c in schedule.communications:

@@ -155,11 +155,8 @@ def policies_are_planned_where_steps_have_several_backward_passes(rank: int) -> 
 
 @case
 def programs_are_planned_anew_when_times_change(rank: int) -> None:
-    planner.TRIED, planner.CHECKED, planner.DRIFT = (
-        5,
-        3,
-        -1.0,
-    )  # whatever steps take, it has changed
+    planner.TRIED, planner.CHECKED = 5, 3
+    planner.DRIFT = -1.0  # whatever steps take, it has changed
     inner = net()
     optimizer = sgd(inner.parameters())
     model = DataParallel(inner, optimizer, schedule="wfbp")
@@ -192,12 +189,12 @@ def finalists_take_turns_and_the_fastest_stays(rank: int) -> None:
             turns.append(schedule.policy)
             super()._adopt(schedule)
 
-        def _pace(self, records: Any) -> float:
+        def _paces(self, parts: Any) -> list[float]:
             mean = times[turns[-1]][turns[1:].count(turns[-1]) - 1]
             own = (SIZE * mean - 0.5) / (SIZE - 1) if rank else 0.5
-            self._engine.clock.seconds = lambda *_: own * (len(records) - 1)
-            found = super()._pace(records)
-            assert abs(found - mean) < 1e-12
+            self._engine.clock.seconds = lambda *_: own * (len(parts[0]) - 1)
+            found = super()._paces(parts)
+            assert abs(found[0] - mean) < 1e-12
             return found
 
     data_parallel.Planner = Told

@@ -54,7 +54,7 @@ def optimal(profile: Profile, network: Network, limit_s: float = 10.0) -> Schedu
     elif best.predicted_seconds:
         ratio = rival.predicted_seconds / best.predicted_seconds
         words.append(f"{ratio:.2f} times faster than {rival.policy}, the best named policy")
-    if exact:
+    if exact and not network.overhead_s:  # which `every_fusion` does not know
         cut = "" if len(profile.layers) * 2 > EXACT else f" cut into {EXACT // len(profile.layers)}"
         words.append(f"on one lane no fusion of neighbours and order of tensors{cut} is shorter")
     return replace(best, policy="optimal", note="; ".join(words))
@@ -68,7 +68,7 @@ def _by_two_phases(profile: Profile, network: Network) -> Iterator[Schedule]:
     for lanes in sorted(_LANES, key=network.sharing):
         cut = network.sharing(lanes) < 1
         startup = network.startup_s if cut else network.startup_s / lanes
-        startup += network.overhead_s
+        startup += network.overhead_s * (lanes if cut else 1)
         pace = network.seconds_per_byte * network.sharing(lanes)
         narrow = replace(network, startup_s=startup, seconds_per_byte=pace)
         for sends in two_phases(profile, narrow):
