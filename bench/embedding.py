@@ -42,7 +42,7 @@ HEADER = (
     f"{'tokens/s':>10}{'x DDP':>7}{'sent MB':>9}{'loss':>9}"
 )
 LEGEND = (
-    "table: the share of the model's bytes that the table has; ms of a step of the slowest rank; "
+    "table: the share of the model's bytes that the table has; ms of a step, the mean of ranks; "
     "x DDP: the\nmedian of the times of DDP with a dense gradient over this one's in the same "
     "round; sent MB: what rank\n0's network interfaces sent in a step, headers included (0 inside "
     "one machine); loss: rank 0's in step 10"

@@ -204,7 +204,7 @@ def test_a_networks_error_names_what_is_wrong(spec: str, words: str) -> None:
     ("text", "words"),
     [
         ("{", "net.json': line 1 column 2: "),
-        ("[1]", "name, timings, overhead_s, not a list of 1 items"),
+        ("[1]", "gamma, workers, name, timings, overhead_s, not a list of 1 items"),
         ('{"network": 3}', "needs an object of startup_s, seconds_per_byte, gamma, workers, name"),
         ('{"startup_s": 1}', "net.json' has no seconds_per_byte"),
         ('{"startup_s": 1, "seconds_per_byte": 1, "speed": 1}', "unknown field 'speed'; fields"),
