@@ -9,10 +9,13 @@ buckets and all hooks use one gloo group.
 
 from __future__ import annotations
 
+import os
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,11 +81,11 @@ class _Copied(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """Random parameters of these shapes, equal to their gradients, which become ready together."""
+    """Parameters that equal their gradients, which become ready together."""
 
-    def __init__(self, shapes: Sequence[torch.Size]) -> None:
+    def __init__(self, values: Iterable[torch.Tensor]) -> None:
         super().__init__()
-        self.values = nn.ParameterList(torch.randn(shape) for shape in shapes)
+        self.values = nn.ParameterList(values)
 
     def forward(self, x: Any) -> Any:
         return _Copied.apply(x, *self.values)
@@ -114,12 +117,12 @@ def hooks(density: float) -> dict[str, Hook | None]:
 
 
 class _Stepped:
-    """A model of these layers under DDP with a hook."""
+    """A model of layers of these values under DDP with a hook."""
 
-    def __init__(self, layers: Layers, hook: Hook | None, bucket_mb: int | None) -> None:
-        torch.manual_seed(dist.get_rank())  # gradients differ between ranks
+    def __init__(
+        self, layers: Sequence[Sequence[torch.Tensor]], hook: Hook | None, bucket_mb: int | None
+    ) -> None:
         model = nn.Sequential(*map(Layer, layers))
-        self.values = sum(p.numel() for p in model.parameters())
         self._ddp: Any = nn.parallel.DistributedDataParallel(
             model, gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=bucket_mb
         )
@@ -167,8 +170,11 @@ def _rows(model: str, layers: Layers, chosen: dict[str, Hook | None], rounds: in
     """One hook after another, as all together may not fit into memory."""
     rank = dist.get_rank()
     times: dict[str, float] = {}
+    count = sum(shape.numel() for shapes in layers for shape in shapes)
+    parts = iter(_random(count).split([shape.numel() for shapes in layers for shape in shapes]))
+    values = [[next(parts).view(shape) for shape in shapes] for shapes in layers]
     for name, hook in chosen.items():
-        stepped = _Stepped(layers, hook, 1 << 20 if "PowerSGD" in name else None)
+        stepped = _Stepped(values, hook, 1 << 20 if "PowerSGD" in name else None)
         for _ in range(WARM_UP):
             stepped.step()
         before, found = sent_bytes(), []
@@ -176,12 +182,25 @@ def _rows(model: str, layers: Layers, chosen: dict[str, Hook | None], rounds: in
             found.append(stepped.step())
         sent = (sent_bytes() - before) / rounds
         times[name] = statistics.median(found)
-        values = stepped.values
         del stepped
         if rank == 0 and name != "nothing sent":
             own = times["nothing sent"]
             exchange = max(times[name] - own, 1e-9)
             yield Row(
-                model, values, dist.get_world_size(), name, 1e3 * times[name], 1e3 * exchange,
+                model, count, dist.get_world_size(), name, 1e3 * times[name], 1e3 * exchange,
                 (times["dense"] - own) / exchange, sent / 1e6,
             )  # fmt: skip
+
+
+def _random(count: int) -> torch.Tensor:
+    """Random values of this rank, in memory that all ranks of a machine share: it may not have
+    room for each rank's own. Each rank's begin at another place, so that gradients differ."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    path = Path(tempfile.gettempdir(), f"linkweave-gradients-{os.environ['MASTER_PORT']}")
+    whole = torch.from_file(str(path), shared=True, size=count + 16 * size)
+    source = torch.Generator().manual_seed(0)
+    for part in torch.split(whole, 1 << 20):  # all ranks write the same
+        part.copy_(torch.randn(len(part), generator=source))
+    dist.barrier()
+    path.unlink(missing_ok=True)  # memory is freed when the last rank ends
+    return whole[16 * rank :][:count]

@@ -88,7 +88,7 @@ def _trained(
     torch.manual_seed(0)
     cnn = task.model()
     torch.manual_seed(rank)  # the padding's gradients differ between ranks
-    padding = Layer([torch.Size([values - sum(p.numel() for p in cnn.parameters())])])
+    padding = Layer([torch.randn(values - sum(p.numel() for p in cnn.parameters()))])
     ddp: Any = nn.parallel.DistributedDataParallel(
         nn.Sequential(cnn, padding), gradient_as_bucket_view=True, init_sync=False
     )

@@ -53,7 +53,7 @@ def queued(
         buffer, _ = context.buffer(x)
         if not is_contiguous(x):
             raise CollectiveError("a gradient queue needs a contiguous tensor")
-        sizes = _layer_sizes(layers, buffer.nbytes // buffer.itemsize)
+        sizes = layer_sizes(layers, buffer.nbytes // buffer.itemsize)
         nbytes = tuple(n * buffer.itemsize for n in sizes)
         request = context.request("allreduce", buffer, op, 0, algorithm, sizes_checksum(nbytes))
     context.make(replace(request, layers=nbytes, layer_counters=layer_counters))
@@ -214,7 +214,7 @@ def _rank(context: CallContext, root: Any) -> int:
     return integer(root, "root", 0, context.size - 1)
 
 
-def _layer_sizes(layers: Any, elements: int) -> list[int]:
+def layer_sizes(layers: Any, elements: int) -> list[int]:
     """Elements of each layer. Raises CollectiveError unless they add up to the tensor's."""
     try:
         given = list(layers)

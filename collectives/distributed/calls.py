@@ -5,69 +5,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
-from zlib import crc32
 
 import torch
 
 from linkweave.collectives.calls.aliasing import refuse_overlaps
-from linkweave.collectives.calls.operations import check_list, one_dtype
+from linkweave.collectives.calls.operations import check_list, layer_sizes, one_dtype
 from linkweave.collectives.calls.rows import row_counts, rows_each, rows_sent
 from linkweave.collectives.calls.subcommunicators import MOST_LANES
+from linkweave.collectives.distributed.call import Call, Unequal
 from linkweave.collectives.distributed.cluster_map import SMALL
-from linkweave.collectives.distributed.combine import combined
 from linkweave.collectives.distributed.connections import Connections
 from linkweave.collectives.distributed.flat import Flat
+from linkweave.collectives.distributed.queue import Arrivals
 from linkweave.collectives.distributed.sparse import SparseCluster
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.runtime.dtypes import check_op
-from linkweave.collectives.tensors import as_buffer, output_for
+from linkweave.collectives.tensors import as_buffer, is_contiguous, output_for
 from linkweave.topology.checks import integer
-
-_LONG = 200  # characters
-
-
-class Unequal(Exception):
-    """Arguments do not fit together, as all ranks see alike: they refuse the call, and go on."""
-
-
-@dataclass
-class Call:
-    """One rank's side of a call.
-
-    asked: what it asks for, as text that all ranks compare; a long one ends with its checksum.
-    body: carries it out.
-    values, op, finish: of an all-reduce of few bytes, which the ranks carry out while they compare:
-        a copy of the values, flat (None: not so few); the op; what to do with the total.
-    """
-
-    asked: str
-    body: Any
-    values: Any = None
-    op: str = ""
-    finish: Any = None
-
-    def __post_init__(self) -> None:
-        if len(self.asked) > _LONG:
-            self.asked = f"{self.asked[:_LONG]}... {crc32(self.asked.encode()):08x})"
-
-    @property
-    def small(self) -> bool:
-        return self.values is not None
-
-    def written(self) -> bytes:
-        return bytes(self.values.view(torch.uint8).numpy())
-
-    def read(self, data: bytes) -> Any:
-        return torch.frombuffer(bytearray(data), dtype=self.values.dtype)
-
-    def combined(self, every: Sequence[bytes], size: int) -> bytes:
-        """The total of the machines' values, combined in their order, as bytes."""
-        total = combined(torch.stack([self.read(data) for data in every]), self.op)
-        if self.op == "avg":
-            total = total.div_(size)
-        return bytes(total.view(torch.uint8).numpy())
 
 
 def _along(*tensors: Any) -> Any:
@@ -84,8 +39,7 @@ def _result(x: Any, shape: tuple[int, ...], out: Any) -> Any:
 
 
 def allreduce(comm: Connections, x: Any, op: Any, out: Any, algorithm: Any) -> Call:
-    if algorithm != "auto":
-        raise CollectiveError(f'on several machines the algorithm is "auto", not {algorithm!r}')
+    _check_algorithm(algorithm)
     if isinstance(x, list | tuple):
         return _allreduce_list(comm, list(x), op, out)
     given, flat = _in_place(x, out)
@@ -106,6 +60,32 @@ def allreduce(comm: Connections, x: Any, op: Any, out: Any, algorithm: Any) -> C
 
     values = _along(source.tensor)
     return Call(f"allreduce({flat}, {op})", body, values, op, finish)
+
+
+def allreduce_queue(
+    comm: Connections, x: Any, layers: Any, op: Any, algorithm: Any, arrivals: Arrivals
+) -> Call:
+    _check_algorithm(algorithm)
+    if not is_contiguous(x):
+        raise CollectiveError("a gradient queue needs a contiguous tensor")
+    flat = Flat(x)
+    check_op(op, flat.dtype)
+    sizes = layer_sizes(layers, flat.tensor.numel())
+
+    def body() -> None:
+        arrivals.begin(sizes)
+        comm.pieces.allreduce(flat.tensor, op, arrivals.reach)
+
+    return Call(f"allreduce_queue({flat}, {op}, layers {sizes})", body)
+
+
+ALLREDUCES = allreduce, allreduce_queue
+"""The calls that `ClusterCommunicator.compares_allreduces` is about."""
+
+
+def _check_algorithm(algorithm: Any) -> None:
+    if algorithm != "auto":
+        raise CollectiveError(f'on several machines the algorithm is "auto", not {algorithm!r}')
 
 
 def _in_place(x: Any, out: Any, written: bool = True) -> tuple[Flat | None, Flat]:

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch._C._distributed_c10d as c10d
 
-from linkweave.collectives.calls.work import HostWork, Worker
+from linkweave.collectives.calls.work import Worker
 from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.distributed import calls
 from linkweave.collectives.distributed.across import Across
-from linkweave.collectives.distributed.calls import Call, Unequal
+from linkweave.collectives.distributed.call import Call, Unequal
 from linkweave.collectives.distributed.combine import undivided
 from linkweave.collectives.distributed.connections import Connections
 from linkweave.collectives.distributed.gloo import gloo_group, timed_out
+from linkweave.collectives.distributed.methods import ClusterCollectives
 from linkweave.collectives.distributed.roll_call import NOTICE, Notice, RollCall
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.launch.machines import Machines
@@ -36,7 +37,7 @@ Meet = Callable[[int, int, Any], Any]
 """Makes the communicator of a rank, of so many, that meet over a store of torch.distributed."""
 
 
-class ClusterCommunicator:
+class ClusterCommunicator(ClusterCollectives):
     """The ranks of several machines, and the collectives among them, on CPU tensors.
 
     `machine` is the communicator of this machine's ranks; `across` connects it to the ranks with
@@ -72,71 +73,6 @@ class ClusterCommunicator:
         self._ended = ""  # why no call can be made
         self._patience = settings.timeout + GRACE + 3 * LONGER  # for this machine's first rank
         self.barrier()
-
-    # ---- collectives -------------------------------------------------------------------------
-    def allreduce(
-        self, x: Any, op: str = "sum", *, out: Any = None, async_op: bool = False,
-        algorithm: Any = "auto",
-    ) -> Any:  # fmt: skip
-        """As `Communicator.allreduce`; only "auto" is allowed as the algorithm."""
-        return self._submit(async_op, calls.allreduce, x, op, out, algorithm)
-
-    def broadcast(self, x: Any, root: int = 0, *, async_op: bool = False) -> Any:
-        return self._submit(async_op, calls.broadcast, x, root)
-
-    def reduce(
-        self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None, async_op: bool = False
-    ) -> Any:
-        """As `Communicator.reduce`. Sends as much as an all-reduce."""
-        return self._submit(async_op, calls.reduce, x, op, root, out)
-
-    def allgather(
-        self, x: Any, *, counts: Sequence[int] | None = None, out: Any = None,
-        async_op: bool = False,
-    ) -> Any:  # fmt: skip
-        """As `Communicator.allgather`."""
-        return self._submit(async_op, calls.allgather, x, counts, out)
-
-    def reduce_scatter(
-        self, x: Any, op: str = "sum", *, out: Any = None, async_op: bool = False
-    ) -> Any:
-        """As `Communicator.reduce_scatter`."""
-        return self._submit(async_op, calls.reduce_scatter, x, op, out)
-
-    def alltoall(
-        self, x: Any, out: Any = None, in_splits: Sequence[int] | None = None,
-        out_splits: Sequence[int] | None = None, *, async_op: bool = False,
-    ) -> Any:  # fmt: skip
-        """As `Communicator.alltoall`."""
-        return self._submit(async_op, calls.alltoall, x, out, in_splits, out_splits)
-
-    def exchange(self, x: Any, counts: Sequence[Sequence[int]]) -> Any:
-        """An all-to-all of `counts[src][dst]` rows from rank `src` to rank `dst`, as all know."""
-        return self._submit(False, calls.exchange, x, counts)
-
-    def sparse_allreduce(
-        self, values: Any, indices: Any, numel: int, k: int, op: str = "sum", *,
-        residual: Any = None, mode: str = "auto", conserve: bool = True, async_op: bool = False,
-    ) -> Any:  # fmt: skip
-        """As `Communicator.sparse_allreduce`. Vectors are merged inside each machine first."""
-        return self._submit(
-            async_op, calls.sparse_allreduce, values, indices, numel, k, op, residual, mode,
-            conserve,
-        )  # fmt: skip
-
-    def barrier(self) -> None:
-        """Wait until all ranks have called `barrier`."""
-        self._submit(False, calls.barrier)
-
-    def send(self, x: Any, to: int, *, async_op: bool = False) -> Any:
-        """As `Communicator.send`."""
-        self._check()
-        return self._links.send(x, to, async_op)
-
-    def recv(self, x: Any, source: int, *, async_op: bool = False) -> Any:
-        """As `Communicator.recv`."""
-        self._check()
-        return self._links.recv(x, source, async_op)
 
     # ---- memory and parts --------------------------------------------------------------------
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
@@ -176,13 +112,6 @@ class ClusterCommunicator:
         self._parts = [p for p in self._parts if not p.closed] + [*parts]
 
     # ---- how a call is made ------------------------------------------------------------------
-    def _submit(self, async_op: bool, prepare: Callable[..., Call], *args: Any) -> Any:
-        self._check()
-        if not async_op and self._worker.idle:
-            return self._call(prepare, *args)
-        work = HostWork(self._worker.enqueue(self._call, prepare, *args))
-        return self._worker.keep(work) if async_op else work.wait()
-
     def _call(self, prepare: Callable[..., Call], *args: Any) -> Any:
         self._check()
         mine: Exception | None = None
@@ -192,7 +121,7 @@ class ClusterCommunicator:
         except Exception as error:
             mine = error
         try:
-            if prepare is calls.allreduce and not self.compares_allreduces:
+            if prepare in calls.ALLREDUCES and not self.compares_allreduces:
                 if mine:
                     raise RuntimeError(str(mine)) from mine  # no other rank knows of it
                 return call.body()

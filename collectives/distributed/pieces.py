@@ -19,6 +19,10 @@ from linkweave.collectives.distributed.cluster_map import PIECE
 from linkweave.collectives.distributed.combine import undivided
 from linkweave.collectives.launch.machines import Machines
 
+QUEUED = 2 << 20
+"""Bytes of the pieces of a gradient queue: few enough that layers arrive soon, and enough that
+while one piece transmits the next one starts up."""
+
 _IN_FLIGHT = 2  # pieces on the network; gloo has two threads
 _ALIGN = 64  # elements
 
@@ -77,15 +81,19 @@ class Pieces:
     def __init__(self, slices: Slices) -> None:
         self._slices = slices
 
-    def allreduce(self, x: Any, op: str) -> None:
-        """Combine `x` over all ranks. "avg" divides the sum once, before slices are gathered."""
+    def allreduce(self, x: Any, op: str, final: Callable[[int], None] | None = None) -> None:
+        """Combine `x` over all ranks. "avg" divides the sum once, before slices are gathered.
+        `final` is told how many elements, from the first, are final; pieces are then small."""
 
         def across(mine: Any, network: Across) -> Handle:
             handle = network.allreduce(mine, op)
             size = self._slices.machines.size
             return Handle(handle.wait, lambda: mine.div_(size)) if op == "avg" else handle
 
-        self._run(x, lambda rows: self._slices.reduce(rows, undivided(op)), across)
+        def begin(rows: Any) -> Slice:
+            return self._slices.reduce(rows, undivided(op))
+
+        self._run(x, begin, across, final)
 
     def broadcast(self, x: Any, root: int) -> None:
         at, local = self._slices.machines.position(root)
@@ -98,12 +106,13 @@ class Pieces:
         self._run(x, begin, lambda mine, network: network.broadcast(mine, at))
 
     def _run(
-        self, x: Any, begin: Callable[[Any], Slice], across: Callable[[Any, Across], Handle]
-    ) -> None:
+        self, x: Any, begin: Callable[[Any], Slice], across: Callable[[Any, Across], Handle],
+        final: Callable[[int], None] | None = None,
+    ) -> None:  # fmt: skip
         """Carry out a call piece by piece: `begin` gives this rank's slice of the rows of a piece,
         `across` sends it to the other machines, and then the machine gathers the slices."""
 
-        def piece(part: Any) -> Iterator[None]:
+        def piece(first: int, part: Any) -> Iterator[None]:
             rows = self._rows(part)
             mine = begin(rows)
             network = self._slices.across
@@ -114,10 +123,12 @@ class Pieces:
             self._slices.gather(rows)
             if rows.data_ptr() != part.data_ptr():
                 part.copy_(rows.view(-1)[: part.numel()])
+            if final:
+                final(first + part.numel())
 
         unit = _ALIGN * self._slices.count
-        step = max(unit, PIECE // x.element_size() // unit * unit)
-        pipelined(piece(x[i : i + step]) for i in range(0, x.numel(), step))
+        step = max(unit, (QUEUED if final else PIECE) // x.element_size() // unit * unit)
+        pipelined(piece(i, x[i : i + step]) for i in range(0, x.numel(), step))
 
     def _rows(self, part: Any) -> Any:
         """A piece as one row for each slice; a copy, if it must be padded."""

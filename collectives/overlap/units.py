@@ -52,6 +52,10 @@ class Unit:
         return tuple(upto)
 
     @property
+    def flags_nbytes(self) -> int:
+        return self.offsets()[0] * self.dtype.itemsize
+
+    @property
     def nbytes(self) -> int:
         return self.offsets()[-1] * self.dtype.itemsize
 

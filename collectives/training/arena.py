@@ -78,6 +78,11 @@ class Arena:
             for unit, slot in zip(self.units, self.slots, strict=True)
         ]
 
+    def address(self, unit: int) -> int:
+        """Where the unit begins in memory."""
+        slot = self.slots[unit]
+        return self.buffers[slot.buffer].data_ptr() + slot.first
+
     def collect(self, unit: int) -> None:
         """Bring what lies in `grad` of the unit's parameters into the arena.
 
@@ -111,7 +116,8 @@ class Arena:
         return True
 
     def gradients(self, unit: int) -> Iterator[tuple[Any, torch.Tensor | None]]:
-        """Each parameter with its gradient, once the unit has arrived; None if no rank has one."""
+        """Each parameter with its gradient, once the unit's flags have arrived; None if no rank has
+        one."""
         flags: Sequence[Any] = self._found[unit]
         if not self._flagged:
             flags = [True] * len(flags)
@@ -121,6 +127,12 @@ class Arena:
             self.units[unit].parameters, self._views[unit], flags, strict=True
         ):
             yield parameter, view if flag else None
+
+    def show(self, unit: int) -> None:
+        """Once a unit's flags have arrived, let `grad` be what arrives; None if no rank has used
+        the parameter."""
+        for parameter, gradient in self.gradients(unit):
+            parameter.grad = gradient
 
     @property
     def version(self) -> int:
@@ -132,6 +144,18 @@ class Arena:
         whole = self.buffers[buffer]
         size = whole.element_size()
         return whole.data[first // size : stop // size]
+
+
+def why_not_averaged(name: str, gradient: torch.Tensor) -> str:
+    """Why a gradient cannot be averaged; empty if it can."""
+    if gradient.layout is not torch.strided:
+        return f"the gradient of {name} is sparse; only dense ones are averaged"
+    if gradient.requires_grad:
+        return (
+            f"the gradient of {name} has a graph of its own, which averages lose: call "
+            "torch.autograd.grad in place of backward(create_graph=True)"
+        )
+    return ""
 
 
 def _view(whole: torch.Tensor, first: int, parameter: Any, name: str) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError
 from linkweave.collectives.overlap.clock import clock_of
 from linkweave.collectives.overlap.units import Unit, tensors_in
-from linkweave.collectives.training.arena import Arena
+from linkweave.collectives.training.arena import Arena, why_not_averaged
 from linkweave.collectives.training.embeddings import Embeddings
 from linkweave.collectives.training.gtopk import GTopK
 from linkweave.collectives.training.hooks import Hook
@@ -54,6 +54,7 @@ class Engine:
         self._left: list[int] = []  # parameters of each unit whose gradients are to come
         self._version = 0
         self._ends = False  # whether `_end_backward` will be called
+        self._arrived: Any = None  # when the last bytes of the unit last awaited arrived
         self._gates: dict[nn.Module, list[int]] = {}
         self._handles: list[Any] = []
         self._install(model)
@@ -70,11 +71,8 @@ class Engine:
                 hook = self._hook(index, i)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         parameters = [parameter for unit in self.units for parameter in unit.parameters]
-        self._handles.append(
-            torch.autograd.graph.register_multi_grad_hook(
-                parameters, lambda _: self._begin_backward(), mode="any"
-            )
-        )
+        begin: Any = torch.autograd.graph.register_multi_grad_hook
+        self._handles.append(begin(parameters, lambda _: self._begin_backward(), mode="any"))
         for module in self._gates:
             self._handles.append(module.register_forward_pre_hook(Hook(self._before)))
 
@@ -121,32 +119,38 @@ class Engine:
             record.forward.setdefault(index, self.clock.now())
 
     def _apply(self, index: int) -> None:
-        """Wait for a unit and update its parameters."""
+        """Wait for a unit and update its parameters, as its gradients arrive."""
         if self.arena.version != self._version:
             self._abort("a gradient was changed after optimizer.step(), while it was being sent")
-        self._await(lambda: self.lanes.wait(index))
         self._pending.discard(index)
-        unit = self.units[index]
-        begun = self.clock.now()
+        unit, arrivals = self.units[index], self._arrivals(index)
+        next(arrivals)  # with the flags, which tell whether there are gradients
         with (
             profiled(f"update {unit.name}"), torch.inference_mode(False), torch.no_grad(),
             torch.autocast(unit.device.type, enabled=False),
         ):  # fmt: skip
             kept = [parameter.grad is not None for parameter in unit.parameters]
-            self._show(index)
-            self.update.part(unit.parameters)
+            self.arena.show(index)
+            self.update.part(unit.parameters, arrivals)
             for parameter, keep in zip(unit.parameters, kept, strict=True):
                 if not keep:  # zero_grad has been called since
                     parameter.grad = None
         self._version = self.arena.version  # some optimizers write to gradients
-        self.record.updates[index] = begun, self.clock.now()
+        self.record.updates[index] = self._arrived, self.clock.now()
         if not self._pending:
             self.state = State.IDLE
 
-    def _show(self, index: int) -> None:
-        """Let `grad` be what has arrived; None if no rank has used the parameter."""
-        for parameter, gradient in self.arena.gradients(index):
-            parameter.grad = gradient
+    def _arrivals(self, index: int) -> Iterator[int]:
+        """Wait for a unit, and yield the addresses before which its gradients have arrived."""
+        base, flags = self.arena.address(index), self.units[index].flags_nbytes
+        try:
+            for nbytes in self.lanes.arrivals(index):
+                self._arrived = self.clock.now()
+                if nbytes >= flags:
+                    yield base + nbytes
+        except CollectiveError:
+            self.state = State.ABORTED
+            raise
 
     # ---- backward ----------------------------------------------------------------------------
     def _enter_backward(self) -> None:
@@ -207,13 +211,8 @@ class Engine:
         """Raise for a gradient that cannot be averaged, or comes after its unit was sent."""
         name, gradient = self.units[index].names[i], self.units[index].parameters[i].grad
         assert gradient is not None
-        if gradient.layout is not torch.strided:
-            self._abort(f"the gradient of {name} is sparse; only dense ones are averaged")
-        if gradient.requires_grad:
-            self._abort(
-                f"the gradient of {name} has a graph of its own, which averages lose: call "
-                "torch.autograd.grad in place of backward(create_graph=True)"
-            )
+        if why := why_not_averaged(name, gradient):
+            self._abort(why)
         if index in self._passed:
             self._abort(
                 f"{name} was used before it was updated, by another module than in the first "
@@ -259,7 +258,7 @@ class Engine:
             if self.sparse:
                 self.sparse.settle()
             for index in range(len(self.units)):
-                self._show(index)
+                self.arena.show(index)
             self.state = State.IDLE
 
     def _unchanged(self) -> bool:

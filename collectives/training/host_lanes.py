@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from weakref import WeakMethod
 
@@ -41,11 +40,10 @@ class HostLanes:
         self._steps = 0  # begun so far
         self._ready = [False] * len(program.names)
         self._done = [True] * len(program.ops)
-        self._missing = Counter(span.unit for op in program.ops for span in op.spans)
         self._carried = [
             [op for op in program.ops if unit in op.needs] for unit in range(len(program.names))
         ]
-        self._left: Counter[int] = Counter()  # spans of each unit that have not arrived
+        self._arrived: list[dict[int, int]] = []  # of each unit: where spans begin and end
         self._error: CollectiveError | None = None
         self._closed = False
         self.sent: list[tuple[int, float, float]] = []
@@ -65,7 +63,7 @@ class HostLanes:
         with self._changed:
             self._ready = [False] * len(self._ready)
             self._done = [False] * len(self._done)
-            self._left = self._missing.copy()
+            self._arrived = [{} for _ in self._program.names]
             self.sent = []
             self._steps += 1
             self._changed.notify_all()
@@ -77,9 +75,16 @@ class HostLanes:
             if any(self._has_all(op) for op in self._carried[unit]):
                 self._changed.notify_all()
 
-    def wait(self, unit: int) -> None:
-        """Block until the unit has arrived. Raises CollectiveError."""
-        self._wait_until(lambda: not self._left[unit])
+    def arrivals(self, unit: int) -> Iterator[int]:
+        """Block until the unit has arrived, and yield how many of its first bytes have, as more do.
+        Raises CollectiveError."""
+        slot, spans = self._arena.slots[unit], self._arrived[unit]
+        upto = slot.first
+        while upto < slot.first + slot.nbytes:
+            self._wait_until(partial(spans.__contains__, upto))
+            while upto in spans:
+                upto = spans[upto]
+            yield upto - slot.first
 
     def wait_all(self) -> None:
         """Block until all ops are done. Raises CollectiveError."""
@@ -172,7 +177,7 @@ class HostLanes:
         with self._changed:
             if not op.streamed:
                 for span in op.spans:
-                    self._left[span.unit] -= 1
+                    self._arrived[span.unit][span.first] = span.stop
             self._done[number] = True
             self.sent.append((number, start, time.perf_counter()))
             self._changed.notify_all()
@@ -183,6 +188,6 @@ class HostLanes:
             queue.dequeue(i)
             packing.unpack_span(op, i, x)
             with self._changed:
-                self._left[span.unit] -= 1
+                self._arrived[span.unit][span.first] = span.stop
                 self._changed.notify_all()
         queue.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from linkweave.collectives.errors import CollectiveError
@@ -26,8 +27,9 @@ class Lanes(Protocol):
     def ready(self, unit: int) -> None:
         """The unit's gradients are in the arena; they may be sent."""
 
-    def wait(self, unit: int) -> None:
-        """Wait until the unit has arrived. Raises CollectiveError."""
+    def arrivals(self, unit: int) -> Iterator[int]:
+        """Wait for a unit: yields how many of its first bytes have arrived, as more do, and at last
+        all. Raises CollectiveError."""
 
     def wait_all(self) -> None:
         """Wait until all ops are done. Raises CollectiveError."""

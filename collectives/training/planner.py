@@ -202,7 +202,8 @@ class Planner:
 
     def _suited(self, schedule: Schedule) -> Schedule:
         """The schedule as this model and this transport can carry it out."""
-        if not self._engine.transport.streams:
+        engine = self._engine
+        if not engine.transport.streams(engine.units[0].device):
             schedule = unstreamed(schedule)
         return schedule if self._chains else replace(schedule, chained=False)
 

@@ -11,6 +11,9 @@ from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap import Communication, Piece, Schedule
 from linkweave.collectives.training.arena import Slot
 
+STREAMED = 2 << 20
+"""The most bytes of a span that is streamed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -102,8 +105,9 @@ class Program:
 def program_of(schedule: Schedule, slots: Sequence[Slot], names: Sequence[str]) -> Program:
     """The program of a schedule whose layers are the units in `slots`.
 
-    A communication over several buffers becomes an op for each. Spans that are not streamed are
-    sorted, so that neighbours are sent from where they lie. Raises CollectiveError if the schedule
+    A communication over several buffers becomes an op for each. Spans that are streamed are cut to
+    at most STREAMED bytes, so that a unit can be updated while it arrives; the others are sorted,
+    so that neighbours are sent from where they lie. Raises CollectiveError if the schedule
     is for other units.
     """
     sizes = [layer.nbytes for layer in schedule.profile.layers]
@@ -131,7 +135,10 @@ def _ops(communications: Sequence[Communication], slots: Sequence[Slot]) -> tupl
         for piece in c.pieces:
             slot = slots[piece.layer]
             first = slot.first + piece.first
-            spans.setdefault(slot.buffer, []).append(Span(piece.layer, first, first + piece.nbytes))
+            step = STREAMED if c.streamed else piece.nbytes
+            for at in range(first, first + piece.nbytes, step):
+                stop = min(at + step, first + piece.nbytes)
+                spans.setdefault(slot.buffer, []).append(Span(piece.layer, at, stop))
         after = tuple(n for other in c.after for n in numbers[other])
         numbers.append([*range(len(ops), len(ops) + len(spans))])
         for buffer, found in spans.items():

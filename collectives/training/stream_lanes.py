@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,12 +23,12 @@ class StreamLanes:
     has not used was used elsewhere. An op is enqueued when its gradients' kernels are, and all
     ops before it in the program, on whatever lane: so all ranks enqueue all ops in one order, as
     NCCL and kernels that need all ranks at once require. Its stream waits for the gradients and for
-    the ops in `after`. `wait` and `wait_all` make the current stream wait. Where a rank fails, the
-    communicator's or NCCL's watchdog ends the op, and a later call raises its error.
+    the ops in `after`. `arrivals` and `wait_all` make the current stream wait. Where a rank fails,
+    the communicator's or NCCL's watchdog ends the op, and a later call raises its error.
     """
 
     def __init__(self, transport: Transport, arena: Arena, program: Program) -> None:
-        self._transport, self._program = transport, program
+        self._transport, self._program, self._slots = transport, program, arena.slots
         self._device = device = arena.units[0].device
         make: Any = torch.cuda.Stream
         self._streams = [make(device) for _ in range(program.lanes)]
@@ -76,13 +77,14 @@ class StreamLanes:
         self._done[number] = end
         self.sent.append((number, start, end))
 
-    def wait(self, unit: int) -> None:
+    def arrivals(self, unit: int) -> Iterator[int]:
         self._check()
         for number, span in self._carried[unit]:
             if number in self._queues:
                 self._queues[number].dequeue(span)
             else:
                 torch.cuda.current_stream(self._device).wait_event(self._done[number])
+        yield self._slots[unit].nbytes
 
     def wait_all(self) -> None:
         self._check()

@@ -22,6 +22,7 @@ from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.launch.join import init
 from linkweave.collectives.runtime.diagnose import RAISED
 from linkweave.collectives.sparse.linked import linked_allreduce
+from linkweave.collectives.training.group_queue import GroupQueue
 from linkweave.topology.checks import shown
 
 Vector = tuple[torch.Tensor, torch.Tensor]
@@ -46,8 +47,6 @@ class Transport(Protocol):
 
     rank: int
     size: int
-    streams: bool
-    """Whether there is `stream`."""
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat tensor for gradients."""
@@ -58,8 +57,11 @@ class Transport(Protocol):
     def average(self, lane: int, x: torch.Tensor) -> None:
         """Average a flat tensor over all ranks, in place; blocks until that is done."""
 
+    def streams(self, device: torch.device) -> bool:
+        """Whether there is `stream` for tensors on the device."""
+
     def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Queue:
-        """The same, of layers of so many elements that become final one after another."""
+        """Average layers of so many elements, which become final one after another."""
 
     def sparse(
         self, lane: int, vector: Vector, numel: int, k: int, residual: torch.Tensor, mode: str
@@ -91,7 +93,6 @@ class OverCommunicator:
 
     def __init__(self, communicator: Communicator | ClusterCommunicator) -> None:
         self.rank, self.size = communicator.rank, communicator.size
-        self.streams = isinstance(communicator, Communicator)
         self._whole = communicator
         self._own: Any = communicator.split()  # the caller goes on using the communicator
         self._lanes: list[Any] = []
@@ -111,6 +112,9 @@ class OverCommunicator:
 
     def average(self, lane: int, x: torch.Tensor) -> None:
         self._lanes[lane].allreduce(x, "avg")
+
+    def streams(self, device: torch.device) -> bool:
+        return True
 
     def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Queue:
         queue: Queue = self._lanes[lane].allreduce_queue(x, sizes, "avg")
@@ -161,8 +165,6 @@ torch.distributed would give a new group the name, and with it the addresses, of
 class OverGroup:
     """Lanes are process groups of the same ranks and backend; torch.distributed moves the data."""
 
-    streams = False
-
     def __init__(self, group: Any) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
@@ -194,8 +196,11 @@ class OverGroup:
             dist.all_reduce(x, group=self._lanes[lane])
             x /= self.size
 
+    def streams(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
     def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Queue:
-        raise CollectiveError("a process group has no gradient queue")
+        return GroupQueue(x, sizes, self._lanes[lane], self.size)
 
     def sparse(
         self, lane: int, vector: Vector, numel: int, k: int, residual: torch.Tensor, mode: str

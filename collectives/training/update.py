@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class Update:
     """Steps of an optimizer that are carried out in parts, with the options of `step` time.
 
     This is right for optimizers that treat each parameter alone and keep their state by parameter,
-    as those of torch.optim do but LBFGS. A part of SGD, Adam or AdamW runs in one launch for all
+    as those of torch.optim do but LBFGS. A part of SGD, Adam or AdamW runs by one kernel for all
     its tensors (`kernels.optim`): with the bits of torch's step for SGD; for Adam they may differ
     in the last place. Otherwise, and in a parameter's first step, it runs the optimizer's own
     `step` on groups that hold only the part's parameters.
@@ -102,8 +103,13 @@ class Update:
         finally:
             self._options = of_parts
 
-    def part(self, parameters: Sequence[Any]) -> None:
-        """Carry out the step of the last `snapshot` for these parameters."""
+    def part(self, parameters: Sequence[Any], arrivals: Iterable[int] = ()) -> None:
+        """Carry out the step of the last `snapshot` for these parameters.
+
+        Their gradients are final, or become so while `arrivals` blocks and yields the addresses
+        before which they are. Kernels update what has come before they wait for more.
+        """
+        arriving = iter(arrivals)
         parts: dict[int, list[Any]] = {}
         for parameter in parameters:
             group = self._group_of.get(id(parameter))
@@ -111,8 +117,10 @@ class Update:
                 parts.setdefault(group, []).append(parameter)
         own = {
             group: part for group, part in parts.items()
-            if not self._in_one_launch(part, self._options[group])
+            if not self._by_kernel(part, self._options[group], arriving)
         }  # fmt: skip
+        for _ in arriving:
+            pass
         if own:
             self._by_its_own_step(own)
 
@@ -127,7 +135,7 @@ class Update:
         finally:
             optimizer.param_groups = whole
 
-    def _in_one_launch(self, part: list[Any], options: dict[str, Any]) -> bool:
+    def _by_kernel(self, part: list[Any], options: dict[str, Any], arriving: Iterator[int]) -> bool:
         """Carry out a part by a kernel; False if there is none for it."""
         name = self._kind.__name__
         if name not in _STATES or not _plain(options):
@@ -142,12 +150,18 @@ class Update:
             return False
         given = {one: options[one] for one in _GIVEN[name]}
         if name == "SGD":
-            optim.sgd(table, **given)
+            run: Any = partial(optim.sgd, **given)
         else:
             for state in states:
                 state["step"] += 1
             decoupled = name == "AdamW" or bool(options.get("decoupled_weight_decay"))
-            optim.adam(table, step=int(steps.pop()) + 1, decoupled=decoupled, **given)
+            run = partial(optim.adam, step=int(steps.pop()) + 1, decoupled=decoupled, **given)
+        done = 0
+        for address in arriving:
+            if (there := table.blocks_before(address)) > done:
+                run(table.part(done, there))
+                done = there
+        run(table.part(done, table.blocks))
         increment_version([*part, *(x for column in columns for x in column)])
         return True
 

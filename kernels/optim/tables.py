@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -60,9 +61,22 @@ class Table:
         self.tensors = tuple(tuple(column) for column in columns.values())
         rows = np.concatenate([_rows(group) for group in zip(*self.tensors, strict=True)])
         self.blocks = len(rows)
+        self._ends = rows[:, GRAD] + rows[:, COUNT] * params[0].element_size()
         self.rows: Any = rows
         if self.device.type != "cpu":
             self.rows = torch.from_numpy(rows).to(self.device)
+
+    def part(self, start: int, stop: int) -> Table:
+        """The table of the blocks [start, stop); it shares all memory with this one."""
+        made = copy(self)
+        made.rows, made._ends = self.rows[start:stop], self._ends[start:stop]
+        made.blocks = len(made.rows)
+        return made
+
+    def blocks_before(self, address: int) -> int:
+        """How many blocks, from the first, have gradients that end at an address or before it."""
+        after = self._ends > address
+        return int(after.argmax()) if after.any() else self.blocks
 
 
 def check_columns(columns: dict[str, Sequence[torch.Tensor]]) -> None:

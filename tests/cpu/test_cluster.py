@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import threading
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from machines import on_machines
 
 from linkweave.collectives import CollectiveError, Communicator
 from linkweave.collectives.distributed import pieces, rows
+from linkweave.collectives.distributed.across import Across
 from linkweave.collectives.distributed.cluster import ClusterCommunicator
 from linkweave.collectives.distributed.cluster_map import SMALL
 
@@ -147,10 +150,25 @@ def sparse(comm: ClusterCommunicator) -> None:
             assert mode != "gtopk" or len(where) == k
 
 
+def queues(comm: ClusterCommunicator) -> None:
+    total, layers = sum(range(1, comm.size + 1)), [1, 0, 4999, 20_000, 5011]
+    ends = np.cumsum(layers)
+    for count, order in ((0, [0]), (30_011, [0, 1, 2, 3, 4]), (30_011, [4, 0, 3])):
+        x = np.full(count, comm.rank + 1.0)
+        queue = comm.allreduce_queue(x, layers if count else [0], "avg" if count else "sum")
+        for layer in order:
+            queue.dequeue(layer)
+            assert (x[: ends[layer]] == total / comm.size).all()
+        queue.wait()
+        assert queue.done() and (x == total / comm.size).all()
+        with pytest.raises(CollectiveError, match="layer must be an integer from 0 to"):
+            queue.dequeue(5)
+
+
 def everything(comm: ClusterCommunicator, compares: bool = True) -> None:
     comm.compares_allreduces = compares
-    pieces.PIECE = rows.PIECE = 1 << 14  # so that the largest tensors take many
-    for body in (reductions, movements, others, sparse):
+    pieces.PIECE = pieces.QUEUED = rows.PIECE = 1 << 14  # so that the largest tensors take many
+    for body in (reductions, movements, others, sparse, queues):
         body(comm)
 
 
@@ -167,7 +185,7 @@ def test_allreduces_that_are_not_compared_and_ranks_dealt_to_machines_in_turn() 
 
 def of_one_machine(comm: ClusterCommunicator) -> list[str]:
     said = []
-    for name in ("allreduce_queue", "run", "symmetric_empty"):
+    for name in ("run", "symmetric_empty"):
         with pytest.raises(CollectiveError) as error:
             getattr(comm, name)
         said.append(str(error.value))
@@ -182,7 +200,51 @@ def of_one_machine(comm: ClusterCommunicator) -> list[str]:
 
 
 def test_methods_of_one_machine_are_refused_by_name() -> None:
-    assert "run is for the ranks of one machine" in on_machines((1, 2), of_one_machine)[0][1]
+    assert "run is for the ranks of one machine" in on_machines((1, 2), of_one_machine)[0][0]
+
+
+def used_before_the_rest_is_sent(comm: ClusterCommunicator) -> None:
+    """The call cannot send its fourth piece until the first layer has been dequeued."""
+    pieces.QUEUED = 1 << 14
+    used, sent, allreduce = threading.Event(), itertools.count(), Across.allreduce
+
+    def held_back(across: Across, x: Any, op: str = "sum") -> Any:
+        assert next(sent) < 3 or used.wait(10)
+        return allreduce(across, x, op)
+
+    Across.allreduce = held_back  # type: ignore[method-assign]
+    x = np.ones(30_011, np.float32)
+    queue = comm.allreduce_queue(x, [100, 29_911])
+    queue.dequeue(0)
+    assert (x[:100] == 2).all()
+    used.set()
+    queue.wait()
+    assert (x == 2).all()
+
+
+def test_a_layer_of_a_queue_is_final_before_the_rest_is_sent() -> None:
+    assert on_machines((1, 1), used_before_the_rest_is_sent) == [None] * 2
+
+
+def bad_queues(comm: ClusterCommunicator) -> list[str]:
+    said = []
+    for layers in ([3, 4], [5] if comm.rank else [2, 3]):
+        queue = comm.allreduce_queue(np.ones(5), layers)
+        for wait in (lambda queue=queue: queue.dequeue(0), queue.wait):
+            with pytest.raises(CollectiveError) as error:
+                wait()
+        said.append(str(error.value))
+    with pytest.raises(CollectiveError, match="contiguous"):
+        comm.allreduce_queue(np.ones((4, 4)).T, [16]).wait()
+    comm.allreduce(x := np.ones(3))  # they go on
+    assert (x == comm.size).all()
+    return said
+
+
+def test_queues_that_ranks_ask_for_wrongly() -> None:
+    for agree, differ in on_machines((1, 2), bad_queues):
+        assert "layers of 7 elements for a tensor of 5: they must agree" in agree
+        assert "the machines' calls differ" in differ and "layers [2, 3]" in differ
 
 
 def where(comm: ClusterCommunicator) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from linkweave.collectives.training.program import Op, Program, Span
 class Transport:
     """One rank. A stream's layers are final at once; it ends when `may_end` is set."""
 
-    rank, size, streams = 0, 1, True
+    rank, size = 0, 1
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -60,10 +60,50 @@ def test_lanes_that_end_send_nothing_twice() -> None:
     for unit in range(2):
         lanes.ready(unit)
     for unit in range(2):
-        lanes.wait(unit)
+        assert [*lanes.arrivals(unit)] == [arena.slots[unit].nbytes]
     assert transport.waits.wait(10)
     ends = threading.Timer(0.2, transport.may_end.set)
     ends.start()
     lanes.close()
     ends.join()
     assert sorted(transport.calls) == [0, 1]
+
+
+class Steps:
+    """One rank, whose averages end one by one, as `may_end` says."""
+
+    rank, size = 0, 1
+
+    def __init__(self) -> None:
+        self.may_end = threading.Semaphore(0)
+
+    def before_close(self, method: Any) -> None:
+        pass
+
+    def average(self, lane: int, x: torch.Tensor) -> None:
+        assert self.may_end.acquire(timeout=10)
+
+
+def test_a_unit_arrives_by_its_first_bytes() -> None:
+    """Parts 1, 2, 0 and 3 of four arrive in this order; what counts begins with the first."""
+    unit = Unit("m", ("p",), (nn.Parameter(torch.zeros(124)),))
+    arena = Arena([unit], lambda count, dtype, device: torch.zeros(count, dtype=dtype))
+    ops = tuple(Op(0, (Span(0, 128 * part, 128 * part + 128),)) for part in (1, 2, 0, 3))
+    transport = Steps()
+    lanes: Any = HostLanes(
+        transport,
+        arena,
+        Program("by hand", ops, ("m",)),
+        None,
+        Embeddings(),  # type: ignore[arg-type]
+    )
+    for _ in range(2):
+        lanes.begin()
+        lanes.ready(0)
+        arrivals = lanes.arrivals(0)
+        for _ in range(3):
+            transport.may_end.release()
+        assert next(arrivals) == 384
+        transport.may_end.release()
+        assert [*arrivals] == [512]
+    lanes.close()

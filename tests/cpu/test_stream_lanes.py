@@ -24,7 +24,7 @@ UNITS = 6
 class Transport:
     """One rank; an "average" doubles its tensor in the current stream."""
 
-    rank, size, streams = 0, 1, True
+    rank, size = 0, 1
 
     def __init__(self, chance: random.Random) -> None:
         self.chance, self.enqueued = chance, []
@@ -115,7 +115,7 @@ def test_ops_wait_for_gradients_and_units_for_their_ops(seed: int, compute: Stre
             )
             lanes.ready(u)
         for u in range(UNITS):
-            lanes.wait(u)
+            assert [*lanes.arrivals(u)] == [arena.slots[u].nbytes]
             compute.enqueue(partial(read, seen, u, arena._views[u][0], 2 * (step + 1)))
     lanes.wait_all()
     compute.synchronize()
@@ -136,5 +136,5 @@ def test_an_error_ends_all_calls(compute: Stream) -> None:  # noqa: F811
     lanes = StreamLanes(transport, arena, program)  # type: ignore[arg-type]
     lanes.abort(CollectiveError("rank 0: over"))
     with pytest.raises(CollectiveError, match="rank 0: over"):
-        lanes.wait(0)
+        next(lanes.arrivals(0))
     assert transport.aborted

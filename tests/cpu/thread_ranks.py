@@ -67,8 +67,6 @@ class ThreadLinks:
 class ThreadTransport:
     """`training.transport.Transport`; sums are in the order of the ranks."""
 
-    streams = False
-
     def __init__(self, hubs: list[Hub], rank: int) -> None:
         self.rank, self.size, self._hubs = rank, hubs[0].size, hubs
 
@@ -84,6 +82,9 @@ class ThreadTransport:
         for row in rows[1:]:
             total = total + row.float()
         x.copy_(total / self.size)
+
+    def streams(self, device: torch.device) -> bool:
+        return False
 
     def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Any:
         raise NotImplementedError
