@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import torch
+import ctypes
 
-_LARGEST = (32 << 20) - (64 << 10)
-"""Bytes of a block that glibc may learn from: its limit is 32 MiB, with the block's header."""
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # malloc.h
+_MOST = (1 << 31) - 1
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep up to 64 MiB of freed memory, as it does once a block of 32 MiB was freed.
+    """Let glibc keep memory that this process frees: up to 2 GiB at the top of its heap.
 
-    It maps blocks that are larger than any freed so far (up to 32 MiB), and returns what is free at
-    the top of the heap once that is twice as large (mallopt(3), M_MMAP_THRESHOLD). The gradients of
-    a step are freed once they are in the arena, so without this each step may fault all their pages
-    in again; those beyond 64 MiB still may.
+    By default it maps large blocks and unmaps them when they are freed, always those of more than
+    32 MiB, and gives back what is free at the top of the heap (mallopt(3), M_MMAP_MAX and
+    M_TRIM_THRESHOLD). A step frees its activations, and gradients once they are in the arena; the
+    next one would fault all their pages in again. Does nothing with other allocators.
     """
-    torch.empty(_LARGEST, dtype=torch.uint8, device="cpu")
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(_MMAP_MAX, 0)
+        mallopt(_TRIM_THRESHOLD, _MOST)

@@ -48,7 +48,8 @@ class Arena:
     """
 
     def __init__(self, units: Sequence[Unit], empty: Empty, flagged: bool = True) -> None:
-        keep_freed_memory()
+        if units[0].device.type == "cpu":
+            keep_freed_memory()
         self.units, self._flagged = tuple(units), flagged
         self.slots = slots_of(units)
         ends: dict[int, int] = {}

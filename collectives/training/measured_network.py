@@ -17,7 +17,8 @@ from linkweave.collectives.training.transport import Transport
 LARGEST = 64 << 20
 """Bytes of the largest all-reduce."""
 ROUNDS = 3
-CALLS = 10  # of a round, to measure what one costs the processor
+CALLS = 10
+"""Small all-reduces of a round: one alone takes as long as the ranks are apart."""
 
 Average = Callable[[int, torch.Tensor], None]
 """Averages a tensor over all ranks on a lane, in place; blocks."""
@@ -36,7 +37,9 @@ def measure_network(transport: Transport, like: torch.Tensor, average: Average) 
     x = transport.empty(most, like.dtype, like.device).zero_()
     transport.open(2)
     sizes = sorted({min(most, n) for n in ((1 << 14) // item, most // 16, most // 4, most)} - {0})
-    pairs = [(n * item, _median(partial(average, 0, x[:n]), x)) for n in sizes]
+    small, overhead = _small(partial(average, 0, x[: sizes[0]]), x)
+    pairs = [(n * item, _median(partial(average, 0, x[:n]), x)) for n in sizes[1:]]
+    pairs.insert(0, (sizes[0] * item, small))
     if len(pairs) == 1:  # a few bytes: all of them are the start-up
         pairs.append((2 * pairs[0][0], pairs[0][1]))
     network = fit(pairs, transport.size).network
@@ -44,7 +47,6 @@ def measure_network(transport: Transport, like: torch.Tensor, average: Average) 
     both = _median(_at_once(average, x[:half], x[half : 2 * half]), x)
     alone = network.seconds_per_byte * half * item
     gamma = min(2.0, max(1.0, (both - network.startup_s) / alone)) if alone else 1.0
-    overhead = _processor_seconds(partial(average, 0, x[: sizes[0]])) if x.is_cpu else 0.0
     return replace(network, gamma=gamma, overhead_s=overhead, name="measured")
 
 
@@ -70,15 +72,18 @@ def _at_once(average: Average, first: torch.Tensor, second: torch.Tensor) -> Cal
     return on_streams
 
 
-def _processor_seconds(call: Callable[[], object]) -> float:
-    """The time for which this process keeps cores busy during a call."""
-    found = []
+def _small(call: Callable[[], object], x: torch.Tensor) -> tuple[float, float]:
+    """The time of a call, and that for which it keeps cores of this process busy, if it is on the
+    CPU: medians over the means of some rounds."""
+    seconds, busy = [], []
     for _ in range(ROUNDS):
-        begun = time.process_time()
+        begun = time.perf_counter(), time.process_time()
         for _ in range(CALLS):
             call()
-        found.append((time.process_time() - begun) / CALLS)
-    return median(found)
+        _finish(x)
+        seconds.append((time.perf_counter() - begun[0]) / CALLS)
+        busy.append((time.process_time() - begun[1]) / CALLS)
+    return median(seconds), median(busy) if x.is_cpu else 0.0
 
 
 def _median(call: Callable[[], object], x: torch.Tensor) -> float:
@@ -86,7 +91,11 @@ def _median(call: Callable[[], object], x: torch.Tensor) -> float:
     for _ in range(ROUNDS + 1):
         begun = time.perf_counter()
         call()
-        if x.device.type == "cuda":
-            torch.cuda.synchronize(x.device)
+        _finish(x)
         times.append(time.perf_counter() - begun)
     return median(times[1:])
+
+
+def _finish(x: torch.Tensor) -> None:
+    if x.device.type == "cuda":
+        torch.cuda.synchronize(x.device)

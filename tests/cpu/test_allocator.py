@@ -13,14 +13,18 @@ import pytest
 STEPS = """
 import ctypes
 import resource
+import sys
 import torch
 from linkweave.collectives.training.allocator import keep_freed_memory
+
+
+SIZE = int(sys.argv[1]) << 18  # float32
 
 
 def faults(steps):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(steps):
-        gradients = [torch.ones(15 << 18) for _ in range(3)]  # 15 MiB each
+        gradients = [torch.ones(SIZE) for _ in range(3)]
         del gradients
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
@@ -35,11 +39,12 @@ print(before, faults(4))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is not glibc's")
-def test_the_gradients_of_a_step_come_from_memory_that_was_freed() -> None:
-    words = [sys.executable, "-c", STEPS]
+@pytest.mark.parametrize("mb", [15, 50])
+def test_the_gradients_of_a_step_come_from_memory_that_was_freed(mb: int) -> None:
+    words = [sys.executable, "-c", STEPS, str(mb)]
     plain = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "LD_PRELOAD"))}
     told = subprocess.run(words, capture_output=True, text=True, check=True, env=plain).stdout
     before, after = map(int, told.split())
-    pages = 4 * 45 * (1 << 20) // resource.getpagesize()
+    pages = 4 * 3 * mb * (1 << 20) // resource.getpagesize()
     assert before > pages / 2
     assert after < pages / 100
