@@ -197,10 +197,12 @@ def _random(count: int) -> torch.Tensor:
     room for each rank's own. Each rank's begin at another place, so that gradients differ."""
     rank, size = dist.get_rank(), dist.get_world_size()
     path = Path(tempfile.gettempdir(), f"linkweave-gradients-{os.environ['MASTER_PORT']}")
-    whole = torch.from_file(str(path), shared=True, size=count + 16 * size)
-    source = torch.Generator().manual_seed(0)
-    for part in torch.split(whole, 1 << 20):  # all ranks write the same
-        part.copy_(torch.randn(len(part), generator=source))
-    dist.barrier()
-    path.unlink(missing_ok=True)  # memory is freed when the last rank ends
+    try:
+        whole = torch.from_file(str(path), shared=True, size=count + 16 * size)
+        source = torch.Generator().manual_seed(0)
+        for part in torch.split(whole, 1 << 20):  # all ranks write the same
+            part.copy_(torch.randn(len(part), generator=source))
+        dist.barrier()
+    finally:
+        path.unlink(missing_ok=True)  # memory is freed when the last rank ends
     return whole[16 * rank :][:count]

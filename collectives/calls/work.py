@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 from linkweave.collectives.errors import CollectiveTimeout
@@ -97,14 +100,28 @@ class HostQueue(HostWork):
             self.wait()
 
 
+def _run(calls: SimpleQueue[Any]) -> None:
+    """Carry out the calls of a worker; keeps none of their tensors afterwards."""
+    while (call := calls.get()) is not None:
+        future, body, args = call
+        try:
+            future.set_result(body(*args))
+        except BaseException as error:
+            future.set_exception(error)
+        del call, future, body, args
+
+
 class Worker:
     """The thread that runs one communicator's asynchronous CPU calls in order.
 
-    The thread starts with the first call.
+    The thread starts with the first call, and ends with `close` or with this object. It takes calls
+    even while the interpreter exits, as executors do not: other ranks may wait for the rest of a
+    step.
     """
 
     def __init__(self) -> None:
-        self._thread: ThreadPoolExecutor | None = None
+        self._calls: SimpleQueue[Any] = SimpleQueue()  # None ends the thread
+        self._thread: threading.Thread | None = None
         self._last: Future[Any] | None = None
         self._works: list[HostWork] = []  # unfinished, or with an error nobody has retrieved
 
@@ -119,8 +136,14 @@ class Worker:
 
     def enqueue(self, body: Callable[..., Any], *args: Any) -> Future[Any]:
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="linkweave")
-        self._last = future = self._thread.submit(body, *args)
+            self._thread = threading.Thread(
+                target=_run, args=(self._calls,), name="linkweave", daemon=True
+            )
+            self._thread.start()
+            weakref.finalize(self, self._calls.put, None).atexit = False
+        future: Future[Any] = Future()
+        self._last = future
+        self._calls.put((future, body, args))
         return future
 
     def keep(self, work: HostWork) -> HostWork:
@@ -131,7 +154,8 @@ class Worker:
     def close(self, rank: int) -> None:
         """Finish all calls, and log errors that nobody has retrieved."""
         if self._thread:
-            self._thread.shutdown(wait=True)
+            self._calls.put(None)
+            self._thread.join()
         for work in self._works:
             if work.unretrieved_error:
                 log.error("rank %d: nobody waited for an asynchronous call, which raised %s",

@@ -66,9 +66,9 @@ def allreduce_queue(
     comm: Connections, x: Any, layers: Any, op: Any, algorithm: Any, arrivals: Arrivals
 ) -> Call:
     _check_algorithm(algorithm)
+    flat = Flat(x)
     if not is_contiguous(x):
         raise CollectiveError("a gradient queue needs a contiguous tensor")
-    flat = Flat(x)
     check_op(op, flat.dtype)
     sizes = layer_sizes(layers, flat.tensor.numel())
 

@@ -147,18 +147,6 @@ class Arena:
         return whole.data[first // size : stop // size]
 
 
-def why_not_averaged(name: str, gradient: torch.Tensor) -> str:
-    """Why a gradient cannot be averaged; empty if it can."""
-    if gradient.layout is not torch.strided:
-        return f"the gradient of {name} is sparse; only dense ones are averaged"
-    if gradient.requires_grad:
-        return (
-            f"the gradient of {name} has a graph of its own, which averages lose: call "
-            "torch.autograd.grad in place of backward(create_graph=True)"
-        )
-    return ""
-
-
 def _view(whole: torch.Tensor, first: int, parameter: Any, name: str) -> torch.Tensor:
     """A view with the parameter's strides; a copy of a gradient keeps its memory format."""
     dense = torch.empty_like(parameter, device="meta")  # keeps strides that leave no gaps

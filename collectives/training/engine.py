@@ -11,8 +11,9 @@ from torch import nn
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError
 from linkweave.collectives.overlap.clock import clock_of
 from linkweave.collectives.overlap.units import Unit, tensors_in
-from linkweave.collectives.training.arena import Arena, why_not_averaged
+from linkweave.collectives.training.arena import Arena
 from linkweave.collectives.training.embeddings import Embeddings
+from linkweave.collectives.training.gradient_checks import fault_of
 from linkweave.collectives.training.gtopk import GTopK
 from linkweave.collectives.training.hooks import Hook
 from linkweave.collectives.training.lanes import Lanes, lanes_of
@@ -71,8 +72,11 @@ class Engine:
                 hook = self._hook(index, i)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         parameters = [parameter for unit in self.units for parameter in unit.parameters]
-        begin: Any = torch.autograd.graph.register_multi_grad_hook
-        self._handles.append(begin(parameters, lambda _: self._begin_backward(), mode="any"))
+        self._handles.append(
+            torch.autograd.graph.register_multi_grad_hook(
+                parameters, lambda _: self._begin_backward(), mode="any"
+            )
+        )
         for module in self._gates:
             self._handles.append(module.register_forward_pre_hook(Hook(self._before)))
 
@@ -122,9 +126,9 @@ class Engine:
         """Wait for a unit and update its parameters, as its gradients arrive."""
         if self.arena.version != self._version:
             self._abort("a gradient was changed after optimizer.step(), while it was being sent")
-        self._pending.discard(index)
         unit, arrivals = self.units[index], self._arrivals(index)
         next(arrivals)  # with the flags, which tell whether there are gradients
+        self._pending.discard(index)
         with (
             profiled(f"update {unit.name}"), torch.inference_mode(False), torch.no_grad(),
             torch.autocast(unit.device.type, enabled=False),
@@ -142,14 +146,19 @@ class Engine:
 
     def _arrivals(self, index: int) -> Iterator[int]:
         """Wait for a unit, and yield the addresses before which its gradients have arrived."""
-        base, flags = self.arena.address(index), self.units[index].flags_nbytes
+        base, unit, begun = self.arena.address(index), self.units[index], False
         try:
             for nbytes in self.lanes.arrivals(index):
                 self._arrived = self.clock.now()
-                if nbytes >= flags:
+                if nbytes >= unit.flags_nbytes:
+                    begun = True
                     yield base + nbytes
         except CollectiveError:
             self.state = State.ABORTED
+            raise
+        except BaseException as error:
+            if begun:  # parameters are no longer those of the other ranks
+                self._abort(f"{error!r} ended the update of {unit.name}", error)
             raise
 
     # ---- backward ----------------------------------------------------------------------------
@@ -209,20 +218,12 @@ class Engine:
 
     def _check_gradient(self, index: int, i: int) -> None:
         """Raise for a gradient that cannot be averaged, or comes after its unit was sent."""
-        name, gradient = self.units[index].names[i], self.units[index].parameters[i].grad
-        assert gradient is not None
-        if why := why_not_averaged(name, gradient):
-            self._abort(why)
-        if index in self._passed:
-            self._abort(
-                f"{name} was used before it was updated, by another module than in the first "
-                "forward pass: pass a schedule that is not chained"
-            )
-        if not self._left[index] and self.sends:
-            self._abort(
-                f"{self.units[index].name} got gradients twice in a backward pass: pass "
-                "use_reentrant=False to checkpoint"
-            )
+        unit = self.units[index]
+        gradient: Any = unit.parameters[i].grad
+        sent = not self._left[index] and self.sends
+        stale = index in self._passed
+        if fault := fault_of(gradient, unit.names[i], unit.name, stale, sent):
+            self._abort(fault)
 
     def _collected(self, index: int) -> None:
         self.arena.collect(index)
@@ -327,11 +328,11 @@ class Engine:
             self.state = State.ABORTED
             raise
 
-    def _abort(self, why: str) -> NoReturn:
+    def _abort(self, why: str, cause: BaseException | None = None) -> NoReturn:
         self.state = State.ABORTED
         error = CollectiveAborted(f"rank {self.transport.rank}: {why}")
         self.lanes.abort(error)
-        raise error
+        raise cause or error
 
     def close(self) -> None:
         """Carry out what is pending, remove all hooks and end the lanes."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from linkweave.collectives.distributed.pieces import QUEUED
+from linkweave.collectives.distributed import pieces
 
 
 class GroupQueue:
@@ -20,7 +20,7 @@ class GroupQueue:
 
     def __init__(self, x: torch.Tensor, sizes: Sequence[int], group: Any, size: int) -> None:
         self._ends, self._size = [*accumulate(sizes)], size
-        self._parts = torch.split(x, QUEUED // x.element_size()) if x.numel() else ()
+        self._parts = torch.split(x, pieces.QUEUED // x.element_size())
         self._works: list[Any] = [
             dist.all_reduce(part, group=group, async_op=True) for part in self._parts
         ]
@@ -30,7 +30,7 @@ class GroupQueue:
         self._wait(self._ends[layer])
 
     def wait(self) -> None:
-        self._wait(sum(part.numel() for part in self._parts))
+        self._wait(self._ends[-1])
 
     def _wait(self, end: int) -> None:
         while self._final < end:

@@ -10,11 +10,12 @@ from weakref import WeakMethod
 
 import torch
 
+from linkweave.collectives.distributed import pieces
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError
 from linkweave.collectives.training.arena import Arena
 from linkweave.collectives.training.embeddings import Embeddings
 from linkweave.collectives.training.packing import Packing
-from linkweave.collectives.training.program import Op, Program
+from linkweave.collectives.training.program import Op, Program, in_parts
 from linkweave.collectives.training.ranges import profiled
 from linkweave.collectives.training.sparse_exchange import SparseExchange
 from linkweave.collectives.training.transport import Transport
@@ -125,7 +126,10 @@ class HostLanes:
 
     # ---- a lane's thread ---------------------------------------------------------------------
     def _lane(self, lane: int) -> None:
-        mine = [(n, op) for n, op in enumerate(self._program.ops) if op.lane == lane]
+        mine = [
+            (n, in_parts(op, pieces.QUEUED) if op.streamed else op)
+            for n, op in enumerate(self._program.ops) if op.lane == lane
+        ]  # fmt: skip
         packing = Packing(self._transport, self._arena, self._program)
         step = 0
         number = -1

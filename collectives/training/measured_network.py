@@ -17,8 +17,9 @@ from linkweave.collectives.training.transport import Transport
 LARGEST = 64 << 20
 """Bytes of the largest all-reduce."""
 ROUNDS = 3
-CALLS = 10
-"""Small all-reduces of a round: one alone takes as long as the ranks are apart."""
+CALLS = 10  # small averages of a round
+ALONE = 0.05  # seconds of a round that computes alone
+WIDTH = 128  # of the matrices of the computation: a product takes some 100 microseconds
 
 Average = Callable[[int, torch.Tensor], None]
 """Averages a tensor over all ranks on a lane, in place; blocks."""
@@ -26,18 +27,19 @@ Average = Callable[[int, torch.Tensor], None]
 
 def measure_network(transport: Transport, like: torch.Tensor, average: Average) -> Network:
     """The start-up and the seconds a byte of averages of up to the bytes of `like`, the slowdown of
-    two at once, and what an average costs the processor.
+    two at once, and by how much an average prolongs the computation beside it.
 
-    All ranks must call it, while nothing is sent. Times are medians over a few rounds. The time for
-    which a small average keeps cores of this process busy, polling included, counts as overhead: it
-    is taken from the computation if that keeps all cores busy.
+    All ranks must call it, while nothing is sent. Times are medians over a few rounds. On the CPU,
+    small averages run beside a computation, as schedules place them: what the one takes from the
+    other depends on how many cores the ranks of a machine have.
     """
     item = like.element_size()
     most = min(like.numel(), LARGEST // item)
     x = transport.empty(most, like.dtype, like.device).zero_()
     transport.open(2)
     sizes = sorted({min(most, n) for n in ((1 << 14) // item, most // 16, most // 4, most)} - {0})
-    small, overhead = _small(partial(average, 0, x[: sizes[0]]), x)
+    least = partial(average, 0, x[: sizes[0]])
+    small, overhead = _beside(least) if x.is_cpu else (_median(least, x), 0.0)
     pairs = [(n * item, _median(partial(average, 0, x[:n]), x)) for n in sizes[1:]]
     pairs.insert(0, (sizes[0] * item, small))
     if len(pairs) == 1:  # a few bytes: all of them are the start-up
@@ -72,18 +74,32 @@ def _at_once(average: Average, first: torch.Tensor, second: torch.Tensor) -> Cal
     return on_streams
 
 
-def _small(call: Callable[[], object], x: torch.Tensor) -> tuple[float, float]:
-    """The time of a call, and that for which it keeps cores of this process busy, if it is on the
-    CPU: medians over the means of some rounds."""
-    seconds, busy = [], []
-    for _ in range(ROUNDS):
-        begun = time.perf_counter(), time.process_time()
-        for _ in range(CALLS):
-            call()
-        _finish(x)
-        seconds.append((time.perf_counter() - begun[0]) / CALLS)
-        busy.append((time.process_time() - begun[1]) / CALLS)
-    return median(seconds), median(busy) if x.is_cpu else 0.0
+def _beside(call: Callable[[], object]) -> tuple[float, float]:
+    """The time of a call beside a computation, and by how much it prolongs that."""
+    found = []
+    with ThreadPoolExecutor(1) as threads:
+        for _ in range(ROUNDS + 1):
+            call()  # ranks begin together
+            pace = _computed(lambda begun: time.perf_counter() - begun < ALONE)
+            calls = threads.submit(lambda: [call() for _ in range(CALLS)])
+            begun = time.perf_counter()
+            beside = _computed(lambda _: not calls.done())  # noqa: B023
+            calls.result()
+            elapsed = time.perf_counter() - begun
+            lost = max(0.0, 1 - pace / beside) if beside else 0.0
+            found.append((elapsed / CALLS, lost * elapsed / CALLS))
+    seconds, overhead = zip(*found[1:], strict=True)
+    return median(seconds), median(overhead)
+
+
+def _computed(goes_on: Callable[[float], bool]) -> float:
+    """Seconds of a unit of work, over those that are done meanwhile."""
+    x = torch.ones(WIDTH, WIDTH)
+    begun, units = time.perf_counter(), 0
+    while goes_on(begun):
+        torch.mm(x, x)
+        units += 1
+    return (time.perf_counter() - begun) / max(1, units)
 
 
 def _median(call: Callable[[], object], x: torch.Tensor) -> float:
@@ -91,11 +107,7 @@ def _median(call: Callable[[], object], x: torch.Tensor) -> float:
     for _ in range(ROUNDS + 1):
         begun = time.perf_counter()
         call()
-        _finish(x)
+        if x.device.type == "cuda":
+            torch.cuda.synchronize(x.device)
         times.append(time.perf_counter() - begun)
     return median(times[1:])
-
-
-def _finish(x: torch.Tensor) -> None:
-    if x.device.type == "cuda":
-        torch.cuda.synchronize(x.device)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap import Communication, Piece, Schedule
 from linkweave.collectives.training.arena import Slot
-
-STREAMED = 2 << 20
-"""The most bytes of a span that is streamed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +62,15 @@ class Op:
         return sum(span.stop - span.first for span in self.spans)
 
 
+def in_parts(op: Op, nbytes: int) -> Op:
+    """The op with its spans cut to at most `nbytes` each, as they become final in parts."""
+    spans = [
+        Span(span.unit, at, min(at + nbytes, span.stop))
+        for span in op.spans for at in range(span.first, span.stop, nbytes)
+    ]  # fmt: skip
+    return replace(op, spans=tuple(spans))
+
+
 @dataclass(frozen=True)
 class Program:
     """What each step sends, for units with these names. `chained`: a unit's next use waits for its
@@ -105,9 +111,8 @@ class Program:
 def program_of(schedule: Schedule, slots: Sequence[Slot], names: Sequence[str]) -> Program:
     """The program of a schedule whose layers are the units in `slots`.
 
-    A communication over several buffers becomes an op for each. Spans that are streamed are cut to
-    at most STREAMED bytes, so that a unit can be updated while it arrives; the others are sorted,
-    so that neighbours are sent from where they lie. Raises CollectiveError if the schedule
+    A communication over several buffers becomes an op for each. Spans that are not streamed are
+    sorted, so that neighbours are sent from where they lie. Raises CollectiveError if the schedule
     is for other units.
     """
     sizes = [layer.nbytes for layer in schedule.profile.layers]
@@ -135,10 +140,7 @@ def _ops(communications: Sequence[Communication], slots: Sequence[Slot]) -> tupl
         for piece in c.pieces:
             slot = slots[piece.layer]
             first = slot.first + piece.first
-            step = STREAMED if c.streamed else piece.nbytes
-            for at in range(first, first + piece.nbytes, step):
-                stop = min(at + step, first + piece.nbytes)
-                spans.setdefault(slot.buffer, []).append(Span(piece.layer, at, stop))
+            spans.setdefault(slot.buffer, []).append(Span(piece.layer, first, first + piece.nbytes))
         after = tuple(n for other in c.after for n in numbers[other])
         numbers.append([*range(len(ops), len(ops) + len(spans))])
         for buffer, found in spans.items():

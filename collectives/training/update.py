@@ -161,7 +161,8 @@ class Update:
             if (there := table.blocks_before(address)) > done:
                 run(table.part(done, there))
                 done = there
-        run(table.part(done, table.blocks))
+        if done < table.blocks:
+            run(table.part(done, table.blocks) if done else table)
         increment_version([*part, *(x for column in columns for x in column)])
         return True
 

@@ -153,14 +153,18 @@ def sparse(comm: ClusterCommunicator) -> None:
 def queues(comm: ClusterCommunicator) -> None:
     total, layers = sum(range(1, comm.size + 1)), [1, 0, 4999, 20_000, 5011]
     ends = np.cumsum(layers)
-    for count, order in ((0, [0]), (30_011, [0, 1, 2, 3, 4]), (30_011, [4, 0, 3])):
-        x = np.full(count, comm.rank + 1.0)
-        queue = comm.allreduce_queue(x, layers if count else [0], "avg" if count else "sum")
+    for count, order, dtype, op in (
+        (0, [0], "float64", "sum"), (30_011, [0, 1, 2, 3, 4], "float16", "sum"),
+        (30_011, [4, 0, 3], "float64", "avg"), (30_011, [1, 0, 3, 2], "int8", "sum"),
+    ):  # fmt: skip
+        x = np.full(count, comm.rank + 1, dtype)
+        queue = comm.allreduce_queue(x, layers if count else [0], op)
+        result = total / comm.size if op == "avg" else total
         for layer in order:
             queue.dequeue(layer)
-            assert (x[: ends[layer]] == total / comm.size).all()
+            assert (x[: ends[layer]] == result).all()
         queue.wait()
-        assert queue.done() and (x == total / comm.size).all()
+        assert queue.done() and (x == result).all()
         with pytest.raises(CollectiveError, match="layer must be an integer from 0 to"):
             queue.dequeue(5)
 
@@ -234,8 +238,9 @@ def bad_queues(comm: ClusterCommunicator) -> list[str]:
             with pytest.raises(CollectiveError) as error:
                 wait()
         said.append(str(error.value))
-    with pytest.raises(CollectiveError, match="contiguous"):
-        comm.allreduce_queue(np.ones((4, 4)).T, [16]).wait()
+    for x, match in ((np.ones((4, 4))[:, 1:], "contiguous"), ([1.0, 2.0], "array is needed, not builtins.list")):
+        with pytest.raises(CollectiveError, match=match):
+            comm.allreduce_queue(x, [12]).wait()
     comm.allreduce(x := np.ones(3))  # they go on
     assert (x == comm.size).all()
     return said

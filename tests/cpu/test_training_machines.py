@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
-from machines import on_machines
+import torch.distributed as dist
+from machines import forked, on_machines
 from torch import nn
 from training_models import (
     adamw,
@@ -16,94 +22,191 @@ from training_models import (
     error_of,
     images,
     imported,  # noqa: F401
-    made,
     schedule_for,
     sgd,
+    share,
     train,
     wrong_order,
 )
 
 from linkweave.collectives import DataParallel
 from linkweave.collectives.distributed import pieces
-from linkweave.collectives.distributed.cluster import ClusterCommunicator
-from linkweave.collectives.training import program, update
+from linkweave.collectives.distributed.across import Across
+from linkweave.collectives.training import group_queue, update
 
 pytestmark = pytest.mark.usefixtures("imported")
-STEPS = 5
+STEPS = 4
+PIECES = 19  # of a step
+
+Body = Callable[[Any, int, int], Any]
 
 
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let units of the small models take many pieces."""
-    monkeypatch.setattr(pieces, "QUEUED", 1 << 12)
-    monkeypatch.setattr(program, "STREAMED", 1 << 12)
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "QUEUED", 1 << 13)
 
 
-def streamed(comm: ClusterCommunicator) -> list[dict[str, Any]]:
-    """Train by one streamed all-reduce; kernels are told of several arrivals."""
-    parts: list[int] = []
-    table_part = update.optim.Table.part
+def wide() -> nn.Module:
+    """18 KiB, 131 KiB: 16 blocks of the kernels that update; and less than a piece."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)
+    ).double()  # fmt: skip
+
+
+def on_group(body: Body, size: int, lost: tuple[int, ...] = ()) -> list[Any]:
+    """`body(group, rank, size)` on ranks of a gloo group."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def rank_of(rank: int) -> Any:
+            torch.set_num_threads(1)
+            dist.init_process_group(
+                "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size,
+                timeout=timedelta(seconds=5),
+            )  # fmt: skip
+            return body(dist.group.WORLD, rank, size)
+
+        return forked(size, rank_of, lost)
+
+
+def on_communicator(body: Body, sizes: tuple[int, ...], lost: tuple[int, ...] = ()) -> list[Any]:
+    return on_machines(
+        sizes, lambda comm: body(comm, comm.rank, comm.size), timeout=5, lost=lost
+    )  # fmt: skip
+
+
+def streaming(group: Any, optim: Any) -> tuple[DataParallel, Any]:
+    inner = wide()
+    optimizer = optim(inner.parameters())
+    schedule = schedule_for(wide(), images(0, 2)[0], policy="c-cube", chained=True)
+    model = DataParallel(inner, optimizer, schedule=schedule, group=group)
+    return model, optimizer
+
+
+def slowly(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Pieces that arrive later than the forward pass comes to their units."""
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(2e-3)
+        return call(*args, **kwargs)
+
+    return late
+
+
+def streamed(group: Any, rank: int, size: int) -> list[dict[str, Any]]:
+    sizes: list[int] = []
+    part = update.optim.Table.part
 
     def counted(table: Any, start: int, stop: int) -> Any:
-        parts.append(stop - start)
-        return table_part(table, start, stop)
+        sizes.append(stop - start)
+        return part(table, start, stop)
 
     update.optim.Table.part = counted  # type: ignore[method-assign]
+    Across.allreduce = slowly(Across.allreduce)  # type: ignore[method-assign]
+    group_queue.GroupQueue.dequeue = slowly(  # type: ignore[method-assign]
+        group_queue.GroupQueue.dequeue
+    )
     states = []
     for optim in (sgd, adamw):
-        inner = made("cnn")
-        optimizer = optim(inner.parameters())
-        schedule = schedule_for(made("cnn"), images(0, 2)[0], policy="c-cube", chained=True)
-        model = DataParallel(inner, optimizer, schedule=schedule, group=comm)
-        assert all(op.streamed for op in model.program.ops)
-        assert max(len(op.spans) for op in model.program.ops) > len(model.program.names)
-        train("cnn", model, optimizer, range(STEPS), comm.rank, comm.size)
+        model, optimizer = streaming(group, optim)
+        train("cnn", model, optimizer, range(STEPS), rank, size)
+        assert [op.streamed for op in model.program.ops] == [True]  # type: ignore[union-attr]
         assert wrong_order(model) == []
         states.append(copied(model.state_dict()))
         model.close()
-    assert len(parts) > 2 * (STEPS - 1) * len(schedule.profile.layers)
+    assert sum(0 < n < 16 for n in sizes) > 4 * STEPS, sizes
     return states
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 1)])
-def test_streamed_units(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    small_parts(monkeypatch)
-    found = on_machines(sizes, streamed)
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda: on_communicator(streamed, (1, 1)), lambda: on_communicator(streamed, (2, 1)),
+        lambda: on_group(streamed, 2),
+    ],
+    ids=["2 machines", "3 ranks on 2 machines", "gloo"],
+)  # fmt: skip
+def test_units_that_arrive_in_parts(run: Callable[[], list[Any]]) -> None:
+    found = run()
     assert not any(isinstance(states, str) for states in found), found
     for number, optim in enumerate((sgd, adamw)):
-        alone = made("cnn")
-        train("cnn", alone, optim(alone.parameters()), range(STEPS), each=2 * sum(sizes))
+        alone = wide()
+        train("cnn", alone, optim(alone.parameters()), range(STEPS), each=2 * len(found))
         for states in found:
             assert apart(states[number], alone.state_dict()) < 1e-12
 
 
-class Leaves(nn.Module):
-    """Ends its process before the second layer's forward pass, while units still arrive."""
+def dies_in_a_piece(group: Any, rank: int, size: int) -> tuple[str, float]:
+    """Rank 1 ends before the sixth piece of the second step has been sent or received."""
+    calls = count()
 
-    def __init__(self, leaves: bool) -> None:
-        super().__init__()
-        self.body, self.leaves, self.steps = made("cnn"), leaves, 0
-        self.body.last.register_forward_pre_hook(self._leave)
+    def until(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if rank == 1 and next(calls) == PIECES + 5:
+                os._exit(3)
+            return call(*args, **kwargs)
 
-    def _leave(self, *_: Any) -> None:
-        self.steps += 1
-        if self.leaves and self.steps == 3:
-            os._exit(3)
+        return counted
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(x)
-
-
-def left(comm: ClusterCommunicator) -> str:
-    inner = Leaves(comm.rank == 1)
-    optimizer = sgd(inner.parameters())
-    schedule = schedule_for(Leaves(False), images(0, 2)[0], policy="c-cube", chained=True)
-    model = DataParallel(inner, optimizer, schedule=schedule, group=comm)
-    return error_of(lambda: train("cnn", model, optimizer, range(9), comm.rank, comm.size))
+    Across.allreduce = until(Across.allreduce)  # type: ignore[method-assign]
+    group_queue.GroupQueue.dequeue = until(  # type: ignore[method-assign]
+        group_queue.GroupQueue.dequeue
+    )
+    model, optimizer = streaming(group, sgd)
+    begun = time.monotonic()
+    said = error_of(lambda: train("cnn", model, optimizer, range(9), rank, size))
+    assert model._engine.record.ready.keys() == {0, 1}
+    return said, time.monotonic() - begun
 
 
-def test_a_rank_dies_in_a_chained_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_parts(monkeypatch)
-    found = on_machines((1, 1, 1), left, timeout=5, lost=[1])
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda: on_communicator(dies_in_a_piece, (1, 1, 1), (1,)),
+        lambda: on_group(dies_in_a_piece, 3, (1,)),
+    ],
+    ids=["machines", "gloo"],
+)  # fmt: skip
+def test_a_rank_that_dies_between_pieces(run: Callable[[], list[Any]]) -> None:
+    found = run()
     assert found[1] is None
-    for said in (found[0], found[2]):
-        assert "all-reduce 0 of" in said or "rank 1" in said, said
+    for rank in (0, 2):
+        said, seconds = found[rank]
+        assert f"rank {rank}, all-reduce 0 of" in said
+        assert seconds < 10
+
+
+def interrupted(group: Any, rank: int, size: int, parts: int) -> tuple[list[str], Any]:
+    """Rank 0 is interrupted when it has been told of so many parts of a unit."""
+    model, optimizer = streaming(group, sgd)
+    train("cnn", model, optimizer, range(1), rank, size)
+    lanes: Any = model._engine.lanes
+    arrivals = lanes.arrivals
+
+    def stops(unit: int) -> Any:
+        for told, nbytes in enumerate(arrivals(unit)):
+            if rank == 0 and told == parts:
+                raise KeyboardInterrupt
+            yield nbytes
+
+    lanes.arrivals = stops
+    Across.allreduce = slowly(Across.allreduce)  # type: ignore[method-assign]
+    x, _ = share(images(1, 2 * size), rank, size)
+    error_of(lambda: model(x), BaseException)
+    lanes.arrivals = arrivals
+    said = [error_of(model.finish) for _ in range(2)]
+    return said, None if said[0] else copied(model.module.state_dict())
+
+
+def test_an_interrupt_before_a_unit_has_arrived_is_made_up_for() -> None:
+    (said, state), (others, other) = on_communicator(
+        lambda *where: interrupted(*where, 0), (1, 1)
+    )  # fmt: skip
+    assert said == others == ["", ""]
+    assert apart(state, other) == 0
+
+
+def test_an_interrupt_in_the_middle_of_a_unit_ends_the_training() -> None:
+    (said, _), (others, _) = on_communicator(lambda *where: interrupted(*where, 2), (1, 1))
+    assert all("KeyboardInterrupt() ended the update of 1" in one for one in said), said
+    assert all(others), others
