@@ -25,7 +25,8 @@ class StepRecord:
     step: tuple[Any, Any] = (None, None)
     """The call of the optimizer's `step`."""
     updates: dict[int, tuple[Any, Any]] = field(default_factory=dict)
-    """The parts of a step that were carried out before the units' next use."""
+    """The parts of a step that were carried out before the units' next use, each from when the last
+    bytes of the unit arrived: what was updated until then took no time of its own."""
     reached: dict[int, Any] = field(default_factory=dict)
     """When the forward pass reached each unit's module."""
     forward: dict[int, Any] = field(default_factory=dict)

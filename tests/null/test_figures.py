@@ -55,13 +55,18 @@ def test_top_k() -> None:
 
 
 def test_training() -> None:
-    (row,) = rows("train-resnet18-4x2-1gbit", "model").values()
-    bound = 1e3 * 2 * (1 - 1 / 4) * row["nbytes"] / NIC  # each host's share, in and out
-    assert TABLE["a step of ResNet-18, 4 hosts x 2 ranks"][:3] == [
-        f"{row['ms']:,.0f}",
-        f"DDP {row['ddp_ms']:,.0f}",
-        f"{bound:,.0f}",
-    ]
+    for file, what in (
+        ("vgg11-4x1", "a step of VGG-11, 4 hosts"),
+        ("resnet18-4x1", "a step of ResNet-18, 4 hosts"),
+        ("resnet18-4x2", "a step of ResNet-18, 4 hosts x 2 ranks"),
+    ):
+        (row,) = rows(f"train-{file}-1gbit", "model").values()
+        bound = 1e3 * 2 * (1 - 1 / 4) * row["nbytes"] / NIC  # each host's share, in and out
+        assert TABLE[what][:3] == [
+            f"{row['ms']:,.0f}",
+            f"DDP {row['ddp_ms']:,.0f}",
+            f"{bound:,.0f}",
+        ]
 
 
 def test_gtopk() -> None:
