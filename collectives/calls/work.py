@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from linkweave.collectives.errors import CollectiveTimeout
+from linkweave.collectives.errors import CollectiveError, CollectiveTimeout
 from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
 from linkweave.topology.checks import integer
 
@@ -105,23 +107,34 @@ def _run(calls: SimpleQueue[Any]) -> None:
     while (call := calls.get()) is not None:
         future, body, args = call
         try:
-            future.set_result(body(*args))
+            result = body(*args)
         except BaseException as error:
             future.set_exception(error)
+        else:
+            future.set_result(result)
+            del result
         del call, future, body, args
+
+
+def _drained(worker: weakref.ref[Worker]) -> None:
+    found = worker()
+    if found and found._thread and found._thread.is_alive():  # not so in a forked process
+        found.drain()
 
 
 class Worker:
     """The thread that runs one communicator's asynchronous CPU calls in order.
 
-    The thread starts with the first call, and ends with `close` or with this object. It takes calls
-    even while the interpreter exits, as executors do not: other ranks may wait for the rest of a
-    step.
+    The thread starts with the first call, and ends with `close` or with this object. Once started
+    it takes calls even while the interpreter exits, as executors do not: other ranks may wait for
+    the rest of a step. Calls under way are finished before the interpreter exits.
     """
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Any] = SimpleQueue()  # None ends the thread
         self._thread: threading.Thread | None = None
+        self._lock, self._closed = threading.Lock(), False
+        self._at_exit = partial(_drained, weakref.ref(self))
         self._last: Future[Any] | None = None
         self._works: list[HostWork] = []  # unfinished, or with an error nobody has retrieved
 
@@ -135,15 +148,20 @@ class Worker:
             self._last.exception()
 
     def enqueue(self, body: Callable[..., Any], *args: Any) -> Future[Any]:
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_run, args=(self._calls,), name="linkweave", daemon=True
-            )
-            self._thread.start()
-            weakref.finalize(self, self._calls.put, None).atexit = False
         future: Future[Any] = Future()
-        self._last = future
-        self._calls.put((future, body, args))
+        with self._lock:
+            if self._closed:
+                raise CollectiveError("this communicator is closed")
+            if self._thread is None:
+                thread = threading.Thread(
+                    target=_run, args=(self._calls,), name="linkweave", daemon=True
+                )
+                thread.start()
+                self._thread = thread
+                weakref.finalize(self, self._calls.put, None).atexit = False
+                atexit.register(self._at_exit)
+            self._last = future
+            self._calls.put((future, body, args))
         return future
 
     def keep(self, work: HostWork) -> HostWork:
@@ -153,9 +171,12 @@ class Worker:
 
     def close(self, rank: int) -> None:
         """Finish all calls, and log errors that nobody has retrieved."""
-        if self._thread:
+        with self._lock:
+            self._closed = True
             self._calls.put(None)
+        if self._thread:
             self._thread.join()
+        atexit.unregister(self._at_exit)
         for work in self._works:
             if work.unretrieved_error:
                 log.error("rank %d: nobody waited for an asynchronous call, which raised %s",

@@ -129,16 +129,21 @@ class Engine:
         unit, arrivals = self.units[index], self._arrivals(index)
         next(arrivals)  # with the flags, which tell whether there are gradients
         self._pending.discard(index)
-        with (
-            profiled(f"update {unit.name}"), torch.inference_mode(False), torch.no_grad(),
-            torch.autocast(unit.device.type, enabled=False),
-        ):  # fmt: skip
-            kept = [parameter.grad is not None for parameter in unit.parameters]
-            self.arena.show(index)
-            self.update.part(unit.parameters, arrivals)
-            for parameter, keep in zip(unit.parameters, kept, strict=True):
-                if not keep:  # zero_grad has been called since
-                    parameter.grad = None
+        kept = [parameter.grad is not None for parameter in unit.parameters]
+        try:
+            with (
+                profiled(f"update {unit.name}"), torch.inference_mode(False), torch.no_grad(),
+                torch.autocast(unit.device.type, enabled=False),
+            ):  # fmt: skip
+                self.arena.show(index)
+                self.update.part(unit.parameters, arrivals)
+        except CollectiveError:
+            raise
+        except BaseException as error:  # parameters may differ from those of the other ranks
+            self._abort(f"{error!r} ended the update of {unit.name}", error)
+        for parameter, keep in zip(unit.parameters, kept, strict=True):
+            if not keep:  # zero_grad has been called since
+                parameter.grad = None
         self._version = self.arena.version  # some optimizers write to gradients
         self.record.updates[index] = self._arrived, self.clock.now()
         if not self._pending:
@@ -146,19 +151,14 @@ class Engine:
 
     def _arrivals(self, index: int) -> Iterator[int]:
         """Wait for a unit, and yield the addresses before which its gradients have arrived."""
-        base, unit, begun = self.arena.address(index), self.units[index], False
+        base, flags = self.arena.address(index), self.units[index].flags_nbytes
         try:
             for nbytes in self.lanes.arrivals(index):
                 self._arrived = self.clock.now()
-                if nbytes >= unit.flags_nbytes:
-                    begun = True
+                if nbytes >= flags:
                     yield base + nbytes
         except CollectiveError:
             self.state = State.ABORTED
-            raise
-        except BaseException as error:
-            if begun:  # parameters are no longer those of the other ranks
-                self._abort(f"{error!r} ended the update of {unit.name}", error)
             raise
 
     # ---- backward ----------------------------------------------------------------------------

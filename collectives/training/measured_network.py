@@ -38,10 +38,7 @@ def measure_network(transport: Transport, like: torch.Tensor, average: Average) 
     x = transport.empty(most, like.dtype, like.device).zero_()
     transport.open(2)
     sizes = sorted({min(most, n) for n in ((1 << 14) // item, most // 16, most // 4, most)} - {0})
-    least = partial(average, 0, x[: sizes[0]])
-    small, overhead = _beside(least) if x.is_cpu else (_median(least, x), 0.0)
-    pairs = [(n * item, _median(partial(average, 0, x[:n]), x)) for n in sizes[1:]]
-    pairs.insert(0, (sizes[0] * item, small))
+    pairs = [(n * item, _median(partial(average, 0, x[:n]), x)) for n in sizes]
     if len(pairs) == 1:  # a few bytes: all of them are the start-up
         pairs.append((2 * pairs[0][0], pairs[0][1]))
     network = fit(pairs, transport.size).network
@@ -49,7 +46,11 @@ def measure_network(transport: Transport, like: torch.Tensor, average: Average) 
     both = _median(_at_once(average, x[:half], x[half : 2 * half]), x)
     alone = network.seconds_per_byte * half * item
     gamma = min(2.0, max(1.0, (both - network.startup_s) / alone)) if alone else 1.0
-    return replace(network, gamma=gamma, overhead_s=overhead, name="measured")
+    startup, overhead = network.startup_s, 0.0
+    if x.is_cpu:
+        beside, overhead = _beside(partial(average, 0, x[: sizes[0]]))
+        startup = max(startup, beside - network.seconds_per_byte * sizes[0] * item)
+    return replace(network, startup_s=startup, gamma=gamma, overhead_s=overhead, name="measured")
 
 
 def _at_once(average: Average, first: torch.Tensor, second: torch.Tensor) -> Callable[[], object]:
@@ -94,7 +95,7 @@ def _beside(call: Callable[[], object]) -> tuple[float, float]:
 
 def _computed(goes_on: Callable[[float], bool]) -> float:
     """Seconds of a unit of work, over those that are done meanwhile."""
-    x = torch.ones(WIDTH, WIDTH)
+    x = torch.ones(WIDTH, WIDTH, dtype=torch.float32, device="cpu")
     begun, units = time.perf_counter(), 0
     while goes_on(begun):
         torch.mm(x, x)

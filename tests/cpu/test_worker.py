@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 import time
 import weakref
 
+import pytest
+
+from linkweave.collectives import CollectiveError
 from linkweave.collectives.calls.work import Worker
 
 LAST = """
@@ -34,15 +36,29 @@ def test_calls_keep_their_order_and_errors_reach_their_callers() -> None:
 
 
 def test_a_worker_keeps_no_arguments_and_ends_when_it_is_dropped() -> None:
-    worker, threads = Worker(), threading.active_count()
-    given = Worker()
+    worker, given = Worker(), Worker()
     kept = weakref.ref(given)
     worker.enqueue(id, given).result()
     del given
     deadline = time.monotonic() + 10
     while kept() is not None:
         assert time.monotonic() < deadline
-    assert threading.active_count() == threads + 1
+    thread = worker._thread
+    assert thread is not None and thread.is_alive()
     del worker
-    while threading.active_count() > threads:
-        assert time.monotonic() < deadline
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_closed_worker_refuses_calls() -> None:
+    worker = Worker()
+    worker.close(0)
+    with pytest.raises(CollectiveError, match="closed"):
+        worker.enqueue(int)
+
+
+def test_calls_under_way_are_finished_before_the_interpreter_exits() -> None:
+    words = "import time; worker.enqueue(lambda: (time.sleep(0.3), print('done', flush=True)))"
+    code = f"from linkweave.collectives.calls.work import Worker; worker = Worker(); {words}"
+    words = [sys.executable, "-c", code]
+    assert subprocess.run(words, capture_output=True, text=True, timeout=60).stdout == "done\n"

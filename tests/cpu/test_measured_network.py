@@ -1,0 +1,53 @@
+"""The measurement of a network by all-reduces of training."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from linkweave.collectives.training.measured_network import measure_network
+
+
+class Sleeps:
+    """A transport whose averages take a start-up and some seconds a byte."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int]] = []
+
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(count, dtype=dtype, device=device)
+
+    def open(self, lanes: int) -> None:
+        pass
+
+    def average(self, lane: int, x: torch.Tensor) -> None:
+        self.calls.append((lane, x.nbytes))
+        time.sleep(4e-3 + 2e-8 * x.nbytes)
+
+
+@pytest.mark.parametrize("count", [1, 1000, 1 << 20])
+def test_a_network_that_sleeps(count: int) -> None:
+    """Ranks make the same calls, however fast they are: else they would wait for each other."""
+    calls, network = [], None
+    for load in (0.0, 1e-3):
+        transport: Any = Sleeps()
+
+        def average(lane: int, x: torch.Tensor, transport: Any = transport, load: float = load):
+            time.sleep(load)
+            transport.average(lane, x)
+
+        found = measure_network(transport, torch.zeros(count), average)
+        network = network or found
+        calls.append(sorted(transport.calls))
+    assert calls[0] == calls[1]
+    assert network is not None
+    assert 3.9e-3 < network.startup_s < 8e-3
+    if count > 1000:
+        assert network.seconds_per_byte == pytest.approx(2e-8, rel=0.2)
+        assert network.gamma < 1.3
+    assert network.overhead_s < 3e-3
