@@ -57,7 +57,6 @@ def test_top_k() -> None:
 def test_training() -> None:
     for file, what in (
         ("vgg11-4x1", "a step of VGG-11, 4 hosts"),
-        ("resnet18-4x1", "a step of ResNet-18, 4 hosts"),
         ("resnet18-4x2", "a step of ResNet-18, 4 hosts x 2 ranks"),
     ):
         (row,) = rows(f"train-{file}-1gbit", "model").values()
