@@ -46,8 +46,8 @@ def test_a_network_that_sleeps(count: int) -> None:
         calls.append(sorted(transport.calls))
     assert calls[0] == calls[1]
     assert network is not None
-    assert 3.9e-3 < network.startup_s < 8e-3
+    # sleeps are never shorter, and on a busy machine longer
+    assert 3.9e-3 < network.startup_s < 0.1
+    assert 0 <= network.overhead_s < 0.1
     if count > 1000:
-        assert network.seconds_per_byte == pytest.approx(2e-8, rel=0.2)
-        assert network.gamma < 1.3
-    assert network.overhead_s < 3e-3
+        assert 1.5e-8 < network.seconds_per_byte < 1e-7
