@@ -170,8 +170,9 @@ def _rows(model: str, layers: Layers, chosen: dict[str, Hook | None], rounds: in
     """One hook after another, as all together may not fit into memory."""
     rank = dist.get_rank()
     times: dict[str, float] = {}
-    count = sum(shape.numel() for shapes in layers for shape in shapes)
-    parts = iter(_random(count).split([shape.numel() for shapes in layers for shape in shapes]))
+    sizes = [shape.numel() for shapes in layers for shape in shapes]
+    count = sum(sizes)
+    parts = iter(_random(count).split(sizes))
     values = [[next(parts).view(shape) for shape in shapes] for shapes in layers]
     for name, hook in chosen.items():
         stepped = _Stepped(values, hook, 1 << 20 if "PowerSGD" in name else None)

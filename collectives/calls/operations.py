@@ -51,9 +51,7 @@ def queued(
     """An in-place all-reduce that counts the arrival of each layer."""
     with context.sharing_errors():
         buffer, _ = context.buffer(x)
-        if not is_contiguous(x):
-            raise CollectiveError("a gradient queue needs a contiguous tensor")
-        sizes = layer_sizes(layers, buffer.nbytes // buffer.itemsize)
+        sizes = layer_sizes(x, layers, buffer.nbytes // buffer.itemsize)
         nbytes = tuple(n * buffer.itemsize for n in sizes)
         request = context.request("allreduce", buffer, op, 0, algorithm, sizes_checksum(nbytes))
     context.make(replace(request, layers=nbytes, layer_counters=layer_counters))
@@ -214,8 +212,11 @@ def _rank(context: CallContext, root: Any) -> int:
     return integer(root, "root", 0, context.size - 1)
 
 
-def layer_sizes(layers: Any, elements: int) -> list[int]:
-    """Elements of each layer. Raises CollectiveError unless they add up to the tensor's."""
+def layer_sizes(x: Any, layers: Any, elements: int) -> list[int]:
+    """Elements of each layer of a gradient queue. Raises CollectiveError unless they add up to
+    those of the tensor, which must be contiguous."""
+    if not is_contiguous(x):
+        raise CollectiveError("a gradient queue needs a contiguous tensor")
     try:
         given = list(layers)
     except TypeError:

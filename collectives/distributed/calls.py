@@ -21,7 +21,7 @@ from linkweave.collectives.distributed.queue import Arrivals
 from linkweave.collectives.distributed.sparse import SparseCluster
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.runtime.dtypes import check_op
-from linkweave.collectives.tensors import as_buffer, is_contiguous, output_for
+from linkweave.collectives.tensors import as_buffer, output_for
 from linkweave.topology.checks import integer
 
 
@@ -67,10 +67,8 @@ def allreduce_queue(
 ) -> Call:
     _check_algorithm(algorithm)
     flat = Flat(x)
-    if not is_contiguous(x):
-        raise CollectiveError("a gradient queue needs a contiguous tensor")
     check_op(op, flat.dtype)
-    sizes = layer_sizes(layers, flat.tensor.numel())
+    sizes = layer_sizes(x, layers, flat.tensor.numel())
 
     def body() -> None:
         arrivals.begin(sizes)

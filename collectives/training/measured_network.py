@@ -87,7 +87,7 @@ def _beside(call: Callable[[], object]) -> tuple[float, float]:
             beside = _computed(lambda _: not calls.done())  # noqa: B023
             calls.result()
             elapsed = time.perf_counter() - begun
-            lost = max(0.0, 1 - pace / beside) if beside else 0.0
+            lost = max(0.0, 1 - pace / beside)
             found.append((elapsed / CALLS, lost * elapsed / CALLS))
     seconds, overhead = zip(*found[1:], strict=True)
     return median(seconds), median(overhead)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
 
 from linkweave.collectives.launch import join
 from linkweave.collectives.runtime.cpu.executor import compile_kernels
@@ -57,6 +58,22 @@ def forked(size: int, body: Callable[[int], Any], lost: Sequence[int] = ()) -> l
         ranks[rank].join()
     assert set(alive) <= {*lost}, f"ranks {alive} hang"
     return list(found)
+
+
+def on_group(
+    size: int, body: Callable[[int], Any], timeout: float = 20, lost: Sequence[int] = ()
+) -> list[Any]:
+    """`forked`, with `body(rank)` on ranks whose default group of torch.distributed is gloo's."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def rank_of(rank: int) -> Any:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size,
+                timeout=timedelta(seconds=timeout),
+            )  # fmt: skip
+            return body(rank)
+
+        return forked(size, rank_of, lost)
 
 
 def on_machines(

@@ -29,7 +29,7 @@ from embedding_training import (
     share,
     stepped,
 )
-from test_training_faults import gloo
+from machines import on_group
 from torch import nn
 from training_models import error_of, same
 from training_pair import Cases
@@ -329,7 +329,7 @@ def over_communicator(rank: int, size: int) -> Any:
 @pytest.mark.parametrize("size", [2, 3, pytest.param(7, marks=pytest.mark.slow)])
 def test_a_process_group_trains_as_a_communicator(size: int) -> None:
     """It sends the same; rows are added in the same order, dense gradients are not."""
-    found = gloo(size, over_gloo)
+    found = on_group(size, over_gloo)
     want = collectives.spawn(over_communicator, size, args=(size,), timeout=20)
     for mine, its in zip(found, want, strict=True):
         assert not isinstance(mine, str), mine
@@ -356,7 +356,7 @@ def survive_by_gloo(rank: int) -> tuple[float, str]:
 
 
 def test_a_rank_of_a_process_group_dies() -> None:
-    found = gloo(3, survive_by_gloo)
+    found = on_group(3, survive_by_gloo)
     assert found[1] is None
     for rank in (0, 2):
         seconds, said = found[rank]
@@ -374,7 +374,7 @@ def wrong_index_by_gloo(rank: int) -> tuple[float, str]:
 
 def test_a_wrong_index_on_a_rank_of_a_process_group() -> None:
     """The others learn of it when that rank ends."""
-    (seconds, said), (_, its) = gloo(2, wrong_index_by_gloo)
+    (seconds, said), (_, its) = on_group(2, wrong_index_by_gloo)
     assert f"rank 1: ids must be from 0 to {WORDS - 1}; one is {WORDS}" in its
     assert said.startswith("rank 0, ")
     assert seconds < 5

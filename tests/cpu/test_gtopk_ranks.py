@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from gtopk_reference import batch
 from gtopk_training import SGD, Training, schedule, small
-from test_training_faults import gloo
+from machines import on_group
 from torch.nn.functional import cross_entropy
 from training_models import (
     copied,
@@ -102,7 +102,7 @@ def survive_by_gloo(rank: int) -> tuple[float, str]:
 
 def test_a_rank_of_a_process_group_dies_in_a_merge() -> None:
     """Its ranks learn that a connection was closed, not whose rank it was."""
-    found = gloo(SIZE, survive_by_gloo)
+    found = on_group(SIZE, survive_by_gloo)
     assert found[VICTIM] is None
     for rank in (0, 1, 3):
         seconds, said = found[rank]
@@ -133,7 +133,7 @@ def over_communicator(rank: int) -> Any:
 @pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_process_group_trains_as_a_communicator(size: int) -> None:
     """To the bit: merges follow the same tree."""
-    found = gloo(size, over_gloo)
+    found = on_group(size, over_gloo)
     want = collectives.spawn(over_communicator, size, timeout=10)
     for mine, its in zip(found, want, strict=True):
         assert not isinstance(mine, str), mine
@@ -146,5 +146,5 @@ def different(rank: int) -> str:
 
 
 def test_ranks_of_a_process_group_with_different_exchanges() -> None:
-    for said in gloo(2, different):
+    for said in on_group(2, different):
         assert "ranks 0 and 1 have different exchanges; this rank's is GTopK(density=0.0" in said

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from machines import forked
+from machines import on_group
 from torch import nn
 from torch.nn.functional import cross_entropy
 from training_models import (
@@ -174,20 +172,6 @@ def test_a_layer_that_one_rank_visits() -> None:
 
 
 # ---- groups ------------------------------------------------------------------------------------
-def gloo(size: int, body: Any) -> list[Any]:
-    with tempfile.TemporaryDirectory() as folder:
-
-        def rank_of(rank: int) -> Any:
-            torch.set_num_threads(1)
-            dist.init_process_group(
-                "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size,
-                timeout=timedelta(seconds=20),
-            )  # fmt: skip
-            return body(rank)
-
-        return forked(size, rank_of)
-
-
 def by_gloo(rank: int) -> list[dict[str, torch.Tensor]]:
     states = []
     for group in (None, dist.group.WORLD, dist.new_group()):
@@ -219,7 +203,7 @@ def by_gloo(rank: int) -> list[dict[str, torch.Tensor]]:
 
 
 def test_a_process_group_of_gloo() -> None:
-    a, b = gloo(2, by_gloo)
+    a, b = on_group(2, by_gloo)
     alone = made("cnn")
     train("cnn", alone, adamw(alone.parameters()), range(4), each=4)
     assert len(a) == 7
@@ -239,7 +223,7 @@ def again_by_gloo(rank: int) -> None:
 
 
 def test_a_second_model_on_a_process_group_whose_first_is_closed() -> None:
-    assert gloo(2, again_by_gloo) == [None, None]
+    assert on_group(2, again_by_gloo) == [None, None]
 
 
 def groups(rank: int) -> None:

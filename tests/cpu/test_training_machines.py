@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from itertools import count
 from threading import Semaphore
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from machines import forked, on_machines
+from machines import on_group, on_machines
 from torch import nn
 from training_models import (
     adamw,
@@ -55,19 +53,8 @@ def wide() -> nn.Module:
     ).double()  # fmt: skip
 
 
-def on_group(body: Body, size: int, lost: tuple[int, ...] = ()) -> list[Any]:
-    """`body(group, rank, size)` on ranks of a gloo group."""
-    with tempfile.TemporaryDirectory() as folder:
-
-        def rank_of(rank: int) -> Any:
-            torch.set_num_threads(1)
-            dist.init_process_group(
-                "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size,
-                timeout=timedelta(seconds=5),
-            )  # fmt: skip
-            return body(dist.group.WORLD, rank, size)
-
-        return forked(size, rank_of, lost)
+def in_group(body: Body, size: int, lost: tuple[int, ...] = ()) -> list[Any]:
+    return on_group(size, lambda rank: body(dist.group.WORLD, rank, size), timeout=5, lost=lost)
 
 
 def on_communicator(body: Body, sizes: tuple[int, ...], lost: tuple[int, ...] = ()) -> list[Any]:
@@ -123,7 +110,7 @@ def streamed(group: Any, rank: int, size: int) -> list[dict[str, Any]]:
     "run",
     [
         lambda: on_communicator(streamed, (1, 1)), lambda: on_communicator(streamed, (2, 1)),
-        lambda: on_group(streamed, 2),
+        lambda: in_group(streamed, 2),
     ],
     ids=["2 machines", "3 ranks on 2 machines", "gloo"],
 )  # fmt: skip
@@ -162,7 +149,7 @@ def dies_in_a_piece(group: Any, rank: int, size: int) -> tuple[str, float]:
     "run",
     [
         lambda: on_communicator(dies_in_a_piece, (1, 1, 1), (1,)),
-        lambda: on_group(dies_in_a_piece, 3, (1,)),
+        lambda: in_group(dies_in_a_piece, 3, (1,)),
     ],
     ids=["machines", "gloo"],
 )  # fmt: skip
