@@ -108,7 +108,7 @@ def select(bits: np.ndarray, dtype: str, k: int) -> np.ndarray:
     if dtype == "float32" and k <= bits.size // 8:
         at = _sampled(bits, keys, k)
         if at is not None:
-            return among(bits, keys, k, at)
+            return at[largest(keys.of(bits[at]), k)]
     return _by_histograms(bits, keys, k)
 
 
@@ -160,16 +160,15 @@ def bound(sampled: np.ndarray, n: int, k: int) -> tuple[np.generic, int] | None:
     return np.partition(sampled, -rank)[-rank], 4 * rank * n // sampled.size + 4096
 
 
-def among(bits: np.ndarray, keys: Keys, k: int, at: np.ndarray) -> np.ndarray:
-    """Positions of the k largest keys among those at the ascending positions `at`."""
-    if at.size == k:
-        return at
-    found = keys.of(bits[at])
-    least = np.partition(found, found.size - k)[found.size - k]
-    take = found > least
-    equal = np.flatnonzero(found == least)
+def largest(keys: np.ndarray, k: int) -> np.ndarray:
+    """Which keys (bool) are the k largest; of equal ones, the first are."""
+    if keys.size == k:
+        return np.ones(k, bool)
+    least = np.partition(keys, keys.size - k)[keys.size - k]
+    take: np.ndarray = keys > least
+    equal = np.flatnonzero(keys == least)
     take[equal[: k - int(np.count_nonzero(take))]] = True
-    return at[take]
+    return take
 
 
 def kth(

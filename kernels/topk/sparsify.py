@@ -11,29 +11,29 @@ from linkweave.kernels.atomics import fma
 from linkweave.kernels.float16 import widen_bfloat16, widen_float16
 from linkweave.kernels.parallel import parts, run_parts
 from linkweave.kernels.topk import cpu as topk
-from linkweave.kernels.topk.cpu import BLOCK, U, most_of
+from linkweave.kernels.topk.cpu import BLOCK, U
 
-UPDATED = 1024  # elements, then gathered from the L1 cache: at most 16 KiB
-NOTHING = np.uint32(0xFFFFFFFF)  # a threshold that no key reaches
-NONE = np.empty(0, np.int64)
+WIDENED = 1024  # 16-bit floats that are converted at a time, into the L1 cache
+NOTHING = np.float32(np.inf)  # a threshold that reaches only what is not finite
+NONE = np.empty(0, np.int64), np.empty(0, np.float32)
 
 
 @njit(nogil=True, cache=True)
 def _accumulate_and_gather(
-    grad, patterns, is_float16, cleared, residual, velocity, momentum, nesterov,
-    start, stop, low, at,
+    grad, patterns, is_float16, clear, residual, velocity, momentum, nesterov,
+    start, stop, low, at, values,
 ):  # fmt: skip
-    """Update the residual (and the velocity) by the gradient, and `topk._gather` of the residual.
+    """Update the residual (and the velocity) by the gradient; write the positions and the values
+    of what in the residual is then not below `low` to `at` and `values`. Returns how many, or -1
+    if there is too little room.
 
     Numba compiles a version for each set of arguments that are None: `grad` (float32) or
-    `patterns` (of 16-bit floats); `cleared`, one of the two again, to be left zero; `velocity`.
+    `patterns` (of 16-bit floats), which `clear` leaves zero; `velocity`.
     """
-    bits = residual.view(np.uint32)
-    mask = np.uint32(0x7FFFFFFF)
-    wide = np.empty(UPDATED, np.uint32)
+    wide = np.empty(WIDENED, np.uint32)
     found, full = U(0), False
-    for begin in range(U(start), U(stop), U(UPDATED)):
-        end = min(begin + U(UPDATED), U(stop))
+    for begin in range(U(start), U(stop), U(WIDENED)):
+        end = min(begin + U(WIDENED), U(stop))
         if grad is not None:
             g, before = grad, U(0)
         if patterns is not None:
@@ -42,29 +42,32 @@ def _accumulate_and_gather(
             else:
                 widen_bfloat16(patterns[begin:end], wide)
             g, before = wide.view(np.float32), begin
-        if velocity is None:
-            for i in range(begin, end):
-                residual[i] = g[i - before] + residual[i]
-        else:
-            for i in range(begin, end):
-                velocity[i] = velocity[i] * momentum + g[i - before]
-            if nesterov:
-                for i in range(begin, end):
-                    residual[i] = fma(velocity[i], momentum, g[i - before]) + residual[i]
-            else:
-                for i in range(begin, end):
-                    residual[i] = velocity[i] + residual[i]
-        if cleared is not None:
-            for i in range(begin, end):
-                cleared[i] = 0
         for first in range(begin, end, U(BLOCK)):
             last = min(first + U(BLOCK), end)
-            if not full and most_of(bits, mask, first, last) >= low:
+            reached = False
+            for i in range(first, last):  # one loop: each element is loaded once
+                if velocity is None:
+                    total = g[i - before] + residual[i]
+                else:
+                    speed = velocity[i] * momentum + g[i - before]
+                    velocity[i] = speed
+                    step = fma(speed, momentum, g[i - before]) if nesterov else speed
+                    total = step + residual[i]
+                residual[i] = total
+                if clear:
+                    if grad is not None:
+                        grad[i] = 0
+                    if patterns is not None:
+                        patterns[i] = 0
+                reached |= not (abs(total) < low)  # NaN is
+            if reached and not full:
                 full = found + U(BLOCK) > U(at.size)
                 if not full:
                     for i in range(first, last):
+                        total = residual[i]
                         at[found] = i
-                        found += U((bits[i] & mask) >= low)
+                        values[found] = total
+                        found += U(not (abs(total) < low))
     return -1 if full else np.int64(found)
 
 
@@ -81,9 +84,8 @@ def sparsify(
 
     def arguments(grad: np.ndarray, residual: np.ndarray, velocity: np.ndarray | None) -> Any:
         either = (None, grad) if half else (grad, None)
-        cleared = grad if clear else None
         factor = np.float32(momentum)
-        return *either, half == "float16", cleared, residual, velocity, factor, nesterov
+        return *either, half == "float16", clear, residual, velocity, factor, nesterov
 
     keys = topk.Keys("float32")
     n = residual.size
@@ -92,21 +94,23 @@ def sparsify(
         at = topk.sample_positions(n)
         sums, sampled = residual[at], None if velocity is None else velocity[at]
         copies = arguments(grad[at], sums, sampled)
-        _accumulate_and_gather(*copies, 0, at.size, NOTHING, NONE)
+        _accumulate_and_gather(*copies, 0, at.size, NOTHING, *NONE)
         bound = topk.bound(keys.of(sums.view(np.uint32)), n, k)
         if bound is not None:
-            low, most = bound
+            low, most = bound[0].view(np.float32), bound[1]
     spans = parts(n, BLOCK)
-    found_at = [np.empty(min(most, stop - start) + BLOCK, np.int64) for start, stop in spans]
+    rooms = [min(most, stop - start) + BLOCK for start, stop in spans]
+    found = [(np.empty(room, np.int64), np.empty(room, np.float32)) for room in rooms]
     arrays = arguments(grad, residual, velocity)
     counts = run_parts(
-        lambda i: _accumulate_and_gather(*arrays, *spans[i], low, found_at[i]), len(spans)
+        lambda i: _accumulate_and_gather(*arrays, *spans[i], low, *found[i]), len(spans)
     )
-    bits = residual.view(np.uint32)
     if most and min(counts) >= 0 and k <= sum(counts) <= most:
-        found = topk.among(bits, keys, k, topk.joined(found_at, counts))
+        at, values = (topk.joined(pieces, counts) for pieces in zip(*found, strict=True))
+        largest = topk.largest(keys.of(values.view(np.uint32)), k)
+        at, values = at[largest], values[largest]
     else:
-        found = topk.select(bits, "float32", k)
-    values = residual[found]
-    residual[found] = 0
-    return values, found
+        at = topk.select(residual.view(np.uint32), "float32", k)
+        values = residual[at]
+    residual[at] = 0
+    return values, at
