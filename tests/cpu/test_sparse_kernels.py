@@ -117,6 +117,23 @@ def test_sparsify_takes_the_largest_sums_and_keeps_the_rest(kind: str, threads: 
             assert grad.tobytes() == before.tobytes()
 
 
+@pytest.mark.parametrize("kind", ["mostly NaN", "large where nothing is sampled", "all equal"])
+def test_sparsify_notices_a_sample_that_misleads(kind: str, threads: int) -> None:
+    n, k = 200_003, 300
+    grad = np.full(n, 1e-3, np.float32)
+    if kind == "mostly NaN":  # so that the threshold is NaN
+        grad[np.random.default_rng(0).random(n) < 0.9] = np.nan
+    elif kind == "large where nothing is sampled":
+        free = np.setdiff1d(np.arange(n), topk.sample_positions(n))
+        grad[free[:5000]] = np.arange(1, 5001)
+    residual = np.zeros(n, np.float32)
+    values, indices = kernels.sparsify(grad, residual, k)
+    assert indices.tolist() == reference(grad, k).tolist()
+    assert values.tobytes() == grad[indices].tobytes()
+    grad[indices] = 0
+    assert residual.tobytes() == grad.tobytes()
+
+
 def test_sparsify_of_half_floats_loses_nothing() -> None:
     grad = torch.randn(3, 1000).to(torch.bfloat16)
     residual = torch.randn(3, 1000)
