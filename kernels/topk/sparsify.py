@@ -14,7 +14,7 @@ from linkweave.kernels.topk import cpu as topk
 from linkweave.kernels.topk.cpu import BLOCK, U
 
 WIDENED = 1024  # 16-bit floats that are converted at a time, into the L1 cache
-NOTHING = np.float32(np.inf)  # a threshold that reaches only what is not finite
+NOTHING = np.float32(np.inf)  # a threshold that only infinities and NaN reach
 NONE = np.empty(0, np.int64), np.empty(0, np.float32)
 
 
@@ -28,7 +28,7 @@ def _accumulate_and_gather(
     if there is too little room.
 
     Numba compiles a version for each set of arguments that are None: `grad` (float32) or
-    `patterns` (of 16-bit floats), which `clear` leaves zero; `velocity`.
+    `patterns` (of 16-bit floats); `clear`, without which the one given is only read; `velocity`.
     """
     wide = np.empty(WIDENED, np.uint32)
     found, full = U(0), False
@@ -54,12 +54,12 @@ def _accumulate_and_gather(
                     step = fma(speed, momentum, g[i - before]) if nesterov else speed
                     total = step + residual[i]
                 residual[i] = total
-                if clear:
+                if clear is not None:
                     if grad is not None:
                         grad[i] = 0
                     if patterns is not None:
                         patterns[i] = 0
-                reached |= not (abs(total) < low)  # NaN is
+                reached |= not (abs(total) < low)  # also if NaN
             if reached and not full:
                 full = found + U(BLOCK) > U(at.size)
                 if not full:
@@ -85,7 +85,7 @@ def sparsify(
     def arguments(grad: np.ndarray, residual: np.ndarray, velocity: np.ndarray | None) -> Any:
         either = (None, grad) if half else (grad, None)
         factor = np.float32(momentum)
-        return *either, half == "float16", clear, residual, velocity, factor, nesterov
+        return *either, half == "float16", clear or None, residual, velocity, factor, nesterov
 
     keys = topk.Keys("float32")
     n = residual.size

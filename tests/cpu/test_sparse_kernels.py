@@ -134,6 +134,12 @@ def test_sparsify_notices_a_sample_that_misleads(kind: str, threads: int) -> Non
     assert residual.tobytes() == grad.tobytes()
 
 
+def test_sparsify_takes_a_gradient_that_cannot_be_written() -> None:
+    grad, residual = row("random", 1009), np.zeros(1009, np.float32)
+    grad.flags.writeable = False
+    assert kernels.sparsify(grad, residual, 9)[1].tolist() == reference(grad, 9).tolist()
+
+
 def test_sparsify_of_half_floats_loses_nothing() -> None:
     grad = torch.randn(3, 1000).to(torch.bfloat16)
     residual = torch.randn(3, 1000)
