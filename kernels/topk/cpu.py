@@ -27,7 +27,7 @@ U = np.uint64
 
 
 @njit(inline="always")
-def most_of(bits, mask, first, last):
+def _most_of(bits, mask, first, last):
     """The largest key from `first` to `last`; NaN are not yet mapped to one key."""
     most = bits[first] & mask
     for i in range(first, last):
@@ -41,7 +41,7 @@ def _gather(bits, start, stop, mask, low, at):
     found = U(0)
     for first in range(U(start), U(stop), U(BLOCK)):
         last = min(first + U(BLOCK), U(stop))
-        if most_of(bits, mask, first, last) >= low:
+        if _most_of(bits, mask, first, last) >= low:
             if found + U(BLOCK) > U(at.size):
                 return -1
             for i in range(first, last):
@@ -67,7 +67,7 @@ def _collect(bits, start, stop, mask, nan, least, equal, at):
     found = U(0)
     for first in range(U(start), U(stop), U(BLOCK)):
         last = min(first + U(BLOCK), U(stop))
-        most = min(most_of(bits, mask, first, last), nan)
+        most = min(_most_of(bits, mask, first, last), nan)
         if most < least or (not equal and most == least):
             continue
         for i in range(first, last):

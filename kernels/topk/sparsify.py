@@ -84,8 +84,9 @@ def sparsify(
 
     def arguments(grad: np.ndarray, residual: np.ndarray, velocity: np.ndarray | None) -> Any:
         either = (None, grad) if half else (grad, None)
+        clears = clear or None  # so that Numba leaves the store out: `grad` may be read-only
         factor = np.float32(momentum)
-        return *either, half == "float16", clear or None, residual, velocity, factor, nesterov
+        return *either, half == "float16", clears, residual, velocity, factor, nesterov
 
     keys = topk.Keys("float32")
     n = residual.size

@@ -117,15 +117,24 @@ def test_sparsify_takes_the_largest_sums_and_keeps_the_rest(kind: str, threads: 
             assert grad.tobytes() == before.tobytes()
 
 
-@pytest.mark.parametrize("kind", ["mostly NaN", "large where nothing is sampled", "all equal"])
-def test_sparsify_notices_a_sample_that_misleads(kind: str, threads: int) -> None:
-    n, k = 200_003, 300
+@pytest.mark.parametrize(
+    ("kind", "k"),
+    [
+        ("mostly NaN", 300), ("large where nothing is sampled", 300), ("all equal", 300),
+        ("large where samples are", 20_000),
+    ],
+)  # fmt: skip
+def test_sparsify_notices_a_sample_that_misleads(kind: str, k: int, threads: int) -> None:
+    n = 200_003
     grad = np.full(n, 1e-3, np.float32)
     if kind == "mostly NaN":  # so that the threshold is NaN
         grad[np.random.default_rng(0).random(n) < 0.9] = np.nan
     elif kind == "large where nothing is sampled":
         free = np.setdiff1d(np.arange(n), topk.sample_positions(n))
         grad[free[:5000]] = np.arange(1, 5001)
+    elif kind == "large where samples are":  # so that fewer than k reach the threshold
+        samples = topk.sample_positions(n)
+        grad[samples] = np.arange(1, samples.size + 1)
     residual = np.zeros(n, np.float32)
     values, indices = kernels.sparsify(grad, residual, k)
     assert indices.tolist() == reference(grad, k).tolist()
