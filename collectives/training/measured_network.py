@@ -17,21 +17,16 @@ from linkweave.collectives.training.transport import Transport
 LARGEST = 64 << 20
 """Bytes of the largest all-reduce."""
 ROUNDS = 3
-CALLS = 10  # small averages of a round
-ALONE = 0.05  # seconds of a round that computes alone
-WIDTH = 128  # of the matrices of the computation: a product takes some 100 microseconds
 
 Average = Callable[[int, torch.Tensor], None]
 """Averages a tensor over all ranks on a lane, in place; blocks."""
 
 
 def measure_network(transport: Transport, like: torch.Tensor, average: Average) -> Network:
-    """The start-up and the seconds a byte of averages of up to the bytes of `like`, the slowdown of
-    two at once, and by how much an average prolongs the computation beside it.
+    """The start-up and the seconds a byte of averages of up to the bytes of `like`, and the
+    slowdown of two at once; medians over a few rounds.
 
-    All ranks must call it, while nothing is sent. Times are medians over a few rounds. On the CPU,
-    small averages run beside a computation, as schedules place them: what the one takes from the
-    other depends on how many cores the ranks of a machine have.
+    All ranks must call it, while nothing is sent.
     """
     item = like.element_size()
     most = min(like.numel(), LARGEST // item)
@@ -46,11 +41,7 @@ def measure_network(transport: Transport, like: torch.Tensor, average: Average) 
     both = _median(_at_once(average, x[:half], x[half : 2 * half]), x)
     alone = network.seconds_per_byte * half * item
     gamma = min(2.0, max(1.0, (both - network.startup_s) / alone)) if alone else 1.0
-    startup, overhead = network.startup_s, 0.0
-    if x.is_cpu:
-        beside, overhead = _beside(partial(average, 0, x[: sizes[0]]))
-        startup = max(startup, beside - network.seconds_per_byte * sizes[0] * item)
-    return replace(network, startup_s=startup, gamma=gamma, overhead_s=overhead, name="measured")
+    return replace(network, gamma=gamma, name="measured")
 
 
 def _at_once(average: Average, first: torch.Tensor, second: torch.Tensor) -> Callable[[], object]:
@@ -73,34 +64,6 @@ def _at_once(average: Average, first: torch.Tensor, second: torch.Tensor) -> Cal
             average(1, second)
 
     return on_streams
-
-
-def _beside(call: Callable[[], object]) -> tuple[float, float]:
-    """The time of a call beside a computation, and by how much it prolongs that."""
-    found = []
-    with ThreadPoolExecutor(1) as threads:
-        for _ in range(ROUNDS + 1):
-            call()  # ranks begin together
-            pace = _computed(lambda begun: time.perf_counter() - begun < ALONE)
-            calls = threads.submit(lambda: [call() for _ in range(CALLS)])
-            begun = time.perf_counter()
-            beside = _computed(lambda _: not calls.done())  # noqa: B023
-            calls.result()
-            elapsed = time.perf_counter() - begun
-            lost = max(0.0, 1 - pace / beside)
-            found.append((elapsed / CALLS, lost * elapsed / CALLS))
-    seconds, overhead = zip(*found[1:], strict=True)
-    return median(seconds), median(overhead)
-
-
-def _computed(goes_on: Callable[[float], bool]) -> float:
-    """Seconds of a unit of work, over those that are done meanwhile."""
-    x = torch.ones(WIDTH, WIDTH, dtype=torch.float32, device="cpu")
-    begun, units = time.perf_counter(), 0
-    while goes_on(begun):
-        torch.mm(x, x)
-        units += 1
-    return (time.perf_counter() - begun) / max(1, units)
 
 
 def _median(call: Callable[[], object], x: torch.Tensor) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, astuple, replace
+from itertools import islice
 from statistics import fmean, median
 from typing import Any
 
@@ -23,6 +24,10 @@ WARM_UP = 2
 """Steps before times are taken: the first ones allocate and compile."""
 MEASURED = 5
 """Steps whose times are taken, each with one all-reduce after the backward pass."""
+WORTH = 0.01
+"""The share of a step's computation that each all-reduce of a plan of few is taken to cost; what it
+really takes from the computation beside it is not known before it is tried."""
+FINALISTS = 5
 ROUNDS = 3
 """Rounds in which the finalists of "auto" take turns, as the speed of a machine drifts."""
 LEFT = 2
@@ -32,8 +37,8 @@ TRIED = 8
 step comes one step later."""
 SETTLED_NAMED = WARM_UP + MEASURED + 1 + TRIED + 1
 """Steps after which a policy given by its name has planned for the second time."""
-SETTLED = SETTLED_NAMED + (4 + (ROUNDS - 1) * LEFT) * (TRIED + 1)
-"""Steps after which "auto" has chosen among its finalists, of which there are four at most."""
+SETTLED = SETTLED_NAMED + (FINALISTS + (ROUNDS - 1) * LEFT) * (TRIED + 1)
+"""Steps after which "auto" has chosen among its finalists."""
 CHECKED = 50
 """Steps between two looks at whether times have changed."""
 DRIFT = 0.2
@@ -52,11 +57,12 @@ class Planner:
 
     `schedule` is a Schedule, which is carried out from the first step on; the name of a policy,
     which plans once the times of some steps are known, and again with the times that the backward
-    pass takes beside the communication so planned; or "auto". For "auto", the schedule predicted to
-    be the fastest of all then runs against the fastest that is not chained, DDP's, and one
-    all-reduce after the backward pass, because computation and communication that share a processor
-    slow each other down, each schedule in its own way; the fastest of them stays. Rank 0 plans with
-    the largest times of all ranks, and all ranks carry out the same.
+    pass takes beside the communication so planned; or "auto". For "auto", finalists then run by
+    turns, and the fastest stays, because computation and communication that share a processor slow
+    each other down, each schedule in its own way. They are the best predicted plan of few
+    all-reduces, the best of all, the best that is not chained, DDP's, and one all-reduce after the
+    backward pass. Rank 0 plans with the largest times of all ranks, and all ranks carry out the
+    same.
     """
 
     def __init__(self, schedule: str | Schedule, engine: Engine, chains: bool) -> None:
@@ -87,10 +93,10 @@ class Planner:
         while True:
             records = (yield from self._steps(WARM_UP + MEASURED))[WARM_UP:]
             profile, network = self._measured(records)
-            self._adopt(self._finalists(name, profile, network)[0])
+            self._adopt(self._planned(name, profile, network, 1)[0])
             records = (yield from self._steps(TRIED))[1:]
             profile = _beside(profile, self._slowest(_profile(self._engine, records)))
-            finalists = self._finalists(name, profile, network)
+            finalists = self._planned(name, profile, network, FINALISTS)
             best, usual = finalists[0], 0.0
             if len(finalists) > 1:
                 best, usual = yield from self._trial(finalists)
@@ -174,31 +180,34 @@ class Planner:
         )  # fmt: skip
         return replace(mine, layers=layers)
 
-    def _finalists(self, name: str, profile: Profile, network: Network) -> list[Schedule]:
-        """The schedules to be tried, the last of them all at once; or the only one.
+    def _planned(self, name: str, profile: Profile, network: Network, most: int) -> list[Schedule]:
+        """The first rivals, at most so many, without those that send alike.
 
         Rank 0 plans, because a search that ends by time finds different things on each rank.
         """
-        planned = b""
+        made: list[Schedule] = []
         if self._engine.transport.rank == 0:
-            if name == "auto":
-                whole_units = SPARSE if self._engine.sparse else NAMED
-                named = [replace(plan(profile, network, one), chained=False) for one in whole_units]
-                fastest = min(named, key=lambda schedule: schedule.predicted_seconds)
-                at_once = one_at_the_end(profile, network)
-                made: list[Schedule] = []
-                rivals = [fastest, plan(profile, network, "ddp")]
-                if not self._engine.sparse:
-                    rivals.insert(0, plan(profile, network, "auto"))
-                for one in map(self._suited, rivals):
-                    if _sent(one) not in map(_sent, [*made, at_once]):
-                        made.append(one)
-                made.append(at_once)
-            else:
-                made = [self._suited(plan(profile, network, name))]
-            planned = json.dumps([schedule.to_json() for schedule in made]).encode()
+            for one in map(self._suited, islice(self._rivals(name, profile, network), most)):
+                if _sent(one) not in map(_sent, made):
+                    made.append(replace(one, network=network))
+        planned = json.dumps([schedule.to_json() for schedule in made]).encode()
         told = self._engine.transport.share(planned)[0]
         return [Schedule.from_json(text) for text in json.loads(told)]
+
+    def _rivals(self, name: str, profile: Profile, network: Network) -> Iterator[Schedule]:
+        if name != "auto":
+            yield plan(profile, network, name)
+            return
+        worth = WORTH * (profile.backward_s + profile.forward_s)
+        costly = replace(network, overhead_s=network.overhead_s + worth)
+        if not self._engine.sparse:
+            yield plan(profile, costly, "auto")
+            yield plan(profile, network, "auto")
+        names = SPARSE if self._engine.sparse else NAMED
+        unchained = [replace(plan(profile, costly, one), chained=False) for one in names]
+        yield min(unchained, key=lambda schedule: schedule.predicted_seconds)
+        yield plan(profile, network, "ddp")
+        yield one_at_the_end(profile, network)
 
     def _suited(self, schedule: Schedule) -> Schedule:
         """The schedule as this model and this transport can carry it out."""

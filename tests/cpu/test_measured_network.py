@@ -48,6 +48,5 @@ def test_a_network_that_sleeps(count: int) -> None:
     assert network is not None
     # sleeps are never shorter, and on a busy machine longer
     assert 3.9e-3 < network.startup_s < 0.1
-    assert 0 <= network.overhead_s < 0.1
     if count > 1000:
         assert 1.5e-8 < network.seconds_per_byte < 1e-7
