@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Generator, Iterator
 from dataclasses import asdict, astuple, replace
 from itertools import islice
@@ -20,6 +21,8 @@ from linkweave.collectives.training.program import Program, program_of
 from linkweave.collectives.training.step_record import StepRecord
 from linkweave.collectives.training.transport import Transport, parted
 
+log = logging.getLogger("linkweave")
+
 WARM_UP = 2
 """Steps before times are taken: the first ones allocate and compile."""
 MEASURED = 5
@@ -28,16 +31,15 @@ WORTH = 0.01
 """The share of a step's computation that each all-reduce of a plan of few is taken to cost; what it
 really takes from the computation beside it is not known before it is tried."""
 FINALISTS = 5
-ROUNDS = 3
-"""Rounds in which the finalists of "auto" take turns, as the speed of a machine drifts."""
-LEFT = 2
-"""The fastest finalists of the first round, which run in the others."""
-TRIED = 8
+LEFT = (3, 2, 2, 2)
+"""How many finalists of "auto" are left after each round in which they take turns, as the speed of
+a machine drifts."""
+TRIED = 6
 """Steps of each whose records are taken in a round, without the first one's time. The record of a
 step comes one step later."""
 SETTLED_NAMED = WARM_UP + MEASURED + 1 + TRIED + 1
 """Steps after which a policy given by its name has planned for the second time."""
-SETTLED = SETTLED_NAMED + (FINALISTS + (ROUNDS - 1) * LEFT) * (TRIED + 1)
+SETTLED = SETTLED_NAMED + (FINALISTS + sum(LEFT)) * (TRIED + 1)
 """Steps after which "auto" has chosen among its finalists."""
 CHECKED = 50
 """Steps between two looks at whether times have changed."""
@@ -118,12 +120,16 @@ class Planner:
         """The finalist with the shortest steps, and their seconds."""
         times: list[list[float]] = [[] for _ in finalists]
         left = list(range(len(finalists)))
-        for _ in range(ROUNDS):
+        for count in (*LEFT, 1):
             for number in left:
                 self._adopt(finalists[number])
                 records = yield from self._steps(TRIED)
                 times[number] += self._paces([records[1:]])
-            left = sorted(left, key=lambda number: median(times[number]))[:LEFT]
+            left = sorted(left, key=lambda number: median(times[number]))[:count]
+        if self._engine.transport.rank == 0:
+            for one, found in zip(finalists, times, strict=True):
+                sends = len(one.communications)
+                log.info("auto tried %s, %d all-reduces: %.4g s", one.policy, sends, median(found))
         return finalists[left[0]], median(times[left[0]])
 
     def _until_changed(self, usual: float) -> Generator[None, StepRecord, None]:
