@@ -23,7 +23,7 @@ from linkweave.bench.timing import schedule as batch_scheduling
 from linkweave.collectives import overlap
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.overlap.units import ALIGN
-from linkweave.collectives.training.planner import SPARSE, one_at_the_end
+from linkweave.collectives.training.finalists import SPARSE, at_once, unchained
 
 NBYTES = 4_000_000
 """Gradients, few enough for their way through memory to take no time beside the network's."""
@@ -126,8 +126,7 @@ def plans(
 
 def sparse_plans(profile: overlap.Profile, network: overlap.Network) -> list[overlap.Schedule]:
     """The schedules of an exchange of whole layers, the first of which overlaps with nothing."""
-    unchained = [replace(made, chained=False) for made in plans(profile, network, SPARSE)]
-    return [one_at_the_end(profile, network), *unchained]
+    return [at_once(profile, network), *map(unchained, plans(profile, network, SPARSE))]
 
 
 def rows(

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Generator, Iterator
-from dataclasses import asdict, astuple, replace
+from collections.abc import Generator, Iterable
+from dataclasses import asdict, replace
 from itertools import islice
 from statistics import fmean, median
-from typing import Any
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.overlap import Communication, Network, Profile, Schedule, plan
-from linkweave.collectives.overlap.communication import whole
+from linkweave.collectives.overlap import Network, Profile, Schedule, plan
 from linkweave.collectives.overlap.passes import measured_pass, profile_of
-from linkweave.collectives.overlap.policies import NAMED
 from linkweave.collectives.training.engine import Engine
+from linkweave.collectives.training.finalists import (
+    FINALISTS,
+    SPARSE,
+    finalists,
+    sent,
+    unchained,
+    unstreamed,
+)
 from linkweave.collectives.training.measured_network import measure_network
 from linkweave.collectives.training.program import Program, program_of
 from linkweave.collectives.training.step_record import StepRecord
@@ -27,29 +32,20 @@ WARM_UP = 2
 """Steps before times are taken: the first ones allocate and compile."""
 MEASURED = 5
 """Steps whose times are taken, each with one all-reduce after the backward pass."""
-WORTH = 0.01
-"""The share of a step's computation that each all-reduce of a plan of few is taken to cost; what it
-really takes from the computation beside it is not known before it is tried."""
-FINALISTS = 5
 LEFT = (3, 2, 2, 2)
 """How many finalists of "auto" are left after each round in which they take turns, as the speed of
-a machine drifts."""
+a machine drifts; the round of the last two decides."""
 TRIED = 6
 """Steps of each whose records are taken in a round, without the first one's time. The record of a
 step comes one step later."""
 SETTLED_NAMED = WARM_UP + MEASURED + 1 + TRIED + 1
 """Steps after which a policy given by its name has planned for the second time."""
 SETTLED = SETTLED_NAMED + (FINALISTS + sum(LEFT)) * (TRIED + 1)
-"""Steps after which "auto" has chosen among its finalists."""
+"""Steps after which "auto" has chosen among its finalists, at the latest."""
 CHECKED = 50
 """Steps between two looks at whether times have changed."""
 DRIFT = 0.2
 """By how much the median step time may change until the program is planned anew."""
-START_SHARE = 0.05
-"""The share of a communication cut from a streamed one that its start-up and overhead may take."""
-
-SPARSE = ("ddp", "wfbp", "mg-wfbp", "asc-wfbp")
-"""The policies that send layers whole, with their neighbours."""
 
 Steps = Generator[None, StepRecord, list[StepRecord]]
 
@@ -59,12 +55,10 @@ class Planner:
 
     `schedule` is a Schedule, which is carried out from the first step on; the name of a policy,
     which plans once the times of some steps are known, and again with the times that the backward
-    pass takes beside the communication so planned; or "auto". For "auto", finalists then run by
+    pass takes beside the communication so planned; or "auto". For "auto", the finalists then take
     turns, and the fastest stays, because computation and communication that share a processor slow
-    each other down, each schedule in its own way. They are the best predicted plan of few
-    all-reduces, the best of all, the best that is not chained, DDP's, and one all-reduce after the
-    backward pass. Rank 0 plans with the largest times of all ranks, and all ranks carry out the
-    same.
+    each other down, each schedule in its own way. Rank 0 plans with the largest times of all ranks,
+    and all ranks carry out the same.
     """
 
     def __init__(self, schedule: str | Schedule, engine: Engine, chains: bool) -> None:
@@ -95,13 +89,14 @@ class Planner:
         while True:
             records = (yield from self._steps(WARM_UP + MEASURED))[WARM_UP:]
             profile, network = self._measured(records)
-            self._adopt(self._planned(name, profile, network, 1)[0])
+            self._adopt(self._planned(name, profile, network, 0.0, 1)[0])
             records = (yield from self._steps(TRIED))[1:]
             profile = _beside(profile, self._slowest(_profile(self._engine, records)))
-            finalists = self._planned(name, profile, network, FINALISTS)
-            best, usual = finalists[0], 0.0
-            if len(finalists) > 1:
-                best, usual = yield from self._trial(finalists)
+            cost = self._cost(profile, records)
+            tried = self._planned(name, profile, network, cost, FINALISTS)
+            best, usual = tried[0], 0.0
+            if len(tried) > 1:
+                best, usual = yield from self._trial(tried)
             self._adopt(best)
             yield from self._until_changed(usual)
             self.schedule = None
@@ -114,23 +109,24 @@ class Planner:
             found.append((yield))
         return found
 
-    def _trial(
-        self, finalists: list[Schedule]
-    ) -> Generator[None, StepRecord, tuple[Schedule, float]]:
+    def _trial(self, tried: list[Schedule]) -> Generator[None, StepRecord, tuple[Schedule, float]]:
         """The finalist with the shortest steps, and their seconds."""
-        times: list[list[float]] = [[] for _ in finalists]
-        left = list(range(len(finalists)))
+        times: list[list[float]] = [[] for _ in tried]
+        left = list(range(len(tried)))
         for count in (*LEFT, 1):
             for number in left:
-                self._adopt(finalists[number])
+                self._adopt(tried[number])
                 records = yield from self._steps(TRIED)
                 times[number] += self._paces([records[1:]])
             left = sorted(left, key=lambda number: median(times[number]))[:count]
         if self._engine.transport.rank == 0:
-            for one, found in zip(finalists, times, strict=True):
-                sends = len(one.communications)
-                log.info("auto tried %s, %d all-reduces: %.4g s", one.policy, sends, median(found))
-        return finalists[left[0]], median(times[left[0]])
+            for one, found in zip(tried, times, strict=True):
+                log.info(
+                    "auto tried %s%s, %d all-reduces: %.4g s a step, predicted %.4g", one.policy,
+                    ", chained" * one.chained, len(one.communications), median(found),
+                    one.predicted_seconds,
+                )  # fmt: skip
+        return tried[left[0]], median(times[left[0]])
 
     def _until_changed(self, usual: float) -> Generator[None, StepRecord, None]:
         """Go on until steps take DRIFT longer or shorter than is `usual`."""
@@ -186,41 +182,44 @@ class Planner:
         )  # fmt: skip
         return replace(mine, layers=layers)
 
-    def _planned(self, name: str, profile: Profile, network: Network, most: int) -> list[Schedule]:
-        """The first rivals, at most so many, without those that send alike.
+    def _cost(self, profile: Profile, records: list[StepRecord]) -> float:
+        """By how many seconds these steps took longer than is predicted with the passes of
+        `profile`, for each all-reduce: at most so much does one take from the computation."""
+        assert self.schedule is not None
+        predicted = replace(self.schedule, profile=profile).predicted_seconds
+        late = self._paces([records])[0] - predicted
+        return max(0.0, late / len(self.schedule.communications))
+
+    def _planned(
+        self, name: str, profile: Profile, network: Network, cost: float, most: int
+    ) -> list[Schedule]:
+        """The schedule of a policy; for "auto" the first finalists, at most so many, without those
+        that are carried out alike.
 
         Rank 0 plans, because a search that ends by time finds different things on each rank.
         """
         made: list[Schedule] = []
         if self._engine.transport.rank == 0:
-            for one in map(self._suited, islice(self._rivals(name, profile, network), most)):
-                if _sent(one) not in map(_sent, made):
-                    made.append(replace(one, network=network))
+            found: Iterable[Schedule]
+            if name == "auto":
+                sparse = self._engine.sparse is not None
+                found = finalists(profile, network, cost, chains=self._chains, sparse=sparse)
+            else:
+                found = [plan(profile, network, name)]
+            for one in map(self._suited, islice(found, most)):
+                if sent(one) not in map(sent, made):
+                    made.append(one)
         planned = json.dumps([schedule.to_json() for schedule in made]).encode()
         told = self._engine.transport.share(planned)[0]
         return [Schedule.from_json(text) for text in json.loads(told)]
 
-    def _rivals(self, name: str, profile: Profile, network: Network) -> Iterator[Schedule]:
-        if name != "auto":
-            yield plan(profile, network, name)
-            return
-        worth = WORTH * (profile.backward_s + profile.forward_s)
-        costly = replace(network, overhead_s=network.overhead_s + worth)
-        if not self._engine.sparse:
-            yield plan(profile, costly, "auto")
-            yield plan(profile, network, "auto")
-        names = SPARSE if self._engine.sparse else NAMED
-        unchained = [replace(plan(profile, costly, one), chained=False) for one in names]
-        yield min(unchained, key=lambda schedule: schedule.predicted_seconds)
-        yield plan(profile, network, "ddp")
-        yield one_at_the_end(profile, network)
-
     def _suited(self, schedule: Schedule) -> Schedule:
         """The schedule as this model and this transport can carry it out."""
         engine = self._engine
-        if not engine.transport.streams(engine.units[0].device):
-            schedule = unstreamed(schedule)
-        return schedule if self._chains else replace(schedule, chained=False)
+        if not self._chains:
+            return unchained(schedule)
+        streams = engine.transport.streams(engine.units[0].device)
+        return schedule if streams else unstreamed(schedule)
 
     def _adopt(self, schedule: Schedule) -> None:
         engine = self._engine
@@ -230,19 +229,6 @@ class Planner:
             _check_whole(program)
         engine.adopt(program)
         self.schedule = schedule
-
-
-def one_at_the_end(profile: Profile, network: Network) -> Schedule:
-    """All gradients in one all-reduce after the backward pass."""
-    every = whole(profile, tuple(range(len(profile.layers))))
-    return Schedule("at once", profile, network, (every,))
-
-
-def _sent(schedule: Schedule) -> Any:
-    """Equal for schedules that are carried out alike."""
-    sends = [(sorted(map(astuple, c.pieces)), c.lane, c.after) for c in schedule.communications]
-    streamed = schedule.chained and any(c.streamed for c in schedule.communications)
-    return schedule.chained, streamed, sends
 
 
 def _compare(transport: Transport, program: Program) -> None:
@@ -284,25 +270,3 @@ def _beside(profile: Profile, busy: Profile) -> Profile:
         profile,
         layers=tuple(replace(layer, backward_s=other.backward_s) for layer, other in pairs),
     )
-
-
-def unstreamed(schedule: Schedule) -> Schedule:
-    """The schedule with each streamed communication cut at its pieces into several.
-
-    A part is as small as leaves its start-up a share of `START_SHARE`, and at least a piece.
-    """
-    network = schedule.network
-    once = network.startup_s + network.overhead_s
-    least = once / (START_SHARE * (network.seconds_per_byte or 1e-12))
-    made: list[Communication] = []
-    numbers: list[tuple[int, ...]] = []
-    for c in schedule.communications:
-        after = tuple(n for other in c.after for n in numbers[other])
-        parts: list[list[Any]] = [[]]
-        for piece in c.pieces:
-            if c.streamed and parts[-1] and sum(p.nbytes for p in parts[-1]) >= least:
-                parts.append([])
-            parts[-1].append(piece)
-        numbers.append(tuple(range(len(made), len(made) + len(parts))))
-        made += [Communication(tuple(part), c.lane, after) for part in parts]
-    return replace(schedule, communications=tuple(made))

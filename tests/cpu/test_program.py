@@ -14,7 +14,7 @@ from linkweave.collectives.overlap import Communication, Layer, Network, Piece, 
 from linkweave.collectives.overlap.passes import Pass, profile_of
 from linkweave.collectives.overlap.units import Unit
 from linkweave.collectives.training.arena import Arena, Slot, slots_of
-from linkweave.collectives.training.planner import unstreamed
+from linkweave.collectives.training.finalists import unstreamed
 from linkweave.collectives.training.program import Op, Program, Span, at_once, program_of
 
 

@@ -27,6 +27,7 @@ from training_pair import SIZE, Cases, Pair, model_comm, net, pairs
 from linkweave import collectives
 from linkweave.collectives import DataParallel
 from linkweave.collectives.training import data_parallel, planner
+from linkweave.collectives.training.finalists import at_once
 
 pytestmark = pytest.mark.usefixtures("imported")
 case = Cases()
@@ -180,12 +181,12 @@ def finalists_take_turns_and_the_fastest_stays(rank: int) -> None:
     # seconds of a step in each round, as the mean of ranks of which one measures 0.5
     times = {"wfbp": [2.0, 2.0, 9.0], "c-cube": [5.0], "at once": [1.0, 4.0, 4.0]}
 
-    class Told(planner.Planner):
-        def _rivals(self, name: str, profile: Any, network: Any) -> Any:
-            for policy in ("wfbp", "c-cube", "wfbp"):  # the last is not tried again
-                yield planner.plan(profile, network, policy)
-            yield planner.one_at_the_end(profile, network)
+    def found(profile: Any, network: Any, *_: Any, **__: Any) -> Any:
+        for policy in ("wfbp", "c-cube", "wfbp"):  # the last is not tried again
+            yield planner.plan(profile, network, policy)
+        yield at_once(profile, network)
 
+    class Told(planner.Planner):
         def _adopt(self, schedule: Any) -> None:
             turns.append(schedule.policy)
             super()._adopt(schedule)
@@ -198,7 +199,7 @@ def finalists_take_turns_and_the_fastest_stays(rank: int) -> None:
             assert abs(found[0] - mean) < 1e-12
             return found
 
-    data_parallel.Planner = Told
+    data_parallel.Planner, planner.finalists = Told, found
     inner = net()
     optimizer = sgd(inner.parameters())
     model = DataParallel(inner, optimizer, schedule="auto")
