@@ -41,7 +41,7 @@ class Training:
         self.wrap(exchange, policy)
 
     def wrap(self, exchange: Any, policy: str = "wfbp") -> None:
-        plan = schedule(policy, self.make)
+        plan = policy if policy == "auto" else schedule(policy, self.make)
         self.model = DataParallel(self.inner, self.optimizer, schedule=plan, exchange=exchange)
 
     @property

@@ -22,6 +22,8 @@ from training_pair import Cases
 
 from linkweave import GTopK, collectives
 from linkweave.collectives.training import sparse_exchange
+from linkweave.collectives.training.finalists import SPARSE
+from linkweave.collectives.training.planner import SETTLED
 
 pytestmark = pytest.mark.usefixtures("imported")
 OPTIONS: list[dict[str, Any]] = [
@@ -120,6 +122,19 @@ def as_dense(rank: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_what_sends_everything_trains_as_dense(size: int) -> None:
     collectives.spawn(as_dense, size, timeout=20)
+
+
+@case
+def auto_measures_and_tries_without_a_trace(rank: int) -> None:
+    steps = range(SETTLED + 2)
+    want = Training("dense", lr=0.1).steps(*steps).close()
+    for mode in ("gtopk", "auto"):
+        spec = GTopK(1.0, warmup=(), momentum="none", mode=mode)
+        mine = Training(spec, policy="auto", lr=0.1).steps(*steps)
+        assert mine.model.schedule.policy in (*SPARSE, "at once")
+        assert not mine.model.program.chained
+        assert not any(bool(kept.residual.any()) for kept in mine.sparse._kept)
+        assert apart(mine.close(), want) < 1e-5
 
 
 @case
