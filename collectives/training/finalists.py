@@ -16,8 +16,8 @@ SPARSE = ("ddp", "wfbp", "mg-wfbp", "asc-wfbp")
 FINALISTS = 5
 """How many schedules are tried at most."""
 COST = 0.01
-"""The share of a step's computation that an all-reduce takes from it, before steps have shown more,
-in a schedule of few."""
+"""The least share of a step's computation that an all-reduce is taken to cost, for the schedules
+with few."""
 START_SHARE = 0.05
 """The share of a communication cut from a streamed one that its start-up and overhead may take."""
 
@@ -26,20 +26,21 @@ def finalists(
     profile: Profile, network: Network, cost: float = 0.0, *, chains: bool = True,
     sparse: bool = False,
 ) -> Iterator[Schedule]:  # fmt: skip
-    """Yield FINALISTS schedules: the best of few all-reduces, the best of all, the best of few that
-    is not chained, DDP's, and one all-reduce after the backward pass.
+    """Yield up to FINALISTS schedules: the best with few all-reduces, the best with any number, the
+    best with few that is not chained, DDP's, and one all-reduce after the backward pass.
 
-    What an all-reduce takes from the computation is known only within bounds. Schedules of few are
-    the best if it is `cost` seconds, and at least COST; the best of all is so if it is nothing.
-    Without `chains` the first two are not chained either, and the third is left out. `sparse`: only
-    policies that send layers whole. Takes up to about AUTO_LIMIT_S seconds.
+    What an all-reduce takes from the computation is not known. Those with few are the best if it
+    takes `cost` seconds, or the share COST if that is more, which is their network's overhead; the
+    best with any number if it takes nothing. Without `chains` the first two are not chained, and
+    the third is left out. `sparse`, which goes without `chains`: only policies that send layers
+    whole. Takes up to about AUTO_LIMIT_S seconds.
     """
     cost = max(cost, COST * (profile.backward_s + profile.forward_s))
     costly = replace(network, overhead_s=cost)
 
     def few(schedule: Schedule) -> Schedule:
         note = f"planned as if each all-reduce took {cost * 1e3:.3g} ms of the computation"
-        return replace(schedule, network=network, note=note)
+        return replace(schedule, note=note)
 
     names = SPARSE if sparse else tuple(NAMED)
     if chains:

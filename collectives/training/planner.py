@@ -16,6 +16,7 @@ from linkweave.collectives.training.engine import Engine
 from linkweave.collectives.training.finalists import (
     FINALISTS,
     SPARSE,
+    at_once,
     finalists,
     sent,
     unchained,
@@ -33,8 +34,8 @@ WARM_UP = 2
 MEASURED = 5
 """Steps whose times are taken, each with one all-reduce after the backward pass."""
 LEFT = (3, 2, 2, 2)
-"""How many finalists of "auto" are left after each round in which they take turns, as the speed of
-a machine drifts; the round of the last two decides."""
+"""How many finalists of "auto" are left after each round but the last, which leaves one. They take
+turns, as the speed of a machine drifts; the median of a finalist's turns counts."""
 TRIED = 6
 """Steps of each whose records are taken in a round, without the first one's time. The record of a
 step comes one step later."""
@@ -89,10 +90,13 @@ class Planner:
         while True:
             records = (yield from self._steps(WARM_UP + MEASURED))[WARM_UP:]
             profile, network = self._measured(records)
+            usually = max(0.0, self._late(at_once(profile, network), records))
             self._adopt(self._planned(name, profile, network, 0.0, 1)[0])
             records = (yield from self._steps(TRIED))[1:]
             profile = _beside(profile, self._slowest(_profile(self._engine, records)))
-            cost = self._cost(profile, records)
+            assert self.schedule is not None
+            late = self._late(replace(self.schedule, profile=profile), records) - usually
+            cost = max(0.0, late / len(self.schedule.communications))
             tried = self._planned(name, profile, network, cost, FINALISTS)
             best, usual = tried[0], 0.0
             if len(tried) > 1:
@@ -182,13 +186,9 @@ class Planner:
         )  # fmt: skip
         return replace(mine, layers=layers)
 
-    def _cost(self, profile: Profile, records: list[StepRecord]) -> float:
-        """By how many seconds these steps took longer than is predicted with the passes of
-        `profile`, for each all-reduce: at most so much does one take from the computation."""
-        assert self.schedule is not None
-        predicted = replace(self.schedule, profile=profile).predicted_seconds
-        late = self._paces([records])[0] - predicted
-        return max(0.0, late / len(self.schedule.communications))
+    def _late(self, schedule: Schedule, records: list[StepRecord]) -> float:
+        """By how many seconds these steps took longer than is predicted; the same on all ranks."""
+        return self._paces([records])[0] - schedule.predicted_seconds
 
     def _planned(
         self, name: str, profile: Profile, network: Network, cost: float, most: int
@@ -206,7 +206,8 @@ class Planner:
                 found = finalists(profile, network, cost, chains=self._chains, sparse=sparse)
             else:
                 found = [plan(profile, network, name)]
-            for one in map(self._suited, islice(found, most)):
+            for suited in map(self._suited, islice(found, most)):
+                one = replace(suited, network=network)
                 if sent(one) not in map(sent, made):
                     made.append(one)
         planned = json.dumps([schedule.to_json() for schedule in made]).encode()

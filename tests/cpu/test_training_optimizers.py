@@ -192,7 +192,8 @@ def finalists_take_turns_and_the_fastest_stays(rank: int) -> None:
             super()._adopt(schedule)
 
         def _paces(self, parts: Any) -> list[float]:
-            mean = times[turns[-1]][turns[1:].count(turns[-1]) - 1]
+            policy = turns[-1] if turns else "at once"  # at first only measured
+            mean = times[policy][turns[1:].count(policy) - 1]
             own = (SIZE * mean - 0.5) / (SIZE - 1) if rank else 0.5
             self._engine.clock.seconds = lambda *_: own * (len(parts[0]) - 1)
             found = super()._paces(parts)
