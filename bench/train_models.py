@@ -102,12 +102,12 @@ def _shapes(make: Callable[[], nn.Module]) -> list[list[torch.Size]]:
     return [shapes for shapes in own if shapes]
 
 
-def digits_cnn() -> nn.Module:
-    """A network for images of 8 by 8 digits: 72,000 parameters."""
+def digits_cnn(channels: int = 16) -> nn.Module:
+    """A network for images of 8 by 8 digits: 72,000 parameters, with 32 channels 151,000."""
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(),
-        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(32 * 16, 128), nn.ReLU(), nn.Linear(128, 10),
+        nn.Conv2d(1, channels, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(channels, 2 * channels, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(2 * channels * 16, 128), nn.ReLU(), nn.Linear(128, 10),
     )  # fmt: skip
 
 
