@@ -21,8 +21,8 @@ class GTopK:
     sent, and what a merge of two ranks' entries drops, is added to later gradients. So the
     residuals and what has been sent add up to all gradients.
 
-    density: the share of the entries that each rank sends, and of those that arrive; at least one
-        of each all-reduce.
+    density: the share of the entries that each rank sends, at least one of each all-reduce. With
+        "gtopk" as many arrive, with "topk" up to as many from each rank.
     momentum: "correction" applies momentum and weight decay of torch.optim.SGD to the gradients of
         this rank, before they are sent; the optimizer itself then applies neither. Entries that
         arrive lose their velocity on the rank that sent them; what a merge drops keeps it. "none"
@@ -103,7 +103,8 @@ def resharded(states: Sequence[dict[str, Any]], size: int) -> list[dict[str, Any
     """The optimizer's state_dicts for another number of ranks.
 
     `states` are the state_dicts of all ranks, by rank. The residual and the velocity of old rank r
-    go to new rank r modulo `size`, where they are added, so that their sums over all ranks stay.
+    go to new rank r modulo `size`, where they are added. So the sum of residuals over all ranks
+    stays; velocities are scaled, so that their mean stays, which is the momentum of the average.
     Raises CollectiveError if a rank's state is missing, and for a single rank, which trains without
     an exchange.
     """
@@ -122,8 +123,9 @@ def resharded(states: Sequence[dict[str, Any]], size: int) -> list[dict[str, Any
         own: dict[str, Any] = {**found[0], "rank": rank, "size": size}
         for part in ("residual", "velocity"):
             given = [one[part] for one in found[rank::size]]
+            scale = size / len(states) if part == "velocity" else 1.0
             own[part] = {
-                name: sum((one[name] for one in given[1:]), given[0][name].clone())
+                name: sum((one[name] for one in given[1:]), given[0][name].clone()).mul_(scale)
                 for name in (given[0] if given else ())
             } or {name: x.new_zeros(x.shape) for name, x in found[0][part].items()}
         made.append({**states[rank % len(states)], KEY: own})

@@ -36,14 +36,17 @@ class Momentum:
             )
         self.factors = (0.0, False)
         """(momentum, whether it is Nesterov's)"""
-        self._known: set[int] = set()
+        self._signs: dict[int, int] = {}
         self._decays: dict[int, float] = {}
         self.read()
 
     def read(self) -> None:
         """Take the optimizer's options as they are now. Raises CollectiveError."""
         groups = groups_of(self._optimizer)
-        found = {(float(group["momentum"]), bool(group["nesterov"])) for group in groups}
+        found = {
+            (float(group["momentum"]), bool(group["nesterov"] and group["momentum"]))
+            for group in groups
+        }
         if len(found) > 1 or any(group["dampening"] for group in groups):
             raise CollectiveError(
                 "momentum='correction' needs the same momentum in all groups of parameters, and no "
@@ -51,9 +54,12 @@ class Momentum:
                 f"{[group['dampening'] for group in groups]}"
             )
         self.factors = found.pop()
-        self._known = {id(parameter) for group in groups for parameter in group["params"]}
+        self._signs = {
+            id(parameter): -1 if group["maximize"] else 1
+            for group in groups for parameter in group["params"]
+        }  # fmt: skip
         self._decays = {
-            id(parameter): group["weight_decay"] * (-1 if group["maximize"] else 1)
+            id(parameter): group["weight_decay"] * self._signs[id(parameter)]
             for group in groups for parameter in group["params"] if group["weight_decay"]
         }  # fmt: skip
 
@@ -63,12 +69,16 @@ class Momentum:
             gradient.add_(parameter.detach(), alpha=decay)
 
     def take_over(self, parameter: Any, velocity: torch.Tensor) -> None:
-        """Move the momentum that the optimizer has of a parameter to its velocity."""
+        """Move the momentum that the optimizer has of a parameter to its velocity.
+
+        An optimizer that maximizes has the momentum of negative gradients.
+        """
         state = self._optimizer.state.get(parameter, {})
         if (buffer := state.pop("momentum_buffer", None)) is not None:
-            velocity.copy_(buffer)
+            velocity.copy_(buffer).mul_(self._signs[id(parameter)])
 
     def give_back(self, parameter: Any, velocity: torch.Tensor) -> None:
         """Let the optimizer go on with a velocity, if it has momentum and the parameter."""
-        if self.factors[0] and id(parameter) in self._known:
-            self._optimizer.state[parameter]["momentum_buffer"] = velocity.to(parameter.dtype)
+        if self.factors[0] and (sign := self._signs.get(id(parameter))):
+            buffer = (sign * velocity).to(parameter.dtype)
+            self._optimizer.state[parameter]["momentum_buffer"] = buffer

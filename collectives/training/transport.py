@@ -6,6 +6,7 @@ import atexit
 import hashlib
 import os
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakMethod
@@ -183,8 +184,16 @@ class OverGroup:
             return free.pop()
         return dist.new_group(
             dist.get_process_group_ranks(self._group), backend=dist.get_backend(self._group),
-            use_local_synchronization=True,
+            use_local_synchronization=True, timeout=self._timeout(),
         )  # fmt: skip
+
+    def _timeout(self) -> timedelta | None:
+        """The caller's, or None for the backend's default. torch.distributed tells no other way."""
+        group: Any = self._group or dist.group.WORLD
+        backend = group._get_backend(group._device_types[0])
+        backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG wraps it
+        found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+        return found
 
     def open(self, lanes: int) -> None:
         self._lanes += [self._made() for _ in range(lanes - len(self._lanes))]

@@ -150,6 +150,7 @@ class Update:
             return False
         given = {one: options[one] for one in _GIVEN[name]}
         if name == "SGD":
+            given["nesterov"] = bool(given["nesterov"] and given["momentum"])  # as torch's step
             run: Any = partial(optim.sgd, **given)
         else:
             for state in states:

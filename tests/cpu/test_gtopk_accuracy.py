@@ -10,11 +10,11 @@ from test_distributed import run
 from linkweave.bench import gtopk_accuracy
 from linkweave.bench.ddp import send_nothing
 from linkweave.bench.gtopk_accuracy import INTERVAL, MOMENTA, rows
-from linkweave.bench.train_models import digits_cnn
+from linkweave.bench.tasks import digits
 from tests.cpu.commands import command
 
-CNN = sum(p.numel() for p in digits_cnn().parameters())
-VALUES = 400_000  # of which the padding fills DDP's first bucket, of 1 MiB
+CNN = sum(p.numel() for p in digits(0).model().parameters())
+VALUES = 500_000  # of which the padding fills DDP's first bucket, of 1 MiB
 
 
 def buckets(rank: int) -> list[int]:

@@ -139,16 +139,30 @@ def auto_measures_and_tries_without_a_trace(rank: int) -> None:
 
 
 @case
-def the_optimizers_momentum_is_taken_over(rank: int) -> None:
-    options = {"lr": 0.1, "momentum": 0.9}
-    want = Training("dense", **options).steps(*range(8)).close()
-    mine = Training("dense", **options).steps(*range(4))
-    mine.model.close()
-    assert len(mine.optimizer.state) == 6
-    mine.wrap(ALL)
-    mine.steps(*range(4, 8))
-    assert not any("momentum_buffer" in state for state in mine.optimizer.state.values())
-    assert apart(mine.close(), want) < 1e-6
+def the_optimizers_momentum_is_taken_over_and_given_back(rank: int) -> None:
+    for maximize in (False, True):
+        options = {"lr": 0.01, "momentum": 0.9, "maximize": maximize}
+        want = Training("dense", **options).steps(*range(12)).close()
+        mine = Training("dense", **options).steps(*range(4))
+        mine.model.close()
+        assert len(mine.optimizer.state) == 6
+        mine.wrap(ALL)
+        mine.steps(*range(4, 8))
+        assert not any("momentum_buffer" in state for state in mine.optimizer.state.values())
+        mine.close()
+        mine.wrap("dense")
+        mine.steps(*range(8, 12))
+        assert apart(mine.close(), want) < 1e-6
+
+
+@case
+def a_momentum_that_is_set_to_zero_is_no_longer_nesterovs(rank: int) -> None:
+    states = []
+    for exchange in ("dense", ALL):
+        mine = Training(exchange, lr=0.1, momentum=0.9, nesterov=True).steps(0, 1)
+        mine.optimizer.param_groups[0]["momentum"] = 0.0
+        states.append(mine.steps(2, 3).close())
+    assert apart(*states) < 1e-6
 
 
 @case

@@ -32,6 +32,7 @@ from linkweave.collectives import DataParallel
 from linkweave.collectives.distributed import pieces
 from linkweave.collectives.distributed.across import Across
 from linkweave.collectives.training import group_queue, update
+from linkweave.collectives.training.transport import transport_of
 
 pytestmark = pytest.mark.usefixtures("imported")
 STEPS = 4
@@ -206,3 +207,20 @@ def test_an_interrupt_in_the_middle_of_a_unit_ends_the_training() -> None:
     (said, _), (others, _) = found
     assert all("KeyboardInterrupt() ended the update of 1" in one for one in said), said
     assert all(others), others
+
+
+def waits(rank: int) -> float:
+    """The seconds until a rank that waits for the other one on a lane gives up."""
+    transport = transport_of(dist.group.WORLD)
+    assert transport is not None
+    transport.open(2)
+    start = time.monotonic()
+    if rank == 0:
+        assert "Timed out" in error_of(lambda: transport.average(1, torch.ones(3)), RuntimeError)
+    else:
+        time.sleep(6)
+    return time.monotonic() - start
+
+
+def test_lanes_wait_as_long_as_the_group_of_the_caller() -> None:
+    assert 3.9 < on_group(2, waits, timeout=4)[0] < 6
