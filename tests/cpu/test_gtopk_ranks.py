@@ -1,4 +1,4 @@
-"""`GTopK` with ranks that die, and over process groups of torch.distributed."""
+"""`GTopK` with ranks that die, over process groups of torch.distributed, and over machines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from gtopk_reference import batch
 from gtopk_training import SGD, Training, schedule, small
-from machines import on_group
+from machines import on_group, on_machines
 from torch.nn.functional import cross_entropy
 from training_models import (
     copied,
@@ -75,14 +75,14 @@ def test_a_merge_raises() -> None:
 
 
 class OverGroup(Training):
-    """Over the process group of gloo."""
+    """Over a group that is not the default: that of gloo, or machines."""
 
-    def __init__(self, exchange: Any, size: int, rank: int) -> None:
+    def __init__(self, exchange: Any, size: int, rank: int, group: Any = None) -> None:
         self.rank, self.size, self.inner = rank, size, small()
         self.optimizer = SGD(self.inner.parameters(), 0.1, momentum=0.9)
         self.model = DataParallel(
             self.inner, self.optimizer, schedule=schedule(), exchange=exchange,
-            group=dist.group.WORLD,
+            group=group or dist.group.WORLD,
         )  # fmt: skip
 
     def loss(self, step: int) -> torch.Tensor:
@@ -135,6 +135,21 @@ def test_a_process_group_trains_as_a_communicator(size: int) -> None:
     """To the bit: merges follow the same tree."""
     found = on_group(size, over_gloo)
     want = collectives.spawn(over_communicator, size, timeout=10)
+    for mine, its in zip(found, want, strict=True):
+        assert not isinstance(mine, str), mine
+        for a, b in zip(mine, its, strict=True):
+            assert all(same(x, y) for x, y in zip(a, b, strict=True))
+
+
+def over_machines(comm: Any) -> Any:
+    return [trained(OverGroup(spec, comm.size, comm.rank, comm)) for spec in MODES]
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (2, 2)])
+def test_machines_train_as_one(sizes: tuple[int, ...]) -> None:
+    """To the bit: with two ranks on the first, merges inside machines come first in any case."""
+    found = on_machines(sizes, over_machines)
+    want = collectives.spawn(over_communicator, sum(sizes), timeout=10)
     for mine, its in zip(found, want, strict=True):
         assert not isinstance(mine, str), mine
         for a, b in zip(mine, its, strict=True):
