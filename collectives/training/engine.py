@@ -178,7 +178,6 @@ class Engine:
             return
         self.synchronize()
         self.finish()
-        self._await(self.lanes.wait_all)  # gradient queues are done with the arena
         self._left = [len(unit.parameters) for unit in self.units]
         self._begun = False
         self.state = State.BACKWARD
@@ -309,10 +308,11 @@ class Engine:
         return self.sparse is not None and self._unchanged() and self.sparse.apply(self.update)
 
     def finish(self) -> None:
-        """Update all parameters whose update is pending."""
+        """Update all parameters whose update is pending; the arena may be written to then."""
         self._check()
         for index in sorted(self._pending):
             self._apply(index)
+        self._await(self.lanes.wait_all)  # of a gradient queue, others may still read our part
 
     # ---- errors and the end ------------------------------------------------------------------
     def _check(self) -> None:
@@ -342,7 +342,6 @@ class Engine:
             if self.state is not State.ABORTED:
                 self.synchronize()
                 self.finish()
-                self._await(self.lanes.wait_all)
                 self.embeddings.finish()
         finally:
             for handle in self._handles:

@@ -4,7 +4,9 @@ schedule if not said otherwise, beside one process that trains on the batches of
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from training_models import (
     images,
     imported,  # noqa: F401
     on_all,
+    schedule_for,
     sgd,
     wrong_order,
 )
@@ -205,6 +208,33 @@ def zeros_right_after_step(rank: int) -> None:
                 zeroes.zero_grad(set_to_none=False)
                 assert not any(p.grad.any() for p in pair.inner.parameters())
                 pair.alone_optimizer.zero_grad(set_to_none=False)
+
+
+@case
+def zeros_wait_for_gradient_queues_to_end(rank: int) -> None:
+    """All units have arrived here before others have read what they need from this rank."""
+    pair = Pair(chained=True)
+    schedule = schedule_for(net(), pair.batch(0)[0], policy="c-cube", chained=True)
+    pair.model.close()
+    pair.model = DataParallel(pair.inner, pair.optimizer, schedule=schedule)
+    pair.step(0)
+    begun, ended = [], []
+    lanes = pair.model._engine.lanes
+    stream = lanes._stream
+
+    def slow(*given: Any) -> None:
+        begun.append(given)
+        stream(*given)
+        time.sleep(0.2)
+        ended.append(given)
+
+    lanes._stream = slow
+    for number in range(1, 4):
+        pair.step(number)
+        pair.optimizer.zero_grad(set_to_none=False)
+        assert begun
+        assert len(ended) == len(begun)
+    pair.close()
 
 
 @case
