@@ -69,6 +69,11 @@ def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return groups
 
 
+def nesterov(group: dict[str, Any]) -> bool:
+    """Whether a group of torch.optim.SGD has Nesterov's momentum, which 0 is not."""
+    return bool(group["nesterov"] and group["momentum"])
+
+
 def result_of(closure: Any) -> Any:
     """The loss that the closure of an optimizer's step computes; None without one."""
     if closure is None:

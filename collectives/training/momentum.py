@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.training.attach import groups_of
+from linkweave.collectives.training.attach import groups_of, nesterov
 
 REPLACED = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
 """The options of SGD for gradients that have been corrected."""
@@ -43,10 +43,7 @@ class Momentum:
     def read(self) -> None:
         """Take the optimizer's options as they are now. Raises CollectiveError."""
         groups = groups_of(self._optimizer)
-        found = {
-            (float(group["momentum"]), bool(group["nesterov"] and group["momentum"]))
-            for group in groups
-        }
+        found = {(float(group["momentum"]), nesterov(group)) for group in groups}
         if len(found) > 1 or any(group["dampening"] for group in groups):
             raise CollectiveError(
                 "momentum='correction' needs the same momentum in all groups of parameters, and no "

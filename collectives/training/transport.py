@@ -189,8 +189,7 @@ class OverGroup:
 
     def _timeout(self) -> timedelta | None:
         """The caller's, or None for the backend's default. torch.distributed tells no other way."""
-        group: Any = self._group or dist.group.WORLD
-        backend = group._get_backend(group._device_types[0])
+        backend = self._group._get_backend(self._group._device_types[0])
         backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG wraps it
         found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
         return found

@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.units import Unit
-from linkweave.collectives.training.attach import groups_of
+from linkweave.collectives.training.attach import groups_of, nesterov
 from linkweave.collectives.training.momentum import REPLACED, Momentum
 from linkweave.kernels import optim
 
@@ -150,8 +150,7 @@ class Update:
             return False
         given = {one: options[one] for one in _GIVEN[name]}
         if name == "SGD":
-            given["nesterov"] = bool(given["nesterov"] and given["momentum"])  # as torch's step
-            run: Any = partial(optim.sgd, **given)
+            run: Any = partial(optim.sgd, **given | {"nesterov": nesterov(given)})
         else:
             for state in states:
                 state["step"] += 1
