@@ -144,7 +144,6 @@ class Engine:
         for parameter, keep in zip(unit.parameters, kept, strict=True):
             if not keep:  # zero_grad has been called since
                 parameter.grad = None
-        self._version = self.arena.version  # some optimizers write to gradients
         self.record.updates[index] = self._arrived, self.clock.now()
         if not self._pending:
             self.state = State.IDLE

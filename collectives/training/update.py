@@ -32,7 +32,7 @@ class Update:
     as those of torch.optim do but LBFGS. A part of SGD, Adam or AdamW runs by one kernel for all
     its tensors (`kernels.optim`): with the bits of torch's step for SGD; for Adam they may differ
     in the last place. Otherwise, and in a parameter's first step, it runs the optimizer's own
-    `step` on groups that hold only the part's parameters.
+    `step` on groups that hold only the part's parameters. No part writes to gradients.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, momentum: Momentum | None = None) -> None:
@@ -86,6 +86,9 @@ class Update:
         for options in self._own if factor != 1 else ():
             options["lr"] = options["lr"] * factor
         self._options = [{**options, **self._replaced} for options in self._own]
+        for options in self._options:
+            if options.get("nesterov"):  # torch's foreach form adds to gradients, which others read
+                options["foreach"] = False
         self._group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
 
     def options_of(self, parameter: Any) -> dict[str, Any] | None:

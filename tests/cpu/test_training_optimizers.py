@@ -312,11 +312,14 @@ def parameter_groups(rank: int) -> None:
 
 @case
 def other_optimizers(rank: int) -> None:
-    for kind, extra in {
-        "Adam": {"amsgrad": True}, "SGD": {"momentum": 0.9, "nesterov": True, "foreach": True},
-        "RMSprop": {"centered": True}, "NAdam": {}, "Adagrad": {}, "Rprop": {}, "ASGD": {},
-        "Adafactor": {}, "AdamW": {"fused": True},
-    }.items():  # fmt: skip
+    """A part that wrote to gradients would end the training: others may still read them."""
+    nesterov = {"momentum": 0.9, "nesterov": True}
+    for kind, extra in (
+        ("Adam", {"amsgrad": True}), ("SGD", {"foreach": True, **nesterov}),
+        ("SGD", {"fused": True, **nesterov}), ("RMSprop", {"centered": True}), ("NAdam", {}),
+        ("Adagrad", {}), ("Rprop", {}), ("ASGD", {}), ("Adafactor", {}), ("AdamW", {"fused": True}),
+        *((kind, {"foreach": True}) for kind in ("Adadelta", "Adamax", "RAdam", "RMSprop")),
+    ):  # fmt: skip
         pair = Pair(optimizer=lambda p, k=kind, e=extra: getattr(torch.optim, k)(p, lr=1e-2, **e))
         pair.steps(0, 1, 2)
         state, want = pair.model.state_dict(), pair.alone.state_dict()
