@@ -10,7 +10,7 @@ from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.profile import MAX_NUMBER
 from linkweave.collectives.overlap.schedule import Schedule
 from linkweave.collectives.overlap.timeline import Interval, StepTimeline
-from linkweave.topology.checks import number
+from linkweave.topology.checks import number, shown
 from linkweave.topology.json_reader import read_format
 
 _FORMAT = "linkweave-step"
@@ -65,6 +65,8 @@ def _spans(rows: Any, count: int) -> tuple[Interval, ...]:
         raise CollectiveError(f"step JSON: a list of {count} spans is needed")
     found = []
     for row in rows:
+        if not isinstance(row, list) or len(row) != 2:
+            raise CollectiveError(f"step JSON: a span is a start and an end, not {shown(row)}")
         start, end = (number(x, "a moment", -MAX_NUMBER, MAX_NUMBER) for x in row)
         found.append((start, end))
     return tuple(found)

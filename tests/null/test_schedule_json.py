@@ -7,7 +7,7 @@ import json
 import pytest
 
 from linkweave.collectives import CollectiveError, overlap
-from linkweave.collectives.overlap import Schedule
+from linkweave.collectives.overlap import MeasuredStep, Schedule
 
 PROFILE = overlap.Profile(
     (overlap.Layer("a", 4096, 0.001, 0.002), overlap.Layer("b", 1 << 20, 0.003, 0.004)), "mine"
@@ -64,3 +64,31 @@ def test_a_missing_field_and_broken_text_are_named() -> None:
     for text in ("{", "[" * 3000, "[]"):
         with pytest.raises(CollectiveError, match="schedule JSON"):
             Schedule.from_json(text)
+
+
+def test_a_measured_step_is_read_back() -> None:
+    planned = overlap.plan(PROFILE, NETWORK, "wfbp")
+    step = MeasuredStep(planned, planned.timeline)
+    assert MeasuredStep.from_json(step.to_json()) == step
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"forward": [[0, 1]]}, "step JSON: a list of 2 spans is needed"),
+        ({"forward": 2}, "step JSON: a list of 2 spans is needed"),
+        ({"forward": [[0, 1], [1]]}, "a span is a start and an end, not a list of 1 items"),
+        ({"forward": [[0, 1], [1, 2, 3]]}, "a span is a start and an end, not a list of 3 items"),
+        ({"forward": [[0, 1], 3]}, "a span is a start and an end, not 3"),
+        ({"forward": [[0, 1], "ab"]}, "a span is a start and an end, not 'ab'"),
+        ({"backward": [[0, 1], [1, "2"]]}, "a moment must be a number from .*, not '2'"),
+        ({"seconds": -1}, "seconds must be a number from 0"),
+        ({"exposed_s": None}, "exposed_s must be a number"),
+    ],
+)
+def test_what_is_not_a_measured_step_is_refused(change: dict[str, object], words: str) -> None:
+    planned = overlap.plan(PROFILE, NETWORK, "wfbp")
+    data = json.loads(MeasuredStep(planned, planned.timeline).to_json())
+    data["timeline"] |= change
+    with pytest.raises(CollectiveError, match=words):
+        MeasuredStep.from_json(json.dumps(data))
