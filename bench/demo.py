@@ -7,7 +7,7 @@ the DGX-1's plan. Then layers that sleep train over a throttled network under ea
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +112,8 @@ def _policies(out: Path) -> tuple[list[Any], list[Any]]:
         for step in steps
     ]
     gantt.draw(charts, out / "steps.png")
-    (chained,) = sleeping.plans(*_network(1.0, SLEEPERS), [SCHEDULE])
-    pair = sleeping.rows([chained, replace(chained, chained=False)], SLEEPERS, STEPS)
+    chained = sleeping.plans(*_network(1.0, SLEEPERS), [SCHEDULE])
+    pair = sleeping.rows(sleeping.with_unchained(chained), SLEEPERS, STEPS)
     return [asdict(row) for row in rows], [asdict(row) for row in pair]
 
 

@@ -197,7 +197,7 @@ def _random(count: int) -> torch.Tensor:
     """Random values of this rank, in memory that all ranks of a machine share: it may not have
     room for each rank's own. Each rank's begin at another place, so that gradients differ."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    path = Path(tempfile.gettempdir(), f"linkweave-gradients-{os.environ['MASTER_PORT']}")
+    path = Path(tempfile.gettempdir(), f"linkweave-gradients-{os.environ.get('MASTER_PORT')}")
     try:
         whole = torch.from_file(str(path), shared=True, size=count + 16 * size)
         source = torch.Generator().manual_seed(0)

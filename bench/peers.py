@@ -47,12 +47,16 @@ class Gloo:
 
 @contextmanager
 def on_gloo() -> Iterator[None]:
-    """The default process group of the ranks that torchrun has started, each with one thread."""
+    """The default process group of the ranks that torchrun has started, or of this process alone,
+    each with one thread."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:

@@ -129,6 +129,14 @@ def sparse_plans(profile: overlap.Profile, network: overlap.Network) -> list[ove
     return [at_once(profile, network), *map(unchained, plans(profile, network, SPARSE))]
 
 
+def with_unchained(schedules: Iterable[overlap.Schedule]) -> list[overlap.Schedule]:
+    """The schedules, each chained one followed by the same one unchained."""
+    return [
+        replace(schedule, chained=chained)
+        for schedule in schedules for chained in (schedule.chained, False)[: 1 + schedule.chained]
+    ]  # fmt: skip
+
+
 def rows(
     schedules: Sequence[overlap.Schedule], ranks: int, steps: int, folder: str = "",
     density: float | None = None,

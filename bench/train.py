@@ -1,10 +1,12 @@
 """`linkweave bench train`: steps of DataParallel and of DDP over gloo, on the same ranks.
 
-Every rank runs the command, started by torchrun on one machine or several. Both train the same
+Every rank runs the command, started by torchrun on one machine or several; without torchrun there
+is one rank. Both train the same
 model from the same weights on the same batches, by turns: a block of steps of one, then a block of
 the other. Each step is timed to its end from the end of the one before, because a chained step ends
 in the next forward pass; so the first step of a block is not. Ranks that train chained may be a
-part of a step apart, so their mean counts.
+part of a step apart, so their mean counts. On one rank the engine runs all the same, and sends
+nothing: what it takes longer than the model alone is what it costs.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from linkweave import collectives
 from linkweave.bench.peers import on_gloo
@@ -26,6 +29,7 @@ from linkweave.bench.timing import rounds_of, schedule
 from linkweave.bench.train_models import MODELS
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.training.planner import SETTLED
+from linkweave.collectives.training.transport import OverCommunicator
 
 STEPS = 12  # of a block
 WARM_UP = -(-(SETTLED + 1) // STEPS)  # blocks
@@ -128,13 +132,15 @@ def measure(model: str, batch: int, blocks: int, policy: str, batch_scheduling: 
 
 
 def _measured(comm: Any, model: str, batch: int, blocks: int, policy: str) -> list[Row]:
+    group = comm if comm.size > 1 else OverCommunicator(comm)  # on which the engine runs
     ours = _Trained(
         model, batch, comm.rank,
-        lambda *pair: collectives.DataParallel(*pair, schedule=policy, group=comm),
+        lambda *pair: collectives.DataParallel(*pair, schedule=policy, group=group),
     )  # fmt: skip
     theirs = _Trained(
-        model, batch, comm.rank, lambda net, _: torch.nn.parallel.DistributedDataParallel(net)
-    )
+        model, batch, comm.rank,  # which keeps its own buffers, as ours does
+        lambda net, _: DistributedDataParallel(net, broadcast_buffers=False),
+    )  # fmt: skip
     alone = _Trained(model, batch, comm.rank, lambda net, _: net)
     for _ in rounds_of(WARM_UP, comm.rank == 0):
         ours.block()

@@ -56,6 +56,9 @@ def steps(
         typer.Option(help="Put a sharded embedding before the layers, whose batches have so many "
                      "words; run each policy without prefetch and with it."),
     ] = None,
+    unchained: Annotated[
+        bool, typer.Option("--unchained", help="Run each chained schedule unchained, too.")
+    ] = False,
     rounds: RoundsOption = 5, out: OutOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Steps of sleeping layers under each policy (4 min)."""
@@ -73,6 +76,8 @@ def steps(
         schedules = sleeping.sparse_plans(layers, net)
     else:
         raise CollectiveError(f"--policy {policy} does not go with --density, which tries its own")
+    if unchained:
+        schedules = sleeping.with_unchained(schedules)
     if tokens is None:
         tell(sleeping, lambda: sleeping.rows(schedules, ranks, rounds, "", density), out, as_json)
         return

@@ -298,7 +298,8 @@ class Engine:
             self.update.snapshot(factor)
             with torch.no_grad():
                 for unit in () if self._by_entries() else self.units:
-                    self.update.part(unit.parameters)
+                    with profiled(f"update {unit.name}"):
+                        self.update.part(unit.parameters)
                 self.update.rest(self.units)
         self.record.step = begun, self.clock.now()
 

@@ -4,13 +4,18 @@ schedule if not said otherwise, beside one process that trains on the batches of
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._C._profiler import _ExperimentalConfig
 from torch.nn.functional import cross_entropy
+from torch.profiler import ProfilerActivity, profile
 from training_models import (
     adamw,
     apart,
@@ -29,6 +34,7 @@ from training_models import (
 from training_pair import Cases, Pair, model_comm, net, pairs
 
 from linkweave.collectives import DataParallel
+from linkweave.kernels import nvtx_ranges
 
 pytestmark = pytest.mark.usefixtures("imported")
 case = Cases()
@@ -308,6 +314,33 @@ def compiled_modules(rank: int) -> None:
         state = {k.removeprefix("_orig_mod."): v for k, v in pair.model.state_dict().items()}
         assert apart(state, pair.alone.state_dict()) < 1e-13
         pair.model.close()
+
+
+@case
+def ranges_of_a_step(rank: int) -> None:
+    """Units, all-reduces and lanes have ranges of NVTX and of torch.profiler."""
+    seen: list[str] = []
+
+    def annotate(name: str, domain: str) -> Any:
+        seen.append(name)
+        return nullcontext()
+
+    sys.modules["nvtx"] = SimpleNamespace(annotate=annotate)
+    nvtx_ranges._nvtx.cache_clear()
+    every = _ExperimentalConfig(profile_all_threads=True)
+    for pair in pairs():
+        pair.steps(0, 1)
+        pair.model.finish()
+        seen.clear()
+        with profile(activities=[ProfilerActivity.CPU], experimental_config=every) as found:
+            pair.step(2)
+            pair.model.finish()
+        program = pair.model.program
+        wanted = [f"lane {op.lane}: {program.label(n)}" for n, op in enumerate(program.ops)]
+        wanted += [f"update {name}" for name in program.names]
+        assert sorted(name for name in seen if name[:4] in ("lane", "upda")) == sorted(wanted)
+        names = [event.name for event in found.events() if event.name.startswith("linkweave: ")]
+        assert sorted(names) == sorted(f"linkweave: {name}" for name in wanted)
 
 
 @pytest.mark.parametrize("body", case, ids=lambda body: body.__name__)
