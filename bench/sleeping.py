@@ -33,13 +33,15 @@ LEGEND = "measured: the median step of the slowest rank, from the end of a forwa
 
 
 class Sleeps:
-    """Sleeps that add up: what one oversleeps, the next ones sleep less."""
+    """Sleeps that add up: what one oversleeps, the next ones sleep less. So they do for the `own`
+    seconds that a layer's pass takes beside its sleep."""
 
-    def __init__(self) -> None:
-        self._late = 0.0
+    def __init__(self, own: float = 0.0) -> None:
+        self._late, self._own = 0.0, own
 
     def sleep(self, seconds: float) -> None:
         begun = time.perf_counter()
+        seconds -= self._own
         if (left := seconds - self._late) > 0:
             time.sleep(left)
         self._late += time.perf_counter() - begun - seconds
@@ -69,6 +71,25 @@ class Sleeper(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return _Asleep.apply(x, self.weight, *self._times)
+
+
+def sleepers(layers: Sequence[overlap.Layer], own: float) -> nn.Sequential:
+    """Layers that sleep, whose passes take `own` seconds beside it."""
+    sleeps = Sleeps(own)
+    return nn.Sequential(*(Sleeper(layer, sleeps) for layer in layers))
+
+
+def own_seconds(layers: Sequence[overlap.Layer]) -> float:
+    """What a pass of a layer takes beside its sleep: Python, and autograd of torch."""
+    model = sleepers(layers, 0.0)
+    nominal = sum(layer.forward_s + layer.backward_s for layer in layers)
+    found = []
+    for _ in range(4):
+        model.zero_grad()
+        begun = time.perf_counter()
+        model(torch.zeros(1, requires_grad=True)).sum().backward()
+        found.append(time.perf_counter() - begun)
+    return max(0.0, statistics.median(found[1:]) - nominal) / (2 * len(layers))
 
 
 def scaled(
@@ -160,21 +181,21 @@ def _rank(
 ) -> list[float]:
     batch_scheduling(True)
     torch.set_num_threads(1)
+    schedules = [overlap.Schedule.from_json(text) for text in texts]
+    own = own_seconds(schedules[0].profile.layers)
     found = []
-    for text in texts:
-        schedule = overlap.Schedule.from_json(text)
+    for schedule in schedules:
         save = Path(folder) / f"{schedule.policy}.json" if folder and not rank else None
-        found.append(_train(schedule, steps, save, density))
+        found.append(_train(schedule, own, steps, save, density))
     return found
 
 
 def _train(
-    schedule: overlap.Schedule, steps: int, save: Path | None, density: float | None
+    schedule: overlap.Schedule, own: float, steps: int, save: Path | None, density: float | None
 ) -> float:
     """The median time from the end of a forward pass to the end of the next; the last step goes to
     the file `save`."""
-    sleeps = Sleeps()
-    model = nn.Sequential(*(Sleeper(layer, sleeps) for layer in schedule.profile.layers))
+    model = sleepers(schedule.profile.layers, own)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     comm = get_default()
     x = torch.zeros(1, requires_grad=True)

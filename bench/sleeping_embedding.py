@@ -12,7 +12,7 @@ from torch import nn
 
 from linkweave import collectives
 from linkweave.bench.embedding_prediction import row_seconds, step_seconds
-from linkweave.bench.sleeping import Sleeper, Sleeps, median_step
+from linkweave.bench.sleeping import median_step, own_seconds, sleepers
 from linkweave.bench.throttled import Link, Throttled
 from linkweave.bench.timing import schedule as batch_scheduling
 from linkweave.collectives import overlap
@@ -49,11 +49,9 @@ class Row:
 class _Model(nn.Module):
     """An embedding, and then the layers of a profile."""
 
-    def __init__(self, table: Any, layers: Sequence[overlap.Layer]) -> None:
+    def __init__(self, table: Any, layers: nn.Sequential) -> None:
         super().__init__()
-        sleeps = Sleeps()
-        self.table = table
-        self.layers = nn.Sequential(*(Sleeper(layer, sleeps) for layer in layers))
+        self.table, self.layers = table, layers
 
     def forward(self, ids: Any) -> Any:
         return self.layers(self.table(ids).sum().reshape(1))
@@ -79,9 +77,11 @@ def rows(schedules: Sequence[overlap.Schedule], ranks: int, steps: int, tokens: 
 def _rank(rank: int, texts: Sequence[str], steps: int, tokens: int) -> list[Any]:
     batch_scheduling(True)
     torch.set_num_threads(1)
+    schedules = [overlap.Schedule.from_json(text) for text in texts]
+    own = own_seconds(schedules[0].profile.layers)
     return [
-        _train(overlap.Schedule.from_json(text), steps, tokens, prefetched)
-        for text in texts for prefetched in (False, True)
+        _train(schedule, own, steps, tokens, prefetched)
+        for schedule in schedules for prefetched in (False, True)
     ]  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def _batches(rank: int, tokens: int, count: int) -> Iterator[torch.Tensor]:
 
 
 def _train(
-    schedule: overlap.Schedule, steps: int, tokens: int, prefetched: bool
+    schedule: overlap.Schedule, own: float, steps: int, tokens: int, prefetched: bool
 ) -> tuple[float, dict[str, float]]:
     """The median time from the end of a forward pass to the end of the next, and what the network
     takes for the embedding's ops."""
@@ -102,7 +102,7 @@ def _train(
     table = collectives.ShardedEmbedding(
         VOCABULARY, WIDTH, group=Throttled(comm, schedule.network, link)
     )
-    model = _Model(table, schedule.profile.layers)
+    model = _Model(table, sleepers(schedule.profile.layers, own))
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     batches: Any = [*_batches(comm.rank, tokens, steps + 3)]
     group = Throttled(comm, schedule.network, link)

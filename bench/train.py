@@ -1,12 +1,11 @@
 """`linkweave bench train`: steps of DataParallel and of DDP over gloo, on the same ranks.
 
 Every rank runs the command, started by torchrun on one machine or several; without torchrun there
-is one rank. Both train the same
-model from the same weights on the same batches, by turns: a block of steps of one, then a block of
-the other. Each step is timed to its end from the end of the one before, because a chained step ends
-in the next forward pass; so the first step of a block is not. Ranks that train chained may be a
-part of a step apart, so their mean counts. On one rank the engine runs all the same, and sends
-nothing: what it takes longer than the model alone is what it costs.
+is one rank. Both train the same model from the same weights on the same batches, by turns: a block
+of steps of one, then a block of the other. Each step is timed to its end from the end of the one
+before, because a chained step ends in the next forward pass; so the first step of a block is not.
+Ranks that train chained may be a part of a step apart, so their mean counts. On one rank the engine
+runs all the same, and sends nothing: what it takes longer than the model alone is what it costs.
 """
 
 from __future__ import annotations
@@ -139,7 +138,7 @@ def _measured(comm: Any, model: str, batch: int, blocks: int, policy: str) -> li
     )  # fmt: skip
     theirs = _Trained(
         model, batch, comm.rank,  # which keeps its own buffers, as ours does
-        lambda net, _: DistributedDataParallel(net, broadcast_buffers=False),
+        lambda net, _: DistributedDataParallel(net, forward_sync_buffers=False),
     )  # fmt: skip
     alone = _Trained(model, batch, comm.rank, lambda net, _: net)
     for _ in rounds_of(WARM_UP, comm.rank == 0):

@@ -94,6 +94,7 @@ def vectors(a: tuple[Any, Any], b: tuple[Any, Any]) -> str:
     return found[0]
 
 
+LARGEST = DTYPES["float32"].largest
 WIDE, HALF = ("float32", "float64"), ("float16", "bfloat16")
 
 
@@ -133,7 +134,7 @@ def float32_value(value: Any, name: str) -> float:
     """A finite real number in the range of float32."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, not {value!r}")
-    if not abs(value) <= DTYPES["float32"].largest:
+    if not abs(value) <= LARGEST:
         raise ValueError(f"{name} must be finite in float32, not {value!r}")
     return float(value)
 

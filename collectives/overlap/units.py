@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from linkweave.collectives.errors import CollectiveError
@@ -51,11 +52,11 @@ class Unit:
             upto.append(_up(upto[-1] + parameter.numel(), step))
         return tuple(upto)
 
-    @property
+    @cached_property
     def flags_nbytes(self) -> int:
         return self.offsets()[0] * self.dtype.itemsize
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.offsets()[-1] * self.dtype.itemsize
 

@@ -131,10 +131,7 @@ class Engine:
         self._pending.discard(index)
         kept = [parameter.grad is not None for parameter in unit.parameters]
         try:
-            with (
-                profiled(f"update {unit.name}"), torch.inference_mode(False), torch.no_grad(),
-                torch.autocast(unit.device.type, enabled=False),
-            ):  # fmt: skip
+            with profiled(f"update {unit.name}"):
                 self.arena.show(index)
                 self.update.part(unit.parameters, arrivals)
         except CollectiveError:

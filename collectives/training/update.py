@@ -133,8 +133,13 @@ class Update:
         optimizer.param_groups = [
             {"params": part, **self._options[group]} for group, part in sorted(parts.items())
         ]
-        try:
-            self._step(optimizer)
+        device = next(part[0].device for part in parts.values())
+        try:  # as outside of a forward pass
+            with (
+                torch.inference_mode(False), torch.no_grad(),
+                torch.autocast(device.type, enabled=False),
+            ):  # fmt: skip
+                self._step(optimizer)
         finally:
             optimizer.param_groups = whole
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import statistics
 import time
 from collections.abc import Callable
 from itertools import count
@@ -14,6 +16,8 @@ import torch
 import torch.distributed as dist
 from machines import on_group, on_machines
 from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from training_models import (
     adamw,
     apart,
@@ -52,6 +56,42 @@ def wide() -> nn.Module:
     return nn.Sequential(
         nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)
     ).double()  # fmt: skip
+
+
+def beside_ddp(rank: int) -> list[list[float]]:
+    """The losses of a model with running statistics, by `DataParallel` and by DDP."""
+    size, curves = dist.get_world_size(), []
+    for ours in (True, False):
+        torch.manual_seed(3)
+        inner: Any = nn.Sequential(
+            nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)
+        ).double()  # fmt: skip
+        optimizer = sgd(inner.parameters())
+        x = images(0, 2)[0]
+        schedule = schedule_for(copy.deepcopy(inner), x, policy="us-byte", chained=True)
+        model = (
+            DataParallel(inner, optimizer, schedule=schedule) if ours
+            else DistributedDataParallel(inner, forward_sync_buffers=False)
+        )  # fmt: skip
+        losses = []
+        for step in range(100):
+            x, y = share(images(step, 4 * size), rank, size)
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        curves.append(losses)
+    return curves
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_losses_are_those_of_ddp(size: int) -> None:
+    for ours, theirs in on_group(size, beside_ddp):
+        assert statistics.median(theirs[-10:]) < theirs[0] / 2
+        if size == 2:  # a sum of two has no order
+            assert ours == theirs
+        assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-11
 
 
 def in_group(body: Body, size: int, lost: tuple[int, ...] = ()) -> list[Any]:
