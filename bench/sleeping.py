@@ -154,7 +154,7 @@ def with_unchained(schedules: Iterable[overlap.Schedule]) -> list[overlap.Schedu
     """The schedules, each chained one followed by the same one unchained."""
     return [
         replace(schedule, chained=chained)
-        for schedule in schedules for chained in (schedule.chained, False)[: 1 + schedule.chained]
+        for schedule in schedules for chained in ((True, False) if schedule.chained else (False,))
     ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from linkweave.collectives.runtime.gpu import device as cuda
 from linkweave.collectives.runtime.gpu.team import Team
 from linkweave.collectives.settings import Settings, topology_for
 from linkweave.collectives.tensors import as_buffer, parse_shape, tensor_over
+from linkweave.kernels.plan.counters import BESIDE
 
 log = logging.getLogger("linkweave")
 
@@ -99,6 +100,11 @@ class Communicator(Collectives):
                 raise CollectiveError(f"rank {self.rank} runs on GPU {mine}, not on GPU {number}")
         raw = self._on_gpu(number).empty(math.prod(dims) * item)
         return tensor_over(raw, dims, name, dtype)
+
+    def leave_cores(self) -> None:
+        """From now on, a CPU call that waits for other ranks sleeps soon, for computations beside
+        it. Where cores are idle, it may take longer."""
+        self._calls.control.yields = BESIDE
 
     def offset_of(self, x: Any) -> int:
         """The offset in shared memory of a tensor from `empty`, in bytes; -1 for other tensors."""

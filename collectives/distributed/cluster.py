@@ -79,6 +79,10 @@ class ClusterCommunicator(ClusterCollectives):
         """As `Communicator.empty`, in memory that this machine's ranks share."""
         return self.machine.empty(shape, dtype)
 
+    def leave_cores(self) -> None:
+        """As `Communicator.leave_cores`, among the ranks of this machine."""
+        self.machine.leave_cores()
+
     def gloo(self) -> Any:
         """A group of gloo over all ranks, for what this communicator has not. All must call it."""
         store = c10d.PrefixStore(f"gloo/{next(self._numbers)}/", self._store)

@@ -24,6 +24,7 @@ from linkweave.kernels.atomics import (
 DONE, IDLE, ABORTED = 0, 1, 2  # results of a wait
 
 YIELDS = 400  # rounds without progress before sleeping
+BESIDE = 20  # the same beside a computation, which needs the core
 SLEEP_NS = 10_000_000
 SLEEPS = 10  # sleeps before a wait returns IDLE, so that the caller can check for timeouts, ctrl-C
 

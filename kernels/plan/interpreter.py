@@ -41,7 +41,6 @@ from linkweave.kernels.plan.counters import (
     IDLE,
     SLEEP_NS,
     SLEEPS,
-    YIELDS,
     ring,
     wake,
 )
@@ -63,7 +62,8 @@ STAGE = 22  # of a call that has returned IDLE and continues
 AWAITED = 23  # how many other ranks are known to have posted, or finished
 SPAN = 24  # bytes of the buffer if it may be accessed directly, otherwise 0; not used here
 SLEPT = 25  # 1: the last `call` returned IDLE
-STATE_FIELDS = 26
+ROUNDS = 26  # without progress, in which this rank yields its core, before it sleeps
+STATE_FIELDS = 27
 
 POST, AGREE, RUN, FINISH = 0, 1, 2, 3  # stages
 
@@ -250,7 +250,8 @@ def call(
                 state, True, code, blocks, flag, slot, origin, pushed, cursor, at, peers, table
             )  # fmt: skip
         ring(bells)
-    idle = YIELDS if state[SLEPT] else 0
+    yields = state[ROUNDS]
+    idle = yields if state[SLEPT] else 0
     sleeps = 0
     while True:
         moved = False
@@ -294,16 +295,16 @@ def call(
             if i == others.shape[1]:
                 return DONE
         if moved:
-            if idle > YIELDS:
+            if idle > yields:
                 store_release(state[BELL], 0)
             idle, sleeps = 0, 0
             continue
         if load_acquire(state[ABORT]) != 0:
             return ABORTED
         idle += 1
-        if idle <= YIELDS:
+        if idle <= yields:
             sched_yield()
-        elif idle == YIELDS + 1:
+        elif idle == yields + 1:
             store_release(state[BELL], 1)
             fence()  # then try all tracks again before sleeping
         else:
@@ -314,4 +315,4 @@ def call(
             if sleeps == SLEEPS:
                 state[SLEPT] = 1
                 return IDLE
-            idle = YIELDS // 2 if rung else YIELDS  # yielding is slow on a busy machine
+            idle = yields // 2 if rung else yields  # yielding is slow on a busy machine

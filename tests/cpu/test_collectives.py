@@ -92,6 +92,7 @@ def _shapes(rank: int) -> None:
     assert all((p == total).all() for p in parts)
     works = [comm.allreduce(np.full(n, rank, np.float64), async_op=True) for n in (5, 50_000)]
     late = np.full(9, rank, np.float64)
+    comm.leave_cores()
     comm.allreduce(late)
     assert all(w.done() for w in works) and (late == total).all()
     for root in range(comm.size):

@@ -32,6 +32,7 @@ from training_models import (
 import linkweave
 from linkweave import collectives
 from linkweave.collectives import CollectiveError, DataParallel
+from linkweave.kernels.plan import counters
 
 pytestmark = pytest.mark.usefixtures("imported")
 
@@ -239,6 +240,9 @@ def groups(rank: int) -> None:
         train("cnn", alone, sgd(alone.parameters()), range(3), each=2 * size)
         assert apart(model.state_dict(), alone.state_dict()) < 1e-13
         assert (model.program is None) == (size == 1)
+        lanes = model._transport._lanes if model._transport else []  # computations need the cores
+        assert {lane._calls.control.yields for lane in lanes} <= {counters.BESIDE}
+        assert group._calls.control.yields == counters.YIELDS
         model.close()
     x = torch.ones(1)
     comm.allreduce(x)
@@ -261,6 +265,9 @@ def test_a_single_process_trains_as_without_it() -> None:
         model.finish()
         assert float(model.clip_grad_norm_(1.0)) == 0.0
         assert model.program is model.schedule is model.last_step is None
+        assert type(optimizer) is torch.optim.AdamW
+        assert not any(part._forward_pre_hooks for part in inner.modules())  # nothing costs time
+        assert not any(p._post_accumulate_grad_hooks for p in inner.parameters())
     train("cnn", alone, alone_optimizer, range(3))
     assert same(inner.state_dict(), alone.state_dict())
     assert type(optimizer) is torch.optim.AdamW

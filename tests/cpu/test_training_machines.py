@@ -58,16 +58,16 @@ def wide() -> nn.Module:
     ).double()  # fmt: skip
 
 
-def beside_ddp(rank: int) -> list[list[float]]:
+def beside_ddp(rank: int, dtype: torch.dtype) -> list[list[float]]:
     """The losses of a model with running statistics, by `DataParallel` and by DDP."""
     size, curves = dist.get_world_size(), []
     for ours in (True, False):
         torch.manual_seed(3)
         inner: Any = nn.Sequential(
             nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)
-        ).double()  # fmt: skip
+        ).to(dtype)  # fmt: skip
         optimizer = sgd(inner.parameters())
-        x = images(0, 2)[0]
+        x = images(0, 2)[0].to(dtype)
         schedule = schedule_for(copy.deepcopy(inner), x, policy="us-byte", chained=True)
         model = (
             DataParallel(inner, optimizer, schedule=schedule) if ours
@@ -77,7 +77,7 @@ def beside_ddp(rank: int) -> list[list[float]]:
         for step in range(100):
             x, y = share(images(step, 4 * size), rank, size)
             optimizer.zero_grad()
-            loss = cross_entropy(model(x), y)
+            loss = cross_entropy(model(x.to(dtype)), y)
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
@@ -85,9 +85,11 @@ def beside_ddp(rank: int) -> list[list[float]]:
     return curves
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_losses_are_those_of_ddp(size: int) -> None:
-    for ours, theirs in on_group(size, beside_ddp):
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(2, torch.float32), (2, torch.float64), (3, torch.float64)]
+)
+def test_losses_are_those_of_ddp(size: int, dtype: torch.dtype) -> None:
+    for ours, theirs in on_group(size, lambda rank: beside_ddp(rank, dtype)):
         assert statistics.median(theirs[-10:]) < theirs[0] / 2
         if size == 2:  # a sum of two has no order
             assert ours == theirs

@@ -1,4 +1,5 @@
-"""The README's figures are those of bench/results, and its bounds follow from bytes and rates."""
+"""Figures of the README and of docs/howto/training.md are those of bench/results; the README's
+bounds follow from bytes and rates."""
 
 from __future__ import annotations
 
@@ -12,11 +13,18 @@ from linkweave import topology
 
 ROOT = Path(__file__).parents[2]
 NIC = 125e6  # bytes per second at 1 Gbit/s
-TABLE = {
-    cells[0]: cells[1:]
-    for line in (ROOT / "README.md").read_text().splitlines()
-    if len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 5
-}
+PROFILES = {"ResNet-50": "resnet50", "VGG-16": "vgg16", "BERT-base": "bert-base"}
+
+
+def table(page: str, columns: int) -> dict[str, list[str]]:
+    """The rows of a page's tables with so many columns, by their first cells."""
+    lines = (ROOT / page).read_text().splitlines()
+    rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    return {cells[0]: cells[1:] for cells in rows if len(cells) == columns}
+
+
+TABLE = table("README.md", 5)
+TRAINING = "docs/howto/training.md"
 
 
 def rows(name: str, key: str, **chosen: Any) -> dict[str, dict[str, Any]]:
@@ -89,3 +97,59 @@ def test_embeddings() -> None:
         f"DDP `sparse=True` {found['DDP, sparse=True']['step_ms']:,.0f}",
         f"{1e3 * ours['sent_mb'] * 1e6 / NIC:.0f}",
     ]
+
+
+@pytest.mark.parametrize(("name", "file"), PROFILES.items())
+def test_steps_as_predicted(name: str, file: str) -> None:
+    """Within 5 % for all policies; the best predicted is at most 3 % slower than the best."""
+    found = rows(f"steps-{file}-epyc-2-cores", "policy")
+    assert len(found) == 10
+    errors = {key: row["measured_ms"] / row["predicted_ms"] - 1 for key, row in found.items()}
+    largest = max(errors.values(), key=abs)
+    assert abs(largest) < 0.05
+    predicted, measured = (
+        min(found.values(), key=lambda row: row[f"{what}_ms"]) for what in ("predicted", "measured")
+    )
+    assert predicted["measured_ms"] <= 1.03 * measured["measured_ms"]
+    assert table(TRAINING, 6)[name][2:] == [
+        f"{largest:+.1%}".replace("%", " %"),
+        f"`{predicted['policy']}` {predicted['predicted_ms']:.0f} ms",
+        f"`{measured['policy']}` {measured['measured_ms']:.0f} ms",
+    ]
+
+
+@pytest.mark.parametrize(("name", "file"), PROFILES.items())
+def test_chaining(name: str, file: str) -> None:
+    """C-Cube's all-reduce that takes as long as the forward pass, chained and not."""
+    result = json.loads((ROOT / f"bench/results/chaining-{file}-epyc-2-cores.json").read_text())
+    chained, unchained = result["rows"]
+    assert (chained["chained"], unchained["chained"]) == (True, False)
+    gains = [unchained[f"{what}_ms"] / chained[f"{what}_ms"] for what in ("predicted", "measured")]
+    assert gains[1] > min(1.25, 0.97 * gains[0])
+    assert table(TRAINING, 3)[name] == [f"{gains[0]:.2f}", f"{gains[1]:.2f}"]
+
+
+def test_training_on_hosts() -> None:
+    hosts, ratios = table(TRAINING, 5), []
+    for what, file in (
+        ("VGG-11, 4 x 1, 32", "vgg11-4x1"), ("ResNet-18, 4 x 1, 8", "resnet18-4x1"),
+        ("small transformer, 4 x 1, 8", "transformer-4x1"), ("ResNet-18, 4 x 2, 8", "resnet18-4x2"),
+    ):  # fmt: skip
+        (row,) = rows(f"train-{file}-1gbit", "model").values()
+        ratios.append(row["ratio"])
+        assert hosts[what][:3] == [
+            f"{row['ddp_ms']:.0f}", f"{row['ms']:.0f}", f"{row['ratio']:.2f}"
+        ]  # fmt: skip
+        assert row["program"].endswith(f", {hosts[what][3]}")
+    assert min(ratios[:3]) > 1
+    assert max(ratios) >= 1.15
+
+
+def test_the_engine_on_one_rank() -> None:
+    engine = table(TRAINING, 4)
+    for batch in (8, 32):
+        (row,) = rows(f"train-resnet18-1-batch-{batch}-epyc-2-cores", "model").values()
+        assert row["ms"] < (1.03 * row["compute_ms"] if batch == 32 else row["ddp_ms"])
+        assert engine[f"ResNet-18, {batch}"] == [
+            f"{row['compute_ms']:.0f}", f"{row['ms']:.0f}", f"{row['ddp_ms']:.0f}"
+        ]  # fmt: skip

@@ -40,6 +40,7 @@ class HostControl:
         self.arena, self.timeout, self.health = arena, timeout, health
         self.rank, self.size = arena.rank, arena.size
         self.number = 0
+        self.yields = kernel.YIELDS  # rounds of a wait before it sleeps
         control = [arena.base + arena.control(r) for r in range(self.size)]
         self.peers = [r for r in range(self.size) if r != self.rank]
         self.bell = control[self.rank] + BELL
@@ -98,7 +99,7 @@ class HostControl:
     def _await(self, which: int, what: str, timeout: float | None = None) -> None:
         start, counters = time.monotonic(), self.others[which]
         self._values.fill(self.number)
-        yields = kernel.YIELDS
+        yields = self.yields
         while True:
             status = self.interruptible(
                 kernel.await_counters, counters, self._values, self.bell,

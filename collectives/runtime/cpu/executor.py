@@ -184,7 +184,7 @@ class CpuExecutor:
         state[kernel.OWN], state[kernel.SOURCE] = address, 0
         if source is not None:
             state[kernel.SOURCE], state[kernel.NBYTES] = source.address, source.nbytes
-        state[kernel.DIRECT] = encoded.direct
+        state[kernel.DIRECT], state[kernel.ROUNDS] = encoded.direct, control.yields
         waiters, needs = _NO_BELLS, _NO_NEEDS
         state[kernel.FINALS] = 0
         if layer_counters is not None:
