@@ -133,6 +133,7 @@ def test_training_on_hosts() -> None:
     hosts, ratios = table(TRAINING, 5), []
     for what, file in (
         ("VGG-11, 4 x 1, 32", "vgg11-4x1"), ("ResNet-18, 4 x 1, 8", "resnet18-4x1"),
+        ("ResNet-18, 4 x 1, 16", "resnet18-4x1-batch-16"),
         ("small transformer, 4 x 1, 8", "transformer-4x1"), ("ResNet-18, 4 x 2, 8", "resnet18-4x2"),
     ):  # fmt: skip
         (row,) = rows(f"train-{file}-1gbit", "model").values()
@@ -141,7 +142,7 @@ def test_training_on_hosts() -> None:
             f"{row['ddp_ms']:.0f}", f"{row['ms']:.0f}", f"{row['ratio']:.2f}"
         ]  # fmt: skip
         assert row["program"].endswith(f", {hosts[what][3]}")
-    assert min(ratios[:3]) > 1
+    assert min(ratios) > 1
     assert max(ratios) >= 1.15
 
 
