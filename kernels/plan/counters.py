@@ -1,6 +1,6 @@
 """Counters in shared memory, and how ranks wait for them.
 
-A counter has one writer and only grows. A rank that waits yields its core; after `YIELDS` rounds it
+A counter has one writer and only grows. A rank that waits yields its core; after some rounds it
 sleeps on its *bell*, a futex word. Whoever raises a counter clears the bells of the ranks that may
 wait for it and wakes them. No wake-up is lost: before sleeping, a rank sets its bell, executes a
 fence, and checks the counters again; after raising a counter, a rank executes a fence and then
