@@ -19,7 +19,6 @@ from linkweave.collectives.runtime.gpu import device as cuda
 from linkweave.collectives.runtime.gpu.team import Team
 from linkweave.collectives.settings import Settings, topology_for
 from linkweave.collectives.tensors import as_buffer, parse_shape, tensor_over
-from linkweave.kernels.plan.counters import BESIDE
 
 log = logging.getLogger("linkweave")
 
@@ -104,7 +103,7 @@ class Communicator(Collectives):
     def leave_cores(self) -> None:
         """From now on, a CPU call that waits for other ranks sleeps soon, for computations beside
         it. Where cores are idle, it may take longer."""
-        self._calls.control.yields = BESIDE
+        self._calls.control.leave_cores()
 
     def offset_of(self, x: Any) -> int:
         """The offset in shared memory of a tensor from `empty`, in bytes; -1 for other tensors."""

@@ -55,6 +55,9 @@ class HostControl:
         self._waits = arena.words(arena.control(self.rank) + WAITS, 1)
         self._sent: list[tuple[int, int]] = []  # heap blocks that other ranks may still read
 
+    def leave_cores(self) -> None:
+        self.yields = kernel.BESIDE
+
     def name(self, rank: int) -> str:
         """`rank R`; in a part of a communicator also R's number in the whole."""
         whole = self.arena.members[rank]
