@@ -36,7 +36,7 @@ class Sleeps:
     """Sleeps that add up: what one oversleeps, the next ones sleep less. So they do for the `own`
     seconds that a layer's pass takes beside its sleep."""
 
-    def __init__(self, own: float = 0.0) -> None:
+    def __init__(self, own: float) -> None:
         self._late, self._own = 0.0, own
 
     def sleep(self, seconds: float) -> None:

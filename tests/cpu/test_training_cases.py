@@ -338,7 +338,8 @@ def ranges_of_a_step(rank: int) -> None:
         program = pair.model.program
         wanted = [f"lane {op.lane}: {program.label(n)}" for n, op in enumerate(program.ops)]
         wanted += [f"update {name}" for name in program.names]
-        assert sorted(name for name in seen if name[:4] in ("lane", "upda")) == sorted(wanted)
+        ours = [name for name in seen if name.startswith(("lane ", "update "))]
+        assert sorted(ours) == sorted(wanted)
         names = [event.name for event in found.events() if event.name.startswith("linkweave: ")]
         assert sorted(names) == sorted(f"linkweave: {name}" for name in wanted)
 
