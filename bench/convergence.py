@@ -23,6 +23,7 @@ from linkweave.collectives.training.transport import OverCommunicator, Vector
 from linkweave.topology.checks import shown
 
 MOMENTUM = 0.9
+WARM_UP = (0.25, 0.0725, 0.015, 0.004)  # gTop-k, section IV-B
 POINTS = 20  # of a curve
 HEADER = (
     f"{'task':8}{'ranks':>6}{'steps':>7}{'rate':>7}  {'exchange':38}{'mean':>7}{'- dense':>9}"
@@ -72,7 +73,7 @@ class Exchange:
 def exchange_of(text: str, epoch_steps: int) -> Exchange:
     """Read an exchange such as "density=0.01,warmup=on,conserve=off". Raises CollectiveError.
 
-    The warm-up is that of `GTopK`, in epochs of so many steps.
+    The warm-up has the densities of Lin et al., in epochs of so many steps.
     """
     words = {"density": "", "warmup": "off", "momentum": "correction", "per": "bucket",
              "conserve": "on"}  # fmt: skip
@@ -85,7 +86,7 @@ def exchange_of(text: str, epoch_steps: int) -> Exchange:
         density = float(words["density"])
     except ValueError:
         raise _unreadable(text) from None
-    warmup = GTopK.warmup if words["warmup"] == "on" else ()
+    warmup = WARM_UP if words["warmup"] == "on" else ()
     spec = GTopK(density, words["momentum"], warmup, epoch_steps, words["per"], "gtopk")
     return Exchange(spec, words["conserve"] == "on")
 

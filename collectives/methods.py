@@ -219,9 +219,10 @@ class Collectives:
         k: number of entries that mode "gtopk" keeps.
         op: "sum" or "avg". The average is divided in float32 at the end.
         residual: float32, `numel` elements, contiguous; receives what the call drops.
-        mode: "gtopk", the k largest of the sum by a tree of merges; "topk", the whole sum by an
-            all-gather; "dense", the whole sum without zeros by a dense all-reduce in float32;
-            "auto", the one with the shortest predicted time (`explain` with k).
+        mode: "gtopk", k entries of the sum, by a tree of merges that keep the k largest each: not
+            always the k largest of the whole sum; "topk", the whole sum by an all-gather; "dense",
+            the whole sum without zeros by a dense all-reduce in float32; "auto", the one with the
+            shortest predicted time (`explain` with k).
         conserve: add the entries that a merge drops to the residual of the rank that merges. Then
             the result and all residuals add up to the inputs. If False, this rank's entries that
             are not in the result go to its residual, and entries dropped on the way are lost.

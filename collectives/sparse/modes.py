@@ -26,12 +26,13 @@ class Mode:
 def gtopk(
     context: CallContext, backend: Backend, tree: Tree, k: int, conserve: bool
 ) -> tuple[Vector, int]:
-    """The k largest entries of the sum, and the number of entries that this rank received.
+    """At most k entries of the sum, and the number of entries that this rank received.
 
     Ranks add their vectors up the planner's tree, keep the k largest entries at each merge, and
-    broadcast the result from the root. The paper loses the entries that a merge drops (definition
-    1); with `conserve` the rank that merges adds them to its residual. Source: Shi et al.,
-    algorithm 3, extended to any number of ranks.
+    broadcast the result from the root. So an entry that is large only in the sum over all ranks may
+    be dropped on the way: the result need not be the k largest entries of the sum. The paper loses
+    the entries that a merge drops (definition 1); with `conserve` the rank that merges adds them to
+    its residual. Source: Shi et al., algorithm 3, extended to any number of ranks.
     """
     mine, received = backend.mine, 0
     if backend.size(mine) > k:

@@ -48,6 +48,9 @@ class DataParallel(nn.Module):
     schedule: when which gradients are sent. "auto" measures some steps and the network, tries the
         schedule predicted to be the fastest and a few others, and keeps the fastest; the name of a
         policy measures and plans with that one; a `Schedule` is carried out from the first step on.
+    chained: whether "auto" may choose schedules that chain a step with the next forward pass. What
+        it takes for granted is below. Policies that chain by their nature, asked for by their name,
+        do so in any case: c-cube, bytescheduler, us-byte, carlier, optimal.
     exchange: "dense", the average of all gradients, or `GTopK`, which sends the largest ones. What
         a rank has not sent is part of the optimizer's state_dict, which then differs between ranks.
     group: a `Communicator` or a ProcessGroup of torch.distributed; by default the default
@@ -70,8 +73,8 @@ class DataParallel(nn.Module):
     def __init__(
         self, module: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], *,
-        schedule: str | Schedule = "auto", exchange: Literal["dense"] | GTopK = "dense",
-        group: Any = None,
+        schedule: str | Schedule = "auto", chained: bool = False,
+        exchange: Literal["dense"] | GTopK = "dense", group: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
         optimizers = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
@@ -79,6 +82,7 @@ class DataParallel(nn.Module):
         optimizer = optimizers[0]
         self.module, self.optimizer = module, optimizer
         self._schedule, self._sends, self._warned = schedule, True, False
+        self._chained = chained or schedule != "auto"
         self._transport: Transport | None = transport_of(group)
         self._engine: Engine | None = None
         self._planner: Planner | None = None
@@ -143,7 +147,7 @@ class DataParallel(nn.Module):
             raise CollectiveError(
                 f"the model is on several devices: {', '.join(map(str, devices))}"
             )
-        chains = self._update.separable and not compiled(self.module)
+        chains = self._chained and self._update.separable and not compiled(self.module)
         engine = Engine(
             self.module, units, self._transport, self._update, self._sparse, self._embeddings
         )

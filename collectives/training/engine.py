@@ -274,14 +274,12 @@ class Engine:
         """The optimizer's step, or its beginning; `plain` is the optimizer's own."""
         self._check()
         begun = self.clock.now()
-        factor = self.sparse.rate if self.sparse else 1.0
         if self.sparse and self.sparse.bad:  # some rank had a gradient that is not finite
             self.sparse.bad = ()
         elif not self.update.separable:
             self.synchronize()
             self.finish()
-            with self.update.slowed(factor):
-                plain()
+            plain()
         elif self.state is State.SENDING:
             self._check_unchanged()
             self.update.snapshot()
@@ -292,7 +290,7 @@ class Engine:
                 self.update.rest(self.units)
         else:
             self.finish()
-            self.update.snapshot(factor)
+            self.update.snapshot()
             with torch.no_grad():
                 for unit in () if self._by_entries() else self.units:
                     with profiled(f"update {unit.name}"):

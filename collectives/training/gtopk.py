@@ -28,9 +28,8 @@ class GTopK:
         arrive lose their velocity on the rank that sent them; what a merge drops keeps it. "none"
         leaves both to the optimizer, of any kind, which is given the averaged entries, and zeros
         between them.
-    warmup: the densities of the first epochs. The learning rate of epoch i (from 0) of n of them
-        is multiplied by (i + 1) / (n + 1).
-    epoch_steps: the steps of each of these epochs.
+    warmup: densities of the first epochs, of `epoch_steps` steps each; never below `density`. None
+        by default. The paper also lowers the learning rate in them, which is the scheduler's part.
     per: "bucket" sends the largest entries of all gradients of an all-reduce; "unit" the largest of
         each layer.
     mode: "gtopk" merges entries along a tree, and keeps the largest; "topk" gathers all ranks'
@@ -46,7 +45,7 @@ class GTopK:
 
     density: float = 0.001
     momentum: str = "correction"
-    warmup: tuple[float, ...] = (0.25, 0.0725, 0.015, 0.004)
+    warmup: tuple[float, ...] = ()
     epoch_steps: int = 100
     per: str = "bucket"
     mode: str = "auto"
@@ -65,11 +64,7 @@ class GTopK:
     def density_at(self, step: int) -> float:
         """The density of a step, counted from 0."""
         epoch = step // self.epoch_steps
-        return self.warmup[epoch] if epoch < len(self.warmup) else self.density
-
-    def rate_at(self, step: int) -> float:
-        """The factor of the learning rate of a step."""
-        return min(1.0, (step // self.epoch_steps + 1) / (len(self.warmup) + 1))
+        return max(self.density, *self.warmup[epoch : epoch + 1], 0.0)
 
 
 _WORDS = {

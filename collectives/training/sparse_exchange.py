@@ -108,11 +108,6 @@ class SparseExchange:
                 if name in self.bad and view is not None:
                     view.fill_(float("nan"))  # which GradScaler and clip_grad_norm_ look at
 
-    @property
-    def rate(self) -> float:
-        """The factor of the learning rate in the step that is settled."""
-        return self.spec.rate_at(max(0, self.steps - 1))
-
     def apply(self, update: Update) -> bool:
         """Apply what has arrived to the parameters, entry by entry, for the options of the last
         `snapshot`. Returns False, and does nothing, where that is not the whole step."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -59,22 +58,9 @@ class Update:
             )
         return self._kind.__module__.startswith("torch.optim") and not any(hooks)
 
-    @contextmanager
-    def slowed(self, factor: float) -> Iterator[None]:
-        """The optimizer's own step has its learning rates multiplied by `factor`."""
-        groups = [group for group in groups_of(self._optimizer) if factor != 1 and "lr" in group]
-        rates = [group["lr"] for group in groups]
-        try:
-            for group in groups:
-                group["lr"] = group["lr"] * factor
-            yield
-        finally:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
-
-    def snapshot(self, factor: float = 1.0) -> None:
+    def snapshot(self) -> None:
         """Take the groups' options as they are now: a scheduler may change the learning rate
-        before the parts run. The learning rate is multiplied by `factor`."""
+        before the parts run."""
         groups = groups_of(self._optimizer)
         self._own = [
             {
@@ -83,8 +69,6 @@ class Update:
             }
             for group in groups
         ]  # fmt: skip
-        for options in self._own if factor != 1 else ():
-            options["lr"] = options["lr"] * factor
         self._options = [{**options, **self._replaced} for options in self._own]
         for options in self._options:
             if options.get("nesterov"):  # torch's foreach form adds to gradients, which others read

@@ -89,7 +89,7 @@ class Reference:
                 self.velocity[rank][part][[at for at in one if at in total]] = 0
             for at, value in total.items():
                 average[part][at] = value / np.float32(self.size)
-        rate = np.float32(-self.sign * self.lr * self.spec.rate_at(self.steps))
+        rate = np.float32(-self.sign * self.lr)
         with torch.no_grad():
             for parameter, first in self.positions:
                 values = average[first : first + parameter.numel()].reshape(parameter.shape)

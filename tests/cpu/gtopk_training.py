@@ -16,7 +16,7 @@ from linkweave import GTopK, collectives
 from linkweave.collectives import DataParallel
 
 SGD = torch.optim.SGD
-ALL = GTopK(1.0, warmup=())
+ALL = GTopK(1.0)
 """By which everything is sent, densely."""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from linkweave.bench.convergence import Lossy, exchange_of
+from linkweave.bench.convergence import WARM_UP, Lossy, exchange_of
 from linkweave.collectives import CollectiveError, GTopK, spawn
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.training.transport import OverCommunicator
@@ -19,10 +19,10 @@ from tests.cpu.commands import command
 @pytest.mark.parametrize(
     ("text", "spec", "name"),
     [
-        ("density=0.01", GTopK(0.01, warmup=(), epoch_steps=7, mode="gtopk"), "gTop-k 0.01"),
+        ("density=0.01", GTopK(0.01, epoch_steps=7, mode="gtopk"), "gTop-k 0.01"),
         (
             "density=0.001,warmup=on,conserve=off",
-            GTopK(0.001, epoch_steps=7, mode="gtopk"),
+            GTopK(0.001, warmup=WARM_UP, epoch_steps=7, mode="gtopk"),
             "gTop-k 0.001, drops lost, warm-up",
         ),
         (

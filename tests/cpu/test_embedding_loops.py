@@ -322,7 +322,7 @@ def the_weight_is_changed(rank: int) -> None:
 def sparse_exchanges(rank: int) -> None:
     """`GTopK` sends the other parameters; rows are those of a dense exchange."""
     states = []
-    for exchange in ("dense", GTopK(1.0, warmup=())):
+    for exchange in ("dense", GTopK(1.0)):
         pair = Pair("adagrad", chained=False, policy="wfbp", exchange=exchange, dtype=torch.float32)
         for mine, _ in pair.batches(range(5), ahead=True):
             stepped(mine, pair.model, pair.optimizers, 2)
@@ -336,7 +336,7 @@ def a_step_that_a_sparse_exchange_skips(rank: int) -> None:
     """For a gradient that is not finite, in whichever order the optimizers step."""
     for order in (1, -1):
         pair = Pair(
-            "sparse adam", chained=False, policy="wfbp", exchange=GTopK(0.3, warmup=()),
+            "sparse adam", chained=False, policy="wfbp", exchange=GTopK(0.3),
             dtype=torch.float32,
         )  # fmt: skip
         added = torch.zeros(1)

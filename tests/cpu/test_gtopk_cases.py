@@ -33,8 +33,8 @@ from linkweave.collectives import DataParallel
 
 pytestmark = pytest.mark.usefixtures("imported")
 case = Cases()
-FEW = GTopK(0.05, warmup=())
-WAYS = [GTopK(0.05, warmup=(), mode=mode, per=per)
+FEW = GTopK(0.05)
+WAYS = [GTopK(0.05, mode=mode, per=per)
         for mode, per in product(("gtopk", "topk"), ("bucket", "unit"))]  # fmt: skip
 
 
@@ -55,7 +55,7 @@ class Branches(nn.Module):
 @case
 def a_layer_that_one_rank_visits(rank: int) -> None:
     """What all send is averaged with zeros of the ranks that have no gradient; all decay."""
-    for spec in (ALL, GTopK(1.0, warmup=(), mode="gtopk", momentum="none")):
+    for spec in (ALL, GTopK(1.0, mode="gtopk", momentum="none")):
         found = []
         for exchange in ("dense", spec):
             mine = Training(exchange, make=Branches, lr=0.1, momentum=0.9, weight_decay=0.3)
@@ -70,7 +70,7 @@ def a_layer_that_one_rank_visits(rank: int) -> None:
 def a_layer_that_no_rank_visits(rank: int) -> None:
     """Ranks do not learn that none has a gradient: it is zero."""
     for optimizer in (lambda p: SGD(p, 0.1, momentum=0.9), adamw):
-        spec = FEW if optimizer is not adamw else GTopK(0.05, warmup=(), momentum="none")
+        spec = FEW if optimizer is not adamw else GTopK(0.05, momentum="none")
         mine = Training(spec, optimizer, make=partial(Branches, False))
         before = copied(mine.inner.state_dict())
         mine.steps(0, 1, 2)
@@ -137,7 +137,7 @@ def channels_last(rank: int) -> None:
 
     want = Training("dense", make=cnn, lr=0.1, momentum=0.9).steps(0, 1, 2).close()
     assert apart(Training(ALL, make=cnn, lr=0.1, momentum=0.9).steps(0, 1, 2).close(), want) < 1e-6
-    entries = GTopK(1.0, warmup=(), mode="gtopk")  # velocities are cleared, which 0 does not mind
+    entries = GTopK(1.0, mode="gtopk")  # velocities are cleared, which 0 does not mind
     want = Training("dense", make=cnn, lr=0.1).steps(0, 1, 2).close()
     assert apart(Training(entries, make=cnn, lr=0.1).steps(0, 1, 2).close(), want) < 1e-6
 
@@ -155,7 +155,7 @@ def dtypes(rank: int) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.last(self.norm(self.first(x.flatten(1).bfloat16()).float()).tanh())
 
-    for spec in (FEW, ALL, GTopK(0.05, warmup=(), momentum="none", per="unit", mode="topk")):
+    for spec in (FEW, ALL, GTopK(0.05, momentum="none", per="unit", mode="topk")):
         mine = Training(spec, make=Mixed, lr=0.1, momentum=0.5).steps(0, 1, 2, 3)
         assert {kept.residual.dtype for kept in mine.sparse._kept} == {torch.float32}
         assert {op.buffer for op in mine.model.program.ops} == {0, 1}
@@ -188,7 +188,7 @@ def gradients_are_accumulated(rank: int) -> None:
 @case
 def clipping(rank: int) -> None:
     """The norm is that of what has arrived."""
-    for spec in (GTopK(1.0, warmup=(), momentum="none"), *WAYS):
+    for spec in (GTopK(1.0, momentum="none"), *WAYS):
         mine = Training(spec, lr=0.1)
         norms: list[torch.Tensor] = []
 
@@ -219,7 +219,7 @@ def no_gradients_at_step(rank: int) -> None:
 
 @case
 def two_steps_with_the_same_gradients(rank: int) -> None:
-    for spec in (ALL, GTopK(1.0, warmup=(), mode="gtopk"), *WAYS):
+    for spec in (ALL, GTopK(1.0, mode="gtopk"), *WAYS):
         mine = Training(spec, lr=0.25).steps(0)
         states = [copied(mine.model.state_dict())]
         mine.backward(1)

@@ -211,15 +211,13 @@ def test_the_fastest_mode_is_chosen() -> None:
 
 
 # ---- what users choose ---------------------------------------------------------------------------
-def test_densities_and_rates_of_the_warm_up() -> None:
+def test_densities_of_the_warm_up() -> None:
     spec = GTopK(0.001, warmup=(0.25, 0.0725, 0.015, 0.004), epoch_steps=3)
     found = [spec.density_at(step) for step in range(15)]
     assert found == [0.25] * 3 + [0.0725] * 3 + [0.015] * 3 + [0.004] * 3 + [0.001] * 3
-    rates = [spec.rate_at(step) for step in range(18)]
-    assert rates == pytest.approx([0.2] * 3 + [0.4] * 3 + [0.6] * 3 + [0.8] * 3 + [1.0] * 6)
-    plain = GTopK(warmup=())
-    assert [plain.density_at(s) for s in (0, 10**9)] == [0.001] * 2
-    assert [plain.rate_at(s) for s in (0, 10**9)] == [1.0] * 2
+    higher = GTopK(0.1, warmup=(0.25, 0.0725), epoch_steps=3)
+    assert [higher.density_at(step) for step in range(9)] == [0.25] * 3 + [0.1] * 6
+    assert [GTopK().density_at(step) for step in (0, 10**9)] == [0.001] * 2
 
 
 @pytest.mark.parametrize(

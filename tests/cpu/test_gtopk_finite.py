@@ -130,7 +130,7 @@ def poison_case(momentum: str, shares: list[tuple[float, str]]) -> Callable[[int
     def body(rank: int) -> None:
         for density, mode in shares:
             for per, policy in (("bucket", "wfbp"), ("bucket", "ddp"), ("unit", "ddp")):
-                spec = GTopK(density, momentum, warmup=(), per=per, mode=mode)
+                spec = GTopK(density, momentum, per=per, mode=mode)
                 poisoned(spec, policy, rank)
 
     body.__name__ = f"gradients_that_are_not_finite_with_{momentum}"
@@ -144,7 +144,7 @@ case(poison_case("none", SHARES))
 @case
 def what_looks_at_gradients_sees_it(rank: int) -> None:
     """As after a dense average: the norm is NaN, and a scaler lowers its scale."""
-    for spec in (GTopK(0.05, "none", warmup=()), GTopK(1.0, "none", warmup=())):
+    for spec in (GTopK(0.05, "none"), GTopK(1.0, "none")):
         mine = Poisoned(spec, lr=0.1).steps(0)
         mine.poison = {"3.weight": float("nan")} if rank else {}
         mine.optimizer.zero_grad()

@@ -64,8 +64,8 @@ def test_top_k() -> None:
 
 def test_training() -> None:
     for file, what in (
-        ("vgg11-4x1", "a step of VGG-11, 4 hosts"),
-        ("resnet18-4x2", "a step of ResNet-18, 4 hosts x 2 ranks"),
+        ("vgg11-4x1", "a step of VGG-11, 4 hosts, `chained=True`"),
+        ("resnet18-4x2", "a step of ResNet-18, 4 hosts x 2 ranks, `chained=True`"),
     ):
         (row,) = rows(f"train-{file}-1gbit", "model").values()
         bound = 1e3 * 2 * (1 - 1 / 4) * row["nbytes"] / NIC  # each host's share, in and out
