@@ -206,6 +206,7 @@ def _train(
     with collectives.DataParallel(
         model, optimizer, schedule=schedule, exchange=exchange, group=group
     ) as trained:
+        trained.record_steps(save is not None)
         seconds = median_step(trained, optimizer, [x] * (steps + 2))
         trained.finish()
         if save:

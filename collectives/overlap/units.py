@@ -7,7 +7,7 @@ module's backward pass, and its parameters must be final before its module's for
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,9 @@ from linkweave.collectives.errors import CollectiveError
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+Gates = list[tuple[str, list[str]]]
+"""Modules by name, each with the names of its parameters."""
 
 ALIGN = 16
 """Bytes: where parameters begin in a unit, so that vector instructions can load them."""
@@ -33,13 +36,18 @@ class Unit:
     def name(self) -> str:
         return self.gate or "the model"
 
+    @cached_property
+    def made(self) -> tuple[torch.dtype, torch.device]:
+        """Of the parameters, when they were first asked for."""
+        return self.parameters[0].dtype, self.parameters[0].device
+
     @property
     def dtype(self) -> torch.dtype:
-        return self.parameters[0].dtype
+        return self.made[0]
 
     @property
     def device(self) -> torch.device:
-        return self.parameters[0].device
+        return self.made[1]
 
     def offsets(self) -> tuple[int, ...]:
         """The element at which each parameter begins in the unit, and where the unit ends.
@@ -127,7 +135,7 @@ class Recorder:
             if (name := self._names.get(id(tensor))) is not None:
                 self._gates.setdefault(name, self._running[-1])
 
-    def gates(self) -> list[tuple[str, list[str]]]:
+    def gates(self) -> Gates:
         """Modules in the order of the forward pass, each with the names of its parameters.
 
         Parameters that no function of torch took are those of their own module, if it was called.
@@ -143,11 +151,13 @@ class Recorder:
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
-    """The tensors in nested lists, tuples and dictionaries."""
+    """The tensors in nested lists, tuples, dictionaries and dataclasses."""
     import torch
 
     if isinstance(value, torch.Tensor):
         yield value
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from tensors_in([getattr(value, field.name, None) for field in fields(value)])
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
@@ -156,7 +166,7 @@ def tensors_in(value: Any) -> Iterator[Any]:
             yield from tensors_in(item)
 
 
-def units_of(model: nn.Module, gates: list[tuple[str, list[str]]]) -> list[Unit]:
+def units_of(model: nn.Module, gates: Gates) -> list[Unit]:
     """The units of `Recorder.gates`; a module whose parameters differ in dtype or device has
     several. Raises CollectiveError for sparse or complex parameters."""
     parameters = dict(model.named_parameters())

@@ -6,21 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap import POLICIES, Schedule
+from linkweave.collectives.training.engine import Engine
 from linkweave.collectives.training.gtopk import GTopK
+from linkweave.collectives.training.hooks import Hook
+from linkweave.collectives.training.momentum import groups_of
+from linkweave.collectives.training.sharded_embedding import ShardedEmbedding
 from linkweave.collectives.training.transport import Transport, parted
 from linkweave.topology.checks import shown
-
-
-def compiled(module: nn.Module) -> bool:
-    """Whether a part is compiled, so that hooks before its layers would not run."""
-    return any(
-        type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None
-        for part in module.modules()
-    )
 
 
 def refuse(module: Any, optimizers: Sequence[Any], schedule: Any, exchange: Any) -> None:
@@ -34,17 +31,21 @@ def refuse(module: Any, optimizers: Sequence[Any], schedule: Any, exchange: Any)
             raise CollectiveError(
                 f"optimizer must be a torch.optim.Optimizer, not {shown(optimizer)}"
             )
-        if hasattr(type(optimizer), "watcher"):
-            raise CollectiveError("another DataParallel uses this optimizer: close that one first")
+        if not type(optimizer).__module__.startswith("torch.") and isinstance(
+            getattr(optimizer, "optimizer", None), torch.optim.Optimizer
+        ):
+            raise CollectiveError(
+                f"{type(optimizer).__name__} wraps an optimizer: pass DataParallel the one inside"
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise CollectiveError(
+                "LBFGS evaluates the loss of a rank's own batch several times a step, so that "
+                "ranks would part: take another optimizer"
+            )
     for kind, instead in _ELSEWHERE.items():
         for part in module.modules():
             if kind in (base.__name__ for base in type(part).__mro__):
                 raise CollectiveError(f"{kind} averages gradients itself: {instead}")
-    if isinstance(optimizers[0], torch.optim.LBFGS):
-        raise CollectiveError(
-            "LBFGS evaluates the loss of a rank's own batch several times a step, so that ranks "
-            "would part: take another optimizer"
-        )
     if not isinstance(schedule, Schedule) and schedule not in ("auto", *POLICIES):
         known = ", ".join(["auto", *POLICIES])
         raise CollectiveError(
@@ -71,6 +72,57 @@ def compare_exchanges(transport: Transport, exchange: Any) -> None:
         )
 
 
+def refuse_optimizers(
+    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], exchange: Any
+) -> None:
+    """Raise CollectiveError for a module and optimizers that cannot train on several ranks."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise CollectiveError(
+                f"parameter {name} has no shape yet: make a forward pass before DataParallel"
+            )
+        if any(base.__name__ == "DTensor" for base in type(parameter.data).__mro__):
+            raise CollectiveError(
+                f"parameter {name} is a DTensor, which is divided between ranks already"
+            )
+    for name, parameter in module.named_parameters():
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        if any(isinstance(hook, Hook) and hook.of(Engine) for hook in hooks.values()):
+            raise CollectiveError(
+                f"another DataParallel trains {name}: close that one first, or wrap one module "
+                "that contains both"
+            )
+    if not dist.is_initialized():
+        for name, part in module.named_modules():
+            if isinstance(part, nn.SyncBatchNorm):
+                raise CollectiveError(
+                    f"{name} is a SyncBatchNorm, which needs torch.distributed: call "
+                    "torch.distributed.init_process_group('linkweave') first"
+                )
+    mine = {id(p) for p in module.parameters()}
+    for optimizer in optimizers:
+        groups = groups_of(optimizer)
+        if mine and not any(id(p) in mine for group in groups for p in group["params"]):
+            raise CollectiveError(
+                f"the optimizer {type(optimizer).__name__} has none of the module's parameters, so "
+                "that it would not train it: construct it with module.parameters()"
+            )
+    if isinstance(exchange, GTopK) and exchange.momentum == "correction":
+        stepper = getattr(type(optimizers[0]), "stepper", None)
+        if stepper is not None or not _rows_only(module, optimizers[1:]):
+            raise CollectiveError(
+                "momentum='correction' takes over the momentum of one optimizer that trains one "
+                "model: pass momentum='none'"
+            )
+
+
+def _rows_only(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    """Whether these train sharded embeddings alone."""
+    rows = {id(part.weight) for part in module.modules() if isinstance(part, ShardedEmbedding)}
+    groups = (group for optimizer in optimizers for group in groups_of(optimizer))
+    return all(id(p) in rows for group in groups for p in group["params"])
+
+
 def copy_from_rank_0(transport: Transport, module: nn.Module, without: set[int]) -> None:
     """Copy rank 0's parameters, but those `without`, and buffers. Raises CollectiveError unless all
     ranks have them."""
@@ -82,8 +134,28 @@ def copy_from_rank_0(transport: Transport, module: nn.Module, without: set[int])
             f"ranks 0 and {other} have different models: this rank's has {len(names)} "
             f"parameters and buffers, the first {names[:1]}, the last {names[-1:]}"
         )
+    _send(transport, [tensor for tensor in tensors.values() if tensor.layout is torch.strided])
+
+
+def send_buffers(transport: Transport, module: nn.Module) -> None:
+    """Copy rank 0's buffers to all ranks."""
+    _send(transport, [x for x in module.buffers() if x.layout is torch.strided])
+
+
+def _send(transport: Transport, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy rank 0's tensors, of any dtype, to all ranks, by one broadcast a device."""
+    devices: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            devices.setdefault(tensor.device, []).append(tensor)
     with torch.no_grad():
-        for tensor in tensors.values():
-            copied = tensor.detach().clone(memory_format=torch.contiguous_format)
-            transport.broadcast(copied)
-            tensor.copy_(copied)
+        for same in devices.values():
+            flat = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in same]
+            whole = torch.cat(flat)
+            transport.broadcast(whole)
+            if transport.rank:
+                for tensor, part in zip(
+                    same, torch.split(whole, [x.numel() for x in flat]), strict=True
+                ):
+                    found = part.clone() if part.storage_offset() % 16 else part
+                    tensor.copy_(found.view(tensor.dtype).view(tensor.shape))

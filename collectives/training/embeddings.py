@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.training.attach import attach, detach, result_of
 from linkweave.collectives.training.hooks import Hook, nothing
 from linkweave.collectives.training.row_optimizer import RowOptimizer
 from linkweave.collectives.training.row_schedule import RowSchedule
@@ -25,8 +24,7 @@ class Embeddings:
 
     def __init__(self) -> None:
         self.named: dict[str, ShardedEmbedding] = {}
-        self._rows: list[RowOptimizer] = []  # of each optimizer
-        self._attached: list[tuple[torch.optim.Optimizer, type]] = []
+        self._rows: dict[int, RowOptimizer] = {}  # by the identity of the optimizer
         self._handles: list[Any] = []
 
     def attach(
@@ -35,35 +33,30 @@ class Embeddings:
     ) -> None:  # fmt: skip
         """Take part in the steps of the optimizers.
 
-        The first one trains everything else, and may train embeddings as well; the others train
-        embeddings only. `before` is called before their states are read or loaded; `skips` tells
-        whether this step is to be left out.
+        `before` is called before their states are read or loaded; `skips` tells whether this step
+        is to be left out.
         """
         self._transport, self._skips = transport, skips
         self.named = embeddings_of(module)
         _compare(transport, self.named)
-        self._rows = [RowOptimizer(one, [*self.named.values()]) for one in optimizers]
+        self._rows = {id(one): RowOptimizer(one, [*self.named.values()]) for one in optimizers}
         for name, embedding in self.named.items():
             if embedding.schedule is None:
                 raise CollectiveError(f"ShardedEmbedding {name} is of one rank, or closed")
             embedding.schedule.lane.name = name
-            holders = sum(embedding in rows.embeddings for rows in self._rows)
+            holders = sum(embedding in rows.embeddings for rows in self._rows.values())
             if holders > 1 or (embedding.weight.requires_grad and not holders):
                 raise CollectiveError(
                     f"one optimizer must have the weight of ShardedEmbedding {name}, not {holders}"
                 )
-        for rows in self._rows[1:]:
-            rows.check_alone()
-        for i, (rows, optimizer) in enumerate(zip(self._rows, optimizers, strict=True)):
-            if rows.embeddings:
+        for optimizer in optimizers:
+            if (rows := self._rows[id(optimizer)]).embeddings:
                 self._handles += [
                     optimizer.register_state_dict_pre_hook(before),
                     optimizer.register_state_dict_post_hook(Hook(rows.add_state)),
                     optimizer.register_load_state_dict_pre_hook(before),
                     optimizer.register_load_state_dict_pre_hook(rows.take_state),
                 ]
-            if i:
-                self._attached.append((optimizer, attach(optimizer, _Steps(i, self))))
 
     @property
     def _schedules(self) -> list[RowSchedule]:
@@ -95,23 +88,24 @@ class Embeddings:
 
     def end_backward(self) -> None:
         for name, embedding in self.named.items():
-            held = any(embedding in rows.embeddings for rows in self._rows)
+            held = any(embedding in rows.embeddings for rows in self._rows.values())
             if embedding.schedule is not None and (held or not embedding.weight.requires_grad):
                 embedding.schedule.end_backward()
             elif embedding.schedule is not None:
                 embedding.schedule.fail(f"no optimizer has the weight of ShardedEmbedding {name}")
 
-    def step(self, number: int = 0) -> None:
-        """With the step of an optimizer, by its number. The optimizers step in any order."""
-        if self._skips():
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """With the step of an optimizer. The optimizers step in any order."""
+        if self._rows and self._skips():
             self.drop()
-        for rows in self._rows[number : number + 1]:
+        if rows := self._rows.get(id(optimizer)):
             rows.step()
 
-    def drop(self, number: int | None = None) -> None:
-        """Drop gradients that no step has applied: those of an optimizer, by its number, or all."""
-        for rows in self._rows if number is None else self._rows[number : number + 1]:
-            rows.drop()
+    def drop(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Drop gradients that no step has applied: those of an optimizer, or all."""
+        for identity, rows in self._rows.items():
+            if optimizer is None or identity == id(optimizer):
+                rows.drop()
 
     def finish(self) -> None:
         for schedule in self._schedules:
@@ -122,8 +116,6 @@ class Embeddings:
         self.listen(nothing)
         for handle in self._handles:
             handle.remove()
-        for optimizer, kind in self._attached:
-            detach(optimizer, kind)
 
     # ---- clipping ----------------------------------------------------------------------------
     def clip_grad_norm_(
@@ -144,27 +136,6 @@ class Embeddings:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         _scale(rows, max_norm, total)
         return total
-
-
-class _Steps:
-    """What the methods of an optimizer of embeddings call."""
-
-    def __init__(self, number: int, embeddings: Embeddings) -> None:
-        self._number, self._embeddings = number, embeddings
-
-    def step(self, closure: Any = None) -> Any:
-        loss = result_of(closure)
-        self._embeddings.step(self._number)
-        return loss
-
-    def drop(self) -> None:
-        self._embeddings.drop(self._number)
-
-    def synchronize(self) -> None:
-        """Options may be read at any time."""
-
-    def finish(self) -> None:
-        self._embeddings.finish()
 
 
 def _clip(parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:

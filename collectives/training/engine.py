@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -10,335 +12,583 @@ from torch import nn
 
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError
 from linkweave.collectives.overlap.clock import clock_of
-from linkweave.collectives.overlap.units import Unit, tensors_in
+from linkweave.collectives.overlap.units import Gates as Recorded
+from linkweave.collectives.overlap.units import Recorder, Unit, tensors_in
 from linkweave.collectives.training.arena import Arena
+from linkweave.collectives.training.chaining import Gates, fault_of_chaining
+from linkweave.collectives.training.compiling import compiling_by
+from linkweave.collectives.training.divergence import DivergenceCheck
 from linkweave.collectives.training.embeddings import Embeddings
-from linkweave.collectives.training.gradient_checks import fault_of
-from linkweave.collectives.training.gtopk import GTopK
+from linkweave.collectives.training.exchange import Exchange
+from linkweave.collectives.training.gradient_checks import (
+    CHANGED,
+    HOOKED,
+    LOCAL,
+    UNREACHED,
+    WRITTEN,
+    fault_of,
+)
 from linkweave.collectives.training.hooks import Hook
 from linkweave.collectives.training.lanes import Lanes, lanes_of
+from linkweave.collectives.training.layout import Layout
 from linkweave.collectives.training.program import Program, at_once
 from linkweave.collectives.training.ranges import profiled
-from linkweave.collectives.training.sparse_exchange import SparseExchange
-from linkweave.collectives.training.state import State
+from linkweave.collectives.training.states import TABLE, Event, State
 from linkweave.collectives.training.step_record import StepRecord
+from linkweave.collectives.training.stepping import Stepper
 from linkweave.collectives.training.transport import Transport
 from linkweave.collectives.training.update import Update
 
+FROZEN = 8
+"""Steps after which parameters that were frozen are no longer sent."""
+
 
 class Engine:
-    """Carries out a program for the units of a model, at first one all-reduce after the backward
-    pass. All ranks must have the same units, and make the same passes and steps."""
+    """Averages the gradients of a module over all ranks, and lets its optimizers go on with them.
+
+    Hooks on the parameters notice each backward pass. At the end of the first one, the module is
+    divided into units; from the next one on, gradients are sent as the program says. All ranks must
+    make the same backward passes that send, and the same steps. Forward passes send nothing.
+
+    exchange_of: makes the exchange for the units' arena. planner_of: makes what gives the engine
+    its programs (`before_step`); it may adopt one at once. after: called at the end of each
+    backward pass that has sent.
+    """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Unit], transport: Transport, update: Update,
-        exchange: GTopK | None = None, embeddings: Embeddings | None = None,
+        self, module: nn.Module, transport: Transport, embeddings: Embeddings, *,
+        flagged: bool, exchange_of: Callable[[Arena, Engine], Exchange],
+        planner_of: Callable[[Engine], Any], after: Callable[[], None], rebuilds: bool,
+        checks: bool,
     ) -> None:  # fmt: skip
-        self.units, self.transport, self.update = tuple(units), transport, update
-        self.embeddings = embeddings or Embeddings()
-        self.arena = Arena(units, transport.empty, flagged=exchange is None)
-        self.sparse: SparseExchange | None = None
-        if exchange:
-            self.sparse = SparseExchange(exchange, self.arena, transport, update.momentum)
-        self.program = self.first_program = at_once(self.arena.slots, [unit.name for unit in units])
-        device = units[0].device
-        self.clock = clock_of(device)
-        transport.open(1)
-        self.lanes = self._lanes()
-        self.record = StepRecord()
-        self.last_step: StepRecord | None = None
-        self.sends = True  # whether backward passes send gradients
+        self.module, self.transport, self.embeddings = module, transport, embeddings
+        self._flagged, self._exchange_of, self._planner_of = flagged, exchange_of, planner_of
+        self._after, self._rebuilds, self._checks = after, rebuilds, checks
+        self.steppers: list[Stepper] = []
         self.state = State.IDLE
-        self._begun = False  # whether this backward pass has accumulated a gradient
-        self._pending: set[int] = set()
+        self.sends = True
+        """Whether the backward pass of the last forward pass sends gradients."""
+        self.layouts = 1  # how many times the module's parameters were looked up
+        self._layout = Layout(module, embeddings.weights)
+        self._recorded: Recorded = []
+        self._begun: Any = None
+        self._compiled = self._layout.compiled
+        self._running = 0  # forward passes that have begun and not ended
+        self.clock = clock_of(next((p.device for p in self._layout.trained), torch.device("cpu")))
+        self._kept: dict[str, Any] | None = None  # of the exchange, as long as there is none
+        self.steps = 0  # backward passes that have sent
+        self.recording = False  # whether the moments of steps are taken down
+        self.last_step: StepRecord | None = None
+        self._unbuilt()
+        self._listen()
+
+    def _unbuilt(self) -> None:
+        """There are no units yet, or no more."""
+        self.units: tuple[Unit, ...] = ()
+        self.planner: Any = None
+        self._unit_of: dict[int, tuple[int, int]] = {}  # (unit, number in it), by identity
+        self._pending: dict[int, list[int]] = {}  # units to be updated: versions of parameters
         self._passed: set[int] = set()  # units that a forward pass has left pending
         self._left: list[int] = []  # parameters of each unit whose gradients are to come
+        self._frozen: tuple[int, list[bool]] = (0, [])
         self._version = 0
-        self._ends = False  # whether `_end_backward` will be called
         self._arrived: Any = None  # when the last bytes of the unit last awaited arrived
-        self._gates: dict[nn.Module, list[int]] = {}
-        self._handles: list[Any] = []
-        self._install(model)
+        self.record = StepRecord()
+
+    @property
+    def dense_steppers(self) -> list[Stepper]:
+        """Those of optimizers that do not train sharded embeddings alone."""
+        rows = self.embeddings.weights
+        return [
+            stepper for stepper in self.steppers
+            if not rows.issuperset(id(p) for g in stepper.groups for p in g["params"])
+        ]  # fmt: skip
+
+    def _listen(self) -> None:
+        """Let the hooks be those of the parameters that are trained now."""
+        self._layout.hook(self._enter, self._accumulated)
         self.embeddings.listen(self._begin_rows)
 
-    def _install(self, model: nn.Module) -> None:
-        modules = dict(model.named_modules())
-        for index, unit in enumerate(self.units):
-            gates = {unit.gate, *(name.rpartition(".")[0] for name in unit.names)}
-            for gate in gates:
-                self._gates.setdefault(modules[gate], []).append(index)
-            parameter: Any
-            for i, parameter in enumerate(unit.parameters):
-                hook = self._hook(index, i)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-        parameters = [parameter for unit in self.units for parameter in unit.parameters]
-        self._handles.append(
-            torch.autograd.graph.register_multi_grad_hook(
-                parameters, lambda _: self._begin_backward(), mode="any"
-            )
-        )
-        for module in self._gates:
-            self._handles.append(module.register_forward_pre_hook(Hook(self._before)))
+    # ---- states ------------------------------------------------------------------------------
+    def _on(self, event: Event) -> None:
+        """Do what the table says, and go on to the state that follows."""
+        if found := TABLE.get((self.state, event)):
+            action, after = found
+            if action:
+                getattr(self, f"_{action}")()
+            self.state = after
 
-    def adopt(self, program: Program) -> None:
-        """Carry out another program from the next step on. All ranks must call it."""
-        self.finish()
-        self.transport.open(program.lanes)
-        self.lanes.close()
-        self.program = program
-        if self.sparse:
-            self.sparse.forget_layouts()
-        self.lanes = self._lanes()
-        self.record, self.last_step = StepRecord(), None  # those of the other program
+    def _broken(self) -> NoReturn:
+        self._fail("a backward pass ended with an error, so its gradients were not all sent")
 
-    def _lanes(self) -> Lanes:
-        return lanes_of(self.transport, self.arena, self.program, self.sparse, self.embeddings)
+    def _failed(self) -> None:
+        if self.units:
+            self.lanes.wait_all()  # raises what has ended the training
+        raise CollectiveAborted(f"rank {self.transport.rank}: the training has failed")
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        """What other ranks or lanes have to say may end the training."""
+        try:
+            return call()
+        except CollectiveError:
+            self.state = State.FAILED
+            raise
+
+    def _fail(self, why: str, cause: BaseException | None = None) -> NoReturn:
+        """End the training on all ranks. What this rank has found wins over what others say."""
+        self.state = State.FAILED
+        error = CollectiveAborted(f"rank {self.transport.rank}: {why}")
+        if self.units:
+            self.lanes.abort(error)
+        else:
+            self.transport.abort()
+        raise cause or error
 
     # ---- forward -----------------------------------------------------------------------------
-    def begin_forward(self) -> None:
-        """Before the model's forward pass."""
-        self._check()
-        self._ends = False
-        if self.state is State.SENDING:  # no step: gradients are accumulated, or dropped
-            self.synchronize()
-
-    def end_forward(self, result: Any) -> None:
-        """After the model's forward pass, with what it returned."""
+    def forward(self, sends: bool, callback: Any, args: Any, kwargs: Any) -> Any:
+        """The model's forward pass, whose backward pass `sends` gradients; compiled by a callback
+        of torch.compile, if there is one."""
+        if self.state in (State.BACKWARD, State.COLLECTING):
+            self._broken()
+        if self.state is State.FAILED:
+            self._failed()
+        self.sends = sends
+        self.embeddings.set_sends(sends)
+        self.synchronize()  # no step: gradients are accumulated, or dropped
+        if self._layout.changed():
+            self._changed()
+        self._compiled = self._layout.compiled or callable(callback)
+        if self._compiled and self.units and self.program.chained:
+            self._fail(f"schedule {self.program.policy} is chained, but {self.fault_of_chaining()}")
+        if self.recording:
+            self.record.reached.clear()
+            self.record.forward.clear()
+        self._running += 1
+        known = self.units or self._recorded or self._compiled
+        watch = nullcontext() if known else Recorder(self.module, self.embeddings.weights)
+        try:
+            with watch as recorder, compiling_by(callback):
+                result = self.module(*args, **kwargs)
+        finally:
+            self._running -= 1
+        if recorder:
+            self._recorded = recorder.gates()
         for tensor in tensors_in(result):
             if tensor.grad_fn is not None:  # hooks on a leaf would stay
-                tensor.register_hook(lambda _: self._enter_backward())
-        self.record.forward_end = self.clock.now()
-        self._passed = self._pending.copy()
+                tensor.register_hook(Hook(self._enter))
+        if self.recording:
+            self.record.forward_end = self.clock.now()
+        self._passed = {*self._pending}
+        return result
 
-    def _before(self, module: nn.Module, _: Any) -> None:
-        """Before the forward pass of a module: its parameters must be final."""
-        if self.state is State.BACKWARD:  # activations are being computed again
+    def _changed(self) -> None:
+        """Parameters were added, converted or thawed since the last forward pass."""
+        self.layouts += 1
+        self._listen()
+        frozen = any(not p.requires_grad for unit in self.units for p in unit.parameters)
+        if self.units and (not self._layout.fits(self.units) or (frozen and not self._flagged)):
+            self._retire()  # without flags, what a residual has of a frozen parameter would be sent
+
+    def _retire(self) -> None:
+        """Make units anew after the next backward pass."""
+        self.finish()
+        self._kept = self.exchange.state_dict(self._kept)
+        self.lanes.close()
+        self._gates.close()
+        self._recorded = []
+        self._unbuilt()
+        self._layout.unhook()
+        self._listen()
+
+    def _before(self, index: int) -> None:
+        """Before the forward pass of a module that uses a unit, which must be final."""
+        if self.state in (State.BACKWARD, State.COLLECTING):  # activations are computed again
             return
-        record = self.record
-        for index in self._gates[module]:
-            record.reached.setdefault(index, self.clock.now())
-            if index in self._pending:
-                self._apply(index)
-                self._passed.discard(index)
-            record.forward.setdefault(index, self.clock.now())
+        recording = self.recording and torch.is_grad_enabled()
+        if recording:
+            self.record.reached.setdefault(index, self.clock.now())
+        self._update_unit(index)
+        if recording:
+            self.record.forward.setdefault(index, self.clock.now())
 
-    def _apply(self, index: int) -> None:
-        """Wait for a unit and update its parameters, as its gradients arrive."""
+    def _reach(self, parameter: Any) -> None:
+        """Before a parameter is read through its module."""
+        if not self._pending or (found := self._unit_of.get(id(parameter))) is None:
+            return
+        if self._running:
+            self._update_unit(found[0])
+        else:  # whoever reads one may change it, and then read others
+            self.finish()
+
+    def _update_unit(self, index: int) -> None:
+        """Wait for a unit that is pending and update its parameters, as its gradients arrive."""
+        if index not in self._pending:
+            return
         if self.arena.version != self._version:
-            self._abort("a gradient was changed after optimizer.step(), while it was being sent")
+            self._fail("a gradient was changed after optimizer.step(), while it was being sent")
         unit, arrivals = self.units[index], self._arrivals(index)
+        versions = self._pending[index]
+        for name, parameter, version in zip(unit.names, unit.parameters, versions, strict=True):
+            if parameter._version != version:
+                self._fail(WRITTEN.format(name))
         next(arrivals)  # with the flags, which tell whether there are gradients
-        self._pending.discard(index)
+        del self._pending[index]
         kept = [parameter.grad is not None for parameter in unit.parameters]
         try:
             with profiled(f"update {unit.name}"):
                 self.arena.show(index)
-                self.update.part(unit.parameters, arrivals)
+                self._stepper.update.part(unit.parameters, arrivals)
         except CollectiveError:
             raise
         except BaseException as error:  # parameters may differ from those of the other ranks
-            self._abort(f"{error!r} ended the update of {unit.name}", error)
-        for parameter, keep in zip(unit.parameters, kept, strict=True):
-            if not keep:  # zero_grad has been called since
-                parameter.grad = None
-        self.record.updates[index] = self._arrived, self.clock.now()
+            self._fail(f"{error!r} ended the update of {unit.name}", error)
+        for parameter in (p for p, keep in zip(unit.parameters, kept, strict=True) if not keep):
+            parameter.grad = None  # zero_grad has been called since
+        self._passed.discard(index)
+        if self.recording:
+            self.record.updates[index] = self._arrived, self.clock.now()
         if not self._pending:
-            self.state = State.IDLE
+            self.state = State.AVERAGED
 
     def _arrivals(self, index: int) -> Iterator[int]:
         """Wait for a unit, and yield the addresses before which its gradients have arrived."""
         base, flags = self.arena.address(index), self.units[index].flags_nbytes
         try:
             for nbytes in self.lanes.arrivals(index):
-                self._arrived = self.clock.now()
+                if self.recording:
+                    self._arrived = self.clock.now()
                 if nbytes >= flags:
                     yield base + nbytes
         except CollectiveError:
-            self.state = State.ABORTED
+            self.state = State.FAILED
             raise
 
     # ---- backward ----------------------------------------------------------------------------
-    def _enter_backward(self) -> None:
-        """Make sure that `_end_backward` is called at the end of this pass of autograd.
+    def _enter(self, *_: Any) -> None:
+        """Before the first gradient of a backward pass is accumulated.
 
-        Hooks of the model's results do so, as the first gradient may come in a pass inside this
-        one: that of a checkpoint.
+        Hooks of the model's results are the first to call it, as gradients may come in a pass
+        inside this one: that of a checkpoint.
         """
-        if not self._ends:
-            self._ends = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _begin_backward(self) -> None:
-        """Before the first gradient of a backward pass is accumulated."""
-        if self.state is State.BACKWARD:  # of a checkpoint, inside another one
+        before = self.state
+        if (before, Event.ENTER) not in TABLE:
             return
-        self.synchronize()
-        self.finish()
+        try:
+            self._on(Event.ENTER)
+        except CollectiveError as error:  # what this rank finds wrong in the pass comes first
+            _at_end(partial(_raise, error))
+        else:
+            _at_end(partial(self._end, before))
+
+    def _begin(self) -> None:
+        """The first gradient has been accumulated: torch.autograd.grad accumulates none."""
         self._left = [len(unit.parameters) for unit in self.units]
-        self._begun = False
-        self.state = State.BACKWARD
-        self._enter_backward()
-
-    def _begin_step(self) -> None:
-        """Before the first gradient in the arena: torch.autograd.grad accumulates none."""
-        if self._begun:
+        if not (self.sends and self.units):
             return
-        self._begun = True
-        if self.sends:
-            last = self.record
-            last.sent = self.lanes.sent
-            self.record = StepRecord(last.forward_end or last.begun)
-            if last.ready:
-                self.last_step = last
-            if self.sparse:
-                self.sparse.begin()
-            self.lanes.begin()
+        last, begun = self.record, self.record.forward_end or self.record.begun
+        last.sent = self.lanes.sent
+        if last.ready and last.begun is not None:
+            self.last_step = last
+        self.planner.before_step()
+        self.record = StepRecord(begun)
+        self.exchange.begin()
+        self.lanes.begin()
+
+    def _gradient(self) -> None:
+        try:
+            self._on(Event.GRADIENT)
+        except CollectiveError as error:
+            self.state = State.FAILED
+            _at_end(partial(_raise, error))
 
     def _begin_rows(self) -> None:
         """In a backward pass that reaches rows of embeddings, and maybe no other parameter."""
-        self._begin_backward()
-        self._begin_step()
+        self._enter()
+        self._gradient()
 
-    def _hook(self, index: int, i: int) -> Callable[[Any], None]:
-        """What follows the accumulation of a parameter's gradient."""
-
-        def accumulated(_: Any) -> None:
-            self._begin_step()
-            self._check_gradient(index, i)
-            self._left[index] -= 1
-            if not self._left[index] and self.sends:
-                self._collected(index)
-
-        return accumulated
-
-    def _check_gradient(self, index: int, i: int) -> None:
-        """Raise for a gradient that cannot be averaged, or comes after its unit was sent."""
-        unit = self.units[index]
-        gradient: Any = unit.parameters[i].grad
-        sent = not self._left[index] and self.sends
+    def _accumulated(self, parameter: Any) -> None:
+        """After the accumulation of a parameter's gradient."""
+        if self.state is not State.COLLECTING:
+            self._gradient()
+        if len(parameter._post_accumulate_grad_hooks) > 1:
+            self._fail(HOOKED.format(self._name_of(parameter)))
+        if (found := self._unit_of.get(id(parameter))) is None or not self._left:
+            if fault := fault_of(parameter.grad, self._name_of(parameter)):
+                self._fail(fault)
+            return
+        index, i = found
+        unit, left = self.units[index], self._left[index]
+        sent = not left and self.sends
         stale = index in self._passed
-        if fault := fault_of(gradient, unit.names[i], unit.name, stale, sent):
-            self._abort(fault)
+        if fault := fault_of(parameter.grad, unit.names[i], unit.name, stale, sent):
+            self._fail(fault)
+        self._left[index] = left - 1
+        if left == 1 and self.sends and self.state is State.COLLECTING:
+            self._collected(index)
+
+    def _name_of(self, parameter: Any) -> str:
+        names = (name for name, p in self.module.named_parameters() if p is parameter)
+        return f"parameter {next(names, '')}"
 
     def _collected(self, index: int) -> None:
         self.arena.collect(index)
-        if self.sparse:
-            self.sparse.collected(index)
-        self.record.ready[index] = self.clock.now()
+        self.exchange.collected(index)
+        if self.recording:
+            self.record.ready[index] = self.clock.now()
         self.lanes.ready(index)
 
-    def _end_backward(self) -> None:
-        self._ends = False
-        if self.state is not State.BACKWARD:  # it has reached no parameter
-            return
-        if self._begun:
+    def _end(self, before: State) -> None:
+        """At the end of a backward pass that was in state `before` when it began."""
+        if self.state is State.BACKWARD:
+            resting = State.AVERAGED if before in (State.SENDING, State.PENDING) else before
+            trained = [p for p in self._layout.parameters if p.requires_grad]
+            if trained and all(p.grad is None for p in trained):
+                self._on(Event.EMPTY)
+            else:  # of torch.autograd.grad, or of a part that is frozen
+                self.state = resting
+        elif self.state is State.COLLECTING:
             self.embeddings.end_backward()
-        if not (self.sends and self._begun):
-            self.state = State.IDLE
+            if self.sends:
+                self._guarded(self._send)
+            else:
+                self._on(Event.KEPT)
+
+    def _send(self) -> None:
+        """Send what is left, and wait for it unless the program is chained."""
+        if not self.units:
+            self._build()
+        if not self.units:  # all parameters are those of embeddings
+            self._on(Event.SENT)
+            self.state = State.AVERAGED
             return
-        self.record.backward_end = self.clock.now()
+        if self.recording:
+            self.record.backward_end = self.clock.now()
         for index, left in enumerate(self._left):
             if left:
                 self._collected(index)
         self._version = self.arena.version
         self._passed = set()
-        self.state = State.SENDING
+        self._on(Event.SENT)
         if not self.program.chained:
-            self.synchronize()
+            self._arrive_unchanged()
+            self.state = State.AVERAGED
+        self.steps += 1
+        if self._checks:
+            self._check.step(self.steps)
+        self._after()
+        self._count_frozen()
 
-    def synchronize(self) -> None:
-        """Wait until gradients under way are averaged, as they are after a backward pass of DDP."""
-        if self.state is State.SENDING:
-            self._check_unchanged()
-            self._await(self.lanes.wait_all)
-            if self.sparse:
-                self.sparse.settle()
-            for index in range(len(self.units)):
-                self.arena.show(index)
-            self.state = State.IDLE
+    def _count_frozen(self) -> None:
+        """Make units anew once parameters have been frozen for some steps."""
+        if self._rebuilds:
+            now = [p.requires_grad for unit in self.units for p in unit.parameters]
+            count, known = self._frozen
+            self._frozen = (count + 1 if now == known else 0), now
+            if count == FROZEN and not all(now):
+                self._retire()
 
-    def _unchanged(self) -> bool:
+    def _arrive(self) -> None:
+        """Wait until gradients under way are averages."""
+        self._check_unchanged()
+        self._arrive_unchanged()
+
+    def _arrive_unchanged(self) -> None:
+        self._guarded(self.lanes.wait_all)
+        self.exchange.settle()
+        for index in range(len(self.units)):
+            self.arena.show(index)
+
+    def unchanged(self) -> bool:
+        """Whether gradients are what has been collected, or has arrived since."""
         return self.arena.version == self._version and self.arena.holds_all()
 
     def _check_unchanged(self) -> None:
         """Raise if gradients were changed after the backward pass, while they were being sent."""
-        if not self._unchanged():
-            self._abort(
-                "gradients were changed between backward() and step(), while they were being "
-                "averaged: call clip_grad_norm_ of DataParallel in place of torch's, or its "
-                "synchronize() before you change gradients"
+        if not self.unchanged():
+            self._fail(CHANGED)
+
+    # ---- building ----------------------------------------------------------------------------
+    def _build(self) -> None:
+        """Divide the module into units, and send the gradients of this pass at once. All ranks must
+        call it; rank 0's forward pass counts."""
+        self._layout.changed()
+        units = self._layout.units(self._recorded, self.transport)
+        if not units:
+            return
+        self.arena = Arena(units, self.transport.empty, flagged=self._flagged)
+        self.exchange = self._exchange_of(self.arena, self)
+        self.clock = clock_of(units[0].device)
+        self.first_program = at_once(self.arena.slots, [unit.name for unit in units])
+        self.transport.open(1)
+        self.program = self.first_program
+        self.lanes = self._lanes()
+        self.units = tuple(units)
+        for index, unit in enumerate(units):
+            for i, parameter in enumerate(unit.parameters):
+                self._unit_of[id(parameter)] = index, i
+        self._left = [len(unit.parameters) for unit in units]
+        self._gates = Gates(self.module, units, self._before, self._reach)
+        self._check = DivergenceCheck(units, self.transport)
+        begun = self.record.forward_end
+        self.planner = self._planner_of(self)
+        self.record, self.last_step = StepRecord(begun), None
+        self.exchange.load(self._kept)
+        self.exchange.begin()
+        self.lanes.begin()
+
+    def adopt(self, program: Program) -> None:
+        """Carry out another program from the next step on. All ranks must call it."""
+        if program.chained and (why := self.fault_of_chaining()):
+            raise CollectiveError(
+                f"schedule {program.policy} is chained with the next forward pass, which this "
+                f"training cannot be: {why}. Take a schedule that is not chained"
             )
+        if self.state is State.PENDING:
+            self.finish()
+        self.transport.open(program.lanes)
+        self.lanes.close()
+        self.program = program
+        self.exchange.adopted()
+        self.lanes = self._lanes()
+        self._set_gates()
+        self.record, self.last_step = StepRecord(), None  # those of the other program
+
+    def fault_of_chaining(self) -> str:
+        """Why the training cannot be chained; empty if it can."""
+        return fault_of_chaining(self._compiled, self.dense_steppers, self.units)
+
+    def _lanes(self) -> Lanes:
+        return lanes_of(self.transport, self.arena, self.program, self.exchange, self.embeddings)
+
+    def record_steps(self, recording: bool) -> None:
+        """Take down the moments of the next steps, or no more."""
+        self.recording = recording
+        if self.units:
+            self.record = StepRecord()
+            self._set_gates()
+
+    def _set_gates(self) -> None:
+        """Wait before layers, if they may be pending; or note when they are reached."""
+        self._gates.close()
+        if self.program.chained or (self.recording and not self._compiled):
+            self._gates.open(guard=self.program.chained)
+
+    def train(self, mode: bool) -> None:
+        """Training or evaluation begins: in the latter nothing need wait until the next step."""
+        self.finish()
+        if self.units and mode:
+            self._set_gates()
+        elif self.units:
+            self._gates.close()
 
     # ---- step --------------------------------------------------------------------------------
-    def step(self, plain: Callable[[], Any]) -> Any:
-        """The optimizer's step, or its beginning; `plain` is the optimizer's own."""
-        self._check()
-        begun = self.clock.now()
-        if self.sparse and self.sparse.bad:  # some rank had a gradient that is not finite
-            self.sparse.bad = ()
-        elif not self.update.separable:
+    def before_step(self, stepper: Stepper) -> bool:
+        """An optimizer's `step` is called. Returns whether it is put off: each unit is updated
+        before its next use."""
+        if stepper not in self.dense_steppers:
+            self.embeddings.step(stepper.optimizer)
+            return True
+        if self.state is State.SENDING and not stepper.update.separable:
             self.synchronize()
-            self.finish()
-            plain()
-        elif self.state is State.SENDING:
-            self._check_unchanged()
-            self.update.snapshot()
-            self.state = State.PENDING
-            self._pending = set(range(len(self.units)))
-            self._passed = set()
-            with torch.no_grad():
-                self.update.rest(self.units)
-        else:
-            self.finish()
-            self.update.snapshot()
-            with torch.no_grad():
-                for unit in () if self._by_entries() else self.units:
-                    with profiled(f"update {unit.name}"):
-                        self.update.part(unit.parameters)
-                self.update.rest(self.units)
-        self.record.step = begun, self.clock.now()
+        self._stepper = stepper
+        self._begun = self.clock.now() if self.recording and self.units else None
+        self._on(Event.STEP)
+        later = self.state is State.PENDING
+        self.embeddings.step(stepper.optimizer)
+        return later
 
-    def _by_entries(self) -> bool:
-        """Update by the entries that have arrived, if they are all that gradients hold."""
-        return self.sparse is not None and self._unchanged() and self.sparse.apply(self.update)
+    def after_step(self) -> None:
+        if self._begun is not None:  # of an optimizer of the dense parameters
+            self.record.step = self._begun, self.clock.now()
+
+    @property
+    def skips(self) -> bool:
+        """Whether the step is to be left out, as gradients are not finite."""
+        return bool(self.units) and self.exchange.skips
+
+    def apply(self, update: Update) -> bool:
+        """Update the parameters as the exchange does it, if it does."""
+        return bool(self.units) and self.unchanged() and self.exchange.apply(update)
+
+    def _defer(self) -> None:
+        """Put the step off: updates take what the optimizer's options are now."""
+        self._check_unchanged()
+        update = self._stepper.update
+        update.snapshot()
+        self._gates.open(guard=True)  # evaluation may have closed them
+        self._pending = {
+            index: [parameter._version for parameter in unit.parameters]
+            for index, unit in enumerate(self.units)
+        }
+        self._passed = set()
+        with torch.no_grad():
+            update.rest(self.units)
+
+    def _compare(self) -> None:
+        """Raise for a step whose gradients were not averaged."""
+        local = self.state is State.LOCAL
+        why = "are those of a pass in no_sync()" if local else "were not made by a backward pass"
+        for parameter in self._layout.trained:
+            if parameter.grad is not None and bool(parameter.grad.any()):
+                self._fail(LOCAL.format(self._name_of(parameter), why))
+
+    def _refuse(self) -> NoReturn:
+        self._fail(UNREACHED)
+
+    # ---- waiting -----------------------------------------------------------------------------
+    def synchronize(self) -> None:
+        """Wait until gradients under way are averages, as after a backward pass of DDP."""
+        if self.state is State.SENDING:
+            self._on(Event.SYNCHRONIZE)
 
     def finish(self) -> None:
-        """Update all parameters whose update is pending; the arena may be written to then."""
-        self._check()
+        """Wait until all parameters are final and nothing is under way."""
+        if self.state is not State.CLOSED:
+            self._on(Event.FINISH)
+            self.embeddings.finish()
+
+    def _update(self) -> None:
+        """Update all units that are pending; the arena may be written to then."""
         for index in sorted(self._pending):
-            self._apply(index)
-        self._await(self.lanes.wait_all)  # of a gradient queue, others may still read our part
+            self._update_unit(index)
+        self._drain()
 
-    # ---- errors and the end ------------------------------------------------------------------
-    def _check(self) -> None:
-        if self.state is State.BACKWARD:
-            self._abort("a backward pass ended with an error, so its gradients were not all sent")
-        if self.state is State.ABORTED:
-            self.lanes.wait_all()  # raises what has ended the training
+    def _drain(self) -> None:
+        if self.units:  # of a queue, others may still read our part
+            self._guarded(self.lanes.wait_all)
 
-    def _await(self, wait: Callable[[], None]) -> None:
-        try:
-            wait()
-        except CollectiveError:
-            self.state = State.ABORTED
-            raise
+    def exchange_state(self) -> dict[str, Any] | None:
+        """What the exchange must keep to go on."""
+        if self.units:
+            self._kept = self.exchange.state_dict(self._kept)
+        return self._kept
 
-    def _abort(self, why: str, cause: BaseException | None = None) -> NoReturn:
-        self.state = State.ABORTED
-        error = CollectiveAborted(f"rank {self.transport.rank}: {why}")
-        self.lanes.abort(error)
-        raise cause or error
+    def load_exchange(self, state: dict[str, Any] | None) -> None:
+        """Go on from such a state."""
+        self._kept = state
+        if self.units:
+            self.exchange.load(state)
 
-    def close(self) -> None:
+    def close(self, gives_back: bool = True) -> None:
         """Carry out what is pending, remove all hooks and end the lanes."""
         try:
-            if self.state is State.BACKWARD:
-                self._abort("training was closed in a backward pass")
-            if self.state is not State.ABORTED:
-                self.synchronize()
+            if self.state in (State.BACKWARD, State.COLLECTING):
+                self._fail("training was closed in a backward pass")
+            if self.state is not State.FAILED:
                 self.finish()
-                self.embeddings.finish()
+                if self.units and gives_back:
+                    self.exchange.give_back()
         finally:
-            for handle in self._handles:
-                handle.remove()
-            self.lanes.close()
+            self.state = State.CLOSED
+            self._layout.unhook()
+            if self.units:
+                self._gates.close()
+                self.lanes.close()
+
+
+_at_end: Any = torch.autograd.Variable._execution_engine.queue_callback
+"""Calls a function at the end of the backward pass."""
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error

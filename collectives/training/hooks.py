@@ -18,6 +18,11 @@ class Hook:
         if method := self._method():
             method(*args)
 
+    def of(self, kind: type) -> bool:
+        """Whether it calls a method of an object of this kind, which lives."""
+        method = self._method()
+        return isinstance(getattr(method, "__self__", None), kind)
+
     def __reduce__(self) -> Any:  # which copies call as well
         return _copied, ()
 

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.training.arena import Arena
 from linkweave.collectives.training.embeddings import Embeddings
+from linkweave.collectives.training.exchange import Exchange
 from linkweave.collectives.training.host_lanes import HostLanes
 from linkweave.collectives.training.program import Program
-from linkweave.collectives.training.sparse_exchange import SparseExchange
 from linkweave.collectives.training.stream_lanes import StreamLanes
 from linkweave.collectives.training.transport import Transport
 
@@ -42,7 +42,7 @@ class Lanes(Protocol):
 
 
 def lanes_of(
-    transport: Transport, arena: Arena, program: Program, sparse: SparseExchange | None,
+    transport: Transport, arena: Arena, program: Program, exchange: Exchange,
     embeddings: Embeddings,
 ) -> Lanes:  # fmt: skip
     """The lanes of a program, on the arena's device."""
@@ -53,4 +53,4 @@ def lanes_of(
                 f"ShardedEmbedding {names} is on the CPU: the other parameters must be as well"
             )
         return StreamLanes(transport, arena, program)
-    return HostLanes(transport, arena, program, sparse, embeddings)
+    return HostLanes(transport, arena, program, exchange, embeddings)

@@ -7,10 +7,20 @@ from typing import Any
 import torch
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.training.attach import groups_of, nesterov
 
 REPLACED = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
 """The options of SGD for gradients that have been corrected."""
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The optimizer's groups, without the wait for gradients of others who read them."""
+    groups: list[dict[str, Any]] = optimizer.__dict__["param_groups"]
+    return groups
+
+
+def nesterov(group: dict[str, Any]) -> bool:
+    """Whether a group of torch.optim.SGD has Nesterov's momentum, which 0 is not."""
+    return bool(group["nesterov"] and group["momentum"])
 
 
 class Momentum:

@@ -9,6 +9,8 @@ from dataclasses import asdict, replace
 from itertools import islice
 from statistics import fmean, median
 
+import torch
+
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap import Network, Profile, Schedule, plan
 from linkweave.collectives.overlap.passes import measured_pass, profile_of
@@ -22,7 +24,7 @@ from linkweave.collectives.training.finalists import (
     unchained,
     unstreamed,
 )
-from linkweave.collectives.training.measured_network import measure_network
+from linkweave.collectives.training.measured_network import Average, measure_network
 from linkweave.collectives.training.program import Program, program_of
 from linkweave.collectives.training.step_record import StepRecord
 from linkweave.collectives.training.transport import Transport, parted
@@ -37,74 +39,94 @@ LEFT = (3, 2, 2, 2)
 """How many finalists of "auto" are left after each round but the last, which leaves one. They take
 turns, as the speed of a machine drifts; the median of a finalist's turns counts."""
 TRIED = 6
-"""Steps of each whose records are taken in a round, without the first one's time. The record of a
-step comes one step later."""
-SETTLED_NAMED = WARM_UP + MEASURED + 1 + TRIED + 1
+"""Steps of each whose records are taken in a round, without the first one's time."""
+SETTLED_NAMED = 1 + WARM_UP + MEASURED + 1 + TRIED
 """Steps after which a policy given by its name has planned for the second time."""
-SETTLED = SETTLED_NAMED + (FINALISTS + sum(LEFT)) * (TRIED + 1)
+SETTLED = SETTLED_NAMED + (FINALISTS + sum(LEFT)) * TRIED
 """Steps after which "auto" has chosen among its finalists, at the latest."""
-CHECKED = 50
-"""Steps between two looks at whether times have changed."""
-DRIFT = 0.2
-"""By how much the median step time may change until the program is planned anew."""
 
 Steps = Generator[None, StepRecord, list[StepRecord]]
 
 
 class Planner:
-    """Gives an engine its program. All ranks call `before_pass` before each forward pass.
+    """Gives an engine its program. All ranks call `before_step` in each backward pass that sends.
 
     `schedule` is a Schedule, which is carried out from the first step on; the name of a policy,
     which plans once the times of some steps are known, and again with the times that the backward
     pass takes beside the communication so planned; or "auto". For "auto", the finalists then take
     turns, and the fastest stays, because computation and communication that share a processor slow
     each other down, each schedule in its own way. Rank 0 plans with the largest times of all ranks,
-    and all ranks carry out the same.
+    and all ranks carry out the same. Moments of steps are taken down until then, and no longer.
     """
 
     def __init__(self, schedule: str | Schedule, engine: Engine, chains: bool) -> None:
-        self._engine, self._chains = engine, chains and engine.sparse is None
+        self._engine, self._chains = engine, chains and not engine.exchange.whole
         self._last: StepRecord | None = None
         self.schedule: Schedule | None = None
         """What is carried out, with its predictions; None while times are being measured."""
+        self._going: Generator[None, StepRecord, None] | None = None
         if isinstance(schedule, Schedule):
             self._adopt(self._suited(schedule))
-        elif engine.sparse and schedule not in ("auto", *SPARSE):
+        elif engine.exchange.whole and schedule not in ("auto", *SPARSE):
             raise CollectiveError(
                 f"GTopK sends layers whole, with their neighbours: schedule must be auto or one of "
                 f"{', '.join(SPARSE)}, not {schedule}"
             )
-        self._going = None if isinstance(schedule, Schedule) else self._life(schedule)
-        if self._going:
+        else:
+            self._going = self._life(schedule)
+            self._recorded = engine.recording  # by the user, who goes on
+            engine.record_steps(True)
             next(self._going)
 
-    def before_pass(self) -> None:
+    def before_step(self) -> None:
         record = self._engine.last_step
         if self._going and record is not None and record is not self._last:
             self._last = record
-            self._going.send(record)
+            try:
+                self._going.send(record)
+            except StopIteration:
+                self._going = None
+                self._engine.record_steps(self._recorded)
 
     # ---- what happens over the steps ---------------------------------------------------------
     def _life(self, name: str) -> Generator[None, StepRecord, None]:
-        """Measure, plan, measure, plan, try, carry out; and again when times have changed."""
-        while True:
-            records = (yield from self._steps(WARM_UP + MEASURED))[WARM_UP:]
-            profile, network = self._measured(records)
-            usually = max(0.0, self._late(at_once(profile, network), records))
-            self._adopt(self._planned(name, profile, network, 0.0, 1)[0])
-            records = (yield from self._steps(TRIED))[1:]
-            profile = _beside(profile, self._slowest(_profile(self._engine, records)))
-            assert self.schedule is not None
-            late = self._late(replace(self.schedule, profile=profile), records) - usually
-            cost = max(0.0, late / len(self.schedule.communications))
-            tried = self._planned(name, profile, network, cost, FINALISTS)
-            best, usual = tried[0], 0.0
-            if len(tried) > 1:
-                best, usual = yield from self._trial(tried)
-            self._adopt(best)
-            yield from self._until_changed(usual)
-            self.schedule = None
-            self._engine.adopt(self._engine.first_program)
+        """Measure, plan, measure, plan, try, and let the best be carried out."""
+        records = (yield from self._steps(WARM_UP + MEASURED))[WARM_UP:]
+        profile, network = self._measured(records)
+        usually = max(0.0, self._late(at_once(profile, network), records))
+        self._adopt(self._planned(name, profile, network, 0.0, 1)[0])
+        records = (yield from self._steps(TRIED))[1:]
+        profile = _beside(profile, self._slowest(_profile(self._engine, records)))
+        assert self.schedule is not None
+        late = self._late(replace(self.schedule, profile=profile), records) - usually
+        cost = max(0.0, late / len(self.schedule.communications))
+        tried = self._planned(name, profile, network, cost, FINALISTS)
+        best = tried[0]
+        if len(tried) > 1:
+            best = yield from self._trial(tried)
+        self._adopt(best)
+        if name == "auto" and self._engine.transport.rank == 0:
+            self._tell(best, profile, network)
+
+    def _tell(self, best: Schedule, profile: Profile, network: Network) -> None:
+        """Log what "auto" keeps, and what chaining would save."""
+        ddp = plan(profile, network, "ddp").predicted_seconds
+        log.info(
+            "auto keeps %s%s, %d all-reduces: %.4g s a step predicted, DDP's buckets %.4g",
+            best.policy, ", chained" * best.chained, len(best.communications),
+            best.predicted_seconds, ddp,
+        )  # fmt: skip
+        if not (self._chains or self._engine.exchange.whole or self._engine.fault_of_chaining()):
+            saved = (
+                best.predicted_seconds
+                - plan(profile, network, "auto", limit_s=0.3).predicted_seconds
+            )
+            if saved > 0:
+                log.info(
+                    "chained=True would let steps go on beside the next forward pass: it is "
+                    "predicted to save %.3g s of a step, if nothing but the model's own modules "
+                    "reads parameters between step() and then", saved,
+                )  # fmt: skip
 
     def _steps(self, count: int) -> Steps:
         """The records of the next steps."""
@@ -113,8 +135,8 @@ class Planner:
             found.append((yield))
         return found
 
-    def _trial(self, tried: list[Schedule]) -> Generator[None, StepRecord, tuple[Schedule, float]]:
-        """The finalist with the shortest steps, and their seconds."""
+    def _trial(self, tried: list[Schedule]) -> Generator[None, StepRecord, Schedule]:
+        """The finalist with the shortest steps."""
         times: list[list[float]] = [[] for _ in tried]
         left = list(range(len(tried)))
         for count in (*LEFT, 1):
@@ -130,17 +152,7 @@ class Planner:
                     ", chained" * one.chained, len(one.communications), median(found),
                     one.predicted_seconds,
                 )  # fmt: skip
-        return tried[left[0]], median(times[left[0]])
-
-    def _until_changed(self, usual: float) -> Generator[None, StepRecord, None]:
-        """Go on until steps take DRIFT longer or shorter than is `usual`."""
-        while True:
-            records = yield from self._steps(CHECKED)
-            parts = range(0, CHECKED - 1, TRIED)
-            now = median(self._paces([records[first : first + TRIED] for first in parts]))
-            usual = usual or now
-            if abs(now / usual - 1) > DRIFT:
-                return
+        return tried[left[0]]
 
     def _paces(self, turns: list[list[StepRecord]]) -> list[float]:
         """The mean seconds of a step in each turn, over its records and all ranks; the same on all
@@ -159,19 +171,14 @@ class Planner:
     def _measured(self, records: list[StepRecord]) -> tuple[Profile, Network]:
         """The profile with the slowest rank's times, and the network as rank 0 measured it."""
         engine = self._engine
-        engine.finish()
-        largest = max(engine.arena.buffers, key=lambda buffer: buffer.nbytes)
-        sparse = engine.sparse
-        if sparse is None or sparse.spec.mode == "auto":
-            network = measure_network(engine.transport, largest, engine.transport.average)
-        if sparse:
-            if sparse.spec.mode == "auto":  # modes must be chosen alike, so by one rank's times
-                told = engine.transport.share(json.dumps(asdict(network)).encode())[0]
-                sparse.average_of.network = Network(**json.loads(told))
-            network = measure_network(engine.transport, largest, sparse.rehearse)
-            sparse.rehearsed()
-        told = engine.transport.share(json.dumps(asdict(network)).encode())[0]
-        return self._slowest(_profile(engine, records)), Network(**json.loads(told))
+
+        def measure(like: torch.Tensor, average: Average) -> Network:
+            found = measure_network(engine.transport, like, average)
+            told = engine.transport.share(json.dumps(asdict(found)).encode())[0]
+            return Network(**json.loads(told))
+
+        network = engine.exchange.network_of(measure)
+        return self._slowest(_profile(engine, records)), network
 
     def _slowest(self, mine: Profile) -> Profile:
         """The profile with the largest times of all ranks, as all must have what is sent."""
@@ -202,7 +209,7 @@ class Planner:
         if self._engine.transport.rank == 0:
             found: Iterable[Schedule]
             if name == "auto":
-                sparse = self._engine.sparse is not None
+                sparse = self._engine.exchange.whole
                 found = finalists(profile, network, cost, chains=self._chains, sparse=sparse)
             else:
                 found = [plan(profile, network, name)]
@@ -226,7 +233,7 @@ class Planner:
         engine = self._engine
         program = program_of(schedule, engine.arena.slots, [unit.name for unit in engine.units])
         _compare(engine.transport, program)
-        if engine.sparse:
+        if engine.exchange.whole:
             _check_whole(program)
         engine.adopt(program)
         self.schedule = schedule

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.training.attach import groups_of
+from linkweave.collectives.training.momentum import groups_of
 from linkweave.collectives.training.row_schedule import Apply
 from linkweave.collectives.training.sharded_embedding import ShardedEmbedding
 from linkweave.kernels import embedding as rows
@@ -35,16 +35,6 @@ class RowOptimizer:
         self._optimizer, self._kind = optimizer, type(optimizer)
         if self.embeddings:
             self._check()
-
-    def check_alone(self) -> None:
-        """Raise CollectiveError unless the optimizer has embeddings and nothing else."""
-        mine = {id(embedding.weight) for embedding in self.embeddings}
-        every = {id(p) for group in groups_of(self._optimizer) for p in group["params"]}
-        if not mine or every != mine:
-            raise CollectiveError(
-                f"optimizers after the first train ShardedEmbeddings only; {self._kind.__name__} "
-                f"has {len(mine)} of them and {len(every - mine)} other parameters"
-            )
 
     def _check(self) -> None:
         if self._kind not in KINDS:

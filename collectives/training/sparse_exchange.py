@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch.autograd.graph import increment_version
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.training.arena import Arena
+from linkweave.collectives.training.exchange import Arrived
 from linkweave.collectives.training.gtopk import GTopK
 from linkweave.collectives.training.momentum import Momentum
+from linkweave.collectives.training.packing import Packing
 from linkweave.collectives.training.program import Op
 from linkweave.collectives.training.sparse_average import Kept, Sent, SparseAverage
 from linkweave.collectives.training.transport import Transport
@@ -29,10 +32,14 @@ class SparseExchange:
     Residuals and velocities lie as gradients do in the arena. An op takes the gradients of its
     units out of the arena and leaves the averages there.
 
+    `Exchange` for a program whose ops have whole units.
+
     A gradient that is not finite is left out. The rank that has it sends NaN in place of the flag
     of its parameter, which no merge drops for a number: so all ranks learn that the step is to be
     skipped, and why. What they have sent then goes to the residual of rank 0.
     """
+
+    whole = True
 
     def __init__(
         self, spec: GTopK, arena: Arena, transport: Transport, momentum: Momentum | None
@@ -80,13 +87,17 @@ class SparseExchange:
                 if view is not None:  # zeros where this rank has no gradient, but others may
                     self._momentum.decay(parameter, view)
 
-    def average(self, op: Op) -> None:
+    def part(self, op: Op) -> Op:
+        return op
+
+    def carry_out(self, op: Op, packing: Packing, arrived: Arrived) -> None:
         """Carry out an op; blocks. A lane has one at a time."""
         x, kept = self._memory(op)
         counts = op.sizes(x.element_size()) if self.spec.per == "unit" else [x.numel()]
         density = self.spec.density_at(self.steps)
         marks = partial(self._flags, op)
         self._sent[op] = self.average_of(op.lane, x, kept, counts, density, marks)
+        arrived(op.spans)
 
     def settle(self) -> None:
         """After all ops of a step: if it is to be skipped, give back what was sent."""
@@ -177,11 +188,19 @@ class SparseExchange:
             for parameter, velocity in self._velocities:
                 self._momentum.give_back(parameter, velocity)
 
-    def forget_layouts(self) -> None:
-        """Another program is to be carried out."""
+    def adopted(self) -> None:
         self._layouts = {}
 
-    def rehearse(self, lane: int, x: torch.Tensor) -> None:
+    def network_of(self, measure: Callable[[torch.Tensor, Any], Any]) -> Any:
+        """The network of sparse exchanges; "auto" chooses its modes by that of dense ones."""
+        largest = max(self._arena.buffers, key=lambda buffer: buffer.nbytes)
+        if self.spec.mode == "auto":
+            self.average_of.network = measure(largest, self._transport.average)
+        found = measure(largest, self._rehearse)
+        self._rehearsed = {}
+        return found
+
+    def _rehearse(self, lane: int, x: torch.Tensor) -> None:
         """Do with other gradients what an op of as many elements does, to measure its time."""
         key = lane, x.numel()
         if key not in self._rehearsed:
@@ -190,9 +209,9 @@ class SparseExchange:
         counts = [x.numel()]
         self.average_of(lane, x, self._rehearsed[key], counts, self.spec.density, lambda at: at)
 
-    def rehearsed(self) -> None:
-        """Free the memory of rehearsals."""
-        self._rehearsed = {}
+    @property
+    def skips(self) -> bool:
+        return bool(self.bad)
 
     def _memory(self, op: Op) -> tuple[torch.Tensor, Kept]:
         """The op's gradients, and what is kept of them."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
-from weakref import WeakMethod
+from weakref import WeakMethod, finalize
 
 import torch
 import torch.distributed as dist
@@ -76,6 +76,9 @@ class Transport(Protocol):
     def broadcast(self, x: torch.Tensor) -> None:
         """Copy `x` of rank 0 to all ranks. Not beside another call of this kind."""
 
+    def total(self, x: torch.Tensor) -> None:
+        """Add `x` up over all ranks, in place. Not beside another call of this kind."""
+
     def share(self, payload: bytes) -> list[bytes]:
         """The payloads of all ranks, by rank. Not beside another call of this kind."""
 
@@ -96,6 +99,7 @@ class OverCommunicator:
         self.rank, self.size = communicator.rank, communicator.size
         self._whole = communicator
         self._own: Any = communicator.split()  # the caller goes on using the communicator
+        finalize(self, self._own.close).atexit = False  # where nobody has closed it
         self._lanes: list[Any] = []
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -141,6 +145,9 @@ class OverCommunicator:
 
     def broadcast(self, x: torch.Tensor) -> None:
         self._own.broadcast(x)
+
+    def total(self, x: torch.Tensor) -> None:
+        self._own.allreduce(x)
 
     def share(self, payload: bytes) -> list[bytes]:
         counts = self._own.allgather(torch.tensor([len(payload)])).flatten().tolist()
@@ -224,6 +231,9 @@ class OverGroup:
 
     def broadcast(self, x: torch.Tensor) -> None:
         dist.broadcast(x, group=self._own, group_src=0)
+
+    def total(self, x: torch.Tensor) -> None:
+        dist.all_reduce(x, group=self._own)
 
     def share(self, payload: bytes) -> list[bytes]:
         found: list[Any] = [None] * self.size

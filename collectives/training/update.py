@@ -11,8 +11,7 @@ from torch.autograd.graph import increment_version
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.units import Unit
-from linkweave.collectives.training.attach import groups_of, nesterov
-from linkweave.collectives.training.momentum import REPLACED, Momentum
+from linkweave.collectives.training.momentum import REPLACED, Momentum, groups_of, nesterov
 from linkweave.kernels import optim
 
 _STATES = {"SGD": ("momentum_buffer",), "Adam": ("exp_avg", "exp_avg_sq")}
@@ -34,9 +33,10 @@ class Update:
     `step` on groups that hold only the part's parameters. No part writes to gradients.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, momentum: Momentum | None = None) -> None:
-        self._optimizer, self.momentum = optimizer, momentum
-        self._replaced = REPLACED if momentum else {}
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.momentum: Momentum | None = None
+        """What applies the momentum in the optimizer's place, if anything does."""
         self._kind = type(optimizer)
         step = self._kind.step
         self._step: Any = getattr(step, "__wrapped__", step)  # without the hooks of each call
@@ -69,7 +69,9 @@ class Update:
             }
             for group in groups
         ]  # fmt: skip
-        self._options = [{**options, **self._replaced} for options in self._own]
+        self._options = [
+            {**options, **(REPLACED if self.momentum else {})} for options in self._own
+        ]
         for options in self._options:
             if options.get("nesterov"):  # torch's foreach form adds to gradients, which others read
                 options["foreach"] = False

@@ -47,7 +47,7 @@ class Training:
     @property
     def sparse(self) -> Any:
         """What this rank has not sent, and more."""
-        return self.model._engine.sparse
+        return self.model._engine.exchange
 
     def backward(self, step: int) -> None:
         self.loss(step).backward()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from linkweave.collectives import overlap
 from linkweave.collectives.overlap import Network, Profile, Schedule
-from linkweave.collectives.training import planner
 from linkweave.collectives.training.finalists import (
     FINALISTS,
     SPARSE,
@@ -72,37 +70,3 @@ def test_a_streamed_schedule_that_is_not_chained_is_all_at_once() -> None:
     assert sent(streamed) != sent(replace(streamed, chained=False))
     assert sent(replace(streamed, chained=False)) != sent(at_once(profile(), SLOW))
     assert sent(unchained(streamed)) == sent(at_once(profile(), SLOW))
-
-
-@pytest.mark.parametrize("usual", [1.0, 0.0])
-def test_a_program_is_planned_anew_once_steps_take_a_fifth_more_or_less(usual: float) -> None:
-    """After CHECKED steps, by their median pace; without a usual one the first counts."""
-
-    class Told(planner.Planner):
-        paces: Any
-
-        def __init__(self) -> None:
-            pass
-
-        def _paces(self, turns: Any) -> list[float]:
-            assert sum(map(len, turns)) == planner.CHECKED
-            return next(self.paces)
-
-    def checks(*medians: float) -> int:
-        """After how many looks at the times it plans anew."""
-        told = Told()
-        told.paces = iter([9.0, median, 0.01] for median in (1.0, *medians))
-        waiting = told._until_changed(usual)
-        next(waiting)
-        steps = 0
-        try:
-            while True:
-                steps += 1
-                waiting.send(None)  # type: ignore[arg-type]
-        except StopIteration:
-            assert steps % planner.CHECKED == 0
-            return steps // planner.CHECKED
-
-    assert checks(1.19, 0.81, 1.1, 0.9, 1.21) == 6
-    assert checks(1.19, 0.81, 0.79) == 4
-    assert checks(1.21) == 2

@@ -252,7 +252,7 @@ def what_momentum_correction_refuses(rank: int) -> None:
     mine = Training(ALL, lr=0.1, momentum=0.9)
     mine.optimizer.register_step_pre_hook(lambda *_: None)
     for _ in range(2):
-        assert "whose hooks would not run" in error_of(lambda: mine.backward(0))
+        assert "whose hooks would not run" in error_of(lambda: mine.steps(0))
     mine.model.close()
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from linkweave.collectives.overlap.units import Unit
 from linkweave.collectives.training.arena import Arena
 from linkweave.collectives.training.embeddings import Embeddings
+from linkweave.collectives.training.exchange import Dense
 from linkweave.collectives.training.host_lanes import HostLanes
 from linkweave.collectives.training.program import Op, Program, Span
 
@@ -55,7 +56,8 @@ def test_lanes_that_end_send_nothing_twice() -> None:
     ops = (Op(0, (spans[0],)), Op(0, (spans[1],), lane=1, streamed=True))
     transport = Transport()
     program = Program("by hand", ops, ("m0", "m1"), chained=True)
-    lanes: Any = HostLanes(transport, arena, program, None, Embeddings())  # type: ignore[arg-type]
+    exchange = Dense(arena, transport)  # type: ignore[arg-type]
+    lanes: Any = HostLanes(transport, arena, program, exchange, Embeddings())  # type: ignore[arg-type]
     lanes.begin()
     for unit in range(2):
         lanes.ready(unit)
@@ -94,8 +96,8 @@ def test_a_unit_arrives_by_its_first_bytes() -> None:
         transport,
         arena,
         Program("by hand", ops, ("m",)),
-        None,
-        Embeddings(),  # type: ignore[arg-type]
+        Dense(arena, transport),  # type: ignore[arg-type]
+        Embeddings(),
     )
     for _ in range(2):
         lanes.begin()

@@ -50,6 +50,7 @@ def together(name: str, kind: str, steps: int, schedule: Schedule, check: bool =
     inner = made(name)
     optimizer = OPTIMIZERS[kind](inner.parameters())
     with DataParallel(inner, optimizer, schedule=schedule) as model:
+        model.record_steps()
         train(name, model, optimizer, range(steps), comm.rank, comm.size)
         if check:
             assert wrong_order(model) == []
@@ -244,6 +245,7 @@ def of_overlap_measure(rank: int) -> None:
     schedule = Schedule.from_json(of_rank_0(schedule.to_json()))
     optimizer = sgd(inner.parameters())
     model = DataParallel(inner, optimizer, schedule=schedule)
+    model.record_steps()
     train("transformer", model, optimizer, range(3), rank, 2)
     assert model.schedule is schedule
     assert wrong_order(model) == []

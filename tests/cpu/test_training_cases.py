@@ -65,7 +65,15 @@ def requires_grad_changes_between_steps(rank: int) -> None:
         for one in (pair.inner, pair.alone):
             one[3].requires_grad_(not frozen)
         pair.steps(2, 3)
-        assert len(pair.model.program.names) == (2 if frozen else 3)
+        assert len(pair.model.program.names) == 3  # none is made for a few steps
+    for one in (pair.inner, pair.alone):
+        one[3].requires_grad_(False)
+    pair.steps(*range(4, 15))
+    assert len(pair.model.program.names) == 2
+    for one in (pair.inner, pair.alone):
+        one[3].requires_grad_(True)
+    pair.steps(2, 3)
+    assert len(pair.model.program.names) == 3
     pair.close()
 
 
@@ -73,8 +81,10 @@ def requires_grad_changes_between_steps(rank: int) -> None:
 def requires_grad_changes_under_a_given_schedule(rank: int) -> None:
     pair = Pair()
     pair.steps(0, 1)
-    pair.inner[3].requires_grad_(False)
-    assert "the schedule is for 3 layers" in error_of(lambda: pair.loss(2))
+    for one in (pair.inner, pair.alone):
+        one[3].requires_grad_(False)
+    pair.steps(*range(2, 14))  # zeros are sent
+    pair.close()
 
 
 @case
@@ -192,9 +202,14 @@ def buffers_of_batch_norm(rank: int) -> None:
     train("cnn", model, optimizer, range(3), rank, 2, each=4)
     state = model.state_dict()
     assert int(state["2.num_batches_tracked"]) == 3
+    assert on_all(model_comm(), state)
+    model.close()
+    again = DataParallel(inner, optimizer, schedule=schedule, broadcast_buffers=False)
+    train("cnn", again, optimizer, range(3), rank, 2, each=4)
+    state = again.state_dict()
     assert on_all(model_comm(), {k: v for k, v in state.items() if "running" not in k})
     assert not on_all(model_comm(), {"mean": state["2.running_mean"]})
-    model.close()
+    again.close()
 
 
 @case
@@ -217,10 +232,9 @@ def another_module_uses_a_parameter_first(rank: int) -> None:
 
     pair = Pair(Bank)
     pair.steps(0, 1)
-    pair.inner.which = 1
-    said = error_of(lambda: pair.steps(2))
-    assert "bank" in said
-    assert "another module" in said
+    pair.inner.which = pair.alone.which = 1
+    pair.steps(2, 3)
+    pair.close()
 
 
 @case
@@ -306,7 +320,9 @@ def compiled_modules(rank: int) -> None:
     whole, inside = torch.compile(net(), backend="eager"), net()
     inside.compile(backend="eager")
     for inner in (whole, inside):
-        pair = Pair(lambda inner=inner: inner)
+        said = error_of(lambda inner=inner: Pair(lambda: inner))
+        assert "cannot be chained with the next forward pass: the module is compiled" in said
+        pair = Pair(lambda inner=inner: inner, chained=False)
         pair.alone = net()
         pair.alone_optimizer = sgd(pair.alone.parameters())
         pair.steps(0, 1, 2, 3)

@@ -106,6 +106,7 @@ def crossing(rank: int) -> dict[str, torch.Tensor]:
             schedule = schedule_for(inner, images(0, 2)[0], policy=policy, chained=chained)
             optimizer = sgd(inner.parameters())
             model = DataParallel(inner, optimizer, schedule=schedule)
+            model.record_steps()
             for step in range(6):
                 inner.order = [(rank + step + i) % 3 for i in range(3)]
                 train("cnn", model, optimizer, range(step, step + 1), rank, comm.size)
@@ -181,6 +182,7 @@ def by_gloo(rank: int) -> list[dict[str, torch.Tensor]]:
             optimizer = adamw(inner.parameters())
             schedule = schedule_for(made("cnn"), images(0, 2)[0], policy=policy, chained=True)
             model = DataParallel(inner, optimizer, schedule=schedule, group=group)
+            model.record_steps()
             train("cnn", model, optimizer, range(4), rank, 2)
             assert wrong_order(model) == []
             states.append(copied(model.state_dict()))

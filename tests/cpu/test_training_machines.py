@@ -111,6 +111,7 @@ def streaming(group: Any, optim: Any) -> tuple[DataParallel, Any]:
     optimizer = optim(inner.parameters())
     schedule = schedule_for(wide(), images(0, 2)[0], policy="c-cube", chained=True)
     model = DataParallel(inner, optimizer, schedule=schedule, group=group)
+    model.record_steps()
     return model, optimizer
 
 

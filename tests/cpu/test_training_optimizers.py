@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from training_models import (
     apart,
     copied,
+    error_of,
     images,
     imported,  # noqa: F401
     on_all,
@@ -22,7 +23,7 @@ from training_models import (
     share,
     train,
 )
-from training_pair import SIZE, Cases, Pair, model_comm, net, pairs
+from training_pair import SIZE, Cases, Pair, net, pairs
 
 from linkweave import collectives
 from linkweave.collectives import DataParallel
@@ -155,23 +156,24 @@ def policies_are_planned_where_steps_have_several_backward_passes(rank: int) -> 
 
 
 @case
-def programs_are_planned_anew_when_times_change(rank: int) -> None:
-    planner.TRIED, planner.CHECKED = 5, 3
-    planner.DRIFT = -1.0  # whatever steps take, it has changed
-    inner = net()
-    optimizer = sgd(inner.parameters())
-    model = DataParallel(inner, optimizer, schedule="wfbp")
-    known = []
-    for step in range(37):
-        x, y = share(images(step, 6), rank, SIZE)
-        optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
-        optimizer.step()
-        known.append(model.schedule is not None)
-    changes = [step for step in range(1, 37) if known[step] != known[step - 1]]
-    assert changes == [8, 18, 26, 36]  # planned again at 14 and 32
-    assert on_all(collectives.get_default(), model.state_dict())
-    model.close()
+def planning_ends_after_one_trial(rank: int) -> None:
+    """And with it the record of moments."""
+    planner.TRIED = 3
+    pair = Pair()
+    pair.model.close()
+    pair.model = DataParallel(pair.inner, pair.optimizer, schedule="wfbp")
+    assert pair.model.last_step is None
+    pair.steps(*range(11))
+    assert pair.model._engine.recording
+    pair.steps(11)
+    assert not pair.model._engine.recording
+    program, record = pair.model.program, pair.model.last_step
+    pair.steps(12, 13)
+    assert pair.model.program is program and pair.model.last_step is record
+    pair.model.record_steps()
+    pair.steps(14, 15, 16)
+    assert pair.model.last_step is not record
+    pair.close()
 
 
 @case
@@ -203,8 +205,8 @@ def finalists_take_turns_and_the_fastest_stays(rank: int) -> None:
     data_parallel.Planner, planner.finalists = Told, found
     inner = net()
     optimizer = sgd(inner.parameters())
-    model = DataParallel(inner, optimizer, schedule="auto")
-    for step in range(8 + (1 + 3 + 2 + 2) * (3 + 1) + 1):
+    model = DataParallel(inner, optimizer, schedule="auto", chained=True)
+    for step in range(9 + (1 + 3 + 2 + 2) * 3 + 1):
         x, y = share(images(step, 6), rank, SIZE)
         optimizer.zero_grad()
         cross_entropy(model(x), y).backward()
@@ -223,13 +225,12 @@ def optimizer_parameters_outside_the_module(rank: int) -> None:
         optimizer = torch.optim.SGD([*inner.parameters(), extra], 0.1)
         schedule = schedule_for(net(), images(0, 2)[0], chained=chained)
         model = DataParallel(inner, optimizer, schedule=schedule)
-        for number in range(3):
-            optimizer.zero_grad()
-            x, y = share(images(number, 6), rank, 2)
-            (cross_entropy(model(x), y) + (rank + 1) * extra.sum()).backward()
-            optimizer.step()
-        assert torch.allclose(extra, torch.full_like(extra, 1 - 0.3 * (rank + 1)))
-        assert on_all(model_comm(), model.state_dict())
+        train("cnn", model, optimizer, range(2), rank, 2)  # which give it no gradient
+        optimizer.zero_grad()
+        x, y = share(images(2, 6), rank, 2)
+        (cross_entropy(model(x), y) + (rank + 1) * extra.sum()).backward()
+        said = error_of(optimizer.step)
+        assert "a parameter of shape (3,) with a gradient of this rank alone" in said
         model.close()
 
 
@@ -278,21 +279,22 @@ def an_optimizer_of_the_users(rank: int) -> None:
                 for p in group["params"]:
                     p.data.sub_(p.grad / (1 + total) ** 0.5)
 
-    for chained in (True, False):
-        pair = Pair(optimizer=lambda p: Own(p, 0.1), chained=chained)
-        pair.steps(0, 1, 2)
-        pair.close()
+    said = error_of(lambda: Pair(optimizer=lambda p: Own(p, 0.1)))
+    assert "parts of a step are not known to add up to the step of Own" in said
+    pair = Pair(optimizer=lambda p: Own(p, 0.1), chained=False)
+    pair.steps(0, 1, 2)
+    pair.close()
 
 
 @case
 def hooks_of_the_optimizer_run_once_a_step(rank: int) -> None:
-    pair = Pair()
-    calls: list[str] = []
-    pair.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    pair.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    pair.steps(0, 1)
-    assert calls == ["before", "after"] * 2
-    pair.close()
+    for pair in pairs():  # chained: what is under way is waited for
+        calls: list[str] = []
+        pair.steps(0, 1)
+        pair.optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append("before"))
+        pair.optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append("after"))
+        pair.steps(2, 3)
+        assert calls == ["before", "after"] * 2
 
 
 @case
@@ -303,11 +305,14 @@ def parameter_groups(rank: int) -> None:
             [{"params": [first], "lr": 0.1}, {"params": others[:2], "weight_decay": 0.5}], 1e-2
         )
 
-    for pair in pairs(optimizer=optimizer):
-        pair.steps(0, 1)
-        for one, model in ((pair.optimizer, pair.inner), (pair.alone_optimizer, pair.alone)):
-            one.add_param_group({"params": [*model.parameters()][3:], "lr": 0.2})
-        pair.steps(2, 3)
+    pair = Pair(optimizer=optimizer, chained=False)
+    pair.steps(0, 1)
+    for one, model in ((pair.optimizer, pair.inner), (pair.alone_optimizer, pair.alone)):
+        one.add_param_group({"params": [*model.parameters()][3:], "lr": 0.2})
+    pair.steps(2, 3)
+    pair.close()
+    pair = Pair(optimizer=optimizer)
+    assert "its optimizer lacks the parameter 3.bias" in error_of(lambda: pair.steps(0))
 
 
 @case

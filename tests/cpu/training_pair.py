@@ -59,6 +59,7 @@ class Pair:
         self.optimizer = optimizer(self.inner.parameters())
         self.alone_optimizer = optimizer(self.alone.parameters())
         self.model = DataParallel(self.inner, self.optimizer, schedule=schedule, **extra)
+        self.model.record_steps()
 
     @property
     def both(self) -> Any:

@@ -1,0 +1,89 @@
+"""The check that all ranks have the same parameters, a part of them at a time."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.overlap.units import Unit
+from linkweave.collectives.training.transport import Transport
+
+EVERY = 16
+"""Steps from one check to the next."""
+PARTS = 16
+"""Checks that cover all parameters: a difference is found within EVERY * PARTS steps."""
+BITS = 32
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Elements [first, stop) of a parameter, as they lie in memory."""
+
+    name: str
+    parameter: torch.Tensor
+    first: int
+    stop: int
+
+    def checksum(self) -> torch.Tensor:
+        """The sum of their words of up to 4 bytes, modulo 2^32."""
+        x = self.parameter.detach()
+        flat = x.as_strided((x.numel(),), (1,), x.storage_offset())[self.first : self.stop]
+        words = {1: torch.uint8, 2: torch.int16}.get(x.element_size(), torch.int32)
+        total: torch.Tensor = flat.view(words).sum(dtype=torch.int64)
+        return total & 0xFFFFFFFF
+
+
+class DivergenceCheck:
+    """Compares a checksum of a part of the parameters over all ranks, every EVERY steps.
+
+    Each bit of the checksum is sent twice, as it is and inverted. Where both sums are above 0, some
+    ranks have a 1 and others a 0, however a sum is rounded. So one small all-reduce tells all ranks
+    alike, and only then they compare each parameter to name it. A checksum is the sum of a
+    parameter's words modulo 2^32, which a single bit always changes.
+    """
+
+    def __init__(self, units: Sequence[Unit], transport: Transport) -> None:
+        self._transport = transport
+        named = [pair for unit in units for pair in zip(unit.names, unit.parameters, strict=True)]
+        named = [pair for pair in named if pair[1].numel()]
+        self._parts: list[list[_Part]] = [[] for _ in range(PARTS)]
+        whole, at = sum(p.numel() for _, p in named), 0
+        for name, parameter in named:  # large ones are divided
+            done = 0
+            while done < parameter.numel():
+                part = min(PARTS - 1, at * PARTS // whole)
+                stop = min(parameter.numel(), done + -(-(part + 1) * whole // PARTS) - at)
+                self._parts[part].append(_Part(name, parameter, done, stop))
+                at, done = at + stop - done, stop
+
+    def step(self, number: int) -> None:
+        """After a step's backward pass, while no parameter changes. Raises CollectiveError on every
+        rank if a difference is found. All ranks must call it."""
+        part = self._parts[number // EVERY % PARTS]
+        if number % EVERY or not part:
+            return
+        total = torch.stack([one.checksum() for one in part]).sum()
+        bits = (total >> torch.arange(BITS, device=total.device)) & 1
+        sums = torch.cat([bits, 1 - bits]).float()
+        self._transport.total(sums)
+        if bool(((sums[:BITS] > 0) & (sums[BITS:] > 0)).any()):
+            self._name(part, number)
+
+    def _name(self, part: Sequence[_Part], number: int) -> None:
+        mine = [int(one.checksum()) for one in part]
+        rows = [json.loads(row) for row in self._transport.share(json.dumps(mine).encode())]
+        for one, column in zip(part, zip(*rows, strict=True), strict=True):
+            ((usual, _), *others) = Counter(column).most_common()
+            if others:
+                ranks = [str(rank) for rank, value in enumerate(column) if value != usual]
+                raise CollectiveError(
+                    f"ranks have parted: {one.name} of rank {', '.join(ranks)} differs from that "
+                    f"of the other ranks since a step from {max(0, number - EVERY * PARTS)} to "
+                    f"{number}. A parameter was changed on some ranks only, such as by a step with "
+                    "gradients that were not averaged, or by loading a state on one rank"
+                )

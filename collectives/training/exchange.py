@@ -1,0 +1,114 @@
+"""What becomes of a unit's gradients, and what arrives in their place: the dense average."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from linkweave.collectives.distributed import pieces
+from linkweave.collectives.training.arena import Arena
+from linkweave.collectives.training.packing import Packing
+from linkweave.collectives.training.program import Op, Span, in_parts
+from linkweave.collectives.training.transport import Transport
+from linkweave.collectives.training.update import Update
+
+Arrived = Callable[[Sequence[Span]], None]
+"""Called when spans of an op have arrived in the arena."""
+
+
+class Exchange(Protocol):
+    """Carries out ops for the units of an arena. The engine knows no more of it than this."""
+
+    whole: bool
+    """Whether ops must have whole units that follow one another, and are never streamed."""
+
+    @property
+    def skips(self) -> bool:
+        """Whether the step that has arrived is to be left out, on all ranks alike."""
+
+    def begin(self) -> None:
+        """A backward pass begins whose gradients will be sent."""
+
+    def collected(self, unit: int) -> None:
+        """The unit's gradients are in the arena."""
+
+    def part(self, op: Op) -> Op:
+        """The op in the parts in which it arrives."""
+
+    def carry_out(self, op: Op, packing: Packing, arrived: Arrived) -> None:
+        """Send the gradients of an op, and leave what arrives in the arena; blocks. A lane has one
+        at a time."""
+
+    def settle(self) -> None:
+        """All ops of a step have been carried out."""
+
+    def apply(self, update: Update) -> bool:
+        """Update the parameters by what has arrived, for the options of the update's last
+        `snapshot`. False, and nothing done, if their gradients are to be applied as usual."""
+
+    def adopted(self) -> None:
+        """Another program is to be carried out."""
+
+    def network_of(self, measure: Callable[[torch.Tensor, Any], Any]) -> Any:
+        """The network on which ops run: `measure(like, average)` takes the times of averages."""
+
+    def state_dict(self, before: dict[str, Any] | None) -> dict[str, Any] | None:
+        """What this rank must keep to go on, and for parameters of no unit what was kept `before`;
+        None if nothing."""
+
+    def load(self, state: dict[str, Any] | None) -> None:
+        """Go on from a `state_dict`, or from nothing."""
+
+    def give_back(self) -> None:
+        """Training ends: the optimizer goes on without the exchange."""
+
+
+class Dense:
+    """The average over all ranks: sums in the order of the all-reduce, divided once."""
+
+    whole = False
+    skips = False
+
+    def __init__(self, arena: Arena, transport: Transport) -> None:
+        self._arena, self._transport = arena, transport
+
+    def carry_out(self, op: Op, packing: Packing, arrived: Arrived) -> None:
+        x = packing.pack(op)
+        if not op.streamed:
+            self._transport.average(op.lane, x)
+            packing.unpack(op, x)
+            arrived(op.spans)
+            return
+        queue = self._transport.stream(op.lane, x, op.sizes(x.element_size()))
+        for number, span in enumerate(op.spans):
+            queue.dequeue(number)
+            packing.unpack_span(op, number, x)
+            arrived([span])
+        queue.wait()
+
+    def part(self, op: Op) -> Op:
+        return in_parts(op, pieces.QUEUED) if op.streamed else op
+
+    def network_of(self, measure: Callable[[torch.Tensor, Any], Any]) -> Any:
+        largest = max(self._arena.buffers, key=lambda buffer: buffer.nbytes)
+        return measure(largest, self._transport.average)
+
+    def apply(self, update: Update) -> bool:
+        return False
+
+    def state_dict(self, before: dict[str, Any] | None) -> dict[str, Any] | None:
+        return None
+
+    def begin(self) -> None: ...
+
+    def collected(self, unit: int) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def adopted(self) -> None: ...
+
+    def load(self, state: dict[str, Any] | None) -> None: ...
+
+    def give_back(self) -> None: ...

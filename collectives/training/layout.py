@@ -1,0 +1,126 @@
+"""Which parameters of a module are trained, and the units that they make."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from torch import nn
+
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.overlap.units import Gates, Unit, units_of
+from linkweave.collectives.training.compiling import compiled
+from linkweave.collectives.training.hooks import Hook
+from linkweave.collectives.training.transport import Transport, parted
+
+
+class Layout:
+    """The modules and parameters of a model, and whether they have changed.
+
+    `without` has the identities of parameters that are no part of it.
+    """
+
+    def __init__(self, module: nn.Module, without: Collection[int]) -> None:
+        self._module, self._without = module, without
+        self._modules: list[nn.Module] = []
+        self._stamp: list[Any] = []
+        self.parameters: list[nn.Parameter] = []
+        self._hooks: dict[int, tuple[Any, list[Any]]] = {}  # (parameter, handles), by identity
+        self.compiled = False
+        """Whether a part of the module is compiled, so that hooks before layers would not run."""
+        self.changed()
+
+    def changed(self) -> bool:
+        """Whether modules or parameters were added, replaced, converted, frozen or thawed since the
+        last call."""
+        if self._modules and self._read() == self._stamp:
+            return False
+        self._modules = [*self._module.modules()]
+        self._stamp = self._read()
+        self.compiled = compiled(self._module)
+        self.parameters = [p for p in self._module.parameters() if id(p) not in self._without]
+        return True
+
+    def _read(self) -> list[Any]:
+        found: list[Any] = []
+        for module in self._modules:
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    found += id(parameter), parameter.requires_grad, parameter.dtype
+            found.append(module._compiled_call_impl is not None)
+            found += map(id, module._modules.values())
+        return found
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """Those that require a gradient now."""
+        return [p for p in self.parameters if p.requires_grad]
+
+    def hook(self, enter: Callable[..., None], accumulated: Callable[..., None]) -> None:
+        """Call `enter` before a trained parameter's gradient is accumulated, and `accumulated` with
+        the parameter after it, for those that have no such hooks."""
+        parameter: Any
+        for parameter in self.trained:
+            if id(parameter) not in self._hooks:
+                self._hooks[id(parameter)] = (
+                    parameter,
+                    [
+                        parameter.register_hook(Hook(enter)),
+                        parameter.register_post_accumulate_grad_hook(Hook(accumulated)),
+                    ],
+                )
+
+    def unhook(self) -> None:
+        """Remove these hooks."""
+        for _, handles in self._hooks.values():
+            for handle in handles:
+                handle.remove()
+        self._hooks = {}
+
+    def fits(self, units: Sequence[Unit]) -> bool:
+        """Whether the units have all that is trained, as it is now, and nothing that is gone."""
+        held = [(p, unit) for unit in units for p in unit.parameters]
+        known, there = {id(p) for p, _ in held}, {id(p) for p in self.parameters}
+        return (
+            all(id(p) in known for p in self.trained)
+            and all(id(p) in there for p, _ in held)
+            and all(p.dtype == unit.made[0] and p.device == unit.made[1] for p, unit in held)
+        )
+
+    def units(self, recorded: Gates, transport: Transport) -> list[Unit]:
+        """The units that all ranks make, by rank 0's recorded forward pass; none if nothing is
+        trained. All ranks must call it. Raises CollectiveError if they train other parameters."""
+        mine = json.dumps(self.gates(recorded)).encode()
+        gates = json.loads(transport.share(mine)[0])
+        names = {name for _, of_gate in gates for name in of_gate}
+        trained = {id(p) for p in self.trained}
+        here = {name for name, p in self._module.named_parameters() if id(p) in trained}
+        told = [f"{name} {name in here}" for name in sorted(names | here)]
+        if (other := parted(transport, "\n".join(told))) is not None:
+            raise CollectiveError(
+                f"ranks 0 and {other} train different parameters of their models; this rank and "
+                f"rank 0 differ in {sorted(here ^ names)[:3]}"
+            )
+        found = units_of(self._module, gates)
+        if len(devices := {unit.device for unit in found}) > 1:
+            raise CollectiveError(
+                f"the model is on several devices: {', '.join(map(str, devices))}"
+            )
+        return found
+
+    def gates(self, recorded: Gates) -> Gates:
+        """Modules in the order of a recorded forward pass, with the names of their parameters that
+        are trained; those that were not recorded belong to their own module, at the end."""
+        names = {
+            name: None for name, p in self._module.named_parameters()
+            if p.requires_grad and id(p) not in self._without
+        }  # fmt: skip
+        found = [(gate, [name for name in mine if name in names]) for gate, mine in recorded]
+        for _, mine in found:
+            for name in mine:
+                names.pop(name, None)
+        others: dict[str, list[str]] = {}
+        for name in names:
+            others.setdefault(name.rpartition(".")[0], []).append(name)
+        return [(gate, mine) for gate, mine in [*found, *others.items()] if mine]

@@ -1,0 +1,197 @@
+"""The steps of a user's optimizer that takes part in training, without a change to user code."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.overlap.units import Unit
+from linkweave.collectives.training.embeddings import Embeddings
+from linkweave.collectives.training.exchange import Exchange
+from linkweave.collectives.training.momentum import groups_of
+from linkweave.collectives.training.ranges import profiled
+from linkweave.collectives.training.update import Update
+
+
+class Trained(Protocol):
+    """A model that the optimizer trains: the `Engine`."""
+
+    module: nn.Module
+    units: tuple[Unit, ...]
+    layouts: int
+    embeddings: Embeddings
+    exchange: Exchange
+
+    @property
+    def skips(self) -> bool: ...
+
+    def before_step(self, stepper: Stepper) -> bool: ...
+
+    def after_step(self) -> None: ...
+
+    def apply(self, update: Update) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class Stepper:
+    """What `step` and `zero_grad` of an optimizer do while it trains the models of some engines.
+
+    Whoever reads `param_groups` between the backward pass and `step` (GradScaler does, to divide
+    gradients by the scale) first waits for the gradients.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.kind = optimizer, type(optimizer)
+        self.update = Update(optimizer)
+        self.engines: list[Trained] = []
+        self._known: tuple[Any, ...] = ()
+        self._others: list[torch.Tensor] = []  # parameters of no engine's model
+        optimizer.__class__ = _attached(self)
+        if getattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched", False):
+            del optimizer.step  # a scheduler's wrapper, which only sets `_opt_called`
+
+    def leave(self, engine: Trained) -> None:
+        """The engine is closed; with the last one, the optimizer is as it was."""
+        self.engines.remove(engine)
+        if not self.engines:
+            self.optimizer.__class__ = self.kind
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        return groups_of(self.optimizer)
+
+    @property
+    def unscaled(self) -> str:
+        """What of the gradients a GradScaler does not unscale; empty if nothing."""
+        if any(engine.units and engine.exchange.whole for engine in self.engines):
+            return "GTopK, whose residuals keep gradients by the scale of their time"
+        if any(engine.embeddings.named for engine in self.engines):
+            return "a ShardedEmbedding, whose rows the scaler does not see"
+        return ""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = _result_of(closure)
+        self._refuse_others()
+        if self.unscaled and "found_inf" in self.optimizer.__dict__:
+            raise CollectiveError(
+                f"a GradScaler does not work with {self.unscaled}: use bfloat16 autocast, which "
+                "needs no scaler"
+            )
+        later = [engine.before_step(self) for engine in self.engines]
+        if not any(engine.skips for engine in self.engines):
+            if not any(later):
+                self._whole()
+            for engine in self.engines:
+                engine.after_step()
+        return loss
+
+    def _whole(self) -> None:
+        """Gradients are averages: carry out the step, by parts where these add up to it."""
+        if not self.update.separable:
+            self.kind.step(self.optimizer)
+            return
+        self.update.snapshot()
+        units = [unit for engine in self.engines for unit in engine.units]
+        with torch.no_grad():
+            for engine in self.engines:
+                for unit in () if engine.apply(self.update) else engine.units:
+                    with profiled(f"update {unit.name}"):
+                        self.update.part(unit.parameters)
+            self.update.rest(units)
+
+    def _refuse_others(self) -> None:
+        """Raise for a gradient that nobody averages."""
+        sizes = [len(group["params"]) for group in self.groups]
+        known = *sizes, *(engine.layouts for engine in self.engines)
+        if known != self._known:
+            mine = {id(p) for engine in self.engines for p in engine.module.parameters()}
+            every = (p for group in self.groups for p in group["params"])
+            self._known, self._others = known, [p for p in every if id(p) not in mine]
+        for parameter in self._others:
+            if parameter.grad is not None:
+                raise CollectiveError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} with a "
+                    "gradient of this rank alone, as no DataParallel with this optimizer has a "
+                    "module that contains it: wrap that module, with this optimizer, as well"
+                )
+
+    def synchronize(self) -> None:
+        for engine in self.engines:
+            engine.synchronize()
+
+    def finish(self) -> None:
+        for engine in self.engines:
+            engine.finish()
+
+    def drop(self) -> None:
+        """Before `zero_grad`."""
+        for engine in self.engines:
+            engine.embeddings.drop(self.optimizer)
+
+
+def stepper_of(optimizer: torch.optim.Optimizer) -> Stepper:
+    """The optimizer's stepper, which it may have already."""
+    found = getattr(type(optimizer), "stepper", None)
+    return found if isinstance(found, Stepper) else Stepper(optimizer)
+
+
+def _attached(stepper: Stepper) -> type:
+    """The class of an optimizer as long as it takes part."""
+    kind = stepper.kind
+
+    class Attached(kind):  # type: ignore[misc,valid-type]
+        def step(self, closure: Any = None) -> Any:
+            self._opt_called = True  # what learning-rate schedulers look at
+            return self.stepper.step(closure)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:  # copies are optimizers like any other
+            self.stepper.finish()
+            return _bare, (kind,), self.__getstate__()
+
+        step.hooked = True  # type: ignore[attr-defined]  # so that torch does not wrap it again
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            if not set_to_none:  # gradients under way must not be overwritten
+                self.stepper.finish()
+            self.stepper.drop()
+            super().zero_grad(set_to_none)
+
+        @property
+        def _step_supports_amp_scaling(self) -> Any:
+            """A GradScaler that sees it tells `step` that it is there."""
+            own = self.__dict__.get("_step_supports_amp_scaling", False)
+            return own or self.stepper.unscaled != ""
+
+        @property
+        def param_groups(self) -> Any:
+            self.stepper.synchronize()
+            return self.__dict__["param_groups"]
+
+        @param_groups.setter
+        def param_groups(self, groups: Any) -> None:
+            self.__dict__["param_groups"] = groups
+
+    Attached.stepper = stepper
+    Attached.__name__, Attached.__qualname__ = kind.__name__, kind.__qualname__
+    Attached.__module__ = kind.__module__
+    return Attached
+
+
+def _result_of(closure: Any) -> Any:
+    """The loss that the closure of an optimizer's step computes; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _bare(kind: Any) -> Any:
+    """An optimizer of the class, whose state is yet to be set."""
+    return kind.__new__(kind)
