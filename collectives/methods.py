@@ -223,9 +223,10 @@ class Collectives:
             always the k largest of the whole sum; "topk", the whole sum by an all-gather; "dense",
             the whole sum without zeros by a dense all-reduce in float32; "auto", the one with the
             shortest predicted time (`explain` with k).
-        conserve: add the entries that a merge drops to the residual of the rank that merges. Then
-            the result and all residuals add up to the inputs. If False, this rank's entries that
-            are not in the result go to its residual, and entries dropped on the way are lost.
+        conserve: this rank's entries whose indices are not in the result go back to its residual;
+            what a merge cuts of an index that is in the result goes to the residual of the rank
+            that merges. So the result and all residuals add up to the inputs. If False, the latter
+            is lost, as in the paper.
         async_op: return a `Work` whose `wait` returns the result. CPU tensors only.
 
         Returns (values, indices) in the library and dtype of the input. On a GPU the host waits for

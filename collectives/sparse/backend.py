@@ -24,11 +24,14 @@ class Backend(Protocol):
 
     def size(self, vector: Vector) -> int: ...
 
-    def merge(self, a: Vector, b: Vector | None, k: int, keeps: bool) -> Vector:
-        """The k largest entries of a + b, unrounded. With `keeps`, the residual gets the others."""
+    def merge(self, a: Vector, b: Vector | None, k: int) -> tuple[Vector, Vector]:
+        """The k largest entries of a + b, unrounded, and the others."""
 
-    def round_values(self, vector: Vector, keeps: bool) -> Vector:
-        """Round values to the wire dtype. With `keeps`, the rounding errors go to the residual."""
+    def rounded(self, vector: Vector) -> tuple[Vector, Vector | None]:
+        """The vector with values of the wire dtype, and what that takes from them, if it may."""
+
+    def keep(self, vector: Vector, among: Vector | None = None) -> None:
+        """Add a vector to the residual; if `among` is given, only its entries at indices there."""
 
     def put_back(self, found: Vector) -> None:
         """Add this rank's entries that are not in `found` to the residual, if there is one."""

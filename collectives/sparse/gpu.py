@@ -44,24 +44,29 @@ class GpuBackend:
     def size(self, vector: Vector) -> int:
         return int(vector[1].shape[0])
 
-    def merge(self, a: Vector, b: Vector | None, k: int, keeps: bool) -> Vector:
+    def merge(self, a: Vector, b: Vector | None, k: int) -> tuple[Vector, Vector]:
         b = b or (self._gpu.empty(0, "float32"), self._gpu.empty(0, "int32"))
-        kept: Vector
-        kept, dropped = GpuKernels(self._gpu).merge_topk(a, b, k)
-        if keeps:
-            gpu_entries.keep(self._gpu, dropped, self._residual)
-        return kept
+        parts: tuple[Vector, Vector] = GpuKernels(self._gpu).merge_topk(a, b, k)
+        return parts
 
-    def round_values(self, vector: Vector, keeps: bool) -> Vector:
-        if self.wire.dtype != "float32":
-            residual = self._residual if keeps else None
-            gpu_entries.settle(self._gpu, vector, self.wire.dtype, residual)
-        return vector
+    def rounded(self, vector: Vector) -> tuple[Vector, Vector | None]:
+        if self.wire.dtype == "float32":
+            return vector, None
+        values, indices = vector
+        lost = self._gpu.full(self.size(vector), "float32", 0)
+        gpu_entries.settle(self._gpu, vector, self.wire.dtype, lost)
+        return (values, indices), (lost, indices)
+
+    def keep(self, vector: Vector, among: Vector | None = None) -> None:
+        if among is not None:
+            (values, indices), _ = self._gpu.parted(vector, vector[1], among[1])
+            vector = values, indices
+        gpu_entries.keep(self._gpu, vector, self._residual)
 
     def put_back(self, found: Vector) -> None:
         if self._residual is not None:
             _, lost = self._gpu.parted(self.mine, self.mine[1], found[1])
-            gpu_entries.keep(self._gpu, (lost[0], lost[1]), self._residual)
+            self.keep((lost[0], lost[1]))
 
     def result(self, vector: Vector, divisor: int) -> Vector:
         if divisor != 1:

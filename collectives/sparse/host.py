@@ -44,28 +44,29 @@ class HostBackend:
     def size(self, vector: Vector) -> int:
         return int(vector[1].size)
 
-    def merge(self, a: Vector, b: Vector | None, k: int, keeps: bool) -> Vector:
-        kept: Vector
-        kept, dropped = merge_topk(a, _NOTHING if b is None else b, k)
-        if keeps:
-            self._keep(*dropped)
-        return kept
+    def merge(self, a: Vector, b: Vector | None, k: int) -> tuple[Vector, Vector]:
+        parts: tuple[Vector, Vector] = merge_topk(a, _NOTHING if b is None else b, k)
+        return parts
 
-    def round_values(self, vector: Vector, keeps: bool) -> Vector:
+    def rounded(self, vector: Vector) -> tuple[Vector, Vector | None]:
         values, indices = vector
         settled = self.wire.rounded(values)
-        if keeps and settled is not values:
-            fine = np.isfinite(values)
-            self._keep((values[fine] - settled[fine]), indices[fine])
-        return settled, indices
+        if settled is values:
+            return vector, None
+        fine = np.isfinite(values)
+        return (settled, indices), (values[fine] - settled[fine], indices[fine])
+
+    def keep(self, vector: Vector, among: Vector | None = None) -> None:
+        values, indices = vector
+        if among is not None:
+            there = np.isin(indices, among[1])
+            values, indices = values[there], indices[there]
+        add_at(self._residual, indices, values)
 
     def put_back(self, found: Vector) -> None:
         if self._residual is not None:
             lost = ~np.isin(self.mine[1], found[1])
-            self._keep(self.mine[0][lost], self.mine[1][lost])
-
-    def _keep(self, values: NDArray[np.float32], indices: NDArray[np.int32]) -> None:
-        add_at(self._residual, indices, values)
+            self.keep((self.mine[0][lost], self.mine[1][lost]))
 
     def result(self, vector: Vector, divisor: int) -> tuple[Any, Any]:
         values, indices = vector

@@ -24,30 +24,43 @@ class Mode:
 
 
 def gtopk(
-    context: CallContext, backend: Backend, tree: Tree, k: int, conserve: bool
-) -> tuple[Vector, int]:
-    """At most k entries of the sum, and the number of entries that this rank received.
+    context: CallContext, backend: Backend, tree: Tree, k: int
+) -> tuple[Vector, list[Vector], int]:
+    """At most k entries of the sum, what this rank's merges have cut, and how many entries it has
+    received.
 
     Ranks add their vectors up the planner's tree, keep the k largest entries at each merge, and
     broadcast the result from the root. So an entry that is large only in the sum over all ranks may
-    be dropped on the way: the result need not be the k largest entries of the sum. The paper loses
-    the entries that a merge drops (definition 1); with `conserve` the rank that merges adds them to
-    its residual. Source: Shi et al., algorithm 3, extended to any number of ranks.
+    be cut on the way: the result need not be the k largest entries of the sum.
+    Source: Shi et al., algorithm 3 and definition 1, extended to any number of ranks.
     """
     mine, received = backend.mine, 0
+    cut: list[Vector] = []
+
+    def merged(other: Vector | None) -> Vector:
+        kept, dropped = backend.merge(mine, other, k)
+        kept, error = backend.rounded(kept)
+        cut.extend(part for part in (dropped, error) if part is not None)
+        return kept
+
     if backend.size(mine) > k:
-        mine = backend.round_values(backend.merge(mine, None, k, conserve), conserve)
+        mine = merged(None)
     for pairs in rounds(tree):
         if (other := backend.send(context, mine, pairs, k)) is not None:
-            mine = backend.round_values(backend.merge(mine, other, k, conserve), conserve)
+            mine = merged(other)
             received += backend.size(other)
-    return backend.share(context, mine, tree.root, k), received
+    return backend.share(context, mine, tree.root, k), cut, received
 
 
 def _gtopk_total(context: CallContext, call: SparseCall, tree: Tree) -> Vector:
-    found, _ = gtopk(context, call.backend, tree, call.k, call.conserve)
-    if not call.conserve:
-        call.backend.put_back(found)  # the paper's algorithm 4, line 10
+    """The result. Entries of this rank whose indices are not in it go back to its residual
+    (algorithm 4, line 10). The paper loses what is cut of an index that arrives from elsewhere;
+    with `conserve`, it goes to the residual of the rank that has cut it."""
+    backend = call.backend
+    found, cut, _ = gtopk(context, backend, tree, call.k)
+    backend.put_back(found)
+    for part in cut if call.conserve else ():
+        backend.keep(part, among=found)
     return found
 
 
@@ -62,7 +75,7 @@ def _topk_total(context: CallContext, call: SparseCall, tree: Tree) -> Vector:
     backend = call.backend
     total, *others = backend.gather(context, call.counts)
     for other in others:
-        total = backend.merge(total, other, backend.size(total) + backend.size(other), False)
+        total, _ = backend.merge(total, other, backend.size(total) + backend.size(other))
     return _rounded(context, call, total)
 
 
@@ -80,7 +93,10 @@ def _dense_messages(size: int, call: SparseCall, tree: Tree) -> list[Message]:
 
 def _rounded(context: CallContext, call: SparseCall, total: Vector) -> Vector:
     """Round the total. All ranks round alike, so only rank 0 keeps the rounding errors."""
-    return call.backend.round_values(total, call.conserve and context.rank == 0)
+    total, error = call.backend.rounded(total)
+    if error is not None and call.conserve and context.rank == 0:
+        call.backend.keep(error)
+    return total
 
 
 MODES = {

@@ -2,7 +2,7 @@
 //
 // `admit` copies a caller's entries, widened to float, and counts indices that do not ascend or are
 // out of range. `settle` rounds values to ELEMENT (to nearest even; finite values stay finite) and
-// adds the rounding error to a residual; `keep` adds entries to it. `pack` and `unpack` copy
+// writes the rounding errors; `keep` adds entries to a residual. `pack` and `unpack` copy
 // entries to and from a message. All launches go to one stream.
 // Bounds: one thread accesses entry i of n. The residual is accessed at indices that `admit` has
 // checked; these are distinct, so no two threads add to the same element.
@@ -15,7 +15,7 @@ struct Entries {
     ELEMENT* far_values;  // [n] of a message or of the caller
     int* far_indices;  // [n]
     u64* head;  // of a message: n; for `admit`: the number of wrong entries
-    float* residual;  // [limit], or 0
+    float* residual;  // [limit]; for `settle`: errors [n]
     u64 n;
     u64 limit;
 };
@@ -45,7 +45,7 @@ __device__ __forceinline__ void settle_entries(const Entries& a) {
     EACH(i, a.n) {
         const float v = a.values[i], kept = carried(v);
         a.values[i] = kept;
-        if (a.residual && finite(v)) a.residual[a.indices[i]] += v - kept;
+        a.residual[i] = finite(v) ? v - kept : 0;
     }
 }
 

@@ -26,9 +26,10 @@ def admit(gpu: Gpu, values: Any, indices: Any, dtype: str, limit: int) -> Pair |
     return None if gpu.read(wrong)[0] else made
 
 
-def settle(gpu: Gpu, vector: Pair, dtype: str, residual: Any) -> None:
-    """Round a vector's values to a dtype, in place; add what is lost to `residual` unless None."""
-    _launch(gpu, "settle", dtype, vector, residual=0 if residual is None else residual)
+def settle(gpu: Gpu, vector: Pair, dtype: str, lost: Any) -> None:
+    """Round a vector's values to a dtype, in place, and write what each finite one loses to `lost`
+    [n]."""
+    _launch(gpu, "settle", dtype, vector, residual=lost)
 
 
 def keep(gpu: Gpu, vector: Pair, residual: Any) -> None:

@@ -107,19 +107,27 @@ class Reference:
         return found
 
     def total(self, given: list[Entries], part: slice, k: int) -> Entries:
-        """What all ranks get; the rank that merges two vectors keeps what it drops of them."""
+        """What all ranks get. What does not arrive goes back to those who sent it; what is cut of
+        an index that does arrive stays with the rank that merges."""
         if self.spec.mode == "topk":
             total: Entries = {}
             for one in given:
                 total = {at: total.get(at, np.float32(0)) + one.get(at, np.float32(0))
                          for at in {*total, *one}}  # fmt: skip
             return total
+        own, cut = [dict(one) for one in given], []
         for pairs in rounds(binomial_tree(self.size)):
             for child, parent in pairs:
                 a, b = given[parent], given[child]
                 both = {at: a.get(at, np.float32(0)) + b.get(at, np.float32(0)) for at in {*a, *b}}
                 kept = largest(both, k)
-                for at in both.keys() - {*kept}:
-                    self.residual[parent][part][at] += both[at]
+                cut += [(parent, at, both[at]) for at in both.keys() - {*kept}]
                 given[parent] = {at: both[at] for at in kept}
+        back = [(rank, at, x) for rank, one in enumerate(own) for at, x in one.items()]
+        for rank, at, x in back:
+            if at not in given[0]:
+                self.residual[rank][part][at] += x
+        for rank, at, x in cut:
+            if at in given[0]:
+                self.residual[rank][part][at] += x
         return given[0]
