@@ -19,7 +19,6 @@ from linkweave.bench.tasks import TASKS, Task
 from linkweave.bench.timing import rounds_of
 from linkweave.collectives import CollectiveError, DataParallel, GTopK
 from linkweave.collectives.launch.default import get_default
-from linkweave.collectives.training.transport import OverCommunicator, Vector
 from linkweave.topology.checks import shown
 
 MOMENTUM = 0.9
@@ -36,47 +35,23 @@ LEGEND = (
 )
 
 
-class Lossy(OverCommunicator):
-    """Sparse all-reduces by the paper's rule: a rank gets back those of its entries whose indices
-    are not in the result; what a merge has dropped of the others is lost.
-
-    Source: Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification
-    for Low Bandwidth Networks", algorithm 4.
-    """
-
-    def sparse(
-        self, lane: int, vector: Vector, numel: int, k: int, residual: torch.Tensor, mode: str
-    ) -> Vector:
-        found: Vector = self._lanes[lane].sparse_allreduce(
-            *vector, numel, k, residual=residual, mode=mode, conserve=False
-        )
-        return found
+def named(gtopk: GTopK | None) -> str:
+    """An exchange in a few words; None is the dense one."""
+    if gtopk is None:
+        return "dense"
+    said = {
+        "drops lost": not gtopk.conserve, "warm-up": gtopk.warmup,
+        "by layer": gtopk.per == "unit",
+    }  # fmt: skip
+    return ", ".join([f"gTop-k {gtopk.density:g}", *(word for word in said if said[word])])
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """A way to average gradients: dense without `gtopk`; by the paper's rule without `conserve`."""
-
-    gtopk: GTopK | None = None
-    conserve: bool = True
-
-    def __str__(self) -> str:
-        if self.gtopk is None:
-            return "dense"
-        said = {
-            "drops lost": not self.conserve, "warm-up": self.gtopk.warmup,
-            "by layer": self.gtopk.per == "unit", "SGD's momentum": self.gtopk.momentum == "none",
-        }  # fmt: skip
-        return ", ".join([f"gTop-k {self.gtopk.density:g}", *(word for word in said if said[word])])
-
-
-def exchange_of(text: str, epoch_steps: int) -> Exchange:
+def exchange_of(text: str, epoch_steps: int) -> GTopK:
     """Read an exchange such as "density=0.01,warmup=on,conserve=off". Raises CollectiveError.
 
     The warm-up has the densities of Lin et al., in epochs of so many steps.
     """
-    words = {"density": "", "warmup": "off", "momentum": "correction", "per": "bucket",
-             "conserve": "on"}  # fmt: skip
+    words = {"density": "", "warmup": "off", "per": "bucket", "conserve": "on"}
     for part in text.split(","):
         key, _, value = part.partition("=")
         if key not in words or (words[key] in ("on", "off") and value not in ("on", "off")):
@@ -87,13 +62,12 @@ def exchange_of(text: str, epoch_steps: int) -> Exchange:
     except ValueError:
         raise _unreadable(text) from None
     warmup = WARM_UP if words["warmup"] == "on" else ()
-    spec = GTopK(density, words["momentum"], warmup, epoch_steps, words["per"], "gtopk")
-    return Exchange(spec, words["conserve"] == "on")
+    return GTopK(density, warmup, epoch_steps, words["per"], "gtopk", words["conserve"] == "on")
 
 
 def _unreadable(text: str) -> CollectiveError:
     return CollectiveError(
-        "--exchange is density=SHARE, with any of warmup=on, momentum=none, per=unit and "
+        "--exchange is density=SHARE, with any of warmup=on, per=unit and "
         f"conserve=off, separated by commas, not {shown(text)}"
     )
 
@@ -114,7 +88,6 @@ class Row:
     rate: float
     exchange: str
     gtopk: dict[str, Any] | None
-    conserve: bool
     mean: float
     beyond_dense: float
     final: list[float]
@@ -137,7 +110,7 @@ def batches(samples: int, batch: int, seed: int) -> Iterator[torch.Tensor]:
 
 
 def _trained(
-    rank: int, task: Task, exchange: Exchange, steps: int, rate: float, every: int, seed: int
+    rank: int, task: Task, exchange: GTopK | None, steps: int, rate: float, every: int, seed: int
 ) -> list[tuple[int, float]]:
     """Train on one rank; rank 0 returns the points of a `Row`."""
     comm = get_default()
@@ -146,8 +119,7 @@ def _trained(
     model = task.model()
     optimizer = torch.optim.SGD(model.parameters(), rate, momentum=MOMENTUM)
     parallel = DataParallel(
-        model, optimizer, schedule="ddp", exchange=exchange.gtopk or "dense",
-        group=comm if exchange.conserve else Lossy(comm),
+        model, optimizer, schedule="ddp", exchange=exchange or "dense"
     )  # fmt: skip
     x, y = (torch.from_numpy(part) for part in task.train)
     share = task.batch // comm.size
@@ -186,7 +158,7 @@ def convergence(
         raise CollectiveError(f"--rate must be above 0, not {rate:g}")
     epoch = epoch_steps or len(task.train[1]) // task.batch
     rate = rate or task.rate
-    chosen = [Exchange(), *(exchange_of(text, epoch) for text in exchanges)]
+    chosen = [None, *(exchange_of(text, epoch) for text in exchanges)]
     every, dense = max(1, steps // POINTS), None
     for exchange in chosen:
         points = [
@@ -197,7 +169,7 @@ def convergence(
         found = mean(final)
         dense = found if dense is None else dense
         yield Row(
-            name, ranks, steps, task.batch // ranks * ranks, task.predictions, rate, str(exchange),
-            exchange.gtopk and asdict(exchange.gtopk), exchange.conserve, found,
+            name, ranks, steps, task.batch // ranks * ranks, task.predictions, rate,
+            named(exchange), exchange and asdict(exchange), found,
             task.beyond(found, dense), final, points,
         )  # fmt: skip

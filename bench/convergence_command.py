@@ -15,7 +15,7 @@ from linkweave.bench.timing import machine
 ExchangeOption = Annotated[
     list[str],
     typer.Option("--exchange", "-x", help="Train with this one as well, beside dense: "
-                 "density=SHARE, with any of warmup=on, momentum=none, per=unit and conserve=off "
+                 "density=SHARE, with any of warmup=on, per=unit and conserve=off "
                  "(merges lose what they drop, as in the paper), separated by commas. Repeatable."),
 ]  # fmt: skip
 

@@ -27,17 +27,19 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     unit = first.batch * first.predictions / 1e3 if words else 1.0
     figure, axis = plt.subplots(figsize=(9, 5), layout="constrained")
     hues = cycle(f"C{i}" for i in range(10))
-    colours = {str(first.gtopk): "black"}
+    colours = {"": "black"}
     shown: list[float] = []
     for row in rows:
-        if (kind := str(row.gtopk)) not in colours:
+        options = dict(row.gtopk or {})
+        conserves = options.pop("conserve", True)
+        if (kind := str(options or "")) not in colours:
             colours[kind] = next(hues)
         x = [unit * step for step, _ in row.points[0]]
         seeds = list(zip(*([y for _, y in one] for one in row.points), strict=True))
         middle = [sum(found) / len(found) for found in seeds]
         end = f"{row.mean:.3f}" if words else f"{row.mean:.2f} %"
         axis.plot(
-            x, middle, color=colours[kind], linestyle="-" if row.conserve else "--",
+            x, middle, color=colours[kind], linestyle="-" if conserves else "--",
             linewidth=1.6, label=f"{row.exchange}: {end}",
         )  # fmt: skip
         lows, highs = [min(found) for found in seeds], [max(found) for found in seeds]

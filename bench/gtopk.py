@@ -110,9 +110,6 @@ def hooks(density: float) -> dict[str, Hook | None]:
         "gTop-k": lambda: (
             GTopKState(dist.group.WORLD, density=density, mode="gtopk"), gtopk_hook
         ),
-        "gTop-k, momentum": lambda: (
-            GTopKState(dist.group.WORLD, density=density, momentum=0.9, mode="gtopk"), gtopk_hook
-        ),
     }  # fmt: skip
 
 

@@ -24,8 +24,7 @@ from linkweave.bench.peers import on_gloo
 from linkweave.bench.tasks import digits
 from linkweave.bench.timing import schedule
 
-MOMENTA = {"dense": MOMENTUM, "gTop-k, momentum": 0.0}
-"""The momentum of the optimizer under each hook; gTop-k applies its own before it sends."""
+HOOKS = ("dense", "gTop-k")
 INTERVAL = 5  # steps from one test to the next
 MOST = 500  # steps
 HEADER = (
@@ -73,15 +72,13 @@ def measure(model: str, density: float, accuracy: float, batch_scheduling: bool)
 def rows(values: int, density: float, accuracy: float) -> Iterator[Row]:
     """Train under each hook of `MOMENTA`, with as many gradients as `values` in all."""
     known = hooks(density)
-    for name, momentum in MOMENTA.items():
-        reached, steps, seconds = _trained(known[name], momentum, values, accuracy)
+    for name in HOOKS:
+        reached, steps, seconds = _trained(known[name], values, accuracy)
         share = 1.0 if known[name] is None else density
         yield Row(name, values, dist.get_world_size(), share, reached, steps, seconds)
 
 
-def _trained(
-    hook: Hook | None, momentum: float, values: int, accuracy: float
-) -> tuple[float, int, float]:
+def _trained(hook: Hook | None, values: int, accuracy: float) -> tuple[float, int, float]:
     """(accuracy, steps, seconds)"""
     rank, size = dist.get_rank(), dist.get_world_size()
     task = digits(0)
@@ -94,7 +91,7 @@ def _trained(
     )
     if hook:
         ddp.register_comm_hook(*hook())
-    optimizer = torch.optim.SGD(cnn.parameters(), task.rate, momentum)
+    optimizer = torch.optim.SGD(cnn.parameters(), task.rate, MOMENTUM)
     x, y = (torch.from_numpy(part) for part in task.train)
     share, seconds, reached = task.batch // size, 0.0, 0.0
     for step, batch in enumerate(batches(len(x), task.batch, 0), 1):

@@ -202,7 +202,7 @@ def _train(
     group = Throttled(comm, schedule.network)
     exchange: Any = "dense"
     if density is not None:
-        exchange = collectives.GTopK(density, "none", (), mode="gtopk")
+        exchange = collectives.GTopK(density, mode="gtopk")
     with collectives.DataParallel(
         model, optimizer, schedule=schedule, exchange=exchange, group=group
     ) as trained:

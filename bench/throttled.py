@@ -77,11 +77,12 @@ class Throttled(OverCommunicator):
         self._link.until(self._begin(begun, x), 0)
 
     def sparse(
-        self, lane: int, vector: Vector, numel: int, k: int, residual: torch.Tensor, mode: str
-    ) -> Vector:
+        self, lane: int, vector: Vector, numel: int, k: int, residual: torch.Tensor, mode: str,
+        conserve: bool,
+    ) -> Vector:  # fmt: skip
         """For as long as the network, which is one of sparse exchanges, takes for all elements."""
         begun = time.perf_counter()
-        found = super().sparse(lane, vector, numel, k, residual, mode)
+        found = super().sparse(lane, vector, numel, k, residual, mode, conserve)
         self._link.until(self._begin(begun, residual), 0)
         return found
 

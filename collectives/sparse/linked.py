@@ -79,13 +79,14 @@ class LinkedBackend(HostBackend):
 
 
 def linked_allreduce(
-    links: Links, vector: Vector, numel: int, k: int, residual: Any, mode: str
+    links: Links, vector: Vector, numel: int, k: int, residual: Any, mode: str, conserve: bool
 ) -> Vector:
-    """The sum of all ranks' vectors by mode "gtopk" or "topk"; the residual gets what is dropped.
+    """The sum of all ranks' vectors by mode "gtopk" or "topk"; what the residual gets is as in
+    `Communicator.sparse_allreduce`.
 
     All ranks must pass the same `numel`, `k` and `mode`, which are not compared. Merges follow the
     binomial tree of the ranks.
     """
     backend = LinkedBackend(links, *vector, numel, residual)
     counts = backend.counts() if mode == "topk" else []
-    return backend.total(numel, k, "sum", mode, True, binomial_tree(links.size), counts)
+    return backend.total(numel, k, "sum", mode, conserve, binomial_tree(links.size), counts)

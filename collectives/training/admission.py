@@ -14,9 +14,8 @@ from linkweave.collectives.overlap import POLICIES, Schedule
 from linkweave.collectives.training.engine import Engine
 from linkweave.collectives.training.gtopk import GTopK
 from linkweave.collectives.training.hooks import Hook
-from linkweave.collectives.training.momentum import groups_of
-from linkweave.collectives.training.sharded_embedding import ShardedEmbedding
 from linkweave.collectives.training.transport import Transport, parted
+from linkweave.collectives.training.update import groups_of
 from linkweave.topology.checks import shown
 
 
@@ -72,9 +71,7 @@ def compare_exchanges(transport: Transport, exchange: Any) -> None:
         )
 
 
-def refuse_optimizers(
-    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], exchange: Any
-) -> None:
+def refuse_optimizers(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raise CollectiveError for a module and optimizers that cannot train on several ranks."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -107,20 +104,6 @@ def refuse_optimizers(
                 f"the optimizer {type(optimizer).__name__} has none of the module's parameters, so "
                 "that it would not train it: construct it with module.parameters()"
             )
-    if isinstance(exchange, GTopK) and exchange.momentum == "correction":
-        stepper = getattr(type(optimizers[0]), "stepper", None)
-        if stepper is not None or not _rows_only(module, optimizers[1:]):
-            raise CollectiveError(
-                "momentum='correction' takes over the momentum of one optimizer that trains one "
-                "model: pass momentum='none'"
-            )
-
-
-def _rows_only(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-    """Whether these train sharded embeddings alone."""
-    rows = {id(part.weight) for part in module.modules() if isinstance(part, ShardedEmbedding)}
-    groups = (group for optimizer in optimizers for group in groups_of(optimizer))
-    return all(id(p) in rows for group in groups for p in group["params"])
 
 
 def copy_from_rank_0(transport: Transport, module: nn.Module, without: set[int]) -> None:

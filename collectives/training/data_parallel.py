@@ -30,7 +30,6 @@ from linkweave.collectives.training.engine import Engine
 from linkweave.collectives.training.exchange import Dense, Exchange
 from linkweave.collectives.training.gtopk import KEY, GTopK, check_state
 from linkweave.collectives.training.hooks import Hook
-from linkweave.collectives.training.momentum import Momentum
 from linkweave.collectives.training.planner import Planner
 from linkweave.collectives.training.program import Program
 from linkweave.collectives.training.sparse_exchange import SparseExchange
@@ -112,12 +111,9 @@ class DataParallel(nn.Module):
         schedule: str | Schedule, chained: bool, exchange: Literal["dense"] | GTopK,
         broadcast_buffers: bool, check_divergence: bool,
     ) -> None:  # fmt: skip
-        refuse_optimizers(module, optimizers, exchange)
+        refuse_optimizers(module, optimizers)
         compare_exchanges(transport, exchange)
         spec = exchange if isinstance(exchange, GTopK) else None
-        momentum = None
-        if spec and spec.momentum == "correction":
-            momentum = Momentum(optimizers[0])
         embeddings = Embeddings()
         before: Any = Hook(self._before_state)
         embeddings.attach(module, optimizers, transport, before, self._skips)
@@ -128,7 +124,7 @@ class DataParallel(nn.Module):
         def exchange_of(arena: Arena, engine: Engine) -> Exchange:
             if spec is None:
                 return Dense(arena, transport)
-            return SparseExchange(spec, arena, transport, momentum)
+            return SparseExchange(spec, arena, transport)
 
         chains = chained or schedule != "auto"
         self._engine = engine = Engine(
@@ -143,10 +139,9 @@ class DataParallel(nn.Module):
             stepper = stepper_of(optimizer)
             stepper.engines.append(engine)
             engine.steppers.append(stepper)
-        engine.steppers[0].update.momentum = momentum
         asked = chained or schedule in CHAINED or getattr(schedule, "chained", False)
         if asked and spec is None and (why := engine.fault_of_chaining()):
-            engine.close(gives_back=False)
+            engine.close()
             self._leave()
             raise CollectiveError(
                 f"the training cannot be chained with the next forward pass: {why}. Take a "
@@ -258,7 +253,7 @@ class DataParallel(nn.Module):
             log.warning("exchange='dense' drops the gradients that GTopK had not sent")
 
     def _take_state(self, _: Any) -> None:
-        """After that: go on from there; what there is of momentum in the optimizer counts."""
+        """After that: go on from there."""
         if self._spec and self._engine:
             self._engine.load_exchange(self._loading)
 
@@ -370,16 +365,12 @@ class DataParallel(nn.Module):
     def close(self) -> None:
         """Complete the last step and leave module and optimizer as they were. May be repeated.
 
-        What GTopK has not sent is dropped, unless the optimizer's state was saved before; the
-        optimizer gets back its momentum.
+        What GTopK has not sent is dropped, unless the optimizer's state was saved before.
         """
-        self._close(gives_back=True)
-
-    def _close(self, gives_back: bool) -> None:
         if self._engine is None:
             return
         try:
-            self._engine.close(gives_back)
+            self._engine.close()
         finally:
             self._leave()
             for handle in self._handles:
@@ -391,15 +382,14 @@ class DataParallel(nn.Module):
         engine, self._engine, self._end = self._engine, None, "is closed"
         assert engine is not None
         for stepper in engine.steppers:
-            stepper.update.momentum = None
             stepper.leave(engine)
         engine.embeddings.close()
 
     def __enter__(self) -> DataParallel:
         return self
 
-    def __exit__(self, error: object, *_: object) -> None:
-        self._close(gives_back=error is None)  # other ranks may have had no error
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _copy_of(module: nn.Module, training: bool) -> DataParallel:

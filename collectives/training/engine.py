@@ -37,7 +37,6 @@ from linkweave.collectives.training.states import TABLE, Event, State
 from linkweave.collectives.training.step_record import StepRecord
 from linkweave.collectives.training.stepping import Stepper
 from linkweave.collectives.training.transport import Transport
-from linkweave.collectives.training.update import Update
 
 FROZEN = 8
 """Steps after which parameters that were frozen are no longer sent."""
@@ -332,7 +331,6 @@ class Engine:
 
     def _collected(self, index: int) -> None:
         self.arena.collect(index)
-        self.exchange.collected(index)
         if self.recording:
             self.record.ready[index] = self.clock.now()
         self.lanes.ready(index)
@@ -398,13 +396,9 @@ class Engine:
         for index in range(len(self.units)):
             self.arena.show(index)
 
-    def unchanged(self) -> bool:
-        """Whether gradients are what has been collected, or has arrived since."""
-        return self.arena.version == self._version and self.arena.holds_all()
-
     def _check_unchanged(self) -> None:
         """Raise if gradients were changed after the backward pass, while they were being sent."""
-        if not self.unchanged():
+        if self.arena.version != self._version or not self.arena.holds_all():
             self._fail(CHANGED)
 
     # ---- building ----------------------------------------------------------------------------
@@ -448,7 +442,6 @@ class Engine:
         self.transport.open(program.lanes)
         self.lanes.close()
         self.program = program
-        self.exchange.adopted()
         self.lanes = self._lanes()
         self._set_gates()
         self.record, self.last_step = StepRecord(), None  # those of the other program
@@ -505,10 +498,6 @@ class Engine:
     def skips(self) -> bool:
         """Whether the step is to be left out, as gradients are not finite."""
         return bool(self.units) and self.exchange.skips
-
-    def apply(self, update: Update) -> bool:
-        """Update the parameters as the exchange does it, if it does."""
-        return bool(self.units) and self.unchanged() and self.exchange.apply(update)
 
     def _defer(self) -> None:
         """Put the step off: updates take what the optimizer's options are now."""
@@ -569,15 +558,13 @@ class Engine:
         if self.units:
             self.exchange.load(state)
 
-    def close(self, gives_back: bool = True) -> None:
+    def close(self) -> None:
         """Carry out what is pending, remove all hooks and end the lanes."""
         try:
             if self.state in (State.BACKWARD, State.COLLECTING):
                 self._fail("training was closed in a backward pass")
             if self.state is not State.FAILED:
                 self.finish()
-                if self.units and gives_back:
-                    self.exchange.give_back()
         finally:
             self.state = State.CLOSED
             self._layout.unhook()

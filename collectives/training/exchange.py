@@ -12,7 +12,6 @@ from linkweave.collectives.training.arena import Arena
 from linkweave.collectives.training.packing import Packing
 from linkweave.collectives.training.program import Op, Span, in_parts
 from linkweave.collectives.training.transport import Transport
-from linkweave.collectives.training.update import Update
 
 Arrived = Callable[[Sequence[Span]], None]
 """Called when spans of an op have arrived in the arena."""
@@ -31,9 +30,6 @@ class Exchange(Protocol):
     def begin(self) -> None:
         """A backward pass begins whose gradients will be sent."""
 
-    def collected(self, unit: int) -> None:
-        """The unit's gradients are in the arena."""
-
     def part(self, op: Op) -> Op:
         """The op in the parts in which it arrives."""
 
@@ -44,13 +40,6 @@ class Exchange(Protocol):
     def settle(self) -> None:
         """All ops of a step have been carried out."""
 
-    def apply(self, update: Update) -> bool:
-        """Update the parameters by what has arrived, for the options of the update's last
-        `snapshot`. False, and nothing done, if their gradients are to be applied as usual."""
-
-    def adopted(self) -> None:
-        """Another program is to be carried out."""
-
     def network_of(self, measure: Callable[[torch.Tensor, Any], Any]) -> Any:
         """The network on which ops run: `measure(like, average)` takes the times of averages."""
 
@@ -60,9 +49,6 @@ class Exchange(Protocol):
 
     def load(self, state: dict[str, Any] | None) -> None:
         """Go on from a `state_dict`, or from nothing."""
-
-    def give_back(self) -> None:
-        """Training ends: the optimizer goes on without the exchange."""
 
 
 class Dense:
@@ -95,20 +81,11 @@ class Dense:
         largest = max(self._arena.buffers, key=lambda buffer: buffer.nbytes)
         return measure(largest, self._transport.average)
 
-    def apply(self, update: Update) -> bool:
-        return False
-
     def state_dict(self, before: dict[str, Any] | None) -> dict[str, Any] | None:
         return None
 
     def begin(self) -> None: ...
 
-    def collected(self, unit: int) -> None: ...
-
     def settle(self) -> None: ...
 
-    def adopted(self) -> None: ...
-
     def load(self, state: dict[str, Any] | None) -> None: ...
-
-    def give_back(self) -> None: ...

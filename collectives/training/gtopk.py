@@ -22,33 +22,32 @@ class GTopK:
     residuals and what has been sent add up to all gradients.
 
     density: the share of the entries that each rank sends, at least one of each all-reduce. With
-        "gtopk" as many arrive, with "topk" up to as many from each rank.
-    momentum: "correction" applies momentum and weight decay of torch.optim.SGD to the gradients of
-        this rank, before they are sent; the optimizer itself then applies neither. Entries that
-        arrive lose their velocity on the rank that sent them; what a merge drops keeps it. "none"
-        leaves both to the optimizer, of any kind, which is given the averaged entries, and zeros
-        between them.
+        "gtopk" as many arrive, with "topk" up to as many from each rank. With 1, gradients are
+        averaged as without GTopK, to the bit.
     warmup: densities of the first epochs, of `epoch_steps` steps each; never below `density`. None
         by default. The paper also lowers the learning rate in them, which is the scheduler's part.
+    epoch_steps: the steps of each of these epochs.
     per: "bucket" sends the largest entries of all gradients of an all-reduce; "unit" the largest of
         each layer.
     mode: "gtopk" merges entries along a tree, and keeps the largest; "topk" gathers all ranks'
         entries; "auto" takes the one that is predicted to be the fastest for each all-reduce, or
         the dense average (`overlap.sparse_seconds`): by the network that a schedule "auto" or a
         policy's name has measured, else by the bytes on the critical path.
+    conserve: keep what a merge cuts of an entry that arrives from elsewhere. Without it, that is
+        lost, as in the paper.
 
-    Raises CollectiveError for values out of range.
+    The optimizer, of any kind, is given the averaged entries, and zeros between them: momentum is
+    its own. Raises CollectiveError for values out of range.
     Sources: Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification
-    for Low Bandwidth Networks", algorithm 4 and section IV-B, with the merges' drops kept; Lin et
-    al., "Deep Gradient Compression", section 3 (correction, clearing).
+    for Low Bandwidth Networks", algorithm 4 and section IV-B, with what merges cut kept.
     """
 
     density: float = 0.001
-    momentum: str = "correction"
     warmup: tuple[float, ...] = ()
     epoch_steps: int = 100
     per: str = "bucket"
     mode: str = "auto"
+    conserve: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.warmup, tuple | list):
@@ -59,7 +58,9 @@ class GTopK:
         integer(self.epoch_steps, "epoch_steps", 1, 1 << 40)
         for name, known in _WORDS.items():
             if (word := getattr(self, name)) not in known:
-                raise CollectiveError(f"{name} must be {' or '.join(known)}, not {shown(word)}")
+                raise CollectiveError(
+                    f"{name} must be {' or '.join(map(str, known))}, not {shown(word)}"
+                )
 
     def density_at(self, step: int) -> float:
         """The density of a step, counted from 0."""
@@ -67,8 +68,8 @@ class GTopK:
         return max(self.density, *self.warmup[epoch : epoch + 1], 0.0)
 
 
-_WORDS = {
-    "momentum": ("correction", "none"), "per": ("bucket", "unit"), "mode": ("gtopk", "topk", "auto")
+_WORDS: dict[str, tuple[Any, ...]] = {
+    "per": ("bucket", "unit"), "mode": ("gtopk", "topk", "auto"), "conserve": (True, False)
 }  # fmt: skip
 
 
@@ -81,25 +82,23 @@ def check_state(
             f"the exchange's state is that of rank {its[0]} of {its[1]}, not of rank {rank} of "
             f"{size}: load each rank's own, or training.resharded(all of them, {size})"
         )
-    for part in ("residual", "velocity"):
-        for name, x in state[part].items():
-            if name not in shapes:
-                raise CollectiveError(
-                    f"the exchange's state has a {part} for {name}, which this model lacks"
-                )
-            if tuple(x.shape) != tuple(shapes[name]):
-                raise CollectiveError(
-                    f"the exchange's state has a {part} of shape {tuple(x.shape)} for {name}, "
-                    f"which has shape {tuple(shapes[name])}"
-                )
+    for name, x in state["residual"].items():
+        if name not in shapes:
+            raise CollectiveError(
+                f"the exchange's state has a residual for {name}, which this model lacks"
+            )
+        if tuple(x.shape) != tuple(shapes[name]):
+            raise CollectiveError(
+                f"the exchange's state has a residual of shape {tuple(x.shape)} for {name}, "
+                f"which has shape {tuple(shapes[name])}"
+            )
 
 
 def resharded(states: Sequence[dict[str, Any]], size: int) -> list[dict[str, Any]]:
     """The optimizer's state_dicts for another number of ranks.
 
-    `states` are the state_dicts of all ranks, by rank. The residual and the velocity of old rank r
-    go to new rank r modulo `size`, where they are added. So the sum of residuals over all ranks
-    stays; velocities are scaled, so that their mean stays, which is the momentum of the average.
+    `states` are the state_dicts of all ranks, by rank. The residual of old rank r goes to new rank
+    r modulo `size`, where residuals are added: their sum over all ranks stays.
     Raises CollectiveError if a rank's state is missing, and for a single rank, which trains without
     an exchange.
     """
@@ -115,13 +114,11 @@ def resharded(states: Sequence[dict[str, Any]], size: int) -> list[dict[str, Any
         )
     made = []
     for rank in range(size):
-        own: dict[str, Any] = {**found[0], "rank": rank, "size": size}
-        for part in ("residual", "velocity"):
-            given = [one[part] for one in found[rank::size]]
-            scale = size / len(states) if part == "velocity" else 1.0
-            own[part] = {
-                name: sum((one[name] for one in given[1:]), given[0][name].clone()).mul_(scale)
-                for name in (given[0] if given else ())
-            } or {name: x.new_zeros(x.shape) for name, x in found[0][part].items()}
+        given = [one["residual"] for one in found[rank::size]]
+        residual = {
+            name: sum((one[name] for one in given[1:]), given[0][name].clone())
+            for name in (given[0] if given else ())
+        } or {name: x.new_zeros(x.shape) for name, x in found[0]["residual"].items()}
+        own = {**found[0], "rank": rank, "size": size, "residual": residual}
         made.append({**states[rank % len(states)], KEY: own})
     return made

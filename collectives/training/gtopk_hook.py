@@ -10,9 +10,8 @@ import torch.distributed as dist
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError
 from linkweave.collectives.training.admission import compare_exchanges
 from linkweave.collectives.training.gtopk import GTopK, check_state
-from linkweave.collectives.training.sparse_average import Kept, SparseAverage
+from linkweave.collectives.training.sparse_average import SparseAverage
 from linkweave.collectives.training.transport import transport_of
-from linkweave.topology.checks import number
 
 Future = torch.futures.Future[torch.Tensor]
 
@@ -22,9 +21,8 @@ class GTopKState:
 
     group: as in `DataParallel`. All ranks must make the state.
     density, warmup, epoch_steps: as in `GTopK`. Learning rates are the optimizer's own.
-    mode: as in `GTopK`; "auto" counts the bytes on the critical path, as no network is measured.
-    momentum, nesterov: if not 0, gradients have SGD's momentum before they are sent, and the
-        optimizer must have none.
+    mode, conserve: as in `GTopK`; "auto" counts the bytes on the critical path, as no network is
+        measured.
 
     Residuals belong to parameters, so DDP may divide them into other buckets, as it does after the
     first step. After an error of any bucket, those that follow raise it as well. Raises
@@ -32,27 +30,21 @@ class GTopKState:
     """
 
     def __init__(
-        self, group: Any = None, *, density: float = 0.001, momentum: float = 0.0,
-        nesterov: bool = False, warmup: tuple[float, ...] = (), epoch_steps: int = 100,
-        mode: str = "auto",
+        self, group: Any = None, *, density: float = 0.001, warmup: tuple[float, ...] = (),
+        epoch_steps: int = 100, mode: str = "auto", conserve: bool = True,
     ) -> None:  # fmt: skip
-        self.spec = GTopK(density, "none", warmup, epoch_steps, mode=mode)
-        if not 0 <= number(momentum, "momentum", 0, 1) < 1 or (nesterov and not momentum):
-            raise CollectiveError(
-                f"momentum must be from 0 to below 1, and above 0 with nesterov, not {momentum}"
-            )
-        self.factors = (float(momentum), bool(nesterov))
+        self.spec = GTopK(density, warmup, epoch_steps, mode=mode, conserve=conserve)
         self.steps = 0
         """Steps so far."""
         self._transport = transport_of(group)
         if self._transport:
-            compare_exchanges(self._transport, (self.spec, self.factors))
+            compare_exchanges(self._transport, self.spec)
             self._transport.open(1)
-            self._average = SparseAverage(self._transport, mode)
+            self._average = SparseAverage(self._transport, mode, conserve)
         self._threads = ThreadPoolExecutor(1, "linkweave-gtopk")  # a lane beside backward
         self._error: CollectiveError | None = None
-        self._kept: dict[tuple[int, ...], Kept] = {}  # by the parameters of a bucket
-        self._parts: dict[int, tuple[Any, Kept]] = {}  # of each parameter
+        self._residuals: dict[tuple[int, ...], torch.Tensor] = {}  # by a bucket's parameters
+        self._parts: dict[int, tuple[Any, torch.Tensor]] = {}  # of each parameter
 
     def start(self, bucket: dist.GradBucket) -> Future:  # type: ignore[name-defined]
         """Begin to average a bucket. Returns a future of its tensor."""
@@ -66,17 +58,20 @@ class GTopKState:
                 f"gtopk_hook takes float32, float16 and bfloat16 gradients on the CPU, not "
                 f"{x.dtype} on {x.device}"
             )
-        self._threads.submit(self._run, done, bucket.index(), x, self._kept_of(bucket), self.steps)
+        residual = self._residual_of(bucket)
+        self._threads.submit(self._run, done, bucket.index(), x, residual, self.steps)
         self.steps += bucket.is_last()
         return cast(Future, done.then(_tensor))
 
-    def _run(self, done: Any, index: int, x: torch.Tensor, kept: Kept, step: int) -> None:
+    def _run(
+        self, done: Any, index: int, x: torch.Tensor, residual: torch.Tensor, step: int
+    ) -> None:
         """What the thread does for a bucket. The future's value is its tensor, or an error: DDP
         would take an error of the future for a tensor."""
         try:
             if self._error is None:
                 density = self.spec.density_at(step)
-                sent = self._average(0, x, kept, [x.numel()], density, lambda where: where[:1])
+                sent = self._average(0, x, residual, [x.numel()], density, lambda where: where[:1])
                 x[sent.bad] = float("nan")  # which scalers of gradients look for
         except BaseException as error:  # the other ranks must not take later buckets for this one
             assert self._transport is not None
@@ -85,24 +80,22 @@ class GTopKState:
             self._transport.abort()
         done.set_result(self._error or x)
 
-    def _kept_of(self, bucket: dist.GradBucket) -> Kept:  # type: ignore[name-defined]
+    def _residual_of(self, bucket: dist.GradBucket) -> torch.Tensor:  # type: ignore[name-defined]
         """What is kept of a bucket's gradients, from wherever its parameters were before."""
         parameters, x = bucket.parameters(), bucket.buffer()
         key = tuple(map(id, parameters))
-        if key not in self._kept:
-            kept = Kept(torch.zeros(x.numel()), factors=self.factors)
-            if self.factors[0]:
-                kept.velocity = torch.zeros(x.numel())
+        if key not in self._residuals:
+            residual = torch.zeros(x.numel())
             for parameter, gradient in zip(parameters, bucket.gradients(), strict=True):
                 first = gradient.storage_offset() - x.storage_offset()
-                part = kept.part(first, first + gradient.numel())
+                part = residual[first : first + gradient.numel()]
                 if known := self._parts.get(id(parameter)):
                     part.copy_(known[1])
                 self._parts[id(parameter)] = parameter, part
             in_use = {_memory(part) for _, part in self._parts.values()}
-            self._kept = {k: one for k, one in self._kept.items() if _memory(one) in in_use}
-            self._kept[key] = kept
-        return self._kept[key]
+            self._residuals = {k: x for k, x in self._residuals.items() if _memory(x) in in_use}
+            self._residuals[key] = residual
+        return self._residuals[key]
 
     def state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
         """What this rank must keep to go on, by the names of the module's parameters."""
@@ -111,12 +104,10 @@ class GTopKState:
             raise CollectiveError(
                 f"the module lacks a parameter of shape {missing[0]}: pass the one that DDP trains"
             )
-        found: dict[str, Any] = {"steps": self.steps, "residual": {}, "velocity": {}}
+        found: dict[str, Any] = {"steps": self.steps, "residual": {}}
         found["rank"], found["size"] = self._ranks()
         for key, (_, part) in self._parts.items():
-            found["residual"][names[key]] = part.residual.clone()
-            if part.velocity is not None:
-                found["velocity"][names[key]] = part.velocity.clone()
+            found["residual"][names[key]] = part.clone()
         return found
 
     def _ranks(self) -> tuple[int, int]:
@@ -134,18 +125,16 @@ class GTopKState:
         parameters = dict(module.named_parameters())
         sizes = {name: (parameter.numel(),) for name, parameter in parameters.items()}
         check_state(state, *self._ranks(), sizes)
-        self.steps, self._kept = int(state["steps"]), {}
+        self.steps, self._residuals = int(state["steps"]), {}
         self._parts = {
-            id(parameters[name]): (
-                parameters[name], Kept(residual.clone(), state["velocity"].get(name))
-            )
+            id(parameters[name]): (parameters[name], residual.clone())
             for name, residual in state["residual"].items()
-        }  # fmt: skip
+        }
 
 
-def _memory(kept: Kept) -> int:
+def _memory(residual: torch.Tensor) -> int:
     """The address of the memory of which it is a part."""
-    return kept.residual.untyped_storage().data_ptr()
+    return residual.untyped_storage().data_ptr()
 
 
 def _tensor(done: Any) -> torch.Tensor:
@@ -161,6 +150,6 @@ def gtopk_hook(state: GTopKState, bucket: dist.GradBucket) -> Future:  # type: i
 
     `ddp.register_comm_hook(GTopKState(density=0.001), gtopk_hook)`. Buckets are exchanged one after
     another beside the backward pass. A gradient that is not finite on some rank is NaN on all.
-    Source: Shi et al., algorithm 4, with mass conserved in merges; Lin et al. for momentum.
+    Source: Shi et al., algorithm 4, with mass conserved in merges.
     """
     return state.start(bucket)

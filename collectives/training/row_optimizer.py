@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.training.momentum import groups_of
 from linkweave.collectives.training.row_schedule import Apply
 from linkweave.collectives.training.sharded_embedding import ShardedEmbedding
+from linkweave.collectives.training.update import groups_of
 from linkweave.kernels import embedding as rows
 from linkweave.topology.checks import shown
 

@@ -11,9 +11,8 @@ from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.units import Unit
 from linkweave.collectives.training.embeddings import Embeddings
 from linkweave.collectives.training.exchange import Exchange
-from linkweave.collectives.training.momentum import groups_of
 from linkweave.collectives.training.ranges import profiled
-from linkweave.collectives.training.update import Update
+from linkweave.collectives.training.update import Update, groups_of
 
 
 class Trained(Protocol):
@@ -31,8 +30,6 @@ class Trained(Protocol):
     def before_step(self, stepper: Stepper) -> bool: ...
 
     def after_step(self) -> None: ...
-
-    def apply(self, update: Update) -> bool: ...
 
     def synchronize(self) -> None: ...
 
@@ -100,7 +97,7 @@ class Stepper:
         units = [unit for engine in self.engines for unit in engine.units]
         with torch.no_grad():
             for engine in self.engines:
-                for unit in () if engine.apply(self.update) else engine.units:
+                for unit in engine.units:
                     with profiled(f"update {unit.name}"):
                         self.update.part(unit.parameters)
             self.update.rest(units)

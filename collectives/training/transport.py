@@ -65,8 +65,9 @@ class Transport(Protocol):
         """Average layers of so many elements, which become final one after another."""
 
     def sparse(
-        self, lane: int, vector: Vector, numel: int, k: int, residual: torch.Tensor, mode: str
-    ) -> Vector:
+        self, lane: int, vector: Vector, numel: int, k: int, residual: torch.Tensor, mode: str,
+        conserve: bool,
+    ) -> Vector:  # fmt: skip
         """The sum of all ranks' sparse vectors, as `Communicator.sparse_allreduce` has it."""
 
     def alltoall(self, lane: int, x: torch.Tensor, counts: Counts) -> torch.Tensor:
@@ -127,10 +128,11 @@ class OverCommunicator:
         return queue
 
     def sparse(
-        self, lane: int, vector: Vector, numel: int, k: int, residual: torch.Tensor, mode: str
-    ) -> Vector:
+        self, lane: int, vector: Vector, numel: int, k: int, residual: torch.Tensor, mode: str,
+        conserve: bool,
+    ) -> Vector:  # fmt: skip
         found: Vector = self._lanes[lane].sparse_allreduce(
-            *vector, numel, k, residual=residual, mode=mode
+            *vector, numel, k, residual=residual, mode=mode, conserve=conserve
         )
         return found
 
@@ -219,9 +221,11 @@ class OverGroup:
         return GroupQueue(x, sizes, self._lanes[lane], self.size)
 
     def sparse(
-        self, lane: int, vector: Vector, numel: int, k: int, residual: torch.Tensor, mode: str
-    ) -> Vector:
-        return linked_allreduce(GroupLinks(self._lanes[lane]), vector, numel, k, residual, mode)
+        self, lane: int, vector: Vector, numel: int, k: int, residual: torch.Tensor, mode: str,
+        conserve: bool,
+    ) -> Vector:  # fmt: skip
+        links = GroupLinks(self._lanes[lane])
+        return linked_allreduce(links, vector, numel, k, residual, mode, conserve)
 
     def alltoall(self, lane: int, x: torch.Tensor, counts: Counts) -> torch.Tensor:
         sends, receives = splits(counts, self.rank)

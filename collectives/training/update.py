@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.units import Unit
-from linkweave.collectives.training.momentum import REPLACED, Momentum, groups_of, nesterov
 from linkweave.kernels import optim
 
 _STATES = {"SGD": ("momentum_buffer",), "Adam": ("exp_avg", "exp_avg_sq")}
@@ -21,6 +19,12 @@ _GIVEN = {
     "Adam": ("lr", "betas", "eps", "weight_decay", "maximize"),
 }
 _GIVEN["AdamW"] = _GIVEN["Adam"]
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The optimizer's groups, without the wait for gradients of others who read them."""
+    groups: list[dict[str, Any]] = optimizer.__dict__["param_groups"]
+    return groups
 
 
 class Update:
@@ -35,13 +39,10 @@ class Update:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self.momentum: Momentum | None = None
-        """What applies the momentum in the optimizer's place, if anything does."""
         self._kind = type(optimizer)
         step = self._kind.step
         self._step: Any = getattr(step, "__wrapped__", step)  # without the hooks of each call
-        self._options: list[dict[str, Any]] = []  # of each group, for parts
-        self._own: list[dict[str, Any]] = []  # without what is replaced
+        self._options: list[dict[str, Any]] = []  # of each group
         self._group_of: dict[int, int] = {}
         self._tables: dict[int, tuple[tuple[int, ...], optim.Table]] = {}
 
@@ -51,46 +52,29 @@ class Update:
         hooks = (
             self._optimizer._optimizer_step_pre_hooks, self._optimizer._optimizer_step_post_hooks
         )  # fmt: skip
-        if self.momentum and any(hooks):
-            raise CollectiveError(
-                "momentum='correction' takes the place of the optimizer's step, whose hooks would "
-                "not run: remove them, or pass momentum='none'"
-            )
         return self._kind.__module__.startswith("torch.optim") and not any(hooks)
 
     def snapshot(self) -> None:
         """Take the groups' options as they are now: a scheduler may change the learning rate
         before the parts run."""
         groups = groups_of(self._optimizer)
-        self._own = [
+        self._options = [
             {
                 name: value.clone() if isinstance(value, torch.Tensor) else value
                 for name, value in group.items() if name != "params"
             }
             for group in groups
         ]  # fmt: skip
-        self._options = [
-            {**options, **(REPLACED if self.momentum else {})} for options in self._own
-        ]
         for options in self._options:
             if options.get("nesterov"):  # torch's foreach form adds to gradients, which others read
                 options["foreach"] = False
         self._group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
 
-    def options_of(self, parameter: Any) -> dict[str, Any] | None:
-        """A parameter's options in the last `snapshot`; None if the optimizer does not have it."""
-        group = self._group_of.get(id(parameter))
-        return None if group is None else self._options[group]
-
     def rest(self, units: Iterable[Unit]) -> None:
-        """Carry out the step, with the optimizer's own options, for its parameters in no unit."""
+        """Carry out the step for the optimizer's parameters in no unit."""
         known = {id(parameter) for unit in units for parameter in unit.parameters}
         groups = groups_of(self._optimizer)
-        of_parts, self._options = self._options, self._own
-        try:
-            self.part([p for group in groups for p in group["params"] if id(p) not in known])
-        finally:
-            self._options = of_parts
+        self.part([p for group in groups for p in group["params"] if id(p) not in known])
 
     def part(self, parameters: Sequence[Any], arrivals: Iterable[int] = ()) -> None:
         """Carry out the step of the last `snapshot` for these parameters.
@@ -144,7 +128,9 @@ class Update:
             return False
         given = {one: options[one] for one in _GIVEN[name]}
         if name == "SGD":
-            run: Any = partial(optim.sgd, **given | {"nesterov": nesterov(given)})
+            run: Any = partial(
+                optim.sgd, **given | {"nesterov": bool(given["nesterov"] and given["momentum"])}
+            )
         else:
             for state in states:
                 state["step"] += 1

@@ -1,6 +1,5 @@
-"""Training with gTop-k: selection fused with momentum, and sparse updates of parameters."""
+"""Training with gTop-k: selection fused with the update of the residual."""
 
-from linkweave.kernels.gtopk.layout import Layout
-from linkweave.kernels.gtopk.steps import apply, clear, select
+from linkweave.kernels.gtopk.steps import select
 
-__all__ = ["Layout", "apply", "clear", "select"]
+__all__ = ["select"]

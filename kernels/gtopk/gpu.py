@@ -1,17 +1,17 @@
-"""Selection and sparse updates on a GPU in Triton.
+"""Selection on a GPU in Triton.
 
-Selection: `accumulate_kernel` updates everything and counts the exponents of the residual; the host
-reads the counts, which tell the exponent of the k-th largest. `count_kernel` counts in each block
-the candidates, which have at least this exponent; running sums of these tell where `gather_kernel`
-writes candidates and their indices, in order. `kernels.topk_abs` selects among the candidates, and
-`clear_kernel` zeroes what was selected.
+`accumulate_kernel` updates the residual and counts its exponents; the host reads the counts, which
+tell the exponent of the k-th largest. `count_kernel` counts in each block the candidates, which
+have at least this exponent; running sums of these tell where `gather_kernel` writes candidates and
+their indices, in order. `kernels.topk_abs` selects among the candidates, and `clear_kernel` zeroes
+what was selected.
 
-Bytes: with a velocity, `accumulate_kernel` reads and writes 24 per float32 element, without 16; the
-next two read 4 each. Of standard normal values and k = n / 1000, 1 in 22 is a candidate, of which 8
-bytes are written; at worst, where one exponent has nearly all, all are. More bits than the 8 of
-exponents would leave fewer candidates, but in Triton's histogram each thread counts 1 / 32 of the
-bins for its warp: with 2,048 bins, that takes 100 registers and, for 4 elements, 256 `popc`, of
-which a multiprocessor does 16 per clock cycle: 4 cycles per element, while memory takes 2.
+Bytes: `accumulate_kernel` reads and writes 16 per float32 element; the next two read 4 each. Of
+standard normal values and k = n / 1000, 1 in 22 is a candidate, of which 8 bytes are written; at
+worst, where one exponent has nearly all, all are. More bits than the 8 of exponents would leave
+fewer candidates, but in Triton's histogram each thread counts 1 / 32 of the bins for its warp: with
+2,048 bins, that takes 100 registers and, for 4 elements, 256 `popc`, of which a multiprocessor does
+16 per clock cycle: 4 cycles per element, while memory takes 2.
 
 Memory order: blocks share nothing but the counts, to which they add integers atomically, in any
 order, for the same sums; kernels follow one another on the CUDA stream. Blocks add only what is not
@@ -24,26 +24,22 @@ that are given are compared with bounds before memory is accessed.
 
 Alignment: blocks begin at multiples of 1,024 elements of an array, and 8 warps have 4 elements per
 thread: one access of 16 bytes for float32, of 8 for 16-bit floats. Arrays that do not begin at a
-multiple of 16 bytes are accessed element by element, as are parameters.
+multiple of 16 bytes are accessed element by element.
 
 Occupancy: at most 32 registers on an H100, so that 2,048 threads fit a multiprocessor and read 16
-bytes of each of one to three arrays, 32 to 96 KiB; read bandwidth times latency is at most 25 bytes
-per ns, times 800 ns, 20 KB. Older GPUs need at most 40, for 1,536 threads. `apply_kernel` waits for
-memory, whose latency its many threads hide: each reads one element of a parameter, and the layout's
-table comes from the L1 cache.
+bytes of each of one or two arrays, 32 to 64 KiB; read bandwidth times latency is at most 25 bytes
+per ns, times 800 ns, 20 KB. Older GPUs need at most 40, for 1,536 threads.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from linkweave.kernels.api import topk_abs
-from linkweave.kernels.gtopk.layout import Layout
 
 BLOCK, WARPS = 1024, 8
 ENTRIES, ENTRY_WARPS = 256, 8  # of a block that works on entries
@@ -74,8 +70,7 @@ def _exponent(x):
 
 @triton.jit
 def _accumulate(
-    grad, residual, velocity, counts, n, momentum, HALF: tl.constexpr, NESTEROV: tl.constexpr,
-    BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    grad, residual, counts, n, HALF: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
     at = tl.arange(0, BLOCK)
     g = _load(grad, at, n, WHOLE)
@@ -84,13 +79,7 @@ def _accumulate(
         g = g.to(tl.float16, bitcast=True).to(tl.float32)
     elif HALF == "bfloat16":
         g = (g.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    d = g
-    if velocity is not None:
-        d = _load(velocity, at, n, WHOLE) * momentum + g
-        _store(velocity, at, n, d, WHOLE)
-        if NESTEROV:
-            d = tl.fma(d, momentum, g)
-    r = _load(residual, at, n, WHOLE) + d
+    r = _load(residual, at, n, WHOLE) + g
     _store(residual, at, n, r, WHOLE)
     if counts is not None:
         inside = None if WHOLE else at < n
@@ -100,24 +89,18 @@ def _accumulate(
 
 
 @triton.jit(do_not_specialize=["n"])
-def accumulate_kernel(
-    grad, residual, velocity, counts, n, momentum, HALF: tl.constexpr, NESTEROV: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Add to the velocity and to the residual; count the residual's exponents.
+def accumulate_kernel(grad, residual, counts, n, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """Add to the residual; count its exponents.
 
-    The velocity and the counts may be None. 16-bit gradients are uint16, the patterns of `HALF`.
+    The counts may be None. 16-bit gradients are uint16, the patterns of `HALF`.
     """
     start = tl.program_id(0).to(tl.int64) * BLOCK
     grad += start
     residual += start
-    if velocity is not None:
-        velocity += start
     if start + BLOCK <= n:
-        _accumulate(grad, residual, velocity, counts, n, momentum, HALF, NESTEROV, BLOCK, True)
+        _accumulate(grad, residual, counts, n, HALF, BLOCK, True)
     else:
-        _accumulate(grad, residual, velocity, counts, (n - start).to(tl.int32), momentum, HALF,
-                    NESTEROV, BLOCK, False)  # fmt: skip
+        _accumulate(grad, residual, counts, (n - start).to(tl.int32), HALF, BLOCK, False)
 
 
 @triton.jit
@@ -157,31 +140,8 @@ def clear_kernel(x, indices, n, many, ENTRIES: tl.constexpr):
     tl.store(x + at, 0.0, mask=(at >= 0) & (at < n))
 
 
-@triton.jit(do_not_specialize=["rows", "many"])
-def apply_kernel(
-    table, scales, values, indices, rows, many, LEVELS: tl.constexpr, ENTRIES: tl.constexpr
-):  # fmt: skip
-    """Add values to parameters. The last row whose first position is not above the index is found
-    by a binary search; 2^LEVELS is more than the number of rows."""
-    j = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
-    at = tl.load(indices + j, mask=j < many, other=-1)
-    row = tl.zeros_like(at) - 1
-    for level in tl.static_range(LEVELS):
-        to = row + (1 << (LEVELS - 1 - level))
-        row = tl.where(tl.load(table + to, mask=to < rows, other=1 << 62) <= at, to, row)
-    inside = row >= 0
-    first = tl.load(table + row, mask=inside, other=0)
-    inside &= at < tl.load(table + rows + row, mask=inside, other=0)
-    address = tl.load(table + 2 * rows + row, mask=inside, other=0)
-    p = address.to(tl.pointer_type(tl.float32)) + (at - first)
-    scale = tl.load(scales + row, mask=inside, other=0)
-    value = tl.load(values + j, mask=inside, other=0)
-    tl.store(p, tl.fma(value, scale, tl.load(p, mask=inside, other=0)), mask=inside)
-
-
 def select(
-    grad: torch.Tensor, residual: torch.Tensor, velocity: torch.Tensor | None, k: int,
-    momentum: float, nesterov: bool,
+    grad: torch.Tensor, residual: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(values, indices) of `kernels.gtopk.select`; waits for the counts on the current stream."""
     n = residual.numel()
@@ -190,8 +150,7 @@ def select(
     blocks = triton.cdiv(n, BLOCK)
     counts = residual.new_zeros(EXPONENTS, dtype=torch.int32) if k else None
     if n:
-        _launch(accumulate_kernel, blocks, patterns, residual, velocity, counts, n,
-                float(np.float32(momentum)), HALF=half, NESTEROV=nesterov)  # fmt: skip
+        _launch(accumulate_kernel, blocks, patterns, residual, counts, n, HALF=half)
     if counts is None:
         return residual.new_empty(0), residual.new_empty(0, dtype=torch.int32)
     least, many = _least(counts.tolist(), k)
@@ -216,18 +175,13 @@ def _least(counts: list[int], k: int) -> tuple[int, int]:
     raise AssertionError(f"{many} elements were counted; k is {k}")
 
 
-def apply(layout: Layout, values: torch.Tensor, indices: torch.Tensor, scales: np.ndarray) -> None:
-    """Enqueue `kernels.gtopk.apply` with float32 `scales` on the current stream; does not wait."""
-    many, rows = indices.numel(), len(layout.params)
-    on_device = torch.from_numpy(scales).to(values.device, non_blocking=True)
-    _launch_entries(apply_kernel, many, layout.table, on_device, values, indices, rows, many,
-                    LEVELS=rows.bit_length())  # fmt: skip
-
-
 def clear(x: torch.Tensor, indices: torch.Tensor) -> None:
-    """Enqueue `kernels.gtopk.clear` on the current stream; does not wait."""
-    many = indices.numel()
-    _launch_entries(clear_kernel, many, x, indices, x.numel(), many)
+    """Enqueue x[indices] = 0 on the current stream; does not wait."""
+    if many := indices.numel():
+        with torch.cuda.device_of(x):
+            clear_kernel[(triton.cdiv(many, ENTRIES),)](
+                x, indices, x.numel(), many, ENTRIES=ENTRIES, num_warps=ENTRY_WARPS
+            )
 
 
 def _launch(kernel: Any, blocks: int, x: torch.Tensor, *arguments: Any, **constants: Any) -> None:
@@ -235,13 +189,3 @@ def _launch(kernel: Any, blocks: int, x: torch.Tensor, *arguments: Any, **consta
         kernel[(blocks,)](
             x, *arguments, **constants, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False
         )  # fmt: skip
-
-
-def _launch_entries(
-    kernel: Any, many: int, x: torch.Tensor, *arguments: Any, **constants: Any
-) -> None:
-    if many:
-        with torch.cuda.device_of(x):
-            kernel[(triton.cdiv(many, ENTRIES),)](
-                x, *arguments, **constants, ENTRIES=ENTRIES, num_warps=ENTRY_WARPS
-            )

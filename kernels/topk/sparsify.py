@@ -1,4 +1,4 @@
-"""Top-k selection fused with the update of a residual, and of a momentum, on the CPU."""
+"""Top-k selection fused with the update of a residual, on the CPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from linkweave.kernels.atomics import fma
 from linkweave.kernels.float16 import widen_bfloat16, widen_float16
 from linkweave.kernels.parallel import parts, run_parts
 from linkweave.kernels.topk import cpu as topk
@@ -20,15 +19,14 @@ NONE = np.empty(0, np.int64), np.empty(0, np.float32)
 
 @njit(nogil=True, cache=True)
 def _accumulate_and_gather(
-    grad, patterns, is_float16, clear, residual, velocity, momentum, nesterov,
-    start, stop, low, at, values,
+    grad, patterns, is_float16, clear, residual, start, stop, low, at, values
 ):  # fmt: skip
-    """Update the residual (and the velocity) by the gradient; write the positions and the values
-    of what in the residual is then not below `low` to `at` and `values`. Returns how many, or -1
-    if there is too little room.
+    """Update the residual by the gradient; write the positions and the values of what in the
+    residual is then not below `low` to `at` and `values`. Returns how many, or -1 if there is too
+    little room.
 
     Numba compiles a version for each set of arguments that are None: `grad` (float32) or
-    `patterns` (of 16-bit floats); `clear`, without which the one given is only read; `velocity`.
+    `patterns` (of 16-bit floats); `clear`, without which the one given is only read.
     """
     wide = np.empty(WIDENED, np.uint32)
     found, full = U(0), False
@@ -46,13 +44,7 @@ def _accumulate_and_gather(
             last = min(first + U(BLOCK), end)
             reached = False
             for i in range(first, last):  # one loop: each element is loaded once
-                if velocity is None:
-                    total = g[i - before] + residual[i]
-                else:
-                    speed = velocity[i] * momentum + g[i - before]
-                    velocity[i] = speed
-                    step = fma(speed, momentum, g[i - before]) if nesterov else speed
-                    total = step + residual[i]
+                total = g[i - before] + residual[i]
                 residual[i] = total
                 if clear is not None:
                     if grad is not None:
@@ -72,29 +64,26 @@ def _accumulate_and_gather(
 
 
 def sparsify(
-    grad: np.ndarray, residual: np.ndarray, k: int, *, half: str = "", clear: bool = False,
-    velocity: np.ndarray | None = None, momentum: float = 0.0, nesterov: bool = False,
+    grad: np.ndarray, residual: np.ndarray, k: int, *, half: str = "", clear: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """(values, positions) of the k largest |residual + d|; the rest stays in `residual`.
+    """(values, positions) of the k largest |residual + grad|; the rest stays in `residual`.
 
     `grad` is float32 [n], or uint16 [n], the bit patterns of `half`: float16 or bfloat16; with
-    `clear` it is left zero. d is the gradient or, with `velocity`, as `kernels.gtopk.select`
-    says. Residual and velocity are float32 [n]. One pass reads and writes all.
+    `clear` it is left zero. The residual is float32 [n]. One pass reads and writes both.
     """
 
-    def arguments(grad: np.ndarray, residual: np.ndarray, velocity: np.ndarray | None) -> Any:
+    def arguments(grad: np.ndarray, residual: np.ndarray) -> Any:
         either = (None, grad) if half else (grad, None)
-        clears = clear or None  # so that Numba leaves the store out: `grad` may be read-only
-        factor = np.float32(momentum)
-        return *either, half == "float16", clears, residual, velocity, factor, nesterov
+        # None, so that Numba leaves the store out: `grad` may be read-only
+        return *either, half == "float16", clear or None, residual
 
     keys = topk.Keys("float32")
     n = residual.size
     low, most = NOTHING, 0
     if 0 < k <= n // 8:
         at = topk.sample_positions(n)
-        sums, sampled = residual[at], None if velocity is None else velocity[at]
-        copies = arguments(grad[at], sums, sampled)
+        sums = residual[at]
+        copies = arguments(grad[at], sums)
         _accumulate_and_gather(*copies, 0, at.size, NOTHING, *NONE)
         bound = topk.bound(keys.of(sums.view(np.uint32)), n, k)
         if bound is not None:
@@ -102,7 +91,7 @@ def sparsify(
     spans = parts(n, BLOCK)
     rooms = [min(most, stop - start) + BLOCK for start, stop in spans]
     found = [(np.empty(room, np.int64), np.empty(room, np.float32)) for room in rooms]
-    arrays = arguments(grad, residual, velocity)
+    arrays = arguments(grad, residual)
     counts = run_parts(
         lambda i: _accumulate_and_gather(*arrays, *spans[i], low, *found[i]), len(spans)
     )

@@ -25,11 +25,6 @@ def batch(step: int, rank: int, size: int, each: int = 4) -> Batch:
     return x.float(), y
 
 
-def fma(a: Any, b: Any, c: Any) -> Any:
-    """a b + c; the product of two float32 is exact in float64."""
-    return (np.float64(a) * np.float64(b) + np.float64(c)).astype(np.float32)
-
-
 def largest(entries: Entries, k: int) -> list[int]:
     """Their elements, in ascending order; of equal ones, the lowest."""
     return sorted(sorted(entries, key=lambda at: (-abs(entries[at]), at))[:k])
@@ -44,9 +39,10 @@ class Reference:
         maximize: bool = False,
     ) -> None:  # fmt: skip
         self.model, self.spec, self.size, self.steps = model, spec, size, 0
-        self.momentum, self.nesterov = np.float32(momentum), nesterov
-        self.sign = -1 if maximize else 1
-        self.lr, self.weight_decay = lr, weight_decay
+        self.optimizer = torch.optim.SGD(
+            model.parameters(), lr, momentum, weight_decay=weight_decay, nesterov=nesterov,
+            maximize=maximize,
+        )  # fmt: skip
         every = units(model, batch(0, 0, size)[0])
         slots = slots_of(every)
         self.ops = program_of(schedule, slots, [unit.name for unit in every]).ops
@@ -56,7 +52,7 @@ class Reference:
             for unit, slot in zip(every, slots, strict=True)
             for parameter, at in zip(unit.parameters, unit.offsets(), strict=False)
         ]
-        self.residual, self.velocity = np.zeros((2, size, self.n), np.float32)
+        self.residual = np.zeros((size, self.n), np.float32)
 
     def gradient(self, rank: int) -> np.ndarray:
         x, y = batch(self.steps, rank, self.size)
@@ -64,8 +60,6 @@ class Reference:
         cross_entropy(self.model(x), y).backward()
         flat = np.zeros(self.n, np.float32)
         for parameter, first in self.positions:
-            if self.weight_decay:
-                parameter.grad.add_(parameter.detach(), alpha=self.weight_decay * self.sign)
             flat[first : first + parameter.numel()] = parameter.grad.numpy().ravel()
         return flat
 
@@ -80,20 +74,16 @@ class Reference:
             shares = [max(1, round(density * count)) for count in counts]
             mine = []
             for rank, g in enumerate(gradients):
-                v, r = self.velocity[rank][part], self.residual[rank][part]
-                v[:] = v * self.momentum + g[part]
-                r += fma(v, self.momentum, g[part]) if self.nesterov else v
+                r = self.residual[rank][part]
+                r += g[part]
                 mine.append(self.selected(r, counts, shares))
             total = self.total([dict(one) for one in mine], part, sum(shares))
-            for rank, one in enumerate(mine):
-                self.velocity[rank][part][[at for at in one if at in total]] = 0
             for at, value in total.items():
                 average[part][at] = value / np.float32(self.size)
-        rate = np.float32(-self.sign * self.lr)
-        with torch.no_grad():
-            for parameter, first in self.positions:
-                values = average[first : first + parameter.numel()].reshape(parameter.shape)
-                parameter.copy_(torch.from_numpy(fma(values, rate, parameter.numpy())))
+        for parameter, first in self.positions:
+            values = average[first : first + parameter.numel()].reshape(parameter.shape)
+            parameter.grad = torch.from_numpy(values.copy())
+        self.optimizer.step()
         self.steps += 1
 
     def selected(self, residual: np.ndarray, counts: list[int], shares: list[int]) -> Entries:

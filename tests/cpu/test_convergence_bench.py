@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from linkweave.bench.convergence import WARM_UP, Lossy, exchange_of
+from linkweave.bench.convergence import WARM_UP, exchange_of, named
 from linkweave.collectives import CollectiveError, GTopK, spawn
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.training.transport import OverCommunicator
@@ -22,20 +22,19 @@ from tests.cpu.commands import command
         ("density=0.01", GTopK(0.01, epoch_steps=7, mode="gtopk"), "gTop-k 0.01"),
         (
             "density=0.001,warmup=on,conserve=off",
-            GTopK(0.001, warmup=WARM_UP, epoch_steps=7, mode="gtopk"),
+            GTopK(0.001, warmup=WARM_UP, epoch_steps=7, mode="gtopk", conserve=False),
             "gTop-k 0.001, drops lost, warm-up",
         ),
         (
-            "per=unit,momentum=none,density=1",
-            GTopK(1.0, "none", (), 7, "unit", "gtopk"),
-            "gTop-k 1, by layer, SGD's momentum",
+            "per=unit,density=1",
+            GTopK(1.0, (), 7, "unit", "gtopk"),
+            "gTop-k 1, by layer",
         ),
     ],
 )
 def test_exchanges_are_read_and_named(text: str, spec: GTopK, name: str) -> None:
     exchange = exchange_of(text, 7)
-    assert exchange.gtopk == spec and str(exchange) == name
-    assert exchange.conserve == ("conserve" not in text)
+    assert exchange == spec and named(exchange) == name
 
 
 @pytest.mark.parametrize(
@@ -46,24 +45,24 @@ def test_other_words_are_refused(text: str) -> None:
         exchange_of(text, 7)
 
 
-def _exchanged(rank: int, kind: type[OverCommunicator]) -> tuple[dict[int, float], list[float]]:
+def _exchanged(rank: int, conserve: bool) -> tuple[dict[int, float], list[float]]:
     """({index: sum} that has arrived, the residual); rank 0 sends 5 at 0, the others 4 at 1."""
-    transport = kind(get_default())
+    transport = OverCommunicator(get_default())
     transport.open(1)
     residual = torch.zeros(2)
     value, index = (5.0, 0) if rank == 0 else (4.0, 1)
     vector = torch.tensor([value]), torch.tensor([index], dtype=torch.int32)
-    sums, where = transport.sparse(0, vector, 2, 1, residual, "gtopk")
+    sums, where = transport.sparse(0, vector, 2, 1, residual, "gtopk", conserve)
     transport.close()
     return dict(zip(where.tolist(), sums.tolist(), strict=True)), residual.tolist()
 
 
-@pytest.mark.parametrize(("kind", "left"), [(OverCommunicator, [5, 4]), (Lossy, [5, 0])])
+@pytest.mark.parametrize(("conserve", "left"), [(True, [5, 4]), (False, [5, 0])])
 def test_the_papers_rule_loses_entries_whose_index_survives(
-    kind: type[OverCommunicator], left: list[float]
+    conserve: bool, left: list[float]
 ) -> None:
-    """Rank 0's merge drops a 4, while the other two survive."""
-    found = spawn(_exchanged, 4, args=(kind,))
+    """Rank 0's merge cuts a 4, while the other two survive."""
+    found = spawn(_exchanged, 4, args=(conserve,))
     assert all(arrived == {1: 8} for arrived, _ in found)
     assert [sum(of_rank) for of_rank in zip(*(kept for _, kept in found), strict=True)] == left
 
@@ -72,14 +71,14 @@ def test_the_command_trains_prints_writes_and_draws(tmp_path: Path) -> None:
     out, png = tmp_path / "c.json", tmp_path / "c.png"
     done = command(
         "bench", "convergence", "-n", "2", "--steps", "3", "--seeds", "2", "--rate", "0.05",
-        "-x", "density=1,momentum=none,conserve=off",
+        "-x", "density=1,conserve=off",
         "--out", str(out), "--png", str(png),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     text = json.loads(out.read_text())
     assert "torch" in text["machine"]["versions"]
     dense, whole = text["rows"]
-    names = ["dense", "gTop-k 1, drops lost, SGD's momentum"]
+    names = ["dense", "gTop-k 1, drops lost"]
     assert [row["exchange"] for row in text["rows"]] == names
     assert all(name in done.stdout for name in names) and "drops lost: merges" in done.stdout
     for row in text["rows"]:
@@ -90,8 +89,7 @@ def test_the_command_trains_prints_writes_and_draws(tmp_path: Path) -> None:
         assert row["final"] == [points[-1][1] for points in row["points"]]
         assert row["mean"] == sum(row["final"]) / 2
         assert row["beyond_dense"] == row["mean"] - dense["mean"]
-    assert dense["gtopk"] is None and whole["gtopk"]["momentum"] == "none"
-    assert dense["conserve"] and not whole["conserve"]
+    assert dense["gtopk"] is None and not whole["gtopk"]["conserve"]
     assert whole["points"] == dense["points"]  # the same weights and batches
     assert png.read_bytes().startswith(b"\x89PNG")
 

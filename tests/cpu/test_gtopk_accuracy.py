@@ -9,7 +9,7 @@ from test_distributed import run
 
 from linkweave.bench import gtopk_accuracy
 from linkweave.bench.ddp import send_nothing
-from linkweave.bench.gtopk_accuracy import INTERVAL, MOMENTA, rows
+from linkweave.bench.gtopk_accuracy import HOOKS, INTERVAL, rows
 from linkweave.bench.tasks import digits
 from tests.cpu.commands import command
 
@@ -25,7 +25,7 @@ def buckets(rank: int) -> list[int]:
         found.append(bucket.buffer().numel())
         return send_nothing(state, bucket)
 
-    gtopk_accuracy._trained(lambda: (None, recorded), 0.0, VALUES, accuracy=0.0)
+    gtopk_accuracy._trained(lambda: (None, recorded), VALUES, accuracy=0.0)
     return found
 
 
@@ -47,7 +47,7 @@ def test_all_train_until_the_accuracy_is_reached() -> None:
     found = run(2, trained, VALUES, 0.3, backend="gloo")
     assert found[0] == found[1]
     for (*who, accuracy, steps), (name, density) in zip(
-        found[0], zip(MOMENTA, (1.0, 0.01), strict=True), strict=True
+        found[0], zip(HOOKS, (1.0, 0.01), strict=True), strict=True
     ):
         assert who == [name, VALUES, 2, density]
         assert accuracy >= 0.3 and steps % INTERVAL == 0

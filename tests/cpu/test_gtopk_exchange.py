@@ -17,9 +17,7 @@ from linkweave.collectives import CollectiveError
 from linkweave.collectives.overlap import Network
 from linkweave.collectives.overlap.sparse_network import sparse_seconds
 from linkweave.collectives.training.gtopk import KEY, resharded
-from linkweave.collectives.training.sparse_average import Kept, SparseAverage
-
-UNIT = 64  # gradients are multiples of it, so that momenta of 1/2 and 1/4 are exact
+from linkweave.collectives.training.sparse_average import SparseAverage
 
 
 @dataclass(frozen=True)
@@ -28,8 +26,6 @@ class Case:
     counts: tuple[int, ...]
     density: float
     mode: str
-    momentum: float | None
-    nesterov: bool
     steps: int
 
     @property
@@ -41,11 +37,9 @@ def case(seed: int) -> Case:
     rng = np.random.default_rng(seed)
     sizes = (1, 2, 7, 31, 64, 101, 257, 1000)
     counts = tuple(int(rng.choice(sizes)) for _ in range(rng.integers(1, 4)))
-    momentum = rng.choice([None, 0.0, 0.5])
     return Case(
         1 + seed % 17, counts, float(rng.choice([1 / sum(counts), 0.01, 0.1, 0.5, 1.0])),
-        ("gtopk", "topk", "dense")[seed % 3], momentum, bool(momentum) and bool(rng.integers(2)),
-        int(rng.integers(2, 6)),
+        ("gtopk", "topk", "dense")[seed % 3], int(rng.integers(2, 6)),
     )  # fmt: skip
 
 
@@ -53,39 +47,20 @@ def none_bad(where: torch.Tensor) -> torch.Tensor:
     raise AssertionError(where)
 
 
-def largest(x: np.ndarray, case: Case) -> np.ndarray:
-    """The elements that a rank sends: of equal ones, the lowest."""
-    if case.mode == "dense":
-        return np.arange(0)  # whose velocities are cleared
-    found, first = [], 0
-    for count, k in zip(case.counts, case.shares, strict=True):
-        order = np.argsort(-np.abs(x[first : first + count]), kind="stable")[:k]
-        found.append(np.sort(order) + first)
-        first += count
-    return np.concatenate(found)
-
-
 def train(case: Case, seed: int, exact: bool, transport: ThreadTransport) -> list[Any]:
-    """(residual, what was sent, sum of corrected gradients) after each step."""
+    """(residual, what was sent, sum of gradients) after each step."""
     n, rank = sum(case.counts), transport.rank
     rng = np.random.default_rng([seed, rank])
     average = SparseAverage(transport, case.mode)
-    kept = Kept(torch.zeros(n), None, (0.0, False))
-    if case.momentum is not None:
-        kept = Kept(torch.zeros(n), torch.zeros(n), (case.momentum, case.nesterov))
-    residual, velocity = np.zeros((2, n), np.float32)
+    residual = torch.zeros(n)
     added, sent, found = np.zeros(n), np.zeros(n), []
     for _ in range(case.steps):
         g = rng.standard_normal(n).astype(np.float32)
         if exact:  # and divisible by the number of ranks, as averages are exact
-            g = np.round(g * 3).astype(np.float32) * UNIT * case.size
+            g = np.round(g * 3).astype(np.float32) * case.size
         x = torch.from_numpy(g.copy())
-        result = average(0, x, kept, case.counts, case.density, none_bad)
-        velocity = np.float32(case.momentum or 0) * velocity + g
-        d = np.float32(case.momentum or 0) * velocity + g if case.nesterov else velocity
-        d = g if case.momentum is None else d
-        mine = largest(residual + d, case)
-        added += d
+        result = average(0, x, residual, case.counts, case.density, none_bad)
+        added += g
         if result.where is None:
             sent += x.numpy().astype(np.float64) * case.size
         else:
@@ -95,13 +70,10 @@ def train(case: Case, seed: int, exact: bool, transport: ThreadTransport) -> lis
             want = np.zeros(n, np.float32)
             want[where] = sums / np.float32(case.size)
             assert x.numpy().tobytes() == want.tobytes()
-            velocity[np.intersect1d(mine, where)] = 0
         assert not result.bad.numel()
-        residual = kept.residual.numpy().copy()
-        if kept.velocity is not None and exact:
-            assert kept.velocity.tolist() == velocity.tolist()
-        velocity = velocity if kept.velocity is None else kept.velocity.numpy().copy()
-        found.append((residual.astype(np.float64), sent.copy(), added.copy(), len(result.sums)))
+        found.append(
+            (residual.numpy().astype(np.float64), sent.copy(), added.copy(), len(result.sums))
+        )
     return found
 
 
@@ -136,7 +108,7 @@ def test_so_do_gradients_that_are_rounded(seed: int) -> None:
 def test_bytes_on_the_wire(size: int) -> None:
     n, k = 400, 20
     for mode in ("gtopk", "topk"):
-        one = Case(size, (n // 2, n // 2), k / n, mode, 0.5, False, 3)
+        one = Case(size, (n // 2, n // 2), k / n, mode, 3)
         _, (hub, *_) = on_threads(size, partial(train, one, 1, False))
         message = 8 + 8 * k
         up, down = [("send", message)] * (size - 1), [("broadcast", message)] * (size - 1)
@@ -150,9 +122,9 @@ def test_finite_gradients_whose_sum_is_not_are_no_error(mode: str) -> None:
     """The sum over elements only tells whether a closer look is needed."""
 
     def body(transport: ThreadTransport) -> list[float]:
-        x, kept = torch.full((4,), 3e38 / transport.size), Kept(torch.zeros(4))
+        x = torch.full((4,), 3e38 / transport.size)
         x *= torch.tensor([1.0, 1.0, 1.0, -1.0])
-        result = SparseAverage(transport, mode)(0, x, kept, [4], 1.0, none_bad)
+        result = SparseAverage(transport, mode)(0, x, torch.zeros(4), [4], 1.0, none_bad)
         assert not result.bad.numel()
         assert x.isfinite().all()
         return x.tolist()
@@ -167,10 +139,10 @@ def test_what_16_bits_cannot_hold_stays_in_the_residual(dtype: torch.dtype, mode
     """A residual of many steps may exceed the gradients' dtype."""
 
     def body(transport: ThreadTransport) -> tuple[list[float], list[float], int]:
-        kept = Kept(torch.tensor([257.0, -1.0, 65504.0, 0.5]))
+        residual = torch.tensor([257.0, -1.0, 65504.0, 0.5])
         x = torch.tensor([0.0, 0.0, 65504.0, 0.0]).to(dtype)
-        result = SparseAverage(transport, mode)(0, x, kept, [4], 1.0, none_bad)
-        return x.tolist(), kept.residual.tolist(), result.bad.numel()
+        result = SparseAverage(transport, mode)(0, x, residual, [4], 1.0, none_bad)
+        return x.tolist(), residual.tolist(), result.bad.numel()
 
     rows, _ = on_threads(2, body)
     for x, residual, bad in rows:
@@ -202,12 +174,13 @@ def test_the_fastest_mode_is_chosen() -> None:
     auto = SparseAverage(ThreadTransport(on_threads(32, lambda _: None)[1], 0), "auto")
     auto.network = Network(62 * 0.436e-3, 62 / 32 * 9e-9, workers=32)  # of the paper: 1 Gbit/s
     n = 25 << 20
-    assert auto.choose(4 * n, n // 1000) == "gtopk"
-    assert auto.choose(4 * n, n) == "dense"
+    assert auto.choose(4 * n, n // 1000, n) == "gtopk"
+    assert auto.choose(4 * n, n // 2, n) == "dense"
     auto.network = Network(2 * 0.436e-3, 9e-9, workers=2)  # as many bytes with two ranks, in
-    assert auto.choose(4 * n, n // 1000) == "topk"  # half as many rounds
+    assert auto.choose(4 * n, n // 1000, n) == "topk"  # half as many rounds
     one = SparseAverage(ThreadTransport(on_threads(1, lambda _: None)[1], 0), "gtopk")
-    assert one.choose(4, 1) == "gtopk"
+    assert one.choose(8, 1, 2) == "gtopk"
+    assert one.choose(8, 2, 2) == "dense"  # to the bit what training without it sends
 
 
 # ---- what users choose ---------------------------------------------------------------------------
@@ -230,8 +203,7 @@ def test_densities_of_the_warm_up() -> None:
         ({"warmup": (0.1, -0.1)}, "a density must be"),
         ({"epoch_steps": 0}, "epoch_steps must be an integer from 1"),
         ({"epoch_steps": 1.5}, "epoch_steps must be an integer from 1"),
-        ({"momentum": "heavy"}, "momentum must be correction or none, not 'heavy'"),
-        ({"momentum": 0.9}, "momentum must be correction or none, not 0.9"),
+        ({"conserve": "yes"}, "conserve must be True or False, not 'yes'"),
         ({"per": "layer"}, "per must be bucket or unit, not 'layer'"),
         ({"mode": "dense"}, "mode must be gtopk or topk or auto, not 'dense'"),
         ({"mode": ["gtopk"]}, "mode must be gtopk or topk or auto, not a list of 1 items"),
@@ -244,7 +216,7 @@ def test_bad_arguments(changes: dict[str, Any], words: str) -> None:
 
 
 # ---- states of other numbers of ranks ------------------------------------------------------------
-def states(size: int, momentum: bool = True) -> list[dict[str, Any]]:
+def states(size: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng(size)
 
     def parts() -> dict[str, torch.Tensor]:
@@ -254,31 +226,23 @@ def states(size: int, momentum: bool = True) -> list[dict[str, Any]]:
 
     return [
         {"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1, 2]}],
-         KEY: {"rank": rank, "size": size, "steps": 7, "residual": parts(),
-               "velocity": parts() if momentum else {}}}
+         KEY: {"rank": rank, "size": size, "steps": 7, "residual": parts()}}
         for rank in range(size)
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("momentum", [True, False])
 @pytest.mark.parametrize(("old", "new"), [(4, 3), (3, 4), (1, 4), (2, 2), (5, 2), (2, 5)])
-def test_the_sum_of_residuals_and_the_mean_velocity_stay_when_the_number_of_ranks_changes(
-    old: int, new: int, momentum: bool
-) -> None:
-    before = states(old, momentum)
+def test_the_sum_of_residuals_stays_when_the_number_of_ranks_changes(old: int, new: int) -> None:
+    before = states(old)
     copies = [{k: v.clone() for k, v in one[KEY]["residual"].items()} for one in before]
     after = resharded(before, new)
     assert [(one[KEY]["rank"], one[KEY]["size"]) for one in after] == [(r, new) for r in range(new)]
     assert all(one[KEY]["steps"] == 7 and one["param_groups"] for one in after)
-    for part in ("residual", "velocity"):
-        names = before[0][KEY][part].keys()
-        assert all(one[KEY][part].keys() == names for one in after)
-        for name in names:
-            sums = [sum(one[KEY][part][name] for one in every) for every in (before, after)]
-            if part == "residual":
-                assert torch.equal(*sums)
-            else:
-                torch.testing.assert_close(sums[0] / old, sums[1] / new)
+    names = before[0][KEY]["residual"].keys()
+    assert all(one[KEY]["residual"].keys() == names for one in after)
+    for name in names:
+        sums = [sum(one[KEY]["residual"][name] for one in every) for every in (before, after)]
+        assert torch.equal(*sums)
     assert all(
         torch.equal(one[KEY]["residual"][name], copy[name])
         for one, copy in zip(before, copies, strict=True) for name in copy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from linkweave.collectives.training.gtopk import KEY, resharded
 pytestmark = pytest.mark.usefixtures("imported")
 case = Cases()
 SPEC = GTopK(0.03, warmup=(0.3, 0.1), epoch_steps=2)
-NONE = GTopK(0.03, "none", (0.3, 0.1), epoch_steps=2)
 HEAVY = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
 
@@ -51,7 +51,7 @@ def everything(mine: Training) -> dict[str, torch.Tensor]:
     """Parameters, and what the exchange keeps."""
     state = mine.optimizer.state_dict()[KEY]
     return copied(mine.model.state_dict()) | {
-        f"{part} {name}": x for part in ("residual", "velocity") for name, x in state[part].items()
+        f"residual {name}": x for name, x in state["residual"].items()
     } | {"steps": torch.tensor(state["steps"])}  # fmt: skip
 
 
@@ -75,10 +75,10 @@ def go_on(rank: int, path: Path, spec: GTopK, options: dict[str, Any], late: boo
     return found
 
 
-@pytest.mark.parametrize("spec", [SPEC, NONE], ids=["correction", "none"])
-def test_training_goes_on_to_the_bit(spec: GTopK, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [HEAVY, {"lr": 0.1}], ids=["momentum", "plain"])
+def test_training_goes_on_to_the_bit(options: dict[str, Any], tmp_path: Path) -> None:
     """In other processes, also after steps of another training."""
-    options = HEAVY if spec is SPEC else {"lr": 0.1, "momentum": 0.5}
+    spec = SPEC
     want = collectives.spawn(begin, 3, args=(tmp_path, spec, options), timeout=10)
     for late in (False, True):
         found = collectives.spawn(go_on, 3, args=(tmp_path, spec, options, late), timeout=10)
@@ -107,7 +107,7 @@ def states_before_the_first_pass(rank: int) -> None:
 
 @case
 def states_of_training_without_an_exchange(rank: int) -> None:
-    """What the exchange keeps is dropped; the optimizer's momentum is taken over."""
+    """What the exchange keeps is dropped; the optimizer's momentum goes on."""
     dense = Training("dense", **HEAVY).steps(0, 1, 2)
     state = {"model": dense.model.state_dict(), "optimizer": dense.optimizer.state_dict()}
     state = torch.load(_through(state), weights_only=True)
@@ -117,7 +117,7 @@ def states_of_training_without_an_exchange(rank: int) -> None:
         mine = Training(ALL, **HEAVY)
         if late:
             mine.steps(6, 7)
-        load(mine, state).steps(*range(3, 8))
+        load(mine, copy.deepcopy(state)).steps(*range(3, 8))  # torch's optimizers share tensors
         assert apart(mine.close(), want) < 1e-6
     few = Training(SPEC, **HEAVY).steps(0, 1)
     few.optimizer.load_state_dict(state["optimizer"])
@@ -150,7 +150,6 @@ def states_that_do_not_fit(rank: int) -> None:
         ({"residual": {"9.weight": torch.ones(3)}}, "a residual for 9.weight, which this model"),
         ({"residual": {"1.bias": torch.ones(3)}},
          "a residual of shape (3,) for 1.bias, which has shape (12,)"),
-        ({"velocity": {"1.bias": torch.ones(3)}}, "a velocity of shape (3,) for 1.bias"),
     ):  # fmt: skip
         other = {**state, KEY: {**state[KEY], **changes}}
         said = error_of(lambda other=other: mine.optimizer.load_state_dict(other))
@@ -211,12 +210,11 @@ def test_training_goes_on_with_other_ranks(old: int, new: int, tmp_path: Path) -
     for late in (False, True):
         found = collectives.spawn(others, new, args=(given, late), timeout=10)
         for name in found[0]:
-            if not name.startswith(("residual", "velocity")):
+            if not name.startswith("residual"):
                 assert all(torch.equal(one[name], found[0][name]) for one in found)
                 continue
-            part, key = name.split()
-            want = sum(state["optimizer"][KEY][part][key] for state in states)
-            want *= new / old if part == "velocity" else 1
+            key = name.removeprefix("residual ")
+            want = sum(state["optimizer"][KEY]["residual"][key] for state in states)
             assert torch.allclose(sum(one[name] for one in found), want, rtol=0, atol=1e-6)
 
 
@@ -225,25 +223,6 @@ def test_a_single_rank_cannot_take_what_was_not_sent(tmp_path: Path) -> None:
     states = [state_of(tmp_path, rank)["optimizer"] for rank in range(4)]
     with pytest.raises(CollectiveError, match="a single rank trains without an exchange"):
         resharded(states, 1)
-
-
-def given_back(rank: int) -> list[bool]:
-    """Whether the optimizer has the ranks' average velocity, and dense training can go on."""
-    mine = Training(SPEC, **HEAVY).steps(0, 1, 2)
-    velocity = mine.optimizer.state_dict()[KEY]["velocity"]
-    names = [name for name, _ in mine.model.module.named_parameters()]
-    mine.model.close()
-    found = mine.optimizer.state_dict()["state"]
-    same = []
-    for number, name in enumerate(names):
-        wanted = velocity[name].clone()
-        collectives.allreduce(wanted, "avg")
-        same.append(torch.allclose(found[number]["momentum_buffer"], wanted, atol=1e-7))
-    return same
-
-
-def test_close_gives_momentum_back() -> None:
-    assert all(map(all, collectives.spawn(given_back, 3, timeout=10)))
 
 
 def frozen(rank: int) -> list[bool]:

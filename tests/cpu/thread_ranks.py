@@ -90,10 +90,11 @@ class ThreadTransport:
         raise NotImplementedError
 
     def sparse(
-        self, lane: int, vector: Any, numel: int, k: int, residual: torch.Tensor, mode: str
-    ) -> Any:
+        self, lane: int, vector: Any, numel: int, k: int, residual: torch.Tensor, mode: str,
+        conserve: bool,
+    ) -> Any:  # fmt: skip
         links = ThreadLinks(self._hubs[lane], self.rank)
-        return linked_allreduce(links, vector, numel, k, residual, mode)
+        return linked_allreduce(links, vector, numel, k, residual, mode, conserve)
 
     def alltoall(self, lane: int, x: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
         hub = self._hubs[lane]
