@@ -32,14 +32,22 @@ class Unit:
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
 
+    def __post_init__(self) -> None:
+        _ = self.made, self.strides  # as they are now, whatever becomes of the parameters
+
     @property
     def name(self) -> str:
         return self.gate or "the model"
 
     @cached_property
     def made(self) -> tuple[torch.dtype, torch.device]:
-        """Of the parameters, when they were first asked for."""
+        """Of the parameters, when the unit was made."""
         return self.parameters[0].dtype, self.parameters[0].device
+
+    @cached_property
+    def strides(self) -> tuple[tuple[int, ...], ...]:
+        """Of the parameters, likewise."""
+        return tuple(parameter.stride() for parameter in self.parameters)
 
     @property
     def dtype(self) -> torch.dtype:

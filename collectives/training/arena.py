@@ -43,8 +43,7 @@ class Arena:
 
     A unit begins with a flag for each parameter, which is 1 if this rank has a gradient for it and
     0 if it has none. Flags travel with the gradients, so that ranks learn without a message of its
-    own which parameters no rank has used. Unless `flagged`, flags stay 0, and a parameter without a
-    gradient is one whose gradient is zero.
+    own which parameters no rank has used. Unless `flagged`, they are 0 until `tell` sets them.
     """
 
     def __init__(self, units: Sequence[Unit], empty: Empty, flagged: bool = True) -> None:
@@ -120,14 +119,24 @@ class Arena:
         """Each parameter with its gradient, once the unit's flags have arrived; None if no rank has
         one."""
         flags: Sequence[Any] = self._found[unit]
-        if not self._flagged:
-            flags = [True] * len(flags)
-        elif not all(flags):
+        if not all(flags):
             flags = self._flags[unit].tolist()  # read, and wait, only if need be
         for parameter, view, flag in zip(
             self.units[unit].parameters, self._views[unit], flags, strict=True
         ):
             yield parameter, view if flag else None
+
+    def used(self) -> torch.Tensor:
+        """1 for each parameter of which this rank has a gradient, else 0."""
+        return torch.tensor([float(found) for unit in self._found for found in unit])
+
+    def tell(self, used: Sequence[float]) -> None:
+        """Set the flags of what arrives: of parameters that some rank has used, and of those of
+        which something arrives all the same."""
+        each = iter(used)
+        for flags, views in zip(self._flags, self._views, strict=True):
+            for i, view in zip(range(len(flags)), views, strict=False):
+                flags[i] = 1 if next(each) or bool(view.any()) else 0
 
     def show(self, unit: int) -> None:
         """Once a unit's flags have arrived, let `grad` be what arrives; None if no rank has used

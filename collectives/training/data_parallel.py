@@ -33,7 +33,6 @@ from linkweave.collectives.training.hooks import Hook
 from linkweave.collectives.training.planner import Planner
 from linkweave.collectives.training.program import Program
 from linkweave.collectives.training.sparse_exchange import SparseExchange
-from linkweave.collectives.training.states import State
 from linkweave.collectives.training.step_record import StepRecord, timeline_of
 from linkweave.collectives.training.stepping import stepper_of
 from linkweave.collectives.training.transport import Transport, transport_of
@@ -95,7 +94,7 @@ class DataParallel(nn.Module):
         self.module = module
         self._engine: Engine | None = None
         self._end = ""  # why it takes no part in training any more
-        self._sends, self._warned, self._passes = True, False, 0
+        self._warned = False
         transport = transport_of(group)
         if transport is None:
             return
@@ -176,9 +175,8 @@ class DataParallel(nn.Module):
             )
         if self._engine is None:
             return self.module(*args, **kwargs)
-        self._passes += 1
         with compiling_by(None) as callback:
-            return self._engine.forward(self._sends, callback, args, kwargs)
+            return self._engine.forward(callback, args, kwargs)
 
     def _skips(self) -> bool:
         """Whether gradients are not finite, so that the step is to be left out."""
@@ -196,18 +194,16 @@ class DataParallel(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients of forward passes inside are added to those of this rank, and not sent."""
-        engine, sent, before = self._engine, self._sends, self._passes
-        if engine:
-            engine.finish()
-            engine.sends = False
-        self._sends = False
+        engine = self._engine
+        if engine is None:
+            yield
+            return
+        engine.finish()
+        before, engine.syncs = engine.syncs, False
         try:
             yield
         finally:
-            self._sends = sent
-            # unless a backward pass is to come of a forward pass inside
-            if engine and (self._passes == before or engine.state is State.LOCAL):
-                engine.sends = sent
+            engine.syncs = before
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the averaged gradients by their global norm, as `torch.nn.utils.clip_grad_norm_`.
@@ -397,7 +393,7 @@ def _copy_of(module: nn.Module, training: bool) -> DataParallel:
     nn.Module.__init__(made)
     made.module, made.training = module, training
     made._engine, made._end = None, "is a copy"
-    made._sends, made._warned, made._passes = True, False, 0
+    made._warned = False
     _keep_keys(made)
     return made
 

@@ -28,7 +28,7 @@ from linkweave.collectives.training.gradient_checks import (
     WRITTEN,
     fault_of,
 )
-from linkweave.collectives.training.hooks import Hook
+from linkweave.collectives.training.hooks import Hook, at_end, in_backward, throw
 from linkweave.collectives.training.lanes import Lanes, lanes_of
 from linkweave.collectives.training.layout import Layout
 from linkweave.collectives.training.program import Program, at_once
@@ -65,8 +65,10 @@ class Engine:
         self._after, self._rebuilds, self._checks = after, rebuilds, checks
         self.steppers: list[Stepper] = []
         self.state = State.IDLE
-        self.sends = True
-        """Whether the backward pass of the last forward pass sends gradients."""
+        self.syncs = True  # whether training is outside of no_sync() now
+        self._told: bool | None = (
+            None  # whether it was, at the last forward pass, before its backward
+        )
         self.layouts = 1  # how many times the module's parameters were looked up
         self._layout = Layout(module, embeddings.weights)
         self._recorded: Recorded = []
@@ -108,6 +110,11 @@ class Engine:
         self._layout.hook(self._enter, self._accumulated)
         self.embeddings.listen(self._begin_rows)
 
+    @property
+    def sends(self) -> bool:
+        """Whether a backward pass sends gradients: as with DDP, its forward pass counts."""
+        return self.syncs if self._told is None else self._told
+
     # ---- states ------------------------------------------------------------------------------
     def _on(self, event: Event) -> None:
         """Do what the table says, and go on to the state that follows."""
@@ -144,15 +151,16 @@ class Engine:
         raise cause or error
 
     # ---- forward -----------------------------------------------------------------------------
-    def forward(self, sends: bool, callback: Any, args: Any, kwargs: Any) -> Any:
-        """The model's forward pass, whose backward pass `sends` gradients; compiled by a callback
-        of torch.compile, if there is one."""
+    def forward(self, callback: Any, args: Any, kwargs: Any) -> Any:
+        """The model's forward pass; compiled by a callback of torch.compile, if there is one."""
         if self.state in (State.BACKWARD, State.COLLECTING):
+            if in_backward():  # activations are computed again
+                return self.module(*args, **kwargs)
             self._broken()
         if self.state is State.FAILED:
             self._failed()
-        self.sends = sends
-        self.embeddings.set_sends(sends)
+        self._told = self.syncs
+        self.embeddings.set_sends(self.syncs)
         self.synchronize()  # no step: gradients are accumulated, or dropped
         if self._layout.changed():
             self._changed()
@@ -212,7 +220,11 @@ class Engine:
 
     def _reach(self, parameter: Any) -> None:
         """Before a parameter is read through its module."""
-        if not self._pending or (found := self._unit_of.get(id(parameter))) is None:
+        if (found := self._unit_of.get(id(parameter))) is None:
+            return
+        if self.state is State.SENDING and not self._running:
+            self.synchronize()  # whoever reads it may read its gradient
+        if not self._pending:
             return
         if self._running:
             self._update_unit(found[0])
@@ -275,9 +287,9 @@ class Engine:
         try:
             self._on(Event.ENTER)
         except CollectiveError as error:  # what this rank finds wrong in the pass comes first
-            _at_end(partial(_raise, error))
+            at_end(partial(throw, error))
         else:
-            _at_end(partial(self._end, before))
+            at_end(partial(self._end, before))
 
     def _begin(self) -> None:
         """The first gradient has been accumulated: torch.autograd.grad accumulates none."""
@@ -298,7 +310,7 @@ class Engine:
             self._on(Event.GRADIENT)
         except CollectiveError as error:
             self.state = State.FAILED
-            _at_end(partial(_raise, error))
+            at_end(partial(throw, error))
 
     def _begin_rows(self) -> None:
         """In a backward pass that reaches rows of embeddings, and maybe no other parameter."""
@@ -339,14 +351,14 @@ class Engine:
         """At the end of a backward pass that was in state `before` when it began."""
         if self.state is State.BACKWARD:
             resting = State.AVERAGED if before in (State.SENDING, State.PENDING) else before
-            trained = [p for p in self._layout.parameters if p.requires_grad]
-            if trained and all(p.grad is None for p in trained):
+            if self._bare():
                 self._on(Event.EMPTY)
             else:  # of torch.autograd.grad, or of a part that is frozen
                 self.state = resting
         elif self.state is State.COLLECTING:
+            sends, self._told = self.sends, None
             self.embeddings.end_backward()
-            if self.sends:
+            if sends:
                 self._guarded(self._send)
             else:
                 self._on(Event.KEPT)
@@ -484,6 +496,9 @@ class Engine:
         if self.state is State.SENDING and not stepper.update.separable:
             self.synchronize()
         self._stepper = stepper
+        if self._told and self._bare():  # no backward pass has come of the last forward pass
+            self._refuse()
+        self._told = None
         self._begun = self.clock.now() if self.recording and self.units else None
         self._on(Event.STEP)
         later = self.state is State.PENDING
@@ -493,6 +508,11 @@ class Engine:
     def after_step(self) -> None:
         if self._begun is not None:  # of an optimizer of the dense parameters
             self.record.step = self._begun, self.clock.now()
+
+    @property
+    def known(self) -> set[int]:
+        """All parameters of the module, by identity."""
+        return {id(parameter) for parameter in self._layout.parameters} | self.embeddings.weights
 
     @property
     def skips(self) -> bool:
@@ -520,6 +540,11 @@ class Engine:
         for parameter in self._layout.trained:
             if parameter.grad is not None and bool(parameter.grad.any()):
                 self._fail(LOCAL.format(self._name_of(parameter), why))
+
+    def _bare(self) -> bool:
+        """Whether no parameter that is trained has a gradient."""
+        trained = [p for p in self._layout.parameters if p.requires_grad]
+        return bool(trained) and all(p.grad is None for p in trained)
 
     def _refuse(self) -> NoReturn:
         self._fail(UNREACHED)
@@ -571,11 +596,3 @@ class Engine:
             if self.units:
                 self._gates.close()
                 self.lanes.close()
-
-
-_at_end: Any = torch.autograd.Variable._execution_engine.queue_callback
-"""Calls a function at the end of the backward pass."""
-
-
-def _raise(error: BaseException) -> NoReturn:
-    raise error

@@ -7,7 +7,7 @@ import torch
 CHANGED = (
     "gradients were changed between backward() and step(), while they were being averaged: call "
     "clip_grad_norm_ of DataParallel in place of torch's, or its synchronize() before you change "
-    "gradients"
+    "gradients; and step with the optimizer that DataParallel was given"
 )
 WRITTEN = (
     "{} was changed after optimizer.step(), before its update, which the schedule chains with the "

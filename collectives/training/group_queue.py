@@ -20,6 +20,9 @@ class GroupQueue:
 
     def __init__(self, x: torch.Tensor, sizes: Sequence[int], group: Any, size: int) -> None:
         self._ends, self._size = [*accumulate(sizes)], size
+        if x.dtype == torch.float16:  # whose sum may overflow
+            x.div_(size)
+            self._size = 1
         self._parts = torch.split(x, pieces.QUEUED // x.element_size())
         self._works: list[Any] = [
             dist.all_reduce(part, group=group, async_op=True) for part in self._parts

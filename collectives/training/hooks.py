@@ -1,10 +1,12 @@
-"""Hooks that a copied or pickled module loses."""
+"""Hooks that a copied or pickled module loses, and what is called in a backward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakMethod
+
+import torch
 
 
 class Hook:
@@ -33,3 +35,17 @@ def _copied() -> Callable[..., None]:
 
 def nothing(*_: Any) -> None:
     """What copies of hooks do, and what is called where nobody listens."""
+
+
+at_end: Any = torch.autograd.Variable._execution_engine.queue_callback
+"""Calls a function at the end of the backward pass of autograd that runs in this thread."""
+
+
+def in_backward() -> bool:
+    """Whether one runs in this thread."""
+    running: int = torch._C._current_graph_task_id()
+    return running != -1
+
+
+def throw(error: BaseException) -> NoReturn:
+    raise error

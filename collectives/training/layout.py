@@ -45,9 +45,10 @@ class Layout:
     def _read(self) -> list[Any]:
         found: list[Any] = []
         for module in self._modules:
-            for parameter in module._parameters.values():
+            for parameter in dict.values(module._parameters):  # which no gate notices
                 if parameter is not None:
                     found += id(parameter), parameter.requires_grad, parameter.dtype
+                    found.append(parameter.data_ptr())
             found.append(module._compiled_call_impl is not None)
             found += map(id, module._modules.values())
         return found
@@ -86,6 +87,11 @@ class Layout:
             all(id(p) in known for p in self.trained)
             and all(id(p) in there for p, _ in held)
             and all(p.dtype == unit.made[0] and p.device == unit.made[1] for p, unit in held)
+            and all(
+                p.stride() == unit.strides[i]
+                for unit in units
+                for i, p in enumerate(unit.parameters)
+            )
         )
 
     def units(self, recorded: Gates, transport: Transport) -> list[Unit]:

@@ -70,7 +70,11 @@ class SparseExchange:
         arrived(op.spans)
 
     def settle(self) -> None:
-        """After all ops of a step: if it is to be skipped, give back what was sent."""
+        """After all ops of a step: tell which parameters have gradients. If the step is to be
+        skipped, give back what was sent."""
+        used = self._arena.used()
+        self._transport.total(used)
+        self._arena.tell(used.tolist())
         bad = [name for op, sent in self._sent.items() for name in self._names(op, sent.bad)]
         self.bad = tuple(dict.fromkeys(bad))
         if not self.bad:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.units import Unit
@@ -18,11 +17,13 @@ from linkweave.collectives.training.update import Update, groups_of
 class Trained(Protocol):
     """A model that the optimizer trains: the `Engine`."""
 
-    module: nn.Module
     units: tuple[Unit, ...]
     layouts: int
     embeddings: Embeddings
     exchange: Exchange
+
+    @property
+    def known(self) -> set[int]: ...
 
     @property
     def skips(self) -> bool: ...
@@ -107,7 +108,7 @@ class Stepper:
         sizes = [len(group["params"]) for group in self.groups]
         known = *sizes, *(engine.layouts for engine in self.engines)
         if known != self._known:
-            mine = {id(p) for engine in self.engines for p in engine.module.parameters()}
+            mine = {identity for engine in self.engines for identity in engine.known}
             every = (p for group in self.groups for p in group["params"])
             self._known, self._others = known, [p for p in every if id(p) not in mine]
         for parameter in self._others:

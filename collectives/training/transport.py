@@ -184,7 +184,6 @@ class OverGroup:
         self._own = self._made()  # the caller goes on using the group
         self._lanes: list[Any] = []
         self._aborted = False
-        self._averages = dist.get_backend(group) == "nccl"  # gloo has no such op
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(count, dtype=dtype, device=device)
@@ -199,7 +198,7 @@ class OverGroup:
 
     def _timeout(self) -> timedelta | None:
         """The caller's, or None for the backend's default. torch.distributed tells no other way."""
-        backend = self._group._get_backend(self._group._device_types[0])
+        backend = self._backend(self._group._device_types[0])
         backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG wraps it
         found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
         return found
@@ -208,11 +207,17 @@ class OverGroup:
         self._lanes += [self._made() for _ in range(lanes - len(self._lanes))]
 
     def average(self, lane: int, x: torch.Tensor) -> None:
-        if self._averages:
+        if x.device.type == "cuda" and self._backend(x.device).name() == "nccl":
             dist.all_reduce(x, dist.ReduceOp.AVG, self._lanes[lane])
+        elif x.dtype == torch.float16:  # whose sum may overflow
+            dist.all_reduce(x.div_(self.size), group=self._lanes[lane])
         else:
             dist.all_reduce(x, group=self._lanes[lane])
             x /= self.size
+
+    def _backend(self, device: Any) -> Any:
+        """The group's backend for a device, such as that of "cpu:gloo,cuda:nccl"."""
+        return self._group._get_backend(device)
 
     def streams(self, device: torch.device) -> bool:
         return device.type == "cpu"

@@ -66,8 +66,9 @@ def each_all_reduce_sends_its_share(rank: int) -> None:
             for op in program.ops:
                 counts = op.sizes(4) if per == "unit" else [op.nbytes // 4]
                 k = sum(max(1, round(0.02 * count)) for count in counts)
-                x, _ = mine.sparse._memory(op)
-                assert k <= int((x != 0).sum()) <= 2 * k
+                units = mine.model._engine.units
+                grads = [p.grad for unit in op.needs for p in units[unit].parameters]
+                assert k <= sum(int(grad.count_nonzero()) for grad in grads) <= 2 * k
             mine.close()
 
 

@@ -1,0 +1,308 @@
+"""Habits of passes: evaluation and generation, the inner module, ranks that differ, exceptions."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from tests.cpu.habits.run import CLASSES, INPUTS, Net, Run, habit, made
+
+
+# ---- passes that do not train --------------------------------------------------------------------
+@habit("evaluation between steps: eval, no_grad, train")
+def evaluation(run: Run) -> None:
+    model, optimizer = run.wrapped(made(run))
+    for step in run.steps:
+        model.train()
+        optimizer.zero_grad()
+        run.loss(model, step).backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            run.mean(f"loss {step}", run.loss(model, 99))
+
+
+@habit("evaluation by inference_mode, without eval")
+def inference(run: Run) -> None:
+    model, optimizer = run.wrapped(made(run))
+    for step in run.steps:
+        optimizer.zero_grad()
+        run.loss(model, step).backward()
+        optimizer.step()
+        with torch.inference_mode():
+            run.mean(f"loss {step}", run.loss(model, 99))
+
+
+@habit("evaluation of the inner module between steps")
+def inner_evaluation(run: Run) -> None:
+    model, optimizer = run.wrapped(made(run))
+    inner = run.inner(model)
+    for step in run.steps:
+        optimizer.zero_grad()
+        run.loss(model, step).backward()
+        optimizer.step()
+        with torch.no_grad():
+            run.mean(f"loss {step}", run.loss(inner, 99))
+
+
+@habit("evaluation on rank 0 only")
+def evaluation_on_one(run: Run) -> None:
+    model, optimizer = run.wrapped(made(run))
+    for step in run.steps:
+        optimizer.zero_grad()
+        run.loss(model, step).backward()
+        optimizer.step()
+        if run.rank == 0:
+            model.eval()
+            with torch.no_grad():
+                model(run.whole(99)[0])
+            model.train()
+
+
+@habit("a forward pass with gradients on rank 0 only, before a barrier")
+def forward_on_one(run: Run) -> None:
+    """It must not wait for the other ranks: it is unused."""
+    model, optimizer = run.wrapped(made(run))
+    for step in run.steps:
+        optimizer.zero_grad()
+        run.loss(model, step).backward()
+        optimizer.step()
+        if run.rank == 0:
+            model(run.whole(99)[0])
+        if run.comm is not None:
+            run.comm.barrier()
+
+
+@habit("the first forward pass of all on rank 0 only")
+def first_forward_on_one(run: Run) -> None:
+    """To print shapes, say."""
+    model, optimizer = run.wrapped(made(run))
+    if run.rank == 0:
+        model(run.whole(99)[0])
+    if run.comm is not None:
+        run.comm.barrier()
+    run.train(model, optimizer, [*run.steps])
+
+
+@habit("generation between steps, one token after another")
+def generation(run: Run) -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.cell = nn.Embedding(7, 6), nn.GRUCell(6, 6)
+            self.head = nn.Linear(6, 7)
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            state, out = None, []
+            for vector in self.embedding(words).unbind(1):
+                state = self.cell(vector, state)
+                out.append(self.head(state))
+            return torch.stack(out, 1)
+
+    model, optimizer = run.wrapped(made(run, Words))
+    for step in run.steps:
+        words = torch.randint(7, (6, 4), generator=torch.Generator().manual_seed(step))
+        words = run.part(words)
+        optimizer.zero_grad()
+        cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten()).backward()
+        optimizer.step()
+        model.eval()
+        said = torch.zeros(1, 1, dtype=torch.long)
+        with torch.no_grad():
+            for _ in range(4):
+                said = torch.cat([said, model(said)[:, -1:].argmax(-1)], 1)
+        run.same(f"said {step}", said)
+        model.train()
+
+
+@habit("a pass in no_grad of a deep model between steps")
+def deep(run: Run) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(*[nn.Linear(INPUTS, INPUTS) for _ in range(30)])
+
+    model, optimizer = run.wrapped(made(run, make), lambda p: torch.optim.SGD(p, 0.01))
+    for step in run.steps:
+        x, _ = run.batch(step)
+        optimizer.zero_grad()
+        mse_loss(model(x), x).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for again in range(3):
+                run.mean(f"sum {step}", model(x + again).sum() * run.size)
+
+
+@habit("the inner module is trained directly")
+def inner_trained(run: Run) -> None:
+    model, optimizer = run.wrapped(made(run))
+    inner = run.inner(model)
+    for step in run.steps:
+        optimizer.zero_grad()
+        run.loss(model if step % 3 else inner, step).backward()
+        optimizer.step()
+
+
+@habit("the inner module only is called, from the first step on")
+def inner_only(run: Run) -> None:
+    model, optimizer = run.wrapped(made(run))
+    run.train(run.inner(model), optimizer, [*run.steps])
+
+
+@habit("methods and layers are called through the wrapper")
+def through_the_wrapper(run: Run) -> None:
+    model, optimizer = run.wrapped(made(run))
+    for step in run.steps:
+        x, y = run.batch(step)
+        optimizer.zero_grad()
+        cross_entropy(model.fc(model.encode(x)), y).backward()
+        optimizer.step()
+        assert model.fc.weight.shape == (CLASSES, 6)
+
+
+@habit("training a part: a layer of the inner module is called directly")
+def part_trained(run: Run) -> None:
+    model, optimizer = run.wrapped(made(run))
+    inner = run.inner(model)
+    for step in run.steps:
+        x, y = run.batch(step)
+        optimizer.zero_grad()
+        if step % 4 == 3:
+            with torch.no_grad():
+                x = inner.encode(x)
+            cross_entropy(inner.fc(x), y).backward()
+        else:
+            cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+# ---- ranks that differ ---------------------------------------------------------------------------
+@habit("a layer that only the samples of one rank use")
+def branch(run: Run) -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.extra = Net(), nn.Linear(CLASSES, CLASSES)
+
+        def forward(self, x: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+            x = self.net(x)
+            parts = [x[~which], self.extra(x[which]) if which.any() else x[which]]
+            return torch.cat(parts)
+
+    model, optimizer = run.wrapped(made(run, Branches))
+    which = run.part(torch.tensor([False] * 4 + [True] * 2))
+    for step in run.steps:
+        x, _ = run.batch(step)
+        optimizer.zero_grad()
+        model(x, which).square().mean().backward()
+        optimizer.step()
+
+
+@habit("a layer that no rank uses in some steps")
+def conditional(run: Run) -> None:
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.extra = Net(), nn.Linear(CLASSES, CLASSES)
+
+        def forward(self, x: torch.Tensor, more: bool) -> torch.Tensor:
+            return self.extra(self.net(x)) if more else self.net(x)
+
+    model, optimizer = run.wrapped(made(run, Sometimes))
+    for step in run.steps:
+        x, y = run.batch(step)
+        optimizer.zero_grad()
+        cross_entropy(model(x, step % 3 == 1), y).backward()
+        optimizer.step()
+
+
+@habit(
+    "a backward pass that reaches no parameter on one rank",
+    error=r"rank 1.*(no parameter|no gradient|not averaged)", by=1,
+)  # fmt: skip
+def reaches_nothing(run: Run) -> None:
+    """Its loss is made of its inputs only, so that the others wait for its gradients."""
+    model, optimizer = run.wrapped(made(run))
+    for step in run.steps:
+        optimizer.zero_grad()
+        x, y = run.batch(step)
+        if run.rank == 1 and step == run.middle:
+            model(x)
+            x.clone().requires_grad_().sum().backward()
+        else:
+            cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+# ---- exceptions ----------------------------------------------------------------------------------
+class Fails(Net):
+    """Raises when it is told so."""
+
+    when = ""
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).tanh()
+        if self.when == "forward":
+            raise KeyboardInterrupt
+        if self.when == "backward":
+            x.register_hook(self.refuse)
+        return self.second(x).tanh()
+
+    def refuse(self, _: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+
+@habit("an exception in the forward pass is caught")
+def forward_fails(run: Run) -> None:
+    model, optimizer = run.wrapped(made(run, Fails))
+    for step in run.steps:
+        optimizer.zero_grad()
+        run.inner(model).when = "forward" if step % 4 == 2 else ""
+        try:
+            run.loss(model, step).backward()
+        except KeyboardInterrupt:
+            continue
+        optimizer.step()
+
+
+@habit("an exception in one rank's forward pass, which it repeats")
+def forward_fails_on_one(run: Run) -> None:
+    model, optimizer = run.wrapped(made(run, Fails))
+    for step in run.steps:
+        optimizer.zero_grad()
+        run.inner(model).when = "forward" if step % 4 == 2 and run.rank == 1 else ""
+        try:
+            loss = run.loss(model, step)
+        except KeyboardInterrupt:
+            run.inner(model).when = ""
+            loss = run.loss(model, step)
+        loss.backward()
+        optimizer.step()
+
+
+@habit("an exception between forward and backward")
+def loss_fails(run: Run) -> None:
+    model, optimizer = run.wrapped(made(run))
+    for step in run.steps:
+        optimizer.zero_grad()
+        try:
+            loss = run.loss(model, step)
+            if step % 4 == 2:
+                raise KeyboardInterrupt
+            loss.backward()
+            optimizer.step()
+        except KeyboardInterrupt:
+            pass
+
+
+@habit("an exception in the backward pass is caught", error="backward pass ended with an error")
+def backward_fails(run: Run) -> None:
+    """Its gradients were sent in part, so training cannot go on."""
+    model, optimizer = run.wrapped(made(run, Fails))
+    for step in run.steps:
+        optimizer.zero_grad()
+        run.inner(model).when = "backward" if step == run.middle else ""
+        try:
+            run.loss(model, step).backward()
+        except KeyboardInterrupt:
+            continue
+        optimizer.step()
