@@ -134,10 +134,11 @@ def _measured(comm: Any, model: str, batch: int, blocks: int, policy: str) -> li
     group = comm if comm.size > 1 else OverCommunicator(comm)  # on which the engine runs
     ours = _Trained(
         model, batch, comm.rank,
-        lambda *pair: collectives.DataParallel(*pair, schedule=policy, chained=True, group=group),
+        lambda *pair: collectives.DataParallel(*pair, schedule=policy, chained=True, group=group,
+                                               broadcast_buffers=False),
     )  # fmt: skip
     theirs = _Trained(
-        model, batch, comm.rank,  # which keeps its own buffers, as ours does
+        model, batch, comm.rank,
         lambda net, _: DistributedDataParallel(net, forward_sync_buffers=False),
     )  # fmt: skip
     alone = _Trained(model, batch, comm.rank, lambda net, _: net)
