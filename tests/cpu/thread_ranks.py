@@ -110,6 +110,10 @@ class ThreadTransport:
     def broadcast(self, x: torch.Tensor) -> None:
         x.copy_(self._hubs[-1].exchange(self.rank, x.clone())[0])
 
+    def total(self, x: torch.Tensor) -> None:
+        rows = self._hubs[-1].exchange(self.rank, x.clone())
+        x.copy_(torch.stack(rows).sum(0))
+
     def share(self, payload: bytes) -> list[bytes]:
         return self._hubs[-1].exchange(self.rank, payload)
 
