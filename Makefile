@@ -24,7 +24,8 @@ KERNELS := $(wildcard $(addprefix tests/cpu/test_, \
 # training, clusters and torch.distributed
 TRAINING := $(filter-out $(KERNELS), $(wildcard $(addprefix tests/cpu/test_, \
 	cluster*.py convergence*.py ddp*.py distributed*.py embedding*.py examples*.py gtopk*.py \
-	divergence.py host_lanes.py program.py torch_suite.py training*.py))) tests/cpu/habits
+	divergence.py host_lanes.py program.py reduce_dtype.py torch_suite.py \
+	training*.py))) tests/cpu/habits
 PYTEST = $(PY) -m pytest -m "not slow" -o cache_dir=.pytest_cache/$@
 
 # three processes side by side, because many tests mostly wait; fails if one fails

@@ -19,7 +19,9 @@ from linkweave.collectives.training.update import groups_of
 from linkweave.topology.checks import shown
 
 
-def refuse(module: Any, optimizers: Sequence[Any], schedule: Any, exchange: Any) -> None:
+def refuse(
+    module: Any, optimizers: Sequence[Any], schedule: Any, exchange: Any, dtype: Any
+) -> None:  # fmt: skip
     """Raise CollectiveError for what cannot be trained."""
     if not isinstance(module, nn.Module):
         raise CollectiveError(f"module must be a torch.nn.Module, not {shown(module)}")
@@ -50,6 +52,12 @@ def refuse(module: Any, optimizers: Sequence[Any], schedule: Any, exchange: Any)
         raise CollectiveError(
             f"schedule must be a Schedule or one of {known}, not {shown(schedule)}"
         )
+    if dtype not in (None, torch.bfloat16):
+        raise CollectiveError(f"reduce_dtype must be torch.bfloat16 or None, not {shown(dtype)}")
+    if dtype and exchange != "dense":
+        raise CollectiveError(
+            "reduce_dtype is of the dense exchange; GTopK sends values as they are"
+        )
     if exchange != "dense" and not isinstance(exchange, GTopK):
         raise CollectiveError(f"exchange must be 'dense' or a GTopK, not {shown(exchange)}")
 
@@ -63,11 +71,12 @@ _ELSEWHERE = {
 }
 
 
-def compare_exchanges(transport: Transport, exchange: Any) -> None:
+def compare_exchanges(transport: Transport, exchange: Any, dtype: Any = None) -> None:
     """Raise CollectiveError on every rank unless all have this exchange."""
-    if (other := parted(transport, repr(exchange))) is not None:
+    if (other := parted(transport, repr((exchange, dtype)))) is not None:
         raise CollectiveError(
             f"ranks 0 and {other} have different exchanges; this rank's is {exchange!r}"
+            + (f" in {dtype}" if dtype else "")
         )
 
 

@@ -64,6 +64,9 @@ class DataParallel(nn.Module):
     check_divergence: whether parameters are compared over ranks, a part of them every 16 steps and
         all in 256.
 
+    reduce_dtype: torch.bfloat16 lets float32 gradients travel in half as many bytes; parameters and
+        optimizer stay float32.
+
     The training loop stays as it is. Gradients are averages when `backward` returns, if the
     schedule is not chained. If it is (`program.chained`), they are still under way when `step`
     returns; a layer is updated just before its next use, with the learning rate of the time of
@@ -86,11 +89,12 @@ class DataParallel(nn.Module):
         schedule: str | Schedule = "auto", chained: bool = False,
         exchange: Literal["dense"] | GTopK = "dense", group: Any = None,
         broadcast_buffers: bool = True, check_divergence: bool = True,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         _keep_keys(self)
         optimizers = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
-        refuse(module, optimizers, schedule, exchange)
+        refuse(module, optimizers, schedule, exchange, reduce_dtype)
         self.module = module
         self._engine: Engine | None = None
         self._end = ""  # why it takes no part in training any more
@@ -100,7 +104,7 @@ class DataParallel(nn.Module):
             return
         try:
             self._join(transport, module, optimizers, schedule, chained, exchange,
-                       broadcast_buffers, check_divergence)  # fmt: skip
+                       broadcast_buffers, check_divergence, reduce_dtype)  # fmt: skip
         except BaseException:
             transport.close()
             raise
@@ -108,10 +112,10 @@ class DataParallel(nn.Module):
     def _join(
         self, transport: Transport, module: nn.Module, optimizers: list[torch.optim.Optimizer],
         schedule: str | Schedule, chained: bool, exchange: Literal["dense"] | GTopK,
-        broadcast_buffers: bool, check_divergence: bool,
+        broadcast_buffers: bool, check_divergence: bool, reduce_dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         refuse_optimizers(module, optimizers)
-        compare_exchanges(transport, exchange)
+        compare_exchanges(transport, exchange, reduce_dtype)
         spec = exchange if isinstance(exchange, GTopK) else None
         embeddings = Embeddings()
         before: Any = Hook(self._before_state)
@@ -122,7 +126,7 @@ class DataParallel(nn.Module):
 
         def exchange_of(arena: Arena, engine: Engine) -> Exchange:
             if spec is None:
-                return Dense(arena, transport)
+                return Dense(arena, transport, reduce_dtype)
             return SparseExchange(spec, arena, transport)
 
         chains = chained or schedule != "auto"

@@ -22,6 +22,8 @@ class Exchange(Protocol):
 
     whole: bool
     """Whether ops must have whole units that follow one another, and are never streamed."""
+    dtype: torch.dtype | None
+    """In which float32 gradients travel; None for their own."""
 
     @property
     def skips(self) -> bool:
@@ -52,13 +54,19 @@ class Exchange(Protocol):
 
 
 class Dense:
-    """The average over all ranks: sums in the order of the all-reduce, divided once."""
+    """The average over all ranks: sums in the order of the all-reduce, divided once.
+
+    float32 gradients travel in `dtype`, if that is given: rounded once before, and as an all-reduce
+    of that dtype rounds.
+    """
 
     whole = False
     skips = False
 
-    def __init__(self, arena: Arena, transport: Transport) -> None:
-        self._arena, self._transport = arena, transport
+    def __init__(
+        self, arena: Arena, transport: Transport, dtype: torch.dtype | None = None
+    ) -> None:
+        self._arena, self._transport, self.dtype = arena, transport, dtype
 
     def carry_out(self, op: Op, packing: Packing, arrived: Arrived) -> None:
         x = packing.pack(op)
@@ -67,7 +75,7 @@ class Dense:
             packing.unpack(op, x)
             arrived(op.spans)
             return
-        queue = self._transport.stream(op.lane, x, op.sizes(x.element_size()))
+        queue = self._transport.stream(op.lane, x, packing.sizes(op))
         for number, span in enumerate(op.spans):
             queue.dequeue(number)
             packing.unpack_span(op, number, x)
@@ -79,7 +87,14 @@ class Dense:
 
     def network_of(self, measure: Callable[[torch.Tensor, Any], Any]) -> Any:
         largest = max(self._arena.buffers, key=lambda buffer: buffer.nbytes)
-        return measure(largest, self._transport.average)
+        return measure(largest, self._average)
+
+    def _average(self, lane: int, x: torch.Tensor) -> None:
+        """What an op of x's bytes takes."""
+        sent = x.to(self.dtype) if self.dtype and x.dtype == torch.float32 else x
+        self._transport.average(lane, sent)
+        if sent is not x:
+            x.copy_(sent)
 
     def state_dict(self, before: dict[str, Any] | None) -> dict[str, Any] | None:
         return None

@@ -78,7 +78,7 @@ class HostLanes:
             [(n, exchange.part(op)) for n, op in enumerate(program.ops) if op.lane == lane]
             for lane in range(program.lanes)
         ]
-        self._packings = [Packing(transport, arena, program) for _ in self._ops]
+        self._packings = [Packing(transport, arena, program, exchange.dtype) for _ in self._ops]
         self._arrived: list[dict[int, int]] = []  # of each unit: where spans begin and end
         self._error: CollectiveError | None = None
         self.sent: list[tuple[int, float, float]] = []

@@ -52,5 +52,5 @@ def lanes_of(
             raise CollectiveError(
                 f"ShardedEmbedding {names} is on the CPU: the other parameters must be as well"
             )
-        return StreamLanes(transport, arena, program)
+        return StreamLanes(transport, arena, program, exchange.dtype)
     return HostLanes(transport, arena, program, exchange, embeddings)

@@ -34,6 +34,7 @@ class SparseExchange:
     """
 
     whole = True
+    dtype: torch.dtype | None = None
 
     def __init__(self, spec: GTopK, arena: Arena, transport: Transport) -> None:
         for unit in arena.units:

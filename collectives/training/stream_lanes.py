@@ -27,12 +27,14 @@ class StreamLanes:
     the communicator's or NCCL's watchdog ends the op, and a later call raises its error.
     """
 
-    def __init__(self, transport: Transport, arena: Arena, program: Program) -> None:
+    def __init__(
+        self, transport: Transport, arena: Arena, program: Program, dtype: torch.dtype | None = None
+    ) -> None:
         self._transport, self._program, self._slots = transport, program, arena.slots
         self._device = device = arena.units[0].device
         make: Any = torch.cuda.Stream
         self._streams = [make(device) for _ in range(program.lanes)]
-        self._packing = [Packing(transport, arena, program) for _ in self._streams]
+        self._packing = [Packing(transport, arena, program, dtype) for _ in self._streams]
         self._clock = StreamClock(device)
         self._ready: dict[int, Any] = {}  # an event for each unit
         self._done: dict[int, Any] = {}  # an event for each op
@@ -66,8 +68,8 @@ class StreamLanes:
             start = self._clock.now()
             x = packing.pack(op)
             if op.streamed:
-                queue = self._transport.stream(op.lane, x, op.sizes(x.element_size()))
-                if len(op.runs) == 1:  # else units arrive when they have been unpacked
+                queue = self._transport.stream(op.lane, x, packing.sizes(op))
+                if not packing.copies(op):  # else units arrive when they have been unpacked
                     self._queues[number] = queue
                 queue.wait()
             else:
