@@ -43,6 +43,8 @@ def refuse(
                 "LBFGS evaluates the loss of a rank's own batch several times a step, so that "
                 "ranks would part: take another optimizer"
             )
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+        raise CollectiveError("a ScriptModule keeps its parameters to itself: pass the nn.Module")
     for kind, instead in _ELSEWHERE.items():
         for part in module.modules():
             if kind in (base.__name__ for base in type(part).__mro__):
@@ -71,12 +73,12 @@ _ELSEWHERE = {
 }
 
 
-def compare_exchanges(transport: Transport, exchange: Any, dtype: Any = None) -> None:
-    """Raise CollectiveError on every rank unless all have this exchange."""
-    if (other := parted(transport, repr((exchange, dtype)))) is not None:
+def compare_exchanges(transport: Transport, exchange: Any, options: Any = ()) -> None:
+    """Raise CollectiveError on every rank unless all have this exchange, and these options."""
+    if (other := parted(transport, repr((exchange, options)))) is not None:
         raise CollectiveError(
-            f"ranks 0 and {other} have different exchanges; this rank's is {exchange!r}"
-            + (f" in {dtype}" if dtype else "")
+            f"ranks 0 and {other} have different exchanges or options; this rank's is {exchange!r} "
+            f"with schedule, chained, broadcast_buffers, check_divergence, reduce_dtype {options}"
         )
 
 
@@ -150,4 +152,5 @@ def _send(transport: Transport, tensors: Sequence[torch.Tensor]) -> None:
                     same, torch.split(whole, [x.numel() for x in flat]), strict=True
                 ):
                     found = part.clone() if part.storage_offset() % 16 else part
-                    tensor.copy_(found.view(tensor.dtype).view(tensor.shape))
+                    # not a write that autograd sees: a graph may have saved the buffer
+                    tensor.data.copy_(found.view(tensor.dtype).view(tensor.shape))

@@ -103,6 +103,8 @@ def fault_of_chaining(
         return "the module is compiled, so that nothing can wait before its layers"
     if len(steppers) > 1:
         return f"it has {len(steppers)} optimizers, and all parameters need one"
+    if not steppers:  # embeddings alone have nothing to chain
+        return ""
     (stepper,) = steppers
     if len(stepper.engines) > 1:
         return "its optimizer trains another model as well"

@@ -115,7 +115,9 @@ class DataParallel(nn.Module):
         broadcast_buffers: bool, check_divergence: bool, reduce_dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         refuse_optimizers(module, optimizers)
-        compare_exchanges(transport, exchange, reduce_dtype)
+        plan = schedule if isinstance(schedule, str) else "a Schedule"
+        options = plan, chained, broadcast_buffers, check_divergence, reduce_dtype
+        compare_exchanges(transport, exchange, options)
         spec = exchange if isinstance(exchange, GTopK) else None
         embeddings = Embeddings()
         before: Any = Hook(self._before_state)
@@ -133,7 +135,7 @@ class DataParallel(nn.Module):
         self._engine = engine = Engine(
             module, transport, embeddings, flagged=spec is None, exchange_of=exchange_of,
             planner_of=lambda engine: Planner(schedule, engine, chains), after=after,
-            rebuilds=not isinstance(schedule, Schedule), checks=check_divergence,
+            rebuilds=not isinstance(schedule, Schedule), compares=check_divergence,
         )  # fmt: skip
         self._transport = transport
         self._spec = spec
@@ -171,7 +173,7 @@ class DataParallel(nn.Module):
         """The module's forward pass."""
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        if self._end:
+        if self._end and any(p.requires_grad for p in self.module.parameters()):
             raise CollectiveError(
                 f"this DataParallel {self._end}, so that gradients would not be averaged: train "
                 "its module alone, or pass it to DataParallel with an optimizer again; to evaluate "
@@ -281,13 +283,13 @@ class DataParallel(nn.Module):
         While "auto" or a policy measures, steps are recorded in any case.
         """
         if self._engine:
-            self._engine.record_steps(recording)
+            self._engine.record_steps("user", recording)
 
     @property
     def last_step(self) -> StepRecord | None:
         """What the last complete step that was recorded did and when, up to the forward pass after
         it."""
-        return self._engine.last_step if self._engine else None
+        return self._engine.moments.last if self._engine else None
 
     def save_step(self, path: str | Path) -> None:
         """Write what `linkweave train-trace` compares and draws: the last complete step of this
@@ -301,7 +303,7 @@ class DataParallel(nn.Module):
                 "no step of a schedule has been recorded: call record_steps(), and train a few "
                 "steps more"
             )
-        line = timeline_of(record, engine.program, engine.clock)
+        line = timeline_of(record, engine.program, engine.moments.clock)
         Path(path).write_text(MeasuredStep(schedule, line).to_json())
 
     def __getattr__(self, name: str) -> Any:
@@ -355,11 +357,16 @@ class DataParallel(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
         """A copy takes no part in training; it may be evaluated, saved and loaded."""
         self.finish()
-        return _copy_of(copy.deepcopy(self.module, memo), self.training)
+        return _copy_of(copy.deepcopy(self.module, memo), self.training, self._copied)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.finish()
-        return _copy_of, (self.module, self.training)
+        return _copy_of, (self.module, self.training, self._copied)
+
+    @property
+    def _copied(self) -> str:
+        """Why a copy takes no part in training; on a single rank it trains as any module does."""
+        return "is a copy" if self._engine else self._end
 
     # ---- the end -----------------------------------------------------------------------------
     def close(self) -> None:
@@ -388,15 +395,19 @@ class DataParallel(nn.Module):
     def __enter__(self) -> DataParallel:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, error: object, *_: object) -> None:
+        try:
+            self.close()
+        except CollectiveError:
+            if error is None:  # else the caller's own is the one to raise
+                raise
 
 
-def _copy_of(module: nn.Module, training: bool) -> DataParallel:
+def _copy_of(module: nn.Module, training: bool, end: str) -> DataParallel:
     made = DataParallel.__new__(DataParallel)
     nn.Module.__init__(made)
     made.module, made.training = module, training
-    made._engine, made._end = None, "is a copy"
+    made._engine, made._end = None, end
     made._warned = False
     _keep_keys(made)
     return made

@@ -17,7 +17,7 @@ EVERY = 16
 """Steps from one check to the next."""
 PARTS = 16
 """Checks that cover all parameters: a difference is found within EVERY * PARTS steps."""
-BITS = 32
+BITS = 64
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,15 @@ class _Part:
     stop: int
 
     def checksum(self) -> torch.Tensor:
-        """The sum of their words of up to 4 bytes, modulo 2^32."""
+        """The sum of their words of up to 4 bytes, each times an odd number of its own, modulo
+        2^64."""
         x = self.parameter.detach()
         flat = x.as_strided((x.numel(),), (1,), x.storage_offset())[self.first : self.stop]
-        words = {1: torch.uint8, 2: torch.int16}.get(x.element_size(), torch.int32)
-        total: torch.Tensor = flat.view(words).sum(dtype=torch.int64)
-        return total & 0xFFFFFFFF
+        kind = {1: torch.uint8, 2: torch.int16}.get(x.element_size(), torch.int32)
+        words = flat.view(kind).long()
+        first = 2 * self.first + 1
+        words *= torch.arange(first, first + 2 * len(words), 2, device=words.device)
+        return words.sum()
 
 
 class DivergenceCheck:
@@ -43,8 +46,8 @@ class DivergenceCheck:
 
     Each bit of the checksum is sent twice, as it is and inverted. Where both sums are above 0, some
     ranks have a 1 and others a 0, however a sum is rounded. So one small all-reduce tells all ranks
-    alike, and only then they compare each parameter to name it. A checksum is the sum of a
-    parameter's words modulo 2^32, which a single bit always changes.
+    alike, and only then they compare each parameter to name it. A checksum is a sum
+    of a parameter's words, which a single bit always changes, and values that trade positions do.
     """
 
     def __init__(self, units: Sequence[Unit], transport: Transport) -> None:

@@ -14,27 +14,20 @@ from linkweave.collectives.errors import CollectiveAborted, CollectiveError
 from linkweave.collectives.overlap.clock import clock_of
 from linkweave.collectives.overlap.units import Gates as Recorded
 from linkweave.collectives.overlap.units import Recorder, Unit, tensors_in
+from linkweave.collectives.training import gradient_checks as checks
 from linkweave.collectives.training.arena import Arena
 from linkweave.collectives.training.chaining import Gates, fault_of_chaining
 from linkweave.collectives.training.compiling import compiling_by
 from linkweave.collectives.training.divergence import DivergenceCheck
 from linkweave.collectives.training.embeddings import Embeddings
 from linkweave.collectives.training.exchange import Exchange
-from linkweave.collectives.training.gradient_checks import (
-    CHANGED,
-    HOOKED,
-    LOCAL,
-    UNREACHED,
-    WRITTEN,
-    fault_of,
-)
 from linkweave.collectives.training.hooks import Hook, at_end, in_backward, throw
 from linkweave.collectives.training.lanes import Lanes, lanes_of
-from linkweave.collectives.training.layout import Layout
+from linkweave.collectives.training.layout import Layout, frozen
 from linkweave.collectives.training.program import Program, at_once
 from linkweave.collectives.training.ranges import profiled
 from linkweave.collectives.training.states import TABLE, Event, State
-from linkweave.collectives.training.step_record import StepRecord
+from linkweave.collectives.training.step_record import Moments
 from linkweave.collectives.training.stepping import Stepper
 from linkweave.collectives.training.transport import Transport
 
@@ -58,11 +51,11 @@ class Engine:
         self, module: nn.Module, transport: Transport, embeddings: Embeddings, *,
         flagged: bool, exchange_of: Callable[[Arena, Engine], Exchange],
         planner_of: Callable[[Engine], Any], after: Callable[[], None], rebuilds: bool,
-        checks: bool,
+        compares: bool,
     ) -> None:  # fmt: skip
         self.module, self.transport, self.embeddings = module, transport, embeddings
         self._flagged, self._exchange_of, self._planner_of = flagged, exchange_of, planner_of
-        self._after, self._rebuilds, self._checks = after, rebuilds, checks
+        self._after, self._rebuilds, self._checks = after, rebuilds, compares
         self.steppers: list[Stepper] = []
         self.state = State.IDLE
         self.syncs = True  # whether training is outside of no_sync() now
@@ -72,14 +65,15 @@ class Engine:
         self.layouts = 1  # how many times the module's parameters were looked up
         self._layout = Layout(module, embeddings.weights)
         self._recorded: Recorded = []
-        self._begun: Any = None
+        self._begun: Any = None  # when an optimizer's step was called
+        self._fresh = False  # whether averages have come since the last step
+        self._rows_only = 0  # the layout in which only embeddings have parameters
         self._compiled = self._layout.compiled
         self._running = 0  # forward passes that have begun and not ended
-        self.clock = clock_of(next((p.device for p in self._layout.trained), torch.device("cpu")))
+        device = next((p.device for p in self._layout.trained), torch.device("cpu"))
+        self.moments = Moments(clock_of(device))
         self._kept: dict[str, Any] | None = None  # of the exchange, as long as there is none
         self.steps = 0  # backward passes that have sent
-        self.recording = False  # whether the moments of steps are taken down
-        self.last_step: StepRecord | None = None
         self._unbuilt()
         self._listen()
 
@@ -93,17 +87,12 @@ class Engine:
         self._left: list[int] = []  # parameters of each unit whose gradients are to come
         self._frozen: tuple[int, list[bool]] = (0, [])
         self._version = 0
-        self._arrived: Any = None  # when the last bytes of the unit last awaited arrived
-        self.record = StepRecord()
+        self._versions: list[int] = []  # of parameters, as long as gradients are under way
 
     @property
     def dense_steppers(self) -> list[Stepper]:
         """Those of optimizers that do not train sharded embeddings alone."""
-        rows = self.embeddings.weights
-        return [
-            stepper for stepper in self.steppers
-            if not rows.issuperset(id(p) for g in stepper.groups for p in g["params"])
-        ]  # fmt: skip
+        return [one for one in self.steppers if not one.trains_only(self.embeddings.weights)]
 
     def _listen(self) -> None:
         """Let the hooks be those of the parameters that are trained now."""
@@ -125,7 +114,7 @@ class Engine:
             self.state = after
 
     def _broken(self) -> NoReturn:
-        self._fail("a backward pass ended with an error, so its gradients were not all sent")
+        self._fail(checks.BROKEN)
 
     def _failed(self) -> None:
         if self.units:
@@ -167,9 +156,7 @@ class Engine:
         self._compiled = self._layout.compiled or callable(callback)
         if self._compiled and self.units and self.program.chained:
             self._fail(f"schedule {self.program.policy} is chained, but {self.fault_of_chaining()}")
-        if self.recording:
-            self.record.reached.clear()
-            self.record.forward.clear()
+        self.moments.forward_begins()
         self._running += 1
         known = self.units or self._recorded or self._compiled
         watch = nullcontext() if known else Recorder(self.module, self.embeddings.weights)
@@ -183,8 +170,7 @@ class Engine:
         for tensor in tensors_in(result):
             if tensor.grad_fn is not None:  # hooks on a leaf would stay
                 tensor.register_hook(Hook(self._enter))
-        if self.recording:
-            self.record.forward_end = self.clock.now()
+        self.moments.forward_ends()
         self._passed = {*self._pending}
         return result
 
@@ -192,14 +178,13 @@ class Engine:
         """Parameters were added, converted or thawed since the last forward pass."""
         self.layouts += 1
         self._listen()
-        frozen = any(not p.requires_grad for unit in self.units for p in unit.parameters)
-        if self.units and (not self._layout.fits(self.units) or (frozen and not self._flagged)):
-            self._retire()  # without flags, what a residual has of a frozen parameter would be sent
+        if self.units and not self._layout.fits(self.units):
+            self.finish()
+            self._retire()
 
     def _retire(self) -> None:
-        """Make units anew after the next backward pass."""
-        self.finish()
-        self._kept = self.exchange.state_dict(self._kept)
+        """Make units anew after the next backward pass. Nothing is under way."""
+        self._keep()
         self.lanes.close()
         self._gates.close()
         self._recorded = []
@@ -211,12 +196,9 @@ class Engine:
         """Before the forward pass of a module that uses a unit, which must be final."""
         if self.state in (State.BACKWARD, State.COLLECTING):  # activations are computed again
             return
-        recording = self.recording and torch.is_grad_enabled()
-        if recording:
-            self.record.reached.setdefault(index, self.clock.now())
+        self.moments.reached(index)
         self._update_unit(index)
-        if recording:
-            self.record.forward.setdefault(index, self.clock.now())
+        self.moments.goes_on(index)
 
     def _reach(self, parameter: Any) -> None:
         """Before a parameter is read through its module."""
@@ -236,17 +218,17 @@ class Engine:
         if index not in self._pending:
             return
         if self.arena.version != self._version:
-            self._fail("a gradient was changed after optimizer.step(), while it was being sent")
+            self._fail(checks.LATE)
         unit, arrivals = self.units[index], self._arrivals(index)
         versions = self._pending[index]
         for name, parameter, version in zip(unit.names, unit.parameters, versions, strict=True):
             if parameter._version != version:
-                self._fail(WRITTEN.format(name))
+                self._fail(checks.WRITTEN.format(name))
         next(arrivals)  # with the flags, which tell whether there are gradients
         del self._pending[index]
         kept = [parameter.grad is not None for parameter in unit.parameters]
         try:
-            with profiled(f"update {unit.name}"):
+            with profiled(f"update {unit.name}"), self._stepper.at_work():
                 self.arena.show(index)
                 self._stepper.update.part(unit.parameters, arrivals)
         except CollectiveError:
@@ -256,8 +238,7 @@ class Engine:
         for parameter in (p for p, keep in zip(unit.parameters, kept, strict=True) if not keep):
             parameter.grad = None  # zero_grad has been called since
         self._passed.discard(index)
-        if self.recording:
-            self.record.updates[index] = self._arrived, self.clock.now()
+        self.moments.updated(index)
         if not self._pending:
             self.state = State.AVERAGED
 
@@ -266,8 +247,7 @@ class Engine:
         base, flags = self.arena.address(index), self.units[index].flags_nbytes
         try:
             for nbytes in self.lanes.arrivals(index):
-                if self.recording:
-                    self._arrived = self.clock.now()
+                self.moments.arrived()
                 if nbytes >= flags:
                     yield base + nbytes
         except CollectiveError:
@@ -284,6 +264,7 @@ class Engine:
         before = self.state
         if (before, Event.ENTER) not in TABLE:
             return
+        self.moments.backward_enters()
         try:
             self._on(Event.ENTER)
         except CollectiveError as error:  # what this rank finds wrong in the pass comes first
@@ -293,15 +274,13 @@ class Engine:
 
     def _begin(self) -> None:
         """The first gradient has been accumulated: torch.autograd.grad accumulates none."""
+        if self.sends and not self._flagged and any(frozen(self.units)):
+            self._retire()  # without flags, what a residual has of frozen parameters would be sent
         self._left = [len(unit.parameters) for unit in self.units]
         if not (self.sends and self.units):
             return
-        last, begun = self.record, self.record.forward_end or self.record.begun
-        last.sent = self.lanes.sent
-        if last.ready and last.begun is not None:
-            self.last_step = last
+        self.moments.next_step(self.lanes.sent)
         self.planner.before_step()
-        self.record = StepRecord(begun)
         self.exchange.begin()
         self.lanes.begin()
 
@@ -321,17 +300,18 @@ class Engine:
         """After the accumulation of a parameter's gradient."""
         if self.state is not State.COLLECTING:
             self._gradient()
-        if len(parameter._post_accumulate_grad_hooks) > 1:
-            self._fail(HOOKED.format(self._name_of(parameter)))
+        hooks = parameter._post_accumulate_grad_hooks
+        if len(hooks) > 1 and not all(isinstance(hook, Hook) for hook in hooks.values()):
+            self._fail(checks.HOOKED.format(self._name_of(parameter)))
         if (found := self._unit_of.get(id(parameter))) is None or not self._left:
-            if fault := fault_of(parameter.grad, self._name_of(parameter)):
+            if fault := checks.fault_of(parameter.grad, self._name_of(parameter)):
                 self._fail(fault)
             return
         index, i = found
         unit, left = self.units[index], self._left[index]
         sent = not left and self.sends
         stale = index in self._passed
-        if fault := fault_of(parameter.grad, unit.names[i], unit.name, stale, sent):
+        if fault := checks.fault_of(parameter.grad, unit.names[i], unit.name, stale, sent):
             self._fail(fault)
         self._left[index] = left - 1
         if left == 1 and self.sends and self.state is State.COLLECTING:
@@ -343,8 +323,7 @@ class Engine:
 
     def _collected(self, index: int) -> None:
         self.arena.collect(index)
-        if self.recording:
-            self.record.ready[index] = self.clock.now()
+        self.moments.ready(index)
         self.lanes.ready(index)
 
     def _end(self, before: State) -> None:
@@ -365,21 +344,23 @@ class Engine:
 
     def _send(self) -> None:
         """Send what is left, and wait for it unless the program is chained."""
-        if not self.units:
+        self._fresh = True
+        if not self.units and self._rows_only != self.layouts:
             self._build()
         if not self.units:  # all parameters are those of embeddings
-            self._on(Event.SENT)
-            self.state = State.AVERAGED
+            self._rows_only, self.state = self.layouts, State.AVERAGED
+            self._after()
             return
-        if self.recording:
-            self.record.backward_end = self.clock.now()
+        self.moments.backward_ends()
         for index, left in enumerate(self._left):
             if left:
                 self._collected(index)
         self._version = self.arena.version
         self._passed = set()
         self._on(Event.SENT)
-        if not self.program.chained:
+        if self.program.chained:
+            self._versions = [p._version for unit in self.units for p in unit.parameters]
+        else:
             self._arrive_unchanged()
             self.state = State.AVERAGED
         self.steps += 1
@@ -391,10 +372,11 @@ class Engine:
     def _count_frozen(self) -> None:
         """Make units anew once parameters have been frozen for some steps."""
         if self._rebuilds:
-            now = [p.requires_grad for unit in self.units for p in unit.parameters]
+            now = frozen(self.units)
             count, known = self._frozen
             self._frozen = (count + 1 if now == known else 0), now
-            if count == FROZEN and not all(now):
+            if count == FROZEN and any(now):
+                self.finish()
                 self._retire()
 
     def _arrive(self) -> None:
@@ -411,7 +393,12 @@ class Engine:
     def _check_unchanged(self) -> None:
         """Raise if gradients were changed after the backward pass, while they were being sent."""
         if self.arena.version != self._version or not self.arena.holds_all():
-            self._fail(CHANGED)
+            self._fail(checks.CHANGED)
+        parameters = (p for unit in self.units for p in unit.parameters)
+        for parameter, version in zip(parameters, self._versions, strict=False):
+            if parameter._version != version:
+                self._fail(checks.FOREIGN.format(self._name_of(parameter)))
+        self._versions = []
 
     # ---- building ----------------------------------------------------------------------------
     def _build(self) -> None:
@@ -435,9 +422,7 @@ class Engine:
         self._left = [len(unit.parameters) for unit in units]
         self._gates = Gates(self.module, units, self._before, self._reach)
         self._check = DivergenceCheck(units, self.transport)
-        begun = self.record.forward_end
         self.planner = self._planner_of(self)
-        self.record, self.last_step = StepRecord(begun), None
         self.exchange.load(self._kept)
         self.exchange.begin()
         self.lanes.begin()
@@ -456,7 +441,7 @@ class Engine:
         self.program = program
         self.lanes = self._lanes()
         self._set_gates()
-        self.record, self.last_step = StepRecord(), None  # those of the other program
+        self.moments.forget()
 
     def fault_of_chaining(self) -> str:
         """Why the training cannot be chained; empty if it can."""
@@ -465,17 +450,16 @@ class Engine:
     def _lanes(self) -> Lanes:
         return lanes_of(self.transport, self.arena, self.program, self.exchange, self.embeddings)
 
-    def record_steps(self, recording: bool) -> None:
-        """Take down the moments of the next steps, or no more."""
-        self.recording = recording
+    def record_steps(self, who: str, recording: bool) -> None:
+        """Take down the moments of the next steps for the user or the planner, or no more."""
+        self.moments.asking[who] = recording
         if self.units:
-            self.record = StepRecord()
             self._set_gates()
 
     def _set_gates(self) -> None:
         """Wait before layers, if they may be pending; or note when they are reached."""
         self._gates.close()
-        if self.program.chained or (self.recording and not self._compiled):
+        if self.program.chained or (self.moments.on and not self._compiled):
             self._gates.open(guard=self.program.chained)
 
     def train(self, mode: bool) -> None:
@@ -496,18 +480,20 @@ class Engine:
         if self.state is State.SENDING and not stepper.update.separable:
             self.synchronize()
         self._stepper = stepper
-        if self._told and self._bare():  # no backward pass has come of the last forward pass
+        if self._told and not self._fresh:  # no backward pass has come of the last forward pass
             self._refuse()
-        self._told = None
-        self._begun = self.clock.now() if self.recording and self.units else None
+        self._told, self._fresh = None, False
+        if self.units and self.state is State.AVERAGED:
+            why = "came before a forward pass of DataParallel with it"
+            self._refuse_local(why, lambda p: id(p) not in self._unit_of)
+        self._begun = self.moments.step_begins() if self.units else None
         self._on(Event.STEP)
         later = self.state is State.PENDING
         self.embeddings.step(stepper.optimizer)
         return later
 
     def after_step(self) -> None:
-        if self._begun is not None:  # of an optimizer of the dense parameters
-            self.record.step = self._begun, self.clock.now()
+        self.moments.step_ends(self._begun)
 
     @property
     def known(self) -> set[int]:
@@ -537,9 +523,12 @@ class Engine:
         """Raise for a step whose gradients were not averaged."""
         local = self.state is State.LOCAL
         why = "are those of a pass in no_sync()" if local else "were not made by a backward pass"
+        self._refuse_local(why, lambda p: bool(p.grad.any()))
+
+    def _refuse_local(self, why: str, wrong: Callable[[Any], bool]) -> None:
         for parameter in self._layout.trained:
-            if parameter.grad is not None and bool(parameter.grad.any()):
-                self._fail(LOCAL.format(self._name_of(parameter), why))
+            if parameter.grad is not None and wrong(parameter):
+                self._fail(checks.LOCAL.format(self._name_of(parameter), why))
 
     def _bare(self) -> bool:
         """Whether no parameter that is trained has a gradient."""
@@ -547,13 +536,18 @@ class Engine:
         return bool(trained) and all(p.grad is None for p in trained)
 
     def _refuse(self) -> NoReturn:
-        self._fail(UNREACHED)
+        self._fail(checks.UNREACHED)
 
     # ---- waiting -----------------------------------------------------------------------------
     def synchronize(self) -> None:
         """Wait until gradients under way are averages, as after a backward pass of DDP."""
         if self.state is State.SENDING:
             self._on(Event.SYNCHRONIZE)
+
+    def complete(self) -> None:
+        """Carry out a step that was put off."""
+        if self.state is State.PENDING:
+            self.finish()
 
     def finish(self) -> None:
         """Wait until all parameters are final and nothing is under way."""
@@ -574,8 +568,13 @@ class Engine:
     def exchange_state(self) -> dict[str, Any] | None:
         """What the exchange must keep to go on."""
         if self.units:
-            self._kept = self.exchange.state_dict(self._kept)
+            self._keep()
         return self._kept
+
+    def _keep(self) -> None:
+        """Take over what the exchange has of parameters that the module still has."""
+        kept = self.exchange.state_dict(self._kept)
+        self._kept = kept and self._layout.still_there(self.units, kept)
 
     def load_exchange(self, state: dict[str, Any] | None) -> None:
         """Go on from such a state."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+BROKEN = "a backward pass ended with an error, so its gradients were not all sent"
+LATE = "a gradient was changed after optimizer.step(), while it was being sent"
 CHANGED = (
     "gradients were changed between backward() and step(), while they were being averaged: call "
     "clip_grad_norm_ of DataParallel in place of torch's, or its synchronize() before you change "
@@ -13,6 +15,10 @@ WRITTEN = (
     "{} was changed after optimizer.step(), before its update, which the schedule chains with the "
     "next forward pass: call finish() of DataParallel before you change parameters, or take a "
     "schedule that is not chained"
+)
+FOREIGN = (
+    "{} was changed between backward() and step(), while its gradient was being averaged: a "
+    "chained schedule needs one optimizer for all parameters, the one that DataParallel was given"
 )
 LOCAL = (
     "step() was called, but gradients of {} {}, so that they are this rank's alone: make a "

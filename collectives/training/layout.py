@@ -36,6 +36,13 @@ class Layout:
         last call."""
         if self._modules and self._read() == self._stamp:
             return False
+        if self._modules and any(
+            not isinstance(p, nn.Parameter)
+            for module in self._modules
+            for p in dict.values(module._parameters)
+            if p is not None
+        ):  # torch.func.functional_call has put other tensors there for a while
+            return False
         self._modules = [*self._module.modules()]
         self._stamp = self._read()
         self.compiled = compiled(self._module)
@@ -48,7 +55,7 @@ class Layout:
             for parameter in dict.values(module._parameters):  # which no gate notices
                 if parameter is not None:
                     found += id(parameter), parameter.requires_grad, parameter.dtype
-                    found.append(parameter.data_ptr())
+                    found.append(parameter.stride())
             found.append(module._compiled_call_impl is not None)
             found += map(id, module._modules.values())
         return found
@@ -115,6 +122,17 @@ class Layout:
             )
         return found
 
+    def still_there(self, units: Sequence[Unit], kept: dict[str, Any]) -> dict[str, Any]:
+        """What is kept by the names of parameters, but of those that were removed or replaced."""
+        here = dict(self._module.named_parameters())
+        every = (zip(unit.names, unit.parameters, strict=True) for unit in units)
+        were = {name: parameter for pairs in every for name, parameter in pairs}
+        residual = {
+            name: x for name, x in kept["residual"].items()
+            if name in here and were.get(name, here[name]) is here[name]
+        }  # fmt: skip
+        return {**kept, "residual": residual}
+
     def gates(self, recorded: Gates) -> Gates:
         """Modules in the order of a recorded forward pass, with the names of their parameters that
         are trained; those that were not recorded belong to their own module, at the end."""
@@ -130,3 +148,8 @@ class Layout:
         for name in names:
             others.setdefault(name.rpartition(".")[0], []).append(name)
         return [(gate, mine) for gate, mine in [*found, *others.items()] if mine]
+
+
+def frozen(units: Sequence[Unit]) -> list[bool]:
+    """Whether each of their parameters is frozen now."""
+    return [not parameter.requires_grad for unit in units for parameter in unit.parameters]

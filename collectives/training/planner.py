@@ -45,7 +45,14 @@ SETTLED_NAMED = 1 + WARM_UP + MEASURED + 1 + TRIED
 SETTLED = SETTLED_NAMED + (FINALISTS + sum(LEFT)) * TRIED
 """Steps after which "auto" has chosen among its finalists, at the latest."""
 
-Steps = Generator[None, StepRecord, list[StepRecord]]
+TURNS = 3
+"""How often steps are taken again of which a rank has no record."""
+
+Steps = Generator[None, StepRecord | None, list[StepRecord]]
+
+
+class _Unmeasured(Exception):
+    """Ranks have no records of the same steps."""
 
 
 class Planner:
@@ -64,7 +71,7 @@ class Planner:
         self._last: StepRecord | None = None
         self.schedule: Schedule | None = None
         """What is carried out, with its predictions; None while times are being measured."""
-        self._going: Generator[None, StepRecord, None] | None = None
+        self._going: Generator[None, StepRecord | None, None] | None = None
         if isinstance(schedule, Schedule):
             self._adopt(self._suited(schedule))
         elif engine.exchange.whole and schedule not in ("auto", *SPARSE):
@@ -74,28 +81,36 @@ class Planner:
             )
         else:
             self._going = self._life(schedule)
-            self._recorded = engine.recording  # by the user, who goes on
-            engine.record_steps(True)
+            engine.record_steps("planner", True)
             next(self._going)
 
     def before_step(self) -> None:
-        record = self._engine.last_step
-        if self._going and record is not None and record is not self._last:
-            self._last = record
-            try:
-                self._going.send(record)
-            except StopIteration:
-                self._going = None
-                self._engine.record_steps(self._recorded)
+        """With each backward pass that sends, whatever this rank has taken down of the last one."""
+        if self._going is None:
+            return
+        last = self._engine.moments.last
+        record, self._last = None if last is self._last else last, last
+        try:
+            self._going.send(record)
+        except StopIteration:
+            self._end()
+        except _Unmeasured:
+            log.warning("the times of steps cannot be taken, so planning ends: %s stays",
+                        self._engine.program.policy)  # fmt: skip
+            self._end()
+
+    def _end(self) -> None:
+        self._going = None
+        self._engine.record_steps("planner", False)
 
     # ---- what happens over the steps ---------------------------------------------------------
-    def _life(self, name: str) -> Generator[None, StepRecord, None]:
+    def _life(self, name: str) -> Generator[None, StepRecord | None, None]:
         """Measure, plan, measure, plan, try, and let the best be carried out."""
-        records = (yield from self._steps(WARM_UP + MEASURED))[WARM_UP:]
+        records = yield from self._steps(MEASURED, 1 + WARM_UP)
         profile, network = self._measured(records)
         usually = max(0.0, self._late(at_once(profile, network), records))
         self._adopt(self._planned(name, profile, network, 0.0, 1)[0])
-        records = (yield from self._steps(TRIED))[1:]
+        records = yield from self._steps(TRIED - 1, 1)
         profile = _beside(profile, self._slowest(_profile(self._engine, records)))
         assert self.schedule is not None
         late = self._late(replace(self.schedule, profile=profile), records) - usually
@@ -128,22 +143,28 @@ class Planner:
                     "reads parameters between step() and then", saved,
                 )  # fmt: skip
 
-    def _steps(self, count: int) -> Steps:
-        """The records of the next steps."""
-        found = []
-        for _ in range(count):
-            found.append((yield))
-        return found
+    def _steps(self, count: int, first: int) -> Steps:
+        """The records of the next steps but the `first` ones. All ranks take the same steps; if one
+        of them has not taken all down, all take others."""
+        for _ in range(TURNS):
+            found: list[StepRecord | None] = []
+            for _ in range(first + count):
+                found.append((yield))
+            records = [record for record in found[first:] if record is not None]
+            whole = b"1" if len(records) == count else b"0"
+            if set(self._engine.transport.share(whole)) == {b"1"}:
+                return records
+        raise _Unmeasured
 
-    def _trial(self, tried: list[Schedule]) -> Generator[None, StepRecord, Schedule]:
+    def _trial(self, tried: list[Schedule]) -> Generator[None, StepRecord | None, Schedule]:
         """The finalist with the shortest steps."""
         times: list[list[float]] = [[] for _ in tried]
         left = list(range(len(tried)))
         for count in (*LEFT, 1):
             for number in left:
                 self._adopt(tried[number])
-                records = yield from self._steps(TRIED)
-                times[number] += self._paces([records[1:]])
+                records = yield from self._steps(TRIED - 1, 1)
+                times[number] += self._paces([records])
             left = sorted(left, key=lambda number: median(times[number]))[:count]
         if self._engine.transport.rank == 0:
             for one, found in zip(tried, times, strict=True):

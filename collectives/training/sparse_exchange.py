@@ -109,7 +109,8 @@ class SparseExchange:
         """Go on from a `state_dict`, or from nothing; what it lacks begins at zero."""
         state = state or {"residual": {}, "steps": 0}
         for name, view in self._named():
-            view.copy_(state["residual"].get(name, torch.zeros_like(view)))
+            known = state["residual"].get(name)
+            view.copy_(known if known is not None and known.shape == view.shape else view * 0)
         self.steps = int(state["steps"])
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from linkweave.collectives.overlap import StepTimeline
 from linkweave.collectives.overlap.clock import Clock
 from linkweave.collectives.overlap.timeline import Interval
@@ -67,3 +69,74 @@ def timeline_of(record: StepRecord, program: Program, clock: Clock) -> StepTimel
         seconds, seconds - computing, tuple(span for _, span in sorted(sends.items())),
         tuple(reversed(backward)), tuple(reversed(forward)),
     )  # fmt: skip
+
+
+class Moments:
+    """Takes down the moments of steps, as long as the user or the planner asks for it."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.asking = clock, {"user": False, "planner": False}
+        self.record = StepRecord()
+        self.last: StepRecord | None = None
+        """Of the last complete step that was taken down."""
+        self._arrived: Any = None  # when the last bytes of the unit last awaited arrived
+
+    @property
+    def on(self) -> bool:
+        return any(self.asking.values())
+
+    def forget(self) -> None:
+        """The steps to come are those of another program."""
+        self.record, self.last = StepRecord(self.record.forward_end or self.record.begun), None
+
+    def forward_begins(self) -> None:
+        self.record.reached.clear()
+        self.record.forward.clear()
+
+    def forward_ends(self) -> None:
+        if self.on:
+            self.record.forward_end = self.clock.now()
+
+    def backward_enters(self) -> None:
+        """A backward pass begins, maybe of a forward pass that nobody has noticed."""
+        if self.on and self.record.forward_end is None:
+            self.record.forward_end = self.clock.now()
+
+    def next_step(self, sent: list[tuple[int, Any, Any]]) -> None:
+        """The first gradient of a backward pass is there; `sent`: by the step before it."""
+        done = self.record
+        done.sent = sent
+        complete = self.on and done.ready and done.begun is not None
+        self.last = done if complete else self.last
+        self.record = StepRecord(done.forward_end)
+
+    def reached(self, unit: int) -> None:
+        if self.on and torch.is_grad_enabled():  # evaluation has no record
+            self.record.reached.setdefault(unit, self.clock.now())
+
+    def goes_on(self, unit: int) -> None:
+        if self.on and torch.is_grad_enabled():
+            self.record.forward.setdefault(unit, self.clock.now())
+
+    def arrived(self) -> None:
+        if self.on:
+            self._arrived = self.clock.now()
+
+    def updated(self, unit: int) -> None:
+        if self.on:
+            self.record.updates[unit] = self._arrived, self.clock.now()
+
+    def ready(self, unit: int) -> None:
+        if self.on:
+            self.record.ready[unit] = self.clock.now()
+
+    def backward_ends(self) -> None:
+        if self.on:
+            self.record.backward_end = self.clock.now()
+
+    def step_begins(self) -> Any:
+        return self.clock.now() if self.on else None
+
+    def step_ends(self, begun: Any) -> None:
+        if begun is not None:
+            self.record.step = begun, self.clock.now()

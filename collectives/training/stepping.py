@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +36,8 @@ class Trained(Protocol):
 
     def synchronize(self) -> None: ...
 
+    def complete(self) -> None: ...
+
     def finish(self) -> None: ...
 
 
@@ -49,8 +53,10 @@ class Stepper:
         self.update = Update(optimizer)
         self.engines: list[Trained] = []
         self._known: tuple[Any, ...] = ()
+        self._working = False
         self._others: list[torch.Tensor] = []  # parameters of no engine's model
         optimizer.__class__ = _attached(self)
+        self._watch()
         if getattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched", False):
             del optimizer.step  # a scheduler's wrapper, which only sets `_opt_called`
 
@@ -59,10 +65,23 @@ class Stepper:
         self.engines.remove(engine)
         if not self.engines:
             self.optimizer.__class__ = self.kind
+            for group in self.groups:
+                group["params"] = list.copy(group["params"])
+
+    def _watch(self) -> None:
+        """Let whoever reads parameters from the groups wait for their update."""
+        for group in self.groups:
+            if not isinstance(group["params"], _Parameters):
+                group["params"] = _Parameters(group["params"], self.complete)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
         return groups_of(self.optimizer)
+
+    def trains_only(self, parameters: set[int]) -> bool:
+        """Whether it has no others than these, by identity."""
+        every = (id(p) for group in self.groups for p in list.__iter__(group["params"]))
+        return parameters.issuperset(every) and bool(parameters)
 
     @property
     def unscaled(self) -> str:
@@ -108,6 +127,7 @@ class Stepper:
         sizes = [len(group["params"]) for group in self.groups]
         known = *sizes, *(engine.layouts for engine in self.engines)
         if known != self._known:
+            self._watch()
             mine = {identity for engine in self.engines for identity in engine.known}
             every = (p for group in self.groups for p in group["params"])
             self._known, self._others = known, [p for p in every if id(p) not in mine]
@@ -116,8 +136,24 @@ class Stepper:
                 raise CollectiveError(
                     f"the optimizer has a parameter of shape {tuple(parameter.shape)} with a "
                     "gradient of this rank alone, as no DataParallel with this optimizer has a "
-                    "module that contains it: wrap that module, with this optimizer, as well"
+                    "module that contains it, or had at its last forward pass: wrap that module, "
+                    "with this optimizer, as well"
                 )
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Inside, it is the update itself that reads the optimizer's state."""
+        self._working = True
+        try:
+            yield
+        finally:
+            self._working = False
+
+    def complete(self) -> None:
+        """Before a parameter or a state is read: carry out a step that was put off."""
+        if not self._working:
+            for engine in self.engines:
+                engine.complete()
 
     def synchronize(self) -> None:
         for engine in self.engines:
@@ -131,6 +167,25 @@ class Stepper:
         """Before `zero_grad`."""
         for engine in self.engines:
             engine.embeddings.drop(self.optimizer)
+
+
+class _Parameters(list[Any]):
+    """The parameters of a group."""
+
+    def __init__(self, parameters: Iterable[Any], complete: Callable[[], None]) -> None:
+        super().__init__(parameters)
+        self._complete = complete
+
+    def __iter__(self) -> Iterator[Any]:
+        self._complete()
+        return super().__iter__()
+
+    def __getitem__(self, at: Any) -> Any:
+        self._complete()
+        return super().__getitem__(at)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return list, (list.copy(self),)
 
 
 def stepper_of(optimizer: torch.optim.Optimizer) -> Stepper:
@@ -166,6 +221,15 @@ def _attached(stepper: Stepper) -> type:
             """A GradScaler that sees it tells `step` that it is there."""
             own = self.__dict__.get("_step_supports_amp_scaling", False)
             return own or self.stepper.unscaled != ""
+
+        @property
+        def state(self) -> Any:
+            self.stepper.complete()
+            return self.__dict__["state"]
+
+        @state.setter
+        def state(self, state: Any) -> None:
+            self.__dict__["state"] = state
 
         @property
         def param_groups(self) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from linkweave.collectives.overlap.units import Unit
 from linkweave.kernels import optim
@@ -52,7 +53,8 @@ class Update:
         hooks = (
             self._optimizer._optimizer_step_pre_hooks, self._optimizer._optimizer_step_post_hooks
         )  # fmt: skip
-        return self._kind.__module__.startswith("torch.optim") and not any(hooks)
+        hooked = any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+        return self._kind.__module__.startswith("torch.optim") and not hooked
 
     def snapshot(self) -> None:
         """Take the groups' options as they are now: a scheduler may change the learning rate
@@ -119,7 +121,7 @@ class Update:
         if name not in _STATES or not _plain(options):
             return False
         names = _STATES[name] if options.get("momentum", 1) else ()
-        states = [self._optimizer.state.get(p, {}) for p in part]
+        states = [self._optimizer.__dict__["state"].get(p, {}) for p in part]
         columns = [[state.get(one) for state in states] for one in names]
         steps = {float(state["step"]) for state in states if "step" in state}
         if any(x is None for column in columns for x in column) or len(steps) > 1:

@@ -164,9 +164,9 @@ def planning_ends_after_one_trial(rank: int) -> None:
     pair.model = DataParallel(pair.inner, pair.optimizer, schedule="wfbp")
     assert pair.model.last_step is None
     pair.steps(*range(11))
-    assert pair.model._engine.recording
+    assert pair.model._engine.moments.on
     pair.steps(11)
-    assert not pair.model._engine.recording
+    assert not pair.model._engine.moments.on
     program, record = pair.model.program, pair.model.last_step
     pair.steps(12, 13)
     assert pair.model.program is program and pair.model.last_step is record
