@@ -61,9 +61,8 @@ class DataParallel(nn.Module):
         there first. A single rank trains as without this class.
     broadcast_buffers: whether each backward pass that sends also copies rank 0's buffers, such as
         running statistics of BatchNorm, to all ranks; else each rank keeps its own.
-    check_divergence: whether parameters are compared over ranks, a part of them every 16 steps and
-        all in 256.
-
+    check_divergence: whether trained parameters are compared over ranks, a part of them every 16
+        steps and all in 256.
     reduce_dtype: torch.bfloat16 lets float32 gradients travel in half as many bytes; parameters and
         optimizer stay float32.
 
@@ -72,7 +71,7 @@ class DataParallel(nn.Module):
     returns; a layer is updated just before its next use, with the learning rate of the time of
     `step`. Whoever reads a parameter through a module, or all with `parameters`, `state_dict`,
     `eval` and the like, first waits for its update. A reference to a parameter that the loop keeps
-    shows the old values until then; changing them is an error.
+    shows the old values until then; changing them, but through `.data`, is an error.
 
     All ranks must make the same backward passes and steps; a forward pass alone sends nothing.
     Hooks that the loop registers on parameters see this rank's gradients. Rounding: an average is

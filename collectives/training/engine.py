@@ -420,7 +420,7 @@ class Engine:
             for i, parameter in enumerate(unit.parameters):
                 self._unit_of[id(parameter)] = index, i
         self._left = [len(unit.parameters) for unit in units]
-        self._gates = Gates(self.module, units, self._before, self._reach)
+        self._gates = Gates(self.module, units, self._before, Hook(self._reach))
         self._check = DivergenceCheck(units, self.transport)
         self.planner = self._planner_of(self)
         self.exchange.load(self._kept)
@@ -483,7 +483,7 @@ class Engine:
         if self._told and not self._fresh:  # no backward pass has come of the last forward pass
             self._refuse()
         self._told, self._fresh = None, False
-        if self.units and self.state is State.AVERAGED:
+        if self.units and self.state in (State.AVERAGED, State.SENDING):
             why = "came before a forward pass of DataParallel with it"
             self._refuse_local(why, lambda p: id(p) not in self._unit_of)
         self._begun = self.moments.step_begins() if self.units else None

@@ -84,7 +84,8 @@ def test_every_block_is_of_a_tested_kind() -> None:
         for line in re.findall(r"^```.*$", text, re.MULTILINE)[::2]
         if not line.startswith("```{")  # a directive of Sphinx
     ]
-    assert {*fences} == {"```python", "```output", "```console", "```sh"}
+    # "py": scripts under torchrun, run by test_recipes.py
+    assert {*fences} == {"```python", "```output", "```console", "```sh", "```py"}
 
 
 SHELL = {

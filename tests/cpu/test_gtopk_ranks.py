@@ -161,4 +161,7 @@ def different(rank: int) -> str:
 
 def test_ranks_of_a_process_group_with_different_exchanges() -> None:
     for said in on_group(2, different):
-        assert "ranks 0 and 1 have different exchanges or options; this rank's is GTopK(density=0.0" in said
+        assert (
+            "ranks 0 and 1 have different exchanges or options; this rank's is GTopK(density=0.0"
+            in said
+        )

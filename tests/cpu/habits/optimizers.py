@@ -402,13 +402,22 @@ def saved_on_one(run: Run) -> None:
             torch.save([model.state_dict(), optimizer.state_dict()], io.BytesIO())
 
 
+@habit("weights are clamped through the optimizer's groups, by .data")
+def clamped_by_groups(run: Run) -> None:
+    model, optimizer = run.wrapped(made(run))
+    for step in run.steps:
+        run.train(model, optimizer, [step])
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.data.clamp_(-0.2, 0.2)
+
+
 @habit("the optimizer's state is changed by hand")
 def state_changed(run: Run) -> None:
     model, optimizer = run.wrapped(made(run))
     for step in run.steps:
         run.train(model, optimizer, [step])
         if step % 5 == 4:
-            [*model.parameters()]
             for state in optimizer.state.values():
                 state["momentum_buffer"].zero_()
 
@@ -417,7 +426,6 @@ def state_changed(run: Run) -> None:
 def state_cleared(run: Run) -> None:
     model, optimizer = run.wrapped(made(run))
     run.train(model, optimizer, range(run.middle))
-    [*model.parameters()]
     optimizer.state.clear()
     run.train(model, optimizer, range(run.middle, 16))
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from tests.cpu.habits.run import CLASSES, INPUTS, Net, Run, habit, made
+from tests.cpu.habits.run import CLASSES, INPUTS, Net, Run, habit, made, plain_sgd
 
 
 # ---- passes that do not train --------------------------------------------------------------------
@@ -230,6 +233,80 @@ def reaches_nothing(run: Run) -> None:
             x.clone().requires_grad_().sum().backward()
         else:
             cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+class Scaled(Net):
+    """With a buffer that its forward pass multiplies by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((CLASSES,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+@habit("two forward passes, then two backward passes, with a buffer")
+def buffers_in_two_graphs(run: Run) -> None:
+    """A backward pass sends rank 0's buffers, which the other graph has saved."""
+    model, optimizer = run.wrapped(made(run, Scaled))
+    for step in run.steps:
+        optimizer.zero_grad()
+        losses = [run.loss(model, number) for number in (step, step + 1)]
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+
+
+@habit("a frozen copy of the wrapper is called with gradients enabled")
+def frozen_copy(run: Run) -> None:
+    """As the target of a student."""
+    model, optimizer = run.wrapped(made(run))
+    target = copy.deepcopy(model).requires_grad_(False)
+    for step in run.steps:
+        x, _ = run.batch(step)
+        optimizer.zero_grad()
+        (model(x) - target(x) - 1).square().mean().backward()
+        optimizer.step()
+
+
+@habit("the wrapper is dropped without close(), and the module wrapped again")
+def wrapped_again(run: Run) -> None:
+    module = made(run)
+    for _ in range(2):
+        model, optimizer = run.wrapped(module, plain_sgd)
+        run.train(model, optimizer, range(4))
+        run.models.remove(model)
+        if not run.alone:
+            model.finish()
+        del model, optimizer
+        gc.collect()
+    model, optimizer = run.wrapped(module, plain_sgd)
+    run.train(model, optimizer, range(4))
+
+
+@habit("record_steps() on one rank")
+def recorded_on_one_rank(run: Run) -> None:
+    """While the others go on measuring."""
+    model, optimizer = run.wrapped(made(run))
+    for step in run.steps:
+        if run.rank == 1 and step == run.middle:
+            model.record_steps()
+        run.train(model, optimizer, [step])
+
+
+@habit("a layer is thawed, and trained by a method of the inner module", error="parameter first")
+def thawed_unseen(run: Run) -> None:
+    """Whose forward pass the wrapper does not see."""
+    model, optimizer = run.wrapped(made(run))
+    inner = run.inner(model)
+    inner.first.requires_grad_(False)
+    run.train(model, optimizer, range(12))
+    inner.first.requires_grad_(True)
+    for step in range(12, 16):
+        optimizer.zero_grad()
+        run.loss(inner, step).backward()
         optimizer.step()
 
 
