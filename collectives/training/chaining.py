@@ -46,9 +46,7 @@ class _Gated(dict[str, Any]):
     def _plain(self) -> dict[str, Any]:
         return {name: self[name] for name in self}
 
-    def __reduce_ex__(
-        self, protocol: Any
-    ) -> Any:  # a copy of the module is a module like any other
+    def __reduce_ex__(self, protocol: Any) -> Any:  # a copy of a module is one like any other
         return dict, (self._plain(),)
 
 
@@ -95,9 +93,7 @@ class Gates:
         self._handles, self._guarded = [], []
 
 
-def fault_of_chaining(
-    is_compiled: bool, steppers: Sequence[Stepper], units: Sequence[Unit]
-) -> str:  # fmt: skip
+def fault_of_chaining(is_compiled: bool, steppers: Sequence[Stepper], units: Sequence[Unit]) -> str:
     """Why a training by these optimizers cannot be chained; empty if it can."""
     if is_compiled:
         return "the module is compiled, so that nothing can wait before its layers"

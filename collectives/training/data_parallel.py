@@ -29,7 +29,7 @@ from linkweave.collectives.training.embeddings import Embeddings
 from linkweave.collectives.training.engine import Engine
 from linkweave.collectives.training.exchange import Dense, Exchange
 from linkweave.collectives.training.gtopk import KEY, GTopK, check_state
-from linkweave.collectives.training.hooks import Hook
+from linkweave.collectives.training.hooks import Hook, nothing
 from linkweave.collectives.training.planner import Planner
 from linkweave.collectives.training.program import Program
 from linkweave.collectives.training.sparse_exchange import SparseExchange
@@ -123,7 +123,7 @@ class DataParallel(nn.Module):
         embeddings.attach(module, optimizers, transport, before, self._skips)
         without = embeddings.weights
         copy_from_rank_0(transport, module, without)
-        after = partial(send_buffers, transport, module) if broadcast_buffers else _nothing
+        after = partial(send_buffers, transport, module) if broadcast_buffers else nothing
 
         def exchange_of(arena: Arena, engine: Engine) -> Exchange:
             if spec is None:
@@ -423,6 +423,3 @@ def _inside(
     """Before a module around it loads its state, which has no `module.` in its keys."""
     for key in [key for key in state if key.startswith(prefix)]:
         state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)
-
-
-def _nothing() -> None: ...

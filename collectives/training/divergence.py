@@ -46,8 +46,8 @@ class DivergenceCheck:
 
     Each bit of the checksum is sent twice, as it is and inverted. Where both sums are above 0, some
     ranks have a 1 and others a 0, however a sum is rounded. So one small all-reduce tells all ranks
-    alike, and only then they compare each parameter to name it. A checksum is a sum
-    of a parameter's words, which a single bit always changes, and values that trade positions do.
+    alike, and only then they compare each parameter to name it. A checksum is a weighted sum of a
+    parameter's words, which a single bit always changes, and values that trade positions do.
     """
 
     def __init__(self, units: Sequence[Unit], transport: Transport) -> None:

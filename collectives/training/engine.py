@@ -59,9 +59,7 @@ class Engine:
         self.steppers: list[Stepper] = []
         self.state = State.IDLE
         self.syncs = True  # whether training is outside of no_sync() now
-        self._told: bool | None = (
-            None  # whether it was, at the last forward pass, before its backward
-        )
+        self._told: bool | None = None  # whether it was, at the last forward pass
         self.layouts = 1  # how many times the module's parameters were looked up
         self._layout = Layout(module, embeddings.weights)
         self._recorded: Recorded = []
@@ -410,7 +408,7 @@ class Engine:
             return
         self.arena = Arena(units, self.transport.empty, flagged=self._flagged)
         self.exchange = self._exchange_of(self.arena, self)
-        self.clock = clock_of(units[0].device)
+        self.moments.clock = clock_of(units[0].device)  # the model may have been moved
         self.first_program = at_once(self.arena.slots, [unit.name for unit in units])
         self.transport.open(1)
         self.program = self.first_program
@@ -532,7 +530,7 @@ class Engine:
 
     def _bare(self) -> bool:
         """Whether no parameter that is trained has a gradient."""
-        trained = [p for p in self._layout.parameters if p.requires_grad]
+        trained = self._layout.trained
         return bool(trained) and all(p.grad is None for p in trained)
 
     def _refuse(self) -> NoReturn:

@@ -88,17 +88,15 @@ class Layout:
 
     def fits(self, units: Sequence[Unit]) -> bool:
         """Whether the units have all that is trained, as it is now, and nothing that is gone."""
-        held = [(p, unit) for unit in units for p in unit.parameters]
-        known, there = {id(p) for p, _ in held}, {id(p) for p in self.parameters}
-        return (
-            all(id(p) in known for p in self.trained)
-            and all(id(p) in there for p, _ in held)
-            and all(p.dtype == unit.made[0] and p.device == unit.made[1] for p, unit in held)
-            and all(
-                p.stride() == unit.strides[i]
-                for unit in units
-                for i, p in enumerate(unit.parameters)
-            )
+        held = [
+            (p, stride, unit)
+            for unit in units
+            for p, stride in zip(unit.parameters, unit.strides, strict=True)
+        ]
+        known, there = {id(p) for p, _, _ in held}, {id(p) for p in self.parameters}
+        return all(id(p) in known for p in self.trained) and all(
+            id(p) in there and (p.dtype, p.device) == unit.made and p.stride() == stride
+            for p, stride, unit in held
         )
 
     def units(self, recorded: Gates, transport: Transport) -> list[Unit]:

@@ -164,7 +164,7 @@ class Planner:
             for number in left:
                 self._adopt(tried[number])
                 records = yield from self._steps(TRIED - 1, 1)
-                times[number] += self._paces([records])
+                times[number].append(self._pace(records))
             left = sorted(left, key=lambda number: median(times[number]))[:count]
         if self._engine.transport.rank == 0:
             for one, found in zip(tried, times, strict=True):
@@ -175,18 +175,16 @@ class Planner:
                 )  # fmt: skip
         return tried[left[0]]
 
-    def _paces(self, turns: list[list[StepRecord]]) -> list[float]:
-        """The mean seconds of a step in each turn, over its records and all ranks; the same on all
-        ranks.
+    def _pace(self, records: list[StepRecord]) -> float:
+        """The mean seconds of a step in a turn, over all ranks; the same on all ranks.
 
         Ranks keep pace in the long run, but those of a chained program may be a part of a step
         apart, and others at a turn's end than at its begin. The slowest rank's time would count
         that as well.
         """
-        seconds = self._engine.clock.seconds
-        mine = [seconds(turn[0].begun, turn[-1].begun) / (len(turn) - 1) for turn in turns]
-        rows = self._engine.transport.share(json.dumps(mine).encode())
-        return [fmean(same) for same in zip(*map(json.loads, rows), strict=True)]
+        whole = self._engine.moments.clock.seconds(records[0].begun, records[-1].begun)
+        mine = json.dumps(whole / (len(records) - 1)).encode()
+        return fmean(map(json.loads, self._engine.transport.share(mine)))
 
     # ---- planning ----------------------------------------------------------------------------
     def _measured(self, records: list[StepRecord]) -> tuple[Profile, Network]:
@@ -216,7 +214,7 @@ class Planner:
 
     def _late(self, schedule: Schedule, records: list[StepRecord]) -> float:
         """By how many seconds these steps took longer than is predicted; the same on all ranks."""
-        return self._paces([records])[0] - schedule.predicted_seconds
+        return self._pace(records) - schedule.predicted_seconds
 
     def _planned(
         self, name: str, profile: Profile, network: Network, cost: float, most: int
@@ -277,7 +275,7 @@ def _check_whole(program: Program) -> None:
 
 
 def _profile(engine: Engine, records: list[StepRecord]) -> Profile:
-    clock, passes = engine.clock, []
+    clock, passes = engine.moments.clock, []
     for record in records:
         begun, ended = record.step
         if begun is None:  # the optimizer's step was left out

@@ -18,9 +18,7 @@ def evaluation(run: Run) -> None:
     model, optimizer = run.wrapped(made(run))
     for step in run.steps:
         model.train()
-        optimizer.zero_grad()
-        run.loss(model, step).backward()
-        optimizer.step()
+        run.train(model, optimizer, [step])
         model.eval()
         with torch.no_grad():
             run.mean(f"loss {step}", run.loss(model, 99))
@@ -30,9 +28,7 @@ def evaluation(run: Run) -> None:
 def inference(run: Run) -> None:
     model, optimizer = run.wrapped(made(run))
     for step in run.steps:
-        optimizer.zero_grad()
-        run.loss(model, step).backward()
-        optimizer.step()
+        run.train(model, optimizer, [step])
         with torch.inference_mode():
             run.mean(f"loss {step}", run.loss(model, 99))
 
@@ -42,9 +38,7 @@ def inner_evaluation(run: Run) -> None:
     model, optimizer = run.wrapped(made(run))
     inner = run.inner(model)
     for step in run.steps:
-        optimizer.zero_grad()
-        run.loss(model, step).backward()
-        optimizer.step()
+        run.train(model, optimizer, [step])
         with torch.no_grad():
             run.mean(f"loss {step}", run.loss(inner, 99))
 
@@ -53,9 +47,7 @@ def inner_evaluation(run: Run) -> None:
 def evaluation_on_one(run: Run) -> None:
     model, optimizer = run.wrapped(made(run))
     for step in run.steps:
-        optimizer.zero_grad()
-        run.loss(model, step).backward()
-        optimizer.step()
+        run.train(model, optimizer, [step])
         if run.rank == 0:
             model.eval()
             with torch.no_grad():
@@ -68,9 +60,7 @@ def forward_on_one(run: Run) -> None:
     """It must not wait for the other ranks: it is unused."""
     model, optimizer = run.wrapped(made(run))
     for step in run.steps:
-        optimizer.zero_grad()
-        run.loss(model, step).backward()
-        optimizer.step()
+        run.train(model, optimizer, [step])
         if run.rank == 0:
             model(run.whole(99)[0])
         if run.comm is not None:
