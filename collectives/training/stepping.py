@@ -142,7 +142,7 @@ class Stepper:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Inside, it is the update itself that reads the optimizer's state."""
+        """Inside, it is the optimizer itself that reads parameters and state."""
         self._working = True
         try:
             yield
@@ -214,7 +214,8 @@ def _attached(stepper: Stepper) -> type:
             if not set_to_none:  # gradients under way must not be overwritten
                 self.stepper.finish()
             self.stepper.drop()
-            super().zero_grad(set_to_none)
+            with self.stepper.at_work():  # only gradients are dropped: no update need be complete
+                super().zero_grad(set_to_none)
 
         @property
         def _step_supports_amp_scaling(self) -> Any:

@@ -29,6 +29,7 @@ from linkweave import collectives
 from linkweave.collectives import DataParallel
 from linkweave.collectives.training import data_parallel, planner
 from linkweave.collectives.training.finalists import at_once
+from linkweave.collectives.training.states import State
 
 pytestmark = pytest.mark.usefixtures("imported")
 case = Cases()
@@ -98,6 +99,22 @@ def schedulers_of_the_learning_rate(rank: int) -> None:
                 scheduler.step()
         assert pair.optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * 0.1**3)
         pair.close()
+
+
+@case
+def a_plain_loop_stays_chained_until_the_next_forward_pass(rank: int) -> None:
+    pair = Pair()
+    schedulers = [torch.optim.lr_scheduler.StepLR(one, 2, 0.1) for one, _ in pair.both]
+    for number in range(4):
+        for optimizer, part in pair.both:
+            optimizer.zero_grad()
+            if number > 1:  # the first backward pass makes units
+                assert pair.model._engine.state is State.PENDING
+            pair.loss(number, part).backward()
+            optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    pair.close()
 
 
 @case
