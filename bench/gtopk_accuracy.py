@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from linkweave.bench.convergence import MOMENTUM, batches
 from linkweave.bench.gtopk import Hook, Layer, hooks, layers_of
 from linkweave.bench.peers import on_gloo
-from linkweave.bench.tasks import digits
+from linkweave.bench.tasks import TASKS
 from linkweave.bench.timing import schedule
 
 HOOKS = ("dense", "gTop-k")
@@ -81,7 +81,7 @@ def rows(values: int, density: float, accuracy: float) -> Iterator[Row]:
 def _trained(hook: Hook | None, values: int, accuracy: float) -> tuple[float, int, float]:
     """(accuracy, steps, seconds)"""
     rank, size = dist.get_rank(), dist.get_world_size()
-    task = digits(0)
+    task = TASKS["digits"](0)
     torch.manual_seed(0)
     cnn = task.model()
     torch.manual_seed(rank)  # the padding's gradients differ between ranks

@@ -1,12 +1,13 @@
-"""What `linkweave bench convergence` learns: handwritten digits, or the next word of a text."""
+"""What `linkweave bench convergence` learns: handwritten digits, and the next word of a text."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,20 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from linkweave.bench.options import install
-from linkweave.bench.train_models import digits_cnn, word_lstm
+from linkweave.bench.train_models import digits_cnn, digits_mlp, word_lstm, word_transformer
 from linkweave.collectives import CollectiveError
 
 Samples = tuple[NDArray[Any], NDArray[np.int64]]
 """Inputs and their classes, a row for each sample."""
 TOKENS = 32  # of a sample of text
-VOCABULARY = 4096
-CHUNK = 64  # samples that are tested at once: a chunk of text has 32 MB of logits
+VOCABULARY = 1000
+CHUNK = 64  # samples that are tested at once: a chunk of text has 8 MB of logits
+MOMENTUM = 0.9
+Optimizer = Callable[[Iterable[nn.Parameter], float], torch.optim.Optimizer]
+
+
+def sgd(parameters: Iterable[nn.Parameter], rate: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, rate, momentum=MOMENTUM)
 
 
 @dataclass(frozen=True)
@@ -33,13 +40,12 @@ class Task:
     """Samples, and the model that learns them; it gives logits [classes of a batch, classes].
 
     batch: samples of all ranks together in a step.
-    rate: a learning rate at which the dense exchange learns well with momentum 0.9.
+    rate: a learning rate at which the dense exchange learns well with the `optimizer`.
     predictions: the classes of one sample.
     accuracy: whether a model is judged by the percentage of classes that it finds, or else by its
         mean loss in nats.
     """
 
-    name: str
     train: Samples
     test: Samples
     model: Callable[[], nn.Module]
@@ -47,6 +53,7 @@ class Task:
     rate: float
     predictions: int
     accuracy: bool
+    optimizer: Optimizer = sgd
 
     def judge(self, model: nn.Module) -> float:
         """The accuracy in percent, or the loss, over the samples that are not trained on."""
@@ -66,10 +73,9 @@ class Task:
         return found - dense if self.accuracy else 100 * (found / dense - 1)
 
 
-def digits(seed: int) -> Task:
+def digits(model: Callable[[], nn.Module], seed: int) -> Task:
     """scikit-learn's 1,797 digits of 8 by 8 pixels: 1,500 to train on, 297 to test, divided by the
-    seed, as which images are tested changes the accuracy by more than exchanges do. The CNN has
-    as many channels as that of PyTorch's example for MNIST."""
+    seed, as which images are tested changes the accuracy by more than exchanges do."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -81,13 +87,14 @@ def digits(seed: int) -> Task:
     x = (data.data[order] / 16).astype(np.float32).reshape(-1, 1, 8, 8)
     y = data.target[order].astype(np.int64)
     return Task(
-        "digits", (x[:1500], y[:1500]), (x[1500:], y[1500:]), _cnn, 64, 0.1, 1, True
+        (x[:1500], y[:1500]), (x[1500:], y[1500:]), model, 64, 0.05, 1, True
     )  # fmt: skip
 
 
-def bible(_: int) -> Task:
-    """The King James Bible in windows of 32 words or marks; the tenth of each 20 chapters of a
-    book, up to 640 windows, are not trained on. Words beyond the 4,095 most frequent are alike."""
+@lru_cache(maxsize=1)
+def bible() -> tuple[Samples, Samples]:
+    """The King James Bible in windows of 32 words or marks, to train on and to test: the tenth of
+    each 20 chapters of a book, up to 256 windows. Words beyond the 999 most frequent are alike."""
     train: list[str] = []
     test: list[str] = []
     for chapter, words in _verses():
@@ -102,7 +109,16 @@ def bible(_: int) -> Task:
         return x, y
 
     x, y = windows(test)
-    return Task("bible", windows(train), (x[:640], y[:640]), _lstm, 64, 2.0, TOKENS, False)
+    return windows(train), (x[:256], y[:256])
+
+
+def lstm(_: int) -> Task:
+    return Task(*bible(), partial(word_lstm, VOCABULARY, 64), 32, 2.0, TOKENS, False)
+
+
+def transformer(_: int) -> Task:
+    model = partial(word_transformer, VOCABULARY, TOKENS)
+    return Task(*bible(), model, 32, 3e-3, TOKENS, False, torch.optim.AdamW)
 
 
 def _verses() -> Iterator[tuple[int, list[str]]]:
@@ -129,12 +145,10 @@ def numbered(words: Sequence[str]) -> NDArray[np.int64]:
     return np.array([numbers[word] for word in words], np.int64)
 
 
-def _cnn() -> nn.Module:
-    return digits_cnn(32)
+WIDE, NARROW = partial(digits_cnn, 32), partial(digits_cnn, 16)
+"""CNNs with as many channels as that of PyTorch's example for MNIST, and with half as many."""
 
-
-def _lstm() -> nn.Module:
-    return word_lstm(VOCABULARY, 192)
-
-
-TASKS: dict[str, Callable[[int], Task]] = {"digits": digits, "bible": bible}
+TASKS: dict[str, Callable[[int], Task]] = {
+    "digits": partial(digits, WIDE), "digits-narrow": partial(digits, NARROW),
+    "digits-mlp": partial(digits, digits_mlp), "bible": lstm, "bible-transformer": transformer,
+}  # fmt: skip

@@ -111,6 +111,14 @@ def digits_cnn(channels: int = 16) -> nn.Module:
     )  # fmt: skip
 
 
+def digits_mlp() -> nn.Module:
+    """A network for the same images, of three layers: 51,000 parameters."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(),
+        nn.Linear(128, 10),
+    )  # fmt: skip
+
+
 class _WordLstm(nn.Module):
     def __init__(self, words: int, width: int) -> None:
         super().__init__()
@@ -128,6 +136,30 @@ class _WordLstm(nn.Module):
 def word_lstm(words: int, width: int) -> nn.Module:
     """A language model: an LSTM whose decoder is tied to the embedding of words."""
     return _WordLstm(words, width)
+
+
+class _WordTransformer(nn.Module):
+    def __init__(self, words: int, length: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.places = nn.Parameter(0.02 * torch.randn(length, width))
+        layer = nn.TransformerEncoderLayer(
+            width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(width)
+        nn.init.normal_(self.embedding.weight, std=0.05)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length), False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.encoder(self.embedding(x) + self.places, mask=self.mask, is_causal=True)
+        return (self.norm(found) @ self.embedding.weight.T).flatten(0, 1)
+
+
+def word_transformer(words: int, length: int, width: int = 64) -> nn.Module:
+    """A language model: two layers that see what comes before, whose decoder is tied to the
+    embedding of words."""
+    return _WordTransformer(words, length, width)
 
 
 MODELS: dict[str, Callable[[int], Made]] = {

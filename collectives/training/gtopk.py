@@ -17,9 +17,8 @@ KEY = "exchange"
 class GTopK:
     """Exchange a small share of the gradients; the rest stays on the rank that computed it.
 
-    Each rank adds its gradient to a residual and sends the largest entries of that; what is not
-    sent, and what a merge of two ranks' entries drops, is added to later gradients. So the
-    residuals and what has been sent add up to all gradients.
+    Each rank adds its gradient to a residual and sends the largest entries of that; those that do
+    not arrive in the sum are added to later gradients.
 
     density: the share of the entries that each rank sends, at least one of each all-reduce. With
         "gtopk" as many arrive, with "topk" up to as many from each rank. With 1, gradients are
@@ -33,13 +32,13 @@ class GTopK:
         entries; "auto" takes the one that is predicted to be the fastest for each all-reduce, or
         the dense average (`overlap.sparse_seconds`): by the network that a schedule "auto" or a
         policy's name has measured, else by the bytes on the critical path.
-    conserve: keep what a merge cuts of an entry that arrives from elsewhere. Without it, that is
-        lost, as in the paper.
+    conserve: keep in a residual what a merge cuts of an index that arrives from elsewhere, which
+        is lost in the paper. So nothing is lost, but training takes more steps.
 
     The optimizer, of any kind, is given the averaged entries, and zeros between them: momentum is
     its own. Raises CollectiveError for values out of range.
     Sources: Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification
-    for Low Bandwidth Networks", algorithm 4 and section IV-B, with what merges cut kept.
+    for Low Bandwidth Networks", algorithm 4 and section IV-B.
     """
 
     density: float = 0.001
@@ -47,7 +46,7 @@ class GTopK:
     epoch_steps: int = 100
     per: str = "bucket"
     mode: str = "auto"
-    conserve: bool = True
+    conserve: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.warmup, tuple | list):

@@ -31,7 +31,7 @@ class GTopKState:
 
     def __init__(
         self, group: Any = None, *, density: float = 0.001, warmup: tuple[float, ...] = (),
-        epoch_steps: int = 100, mode: str = "auto", conserve: bool = True,
+        epoch_steps: int = 100, mode: str = "auto", conserve: bool = False,
     ) -> None:  # fmt: skip
         self.spec = GTopK(density, warmup, epoch_steps, mode=mode, conserve=conserve)
         self.steps = 0
@@ -150,6 +150,6 @@ def gtopk_hook(state: GTopKState, bucket: dist.GradBucket) -> Future:  # type: i
 
     `ddp.register_comm_hook(GTopKState(density=0.001), gtopk_hook)`. Buckets are exchanged one after
     another beside the backward pass. A gradient that is not finite on some rank is NaN on all.
-    Source: Shi et al., algorithm 4, with mass conserved in merges.
+    Source: Shi et al., algorithm 4.
     """
     return state.start(bucket)

@@ -34,7 +34,7 @@ class SparseAverage:
     all ranks must have the same. A residual is float32, with as many elements as the gradients.
     """
 
-    def __init__(self, transport: Transport, mode: str, conserve: bool = True) -> None:
+    def __init__(self, transport: Transport, mode: str, conserve: bool) -> None:
         self._transport, self._mode, self._conserve = transport, mode, conserve
         self.network = Network(0.0, 1e-9, workers=transport.size)  # until it is known: bytes count
 

@@ -10,10 +10,10 @@ from test_distributed import run
 from linkweave.bench import gtopk_accuracy
 from linkweave.bench.ddp import send_nothing
 from linkweave.bench.gtopk_accuracy import HOOKS, INTERVAL, rows
-from linkweave.bench.tasks import digits
+from linkweave.bench.tasks import TASKS
 from tests.cpu.commands import command
 
-CNN = sum(p.numel() for p in digits(0).model().parameters())
+CNN = sum(p.numel() for p in TASKS["digits"](0).model().parameters())
 VALUES = 500_000  # of which the padding fills DDP's first bucket, of 1 MiB
 
 
