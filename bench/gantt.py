@@ -22,7 +22,7 @@ class Chart:
 
     @property
     def title(self) -> str:
-        count = len(self.schedule.communications)
+        count = self.schedule.all_reduces
         return (
             f"{self.name}: {self.timeline.seconds * 1e3:.1f} ms, "
             f"{count} all-reduce{'s'[: count != 1]}, {self.words}"
@@ -132,8 +132,10 @@ def trace(charts: Sequence[Chart]) -> str:
             add(name, "backward", span)
         for number, (c, span) in enumerate(zip(sends, line.sends, strict=True)):
             what = names[c.pieces[0].layer] + ("..." if len(c.pieces) > 1 else "")
-            add(what, f"lane {c.lane}", span, number=number, nbytes=c.nbytes, pieces=len(c.pieces))
+            many = len(c.pieces)
+            about = {"number": number, "nbytes": c.nbytes, "pieces": many, "kind": c.kind}
+            add(what, f"lane {c.lane}", span, **about)
         for name, span in zip(names, line.forward, strict=True):
             add(name, "forward", span)
-    about = {"profile": profile.name, "synthetic": profile.synthetic}
-    return json.dumps({"traceEvents": events, "otherData": about})
+    of = {"profile": profile.name, "synthetic": profile.synthetic}
+    return json.dumps({"traceEvents": events, "otherData": of})

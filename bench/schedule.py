@@ -33,7 +33,7 @@ def table(schedules: Sequence[Schedule], ddp: Schedule) -> str:
     rows = [
         (s.policy, f"{s.predicted_seconds * 1e3:.2f}",
          f"{base / s.predicted_seconds if s.predicted_seconds else 1:.2f}", f"{s.gap:.1%}",
-         f"{s.timeline.exposed_s * 1e3:.2f}", f"{efficiency(s):.1%}", len(s.communications),
+         f"{s.timeline.exposed_s * 1e3:.2f}", f"{efficiency(s):.1%}", s.all_reduces,
          s.lanes)
         for s in schedules
     ]  # fmt: skip

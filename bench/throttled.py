@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 
-from linkweave.collectives.overlap import Network
+from linkweave.collectives.overlap import Communication, Network
+from linkweave.collectives.overlap.communication import REDUCE_SCATTER
 from linkweave.collectives.training.transport import Counts, OverCommunicator, Queue, Vector
+
+HALF = Communication((), kind=REDUCE_SCATTER).share
 
 
 class Link:
@@ -76,6 +79,16 @@ class Throttled(OverCommunicator):
         super().average(lane, x)
         self._link.until(self._begin(begun, x), 0)
 
+    def scatter(self, lane: int, x: torch.Tensor) -> None:
+        begun = time.perf_counter()
+        super().scatter(lane, x)
+        self._link.until(self._begin(begun, x, HALF), 0)
+
+    def gather(self, lane: int, x: torch.Tensor) -> None:
+        begun = time.perf_counter()
+        super().gather(lane, x)
+        self._link.until(self._begin(begun, x, HALF), 0)
+
     def sparse(
         self, lane: int, vector: Vector, numel: int, k: int, residual: torch.Tensor, mode: str,
         conserve: bool,
@@ -104,10 +117,10 @@ class Throttled(OverCommunicator):
         queue = super().stream(lane, x, sizes)
         return _Stream(queue, self._link, self._begin(begun, x), x.element_size(), sizes)
 
-    def _begin(self, begun: float, x: torch.Tensor) -> int:
-        """Begin to transmit once the start-up has passed."""
-        time.sleep(max(0.0, begun + self._network.startup_s - time.perf_counter()))
-        return self._link.begin(x.nbytes)
+    def _begin(self, begun: float, x: torch.Tensor, share: float = 1.0) -> int:
+        """Begin to transmit a share of an all-reduce once its start-up has passed."""
+        time.sleep(max(0.0, begun + share * self._network.startup_s - time.perf_counter()))
+        return self._link.begin(share * x.nbytes)
 
 
 class _Stream:

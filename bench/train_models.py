@@ -142,7 +142,7 @@ class _WordTransformer(nn.Module):
     def __init__(self, words: int, length: int, width: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(words, width)
-        self.places = nn.Parameter(0.02 * torch.randn(length, width))
+        self.positions = nn.Parameter(0.02 * torch.randn(length, width))
         layer = nn.TransformerEncoderLayer(
             width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True
         )
@@ -152,7 +152,7 @@ class _WordTransformer(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length), False)
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.encoder(self.embedding(x) + self.places, mask=self.mask, is_causal=True)
+        found = self.encoder(self.embedding(x) + self.positions, mask=self.mask, is_causal=True)
         return (self.norm(found) @ self.embedding.weight.T).flatten(0, 1)
 
 

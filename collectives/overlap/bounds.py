@@ -53,7 +53,9 @@ LANES = 4
 """The most all-reduces at once, for the lower bound and for `optimal`."""
 
 
-def lower_bound(profile: Profile, network: Network, lanes: int = LANES) -> float:
+def lower_bound(
+    profile: Profile, network: Network, lanes: int = LANES, halves: bool = False
+) -> float:  # fmt: skip
     """Return seconds that no iteration beats, with at most `lanes` all-reduces at once.
 
     Every schedule of `overlap.timeline` transmits a byte after its gradient is ready and the
@@ -61,7 +63,14 @@ def lower_bound(profile: Profile, network: Network, lanes: int = LANES) -> float
     `Network.least` and `Network.sharing` say. A layer's forward pass, and all passes after it,
     start after its last byte. Jackson's schedule with heads r + a and no further start-up is
     therefore no longer than any other. It includes the capacity bound (all bytes after the first
-    gradient) and the bound of each layer alone.
+    gradient) and the bound of each layer alone. With `halves` the bound is one for schedules of
+    reduce-scatters and all-gathers, too: those transmit after half of a start-up, but a layer
+    waits for both.
     """
     startup, pace = network.least
-    return jackson(profile, startup, pace * network.sharing(lanes))
+    pace *= network.sharing(lanes)
+    if not halves:
+        return jackson(profile, startup, pace)
+    each = zip(profile.layers, profile.ready, profile.tails, strict=True)
+    alone = (there + startup + pace * layer.nbytes + tail for layer, there, tail in each)
+    return max(jackson(profile, startup / 2, pace), *alone)

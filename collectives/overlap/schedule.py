@@ -9,7 +9,13 @@ from typing import Any, TypeVar
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.bounds import LANES, lower_bound
-from linkweave.collectives.overlap.communication import Communication, Piece
+from linkweave.collectives.overlap.communication import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    Communication,
+    Piece,
+)
 from linkweave.collectives.overlap.network import Network
 from linkweave.collectives.overlap.profile import Profile
 from linkweave.collectives.overlap.timeline import StepTimeline, timeline
@@ -27,7 +33,8 @@ class Schedule:
 
     `chained`: a layer's forward pass waits for its own gradients only; else the next iteration
     waits for all communications, as without a scheduler. Raises CollectiveError unless every byte
-    of every gradient is sent once, in pieces that begin at multiples of ALIGN bytes.
+    of every gradient is reduced once, in pieces that begin at multiples of ALIGN bytes, and what is
+    scattered is gathered afterwards.
     """
 
     policy: str
@@ -39,6 +46,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         sent: list[list[tuple[int, int]]] = [[] for _ in self.profile.layers]
+        scattered: dict[tuple[Piece, ...], int] = {}  # and not gathered: by which communication
         for number, sends in enumerate(self.communications):
             sends.check(f"{self.policy}: communication {number}", len(self.profile.layers))
             if any(not 0 <= other < number for other in sends.after):
@@ -46,8 +54,25 @@ class Schedule:
                     f"{self.policy}: communication {number} waits for {sends.after}, which must be "
                     "earlier ones"
                 )
+            if sends.kind == ALL_GATHER:
+                source = scattered.pop(sends.pieces, -1)
+                if source not in sends.after and (
+                    source < 0 or self.communications[source].lane != sends.lane
+                ):
+                    raise CollectiveError(
+                        f"{self.policy}: communication {number} gathers what no reduce-scatter of "
+                        "the same pieces has left, on its lane or in its `after`"
+                    )
+                continue
+            if sends.kind == REDUCE_SCATTER:
+                scattered[sends.pieces] = number
             for piece in sends.pieces:
                 sent[piece.layer].append((piece.first, piece.first + piece.nbytes))
+        if scattered:
+            raise CollectiveError(
+                f"{self.policy}: what communication {min(scattered.values())} scatters is not "
+                "gathered"
+            )
         for layer, spans in zip(self.profile.layers, sent, strict=True):
             at = 0
             for first, stop in sorted(spans):
@@ -75,7 +100,13 @@ class Schedule:
     def lower_bound_seconds(self) -> float:
         """No schedule of this profile and network is shorter, with up to LANES all-reduces at once
         (`overlap.bounds`)."""
-        return lower_bound(self.profile, self.network, max(LANES, self.lanes))
+        halves = any(sends.share < 1 for sends in self.communications)
+        return lower_bound(self.profile, self.network, max(LANES, self.lanes), halves)
+
+    @property
+    def all_reduces(self) -> int:
+        """How many; a reduce-scatter and its all-gather count as one."""
+        return int(sum(sends.share for sends in self.communications))
 
     @property
     def lanes(self) -> int:
@@ -92,20 +123,21 @@ class Schedule:
         line, net = self.timeline, self.network
         compute = self.profile.backward_s + self.profile.forward_s
         exposed = line.seconds - compute
-        startups = len(self.communications) * net.startup_s
+        startups = self.all_reduces * net.startup_s
+        sending = sum(c.share * net.seconds(c.nbytes) for c in self.communications)
         words = [
             str(self.profile),
             str(net),
             f"{self.policy}: {line.seconds * 1e3:.2f} ms an iteration, of which "
             f"{exposed * 1e3:.2f} ms are communication that nothing hides; "
-            f"{len(self.communications)} all-reduces, whose start-ups take {startups * 1e3:.2f} ms "
-            f"of {sum(map(net.seconds, (c.nbytes for c in self.communications))) * 1e3:.2f} ms; "
+            f"{self.all_reduces} all-reduces, whose start-ups take {startups * 1e3:.2f} ms "
+            f"of {sending * 1e3:.2f} ms; "
             f"{self.gap:.1%} above the lower bound ({max(LANES, self.lanes)} all-reduces at once)",
         ]
         return "\n".join([*words, *([self.note] if self.note else [])])
 
     def __str__(self) -> str:
-        lines = [f"{self.policy} for {self.profile.name}, {len(self.communications)} all-reduces"]
+        lines = [f"{self.policy} for {self.profile.name}, {self.all_reduces} all-reduces"]
         names = [layer.name for layer in self.profile.layers]
         for number, (sends, span) in enumerate(
             zip(self.communications, self.timeline.sends, strict=True)
@@ -120,6 +152,7 @@ class Schedule:
             lines.append(
                 f"{number:5} lane {sends.lane} {span[0] * 1e3:10.3f} to {span[1] * 1e3:10.3f} ms "
                 f"{sends.nbytes:11} bytes  {what}{after}{'  streamed' if sends.streamed else ''}"
+                + (f"  {sends.kind}" if sends.share < 1 else "")
             )
         return "\n".join(lines)
 
@@ -174,8 +207,11 @@ def _network(row: Any) -> Network:
 
 
 def _communication(row: Any) -> Communication:
+    if isinstance(row, dict):
+        row = {"kind": ALL_REDUCE, **row}  # which older files do not have
     found = _fields(row, Communication, "communication")
     pieces = (Piece(**_fields(p, Piece, "piece")) for p in _typed(found, "pieces", list))
     after = tuple(integer(n, "a number in after", 0) for n in _typed(found, "after", list))
     streamed = _typed(found, "streamed", bool)
-    return Communication(tuple(pieces), found["lane"], after, streamed)
+    kind = _typed(found, "kind", str)
+    return Communication(tuple(pieces), found["lane"], after, streamed, kind)

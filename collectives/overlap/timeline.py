@@ -1,11 +1,12 @@
-"""The timeline of one iteration: the backward pass, all-reduces on lanes, the forward pass.
+"""The timeline of one iteration: the backward pass, collectives on lanes, the forward pass.
 
 Time 0 is the start of the backward pass, which computes layers from the last to the first and waits
 for nothing. A communication starts when its gradients are ready and when both its predecessor on
 the lane and those in `after` have ended. It first spends the start-up a (`Network.startup`), in
 which it transmits nothing. Then it transmits its bytes; `Network.crowding` slows each byte by the
 number of communications that transmit at that moment. Parts of streamed communications arrive as
-`Network.arrivals` says, later by as much as others slow the transmission down. What the
+`Network.arrivals` says, later by as much as others slow the transmission down. A reduce-scatter and
+an all-gather have half of an all-reduce's start-up and bytes each (`Communication.share`). What the
 communications cost the computation (`Network.overhead_s`) is added at the end, also for those that
 nothing is beside.
 """
@@ -48,7 +49,7 @@ def timeline(
         sends, arrivals = _lanes(network, communications, ready)
     there = [0.0] * len(profile.layers)
     for c, (_, end), pieces in zip(communications, sends, arrivals, strict=True):
-        for piece, arrival in zip(c.pieces, pieces, strict=True):
+        for piece, arrival in zip(c.pieces, pieces if c.final else (), strict=c.final):
             done = arrival if c.streamed else end
             there[piece.layer] = max(there[piece.layer], done)
     at = max(end for _, end in sends)
@@ -83,7 +84,7 @@ def _one_lane(
             arrivals.append([start + after for after in network.arrivals(c.nbytes, upto)])
             free = arrivals[-1][-1]
         else:
-            free = start + network.seconds(c.nbytes)
+            free = start + c.share * network.seconds(c.nbytes)
             arrivals.append([free] * len(c.pieces))
         spans.append((start, free))
     return spans, arrivals
@@ -111,13 +112,13 @@ def _lanes(
             c = communications[number]
             if all(other in spans for other in c.after):
                 if ready[number] <= now:
-                    startup = network.startup(c.nbytes)
+                    startup = c.share * network.startup(c.nbytes)
                     if c.streamed:
                         alone = network.arrivals(c.nbytes, accumulate(p.nbytes for p in c.pieces))
                         startup = alone[-1] - least * c.nbytes
                         arrivals[number] = [now + at for at in alone if at <= startup]
                         behind[number] = [(alone[-1] - at) / (least or 1.0) for at in alone]
-                    running[number] = [now, now + startup, float(c.nbytes)]
+                    running[number] = [now, now + startup, c.share * c.nbytes]
                 else:
                     waits.append(ready[number])
         sending = [state for state in running.values() if state[1] <= now]

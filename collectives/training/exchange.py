@@ -11,7 +11,7 @@ from linkweave.collectives.distributed import pieces
 from linkweave.collectives.training.arena import Arena
 from linkweave.collectives.training.packing import Packing
 from linkweave.collectives.training.program import Op, Span, in_parts
-from linkweave.collectives.training.transport import Transport
+from linkweave.collectives.training.transport import Transport, carry_out
 
 Arrived = Callable[[Sequence[Span]], None]
 """Called when spans of an op have arrived in the arena."""
@@ -54,7 +54,7 @@ class Exchange(Protocol):
 
 
 class Dense:
-    """The average over all ranks: sums in the order of the all-reduce, divided once.
+    """The average over all ranks: sums in the order of the collective, divided once.
 
     float32 gradients travel in `dtype`, if that is given: rounded once before, and as an all-reduce
     of that dtype rounds.
@@ -71,9 +71,10 @@ class Dense:
     def carry_out(self, op: Op, packing: Packing, arrived: Arrived) -> None:
         x = packing.pack(op)
         if not op.streamed:
-            self._transport.average(op.lane, x)
+            carry_out(self._transport, op, x)
             packing.unpack(op, x)
-            arrived(op.spans)
+            if op.final:
+                arrived(op.spans)
             return
         queue = self._transport.stream(op.lane, x, packing.sizes(op))
         for number, span in enumerate(op.spans):

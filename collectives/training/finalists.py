@@ -88,14 +88,16 @@ def unstreamed(schedule: Schedule) -> Schedule:
                 parts.append([])
             parts[-1].append(piece)
         numbers.append(tuple(range(len(made), len(made) + len(parts))))
-        made += [Communication(tuple(part), c.lane, after) for part in parts]
+        made += [
+            replace(c, pieces=tuple(part), after=after, streamed=False) for part in parts
+        ]  # fmt: skip
     return replace(schedule, communications=tuple(made))
 
 
 def sent(schedule: Schedule) -> Any:
     """Equal for schedules that are carried out alike."""
     sends = [
-        (c.streamed, c.pieces if c.streamed else sorted(map(astuple, c.pieces)), c.lane, c.after)
+        (replace(c, pieces=()), c.pieces if c.streamed else sorted(map(astuple, c.pieces)))
         for c in schedule.communications
     ]
     return schedule.chained, sends

@@ -171,8 +171,8 @@ class HostLanes:
                     return False
                 self._carry_out(number, op)
         except BaseException as error:
-            label = self._program.label(number)
-            words = f"rank {self._transport.rank}, all-reduce {number} of {label}: {error}"
+            label, kind_of = self._program.label(number), self._program.ops[number].kind
+            words = f"rank {self._transport.rank}, {kind_of} {number} of {label}: {error}"
             kind = type(error) if isinstance(error, CollectiveError) else CollectiveAborted
             self.abort(kind(words))
             return False

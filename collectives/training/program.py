@@ -1,4 +1,4 @@
-"""Programs: the all-reduces of a step over the arena, in the order in which ranks issue them."""
+"""Programs: the collectives of a step over the arena, in the order in which ranks issue them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import cached_property
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap import Communication, Piece, Schedule
+from linkweave.collectives.overlap.communication import ALL_REDUCE, REDUCE_SCATTER
 from linkweave.collectives.training.arena import Slot
 
 
@@ -23,10 +24,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Op:
-    """One all-reduce of the spans, which lie in one buffer of the arena.
+    """One collective of the spans, which lie in one buffer of the arena.
 
     It starts once the units' gradients are there, the op before it on its lane has ended, and so
     have those numbered in `after`. `streamed`: spans become final one after another, in order.
+    `kind`: one of `overlap.communication.KINDS`.
     """
 
     buffer: int
@@ -36,6 +38,12 @@ class Op:
     streamed: bool = False
     source: int = 0
     """The communication of the schedule that it is, or is a part of."""
+    kind: str = ALL_REDUCE
+
+    @property
+    def final(self) -> bool:
+        """Whether it leaves averages on all ranks."""
+        return self.kind != REDUCE_SCATTER
 
     @cached_property
     def needs(self) -> tuple[int, ...]:
@@ -97,12 +105,12 @@ class Program:
 
     def __str__(self) -> str:
         when = "and the next forward pass" if self.chained else "only"
-        lines = [f"{self.policy}: {len(self.ops)} all-reduces beside the backward pass {when}"]
+        lines = [f"{self.policy}: {len(self.ops)} collectives beside the backward pass {when}"]
         for number, op in enumerate(self.ops):
             after = f" after {', '.join(map(str, op.after))}" if op.after else ""
             streamed = "  streamed" if op.streamed else ""
             lines.append(
-                f"{number:5} lane {op.lane} {op.nbytes:11} bytes  {self.label(number)}"
+                f"{number:5} lane {op.lane} {op.nbytes:11} bytes  {op.kind} of {self.label(number)}"
                 f"{after}{streamed}"
             )
         return "\n".join(lines)
@@ -146,5 +154,5 @@ def _ops(communications: Sequence[Communication], slots: Sequence[Slot]) -> tupl
         for buffer, found in spans.items():
             if not c.streamed:
                 found.sort(key=lambda span: span.first)
-            ops.append(Op(buffer, tuple(found), c.lane, after, c.streamed, source))
+            ops.append(Op(buffer, tuple(found), c.lane, after, c.streamed, source, c.kind))
     return tuple(ops)

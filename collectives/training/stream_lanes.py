@@ -13,7 +13,7 @@ from linkweave.collectives.training.arena import Arena
 from linkweave.collectives.training.packing import Packing
 from linkweave.collectives.training.program import Op, Program
 from linkweave.collectives.training.ranges import profiled
-from linkweave.collectives.training.transport import Queue, Transport
+from linkweave.collectives.training.transport import Queue, Transport, carry_out
 
 
 class StreamLanes:
@@ -41,7 +41,7 @@ class StreamLanes:
         self._queues: dict[int, Queue] = {}
         self._carried: dict[int, list[tuple[int, int]]] = {}  # of each unit: (op, span)
         for number, op in enumerate(program.ops):
-            for i, span in enumerate(op.spans):
+            for i, span in enumerate(op.spans if op.final else ()):
                 self._carried.setdefault(span.unit, []).append((number, i))
         self._next = 0
         self._error: CollectiveError | None = None
@@ -73,7 +73,7 @@ class StreamLanes:
                     self._queues[number] = queue
                 queue.wait()
             else:
-                self._transport.average(op.lane, x)
+                carry_out(self._transport, op, x)
             packing.unpack(op, x)
             end = self._clock.now()
         self._done[number] = end

@@ -21,9 +21,11 @@ from linkweave.collectives.distributed.group_links import GroupLinks
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.launch.join import init
+from linkweave.collectives.overlap.communication import ALL_GATHER, REDUCE_SCATTER
 from linkweave.collectives.runtime.diagnose import RAISED
 from linkweave.collectives.sparse.linked import linked_allreduce
 from linkweave.collectives.training.group_queue import GroupQueue
+from linkweave.collectives.training.program import Op
 from linkweave.topology.checks import shown
 
 Vector = tuple[torch.Tensor, torch.Tensor]
@@ -57,6 +59,12 @@ class Transport(Protocol):
 
     def average(self, lane: int, x: torch.Tensor) -> None:
         """Average a flat tensor over all ranks, in place; blocks until that is done."""
+
+    def scatter(self, lane: int, x: torch.Tensor) -> None:
+        """Average only what `share_of` says, the rest of a flat tensor being lost; blocks."""
+
+    def gather(self, lane: int, x: torch.Tensor) -> None:
+        """Copy each rank's share of a flat tensor to all ranks, in place; blocks."""
 
     def streams(self, device: torch.device) -> bool:
         """Whether there is `stream` for tensors on the device."""
@@ -93,6 +101,23 @@ class Transport(Protocol):
         """Free the lanes. All ranks must call it."""
 
 
+def share_of(x: torch.Tensor, rank: int, size: int) -> tuple[torch.Tensor, ...]:
+    """A flat tensor's elements that are divided equally between the ranks, those of them that are
+    this rank's share, and the remaining ones, fewer than ranks, which belong to every rank."""
+    each = x.numel() // size
+    return x[: each * size], x[each * rank : each * (rank + 1)], x[each * size :]
+
+
+def carry_out(transport: Transport, op: Op, x: torch.Tensor) -> None:
+    """Carry out an op of x that is not streamed, in place; blocks."""
+    if op.kind == REDUCE_SCATTER:
+        transport.scatter(op.lane, x)
+    elif op.kind == ALL_GATHER:
+        transport.gather(op.lane, x)
+    else:
+        transport.average(op.lane, x)
+
+
 class OverCommunicator:
     """Lanes are splits of a communicator, of one machine or several."""
 
@@ -119,6 +144,18 @@ class OverCommunicator:
 
     def average(self, lane: int, x: torch.Tensor) -> None:
         self._lanes[lane].allreduce(x, "avg")
+
+    def scatter(self, lane: int, x: torch.Tensor) -> None:
+        whole, mine, rest = share_of(x, self.rank, self.size)
+        if mine.numel():
+            mine.copy_(self._lanes[lane].reduce_scatter(whole, "avg"))
+        if rest.numel():
+            self._lanes[lane].allreduce(rest, "avg")
+
+    def gather(self, lane: int, x: torch.Tensor) -> None:
+        whole, mine, _ = share_of(x, self.rank, self.size)
+        if mine.numel():
+            self._lanes[lane].allgather(mine.clone(), out=whole.view(self.size, -1))
 
     def streams(self, device: torch.device) -> bool:
         return True
@@ -214,6 +251,25 @@ class OverGroup:
         else:
             dist.all_reduce(x, group=self._lanes[lane])
             x /= self.size
+
+    def scatter(self, lane: int, x: torch.Tensor) -> None:
+        whole, mine, rest = share_of(x, self.rank, self.size)
+        if mine.numel() and x.device.type == "cuda" and self._backend(x.device).name() == "nccl":
+            found = torch.empty_like(mine)
+            dist.reduce_scatter_single(found, whole, dist.ReduceOp.AVG, self._lanes[lane])
+            mine.copy_(found)
+        elif mine.numel():  # gloo's reduce-scatter is an all-reduce inside, which takes twice this
+            rows = torch.empty_like(whole)
+            dist.all_to_all_single(rows, whole, group=self._lanes[lane])
+            wide = torch.float32 if x.element_size() < 4 else x.dtype
+            mine.copy_(rows.view(self.size, -1).sum(0, dtype=wide) / self.size)
+        if rest.numel():
+            self.average(lane, rest)
+
+    def gather(self, lane: int, x: torch.Tensor) -> None:
+        whole, mine, _ = share_of(x, self.rank, self.size)
+        if mine.numel():
+            dist.all_gather_single(whole, mine.clone(), group=self._lanes[lane])
 
     def _backend(self, device: Any) -> Any:
         """The group's backend for a device, such as that of "cpu:gloo,cuda:nccl"."""

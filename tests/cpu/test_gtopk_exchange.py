@@ -51,7 +51,7 @@ def train(case: Case, seed: int, exact: bool, transport: ThreadTransport) -> lis
     """(residual, what was sent, sum of gradients) after each step."""
     n, rank = sum(case.counts), transport.rank
     rng = np.random.default_rng([seed, rank])
-    average = SparseAverage(transport, case.mode)
+    average = SparseAverage(transport, case.mode, True)
     residual = torch.zeros(n)
     added, sent, found = np.zeros(n), np.zeros(n), []
     for _ in range(case.steps):
@@ -124,7 +124,7 @@ def test_finite_gradients_whose_sum_is_not_are_no_error(mode: str) -> None:
     def body(transport: ThreadTransport) -> list[float]:
         x = torch.full((4,), 3e38 / transport.size)
         x *= torch.tensor([1.0, 1.0, 1.0, -1.0])
-        result = SparseAverage(transport, mode)(0, x, torch.zeros(4), [4], 1.0, none_bad)
+        result = SparseAverage(transport, mode, True)(0, x, torch.zeros(4), [4], 1.0, none_bad)
         assert not result.bad.numel()
         assert x.isfinite().all()
         return x.tolist()
@@ -141,7 +141,7 @@ def test_what_16_bits_cannot_hold_stays_in_the_residual(dtype: torch.dtype, mode
     def body(transport: ThreadTransport) -> tuple[list[float], list[float], int]:
         residual = torch.tensor([257.0, -1.0, 65504.0, 0.5])
         x = torch.tensor([0.0, 0.0, 65504.0, 0.0]).to(dtype)
-        result = SparseAverage(transport, mode)(0, x, residual, [4], 1.0, none_bad)
+        result = SparseAverage(transport, mode, True)(0, x, residual, [4], 1.0, none_bad)
         return x.tolist(), residual.tolist(), result.bad.numel()
 
     rows, _ = on_threads(2, body)
@@ -171,14 +171,14 @@ def test_seconds_of_each_mode() -> None:
 
 
 def test_the_fastest_mode_is_chosen() -> None:
-    auto = SparseAverage(ThreadTransport(on_threads(32, lambda _: None)[1], 0), "auto")
+    auto = SparseAverage(ThreadTransport(on_threads(32, lambda _: None)[1], 0), "auto", True)
     auto.network = Network(62 * 0.436e-3, 62 / 32 * 9e-9, workers=32)  # of the paper: 1 Gbit/s
     n = 25 << 20
     assert auto.choose(4 * n, n // 1000, n) == "gtopk"
     assert auto.choose(4 * n, n // 2, n) == "dense"
     auto.network = Network(2 * 0.436e-3, 9e-9, workers=2)  # as many bytes with two ranks, in
     assert auto.choose(4 * n, n // 1000, n) == "topk"  # half as many rounds
-    one = SparseAverage(ThreadTransport(on_threads(1, lambda _: None)[1], 0), "gtopk")
+    one = SparseAverage(ThreadTransport(on_threads(1, lambda _: None)[1], 0), "gtopk", True)
     assert one.choose(8, 1, 2) == "gtopk"
     assert one.choose(8, 2, 2) == "dense"  # to the bit what training without it sends
 

@@ -11,6 +11,7 @@ from training_models import SLOW, error_of, images, made, profile, sentences, un
 
 from linkweave.collectives import overlap
 from linkweave.collectives.overlap import Communication, Layer, Network, Piece, Profile, Schedule
+from linkweave.collectives.overlap.communication import ALL_GATHER
 from linkweave.collectives.overlap.passes import Pass, profile_of
 from linkweave.collectives.overlap.units import Unit
 from linkweave.collectives.training.arena import Arena, Slot, slots_of
@@ -140,7 +141,7 @@ def test_program_of_a_schedule_on_two_buffers() -> None:
     assert program.ops[0].needs == (0, 2)
     assert program.ops[0].nbytes == 80
     assert (program.lanes, program.chained, program.label(0)) == (2, True, "a to c (2)")
-    assert "2 lane 0          16 bytes  c after 0, 1" in str(program)
+    assert "2 lane 0          16 bytes  all-reduce of c after 0, 1" in str(program)
     assert program_of(schedule, slots, "abc").checksum == program.checksum
     for other in (replace(program, chained=False), replace(program, ops=program.ops[::-1])):
         assert other.checksum != program.checksum
@@ -175,7 +176,9 @@ def test_programs_send_every_byte_once(name: str, policy: str) -> None:
     schedule = overlap.plan(profile(made(name), inputs), SLOW, policy, **options)
     for one in (schedule, unstreamed(schedule)):
         program = program_of(one, slots_of(found), [u.name for u in found])
-        assert sum(op.nbytes for op in program.ops) == sum(u.nbytes for u in found)
+        reduced = sum(op.nbytes for op in program.ops if op.kind != ALL_GATHER)
+        gathered = sum(op.nbytes for op in program.ops if op.final)
+        assert reduced == gathered == sum(u.nbytes for u in found)
         assert all(n < i for i, op in enumerate(program.ops) for n in op.after)
 
 

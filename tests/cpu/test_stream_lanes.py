@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from linkweave.collectives import CollectiveError
+from linkweave.collectives.overlap.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from linkweave.collectives.overlap.units import Unit
 from linkweave.collectives.training.arena import Arena
 from linkweave.collectives.training.program import Op, Program, Span
@@ -22,7 +23,8 @@ UNITS = 6
 
 
 class Transport:
-    """One rank; an "average" doubles its tensor in the current stream."""
+    """One rank; an "average" doubles its tensor in the current stream, and its halves the first
+    and the second half of the elements."""
 
     rank, size = 0, 1
 
@@ -34,6 +36,15 @@ class Transport:
         return torch.zeros(count, dtype=dtype)
 
     def average(self, lane: int, x: torch.Tensor) -> None:
+        self._double(lane, x)
+
+    def scatter(self, lane: int, x: torch.Tensor) -> None:
+        self._double(lane, x[: x.numel() // 2])
+
+    def gather(self, lane: int, x: torch.Tensor) -> None:
+        self._double(lane, x[x.numel() // 2 :])
+
+    def _double(self, lane: int, x: torch.Tensor) -> None:
         self.enqueued.append((lane, x.data_ptr()))
         pause = self.chance.uniform(0, 2e-3)
 
@@ -69,7 +80,8 @@ class Queue:
 
 
 def programs(chance: random.Random, arena: Arena) -> Program:
-    """Units in ops of one to three neighbours, on random lanes, after random earlier ops."""
+    """Units in ops of one to three neighbours, on random lanes, after random earlier ops. Some are
+    scattered, and gathered in the end."""
     ops: list[Op] = []
     unit = UNITS
     while unit:
@@ -79,8 +91,13 @@ def programs(chance: random.Random, arena: Arena) -> Program:
             slot = arena.slots[u]
             spans.append(Span(u, slot.first, slot.first + slot.nbytes))
         after = tuple(n for n in range(len(ops)) if chance.random() < 0.3)
-        ops.append(Op(0, tuple(spans), chance.randrange(3), after, chance.random() < 0.4))
+        streamed = chance.random() < 0.4
+        kind = REDUCE_SCATTER if not streamed and chance.random() < 0.5 else ALL_REDUCE
+        ops.append(Op(0, tuple(spans), chance.randrange(3), after, streamed, 0, kind))
         unit = first
+    for number, op in [*enumerate(ops)]:
+        if op.kind == REDUCE_SCATTER:
+            ops.append(Op(0, op.spans, chance.randrange(3), (number,), kind=ALL_GATHER))
     return Program("random", tuple(ops), tuple(map(str, range(UNITS))), True)
 
 

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from linkweave.collectives.sparse.linked import linked_allreduce
+from linkweave.collectives.training.transport import share_of
 
 DEADLINE = 30  # seconds
 
@@ -82,6 +83,19 @@ class ThreadTransport:
         for row in rows[1:]:
             total = total + row.float()
         x.copy_(total / self.size)
+
+    def scatter(self, lane: int, x: torch.Tensor) -> None:
+        _, mine, rest = share_of(x, self.rank, self.size)
+        whole = x.clone()
+        self.average(lane, whole)
+        x.fill_(float("nan"))
+        for part in (mine, rest):
+            at = part.storage_offset() - x.storage_offset()
+            part.copy_(whole[at : at + part.numel()])
+
+    def gather(self, lane: int, x: torch.Tensor) -> None:
+        whole, mine, _ = share_of(x, self.rank, self.size)
+        whole.copy_(torch.cat(self._hubs[lane].exchange(self.rank, mine.clone())))
 
     def streams(self, device: torch.device) -> bool:
         return False

@@ -226,6 +226,13 @@ def one(*pieces: Piece, **extra: object) -> tuple[Communication, ...]:
     return tuple(Communication((p,), **extra) for p in pieces)  # type: ignore[arg-type]
 
 
+def halves(
+    gather: tuple[Piece, ...] = (Piece(0, 0, 48),), lane: int = 0
+) -> tuple[Communication, ...]:  # fmt: skip
+    scatter = Communication((Piece(0, 0, 48),), kind="reduce-scatter")
+    return scatter, Communication(gather, lane, kind="all-gather")
+
+
 @pytest.mark.parametrize(
     ("sends", "words"),
     [
@@ -240,6 +247,13 @@ def one(*pieces: Piece, **extra: object) -> tuple[Communication, ...]:
         (one(Piece(0, 0, 48), lane=0.5), "lane must be an integer from 0 to 1099511627776"),
         ((Communication(()),), "communication 0 has no pieces"),
         (one(Piece(0, 0, 48), after=(0,)), "communication 0 waits for"),
+        (one(Piece(0, 0, 48), kind="all-to-all"), "communication 0 must be one of all-reduce, "),
+        (one(Piece(0, 0, 48), kind="all-gather", streamed=True), "of which only an all-reduce is"),
+        (one(Piece(0, 0, 48), kind="reduce-scatter"), "communication 0 scatters is not gathered"),
+        (one(Piece(0, 0, 48), kind="all-gather"), "communication 0 gathers what no reduce-scatter"),
+        (halves(gather=(Piece(0, 0, 32), Piece(0, 32, 16))), "1 gathers what no reduce-scatter"),
+        (halves(lane=1), "1 gathers what no reduce-scatter"),
+        ((*halves(), halves()[1]), "2 gathers what no reduce-scatter"),
     ],
 )  # fmt: skip
 def test_every_byte_is_sent_once(sends: tuple[Communication, ...], words: str) -> None:
