@@ -13,7 +13,7 @@ from linkweave.collectives.overlap.units import Unit
 from linkweave.collectives.training.hooks import Hook
 from linkweave.collectives.training.stepping import Stepper
 
-CHAINED = ("bytescheduler", "us-byte", "c-cube", "carlier", "optimal")
+CHAINED = ("bytescheduler", "us-byte", "c-cube", "dear", "carlier", "optimal")
 """The policies that chain by their nature."""
 assert {*CHAINED} <= {*POLICIES}
 

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap import Communication, Piece, Schedule
-from linkweave.collectives.overlap.communication import ALL_REDUCE, REDUCE_SCATTER
+from linkweave.collectives.overlap.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from linkweave.collectives.training.arena import Slot
 
 
@@ -105,13 +105,14 @@ class Program:
 
     def __str__(self) -> str:
         when = "and the next forward pass" if self.chained else "only"
-        lines = [f"{self.policy}: {len(self.ops)} collectives beside the backward pass {when}"]
+        many = sum(op.kind != ALL_GATHER for op in self.ops)
+        lines = [f"{self.policy}: {many} all-reduces beside the backward pass {when}"]
         for number, op in enumerate(self.ops):
             after = f" after {', '.join(map(str, op.after))}" if op.after else ""
-            streamed = "  streamed" if op.streamed else ""
+            how = f"  {op.kind}" if op.kind != ALL_REDUCE else "  streamed" * op.streamed
             lines.append(
-                f"{number:5} lane {op.lane} {op.nbytes:11} bytes  {op.kind} of {self.label(number)}"
-                f"{after}{streamed}"
+                f"{number:5} lane {op.lane} {op.nbytes:11} bytes  {self.label(number)}"
+                f"{after}{how}"
             )
         return "\n".join(lines)
 

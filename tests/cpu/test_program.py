@@ -141,7 +141,7 @@ def test_program_of_a_schedule_on_two_buffers() -> None:
     assert program.ops[0].needs == (0, 2)
     assert program.ops[0].nbytes == 80
     assert (program.lanes, program.chained, program.label(0)) == (2, True, "a to c (2)")
-    assert "2 lane 0          16 bytes  all-reduce of c after 0, 1" in str(program)
+    assert "2 lane 0          16 bytes  c after 0, 1" in str(program)
     assert program_of(schedule, slots, "abc").checksum == program.checksum
     for other in (replace(program, chained=False), replace(program, ops=program.ops[::-1])):
         assert other.checksum != program.checksum

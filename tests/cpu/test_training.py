@@ -62,18 +62,20 @@ def together(name: str, kind: str, steps: int, schedule: Schedule, check: bool =
 def every_policy(
     rank: int, plans: dict[str, dict[str, Schedule]], kinds: dict[str, list[str]], steps: int
 ) -> dict[str, float]:
-    """How far each model is from one process; raises unless all policies give the same bits."""
+    """How far each model is from one process; raises unless all policies give the same bits, but
+    for those of DeAR, whose reduce-scatters add in another order."""
     size, found = collectives.get_default().size, {}
     for name, made_for in plans.items():
         for kind in kinds[name]:
-            first: State = {}
+            firsts: dict[bool, State] = {}
             for policy, schedule in made_for.items():
                 for chained in (False, True):
                     planned = replace(schedule, chained=chained)
                     state = together(name, kind, steps, planned, check=size > 1)
-                    first = first or state
+                    first = firsts.setdefault(policy == "dear", state)
                     assert same(state, first), (name, kind, policy, chained)
-            found[f"{name} {kind}"] = apart(first, alone(name, kind, steps, size))
+            want = alone(name, kind, steps, size)
+            found[f"{name} {kind}"] = max(apart(state, want) for state in firsts.values())
     return found
 
 

@@ -13,6 +13,7 @@ from overlap_cases import case
 from linkweave.collectives import overlap
 from linkweave.collectives.overlap import Communication, Layer, Network, Piece, Profile, Schedule
 from linkweave.collectives.overlap.bounds import jackson
+from linkweave.collectives.overlap.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from linkweave.collectives.overlap.policies.asc_wfbp import asc_wfbp, layer_types
 from linkweave.collectives.overlap.policies.bytescheduler import bytescheduler
 from linkweave.collectives.overlap.policies.carlier import best_order
@@ -233,7 +234,8 @@ def test_the_optimum_never_loses_and_no_bound_is_above_a_schedule() -> None:
         made = [overlap.plan(profile, network, name) for name in names]
         if seed % 20 == 0:
             made.append(optimal(profile, network, 0.1))
-            assert made[-1].predicted_seconds == min(s.predicted_seconds for s in made)
+            least = min(s.predicted_seconds for s in made)
+            assert made[-1].predicted_seconds <= least * (1 + 1e-11)
         rng = random.Random(seed)
         made.append(at_random(profile, network, rng))
         for schedule in made:
@@ -262,7 +264,8 @@ def test_the_optimums_communications_are_one_run_of_a_buffer_each() -> None:
 
 
 def at_random(profile: Profile, network: Network, rng: random.Random) -> Schedule:
-    """Any pieces of any layers, in any order, on up to three lanes."""
+    """Any pieces of any layers, in any order, on up to three lanes; some are scattered, and at last
+    gathered."""
     pieces = []
     for i, layer in enumerate(profile.layers):
         inside = (rng.randint(0, layer.nbytes) // 16 * 16 for _ in range(2))
@@ -272,8 +275,15 @@ def at_random(profile: Profile, network: Network, rng: random.Random) -> Schedul
     sends: list[Communication] = []
     while pieces:
         take = rng.randint(1, 3)
-        sends.append(Communication(tuple(pieces[:take]), rng.randrange(3), (), rng.random() < 0.3))
+        kind = rng.choice((ALL_REDUCE, ALL_REDUCE, REDUCE_SCATTER))
+        streamed = kind == ALL_REDUCE and rng.random() < 0.4
+        some = tuple(pieces[:take])
+        sends.append(Communication(some, rng.randrange(3), (), streamed, kind))
         del pieces[:take]
+    scattered = [(n, c) for n, c in enumerate(sends) if c.kind == REDUCE_SCATTER]
+    rng.shuffle(scattered)
+    for n, c in scattered:
+        sends.append(Communication(c.pieces, rng.randrange(3), (n,), kind=ALL_GATHER))
     return Schedule("random", profile, network, tuple(sends), rng.random() < 0.7)
 
 
@@ -285,7 +295,7 @@ def test_auto_is_never_slower_than_a_named_policy() -> None:
             options = {"limit_s": 0.1} if policy in ("optimal", "carlier") else {}
             other = overlap.plan(profile, network, policy, **options)
             if policy != "optimal":
-                assert auto.predicted_seconds <= other.predicted_seconds, policy
+                assert auto.predicted_seconds <= other.predicted_seconds * (1 + 1e-11), policy
 
 
 @pytest.mark.parametrize("name", ["resnet152", "bert-base"])
@@ -359,6 +369,37 @@ def test_streamed_pieces_arrive_one_by_one() -> None:
     assert made.timeline.forward == (
         (pytest.approx(1.1), pytest.approx(1.2)), (pytest.approx(1.4), pytest.approx(1.5))
     )  # fmt: skip
+
+
+def test_halves_of_an_all_reduce() -> None:
+    """Each takes half of its start-up and of its bytes; only the gathers let layers go on."""
+    profile = Profile((Layer("a", 160, 1.0, 2.0), Layer("b", 320, 1.0, 4.0)))
+    made = overlap.plan(profile, Network(1.0, 0.01, 2.0, 8), "dear", bucket=320)
+    assert [(c.kind, [p.layer for p in c.pieces]) for c in made.communications] == [
+        (REDUCE_SCATTER, [1]), (REDUCE_SCATTER, [0]), (ALL_GATHER, [0]), (ALL_GATHER, [1])
+    ]  # fmt: skip
+    ends = [(4.0, 6.1), (6.1, 7.4), (7.4, 8.7), (8.7, 10.8)]
+    assert made.timeline.sends == tuple((pytest.approx(a), pytest.approx(b)) for a, b in ends)
+    assert made.timeline.forward == (
+        (pytest.approx(8.7), pytest.approx(9.7)), (pytest.approx(10.8), pytest.approx(11.8))
+    )  # fmt: skip
+    assert made.all_reduces == 2 and "2 all-reduces, whose start-ups take 2000.00" in made.explain()
+    assert Schedule.from_json(made.to_json()) == made
+
+
+def test_halves_on_two_lanes_share_the_network() -> None:
+    """A scatter from 2 and one from 4 begin to transmit half a second later, and slow each other
+    down until the first is over."""
+    profile = Profile((Layer("a", 160, 0.0, 2.0), Layer("b", 640, 0.0, 2.0)))
+    a, b = (Piece(0, 0, 160),), (Piece(1, 0, 640),)
+    sends = (
+        Communication(b, 0, kind=REDUCE_SCATTER), Communication(a, 1, kind=REDUCE_SCATTER),
+        Communication(a, 1, kind=ALL_GATHER), Communication(b, 1, (0,), kind=ALL_GATHER),
+    )  # fmt: skip
+    made = Schedule("mine", profile, Network(1.0, 0.01, 2.0, 8), sends, True)
+    # of b's 320 bytes, 120 are left at 4.5 where a's 80 begin; both take 1.6 s, b 0.4 more
+    ends = [(2.0, 6.5), (4.0, 6.1), (6.1, 7.4), (7.4, 11.1)]
+    assert made.timeline.sends == tuple((pytest.approx(x), pytest.approx(y)) for x, y in ends)
 
 
 # ---- simple cases --------------------------------------------------------------------------------
