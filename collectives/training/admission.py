@@ -14,7 +14,7 @@ from linkweave.collectives.overlap import POLICIES, Schedule
 from linkweave.collectives.training.engine import Engine
 from linkweave.collectives.training.gtopk import GTopK
 from linkweave.collectives.training.hooks import Hook
-from linkweave.collectives.training.transport import Transport, parted
+from linkweave.collectives.training.transport import Transport, parted, send
 from linkweave.collectives.training.update import groups_of
 from linkweave.topology.checks import shown
 
@@ -128,29 +128,9 @@ def copy_from_rank_0(transport: Transport, module: nn.Module, without: set[int])
             f"ranks 0 and {other} have different models: this rank's has {len(names)} "
             f"parameters and buffers, the first {names[:1]}, the last {names[-1:]}"
         )
-    _send(transport, [tensor for tensor in tensors.values() if tensor.layout is torch.strided])
+    send(transport, [*tensors.values()])
 
 
-def send_buffers(transport: Transport, module: nn.Module) -> None:
-    """Copy rank 0's buffers to all ranks."""
-    _send(transport, [x for x in module.buffers() if x.layout is torch.strided])
-
-
-def _send(transport: Transport, tensors: Sequence[torch.Tensor]) -> None:
-    """Copy rank 0's tensors, of any dtype, to all ranks, by one broadcast a device."""
-    devices: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            devices.setdefault(tensor.device, []).append(tensor)
-    with torch.no_grad():
-        for same in devices.values():
-            flat = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in same]
-            whole = torch.cat(flat)
-            transport.broadcast(whole)
-            if transport.rank:
-                for tensor, part in zip(
-                    same, torch.split(whole, [x.numel() for x in flat]), strict=True
-                ):
-                    found = part.clone() if part.storage_offset() % 16 else part
-                    # not a write that autograd sees: a graph may have saved the buffer
-                    tensor.data.copy_(found.view(tensor.dtype).view(tensor.shape))
+def send_buffers(transport: Transport, module: nn.Module, source: int) -> None:
+    """Copy rank `source`'s buffers to all ranks."""
+    send(transport, [*module.buffers()], source)

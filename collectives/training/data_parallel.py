@@ -30,6 +30,8 @@ from linkweave.collectives.training.engine import Engine
 from linkweave.collectives.training.exchange import Dense, Exchange
 from linkweave.collectives.training.gtopk import KEY, GTopK, check_state
 from linkweave.collectives.training.hooks import Hook, nothing
+from linkweave.collectives.training.joining import joined
+from linkweave.collectives.training.layout import drop_gradients
 from linkweave.collectives.training.planner import Planner
 from linkweave.collectives.training.program import Program
 from linkweave.collectives.training.sparse_exchange import SparseExchange
@@ -124,6 +126,7 @@ class DataParallel(nn.Module):
         without = embeddings.weights
         copy_from_rank_0(transport, module, without)
         after = partial(send_buffers, transport, module) if broadcast_buffers else nothing
+        self._shares_buffers = broadcast_buffers
 
         def exchange_of(arena: Arena, engine: Engine) -> Exchange:
             if spec is None:
@@ -194,6 +197,9 @@ class DataParallel(nn.Module):
             if not set_to_none:  # gradients under way must not be overwritten
                 self._engine.finish()
             self._engine.embeddings.drop()
+            if set_to_none and type(self.module).zero_grad is nn.Module.zero_grad:
+                drop_gradients(self.module)  # a step that is put off stays so
+                return
         self.module.zero_grad(set_to_none)
 
     @contextmanager
@@ -209,6 +215,24 @@ class DataParallel(nn.Module):
             yield
         finally:
             engine.syncs = before
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Inside, ranks may have batches in unequal number, as with the `join` of DDP.
+
+        A rank that has left its loop waits here, and takes part in the passes of the others with
+        zeros: averages are still divided by the number of all ranks. When the last one is done,
+        parameters, buffers and the optimizers' states and options are those of a rank that trained
+        to the end; learning-rate schedulers are not. Each pass tells all ranks that its loop goes
+        on. Raises CollectiveError for a ShardedEmbedding or SyncBatchNorm inside the module, and
+        inside join() or no_sync().
+        """
+        engine = self._engine
+        if engine is None:
+            yield
+            return
+        with joined(engine, self._shares_buffers):
+            yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the averaged gradients by their global norm, as `torch.nn.utils.clip_grad_norm_`.

@@ -22,8 +22,9 @@ from linkweave.collectives.training.divergence import DivergenceCheck
 from linkweave.collectives.training.embeddings import Embeddings
 from linkweave.collectives.training.exchange import Exchange
 from linkweave.collectives.training.hooks import Hook, at_end, in_backward, throw
+from linkweave.collectives.training.joining import Roll
 from linkweave.collectives.training.lanes import Lanes, lanes_of
-from linkweave.collectives.training.layout import Layout, frozen
+from linkweave.collectives.training.layout import Layout, drop_gradients, frozen
 from linkweave.collectives.training.program import Program, at_once
 from linkweave.collectives.training.ranges import profiled
 from linkweave.collectives.training.states import TABLE, Event, State
@@ -44,13 +45,13 @@ class Engine:
 
     exchange_of: makes the exchange for the units' arena. planner_of: makes what gives the engine
     its programs (`before_step`); it may adopt one at once. after: called at the end of each
-    backward pass that has sent.
+    backward pass that has sent, with a rank that has made it.
     """
 
     def __init__(
         self, module: nn.Module, transport: Transport, embeddings: Embeddings, *,
         flagged: bool, exchange_of: Callable[[Arena, Engine], Exchange],
-        planner_of: Callable[[Engine], Any], after: Callable[[], None], rebuilds: bool,
+        planner_of: Callable[[Engine], Any], after: Callable[[int], None], rebuilds: bool,
         compares: bool,
     ) -> None:  # fmt: skip
         self.module, self.transport, self.embeddings = module, transport, embeddings
@@ -60,6 +61,7 @@ class Engine:
         self.state = State.IDLE
         self.syncs = True  # whether training is outside of no_sync() now
         self._told: bool | None = None  # whether it was, at the last forward pass
+        self.roll = Roll(transport)
         self.layouts = 1  # how many times the module's parameters were looked up
         self._layout = Layout(module, embeddings.weights)
         self._recorded: Recorded = []
@@ -204,11 +206,9 @@ class Engine:
             return
         if self.state is State.SENDING and not self._running:
             self.synchronize()  # whoever reads it may read its gradient
-        if not self._pending:
-            return
-        if self._running:
+        if self._pending and self._running:
             self._update_unit(found[0])
-        else:  # whoever reads one may change it, and then read others
+        elif self._pending:  # whoever reads one may change it, and then read others
             self.finish()
 
     def _update_unit(self, index: int) -> None:
@@ -218,10 +218,7 @@ class Engine:
         if self.arena.version != self._version:
             self._fail(checks.LATE)
         unit, arrivals = self.units[index], self._arrivals(index)
-        versions = self._pending[index]
-        for name, parameter, version in zip(unit.names, unit.parameters, versions, strict=True):
-            if parameter._version != version:
-                self._fail(checks.WRITTEN.format(name))
+        self._refuse_written(unit.parameters, self._pending[index], checks.WRITTEN)
         next(arrivals)  # with the flags, which tell whether there are gradients
         del self._pending[index]
         kept = [parameter.grad is not None for parameter in unit.parameters]
@@ -272,6 +269,8 @@ class Engine:
 
     def _begin(self) -> None:
         """The first gradient has been accumulated: torch.autograd.grad accumulates none."""
+        if self.sends:
+            self._guarded(self.roll.goes_on)
         if self.sends and not self._flagged and any(frozen(self.units)):
             self._retire()  # without flags, what a residual has of frozen parameters would be sent
         self._left = [len(unit.parameters) for unit in self.units]
@@ -300,9 +299,9 @@ class Engine:
             self._gradient()
         hooks = parameter._post_accumulate_grad_hooks
         if len(hooks) > 1 and not all(isinstance(hook, Hook) for hook in hooks.values()):
-            self._fail(checks.HOOKED.format(self._name_of(parameter)))
+            self._fail(checks.HOOKED.format(self._layout.name_of(parameter)))
         if (found := self._unit_of.get(id(parameter))) is None or not self._left:
-            if fault := checks.fault_of(parameter.grad, self._name_of(parameter)):
+            if fault := checks.fault_of(parameter.grad, self._layout.name_of(parameter)):
                 self._fail(fault)
             return
         index, i = found
@@ -315,10 +314,6 @@ class Engine:
         if left == 1 and self.sends and self.state is State.COLLECTING:
             self._collected(index)
 
-    def _name_of(self, parameter: Any) -> str:
-        names = (name for name, p in self.module.named_parameters() if p is parameter)
-        return f"parameter {next(names, '')}"
-
     def _collected(self, index: int) -> None:
         self.arena.collect(index)
         self.moments.ready(index)
@@ -328,7 +323,7 @@ class Engine:
         """At the end of a backward pass that was in state `before` when it began."""
         if self.state is State.BACKWARD:
             resting = State.AVERAGED if before in (State.SENDING, State.PENDING) else before
-            if self._bare():
+            if self._layout.bare:
                 self._on(Event.EMPTY)
             else:  # of torch.autograd.grad, or of a part that is frozen
                 self.state = resting
@@ -347,7 +342,7 @@ class Engine:
             self._build()
         if not self.units:  # all parameters are those of embeddings
             self._rows_only, self.state = self.layouts, State.AVERAGED
-            self._after()
+            self._after(0)
             return
         self.moments.backward_ends()
         for index, left in enumerate(self._left):
@@ -362,9 +357,9 @@ class Engine:
             self._arrive_unchanged()
             self.state = State.AVERAGED
         self.steps += 1
-        if self._checks:
+        if self._checks and self.roll.complete:
             self._check.step(self.steps)
-        self._after()
+        self._after(self.roll.present[0])
         self._count_frozen()
 
     def _count_frozen(self) -> None:
@@ -392,11 +387,26 @@ class Engine:
         """Raise if gradients were changed after the backward pass, while they were being sent."""
         if self.arena.version != self._version or not self.arena.holds_all():
             self._fail(checks.CHANGED)
-        parameters = (p for unit in self.units for p in unit.parameters)
-        for parameter, version in zip(parameters, self._versions, strict=False):
-            if parameter._version != version:
-                self._fail(checks.FOREIGN.format(self._name_of(parameter)))
+        parameters = [p for unit in self.units for p in unit.parameters]
+        self._refuse_written(parameters[: len(self._versions)], self._versions, checks.FOREIGN)
         self._versions = []
+
+    def _refuse_written(self, parameters: Any, versions: list[int], words: str) -> None:
+        """Raise if a parameter was changed in place since it had its version."""
+        for parameter, version in zip(parameters, versions, strict=True):
+            if parameter._version != version:
+                self._fail(words.format(self._layout.name_of(parameter)))
+
+    def take_part(self) -> None:
+        """Take part in a backward pass of other ranks, with what has not been sent, or zeros."""
+        if self.state is not State.LOCAL:
+            drop_gradients(self.module)
+        self._on(Event.ENTER)
+        self._on(Event.GRADIENT)
+        self._guarded(self._send)
+        self.synchronize()
+        drop_gradients(self.module)
+        self.state, self._told, self._fresh = State.IDLE, None, False
 
     # ---- building ----------------------------------------------------------------------------
     def _build(self) -> None:
@@ -409,9 +419,8 @@ class Engine:
         self.arena = Arena(units, self.transport.empty, flagged=self._flagged)
         self.exchange = self._exchange_of(self.arena, self)
         self.moments.clock = clock_of(units[0].device)  # the model may have been moved
-        self.first_program = at_once(self.arena.slots, [unit.name for unit in units])
         self.transport.open(1)
-        self.program = self.first_program
+        self.program = at_once(self.arena.slots, [unit.name for unit in units])
         self.lanes = self._lanes()
         self.units = tuple(units)
         for index, unit in enumerate(units):
@@ -526,12 +535,7 @@ class Engine:
     def _refuse_local(self, why: str, wrong: Callable[[Any], bool]) -> None:
         for parameter in self._layout.trained:
             if parameter.grad is not None and wrong(parameter):
-                self._fail(checks.LOCAL.format(self._name_of(parameter), why))
-
-    def _bare(self) -> bool:
-        """Whether no parameter that is trained has a gradient."""
-        trained = self._layout.trained
-        return bool(trained) and all(p.grad is None for p in trained)
+                self._fail(checks.LOCAL.format(self._layout.name_of(parameter), why))
 
     def _refuse(self) -> NoReturn:
         self._fail(checks.UNREACHED)

@@ -65,6 +65,20 @@ class Layout:
         """Those that require a gradient now."""
         return [p for p in self.parameters if p.requires_grad]
 
+    @property
+    def bare(self) -> bool:
+        """Whether no parameter that is trained has a gradient."""
+        trained = self.trained
+        return bool(trained) and all(p.grad is None for p in trained)
+
+    def name_of(self, parameter: Any) -> str:
+        """What messages call a parameter. No gate takes this for reading it."""
+        for path, part in self._module.named_modules():
+            for name, p in dict.items(part._parameters):
+                if p is parameter:
+                    return "parameter " + ".".join(filter(None, (path, name)))
+        return "a parameter that the module has lost"
+
     def hook(self, enter: Callable[..., None], accumulated: Callable[..., None]) -> None:
         """Call `enter` before a trained parameter's gradient is accumulated, and `accumulated` with
         the parameter after it, for those that have no such hooks."""
@@ -146,6 +160,14 @@ class Layout:
         for name in names:
             others.setdefault(name.rpartition(".")[0], []).append(name)
         return [(gate, mine) for gate, mine in [*found, *others.items()] if mine]
+
+
+def drop_gradients(module: nn.Module) -> None:
+    """Let no parameter have a gradient. No gate takes this for reading parameters."""
+    for part in module.modules():
+        for parameter in dict.values(part._parameters):
+            if parameter is not None:
+                parameter.grad = None
 
 
 def frozen(units: Sequence[Unit]) -> list[bool]:

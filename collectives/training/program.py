@@ -111,8 +111,7 @@ class Program:
             after = f" after {', '.join(map(str, op.after))}" if op.after else ""
             how = f"  {op.kind}" if op.kind != ALL_REDUCE else "  streamed" * op.streamed
             lines.append(
-                f"{number:5} lane {op.lane} {op.nbytes:11} bytes  {self.label(number)}"
-                f"{after}{how}"
+                f"{number:5} lane {op.lane} {op.nbytes:11} bytes  {self.label(number)}{after}{how}"
             )
         return "\n".join(lines)
 

@@ -82,8 +82,8 @@ class Transport(Protocol):
         """Send elements of a flat tensor to each rank; what each rank sends to this one, in rank
         order. CPU tensors only."""
 
-    def broadcast(self, x: torch.Tensor) -> None:
-        """Copy `x` of rank 0 to all ranks. Not beside another call of this kind."""
+    def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
+        """Copy `x` of rank `source` to all ranks. Not beside another call of this kind."""
 
     def total(self, x: torch.Tensor) -> None:
         """Add `x` up over all ranks, in place. Not beside another call of this kind."""
@@ -182,8 +182,8 @@ class OverCommunicator:
             found = over.alltoall(x, None, *splits(counts, self.rank))
         return found
 
-    def broadcast(self, x: torch.Tensor) -> None:
-        self._own.broadcast(x)
+    def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
+        self._own.broadcast(x, source)
 
     def total(self, x: torch.Tensor) -> None:
         self._own.allreduce(x)
@@ -294,8 +294,8 @@ class OverGroup:
         dist.all_to_all_single(out, x, receives, sends, self._lanes[lane])
         return out
 
-    def broadcast(self, x: torch.Tensor) -> None:
-        dist.broadcast(x, group=self._own, group_src=0)
+    def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
+        dist.broadcast(x, group=self._own, group_src=source)
 
     def total(self, x: torch.Tensor) -> None:
         dist.all_reduce(x, group=self._own)
@@ -332,6 +332,27 @@ def parted(transport: Transport, text: str) -> int | None:
     """The first rank whose text differs from rank 0's; None if all are equal."""
     rows = transport.share(hashlib.sha256(text.encode()).digest())
     return next((rank for rank, row in enumerate(rows) if row != rows[0]), None)
+
+
+def send(transport: Transport, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+    """Copy rank `source`'s tensors, of any dtype but sparse ones, to all ranks, by one broadcast a
+    device."""
+    devices: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() and tensor.layout is torch.strided:
+            devices.setdefault(tensor.device, []).append(tensor)
+    with torch.no_grad():
+        for same in devices.values():
+            flat = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in same]
+            whole = torch.cat(flat)
+            transport.broadcast(whole, source)
+            if transport.rank != source:
+                for tensor, part in zip(
+                    same, torch.split(whole, [x.numel() for x in flat]), strict=True
+                ):
+                    found = part.clone() if part.storage_offset() % 16 else part
+                    # not a write that autograd sees: a graph may have saved the buffer
+                    tensor.data.copy_(found.view(tensor.dtype).view(tensor.shape))
 
 
 def transport_of(group: Any) -> Transport | None:

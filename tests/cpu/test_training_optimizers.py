@@ -105,9 +105,10 @@ def schedulers_of_the_learning_rate(rank: int) -> None:
 def a_plain_loop_stays_chained_until_the_next_forward_pass(rank: int) -> None:
     pair = Pair()
     schedulers = [torch.optim.lr_scheduler.StepLR(one, 2, 0.1) for one, _ in pair.both]
-    for number in range(4):
+    for number in range(6):
         for optimizer, part in pair.both:
-            optimizer.zero_grad()
+            model = pair.model if part == "mine" else pair.alone
+            (model if number % 2 else optimizer).zero_grad()
             if number > 1:  # the first backward pass makes units
                 assert pair.model._engine.state is State.PENDING
             pair.loss(number, part).backward()

@@ -121,8 +121,8 @@ class ThreadTransport:
         ]
         return torch.cat(parts)
 
-    def broadcast(self, x: torch.Tensor) -> None:
-        x.copy_(self._hubs[-1].exchange(self.rank, x.clone())[0])
+    def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
+        x.copy_(self._hubs[-1].exchange(self.rank, x.clone())[source])
 
     def total(self, x: torch.Tensor) -> None:
         rows = self._hubs[-1].exchange(self.rank, x.clone())

@@ -8,7 +8,20 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from tests.cpu.habits.run import CLASSES, INPUTS, Run, habit, made, plain_sgd, sgd
+from tests.cpu.habits.run import (
+    CLASSES,
+    DENSE,
+    FEW,
+    INPUTS,
+    QUICK,
+    STEPS,
+    TWO,
+    Run,
+    habit,
+    made,
+    plain_sgd,
+    sgd,
+)
 
 NOT_AVERAGED = r"not (been )?averaged|no_sync\(\)"
 
@@ -187,6 +200,47 @@ def dropout(run: Run) -> None:
         optimizer.zero_grad()
         cross_entropy(torch.cat(out), y).backward()
         optimizer.step()
+
+
+# ---- batches in unequal number -------------------------------------------------------------------
+@habit("join() with batches in unequal number", quick=(*QUICK, "dear"))
+def uneven(run: Run) -> None:
+    """The average divides by the number of all ranks, as that of DDP."""
+    model, optimizer = run.wrapped(made(run))
+
+    def goes_on(rank: int, step: int) -> bool:
+        return step < STEPS - 2 * rank
+
+    with run.join(model):
+        for step in range(STEPS):
+            if not goes_on(run.rank, step):
+                break
+            optimizer.zero_grad()
+            if run.alone:
+                x, y = run.whole(step)
+                parts = zip(x.chunk(run.ranks), y.chunk(run.ranks), strict=True)
+                for rank, (mine, wanted) in enumerate(parts):
+                    if goes_on(rank, step):
+                        (cross_entropy(model(mine), wanted) / run.ranks).backward()
+            else:
+                run.loss(model, step).backward()
+            optimizer.step()
+            run.look()
+    run.train(model, optimizer, range(STEPS, STEPS + 3))
+
+
+@habit("join() with batches in equal number", quick=FEW)
+def even(run: Run) -> None:
+    model, optimizer = run.wrapped(made(run))
+    with run.join(model):
+        run.train(model, optimizer, range(STEPS))
+
+
+@habit("join() inside no_sync()", error=r"must not be inside another join", only=DENSE, quick=TWO)
+def join_in_no_sync(run: Run) -> None:
+    model, optimizer = run.wrapped(made(run))
+    with run.no_sync(model), run.join(model):
+        run.train(model, optimizer, range(STEPS))
 
 
 # ---- accumulation --------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ MODES = {
         Mode("ddp", {"schedule": "ddp"}),
         Mode("bytescheduler", {"schedule": "bytescheduler"}, "yes"),
         Mode("c-cube", {"schedule": "c-cube"}, "yes"),
+        Mode("dear", {"schedule": "dear"}, "yes"),
         Mode(
             "gtopk", {"exchange": GTopK(density=1), "schedule": "ddp"},
             dtype=torch.float32, tolerance=1e-5,
@@ -72,7 +73,7 @@ class Habit:
     chained_error: str = ""
     by: int | None = None
     modes: tuple[str, ...] = tuple(MODES)
-    quick: tuple[str, ...] = tuple(MODES)
+    quick: tuple[str, ...] = ()
 
     @property
     def about(self) -> str:
@@ -82,6 +83,8 @@ class Habit:
 
 HABITS: dict[str, Habit] = {}
 DENSE = tuple(name for name in MODES if name != "gtopk")
+QUICK = tuple(name for name in MODES if name != "dear")
+"""Modes in which a row is run by `make test`, unless it says otherwise."""
 FEW = ("auto", "c-cube")
 """Modes in which a variant of another row is run by `make test`; the others are slow tests."""
 SOME = ("auto", "bytescheduler", "c-cube")
@@ -102,7 +105,7 @@ def habit(
         theme = body.__module__.rpartition(".")[2]
         re.compile(error), re.compile(chained)
         modes = tuple(only) or tuple(MODES)
-        fast = tuple(quick) or (SOME if theme in LATER else tuple(MODES))
+        fast = tuple(quick) or (SOME if theme in LATER else QUICK)
         HABITS[name] = Habit(name, body, theme, error, chained, by, modes, fast)
         return body
 
@@ -156,6 +159,9 @@ class Run:
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         return model.no_sync() if isinstance(model, DataParallel) else nullcontext()
+
+    def join(self, model: Any) -> AbstractContextManager[None]:
+        return model.join() if isinstance(model, DataParallel) else nullcontext()
 
     def synchronize(self, model: Any) -> None:
         """The wait before gradients are read through references."""

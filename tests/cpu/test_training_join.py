@@ -1,0 +1,190 @@
+"""Batches of unequal number: `DataParallel.join`, beside one process that has them all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_distributed import run
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from linkweave import collectives
+from linkweave.collectives import DataParallel, GTopK, ShardedEmbedding
+from linkweave.collectives.training import divergence
+from tests.cpu.training_models import adamw, apart, error_of, images, made, on_all, sgd
+
+MODES: dict[str, dict[str, Any]] = {
+    **{name: {"schedule": name} for name in ("ddp", "c-cube", "bytescheduler", "dear")},
+    "auto": {}, "gtopk": {"exchange": GTopK(density=1)},
+}  # fmt: skip
+COUNTS = [(5, 2), (0, 4), (3, 3), (19, 1), (2, 6, 4), (4, 0, 0)]
+
+
+def share_of(step: int, rank: int, size: int, dtype: torch.dtype) -> Any:
+    x, y = images(step, 2 * size)
+    return x.chunk(size)[rank].to(dtype), y.chunk(size)[rank]
+
+
+def loss_of(model: Any, step: int, rank: int, size: int) -> torch.Tensor:
+    dtype = next(iter(model.state_dict().values())).dtype
+    x, y = share_of(step, rank, size, dtype)
+    return cross_entropy(model(x), y)
+
+
+def alone(model: nn.Module, optimizer: Any, steps: Sequence[int], counts: Sequence[int]) -> None:
+    """One process, in which ranks with as many batches give their part of each average."""
+    for step in steps:
+        optimizer.zero_grad()
+        for rank, count in enumerate(counts):
+            if step < count:
+                (loss_of(model, step, rank, len(counts)) / len(counts)).backward()
+        optimizer.step()
+
+
+def together(comm: Any, counts: Sequence[int], mode: str, make: Any) -> float:
+    """How far a rank's parameters are from those of one process, after batches in unequal number
+    and four in equal number. Raises unless all ranks have the same parameters and states."""
+    dtype = torch.float32 if mode == "gtopk" else torch.float64
+    rank, size = comm.rank, comm.size
+    inner, whole = made("cnn", dtype), made("cnn", dtype)
+    optimizer, other = make(inner.parameters()), make(whole.parameters())
+    group = None if mode == "auto" else comm
+    with DataParallel(inner, optimizer, group=group, **MODES[mode]) as model:
+        with model.join():
+            for step in range(counts[rank]):
+                optimizer.zero_grad()
+                loss_of(model, step, rank, size).backward()
+                optimizer.step()
+        alone(whole, other, range(max(counts)), counts)
+        found = apart(model.state_dict(), whole.state_dict())
+        states = optimizer.state_dict()["state"]
+        assert states.keys() == other.state_dict()["state"].keys()
+        flat = {f"{key} {name}": x for key, s in states.items() for name, x in s.items()}
+        assert on_all(comm, {**model.state_dict(), **flat})
+        for step in range(30, 34):
+            optimizer.zero_grad()
+            loss_of(model, step, rank, size).backward()
+            optimizer.step()
+        alone(whole, other, range(30, 34), [99] * size)
+        assert on_all(comm, model.state_dict())
+        return max(found, apart(model.state_dict(), whole.state_dict()))
+
+
+def every_mode(rank: int, counts: Sequence[int]) -> dict[str, float]:
+    divergence.EVERY = 1  # ranks that are over early differ meanwhile
+    comm = collectives.get_default()
+    return {mode: together(comm, counts, mode, sgd if mode == "ddp" else adamw) for mode in MODES}
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_batches_in_unequal_number(counts: Sequence[int]) -> None:
+    for found in collectives.spawn(every_mode, len(counts), args=(counts,), timeout=20):
+        rounds = found.pop("gtopk")  # in float32, and AdamW divides by it
+        assert max(found.values()) < 1e-10 and rounds < 1e-3, (found, rounds)
+
+
+class Group:
+    """What `together` needs of a process group."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+
+def over_gloo(rank: int) -> float:
+    inner = made("cnn")
+    optimizer = sgd(inner.parameters())
+    counts = (2, 5, 3)
+    with DataParallel(inner, optimizer, schedule="c-cube") as model:
+        with model.join():
+            for step in range(counts[rank]):
+                optimizer.zero_grad()
+                loss_of(model, step, rank, 3).backward()
+                optimizer.step()
+        whole = made("cnn")
+        alone(whole, sgd(whole.parameters()), range(5), counts)
+        return apart(model.state_dict(), whole.state_dict())
+
+
+def test_over_a_process_group() -> None:
+    assert all(found < 1e-10 for found in run(3, over_gloo, backend="gloo"))
+
+
+def with_buffers(rank: int) -> None:
+    """Statistics are those of a rank whose loop goes on."""
+    comm = collectives.get_default()
+    inner = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    optimizer = sgd(inner.parameters())
+    with DataParallel(inner, optimizer, schedule="ddp") as model:
+        with model.join():
+            for step in range(3 if rank else 1):
+                model(torch.full((2, 4), float(step + rank)) + torch.eye(4)[:2]).sum().backward()
+                optimizer.step()
+        assert int(inner[1].num_batches_tracked) == 3
+        assert on_all(comm, model.state_dict())
+
+
+def accumulated(rank: int) -> None:
+    """What a rank has added and not sent goes along with the next pass of the others."""
+    inner, whole = made("cnn"), made("cnn")
+    optimizer, other = sgd(inner.parameters()), sgd(whole.parameters())
+    with DataParallel(inner, optimizer, schedule="ddp") as model, model.join():
+        if rank:
+            with model.no_sync():
+                loss_of(model, 0, 1, 2).backward()
+        else:
+            loss_of(model, 0, 0, 2).backward()
+            optimizer.step()
+    alone(whole, other, [0], [1, 1])
+    assert apart(inner.state_dict(), whole.state_dict()) < 1e-12
+
+
+def options_go_along(rank: int) -> None:
+    """A learning rate that a rank has set while others were over is that of all."""
+    inner = made("cnn")
+    optimizer = adamw(inner.parameters())
+    with DataParallel(inner, optimizer, schedule="ddp") as model:
+        with model.join():
+            for step in range(3 - 2 * rank):
+                loss_of(model, step, rank, 2).backward()
+                optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+                optimizer.step()
+        assert optimizer.param_groups[0]["lr"] == 0.1 / 3
+        steps = {int(state["step"]) for state in optimizer.state_dict()["state"].values()}
+        assert steps == {3}
+
+
+def refused(rank: int) -> None:
+    inner = made("cnn")
+    with DataParallel(inner, sgd(inner.parameters())) as model:
+        with model.join():
+            assert "inside another join()" in error_of(model.join().__enter__)
+        with model.no_sync():
+            assert "or no_sync()" in error_of(model.join().__enter__)
+        with pytest.raises(ZeroDivisionError), model.join():  # nobody waits for the others then
+            raise ZeroDivisionError
+        with model.join():
+            pass
+    rows = nn.Sequential(ShardedEmbedding(8, 4), nn.Linear(4, 2))
+    with DataParallel(rows, torch.optim.SGD(rows.parameters(), 0.1)) as model:
+        assert "with the ShardedEmbedding 0, whose" in error_of(model.join().__enter__)
+    with DataParallel(inner := made("cnn"), sgd(inner.parameters())) as model:
+        inner.norm = nn.SyncBatchNorm(3)
+        assert "with the SyncBatchNorm norm, whose" in error_of(model.join().__enter__)
+
+
+@pytest.mark.parametrize("body", [with_buffers, accumulated, options_go_along, refused])
+def test_case(body: Any) -> None:
+    collectives.spawn(body, 2, timeout=10)
+
+
+def test_a_single_rank_has_nobody_to_wait_for() -> None:
+    inner = made("cnn")
+    optimizer = sgd(inner.parameters())
+    model = DataParallel(inner, optimizer)
+    with model.join():
+        loss_of(model, 0, 0, 1).backward()
+        optimizer.step()
