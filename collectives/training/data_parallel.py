@@ -174,6 +174,8 @@ class DataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
         if not torch.is_grad_enabled():
+            if self._engine:
+                self._engine.rest()
             return self.module(*args, **kwargs)
         if self._end and any(p.requires_grad for p in self.module.parameters()):
             raise CollectiveError(

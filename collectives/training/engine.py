@@ -32,9 +32,6 @@ from linkweave.collectives.training.step_record import Moments
 from linkweave.collectives.training.stepping import Stepper
 from linkweave.collectives.training.transport import Transport
 
-FROZEN = 8
-"""Steps after which parameters that were frozen are no longer sent."""
-
 
 class Engine:
     """Averages the gradients of a module over all ranks, and lets its optimizers go on with them.
@@ -85,7 +82,6 @@ class Engine:
         self._pending: dict[int, list[int]] = {}  # units to be updated: versions of parameters
         self._passed: set[int] = set()  # units that a forward pass has left pending
         self._left: list[int] = []  # parameters of each unit whose gradients are to come
-        self._frozen: tuple[int, list[bool]] = (0, [])
         self._version = 0
         self._versions: list[int] = []  # of parameters, as long as gradients are under way
 
@@ -276,6 +272,8 @@ class Engine:
         self._left = [len(unit.parameters) for unit in self.units]
         if not (self.sends and self.units):
             return
+        if self.program.chained:
+            self._gates.open(guard=True)  # evaluation may have closed them
         self.moments.next_step(self.lanes.sent)
         self.planner.before_step()
         self.exchange.begin()
@@ -360,17 +358,9 @@ class Engine:
         if self._checks and self.roll.complete:
             self._check.step(self.steps)
         self._after(self.roll.present[0])
-        self._count_frozen()
-
-    def _count_frozen(self) -> None:
-        """Make units anew once parameters have been frozen for some steps."""
-        if self._rebuilds:
-            now = frozen(self.units)
-            count, known = self._frozen
-            self._frozen = (count + 1 if now == known else 0), now
-            if count == FROZEN and any(now):
-                self.finish()
-                self._retire()
+        if self._rebuilds and self._layout.frozen_long(self.units):
+            self.finish()
+            self._retire()
 
     def _arrive(self) -> None:
         """Wait until gradients under way are averages."""
@@ -470,11 +460,17 @@ class Engine:
             self._gates.open(guard=self.program.chained)
 
     def train(self, mode: bool) -> None:
-        """Training or evaluation begins: in the latter nothing need wait until the next step."""
+        """Training or evaluation begins."""
         self.finish()
         if self.units and mode:
             self._set_gates()
-        elif self.units:
+        elif not mode:
+            self.rest()
+
+    def rest(self) -> None:
+        """Before a forward pass without gradients: if all is final, nothing need wait any more."""
+        final = self.state not in (State.SENDING, State.PENDING)
+        if self.units and final and not self.moments.on:
             self._gates.close()
 
     # ---- step --------------------------------------------------------------------------------
@@ -517,7 +513,6 @@ class Engine:
         self._check_unchanged()
         update = self._stepper.update
         update.snapshot()
-        self._gates.open(guard=True)  # evaluation may have closed them
         self._pending = {
             index: [parameter._version for parameter in unit.parameters]
             for index, unit in enumerate(self.units)

@@ -14,6 +14,9 @@ from linkweave.collectives.training.compiling import compiled
 from linkweave.collectives.training.hooks import Hook
 from linkweave.collectives.training.transport import Transport, parted
 
+FROZEN = 8
+"""Steps after which parameters that were frozen are no longer sent."""
+
 
 class Layout:
     """The modules and parameters of a model, and whether they have changed.
@@ -27,6 +30,7 @@ class Layout:
         self._stamp: list[Any] = []
         self.parameters: list[nn.Parameter] = []
         self._hooks: dict[int, tuple[Any, list[Any]]] = {}  # (parameter, handles), by identity
+        self._frozen: tuple[int, list[bool]] = (0, [])  # for how many steps
         self.compiled = False
         """Whether a part of the module is compiled, so that hooks before layers would not run."""
         self.changed()
@@ -112,6 +116,13 @@ class Layout:
             id(p) in there and (p.dtype, p.device) == unit.made and p.stride() == stride
             for p, stride, unit in held
         )
+
+    def frozen_long(self, units: Sequence[Unit]) -> bool:
+        """Whether parameters of the units have been frozen for FROZEN steps; called once a step."""
+        count, known = self._frozen
+        now = frozen(units)
+        self._frozen = (count + 1 if now == known else 0), now
+        return count == FROZEN and any(now)
 
     def units(self, recorded: Gates, transport: Transport) -> list[Unit]:
         """The units that all ranks make, by rank 0's recorded forward pass; none if nothing is

@@ -119,6 +119,23 @@ def a_plain_loop_stays_chained_until_the_next_forward_pass(rank: int) -> None:
 
 
 @case
+def evaluation_waits_for_nothing_once_all_is_final(rank: int) -> None:
+    """Without gradients, though the model is not told; the next step is chained again."""
+    pair = Pair()
+    pair.model.record_steps(False)
+    layer = pair.inner[1]
+    for number in range(0, 6, 2):
+        pair.steps(number, number + 1)
+        assert pair.model._engine.state is State.PENDING
+        for last in (False, True):
+            with torch.no_grad():
+                found = pair.model(pair.batch(0)[0])
+            assert torch.allclose(found, pair.alone(pair.batch(0)[0]))
+            assert (type(layer._parameters) is dict) == (not layer._forward_pre_hooks) == last
+    pair.close()
+
+
+@case
 def a_scheduler_does_not_warn(rank: int) -> None:
     import warnings
 
