@@ -72,8 +72,12 @@ class HostWork:
         return self._future.done()
 
     def add_done_callback(self, function: Callable[[Future[Any]], None]) -> None:
-        """Call `function` when the collective has finished, from the thread that runs it."""
-        self._future.add_done_callback(function)
+        """Call `function` when the collective has finished: at once if it has, else from a thread
+        of its own, as it may wait for later collectives of the same communicator."""
+        if self.done():
+            function(self._future)
+        else:
+            self._future.add_done_callback(partial(_apart, function))
 
     @property
     def unretrieved_error(self) -> BaseException | None:
@@ -100,6 +104,15 @@ class HostQueue(HostWork):
             pass
         if self.done():
             self.wait()
+
+
+def _apart(function: Callable[[Future[Any]], None], future: Future[Any]) -> None:
+    """Call the function from a thread of its own."""
+    thread = threading.Thread(target=function, args=(future,), name="linkweave-callback")
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter exits
+        function(future)
 
 
 def _run(calls: SimpleQueue[Any]) -> None:

@@ -20,6 +20,7 @@ import torch._dynamo  # which DDP imports: here once, not in every rank
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from machines import forked, pretend
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 
 import linkweave
@@ -207,6 +208,44 @@ def hooked(rank: int, own: str) -> list[float]:
 def test_hooks(backend: str, own: str) -> None:
     for exact, fp16, bf16 in run(3, hooked, own, backend=backend):
         assert exact < 1e-6 < fp16 < 2e-3 < bf16 < 2e-2
+
+
+def within(rank: int) -> list[float]:
+    """Collectives whose futures' callbacks wait for later ones of the same group."""
+
+    def summed(more: int) -> Any:
+        x = torch.ones(2)
+        future = dist.all_reduce(x, async_op=True).get_future()
+        if not more:
+            return future
+        return future.then(lambda done: done.value()[0] + summed(more - 1).wait()[0])
+
+    return summed(3).wait().tolist()
+
+
+@pytest.mark.parametrize("machines", [(), (2, 1)])
+def test_a_callback_may_wait_for_a_collective_of_its_group(machines: tuple[int, ...]) -> None:
+    assert run(3, within, machines=machines) == [[12.0, 12.0]] * 3
+
+
+def powered(rank: int, backend: str) -> list[float]:
+    """Parameters after DDP with PowerSGD's hook, whose callbacks wait for collectives."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(10, 200), torch.nn.ReLU(), torch.nn.Linear(200, 3))
+    ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)
+    state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=3)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
+    for _ in range(6):
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 10) + rank).square().sum().backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def test_powersgd_trains_as_over_gloo() -> None:
+    mine, gloo = (run(2, powered, name, backend=name) for name in ("linkweave", "gloo"))
+    assert mine[0] == mine[1] == pytest.approx(gloo[0], rel=1e-4, abs=1e-5)
 
 
 def parts(rank: int) -> float:
