@@ -9,7 +9,6 @@ buckets and all hooks use one gloo group.
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 import time
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -194,7 +194,9 @@ def _random(count: int) -> torch.Tensor:
     """Random values of this rank, in memory that all ranks of a machine share: it may not have
     room for each rank's own. Each rank's begin at another place, so that gradients differ."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    path = Path(tempfile.gettempdir(), f"linkweave-gradients-{os.environ.get('MASTER_PORT')}")
+    names = [uuid4().hex]  # which nobody can guess, and so put a link there
+    dist.broadcast_object_list(names)
+    path = Path(tempfile.gettempdir(), f"linkweave-gradients-{names[0]}")
     try:
         whole = torch.from_file(str(path), shared=True, size=count + 16 * size)
         source = torch.Generator().manual_seed(0)

@@ -20,8 +20,8 @@ _NUMPY = {np.dtype(name): name for name in DTYPES if name != "bfloat16"}
 
 
 def is_torch(x: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(x, torch.Tensor)
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)  # not there while torch is imported
+    return kind is not None and isinstance(x, kind)
 
 
 def _is_cuda_array(x: Any) -> bool:
@@ -69,8 +69,10 @@ def fast_buffer(x: Any) -> tuple[int, int, str] | None:
         if flags.c_contiguous and flags.writeable and (name := _NUMPY.get(x.dtype)):
             return x.__array_interface__["data"][0], x.nbytes, name
         return None
-    torch = sys.modules.get("torch")
-    if torch is None or type(x) not in (torch.Tensor, torch.nn.Parameter):
+    if not is_torch(x):
+        return None
+    torch = sys.modules["torch"]
+    if type(x) not in (torch.Tensor, torch.nn.Parameter):
         return None
     if x.device.type != "cpu" or x.layout is not torch.strided or x.is_neg():
         return None

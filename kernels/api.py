@@ -195,8 +195,8 @@ def _gpu(x: Any) -> Any:
 
 
 def _is_torch(x: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(x, torch.Tensor)
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)  # not there while torch is imported
+    return kind is not None and isinstance(x, kind)
 
 
 def _numpy(x: Any, name: str) -> np.ndarray:

@@ -14,9 +14,9 @@ _LEAST = 1 << 16  # elements per thread
 
 def threads() -> int:
     """The number of threads that torch uses if it is loaded; otherwise that of usable cores."""
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        return int(torch.get_num_threads())
+    of_torch = getattr(sys.modules.get("torch"), "get_num_threads", None)
+    if of_torch is not None:  # it is not there while torch is imported
+        return int(of_torch())
     return len(os.sched_getaffinity(0))
 
 

@@ -196,7 +196,8 @@ class HostCalls:
         payload = b""
         if self.rank == 0:
             try:
-                payload = b"+" + make()
+                with self.control.alive():
+                    payload = b"+" + make()
             except CollectiveError as error:
                 payload = b"-" + json.dumps([type(error).__name__, str(error)]).encode()
         found = self._gather(_exchange("plan"), payload, timeout)[0]
@@ -206,11 +207,11 @@ class HostCalls:
         return found[1:]
 
     def _gather(
-        self, request: Request, payload: bytes, timeout: float | None = None, first: bool = False
+        self, request: Request, payload: bytes, planning: float = 0.0, first: bool = False
     ) -> list[bytes]:
         settings = 0 if self.control.number else self._settings
         mine = notice(request, settings, self._order, first)
-        rows, found = self.control.gather(mine, payload, timeout)
+        rows, found = self.control.gather(mine, payload, planning)
         if (rows != mine).any():
             self._differ(rows)
         return found

@@ -75,14 +75,15 @@ def _on_one_machine(job: Job, settings: Settings) -> Communicator:
     fd = -1
     try:
         if job.rank == 0:
-            fd = Mapping.create(job.size)
+            fd = Mapping.create(job.size, job.key)
             location = Mapping.location(fd)
             job.tell(job.key, location)
         else:
             location = job.look_up(job.key, 0, "set up the shared memory", settings.timeout)
         if not isinstance(location, str):
             raise job.not_ours(location)
-        return Communicator(Arena(Mapping.open(location, job.size, job.rank), job.rank), settings)
+        mapping = Mapping.open(location, job.size, job.rank, job.key)
+        return Communicator(Arena(mapping, job.rank), settings)
     finally:
         if fd >= 0:
             os.close(fd)

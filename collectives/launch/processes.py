@@ -100,6 +100,8 @@ class _Rank:
 
     def __init__(self, rank: int, process: Any, results: Connection, hint: str) -> None:
         self.rank, self.process, self.results, self.hint = rank, process, results, hint
+        # not the process's sentinel, a pipe that what a rank forks holds open beyond its death
+        self.ended = os.pidfd_open(process.pid)
         self.value: Any = None
         self.error: BaseException | None = None
         self.done = False
@@ -130,12 +132,12 @@ class _Rank:
 
     def end(self) -> None:
         """End the process and free its resources."""
-        if self.process.is_alive() and not self.done:
+        if not self.done:
             self.process.kill()
-        self.process.join(GRACE)
-        if self.process.is_alive():
+        if not wait([self.ended], GRACE):
             self.process.kill()
-            self.process.join()
+        self.process.join()
+        os.close(self.ended)
         self.results.close()
         self.process.close()
 
@@ -146,7 +148,7 @@ def _gather(ranks: list[_Rank], fd: int, size: int) -> list[Any]:
     deadline: float | None = None
     while waiting:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        sources = {source: r for r in waiting for source in (r.results, r.process.sentinel)}
+        sources: dict[Any, _Rank] = {x: r for r in waiting for x in (r.results, r.ended)}
         ready = {sources[source].rank for source in wait(list(sources), left)}
         if not ready:
             break

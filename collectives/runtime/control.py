@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import NoReturn, Protocol
 
 import numpy as np
@@ -20,7 +21,8 @@ Where = Callable[[], tuple[str, dict[str, int]]]
 """Returns what a rank waits for, as words and as the fields of `CollectiveTimeout`."""
 
 PLANNING = 300.0
-"""Timeout for the rank that plans, in seconds; the others notice at once if it dies."""
+"""Seconds that rank 0 may plan, as long as it shows signs of life; the others notice at once if it
+dies, and after their timeout if it is stopped."""
 
 
 class Health:
@@ -101,9 +103,13 @@ class Control(Protocol):
         """End the call and wait until every rank has ended it."""
 
     def gather(
-        self, words: Sequence[int], message: bytes, timeout: float | None = None
+        self, words: Sequence[int], message: bytes, planning: float = 0.0
     ) -> tuple[NDArray[np.int64], list[bytes]]:
-        """A whole call: like `agree`; also gathers every rank's `message`."""
+        """A whole call: like `agree`; also gathers every rank's `message`. Rank 0 may be `alive`
+        for so many seconds before it comes."""
+
+    def alive(self) -> AbstractContextManager[None]:
+        """Inside, this rank shows signs of life to those that wait for it."""
 
     def give_up(self, why: int, blamed: int | None = None, who: int | None = None) -> None:
         """Abort all ranks: every wait, now or later, raises CollectiveAborted.

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import types
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from linkweave import collectives
+from linkweave import collectives, kernels
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.launch import default
@@ -394,3 +395,17 @@ def test_a_collective_of_the_table_is_a_function(monkeypatch: pytest.MonkeyPatch
     assert "scan" in package.__all__ and "scan" in dir(package)
     monkeypatch.setattr(default, "get_default", lambda: Communicator.__new__(Communicator))
     assert package.scan(21) == 42
+
+
+def while_torch_is_imported(rank: int) -> list[float]:
+    """A module that is being imported has no names yet."""
+    x = np.full(4, rank, np.float32)
+    sys.modules["torch"] = types.ModuleType("torch")
+    collectives.allreduce(x, async_op=True).wait()
+    collectives.allreduce(x)
+    values, where = kernels.topk_abs(x, 1)
+    return [*x.tolist(), float(values[0]), int(where[0])]
+
+
+def test_calls_while_torch_is_imported() -> None:
+    assert collectives.spawn(while_torch_is_imported, 2) == [[2.0] * 5 + [0]] * 2

@@ -244,6 +244,20 @@ def test_only_shared_memory_of_our_own_is_opened(tmp_path: Path) -> None:
         os.close(fd)
 
 
+def test_shared_memory_of_another_job_is_not_opened() -> None:
+    """Who can write to the store of a job could name that of another job of the same user."""
+    fd = Mapping.create(2, "job/session")
+    before = os.pread(fd, 1 << 16, 0)
+    try:
+        for size, job in ((2, "job/other"), (3, "job/session"), (2, "")):
+            with pytest.raises(CollectiveError, match="is the shared memory of another job"):
+                Mapping.open(Mapping.location(fd), size, 1, job)
+        assert os.pread(fd, 1 << 16, 0) == before
+        Mapping.open(Mapping.location(fd), 2, 1, "job/session").use()
+    finally:
+        os.close(fd)
+
+
 # ---- leaving -------------------------------------------------------------------------------------
 def leaves(rank: int, path: str) -> None:
     comm = get_default()

@@ -160,6 +160,69 @@ def test_stopped_rank(tmp_path: Path, impatient: None) -> None:
     assert time.monotonic() - start < 60  # the deadline, and the grace before it is killed
 
 
+def stopped_in_a_first_call(rank: int, path: str, which: int) -> None:
+    """A rank is stopped while rank 0 plans, or is rank 0 itself, which plans for longer than the
+    timeout before."""
+    comm = get_default()
+    make = comm._calls._plans.make
+
+    def slow(*args: Any) -> Any:
+        time.sleep(2.5)
+        if which == 0:
+            stop()
+        return make(*args)
+
+    def stop() -> None:
+        Path(path, "when").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    share = comm._calls._share
+    if rank == 0:
+        comm._calls._plans.make = slow
+    elif rank == which:
+        comm._calls._share = lambda make, *rest: stop() or share(make, *rest)
+    telling(path, rank, lambda: collectives.allreduce(np.ones(10, np.float32)))
+
+
+@pytest.mark.parametrize("which", [0, 2])
+def test_stopped_in_the_first_call_of_a_kind(tmp_path: Path, impatient: None, which: int) -> None:
+    with pytest.raises(CollectiveTimeout, match=f"waits for rank {which} to make its call"):
+        collectives.spawn(stopped_in_a_first_call, 3, args=(str(tmp_path), which), timeout=1)
+    stopped = float((tmp_path / "when").read_text())
+    for _, when, _, text in told(tmp_path, {0, 1, 2} - {which}).values():
+        assert 0.9 < when - stopped < (3 if which == 0 else 5) and f"rank {which}" in text
+
+
+def leaves_a_child(rank: int, path: str) -> None:
+    collectives.barrier()
+    if rank == 1:
+        if os.fork() == 0:
+            time.sleep(30)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    telling(path, rank, collectives.barrier)
+
+
+def test_killed_while_a_child_of_it_lives(tmp_path: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(CollectiveError, match=r"rank 1 \(process \d+\) was killed by SIGKILL"):
+        collectives.spawn(leaves_a_child, 3, args=(str(tmp_path),), timeout=20)
+    assert time.monotonic() - start < 15
+    assert all("died" in text for *_, text in told(tmp_path, {0, 2}).values())
+
+
+def one_call_more(rank: int, path: str) -> None:
+    collectives.barrier()
+    if rank:
+        telling(path, rank, collectives.barrier)
+
+
+def test_a_rank_that_has_returned_was_closed(tmp_path: Path) -> None:
+    with pytest.raises(CollectiveAborted, match=r"rank 0 was closed; rank [12] waits for rank 0"):
+        collectives.spawn(one_call_more, 3, args=(str(tmp_path),), timeout=20)
+    assert all("rank 0 was closed" in text for *_, text in told(tmp_path, {1, 2}).values())
+
+
 def never_comes(rank: int, path: str) -> None:
     x = np.ones(10, np.float32)
     collectives.allreduce(x)

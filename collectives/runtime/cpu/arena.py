@@ -20,9 +20,8 @@ from linkweave.kernels.plan.counters import add_one
 
 # Byte offsets of the fields of a rank's control block. Words that different ranks write, or that
 # several ranks poll, are 128 bytes apart: CPUs fetch cache lines in adjacent pairs.
-BELL, POSTED, FINISHED, PID, GONE, CLOSED, WAITS, NOTICE, GPU_CALLS, MESSAGES, LAST_WORDS = (
-    0, 128, 256, 384, 392, 400, 408, 512, 768, 1024, 3072
-)  # fmt: skip
+BELL, POSTED, FINISHED, PID, GONE, CLOSED, WAITS, BEATS = 0, 128, 256, 384, 392, 400, 408, 416
+NOTICE, GPU_CALLS, MESSAGES, LAST_WORDS = 512, 768, 1024, 3072
 _LEFT = 64  # byte offset in the page of abort words: the number of ranks that have left
 MAX_MESSAGE = 1008
 """Bytes of a message in a control block; longer messages lie in the rank's heap."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import numpy as np
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 from linkweave.collectives.errors import CollectiveAborted, CollectiveTimeout
 from linkweave.collectives.runtime.control import Health, Where
 from linkweave.collectives.runtime.cpu.arena import (
+    BEATS,
     BELL,
     CLOSED,
     FINISHED,
@@ -53,6 +56,7 @@ class HostControl:
         self.notices = [arena.notices(0), arena.notices(1)]
         self._values = np.zeros(len(self.peers), np.int64)  # awaited by `_await`
         self._waits = arena.words(arena.control(self.rank) + WAITS, 1)
+        self._heard = 0, 0.0  # rank 0's signs of life, and when the last one was new
         self._sent: list[tuple[int, int]] = []  # heap blocks that other ranks may still read
 
     def leave_cores(self) -> None:
@@ -64,13 +68,13 @@ class HostControl:
         return f"rank {rank}" + (f" ({whole} of all)" if whole != rank else "")
 
     # ---- calls -------------------------------------------------------------------------------
-    def agree(self, words: Sequence[int], timeout: float | None = None) -> NDArray[np.int64]:
+    def agree(self, words: Sequence[int], planning: float = 0.0) -> NDArray[np.int64]:
         self.number += 1
         rows = self.notices[self.number % 2]
         rows[self.rank, : len(words)] = words
         rows[self.rank, len(words) :] = -1  # where no buffer lies
         kernel.raise_counter(self.posted, self.number, self.bells)
-        self._await(0, "make its call", timeout)
+        self._await(0, "make its call", planning)
         return rows[:, : len(words)]
 
     def done(self) -> None:
@@ -81,7 +85,7 @@ class HostControl:
         self._await(1, "finish its call")
 
     def gather(
-        self, words: Sequence[int], message: bytes, timeout: float | None = None
+        self, words: Sequence[int], message: bytes, planning: float = 0.0
     ) -> tuple[NDArray[np.int64], list[bytes]]:
         page = self.arena.page(self.number + 1)
         while len(self._sent) > 1:  # all ranks have made a later call than the oldest
@@ -93,13 +97,13 @@ class HostControl:
             memory[:] = np.frombuffer(message, np.uint8)
             self._sent.append((offset, len(message)))
             self.arena.write_header(page, len(message), offset)
-        rows = self.agree(words, timeout).copy()
+        rows = self.agree(words, planning).copy()
         found = [self.arena.message(rank, page) for rank in range(self.size)]
         self.done()
         return rows, found
 
     # ---- failures ----------------------------------------------------------------------------
-    def _await(self, which: int, what: str, timeout: float | None = None) -> None:
+    def _await(self, which: int, what: str, planning: float = 0.0) -> None:
         start, counters = time.monotonic(), self.others[which]
         self._values.fill(self.number)
         yields = self.yields
@@ -112,7 +116,7 @@ class HostControl:
             if status == kernel.DONE:
                 self._waits[0] = 0
                 return
-            self.check(status, start, lambda: self.late(which, what), timeout)
+            self.check(status, start, lambda: self.late(which, what), planning)
 
     def late(self, which: int, what: str) -> tuple[str, dict[str, int]]:
         """The first peer that has not begun (0) or finished (1) our call; a `Where`."""
@@ -130,27 +134,54 @@ class HostControl:
             self.give_up(INTERRUPTED)
             raise
 
+    @contextmanager
+    def alive(self) -> Iterator[None]:
+        beats, over = self.arena.words(self.arena.control(self.rank) + BEATS, 1), threading.Event()
+
+        def beat() -> None:
+            while not over.wait(self.timeout / 8):
+                beats[0] += 1
+
+        thread = threading.Thread(target=beat, name="linkweave-alive", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _since(self, start: float, peer: int | None, planning: float) -> float:
+        """From when on we have waited in vain: if for rank 0, which may be planning, from its last
+        sign of life."""
+        now = time.monotonic()
+        if peer != 0 or now - start > planning:
+            return start
+        beats = int(self.arena.words(self.arena.control(0) + BEATS, 1)[0])
+        if beats != self._heard[0]:
+            self._heard = beats, now
+        return max(start, self._heard[1])
+
     def check(
-        self, status: int, start: float, where: Where, timeout: float | None = None
+        self, status: int, start: float, where: Where, planning: float = 0.0
     ) -> None:  # fmt: skip
         """After a wait that was not fulfilled: raise if a rank has given up, died or left, or if
-        more than `timeout` seconds have passed since `start`."""
-        timeout = timeout or self.timeout
+        `timeout` seconds have passed since `start`, or since rank 0's last sign of life in the
+        seconds that it may be `planning`."""
         if status == kernel.IDLE:
             words, fields = where()
             peer = fields.get("peer")
             self._waits[0] = 0 if peer is None else peer + 1
-            if dead := self._ended(self.arena.dead()):
-                self.give_up(DIED, dead[0])
-            elif left := self._ended(p for p in self.peers if self.arena.closed(p)):
+            if left := self._ended(p for p in self.peers if self.arena.closed(p)):
                 self.give_up(LEFT, left[0], left[0])
-            elif time.monotonic() - start < timeout:
+            elif dead := self._ended(self.arena.dead()):
+                self.give_up(DIED, dead[0])
+            elif time.monotonic() - self._since(start, peer, planning) < self.timeout:
                 return
             else:
                 chain = self._chain(peer)
                 self.give_up(TIMED_OUT, chain[-1] if chain else None)
                 then = "".join(f", which waits for {self.name(r)}" for r in chain[1:])
-                raise CollectiveTimeout(f"{words}{then} for {timeout:g} s", **fields)
+                raise CollectiveTimeout(f"{words}{then} for {self.timeout:g} s", **fields)
         self.raise_aborted(where)
 
     def _chain(self, peer: int | None) -> list[int]:

@@ -11,6 +11,7 @@ so each part can access the tensors of all of them.
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import re
@@ -29,6 +30,7 @@ SEGMENTS = 4096
 MAX_HEAPS = 16 << 40  # bytes of address space of all heaps
 LOCATION = re.compile(r"/proc/\d+/fd/\d+")
 _NAME = "linkweave"
+_TAG = 256  # byte offset in the first page, behind the abort words, of the job's hash
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _REMOVE = 9  # MADV_REMOVE: gives the pages of a shared file back
 _FREE, _HELD, _RETURNED = 0, 1, 2  # states of a segment
@@ -46,12 +48,20 @@ def heap_bytes(size: int) -> int:
     return int(min(whole, MAX_HEAPS // size // PAGE * PAGE))
 
 
+def _nbytes(size: int) -> int:
+    return SEGMENTS * SEGMENT + size * heap_bytes(size)
+
+
+def _hash(job: str) -> bytes:
+    return hashlib.sha256(job.encode()).digest()
+
+
 class Mapping:
     """One process's view of the file. `base` is the address of its first byte here."""
 
     def __init__(self, fd: int, size: int) -> None:
         self.size, self.heap = size, heap_bytes(size)
-        self.nbytes = SEGMENTS * SEGMENT + size * self.heap
+        self.nbytes = _nbytes(size)
         try:
             self._map = mmap.mmap(fd, self.nbytes)
         except (OSError, ValueError) as error:
@@ -67,10 +77,11 @@ class Mapping:
         claim(self._segment(0), _FREE, _HELD)  # for the communicator of all ranks
 
     @staticmethod
-    def create(size: int) -> int:
-        """Create the file for `size` ranks; returns its descriptor."""
+    def create(size: int, job: str = "") -> int:
+        """Create the file for `size` ranks of a job, which has a name; returns its descriptor."""
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-        os.ftruncate(fd, SEGMENTS * SEGMENT + size * heap_bytes(size))
+        os.ftruncate(fd, _nbytes(size))
+        os.pwrite(fd, _hash(job), _TAG)
         return fd
 
     @staticmethod
@@ -79,7 +90,7 @@ class Mapping:
         return f"/proc/{os.getpid()}/fd/{fd}"
 
     @staticmethod
-    def open(location: str, size: int, rank: int) -> Mapping:
+    def open(location: str, size: int, rank: int, job: str = "") -> Mapping:
         """Map the file of another process of this user. Raises CollectiveError."""
         if not LOCATION.fullmatch(location):
             raise CollectiveError(f"rank {rank}: {location!r} is not where ranks share memory")
@@ -91,11 +102,17 @@ class Mapping:
                 f"{error.strerror}; all ranks must run under one user and in one PID namespace"
             ) from None
         try:
-            # the location may come from anyone: accept only what `create` made for this user
-            ours = os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_NAME}")
-            if not ours or os.fstat(fd).st_uid != os.geteuid():
+            # the location may come from anyone: accept only what `create` made for this user and
+            # for this job, and no other job of the same user
+            ours, state = os.readlink(f"/proc/self/fd/{fd}"), os.fstat(fd)
+            if not ours.startswith(f"/memfd:{_NAME}") or state.st_uid != os.geteuid():
                 raise CollectiveError(
                     f"rank {rank}: {location} is not shared memory that a rank of this user made"
+                )
+            if state.st_size != _nbytes(size) or os.pread(fd, 32, _TAG) != _hash(job):
+                raise CollectiveError(
+                    f"rank {rank}: {location} is the shared memory of another job, not of these "
+                    f"{size} ranks"
                 )
             return Mapping(fd, size)
         finally:
