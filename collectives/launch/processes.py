@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -71,28 +72,41 @@ def spawn(
     if can_fork:
         compile_kernels()  # forked ranks inherit the machine code
     hint = "" if context.get_start_method() == "fork" else _FRESH
-    fd = Mapping.create(nprocs)
+    with _within_limits():
+        fd = Mapping.create(nprocs)
     ranks: list[_Rank] = []
     try:
         for rank in range(nprocs):
-            ours, theirs = context.Pipe(duplex=False)
             gpu = None if gpus is None else gpus[rank]
             job = (fn, args, rank, nprocs, settings, gpu, Mapping.location(fd), os.getpid())
-            process = context.Process(target=_child, args=(theirs, job), daemon=False)
-            try:
-                process.start()
-            except (AttributeError, TypeError, pickle.PicklingError) as error:
-                raise CollectiveError(
-                    "this process runs other threads (or has used CUDA), so ranks cannot be "
-                    f"forked and what they run must pickle: {error}"
-                ) from None
-            theirs.close()
-            ranks.append(_Rank(rank, process, ours, hint))
+            with _within_limits():
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_child, args=(theirs, job), daemon=False)
+                try:
+                    process.start()
+                except (AttributeError, TypeError, pickle.PicklingError) as error:
+                    raise CollectiveError(
+                        "this process runs other threads (or has used CUDA), so ranks cannot be "
+                        f"forked and what they run must pickle: {error}"
+                    ) from None
+                theirs.close()
+                ranks.append(_Rank(rank, process, ours, hint))
         return _gather(ranks, fd, nprocs)
     finally:
         for r in ranks:
             r.end()
         os.close(fd)
+
+
+@contextmanager
+def _within_limits() -> Iterator[None]:
+    """What the operating system refuses is an error that points to its limits."""
+    try:
+        yield
+    except OSError as error:
+        raise CollectiveError(
+            f"ranks cannot be started: {error.strerror}; `ulimit -a` shows this process's limits"
+        ) from error
 
 
 class _Rank:
@@ -101,7 +115,12 @@ class _Rank:
     def __init__(self, rank: int, process: Any, results: Connection, hint: str) -> None:
         self.rank, self.process, self.results, self.hint = rank, process, results, hint
         # not the process's sentinel, a pipe that what a rank forks holds open beyond its death
-        self.ended = os.pidfd_open(process.pid)
+        try:
+            self.ended = os.pidfd_open(process.pid)
+        except OSError:
+            process.kill()
+            process.join()
+            raise
         self.value: Any = None
         self.error: BaseException | None = None
         self.done = False

@@ -223,6 +223,23 @@ def test_a_rank_that_has_returned_was_closed(tmp_path: Path) -> None:
     assert all("rank 0 was closed" in text for *_, text in told(tmp_path, {1, 2}).values())
 
 
+LIMITED = """
+import resource, linkweave
+limit = getattr(resource, "RLIMIT_" + NAME)
+resource.setrlimit(limit, (VALUE, VALUE))
+linkweave.spawn(linkweave.barrier, 2)
+"""
+
+
+@pytest.mark.parametrize(("name", "value"), [("NOFILE", 8), ("FSIZE", 1 << 20)])
+def test_a_limit_of_the_system_is_an_error_that_says_so(name: str, value: int) -> None:
+    code = LIMITED.replace("NAME", repr(name)).replace("VALUE", str(value))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+                          check=False)  # fmt: skip
+    assert "CollectiveError: ranks cannot be started: " in done.stderr
+    assert "`ulimit -a` shows" in done.stderr
+
+
 def never_comes(rank: int, path: str) -> None:
     x = np.ones(10, np.float32)
     collectives.allreduce(x)

@@ -67,7 +67,7 @@ class Mapping:
         except (OSError, ValueError) as error:
             raise CollectiveError(
                 f"{self.nbytes >> 30} GiB of address space cannot be mapped for shared memory: "
-                f"{error}; is `ulimit -v` set?"
+                f"{error}; is `ulimit -v` or `ulimit -n` too low?"
             ) from None
         self.bytes = np.frombuffer(self._map, np.uint8)
         self.base = int(self.bytes.ctypes.data)
