@@ -19,7 +19,7 @@ from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
 from linkweave.collectives.runtime.gpu.team import Team
 from linkweave.collectives.settings import Settings
 from linkweave.collectives.sparse.allreduce import agree, host_sparse_allreduce, sparse_allreduce
-from linkweave.collectives.tensors import fast_buffer, gpu_of
+from linkweave.collectives.tensors import fast_buffer, fast_result, gpu_of, output_for
 
 
 class Collectives:
@@ -66,8 +66,8 @@ class Collectives:
         CollectiveAborted if a peer does not take part. On a GPU a later call, `Work.wait` or
         `synchronize` raises them.
         """
-        if out is None and not async_op and self._repeat("allreduce", x, op, 0, algorithm):
-            return None
+        if not async_op and self._repeated("allreduce", x, out, op, 0, algorithm):
+            return out
         if isinstance(x, list | tuple):
             first = x[0] if x else None
             return self._submit(
@@ -117,7 +117,7 @@ class Collectives:
 
     def broadcast(self, x: Any, root: int = 0, *, async_op: bool = False) -> Any:
         """Copy `x` of rank `root` to `x` on all ranks. Tensors and errors as in `allreduce`."""
-        if not async_op and self._repeat("broadcast", x, "sum", root, "auto"):
+        if not async_op and self._repeated("broadcast", x, None, "sum", root):
             return None
         return self._submit(async_op, x, operations.into, "broadcast", x, "sum", root)
 
@@ -133,6 +133,8 @@ class Collectives:
         Returns `out` on `root` and None on other ranks, or a `Work`.
         Raises as `allreduce` does.
         """
+        if not async_op and self._repeated("reduce", x, out, op, root):
+            return out if self.rank == root else None
         return self._submit(async_op, x, operations.reduce, x, op, root, out)
 
     def allgather(
@@ -151,6 +153,9 @@ class Collectives:
         (sum(counts), *x.shape[1:]).
         Raises as `allreduce` does.
         """
+        plain = counts is None and not async_op
+        if plain and (made := self._moved("allgather", x, out)) is not None:
+            return made
         return self._submit(async_op, x, operations.allgather, x, out, counts)
 
     def reduce_scatter(
@@ -166,6 +171,8 @@ class Collectives:
         Returns a tensor of shape (x.shape[0] / ranks, *x.shape[1:]). Rows go to the ranks in order.
         Raises as `allreduce` does.
         """
+        if not async_op and (made := self._moved("reduce_scatter", x, out, op)) is not None:
+            return made
         return self._submit(async_op, x, operations.reduce_scatter, x, op, out)
 
     def alltoall(
@@ -186,6 +193,8 @@ class Collectives:
         Raises as `allreduce` does.
         """
         if in_splits is None and out_splits is None:
+            if not async_op and (made := self._moved("alltoall", x, out)) is not None:
+                return made
             return self._submit(async_op, x, operations.alltoall, x, out)
         if gpu_of(x) is not None:
             raise CollectiveError("alltoall with splits takes CPU tensors only")
@@ -249,6 +258,8 @@ class Collectives:
 
     def barrier(self) -> None:
         """Wait until all ranks have called `barrier`."""
+        if self._worker.idle and self._calls.repeat("barrier", 0, 0, NOTHING.dtype, "sum", 0):
+            return
         self._submit(False, None, lambda calls: calls.make(Request("barrier", NOTHING)))
 
     def _on_gpu(self, number: int) -> GpuCalls:
@@ -272,12 +283,41 @@ class Collectives:
                 f"rank {self.rank} runs on GPU {mine}; the tensor is on GPU {number}"
             )
 
-    def _repeat(self, kind: str, x: Any, op: str, root: int, algorithm: How) -> bool:
-        """Repeat an in-place call. Returns False if no call of this kind has been made before."""
-        if not self._worker.idle:
+    def _repeated(
+        self, kind: str, x: Any, out: Any, op: str, root: int, how: How = "auto"
+    ) -> bool:  # fmt: skip
+        """Repeat a call of a whole message, in place or from `x` into `out`. Returns False if no
+        call of this kind has been made before, or if the tensors are not such as most are."""
+        if not self._worker.idle or type(root) is not int or (given := fast_buffer(x)) is None:
             return False
-        found = fast_buffer(x)
-        return found is not None and self._calls.repeat(kind, *found, op, root, algorithm)
+        address, nbytes, dtype = given
+        if kind == "reduce" and root != self.rank:  # sums of a part of the ranks are not for `x`
+            return self._calls.repeat(kind, None, nbytes, dtype, op, root, how, address)
+        if out is None:
+            return self._calls.repeat(kind, address, nbytes, dtype, op, root, how)
+        result = fast_result(x, out, tuple(x.shape))
+        return result is not None and self._calls.repeat(
+            kind, result[0], nbytes, dtype, op, root, how, address
+        )
+
+    def _moved(self, kind: str, x: Any, out: Any, op: str = "sum") -> Any:
+        """Repeat a call from `x` into `out`, or a new tensor, of another shape. Returns the tensor,
+        or None as `_repeated` returns False."""
+        if not self._worker.idle or (given := fast_buffer(x)) is None:
+            return None
+        if (shape := operations.shape_of(kind, tuple(x.shape), self.size)) is None:
+            return None
+        out = output_for(x, shape, None) if out is None else out
+        if (result := fast_result(x, out, shape)) is None:
+            return None
+        calls, nbytes = self._calls, given[1]
+        if kind == "allgather":
+            nbytes = result[1]
+            if calls.shares(*result[:2]):
+                done = calls.repeat(kind, result[0], nbytes, given[2], op, 0, "auto", given[0])
+                return out if done else None
+        done = calls.repeat(kind, None, nbytes, given[2], op, 0, "auto", given[0], result[0])
+        return out if done else None
 
     def _submit(self, async_op: bool, x: Any, body: Callable[..., Any], *args: Any) -> Any:
         """Run `body(context, *args)` on the device of `x`; on the CPU if `x` is no tensor."""

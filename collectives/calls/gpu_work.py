@@ -12,6 +12,7 @@ from linkweave.collectives.calls.gpu_launcher import GpuLauncher
 from linkweave.collectives.calls.request import How, Request
 from linkweave.collectives.errors import CollectiveError, CollectiveTimeout
 from linkweave.collectives.planning.collective import COLLECTIVES, Root
+from linkweave.collectives.planning.layout import staging
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.gpu.counters import CallCounters
 from linkweave.collectives.runtime.gpu.team import Call
@@ -50,8 +51,21 @@ class GpuContext:
         address = self.gpu.scratch(nbytes, self.caller)
         return Buffer(address, like.nbytes, like.dtype, like.itemsize)
 
-    def staged(self, whole: Buffer) -> Buffer:
+    def message(self, whole: Buffer) -> Buffer:
         return whole
+
+    def stage(self, request: Request, given: Buffer, result: Buffer | None) -> None:
+        """Make a call whose input is copied to its message, and its result from it to `result`."""
+        message, nbytes = request.buffer.address, request.buffer.nbytes
+        staged = staging(request.kind, self.size, self.rank, nbytes)
+        self.copy(message + staged.keep_to, given.address + staged.keep_from, staged.kept)
+        if staged.given == nbytes:
+            self.make(replace(request, source=given))
+        else:
+            self.copy(message + staged.put, given.address, staged.given)
+            self.make(request)
+        if result:
+            self.copy(result.address, message + staged.get, staged.result)
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
         self._begin()

@@ -10,6 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
@@ -33,9 +34,9 @@ from linkweave.collectives.calls.request import (
 )  # fmt: skip
 from linkweave.collectives.calls.trace import CALLS, KERNELS, Trace, label
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.planning.collective import COLLECTIVES
+from linkweave.collectives.planning.collective import COLLECTIVES, Root
 from linkweave.collectives.planning.completion import chunk_counts
-from linkweave.collectives.planning.layout import block_table, chunk_bytes
+from linkweave.collectives.planning.layout import block_table, chunk_bytes, staging
 from linkweave.collectives.planning.planner import size_class
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.control import PLANNING, Health
@@ -85,6 +86,7 @@ class HostCalls:
         self._mine: dict[int, tuple[str, int]] = {}  # on rank 0: (plan's name, bytes of its region)
         self._plans = HostPlans(self.planner, self.trace)
         self._scratch: NDArray[np.uint8] | None = None
+        self._scratch_at = 0
         self._guard = CallGuard(self.control)
 
     def buffer(self, x: Any, written: bool = True) -> tuple[Buffer, Callable[[], None]]:
@@ -111,15 +113,29 @@ class HostCalls:
 
         Calls run in order, so all share one piece.
         """
+        address = self._scratch_of(nbytes)
+        return Buffer(address, like.nbytes, like.dtype, like.itemsize, self._scratch)
+
+    def _scratch_of(self, nbytes: int) -> int:
         if self._scratch is None or self._scratch.nbytes < nbytes:
             self._scratch = None  # frees it first
             self._scratch = self.block(nbytes)
-        address = int(self._scratch.ctypes.data)
-        return Buffer(address, like.nbytes, like.dtype, like.itemsize, self._scratch)
+            self._scratch_at = int(self._scratch.ctypes.data)
+        return self._scratch_at
 
-    def staged(self, whole: Buffer) -> Buffer:
-        """The buffer in which to build the result of `whole`: on a GPU `whole` itself."""
+    def message(self, whole: Buffer) -> Buffer:
+        """The message of a result: itself, if it is in shared memory; else scratch memory."""
+        if self.shares(whole.address, whole.nbytes):
+            return whole
         return self.scratch(whole, whole.nbytes)
+
+    def shares(self, address: int, nbytes: int) -> bool:
+        """Whether other ranks can access the memory."""
+        return self._arena.mapping.offset_of(address, nbytes) >= 0
+
+    def stage(self, request: Request, given: Buffer, result: Buffer | None) -> None:
+        """Make a call whose input is copied to its message, and its result from it to `result`."""
+        self.make(replace(request, source=given, result=result))
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
         ctypes.memmove(dst, src, nbytes)
@@ -130,10 +146,13 @@ class HostCalls:
         return body(self, *args)
 
     def repeat(
-        self, kind: str, address: int, nbytes: int, dtype: str, op: str, root: int, how: How
-    ) -> bool:
-        """Repeat an in-place call. Returns False if no call of this kind has been made before."""
-        if type(root) is not int or not isinstance(op, str) or not isinstance(how, str):
+        self, kind: str, address: int | None, nbytes: int, dtype: str, op: str, root: Root,
+        how: How = "auto", source: int = 0, out: int = 0,
+    ) -> bool:  # fmt: skip
+        """Repeat a call of a message of `nbytes` at the address, or in scratch memory; `source` and
+        `out` are the addresses of its input and result, or 0. Returns False if no call of this kind
+        has been made before."""
+        if type(root) not in (int, tuple) or not isinstance(op, str) or not isinstance(how, str):
             return False
         word = WORDS.get(how)
         key = (kind, nbytes, dtype, op, root, word, 0, None, None)
@@ -143,7 +162,9 @@ class HostCalls:
         self._known.move_to_end(key)
         with self._guard, self.trace.call(ready.label):
             self._order = self.next_order()
-            self._make(ready, address, None, None)
+            if address is None:
+                address = self._scratch_of(ready.staged.nbytes)
+            self._make(ready, address, source, out)
         return True
 
     @contextmanager
@@ -235,14 +256,15 @@ class HostCalls:
         """A new kind of call with its plan. The ranks agree here on a new plan, not on the call."""
         kind, buffer = request.kind, request.buffer
         row = np.array([*notice(request), -1], np.int64)
-        where = _ONE_BLOCK
+        where, staged = _ONE_BLOCK, staging("broadcast", self.size, self.rank, buffer.nbytes)
         if kind in COLLECTIVES:
-            where = block_table(kind, self.size, self.rank, buffer.nbytes, request.sizes)
+            message = kind, self.size, self.rank, buffer.nbytes, request.sizes
+            where, staged = block_table(*message), staging(*message)
         largest = int(where[:, 1].max())
         if largest == 0 or self.size == 1:
             needs = None if request.layers is None else np.zeros((len(request.layers), 0), np.int64)
             return self.executor.prepare(
-                self._idle, row, where, len(where), buffer, request.op, kind, needs
+                self._idle, row, where, len(where), buffer, request.op, kind, staged, needs
             )
         count = COLLECTIVES[kind].layout.parts(self.size)
         choice = self._choice(request, size_class(largest * count, count))
@@ -256,7 +278,7 @@ class HostCalls:
         log.info("%s: %d chunks", name, chunks)
         self.trace.say(KERNELS, f"{name}: interpreter and combiners by Numba")
         return self.executor.prepare(
-            region, row, where, chunks, buffer, request.op, name, needs, choice
+            region, row, where, chunks, buffer, request.op, name, staged, needs, choice
         )
 
     def _choice(self, request: Request, nbytes: int) -> tuple[object, ...]:
@@ -309,12 +331,15 @@ class HostCalls:
         self._known = OrderedDict((k, r) for k, r in self._known.items() if not gone(r))
 
     def _run(self, ready: Ready, request: Request) -> None:
-        buffer, source = request.buffer, request.source
+        buffer, source, result = request.buffer, request.source, request.result
         if request.layer_counters and ready.needs is not None:
             request.layer_counters.begin(ready.needs)
         start = time.monotonic()
         with self.trace.phase("run"):
-            self._make(ready, buffer.address, source, request.layer_counters)
+            self._make(
+                ready, buffer.address, source.address if source else 0,
+                result.address if result else 0, request.layer_counters,
+            )  # fmt: skip
         if self.trace.level >= CALLS:
             took = (time.monotonic() - start) * 1e6
             self.trace.say(
@@ -324,17 +349,18 @@ class HostCalls:
             self.trace.flags(lambda: ready.region.encoded, ready.num_chunks)
 
     def _make(
-        self, ready: Ready, address: int, source: Buffer | None, counters: LayerCounters | None
-    ) -> None:
+        self, ready: Ready, address: int, source: int = 0, out: int = 0,
+        counters: LayerCounters | None = None,
+    ) -> None:  # fmt: skip
         if self.size == 1:
             self.control.number += 1
-            if source and source.address != address:
-                ctypes.memmove(address, source.address, source.nbytes)
+            if source:  # which is the result
+                ctypes.memmove(out or address, source, ready.staged.given)
             return
         nbytes = ready.span
         ready.notice[ORDER] = self._order
         ready.notice[-1] = self._arena.mapping.offset_of(address, nbytes) if nbytes else -1
-        if not self.executor.run(ready, address, source, counters):
+        if not self.executor.run(ready, address, source, out, counters):
             rows = self.control.notices[self.control.number % 2][:, : len(ready.notice) - 1]
             self._differ(rows.copy())
 

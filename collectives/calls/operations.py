@@ -70,13 +70,22 @@ def reduce(context: CallContext, x: Any, op: str, root: Any, out: Any, how: How 
     return None
 
 
+def shape_of(kind: str, shape: tuple[int, ...], size: int) -> tuple[int, ...] | None:
+    """The shape of the result for an input of this shape on `size` ranks; None if its rows cannot
+    be divided between them."""
+    if kind == "allgather":
+        return (size, *shape)
+    if not shape or shape[0] % size:
+        return None
+    return (shape[0] // size, *shape[1:]) if kind == "reduce_scatter" else shape
+
+
 def allgather(context: CallContext, x: Any, out: Any, counts: Any) -> Any:
     with context.sharing_errors():
         mine, _ = context.buffer(x, written=False)
         own: Any  # where `x` goes in `out`
         if counts is None:
-            shape, sizes = (context.size, *x.shape), None
-            before, own = context.rank * mine.nbytes, (context.rank, ...)
+            shape, sizes, own = (context.size, *x.shape), None, (context.rank, ...)
         else:
             rows = row_counts("counts", counts, context.size)
             row = row_bytes(x, mine)
@@ -87,18 +96,16 @@ def allgather(context: CallContext, x: Any, out: Any, counts: Any) -> Any:
                 )
             shape, sizes = (sum(rows), *x.shape[1:]), tuple(n * row for n in rows)
             first = sum(rows[: context.rank])
-            before, own = first * row, slice(first, first + len(x))
+            own = slice(first, first + len(x))
         out = _output(x, shape, out, lambda out: (x, out[own]))
         whole, done = context.buffer(out)
-        work = context.staged(whole)
-        request = context.request("allgather", work, "sum", parts=sizes_checksum(sizes or ()))
+        message = context.message(whole)
+        request = context.request("allgather", message, "sum", parts=sizes_checksum(sizes or ()))
         if sizes:
             if request.device != "cpu":
                 raise CollectiveError("allgather with counts takes CPU tensors only")
             request = replace(request, sizes=sizes)
-    context.copy(work.address + before, mine.address, mine.nbytes)
-    context.make(request)
-    context.copy(whole.address, work.address, whole.nbytes)
+    context.stage(request, mine, None if message is whole else whole)
     done()
     return out
 
@@ -110,10 +117,8 @@ def reduce_scatter(context: CallContext, x: Any, op: str, out: Any) -> Any:
         own = slice(context.rank * rows, (context.rank + 1) * rows)
         out = _output(x, (rows, *x.shape[1:]), out, lambda out: (x[own], out))
         mine, done = context.buffer(out)
-        scratch = context.scratch(buffer, buffer.nbytes)
-        request = context.request("reduce_scatter", scratch, op)
-    context.make(replace(request, source=buffer))
-    context.copy(mine.address, scratch.address + context.rank * mine.nbytes, mine.nbytes)
+        request = context.request("reduce_scatter", context.scratch(buffer, buffer.nbytes), op)
+    context.stage(request, buffer, mine)
     done()
     return out
 
@@ -121,15 +126,11 @@ def reduce_scatter(context: CallContext, x: Any, op: str, out: Any) -> Any:
 def alltoall(context: CallContext, x: Any, out: Any) -> Any:
     with context.sharing_errors():
         buffer, _ = context.buffer(x, written=False)
-        block = rows_each(context.size, "alltoall", x) * (buffer.nbytes // max(1, x.shape[0]))
+        rows_each(context.size, "alltoall", x)
         out = _output(x, tuple(x.shape), out, lambda out: (x, out))
         got, done = context.buffer(out)
-        scratch = context.scratch(buffer, 2 * buffer.nbytes)
-        request = context.request("alltoall", scratch, "sum")
-    received, own = scratch.address + buffer.nbytes, context.rank * block
-    context.copy(received + own, buffer.address + own, block)
-    context.make(replace(request, source=buffer))
-    context.copy(got.address, received, buffer.nbytes)
+        request = context.request("alltoall", context.scratch(buffer, 2 * buffer.nbytes), "sum")
+    context.stage(request, buffer, got)
     done()
     return out
 

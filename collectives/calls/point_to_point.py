@@ -14,7 +14,7 @@ from linkweave.collectives.planning.collective import SENDRECV
 from linkweave.collectives.runtime.cpu.mapping import SEGMENT
 from linkweave.collectives.runtime.diagnose import DIED, LEFT, REASONS
 from linkweave.collectives.settings import Settings
-from linkweave.collectives.tensors import gpu_of
+from linkweave.collectives.tensors import fast_buffer, gpu_of
 from linkweave.topology import load
 from linkweave.topology.checks import integer
 
@@ -43,11 +43,7 @@ class PointToPoint:
             if (src, dst) not in self._open:
                 self._open[src, dst] = _Channel(self._calls, src, dst)
             channel = self._open[src, dst]
-        work = channel.submit(self._settings, x, dst == rank)
-        if async_op:
-            return work
-        work.wait()
-        return None
+        return channel.submit(self._settings, x, dst == rank, async_op)
 
     def close(self) -> None:
         """Close all channels, including those that a sender has opened and this rank never used."""
@@ -62,24 +58,35 @@ class PointToPoint:
 
 
 class _Channel:
-    """The calls of a sender and a receiver, which run on the channel's own thread."""
+    """The calls of a sender and a receiver. Asynchronous ones, and those that follow them, run on
+    the channel's own thread."""
 
     def __init__(self, calls: HostCalls, src: int, dst: int) -> None:
         self._whole, self._src, self._dst = calls, src, dst
         self._calls: HostCalls | None = None
-        self._worker = Worker()
+        self._worker, self._lock = Worker(), threading.Lock()
 
     @property
     def opened(self) -> bool:
         return self._calls is not None
 
-    def submit(self, settings: Settings, x: Any, written: bool) -> HostWork:
-        return self._worker.keep(HostWork(self._worker.enqueue(self._move, settings, x, written)))
+    def submit(self, settings: Settings, x: Any, written: bool, async_op: bool) -> Work | None:
+        if not async_op and self._worker.idle:
+            self._move(settings, x, written)
+            return None
+        work = HostWork(self._worker.enqueue(self._move, settings, x, written))
+        if async_op:
+            return self._worker.keep(work)
+        work.wait()
+        return None
 
     def _move(self, settings: Settings, x: Any, written: bool) -> None:
-        if self._calls is None:
-            self._calls = self._opened(settings)
-        calls = self._calls
+        with self._lock:
+            if self._calls is None:
+                self._calls = self._opened(settings)
+        calls, given = self._calls, fast_buffer(x)
+        if given and calls.repeat(SENDRECV, *given, "sum", _FORWARD):
+            return
         with calls.sharing_errors():
             buffer, done = calls.buffer(x, written)
             request = calls.request(SENDRECV, buffer, "sum", _FORWARD)

@@ -55,7 +55,8 @@ class Request:
     layer_counters: LayerCounters | None = field(
         default=None, compare=False
     )  # counted by a CPU rank
-    source: Buffer | None = field(default=None, compare=False)  # the values; None: in place
+    source: Buffer | None = field(default=None, compare=False)  # the input; None: in place
+    result: Buffer | None = field(default=None, compare=False)  # the output; None: in place
 
     @property
     def kind_of_call(self) -> tuple[object, ...]:

@@ -46,12 +46,7 @@ def alltoallv(context: HostCalls, x: Any, out: Any, in_splits: Any, out_splits: 
         like = replace(buffer, nbytes=largest * context.size)  # a size that all ranks agree on
         scratch = context.scratch(like, buffer.nbytes + got.nbytes)
         request = context.request("alltoall", scratch, "sum", parts=sizes_checksum(sizes))
-    received = scratch.address + buffer.nbytes
-    own, before = sizes[context.rank], sum(of[context.rank] for of in sizes[: context.rank])
-    start = buffer.address + sum(own[: context.rank])
-    context.copy(received + before, start, own[context.rank])
-    context.make(replace(request, source=buffer, sizes=sizes))
-    context.copy(got.address, received, got.nbytes)
+    context.stage(replace(request, sizes=sizes), buffer, got)
     done()
     return out
 

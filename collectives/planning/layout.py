@@ -7,6 +7,7 @@ chunk is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,44 @@ def block_table(
     table[rank, :, 0] = np.cumsum(sent) - sent
     table[:, rank, 0] = sent.sum() + np.cumsum(received) - received
     return table.reshape(-1, 2)
+
+
+class Staging(NamedTuple):
+    """What is copied between a rank's tensors and its message, which is the buffer of a plan.
+
+    `given` bytes of the input go to offset `put` of the message; `kept` bytes of that go on from
+    offset `keep_from` to `keep_to`; in the end `result` bytes at offset `get` are the output. The
+    message has `nbytes`.
+    """
+
+    put: int
+    given: int
+    keep_from: int
+    keep_to: int
+    kept: int
+    get: int
+    result: int
+    nbytes: int
+
+
+def staging(
+    collective: str, size: int, rank: int, nbytes: int, sizes: Sizes | None = None
+) -> Staging:
+    """Return what is copied for a message of `nbytes`; arguments as those of `block_table`."""
+    kind = COLLECTIVES[collective]
+    if kind.layout is Layout.WHOLE:
+        return Staging(0, nbytes, 0, 0, 0, 0, nbytes, nbytes)
+    table = block_table(collective, size, rank, nbytes, sizes)
+    if kind.layout is Layout.PER_RANK:
+        (first, own), whole = table[rank].tolist(), int(table[:, 1].sum())
+        if kind.combines:
+            return Staging(0, whole, 0, 0, 0, first, own, whole)
+        return Staging(first, own, 0, 0, 0, 0, whole, whole)
+    pairs = table.reshape(size, size, 2)
+    sent, received = (int(pairs[at][..., 1].sum()) for at in (rank, (slice(None), rank)))
+    before, own = int(pairs[rank, :rank, 1].sum()), int(pairs[rank, rank, 1])
+    kept_at = int(pairs[rank, rank, 0])
+    return Staging(0, sent, before, kept_at, own, sent, received, sent + received)
 
 
 def chunk_bytes(table: NDArray[np.int64], num_chunks: int) -> int:

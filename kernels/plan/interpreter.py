@@ -63,7 +63,10 @@ AWAITED = 23  # how many other ranks are known to have posted, or finished
 SPAN = 24  # bytes of the buffer if it may be accessed directly, otherwise 0; not used here
 SLEPT = 25  # 1: the last `call` returned IDLE
 ROUNDS = 26  # without progress, in which this rank yields its core, before it sleeps
-STATE_FIELDS = 27
+PUT = 27  # offset in the buffer to which the values at SOURCE are copied
+KEEP_FROM, KEEP_TO, KEEP_NBYTES = 28, 29, 30  # offsets: what is then copied within the buffer
+OUT, GET, OUT_NBYTES = 31, 32, 33  # address (0: in place) to which the result at offset GET goes
+STATE_FIELDS = 34
 
 POST, AGREE, RUN, FINISH = 0, 1, 2, 3  # stages
 
@@ -268,8 +271,14 @@ def call(
                     peers[r] = state[BASE] + notices[r, notice.size - 1]
                     if notices[r, notice.size - 1] < 0:
                         state[DIRECT] = 0
-                if state[SOURCE] and state[SOURCE] != state[OWN]:
-                    copy_bytes(state[OWN], state[SOURCE], state[NBYTES])
+                put = state[OWN] + state[PUT]
+                if state[SOURCE] and state[SOURCE] != put:
+                    copy_bytes(put, state[SOURCE], state[NBYTES])
+                if state[SOURCE] and state[KEEP_NBYTES]:
+                    copy_bytes(
+                        state[OWN] + state[KEEP_TO], state[OWN] + state[KEEP_FROM],
+                        state[KEEP_NBYTES],
+                    )  # fmt: skip
                 state[STAGE] = RUN
         if state[STAGE] == RUN:
             found = _advance(
@@ -279,6 +288,9 @@ def call(
             if found & _LEFT == 0:
                 store_release(state[FINISHED], number)
                 state[STAGE], state[AWAITED] = FINISH, 0
+                if state[OUT]:
+                    ring(bells)
+                    copy_bytes(state[OUT], state[OWN] + state[GET], state[OUT_NBYTES])
             if moved or state[STAGE] == FINISH:
                 ring(bells)
             if found & _ARRIVED:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.cost import MEMORY_CHUNK
-from linkweave.collectives.planning.layout import block_table, chunk_bytes
+from linkweave.collectives.planning.layout import Staging, block_table, chunk_bytes, staging
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.cpu.control import HostControl
@@ -64,6 +64,7 @@ class Ready:
     state: NDArray[np.int64]
     blocks: NDArray[np.int64]
     label: str
+    staged: Staging
     choice: tuple[object, ...]
     needs: NDArray[np.int64] | None
 
@@ -110,7 +111,8 @@ class CpuExecutor:
         where = block_table(plan.collective, plan.size, self.rank, buffer.nbytes)
         notice = np.array([plan.num_chunks, buffer.nbytes, -1], np.int64)
         region, name = self._own[template], plan.algorithm
-        ready = self.prepare(region, notice, where, plan.num_chunks, buffer, op, name)
+        staged = staging(plan.collective, plan.size, self.rank, buffer.nbytes)
+        ready = self.prepare(region, notice, where, plan.num_chunks, buffer, op, name, staged)
         if not self.run(ready, buffer.address):
             raise CollectiveError(f"the ranks carry out {name} on different messages")
 
@@ -139,10 +141,11 @@ class CpuExecutor:
 
     def prepare(
         self, region: Region, notice: NDArray[np.int64], table: NDArray[np.int64], num_chunks: int,
-        buffer: Buffer, op: str, label: str, needs: NDArray[np.int64] | None = None,
-        choice: tuple[object, ...] = (),
+        buffer: Buffer, op: str, label: str, staged: Staging,
+        needs: NDArray[np.int64] | None = None, choice: tuple[object, ...] = (),
     ) -> Ready:  # fmt: skip
-        """Prepare a call of `num_chunks` chunks; `table` is its `block_table`.
+        """Prepare a call of `num_chunks` chunks; `table` is its `block_table`, `staged` says what
+        is copied before and after.
 
         Raises CollectiveError if a chunk does not fit a slot.
         """
@@ -162,16 +165,21 @@ class CpuExecutor:
         state[kernel.BASE], state[kernel.RANK] = self.arena.base, self.rank
         state[kernel.POSTED], state[kernel.FINISHED] = control.posted, control.finished
         state[kernel.SPAN] = buffer.nbytes if encoded.direct else 0
-        return Ready(region, notice, state, table, label, choice, needs)
+        state[kernel.PUT], state[kernel.NBYTES] = staged.put, staged.given
+        state[kernel.KEEP_FROM], state[kernel.KEEP_TO] = staged.keep_from, staged.keep_to
+        state[kernel.KEEP_NBYTES] = staged.kept
+        state[kernel.GET], state[kernel.OUT_NBYTES] = staged.get, staged.result
+        return Ready(region, notice, state, table, label, staged, choice, needs)
 
     def run(
-        self, ready: Ready, address: int, source: Buffer | None = None,
+        self, ready: Ready, address: int, source: int = 0, out: int = 0,
         layer_counters: LayerCounters | None = None,
     ) -> bool:  # fmt: skip
         """Agree with all ranks on a call and carry it out; False if the ranks' calls differ.
 
-        Works in place on the buffer at `address`, or reads the values from `source`. If the calls
-        differ, nothing is written. `ready.notice` ends with the buffer's offset in shared memory;
+        Works in place on the message at `address`; or first copies the input at `source` to it,
+        and in the end the result to `out`, as `ready.staged` says. If the calls differ, nothing is
+        written. `ready.notice` ends with the buffer's offset in shared memory;
         if all ranks have one and the plan allows it, they read each other's buffers directly. Final
         chunks are counted in `layer_counters`, which must have begun. Raises CollectiveTimeout or
         CollectiveAborted.
@@ -181,9 +189,7 @@ class CpuExecutor:
         control.number += 1
         state[kernel.NUMBER] = control.number
         state[kernel.STAGE] = kernel.POST
-        state[kernel.OWN], state[kernel.SOURCE] = address, 0
-        if source is not None:
-            state[kernel.SOURCE], state[kernel.NBYTES] = source.address, source.nbytes
+        state[kernel.OWN], state[kernel.SOURCE], state[kernel.OUT] = address, source, out
         state[kernel.DIRECT], state[kernel.ROUNDS] = encoded.direct, control.yields
         waiters, needs = _NO_BELLS, _NO_NEEDS
         state[kernel.FINALS] = 0
