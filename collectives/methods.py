@@ -295,7 +295,7 @@ class Collectives:
             return self._calls.repeat(kind, None, nbytes, dtype, op, root, how, address)
         if out is None:
             return self._calls.repeat(kind, address, nbytes, dtype, op, root, how)
-        result = fast_result(x, out, tuple(x.shape))
+        result = fast_result(x, given, out, x.shape)
         return result is not None and self._calls.repeat(
             kind, result[0], nbytes, dtype, op, root, how, address
         )
@@ -305,10 +305,10 @@ class Collectives:
         or None as `_repeated` returns False."""
         if not self._worker.idle or (given := fast_buffer(x)) is None:
             return None
-        if (shape := operations.shape_of(kind, tuple(x.shape), self.size)) is None:
+        if (shape := operations.shape_of(kind, x.shape, self.size)) is None:
             return None
         out = output_for(x, shape, None) if out is None else out
-        if (result := fast_result(x, out, shape)) is None:
+        if (result := fast_result(x, given, out, shape)) is None:
             return None
         calls, nbytes = self._calls, given[1]
         if kind == "allgather":

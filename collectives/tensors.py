@@ -82,16 +82,15 @@ def fast_buffer(x: Any) -> tuple[int, int, str] | None:
     return x.data_ptr(), x.nbytes, torch_name
 
 
-def fast_result(x: Any, out: Any, shape: tuple[int, ...]) -> tuple[int, int, str] | None:
+def fast_result(
+    x: Any, given: tuple[int, int, str], out: Any, shape: tuple[int, ...]
+) -> tuple[int, int, str] | None:
     """`fast_buffer` of `out`, if it has the shape and is of the library and the dtype of `x`, whose
-    memory it does not share."""
-    if type(out) is not type(x) or tuple(out.shape) != shape or out.dtype != x.dtype:
-        return None
-    found, given = fast_buffer(out), fast_buffer(x)
-    if found is None or given is None:
+    own is `given`, and shares no memory with it."""
+    if type(out) is not type(x) or out.shape != shape or (found := fast_buffer(out)) is None:
         return None
     apart = found[0] >= given[0] + given[1] or given[0] >= found[0] + found[1]
-    return found if apart else None
+    return found if apart and found[2] == given[2] else None
 
 
 def as_buffer(
