@@ -292,12 +292,12 @@ class Collectives:
             return False
         address, nbytes, dtype = given
         if kind == "reduce" and root != self.rank:  # sums of a part of the ranks are not for `x`
-            return self._calls.repeat(kind, None, nbytes, dtype, op, root, how, address)
+            return self._calls.repeat(kind, address, nbytes, dtype, op, root, how, 0)
         if out is None:
             return self._calls.repeat(kind, address, nbytes, dtype, op, root, how)
         result = fast_result(x, given, out, x.shape)
         return result is not None and self._calls.repeat(
-            kind, result[0], nbytes, dtype, op, root, how, address
+            kind, address, nbytes, dtype, op, root, how, result[0]
         )
 
     def _moved(self, kind: str, x: Any, out: Any, op: str = "sum") -> Any:
@@ -310,13 +310,9 @@ class Collectives:
         out = output_for(x, shape, None) if out is None else out
         if (result := fast_result(x, given, out, shape)) is None:
             return None
-        calls, nbytes = self._calls, given[1]
-        if kind == "allgather":
-            nbytes = result[1]
-            if calls.shares(*result[:2]):
-                done = calls.repeat(kind, result[0], nbytes, given[2], op, 0, "auto", given[0])
-                return out if done else None
-        done = calls.repeat(kind, None, nbytes, given[2], op, 0, "auto", given[0], result[0])
+        address, nbytes, dtype = given
+        whole = result[1] if kind == "allgather" else nbytes
+        done = self._calls.repeat(kind, address, whole, dtype, op, 0, "auto", result[0])
         return out if done else None
 
     def _submit(self, async_op: bool, x: Any, body: Callable[..., Any], *args: Any) -> Any:

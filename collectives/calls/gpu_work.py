@@ -51,14 +51,15 @@ class GpuContext:
         address = self.gpu.scratch(nbytes, self.caller)
         return Buffer(address, like.nbytes, like.dtype, like.itemsize)
 
-    def message(self, whole: Buffer) -> Buffer:
-        return whole
+    def message(self, like: Buffer, nbytes: int) -> Buffer:
+        return self.scratch(like, nbytes)
 
     def stage(self, request: Request, given: Buffer, result: Buffer | None) -> None:
-        """Make a call whose input is copied to its message, and its result from it to `result`."""
+        """Make a call from an input to a result; without one, this rank gets none."""
         message, nbytes = request.buffer.address, request.buffer.nbytes
         staged = staging(request.kind, self.size, self.rank, nbytes)
-        self.copy(message + staged.keep_to, given.address + staged.keep_from, staged.kept)
+        if staged.keep_to != staged.keep_from:
+            self.copy(message + staged.keep_to, given.address + staged.keep_from, staged.kept)
         if staged.given == nbytes:
             self.make(replace(request, source=given))
         else:

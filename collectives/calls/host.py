@@ -123,18 +123,13 @@ class HostCalls:
             self._scratch_at = int(self._scratch.ctypes.data)
         return self._scratch_at
 
-    def message(self, whole: Buffer) -> Buffer:
-        """The message of a result: itself, if it is in shared memory; else scratch memory."""
-        if self.shares(whole.address, whole.nbytes):
-            return whole
-        return self.scratch(whole, whole.nbytes)
-
-    def shares(self, address: int, nbytes: int) -> bool:
-        """Whether other ranks can access the memory."""
-        return self._arena.mapping.offset_of(address, nbytes) >= 0
+    def message(self, like: Buffer, nbytes: int) -> Buffer:
+        """Memory for a message of `nbytes`, with the size and dtype of `like`: decided in the call,
+        as it may be that of the input or of the result."""
+        return like
 
     def stage(self, request: Request, given: Buffer, result: Buffer | None) -> None:
-        """Make a call whose input is copied to its message, and its result from it to `result`."""
+        """Make a call from an input to a result; without one, this rank gets none."""
         self.make(replace(request, source=given, result=result))
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
@@ -146,12 +141,12 @@ class HostCalls:
         return body(self, *args)
 
     def repeat(
-        self, kind: str, address: int | None, nbytes: int, dtype: str, op: str, root: Root,
-        how: How = "auto", source: int = 0, out: int = 0,
+        self, kind: str, address: int, nbytes: int, dtype: str, op: str, root: Root,
+        how: How = "auto", result: int | None = None,
     ) -> bool:  # fmt: skip
-        """Repeat a call of a message of `nbytes` at the address, or in scratch memory; `source` and
-        `out` are the addresses of its input and result, or 0. Returns False if no call of this kind
-        has been made before."""
+        """Repeat a call of a message of `nbytes` from the input at `address` to the `result`, which
+        is 0 if this rank gets none; None: in place. Returns False if no call of this kind has been
+        made before."""
         if type(root) not in (int, tuple) or not isinstance(op, str) or not isinstance(how, str):
             return False
         word = WORDS.get(how)
@@ -162,9 +157,7 @@ class HostCalls:
         self._known.move_to_end(key)
         with self._guard, self.trace.call(ready.label):
             self._order = self.next_order()
-            if address is None:
-                address = self._scratch_of(ready.staged.nbytes)
-            self._make(ready, address, source, out)
+            self._make(ready, *self._placed(ready, address, result))
         return True
 
     @contextmanager
@@ -331,15 +324,15 @@ class HostCalls:
         self._known = OrderedDict((k, r) for k, r in self._known.items() if not gone(r))
 
     def _run(self, ready: Ready, request: Request) -> None:
-        buffer, source, result = request.buffer, request.source, request.result
+        buffer, given, result = request.buffer, request.source, None
+        if given:
+            result = request.result.address if request.result else 0
+        placed = self._placed(ready, given.address if given else buffer.address, result)
         if request.layer_counters and ready.needs is not None:
             request.layer_counters.begin(ready.needs)
         start = time.monotonic()
         with self.trace.phase("run"):
-            self._make(
-                ready, buffer.address, source.address if source else 0,
-                result.address if result else 0, request.layer_counters,
-            )  # fmt: skip
+            self._make(ready, *placed, request.layer_counters)
         if self.trace.level >= CALLS:
             took = (time.monotonic() - start) * 1e6
             self.trace.say(
@@ -348,19 +341,37 @@ class HostCalls:
             )  # fmt: skip
             self.trace.flags(lambda: ready.region.encoded, ready.num_chunks)
 
+    def _placed(self, ready: Ready, given: int, result: int | None) -> tuple[int, int, int, int]:
+        """The arguments of `CpuExecutor.run` for a call from the input at `given` to `result`.
+
+        The message is the result, if that is all of it; the input, if all that this rank writes is
+        its result, for which there is room elsewhere; or a copy of the input in scratch memory.
+        """
+        staged = ready.staged
+        if result is None or (result == 0 and not ready.writes):
+            return given, 0, 0, 0
+        if result and staged.result == staged.nbytes:
+            return result, given, 0, 0
+        shift = result - given - staged.get
+        apart = result >= given + staged.given or given >= result + staged.result
+        if result and ready.clean and (apart or shift == 0):
+            return given, 0, shift, 0
+        return self._scratch_of(staged.nbytes), given, 0, result
+
     def _make(
-        self, ready: Ready, address: int, source: int = 0, out: int = 0,
+        self, ready: Ready, address: int, source: int, shift: int, out: int,
         counters: LayerCounters | None = None,
     ) -> None:  # fmt: skip
         if self.size == 1:
             self.control.number += 1
-            if source:  # which is the result
-                ctypes.memmove(out or address, source, ready.staged.given)
+            given, result = source or address, out or address + shift + ready.staged.get
+            if result != given:
+                ctypes.memmove(result, given, ready.staged.given)
             return
         nbytes = ready.span
         ready.notice[ORDER] = self._order
         ready.notice[-1] = self._arena.mapping.offset_of(address, nbytes) if nbytes else -1
-        if not self.executor.run(ready, address, source, out, counters):
+        if not self.executor.run(ready, address, source, shift, out, counters):
             rows = self.control.notices[self.control.number % 2][:, : len(ready.notice) - 1]
             self._differ(rows.copy())
 

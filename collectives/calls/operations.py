@@ -33,13 +33,16 @@ def into(
 ) -> Any:  # fmt: skip
     """A collective of kind `kind` on `x`, in place or from `x` into `out`. Returns `out`."""
     with context.sharing_errors():
-        source = None
+        given = None
         if out is not None:
-            source, _ = context.buffer(x, written=False)
+            given, _ = context.buffer(x, written=False)
             out = _output(x, tuple(x.shape), out, lambda out: (x, out))
         buffer, done = context.buffer(x if out is None else out)
         request = context.request(kind, buffer, op, _rank(context, root), algorithm)
-    context.make(replace(request, source=source))
+    if given is None:
+        context.make(request)
+    else:
+        context.stage(request, given, buffer)
     done()
     return out
 
@@ -64,9 +67,9 @@ def reduce(context: CallContext, x: Any, op: str, root: Any, out: Any, how: How 
         return into(context, "reduce", x, op, root, how, out)
     with context.sharing_errors():  # partial sums go to scratch memory, not to the caller's tensor
         buffer, _ = context.buffer(x, written=False)
-        scratch = context.scratch(buffer, buffer.nbytes)
-        request = context.request("reduce", scratch, op, root, how)
-    context.make(replace(request, source=buffer))
+        message = context.message(buffer, buffer.nbytes)
+        request = context.request("reduce", message, op, root, how)
+    context.stage(request, buffer, None)
     return None
 
 
@@ -99,13 +102,12 @@ def allgather(context: CallContext, x: Any, out: Any, counts: Any) -> Any:
             own = slice(first, first + len(x))
         out = _output(x, shape, out, lambda out: (x, out[own]))
         whole, done = context.buffer(out)
-        message = context.message(whole)
-        request = context.request("allgather", message, "sum", parts=sizes_checksum(sizes or ()))
+        request = context.request("allgather", whole, "sum", parts=sizes_checksum(sizes or ()))
         if sizes:
             if request.device != "cpu":
                 raise CollectiveError("allgather with counts takes CPU tensors only")
             request = replace(request, sizes=sizes)
-    context.stage(request, mine, None if message is whole else whole)
+    context.stage(request, mine, whole)
     done()
     return out
 
@@ -117,7 +119,7 @@ def reduce_scatter(context: CallContext, x: Any, op: str, out: Any) -> Any:
         own = slice(context.rank * rows, (context.rank + 1) * rows)
         out = _output(x, (rows, *x.shape[1:]), out, lambda out: (x[own], out))
         mine, done = context.buffer(out)
-        request = context.request("reduce_scatter", context.scratch(buffer, buffer.nbytes), op)
+        request = context.request("reduce_scatter", context.message(buffer, buffer.nbytes), op)
     context.stage(request, buffer, mine)
     done()
     return out
@@ -129,7 +131,7 @@ def alltoall(context: CallContext, x: Any, out: Any) -> Any:
         rows_each(context.size, "alltoall", x)
         out = _output(x, tuple(x.shape), out, lambda out: (x, out))
         got, done = context.buffer(out)
-        request = context.request("alltoall", context.scratch(buffer, 2 * buffer.nbytes), "sum")
+        request = context.request("alltoall", context.message(buffer, 2 * buffer.nbytes), "sum")
     context.stage(request, buffer, got)
     done()
     return out

@@ -44,11 +44,10 @@ def block_table(
 
 
 class Staging(NamedTuple):
-    """What is copied between a rank's tensors and its message, which is the buffer of a plan.
+    """Where a rank's tensors lie in its message, which is the buffer of a plan, of `nbytes`.
 
-    `given` bytes of the input go to offset `put` of the message; `kept` bytes of that go on from
-    offset `keep_from` to `keep_to`; in the end `result` bytes at offset `get` are the output. The
-    message has `nbytes`.
+    The `given` bytes of the input lie at offset `put`; the `result` ones of the output at `get`, of
+    which `kept` bytes from `keep_to` are those of the input that lie at `keep_from`.
     """
 
     put: int
@@ -64,7 +63,7 @@ class Staging(NamedTuple):
 def staging(
     collective: str, size: int, rank: int, nbytes: int, sizes: Sizes | None = None
 ) -> Staging:
-    """Return what is copied for a message of `nbytes`; arguments as those of `block_table`."""
+    """Return it for a message of `nbytes`; arguments as those of `block_table`."""
     kind = COLLECTIVES[collective]
     if kind.layout is Layout.WHOLE:
         return Staging(0, nbytes, 0, 0, 0, 0, nbytes, nbytes)
@@ -72,7 +71,7 @@ def staging(
     if kind.layout is Layout.PER_RANK:
         (first, own), whole = table[rank].tolist(), int(table[:, 1].sum())
         if kind.combines:
-            return Staging(0, whole, 0, 0, 0, first, own, whole)
+            return Staging(0, whole, first, first, own, first, own, whole)
         return Staging(first, own, 0, 0, 0, 0, whole, whole)
     pairs = table.reshape(size, size, 2)
     sent, received = (int(pairs[at][..., 1].sum()) for at in (rank, (slice(None), rank)))

@@ -73,6 +73,16 @@ class Encoded:
             tuple(map(tuple, channels)), ends.reshape(n, 2), origin, pushed, ring,
         )  # fmt: skip
 
+    def writes(self, rank: int) -> set[int]:
+        """The chunks of a group into which the rank copies or combines."""
+        code = self.codes[rank].tolist()
+        found, pc = set(), 2 + code[0] * (code[1] + 1)
+        while pc < len(code):
+            if code[pc] in (Op.COPY, Op.REDUCE):
+                found.add(code[pc + 1])
+            pc += 5 + code[pc + 4]
+        return found
+
     def finals(self, rank: int, num_chunks: int) -> list[NDArray[np.int64]]:
         """The chunks that each track completes, in order: `planning.completion.finals` of the plan
         with this many chunks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from linkweave import overlap, topology
 from linkweave.bench import gantt
 from linkweave.collectives.overlap.communication import whole
 
-HERE = Path(__file__).parent
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 INK, LINE, FILLS = "#1a1a1a", "#555555", ("#dbe9f6", "#fde6cf", "#dcefdc")
 
 
@@ -82,6 +83,37 @@ def call() -> None:
     ])  # fmt: skip
 
 
+def densities() -> None:
+    """What gTop-k reaches by density, each seed a dot, beside dense, from recorded results."""
+    tasks = (
+        ("digits-narrow-4", "narrow CNN, digits"), ("digits-4", "wide CNN, digits"),
+        ("digits-mlp-4", "MLP, digits"), ("bible-4", "LSTM, Bible"),
+        ("bible-transformer-4", "transformer with AdamW, Bible"),
+    )  # fmt: skip
+    figure, axes = plt.subplots(1, len(tasks), figsize=(17, 3.6), layout="constrained")
+    for (record, name), axis in zip(tasks, axes, strict=True):
+        file = ROOT / f"bench/results/convergence-{record}-epyc-2-cores.json"
+        dense, *rows = json.loads(file.read_text())["rows"]
+        axis.axhline(dense["mean"], color=INK, linestyle=":", label="dense")
+        for conserve, colour in ((False, "C0"), (True, "C1")):
+            mine = [r for r in rows if r["gtopk"]["conserve"] == conserve]
+            x = [r["gtopk"]["density"] for r in mine]
+            axis.plot(x, [r["mean"] for r in mine], color=colour, marker="o", markersize=5,
+                      label="conserve=True" if conserve else "the default")  # fmt: skip
+            for density, row in zip(x, mine, strict=True):
+                axis.plot([density] * len(row["final"]), row["final"], ".", color=colour,
+                          alpha=0.35, markersize=4)  # fmt: skip
+        words = dense["predictions"] > 1
+        axis.set_xscale("log")
+        axis.set_title(f"{name}, {dense['steps']} steps", fontsize=10, loc="left")
+        axis.set_xlabel("density")
+        axis.set_ylabel("loss, nats a word" if words else "test accuracy, %")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False, fontsize=9)
+    figure.savefig(HERE / "gtopk-densities.png", dpi=90, facecolor="white")
+    plt.close(figure)
+
+
 if __name__ == "__main__":
-    for picture in (trees, steps, layers, call):
+    for picture in (trees, steps, layers, call, densities):
         picture()

@@ -64,9 +64,10 @@ SPAN = 24  # bytes of the buffer if it may be accessed directly, otherwise 0; no
 SLEPT = 25  # 1: the last `call` returned IDLE
 ROUNDS = 26  # without progress, in which this rank yields its core, before it sleeps
 PUT = 27  # offset in the buffer to which the values at SOURCE are copied
-KEEP_FROM, KEEP_TO, KEEP_NBYTES = 28, 29, 30  # offsets: what is then copied within the buffer
-OUT, GET, OUT_NBYTES = 31, 32, 33  # address (0: in place) to which the result at offset GET goes
-STATE_FIELDS = 34
+SHIFT = 28  # from where chunks lie in the buffer to where they are copied and combined
+KEEP_FROM, KEEP_TO, KEEP_NBYTES = 29, 30, 31  # offsets: what is copied there from the buffer
+OUT, GET, OUT_NBYTES = 32, 33, 34  # address to which the result at offset GET is copied; 0: none
+STATE_FIELDS = 35
 
 POST, AGREE, RUN, FINISH = 0, 1, 2, 3  # stages
 
@@ -105,7 +106,7 @@ def _advance(
     `_ARRIVED` (a chunk was completed). While `gated`, tracks stop at a WAIT for data.
     """
     tracks, phases = code[0], code[1]
-    own, units = state[OWN], state[UNITS]
+    own, units, shift = state[OWN], state[UNITS], state[SHIFT]
     stride, num_chunks = state[STRIDE], state[NUM_CHUNKS]
     direct = state[DIRECT] != 0
     slots = DIRECT_SLOTS if direct else state[SLOTS]
@@ -181,13 +182,13 @@ def _advance(
                             cursor[d, READ] += 1
                         if op == COPY:
                             if not direct:
-                                move(own + start, table[0], size, nontemporal)
+                                move(own + shift + start, table[0], size, nontemporal)
                             elif pushed[c] < 0:
-                                copy_bytes(own + start, table[0], size)
+                                copy_bytes(own + shift + start, table[0], size)
                         elif size:
                             divisor = float(state[DIVISOR]) if code[pc + 2] & 1 else 1.0
                             call_combine(
-                                state[COMBINE], own + start, table.ctypes.data, n,
+                                state[COMBINE], own + shift + start, table.ctypes.data, n,
                                 code[pc + 2] >> 1, size // state[ITEM], divisor,
                             )  # fmt: skip
                         final = op == COPY or (op == REDUCE and code[pc + 2] & 1)
@@ -274,11 +275,9 @@ def call(
                 put = state[OWN] + state[PUT]
                 if state[SOURCE] and state[SOURCE] != put:
                     copy_bytes(put, state[SOURCE], state[NBYTES])
-                if state[SOURCE] and state[KEEP_NBYTES]:
-                    copy_bytes(
-                        state[OWN] + state[KEEP_TO], state[OWN] + state[KEEP_FROM],
-                        state[KEEP_NBYTES],
-                    )  # fmt: skip
+                keep = state[OWN] + state[KEEP_TO] + state[SHIFT]
+                if state[KEEP_NBYTES] and keep != state[OWN] + state[KEEP_FROM]:
+                    copy_bytes(keep, state[OWN] + state[KEEP_FROM], state[KEEP_NBYTES])
                 state[STAGE] = RUN
         if state[STAGE] == RUN:
             found = _advance(
@@ -289,7 +288,6 @@ def call(
                 store_release(state[FINISHED], number)
                 state[STAGE], state[AWAITED] = FINISH, 0
                 if state[OUT]:
-                    ring(bells)
                     copy_bytes(state[OUT], state[OWN] + state[GET], state[OUT_NBYTES])
             if moved or state[STAGE] == FINISH:
                 ring(bells)

@@ -56,7 +56,8 @@ class Ready:
 
     `notice`, `state` and `blocks` are arguments of `interpreter.call`; `choice` is what the call
     was planned for (`HostCalls._choice`); `needs` [layers, tracks] is the layer-chunk table of a
-    gradient queue (`planning.completion.table`).
+    gradient queue (`planning.completion.table`); `writes` says whether this rank copies or combines
+    any chunk of the message, and `clean`, whether only such as lie in its result.
     """
 
     region: Region
@@ -67,6 +68,8 @@ class Ready:
     staged: Staging
     choice: tuple[object, ...]
     needs: NDArray[np.int64] | None
+    writes: bool
+    clean: bool
 
     @property
     def num_chunks(self) -> int:
@@ -144,8 +147,8 @@ class CpuExecutor:
         buffer: Buffer, op: str, label: str, staged: Staging,
         needs: NDArray[np.int64] | None = None, choice: tuple[object, ...] = (),
     ) -> Ready:  # fmt: skip
-        """Prepare a call of `num_chunks` chunks; `table` is its `block_table`, `staged` says what
-        is copied before and after.
+        """Prepare a call of `num_chunks` chunks; `table` is its `block_table`, and `staged` says
+        where its input and result lie.
 
         Raises CollectiveError if a chunk does not fit a slot.
         """
@@ -169,27 +172,37 @@ class CpuExecutor:
         state[kernel.KEEP_FROM], state[kernel.KEEP_TO] = staged.keep_from, staged.keep_to
         state[kernel.KEEP_NBYTES] = staged.kept
         state[kernel.GET], state[kernel.OUT_NBYTES] = staged.get, staged.result
-        return Ready(region, notice, state, table, label, staged, choice, needs)
+        written = {chunk % len(table) for chunk in encoded.writes(self.rank)}
+        stop = staged.get + staged.result
+        clean = all(
+            staged.get <= first and first + nbytes <= stop
+            for first, nbytes in table[sorted(written)].tolist() if nbytes
+        )  # fmt: skip
+        return Ready(
+            region, notice, state, table, label, staged, choice, needs, bool(written), clean
+        )  # fmt: skip
 
     def run(
-        self, ready: Ready, address: int, source: int = 0, out: int = 0,
+        self, ready: Ready, address: int, source: int = 0, shift: int = 0, out: int = 0,
         layer_counters: LayerCounters | None = None,
     ) -> bool:  # fmt: skip
         """Agree with all ranks on a call and carry it out; False if the ranks' calls differ.
 
-        Works in place on the message at `address`; or first copies the input at `source` to it,
-        and in the end the result to `out`, as `ready.staged` says. If the calls differ, nothing is
-        written. `ready.notice` ends with the buffer's offset in shared memory;
-        if all ranks have one and the plan allows it, they read each other's buffers directly. Final
-        chunks are counted in `layer_counters`, which must have begun. Raises CollectiveTimeout or
-        CollectiveAborted.
+        Works on the message at `address`, to which the input at `source` is copied first, if there
+        is one. Chunks are copied and combined `shift` bytes from where they lie in the message. In
+        the end, the result is copied to `out`, if that is given. If the calls differ, nothing is
+        written. `ready.notice` ends with the message's offset in
+        shared memory; if all ranks have one and the plan allows it, they read each other's
+        directly. Final chunks are counted in `layer_counters`, which must have begun. Raises
+        CollectiveTimeout or CollectiveAborted.
         """
         control, region, state = self.control, ready.region, ready.state
         encoded = region.encoded
         control.number += 1
         state[kernel.NUMBER] = control.number
         state[kernel.STAGE] = kernel.POST
-        state[kernel.OWN], state[kernel.SOURCE], state[kernel.OUT] = address, source, out
+        state[kernel.OWN], state[kernel.SOURCE] = address, source
+        state[kernel.SHIFT], state[kernel.OUT] = shift, out
         state[kernel.DIRECT], state[kernel.ROUNDS] = encoded.direct, control.yields
         waiters, needs = _NO_BELLS, _NO_NEEDS
         state[kernel.FINALS] = 0
