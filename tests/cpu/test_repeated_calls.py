@@ -1,0 +1,141 @@
+"""Calls of a kind that is known: from one tensor into another, wherever these lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from linkweave import collectives
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.launch.default import get_default
+from tests.cpu.helpers import error_of
+
+COUNTS = 1, 16, 50_000  # elements of a row: through slots, at once and in many chunks
+
+
+def given(rank: int, size: int, count: int) -> np.ndarray:
+    """Row r is for rank r in calls that divide rows."""
+    return (np.arange(size * count).reshape(size, count) + 1000 * rank).astype(np.int64)
+
+
+def expected(kind: str, rank: int, size: int, count: int) -> np.ndarray:
+    every = [given(r, size, count) for r in range(size)]
+    if kind == "allgather":
+        return np.stack(every)
+    if kind == "alltoall":
+        return np.stack([x[rank] for x in every])
+    total = sum(every)
+    return total[rank : rank + 1] if kind == "reduce_scatter" else total
+
+
+def made(kind: str, how: str, comm: Any, shape: tuple[int, ...], fill: Any = None) -> Any:
+    """A tensor: private, or in shared memory on all ranks or on every other one."""
+    shared = how == "shared" or (how == "mixed" and comm.rank % 2 == 0)
+    x = comm.empty(shape, np.int64) if shared else np.empty(shape, np.int64)
+    x[...] = -7 if fill is None else fill
+    return torch.from_numpy(np.asarray(x)) if how == "torch" else x
+
+
+def repeated(rank: int) -> None:
+    comm: Any = get_default()
+    size = comm.size
+    for count in COUNTS:
+        x = given(rank, size, count)
+        for kind in ("allgather", "reduce_scatter", "alltoall", "reduce", "allreduce"):
+            want = expected(kind, rank, size, count)
+            call = getattr(comm, kind)
+            for how in ("private", "torch", "shared", "mixed") * 2:  # made anew each time
+                mine, out = made(kind, how, comm, x.shape, x), made(kind, how, comm, want.shape)
+                found = call(mine, out=out)
+                if kind == "reduce" and rank:
+                    assert found is None and (np.asarray(out) == -7).all()
+                else:
+                    assert found is out and np.array_equal(np.asarray(out), want), (kind, how)
+                assert np.array_equal(np.asarray(mine), x), (kind, how)
+                if kind not in ("reduce", "allreduce"):
+                    assert np.array_equal(np.asarray(call(mine)), want)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_calls_from_one_tensor_into_another(size: int) -> None:
+    collectives.spawn(repeated, size, timeout=20)
+
+
+def beside(rank: int) -> None:
+    """Results that lie in, or right behind, the memory of the input."""
+    comm: Any = get_default()
+    size, count = comm.size, 40
+    x = given(rank, size, count)
+    for _ in range(3):
+        both = np.concatenate([x, x])
+        assert comm.alltoall(both[:size], both[size:]) is not None
+        assert np.array_equal(both[size:], expected("alltoall", rank, size, count))
+        assert np.array_equal(both[:size], x)
+        same = x.copy()
+        comm.alltoall(same, same)
+        assert np.array_equal(same, expected("alltoall", rank, size, count))
+        whole = x.copy()
+        comm.reduce_scatter(whole, out=whole[rank : rank + 1])
+        assert np.array_equal(whole[rank : rank + 1], expected("reduce_scatter", rank, size, count))
+        assert np.array_equal(np.delete(whole, rank, 0), np.delete(x, rank, 0))
+        every = np.zeros((size, *x.shape), np.int64)
+        every[rank] = x
+        comm.allgather(every[rank], out=every)
+        assert np.array_equal(every, expected("allgather", rank, size, count))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_results_in_the_memory_of_the_input(size: int) -> None:
+    collectives.spawn(beside, size, timeout=20)
+
+
+def of_another_shape(rank: int) -> None:
+    """With as many bytes as a call that is known."""
+    comm: Any = get_default()
+    comm.reduce_scatter(np.ones((4, 3)))
+    comm.alltoall(np.ones((4, 3)))
+    for call in (comm.reduce_scatter, comm.alltoall):
+        said = error_of(call, np.ones((3, 4)))
+        assert "splits rows over 2 ranks" in said, said
+        said = error_of(call, np.ones(()))
+        assert "splits rows over 2 ranks" in said, said
+    comm.allgather(np.ones(6))
+    assert comm.allgather(np.ones((2, 3))).shape == (2, 2, 3)
+    for out in (np.empty((3, 4)), np.empty((2, 6), np.float32), torch.empty(2, 6)):
+        with pytest.raises(CollectiveError, match="out must be"):
+            comm.allgather(np.ones(6), out=out)
+    frozen = np.ones(6)
+    frozen.flags.writeable = False
+    assert comm.allgather(frozen).tolist() == [[1.0] * 6] * 2
+
+
+def test_tensors_of_another_shape_are_checked_as_in_a_first_call() -> None:
+    collectives.spawn(of_another_shape, 2, timeout=10)
+
+
+def uneven(rank: int) -> None:
+    comm: Any = get_default()
+    size = comm.size
+    for _ in range(3):
+        sends = [[(a + 2 * b) % 3 for b in range(size)] for a in range(size)]
+        sends[0] = [0] * size  # sends nothing, and the last receives nothing
+        for row in sends:
+            row[-1] = 0
+        x = np.repeat(np.arange(size), sends[rank]) + 10 * rank
+        found = comm.alltoall(x, None, sends[rank])
+        want = [b + 10 * a for a, b in ((a, rank) for a in range(size)) for _ in range(sends[a][b])]
+        assert found.tolist() == want
+        assert x.tolist() == (np.repeat(np.arange(size), sends[rank]) + 10 * rank).tolist()
+        counts = [r % 3 for r in range(size)]
+        rows = np.full((counts[rank], 2), rank)
+        assert comm.allgather(rows, counts=counts)[:, 0].tolist() == [
+            r for r in range(size) for _ in range(counts[r])
+        ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_uneven_parts_of_which_some_are_empty(size: int) -> None:
+    collectives.spawn(uneven, size, timeout=10)
