@@ -173,7 +173,7 @@ class Collectives:
         """
         if not async_op and (made := self._moved("reduce_scatter", x, out, op)) is not None:
             return made
-        return self._submit(async_op, x, operations.reduce_scatter, x, op, out)
+        return self._submit(async_op, x, operations.divided, "reduce_scatter", x, op, out)
 
     def alltoall(
         self, x: Any, out: Any = None, in_splits: Sequence[int] | None = None,
@@ -195,7 +195,7 @@ class Collectives:
         if in_splits is None and out_splits is None:
             if not async_op and (made := self._moved("alltoall", x, out)) is not None:
                 return made
-            return self._submit(async_op, x, operations.alltoall, x, out)
+            return self._submit(async_op, x, operations.divided, "alltoall", x, "sum", out)
         if gpu_of(x) is not None:
             raise CollectiveError("alltoall with splits takes CPU tensors only")
         return self._submit(async_op, x, rows.alltoallv, x, out, in_splits, out_splits)

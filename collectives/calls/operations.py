@@ -112,27 +112,18 @@ def allgather(context: CallContext, x: Any, out: Any, counts: Any) -> Any:
     return out
 
 
-def reduce_scatter(context: CallContext, x: Any, op: str, out: Any) -> Any:
+def divided(context: CallContext, kind: str, x: Any, op: str, out: Any) -> Any:
+    """A "reduce_scatter" or an "alltoall", which divide the rows of `x` between the ranks."""
     with context.sharing_errors():
-        buffer, _ = context.buffer(x, written=False)
-        rows = rows_each(context.size, "reduce_scatter", x)
+        given, _ = context.buffer(x, written=False)
+        rows = rows_each(context.size, kind, x)
         own = slice(context.rank * rows, (context.rank + 1) * rows)
-        out = _output(x, (rows, *x.shape[1:]), out, lambda out: (x[own], out))
-        mine, done = context.buffer(out)
-        request = context.request("reduce_scatter", context.message(buffer, buffer.nbytes), op)
-    context.stage(request, buffer, mine)
-    done()
-    return out
-
-
-def alltoall(context: CallContext, x: Any, out: Any) -> Any:
-    with context.sharing_errors():
-        buffer, _ = context.buffer(x, written=False)
-        rows_each(context.size, "alltoall", x)
-        out = _output(x, tuple(x.shape), out, lambda out: (x, out))
-        got, done = context.buffer(out)
-        request = context.request("alltoall", context.message(buffer, 2 * buffer.nbytes), "sum")
-    context.stage(request, buffer, got)
+        shape = shape_of(kind, tuple(x.shape), context.size) or ()
+        combines, sides = COLLECTIVES[kind].combines, COLLECTIVES[kind].sides
+        out = _output(x, shape, out, lambda out: (x[own] if combines else x, out))
+        result, done = context.buffer(out)
+        request = context.request(kind, context.message(given, sides * given.nbytes), op)
+    context.stage(request, given, result)
     done()
     return out
 
