@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 NAME = "linkweave"
+OLDEST = 2, 13
+"""The version of torch that gave the verbs of process groups their present names."""
 
 
 def register() -> None:
@@ -20,6 +22,15 @@ def register() -> None:
 
 
 def _create(options: Any, _: object) -> Any:
+    import torch
+
+    from linkweave.collectives.errors import CollectiveError
+
+    if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
+        raise CollectiveError(
+            f"the backend {NAME} needs torch {'.'.join(map(str, OLDEST))} or later, whose process "
+            f"groups call other methods than those of {torch.__version__}"
+        )
     from linkweave.collectives.distributed.group import Group
 
     return Group(options)

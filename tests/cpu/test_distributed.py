@@ -331,6 +331,13 @@ def test_a_rank_that_is_lost_is_named(what: str, words: str) -> None:
         assert re.search(words, found[rank]), found
 
 
+def test_an_old_torch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu130")
+    words = "the backend linkweave needs torch 2.13 or later, .* than those of 2.9.1"
+    with pytest.raises(CollectiveError, match=words):
+        dist.init_process_group("linkweave", store=dist.HashStore(), rank=0, world_size=1)
+
+
 def test_the_installed_package_registers_itself() -> None:
     """By the entry point that `import torch` loads."""
     code = "import torch.distributed as d; print(hasattr(d.Backend, 'LINKWEAVE'))"
