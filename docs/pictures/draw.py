@@ -88,7 +88,7 @@ def densities() -> None:
     tasks = (
         ("digits-narrow-4", "narrow CNN, digits"), ("digits-4", "wide CNN, digits"),
         ("digits-mlp-4", "MLP, digits"), ("bible-4", "LSTM, Bible"),
-        ("bible-transformer-4", "transformer with AdamW, Bible"),
+        ("bible-transformer-4", "AdamW transformer, Bible"),
     )  # fmt: skip
     figure, axes = plt.subplots(1, len(tasks), figsize=(17, 3.6), layout="constrained")
     for (record, name), axis in zip(tasks, axes, strict=True):
