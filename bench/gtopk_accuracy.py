@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from linkweave.bench.convergence import MOMENTUM, batches
+from linkweave.bench.convergence import batches
 from linkweave.bench.gtopk import Hook, Layer, hooks, layers_of
 from linkweave.bench.peers import on_gloo
 from linkweave.bench.tasks import TASKS
@@ -91,7 +91,7 @@ def _trained(hook: Hook | None, values: int, accuracy: float) -> tuple[float, in
     )
     if hook:
         ddp.register_comm_hook(*hook())
-    optimizer = torch.optim.SGD(cnn.parameters(), task.rate, MOMENTUM)
+    optimizer = task.optimizer(cnn.parameters(), task.rate)
     x, y = (torch.from_numpy(part) for part in task.train)
     share, seconds, reached = task.batch // size, 0.0, 0.0
     for step, batch in enumerate(batches(len(x), task.batch, 0), 1):

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,6 @@ def digits(model: Callable[[], nn.Module], seed: int) -> Task:
     )  # fmt: skip
 
 
-@lru_cache(maxsize=1)
 def bible() -> tuple[Samples, Samples]:
     """The King James Bible in windows of 32 words or marks, to train on and to test: the tenth of
     each 20 chapters of a book, up to 256 windows. Words beyond the 999 most frequent are alike."""

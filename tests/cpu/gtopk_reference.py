@@ -98,7 +98,7 @@ class Reference:
 
     def total(self, given: list[Entries], part: slice, k: int) -> Entries:
         """What all ranks get. What does not arrive goes back to those who sent it; what is cut of
-        an index that does arrive stays with the rank that merges."""
+        an index that does arrive is lost, or with `conserve` stays with the rank that merges."""
         if self.spec.mode == "topk":
             total: Entries = {}
             for one in given:
@@ -118,6 +118,6 @@ class Reference:
             if at not in given[0]:
                 self.residual[rank][part][at] += x
         for rank, at, x in cut:
-            if at in given[0]:
+            if self.spec.conserve and at in given[0]:
                 self.residual[rank][part][at] += x
         return given[0]

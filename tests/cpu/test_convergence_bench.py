@@ -21,9 +21,9 @@ from tests.cpu.commands import command
     [
         ("density=0.01", GTopK(0.01, epoch_steps=7, mode="gtopk"), "gTop-k 0.01"),
         (
-            "density=0.001,warmup=on,conserve=off",
-            GTopK(0.001, warmup=WARM_UP, epoch_steps=7, mode="gtopk", conserve=False),
-            "gTop-k 0.001, drops lost, warm-up",
+            "density=0.001,warmup=on,conserve=on",
+            GTopK(0.001, warmup=WARM_UP, epoch_steps=7, mode="gtopk", conserve=True),
+            "gTop-k 0.001, conserving, warm-up",
         ),
         (
             "per=unit,density=1",
@@ -71,16 +71,16 @@ def test_the_command_trains_prints_writes_and_draws(tmp_path: Path) -> None:
     out, png = tmp_path / "c.json", tmp_path / "c.png"
     done = command(
         "bench", "convergence", "-n", "2", "--steps", "3", "--seeds", "2", "--rate", "0.05",
-        "-x", "density=1,conserve=off",
+        "-x", "density=1,conserve=on",
         "--out", str(out), "--png", str(png),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     text = json.loads(out.read_text())
     assert "torch" in text["machine"]["versions"]
     dense, whole = text["rows"]
-    names = ["dense", "gTop-k 1, drops lost"]
+    names = ["dense", "gTop-k 1, conserving"]
     assert [row["exchange"] for row in text["rows"]] == names
-    assert all(name in done.stdout for name in names) and "drops lost: merges" in done.stdout
+    assert all(name in done.stdout for name in names) and "conserving: what merges" in done.stdout
     for row in text["rows"]:
         assert [row[key] for key in ("task", "ranks", "steps", "batch", "predictions", "rate")] == [
             "digits", 2, 3, 64, 1, 0.05,
@@ -89,7 +89,7 @@ def test_the_command_trains_prints_writes_and_draws(tmp_path: Path) -> None:
         assert row["final"] == [points[-1][1] for points in row["points"]]
         assert row["mean"] == sum(row["final"]) / 2
         assert row["beyond_dense"] == row["mean"] - dense["mean"]
-    assert dense["gtopk"] is None and not whole["gtopk"]["conserve"]
+    assert dense["gtopk"] is None and whole["gtopk"]["conserve"]
     assert whole["points"] == dense["points"]  # the same weights and batches
     assert png.read_bytes().startswith(b"\x89PNG")
 
@@ -103,11 +103,13 @@ def test_a_text_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (data / "kjv.jsonl").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "bible", raising=False)
-    words = "bench convergence --task bible -n 2 --steps 2 --seeds 1 -x density=0.1 --json"
-    done = command(*words.split())
+    words = "bench convergence -n 2 --steps 2 --seeds 1 -x density=0.1 --json --task"
+    done = command(*words.split(), "bible-transformer")
+    assert done.returncode == 0 and len(json.loads(done.stdout)["rows"]) == 2, done.stderr
+    done = command(*words.split(), "bible")
     assert done.returncode == 0, done.stderr
     dense, sparse = json.loads(done.stdout)["rows"]
-    assert (dense["batch"], dense["predictions"]) == (64, 32)
+    assert (dense["batch"], dense["predictions"]) == (32, 32)
     assert dense["points"][0][0][1] > dense["mean"] > 0  # nats a word
     assert sparse["beyond_dense"] == 100 * (sparse["mean"] / dense["mean"] - 1)
 
@@ -115,7 +117,7 @@ def test_a_text_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--task digit", "--task must be one of digits, bible, not 'digit'"),
+        ("--task digit", "--task must be one of digits, digits-narrow, digits-mlp, bible, bible-"),
         ("-n 65", "-n must be at most 64, a step's samples, not 65"),
         ("-n 1", "-n must be an integer of at least 2, not 1"),
         ("--seeds 0", "--seeds must be an integer of at least 1, not 0"),

@@ -17,7 +17,7 @@ from linkweave.collectives.training.finalists import (
     unchained,
 )
 
-SLOW = Network(2e-3, 1.2e-8, workers=4)
+SLOW = Network(2e-3, 1.2e-8, 1.5, 4)
 FAST = Network(1e-6, 1e-13)
 SLOWER = 100  # than the computation of a V100, so that a step of VGG-16 takes seconds
 

@@ -57,7 +57,7 @@ def conserve(rank: int, own: str) -> list[Any]:
     group = linkweave.init() if own == "communicator" else dist.group.WORLD
     model = Plain()
     ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
-    state = GTopKState(group, density=0.02, mode="gtopk")
+    state = GTopKState(group, density=0.02, mode="gtopk", conserve=True)
     ddp.register_comm_hook(state, gtopk_hook)
     arrived, given, found = torch.zeros(808), torch.zeros(808), []
     for step in range(STEPS):

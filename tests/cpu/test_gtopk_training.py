@@ -37,8 +37,10 @@ case = Cases()
 def as_the_reference(rank: int) -> None:
     size = collectives.get_default().size
     by_bucket = product(OPTIONS, ("bucket",), ("gtopk",))
-    for options, per, mode in (*by_bucket, *product(OPTIONS[1:3], ("unit",), ("gtopk", "topk"))):
-        spec = GTopK(0.02, warmup=(0.3, 0.1), epoch_steps=3, per=per, mode=mode)
+    every = (*by_bucket, *product(OPTIONS[1:3], ("unit",), ("gtopk", "topk")))
+    for number, (options, per, mode) in enumerate(every):
+        conserve = number % 2 == 1
+        spec = GTopK(0.02, (0.3, 0.1), 3, per=per, mode=mode, conserve=conserve)
         policy = "ddp" if per == "unit" else "wfbp"  # one op of all units, an op of each
         mine = Training(spec, policy=policy, **options).steps(*range(20))
         inner = small()

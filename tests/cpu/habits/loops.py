@@ -238,6 +238,7 @@ def even(run: Run) -> None:
 
 @habit("join() inside no_sync()", error=r"must not be inside another join", only=DENSE, quick=TWO)
 def join_in_no_sync(run: Run) -> None:
+    """All passes of a loop that is joined must be ones that send."""
     model, optimizer = run.wrapped(made(run))
     with run.no_sync(model), run.join(model):
         run.train(model, optimizer, range(STEPS))
