@@ -201,12 +201,13 @@ class HostCalls:
         with self._guard:
             return self._gather(_exchange(what), payload)
 
-    def share(self, make: Callable[[], bytes], timeout: float = PLANNING) -> bytes:
-        """Broadcast what `make` returns, or raises, on rank 0, after `timeout` seconds at most."""
+    def share(self, make: Callable[[], bytes], planning: float = PLANNING) -> bytes:
+        """Broadcast what `make` returns, or raises, on rank 0, which may take so many seconds as
+        long as it shows signs of life."""
         with self._guard:
-            return self._share(make, timeout)
+            return self._share(make, planning)
 
-    def _share(self, make: Callable[[], bytes], timeout: float = PLANNING) -> bytes:
+    def _share(self, make: Callable[[], bytes], planning: float = PLANNING) -> bytes:
         payload = b""
         if self.rank == 0:
             try:
@@ -214,7 +215,7 @@ class HostCalls:
                     payload = b"+" + make()
             except CollectiveError as error:
                 payload = b"-" + json.dumps([type(error).__name__, str(error)]).encode()
-        found = self._gather(_exchange("plan"), payload, timeout)[0]
+        found = self._gather(_exchange("plan"), payload, planning)[0]
         if found[:1] == b"-":
             name, text = json.loads(found[1:])
             raise Refused(getattr(errors, name, CollectiveError), text)
@@ -344,8 +345,9 @@ class HostCalls:
     def _placed(self, ready: Ready, given: int, result: int | None) -> tuple[int, int, int, int]:
         """The arguments of `CpuExecutor.run` for a call from the input at `given` to `result`.
 
-        The message is the result, if that is all of it; the input, if all that this rank writes is
-        its result, for which there is room elsewhere; or a copy of the input in scratch memory.
+        `result` is None in place, and 0 if this rank gets none. The message is the result, if that
+        is all of it; the input, if this rank writes nothing, or nothing but a result that lies
+        apart; or else a copy of the input in scratch memory.
         """
         staged = ready.staged
         if result is None or (result == 0 and not ready.writes):

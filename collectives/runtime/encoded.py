@@ -73,15 +73,19 @@ class Encoded:
             tuple(map(tuple, channels)), ends.reshape(n, 2), origin, pushed, ring,
         )  # fmt: skip
 
-    def writes(self, rank: int) -> set[int]:
-        """The chunks of a group into which the rank copies or combines."""
+    def accesses(self, rank: int) -> tuple[set[int], set[int]]:
+        """The chunks of a group into which the rank copies or combines, and those that it sends
+        from its buffer; other ranks may push into any in a direct call."""
         code = self.codes[rank].tolist()
-        found, pc = set(), 2 + code[0] * (code[1] + 1)
+        written, sent, pc = set(), set(), 2 + code[0] * (code[1] + 1)
         while pc < len(code):
-            if code[pc] in (Op.COPY, Op.REDUCE):
-                found.add(code[pc + 1])
-            pc += 5 + code[pc + 4]
-        return found
+            op, chunk, _, slot, n = code[pc : pc + 5]
+            if op in (Op.COPY, Op.REDUCE):
+                written.add(chunk)
+            elif op == Op.SEND and slot < 0:
+                sent.add(chunk)
+            pc += 5 + n
+        return written, sent
 
     def finals(self, rank: int, num_chunks: int) -> list[NDArray[np.int64]]:
         """The chunks that each track completes, in order: `planning.completion.finals` of the plan

@@ -226,8 +226,8 @@ class DataParallel(nn.Module):
         zeros: averages are still divided by the number of all ranks. When the last one is done,
         parameters, buffers and the optimizers' states and options are those of a rank that trained
         to the end; learning-rate schedulers are not. Each pass tells all ranks that its loop goes
-        on. Raises CollectiveError for a ShardedEmbedding or SyncBatchNorm inside the module, and
-        inside join() or no_sync().
+        on. Raises CollectiveError for a ShardedEmbedding or SyncBatchNorm inside the module, in
+        join() of any model or no_sync(), and at the first step of a GradScaler inside.
         """
         engine = self._engine
         if engine is None:

@@ -275,7 +275,8 @@ class Engine:
         if self.program.chained:
             self._gates.open(guard=True)  # evaluation may have closed them
         self.moments.next_step(self.lanes.sent)
-        self.planner.before_step()
+        if self.roll.complete:  # others have no records
+            self.planner.before_step()
         self.exchange.begin()
         self.lanes.begin()
 
@@ -295,6 +296,8 @@ class Engine:
         """After the accumulation of a parameter's gradient."""
         if self.state is not State.COLLECTING:
             self._gradient()
+        if self.state is State.FAILED:  # which is raised at the end of the pass
+            return
         hooks = parameter._post_accumulate_grad_hooks
         if len(hooks) > 1 and not all(isinstance(hook, Hook) for hook in hooks.values()):
             self._fail(checks.HOOKED.format(self._layout.name_of(parameter)))
@@ -391,6 +394,7 @@ class Engine:
         """Take part in a backward pass of other ranks, with what has not been sent, or zeros."""
         if self.state is not State.LOCAL:
             drop_gradients(self.module)
+        self._told = None  # of a forward pass in no_sync() that nothing has followed
         self._on(Event.ENTER)
         self._on(Event.GRADIENT)
         self._guarded(self._send)
@@ -469,7 +473,7 @@ class Engine:
 
     def rest(self) -> None:
         """Before a forward pass without gradients: if all is final, nothing need wait any more."""
-        final = self.state not in (State.SENDING, State.PENDING)
+        final = self.state in (State.IDLE, State.LOCAL, State.UNREACHED, State.AVERAGED)
         if self.units and final and not self.moments.on:
             self._gates.close()
 

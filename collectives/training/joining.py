@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,6 +16,8 @@ from linkweave.collectives.training.sharded_embedding import ShardedEmbedding
 from linkweave.collectives.training.stepping import Stepper
 from linkweave.collectives.training.transport import Transport, send
 from linkweave.collectives.training.update import groups_of
+
+_INSIDE: ContextVar[bool] = ContextVar("inside join()", default=False)
 
 
 class Joining(Protocol):
@@ -46,9 +49,12 @@ def joined(engine: Joining, buffers: bool) -> Iterator[None]:
                 f"join() does not go with the {type(part).__name__} {name}, whose forward passes "
                 "need all ranks: give all ranks as many batches"
             )
-    if roll.called or not engine.syncs:
-        raise CollectiveError("join() must not be inside another join() or no_sync()")
-    roll.called = True
+    if _INSIDE.get() or not engine.syncs:
+        raise CollectiveError(
+            "join() must not be inside another join(), of whatever model, or no_sync(): ranks "
+            "would wait for each other in different ones"
+        )
+    inside, roll.called = _INSIDE.set(True), True
     try:
         yield
         engine.finish()
@@ -58,6 +64,7 @@ def joined(engine: Joining, buffers: bool) -> Iterator[None]:
             engine.take_part()
     finally:
         roll.reset()
+        _INSIDE.reset(inside)
     if len(last) < engine.transport.size:
         tensors = [*module.parameters(), *(module.buffers() if buffers else ())]
         send(engine.transport, tensors, last[0])
@@ -107,12 +114,18 @@ def _copy(transport: Transport, optimizer: torch.optim.Optimizer, source: int) -
     parameters = [p for group in groups for p in list.__iter__(group["params"])]
     mine = b""
     if transport.rank == source:
-        options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        options = [dict(group, params=None) for group in groups]
+        for group in options:
+            group.update({k: v.cpu() for k, v in group.items() if isinstance(v, torch.Tensor)})
         entries = [_told(parameter, state.get(parameter)) for parameter in parameters]
         mine = pickle.dumps((options, entries))
     options, entries = pickle.loads(transport.share(mine)[source])
     for group, told in zip(groups, options, strict=True):
-        group.update(told)
+        for name, value in told.items():
+            if isinstance(value, torch.Tensor):  # which stays on this rank's device
+                group[name].copy_(value)
+            elif name != "params":
+                group[name] = value
     tensors = []
     for parameter, told in zip(parameters, entries, strict=True):
         known = state.pop(parameter, {})

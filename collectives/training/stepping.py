@@ -25,6 +25,9 @@ class Trained(Protocol):
     exchange: Exchange
 
     @property
+    def roll(self) -> Any: ...
+
+    @property
     def known(self) -> set[int]: ...
 
     @property
@@ -85,11 +88,13 @@ class Stepper:
 
     @property
     def unscaled(self) -> str:
-        """What of the gradients a GradScaler does not unscale; empty if nothing."""
+        """What a GradScaler does not work with; empty if it does."""
         if any(engine.units and engine.exchange.whole for engine in self.engines):
             return "GTopK, whose residuals keep gradients by the scale of their time"
         if any(engine.embeddings.named for engine in self.engines):
             return "a ShardedEmbedding, whose rows the scaler does not see"
+        if any(engine.roll.called for engine in self.engines):
+            return "join(), in which ranks that are over early keep another scale"
         return ""
 
     def step(self, closure: Any = None) -> Any:

@@ -61,7 +61,8 @@ class Transport(Protocol):
         """Average a flat tensor over all ranks, in place; blocks until that is done."""
 
     def scatter(self, lane: int, x: torch.Tensor) -> None:
-        """Average only what `share_of` says, the rest of a flat tensor being lost; blocks."""
+        """Average a flat tensor over all ranks, but on each only its share and the remainder
+        (`share_of`), and leave anything in the rest; blocks."""
 
     def gather(self, lane: int, x: torch.Tensor) -> None:
         """Copy each rank's share of a flat tensor to all ranks, in place; blocks."""

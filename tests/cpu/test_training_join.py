@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from linkweave import collectives
-from linkweave.collectives import DataParallel, GTopK, ShardedEmbedding
+from linkweave.collectives import CollectiveError, DataParallel, GTopK, ShardedEmbedding
 from linkweave.collectives.training import divergence
 from tests.cpu.training_models import adamw, apart, error_of, images, made, on_all, sgd
 
@@ -157,11 +160,83 @@ def options_go_along(rank: int) -> None:
         assert steps == {3}
 
 
+def a_tensor_as_the_learning_rate(rank: int) -> None:
+    inner = made("cnn")
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.SGD(inner.parameters(), rate)
+    with DataParallel(inner, optimizer, schedule="ddp") as model:
+        with model.join():
+            for step in range(1 + rank):
+                loss_of(model, step, rank, 2).backward()
+                rate.mul_(0.5)
+                optimizer.step()
+        assert optimizer.param_groups[0]["lr"] is rate and float(rate) == 0.125
+
+
+def after_a_batch_that_was_left_out(rank: int) -> None:
+    """The last forward pass of a rank that is over early was in no_sync(), with no backward."""
+    inner, whole = made("cnn"), made("cnn")
+    optimizer, other = sgd(inner.parameters()), sgd(whole.parameters())
+    with DataParallel(inner, optimizer, schedule="c-cube") as model:
+        with model.join():
+            for step in range(2 + rank):
+                optimizer.zero_grad()
+                loss_of(model, step, rank, 2).backward()
+                optimizer.step()
+            if rank == 0:
+                with model.no_sync():
+                    loss_of(model, 9, rank, 2)
+        alone(whole, other, range(3), (2, 3))
+        assert apart(model.state_dict(), whole.state_dict()) < 1e-12
+
+
+def scaled(rank: int) -> None:
+    inner = made("cnn", torch.float32)
+    optimizer = sgd(inner.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    model = DataParallel(inner, optimizer, schedule="ddp")
+    with pytest.raises(CollectiveError, match="does not work with join"), model.join():
+        scaler.scale(loss_of(model, 0, rank, 2)).backward()
+        scaler.step(optimizer)
+    model.close()
+
+
+def dies(rank: int) -> None:
+    inner = made("cnn")
+    optimizer = sgd(inner.parameters())
+    model = DataParallel(inner, optimizer, schedule="ddp")
+    with model.join():
+        for step in range(5):
+            if rank and step == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss_of(model, step, rank, 2).backward()
+            optimizer.step()
+
+
+def says(rank: int, path: str) -> None:
+    try:
+        dies(rank)
+    except CollectiveError as error:
+        Path(path).write_text(str(error))
+        raise
+
+
+def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CollectiveError, match=r"rank 1 \(process \d+\) was killed by SIGKILL"):
+        collectives.spawn(says, 2, args=(str(tmp_path / "said"),), timeout=10)
+    assert "rank 1" in (tmp_path / "said").read_text()
+    assert "died" in (tmp_path / "said").read_text()
+
+
 def refused(rank: int) -> None:
     inner = made("cnn")
     with DataParallel(inner, sgd(inner.parameters())) as model:
+        second = made("transformer")
+        other = DataParallel(second, sgd(second.parameters()))
         with model.join():
-            assert "inside another join()" in error_of(model.join().__enter__)
+            for one in (model, other):
+                assert "inside another join()" in error_of(one.join().__enter__)
+        other.close()
         with model.no_sync():
             assert "or no_sync()" in error_of(model.join().__enter__)
         with pytest.raises(ZeroDivisionError), model.join():  # nobody waits for the others then
@@ -176,7 +251,13 @@ def refused(rank: int) -> None:
         assert "with the SyncBatchNorm norm, whose" in error_of(model.join().__enter__)
 
 
-@pytest.mark.parametrize("body", [with_buffers, accumulated, options_go_along, refused])
+BODIES = (
+    with_buffers, accumulated, options_go_along, a_tensor_as_the_learning_rate,
+    after_a_batch_that_was_left_out, scaled, refused,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BODIES)
 def test_case(body: Any) -> None:
     collectives.spawn(body, 2, timeout=10)
 

@@ -57,7 +57,8 @@ class Ready:
     `notice`, `state` and `blocks` are arguments of `interpreter.call`; `choice` is what the call
     was planned for (`HostCalls._choice`); `needs` [layers, tracks] is the layer-chunk table of a
     gradient queue (`planning.completion.table`); `writes` says whether this rank copies or combines
-    any chunk of the message, and `clean`, whether only such as lie in its result.
+    any chunk of the message, and `clean`, whether only such as lie in its result and are read by
+    no other rank, so that the result may lie elsewhere.
     """
 
     region: Region
@@ -172,9 +173,11 @@ class CpuExecutor:
         state[kernel.KEEP_FROM], state[kernel.KEEP_TO] = staged.keep_from, staged.keep_to
         state[kernel.KEEP_NBYTES] = staged.kept
         state[kernel.GET], state[kernel.OUT_NBYTES] = staged.get, staged.result
-        written = {chunk % len(table) for chunk in encoded.writes(self.rank)}
+        written, sent = (
+            {chunk % len(table) for chunk in chunks} for chunks in encoded.accesses(self.rank)
+        )
         stop = staged.get + staged.result
-        clean = all(
+        clean = not written & sent and self.rank not in encoded.pushed and all(
             staged.get <= first and first + nbytes <= stop
             for first, nbytes in table[sorted(written)].tolist() if nbytes
         )  # fmt: skip
