@@ -167,7 +167,7 @@ def stopped_in_a_first_call(rank: int, path: str, which: int) -> None:
     make = comm._calls._plans.make
 
     def slow(*args: Any) -> Any:
-        time.sleep(2.5)
+        time.sleep(1.5)
         if which == 0:
             stop()
         return make(*args)

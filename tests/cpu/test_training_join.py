@@ -24,7 +24,7 @@ MODES: dict[str, dict[str, Any]] = {
     **{name: {"schedule": name} for name in ("ddp", "c-cube", "bytescheduler", "dear")},
     "auto": {}, "gtopk": {"exchange": GTopK(density=1)},
 }  # fmt: skip
-COUNTS = [(5, 2), (0, 4), (3, 3), (19, 1), (2, 6, 4), (4, 0, 0)]
+COUNTS = [(5, 2), (0, 4), (19, 1), (2, 6, 4)]
 
 
 def share_of(step: int, rank: int, size: int, dtype: torch.dtype) -> Any:

@@ -13,7 +13,6 @@ from tests.cpu.habits.run import (
     DENSE,
     FEW,
     INPUTS,
-    QUICK,
     STEPS,
     TWO,
     Run,
@@ -203,7 +202,7 @@ def dropout(run: Run) -> None:
 
 
 # ---- batches in unequal number -------------------------------------------------------------------
-@habit("join() with batches in unequal number", quick=(*QUICK, "dear"))
+@habit("join() with batches in unequal number", quick=(*FEW, "ddp", "gtopk"))
 def uneven(run: Run) -> None:
     """The average divides by the number of all ranks, as that of DDP."""
     model, optimizer = run.wrapped(made(run))

@@ -86,9 +86,7 @@ DENSE = tuple(name for name in MODES if name != "gtopk")
 QUICK = tuple(name for name in MODES if name != "dear")
 """Modes in which a row is run by `make test`, unless it says otherwise."""
 FEW = ("auto", "c-cube")
-"""Modes in which a variant of another row is run by `make test`; the others are slow tests."""
-SOME = ("auto", "bytescheduler", "c-cube")
-"""Those of the themes that are about models and tools, not about the loop."""
+"""Those of variants of other rows, and of themes that are not about the loop."""
 LATER = ("optimizers", "modules", "layers", "tools")
 TWO = ("auto", "bytescheduler")
 """Modes of what ends before a schedule matters, and of what takes long."""
@@ -105,7 +103,7 @@ def habit(
         theme = body.__module__.rpartition(".")[2]
         re.compile(error), re.compile(chained)
         modes = tuple(only) or tuple(MODES)
-        fast = tuple(quick) or (SOME if theme in LATER else QUICK)
+        fast = tuple(quick) or (FEW if theme in LATER else QUICK)
         HABITS[name] = Habit(name, body, theme, error, chained, by, modes, fast)
         return body
 
