@@ -132,10 +132,11 @@ def trace(charts: Sequence[Chart]) -> str:
             add(name, "backward", span)
         for number, (c, span) in enumerate(zip(sends, line.sends, strict=True)):
             what = names[c.pieces[0].layer] + ("..." if len(c.pieces) > 1 else "")
-            many = len(c.pieces)
-            about = {"number": number, "nbytes": c.nbytes, "pieces": many, "kind": c.kind}
-            add(what, f"lane {c.lane}", span, **about)
+            add(
+                what, f"lane {c.lane}", span, number=number, nbytes=c.nbytes,
+                pieces=len(c.pieces), kind=c.kind,
+            )  # fmt: skip
         for name, span in zip(names, line.forward, strict=True):
             add(name, "forward", span)
-    of = {"profile": profile.name, "synthetic": profile.synthetic}
-    return json.dumps({"traceEvents": events, "otherData": of})
+    about = {"profile": profile.name, "synthetic": profile.synthetic}
+    return json.dumps({"traceEvents": events, "otherData": about})

@@ -75,19 +75,18 @@ class Throttled(OverCommunicator):
         self._network, self._link = network, link or Link(network)
 
     def average(self, lane: int, x: torch.Tensor) -> None:
-        begun = time.perf_counter()
-        super().average(lane, x)
-        self._link.until(self._begin(begun, x), 0)
+        self._slowed(super().average, lane, x, 1.0)
 
     def scatter(self, lane: int, x: torch.Tensor) -> None:
-        begun = time.perf_counter()
-        super().scatter(lane, x)
-        self._link.until(self._begin(begun, x, HALF), 0)
+        self._slowed(super().scatter, lane, x, HALF)
 
     def gather(self, lane: int, x: torch.Tensor) -> None:
+        self._slowed(super().gather, lane, x, HALF)
+
+    def _slowed(self, call: Any, lane: int, x: torch.Tensor, share: float) -> None:
         begun = time.perf_counter()
-        super().gather(lane, x)
-        self._link.until(self._begin(begun, x, HALF), 0)
+        call(lane, x)
+        self._link.until(self._begin(begun, x, share), 0)
 
     def sparse(
         self, lane: int, vector: Vector, numel: int, k: int, residual: torch.Tensor, mode: str,

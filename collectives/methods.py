@@ -12,7 +12,7 @@ from linkweave.collectives.calls.gpu import GpuCalls
 from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.calls.point_to_point import PointToPoint
 from linkweave.collectives.calls.request import NOTHING, How, Request
-from linkweave.collectives.calls.work import GradientQueue, HostQueue, HostWork, Work, Worker
+from linkweave.collectives.calls.work import GradientQueue, HostQueue, Work, Worker
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
@@ -320,10 +320,8 @@ class Collectives:
         self._health.check()
         if (index := gpu_of(x)) is not None:
             return self._on_gpu(index).submit(async_op, x, body, *args)
-        if not async_op and self._worker.idle:
-            return self._calls.carry_out(self._calls.next_order(), body, *args)
-        work = HostWork(self._enqueue(body, *args))
-        return self._worker.keep(work) if async_op else work.wait()
+        order = self._calls.next_order()  # in this thread, so that it is the order of the calls
+        return self._worker.submit(async_op, self._calls.carry_out, order, body, *args)
 
     def _enqueue(self, body: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run `body` on the worker thread, after the calls before it."""

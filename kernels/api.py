@@ -160,7 +160,7 @@ def cast(x: Any, out: Any, scale: float = 1.0) -> None:
     kept. NaN becomes the quiet NaN of sign and payload 0, so that CPUs and GPUs return the same
     bits. Does not wait for the GPU.
     """
-    on_gpu = _is_torch(x) and x.device.type == "cuda"
+    on_gpu = checks.is_torch(x) and x.device.type == "cuda"
     if on_gpu:
         checks.on_device_of(x, out)
         at = [int(tensor.data_ptr()) for tensor in (x, out)]
@@ -183,7 +183,7 @@ def cast(x: Any, out: Any, scale: float = 1.0) -> None:
 # ---- arguments and results ---------------------------------------------------------------------
 def _gpu(x: Any) -> Any:
     """The `GpuKernels` for `x` if it is on a GPU, otherwise None."""
-    if _is_torch(x):
+    if checks.is_torch(x):
         on_gpu = x.device.type == "cuda"
     else:
         on_gpu = not isinstance(x, np.ndarray) and hasattr(x, "__cuda_array_interface__")
@@ -194,14 +194,9 @@ def _gpu(x: Any) -> Any:
     return api.GpuKernels(arrays.LibraryGpu(x))
 
 
-def _is_torch(x: Any) -> bool:
-    kind = getattr(sys.modules.get("torch"), "Tensor", None)  # not there while torch is imported
-    return kind is not None and isinstance(x, kind)
-
-
 def _numpy(x: Any, name: str) -> np.ndarray:
     """A NumPy view of an array or CPU tensor; bfloat16 becomes uint16."""
-    if _is_torch(x):
+    if checks.is_torch(x):
         if x.device.type != "cpu":
             raise TypeError(f"{name} is on {x.device}; all must be on the CPU or on one GPU")
         torch = sys.modules["torch"]
@@ -244,7 +239,7 @@ def _summable(x: Any, name: str, *others: str) -> np.ndarray:
 def _out(array: np.ndarray, like: Any, dtype: str = "", narrow: bool = False) -> Any:
     """The array in the library of `like`. With a `dtype`, the array holds its bit patterns, or
     with `narrow` float32 values to be rounded to it."""
-    if _is_torch(like):
+    if checks.is_torch(like):
         torch = sys.modules["torch"]
         made = torch.from_numpy(np.ascontiguousarray(array))
         if narrow:

@@ -5,11 +5,18 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import sys
 from typing import Any
 
 from linkweave.kernels.dtypes import DTYPES
 
 FLOATS = tuple(name for name, d in DTYPES.items() if d.kind == "float" and d.size <= 4)
+
+
+def is_torch(x: Any) -> bool:
+    """Whether it is a torch tensor; torch may not be imported, or not yet in full."""
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)
+    return kind is not None and isinstance(x, kind)
 
 
 def dtype_of(x: Any, *others: str) -> str:

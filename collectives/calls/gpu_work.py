@@ -51,22 +51,22 @@ class GpuContext:
         address = self.gpu.scratch(nbytes, self.caller)
         return Buffer(address, like.nbytes, like.dtype, like.itemsize)
 
-    def message(self, like: Buffer, nbytes: int) -> Buffer:
-        return self.scratch(like, nbytes)
-
     def stage(self, request: Request, given: Buffer, result: Buffer | None) -> None:
         """Make a call from an input to a result; without one, this rank gets none."""
-        message, nbytes = request.buffer.address, request.buffer.nbytes
+        nbytes = request.buffer.nbytes
         staged = staging(request.kind, self.size, self.rank, nbytes)
+        message = result if result and staged.result == staged.nbytes else None
+        message = message or self.scratch(request.buffer, staged.nbytes)
+        request, at = replace(request, buffer=message), message.address
         if staged.keep_to != staged.keep_from:
-            self.copy(message + staged.keep_to, given.address + staged.keep_from, staged.kept)
+            self.copy(at + staged.keep_to, given.address + staged.keep_from, staged.kept)
         if staged.given == nbytes:
             self.make(replace(request, source=given))
         else:
-            self.copy(message + staged.put, given.address, staged.given)
+            self.copy(at + staged.put, given.address, staged.given)
             self.make(request)
         if result:
-            self.copy(result.address, message + staged.get, staged.result)
+            self.copy(result.address, at + staged.get, staged.result)
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
         self._begin()

@@ -123,11 +123,6 @@ class HostCalls:
             self._scratch_at = int(self._scratch.ctypes.data)
         return self._scratch_at
 
-    def message(self, like: Buffer, nbytes: int) -> Buffer:
-        """Memory for a message of `nbytes`, with the size and dtype of `like`: decided in the call,
-        as it may be that of the input or of the result."""
-        return like
-
     def stage(self, request: Request, given: Buffer, result: Buffer | None) -> None:
         """Make a call from an input to a result; without one, this rank gets none."""
         self.make(replace(request, source=given, result=result))

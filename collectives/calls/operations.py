@@ -67,8 +67,7 @@ def reduce(context: CallContext, x: Any, op: str, root: Any, out: Any, how: How 
         return into(context, "reduce", x, op, root, how, out)
     with context.sharing_errors():  # partial sums go to scratch memory, not to the caller's tensor
         buffer, _ = context.buffer(x, written=False)
-        message = context.message(buffer, buffer.nbytes)
-        request = context.request("reduce", message, op, root, how)
+        request = context.request("reduce", buffer, op, root, how)
     context.stage(request, buffer, None)
     return None
 
@@ -119,10 +118,10 @@ def divided(context: CallContext, kind: str, x: Any, op: str, out: Any) -> Any:
         rows = rows_each(context.size, kind, x)
         own = slice(context.rank * rows, (context.rank + 1) * rows)
         shape = shape_of(kind, tuple(x.shape), context.size) or ()
-        combines, sides = COLLECTIVES[kind].combines, COLLECTIVES[kind].sides
+        combines = COLLECTIVES[kind].combines
         out = _output(x, shape, out, lambda out: (x[own] if combines else x, out))
         result, done = context.buffer(out)
-        request = context.request(kind, context.message(given, sides * given.nbytes), op)
+        request = context.request(kind, given, op)
     context.stage(request, given, result)
     done()
     return out

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from linkweave.collectives.calls.host import HostCalls
-from linkweave.collectives.calls.work import HostWork, Work, Worker
+from linkweave.collectives.calls.work import Work, Worker
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.planning.collective import SENDRECV
 from linkweave.collectives.runtime.cpu.mapping import SEGMENT
@@ -71,14 +71,8 @@ class _Channel:
         return self._calls is not None
 
     def submit(self, settings: Settings, x: Any, written: bool, async_op: bool) -> Work | None:
-        if not async_op and self._worker.idle:
-            self._move(settings, x, written)
-            return None
-        work = HostWork(self._worker.enqueue(self._move, settings, x, written))
-        if async_op:
-            return self._worker.keep(work)
-        work.wait()
-        return None
+        made: Work | None = self._worker.submit(async_op, self._move, settings, x, written)
+        return made
 
     def _move(self, settings: Settings, x: Any, written: bool) -> None:
         with self._lock:

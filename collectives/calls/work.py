@@ -177,6 +177,14 @@ class Worker:
             self._calls.put((future, body, args))
         return future
 
+    def submit(self, async_op: bool, body: Callable[..., Any], *args: Any) -> Any:
+        """Carry out a call: at once in this thread, if nothing is before it and the caller waits
+        for it; else behind the calls before it. Returns its result, or a handle."""
+        if not async_op and self.idle:
+            return body(*args)
+        work = HostWork(self.enqueue(body, *args))
+        return self.keep(work) if async_op else work.wait()
+
     def keep(self, work: HostWork) -> HostWork:
         """Remember a handle given to the caller, so that `close` can log its error."""
         self._works = [w for w in self._works if w.unretrieved_error or not w.done()] + [work]

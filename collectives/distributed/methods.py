@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from linkweave.collectives.calls.work import HostWork, Worker
+from linkweave.collectives.calls.work import Worker
 from linkweave.collectives.distributed import calls
 from linkweave.collectives.distributed.call import Call
 from linkweave.collectives.distributed.connections import Connections
@@ -35,10 +35,7 @@ class ClusterCollectives(ABC):
 
     def _submit(self, async_op: bool, prepare: Callable[..., Call], *args: Any) -> Any:
         self._check()
-        if not async_op and self._worker.idle:
-            return self._call(prepare, *args)
-        work = HostWork(self._enqueue(prepare, *args))
-        return self._worker.keep(work) if async_op else work.wait()
+        return self._worker.submit(async_op, self._call, prepare, *args)
 
     def allreduce(
         self, x: Any, op: str = "sum", *, out: Any = None, async_op: bool = False,

@@ -188,12 +188,11 @@ class Job:
 
 def _job(timeout: float) -> Job:
     key = f"linkweave/arena/{next(_generation)}"
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_available():
-        dist = torch.distributed
-        if dist.is_initialized():
-            store = dist.distributed_c10d._get_default_store()
-            return Job(dist.get_rank(), dist.get_world_size(), store, key)
+    # not there while torch is imported
+    dist: Any = getattr(sys.modules.get("torch"), "distributed", None)
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+        return Job(dist.get_rank(), dist.get_world_size(), store, key)
     env = os.environ
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return Job(0, 1, None, key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -77,14 +78,12 @@ class Encoded:
         """The chunks of a group into which the rank copies or combines, and those that it sends
         from its buffer; other ranks may push into any in a direct call."""
         code = self.codes[rank].tolist()
-        written, sent, pc = set(), set(), 2 + code[0] * (code[1] + 1)
-        while pc < len(code):
-            op, chunk, _, slot, n = code[pc : pc + 5]
+        written, sent = set(), set()
+        for op, chunk, _, slot in _steps(code, 2 + code[0] * (code[1] + 1), len(code)):
             if op in (Op.COPY, Op.REDUCE):
                 written.add(chunk)
             elif op == Op.SEND and slot < 0:
                 sent.add(chunk)
-            pc += 5 + n
         return written, sent
 
     def finals(self, rank: int, num_chunks: int) -> list[NDArray[np.int64]]:
@@ -97,16 +96,22 @@ class Encoded:
         for row in range(2, 2 + tracks * (phases + 1), phases + 1):
             parts = [np.zeros(0, np.int64)]
             for pc, stop in zip(code[row : row + phases], code[row + 1 :], strict=False):
-                offsets = []
-                while pc < stop:
-                    op, chunk, flag, _, n = code[pc : pc + 5]
-                    if op == Op.COPY or (op == Op.REDUCE and flag & 1):
-                        offsets.append(chunk)
-                    pc += 5 + n
+                offsets = [
+                    chunk for op, chunk, flag, _ in _steps(code, pc, stop)
+                    if op == Op.COPY or (op == Op.REDUCE and flag & 1)
+                ]  # fmt: skip
                 parts.append((groups + np.array(offsets, np.int64)).reshape(-1))
             chunks = np.concatenate(parts)
             found.append(chunks[chunks < num_chunks])
         return found
+
+
+def _steps(code: list[int], pc: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+    """(op, chunk, flag, slot) of each step in `code` from one offset to another."""
+    while pc < stop:
+        op, chunk, flag, slot, n = code[pc : pc + 5]
+        yield op, chunk, flag, slot
+        pc += 5 + n
 
 
 def encode(plan: Plan) -> Encoded:

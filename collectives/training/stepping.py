@@ -228,28 +228,26 @@ def _attached(stepper: Stepper) -> type:
             own = self.__dict__.get("_step_supports_amp_scaling", False)
             return own or self.stepper.unscaled != ""
 
-        @property
-        def state(self) -> Any:
-            self.stepper.complete()
-            return self.__dict__["state"]
-
-        @state.setter
-        def state(self, state: Any) -> None:
-            self.__dict__["state"] = state
-
-        @property
-        def param_groups(self) -> Any:
-            self.stepper.synchronize()
-            return self.__dict__["param_groups"]
-
-        @param_groups.setter
-        def param_groups(self, groups: Any) -> None:
-            self.__dict__["param_groups"] = groups
+        state = _awaited("state", Stepper.complete)
+        param_groups = _awaited("param_groups", Stepper.synchronize)
 
     Attached.stepper = stepper
     Attached.__name__, Attached.__qualname__ = kind.__name__, kind.__qualname__
     Attached.__module__ = kind.__module__
     return Attached
+
+
+def _awaited(name: str, wait: Callable[[Stepper], None]) -> Any:
+    """An attribute of the optimizer, for which whoever reads it waits."""
+
+    def read(optimizer: Any) -> Any:
+        wait(optimizer.stepper)
+        return optimizer.__dict__[name]
+
+    def write(optimizer: Any, value: Any) -> None:
+        optimizer.__dict__[name] = value
+
+    return property(read, write)
 
 
 def _result_of(closure: Any) -> Any:

@@ -245,7 +245,7 @@ class OverGroup:
         self._lanes += [self._made() for _ in range(lanes - len(self._lanes))]
 
     def average(self, lane: int, x: torch.Tensor) -> None:
-        if x.device.type == "cuda" and self._backend(x.device).name() == "nccl":
+        if self._on_nccl(x):
             dist.all_reduce(x, dist.ReduceOp.AVG, self._lanes[lane])
         elif x.dtype == torch.float16:  # whose sum may overflow
             dist.all_reduce(x.div_(self.size), group=self._lanes[lane])
@@ -255,7 +255,7 @@ class OverGroup:
 
     def scatter(self, lane: int, x: torch.Tensor) -> None:
         whole, mine, rest = share_of(x, self.rank, self.size)
-        if mine.numel() and x.device.type == "cuda" and self._backend(x.device).name() == "nccl":
+        if mine.numel() and self._on_nccl(x):
             found = torch.empty_like(mine)
             dist.reduce_scatter_single(found, whole, dist.ReduceOp.AVG, self._lanes[lane])
             mine.copy_(found)
@@ -271,6 +271,9 @@ class OverGroup:
         whole, mine, _ = share_of(x, self.rank, self.size)
         if mine.numel():
             dist.all_gather_single(whole, mine.clone(), group=self._lanes[lane])
+
+    def _on_nccl(self, x: torch.Tensor) -> bool:
+        return x.device.type == "cuda" and self._backend(x.device).name() == "nccl"
 
     def _backend(self, device: Any) -> Any:
         """The group's backend for a device, such as that of "cpu:gloo,cuda:nccl"."""

@@ -16,6 +16,7 @@ import numpy as np
 from linkweave.kernels.dtypes import DTYPES
 from linkweave.kernels.gpu.device import CudaDevice
 from linkweave.kernels.gpu.source import PLAIN, THREADS
+from linkweave.kernels.validate import is_torch
 
 Words = tuple[str, ...]
 
@@ -100,8 +101,7 @@ class LibraryGpu:
     threads = THREADS
 
     def __init__(self, x: Any) -> None:
-        torch = sys.modules.get("torch")
-        self._torch = torch if torch is not None and isinstance(x, torch.Tensor) else None
+        self._torch = sys.modules["torch"] if is_torch(x) else None
         self._like = x
         if self._torch:
             self._device = device_of(x.device.index)

@@ -194,10 +194,9 @@ class CpuExecutor:
         Works on the message at `address`, to which the input at `source` is copied first, if there
         is one. Chunks are copied and combined `shift` bytes from where they lie in the message. In
         the end, the result is copied to `out`, if that is given. If the calls differ, nothing is
-        written. `ready.notice` ends with the message's offset in
-        shared memory; if all ranks have one and the plan allows it, they read each other's
-        directly. Final chunks are counted in `layer_counters`, which must have begun. Raises
-        CollectiveTimeout or CollectiveAborted.
+        written. `ready.notice` ends with the message's offset in shared memory; if all ranks have
+        one and the plan allows it, they read each other's directly. Final chunks are counted in
+        `layer_counters`, which must have begun. Raises CollectiveTimeout or CollectiveAborted.
         """
         control, region, state = self.control, ready.region, ready.state
         encoded = region.encoded

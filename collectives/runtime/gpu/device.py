@@ -108,4 +108,5 @@ def use_device(index: int) -> None:
 
 def _torch_on_gpus() -> Any:
     torch = sys.modules.get("torch")
-    return torch if torch is not None and torch.cuda.is_available() else None
+    cuda = getattr(torch, "cuda", None)  # which is not there while torch is imported
+    return torch if cuda is not None and cuda.is_available() else None
