@@ -28,9 +28,9 @@ class CudaDevice:
     """The GPU with this CUDA device index. Thread-safe.
 
     Addresses, streams and events are integers. Memory comes from cudaMalloc, not from a pool, since
-    only whole allocations can be shared with other processes. `allocate` and `upload` use a stream
-    of their own and do not wait for kernels; `finish`, `free` and `download` may. Raises CuPy's
-    errors, which are RuntimeErrors.
+    only whole allocations can be shared with other processes. `allocate`, `store` and `upload` use
+    a stream of their own and do not wait for kernels; `finish`, `free` and `download` may. Raises
+    CuPy's errors, which are RuntimeErrors.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -174,12 +174,15 @@ class CudaDevice:
         """Allocate device memory and copy the array's bytes to it."""
         address = self.allocate(array.nbytes)
         if array.nbytes:
-            whole = np.ascontiguousarray(array)
-            with self.here():
-                self._runtime.memcpyAsync(address, whole.ctypes.data, whole.nbytes,
-                                          self._runtime.memcpyHostToDevice, self._own)  # fmt: skip
-                self._runtime.streamSynchronize(self._own)
+            self.store(address, np.ascontiguousarray(array))
         return address
+
+    def store(self, address: int, array: np.ndarray) -> None:
+        """Copy a contiguous array's bytes to device memory."""
+        with self.here():
+            self._runtime.memcpyAsync(address, array.ctypes.data, array.nbytes,
+                                      self._runtime.memcpyHostToDevice, self._own)  # fmt: skip
+            self._runtime.streamSynchronize(self._own)
 
     def download(self, address: int, array: np.ndarray) -> None:
         """Copy device memory into a contiguous array."""

@@ -102,3 +102,23 @@ template <class T> __device__ __forceinline__ T scan_warp(T v, T& total) {
     return upto - v;
 }
 #endif
+
+// A waiting thread looks at the GPU's stop word after each SPINS polls, and at the host's abort
+// word after each FAR_SPINS, some milliseconds. Reads of the host's memory follow one another, a
+// microsecond each, and so do fences behind stores to it: a thousand threads that waited for them
+// kept all others waiting as long, in every wait of a call (H200: 75 times its time).
+enum { SPINS = 256, FAR_SPINS = 16 * SPINS };
+
+// Whether all must stop.
+__device__ __forceinline__ bool stopped(u32* stop, const u32* abort, u32 spins) {
+    if (ld_acquire_sys(stop)) return true;
+    if (spins % FAR_SPINS || !ld_acquire_sys(abort)) return false;
+    st_release_sys(stop, 1);
+    return true;
+}
+
+// Make all threads of this GPU stop, and tell the host.
+__device__ __forceinline__ void stop_all(u32* stop, u32* abort) {
+    st_release_sys(stop, 1);
+    st_release_sys(abort, 1);
+}

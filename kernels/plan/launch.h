@@ -65,7 +65,8 @@ struct Track {
 
 struct Launch {
     const Track* tracks;  // [gridDim.x / width]
-    u32* abort;  // nonzero: all blocks stop; set by the host or by a timeout
+    u32* stop;  // in the GPU's memory; nonzero: all blocks stop; set by the host or by a timeout
+    u32* abort;  // the same in the host's memory
     u32* finals;  // [blocks], zeroed: the chunks that each has completed, for a queue; or 0
     u64 timeout_ns;  // of each wait
     u32 width;

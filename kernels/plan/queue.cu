@@ -12,6 +12,7 @@
 struct Check {
     const u32* counters;  // [tracks][width]
     const u32* need;  // [tracks]
+    u32* stop;  // these two as those of a Launch
     u32* abort;
     u64 timeout_ns;
     u32 tracks;
@@ -26,13 +27,13 @@ __device__ __forceinline__ void await_layer(const Check& c) {
             const u32 now = ld_acquire_sys(c.counters + i);
             if (int(now - c.need[i / c.width]) >= 0) break;
             spin_pause();
-            if (++spins % 256) continue;
-            if (ld_acquire_sys(c.abort)) return;
+            if (++spins % SPINS) continue;
+            if (stopped(c.stop, c.abort, spins)) return;
             if (now != before) {
                 before = now;
                 since = clock_ns();
             } else if (clock_ns() - since > c.timeout_ns) {
-                st_release_sys(c.abort, 1);
+                stop_all(c.stop, c.abort);
                 return;
             }
         }

@@ -1,11 +1,10 @@
 // The state of a thread block, and its waits.
 //
-// Every wait ends: after each SPINS polls the thread checks the abort word and the clock. It then
-// reports its step once, and sets the abort word when the timeout has passed.
+// Every wait ends: after each SPINS polls the thread looks whether all must stop, and after each
+// FAR_SPINS at the clock. It then reports its step once, and makes all stop when the timeout has
+// passed.
 #pragma once
 #include "plan/launch.h"
-
-enum { SPINS = 256 };
 
 // What an action moves: the operands, combined in order, go to all outputs. Lines of an operand
 // carry its `use` as their flag, the number of times that the connection was used.
@@ -55,11 +54,12 @@ struct Patience {
     __device__ __forceinline__ bool more(const Launch& l, ThreadBlock& block, const Position& p) {
         spin_pause();
         if (++spins % SPINS) return true;
-        if (ld_acquire_sys(l.abort)) {
+        if (stopped(l.stop, l.abort, spins)) {
             // a timeout, of this launch or an earlier one, is the cause and must stay
             if (ld_acquire_sys(report_of(block)) != TIMED_OUT) report(block, ABORTED, p);
             return false;
         }
+        if (spins % FAR_SPINS) return true;
         const u64 now = clock_ns();
         if (!since) {
             since = now;
@@ -69,7 +69,7 @@ struct Patience {
         if (now - since < l.timeout_ns) return true;
         raise(&block.timed_out);
         report(block, TIMED_OUT, p);  // before the abort word tells the host
-        st_release_sys(l.abort, 1);
+        stop_all(l.stop, l.abort);
         return false;
     }
 };

@@ -196,6 +196,10 @@ class HostDevice:
         ctypes.memmove(address, np.ascontiguousarray(array).ctypes.data, array.nbytes)
         return address
 
+    def store(self, address: int, array: np.ndarray) -> None:
+        self.alive(capturing=False)
+        ctypes.memmove(address, array.ctypes.data, array.nbytes)
+
     def download(self, address: int, array: np.ndarray) -> None:
         self.synchronise(0)
         ctypes.memmove(array.ctypes.data, address, array.nbytes)
@@ -453,7 +457,7 @@ class HostGpu:
         plan = fused(plan) if fuse else plan
         self.plan, self.shape, self.threads, self.timeout = plan, shape, threads, timeout
         self.image = Image()
-        self.abort = self.image.add(np.zeros(1, np.uint32))
+        self.abort, self.stop = (self.image.add(np.zeros(1, np.uint32)) for _ in range(2))
         layout = program.lay_out(plan, shape)
         memory = [np.zeros(n // 4, np.uint32) for n in layout.nbytes]
         for i, c in enumerate(plan.connections):  # as if each had been used `start` times
@@ -464,6 +468,7 @@ class HostGpu:
             if start and not c.local:  # lines then hold flags of earlier uses
                 memory[c.dst][layout.slot[i] // 4 :] = (start - 100) % 2**32
         bases = [self.image.add(m) for m in memory]
+        self.memory = [(base >> 40) - 1 for base in bases]  # the segments of the ranks' memory
         self.given: list[tuple[int, np.ndarray]] = []  # segments that must stay, and their bytes
         self.groups: list[tuple[int, dict[str, int]]] = []
         self.programs: list[Program] = []
@@ -517,11 +522,11 @@ class HostGpu:
             row["chunks"] = where[rank]
         groups = self.image.add(table, ("code", "ends", "cursors", "chunks", "report"))
         launch = program.launch(
-            plan, self.shape, groups, self.abort,
+            plan, self.shape, groups, self.stop, self.abort,
             [(b + skew, v + skew) for b, v in zip(buffers, values, strict=True)], self.timeout,
             op == "avg", ps_per_byte, finals, [] if direct else None,
         )  # fmt: skip
-        at = self.image.add(launch, ("tracks", "abort", "finals", "buffers", "inputs"))
+        at = self.image.add(launch, ("tracks", "stop", "abort", "finals", "buffers", "inputs"))
         blocks = len(chosen) * self.shape.width
         kernel = kernel_number(dtype, op)
         self.image.launches.append(((at >> 40) - 1, blocks, self.threads, *kernel))

@@ -174,8 +174,9 @@ def test_what_is_pushed_passes_no_slot() -> None:
               if step.op is Op.COPY for i in step.connections}  # fmt: skip
     assert len(copies) == 8  # of two trees with four edges each
     for i, c in enumerate(plan.connections):
-        if not c.local:  # segment 0 is the abort word
-            ring = done[1 + c.dst][layout.slot[i] :][: plan.slots * shape.width * shape.stripe]
+        if not c.local:
+            at, size = layout.slot[i], plan.slots * shape.width * shape.stripe
+            ring = done[gpu.memory[c.dst]][at : at + size]
             assert ring.any() == (i not in copies)
 
 
@@ -183,7 +184,7 @@ def test_nothing_is_pushed_by_a_launch_after_an_abort() -> None:
     """The tensors may be in other use by then, and counters of the call may be there."""
     plan = plan_allreduce(load("mesh-3"), 4000, "chain")
     gpu = HostGpu(plan, plain(2))
-    gpu.image.segments[(gpu.abort >> 40) - 1][:] = 1
+    gpu.image.segments[(gpu.stop >> 40) - 1][:] = 1
     given = values(plan, 4000)
     segments = gpu.call(given, direct=True)
     done = gpu.image.run(build())
@@ -282,7 +283,7 @@ def test_programs_too_long_for_shared_memory(shape: LaunchConfig) -> None:
 
 def test_more_peers_or_ranks_than_the_kernel_takes_are_refused() -> None:
     with pytest.raises(PlanError, match=r"65 ranks in one launch; at most 64"):
-        program.launch(plan_allreduce(load("mesh-2"), 4), LINES, 0, 0, [(0, 0)] * 65, 1.0, False)
+        program.launch(plan_allreduce(load("mesh-2"), 4), LINES, 0, 0, 0, [(0, 0)] * 65, 1.0, False)
     plan = plan_allreduce(load("mesh-2"), 4, "one_shot")
     wide = replace(plan.tracks[0].phases[0][1], connections=(0,) * 65)
     track = replace(plan.tracks[0], phases=((wide,),))
@@ -297,9 +298,9 @@ def test_a_stale_flag_is_gone_before_its_number_comes_again() -> None:
     gpu.call(values(plan, 8))
     done = gpu.image.run(build())
     layout = program.lay_out(plan, LINES)
-    for rank in range(2):  # segment 0 is the abort word
+    for rank in range(2):
         (at,) = [layout.slot[i] for i, c in enumerate(plan.connections) if c.dst == rank]
-        flags = done[1 + rank][at : at + 2 * LINES.stripe].view(np.uint32)[1::2]
+        flags = done[gpu.memory[rank]][at : at + 2 * LINES.stripe].view(np.uint32)[1::2]
         assert (flags == 2**30).all()
 
 
@@ -488,17 +489,19 @@ def test_a_forwarder_that_gives_up_passes_nothing_on() -> None:
     assert forwarded
     for i in forwarded:
         at = layout.slot[i]
-        memory = done[1 + plan.connections[i].dst]  # segment 0 is the abort word
+        memory = done[gpu.memory[plan.connections[i].dst]]
         assert not memory[at : at + 2 * LINES.stripe * plan.slots].any()
 
 
+@pytest.mark.parametrize("word", ["stop", "abort"])
 @pytest.mark.parametrize("shape", [LINES, plain(2)], ids=["lines", "slots"])
-def test_the_abort_word_frees_every_rank(shape: LaunchConfig) -> None:
+def test_either_word_frees_every_rank(shape: LaunchConfig, word: str) -> None:
     plan = plan_allreduce(load("mesh-3"), 4000, "chain", 1)
     gpu = HostGpu(plan, shape, timeout=1000)
     gpu.call(values(plan, 4000), only=2)
-    done = gpu.image.run(build(), timeout=20, abort=gpu.abort)
+    done = gpu.image.run(build(), timeout=20, abort=getattr(gpu, word))
     states = {row[0] for key, row in gpu.reports(done).items() if key[0] == 2}
+    assert done[(gpu.stop >> 40) - 1].any()
     assert State.ABORTED in states and states <= {State.ABORTED, State.NOTHING, State.DONE}
 
 

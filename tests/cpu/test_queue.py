@@ -300,16 +300,17 @@ def test_a_refused_queue_leaves_no_event(machine: Machine) -> None:
 @pytest.mark.parametrize("aborted", [0, 1])
 def test_a_check_ends_with_its_deadline_or_when_all_stop(aborted: int) -> None:
     device = HostDevice()
-    counters, need, abort = (np.zeros(4, np.uint32) for _ in range(3))
+    counters, need, stop, abort = (np.zeros(4, np.uint32) for _ in range(4))
     need[:], abort[0] = 1, aborted
     check = np.zeros(1, program.CHECK)
-    for name, array in (("counters", counters), ("need", need), ("abort", abort)):
+    arrays = {"counters": counters, "need": need, "stop": stop, "abort": abort}
+    for name, array in arrays.items():
         check[name] = array.ctypes.data
     check["timeout_ns"], check["tracks"], check["width"] = 5e7, 2, 2
     start = time.monotonic()
     device.check(check, 0)
     device.synchronise(0)
-    assert abort[0] == 1 and 0.05 * (1 - aborted) <= time.monotonic() - start < 30
+    assert abort[0] == stop[0] == 1 and 0.05 * (1 - aborted) <= time.monotonic() - start < 30
     device.close()
 
 

@@ -8,7 +8,7 @@ memory. Such a run checks the kernel and its memory bandwidth but says nothing a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,6 +90,9 @@ class GpuRanks:
         first, _ = next(iter(self.shares.values()))
         self._abort = first.pinned(1)  # pinned memory is visible to every GPU of the process
         self._uploads = Uploads()
+        self._stops = {  # GPU index -> the same word in its own memory
+            i: self._uploads.add(d, np.zeros(1, np.uint32)) for i, (d, _) in self.shares.items()
+        }
         self._regions: dict[tuple[Plan, LaunchConfig], tuple[_Part, ...]] = {}
         self._launched: dict[int, Prepared] = {}  # the latest launch of each region
         self.counters = CounterPool([device for device, _ in self.shares.values()])
@@ -165,6 +168,7 @@ class GpuRanks:
                 tracks = table.shape[1]
                 checks = np.zeros(len(layers), program.CHECK)
                 checks["counters"], checks["abort"] = counters, self._abort.ctypes.data
+                checks["stop"] = self._stops[part.device.index]
                 checks["need"] = uploads.add(part.device, table)
                 checks["need"] += np.arange(len(layers), dtype=np.uint64) * (4 * tracks)
                 checks["timeout_ns"] = int(2e9 * self.timeout)
@@ -203,9 +207,10 @@ class GpuRanks:
                 continue
             on = streams[part.device.index]
             launch = program.launch(
-                prepared.plan, prepared.config, table, int(self._abort.ctypes.data),
-                [data[r] for r in part.ranks], self.timeout, prepared.op == "avg", ps_per_byte,
-                address, [everyone[r] for r in part.peers] if prepared.direct else None,
+                prepared.plan, prepared.config, table, self._stops[part.device.index],
+                int(self._abort.ctypes.data), [data[r] for r in part.ranks], self.timeout,
+                prepared.op == "avg", ps_per_byte, address,
+                [everyone[r] for r in part.peers] if prepared.direct else None,
             )  # fmt: skip
             if begun:
                 part.device.zero(address, 4 * count, on)
@@ -274,6 +279,9 @@ class GpuRanks:
     def abort(self) -> None:
         """End every wait on the GPUs, now and later."""
         self._abort[0] = 1
+        for index, (device, _) in self.shares.items():
+            with suppress(RuntimeError):  # the GPU has failed, and its waits with it
+                device.store(self._stops[index], self._abort)
 
     def close(self) -> None:
         """Free all memory; no launch may be running. Can be called again."""

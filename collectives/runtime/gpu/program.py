@@ -62,9 +62,9 @@ class State(IntEnum):
 END = fields(("u8", "slot ready free"), ("u4", "peer pad"))
 CURSOR = fields(("u4", "waited moved signalled slot"))
 TRACK = fields(("u8", "code ends cursors chunks report"), ("u4", "rank num_ends code_words pad"))
-CHECK = fields(("u8", "counters need abort timeout_ns"), ("u4", "tracks width"))
+CHECK = fields(("u8", "counters need stop abort timeout_ns"), ("u4", "tracks width"))
 LAUNCH = fields(
-    ("u8", "tracks abort finals timeout_ns"),
+    ("u8", "tracks stop abort finals timeout_ns"),
     ("u4", "width num_chunks stride slots stripe low_latency divisor ps_per_byte direct pad"),
     (f"({MAX_RANKS},)u8", "buffers inputs"),
 )
@@ -200,22 +200,23 @@ def ends(
 
 
 def launch(
-    plan: Plan, config: LaunchConfig, tracks: int, abort: int, buffers: Sequence[tuple[int, int]],
-    timeout: float, average: bool, ps_per_byte: int = 0, finals: int = 0,
-    peers: Sequence[int] | None = None,
+    plan: Plan, config: LaunchConfig, tracks: int, stop: int, abort: int,
+    buffers: Sequence[tuple[int, int]], timeout: float, average: bool, ps_per_byte: int = 0,
+    finals: int = 0, peers: Sequence[int] | None = None,
 ) -> NDArray[np.void]:  # fmt: skip
     """The argument of a launch: [1] of LAUNCH.
 
-    `tracks`, `abort` and `finals` are addresses; `timeout` is in seconds. `buffers` holds the
-    (result, input) addresses of each rank in the launch, equal for a call in place; with `average`
-    results are divided by the number of ranks. `peers` holds the buffers of `receivers`, into which
-    results are pushed; None disables pushing.
+    `tracks`, `stop`, `abort` and `finals` are addresses; `timeout` is in seconds. `buffers` holds
+    the (result, input) addresses of each rank in the launch, equal for a call in place; with
+    `average` results are divided by the number of ranks. `peers` holds the buffers of `receivers`,
+    into which results are pushed; None disables pushing.
     """
     if len(buffers) > MAX_RANKS:
         raise PlanError(f"{len(buffers)} ranks in one launch; at most {MAX_RANKS}")
     made = np.zeros(1, LAUNCH)
     row = made[0]
-    row["tracks"], row["abort"], row["timeout_ns"] = tracks, abort, int(timeout * 1e9)
+    row["tracks"], row["stop"], row["abort"] = tracks, stop, abort
+    row["timeout_ns"] = int(timeout * 1e9)
     row["finals"], row["low_latency"] = finals, config.low_latency
     row["width"], row["stripe"] = config.width, config.stripe
     row["num_chunks"], row["stride"], row["slots"] = plan.num_chunks, plan.stride, plan.slots

@@ -55,14 +55,14 @@ static int layout() {
     FIELD(Track, code), FIELD(Track, ends), FIELD(Track, cursors), FIELD(Track, chunks);
     FIELD(Track, report), FIELD(Track, rank), FIELD(Track, num_ends), FIELD(Track, code_words);
     FIELD(Track, pad);
-    FIELD(Launch, tracks), FIELD(Launch, abort), FIELD(Launch, finals), FIELD(Launch, timeout_ns);
-    FIELD(Launch, width);
+    FIELD(Launch, tracks), FIELD(Launch, stop), FIELD(Launch, abort), FIELD(Launch, finals);
+    FIELD(Launch, timeout_ns), FIELD(Launch, width);
     FIELD(Launch, num_chunks), FIELD(Launch, stride), FIELD(Launch, slots), FIELD(Launch, stripe);
     FIELD(Launch, low_latency), FIELD(Launch, divisor), FIELD(Launch, ps_per_byte);
     FIELD(Launch, direct), FIELD(Launch, pad);
     FIELD(Launch, buffers), FIELD(Launch, inputs);
-    FIELD(Check, counters), FIELD(Check, need), FIELD(Check, abort), FIELD(Check, timeout_ns);
-    FIELD(Check, tracks), FIELD(Check, width);
+    FIELD(Check, counters), FIELD(Check, need), FIELD(Check, stop), FIELD(Check, abort);
+    FIELD(Check, timeout_ns), FIELD(Check, tracks), FIELD(Check, width);
     std::printf("sizeof End %zu\nsizeof Cursor %zu\n", sizeof(End), sizeof(Cursor));
     std::printf("sizeof Track %zu\nsizeof Launch %zu\n", sizeof(Track), sizeof(Launch));
     std::printf("sizeof Check %zu\n", sizeof(Check));
