@@ -51,7 +51,7 @@ class Row:
     """A measurement.
 
     part: "core", or "ipc" for ranks in processes, which take turns on one GPU.
-    seconds: expected duration on an H100, with the start of the process; estimated, not measured.
+    seconds: expected duration, with the start of the process; about what an H200 took.
     measure: returns figures for JSON. Raises Failed or LeftOut. It need not free memory after an
         error, as its process ends.
     """

@@ -20,7 +20,7 @@ from linkweave.collectives import get_default
 from linkweave.kernels.gpu.source import THREADS
 
 DENSITY = 0.001
-ROWS = ((1 << 25, 10), (1 << 28, 20))  # (elements, expected seconds of a row)
+ROWS = ((1 << 25, 10), (1 << 28, 10))  # (elements, expected seconds of a row)
 TABLES = ((4096, 1024, 32_000), (65_536, 128, 32_000))  # (rows, width, vocabulary)
 CASES = ((60, 9, 20), (5003, 50, 120), (5003, 0, 7))  # (elements, k, entries of a rank)
 GRADIENT = 1 << 24  # elements
@@ -110,12 +110,12 @@ class SparseRows:
         self.meter, self.arrays, self.api = meter, arrays, api
 
     def rows(self) -> Iterator[Row]:
-        yield self.row("sparse kernels, correct", 30, self.correct)
+        yield self.row("sparse kernels, correct", 15, self.correct)
         for n, seconds in ROWS:
             yield self.row(f"topk_abs of {n}", seconds, self.topk, n)
             yield self.row(f"sparsify of {n}", seconds, self.sparsify, n)
         for table in TABLES:
-            yield self.row(f"coalesce {table[0]} x {table[1]}", 10, self.coalesce, *table)
+            yield self.row(f"coalesce {table[0]} x {table[1]}", 6, self.coalesce, *table)
 
     def row(self, name: str, seconds: float, measure: Callable[..., Result], *args: int) -> Row:
         def loaded() -> Result:

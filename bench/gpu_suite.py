@@ -12,7 +12,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,13 +34,14 @@ from linkweave.bench.gpu_queue import dequeue
 from linkweave.bench.gpu_runner import ENVIRONMENT, Result, Row, in_process, run, summary, write
 from linkweave.bench.gpu_sparse import GRADIENT, SparseRows, sparse_ranks
 from linkweave.bench.gpu_train import POLICIES, train
+from linkweave.bench.gpu_triton import TritonRows
 from linkweave.bench.timing import machine
 from linkweave.collectives.runtime.gpu.driver import CudaDriver
 
 BUDGET_S = 540.0
 PROBE_S = 60.0
-EMULATED = ((64, 6), (256, 8), (16, 5), (1024, 15), (1, 5))  # (MiB, expected seconds)
-UNCAPPED = ((256, 8), (16, 5), (1, 5))
+EMULATED = ((64, 4), (256, 5), (16, 4), (1024, 9), (1, 3))  # (MiB, expected seconds)
+UNCAPPED = ((256, 5), (16, 4), (1, 3))
 
 
 def rows(meter: Meter, libraries: Sequence[Arrays], gpus: int) -> Iterator[Row]:
@@ -54,30 +57,31 @@ def _row(part: str, name: str, seconds: float, measure: Callable[..., Result], *
 
 def _core(meter: Meter, libraries: Sequence[Arrays]) -> Iterator[Row]:
     row, cupy, last = partial(_row, "core"), libraries[0], libraries[-1]
-    yield row("compile all kernels", 25, plans.compiled, meter)
-    yield row("correct algorithms", 40, plans.algorithms, meter)
-    yield row("correct dtypes and ops", 20, plans.dtypes, meter)
+    yield row("compile all kernels", 8, plans.compiled, meter)
+    yield row("correct algorithms", 25, plans.algorithms, meter)
+    yield row("correct dtypes and ops", 5, plans.dtypes, meter)
     yield row("abort", 5, plans.abort, meter)
     yield row("device copy against 35 N, 8 ranks", 10, plans.bandwidth, meter, 256 * MIB)
-    yield row("latency 8 KiB", 5, plans.latency, meter)
-    yield row("latency of a hop", 5, plans.hop, meter)
-    yield row("tick of the clock", 4, plans.tick, cupy)
+    yield row("latency 8 KiB", 3, plans.latency, meter)
+    yield row("latency of a hop", 3, plans.hop, meter)
+    yield row("tick of the clock", 3, plans.tick, cupy)
     for n, seconds in EMULATED:
         yield row(f"emulated links {n} MiB", seconds, plans.overlap, meter, n * MIB, plans.LINK)
     yield from SparseRows(meter, last).rows()
+    yield from TritonRows(meter).rows()
     yield row(f"enqueue, {cupy.name} threads", 8, enqueue, cupy, (1, 2, 8), True)
     for arrays in libraries:
-        for n, seconds in ((2, 15), (3, 8), (8, 20)):
+        for n, seconds in ((2, 12), (3, 6), (8, 11)):
             yield row(f"threads, {arrays.name}, {n} ranks", seconds,
                       run_ranks, arrays, n, (1, 2048, 250_000), True)  # fmt: skip
-    yield row("sweep of settings", 50, plans.sweep, meter, 64 * MIB)
+    yield row("sweep of settings", 25, plans.sweep, meter, 64 * MIB)
     for n in (8, 64, 512):
-        yield row(f"sweep of settings, {n} KiB", 5, plans.sweep,
+        yield row(f"sweep of settings, {n} KiB", 3, plans.sweep,
                   meter, n << 10, plans.SHORT_GRID, "auto")  # fmt: skip
-    yield row("dequeue of a gradient queue", 8, dequeue, meter, 16 * MIB)
+    yield row("dequeue of a gradient queue", 4, dequeue, meter, 16 * MIB)
     for arrays in libraries:
         for n in (2, 8):
-            yield row(f"sparse_allreduce, {arrays.name}, {n} threads", 12, sparse_ranks, meter,
+            yield row(f"sparse_allreduce, {arrays.name}, {n} threads", 10, sparse_ranks, meter,
                       arrays, n, True, GRADIENT)  # fmt: skip
     for n, seconds in UNCAPPED:
         yield row(f"uncapped {n} MiB", seconds, plans.overlap, meter, n * MIB, None)
@@ -86,23 +90,27 @@ def _core(meter: Meter, libraries: Sequence[Arrays]) -> Iterator[Row]:
 def _ipc(meter: Meter, libraries: Sequence[Arrays], gpus: int) -> Iterator[Row]:
     row, cupy, last = partial(_row, "ipc"), libraries[0], libraries[-1]
     for arrays in libraries:
-        for n, seconds in ((2, 20), (4, 30), (8, 60)):
+        for n, seconds in ((2, 10), (4, 15), (8, 30)):
             yield row(f"processes, {arrays.name}, {n} ranks", seconds,
                       run_ranks, arrays, n, (1, 2048, 30_000), False)  # fmt: skip
         if arrays is cupy:
-            yield row("a rank is killed", 40, run_killed, cupy)
-            yield row("sparse_allreduce, 2 processes", 20, sparse_ranks, meter, cupy, 2, False, 0)
+            yield row("a rank is killed", 10, run_killed, cupy)
+            yield row("sparse_allreduce, 2 processes", 10, sparse_ranks, meter, cupy, 2, False, 0)
             yield row(f"enqueue, {cupy.name} processes", 10, enqueue, cupy, (2,), False)
     if last.name == "torch":
-        yield row("a graph of torch, 2 processes", 15, run_graph, last)
+        yield row("a graph of torch, 2 processes", 8, run_graph, last)
         for policy in POLICIES:
             yield row(f"train by {policy}, 2 processes", 20, train, last, 2, policy)
         yield row("allreduce beside NCCL", 40 if gpus > 1 else 1, beside_nccl, last, gpus)
 
 
 def described(meter: Meter) -> Result:
-    """The GPU, its driver, and how many there are."""
-    return {**meter.device.describe(), "gpus": CudaDriver().count()}
+    """The GPU, its driver, how many there are, and the versions of libraries."""
+    versions = {}
+    for name in ("torch", "triton", "numba", "numpy"):
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return {**meter.device.describe(), "gpus": CudaDriver().count(), "versions": versions}
 
 
 def outline(found: Result) -> Result:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from linkweave.kernels.api import sparsify
 from linkweave.kernels.gtopk import cpu
 from linkweave.kernels.nvtx_ranges import ranged
 from linkweave.kernels.tensors import check_overlaps, device_of
@@ -35,9 +36,9 @@ def select(
     `kernels.topk_abs`: among equal magnitudes, the lowest indices are selected; NaN counts as
     larger than infinity.
 
-    On the CPU, one pass reads and writes both: 16 bytes per float32 element. On a GPU, work is
-    enqueued on the current CUDA stream, two passes read the residual again, and the host waits
-    once, unless k is 0.
+    On the CPU, one pass reads and writes both: 16 bytes per float32 element. On a GPU, this is
+    `kernels.sparsify`, with n bytes of scratch memory, and a pass that clears the gradient; both
+    are enqueued on the current CUDA stream, and the host does not wait.
 
     ValueError, TypeError: an argument is out of range, or the tensors do not fit one another.
     """
@@ -47,15 +48,14 @@ def select(
     if grad.numel() >= MOST:
         raise ValueError(f"grad has {grad.numel()} elements; there must be fewer than 2^31")
     check_overlaps({"grad": grad, "residual": residual})
-    return _kernels(device).select(grad.detach(), residual.detach(), count(k, grad.numel()))
-
-
-def _kernels(device: torch.device) -> Any:
+    grad, residual, k = grad.detach(), residual.detach(), count(k, grad.numel())
     if device.type == "cpu":
-        return cpu
-    from linkweave.kernels.gtopk import gpu  # which imports Triton
-
-    return gpu
+        return cpu.select(grad, residual, k)
+    if not grad.numel():
+        return residual.new_empty(0), residual.new_empty(0, dtype=torch.int32)
+    values, indices = sparsify(grad, residual, k)
+    grad.zero_()
+    return values, indices
 
 
 def _check(

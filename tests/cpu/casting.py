@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +15,11 @@ SCALES = (1.0, 0.125, 1 / 3)
 _NAN = {torch.float16: 0x7E00, torch.bfloat16: 0x7FC0, torch.float32: 0x7FC00000,
         torch.float64: 0x7FF8 << 48}  # fmt: skip
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton's kernels run in its interpreter, on CPU tensors; otherwise on a GPU."""
+
+_device = {"special": "cpu"}
 
 fused = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
@@ -37,6 +45,13 @@ def ties(half: torch.dtype) -> torch.Tensor:
     return torch.cat([exact.float(), middle, *around])
 
 
+def device_for(kernels: Any) -> str:
+    """The device of the tensors that a module of kernels takes; `special` makes them there."""
+    on_gpu = kernels.__name__.endswith(".gpu") and not INTERPRETED
+    _device["special"] = "cuda" if on_gpu else "cpu"
+    return _device["special"]
+
+
 def special(n: int, seed: int = 0) -> torch.Tensor:
     """float32 [n] over the whole range: NaN of both signs, infinities, subnormals, zeros."""
     rng = np.random.default_rng([n, seed])
@@ -50,7 +65,7 @@ def special(n: int, seed: int = 0) -> torch.Tensor:
     )  # fmt: skip
     bits[:] = np.where(rng.random(n) < 0.1, rng.choice(few, n), bits)
     bits[: few.size] = few[:n]
-    return torch.from_numpy(x)
+    return torch.from_numpy(x).to(_device["special"])
 
 
 def expected(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
@@ -62,4 +77,5 @@ def expected(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether all bits are equal."""
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    bits = [x.cpu().view(torch.uint8) for x in (a, b)]
+    return a.dtype == b.dtype and torch.equal(*bits)

@@ -1,11 +1,10 @@
-"""The Triton kernels of embeddings in Triton's interpreter, against the CPU's, bit for bit.
+"""The Triton kernels of embeddings against the CPU's, bit for bit.
 
-A script: the interpreter is chosen when Triton is imported.
+A script: TRITON_INTERPRET=1 chooses Triton's interpreter; without it, kernels run on a GPU.
 """
 
 from __future__ import annotations
 
-import os
 from itertools import product
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from linkweave.kernels import embedding
 from linkweave.kernels.embedding import cpu, steps
-from tests.cpu.casting import same, special
+from tests.cpu.casting import device_for, same, special
 from tests.cpu.interpreted_optim import round_fma_once
 
 ROWS = 90
@@ -39,6 +38,11 @@ def memory(rows: int, width: int, seed: int, shift: int) -> tuple[torch.Tensor, 
     return flat, flat[shift : shift + rows * width].view(rows, width)
 
 
+def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x` in a dtype, converted by the CPU: GPUs keep other payloads of NaN."""
+    return x.cpu().to(dtype).to(x.device)
+
+
 def some_rows(n: int, kind: torch.dtype, ascending: bool) -> torch.Tensor:
     rng = np.random.default_rng(n)
     found = np.sort(rng.permutation(ROWS)[:n]) if ascending else rng.integers(0, ROWS, n)
@@ -51,22 +55,22 @@ def updated(way: Any, n: int, width: int, kind: torch.dtype, shift: int) -> list
     for state in tables[1:]:
         state.abs_()
     _, gradient = memory(n, width, 7, shift)
-    step(*tables, some_rows(n, kind, True), gradient, **arguments)
+    step(*tables, some_rows(n, kind, True).to(gradient.device), gradient, **arguments)
     return [plain(flat) for flat in flats]
 
 
 def looked_up(n: int, width: int, kind: torch.dtype, dtype: torch.dtype) -> list[torch.Tensor]:
-    table = memory(ROWS, width, 1, 0)[1].to(dtype)
-    whole = torch.zeros(n * width + 8, dtype=dtype)
+    table = narrowed(memory(ROWS, width, 1, 0)[1], dtype)
+    whole = torch.zeros(n * width + 8, dtype=dtype, device=table.device)
     out = whole[4:-4].view(n, width)
-    embedding.lookup(table, some_rows(n, kind, False), out)
+    embedding.lookup(table, some_rows(n, kind, False).to(table.device), out)
     return [whole]
 
 
 def moved(n: int, widths: tuple[int, ...], dtype: torch.dtype, shift: int) -> list[torch.Tensor]:
     total = sum(widths)
-    parts = memory(1, n * total, 5, shift)[1].view(-1).to(dtype)
-    joined = torch.zeros(n * total + 8, dtype=dtype)
+    parts = narrowed(memory(1, n * total, 5, shift)[1].view(-1), dtype)
+    joined = torch.zeros(n * total + 8, dtype=dtype, device=parts.device)
     columns = joined[shift : shift + n * total].view(n, total)
     embedding.join_columns(parts, widths, columns)
     split = torch.zeros_like(joined)
@@ -81,6 +85,7 @@ def check(made: Any, *arguments: Any) -> None:
     found = []
     for kernels in (cpu, gpu):
         steps._kernels = lambda device, kernels=kernels: kernels
+        device_for(kernels)
         found.append(made(*arguments))
     assert all(map(same, *found)), arguments
 
@@ -90,21 +95,23 @@ def rows_out_of_range_are_left_out() -> None:
 
     for kind in INDICES:
         indices = torch.tensor([-(2**31), -1, 0, 5, ROWS - 1, ROWS, 2**31 - 1]).to(kind)
-        _, gradient = memory(7, 17, 7, 0)
         inside = (indices >= 0) & (indices < ROWS)
         found = []
         for kernels, chosen in ((cpu, inside), (gpu, torch.full_like(inside, True))):
+            device = device_for(kernels)
+            _, gradient = memory(7, 17, 7, 0)
             flat, table = memory(ROWS, 17, 0, 3)
-            kernels.sgd(indices[chosen], gradient[chosen], (np.float32(-0.5),), table)
+            rows, chosen = indices.to(device)[chosen.to(device)], chosen.to(device)
+            kernels.sgd(rows, gradient[chosen], (np.float32(-0.5),), table)
             found.append(plain(flat))
         assert same(*found)
-        assert gpu.first_outside(indices, ROWS) == cpu.first_outside(indices, ROWS) == 0
-        assert gpu.first_outside(indices[2:], ROWS) == cpu.first_outside(indices[2:], ROWS) == 3
-        assert gpu.first_outside(indices[2:5], ROWS) == -1
+        there = indices.to(device_for(gpu))
+        assert gpu.first_outside(there, ROWS) == cpu.first_outside(indices, ROWS) == 0
+        assert gpu.first_outside(there[2:], ROWS) == cpu.first_outside(indices[2:], ROWS) == 3
+        assert gpu.first_outside(there[2:5], ROWS) == -1
 
 
 def main() -> None:
-    assert os.environ["TRITON_INTERPRET"] == "1"
     round_fma_once()
     for i, (n, width, way) in enumerate(product(COUNTS, WIDTHS, WAYS)):
         check(updated, way, n, width, INDICES[i % 2], i % 3)

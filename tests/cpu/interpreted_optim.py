@@ -1,12 +1,11 @@
-"""The Triton kernels of optimizers in Triton's interpreter, against the CPU's, bit for bit.
+"""The Triton kernels of optimizers against the CPU's, bit for bit.
 
-A script: the interpreter is chosen when Triton is imported. The interpreter rounds an `fma` twice;
-here it is rounded once, as on GPUs.
+A script: TRITON_INTERPRET=1 chooses Triton's interpreter, which rounds an `fma` twice; here it is
+rounded once, as on GPUs. Without it, kernels run on a GPU.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from numba import float32, vectorize
 
 from linkweave.kernels import optim
 from linkweave.kernels.optim import cpu, steps
-from tests.cpu.casting import same, special
+from tests.cpu.casting import INTERPRETED, device_for, same, special
 
 SIZES = (0, 1, 7, 1023, 1024, 1025, 2048, 3001)
 GAP = 4  # elements between tensors, at least; keeps alignment
@@ -38,6 +37,8 @@ def fma(x: Any, y: Any, z: Any) -> Any:
 
 
 def round_fma_once() -> None:
+    if not INTERPRETED:
+        return
     from triton.runtime import interpreter
 
     def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
@@ -65,8 +66,9 @@ def updated(step: Any, shift: int, finite: bool, arguments: dict[str, Any]) -> l
         for flat in flats:
             flat.nan_to_num_(posinf=2.0, neginf=-3.0).clamp_(-1e9, 1e9)
     table = optim.Table(*columns)
-    partials = torch.full((table.blocks,), 5.0, dtype=torch.float64)
-    if steps._kernels(table) is not cpu:
+    partials = torch.full((table.blocks,), 5.0, dtype=torch.float64,
+                          device=flats[0].device)  # fmt: skip
+    if INTERPRETED and steps._kernels(table) is not cpu:
         table.rows = torch.from_numpy(table.rows)
     step(table, **arguments)
     plain = [flat.clone() for flat in flats]
@@ -76,7 +78,6 @@ def updated(step: Any, shift: int, finite: bool, arguments: dict[str, Any]) -> l
 
 
 def main() -> None:
-    assert os.environ["TRITON_INTERPRET"] == "1"
     from linkweave.kernels.optim import gpu
 
     round_fma_once()
@@ -86,6 +87,7 @@ def main() -> None:
                 found = []
                 for kernels in (cpu, gpu):
                     steps._kernels = lambda table, kernels=kernels: kernels
+                    device_for(kernels)
                     found.append(updated(step, shift, finite, arguments))
                 assert all(map(same, *found)), (arguments, shift)
     print("same bits")

@@ -23,7 +23,7 @@ from host_gpu import HostDevice, HostTensor, needs_compiler
 from host_kernels import HostKernels
 
 from linkweave import collectives, kernels
-from linkweave.bench import gpu_plans, gpu_runner, gpu_suite
+from linkweave.bench import gpu_plans, gpu_runner, gpu_suite, gpu_triton
 from linkweave.bench.gpu_api import CupyArrays, TorchTensors, run_killed, run_ranks
 from linkweave.bench.gpu_calls import beside_nccl, enqueue, time_beside_nccl
 from linkweave.bench.gpu_meter import MIB, Meter
@@ -401,3 +401,24 @@ def test_all_reduces_beside_another_library(
     arguments = (str(tmp_path / "store"), (400, 8000), 2)
     found = collectives.spawn(time_beside_nccl, 2, "mesh-2", arguments)
     assert [[set(row) for row in rank] for rank in found] == [[{"linkweave", "nccl"}] * 2] * 2
+
+
+def test_kernels_of_a_step_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, where both sides of each check are the CPU's kernels."""
+    for name, number in (("TABLE", 90), ("WIDTH", 8), ("LOOKED_UP", 20)):
+        monkeypatch.setattr(gpu_triton, name, number)
+
+    def seconds(call: Callable[[], object], check: object) -> float:
+        call()
+        return 2.0
+
+    meter: Any = SimpleNamespace(
+        seconds=seconds, copy_rate=lambda nbytes: 1.0, device=SimpleNamespace(finish=None)
+    )
+    made = gpu_triton.TritonRows(meter, "cpu", 10_000)
+    found = {row.name.removeprefix("Triton, "): row.measure() for row in made.rows()}
+    assert found.keys() == {"cast", "adam", "sgd", "select", "lookup", "adam_rows"}
+    assert all(row["of_floor"] == 2 / row["bytes"] for row in found.values())
+    monkeypatch.setattr(kernels.embedding, "lookup", lambda table, indices, out: out.normal_())
+    with pytest.raises(Failed, match="lookup is not what the CPU finds"):
+        made.lookup()
