@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-plans test-ranks test-training test-all lint docs clean
+.PHONY: demo test compiled test-plans test-ranks test-training test-all lint docs clean
 .DELETE_ON_ERROR:
 
 # torch first and at this version: a range could take a build with gigabytes of CUDA packages
@@ -29,8 +29,12 @@ TRAINING := $(filter-out $(KERNELS), $(wildcard $(addprefix tests/cpu/test_, \
 PYTEST = $(PY) -m pytest -m "not slow" -o cache_dir=.pytest_cache/$@
 
 # three processes side by side, because many tests mostly wait; fails if one fails
-test: lint
+test: $(VENV)/installed
+	@$(MAKE) --no-print-directory --jobs=2 lint compiled
 	@$(MAKE) --no-print-directory --jobs=3 test-plans test-training test-ranks
+
+compiled: $(VENV)/installed
+	$(PY) -m tests.compile_kernels
 
 test-plans: $(VENV)/installed
 	$(PYTEST) tests/null tests/net $(KERNELS)

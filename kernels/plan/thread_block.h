@@ -1,8 +1,7 @@
 // The state of a thread block, and its waits.
 //
-// Every wait ends: after each SPINS polls the thread looks whether all must stop, and after each
-// FAR_SPINS at the clock. It then reports its step once, and makes all stop when the timeout has
-// passed.
+// Every wait ends: after each SPINS polls the thread looks at the clock and whether all must stop.
+// It reports its step once after FAR_SPINS, and makes all stop when the timeout has passed.
 #pragma once
 #include "plan/launch.h"
 
@@ -59,10 +58,9 @@ struct Patience {
             if (ld_acquire_sys(report_of(block)) != TIMED_OUT) report(block, ABORTED, p);
             return false;
         }
-        if (spins % FAR_SPINS) return true;
         const u64 now = clock_ns();
-        if (!since) {
-            since = now;
+        if (!since) since = now;
+        if (spins == FAR_SPINS) {
             raise(&block.reported);
             report(block, WAITS, p);
         }
