@@ -12,9 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -105,12 +103,8 @@ def _ipc(meter: Meter, libraries: Sequence[Arrays], gpus: int) -> Iterator[Row]:
 
 
 def described(meter: Meter) -> Result:
-    """The GPU, its driver, how many there are, and the versions of libraries."""
-    versions = {}
-    for name in ("torch", "triton", "numba", "numpy"):
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return {**meter.device.describe(), "gpus": CudaDriver().count(), "versions": versions}
+    """The GPU, its driver, and how many there are."""
+    return {**meter.device.describe(), "gpus": CudaDriver().count()}
 
 
 def outline(found: Result) -> Result:

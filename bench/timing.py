@@ -83,7 +83,7 @@ def machine() -> dict[str, Any]:
     except OSError:
         pass
     versions = {}
-    for name in ("torch", "numpy", "numba", "mpi4py", "impi-rt", "openmpi", "mpich"):
+    for name in ("torch", "triton", "numpy", "numba", "mpi4py", "impi-rt", "openmpi", "mpich"):
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
