@@ -205,6 +205,21 @@ def doctor(as_json: JsonOption = False) -> None:
         raise SystemExit(1)
 
 
+@app.command()
+def selftest(
+    gpus: Annotated[str, typer.Option(help="all, none, or indices such as 0,2.")] = "all",
+    report: Annotated[Path | None, typer.Option(help="Write JSON to this file.")] = None,
+) -> None:
+    """Test collectives on this machine's ranks and GPUs.
+
+    The exit status is 0 for PASS, 1 for FAIL, and 2 for PASS but for what was left out.
+    """
+    from linkweave.bench import selftest as shown
+
+    writable(report=report)
+    raise SystemExit(shown.run(gpus, sys.stdout, report))
+
+
 app.command()(reproduce.reproduce)
 
 
@@ -235,7 +250,7 @@ def end_at_once(*_: object) -> None:
 
 def main() -> None:
     """Entry point: errors in what was asked for are one line and exit status 2."""
-    if not {"bench", "demo"}.intersection(sys.argv[1:2]):  # those have processes to stop
+    if sys.argv[1:2] not in (["bench"], ["demo"], ["selftest"]):  # those have processes to stop
         signal.signal(signal.SIGINT, end_at_once)
     try:
         app(standalone_mode=True)

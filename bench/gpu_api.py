@@ -11,6 +11,7 @@ import signal
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,18 +25,21 @@ from linkweave.kernels.dtypes import DTYPES
 
 
 class Arrays(Protocol):
-    """A library's arrays on the current GPU; instances pickle."""
+    """A library's arrays on the ranks' device; instances pickle."""
 
     name: str
+    device: str  # of the ranks, as in `spawn`
 
     def load(self) -> None: ...  # imports the library, without use of CUDA; raises LeftOut
     def put(self, array: np.ndarray) -> Any: ...
     def get(self, x: Any) -> np.ndarray: ...
-    def seen(self, n: int) -> Any: ...  # n float32 in memory that other ranks' GPUs can access
+    def seen(self, n: int) -> Any: ...  # n float32 in memory that other ranks can access
 
 
+@dataclass(frozen=True)
 class CupyArrays:
-    name = "cupy"
+    device: str = "cuda:0"
+    name: str = "cupy"
 
     def load(self) -> None:
         import cupy  # noqa: F401
@@ -52,19 +56,42 @@ class CupyArrays:
         return collectives.symmetric_empty(n)
 
 
-class TorchTensors:
-    name = "torch"
+@dataclass(frozen=True)
+class NumpyArrays:
+    device: str = "cpu"
+    name: str = "numpy"
 
     def load(self) -> None:
-        import torch
+        pass
 
-        if torch.version.cuda is None:
+    def put(self, array: np.ndarray) -> Any:
+        return array.copy()
+
+    def get(self, x: Any) -> np.ndarray:
+        return x
+
+    def seen(self, n: int) -> Any:
+        return collectives.empty(n)
+
+
+@dataclass(frozen=True)
+class TorchTensors:
+    device: str = "cuda:0"
+    name: str = "torch"
+
+    def load(self) -> None:
+        try:
+            import torch
+        except ImportError:
+            raise LeftOut("torch is not installed") from None
+        if self.device != "cpu" and torch.version.cuda is None:
             raise LeftOut("this torch has no CUDA")
 
     def put(self, array: np.ndarray) -> Any:
         import torch
 
-        return torch.from_numpy(array).cuda()
+        x = torch.from_numpy(array)
+        return x.clone() if self.device == "cpu" else x.cuda()
 
     def get(self, x: Any) -> np.ndarray:
         return x.cpu().numpy()
@@ -72,7 +99,8 @@ class TorchTensors:
     def seen(self, n: int) -> Any:
         import torch
 
-        return collectives.symmetric_empty(n, torch.float32)
+        make = collectives.empty if self.device == "cpu" else collectives.symmetric_empty
+        return make(n, torch.float32)
 
 
 def exact(rank: int, n: int) -> np.ndarray:
@@ -197,29 +225,34 @@ def check_graph(rank: int, arrays: Arrays, n: int, replays: int) -> int:
 
 def on_ranks(
     fn: Callable[..., Any], ranks: int, arrays: Arrays, *args: Any, virtual: bool = False,
-    timeout: float = 30.0,
+    timeout: float = 30.0, peer_access: str = "prefer",
 ) -> list[Any]:  # fmt: skip
-    """Results of `fn(rank, arrays, *args)` on ranks of one GPU; with `virtual`, of threads.
+    """Results of `fn(rank, arrays, *args)` on ranks of the arrays' device; with `virtual`, of
+    threads. Ranks of one GPU have a machine's links to plan for.
 
     The timeout is below a row's limit, as its error says which rank waits for which.
     """
     arrays.load()
     return collectives.spawn(
-        fn, ranks, machine_of(ranks), (arrays, *args), device="cuda:0", virtual=virtual,
-        timeout=timeout,
+        fn, ranks, "auto" if arrays.device == "cuda" else machine_of(ranks), (arrays, *args),
+        device=arrays.device, virtual=virtual, timeout=timeout, peer_access=peer_access,
     )  # fmt: skip
 
 
-def run_ranks(arrays: Arrays, ranks: int, sizes: tuple[int, ...], virtual: bool) -> Result:
+def run_ranks(
+    arrays: Arrays, ranks: int, sizes: tuple[int, ...], virtual: bool, peer_access: str = "prefer"
+) -> Result:  # fmt: skip
     """Check all collectives."""
-    found = on_ranks(check_collectives, ranks, arrays, sizes, virtual=virtual)
+    found = on_ranks(
+        check_collectives, ranks, arrays, sizes, virtual=virtual, peer_access=peer_access
+    )  # fmt: skip
     if len({checksum for _, checksum in found}) != 1:
         raise Failed(f"the ranks' sums differ: {[c for _, c in found]}")
     return {"bytes": [4 * n for n in sizes], "checked": sum(checked for checked, _ in found)}
 
 
 def killed(rank: int, arrays: Arrays) -> None:
-    """Rank 1 dies while rank 0's kernel waits for it."""
+    """Rank 1 dies while rank 0 waits for it."""
     comm = get_default()
     x = arrays.put(np.ones(1000, np.float32))
     comm.allreduce(x)
@@ -235,7 +268,7 @@ def killed(rank: int, arrays: Arrays) -> None:
 
 
 def run_killed(arrays: Arrays) -> Result:
-    """Time until two processes on one GPU end after one is killed; the deadline is 60 s."""
+    """Time until two processes end after one is killed; the deadline is 60 s."""
     start = time.perf_counter()
     try:
         on_ranks(killed, 2, arrays, timeout=60)

@@ -46,18 +46,18 @@ class Filled:
 
 
 class Meter:
-    """Times work on GPU 0 of this process, which is opened when it is first used.
+    """Times work on a GPU of this process, which is opened when it is first used.
 
     `repeats` is the number of batches of which a time is the median. After an error nothing is
     freed: the row's process ends, and a second error would hide the first one.
     """
 
-    def __init__(self, repeats: int = 20) -> None:
-        self.repeats = repeats
+    def __init__(self, repeats: int = 20, gpu: int = 0) -> None:
+        self.repeats, self.gpu = repeats, gpu
 
     @cached_property
     def device(self) -> Any:
-        return cuda.open_device(0)
+        return cuda.open_device(self.gpu)
 
     @contextmanager
     def uploaded(self, arrays: Sequence[np.ndarray]) -> Iterator[list[int]]:

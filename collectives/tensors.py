@@ -82,6 +82,24 @@ def fast_buffer(x: Any) -> tuple[int, int, str] | None:
     return x.data_ptr(), x.nbytes, torch_name
 
 
+def fast_gpu_buffer(x: Any, gpu: int) -> tuple[object, ...] | None:
+    """(address, shape, dtype) of a contiguous, writable tensor on GPU `gpu`, as in most calls. None
+    for any other object."""
+    if not is_torch(x):
+        if not _is_cuda_array(x) or x.device.id != gpu:
+            return None
+        interface = x.__cuda_array_interface__
+        address, read_only = interface["data"]
+        plain = interface.get("strides") is None and not read_only
+        return (address, interface["shape"], interface["typestr"]) if plain else None
+    torch = sys.modules["torch"]
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.device.type != "cuda":
+        return None
+    if x.device.index != gpu or x.layout is not torch.strided or x.is_neg():
+        return None
+    return (x.data_ptr(), x.shape, x.dtype) if x.is_contiguous() else None
+
+
 def fast_result(
     x: Any, given: tuple[int, int, str], out: Any, shape: tuple[int, ...]
 ) -> tuple[int, int, str] | None:

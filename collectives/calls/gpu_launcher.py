@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 from zlib import crc32
@@ -28,7 +29,7 @@ from linkweave.collectives.runtime.gpu.executor import GpuRanks, Occupancy, widt
 from linkweave.collectives.runtime.gpu.fuse import fused
 from linkweave.collectives.runtime.gpu.memory import PeerMemory, SymmetricAddress, SymmetricMemory
 from linkweave.collectives.runtime.gpu.peers import advice, common_topology
-from linkweave.collectives.runtime.gpu.team import Call, LaunchRefused, RankCall, Team
+from linkweave.collectives.runtime.gpu.team import Call, LaunchRefused, RankCall, Repeat, Team
 from linkweave.collectives.runtime.gpu.watchdog import Watchdog
 from linkweave.collectives.settings import Settings
 from linkweave.topology import load
@@ -40,6 +41,24 @@ _MOST_TEXT = 500  # characters of an error message that the other ranks are sent
 def _read(text: bytes) -> Plan:
     """A plan from JSON. Ranks that are threads get the same object, so they compare it fast."""
     return Plan.from_json(text.decode())
+
+
+Copied = tuple[int, int, int]
+"""(destination, source, bytes) of a copy on the GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A call that can be repeated. `row` is its notice; copies are made before the launch and
+    behind it; `result` says which of the arguments is what it returns, if anything."""
+
+    text: str
+    name: str
+    row: bytes
+    before: list[Copied]
+    made: Repeat
+    after: list[Copied]
+    result: int | None
 
 
 class GpuLauncher:
@@ -70,10 +89,12 @@ class GpuLauncher:
         self.planner = CallPlanner(topology, settings.order)
         self.made = 0
         self._last, self._checksum = "", 0
+        self._repeats: dict[object, Ready] = {}  # by what `GpuCalls` makes of a call's arguments
         self._occupancy: dict[tuple[str, str], list[Occupancy]] = {}
         self._known = FifoCache[Key, tuple[str, str, Call | None]]()
         self._plans = FifoCache[Key, Plan]()
         self._capture, self._captures = 0, False
+        self.latest: tuple[str, str, bytes, RankCall] | None = None  # what was launched last
         self._scratch: list[tuple[int, int]] = []  # (address, bytes); graphs may still use old ones
         self._shared: list[SymmetricMemory | None] = []  # None if allocating it failed
         self._lock = threading.Lock()
@@ -99,13 +120,20 @@ class GpuLauncher:
             self._health.fail(error)
             raise
 
+    def quick_check(self) -> None:
+        """Raise what is known already: the watchdog finds other failures within its period."""
+        self._health.check()
+        if self._watchdog.over:
+            self.check()
+
     @contextmanager
-    def using(self) -> Iterator[None]:
+    def using(self, known: bool = False) -> Iterator[None]:
         """Make this GPU the thread's current one within a `with` block.
 
-        Raises errors known so far. An error from CUDA in the block ends the communicator.
+        Raises errors so far; `known`: only those that are known already. An error from CUDA in the
+        block ends the communicator.
         """
-        self.check()
+        (self.quick_check if known else self.check)()
         try:
             with self.device.here():
                 yield
@@ -251,11 +279,11 @@ class GpuLauncher:
             with self.trace.phase("agree"):
                 gone = self._known.add(key, self._agree(request, text))
             self.team.forget(old for *_, old in gone if old)
-        self._last, name, call = self._known[key]
-        self.made += 1
-        self._checksum = crc32(repr(row).encode(), self._checksum)
-        if self._owns_team:  # a team of several ranks compares its calls itself
-            self._arena.log_call(self.made, self._checksum)
+            if gone:
+                self._repeats.clear()
+        text, name, call = self._known[key]
+        words_of_call = repr(row).encode()
+        self._count(text, words_of_call)
         values = (request.source or request.buffer).address
         if call is None:
             if request.buffer.nbytes and values != request.buffer.address:
@@ -278,6 +306,7 @@ class GpuLauncher:
                 mine = RankCall(call, request.buffer.address, values, stream, request.symmetric,
                                 begun, self._captures)  # fmt: skip
                 counted = self.team.launch(self.rank, mine, patience)
+                self.latest = (text, name, words_of_call, mine)
             except LaunchRefused:
                 raise
             except (CollectiveTimeout, CollectiveAborted) as error:
@@ -286,6 +315,34 @@ class GpuLauncher:
             except Exception as error:
                 raise self.fail(error) from error
         return call, counted
+
+    def _count(self, text: str, row: bytes) -> None:
+        """Count a call, `row` being its notice, for the other ranks to compare."""
+        self._last = text
+        self.made += 1
+        self._checksum = crc32(row, self._checksum)
+        if self._owns_team:  # a team of several ranks compares its calls itself
+            self._arena.log_call(self.made, self._checksum)
+
+    def repeatable(
+        self, before: list[Copied], after: list[Copied], result: int | None
+    ) -> Ready | None:  # fmt: skip
+        """The latest call, to be repeated by `again`; None if other ranks of this process are part
+        of it."""
+        if not self._owns_team or self.latest is None:
+            return None
+        text, name, row, mine = self.latest
+        return Ready(text, name, row, before, self.team.repeatable(mine), after, result)
+
+    def again(self, ready: Ready, stream: int) -> None:
+        """Enqueue a call once more."""
+        self._count(ready.text, ready.row)
+        for copied in ready.before:
+            self.device.copy(*copied, stream)
+        with self.trace.call(ready.name), self.trace.phase("launch"):
+            self.team.repeat(ready.made)
+        for copied in ready.after:
+            self.device.copy(*copied, stream)
 
     def dequeue(
         self, call: Call, counted: CallCounters, layer: int, begun: int, checked: int, stream: int

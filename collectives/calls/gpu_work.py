@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from linkweave.collectives.calls.gpu_launcher import GpuLauncher
+from linkweave.collectives.calls.gpu_launcher import Copied, GpuLauncher, Ready
 from linkweave.collectives.calls.request import How, Request
 from linkweave.collectives.errors import CollectiveError, CollectiveTimeout
 from linkweave.collectives.planning.collective import COLLECTIVES, Root
@@ -19,7 +20,18 @@ from linkweave.collectives.runtime.gpu.team import Call
 from linkweave.collectives.tensors import as_buffer, stream_of
 from linkweave.topology.checks import integer
 
-POLL = 0.0005  # s
+SPIN, POLL = 0.001, 0.0005  # s: how long a wait does not sleep, and how long it then sleeps at once
+
+
+def until(done: Callable[[], bool], timeout: float = math.inf) -> None:
+    """Wait for a call. Raises CollectiveTimeout after `timeout` seconds."""
+    begun = time.monotonic()
+    while not done():
+        waited = time.monotonic() - begun
+        if waited > timeout:
+            raise CollectiveTimeout(f"the collective is not done after {timeout} s")
+        if waited > SPIN:
+            time.sleep(POLL)
 
 
 class GpuContext:
@@ -33,6 +45,8 @@ class GpuContext:
         self.gpu, self.caller, self.stream = gpu, caller, stream
         self.planner, self.trace = gpu.planner, gpu.trace
         self.begun = False  # whether anything may have been enqueued
+        self.launches = 0
+        self.copies: tuple[list[Copied], list[Copied]] = [], []  # before the launch, and behind it
         self.kept: list[object] = []  # the call's tensors, and contiguous copies of them
         self.layers: int | None = None  # the number of layers of a gradient queue
         self.made: tuple[Call, CallCounters | None] | None = None
@@ -71,6 +85,7 @@ class GpuContext:
     def copy(self, dst: int, src: int, nbytes: int) -> None:
         self._begin()
         if nbytes and dst != src:
+            self.copies[self.launches > 0].append((dst, src, nbytes))
             self.gpu.device.copy(dst, src, nbytes, self.stream)
 
     def request(
@@ -89,6 +104,14 @@ class GpuContext:
         if request.layers is not None:
             self.layers, self.events = len(request.layers), [self.gpu.device.make_event()]
         self.made = self.gpu.make(request, self.stream, *self.events)
+        self.launches += 1
+
+    def ready(self, result: int | None) -> Ready | None:
+        """The call, to be repeated; None if it was not one launch of this rank alone, with copies
+        around it."""
+        if self.launches != 1 or not self.made or self.layers is not None:
+            return None
+        return self.gpu.repeatable(*self.copies, result)
 
     def free(self) -> None:
         """Free a queue's events and counters. Nothing of the queue may still be running."""
@@ -128,12 +151,9 @@ class GpuWork:
         blocks only if `timeout` (seconds) is given. Raises errors known so far, or
         CollectiveTimeout.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while deadline is not None and not self.done():
-            if time.monotonic() > deadline:
-                raise CollectiveTimeout(f"the collective is not done after {timeout} s")
-            time.sleep(POLL)
-        with self._gpu.using():
+        if timeout is not None:
+            until(self.done, timeout)
+        with self._gpu.using(known=True):
             if self._event is not None:
                 self._gpu.device.wait(self._event, stream_of(self._x))
             self._context.finish()

@@ -117,7 +117,8 @@ def test_a_listed_command_exists(
 ) -> None:
     parts = shlex.split(words)
     papers = {"--gtopk", "--embrace", "--train"} & {*parts}
-    if parts[0] in ("bench", "demo", "reproduce", "what-if") or papers:  # run elsewhere, smaller
+    if parts[0] in ("bench", "demo", "reproduce", "selftest", "what-if") or papers:
+        # run elsewhere, smaller
         parts = [*parts[: 2 if parts[0] == "bench" else 1], "--help"]
     elif parts[0] == "schedule":
         parts += ["--limit", "0.2"]  # seconds of searching

@@ -37,6 +37,9 @@ from linkweave.topology import load
 class HostArrays:
     name = "threads"
 
+    def __init__(self, device: str = "cuda:0") -> None:
+        self.device = device
+
     def load(self) -> None:
         pass
 

@@ -41,6 +41,10 @@ Occupancy = tuple[tuple[int, ...], int]
 """(ranks that share a launch, thread blocks that can be resident on their GPU at once)."""
 
 
+Arguments = tuple[Device, NDArray[np.void], int]
+"""(GPU, argument of its launch, thread blocks)."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
     """The share of one GPU in a plan's layout."""
@@ -189,35 +193,53 @@ class GpuRanks:
         before the launch; `dequeue`, with the counters that are returned, must wait for it.
         `everyone` holds the addresses of all ranks' buffers if the plan was prepared with `seen`.
         """
-        inputs = buffers if inputs is None else inputs
-        if not len(buffers) == len(inputs) == len(self.devices):
-            raise CollectiveError(f"{len(buffers)} buffers for {_some(tuple(self.devices))}")
-        data = dict(zip(self.devices, zip(buffers, inputs, strict=True), strict=True))
-        self._launched[id(prepared.parts)] = prepared
         streams = {i: stream if isinstance(stream, int) else stream[i] for i in self.shares}
         blocks = [len(part.programs) * prepared.config.width for part in prepared.parts]
         counted = None
         if begun:
             captured = any(d.capturing(streams[i]) for i, (d, _) in self.shares.items())
             counted = self.counters.take(blocks, len(begun), captured)
-        finals = counted.addresses if counted else (0,) * len(blocks)
-        each = zip(prepared.parts, prepared.tables, blocks, finals, strict=True)
-        for part, table, count, address in each:
-            if not count:
-                continue
-            on = streams[part.device.index]
+            for part, count, address in zip(prepared.parts, blocks, counted.addresses, strict=True):
+                on = streams[part.device.index]
+                if count:
+                    part.device.zero(address, 4 * count, on)
+                for rank in part.ranks if count else ():
+                    part.device.record(begun[rank], on)
+        finals = counted.addresses if counted else ()
+        made = self.arguments(prepared, buffers, inputs, everyone, ps_per_byte, finals)
+        self.enqueue(prepared, made, streams)
+        return counted
+
+    def arguments(
+        self, prepared: Prepared, buffers: Sequence[int], inputs: Sequence[int] | None = None,
+        everyone: Sequence[int] = (), ps_per_byte: int = 0, finals: Sequence[int] = (),
+    ) -> list[Arguments]:  # fmt: skip
+        """What `enqueue` launches on each GPU, for the arguments of `run`. `finals` holds the
+        addresses of a queue's counters, of each GPU."""
+        inputs = buffers if inputs is None else inputs
+        if not len(buffers) == len(inputs) == len(self.devices):
+            raise CollectiveError(f"{len(buffers)} buffers for {_some(tuple(self.devices))}")
+        data = dict(zip(self.devices, zip(buffers, inputs, strict=True), strict=True))
+        found = []
+        for i, (part, table) in enumerate(zip(prepared.parts, prepared.tables, strict=True)):
             launch = program.launch(
                 prepared.plan, prepared.config, table, self._stops[part.device.index],
                 int(self._abort.ctypes.data), [data[r] for r in part.ranks], self.timeout,
-                prepared.op == "avg", ps_per_byte, address,
+                prepared.op == "avg", ps_per_byte, finals[i] if finals else 0,
                 [everyone[r] for r in part.peers] if prepared.direct else None,
             )  # fmt: skip
-            if begun:
-                part.device.zero(address, 4 * count, on)
-                for rank in part.ranks:
-                    part.device.record(begun[rank], on)
-            part.device.launch(prepared.dtype, prepared.op, launch, count, on)
-        return counted
+            if part.programs:
+                count = len(part.programs) * prepared.config.width
+                found.append((part.device, launch, count))
+        return found
+
+    def enqueue(
+        self, prepared: Prepared, arguments: Sequence[Arguments], streams: Mapping[int, int]
+    ) -> None:  # fmt: skip
+        """Launch on each GPU's stream; may be repeated with the same arguments."""
+        self._launched[id(prepared.parts)] = prepared
+        for device, launch, blocks in arguments:
+            device.launch(prepared.dtype, prepared.op, launch, blocks, streams[device.index])
 
     def dequeue(
         self, prepared: Prepared, counted: CallCounters, rank: int, layer: int, stream: int

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.gpu.counters import CallCounters
-from linkweave.collectives.runtime.gpu.executor import GpuRanks, Prepared
+from linkweave.collectives.runtime.gpu.executor import Arguments, GpuRanks, Prepared
 from linkweave.collectives.runtime.gpu.launch_order import LAUNCH_ORDER, Launch
 from linkweave.collectives.runtime.gpu.memory import SymmetricAddress, SymmetricMemory
 
@@ -53,6 +53,16 @@ class RankCall:
     symmetric: SymmetricAddress | None = None
     begun: int | None = None
     captured: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """What a process with one rank enqueues to make a call once more."""
+
+    mine: RankCall
+    prepared: Prepared
+    launches: tuple[Launch, ...]
+    arguments: tuple[Arguments, ...]
 
 
 class LaunchRefused(CollectiveError):
@@ -190,11 +200,7 @@ class Team:
         These streams then wait for the call.
         """
         ranks = [came[r] for r in self.gpu.devices]
-        call, symmetric, everyone = ranks[0].call, ranks[0].symmetric, []
-        if call.seen and symmetric:
-            memory = self._symmetric[symmetric[0]]
-            assert isinstance(memory, SymmetricMemory)
-            everyone = [address + symmetric[1] for address in memory.addresses]
+        call, everyone = ranks[0].call, self._everyone(ranks[0])
         begun = {r: a.begun for r, a in came.items() if a.begun is not None}
         prepared = self.prepare(call)
         first = {i: came[mine[0]].stream for i, (_, mine) in self.gpu.shares.items()}
@@ -215,6 +221,30 @@ class Team:
         for device, event, _, other in others:
             device.wait(event, other)
         return counted
+
+    def _everyone(self, mine: RankCall) -> list[int]:
+        """The addresses of all ranks' buffers, where they lie in symmetric memory."""
+        if not (mine.call.seen and mine.symmetric):
+            return []
+        number, offset = mine.symmetric
+        memory = self._symmetric[number]
+        assert isinstance(memory, SymmetricMemory)
+        return [address + offset for address in memory.addresses]
+
+    def repeatable(self, mine: RankCall) -> Repeat:
+        """A call that has been made, for `repeat`, by a team of one."""
+        prepared = self.prepare(mine.call)
+        launches = self._launches(mine.call, prepared, dict.fromkeys(self.gpu.shares, mine.stream))
+        arguments = self.gpu.arguments(
+            prepared, [mine.buffer], [mine.values], self._everyone(mine)
+        )  # fmt: skip
+        return Repeat(mine, prepared, tuple(launches), tuple(arguments))
+
+    def repeat(self, made: Repeat) -> None:
+        """Enqueue a call once more, on the same stream."""
+        streams = dict.fromkeys(self.gpu.shares, made.mine.stream)
+        with LAUNCH_ORDER.enqueueing(made.launches):
+            self.gpu.enqueue(made.prepared, made.arguments, streams)
 
     def _launches(self, call: Call, prepared: Prepared, streams: dict[int, int]) -> list[Launch]:
         if (call.dtype, call.op) not in self._resident:

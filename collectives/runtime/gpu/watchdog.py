@@ -80,6 +80,11 @@ class Watchdog:
             self._over = True
             return True
 
+    @property
+    def over(self) -> bool:
+        """Whether a failure has been found, or one of our GPUs reports one."""
+        return self._over or self._gpu.aborted
+
     def check(self) -> None:
         """Raise CollectiveTimeout or CollectiveAborted if a rank has failed."""
         if self._look():

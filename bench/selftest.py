@@ -1,0 +1,258 @@
+"""`linkweave selftest`: are collectives right on this machine? One table, and one verdict.
+
+It tests what `doctor` can only look at: kernels compile and launch, ranks reach each other's
+memory, every collective returns the reference's bits, and a dead rank ends the others. Each test is
+a process of its own with a limit, so that a crash or a hang costs that test only.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TextIO
+from unittest import mock
+
+from linkweave.bench import gpu_plans as plans
+from linkweave.bench.gpu_api import (
+    Arrays,
+    CupyArrays,
+    NumpyArrays,
+    TorchTensors,
+    run_graph,
+    run_killed,
+    run_ranks,
+)
+from linkweave.bench.gpu_calls import beside_nccl
+from linkweave.bench.gpu_meter import Meter
+from linkweave.bench.gpu_runner import Failed, Result, Row, in_process, write
+from linkweave.bench.gpu_sparse import SparseRows, sparse_ranks
+from linkweave.bench.gpu_train import train
+from linkweave.bench.timing import machine
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.runtime.gpu.doctor import Check, examine
+from linkweave.collectives.runtime.gpu.driver import CudaDriver, CudaError
+from linkweave.kernels.gpu.device import CudaDevice
+
+PASS, FAIL, EXCEPT = range(3)  # the exit status
+SIZES = (1, 2048, 30_000)  # elements
+LOOK_S = 120.0
+OLDEST = 70  # sm_70: older GPUs lack instructions that kernels use
+REPORT = "send us the file of --report"
+
+
+@dataclass(frozen=True, slots=True)
+class Test:
+    """A test, and what to do if it fails."""
+
+    row: Row
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """How a test ended. `state` is "ok", "left out" or "FAIL"."""
+
+    name: str
+    state: str
+    seconds: float
+    detail: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        line = f"{self.state:9}{self.seconds:6.1f} s  {self.name}"
+        line += f": {self.detail}" if self.detail else ""
+        return f"{line}\n{'':19}-> {self.remedy}" if self.remedy else line
+
+
+def look() -> Result:
+    """What `doctor` finds, and the number of GPUs."""
+    try:
+        count = CudaDriver().count()
+    except CudaError:
+        count = 0
+    return {"checks": [asdict(check) for check in examine()], "gpus": count}
+
+
+def choose(asked: str, count: int) -> int:
+    """How many of `count` GPUs to test: `asked` is "all", "none", or indices such as "0,2", which
+    become the only ones that this process's children see. Raises CollectiveError."""
+    if asked in ("all", "none"):
+        return count if asked == "all" else 0
+    words = asked.split(",")
+    if not all(word.isdigit() and int(word) < count for word in words):
+        raise CollectiveError(
+            f"--gpus takes all, none, or indices such as 0,1; here are {count} GPUs, not {asked!r}"
+        )
+    chosen = sorted({int(word) for word in words})
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = visible if visible != [""] else list(map(str, range(count)))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] for i in chosen)
+    return len(chosen)
+
+
+def tests(gpus: int) -> Iterator[Test]:
+    """All tests on so many GPUs, the most fundamental ones first."""
+    yield from _of_cpus()
+    for gpu in range(gpus):
+        yield from _of_a_gpu(gpu)
+    if gpus:
+        yield from _of_ranks()
+    if gpus > 1:
+        yield from _between(gpus)
+
+
+def _test(
+    name: str, seconds: float, remedy: str, measure: Callable[..., Result], *args: Any
+) -> Test:  # fmt: skip
+    return Test(Row(name, "selftest", seconds, partial(measure, *args)), remedy)
+
+
+def _of_cpus() -> Iterator[Test]:
+    libraries: list[Arrays] = [NumpyArrays()]
+    if find_spec("torch"):
+        libraries.append(TorchTensors("cpu"))
+    for arrays in libraries:
+        for n in (2, 3):
+            yield _test(f"CPU ranks, {arrays.name}, {n}", 30, REPORT,
+                        run_ranks, arrays, n, SIZES, False)  # fmt: skip
+    yield _test("CPU ranks, one is killed", 15, REPORT, run_killed, libraries[0])
+
+
+def _of_a_gpu(gpu: int) -> Iterator[Test]:
+    yield _test(f"GPU {gpu}, toolchain", 15, "install one pairing: pip install "
+                "'linkweave[cuda12]' or 'linkweave[cuda13]', as the driver and torch have it",
+                toolchain, gpu)  # fmt: skip
+    meter = Meter(gpu=gpu)
+    if gpu == 0:
+        yield _test("GPU 0, all kernels compile", 15, REPORT, plans.compiled, meter)
+    for name, seconds, measure in (
+        ("algorithms", 30, plans.algorithms), ("dtypes and ops", 15, plans.dtypes),
+        ("abort", 10, plans.abort),
+    ):  # fmt: skip
+        yield _test(f"GPU {gpu}, {name}", seconds, REPORT, measure, meter)
+
+
+def _of_ranks() -> Iterator[Test]:
+    """Ranks on one GPU: threads, processes by IPC, and processes without IPC."""
+    cupy, torch = CupyArrays(), TorchTensors()
+    libraries: tuple[Arrays, ...] = (cupy, torch)
+    on, meter = "GPU 0, ", Meter()
+    shared = ("processes cannot open each other's GPU memory: run them as one user in one PID "
+              "namespace (containers: --pid=host --ipc=host), not in MIG slices")  # fmt: skip
+    for arrays in libraries:
+        yield _test(f"{on}threads, {arrays.name}, 3", 15, REPORT,
+                    run_ranks, arrays, 3, SIZES, True)  # fmt: skip
+        yield _test(f"{on}processes by IPC, {arrays.name}, 2", 20, shared,
+                    run_ranks, arrays, 2, SIZES, False, "require")  # fmt: skip
+    yield _test(f"{on}processes without IPC, 2", 20, REPORT, without_ipc, cupy)
+    yield _test(f"{on}a process is killed", 15, REPORT, run_killed, cupy)
+    yield _test(f"{on}sparse kernels", 20, REPORT, SparseRows(meter, cupy).correct)
+    yield _test(f"{on}sparse all-reduces, 2 processes", 15, REPORT,
+                sparse_ranks, meter, cupy, 2, False, 0)  # fmt: skip
+    yield _test(f"{on}a CUDA graph, 2 processes", 15, REPORT, run_graph, torch)
+    yield _test(f"{on}training, 2 processes", 30, REPORT, train, torch, 2, "c-cube")
+
+
+def _between(n: int) -> Iterator[Test]:
+    """A rank on each GPU, as processes and as threads."""
+    remedy = ("GPUs do not reach each other: check the IOMMU and PCIe ACS (`linkweave doctor`) "
+              "and NVLink (nvidia-smi topo -m)")  # fmt: skip
+    for arrays in (CupyArrays("cuda"), TorchTensors("cuda")):
+        for virtual in (False, True):
+            kind = "threads" if virtual else "processes"
+            yield _test(f"{n} GPUs, {kind}, {arrays.name}", 60, remedy,
+                        run_ranks, arrays, n, SIZES, virtual)  # fmt: skip
+    yield _test(f"{n} GPUs, beside NCCL", 60, remedy, beside_nccl, TorchTensors("cuda"), n)
+
+
+def toolchain(gpu: int) -> Result:
+    """Whether the GPU, its driver, CuPy, NVRTC and torch fit each other."""
+    import cupy
+    from cupy_backends.cuda.libs import nvrtc
+
+    device = cupy.cuda.Device(gpu)
+    capability, driver = int(device.compute_capability), cupy.cuda.runtime.driverGetVersion()
+    if capability < OLDEST:
+        raise Failed(f"its compute capability is {capability / 10}; kernels need {OLDEST / 10}")
+    runtime = cupy.cuda.runtime.runtimeGetVersion()
+    if driver // 1000 < runtime // 1000:
+        raise Failed(f"CuPy has CUDA {runtime // 1000}, the driver {driver // 1000}")
+    found = {"compute_capability": capability, "driver": driver, "cupy": cupy.__version__,
+             "runtime": runtime, "nvrtc": ".".join(map(str, nvrtc.getVersion()))}  # fmt: skip
+    if find_spec("torch"):
+        import torch
+
+        found["torch"] = torch.__version__
+        if (built := torch.version.cuda) and int(built.split(".")[0]) != runtime // 1000:
+            raise Failed(f"torch is built for CUDA {built}, CuPy for CUDA {runtime // 1000}")
+        words = torch._C._cuda_getArchFlags().split() if built else []
+        codes = [int(word.removeprefix("sm_").rstrip("a")) for word in words if "sm_" in word]
+        if built and not any(c // 10 == capability // 10 and c <= capability for c in codes):
+            raise Failed(f"this torch has code for {', '.join(words)}, not for sm_{capability}")
+    return found
+
+
+def without_ipc(arrays: Arrays) -> Result:
+    """Ranks whose GPU refuses to open each other's memory go through the host's."""
+
+    def refused(self: Any, handle: bytes) -> int:
+        raise RuntimeError("refused by the self-test")
+
+    with mock.patch.object(CudaDevice, "ipc_open", refused):  # ranks are forked, and inherit it
+        return run_ranks(arrays, 2, SIZES, False)
+
+
+def ended(test: Test) -> Found:
+    """Run a test in a process of its own."""
+    row = in_process(test.row, test.row.limit)
+    state, took = row["state"], row["took_s"]
+    if state == "ok":
+        checked = row.get("checked")
+        return Found(test.row.name, "ok", took, f"{checked} results" if checked else "")
+    kind, _, why = state.partition(": ")
+    if kind == "left out":
+        return Found(test.row.name, kind, took, why)
+    return Found(test.row.name, "FAIL", took, why, test.remedy)
+
+
+def verdict(problems: Sequence[str], found: Sequence[Found]) -> tuple[str, int]:
+    """The last line, and the exit status: 0 if all has passed, 2 if some has been left out."""
+    failed = [f"{row.name}: {row.detail}; {row.remedy}" for row in found if row.state == "FAIL"]
+    if problems or failed:
+        return f"FAIL: {[*problems, *failed][0]}", FAIL
+    if left := [f"{row.name} ({row.detail})" for row in found if row.state == "left out"]:
+        return f"PASS except {'; '.join(left)}", EXCEPT
+    return "PASS", PASS
+
+
+def run(asked: str, out: TextIO, report: Path | None = None) -> int:
+    """Examine and test this machine, and print as it goes. Returns the exit status.
+
+    Raises CollectiveError for GPUs that are not there.
+    """
+    seen = in_process(Row("look", "selftest", LOOK_S, look), LOOK_S)  # here CUDA must not start
+    if seen["state"] != "ok":
+        raise CollectiveError(f"this machine cannot be examined: {seen['state']}")
+    gpus = choose(asked, seen["gpus"])
+    checks = [Check(**check) for check in seen["checks"]]
+    for check in checks:
+        print(check, file=out)
+    problems = [f"{c.name}: {c.detail}; {c.remedy}" for c in checks if c.state == "problem"]
+    print(f"\nTests of CPU ranks and {gpus} GPUs:", file=out, flush=True)
+    found, start = [], time.monotonic()
+    for test in tests(gpus):
+        found.append(ended(test))
+        print(found[-1], file=out, flush=True)
+    words, status = verdict(problems, found)
+    print(f"\n{time.monotonic() - start:.0f} s. {words}", file=out, flush=True)
+    if report:
+        write(report, {
+            "machine": machine(), "gpus": gpus, "verdict": words,
+            "checks": seen["checks"], "tests": [asdict(row) for row in found],
+        })  # fmt: skip
+    return status

@@ -1,0 +1,145 @@
+"""Calls on GPUs that are made again with the same tensors: nothing is prepared anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_ranks import MODES, Machine, gpus, tensor
+from host_gpu import HostTensor, needs_compiler
+
+from linkweave import collectives
+from linkweave.collectives import CollectiveError, get_default
+from linkweave.collectives.runtime.gpu import executor
+
+N = 1000
+Call = tuple[Callable[[Any, HostTensor, HostTensor], Any], Callable[[list[np.ndarray], int], Any]]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    with gpus(monkeypatch) as made:
+        yield made
+
+
+def total(given: list[np.ndarray], rank: int) -> np.ndarray:
+    return np.sum(given, axis=0)
+
+
+def rows(given: list[np.ndarray], rank: int) -> np.ndarray:
+    """What rank `rank` gets by an all-to-all."""
+    return np.concatenate([np.split(x, len(given))[rank] for x in given])
+
+
+IN_PLACE: dict[str, Call] = {
+    "sum": (lambda comm, x, out: comm.allreduce(x), total),
+    "max": (lambda comm, x, out: comm.allreduce(x, "max"), lambda given, rank: np.max(given, 0)),
+    "broadcast": (lambda comm, x, out: comm.broadcast(x, 1), lambda given, rank: given[1]),
+    "reduce": (lambda comm, x, out: comm.reduce(x, root=1),
+               lambda given, rank: total(given, 0) if rank == 1 else given[rank]),
+    "async": (lambda comm, x, out: comm.allreduce(x, async_op=True).wait(60), total),
+}  # fmt: skip
+INTO: dict[str, Call] = {
+    "out": (lambda comm, x, out: comm.allreduce(x, out=out), total),
+    "alltoall": (lambda comm, x, out: comm.alltoall(x, out=out), rows),
+    "reduce_scatter": (lambda comm, x, out: comm.reduce_scatter(x, out=out[:N]),
+                       lambda given, rank: np.split(total(given, rank), len(given))[rank]),
+    "allgather": (lambda comm, x, out: comm.allgather(x[:N], out=out.reshape(comm.size, N)),
+                  lambda given, rank: np.concatenate([x[:N] for x in given])),
+    "async out": (lambda comm, x, out: comm.allreduce(x, out=out, async_op=True).wait(60), total),
+}  # fmt: skip
+
+
+def made_again(rank: int, names: tuple[str, ...]) -> list[int]:
+    """How often a launch's argument was made in each of four rounds."""
+    comm, counts, made = get_default(), [], executor.program.launch
+    x, out = tensor(np.zeros(N * comm.size)), tensor(np.zeros(N * comm.size))
+    calls = {**IN_PLACE, **INTO}
+
+    def counted(*arguments: Any) -> Any:
+        counts[-1] += 1
+        return made(*arguments)
+
+    executor.program.launch = counted  # type: ignore[assignment]
+    try:
+        for step in range(4):
+            counts.append(0)
+            for name in names:
+                given = [np.arange(N * comm.size, dtype=np.float32) + 7 * r + step
+                         for r in range(comm.size)]  # fmt: skip
+                comm.synchronize()
+                comm.barrier()
+                x.array[:], out.array[:] = given[rank], -1
+                call, want = calls[name]
+                found = call(comm, x, out)
+                comm.synchronize()
+                assert (found is None) == (name in IN_PLACE), name
+                result = (x if found is None else found).array.reshape(-1)
+                np.testing.assert_array_equal(result, want(given, rank), name)
+                if name in INTO:
+                    np.testing.assert_array_equal(x.array, given[rank], name)
+                comm.barrier()  # before buffers that peers may still read are filled
+    finally:
+        executor.program.launch = made
+    return counts
+
+
+@needs_compiler
+@pytest.mark.parametrize("mode", ["processes on one GPU", "a process a GPU"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_call_made_again_prepares_nothing(mode: str, size: int, machine: Machine) -> None:
+    names = (*IN_PLACE, *INTO)
+    for counts in collectives.spawn(made_again, size, f"mesh-{size}", (names,), **MODES[mode]):
+        assert counts[1:] == [0, 0, 0] and counts[0] >= len(names)
+
+
+@needs_compiler
+def test_ranks_that_are_threads_meet_at_every_call(machine: Machine) -> None:
+    """Their arguments are made by the one that comes last."""
+    names = ("sum", "out")
+    collectives.spawn(made_again, 2, "mesh-2", (names,), **MODES["threads on one GPU"])
+
+
+def other_calls(rank: int) -> list[float]:
+    """Of what was made before, one thing differs in each call."""
+    comm = get_default()
+    x, y, long = tensor(np.full(N, rank + 1.0)), tensor(np.full(N, 3.0)), tensor([rank + 1.0] * 9)
+    comm.allreduce(x)  # 3
+    comm.allreduce(x, "max")  # 3
+    comm.allreduce(y)  # 6
+    comm.allreduce(long)  # 3
+    x.stream = 5
+    comm.allreduce(x)  # 6
+    comm.allreduce(x, algorithm="chain")  # 12
+    comm.allreduce(x)  # 24
+    comm.allreduce(x[:10])  # 48
+    comm.synchronize()
+    return [float(v) for v in (x.array[0], x.array[-1], y.array[0], long.array[0])]
+
+
+@needs_compiler
+def test_calls_that_differ_are_others(machine: Machine) -> None:
+    found = collectives.spawn(other_calls, 2, "mesh-2", **MODES["processes on one GPU"])
+    assert found == [[48, 24, 6, 3]] * 2
+
+
+def until_the_end(rank: int) -> str:
+    comm, x = get_default(), tensor(np.ones(N))
+    comm.allreduce(x)
+    if rank == 1:
+        raise ValueError("rank 1 leaves")
+    try:
+        for _ in range(10_000):
+            comm.allreduce(x)
+            comm.synchronize()
+    except CollectiveError as error:
+        return type(error).__name__
+    return "nothing"
+
+
+@needs_compiler
+def test_a_rank_that_has_left_ends_calls_made_again(machine: Machine) -> None:
+    with pytest.raises(ValueError, match="rank 1 leaves"):
+        collectives.spawn(until_the_end, 2, "mesh-2", timeout=20, **MODES["processes on one GPU"])

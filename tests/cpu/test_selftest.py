@@ -1,0 +1,200 @@
+"""`linkweave selftest`: its verdicts, on CPU ranks, on GPUs made of threads, and with planted
+faults."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from gpu_ranks import Choosy, gpus
+from gpu_vectors import sparse_gpus
+from host_gpu import HostDevice, needs_compiler
+from test_gpu_suite import HostArrays, Wrong
+from typer.testing import CliRunner
+
+from linkweave.bench import gpu_runner, selftest
+from linkweave.bench.cli import app
+from linkweave.bench.gpu_plans import algorithms
+from linkweave.bench.gpu_runner import LeftOut, Result, Row
+from linkweave.bench.selftest import Found, choose, ended, verdict
+from linkweave.collectives import CollectiveError
+
+
+def named(words: str, gpus: int = 1) -> selftest.Test:
+    (found,) = [test for test in selftest.tests(gpus) if words in test.row.name]
+    return found
+
+
+def test_cpu_ranks_pass(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    done = CliRunner().invoke(app, ["selftest", "--gpus", "none", "--report", str(path)])
+    assert done.exit_code == 0, done.output
+    assert done.output.rstrip().endswith(" s. PASS")
+    told = json.loads(path.read_text())
+    assert told["verdict"] == "PASS" and told["gpus"] == 0
+    assert [row["state"] for row in told["tests"]] == ["ok"] * len(told["tests"])
+    assert all(f"  {row['name']}" in done.output for row in told["tests"])
+    assert {check["name"] for check in told["checks"]} >= {"system", "libraries"}
+
+
+def test_every_verdict_has_its_exit_status() -> None:
+    fine = Found("a", "ok", 1.0, "3 results")
+    out = Found("b", "left out", 0.1, "torch is not installed")
+    wrong = Found("c", "FAIL", 2.0, "1 wrong bytes", "send us the file")
+    assert verdict([], [fine]) == ("PASS", 0)
+    assert verdict([], [fine, out]) == ("PASS except b (torch is not installed)", 2)
+    assert verdict([], [fine, out, wrong]) == ("FAIL: c: 1 wrong bytes; send us the file", 1)
+    assert verdict(["memfd: refused; allow it"], [fine]) == ("FAIL: memfd: refused; allow it", 1)
+    assert str(wrong).split() == ["FAIL", "2.0", "s", "c:", "1", "wrong", "bytes", "->", "send",
+                                  "us", "the", "file"]  # fmt: skip
+
+
+def test_which_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (choose("all", 8), choose("none", 8)) == (8, 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert choose("2,0", 3) == 2
+    assert selftest.os.environ["CUDA_VISIBLE_DEVICES"] == "0,2"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    assert choose("1", 2) == 1
+    assert selftest.os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-b"
+    for asked in ("2", "x", "", "-1"):
+        with pytest.raises(CollectiveError, match="here are 2 GPUs, not "):
+            choose(asked, 2)
+
+
+# ---- planted faults ------------------------------------------------------------------------------
+def hung() -> Result:
+    time.sleep(60)
+    return {}
+
+
+def test_a_hang_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_runner, "START_S", 0.3)
+    found = ended(selftest.Test(Row("stuck", "selftest", 0.1, hung), "look there"))
+    assert (found.state, found.remedy) == ("FAIL", "look there")
+    assert found.detail == "no result after 1 s"
+
+
+def cupy_of(driver: int, runtime: int, capability: str = "90") -> dict[str, Any]:
+    """Modules as if CuPy were installed."""
+    cuda = SimpleNamespace(
+        Device=lambda gpu: SimpleNamespace(compute_capability=capability),
+        runtime=SimpleNamespace(
+            driverGetVersion=lambda: driver, runtimeGetVersion=lambda: runtime
+        ),
+    )  # fmt: skip
+    nvrtc = SimpleNamespace(getVersion=lambda: (runtime // 1000, 0))
+    libs = SimpleNamespace(nvrtc=nvrtc)
+    return {"cupy": SimpleNamespace(cuda=cuda, __version__="14.2.0"),
+            "cupy_backends": SimpleNamespace(), "cupy_backends.cuda": SimpleNamespace(),
+            "cupy_backends.cuda.libs": libs, "cupy_backends.cuda.libs.nvrtc": nvrtc}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("modules", "torch", "words"),
+    [
+        ({"cupy": None}, None, "ModuleNotFoundError: import of cupy halted"),
+        ({**cupy_of(13000, 13020), "cupy_backends.cuda.libs": SimpleNamespace()}, None,
+         "ImportError: cannot import name 'nvrtc'"),
+        (cupy_of(12040, 13020), None, "Failed: CuPy has CUDA 13, the driver 12"),
+        (cupy_of(13000, 13020, "60"), None, "Failed: its compute capability is 6.0; kernels need"),
+        (cupy_of(13000, 13020), ("12.9", "sm_90"), "Failed: torch is built for CUDA 12.9, CuPy"),
+        (cupy_of(13000, 13020, "70"), ("13.0", "sm_80 sm_90a"), "Failed: this torch has code for"),
+    ],
+)  # fmt: skip
+def test_a_toolchain_that_does_not_fit(
+    modules: dict[str, Any], torch: tuple[str, str] | None, words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    if torch:
+        monkeypatch.setattr("torch.version.cuda", torch[0])
+        monkeypatch.setattr("torch._C._cuda_getArchFlags", lambda: torch[1], raising=False)
+    found = ended(named("toolchain"))
+    assert found.state == "FAIL" and found.detail.startswith(words), found
+    assert "linkweave[cuda13]" in found.remedy
+
+
+def test_a_toolchain_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in cupy_of(13000, 13020, "89").items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch._C._cuda_getArchFlags", lambda: "sm_80 sm_90", raising=False)
+    assert ended(named("toolchain")).state == "ok"
+
+
+class Refusing(Choosy):
+    def sees(self, peer: int) -> bool:
+        return False
+
+
+@needs_compiler
+def test_refused_ipc_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "CupyArrays", HostArrays)
+    with gpus(monkeypatch, lambda index: Refusing(index)):
+        found = ended(named("processes by IPC, threads"))
+    assert found.state == "FAIL" and "mapping of buffer object failed" in found.detail
+    assert "--pid=host --ipc=host" in found.remedy
+
+
+@needs_compiler
+def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = partial(algorithms, machines=("mesh-3",), sizes=(4036,))
+    monkeypatch.setattr(selftest.plans, "algorithms", one)
+    with gpus(monkeypatch, lambda index: Wrong(index=index)):
+        found = ended(named("algorithms"))
+    assert found.state == "FAIL" and found.detail.endswith("1 wrong bytes")
+
+
+# ---- from end to end -----------------------------------------------------------------------------
+def left_out(*_: Any) -> Result:
+    raise LeftOut("no torch on GPUs of threads")
+
+
+@needs_compiler
+def test_gpus_made_of_threads_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole command, but for what needs torch or Triton on a GPU."""
+    monkeypatch.setattr(selftest, "look", lambda: {"checks": [], "gpus": 2})
+    for name in ("toolchain", "run_graph", "train", "beside_nccl"):
+        monkeypatch.setattr(selftest, name, left_out)
+    monkeypatch.setattr(selftest, "CudaDevice", HostDevice)
+    monkeypatch.setattr(selftest, "CupyArrays", HostArrays)
+    monkeypatch.setattr(selftest, "TorchTensors", lambda device="cuda:0": (
+        NoTorch(device) if device != "cpu" else HostNumpyTorch()))  # fmt: skip
+    for name in ("compiled", "algorithms", "dtypes"):
+        monkeypatch.setattr(selftest.plans, name, left_out)
+    monkeypatch.setattr(selftest.SparseRows, "correct", left_out)
+    out = io.StringIO()
+    with sparse_gpus(monkeypatch):
+        status = selftest.run("all", out)
+    lines = out.getvalue().splitlines()
+    states = {line.split(" s  ")[1].split(":")[0]: line[:8].strip()
+              for line in lines if " s  " in line}  # fmt: skip
+    assert status == selftest.EXCEPT, out.getvalue()
+    assert lines[-1].split(" s. ")[1].startswith("PASS except GPU 0, toolchain (no torch on GPUs")
+    ran = {name for name, state in states.items() if state == "ok"}
+    assert ran >= {
+        "GPU 0, abort", "GPU 1, abort", "GPU 0, threads, threads, 3",
+        "GPU 0, processes by IPC, threads, 2", "GPU 0, processes without IPC, 2",
+        "GPU 0, a process is killed", "GPU 0, sparse all-reduces, 2 processes",
+        "2 GPUs, processes, threads", "2 GPUs, threads, threads",
+    }, states  # fmt: skip
+
+
+class NoTorch(HostArrays):
+    name = "torch"
+
+    def load(self) -> None:
+        raise LeftOut("torch has no tensors on GPUs of threads")
+
+
+class HostNumpyTorch(selftest.NumpyArrays):
+    pass
