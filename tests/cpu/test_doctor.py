@@ -123,7 +123,8 @@ def test_without_gpus_all_is_well(root: Path) -> None:
 def test_gpus_that_meet(root: Path) -> None:
     driver = root / "proc/driver/nvidia"
     driver.mkdir(parents=True)
-    (driver / "version").write_text("NVRM version: NVIDIA UNIX Open Kernel Module  570.86.15\n")
+    words = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"
+    (driver / "version").write_text(words)
     checks = found(root, Nvml(3), Cuda(3))
     assert checks["GPU driver"].detail == "570.86.15"
     assert checks["GPUs"].detail == "3 x Tesla V100"

@@ -185,7 +185,8 @@ def _gpus(here: System) -> Iterator[Check]:
             yield Check("GPU driver", "ok", f"no GPU here{': ' + why if why else ''}; "
                         "ranks run on the CPU")  # fmt: skip
         return
-    if driver := re.search(r"Kernel Module\D*([\d.]+)", here.text("proc/driver/nvidia/version")):
+    told = here.text("proc/driver/nvidia/version")
+    if driver := re.search(r"Kernel Module.*?\s(\d[\d.]*)(?:\s|$)", told):
         yield Check("GPU driver", "ok", driver[1])
     models = {d.model for d in machine.devices}
     yield Check("GPUs", "ok", f"{len(machine.devices)} x {', '.join(sorted(models))}")
