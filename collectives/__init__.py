@@ -46,10 +46,12 @@ if TYPE_CHECKING:
     barrier = _default.barrier
     broadcast = _default.broadcast
     empty = _default.empty
+    gather = _default.gather
     recv = _default.recv
     reduce = _default.reduce
     reduce_scatter = _default.reduce_scatter
     run = _default.run
+    scatter = _default.scatter
     send = _default.send
     sparse_allreduce = _default.sparse_allreduce
     symmetric_empty = _default.symmetric_empty
@@ -58,10 +60,10 @@ __all__ = [
     "CollectiveAborted", "CollectiveError", "CollectiveTimeout", "Communicator", "DataParallel",
     "Explanation", "GTopK", "GradientQueue", "Plan", "PlanError", "ShardedEmbedding", "Timeline",
     "TopologyError", "Work", "allgather", "allreduce", "allreduce_queue", "alltoall", "barrier",
-    "broadcast", "distributed", "empty", "explain", "get_default", "init", "overlap",
+    "broadcast", "distributed", "empty", "explain", "gather", "get_default", "init", "overlap",
     "plan_allreduce", "plan_collective", "prefetch", "recv", "reduce", "reduce_scatter", "run",
-    "send", "shutdown", "simulate", "sparse_allreduce", "spawn", "symmetric_empty", "training",
-    "verify",
+    "scatter", "send", "shutdown", "simulate", "sparse_allreduce", "spawn", "symmetric_empty",
+    "training", "verify",
 ]  # fmt: skip
 __all__ += [name for name in PUBLIC if name not in __all__]  # type checkers read those above
 

@@ -154,8 +154,8 @@ class Collectives:
         Raises as `allreduce` does.
         """
         plain = counts is None and not async_op
-        if plain and (made := self._moved("allgather", x, out)) is not None:
-            return made
+        if plain and (made := self._moved("allgather", x, out)):
+            return made[0]
         return self._submit(async_op, x, operations.allgather, x, out, counts)
 
     def reduce_scatter(
@@ -171,9 +171,40 @@ class Collectives:
         Returns a tensor of shape (x.shape[0] / ranks, *x.shape[1:]). Rows go to the ranks in order.
         Raises as `allreduce` does.
         """
-        if not async_op and (made := self._moved("reduce_scatter", x, out, op)) is not None:
-            return made
+        if not async_op and (made := self._moved("reduce_scatter", x, out, op)):
+            return made[0]
         return self._submit(async_op, x, operations.divided, "reduce_scatter", x, op, out)
+
+    def gather(self, x: Any, root: int = 0, *, out: Any = None, async_op: bool = False) -> Any:
+        """Gather `x` of all ranks on rank `root`.
+
+        x: tensor as in `allreduce`, of the same shape on all ranks.
+        root: rank.
+        out, async_op: as in `allgather`. On other ranks than the root, `out` is ignored.
+
+        Returns a tensor of shape (ranks, *x.shape) on `root`, in rank order, and None elsewhere.
+        Raises as `allreduce` does.
+        """
+        if not async_op and (made := self._moved("gather", x, out, "sum", root)):
+            return made[0]
+        return self._submit(async_op, x, operations.gather, x, root, out)
+
+    def scatter(self, x: Any, root: int = 0, *, out: Any = None, async_op: bool = False) -> Any:
+        """Send rows of `x` of rank `root` to each rank, and return this rank's.
+
+        x: on the root a tensor as in `allreduce`, whose first dimension is a multiple of the number
+            of ranks. Rows go to the ranks in order. Other ranks give None.
+        root: rank.
+        out: as in `allgather`; other ranks than the root need it.
+        async_op: as in `allgather`.
+
+        Returns a tensor of shape (x.shape[0] / ranks, *x.shape[1:]).
+        Raises as `allreduce` does.
+        """
+        if not async_op and (made := self._moved("scatter", x, out, "sum", root)):
+            return made[0]
+        like = out if x is None or self.rank != root else x
+        return self._submit(async_op, like, operations.scatter, x, root, out)
 
     def alltoall(
         self, x: Any, out: Any = None, in_splits: Sequence[int] | None = None,
@@ -193,8 +224,8 @@ class Collectives:
         Raises as `allreduce` does.
         """
         if in_splits is None and out_splits is None:
-            if not async_op and (made := self._moved("alltoall", x, out)) is not None:
-                return made
+            if not async_op and (made := self._moved("alltoall", x, out)):
+                return made[0]
             return self._submit(async_op, x, operations.divided, "alltoall", x, "sum", out)
         if gpu_of(x) is not None:
             raise CollectiveError("alltoall with splits takes CPU tensors only")
@@ -300,20 +331,33 @@ class Collectives:
             kind, address, nbytes, dtype, op, root, how, result[0]
         )
 
-    def _moved(self, kind: str, x: Any, out: Any, op: str = "sum") -> Any:
-        """Repeat a call from `x` into `out`, or a new tensor, of another shape. Returns the tensor,
-        or None as `_repeated` returns False."""
-        if not self._worker.idle or (given := fast_buffer(x)) is None:
+    def _moved(
+        self, kind: str, x: Any, out: Any, op: str = "sum", root: int = 0
+    ) -> tuple[Any] | None:  # fmt: skip
+        """Repeat a call from `x` into `out`, or a new tensor, of another shape. Returns (what the
+        call returns,), or None as `_repeated` returns False."""
+        if not self._worker.idle or type(root) is not int:
             return None
-        if (shape := operations.shape_of(kind, x.shape, self.size)) is None:
+        elsewhere = self.rank != root  # than the one that has the input or the result
+        if kind == "scatter" and elsewhere:
+            if (result := fast_buffer(out)) is None:
+                return None
+            address, whole, dtype = 0, result[1] * self.size, result[2]
+        elif (given := fast_buffer(x)) is None:
             return None
-        out = output_for(x, shape, None) if out is None else out
-        if (result := fast_result(x, given, out, shape)) is None:
-            return None
-        address, nbytes, dtype = given
-        whole = result[1] if kind == "allgather" else nbytes
-        done = self._calls.repeat(kind, address, whole, dtype, op, 0, "auto", result[0])
-        return out if done else None
+        elif kind == "gather" and elsewhere:
+            (address, nbytes, dtype), result, out = given, (0, 0, ""), None
+            whole = nbytes * self.size
+        else:
+            if (shape := operations.shape_of(kind, x.shape, self.size)) is None:
+                return None
+            out = output_for(x, shape, None) if out is None else out
+            if (found := fast_result(x, given, out, shape)) is None:
+                return None
+            (address, nbytes, dtype), result = given, found
+            whole = max(nbytes, result[1])
+        done = self._calls.repeat(kind, address, whole, dtype, op, root, "auto", result[0])
+        return (out,) if done else None
 
     def _submit(self, async_op: bool, x: Any, body: Callable[..., Any], *args: Any) -> Any:
         """Run `body(context, *args)` on the device of `x`; on the CPU if `x` is no tensor."""

@@ -68,11 +68,11 @@ class GpuContext:
     def stage(self, request: Request, given: Buffer, result: Buffer | None) -> None:
         """Make a call from an input to a result; without one, this rank gets none."""
         nbytes = request.buffer.nbytes
-        staged = staging(request.kind, self.size, self.rank, nbytes)
+        staged = staging(request.kind, self.size, self.rank, nbytes, root=request.root)
         message = result if result and staged.result == staged.nbytes else None
         message = message or self.scratch(request.buffer, staged.nbytes)
         request, at = replace(request, buffer=message), message.address
-        if staged.keep_to != staged.keep_from:
+        if not COLLECTIVES[request.kind].combines:  # which write the rank's own block
             self.copy(at + staged.keep_to, given.address + staged.keep_from, staged.kept)
         if staged.given == nbytes:
             self.make(replace(request, source=given))

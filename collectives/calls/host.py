@@ -248,7 +248,7 @@ class HostCalls:
         where, staged = _ONE_BLOCK, staging("broadcast", self.size, self.rank, buffer.nbytes)
         if kind in COLLECTIVES:
             message = kind, self.size, self.rank, buffer.nbytes, request.sizes
-            where, staged = block_table(*message), staging(*message)
+            where, staged = block_table(*message), staging(*message, request.root)
         largest = int(where[:, 1].max())
         if largest == 0 or self.size == 1:
             needs = None if request.layers is None else np.zeros((len(request.layers), 0), np.int64)
@@ -346,13 +346,13 @@ class HostCalls:
         """
         staged = ready.staged
         if result is None or (result == 0 and not ready.writes):
-            return given, 0, 0, 0
+            return given - staged.put if result == 0 else given, 0, 0, 0
         if result and staged.result == staged.nbytes:
             return result, given, 0, 0
         shift = result - given - staged.get
         apart = result >= given + staged.given or given >= result + staged.result
         if result and ready.clean and (apart or shift == 0):
-            return given, 0, shift, 0
+            return (given, 0, shift, 0) if staged.given else (result - staged.get, 0, 0, 0)
         return self._scratch_of(staged.nbytes), given, 0, result
 
     def _make(

@@ -75,11 +75,11 @@ def reduce(context: CallContext, x: Any, op: str, root: Any, out: Any, how: How 
 def shape_of(kind: str, shape: tuple[int, ...], size: int) -> tuple[int, ...] | None:
     """The shape of the result for an input of this shape on `size` ranks; None if its rows cannot
     be divided between them."""
-    if kind == "allgather":
+    if kind in ("allgather", "gather"):
         return (size, *shape)
     if not shape or shape[0] % size:
         return None
-    return (shape[0] // size, *shape[1:]) if kind == "reduce_scatter" else shape
+    return shape if kind == "alltoall" else (shape[0] // size, *shape[1:])
 
 
 def allgather(context: CallContext, x: Any, out: Any, counts: Any) -> Any:
@@ -122,6 +122,43 @@ def divided(context: CallContext, kind: str, x: Any, op: str, out: Any) -> Any:
         out = _output(x, shape, out, lambda out: (x[own] if combines else x, out))
         result, done = context.buffer(out)
         request = context.request(kind, given, op)
+    context.stage(request, given, result)
+    done()
+    return out
+
+
+def gather(context: CallContext, x: Any, root: Any, out: Any) -> Any:
+    with context.sharing_errors():
+        root, result, done = _rank(context, root), None, None
+        given, _ = context.buffer(x, written=False)
+        if context.rank == root:
+            shape = (context.size, *x.shape)
+            out = _output(x, shape, out, lambda out: (x, out[context.rank]))
+            result, done = context.buffer(out)
+        message = replace(given, nbytes=given.nbytes * context.size)
+        request = context.request("gather", message, "sum", root)
+    context.stage(request, given, result)
+    if done is None:
+        return None
+    done()
+    return out
+
+
+def scatter(context: CallContext, x: Any, root: Any, out: Any) -> Any:
+    with context.sharing_errors():
+        root = _rank(context, root)
+        if context.rank == root:
+            given, _ = context.buffer(x, written=False)
+            rows = rows_each(context.size, "scatter", x)
+            own = slice(context.rank * rows, (context.rank + 1) * rows)
+            out = _output(x, (rows, *x.shape[1:]), out, lambda out: (x[own], out))
+        elif out is None:
+            raise CollectiveError(f"scatter needs out on rank {context.rank}: its root is {root}")
+        result, done = context.buffer(out)
+        if context.rank != root:
+            given = replace(result, address=0, nbytes=0)
+        message = replace(result, nbytes=result.nbytes * context.size)
+        request = context.request("scatter", message, "sum", root)
     context.stage(request, given, result)
     done()
     return out

@@ -210,6 +210,43 @@ def reduce_scatter(comm: Connections, x: Any, op: Any, out: Any) -> Call:
     return Call(f"reduce_scatter({flat}, {op})", body)
 
 
+def gather(comm: Connections, x: Any, root: Any, out: Any) -> Call:
+    root, flat = integer(root, "root", 0, comm.size - 1), Flat(x, written=False)
+    mine = comm.rank == root
+    out = _result(x, (comm.size, *x.shape), out) if mine else None
+    whole = Flat(out) if mine else None
+    counts = [[int(dst == root) for dst in range(comm.size)] for _ in range(comm.size)]
+
+    def body() -> Any:
+        row = flat.tensor.view(1, -1)
+        comm.rows.alltoall(row, whole.tensor.view(comm.size, -1) if whole else row[:0], counts)
+        if whole:
+            whole.done()
+        return out
+
+    return Call(f"gather({flat}, root {root})", body)
+
+
+def scatter(comm: Connections, x: Any, root: Any, out: Any) -> Call:
+    root = integer(root, "root", 0, comm.size - 1)
+    source = None
+    if comm.rank == root:
+        source, rows = Flat(x, written=False), rows_each(comm.size, "scatter", x)
+        out = _result(x, (rows, *x.shape[1:]), out)
+    elif out is None:
+        raise CollectiveError(f"scatter needs out on rank {comm.rank}: its root is {root}")
+    flat = Flat(out)
+    counts = [[int(src == root)] * comm.size for src in range(comm.size)]
+
+    def body() -> Any:
+        row = flat.tensor.view(1, -1)
+        comm.rows.alltoall(source.tensor.view(comm.size, -1) if source else row[:0], row, counts)
+        flat.done()
+        return out
+
+    return Call(f"scatter({flat}, root {root})", body)
+
+
 def alltoall(comm: Connections, x: Any, out: Any, in_splits: Any, out_splits: Any) -> Call:
     flat = Flat(x, written=False)
     sends = rows_sent(x, in_splits, comm.size)

@@ -30,8 +30,8 @@ _Base: Any = dist.ProcessGroup  # whose stubs list overloads that torch does not
 class Group(_Base):  # type: ignore[misc]
     """The ranks of a torch.distributed process group, on one machine or several.
 
-    Collectives of dense tensors run on `communicator`. What it does not offer (gather, scatter,
-    send and receive with tags, other dtypes, sparse tensors, GPU tensors on several machines) goes
+    Collectives of dense tensors run on `communicator`. What it does not offer (send and receive
+    with tags, other dtypes, sparse tensors, GPU tensors on several machines) goes
     to gloo on the CPU and to NCCL on GPUs.
     """
 
@@ -189,6 +189,31 @@ class Group(_Base):  # type: ignore[misc]
 
         return self._run(opts, self.communicator.alltoall, outputs, finish, x, whole, *counts)
 
+    def gather(self, outputs: list[Tensors], given: Tensors, opts: Any = None) -> Any:
+        opts, x = opts or c10d.GatherOptions(), given[0]
+        if not self._supported(given):
+            return self._delegate("gather", x, outputs, given, opts)
+        out = outputs[0] if outputs else []
+        for y in out:
+            _check_elements("gather", y, x.numel())
+        whole = x.new_empty((self.size(), x.numel())) if out else None
+        return self._run(
+            opts, self.communicator.gather, out, lambda: _spread(whole, out) if out else None,
+            x.reshape(-1), opts.rootRank, out=whole,
+        )  # fmt: skip
+
+    def scatter(self, outputs: Tensors, given: list[Tensors], opts: Any = None) -> Any:
+        opts, out = opts or c10d.ScatterOptions(), outputs[0]
+        if not self._supported(outputs):
+            return self._delegate("scatter", out, outputs, given, opts)
+        for x in given[0] if given else []:
+            _check_elements("scatter", x, out.numel())
+        whole = torch.stack([x.reshape(-1) for x in given[0]]) if given else None
+        rows, finish = _rows(out, 1)
+        return self._run(
+            opts, self.communicator.scatter, outputs, finish, whole, opts.rootRank, out=rows
+        )
+
     def barrier(self, opts: Any = None) -> Any:
         opts = opts or c10d.BarrierOptions()
         return self._run(
@@ -221,12 +246,6 @@ class Group(_Base):  # type: ignore[misc]
         return _together(works, [])
 
     # ---- what goes to gloo or NCCL -----------------------------------------------------------
-    def gather(self, outputs: list[Tensors], given: Tensors, opts: Any = None) -> Any:
-        return self._delegate("gather", given[0], outputs, given, opts or c10d.GatherOptions())
-
-    def scatter(self, outputs: Tensors, given: list[Tensors], opts: Any = None) -> Any:
-        return self._delegate("scatter", outputs[0], outputs, given, opts or c10d.ScatterOptions())
-
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> Any:
         return self._delegate("send", tensors[0], tensors, to, tag)
 

@@ -77,6 +77,14 @@ class ClusterCollectives(ABC):
         """As `Communicator.reduce_scatter`."""
         return self._submit(async_op, calls.reduce_scatter, x, op, out)
 
+    def gather(self, x: Any, root: int = 0, *, out: Any = None, async_op: bool = False) -> Any:
+        """As `Communicator.gather`."""
+        return self._submit(async_op, calls.gather, x, root, out)
+
+    def scatter(self, x: Any, root: int = 0, *, out: Any = None, async_op: bool = False) -> Any:
+        """As `Communicator.scatter`."""
+        return self._submit(async_op, calls.scatter, x, root, out)
+
     def alltoall(
         self, x: Any, out: Any = None, in_splits: Sequence[int] | None = None,
         out_splits: Sequence[int] | None = None, *, async_op: bool = False,

@@ -140,6 +140,16 @@ _ALL = (
         goal=lambda size, root, rank, index: _everyone(size) if rank == index % size else None,
     ),
     Collective(
+        "gather", Layout.PER_RANK, root="rank",
+        gives=lambda size, root, rank, index: rank == index % size,
+        goal=lambda size, root, rank, index: 1 << index % size if rank == root else None,
+    ),
+    Collective(
+        "scatter", Layout.PER_RANK, root="rank",
+        gives=lambda size, root, rank, index: bool(rank == root),
+        goal=lambda size, root, rank, index: 1 << root if rank == index % size else None,
+    ),
+    Collective(
         "alltoall", Layout.PER_PAIR,
         gives=lambda size, root, rank, index: rank == index % (size * size) // size,
         goal=_to_pair,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linkweave.collectives.planning.collective import COLLECTIVES, Layout
+from linkweave.collectives.planning.collective import COLLECTIVES, Layout, Root
 
 ALIGN = 16
 """Chunks begin at multiples of so many bytes in their blocks: a GPU moves 16 bytes at once."""
@@ -61,18 +61,24 @@ class Staging(NamedTuple):
 
 
 def staging(
-    collective: str, size: int, rank: int, nbytes: int, sizes: Sizes | None = None
+    collective: str, size: int, rank: int, nbytes: int, sizes: Sizes | None = None, root: Root = 0
 ) -> Staging:
-    """Return it for a message of `nbytes`; arguments as those of `block_table`."""
+    """Return it for a message of `nbytes`; arguments as those of `block_table`.
+
+    Only the root of a gather has a result, and only that of a scatter an input.
+    """
     kind = COLLECTIVES[collective]
     if kind.layout is Layout.WHOLE:
         return Staging(0, nbytes, 0, 0, 0, 0, nbytes, nbytes)
     table = block_table(collective, size, rank, nbytes, sizes)
     if kind.layout is Layout.PER_RANK:
         (first, own), whole = table[rank].tolist(), int(table[:, 1].sum())
-        if kind.combines:
+        if kind.combines or (collective == "scatter" and rank == root):
             return Staging(0, whole, first, first, own, first, own, whole)
-        return Staging(first, own, 0, 0, 0, 0, whole, whole)
+        if collective == "scatter":
+            return Staging(0, 0, 0, 0, 0, first, own, whole)
+        result = 0 if collective == "gather" and rank != root else whole
+        return Staging(first, own, 0, 0, 0, 0, result, whole)
     pairs = table.reshape(size, size, 2)
     sent, received = (int(pairs[at][..., 1].sum()) for at in (rank, (slice(None), rank)))
     before, own = int(pairs[rank, :rank, 1].sum()), int(pairs[rank, rank, 1])

@@ -55,6 +55,14 @@ def movements(comm: ClusterCommunicator) -> None:
         got = comm.alltoall(values(rank, comm.size * n))
         sent = [values(r, comm.size * n)[rank * n : (rank + 1) * n] for r in ranks]
         assert (got == np.concatenate(sent)).all()
+        for root in {0, comm.size - 1}:
+            got = comm.gather(values(rank, n), root)
+            assert (got is None) == (rank != root)
+            assert got is None or all((got[r] == values(r, n)).all() for r in ranks)
+            part = np.empty(n, got.dtype if rank == root else values(rank, n).dtype)
+            whole = values(root, comm.size * n) if rank == root else None
+            assert comm.scatter(whole, root, out=part) is part
+            assert (part == values(root, comm.size * n)[rank * n : (rank + 1) * n]).all()
     got = comm.allgather(np.full((rank + 1, 3), rank), counts=[r + 1 for r in ranks])
     assert (got == np.concatenate([np.full((r + 1, 3), r) for r in ranks])).all()
 
@@ -289,6 +297,7 @@ def refusals(comm: ClusterCommunicator) -> list[str]:
         lambda: comm.exchange(np.ones(4), [[1 + (comm.rank == 1)] * 4] + [[1] * 4] * 3),
         lambda: comm.exchange(np.ones(4), [[1] * 4] * (3 + (comm.rank == 1))),
         lambda: comm.allreduce([np.ones(n + (n == 90 and comm.rank == 3)) for n in range(100)]),
+        lambda: comm.scatter(np.ones(4) if comm.rank == 0 else None),
     ):
         try:
             call()
@@ -321,7 +330,8 @@ def test_an_argument_that_is_refused_ends_allreduces_that_are_not_compared(
 def test_calls_that_differ_are_refused_everywhere() -> None:
     found = on_machines((2, 2), refusals)
     for rank, said in enumerate(found):
-        assert said[-1] == "4.0" and len(said) == 15
+        assert said[-1] == "4.0" and len(said) == 16
+        assert "scatter needs out on rank " in said[14]
         assert "rank 0: allreduce(4 x float64, sum)" in said[0]
         assert "rank 0: broadcast(1 x float64, root 0); rank 1: barrier" in said[1]
         assert "color must be an integer, not 'red'" in said[7] and "lanes(1)" in said[8]

@@ -47,7 +47,6 @@ def as_one_process(rank: int, cases: Sequence[tuple[str, str]], steps: int) -> N
     ("size", "cases", "steps"),
     [
         (1, EVERY[::3], 3), (2, EVERY, 4), (3, EVERY[1::3], 4), (5, EVERY[::3], 4),
-        (8, EVERY[3::3], 3),
         *[pytest.param(size, EVERY, 100, marks=pytest.mark.slow) for size in (1, 2, 3, 5, 8)],
     ],
 )  # fmt: skip

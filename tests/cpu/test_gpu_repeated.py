@@ -48,6 +48,10 @@ INTO: dict[str, Call] = {
                        lambda given, rank: np.split(total(given, rank), len(given))[rank]),
     "allgather": (lambda comm, x, out: comm.allgather(x[:N], out=out.reshape(comm.size, N)),
                   lambda given, rank: np.concatenate([x[:N] for x in given])),
+    "gather": (lambda comm, x, out: comm.gather(x[:N], 1, out=out.reshape(comm.size, N)),
+               lambda given, rank: np.concatenate([x[:N] for x in given])),
+    "scatter": (lambda comm, x, out: comm.scatter(x if comm.rank == 1 else None, 1, out=out[:N]),
+                lambda given, rank: np.split(given[1], len(given))[rank]),
     "async out": (lambda comm, x, out: comm.allreduce(x, out=out, async_op=True).wait(60), total),
 }  # fmt: skip
 
@@ -75,9 +79,11 @@ def made_again(rank: int, names: tuple[str, ...]) -> list[int]:
                 call, want = calls[name]
                 found = call(comm, x, out)
                 comm.synchronize()
-                assert (found is None) == (name in IN_PLACE), name
-                result = (x if found is None else found).array.reshape(-1)
-                np.testing.assert_array_equal(result, want(given, rank), name)
+                none = name in IN_PLACE or (name == "gather" and rank != 1)
+                assert (found is None) == none, name
+                if name in IN_PLACE or found is not None:
+                    result = (x if found is None else found).array.reshape(-1)
+                    np.testing.assert_array_equal(result, want(given, rank), name)
                 if name in INTO:
                     np.testing.assert_array_equal(x.array, given[rank], name)
                 comm.barrier()  # before buffers that peers may still read are filled

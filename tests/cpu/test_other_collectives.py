@@ -69,6 +69,12 @@ def check_all(comm: Communicator, make: Callable[[torch.Tensor], Any], shape: tu
     assert is_same(comm.allgather(x), torch.stack(parts), x), case
     exchanged = torch.cat([dealt(p, rank, size) for p in parts])
     assert is_same(comm.alltoall(x), exchanged, x), case
+    for root in {0, size - 1}:
+        got = comm.gather(x, root)
+        assert got is None if rank != root else is_same(got, torch.stack(parts), x), case
+        rows = dealt(parts[root], rank, size)
+        got = comm.scatter(x if rank == root else None, root, out=make(torch.empty_like(rows)))
+        assert is_same(got, rows, x), case
     for op in ops:
         want = combined(parts, op)
         assert is_same(comm.reduce_scatter(x, op), dealt(want, rank, size), x), (*case, op)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,12 @@ def given(rank: int, size: int, count: int) -> np.ndarray:
     return (np.arange(size * count).reshape(size, count) + 1000 * rank).astype(np.int64)
 
 
-def expected(kind: str, rank: int, size: int, count: int) -> np.ndarray:
+def expected(kind: str, rank: int, size: int, count: int, root: int = 0) -> np.ndarray:
     every = [given(r, size, count) for r in range(size)]
-    if kind == "allgather":
+    if kind in ("allgather", "gather"):
         return np.stack(every)
+    if kind == "scatter":
+        return every[root][rank : rank + 1]
     if kind == "alltoall":
         return np.stack([x[rank] for x in every])
     total = sum(every)
@@ -62,6 +65,78 @@ def repeated(rank: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_calls_from_one_tensor_into_another(size: int) -> None:
     collectives.spawn(repeated, size, timeout=20)
+
+
+def rooted(rank: int) -> None:
+    """Only the root has the result of a gather, or the input of a scatter."""
+    comm: Any = get_default()
+    size = comm.size
+    for count, root in product(COUNTS, {0, size - 1}):
+        x = given(rank, size, count)
+        whole, part = (expected(kind, rank, size, count, root) for kind in ("gather", "scatter"))
+        for how in ("private", "torch", "shared", "mixed") * 2:
+            mine, out = made("", how, comm, x.shape, x), made("", how, comm, whole.shape)
+            found = comm.gather(mine, root, out=out)
+            if rank == root:
+                assert found is out and np.array_equal(np.asarray(out), whole), how
+            else:
+                assert found is None and (np.asarray(out) == -7).all(), how
+            assert np.array_equal(np.asarray(mine), x), how
+            out = made("", how, comm, part.shape)
+            found = comm.scatter(mine if rank == root else None, root, out=out)
+            assert found is out and np.array_equal(np.asarray(out), part), how
+            assert np.array_equal(np.asarray(mine), x), how
+            found = comm.gather(mine, root)
+            assert np.array_equal(np.asarray(found), whole) if rank == root else found is None
+            if rank == root:
+                assert np.array_equal(np.asarray(comm.scatter(mine, root)), part)
+            else:
+                comm.scatter(None, root, out=out)
+        if rank == root:  # in place
+            every = np.zeros(whole.shape, np.int64)
+            every[rank] = x
+            comm.gather(every[rank], root, out=every)
+            assert np.array_equal(every, whole)
+            comm.scatter(every[rank], root, out=every[rank, rank : rank + 1])
+            assert np.array_equal(every, whole)
+        else:
+            comm.gather(x, root)
+            comm.scatter(None, root, out=x[:1])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_gather_and_scatter(size: int) -> None:
+    collectives.spawn(rooted, size, timeout=20)
+
+
+def test_gather_and_scatter_over_ranks_that_forward() -> None:
+    collectives.spawn(rooted, 4, "ring-4", timeout=20)
+
+
+def rooted_badly(rank: int) -> list[str]:
+    comm: Any = get_default()
+    said = [
+        error_of(comm.gather, np.ones(2 + rank)),
+        error_of(comm.gather, np.ones(2), 2),
+        error_of(comm.gather, np.ones(2), out=None if rank else np.ones((2, 3))),
+        error_of(lambda: comm.scatter(None if rank else np.ones(4))),
+        error_of(lambda: comm.scatter(None if rank else np.ones(3), out=np.ones(2))),
+        error_of(lambda: comm.scatter(None if rank else np.ones(4), out=np.ones(2 + rank))),
+    ]
+    comm.allreduce(x := np.ones(2))
+    return [*said, str(x[0])]
+
+
+def test_wrong_gathers_and_scatters_are_told() -> None:
+    first, second = collectives.spawn(rooted_badly, 2, timeout=20)
+    words = ("gather(4 x", "root must be an integer from 0 to 1, not 2",
+             "out must be of shape (2, 2)", "scatter needs out on rank 1: its root is 0",
+             "scatter splits rows over 2 ranks", "out must be", "2.0")  # fmt: skip
+    for said in (first, second):
+        assert len(said) == len(words)
+    told = "gather(6 x float64, root 0)" in first[0]
+    assert told and all(w in first[i] for i, w in enumerate(words) if i != 5)
+    assert all(words[i] in second[i] for i in (1, 2, 3, 4, 6))
 
 
 def beside(rank: int) -> None:

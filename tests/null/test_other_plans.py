@@ -58,7 +58,8 @@ def pairs_of(size: int) -> list[Pairs]:
 def roots(collective: str, size: int) -> Sequence[Root]:
     if collective == SENDRECV:
         return pairs_of(size)
-    return sorted({0, size // 2, size - 1}) if collective in ROOTED else [0]
+    rooted = COLLECTIVES[collective].root == "rank"
+    return sorted({0, size // 2, size - 1}) if rooted else [0]
 
 
 def made(
@@ -109,8 +110,13 @@ def promised(plan: Plan, inputs: Sequence[Array]) -> list[tuple[slice, Array]]:
     block = [slice(b * length // size, (b + 1) * length // size) for b in range(size)]
     if plan.collective == "reduce_scatter":
         return [(mine, total[mine]) for mine in block]
-    gathered = [x[mine] for x, mine in zip(inputs, block, strict=True)]
-    return [(whole, np.concatenate(gathered))] * size
+    if plan.collective == "scatter":
+        return [(mine, inputs[plan.root][mine]) for mine in block]
+    gathered = np.concatenate([x[mine] for x, mine in zip(inputs, block, strict=True)])
+    if plan.collective == "gather":
+        return [(whole if r == plan.root else mine, gathered if r == plan.root else x[mine])
+                for r, (x, mine) in enumerate(zip(inputs, block, strict=True))]  # fmt: skip
+    return [(whole, gathered)] * size
 
 
 def is_right(
@@ -295,11 +301,16 @@ def test_a_plan_serves_no_other_collective_and_no_other_root(name: str, collecti
             for other in COLLECTIVES:
                 # of two ranks, a pair is a broadcast
                 same = plan.size == 2 and {other, collective} == {"broadcast", SENDRECV}
-                refused = other != collective and not same
+                root = roots(other, plan.size)[-1]
+                # what gives all to all gives each its part
+                more = (collective, other) == ("allgather", "gather") or (
+                    (collective, other, plan.root) == ("broadcast", "scatter", root)
+                )
+                refused = other != collective and not same and not more
                 try:
-                    relabelled = replace(plan, collective=other, root=roots(other, plan.size)[-1])
+                    relabelled = replace(plan, collective=other, root=root)
                 except PlanError:  # chunks of other blocks
-                    assert refused
+                    assert refused or more
                     continue
                 assert caught(relabelled, topo, expand) == refused
             if collective == SENDRECV:
@@ -308,7 +319,7 @@ def test_a_plan_serves_no_other_collective_and_no_other_root(name: str, collecti
                     assert caught(replace(plan, root=pairs), topo, expand) == refused
                 continue
             for root in range(plan.size):  # which means nothing to those that have none
-                refused = collective in ROOTED and root != plan.root
+                refused = COLLECTIVES[collective].root == "rank" and root != plan.root
                 assert caught(replace(plan, root=root), topo, expand) == refused
 
 
@@ -400,13 +411,13 @@ def test_the_last_group_over_trees_may_be_cut_short(collective: str) -> None:
 
 def test_unknown_collectives_are_told_the_choices() -> None:
     topo = load("mesh-4")
-    words = f"unknown collective 'gather'; choose from {', '.join(PUBLIC)}"
+    words = f"unknown collective 'scan'; choose from {', '.join(PUBLIC)}"
     with pytest.raises(PlanError, match=words):
-        plan_collective("gather", topo, 1024)
+        plan_collective("scan", topo, 1024)
     plan = plan_collective("allgather", topo, 1024)
     with pytest.raises(PlanError, match=words):
-        verify(replace(plan, collective="gather"), topo)
-    for value in (None, 5, [], "gather"):  # a plan may come from a file
+        verify(replace(plan, collective="scan"), topo)
+    for value in (None, 5, [], "scan"):  # a plan may come from a file
         text = json.dumps({**json.loads(plan.to_json()), "collective": value})
         with pytest.raises(PlanError, match=r"unknown collective|must be a string"):
             verify(Plan.from_json(text), topo)

@@ -76,6 +76,8 @@ ALGORITHMS: dict[str, dict[str, Entry]] = {
         "ring": Entry(rings.half_ring),
         "hierarchical": Entry(hierarchical_blocks, "only"),
     },
+    "gather": {"shortest_paths": Entry(rooted.shortest_paths)},
+    "scatter": {"shortest_paths": Entry(rooted.shortest_paths)},
     "alltoall": {"direct": Entry(direct)},
     SENDRECV: {"pairwise": Entry(pairwise)},
 }

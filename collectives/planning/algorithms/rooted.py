@@ -1,15 +1,24 @@
-"""Collectives over trees with given roots: broadcast, reduce, all-gather and reduce-scatter."""
+"""Collectives over trees with given roots: broadcast, reduce, gather, scatter, all-gather and
+reduce-scatter."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 from linkweave.collectives.planning.algorithms.embed import Edge, embed
 from linkweave.collectives.planning.algorithms.over_trees import broadcast_down, packed, reduce_up
 from linkweave.collectives.planning.algorithms.rings import rings
 from linkweave.collectives.planning.algorithms.shortest import shortest_trees, tree_of
 from linkweave.collectives.planning.algorithms.trees import Tree, binary_tree
-from linkweave.collectives.planning.lower import Algorithm, Copy, Move, Reduce, few_enough
+from linkweave.collectives.planning.lower import (
+    MOST_BLOCKS,
+    Algorithm,
+    Copy,
+    Move,
+    Reduce,
+    few_enough,
+)
 from linkweave.topology import Topology
 
 
@@ -88,3 +97,24 @@ def shortest(topology: Topology, collective: str, root: int) -> Algorithm:
     shape = tuple(tree_of(levels, size) for levels in trees)
     phases = (tuple(map(tuple, rounds)),)
     return Algorithm("shortest_trees", size, size, phases, shape, collective=collective)
+
+
+def shortest_paths(topology: Topology, collective: str, root: int) -> Algorithm:
+    """Gather or scatter each block over its rank's path in the root's tree of shortest paths.
+
+    Block r uses channel r. This takes one step if links join all pairs of GPUs. Raises PlanError
+    for more than 256 ranks.
+    """
+    size = len(topology.gpus)
+    few_enough("shortest_paths", size, MOST_BLOCKS)
+    tree = tree_of(shortest_trees(topology, range(size), [root])[0], size)
+    rounds: dict[int, list[Move]] = {}
+    for r in range(size):
+        path = [r]
+        while path[-1] != root:
+            path.append(tree.parent[path[-1]])
+        hops = list(pairwise(path if collective == "gather" else path[::-1]))
+        for depth, (src, dst) in enumerate(hops):
+            rounds.setdefault(depth, []).append(Copy(src, (dst,), r, r))
+    phases = (tuple(tuple(rounds[depth]) for depth in sorted(rounds)),)
+    return Algorithm("shortest_paths", size, size, phases, (tree,), {}, collective, root)

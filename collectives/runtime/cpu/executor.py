@@ -115,7 +115,9 @@ class CpuExecutor:
         where = block_table(plan.collective, plan.size, self.rank, buffer.nbytes)
         notice = np.array([plan.num_chunks, buffer.nbytes, -1], np.int64)
         region, name = self._own[template], plan.algorithm
-        staged = staging(plan.collective, plan.size, self.rank, buffer.nbytes)
+        staged = staging(
+            plan.collective, plan.size, self.rank, buffer.nbytes, root=plan.root
+        )  # fmt: skip
         ready = self.prepare(region, notice, where, plan.num_chunks, buffer, op, name, staged)
         if not self.run(ready, buffer.address):
             raise CollectiveError(f"the ranks carry out {name} on different messages")
