@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
+from torch.autograd import profiler
 
 from linkweave.collectives.distributed.cluster import ClusterCommunicator
 from linkweave.collectives.distributed.combine import OPS
@@ -22,6 +24,9 @@ from linkweave.collectives.tensors import dtype_name
 from linkweave.kernels.dtypes import DTYPES, ops_of
 
 Tensors = list[Any]
+_NO_RANGE = nullcontext()
+_VERBS = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
+"""torch's names of our methods."""
 
 
 _Base: Any = dist.ProcessGroup  # whose stubs list overloads that torch does not call
@@ -290,8 +295,21 @@ class Group(_Base):  # type: ignore[misc]
     ) -> Any:  # fmt: skip
         """Make a call of the communicator, at once if torch will wait for it."""
         asynchronous = opts.asyncOp or self._coalesced is not None
-        work = call(*arguments, **named, async_op=asynchronous)
+        with self._range(call.__name__, arguments) if profiler._is_profiler_enabled else _NO_RANGE:
+            work = call(*arguments, **named, async_op=asynchronous)
         return self._note(GroupWork(work if asynchronous else None, result, finish))
+
+    @contextmanager
+    def _range(self, method: str, arguments: tuple[Any, ...]) -> Iterator[None]:
+        """A range of torch.profiler, with the shape and dtype of the call's tensor."""
+        name = f"linkweave:{_VERBS.get(method, method)} (group {self._name})"
+        tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+        record: Any = torch.autograd
+        handle = record._record_function_with_args_enter(name, *tensors)
+        try:
+            yield
+        finally:
+            record._record_function_with_args_exit(handle)
 
     def _note(self, work: Any) -> Any:
         """Keep a work for `_end_coalescing`, if calls are being coalesced."""

@@ -140,6 +140,25 @@ def test_calls_over_machines_give_what_gloo_gives(machines: tuple[int, ...]) -> 
     assert run(sum(machines), both, machines=machines) == [True] * sum(machines)
 
 
+def profiled(rank: int) -> list[str]:
+    """What torch.profiler shows of the calls: torch's names, the group, shapes."""
+    part = dist.new_group([0, 1])
+    with torch.profiler.profile(record_shapes=True) as profile:
+        dist.all_reduce(x := torch.ones(3, 4))
+        dist.all_reduce(x, group=part, async_op=True).wait()
+        dist.gather(x, [torch.zeros(3, 4) for _ in range(2)] if rank == 0 else None)
+    keys = profile.key_averages(group_by_input_shape=True)
+    return sorted(f"{e.key} {e.input_shapes}" for e in keys if e.key.startswith("linkweave:"))
+
+
+def test_the_profiler_shows_calls() -> None:
+    for found in run(2, profiled):
+        first, other, gathered = found
+        assert first.startswith("linkweave:all_reduce (group 0) [[3, 4]")
+        assert other.startswith("linkweave:all_reduce (group ") and not other.startswith(first)
+        assert gathered.startswith("linkweave:gather (group 0) [[12]")
+
+
 def of_each_device(rank: int) -> tuple[str, bool]:
     group: Any = dist.group.WORLD
     calls = group.communicator.calls.control.number
