@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from linkweave import collectives
-from linkweave.bench.allreduce import Settings
+from linkweave.bench.collectives import Settings
 from linkweave.bench.peers import timed
 from linkweave.bench.timing import machine, schedule
 from linkweave.collectives import CollectiveError

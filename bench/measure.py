@@ -35,15 +35,15 @@ EndOption = Annotated[str, typer.Option("-e", help="Largest message in bytes, su
 FactorOption = Annotated[int, typer.Option("-f", help="Factor between sizes.")]
 
 
-def sweep(begin: str, end: str, factor: int) -> tuple[int, ...]:
-    """The sizes in bytes that -b, -e and -f ask for. Raises CollectiveError."""
-    from linkweave.bench.allreduce import sizes
+def sweep(begin: str, end: str, factor: int, item: int = 4) -> tuple[int, ...]:
+    """The sizes in bytes that -b, -e and -f ask for, of whole items. Raises CollectiveError."""
+    from linkweave.bench.collectives import sizes
 
     low, high = parse_size(begin), parse_size(end)
     at_least(("-f", factor, 2))
     if not 4 <= low <= high:
         raise CollectiveError(f"-b {begin} and -e {end}: sizes from 4 bytes up, -b not above -e")
-    return sizes(low, high, factor)
+    return sizes(low, high, factor, item)
 
 
 @bench.command()
@@ -69,6 +69,11 @@ def links(
         out.write_text(figures.to_json() + "\n")
 
 
+PeersOption = Annotated[
+    bool, typer.Option("--peers/--no-peers", help="Measure gloo and MPI as well.")
+]
+
+
 @bench.command()
 def allreduce(
     ranks: RanksOption = 8,
@@ -78,20 +83,55 @@ def allreduce(
     rounds: RoundsOption = 5,
     topo: TopologyOption = "auto",
     batch: BatchOption = True,
-    peers: Annotated[
-        bool, typer.Option("--peers/--no-peers", help="Measure gloo and MPI as well.")
-    ] = True,
+    peers: PeersOption = True,
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """All-reduce on CPU ranks, beside gloo and MPI (2 min)."""
-    from linkweave.bench.allreduce import Settings, as_json_text, run
+    sizes = begin, end, factor
+    _collectives(("allreduce",), ranks, sizes, rounds, topo, batch, peers, out, as_json)
+
+
+@bench.command()
+def collectives(
+    only: Annotated[
+        list[str] | None, typer.Option("-c", "--collective", help="Only this one; may be repeated.")
+    ] = None,
+    ranks: RanksOption = 4,
+    begin: BeginOption = "1K",
+    end: EndOption = "16M",
+    factor: FactorOption = 64,
+    rounds: RoundsOption = 5,
+    topo: TopologyOption = "auto",
+    batch: BatchOption = True,
+    peers: PeersOption = True,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Every collective on CPU ranks, beside gloo and MPI (2 min)."""
+    from linkweave.bench.messages import KINDS
+
+    for kind in only or ():
+        if kind not in KINDS:
+            raise CollectiveError(f"-c {kind!r}; choose from {', '.join(KINDS)}")
+    sizes = begin, end, factor
+    kinds = tuple(only or KINDS)
+    _collectives(kinds, ranks, sizes, rounds, topo, batch, peers, out, as_json)
+
+
+def _collectives(
+    kinds: tuple[str, ...], ranks: int, swept: tuple[str, str, int], rounds: int, topo: str,
+    batch: bool, peers: bool, out: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Measure these collectives and tell of it."""
+    from linkweave.bench.collectives import Settings, as_json_text, run
     from linkweave.bench.report import header, line
     from linkweave.collectives.settings import topology_for
 
     at_least(("-n", ranks, 1), ("-r", rounds, 1))
-    swept = sweep(begin, end, factor)
-    settings = Settings(ranks, swept, topology_for(topo, ranks), rounds, batch, peers)
+    sizes = sweep(*swept, item=4 if kinds == ("allreduce",) else 4 * ranks)  # whole blocks
+    machine = topology_for(topo, ranks)
+    settings = Settings(ranks, sizes, machine, rounds, batch, peers, collectives=kinds)
     rows = _told(
         settings, run, header, lambda rows: "\n".join(map(line, rows)), as_json_text, out, as_json
     )

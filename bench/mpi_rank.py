@@ -1,13 +1,32 @@
-"""One rank of the MPI peer: reads "nbytes iterations" lines, answers with times (`peers.Mpi`)."""
+"""One rank of the MPI peer: reads lines of a collective, bytes and iterations, and answers with
+times (`peers.Mpi`)."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
+
+from linkweave.bench.messages import given, room, wanted
+
+
+def call_of(comm: Any, kind: str, x: Any, y: Any) -> Callable[[], Any]:
+    """A call from `x` into `y`; the root is rank 0."""
+    root = comm.rank == 0
+    return {
+        "allreduce": lambda: comm.Allreduce(x, y), "broadcast": lambda: comm.Bcast(x),
+        "reduce": lambda: comm.Reduce(x, y if root else None),
+        "allgather": lambda: comm.Allgather(x, y),
+        "reduce_scatter": lambda: comm.Reduce_scatter_block(x, y),
+        "alltoall": lambda: comm.Alltoall(x, y),
+        "gather": lambda: comm.Gather(x, y if root else None),
+        "scatter": lambda: comm.Scatter(x if root else None, y),
+    }[kind]  # fmt: skip
 
 
 def main() -> None:
@@ -21,21 +40,23 @@ def main() -> None:
         line = comm.bcast(line)
         if not line.strip():
             return
-        nbytes, iterations = map(int, line.split())
-        count = nbytes // 4
-        pattern = (np.arange(count) % 251).astype(np.float32)
-        x = pattern + np.float32(comm.rank)
-        y = np.empty_like(x)
-        comm.Allreduce(x, y)
-        want = pattern * comm.size + comm.size * (comm.size - 1) // 2
-        wrong = comm.allreduce(int((y != want).sum()))
+        kind, nbytes, iterations = line.split()
+        sizes = comm.rank, comm.size, int(nbytes) // 4
+        x, want = given(kind, *sizes), wanted(kind, *sizes)
+        whole = kind in ("allreduce", "reduce")  # from one array into another, as MPI does it best
+        y = np.empty_like(x) if whole else np.empty(room(kind, *sizes[1:]), np.float32)
+        call = call_of(comm, kind, x, y)
+        call()
+        result = x if kind == "broadcast" else y
+        wrong = comm.allreduce(0 if want is None else int((result != want).sum()))
         times = []
-        for _ in range(iterations):
+        for _ in range(int(iterations)):
             x += np.float32(0)  # touched before each call, as for the others
             comm.Barrier()
             start = time.perf_counter()
-            comm.Allreduce(x, y)
+            call()
             times.append(time.perf_counter() - start)
+        iterations = len(times)
         slowest = np.empty(iterations)
         comm.Reduce(np.array(times), slowest, MPI.MAX)
         if comm.rank == 0:

@@ -1,4 +1,4 @@
-"""Other libraries' all-reduce: gloo in our processes, MPI in processes of its own."""
+"""Other libraries' collectives: gloo in our processes, MPI in processes of its own."""
 
 from __future__ import annotations
 
@@ -36,10 +36,24 @@ class Gloo:
         schedule(batch)
         self.batch: Any = dist.new_group(backend="gloo")
 
-    def allreduce(self, array: np.ndarray[Any, Any], group: Any) -> None:
+    def call(self, kind: str, given: Any, out: Any, group: Any) -> Callable[[], Any]:
+        """A call from `given`, in place or into `out`; the root is rank 0."""
         import torch
 
-        self.dist.all_reduce(torch.from_numpy(array), group=group)
+        dist, root = self.dist, self.dist.get_rank() == 0
+        x, y = torch.from_numpy(np.asarray(given)), torch.from_numpy(np.asarray(out))
+        rows = list(y) if kind == "gather" and root else None
+        parts = list(x) if kind == "scatter" and root else None
+        return {
+            "allreduce": lambda: dist.all_reduce(x, group=group),
+            "broadcast": lambda: dist.broadcast(x, 0, group=group),
+            "reduce": lambda: dist.reduce(x, 0, group=group),
+            "allgather": lambda: dist.all_gather_single(y.view(-1), x, group=group),
+            "reduce_scatter": lambda: dist.reduce_scatter_single(y, x, group=group),
+            "alltoall": lambda: dist.all_to_all_single(y, x, group=group),
+            "gather": lambda: dist.gather(x, rows, group=group),
+            "scatter": lambda: dist.scatter(y[0], parts, group=group),
+        }[kind]  # fmt: skip
 
     def close(self) -> None:
         self.dist.destroy_process_group()
@@ -75,7 +89,7 @@ def mpi_launcher() -> Path | None:
 
 
 class Mpi:
-    """`size` MPI processes that time an all-reduce on request and are stopped in between."""
+    """`size` MPI processes that time a collective on request and are stopped in between."""
 
     def __init__(self, launcher: Path, size: int) -> None:
         env = dict(os.environ)
@@ -117,11 +131,11 @@ class Mpi:
         """Stop the MPI ranks, which would otherwise spin and occupy the cores."""
         self._signal(signal.SIGSTOP)
 
-    def time(self, nbytes: int, iterations: int) -> tuple[list[float], int]:
+    def time(self, kind: str, nbytes: int, iterations: int) -> tuple[list[float], int]:
         """Return the seconds of each iteration on the slowest rank, and wrong elements."""
         self._signal(signal.SIGCONT)
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{nbytes} {iterations}\n")
+        self.process.stdin.write(f"{kind} {nbytes} {iterations}\n")
         self.process.stdin.flush()
         words = self._line().split()
         self.pause()

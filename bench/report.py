@@ -1,8 +1,8 @@
-"""The table of `linkweave bench allreduce`, like that of nccl-tests."""
+"""The table of `linkweave bench collectives`, like that of nccl-tests."""
 
 from __future__ import annotations
 
-from linkweave.bench.allreduce import Row, Settings
+from linkweave.bench.collectives import Row, Settings
 from linkweave.bench.timing import NEAR_NS, machine
 
 
@@ -12,16 +12,16 @@ def header(settings: Settings) -> str:
     versions = ", ".join(f"{k} {v}" for k, v in info["versions"].items())
     batch = "SCHED_BATCH" if settings.batch else "default scheduling"
     return "\n".join([
-        f"# all-reduce, {settings.ranks} CPU ranks on {settings.topology.name}, {batch}, "
-        f"{settings.rounds} rounds, in place, float32, sum",
+        f"# {', '.join(settings.collectives)}: {settings.ranks} CPU ranks on "
+        f"{settings.topology.name}, {batch}, {settings.rounds} rounds, float32, sum",
         f"# {info['cores']} cores, {info['cpu']}, Linux {info['kernel']}",
         f"# {versions}",
         "# us: median over rounds of each round's median of the slowest rank; x gloo: median of",
         "# the rounds' ratios to gloo under SCHED_BATCH; model: predicted, with its error",
         "# near 4/7: in 4 of 7 checks the first two cores shared a close cache (a flag went there",
         f"# and back in less than {NEAR_NS} ns)",
-        f"{'bytes':>11}  {'library':16}{'us':>10}{'algbw':>8}{'busbw':>8}{'#wrong':>8}"
-        f"{'x gloo':>8}{'model us':>10}{'error':>7}  state",
+        f"{'collective':14}{'bytes':>11}  {'library':16}{'us':>10}{'algbw':>8}{'busbw':>8}"
+        f"{'#wrong':>8}{'x gloo':>8}{'model us':>10}{'error':>7}  state",
     ])  # fmt: skip
 
 
@@ -33,6 +33,6 @@ def line(row: Row) -> str:
         error = (row.model_us - row.time_us) / row.time_us
         model = f"{row.model_us:10.1f}{error:7.0%}"
     return (
-        f"{row.size:11}  {row.library[:16]:16}{row.time_us:10.1f}{row.algbw:8.2f}{row.busbw:8.2f}"
-        f"{row.wrong:8}{ratio}{model}  {row.state.split(',')[0]}"
+        f"{row.collective:14}{row.size:11}  {row.library[:16]:16}{row.time_us:10.1f}"
+        f"{row.algbw:8.2f}{row.busbw:8.2f}{row.wrong:8}{ratio}{model}  {row.state.split(',')[0]}"
     )

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from linkweave import topology
-from linkweave.bench import demo
+from linkweave.bench import demo, messages
 from linkweave.bench.options import parse_size, writable
 from linkweave.collectives import CollectiveError, Plan, plan_allreduce, plan_collective, verify
+from linkweave.collectives.planning.collective import PUBLIC
 from linkweave.collectives.planning.explain import size_text
 from tests.cpu.commands import ROOT, command, command_in_a_process
 
@@ -309,14 +310,45 @@ def test_sizes() -> None:
 
 def test_bench_checks_and_writes_json(tmp_path: Path) -> None:
     out = tmp_path / "b.json"
-    done = command_in_a_process("bench", "allreduce", "-n", "3", "-b", "1K", "-e", "4K", "-r", "1",
-                   "--out", str(out))  # fmt: skip
+    done = command_in_a_process("bench", "collectives", "-n", "3", "-b", "1K", "-e", "1K", "-r",
+                                "1", "--out", str(out))  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]
-    assert {r["size"] for r in rows} == {1024, 4096}
+    assert {r["size"] for r in rows} == {1020}  # whole blocks of three ranks
+    assert {r["collective"] for r in rows} == {*PUBLIC}
     assert {"linkweave", "linkweave empty", "gloo", "gloo default"} <= {r["library"] for r in rows}
     assert all(r["wrong"] == 0 and r["time_us"] > 0 for r in rows)
     assert "#wrong" in done.stdout and "busbw" in done.stdout
+    done = command("bench", "collectives", "-c", "scan")
+    assert done.returncode == 2 and "-c 'scan'; choose from allreduce, " in done.stderr
+
+
+def test_bench_allreduce_is_a_case_of_it(tmp_path: Path) -> None:
+    out = tmp_path / "b.json"
+    words = "bench allreduce -n 2 -b 1K -e 4K -r 1 --no-peers --out"
+    assert command(*words.split(), str(out)).returncode == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert {r["collective"] for r in rows} == {"allreduce"}
+    assert {r["size"] for r in rows} == {1024, 4096}
+
+
+WANTED = {  # of four elements on two ranks: 0 1 2 3 and 1 2 3 4, or 0 1 and 1 2
+    "allreduce": [[1, 3, 5, 7]] * 2, "broadcast": [[0, 1, 2, 3]] * 2,
+    "reduce": [[1, 3, 5, 7], None], "allgather": [[0, 1, 1, 2]] * 2,
+    "reduce_scatter": [[1, 3], [5, 7]], "alltoall": [[0, 1, 1, 2], [2, 3, 3, 4]],
+    "gather": [[0, 1, 1, 2], None], "scatter": [[0, 1], [2, 3]],
+}  # fmt: skip
+
+
+def test_what_the_benchmark_of_collectives_wants() -> None:
+    assert WANTED.keys() == {*messages.KINDS} == {*PUBLIC}
+    for kind, rows in WANTED.items():
+        for rank, row in enumerate(rows):
+            found = messages.wanted(kind, rank, 2, 4)
+            assert (found is None) == (row is None)
+            assert found is None or found.reshape(-1).tolist() == row, kind
+            room = messages.room(kind, 2, 4)
+            assert found is None or kind in messages.IN_PLACE or found.shape == room
 
 
 def test_the_demo_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from linkweave import kernels, plan_allreduce, topology
-from linkweave.bench.allreduce import Settings, run
+from linkweave.bench.collectives import Settings, run
 from linkweave.bench.sparse import medians
 
 ROOT = Path(__file__).parents[2]

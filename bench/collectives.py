@@ -1,4 +1,5 @@
-"""`linkweave bench allreduce`: linkweave beside gloo and MPI in one run, checked, then timed."""
+"""`linkweave bench collectives`, and its case `allreduce`: linkweave beside gloo and MPI in one
+run, checked, then timed."""
 
 from __future__ import annotations
 
@@ -7,17 +8,19 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from linkweave import collectives
+from linkweave.bench.messages import IN_PLACE, busbw, given, room, wanted
 from linkweave.bench.options import missing
 from linkweave.bench.peers import Gloo, Mpi, mpi_launcher, timed
 from linkweave.bench.timing import NEAR_NS, machine, round_trip_ns, schedule
 from linkweave.collectives.launch.default import get_default
+from linkweave.collectives.planning.collective import COLLECTIVES
 from linkweave.collectives.planning.planner import choose, predict
 from linkweave.topology import Topology
 
@@ -28,6 +31,7 @@ BUDGET_BYTES = 1 << 28  # that are moved in one round, in 2 to 20 iterations
 class Row:
     """One library at one size, in nccl-tests' units: us, GB/s (decimal)."""
 
+    collective: str
     size: int
     count: int
     type: str
@@ -54,22 +58,23 @@ class Settings:
     batch: bool = True
     peers: bool = True
     gloo: bool = True
+    collectives: tuple[str, ...] = ("allreduce",)
 
 
-def sizes(begin: int, end: int, factor: int) -> tuple[int, ...]:
-    """Sizes begin, begin * factor, ... up to end in bytes, rounded down to whole float32."""
+def sizes(begin: int, end: int, factor: int, item: int = 4) -> tuple[int, ...]:
+    """Sizes begin, begin * factor, ... up to end in bytes, rounded down to whole items."""
     found = []
-    size = max(begin, 4)
+    size = max(begin, item)
     while size <= end:
-        found.append(size // 4 * 4)
+        found.append(size // item * item)
         size *= factor
     return tuple(found)
 
 
 def run(settings: Settings, progress: Callable[[list[Row]], None] = lambda rows: None) -> list[Row]:
-    """Measure every size; all libraries take turns within each round.
+    """Measure every collective and size; all libraries take turns within each round.
 
-    Calls `progress` with the rows of each size. gloo and MPI are left out if they are not
+    Calls `progress` with the rows of each. gloo and MPI are left out if they are not
     installed. Raises CollectiveError.
     """
     without = missing("torch", "mpi4py") if settings.peers else []
@@ -81,10 +86,10 @@ def run(settings: Settings, progress: Callable[[list[Row]], None] = lambda rows:
     try:
         schedule(settings.batch)
         with tempfile.TemporaryDirectory() as folder:
-            for i, size in enumerate(settings.sizes):
+            for i, (kind, size) in enumerate(product(settings.collectives, settings.sizes)):
                 store = str(Path(folder) / f"store{i}")
                 found = collectives.spawn(
-                    _rank, settings.ranks, settings.topology, (size, settings, store, mpi),
+                    _rank, settings.ranks, settings.topology, (kind, size, settings, store, mpi),
                     timeout=120.0,
                 )  # fmt: skip
                 rows += found[0]
@@ -96,39 +101,56 @@ def run(settings: Settings, progress: Callable[[list[Row]], None] = lambda rows:
     return rows
 
 
-def _rank(rank: int, size: int, settings: Settings, store: str, mpi: Mpi | None) -> list[Row]:
+def ours(comm: Any, kind: str, x: Any, out: Any) -> Callable[[], Any]:
+    """A call of linkweave from `x`, in place or into `out`; the root is rank 0."""
+    root = comm.rank == 0
+    return {
+        "allreduce": lambda: comm.allreduce(x), "broadcast": lambda: comm.broadcast(x),
+        "reduce": lambda: comm.reduce(x), "allgather": lambda: comm.allgather(x, out=out),
+        "reduce_scatter": lambda: comm.reduce_scatter(x, out=out),
+        "alltoall": lambda: comm.alltoall(x, out),
+        "gather": lambda: comm.gather(x, out=out if root else None),
+        "scatter": lambda: comm.scatter(x if root else None, out=out),
+    }[kind]  # fmt: skip
+
+
+def _rank(
+    rank: int, kind: str, size: int, settings: Settings, store: str, mpi: Mpi | None
+) -> list[Row]:
     comm = get_default()
     schedule(settings.batch)
     gloo = Gloo(rank, comm.size, store, settings.batch) if settings.gloo else None
-    count = size // 4
-    pattern = (np.arange(count) % 251).astype(np.float32)
-    mine = pattern + np.float32(rank)
-    want = pattern * comm.size + np.float32(comm.size * (comm.size - 1) // 2)
-    private, shared = np.empty(count, np.float32), comm.empty(count)
+    mine, want = (of(kind, rank, comm.size, size // 4) for of in (given, wanted))
+    shape = room(kind, comm.size, size // 4)
+    private = mine.copy(), np.empty(shape, np.float32)
+    shared = comm.empty(mine.shape), comm.empty(shape)
     iterations = max(2, min(20, BUDGET_BYTES // max(size * 8, 1)))
 
     def libraries() -> Iterator[tuple[str, Any, Callable[[], Any], bool]]:
-        """(name, buffer, call, whether under SCHED_BATCH)"""
-        yield "linkweave", private, partial(comm.allreduce, private), settings.batch
-        yield "linkweave empty", shared, partial(comm.allreduce, shared), settings.batch
+        """(name, (input, output), call, whether under SCHED_BATCH)"""
+        yield "linkweave", private, ours(comm, kind, *private), settings.batch
+        yield "linkweave empty", shared, ours(comm, kind, *shared), settings.batch
         if gloo is not None:
-            yield "gloo", private, partial(gloo.allreduce, private, gloo.batch), settings.batch
+            yield "gloo", private, gloo.call(kind, *private, gloo.batch), settings.batch
         if gloo is not None and settings.batch:
-            yield "gloo default", private, partial(gloo.allreduce, private, gloo.default), False
+            yield "gloo default", private, gloo.call(kind, *private, gloo.default), False
 
     found: dict[str, list[list[float]]] = {}
     wrong: dict[str, int] = {}
     states = [round_trip_ns(comm)]
     for number in range(settings.rounds + 1):  # round 0 checks the results and is not timed
-        for name, buffer, call, batch in libraries():
+        for name, (x, out), call, batch in libraries():
             schedule(batch)
 
-            def prepare(buffer: Any = buffer) -> None:
-                buffer[:] = mine
+            def prepare(x: Any = x) -> None:
+                x[...] = mine
+
+            out[...] = -1
 
             times = np.array(timed(call, prepare, comm.barrier, iterations if number else 1))
             schedule(settings.batch)
-            bad = np.array([int((buffer != want).sum())], np.int64)
+            result = x if kind in IN_PLACE else out
+            bad = np.array([0 if want is None else int((result != want).sum())], np.int64)
             comm.allreduce(bad)
             wrong[name] = wrong.get(name, 0) + int(bad[0])
             comm.allreduce(times, "max")
@@ -136,7 +158,7 @@ def _rank(rank: int, size: int, settings: Settings, store: str, mpi: Mpi | None)
                 found.setdefault(name, []).append(times.tolist())
         if mpi is not None:
             if rank == 0:
-                slowest, bad_mpi = mpi.time(size, iterations if number else 1)
+                slowest, bad_mpi = mpi.time(kind, size, iterations if number else 1)
                 wrong[mpi.name] = wrong.get(mpi.name, 0) + bad_mpi
                 if number:
                     found.setdefault(mpi.name, []).append(slowest)
@@ -144,19 +166,20 @@ def _rank(rank: int, size: int, settings: Settings, store: str, mpi: Mpi | None)
         states.append(round_trip_ns(comm))
     if gloo is not None:
         gloo.close()
-    return _rows(size, settings, found, wrong, states) if rank == 0 else []
+    return _rows(kind, size, settings, found, wrong, states) if rank == 0 else []
 
 
 def _rows(
-    size: int, settings: Settings, found: dict[str, list[list[float]]], wrong: dict[str, int],
-    states: list[float],
+    kind: str, size: int, settings: Settings, found: dict[str, list[list[float]]],
+    wrong: dict[str, int], states: list[float],
 ) -> list[Row]:  # fmt: skip
     near = sum(ns < NEAR_NS for ns in states)
     state = f"near {near}/{len(states)}, {np.median(states):.0f} ns"
     # the model of a GPU machine says nothing about CPU ranks
     model = None
     if settings.topology.on_memory:
-        model = predict(settings.topology, size, choose(settings.topology, size))[0] * 1e6
+        name = choose(settings.topology, size, kind)
+        model = predict(settings.topology, size, name, kind)[0] * 1e6
     gloo = [float(np.median(t)) for t in found.get("gloo", [])]
     rows = []
     for name, rounds in found.items():
@@ -169,8 +192,8 @@ def _rows(
         )
         rows.append(
             Row(
-                size, size // 4, "float", "sum", name, seconds * 1e6, algbw,
-                algbw * 2 * (n - 1) / n, wrong[name],
+                kind, size, size // 4, "float", "sum" if COLLECTIVES[kind].combines else "none",
+                name, seconds * 1e6, algbw, algbw * busbw(kind, n), wrong[name],
                 model if name.startswith("linkweave") else None, state,
                 min(medians) * 1e6, max(medians) * 1e6, ratio,
             )
@@ -181,7 +204,7 @@ def _rows(
 def as_json_text(settings: Settings, rows: list[Row]) -> str:
     """JSON of the figures and of what they depend on."""
     report = {
-        "benchmark": "allreduce",
+        "benchmark": "collectives",
         "ranks": settings.ranks,
         "topology": settings.topology.name,
         "rounds": settings.rounds,
