@@ -212,7 +212,7 @@ def selftest(
 ) -> None:
     """Test collectives on this machine's ranks and GPUs.
 
-    The exit status is 0 for PASS, 1 for FAIL, and 2 for PASS but for what was left out.
+    The exit status is 0 for PASS, 1 for FAIL, and 3 for PASS but for what was left out.
     """
     from linkweave.bench import selftest as shown
 

@@ -182,6 +182,8 @@ class Collectives:
         root: rank.
         out, async_op: as in `allgather`. On other ranks than the root, `out` is ignored.
 
+        On a GPU, every rank uses scratch memory for the whole result.
+
         Returns a tensor of shape (ranks, *x.shape) on `root`, in rank order, and None elsewhere.
         Raises as `allreduce` does.
         """
@@ -198,11 +200,15 @@ class Collectives:
         out: as in `allgather`; other ranks than the root need it.
         async_op: as in `allgather`.
 
+        On a GPU, every rank uses scratch memory for all of the root's rows.
+
         Returns a tensor of shape (x.shape[0] / ranks, *x.shape[1:]).
         Raises as `allreduce` does.
         """
         if not async_op and (made := self._moved("scatter", x, out, "sum", root)):
             return made[0]
+        if out is None and self.rank != root and self._own_gpu() is not None:
+            raise CollectiveError(f"scatter needs out on rank {self.rank}: its root is {root}")
         like = out if x is None or self.rank != root else x
         return self._submit(async_op, like, operations.scatter, x, root, out)
 

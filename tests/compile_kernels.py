@@ -25,10 +25,11 @@ def combine(halves: bool) -> None:
 
 
 def main() -> None:
-    with get_context("spawn").Pool(2) as pool:
-        parts = pool.map_async(combine, (True, False), chunksize=1)
+    with get_context("spawn").Pool(1) as pool:
+        halves = pool.apply_async(combine, (True,))
         compile_kernels()
-        parts.get()
+        combine(False)
+        halves.get()
 
 
 if __name__ == "__main__":

@@ -179,6 +179,7 @@ class GpuLauncher:
                     f"the ranks ask for tensors of different sizes: {', '.join(asked)} bytes, by "
                     "rank; they must agree"
                 )
+            self._repeats.clear()  # an old tensor's address may become a symmetric one's
             self._shared.append(None)
             self._shared[-1] = shared = self.team.allocate_symmetric(len(self._shared) - 1, nbytes)
             return shared.leases[self.rank].tensor(nbytes)

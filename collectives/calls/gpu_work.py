@@ -153,7 +153,7 @@ class GpuWork:
         """
         if timeout is not None:
             until(self.done, timeout)
-        with self._gpu.using(known=True):
+        with self._gpu.using(known=timeout is None):  # who waits learns of all
             if self._event is not None:
                 self._gpu.device.wait(self._event, stream_of(self._x))
             self._context.finish()

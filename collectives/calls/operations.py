@@ -133,7 +133,7 @@ def gather(context: CallContext, x: Any, root: Any, out: Any) -> Any:
         given, _ = context.buffer(x, written=False)
         if context.rank == root:
             shape = (context.size, *x.shape)
-            out = _output(x, shape, out, lambda out: (x, out[context.rank]))
+            out = _output(x, shape, out, lambda out: (x, out[context.rank, ...]))
             result, done = context.buffer(out)
         message = replace(given, nbytes=given.nbytes * context.size)
         request = context.request("gather", message, "sum", root)

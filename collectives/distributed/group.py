@@ -25,8 +25,9 @@ from linkweave.kernels.dtypes import DTYPES, ops_of
 
 Tensors = list[Any]
 _NO_RANGE = nullcontext()
-_VERBS = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
-"""torch's names of our methods."""
+_METHODS = {"all_reduce": "allreduce", "all_gather": "allgather", "all_to_all": "alltoall",
+            "barrier": "allreduce"}  # fmt: skip
+"""The communicator's methods, where torch's verbs have other names."""
 
 
 _Base: Any = dist.ProcessGroup  # whose stubs list overloads that torch does not call
@@ -94,7 +95,7 @@ class Group(_Base):  # type: ignore[misc]
         if not (op := self._op(opts.reduceOp, tensors)):
             return self._delegate("allreduce", tensors[0], tensors, opts)
         x = tensors[0] if len(tensors) == 1 else tensors
-        return self._run(opts, self.communicator.allreduce, tensors, None, x, op)
+        return self._run(opts, "all_reduce", tensors, None, x, op)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceCoalescedOptions()
@@ -106,17 +107,13 @@ class Group(_Base):  # type: ignore[misc]
         opts = opts or c10d.BroadcastOptions()
         if not self._supported(tensors):
             return self._delegate("broadcast", tensors[0], tensors, opts)
-        return self._run(
-            opts, self.communicator.broadcast, tensors, None, tensors[0], opts.rootRank
-        )
+        return self._run(opts, "broadcast", tensors, None, tensors[0], opts.rootRank)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceOptions()
         if not (op := self._op(opts.reduceOp, tensors)):
             return self._delegate("reduce", tensors[0], tensors, opts)
-        return self._run(
-            opts, self.communicator.reduce, tensors, None, tensors[0], op, opts.rootRank
-        )
+        return self._run(opts, "reduce", tensors, None, tensors[0], op, opts.rootRank)
 
     def all_gather_single(self, output: Any, given: Any, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
@@ -124,9 +121,7 @@ class Group(_Base):  # type: ignore[misc]
             return self._delegate("_allgather_base", given, output, given, opts)
         _check_elements("all_gather", output, given.numel() * self.size())
         rows, finish = _rows(output, self.size())
-        return self._run(
-            opts, self.communicator.allgather, [output], finish, given.reshape(-1), out=rows
-        )
+        return self._run(opts, "all_gather", [output], finish, given.reshape(-1), out=rows)
 
     def allgather(self, outputs: list[Tensors], given: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
@@ -135,7 +130,7 @@ class Group(_Base):  # type: ignore[misc]
             return self._delegate("allgather", x, outputs, given, opts)
         whole = x.new_empty((self.size(), x.numel()))
         return self._run(
-            opts, self.communicator.allgather, out, lambda: _spread(whole, out), x.reshape(-1),
+            opts, "all_gather", out, lambda: _spread(whole, out), x.reshape(-1),
             out=whole,
         )  # fmt: skip
 
@@ -146,9 +141,7 @@ class Group(_Base):  # type: ignore[misc]
         _check_elements("reduce_scatter", given, output.numel() * self.size())
         rows, finish = _rows(output, 1)
         blocks = given.reshape(self.size(), -1)
-        return self._run(
-            opts, self.communicator.reduce_scatter, [output], finish, blocks, op, out=rows
-        )
+        return self._run(opts, "reduce_scatter", [output], finish, blocks, op, out=rows)
 
     def reduce_scatter(self, outputs: Tensors, given: list[Tensors], opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
@@ -171,15 +164,13 @@ class Group(_Base):  # type: ignore[misc]
         if not uneven:
             rows, finish = _rows(output, self.size())
             blocks = given.reshape(self.size(), -1)
-            return self._run(opts, self.communicator.alltoall, [output], finish, blocks, rows)
+            return self._run(opts, "all_to_all", [output], finish, blocks, rows)
         rows, finish = _whole(output)
         each = (
             list(part or [len(x) // self.size()] * self.size())
             for part, x in ((input_splits, given), (output_splits, output))
         )
-        return self._run(
-            opts, self.communicator.alltoall, [output], finish, given.contiguous(), rows, *each
-        )
+        return self._run(opts, "all_to_all", [output], finish, given.contiguous(), rows, *each)
 
     def alltoall(self, outputs: Tensors, given: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.AllToAllOptions()
@@ -192,38 +183,40 @@ class Group(_Base):  # type: ignore[misc]
         def finish() -> None:
             _spread(torch.split(whole, counts[1]), outputs)
 
-        return self._run(opts, self.communicator.alltoall, outputs, finish, x, whole, *counts)
+        return self._run(opts, "all_to_all", outputs, finish, x, whole, *counts)
 
     def gather(self, outputs: list[Tensors], given: Tensors, opts: Any = None) -> Any:
         opts, x = opts or c10d.GatherOptions(), given[0]
         if not self._supported(given):
             return self._delegate("gather", x, outputs, given, opts)
-        out = outputs[0] if outputs else []
-        for y in out:
-            _check_elements("gather", y, x.numel())
-        whole = x.new_empty((self.size(), x.numel())) if out else None
-        return self._run(
-            opts, self.communicator.gather, out, lambda: _spread(whole, out) if out else None,
-            x.reshape(-1), opts.rootRank, out=whole,
-        )  # fmt: skip
+        if self.rank() != opts.rootRank:
+            return self._run(opts, "gather", [], None, x.reshape(-1), opts.rootRank)
+        out, whole = outputs[0], x.new_empty((self.size(), x.numel()))
+
+        def finish() -> None:  # only here are the others told nothing of a wrong list
+            if len(out) != len(whole):
+                raise ValueError(f"gather: {len(out)} tensors for {len(whole)} ranks")
+            for y in out:
+                _check_elements("gather", y, x.numel())
+            _spread(whole, out)
+
+        return self._run(opts, "gather", out, finish, x.reshape(-1), opts.rootRank, out=whole)
 
     def scatter(self, outputs: Tensors, given: list[Tensors], opts: Any = None) -> Any:
         opts, out = opts or c10d.ScatterOptions(), outputs[0]
         if not self._supported(outputs):
             return self._delegate("scatter", out, outputs, given, opts)
-        for x in given[0] if given else []:
-            _check_elements("scatter", x, out.numel())
-        whole = torch.stack([x.reshape(-1) for x in given[0]]) if given else None
+        whole = None
+        if given:
+            whole = torch.cat([x.reshape(-1) for x in given[0]])
+            if whole.numel() == self.size() * out.numel():  # or else all ranks are told
+                whole = whole.view(self.size(), -1) if whole.numel() else whole.view(self.size(), 0)
         rows, finish = _rows(out, 1)
-        return self._run(
-            opts, self.communicator.scatter, outputs, finish, whole, opts.rootRank, out=rows
-        )
+        return self._run(opts, "scatter", outputs, finish, whole, opts.rootRank, out=rows)
 
     def barrier(self, opts: Any = None) -> Any:
         opts = opts or c10d.BarrierOptions()
-        return self._run(
-            opts, self.communicator.allreduce, [], None, torch.zeros(1, dtype=torch.uint8), "max"
-        )
+        return self._run(opts, "barrier", [], None, torch.zeros(1, dtype=torch.uint8), "max")
 
     # ---- several at once ---------------------------------------------------------------------
     def all_gather_single_coalesced(
@@ -290,20 +283,23 @@ class Group(_Base):  # type: ignore[misc]
         return self._note(getattr(self._other(x.device.type), name)(*arguments))
 
     def _run(
-        self, opts: Any, call: Callable[..., Any], result: Tensors,
+        self, opts: Any, verb: str, result: Tensors,
         finish: Callable[[], None] | None, *arguments: Any, **named: Any,
     ) -> Any:  # fmt: skip
         """Make a call of the communicator, at once if torch will wait for it."""
+        call = getattr(self.communicator, _METHODS.get(verb, verb))
         asynchronous = opts.asyncOp or self._coalesced is not None
-        with self._range(call.__name__, arguments) if profiler._is_profiler_enabled else _NO_RANGE:
+        tensors = [*arguments, *named.values()]
+        with self._range(verb, tensors) if profiler._is_profiler_enabled else _NO_RANGE:
             work = call(*arguments, **named, async_op=asynchronous)
         return self._note(GroupWork(work if asynchronous else None, result, finish))
 
     @contextmanager
-    def _range(self, method: str, arguments: tuple[Any, ...]) -> Iterator[None]:
-        """A range of torch.profiler, with the shape and dtype of the call's tensor."""
-        name = f"linkweave:{_VERBS.get(method, method)} (group {self._name})"
-        tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    def _range(self, verb: str, arguments: list[Any]) -> Iterator[None]:
+        """A range of torch.profiler, with shapes and dtypes of the tensors as they are sent."""
+        name = f"linkweave:{verb} (group {self._name})"
+        every = [x for each in arguments for x in (each if isinstance(each, list) else [each])]
+        tensors = [x for x in every if isinstance(x, torch.Tensor)]
         record: Any = torch.autograd
         handle = record._record_function_with_args_enter(name, *tensors)
         try:

@@ -46,12 +46,21 @@ class GroupWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        return self._work is None or self._work.done()
+        """Whether the result is where it belongs."""
+        if self._work is None:
+            return True
+        if not self._work.done():
+            return False
+        if self._finish and self._raised() is None:
+            self._finished()
+        return True
 
     def exception(self) -> BaseException | None:
         """What the collective raised; None also while it runs."""
-        if not self.is_completed():
-            return None
+        return self._raised() if self.is_completed() else None
+
+    def _raised(self) -> BaseException | None:
+        """What the collective raised, which is over."""
         try:
             self.wait()
         except Exception as error:

@@ -73,12 +73,14 @@ def staging(
     table = block_table(collective, size, rank, nbytes, sizes)
     if kind.layout is Layout.PER_RANK:
         (first, own), whole = table[rank].tolist(), int(table[:, 1].sum())
-        if kind.combines or (collective == "scatter" and rank == root):
-            return Staging(0, whole, first, first, own, first, own, whole)
-        if collective == "scatter":
-            return Staging(0, 0, 0, 0, 0, first, own, whole)
-        result = 0 if collective == "gather" and rank != root else whole
-        return Staging(first, own, 0, 0, 0, 0, result, whole)
+        gives = [kind.gives(size, root, rank, index) for index in range(size)]
+        gets = [kind.goal(size, root, rank, index) is not None for index in range(size)]
+        (put, given), (get, result) = (
+            (0, whole) if all(blocks) else (first, own if blocks[rank] else 0)
+            for blocks in (gives, gets)
+        )
+        kept = own if all(gives) and not all(gets) else 0
+        return Staging(put, given, first, first, kept, get, result, whole)
     pairs = table.reshape(size, size, 2)
     sent, received = (int(pairs[at][..., 1].sum()) for at in (rank, (slice(None), rank)))
     before, own = int(pairs[rank, :rank, 1].sum()), int(pairs[rank, rank, 1])

@@ -174,15 +174,17 @@ class CudaDevice:
         """Allocate device memory and copy the array's bytes to it."""
         address = self.allocate(array.nbytes)
         if array.nbytes:
-            self.store(address, np.ascontiguousarray(array))
+            whole = np.ascontiguousarray(array)
+            self.store(address, whole)
+            with self.here():
+                self._runtime.streamSynchronize(self._own)
         return address
 
     def store(self, address: int, array: np.ndarray) -> None:
-        """Copy a contiguous array's bytes to device memory."""
+        """Enqueue a copy of a contiguous array's bytes to device memory; the array must live on."""
         with self.here():
             self._runtime.memcpyAsync(address, array.ctypes.data, array.nbytes,
                                       self._runtime.memcpyHostToDevice, self._own)  # fmt: skip
-            self._runtime.streamSynchronize(self._own)
 
     def download(self, address: int, array: np.ndarray) -> None:
         """Copy device memory into a contiguous array."""

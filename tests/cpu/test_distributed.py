@@ -102,7 +102,15 @@ def movements(rank: int, size: int, group: Any) -> list[torch.Tensor]:
                 group=group)  # fmt: skip
     dist.scatter(mine := torch.zeros(3), [values(r, 3) for r in range(size)] if not rank else None,
                  group=group)  # fmt: skip
-    return [one, *every, whole, part, row, even, uneven, *blocks, *(rows or []), mine]
+    last = size - 1  # a root other than 0, results that are not contiguous
+    late = [torch.zeros(3, 2).t() for _ in range(size)]
+    work = dist.gather(x, late if rank == last else None, last, group=group, async_op=True)
+    deadline = time.monotonic() + 20
+    while not work.is_completed():  # which says that the result is there
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return [one, *every, whole, part, row, even, uneven, *blocks, *(rows or []), mine,
+            *(late if rank == last else [])]  # fmt: skip
 
 
 def handles(rank: int, size: int, group: Any) -> list[torch.Tensor]:
@@ -147,16 +155,46 @@ def profiled(rank: int) -> list[str]:
         dist.all_reduce(x := torch.ones(3, 4))
         dist.all_reduce(x, group=part, async_op=True).wait()
         dist.gather(x, [torch.zeros(3, 4) for _ in range(2)] if rank == 0 else None)
+        dist.barrier()
     keys = profile.key_averages(group_by_input_shape=True)
     return sorted(f"{e.key} {e.input_shapes}" for e in keys if e.key.startswith("linkweave:"))
 
 
 def test_the_profiler_shows_calls() -> None:
     for found in run(2, profiled):
-        first, other, gathered = found
+        first, other, barrier, gathered = found
+        assert barrier.startswith("linkweave:barrier (group 0) ")
         assert first.startswith("linkweave:all_reduce (group 0) [[3, 4]")
         assert other.startswith("linkweave:all_reduce (group ") and not other.startswith(first)
         assert gathered.startswith("linkweave:gather (group 0) [[12]")
+
+
+def wrong_lists(rank: int) -> list[str]:
+    """Only the root has them; all ranks go on."""
+    x, said = torch.ones(3), []
+    for call in (
+        lambda: dist.gather(x, [torch.zeros(3)] if rank == 0 else None),
+        lambda: dist.gather(x, [torch.zeros(3), torch.zeros(4)] if rank == 0 else None),
+        lambda: dist.scatter(x, [torch.zeros(3)] * 3 if rank == 0 else None),
+        lambda: dist.scatter(x, [torch.zeros(3), torch.zeros(4)] if rank == 0 else None),
+    ):
+        try:
+            call()
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    strided = torch.zeros(4, 2)[:, 0]  # into which gloo writes wrongly
+    dist.scatter(strided, [values(r, 4) for r in range(2)] if rank == 1 else None, 1)
+    assert strided.equal(values(rank, 4))
+    dist.all_reduce(y := torch.ones(1))
+    return [*said, str(y.item())]
+
+
+def test_wrong_lists_of_a_root_keep_nobody_waiting() -> None:
+    root, other = run(2, wrong_lists)
+    assert root[0] == "ValueError: gather: 1 tensors for 2 ranks"
+    assert root[1] == "ValueError: gather: 4 elements where 3 are needed"
+    assert all(said.startswith("CollectiveError") for said in (*root[2:4], *other[:-1]))
+    assert len(root) == 5 and len(other) == 3 and root[-1] == other[-1] == "2.0"
 
 
 def of_each_device(rank: int) -> tuple[str, bool]:

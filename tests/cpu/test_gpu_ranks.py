@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import threading
 import time
@@ -19,7 +20,8 @@ from linkweave.collectives import (
 )
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime import reference
-from linkweave.collectives.runtime.gpu.executor import virtual_ranks
+from linkweave.collectives.runtime.gpu.executor import GpuRanks, virtual_ranks
+from linkweave.collectives.runtime.gpu.memory import LocalMemory
 from linkweave.topology import load
 
 pytestmark = needs_compiler
@@ -111,6 +113,18 @@ def test_the_error_says_who_waits_for_whom(nbytes: int) -> None:
     assert "; rank 0 waits for the data of chunk 0" in str(caught.value)
 
 
+def test_a_timeout_on_one_gpu_stops_the_others() -> None:
+    """A launch that starts later would push into tensors that are in use again."""
+    devices = [HostDevice(33, index=i) for i in range(2)]
+    with GpuRanks(dict(enumerate(devices)), LocalMemory(devices)) as ranks:
+        ranks._abort[0] = 1  # as by a block of GPU 0
+        with pytest.raises(CollectiveAborted):
+            ranks.check()
+        words = [ctypes.c_uint32.from_address(ranks._stops[i]).value for i in range(2)]
+    assert words == [1, 1]
+
+
+@needs_compiler
 def test_abort_frees_all_and_new_ranks_can_be_made() -> None:
     device = HostDevice()
     plan = plan_allreduce(load("mesh-2"), 4096, "tree", 1)

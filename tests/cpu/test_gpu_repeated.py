@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from host_gpu import HostTensor, needs_compiler
 
 from linkweave import collectives
 from linkweave.collectives import CollectiveError, get_default
+from linkweave.collectives.calls import fifo_cache, gpu
 from linkweave.collectives.runtime.gpu import executor
 
 N = 1000
@@ -104,8 +106,13 @@ def test_a_call_made_again_prepares_nothing(mode: str, size: int, machine: Machi
 @needs_compiler
 def test_ranks_that_are_threads_meet_at_every_call(machine: Machine) -> None:
     """Their arguments are made by the one that comes last."""
-    names = ("sum", "out")
-    collectives.spawn(made_again, 2, "mesh-2", (names,), **MODES["threads on one GPU"])
+    collectives.spawn(made_again, 2, "mesh-2", ((*IN_PLACE, *INTO),), **MODES["threads on one GPU"])
+
+
+@needs_compiler
+def test_over_ranks_that_forward(machine: Machine) -> None:
+    names = ("gather", "scatter", "alltoall")
+    collectives.spawn(made_again, 4, "ring-4", (names,), **MODES["processes on one GPU"])
 
 
 def other_calls(rank: int) -> list[float]:
@@ -131,7 +138,7 @@ def test_calls_that_differ_are_others(machine: Machine) -> None:
     assert found == [[48, 24, 6, 3]] * 2
 
 
-def until_the_end(rank: int) -> str:
+def until_the_end(rank: int, told: Path) -> None:
     comm, x = get_default(), tensor(np.ones(N))
     comm.allreduce(x)
     if rank == 1:
@@ -141,11 +148,74 @@ def until_the_end(rank: int) -> str:
             comm.allreduce(x)
             comm.synchronize()
     except CollectiveError as error:
-        return type(error).__name__
-    return "nothing"
+        told.write_text(f"{type(error).__name__}: {error}")
 
 
 @needs_compiler
-def test_a_rank_that_has_left_ends_calls_made_again(machine: Machine) -> None:
+def test_a_rank_that_has_left_ends_calls_made_again(machine: Machine, tmp_path: Path) -> None:
+    told, mode = tmp_path / "told", MODES["processes on one GPU"]
     with pytest.raises(ValueError, match="rank 1 leaves"):
-        collectives.spawn(until_the_end, 2, "mesh-2", timeout=20, **MODES["processes on one GPU"])
+        collectives.spawn(until_the_end, 2, "mesh-2", (told,), timeout=20, **mode)
+    assert told.read_text().startswith("CollectiveAborted: rank 1 ")
+
+
+def many(rank: int) -> None:
+    """More kinds of calls than are kept, again and again."""
+    comm = get_default()
+    kept = [tensor(np.zeros(4 * n)) for n in range(1, 41)]
+    for step in range(3):
+        for x in kept:
+            comm.synchronize()
+            comm.barrier()
+            x.array[:] = rank + step
+            comm.allreduce(x)
+            comm.synchronize()
+            assert (x.array == 2 * step + 1).all(), (step, x.array)
+
+
+@needs_compiler
+def test_calls_that_were_evicted_are_made_anew(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fifo_cache, "MOST", 16)
+    monkeypatch.setattr(gpu, "MOST", 16)
+    collectives.spawn(many, 2, "mesh-2", **MODES["processes on one GPU"])
+
+
+def differing(rank: int) -> str:
+    """Calls that differ, of kinds that are known: whoever waits on the host is told."""
+    comm = get_default()
+    x, y = tensor(np.ones(N)), tensor(np.ones(N))
+    for call in ("sum", "max"):
+        comm.allreduce(x, call)
+        comm.allreduce(y, call, async_op=True).wait(20)
+    comm.synchronize()
+    comm.barrier()
+    try:
+        comm.allreduce(y, ("sum", "max")[rank], async_op=True).wait(20)
+    except CollectiveError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+@needs_compiler
+def test_who_waits_for_calls_that_differ_is_told(machine: Machine) -> None:
+    for said in collectives.spawn(differing, 2, "mesh-2", **MODES["processes on one GPU"]):
+        assert "calls on the GPU differ" in said
+
+
+def at_an_old_address(rank: int) -> tuple[float, bool]:
+    """A symmetric tensor where an ordinary one was, whose calls are kept."""
+    comm: Any = get_default()
+    x = tensor(np.full(N, rank + 1.0))
+    comm.allreduce(x)
+    comm.synchronize()
+    kept = len(comm._gpu._repeats)
+    y = comm.symmetric_empty(N)
+    return float(x.array[0]), kept == 1 and not comm._gpu._repeats and y is not None
+
+
+@needs_compiler
+def test_new_symmetric_memory_forgets_what_was_kept(machine: Machine) -> None:
+    found = collectives.spawn(at_an_old_address, 2, "mesh-2", **MODES["processes on one GPU"])
+    assert found == [(3.0, True)] * 2

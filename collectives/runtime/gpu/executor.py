@@ -222,15 +222,15 @@ class GpuRanks:
         data = dict(zip(self.devices, zip(buffers, inputs, strict=True), strict=True))
         found = []
         for i, (part, table) in enumerate(zip(prepared.parts, prepared.tables, strict=True)):
+            if not part.programs:
+                continue
             launch = program.launch(
                 prepared.plan, prepared.config, table, self._stops[part.device.index],
                 int(self._abort.ctypes.data), [data[r] for r in part.ranks], self.timeout,
                 prepared.op == "avg", ps_per_byte, finals[i] if finals else 0,
                 [everyone[r] for r in part.peers] if prepared.direct else None,
             )  # fmt: skip
-            if part.programs:
-                count = len(part.programs) * prepared.config.width
-                found.append((part.device, launch, count))
+            found.append((part.device, launch, len(part.programs) * prepared.config.width))
         return found
 
     def enqueue(
@@ -263,6 +263,7 @@ class GpuRanks:
         for device, _ in self.shares.values():
             device.synchronise(stream)
         if self.aborted:
+            self.abort()  # on the other GPUs as well
             raise self.failure()
 
     @property
@@ -271,7 +272,7 @@ class GpuRanks:
         return bool(self._abort[0])
 
     def waiting(self) -> bool:
-        """Whether a thread block has been waiting for longer than some microseconds."""
+        """Whether a thread block has been waiting for longer than some milliseconds."""
         parts = [part for p in list(self._launched.values()) for part in p.parts]
         return any((part.report[::REPORT] == State.WAITS).any() for part in parts)
 
@@ -302,7 +303,7 @@ class GpuRanks:
         """End every wait on the GPUs, now and later."""
         self._abort[0] = 1
         for index, (device, _) in self.shares.items():
-            with suppress(RuntimeError):  # the GPU has failed, and its waits with it
+            with suppress(RuntimeError):  # then its blocks see the host's word
                 device.store(self._stops[index], self._abort)
 
     def close(self) -> None:

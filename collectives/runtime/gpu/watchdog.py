@@ -1,7 +1,7 @@
 """The watchdog: a thread that carries failures between a rank's GPU and the other ranks.
 
-A kernel polls only the abort word of its own process, whereas ranks report failures through the
-arena. The watchdog reports a timeout on the GPU to the other ranks, and aborts the GPU's waits
+A kernel polls only words of its GPU and of its own process, whereas ranks report failures through
+the arena. The watchdog reports a timeout on the GPU to the other ranks, and aborts the GPU's waits
 within some hundredths of a second if another rank fails or dies.
 """
 
@@ -60,15 +60,14 @@ class Watchdog:
             if self._over:
                 return True
             ours = self._gpu.aborted
-            if not ours:
-                if not self._control.aborted():
-                    if (peer := self._arena.differing()) is not None:
-                        self._control.give_up(DIFFERED, peer)
-                    elif self._gpu.waiting() and (dead := self._arena.dead()):
-                        self._control.give_up(DIED, dead[0])
-                    else:
-                        return False
-                self._gpu.abort()
+            if not ours and not self._control.aborted():
+                if (peer := self._arena.differing()) is not None:
+                    self._control.give_up(DIFFERED, peer)
+                elif self._gpu.waiting() and (dead := self._arena.dead()):
+                    self._control.give_up(DIED, dead[0])
+                else:
+                    return False
+            self._gpu.abort()  # also after our own timeout, of which our other GPUs know nothing
             time.sleep(_PERIOD)  # until all thread blocks have reported their step
             if ours:
                 self._failure = self._gpu.failure()
