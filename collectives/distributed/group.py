@@ -37,8 +37,8 @@ class Group(_Base):  # type: ignore[misc]
     """The ranks of a torch.distributed process group, on one machine or several.
 
     Collectives of dense tensors run on `communicator`. What it does not offer (send and receive
-    with tags, other dtypes, sparse tensors, GPU tensors on several machines) goes
-    to gloo on the CPU and to NCCL on GPUs.
+    with tags, other dtypes, sparse tensors, GPU tensors on several machines) goes to gloo on the
+    CPU and to NCCL on GPUs.
     """
 
     def __init__(self, options: Any) -> None:
@@ -209,8 +209,8 @@ class Group(_Base):  # type: ignore[misc]
         whole = None
         if given:
             whole = torch.cat([x.reshape(-1) for x in given[0]])
-            if whole.numel() == self.size() * out.numel():  # or else all ranks are told
-                whole = whole.view(self.size(), -1) if whole.numel() else whole.view(self.size(), 0)
+            if [x.numel() for x in given[0]] == [out.numel()] * self.size():
+                whole = whole.view(self.size(), out.numel())  # or else it is refused on all ranks
         rows, finish = _rows(out, 1)
         return self._run(opts, "scatter", outputs, finish, whole, opts.rootRank, out=rows)
 

@@ -177,6 +177,7 @@ def wrong_lists(rank: int) -> list[str]:
         lambda: dist.gather(x, [torch.zeros(3), torch.zeros(4)] if rank == 0 else None),
         lambda: dist.scatter(x, [torch.zeros(3)] * 3 if rank == 0 else None),
         lambda: dist.scatter(x, [torch.zeros(3), torch.zeros(4)] if rank == 0 else None),
+        lambda: dist.scatter(x, [torch.zeros(2), torch.zeros(4)] if rank == 0 else None),
     ):
         try:
             call()
@@ -193,8 +194,8 @@ def test_wrong_lists_of_a_root_keep_nobody_waiting() -> None:
     root, other = run(2, wrong_lists)
     assert root[0] == "ValueError: gather: 1 tensors for 2 ranks"
     assert root[1] == "ValueError: gather: 4 elements where 3 are needed"
-    assert all(said.startswith("CollectiveError") for said in (*root[2:4], *other[:-1]))
-    assert len(root) == 5 and len(other) == 3 and root[-1] == other[-1] == "2.0"
+    assert all(said.startswith("CollectiveError") for said in (*root[2:5], *other[:-1]))
+    assert len(root) == 6 and len(other) == 4 and root[-1] == other[-1] == "2.0"
 
 
 def of_each_device(rank: int) -> tuple[str, bool]:
