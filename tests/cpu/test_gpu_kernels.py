@@ -403,7 +403,7 @@ def test_four_wide_loads_are_in_flight_while_the_row_is_read(dtype: str) -> None
     assert accesses == "read " + residual
 
 
-@pytest.mark.parametrize("sanitizer", ["thread", "address"])
+@pytest.mark.parametrize("sanitizer", [pytest.param("thread", marks=pytest.mark.slow), "address"])
 def test_no_sanitizer_complains(sanitizer: str) -> None:
     """In a process of its own, into which the sanitizer is loaded first."""
     name = f"-print-file-name=lib{sanitizer[0]}san.so"
