@@ -1,4 +1,4 @@
-"""Rows of `bench.gpu_suite` for the Triton kernels of a training step.
+"""Rows of `bench.gpu_suite` for the kernels of a training step: Triton's, and gTop-k's selection.
 
 Results are checked against the CPU's kernels, bit for bit, then timed beside torch and beside a
 copy of the bytes that any implementation must move.

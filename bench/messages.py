@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from linkweave.collectives.planning.collective import COLLECTIVES
+from linkweave.collectives.planning.collective import COLLECTIVES, PUBLIC, Layout
 
-KINDS = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "alltoall", "gather",
-         "scatter")  # fmt: skip
-IN_PLACE = ("allreduce", "broadcast", "reduce")
+KINDS = PUBLIC
+IN_PLACE = tuple(kind for kind in KINDS if COLLECTIVES[kind].layout is Layout.WHOLE)
 """Those that work in place."""
 
 Array = np.ndarray[Any, Any]

@@ -208,7 +208,7 @@ class Collectives:
         if not async_op and (made := self._moved("scatter", x, out, "sum", root)):
             return made[0]
         if out is None and self.rank != root and self._own_gpu() is not None:
-            raise CollectiveError(f"scatter needs out on rank {self.rank}: its root is {root}")
+            raise rows.needs_out(self.rank, root)
         like = out if x is None or self.rank != root else x
         return self._submit(async_op, like, operations.scatter, x, root, out)
 

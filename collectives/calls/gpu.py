@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from linkweave.collectives.calls.fifo_cache import MOST
 from linkweave.collectives.calls.gpu_launcher import GpuLauncher, Ready
 from linkweave.collectives.calls.gpu_work import GpuContext, GpuQueue, GpuWork, until
 from linkweave.collectives.tensors import fast_gpu_buffer, stream_of
@@ -39,10 +38,7 @@ class GpuCalls(GpuLauncher):
             key = self._key(async_op, caller, body, args)
             ready = None if key is None or self.trace.wants_more else self._repeats.get(key)
             with self.using(known=ready is not None):
-                capture = self.device.capturing(caller)
-                if ready and not capture:
-                    return self._repeat(ready, async_op, x, args, caller)
-                return self._submit(async_op, x, body, args, caller, capture, key)
+                return self._submit(async_op, x, body, args, caller, key, ready)
 
     def _key(
         self, async_op: bool, stream: int, body: Callable[..., Any], args: Any
@@ -57,31 +53,14 @@ class GpuCalls(GpuLauncher):
             key.append(each)
         return tuple(key)
 
-    def _repeat(self, ready: Ready, async_op: bool, x: Any, args: Any, caller: int) -> Any:
-        """Enqueue a call like one before."""
-        if self._under_way:
-            self._under_way = [w for w in self._under_way if not w.over()]
-        stream = self._side if async_op else caller
-        self.device.wait(self._done, stream)
-        self.join(stream, caller)
-        self.again(ready, stream)
-        self.device.record(self._done, stream)
-        result = None if ready.result is None else args[ready.result]
-        if not async_op:
-            return result
-        event = self.device.make_event()
-        self.device.record(event, stream)
-        context = GpuContext(self, caller, stream)
-        context.kept += args
-        self._under_way.append(work := GpuWork(self, context, x, result, event, False))
-        return work
-
     def _submit(
         self, async_op: bool, x: Any, body: Callable[..., Any], args: Any, caller: int,
-        capture: int, key: object,
+        key: object, ready: Ready | None,
     ) -> Any:  # fmt: skip
+        capture = self.device.capturing(caller)
         self._captures = bool(capture)
-        if not capture:
+        ready = None if capture else ready
+        if not capture and self._under_way:
             self._under_way = [w for w in self._under_way if not w.over()]
         stream = self._side if async_op else caller
         done = self._done_captured if capture else self._done
@@ -95,19 +74,17 @@ class GpuCalls(GpuLauncher):
                 self._capture = capture or self._capture
 
         try:
-            result = body(context, *args)
+            result = context.again(ready, args) if ready else body(context, *args)
         except BaseException:
             with suppress(RuntimeError):  # from CUDA; the first error is raised
                 enqueued()  # what was enqueued before the failure
                 context.free()
             raise
         enqueued()
-        at = [i for i, each in enumerate(args) if each is result]
-        again = key and not capture and (at or result is None)
-        if again and (ready := context.ready(at[0] if at else None)):
-            if len(self._repeats) >= MOST:
-                self._repeats.clear()
-            self._repeats[key] = ready
+        if key and not capture and not ready:
+            at = [i for i, each in enumerate(args) if each is result]
+            if (at or result is None) and (ready := context.ready(at[0] if at else None)):
+                self._repeats.add(key, ready)
         if not async_op:
             context.finish()
             return result

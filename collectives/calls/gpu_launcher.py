@@ -89,7 +89,7 @@ class GpuLauncher:
         self.planner = CallPlanner(topology, settings.order)
         self.made = 0
         self._last, self._checksum = "", 0
-        self._repeats: dict[object, Ready] = {}  # by what `GpuCalls` makes of a call's arguments
+        self._repeats = FifoCache[object, Ready]()  # by what `GpuCalls` makes of the arguments
         self._occupancy: dict[tuple[str, str], list[Occupancy]] = {}
         self._known = FifoCache[Key, tuple[str, str, Call | None]]()
         self._plans = FifoCache[Key, Plan]()

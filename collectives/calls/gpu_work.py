@@ -106,6 +106,13 @@ class GpuContext:
         self.made = self.gpu.make(request, self.stream, *self.events)
         self.launches += 1
 
+    def again(self, ready: Ready, args: tuple[Any, ...]) -> Any:
+        """Make a call like one before; returns its result."""
+        self.kept += args
+        self._begin()
+        self.gpu.again(ready, self.stream)
+        return None if ready.result is None else args[ready.result]
+
     def ready(self, result: int | None) -> Ready | None:
         """The call, to be repeated; None if it was not one launch of this rank alone, with copies
         around it."""

@@ -11,7 +11,13 @@ from linkweave.collectives.calls.aliasing import is_same, refuse_overlaps
 from linkweave.collectives.calls.gpu_work import GpuContext
 from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.calls.request import How
-from linkweave.collectives.calls.rows import row_bytes, row_counts, rows_each, sizes_checksum
+from linkweave.collectives.calls.rows import (
+    needs_out,
+    row_bytes,
+    row_counts,
+    rows_each,
+    sizes_checksum,
+)
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.collective import COLLECTIVES, Layout
 from linkweave.collectives.planning.plan import Plan
@@ -115,11 +121,11 @@ def divided(context: CallContext, kind: str, x: Any, op: str, out: Any) -> Any:
     """A "reduce_scatter" or an "alltoall", which divide the rows of `x` between the ranks."""
     with context.sharing_errors():
         given, _ = context.buffer(x, written=False)
-        rows = rows_each(context.size, kind, x)
-        own = slice(context.rank * rows, (context.rank + 1) * rows)
-        shape = shape_of(kind, tuple(x.shape), context.size) or ()
-        combines = COLLECTIVES[kind].combines
-        out = _output(x, shape, out, lambda out: (x[own] if combines else x, out))
+        if COLLECTIVES[kind].combines:
+            out = _dealt(context, kind, x, out)
+        else:
+            rows_each(context.size, kind, x)
+            out = _output(x, tuple(x.shape), out, lambda out: (x, out))
         result, done = context.buffer(out)
         request = context.request(kind, given, op)
     context.stage(request, given, result)
@@ -149,11 +155,9 @@ def scatter(context: CallContext, x: Any, root: Any, out: Any) -> Any:
         root = _rank(context, root)
         if context.rank == root:
             given, _ = context.buffer(x, written=False)
-            rows = rows_each(context.size, "scatter", x)
-            own = slice(context.rank * rows, (context.rank + 1) * rows)
-            out = _output(x, (rows, *x.shape[1:]), out, lambda out: (x[own], out))
+            out = _dealt(context, "scatter", x, out)
         elif out is None:
-            raise CollectiveError(f"scatter needs out on rank {context.rank}: its root is {root}")
+            raise needs_out(context.rank, root)
         result, done = context.buffer(out)
         if context.rank != root:
             given = replace(result, address=0, nbytes=0)
@@ -222,6 +226,13 @@ def one_dtype(dtypes: Iterable[str]) -> str:
     if len(names) > 1:
         raise CollectiveError(f"the tensors of one call need one dtype, not {names}")
     return names[0]
+
+
+def _dealt(context: CallContext, kind: str, x: Any, out: Any) -> Any:
+    """The tensor for this rank's rows of `x`, as `_output`."""
+    rows = rows_each(context.size, kind, x)
+    own = slice(context.rank * rows, (context.rank + 1) * rows)
+    return _output(x, (rows, *x.shape[1:]), out, lambda out: (x[own], out))
 
 
 def _output(

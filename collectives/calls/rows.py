@@ -97,3 +97,8 @@ def rows_each(size: int, kind: str, x: Any) -> int:
             f"multiple of that, not of shape {tuple(x.shape)}"
         )
     return int(x.shape[0]) // size
+
+
+def needs_out(rank: int, root: int) -> CollectiveError:
+    """The error of a rank that asks a scatter for a new tensor, whose shape only the root knows."""
+    return CollectiveError(f"scatter needs out on rank {rank}: its root is {root}")

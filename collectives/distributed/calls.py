@@ -11,7 +11,7 @@ import torch
 
 from linkweave.collectives.calls.aliasing import refuse_overlaps
 from linkweave.collectives.calls.operations import check_list, layer_sizes, one_dtype
-from linkweave.collectives.calls.rows import row_counts, rows_each, rows_sent
+from linkweave.collectives.calls.rows import needs_out, row_counts, rows_each, rows_sent
 from linkweave.collectives.calls.subcommunicators import MOST_LANES
 from linkweave.collectives.distributed.call import Call, Unequal
 from linkweave.collectives.distributed.cluster_map import SMALL
@@ -234,7 +234,7 @@ def scatter(comm: Connections, x: Any, root: Any, out: Any) -> Call:
         source, rows = Flat(x, written=False), rows_each(comm.size, "scatter", x)
         out = _result(x, (rows, *x.shape[1:]), out)
     elif out is None:
-        raise CollectiveError(f"scatter needs out on rank {comm.rank}: its root is {root}")
+        raise needs_out(comm.rank, root)
     flat = Flat(out)
     counts = [[int(src == root)] * comm.size for src in range(comm.size)]
 

@@ -289,8 +289,8 @@ class Group(_Base):  # type: ignore[misc]
         """Make a call of the communicator, at once if torch will wait for it."""
         call = getattr(self.communicator, _METHODS.get(verb, verb))
         asynchronous = opts.asyncOp or self._coalesced is not None
-        tensors = [*arguments, *named.values()]
-        with self._range(verb, tensors) if profiler._is_profiler_enabled else _NO_RANGE:
+        shown = profiler._is_profiler_enabled
+        with self._range(verb, [*arguments, *named.values()]) if shown else _NO_RANGE:
             work = call(*arguments, **named, async_op=asynchronous)
         return self._note(GroupWork(work if asynchronous else None, result, finish))
 
