@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -81,6 +83,10 @@ def gpus(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[int], HostDevice] = plain
 ) -> Iterator[Machine]:
     build(everything=True, what="library")  # before ranks are forked
+    gc.collect()  # GPUs of earlier tests, whose streams are threads
+    deadline = time.monotonic() + 5
+    while threading.active_count() > 1 and time.monotonic() < deadline:
+        time.sleep(0.01)  # a process with threads is not forked, and ranks would miss what follows
     machine = Machine(make)
     monkeypatch.setattr(cuda, "open_device", machine)
     monkeypatch.setattr(cuda, "current_device", lambda: CURRENT.index)
