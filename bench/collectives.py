@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from linkweave import collectives
-from linkweave.bench.messages import IN_PLACE, busbw, given, room, wanted
+from linkweave.bench.messages import IN_PLACE, busbw, collective, given, room, splits, wanted
 from linkweave.bench.options import missing
 from linkweave.bench.peers import Gloo, Mpi, mpi_launcher, timed
 from linkweave.bench.timing import NEAR_NS, machine, round_trip_ns, schedule
 from linkweave.collectives.launch.default import get_default
-from linkweave.collectives.planning.collective import COLLECTIVES
 from linkweave.collectives.planning.planner import choose, predict
 from linkweave.topology import Topology
 
@@ -101,14 +100,18 @@ def run(settings: Settings, progress: Callable[[list[Row]], None] = lambda rows:
     return rows
 
 
-def ours(comm: Any, kind: str, x: Any, out: Any) -> Callable[[], Any]:
-    """A call of linkweave from `x`, in place or into `out`; the root is rank 0."""
+def ours(comm: Any, kind: str, x: Any, out: Any, count: int) -> Callable[[], Any]:
+    """A call of linkweave from `x`, in place or into `out`, of a message of `count` elements; the
+    root is rank 0."""
     root = comm.rank == 0
+    gathered, mine = (splits(rank, comm.size, count) for rank in (0, comm.rank))
     return {
         "allreduce": lambda: comm.allreduce(x), "broadcast": lambda: comm.broadcast(x),
         "reduce": lambda: comm.reduce(x), "allgather": lambda: comm.allgather(x, out=out),
         "reduce_scatter": lambda: comm.reduce_scatter(x, out=out),
         "alltoall": lambda: comm.alltoall(x, out),
+        "allgatherv": lambda: comm.allgather(x, counts=gathered, out=out),
+        "alltoallv": lambda: comm.alltoall(x, out, mine, mine),
         "gather": lambda: comm.gather(x, out=out if root else None),
         "scatter": lambda: comm.scatter(x if root else None, out=out),
     }[kind]  # fmt: skip
@@ -119,7 +122,8 @@ def _rank(
 ) -> list[Row]:
     comm = get_default()
     schedule(settings.batch)
-    gloo = Gloo(rank, comm.size, store, settings.batch) if settings.gloo else None
+    compared = settings.gloo and kind != "allgatherv"
+    gloo = Gloo(rank, comm.size, store, settings.batch) if compared else None
     mine, want = (of(kind, rank, comm.size, size // 4) for of in (given, wanted))
     shape = room(kind, comm.size, size // 4)
     private = mine.copy(), np.empty(shape, np.float32)
@@ -128,12 +132,14 @@ def _rank(
 
     def libraries() -> Iterator[tuple[str, Any, Callable[[], Any], bool]]:
         """(name, (input, output), call, whether under SCHED_BATCH)"""
-        yield "linkweave", private, ours(comm, kind, *private), settings.batch
-        yield "linkweave empty", shared, ours(comm, kind, *shared), settings.batch
+        yield "linkweave", private, ours(comm, kind, *private, size // 4), settings.batch
+        yield "linkweave empty", shared, ours(comm, kind, *shared, size // 4), settings.batch
         if gloo is not None:
-            yield "gloo", private, gloo.call(kind, *private, gloo.batch), settings.batch
+            call = gloo.call(kind, *private, size // 4, gloo.batch)
+            yield "gloo", private, call, settings.batch
         if gloo is not None and settings.batch:
-            yield "gloo default", private, gloo.call(kind, *private, gloo.default), False
+            call = gloo.call(kind, *private, size // 4, gloo.default)
+            yield "gloo default", private, call, False
 
     found: dict[str, list[list[float]]] = {}
     wrong: dict[str, int] = {}
@@ -178,8 +184,9 @@ def _rows(
     # the model of a GPU machine says nothing about CPU ranks
     model = None
     if settings.topology.on_memory:
-        name = choose(settings.topology, size, kind)
-        model = predict(settings.topology, size, name, kind)[0] * 1e6
+        plain = collective(kind).name
+        name = choose(settings.topology, size, plain)
+        model = predict(settings.topology, size, name, plain)[0] * 1e6
     gloo = [float(np.median(t)) for t in found.get("gloo", [])]
     rows = []
     for name, rounds in found.items():
@@ -192,7 +199,7 @@ def _rows(
         )
         rows.append(
             Row(
-                kind, size, size // 4, "float", "sum" if COLLECTIVES[kind].combines else "none",
+                kind, size, size // 4, "float", "sum" if collective(kind).combines else "none",
                 name, seconds * 1e6, algbw, algbw * busbw(kind, n), wrong[name],
                 model if name.startswith("linkweave") else None, state,
                 min(medians) * 1e6, max(medians) * 1e6, ratio,

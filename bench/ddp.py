@@ -1,11 +1,12 @@
-"""`linkweave bench ddp`: training by DistributedDataParallel over linkweave and over gloo.
+"""`linkweave bench ddp`: training by DDP, or FSDP2, over linkweave and over gloo.
 
 Timed in each round, with the backends in turn, each from a barrier to the end of the slowest rank:
 
 - a step: forward, backward with the all-reduces, optimizer;
 - forward and backward, and the same with a hook in place of each all-reduce that returns at once.
-  The difference is what communication costs; DDP copies gradients to buckets and back in both;
-- the all-reduces of the buckets alone, one after another.
+  The difference is what communication costs; DDP copies gradients to buckets and back in both. With
+  FSDP2, where each layer is a bucket, the same by the layers alone, which are not sharded;
+- the collectives of the buckets alone, one after another.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ HEADER = (
 )
 LEGEND = (
     "ms of a step; of its forward and backward without communication; by how much communication\n"
-    "prolongs them; of the buckets' all-reduces alone. Ratios are gloo's time over this one's.\n"
+    "prolongs them; of the buckets' collectives alone. Ratios are gloo's time over this one's.\n"
     "The weights were equal on all ranks, to the bit, and with both backends but for rounding"
 )
 
@@ -65,24 +67,23 @@ class Row:
 
 
 class Trained:
-    """A model under DDP over one process group; `silent` leaves the all-reduces out."""
+    """A model that is trained over one process group, or by each rank on its own."""
 
-    def __init__(self, group: Any, width: int, silent: bool = False) -> None:
+    def __init__(self, group: Any, width: int) -> None:
         import torch
         from torch import nn
 
         torch.manual_seed(0)
         self._layers = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
-        self._model = nn.parallel.DistributedDataParallel(self._layers, process_group=group)
-        if silent:
-            self._model.register_comm_hook(None, send_nothing)
+        self._group = group
+        self._model = self._wrapped(self._layers)
         self._optimizer = torch.optim.SGD(self._model.parameters(), 0.01)
         self._x = torch.randn(BATCH, width) + get_default().rank
-        self._group = group
-        self.step()  # after which DDP orders its buckets anew
         self.step()
-        found = self._model.reducer._get_zeros_like_grad_buckets()
-        self.buckets = [bucket.buffer() for bucket in found]
+        self.step()
+
+    def _wrapped(self, layers: Any) -> Any:
+        return layers
 
     def backward(self) -> None:
         self._model(self._x).square().mean().backward()
@@ -92,12 +93,6 @@ class Trained:
         self.backward()
         self._optimizer.step()
 
-    def allreduces(self) -> None:
-        import torch.distributed as dist
-
-        for bucket in self.buckets:
-            dist.all_reduce(bucket, group=self._group)
-
     def forget(self) -> None:
         """Drop the gradients, so that each call that is timed has the same work."""
         self._optimizer.zero_grad()
@@ -105,7 +100,74 @@ class Trained:
     def weights(self) -> Any:
         import torch
 
-        return torch.cat([p.detach().flatten() for p in self._layers.parameters()]).numpy()
+        return torch.cat([_whole(p).flatten() for p in self._layers.parameters()]).numpy()
+
+
+def _whole(parameter: Any) -> Any:
+    return getattr(parameter, "full_tensor", lambda: parameter)().detach()
+
+
+class Replicated(Trained):
+    """By DDP."""
+
+    def _wrapped(self, layers: Any) -> Any:
+        from torch import nn
+
+        return nn.parallel.DistributedDataParallel(layers, process_group=self._group)
+
+    @cached_property
+    def _buckets(self) -> list[Any]:
+        found = self._model.reducer._get_zeros_like_grad_buckets()  # ordered anew after a step
+        return [bucket.buffer() for bucket in found]
+
+    def buckets(self) -> int:
+        return len(self._buckets)
+
+    def collectives(self) -> None:
+        import torch.distributed as dist
+
+        for bucket in self._buckets:
+            dist.all_reduce(bucket, group=self._group)
+
+
+class Silent(Replicated):
+    """By DDP, without its all-reduces."""
+
+    def _wrapped(self, layers: Any) -> Any:
+        model = super()._wrapped(layers)
+        model.register_comm_hook(None, send_nothing)
+        return model
+
+
+class Sharded(Trained):
+    """By FSDP2, each layer apart."""
+
+    def _wrapped(self, layers: Any) -> Any:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = DeviceMesh.from_group(self._group, "cpu")
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(layers, mesh=mesh)
+
+    def buckets(self) -> int:
+        return LAYERS
+
+    @cached_property
+    def _layer(self) -> tuple[Any, Any]:
+        """A layer, and a rank's shard of it."""
+        weight = self._layers[0].weight
+        return weight.full_tensor().detach().flatten(), weight.to_local().detach().flatten()
+
+    def collectives(self) -> None:
+        import torch.distributed as dist
+
+        whole, shard = self._layer
+        for _ in range(2 * LAYERS - 1):  # the last layer stays whole for the backward pass
+            dist.all_gather_single(whole, shard, group=self._group)
+        for _ in range(LAYERS):
+            dist.reduce_scatter_single(shard, whole, group=self._group)
 
 
 def send_nothing(state, bucket):  # DDP refuses annotations that are text
@@ -125,10 +187,12 @@ def _timed(call: Callable[[], None], before: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def _rank(rank: int, width: int, rounds: int, store: str) -> tuple[Any, list[int]]:
+def _rank(
+    rank: int, width: int, rounds: int, store: str, fsdp: bool
+) -> tuple[Any, list[int]]:  # fmt: skip
     """Seconds of the slowest rank by [round, backend, what], and the buckets of each backend.
 
-    What: step, forward and backward, the same without communication, all-reduces alone.
+    What: step, forward and backward, the same without communication, collectives alone.
     """
     import torch
     import torch.distributed as dist
@@ -138,19 +202,20 @@ def _rank(rank: int, width: int, rounds: int, store: str) -> tuple[Any, list[int
     schedule(True)
     gloo = Gloo(rank, comm.size, store, True)
     groups = (gloo.batch, dist.new_group(backend="linkweave"))
-    trained = [Trained(group, width) for group in groups]
-    silent = Trained(gloo.batch, width, silent=True)
+    make = Sharded if fsdp else Replicated
+    trained = [make(group, width) for group in groups]
+    silent = (Trained if fsdp else Silent)(gloo.batch, width)
     times = np.zeros((rounds, len(groups), 4))
     for number in rounds_of(rounds, rank == 0):
         for at, one in enumerate(trained):
             times[number, at] = [
                 _timed(one.step, one.forget), _timed(one.backward, one.forget),
-                _timed(silent.backward, silent.forget), _timed(one.allreduces, one.forget),
+                _timed(silent.backward, silent.forget), _timed(one.collectives, one.forget),
             ]  # fmt: skip
     _check([one.weights() for one in trained])
     comm.allreduce(times, "max")
     gloo.close()
-    return times, [len(one.buckets) for one in trained]
+    return times, [one.buckets() for one in trained]
 
 
 def _check(weights: list[Any]) -> None:
@@ -165,7 +230,7 @@ def _check(weights: list[Any]) -> None:
         raise CollectiveError("the weights by linkweave and by gloo differ")
 
 
-def ddp(ranks: int, nbytes: int, rounds: int) -> list[Row]:
+def ddp(ranks: int, nbytes: int, rounds: int, fsdp: bool = False) -> list[Row]:
     """Measure under SCHED_BATCH. Raises CollectiveError if torch is missing or weights differ."""
     try:
         import torch._dynamo  # noqa: F401  (as DDP does; once, before the ranks are forked)
@@ -175,8 +240,10 @@ def ddp(ranks: int, nbytes: int, rounds: int) -> list[Row]:
 
     register()
     width = math.isqrt(nbytes // (4 * LAYERS))
+    if fsdp:
+        width -= width % ranks  # so that shards are of one size
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (width, rounds, str(Path(folder) / "store"))
+        arguments = (width, rounds, str(Path(folder) / "store"), fsdp)
         times, buckets = collectives.spawn(_rank, ranks, args=arguments, timeout=120)[0]
     step, both, compute, alone = times.transpose(2, 1, 0)
     communication = both - compute

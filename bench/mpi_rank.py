@@ -12,18 +12,21 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from linkweave.bench.messages import given, room, wanted
+from linkweave.bench.messages import given, room, splits, wanted
 
 
-def call_of(comm: Any, kind: str, x: Any, y: Any) -> Callable[[], Any]:
-    """A call from `x` into `y`; the root is rank 0."""
+def call_of(comm: Any, kind: str, x: Any, y: Any, count: int) -> Callable[[], Any]:
+    """A call from `x` into `y`, of a message of `count` elements; the root is rank 0."""
     root = comm.rank == 0
+    gathered, mine = (splits(rank, comm.size, count) for rank in (0, comm.rank))
     return {
         "allreduce": lambda: comm.Allreduce(x, y), "broadcast": lambda: comm.Bcast(x),
         "reduce": lambda: comm.Reduce(x, y if root else None),
         "allgather": lambda: comm.Allgather(x, y),
         "reduce_scatter": lambda: comm.Reduce_scatter_block(x, y),
         "alltoall": lambda: comm.Alltoall(x, y),
+        "allgatherv": lambda: comm.Allgatherv(x, (y, gathered)),
+        "alltoallv": lambda: comm.Alltoallv((x, mine), (y, mine)),
         "gather": lambda: comm.Gather(x, y if root else None),
         "scatter": lambda: comm.Scatter(x if root else None, y),
     }[kind]  # fmt: skip
@@ -45,7 +48,7 @@ def main() -> None:
         x, want = given(kind, *sizes), wanted(kind, *sizes)
         whole = kind in ("allreduce", "reduce")  # from one array into another, as MPI does it best
         y = np.empty_like(x) if whole else np.empty(room(kind, *sizes[1:]), np.float32)
-        call = call_of(comm, kind, x, y)
+        call = call_of(comm, kind, x, y, sizes[2])
         call()
         result = x if kind == "broadcast" else y
         wrong = comm.allreduce(0 if want is None else int((result != want).sum()))

@@ -17,11 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from linkweave.bench.messages import splits
 from linkweave.bench.timing import schedule
 
 
 class Gloo:
-    """Two gloo groups over the ranks, with threads under SCHED_BATCH and the default policy."""
+    """Two gloo groups over the ranks, with threads under SCHED_BATCH and the default policy. gloo
+    has no allgatherv."""
 
     def __init__(self, rank: int, size: int, store: str, batch: bool) -> None:
         import torch.distributed as dist
@@ -36,14 +38,17 @@ class Gloo:
         schedule(batch)
         self.batch: Any = dist.new_group(backend="gloo")
 
-    def call(self, kind: str, given: Any, out: Any, group: Any) -> Callable[[], Any]:
-        """A call from `given`, in place or into `out`; the root is rank 0."""
+    def call(self, kind: str, given: Any, out: Any, count: int, group: Any) -> Callable[[], Any]:
+        """A call from `given`, in place or into `out`, of a message of `count` elements; the root
+        is rank 0."""
         import torch
 
         dist, root = self.dist, self.dist.get_rank() == 0
         x, y = torch.from_numpy(np.asarray(given)), torch.from_numpy(np.asarray(out))
         rows = list(y) if kind == "gather" and root else None
         parts = list(x) if kind == "scatter" and root else None
+        size = self.dist.get_world_size()
+        mine = splits(self.dist.get_rank(), size, count)
         return {
             "allreduce": lambda: dist.all_reduce(x, group=group),
             "broadcast": lambda: dist.broadcast(x, 0, group=group),
@@ -51,6 +56,7 @@ class Gloo:
             "allgather": lambda: dist.all_gather_single(y.view(-1), x, group=group),
             "reduce_scatter": lambda: dist.reduce_scatter_single(y, x, group=group),
             "alltoall": lambda: dist.all_to_all_single(y, x, group=group),
+            "alltoallv": lambda: dist.all_to_all_single(y, x, mine, mine, group=group),
             "gather": lambda: dist.gather(x, rows, group=group),
             "scatter": lambda: dist.scatter(y[0], parts, group=group),
         }[kind]  # fmt: skip

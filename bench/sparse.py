@@ -213,7 +213,7 @@ def _rank(
         "linkweave, dense": lambda: comm.allreduce(dense),
     }
     if gloo is not None:
-        calls["gloo, dense"] = gloo.call("allreduce", dense, dense, gloo.batch)
+        calls["gloo, dense"] = gloo.call("allreduce", dense, dense, dense.size, gloo.batch)
     # the barrier keeps waiting for other ranks out of the times
     times = medians(calls, rounds, comm.barrier, shown=rank == 0)
     if gloo is not None:

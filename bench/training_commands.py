@@ -28,15 +28,17 @@ from linkweave.collectives.overlap import POLICIES, load, network_from
 def ddp(
     ranks: RanksOption = 8,
     size: Annotated[str, typer.Option("-s", "--size", help="Gradients in bytes.")] = "25M",
-    rounds: RoundsOption = 10, out: OutOption = None, as_json: JsonOption = False,
+    rounds: RoundsOption = 10,
+    fsdp: Annotated[bool, typer.Option("--fsdp", help="Shard the layers by FSDP2.")] = False,
+    out: OutOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Training by PyTorch's DDP, beside gloo (30 s)."""
+    """Training by PyTorch's DDP or FSDP2, beside gloo (30 s)."""
     from linkweave.bench import ddp as measured
 
     at_least(("-n", ranks, 1), ("-r", rounds, 1))
     nbytes = parse_size(size)
     at_least(("-s", nbytes, 1024))
-    tell(measured, lambda: measured.ddp(ranks, nbytes, rounds), out, as_json)
+    tell(measured, lambda: measured.ddp(ranks, nbytes, rounds, fsdp), out, as_json)
 
 
 def steps(

@@ -120,8 +120,7 @@ class Communicator(Collectives):
         A reduce-scatter leaves row r of the result in row r of `x` on rank r, and the other rows
         undefined; an all-gather takes row r of `x` from rank r. Errors as in `allreduce`.
         """
-        if not self._repeated(kind, x, None, op, 0):
-            self._submit(False, x, operations.into, kind, x, op)
+        self._call(self._whole(kind, x, None, op, 0), False, x, operations.into, kind, x, op)
 
     def split(self, color: int = 0) -> Communicator:
         """A communicator of the ranks that pass the same `color`, in the same order.

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from linkweave.collectives.calls import operations, rows
 from linkweave.collectives.calls.gpu import GpuCalls
-from linkweave.collectives.calls.host import HostCalls
+from linkweave.collectives.calls.host import Again, HostCalls
 from linkweave.collectives.calls.point_to_point import PointToPoint
 from linkweave.collectives.calls.request import NOTHING, How, Request
 from linkweave.collectives.calls.work import GradientQueue, HostQueue, Work, Worker
@@ -66,14 +66,15 @@ class Collectives:
         CollectiveAborted if a peer does not take part. On a GPU a later call, `Work.wait` or
         `synchronize` raises them.
         """
-        if not async_op and self._repeated("allreduce", x, out, op, 0, algorithm):
-            return out
         if isinstance(x, list | tuple):
             first = x[0] if x else None
             return self._submit(
                 async_op, first, operations.allreduce_list, list(x), op, algorithm, out
             )
-        return self._submit(async_op, x, operations.into, "allreduce", x, op, 0, algorithm, out)
+        again = self._whole("allreduce", x, out, op, 0, algorithm)
+        return self._call(
+            again, async_op, x, operations.into, "allreduce", x, op, 0, algorithm, out
+        )
 
     def run(
         self, plan: Plan, x: Any, op: str = "sum", *, out: Any = None, async_op: bool = False
@@ -117,9 +118,8 @@ class Collectives:
 
     def broadcast(self, x: Any, root: int = 0, *, async_op: bool = False) -> Any:
         """Copy `x` of rank `root` to `x` on all ranks. Tensors and errors as in `allreduce`."""
-        if not async_op and self._repeated("broadcast", x, None, "sum", root):
-            return None
-        return self._submit(async_op, x, operations.into, "broadcast", x, "sum", root)
+        again = self._whole("broadcast", x, None, "sum", root)
+        return self._call(again, async_op, x, operations.into, "broadcast", x, "sum", root)
 
     def reduce(
         self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None, async_op: bool = False
@@ -133,9 +133,8 @@ class Collectives:
         Returns `out` on `root` and None on other ranks, or a `Work`.
         Raises as `allreduce` does.
         """
-        if not async_op and self._repeated("reduce", x, out, op, root):
-            return out if self.rank == root else None
-        return self._submit(async_op, x, operations.reduce, x, op, root, out)
+        again = self._whole("reduce", x, out, op, root)
+        return self._call(again, async_op, x, operations.reduce, x, op, root, out)
 
     def allgather(
         self, x: Any, *, counts: Sequence[int] | None = None, out: Any = None,
@@ -153,10 +152,9 @@ class Collectives:
         (sum(counts), *x.shape[1:]).
         Raises as `allreduce` does.
         """
-        plain = counts is None and not async_op
-        if plain and (made := self._moved("allgather", x, out)):
-            return made[0]
-        return self._submit(async_op, x, operations.allgather, x, out, counts)
+        splits = None if counts is None else (counts,)
+        again = self._moved("allgather", x, out, splits=splits)
+        return self._call(again, async_op, x, operations.allgather, x, out, counts)
 
     def reduce_scatter(
         self, x: Any, op: str = "sum", *, out: Any = None, async_op: bool = False
@@ -171,9 +169,8 @@ class Collectives:
         Returns a tensor of shape (x.shape[0] / ranks, *x.shape[1:]). Rows go to the ranks in order.
         Raises as `allreduce` does.
         """
-        if not async_op and (made := self._moved("reduce_scatter", x, out, op)):
-            return made[0]
-        return self._submit(async_op, x, operations.divided, "reduce_scatter", x, op, out)
+        again = self._moved("reduce_scatter", x, out, op)
+        return self._call(again, async_op, x, operations.divided, "reduce_scatter", x, op, out)
 
     def gather(self, x: Any, root: int = 0, *, out: Any = None, async_op: bool = False) -> Any:
         """Gather `x` of all ranks on rank `root`.
@@ -187,9 +184,8 @@ class Collectives:
         Returns a tensor of shape (ranks, *x.shape) on `root`, in rank order, and None elsewhere.
         Raises as `allreduce` does.
         """
-        if not async_op and (made := self._moved("gather", x, out, "sum", root)):
-            return made[0]
-        return self._submit(async_op, x, operations.gather, x, root, out)
+        again = self._moved("gather", x, out, "sum", root)
+        return self._call(again, async_op, x, operations.gather, x, root, out)
 
     def scatter(self, x: Any, root: int = 0, *, out: Any = None, async_op: bool = False) -> Any:
         """Send rows of `x` of rank `root` to each rank, and return this rank's.
@@ -205,12 +201,11 @@ class Collectives:
         Returns a tensor of shape (x.shape[0] / ranks, *x.shape[1:]).
         Raises as `allreduce` does.
         """
-        if not async_op and (made := self._moved("scatter", x, out, "sum", root)):
-            return made[0]
         if out is None and self.rank != root and self._own_gpu() is not None:
             raise rows.needs_out(self.rank, root)
         like = out if x is None or self.rank != root else x
-        return self._submit(async_op, like, operations.scatter, x, root, out)
+        again = self._moved("scatter", x, out, "sum", root)
+        return self._call(again, async_op, like, operations.scatter, x, root, out)
 
     def alltoall(
         self, x: Any, out: Any = None, in_splits: Sequence[int] | None = None,
@@ -221,21 +216,23 @@ class Collectives:
         x: tensor as in `allreduce`. Without splits, its first dimension is a multiple of the number
             of ranks, and each rank gets the same number of rows, in rank order.
         in_splits: number of rows to send to each rank. CPU tensors only.
-        out_splits: number of rows to receive from each rank. The ranks exchange these anyway; if
-            given, they are checked.
+        out_splits: number of rows to receive from each rank; if given, they are checked. The ranks
+            exchange their splits; where two calls in a row have had those of earlier calls, each
+            assumes that the next one has, and they exchange them if it has not.
         out, async_op: as in `allgather`.
 
         Returns a tensor of the shape of `x`, in rank order; with splits, of shape (rows received,
         *x.shape[1:]).
         Raises as `allreduce` does.
         """
-        if in_splits is None and out_splits is None:
-            if not async_op and (made := self._moved("alltoall", x, out)):
-                return made[0]
-            return self._submit(async_op, x, operations.divided, "alltoall", x, "sum", out)
+        even = in_splits is None and out_splits is None
+        splits = None if even else (in_splits, out_splits)
+        again = self._moved("alltoall", x, out, splits=splits)
+        if even:
+            return self._call(again, async_op, x, operations.divided, "alltoall", x, "sum", out)
         if gpu_of(x) is not None:
             raise CollectiveError("alltoall with splits takes CPU tensors only")
-        return self._submit(async_op, x, rows.alltoallv, x, out, in_splits, out_splits)
+        return self._call(again, async_op, x, rows.alltoallv, x, out, in_splits, out_splits)
 
     def send(self, x: Any, to: int, *, async_op: bool = False) -> Work | None:
         """Send `x` to rank `to`, which must call `recv`. Only these two ranks take part.
@@ -320,31 +317,36 @@ class Collectives:
                 f"rank {self.rank} runs on GPU {mine}; the tensor is on GPU {number}"
             )
 
-    def _repeated(
+    def _whole(
         self, kind: str, x: Any, out: Any, op: str, root: int, how: How = "auto"
-    ) -> bool:  # fmt: skip
-        """Repeat a call of a whole message, in place or from `x` into `out`. Returns False if no
-        call of this kind has been made before, or if the tensors are not such as most are."""
-        if not self._worker.idle or type(root) is not int or (given := fast_buffer(x)) is None:
-            return False
-        address, nbytes, dtype = given
+    ) -> Again | None:
+        """How to repeat a call of a whole message, in place or from `x` into `out`. None if the
+        tensors are not such as most are."""
+        if type(root) is not int or (given := fast_buffer(x)) is None:
+            return None
+        result: int | None = None
         if kind == "reduce" and root != self.rank:  # sums of a part of the ranks are not for `x`
-            return self._calls.repeat(kind, address, nbytes, dtype, op, root, how, 0)
-        if out is None:
-            return self._calls.repeat(kind, address, nbytes, dtype, op, root, how)
-        result = fast_result(x, given, out, x.shape)
-        return result is not None and self._calls.repeat(
-            kind, address, nbytes, dtype, op, root, how, result[0]
-        )
+            result, out = 0, None
+        elif out is not None:
+            if (found := fast_result(x, given, out, x.shape)) is None:
+                return None
+            result = found[0]
+        return Again((kind, *given, op, root, how, result), out)
 
     def _moved(
-        self, kind: str, x: Any, out: Any, op: str = "sum", root: int = 0
-    ) -> tuple[Any] | None:  # fmt: skip
-        """Repeat a call from `x` into `out`, or a new tensor, of another shape. Returns (what the
-        call returns,), or None as `_repeated` returns False."""
-        if not self._worker.idle or type(root) is not int:
+        self,
+        kind: str,
+        x: Any,
+        out: Any,
+        op: str = "sum",
+        root: int = 0,
+        splits: tuple[Any, ...] | None = None,
+    ) -> Again | None:
+        """How to repeat a call from `x` into `out`, or a new tensor, of another shape; `splits`
+        says how its rows are split if not evenly. None as in `_whole`."""
+        if type(root) is not int:
             return None
-        elsewhere = self.rank != root  # than the one that has the input or the result
+        elsewhere, uneven = self.rank != root, None  # elsewhere: than the input or the result
         if kind == "scatter" and elsewhere:
             if (result := fast_buffer(out)) is None:
                 return None
@@ -355,25 +357,46 @@ class Collectives:
             (address, nbytes, dtype), result, out = given, (0, 0, ""), None
             whole = nbytes * self.size
         else:
-            if (shape := operations.shape_of(kind, x.shape, self.size)) is None:
+            if splits is None:
+                shape = operations.shape_of(kind, x.shape, self.size)
+            elif kind == "allgather" or self._calls.assumes:
+                key = rows.splits_key(kind, x, given[2], *splits)
+                if (uneven := self._calls.known_sizes(key)) is None or uneven.given != len(x):
+                    return None
+                shape = (uneven.rows, *x.shape[1:])
+            else:
+                return None
+            if shape is None:
                 return None
             out = output_for(x, shape, None) if out is None else out
             if (found := fast_result(x, given, out, shape)) is None:
                 return None
             (address, nbytes, dtype), result = given, found
-            whole = max(nbytes, result[1])
-        done = self._calls.repeat(kind, address, whole, dtype, op, root, "auto", result[0])
-        return (out,) if done else None
+            whole = uneven.nbytes if uneven else max(nbytes, result[1])
+        return Again((kind, address, whole, dtype, op, root, "auto", result[0], uneven), out)
 
-    def _submit(self, async_op: bool, x: Any, body: Callable[..., Any], *args: Any) -> Any:
+    def _call(
+        self, again: Again | None, async_op: bool, x: Any, body: Callable[..., Any], *args: Any
+    ) -> Any:
+        """Make a call `again` if it has been made before, or else by `body` as `_submit`."""
+        if again is None or async_op or not self._worker.idle:
+            return self._submit(async_op, x, body, *args, again=again)
+        if self._calls.repeat(*again.arguments):
+            return again.result
+        return self._submit(async_op, x, body, *args)
+
+    def _submit(
+        self, async_op: bool, x: Any, body: Callable[..., Any], *args: Any,
+        again: Again | None = None,
+    ) -> Any:  # fmt: skip
         """Run `body(context, *args)` on the device of `x`; on the CPU if `x` is no tensor."""
         self._health.check()
         if (index := gpu_of(x)) is not None:
             return self._on_gpu(index).submit(async_op, x, body, *args)
         order = self._calls.next_order()  # in this thread, so that it is the order of the calls
-        return self._worker.submit(async_op, self._calls.carry_out, order, body, *args)
+        return self._worker.submit(async_op, self._calls.carry_out, order, again, body, *args)
 
     def _enqueue(self, body: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run `body` on the worker thread, after the calls before it."""
         order = self._calls.next_order()  # in this thread, so that it is the order of the calls
-        return self._worker.enqueue(self._calls.carry_out, order, body, *args)
+        return self._worker.enqueue(self._calls.carry_out, order, None, body, *args)

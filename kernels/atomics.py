@@ -1,4 +1,5 @@
-"""Numba intrinsics: memory access by address, acquire and release, fma, futexes. Linux only.
+"""Numba intrinsics: memory access by address, acquire and release, fma, futexes, and memory of
+other processes. Linux only.
 
 Addresses are int64. If a `load_acquire` sees the value of a `store_release`, by any process that
 maps the memory, it also sees everything written before the store (C++11 memory order; on x86 both
@@ -16,7 +17,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 _I64, _I32, _F64 = ir.IntType(64), ir.IntType(32), ir.DoubleType()
-_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)  # the system call's number
+_FUTEX, _READV = {"x86_64": (202, 310), "aarch64": (98, 270)}.get(platform.machine(), (0, 0))
+"""Numbers of system calls."""
 
 
 def _at(builder: Any, address: Any, kind: Any) -> Any:
@@ -201,3 +203,24 @@ def futex_wake(typingctx: Any, address: Any) -> Any:
         return builder.call(syscall, [_I64(_FUTEX), args[0], _I64(1), many, zero, zero, zero])
 
     return types.int64(types.int64), codegen
+
+
+@intrinsic
+def read_process(typingctx: Any, pid: Any, dst: Any, src: Any, nbytes: Any) -> Any:
+    """Copy from address `src` of another process of this user, by `process_vm_readv`; returns how
+    many bytes were copied, or -1 if that is not permitted or no memory is there."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pid, dst, src, nbytes = args
+        vectors = cgutils.alloca_once(builder, ir.ArrayType(_I64, 4))
+        zero, one = _I64(0), _I64(1)
+        for i, word in enumerate((dst, nbytes, src, nbytes)):
+            builder.store(word, builder.gep(vectors, [zero, _I64(i)]))
+        local, remote = (
+            builder.ptrtoint(builder.gep(vectors, [zero, _I64(i)]), _I64) for i in (0, 2)
+        )
+        syscall = _extern(builder, "syscall", _I64, [_I64], vararg=True)
+        return builder.call(syscall, [_I64(_READV), pid, local, one, remote, one, zero])
+
+    i64 = types.int64
+    return i64(i64, i64, i64, i64), codegen

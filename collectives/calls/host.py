@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,12 @@ from numpy.typing import NDArray
 from linkweave.collectives import errors
 from linkweave.collectives.calls.call_guard import CallGuard, Refused
 from linkweave.collectives.calls.call_planner import CallPlanner
+from linkweave.collectives.calls.fifo_cache import FifoCache
 from linkweave.collectives.calls.host_plans import HostPlans
 from linkweave.collectives.calls.request import (
+    ASSUMED,
     EXCHANGES,
+    FIRST,
     KINDS,
     NOTHING,
     ORDER,
@@ -31,12 +34,13 @@ from linkweave.collectives.calls.request import (
     algorithm_word,
     difference,
     notice,
+    unsure,
 )  # fmt: skip
 from linkweave.collectives.calls.trace import CALLS, KERNELS, Trace, label
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.collective import COLLECTIVES, Root
 from linkweave.collectives.planning.completion import chunk_counts
-from linkweave.collectives.planning.layout import block_table, chunk_bytes, staging
+from linkweave.collectives.planning.layout import Sizes, block_table, chunk_bytes, reads, staging
 from linkweave.collectives.planning.planner import size_class
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.control import PLANNING, Health
@@ -47,6 +51,7 @@ from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
 from linkweave.collectives.runtime.encoded import Encoded, nothing
 from linkweave.collectives.settings import Settings
 from linkweave.collectives.tensors import Block, as_buffer
+from linkweave.kernels.plan.interpreter import BLIND, HIDDEN
 from linkweave.topology import Topology
 
 log = logging.getLogger("linkweave")
@@ -57,7 +62,29 @@ _KNOWN, _REGIONS, _CHOSEN = 256, 64, 1024
 """How many kinds of calls (the most recently used), plans and choices (the newest) are kept."""
 _HEAD = 128  # bytes of the JSON header before an encoded plan
 _MOST_TEXT = 200  # bytes of an error message that the other ranks are sent
+PULL_BYTES = 128 << 10
+"""Messages of at least so many bytes are read straight from the other ranks' memory, in collectives
+that pull: one copy, and no wait for a slot."""
 _ONE_BLOCK = np.zeros((1, 2), np.int64)
+
+
+class Again(NamedTuple):
+    """A call that may have been made before: arguments of `HostCalls.repeat`, and what the call
+    returns."""
+
+    arguments: tuple[Any, ...]
+    result: Any
+
+
+class Uneven(NamedTuple):
+    """The sizes of an uneven call: rows of its input and of its result, and as in `Request` the
+    bytes of the message, those of its blocks and their checksum."""
+
+    given: int
+    rows: int
+    nbytes: int
+    sizes: Sizes
+    parts: int
 
 
 class HostCalls:
@@ -74,10 +101,12 @@ class HostCalls:
         self.control = HostControl(arena, settings.timeout, self.health)
         self.executor = CpuExecutor(self.control)
         self.trace = Trace(self.rank)
-        self.next_order = next_order  # numbers the calls of all lanes together; 0 elsewhere
-        self._order = 0
+        self._next_order = next_order
+        self._order, self._called_off = 0, False
         self._arena = arena
         self._settings = settings.checksum(topology)
+        self._uneven = FifoCache[tuple[object, ...], Uneven]()  # by `rows.splits_key`
+        self.assumes = False  # whether all ranks would have assumed the last sizes of an all-to-all
         self._known: OrderedDict[tuple[object, ...], Ready] = OrderedDict()
         self._chosen: OrderedDict[tuple[object, ...], tuple[int, int]] = OrderedDict()
         self._regions: OrderedDict[int, Region] = OrderedDict()
@@ -88,6 +117,14 @@ class HostCalls:
         self._scratch: NDArray[np.uint8] | None = None
         self._scratch_at = 0
         self._guard = CallGuard(self.control)
+
+    def next_order(self) -> int:
+        """The number of a new call among those of all lanes; 0 without lanes. A call that has been
+        called off keeps its own."""
+        if self._called_off:
+            self._called_off = False
+            return self._order
+        return self._next_order()
 
     def buffer(self, x: Any, written: bool = True) -> tuple[Buffer, Callable[[], None]]:
         """The memory of `x`, and a function to call once the collective has written to it."""
@@ -130,30 +167,44 @@ class HostCalls:
     def copy(self, dst: int, src: int, nbytes: int) -> None:
         ctypes.memmove(dst, src, nbytes)
 
-    def carry_out(self, order: int, body: Callable[..., T], *args: Any) -> T:
-        """Run `body(self, *args)`; `order` is what `next_order` gave when it was asked for."""
-        self._order = order
+    def carry_out(
+        self, order: int, again: Again | None, body: Callable[..., Any], *args: Any
+    ) -> Any:
+        """Make a call `again`, or else run `body(self, *args)`; `order` is what `next_order` gave
+        when it was asked for."""
+        if again is not None and self.repeat(*again.arguments, order=order):
+            return again.result
+        self._order, self._called_off = order, False
         return body(self, *args)
 
     def repeat(
         self, kind: str, address: int, nbytes: int, dtype: str, op: str, root: Root,
-        how: How = "auto", result: int | None = None,
+        how: How = "auto", result: int | None = None, uneven: Uneven | None = None,
+        *, order: int | None = None,
     ) -> bool:  # fmt: skip
         """Repeat a call of a message of `nbytes` from the input at `address` to the `result`, which
         is 0 if this rank gets none; None: in place. Returns False if no call of this kind has been
-        made before."""
+        made before, or if `uneven` says what the other ranks' sizes were and they are not."""
         if type(root) not in (int, tuple) or not isinstance(op, str) or not isinstance(how, str):
             return False
         word = WORDS.get(how)
-        key = (kind, nbytes, dtype, op, root, word, 0, None, None)
+        parts, sizes = (uneven.parts, uneven.sizes) if uneven else (0, None)
+        key = (kind, nbytes, dtype, op, root, word, parts, sizes, None)
         ready = self._known.get(key)
         if ready is None or self.trace.wants_more:
             return False
         self._known.move_to_end(key)
         with self._guard, self.trace.call(ready.label):
-            self._order = self.next_order()
-            self._make(ready, *self._placed(ready, address, result))
-        return True
+            self._order = self.next_order() if order is None else order
+            return self._make(ready, address, result, assumed=kind == "alltoall" and parts != 0)
+
+    def known_sizes(self, key: tuple[object, ...] | None) -> Uneven | None:
+        """The sizes of the last call of this `rows.splits_key`."""
+        return self._uneven.get(key) if key else None
+
+    def remember_sizes(self, key: tuple[object, ...] | None, sizes: Uneven) -> None:
+        if key:
+            self._uneven.add(key, sizes)
 
     @contextmanager
     def sharing_errors(self) -> Iterator[None]:
@@ -219,12 +270,15 @@ class HostCalls:
     def _gather(
         self, request: Request, payload: bytes, planning: float = 0.0, first: bool = False
     ) -> list[bytes]:
-        settings = 0 if self.control.number else self._settings
-        mine = notice(request, settings, self._order, first)
-        rows, found = self.control.gather(mine, payload, planning)
-        if (rows != mine).any():
-            self._differ(rows)
-        return found
+        while True:
+            settings = 0 if self.control.number else self._settings
+            mine = notice(request, settings, self._order, first)
+            rows, found = self.control.gather(mine, payload, planning)
+            if (rows == mine).all():
+                return found
+            if request.kind != "exchange" or not unsure(rows.tolist()):
+                self._differ(rows)
+            self._call_off()
 
     def _differ(self, rows: NDArray[np.int64]) -> NoReturn:
         """Raise on every rank that their calls differ. No data has moved."""
@@ -234,20 +288,24 @@ class HostCalls:
             r: self._arena.message(r, page).decode(errors="replace")
             for r, row in enumerate(asked) if KINDS[row[0]] == "refused"
         }  # fmt: skip
+        self._call_off()
+        raise Refused(CollectiveError, difference(number, asked, refusals))
+
+    def _call_off(self) -> None:
+        """End a call that differs between ranks, on all of them."""
         self.control.finish()
         for region in self._regions.values():  # some ranks may have sent to their slots
             self.executor.reset(region)
         self.control.agree(())
         self.control.done()
-        raise Refused(CollectiveError, difference(number, asked, refusals))
 
     def _prepared(self, request: Request) -> Ready:
         """A new kind of call with its plan. The ranks agree here on a new plan, not on the call."""
         kind, buffer = request.kind, request.buffer
-        row = np.array([*notice(request), -1], np.int64)
+        row = np.array([*notice(request), -1, -1], np.int64)
         where, staged = _ONE_BLOCK, staging("broadcast", self.size, self.rank, buffer.nbytes)
+        message = kind, self.size, self.rank, buffer.nbytes, request.sizes
         if kind in COLLECTIVES:
-            message = kind, self.size, self.rank, buffer.nbytes, request.sizes
             where, staged = block_table(*message), staging(*message, request.root)
         largest = int(where[:, 1].max())
         if largest == 0 or self.size == 1:
@@ -267,8 +325,25 @@ class HostCalls:
         log.info("%s: %d chunks", name, chunks)
         self.trace.say(KERNELS, f"{name}: interpreter and combiners by Numba")
         return self.executor.prepare(
-            region, row, where, chunks, buffer, request.op, name, staged, needs, choice
+            region,
+            row,
+            where,
+            chunks,
+            buffer,
+            request.op,
+            name,
+            staged,
+            needs,
+            choice,
+            reads(*message, request.root) if self._pulls(request) else None,
         )
+
+    def _pulls(self, request: Request) -> bool:
+        """Whether ranks read each other's inputs in such a call, if they can."""
+        return (
+            COLLECTIVES[request.kind].pulls and request.algorithm == "auto"
+            and self.planner.topology.on_memory and request.buffer.nbytes >= PULL_BYTES
+        )  # fmt: skip
 
     def _choice(self, request: Request, nbytes: int) -> tuple[object, ...]:
         """The key in `_chosen` for a class of sizes. A new one is planned first.
@@ -323,17 +398,19 @@ class HostCalls:
         buffer, given, result = request.buffer, request.source, None
         if given:
             result = request.result.address if request.result else 0
-        placed = self._placed(ready, given.address if given else buffer.address, result)
         if request.layer_counters and ready.needs is not None:
             request.layer_counters.begin(ready.needs)
         start = time.monotonic()
         with self.trace.phase("run"):
-            self._make(ready, *placed, request.layer_counters)
+            self._make(
+                ready, given.address if given else buffer.address, result, request.layer_counters
+            )
         if self.trace.level >= CALLS:
             took = (time.monotonic() - start) * 1e6
+            way = ", in shared memory" if ready.direct else ", by reads" if ready.pulled else ""
             self.trace.say(
                 CALLS, f"call {self.control.number}: {ready.label} {buffer.dtype} {request.op}, "
-                f"{took:.0f} us{', in shared memory' if ready.direct else ''}"
+                f"{took:.0f} us{way}"
             )  # fmt: skip
             self.trace.flags(lambda: ready.region.encoded, ready.num_chunks)
 
@@ -356,21 +433,44 @@ class HostCalls:
         return self._scratch_of(staged.nbytes), given, 0, result
 
     def _make(
-        self, ready: Ready, address: int, source: int, shift: int, out: int,
-        counters: LayerCounters | None = None,
-    ) -> None:  # fmt: skip
+        self, ready: Ready, given: int, result: int | None, counters: LayerCounters | None = None,
+        assumed: bool = False,
+    ) -> bool:  # fmt: skip
+        """Make a call from the input at `given` to `result`, which is None in place, and 0 if this
+        rank gets none. Returns False if sizes were `assumed` that were not those of all ranks."""
+        placed = self._placed(ready, given, result)
+        if result is None:
+            result = given
         if self.size == 1:
             self.control.number += 1
-            given, result = source or address, out or address + shift + ready.staged.get
             if result != given:
                 ctypes.memmove(result, given, ready.staged.given)
-            return
-        nbytes = ready.span
-        ready.notice[ORDER] = self._order
-        ready.notice[-1] = self._arena.mapping.offset_of(address, nbytes) if nbytes else -1
-        if not self.executor.run(ready, address, source, shift, out, counters):
-            rows = self.control.notices[self.control.number % 2][:, : len(ready.notice) - 1]
-            self._differ(rows.copy())
+            return True
+        ready.notice[ORDER], ready.notice[FIRST] = self._order, ASSUMED * assumed
+        ready.notice[-2:] = self._told(ready, given, result) if ready.pulls else (
+            -1, self._arena.mapping.offset_of(placed[0], ready.span) if ready.span else -1
+        )  # fmt: skip
+        if self.executor.run(ready, *placed, given, result, counters):
+            return True
+        rows = self.control.notices[self.control.number % 2][:, : len(ready.notice) - 2].copy()
+        if not assumed or not unsure(rows.tolist()):
+            self._differ(rows)
+        self._call_off()
+        self._called_off = True
+        return False
+
+    def _told(self, ready: Ready, given: int, result: int) -> tuple[int, int]:
+        """Where other ranks may read the input: (its address, its offset in shared memory or -1).
+        The address is `HIDDEN` if this rank may overwrite it, `BLIND` if it cannot read theirs."""
+        staged = ready.staged
+        apart = result >= given + staged.given or given >= result + staged.result
+        in_place = result - staged.get == given - staged.put
+        if not (apart or in_place):
+            return HIDDEN, -1
+        offset = self._arena.mapping.offset_of(given, staged.given)
+        if not staged.given:  # nobody reads it
+            offset = 0
+        return given if self.executor.readable() else BLIND, offset
 
     def close(self) -> None:
         """Leave the communicator. Ranks that wait for this one are told at once."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from linkweave.collectives.calls.aliasing import is_same, refuse_overlaps
 from linkweave.collectives.calls.gpu_work import GpuContext
-from linkweave.collectives.calls.host import HostCalls
+from linkweave.collectives.calls.host import HostCalls, Uneven
 from linkweave.collectives.calls.request import How
 from linkweave.collectives.calls.rows import (
     needs_out,
@@ -17,6 +17,7 @@ from linkweave.collectives.calls.rows import (
     row_counts,
     rows_each,
     sizes_checksum,
+    splits_key,
 )
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.collective import COLLECTIVES, Layout
@@ -109,9 +110,12 @@ def allgather(context: CallContext, x: Any, out: Any, counts: Any) -> Any:
         whole, done = context.buffer(out)
         request = context.request("allgather", whole, "sum", parts=sizes_checksum(sizes or ()))
         if sizes:
-            if request.device != "cpu":
+            if isinstance(context, GpuContext):
                 raise CollectiveError("allgather with counts takes CPU tensors only")
             request = replace(request, sizes=sizes)
+            key = splits_key("allgather", x, mine.dtype, counts)
+            known = Uneven(len(x), shape[0], whole.nbytes, sizes, request.parts)
+            context.remember_sizes(key, known)
     context.stage(request, mine, whole)
     done()
     return out

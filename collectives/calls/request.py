@@ -28,6 +28,8 @@ EXCHANGES = ("GPUs", "kernels", "memory of GPUs", "access to GPUs", "troubles", 
 
 ORDER, FIRST = 9, 10
 """Indices into a notice: the number of a call on lanes; whether a plan is made for it."""
+ASSUMED = 2  # at FIRST: the call's sizes are assumed
+_KIND, _ROOT = 0, 4
 DEVICES = ("cpu", "gpu")
 WORDS = {name: i for i, name in enumerate(NAMES)}
 _DTYPES, _OPS = tuple(DTYPES), tuple(OPS)
@@ -142,6 +144,16 @@ def key_of(request: Request) -> Key:
     return notice(request)[:-1], request.root
 
 
+def unsure(notices: Sequence[Sequence[int]]) -> bool:
+    """Whether some ranks assume the sizes of an uneven all-to-all, and the others exchange them or
+    assume other ones: then all exchange them."""
+    assumes = [row[FIRST] == ASSUMED for row in notices]
+    exchanges = [
+        KINDS[row[_KIND]] == "exchange" and EXCHANGES[row[_ROOT]] == "sizes" for row in notices
+    ]
+    return any(assumes) and all(a or e for a, e in zip(assumes, exchanges, strict=True))
+
+
 def words(notice: Sequence[int]) -> str:
     """A notice as text, for messages. An offset of -1 is left out."""
     kind, op, dtype, count, root, algorithm, settings, parts, device, order, *rest = notice
@@ -172,7 +184,8 @@ def difference(call: int, notices: Sequence[Sequence[int]], refusals: dict[int, 
     """A message that says which ranks asked for what. `refusals` holds ranks' own errors."""
     texts = [words(row) for row in notices]
     if len({*texts}) == 1:
-        texts = [t + " for the first time" * r[FIRST] for t, r in zip(texts, notices, strict=True)]
+        first = [" for the first time" * (row[FIRST] == 1) for row in notices]
+        texts = [text + more for text, more in zip(texts, first, strict=True)]
     groups: dict[str, list[int]] = {}
     for peer, text in enumerate(texts):
         why = f": {refusals[peer]}" if refusals.get(peer) else ""

@@ -10,7 +10,7 @@ from typing import Any
 from zlib import crc32
 
 from linkweave.collectives.calls.aliasing import refuse_overlaps
-from linkweave.collectives.calls.host import HostCalls
+from linkweave.collectives.calls.host import HostCalls, Uneven
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.tensors import output_for
@@ -18,13 +18,16 @@ from linkweave.topology.checks import integer
 
 
 def alltoallv(context: HostCalls, x: Any, out: Any, in_splits: Any, out_splits: Any) -> Any:
-    """All-to-all with uneven splits, of CPU tensors. The ranks exchange their splits first."""
+    """All-to-all with uneven splits, of CPU tensors, which the ranks exchange first."""
     with context.sharing_errors():
         buffer, _ = context.buffer(x, written=False)
         row = row_bytes(x, buffer)
         sends = rows_sent(x, in_splits, context.size)
-    rows = context.gather("sizes", json.dumps([sends, row, buffer.dtype]).encode())
-    splits, widths, dtypes = zip(*map(json.loads, rows), strict=True)
+        key = splits_key("alltoall", x, buffer.dtype, in_splits, out_splits)
+        known = context.known_sizes(key)
+        mine = [sends, row, buffer.dtype, known.parts if known else 0]
+    rows = context.gather("sizes", json.dumps(mine).encode())
+    splits, widths, dtypes, expected = zip(*map(json.loads, rows), strict=True)
     if len({*widths}) > 1 or len({*dtypes}) > 1:
         raise CollectiveError(
             f"the ranks' rows differ: {list(widths)} bytes of {list(dtypes)}, by rank"
@@ -44,10 +47,26 @@ def alltoallv(context: HostCalls, x: Any, out: Any, in_splits: Any, out_splits: 
         sizes = tuple(tuple(n * row for n in split) for split in splits)
         largest = max(map(max, sizes))
         like = replace(buffer, nbytes=largest * context.size)  # a size that all ranks agree on
-        request = context.request("alltoall", like, "sum", parts=sizes_checksum(sizes))
+        request = context.request("alltoall", like, "sum", parts=sizes_checksum((row, *sizes)))
+        found = Uneven(len(x), sum(receives), like.nbytes, sizes, request.parts)
+        context.remember_sizes(key, found)
+        context.assumes = {*expected} == {request.parts}
     context.stage(replace(request, sizes=sizes), buffer, got)
     done()
     return out
+
+
+def splits_key(kind: str, x: Any, dtype: str, *splits: Any) -> tuple[object, ...] | None:
+    """What an uneven call is remembered by. None for a scalar and for splits that are no lists of
+    int: these are read anew each time."""
+    if not x.shape or not all(split is None or _plain(split) for split in splits):
+        return None
+    given = (None if split is None else tuple(split) for split in splits)
+    return kind, tuple(x.shape[1:]), dtype, *given
+
+
+def _plain(split: Any) -> bool:
+    return type(split) in (list, tuple) and all(type(n) is int for n in split)
 
 
 def rows_sent(x: Any, in_splits: Any, size: int) -> list[int]:

@@ -19,6 +19,7 @@ from linkweave.collectives.runtime.gpu.team import Team
 from linkweave.collectives.settings import Settings
 from linkweave.topology import Topology, load
 from linkweave.topology.checks import integer
+from linkweave.topology.routes import connects
 
 MOST_LANES = 64
 
@@ -52,6 +53,8 @@ class Subcommunicators:
             number = integer(color, "color")
         colors = [int(row) for row in self._calls.gather("colors", str(number).encode())]
         groups = [[r for r, c in enumerate(colors) if c == one] for one in dict.fromkeys(colors)]
+        for ranks in groups:
+            self._check_joined(ranks)  # raises on all ranks alike
         ((ranks, start),) = self._segments(groups)
         return self._part(ranks, start, int)
 
@@ -94,16 +97,30 @@ class Subcommunicators:
         return [(g, found[i]) for i, g in enumerate(groups) if rank in g]
 
     def _part(self, ranks: list[int], start: int, order: Order) -> Any:
-        spec = self._settings.topology
-        if not (spec == "auto" or load(spec).devices):  # otherwise GPUs are found by their names
-            spec = self._topology.subset([self._topology.gpus[r] for r in ranks])
-        settings, team = replace(self._settings, topology=spec), None
+        settings, team = replace(self._settings, topology=self._machine(ranks)), None
         if self._team:
             team = self._team.child((self._made, start), ranks)
         part = self._make(self._arena.part(ranks, start), settings, team, order)
         self._open = [p for p in self._open if not p.closed] + [part]
         self._made += 1
         return part
+
+    def _machine(self, ranks: Sequence[int]) -> Topology | str:
+        """The machine of some of the ranks."""
+        spec = self._settings.topology
+        if spec == "auto" or load(spec).devices:  # GPUs are found by their names
+            return spec
+        return self._topology.subset([self._topology.gpus[r] for r in ranks])
+
+    def _check_joined(self, ranks: Sequence[int]) -> None:
+        part = self._machine(ranks)
+        if isinstance(part, Topology) and not connects(
+            [(link.src, link.dst) for link in part.links], part.gpus
+        ):
+            raise CollectiveError(
+                f"ranks {list(ranks)} cannot be split from the others: no links of "
+                f"{self._topology.name} join them"
+            )
 
     def abort(self, why: int) -> None:
         """Make all calls on the subcommunicators raise."""

@@ -6,8 +6,10 @@ import atexit
 import logging
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -54,13 +56,15 @@ class GradientQueue(Work, Protocol):
 
 
 class HostWork:
-    """`Work` of a CPU call."""
+    """`Work` of a CPU call. Who waits without a timeout carries out the `calls` up to it."""
 
-    def __init__(self, future: Future[Any]) -> None:
-        self._future = future
+    def __init__(self, future: Future[Any], calls: _Calls | None = None) -> None:
+        self._future, self._calls = future, calls
         self._retrieved = False
 
     def wait(self, timeout: float | None = None) -> Any:
+        if self._calls and timeout is None:
+            self._calls.help(self._future)
         try:
             self._future.exception(timeout)
         except TimeoutError:
@@ -115,18 +119,53 @@ def _apart(function: Callable[[Future[Any]], None], future: Future[Any]) -> None
         function(future)
 
 
-def _run(calls: SimpleQueue[Any]) -> None:
-    """Carry out the calls of a worker; keeps none of their tensors afterwards."""
-    while (call := calls.get()) is not None:
-        future, body, args = call
+class _Calls:
+    """Calls in their order. Whoever has the turn carries out the oldest: the worker's thread, or a
+    thread that waits for one of them and so saves two hand-overs."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
+        self._turn = threading.Lock()
+        self._woken: SimpleQueue[bool] = SimpleQueue()  # False ends the worker's thread
+
+    def add(self, future: Future[Any], body: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._waiting.append((future, body, args))
+        self._woken.put(True)
+
+    def end(self) -> None:
+        """Let the worker's thread end after the calls so far."""
+        self._woken.put(False)
+
+    def help(self, future: Future[Any]) -> None:
+        """Carry out calls until that of `future` is done, or another thread has the turn."""
+        while not future.done() and self._turn.acquire(blocking=False):
+            with ExitStack() as last:
+                last.callback(self._turn.release)
+                self._carry_out_oldest()
+        if self._waiting:  # the worker's thread may have come while this one had the turn
+            self._woken.put(True)
+
+    def work(self) -> None:
+        """Carry out calls until `end`, in the worker's thread."""
+        while True:
+            more = self._woken.get()
+            if self._turn.acquire(blocking=not more):  # who has it wakes this thread again
+                with ExitStack() as last:
+                    last.callback(self._turn.release)
+                    while self._waiting:
+                        self._carry_out_oldest()
+            if not more:
+                return
+
+    def _carry_out_oldest(self) -> None:
+        """Keeps nothing of the call afterwards."""
+        future, body, args = self._waiting.popleft()
         try:
             result = body(*args)
         except BaseException as error:
             future.set_exception(error)
         else:
             future.set_result(result)
-            del result
-        del call, future, body, args
 
 
 def _drained(worker: weakref.ref[Worker]) -> None:
@@ -144,7 +183,7 @@ class Worker:
     """
 
     def __init__(self) -> None:
-        self._calls: SimpleQueue[Any] = SimpleQueue()  # None ends the thread
+        self._calls = _Calls()
         self._thread: threading.Thread | None = None
         self._lock, self._closed = threading.Lock(), False
         self._at_exit = partial(_drained, weakref.ref(self))
@@ -158,6 +197,7 @@ class Worker:
     def drain(self) -> None:
         """Wait until all calls have finished. Does not raise their errors."""
         if self._last is not None:
+            self._calls.help(self._last)
             self._last.exception()
 
     def enqueue(self, body: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -166,15 +206,13 @@ class Worker:
             if self._closed:
                 raise CollectiveError("this communicator is closed")
             if self._thread is None:
-                thread = threading.Thread(
-                    target=_run, args=(self._calls,), name="linkweave", daemon=True
-                )
+                thread = threading.Thread(target=self._calls.work, name="linkweave", daemon=True)
                 thread.start()
                 self._thread = thread
-                weakref.finalize(self, self._calls.put, None).atexit = False
+                weakref.finalize(self, self._calls.end).atexit = False
                 atexit.register(self._at_exit)
             self._last = future
-            self._calls.put((future, body, args))
+            self._calls.add(future, body, args)
         return future
 
     def submit(self, async_op: bool, body: Callable[..., Any], *args: Any) -> Any:
@@ -182,7 +220,7 @@ class Worker:
         for it; else behind the calls before it. Returns its result, or a handle."""
         if not async_op and self.idle:
             return body(*args)
-        work = HostWork(self.enqueue(body, *args))
+        work = HostWork(self.enqueue(body, *args), self._calls)
         return self.keep(work) if async_op else work.wait()
 
     def keep(self, work: HostWork) -> HostWork:
@@ -194,7 +232,7 @@ class Worker:
         """Finish all calls, and log errors that nobody has retrieved."""
         with self._lock:
             self._closed = True
-            self._calls.put(None)
+            self._calls.end()
         if self._thread:
             self._thread.join()
         atexit.unregister(self._at_exit)

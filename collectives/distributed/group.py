@@ -126,13 +126,16 @@ class Group(_Base):  # type: ignore[misc]
     def allgather(self, outputs: list[Tensors], given: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
         x, out = given[0], outputs[0]
-        if not self._supported([*out, *given]) or {y.shape for y in out} != {x.shape}:
+        counts = [y.numel() for y in out]
+        uneven = {*counts} != {x.numel()}
+        if not self._supported([*out, *given]) or (uneven and x.is_cuda):
             return self._delegate("allgather", x, outputs, given, opts)
-        whole = x.new_empty((self.size(), x.numel()))
+        whole = x.new_empty(sum(counts) if uneven else (self.size(), x.numel()))
+        parts = torch.split(whole, counts) if uneven else whole
+        each = {"counts": counts} if uneven else {}
         return self._run(
-            opts, "all_gather", out, lambda: _spread(whole, out), x.reshape(-1),
-            out=whole,
-        )  # fmt: skip
+            opts, "all_gather", out, lambda: _spread(parts, out), x.reshape(-1), out=whole, **each
+        )
 
     def reduce_scatter_single(self, output: Any, given: Any, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()

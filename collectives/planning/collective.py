@@ -72,6 +72,11 @@ class Collective:
     """Whether the caller may choose the algorithm, which is then made from the topology alone: by
     name, as a function, by `LINKWEAVE_ALGORITHM`, or by measured times."""
 
+    pulls: bool = False
+    """Whether CPU ranks read long inputs straight from each other's memory, by no plan: where each
+    byte has one reader and all ranks can read or be read at once. Elsewhere a slot that is written
+    once serves several readers, or several ranks copy for one."""
+
     @property
     def sides(self) -> int:
         """Messages in a rank's buffer: 2 where one is sent and another one received."""
@@ -146,12 +151,12 @@ _ALL = (
         goal=lambda size, root, rank, index: 1 << index % size if rank == root else None,
     ),
     Collective(
-        "scatter", Layout.PER_RANK, root="rank",
+        "scatter", Layout.PER_RANK, root="rank", pulls=True,
         gives=lambda size, root, rank, index: bool(rank == root),
         goal=lambda size, root, rank, index: 1 << root if rank == index % size else None,
     ),
     Collective(
-        "alltoall", Layout.PER_PAIR,
+        "alltoall", Layout.PER_PAIR, pulls=True,
         gives=lambda size, root, rank, index: rank == index % (size * size) // size,
         goal=_to_pair,
     ),

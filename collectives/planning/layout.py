@@ -34,13 +34,20 @@ def block_table(
     if layout is Layout.PER_RANK:
         of_ranks = np.array([nbytes // size] * size if sizes is None else sizes, np.int64)
         return np.stack([np.cumsum(of_ranks) - of_ranks, of_ranks], axis=1)
-    matrix = np.full((size, size), nbytes // size, np.int64) if sizes is None else np.array(sizes)
+    matrix = _matrix(size, nbytes, sizes)
     table = np.zeros((size, size, 2), np.int64)
     table[:, :, 1] = matrix
     sent, received = matrix[rank], matrix[:, rank]
     table[rank, :, 0] = np.cumsum(sent) - sent
     table[:, rank, 0] = sent.sum() + np.cumsum(received) - received
     return table.reshape(-1, 2)
+
+
+def _matrix(size: int, nbytes: int, sizes: Sizes | None) -> NDArray[np.int64]:
+    """[source, target]: bytes of each block of an all-to-all."""
+    if sizes is None:
+        return np.full((size, size), nbytes // size, np.int64)
+    return np.array(sizes, np.int64)
 
 
 class Staging(NamedTuple):
@@ -86,6 +93,34 @@ def staging(
     before, own = int(pairs[rank, :rank, 1].sum()), int(pairs[rank, rank, 1])
     kept_at = int(pairs[rank, rank, 0])
     return Staging(0, sent, before, kept_at, own, sent, received, sent + received)
+
+
+def reads(
+    collective: str, size: int, rank: int, nbytes: int, sizes: Sizes | None = None, root: Root = 0
+) -> NDArray[np.int64]:
+    """What a rank's result consists of, if nothing is combined; arguments as those of `staging`.
+
+    Returns [n, 4]: (rank, offset in its input, offset in the result, bytes). The ranks begin with
+    different peers.
+    """
+    kind = COLLECTIVES[collective]
+    if kind.layout is Layout.PER_PAIR:
+        matrix = _matrix(size, nbytes, sizes)
+        counts = matrix[:, rank]
+        starts = matrix[:, :rank].sum(axis=1), np.cumsum(counts) - counts
+        found = np.stack([np.arange(size), *starts, counts], axis=1)
+    else:  # a block lies at the same offset in all messages
+        table = block_table(collective, size, rank, nbytes, sizes)
+        get = staging(collective, size, rank, nbytes, sizes, root).get
+        goals = [kind.goal(size, root, rank, block) for block in range(len(table))]
+        wanted = [(block, goal.bit_length() - 1) for block, goal in enumerate(goals) if goal]
+        puts = {p: staging(collective, size, p, nbytes, sizes, root).put for _, p in wanted}
+        found = np.array([
+            (peer, table[block, 0] - puts[peer], table[block, 0] - get, table[block, 1])
+            for block, peer in wanted
+        ], np.int64).reshape(-1, 4)  # fmt: skip
+    found = found[np.argsort((found[:, 0] - rank) % size, kind="stable")]
+    return np.ascontiguousarray(found[found[:, 3] > 0])
 
 
 def chunk_bytes(table: NDArray[np.int64], num_chunks: int) -> int:

@@ -32,6 +32,7 @@ from linkweave.kernels.atomics import (
     fence,
     futex_wait,
     load_acquire,
+    read_process,
     sched_yield,
     store_release,
 )
@@ -47,12 +48,13 @@ from linkweave.kernels.plan.counters import (
 
 SEND, REDUCE, COPY, SIGNAL, WAIT = 0, 1, 2, 3, 4
 DIFFERS = 3  # the result of `call` if the ranks' requests differ
+UNREADABLE = 4  # its result if a rank could not read a peer's memory; no input has changed
 
 # Fields of `state`, one int64 each.
 OWN, SOURCE, NBYTES = 0, 1, 2  # address of the buffer; of the values (0: in place); bytes of these
 NUM_CHUNKS, STRIDE, UNITS, CHUNK_BYTES = 3, 4, 5, 6
 SLOTS, SLOT_BYTES, ITEM, COMBINE, DIVISOR = 7, 8, 9, 10, 11
-DIRECT = 12  # 1: ranks access each other's buffers directly if all are in shared memory
+DIRECT = 12  # 1: ranks access each other's buffers directly if all are in shared memory; or PULLED
 ABORT, BELL, BASE = 13, 14, 15  # addresses of the abort word, our bell, the shared memory
 NONTEMPORAL = 16  # 1: copy with stores that bypass the caches
 FINALS = 17  # address of [tracks] counters of completed chunks, or 0
@@ -67,8 +69,13 @@ PUT = 27  # offset in the buffer to which the values at SOURCE are copied
 SHIFT = 28  # from where chunks lie in the buffer to where they are copied and combined
 KEEP_FROM, KEEP_TO, KEEP_NBYTES = 29, 30, 31  # offsets: what is copied there from the buffer
 OUT, GET, OUT_NBYTES = 32, 33, 34  # address to which the result at offset GET is copied; 0: none
-STATE_FIELDS = 35
+PULL = 35  # 1: ranks read each other's inputs, if all can be read, and the plan is not run
+INPUT, RESULT = 36, 37  # addresses of the input and the result of such a call
+STATE_FIELDS = 38
 
+PULLED = 2  # `state[DIRECT]` once all ranks have agreed to read each other's inputs
+HIDDEN, BLIND = -1, -2  # in place of an address: nobody may read the input; we cannot read others'
+_PIECE = 16 << 20  # bytes that are read before this rank looks whether another one has given up
 POST, AGREE, RUN, FINISH = 0, 1, 2, 3  # stages
 
 # Columns of `cursor`: how often each connection's two ends have acted, over all calls.
@@ -206,6 +213,41 @@ def _advance(
     return found
 
 
+@njit(nogil=True, cache=True)
+def pull(dst, pid, src, nbytes, abort):
+    """Copy from private memory of another process, until the word at `abort` is set (0: whatever
+    happens); returns whether all of it could be read."""
+    while nbytes > 0:
+        if abort and load_acquire(abort) != 0:
+            return True
+        done = read_process(pid, dst, src, min(nbytes, _PIECE))
+        if done <= 0:
+            return False
+        dst, src, nbytes = dst + done, src + done, nbytes - done
+    return True
+
+
+@njit(nogil=True, cache=True)
+def _pull_all(state, address, notices, reads, pids):
+    """Read this rank's result from the inputs of all ranks; returns whether they could be read."""
+    offset = address + 1
+    for i in range(reads.shape[0]):
+        peer, nbytes = reads[i, 0], reads[i, 3]
+        dst = state[RESULT] + reads[i, 2]
+        if peer == state[RANK]:
+            src = state[INPUT] + reads[i, 1]
+        elif notices[peer, offset] >= 0:
+            src = state[BASE] + notices[peer, offset] + reads[i, 1]
+        else:
+            src = notices[peer, address] + reads[i, 1]
+            if not pull(dst, pids[peer], src, nbytes, state[ABORT]):
+                return False
+            continue
+        if src != dst:
+            move(dst, src, nbytes, state[NONTEMPORAL] != 0)
+    return True
+
+
 @njit(inline="always")
 def _is_there(finals, needs, layer):
     """Whether each track has completed the chunks that a layer needs."""
@@ -217,15 +259,18 @@ def _is_there(finals, needs, layer):
 
 @njit(nogil=True, cache=True)
 def call(
-    state, notice, notices, others, bells, waiters, needs,
+    state, notice, notices, others, bells, waiters, needs, reads, pids,
     code, blocks, flag, slot, origin, pushed, cursor, at, peers, table,
 ):  # fmt: skip
-    """Make a call, or continue one that returned IDLE: returns DONE, DIFFERS, IDLE or ABORTED.
+    """Make a call, or continue one that returned IDLE: returns DONE, DIFFERS, IDLE, ABORTED or
+    UNREADABLE.
 
-    All arrays are int64 except `code` (int32). Agreement: `notice` [words] is this rank's request,
-    whose last word is the offset of its buffer in shared memory, or -1; `notices` [ranks, words]
-    holds all requests. `others` [2, ranks - 1] are the addresses of the other ranks' counters of
-    posted and finished calls, `bells` those of their bells.
+    All arrays are int64 except `code` (int32). Agreement: `notice` [words] is this rank's request.
+    Its last word is the offset of its buffer in shared memory, or -1; the one before it the address
+    of an input that other ranks may read, or `HIDDEN`, or `BLIND`. `notices` [ranks, words] holds
+    all requests; the word behind them is 1 if a rank could not read what it had to. `others`
+    [2, ranks - 1] are the addresses of the other ranks' counters of posted and finished calls,
+    `bells` those of their bells.
 
     Gradient queue: `waiters` [layers] are the addresses of the bells on which threads wait for a
     layer, `needs` [layers, tracks] the chunks that each track must have completed for it; both are
@@ -241,15 +286,25 @@ def call(
     chunks of the ranks from which the data originates; a SEND over a `pushed` connection writes the
     receiver's chunk, and the COPY there does nothing. Such a call ends when all ranks have
     finished. Any other call may end earlier, as the data for the other ranks is in their slots.
+
+    A call that pulls does not run the plan if all inputs can be read. Each of `reads` [n, 4] is
+    (rank, offset in its input, offset in our result, bytes); the offset in the notice is then that
+    of the input. `pids` [ranks] are the ranks' processes. It ends when all ranks have finished.
     """
     number, offset = state[NUMBER], notice[notice.size - 1]
+    address = notice.size - 2
     if state[STAGE] == POST:
         for i in range(notice.size):
             notices[state[RANK], i] = notice[i]
+        notices[state[RANK], notice.size] = 0
         store_release(state[POSTED], number)
         state[STAGE], state[AWAITED], state[SLEPT] = AGREE, 0, 0
-        state[DIRECT] = state[DIRECT] != 0 and offset >= 0
-        if not state[DIRECT] and not state[SOURCE]:
+        state[DIRECT] = state[DIRECT] != 0 and offset >= 0 and not state[PULL]
+        if (
+            not state[DIRECT]
+            and not state[SOURCE]
+            and (not state[PULL] or notice[address] == HIDDEN)
+        ):
             _advance(
                 state, True, code, blocks, flag, slot, origin, pushed, cursor, at, peers, table
             )  # fmt: skip
@@ -265,13 +320,25 @@ def call(
                 i += 1
             state[AWAITED] = i
             if i == others.shape[1]:
+                pulled, sighted, shared = state[PULL] != 0, True, True
                 for r in range(notices.shape[0]):
-                    for w in range(notice.size - 1):
+                    for w in range(address):
                         if notices[r, w] != notice[w]:
                             return DIFFERS
+                    pulled = pulled and notices[r, address] != HIDDEN
+                    sighted = sighted and notices[r, address] != BLIND
+                    shared = shared and notices[r, address + 1] >= 0
                     peers[r] = state[BASE] + notices[r, notice.size - 1]
                     if notices[r, notice.size - 1] < 0:
                         state[DIRECT] = 0
+                if pulled and (sighted or shared):
+                    state[DIRECT] = PULLED
+                    if not _pull_all(state, address, notices, reads, pids):
+                        notices[state[RANK], notice.size] = 1
+                    store_release(state[FINISHED], number)
+                    state[STAGE], state[AWAITED] = FINISH, 0
+                    ring(bells)
+                    continue
                 put = state[OWN] + state[PUT]
                 if state[SOURCE] and state[SOURCE] != put:
                     copy_bytes(put, state[SOURCE], state[NBYTES])
@@ -303,6 +370,12 @@ def call(
                 i += 1
             state[AWAITED] = i
             if i == others.shape[1]:
+                if state[DIRECT] == PULLED:
+                    if load_acquire(state[ABORT]) != 0:  # a rank has gone, perhaps before we read
+                        return ABORTED
+                    for r in range(notices.shape[0]):
+                        if notices[r, notice.size] != 0:
+                            return UNREADABLE
                 return DONE
         if moved:
             if idle > yields:

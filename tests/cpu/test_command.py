@@ -315,7 +315,7 @@ def test_bench_checks_and_writes_json(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]
     assert {r["size"] for r in rows} == {1020}  # whole blocks of three ranks
-    assert {r["collective"] for r in rows} == {*PUBLIC}
+    assert {r["collective"] for r in rows} == {*messages.KINDS}
     assert {"linkweave", "linkweave empty", "gloo", "gloo default"} <= {r["library"] for r in rows}
     assert all(r["wrong"] == 0 and r["time_us"] > 0 for r in rows)
     assert "#wrong" in done.stdout and "busbw" in done.stdout
@@ -337,11 +337,12 @@ WANTED = {  # of four elements on two ranks: 0 1 2 3 and 1 2 3 4, or 0 1 and 1 2
     "reduce": [[1, 3, 5, 7], None], "allgather": [[0, 1, 1, 2]] * 2,
     "reduce_scatter": [[1, 3], [5, 7]], "alltoall": [[0, 1, 1, 2], [2, 3, 3, 4]],
     "gather": [[0, 1, 1, 2], None], "scatter": [[0, 1], [2, 3]],
+    "allgatherv": [[0, 1, 2, 1]] * 2, "alltoallv": [[0, 1, 2, 1], [3, 2, 3, 4]],  # parts of 3 and 1
 }  # fmt: skip
 
 
 def test_what_the_benchmark_of_collectives_wants() -> None:
-    assert WANTED.keys() == {*messages.KINDS} == {*PUBLIC}
+    assert WANTED.keys() == {*messages.KINDS} == {*PUBLIC, "allgatherv", "alltoallv"}
     for kind, rows in WANTED.items():
         for rank, row in enumerate(rows):
             found = messages.wanted(kind, rank, 2, 4)

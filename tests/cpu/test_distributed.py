@@ -190,6 +190,18 @@ def wrong_lists(rank: int) -> list[str]:
     return [*said, str(y.item())]
 
 
+def uneven(rank: int) -> list[list[float]]:
+    shapes = [(r % 2 + 1, 3 - r) for r in range(3)]
+    every = [torch.zeros(shape) for shape in shapes]
+    dist.all_gather(every, torch.full(shapes[rank], rank + 1.0))
+    return [x.flatten().tolist() for x in every]
+
+
+@pytest.mark.parametrize("machines", [(), (0, 0, 1)])
+def test_an_all_gather_of_unequal_tensors(machines: tuple[int, ...]) -> None:
+    assert run(3, uneven, machines=machines) == [[[1.0] * 3, [2.0] * 4, [3.0]]] * 3
+
+
 def test_wrong_lists_of_a_root_keep_nobody_waiting() -> None:
     root, other = run(2, wrong_lists)
     assert root[0] == "ValueError: gather: 1 tensors for 2 ranks"

@@ -1,4 +1,4 @@
-"""The example and the benchmark of training in plain PyTorch, by DDP and by FSDP2."""
+"""The examples in plain PyTorch: training by DDP and FSDP2, decoding by DTensor."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
 import ddp  # noqa: E402
+import decode  # noqa: E402
 
 
 @pytest.mark.parametrize(("backend", "words"), [
@@ -57,10 +58,21 @@ def test_fsdp_on_four_ranks_learns_the_same_as_one_process() -> None:
     assert alone < 3  # a guess among all characters costs 4.2
 
 
+def decoded(rank: int) -> list[float]:
+    return decode.measure(width=128, layers=2, tokens=8, rounds=2)  # raises if they differ
+
+
+def test_ranks_decode_what_one_of_them_decodes_alone() -> None:
+    for rates in run(2, decoded):
+        assert len(rates) == 2 and min(rates) > 0
+
+
 @pytest.mark.slow
-def test_the_benchmark_prints_and_writes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharded", [[], ["--fsdp"]])
+def test_the_benchmark_prints_and_writes(sharded: list[str], tmp_path: Path) -> None:
     out = tmp_path / "ddp.json"
-    done = CliRunner().invoke(app, f"bench ddp -n 2 -s 64K -r 2 --out {out}".split())
+    words = [*f"bench ddp -n 2 -s 64K -r 2 --out {out}".split(), *sharded]
+    done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     rows = json.loads(out.read_text())["rows"]
     assert [row["backend"] for row in rows] == ["gloo", "linkweave"]

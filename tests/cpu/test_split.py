@@ -16,6 +16,7 @@ from linkweave.collectives import CollectiveError
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.runtime.cpu.mapping import Mapping
 from linkweave.topology import GpuId, Topology, load
+from tests.cpu.helpers import error_of
 
 RANKS = 5
 
@@ -52,6 +53,20 @@ def one_of_its_own(rank: int) -> int:
 
 def test_a_part_of_one_rank() -> None:
     assert collectives.spawn(one_of_its_own, 3) == [1, 1, 1]
+
+
+def not_neighbours(rank: int) -> str:
+    comm = get_default()
+    said = error_of(comm.split, rank % 2)
+    comm.allreduce(x := np.ones(3, np.float32))
+    with comm.split(rank // 2) as pair:
+        pair.allreduce(x)
+    return f"{said}: {x[0]}"
+
+
+def test_ranks_that_no_link_joins_are_not_split_off() -> None:
+    said = "ranks [0, 2] cannot be split from the others: no links of ring-4 join them: 8.0"
+    assert collectives.spawn(not_neighbours, 4, "ring-4") == [said] * 4
 
 
 def no_color(rank: int) -> str:

@@ -21,6 +21,7 @@ from linkweave.kernels.plan.counters import add_one
 # Byte offsets of the fields of a rank's control block. Words that different ranks write, or that
 # several ranks poll, are 128 bytes apart: CPUs fetch cache lines in adjacent pairs.
 BELL, POSTED, FINISHED, PID, GONE, CLOSED, WAITS, BEATS = 0, 128, 256, 384, 392, 400, 408, 416
+BASE = 424
 NOTICE, GPU_CALLS, MESSAGES, LAST_WORDS = 512, 768, 1024, 3072
 _LEFT = 64  # byte offset in the page of abort words: the number of ranks that have left
 MAX_MESSAGE = 1008
@@ -50,6 +51,7 @@ class Arena:
         self._released: dict[int, list[int]] = {}  # size -> offsets
         self._handles: dict[int, int] = {}  # peer -> pidfd
         self._lock = threading.Lock()
+        self.words(self.control(rank) + BASE, 1)[0] = self.base
         self.words(self.control(rank) + PID, 1)[0] = os.getpid()
 
     @staticmethod
@@ -205,6 +207,12 @@ class Arena:
     def pid(self, rank: int) -> int:
         """A rank's process id; 0 before the rank has opened the arena."""
         return int(self.words(self.control(rank) + PID, 1)[0])
+
+    def readable(self) -> bool:
+        """Whether this process may read the memory of all ranks' processes (`process_vm_readv`):
+        Yama, a container or another PID namespace may refuse it."""
+        bases = [int(self.words(self.control(rank) + BASE, 1)[0]) for rank in range(self.size)]
+        return all(self.mapping.is_at(base, self.pid(rank)) for rank, base in enumerate(bases))
 
     def closed(self, rank: int) -> bool:
         """Whether a rank has closed this communicator or one that it is a part of."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,12 +24,15 @@ from linkweave.kernels.plan import counters
 from linkweave.kernels.plan import interpreter as kernel
 from linkweave.kernels.plan.combine import combine_address
 
+log = logging.getLogger("linkweave")
+
 _LINE = 128
 SLOT_BYTES = MEMORY_CHUNK
 NONTEMPORAL_BYTES = 4 << 20
 """Messages of at least this size are copied with non-temporal stores (`interpreter.move`)."""
 _IDLE = counters.SLEEPS * counters.SLEEP_NS * 1e-9  # s of sleep before `call` returns IDLE
 _NO_BELLS, _NO_NEEDS = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
+_NO_READS = np.zeros((0, 4), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ class Ready:
     was planned for (`HostCalls._choice`); `needs` [layers, tracks] is the layer-chunk table of a
     gradient queue (`planning.completion.table`); `writes` says whether this rank copies or combines
     any chunk of the message, and `clean`, whether only such as lie in its result and are read by
-    no other rank, so that the result may lie elsewhere.
+    no other rank, so that the result may lie elsewhere. `reads` are those of `interpreter.call`.
     """
 
     region: Region
@@ -71,6 +75,7 @@ class Ready:
     needs: NDArray[np.int64] | None
     writes: bool
     clean: bool
+    reads: NDArray[np.int64]
 
     @property
     def num_chunks(self) -> int:
@@ -84,7 +89,17 @@ class Ready:
     @property
     def direct(self) -> bool:
         """Whether the last call read and wrote the ranks' buffers directly, without slots."""
-        return bool(self.state[kernel.DIRECT])
+        return bool(self.state[kernel.DIRECT] == 1)
+
+    @property
+    def pulls(self) -> bool:
+        """Whether ranks read each other's inputs, if they can."""
+        return bool(self.state[kernel.PULL])
+
+    @property
+    def pulled(self) -> bool:
+        """Whether they did so in the last call."""
+        return bool(self.state[kernel.DIRECT] == kernel.PULLED)
 
 
 def memory_of(encoded: Encoded) -> int:
@@ -103,6 +118,15 @@ class CpuExecutor:
         self.control, self.ranks = control, (control.rank,)
         self._own: dict[Plan, Region] = {}
         self.rank, self.size, self.arena = control.rank, control.size, control.arena
+        self._pids = np.zeros(self.size, np.int64)
+        self._readable: bool | None = None  # None: not tried yet
+
+    def readable(self) -> bool:
+        """Whether this rank may read the other ranks' memory. All ranks have opened the arena."""
+        if self._readable is None:
+            self._pids[:] = [self.arena.pid(r) for r in range(self.size)]
+            self._readable = self.arena.readable()
+        return self._readable
 
     def execute(self, plan: Plan, buffers: Sequence[Buffer], op: str = "sum") -> None:
         (buffer,) = buffers
@@ -113,7 +137,7 @@ class CpuExecutor:
             _, told = self.control.gather((0,), start.to_bytes(8, "little"))
             self._own[template] = self.load(encoded, int.from_bytes(told[0], "little"))
         where = block_table(plan.collective, plan.size, self.rank, buffer.nbytes)
-        notice = np.array([plan.num_chunks, buffer.nbytes, -1], np.int64)
+        notice = np.array([plan.num_chunks, buffer.nbytes, -1, -1], np.int64)
         region, name = self._own[template], plan.algorithm
         staged = staging(
             plan.collective, plan.size, self.rank, buffer.nbytes, root=plan.root
@@ -149,9 +173,11 @@ class CpuExecutor:
         self, region: Region, notice: NDArray[np.int64], table: NDArray[np.int64], num_chunks: int,
         buffer: Buffer, op: str, label: str, staged: Staging,
         needs: NDArray[np.int64] | None = None, choice: tuple[object, ...] = (),
+        reads: NDArray[np.int64] | None = None,
     ) -> Ready:  # fmt: skip
-        """Prepare a call of `num_chunks` chunks; `table` is its `block_table`, and `staged` says
-        where its input and result lie.
+        """Prepare a call of `num_chunks` chunks; `table` is its `block_table`, `staged` says where
+        its input and result lie, and `reads` what to read from other ranks' inputs, if they allow
+        it.
 
         Raises CollectiveError if a chunk does not fit a slot.
         """
@@ -175,6 +201,7 @@ class CpuExecutor:
         state[kernel.KEEP_FROM], state[kernel.KEEP_TO] = staged.keep_from, staged.keep_to
         state[kernel.KEEP_NBYTES] = staged.kept
         state[kernel.GET], state[kernel.OUT_NBYTES] = staged.get, staged.result
+        state[kernel.PULL] = reads is not None
         written, sent = (
             {chunk % len(table) for chunk in chunks} for chunks in encoded.accesses(self.rank)
         )
@@ -184,21 +211,26 @@ class CpuExecutor:
             for first, nbytes in table[sorted(written)].tolist() if nbytes
         )  # fmt: skip
         return Ready(
-            region, notice, state, table, label, staged, choice, needs, bool(written), clean
+            region, notice, state, table, label, staged, choice, needs, bool(written), clean,
+            _NO_READS if reads is None else reads,
         )  # fmt: skip
 
     def run(
         self, ready: Ready, address: int, source: int = 0, shift: int = 0, out: int = 0,
-        layer_counters: LayerCounters | None = None,
+        given: int = 0, result: int = 0, layer_counters: LayerCounters | None = None,
     ) -> bool:  # fmt: skip
         """Agree with all ranks on a call and carry it out; False if the ranks' calls differ.
 
         Works on the message at `address`, to which the input at `source` is copied first, if there
         is one. Chunks are copied and combined `shift` bytes from where they lie in the message. In
         the end, the result is copied to `out`, if that is given. If the calls differ, nothing is
-        written. `ready.notice` ends with the message's offset in shared memory; if all ranks have
-        one and the plan allows it, they read each other's directly. Final chunks are counted in
-        `layer_counters`, which must have begun. Raises CollectiveTimeout or CollectiveAborted.
+        written. `ready.notice` ends with an address at which other ranks may read this rank's
+        input, and the message's offset in shared memory; -1 stands for none. If all ranks have an
+        offset and the plan allows it, they read each other's messages directly. In a call that
+        pulls, they read the inputs, each its `result` from those at `given`, if all can be read:
+        the offset is then the input's.
+        Final chunks are counted in `layer_counters`, which must have begun.
+        Raises CollectiveTimeout or CollectiveAborted.
         """
         control, region, state = self.control, ready.region, ready.state
         encoded = region.encoded
@@ -207,6 +239,7 @@ class CpuExecutor:
         state[kernel.STAGE] = kernel.POST
         state[kernel.OWN], state[kernel.SOURCE] = address, source
         state[kernel.SHIFT], state[kernel.OUT] = shift, out
+        state[kernel.INPUT], state[kernel.RESULT] = given, result
         state[kernel.DIRECT], state[kernel.ROUNDS] = encoded.direct, control.yields
         waiters, needs = _NO_BELLS, _NO_NEEDS
         state[kernel.FINALS] = 0
@@ -231,7 +264,8 @@ class CpuExecutor:
         while True:
             status = control.interruptible(
                 kernel.call, state, ready.notice, control.notices[control.number % 2],
-                control.others, control.bells, waiters, needs, region.code, ready.blocks,
+                control.others, control.bells, waiters, needs, ready.reads, self._pids,
+                region.code, ready.blocks,
                 region.flag, region.slot, encoded.origin, encoded.pushed, region.cursor, region.at,
                 region.peers, region.table,
             )  # fmt: skip
@@ -239,6 +273,10 @@ class CpuExecutor:
                 return True
             if status == kernel.DIFFERS:
                 return False
+            if status == kernel.UNREADABLE:  # all ranks see it, and make the call anew by the plan
+                log.info("rank %d: not all memory can be read; slots are used", self.rank)
+                self._readable, ready.notice[-2:] = False, -1
+                return self.run(ready, address, source, shift, out, given, result, layer_counters)
             progress = int(region.cursor.sum()) + int(state[kernel.STAGE])
             if progress != before:
                 before, start = progress, time.monotonic() - _IDLE
@@ -250,13 +288,13 @@ def compile_kernels() -> None:
     combine_address("float32", "sum")
     word, pairs = np.zeros(2, np.int64), np.zeros((0, 2), np.int64)
     none, state = word[:0], np.zeros(kernel.STATE_FIELDS, np.int64)
-    notices = np.full((2, 2), -1, np.int64)[:, :1]  # rows apart, as several ranks have them
+    notices = np.full((2, 4), -1, np.int64)[:, :3]  # rows apart, as several ranks have them
     finished = np.zeros(1, np.int64)
     state[kernel.STRIDE] = state[kernel.UNITS] = 1
     state[kernel.FINISHED] = state[kernel.POSTED] = finished.ctypes.data
     kernel.call(
-        state, np.full(1, -1, np.int64), notices,
-        np.zeros((2, 0), np.int64), none, none, np.zeros((0, 0), np.int64),
+        state, np.full(2, -1, np.int64), notices,
+        np.zeros((2, 0), np.int64), none, none, np.zeros((0, 0), np.int64), _NO_READS, none,
         np.array([0, 1], np.int32), pairs, pairs, none, none, none,
         np.zeros((0, 6), np.int64), np.zeros((0, 3), np.int64), word, word,
     )  # fmt: skip

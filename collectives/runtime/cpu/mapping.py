@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.kernels.plan.counters import claim, read_counter
+from linkweave.kernels.plan.interpreter import pull
 
 PAGE = 4096
 SEGMENT = 64 << 20  # bytes of address space, not of memory
@@ -130,6 +131,12 @@ class Mapping:
         """The offset in the file of `nbytes` at a local address; -1 if they are not in it."""
         offset = address - self.base
         return offset if offset >= 0 and offset + nbytes <= self.nbytes else -1
+
+    def is_at(self, base: int, pid: int) -> bool:
+        """Whether this process can read the file where another one has mapped it."""
+        found = np.zeros(32, np.uint8)
+        read = pull(int(found.ctypes.data), pid, base + _TAG, found.nbytes, 0)
+        return bool(read) and bool((found == self.at(_TAG, found.nbytes)).all())
 
     def populate(self, start: int, nbytes: int) -> None:
         """Allocate a range of whole pages now: page faults cost more than a transfer."""
