@@ -156,15 +156,15 @@ class Sharded(Trained):
 
     @cached_property
     def _layer(self) -> tuple[Any, Any]:
-        """A layer, and a rank's shard of it."""
-        weight = self._layers[0].weight
-        return weight.full_tensor().detach().flatten(), weight.to_local().detach().flatten()
+        """Copies of a layer and of this rank's shard of it."""
+        weight = self._layers[0].weight.detach()
+        return weight.full_tensor().flatten(), weight.to_local().flatten().clone()
 
     def collectives(self) -> None:
         import torch.distributed as dist
 
         whole, shard = self._layer
-        for _ in range(2 * LAYERS - 1):  # the last layer stays whole for the backward pass
+        for _ in range(2 * LAYERS):  # in each pass
             dist.all_gather_single(whole, shard, group=self._group)
         for _ in range(LAYERS):
             dist.reduce_scatter_single(shard, whole, group=self._group)
