@@ -83,7 +83,7 @@ class Uneven(NamedTuple):
     given: int
     rows: int
     nbytes: int
-    sizes: Sizes
+    sizes: Sizes | None
     parts: int
 
 
@@ -196,7 +196,9 @@ class HostCalls:
         self._known.move_to_end(key)
         with self._guard, self.trace.call(ready.label):
             self._order = self.next_order() if order is None else order
-            return self._make(ready, address, result, assumed=kind == "alltoall" and parts != 0)
+            return self._make(
+                ready, address, result, assumed=kind == "alltoall" and sizes is not None
+            )
 
     def known_sizes(self, key: tuple[object, ...] | None) -> Uneven | None:
         """The sizes of the last call of this `rows.splits_key`."""
@@ -236,6 +238,27 @@ class HostCalls:
                 self._known.move_to_end(key)
             with self.trace.call(ready.label):
                 self._run(ready, request)
+
+    def meet(
+        self, kind: str, mine: NDArray[np.uint8], word: int = 0,
+        result: NDArray[np.uint8] | None = None,
+    ) -> None:  # fmt: skip
+        """A "gather" of bytes on rank 0 as its `result`, or a "broadcast" of its bytes. Raises
+        CollectiveError on all ranks unless they bring the same `word`."""
+        address, gathers = int(mine.ctypes.data), kind == "gather"
+        whole = mine.nbytes * (self.size if gathers else 1)
+        target = int(result.ctypes.data) if result is not None else 0
+        known = Uneven(0, 0, whole, None, word)
+        at = target if gathers else None
+        if self.repeat(kind, address, whole, NOTHING.dtype, "sum", 0, "auto", at, known):
+            return
+        given = Buffer(address, mine.nbytes, NOTHING.dtype, 1, mine)
+        request = self.request(kind, replace(given, nbytes=whole), "sum", parts=word)
+        if gathers:
+            got = None if result is None else replace(given, address=target, nbytes=whole)
+            self.stage(request, given, got)
+        else:
+            self.make(request)
 
     def agree_on(self, request: Request) -> None:
         """Compare with all ranks a call that another object carries out."""

@@ -47,7 +47,7 @@ def alltoallv(context: HostCalls, x: Any, out: Any, in_splits: Any, out_splits: 
         sizes = tuple(tuple(n * row for n in split) for split in splits)
         largest = max(map(max, sizes))
         like = replace(buffer, nbytes=largest * context.size)  # a size that all ranks agree on
-        request = context.request("alltoall", like, "sum", parts=sizes_checksum((row, *sizes)))
+        request = context.request("alltoall", like, "sum", parts=sizes_checksum((row, *splits)))
         found = Uneven(len(x), sum(receives), like.nbytes, sizes, request.parts)
         context.remember_sizes(key, found)
         context.assumes = {*expected} == {request.parts}

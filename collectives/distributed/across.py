@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch._C._distributed_c10d as c10d
 
 from linkweave.collectives.distributed.combine import combined, gloo_op
@@ -32,12 +33,31 @@ class Across:
         "avg" is the sum; its caller divides. 16-bit floats are rounded at each step of gloo's ring.
         """
         if op in ("min", "max") and x.is_floating_point():  # gloo's may lose a NaN
-            every = x.new_empty((self.size, x.numel()))
-            got = self.allgather(x.view(-1), every)
-            return Handle(got.wait, lambda: x.view(-1).copy_(combined(every, op)))
+            return self._in_parts(x.view(-1), op)
         options = c10d.AllreduceOptions()
         options.reduceOp = gloo_op(op, x)
         return Handle(self._group.allreduce([x], options).wait)
+
+    def _in_parts(self, x: Any, op: str) -> Handle:
+        """An all-reduce in which each machine combines one part and gathers the others'."""
+        width = -(-x.numel() // self.size)
+        mine = x.new_zeros((self.size, width))
+        mine.view(-1)[: x.numel()] = x
+        got = torch.empty_like(mine)
+
+        def after() -> None:
+            self.allgather(combined(got, op), mine).wait()
+            x.copy_(mine.view(-1)[: x.numel()])
+
+        return Handle(self.alltoall(mine, got).wait, after)
+
+    def reduce(self, x: Any, op: str, root: int) -> Handle:
+        """`allreduce` whose result only machine `root` gets; that of the others is undefined."""
+        if op in ("min", "max") and x.is_floating_point():
+            return self.allreduce(x, op)
+        options = c10d.ReduceOptions()
+        options.reduceOp, options.rootRank = gloo_op(op, x), root
+        return Handle(self._group.reduce([x], options).wait)
 
     def broadcast(self, x: Any, root: int) -> Handle:
         """Copy `x` of machine `root` to all."""

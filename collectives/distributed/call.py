@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from linkweave.collectives.distributed.combine import combined
+from linkweave.collectives.distributed.combine import combined, undivided
 
 _LONG = 200  # characters
+_NOTHING = np.zeros(0, np.uint8)
 
 
 class Unequal(Exception):
@@ -42,15 +46,19 @@ class Call:
     def small(self) -> bool:
         return self.values is not None
 
-    def written(self) -> bytes:
-        return bytes(self.values.view(torch.uint8).numpy())
+    @cached_property
+    def word(self) -> int:
+        """A checksum of what is asked for."""
+        return int.from_bytes(blake2b(self.asked.encode(), digest_size=7).digest(), "little")
 
-    def read(self, data: bytes) -> Any:
-        return torch.frombuffer(bytearray(data), dtype=self.values.dtype)
+    @cached_property
+    def bytes(self) -> NDArray[np.uint8]:
+        """The memory of the values."""
+        found = _NOTHING if self.values is None else self.values.view(torch.uint8).numpy()
+        return np.asarray(found)
 
-    def combined(self, every: Sequence[bytes], size: int) -> bytes:
-        """The total of the machines' values, combined in their order, as bytes."""
-        total = combined(torch.stack([self.read(data) for data in every]), self.op)
-        if self.op == "avg":
-            total = total.div_(size)
-        return bytes(total.view(torch.uint8).numpy())
+    def combine(self, rows: NDArray[np.uint8]) -> None:
+        """Combine rows of bytes, in their order, to the values; an average is not divided."""
+        if self.values is not None:
+            every = torch.from_numpy(rows).view(self.values.dtype)
+            self.values.copy_(combined(every, undivided(self.op)))

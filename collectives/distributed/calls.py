@@ -30,6 +30,16 @@ def _along(*tensors: Any) -> Any:
     return torch.cat(tensors) if 0 < sum(x.nbytes for x in tensors) <= SMALL else None
 
 
+def _apart(flat: Flat, first: int, nbytes: int) -> Any:
+    """The bytes of a tensor among zeros, from `first` on, if as many as `nbytes` can go along with
+    a comparison, else None: their sum over all ranks has everyone's."""
+    if not 0 < nbytes <= SMALL:
+        return None
+    values = torch.zeros(nbytes, dtype=torch.uint8)
+    values[first : first + flat.nbytes] = flat.tensor.view(torch.uint8)
+    return values
+
+
 def _result(x: Any, shape: tuple[int, ...], out: Any) -> Any:
     """`out`, or a new tensor. Raises CollectiveError if `out` does not fit or overlaps `x`."""
     result = output_for(x, shape, out)
@@ -154,7 +164,7 @@ def reduce(comm: Connections, x: Any, op: Any, root: Any, out: Any) -> Call:
 
     def body() -> Any:
         whole = source.tensor.clone()
-        comm.pieces.allreduce(whole, op)
+        comm.pieces.reduce(whole, op, root)
         return finish(whole)
 
     values = _along(source.tensor)
@@ -178,6 +188,11 @@ def allgather(comm: Connections, x: Any, counts: Any, out: Any) -> Call:
     out = _result(x, shape, out)
     whole = Flat(out)
 
+    def finish(every: Any) -> Any:
+        whole.tensor.view(torch.uint8).copy_(every)
+        whole.done()
+        return out
+
     def body() -> Any:
         if rows is None:
             comm.rows.allgather(flat.tensor, whole.tensor.view(comm.size, -1))
@@ -192,7 +207,9 @@ def allgather(comm: Connections, x: Any, counts: Any, out: Any) -> Call:
         whole.done()
         return out
 
-    return Call(asked, body)
+    row = math.prod(x.shape[1:]) * flat.tensor.element_size()
+    first = sum(rows[: comm.rank]) * row if rows else comm.rank * flat.nbytes
+    return Call(asked, body, _apart(flat, first, whole.nbytes), "sum", finish)
 
 
 def reduce_scatter(comm: Connections, x: Any, op: Any, out: Any) -> Call:
@@ -207,7 +224,13 @@ def reduce_scatter(comm: Connections, x: Any, op: Any, out: Any) -> Call:
         mine.done()
         return out
 
-    return Call(f"reduce_scatter({flat}, {op})", body)
+    def finish(total: Any) -> Any:
+        mine.tensor.copy_(total.view(comm.size, -1)[comm.rank])
+        mine.done()
+        return out
+
+    values = _along(flat.tensor)
+    return Call(f"reduce_scatter({flat}, {op})", body, values, op, finish)
 
 
 def gather(comm: Connections, x: Any, root: Any, out: Any) -> Call:
@@ -217,6 +240,12 @@ def gather(comm: Connections, x: Any, root: Any, out: Any) -> Call:
     whole = Flat(out) if mine else None
     counts = [[int(dst == root) for dst in range(comm.size)] for _ in range(comm.size)]
 
+    def finish(every: Any) -> Any:
+        if whole:
+            whole.tensor.view(torch.uint8).copy_(every)
+            whole.done()
+        return out
+
     def body() -> Any:
         row = flat.tensor.view(1, -1)
         comm.rows.alltoall(row, whole.tensor.view(comm.size, -1) if whole else row[:0], counts)
@@ -224,7 +253,8 @@ def gather(comm: Connections, x: Any, root: Any, out: Any) -> Call:
             whole.done()
         return out
 
-    return Call(f"gather({flat}, root {root})", body)
+    values = _apart(flat, comm.rank * flat.nbytes, comm.size * flat.nbytes)
+    return Call(f"gather({flat}, root {root})", body, values, "sum", finish)
 
 
 def scatter(comm: Connections, x: Any, root: Any, out: Any) -> Call:
@@ -244,12 +274,25 @@ def scatter(comm: Connections, x: Any, root: Any, out: Any) -> Call:
         flat.done()
         return out
 
-    return Call(f"scatter({flat}, root {root})", body)
+    def finish(every: Any) -> Any:
+        flat.tensor.view(torch.uint8).copy_(every.view(comm.size, -1)[comm.rank])
+        flat.done()
+        return out
+
+    values, nbytes = None, comm.size * flat.nbytes
+    if 0 < nbytes <= SMALL:
+        values = source.tensor.view(torch.uint8).clone() if source else torch.zeros(
+            nbytes, dtype=torch.uint8
+        )  # fmt: skip
+    return Call(f"scatter({flat}, root {root})", body, values, "sum", finish)
 
 
 def alltoall(comm: Connections, x: Any, out: Any, in_splits: Any, out_splits: Any) -> Call:
     flat = Flat(x, written=False)
     sends = rows_sent(x, in_splits, comm.size)
+    if in_splits is None and out_splits is None:
+        out = _result(x, tuple(x.shape), out)
+        return exchange(comm, x, [sends] * comm.size, out, "alltoall")
     row, wanted = math.prod(x.shape[1:]), [-1] * comm.size
     if out is not None:
         as_buffer(out)
@@ -293,7 +336,11 @@ def _received(
     return result
 
 
-def exchange(comm: Connections, x: Any, counts: Sequence[Sequence[int]]) -> Call:
+def exchange(
+    comm: Connections, x: Any, counts: Sequence[Sequence[int]], out: Any = None,
+    name: str = "exchange",
+) -> Call:  # fmt: skip
+    """An all-to-all whose `counts` all ranks know."""
     flat, row = Flat(x, written=False), math.prod(x.shape[1:])
     if len(counts) != comm.size:
         raise CollectiveError(f"counts must be of {comm.size} ranks, not {len(counts)}")
@@ -301,19 +348,19 @@ def exchange(comm: Connections, x: Any, counts: Sequence[Sequence[int]]) -> Call
     given = flat.tensor.view(sum(rows_sent(x, counts[comm.rank], comm.size)), row)
 
     def body() -> Any:
-        return _received(comm, x, None, counts, lambda y: comm.rows.alltoall(given, y, counts))
+        return _received(comm, x, out, counts, lambda y: comm.rows.alltoall(given, y, counts))
 
     def finish(every: Any) -> Any:
         parts = every.view(given.dtype).view(-1, row).split([n for of in counts for n in of])
         mine = parts[comm.rank :: comm.size]
-        return _received(comm, x, None, counts, lambda y: torch.cat(mine, out=y))
+        return _received(comm, x, out, counts, lambda y: torch.cat(mine, out=y))
 
     values, total = None, sum(map(sum, counts))
     if 0 < total * row * given.element_size() <= SMALL:
         values, first = given.new_zeros(total, row), sum(map(sum, counts[: comm.rank]))
         values[first : first + len(given)] = given
         values = values.view(-1).view(torch.uint8)  # to which one rank each adds
-    asked = f"exchange({flat.dtype}, rows of {tuple(x.shape[1:])}, counts {counts})"
+    asked = f"{name}({flat.dtype}, rows of {tuple(x.shape[1:])}, counts {counts})"
     return Call(asked, body, values, "sum", finish)
 
 

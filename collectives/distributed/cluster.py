@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -10,6 +9,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+import numpy as np
 import torch._C._distributed_c10d as c10d
 
 from linkweave.collectives.calls.work import Worker
@@ -17,11 +17,10 @@ from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.distributed import calls
 from linkweave.collectives.distributed.across import Across
 from linkweave.collectives.distributed.call import Call, Unequal
-from linkweave.collectives.distributed.combine import undivided
 from linkweave.collectives.distributed.connections import Connections
 from linkweave.collectives.distributed.gloo import gloo_group, timed_out
 from linkweave.collectives.distributed.methods import ClusterCollectives
-from linkweave.collectives.distributed.roll_call import NOTICE, Notice, RollCall
+from linkweave.collectives.distributed.roll_call import GRACE, Notice, RollCall
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.launch.machines import Machines
 from linkweave.collectives.settings import Settings
@@ -29,9 +28,6 @@ from linkweave.collectives.settings import Settings
 LONGER = 1.0
 """Seconds by which a rank waits longer for those of its machine than for data of other machines,
 and the first ranks for each other's notices once more: who knows more speaks first."""
-
-GRACE = 5.0
-"""Seconds for which a machine that has failed waits for the others to tell what they know."""
 
 Meet = Callable[[int, int, Any], Any]
 """Makes the communicator of a rank, of so many, that meet over a store of torch.distributed."""
@@ -72,6 +68,7 @@ class ClusterCommunicator(ClusterCollectives):
         self._numbers = count()
         self._ended = ""  # why no call can be made
         self._patience = settings.timeout + GRACE + 3 * LONGER  # for this machine's first rank
+        machine.calls.control.allowance = self._patience
         self.barrier()
 
     # ---- memory and parts --------------------------------------------------------------------
@@ -129,9 +126,11 @@ class ClusterCommunicator(ClusterCollectives):
                 if mine:
                     raise RuntimeError(str(mine)) from mine  # no other rank knows of it
                 return call.body()
-            outcome, total = self._agree(call, f"rank {self.rank}: {mine}" if mine else "")
-            if outcome.agreed:
-                return call.finish(call.read(total)) if call.small else call.body()
+            compared = self._compared(call, mine)
+            if compared is True:
+                return call.finish(call.values) if call.small else call.body()
+            refused = f"rank {self.rank}: {mine}" if mine else ""
+            outcome = self._explained(call.asked, refused, compared is False)
         except Unequal as error:
             raise CollectiveError(str(error)) from None
         except Exception as error:
@@ -140,33 +139,65 @@ class ClusterCommunicator(ClusterCollectives):
             raise self._end(outcome)
         raise mine or CollectiveError(outcome.refused)
 
-    def _agree(self, call: Call, refused: str) -> tuple[Notice, bytes]:
-        """Compare what all ranks ask for, and combine values that are `small` enough to go along.
+    def _compared(self, call: Call, mine: Exception | None) -> bool | None:
+        """Whether all ranks ask for the same; then the values of a small call are the total of all.
+        None if this machine's ranks do not, which the other machines have not been told yet."""
+        machine, first = self.machine.calls, self._roll_call is not None
+        if mine:
+            machine.refuse(mine)
+            return None
+        rows = np.empty((self.machine.size if first else 0, call.bytes.nbytes), np.uint8)
+        try:
+            machine.meet("gather", call.bytes, call.word, rows if first else None)
+        except CollectiveError:
+            if machine.health.broken:
+                raise
+            return None
+        told = np.zeros(call.bytes.nbytes + 1, np.uint8)
+        if self._roll_call is not None:
+            with machine.control.alive():
+                call.combine(rows)
+                every = self._roll_call.compare(call.word, call.bytes)
+                if every is not None:
+                    call.combine(every)
+                    told[:-1], told[-1] = call.bytes, 1
+        machine.meet("broadcast", told)
+        call.bytes[:] = told[:-1]
+        if call.op == "avg" and call.small:
+            call.values.div_(self.size)
+        return bool(told[-1])
 
-        Returns the outcome, the same on all ranks of the machine, and the total's bytes.
-        """
-        payload = json.dumps([call.asked, refused]).encode()
-        rows = [json.loads(row) for row in self.machine.calls.gather("calls", payload)]
-        refused = next((why for _, why in rows if why), "")
-        if not refused and len({asked for asked, _ in rows}) > 1:
+    def _explained(self, asked: str, refused: str, told: bool) -> Notice:
+        """Why no call is made, as all ranks of this machine learn it. `told`: the other machines
+        know already that this one makes a call."""
+        machine = self.machine.calls
+        mine = self._machines_notice(Notice(asked, refused))
+
+        def outcome() -> bytes:
+            assert self._roll_call is not None
+            if mine.failed:
+                return self._asked_around(mine).pack()
+            if not told:
+                self._roll_call.compare(0, np.zeros(0, np.uint8))
+            found = self._roll_call.exchange(mine).outcome(mine)
+            if not found.failed and (lost := self._roll_call.lost):
+                found = replace(found, failed=lost.why, late=lost.late)
+            return found.pack()
+
+        return Notice.unpack(machine.share(outcome, self._patience))
+
+    def _machines_notice(self, mine: Notice) -> Notice:
+        """What this machine tells the others: of its ranks' failures the first, or else why they
+        make no call."""
+        every = self.machine.calls.gather("calls", mine.pack())
+        rows = [Notice.unpack(row) for row in every]
+        failed = next((row.failed for row in rows if row.failed), "")
+        refused = next((row.refused for row in rows if row.refused), "")
+        if not refused and len({row.asked for row in rows}) > 1:
             each = zip(self.machines.ranks[self._links.index], rows, strict=True)
-            words = (f"rank {rank}: {asked}" for rank, (asked, _) in each)
-            refused = f"the ranks' calls differ: {'; '.join(words)}"
-        if call.small and not refused:
-            self.machine.reduce(call.values, undivided(call.op))
-        mine = Notice(call.asked, refused)
-        told = self.machine.calls.share(lambda: self._compared(mine, call), self._patience)
-        return Notice.unpack(told[:NOTICE]), told[NOTICE:]
-
-    def _compared(self, mine: Notice, call: Call) -> bytes:
-        """On a machine's first rank: compare its call with those of the other machines."""
-        assert self._roll_call is not None
-        values = call.written() if call.small else b""
-        answers = self._roll_call.exchange(mine, values=values)
-        outcome = answers.outcome(mine)
-        small = call.small and outcome.agreed
-        total = call.combined(answers.values, self.size) if small else b""
-        return outcome.pack().ljust(NOTICE) + total
+            words = "; ".join(f"rank {rank}: {row.asked}" for rank, row in each)
+            refused = f"the ranks' calls differ: {words}"
+        return replace(mine, refused=refused, failed=failed or mine.failed)
 
     def _told(self, asked: str, error: Exception) -> Notice:
         """Tell all ranks that this one has failed. Returns what is then known of the cause."""
@@ -181,9 +212,8 @@ class ClusterCommunicator(ClusterCollectives):
             if not known:
                 machine.refuse(error)
             if machine.health.broken is None:  # a rank of this machine knows of another machine
-                rows = machine.gather("calls", json.dumps(["" if known else mine.failed]).encode())
-                causes = [cause for row in rows for cause in json.loads(row) if cause]
-                mine = replace(mine, failed=(causes or [mine.failed])[0])
+                cause = self._machines_notice(replace(mine, failed="" if known else mine.failed))
+                mine = replace(mine, failed=cause.failed or mine.failed)
                 return Notice.unpack(
                     machine.share(lambda: self._asked_around(mine).pack(), self._patience)
                 )
@@ -194,6 +224,7 @@ class ClusterCommunicator(ClusterCollectives):
     def _asked_around(self, mine: Notice) -> Notice:
         """On a machine's first rank: tell the others of a failure, and hear what they know."""
         assert self._roll_call is not None
+        self._roll_call.end_comparisons()
         return self._roll_call.exchange(mine, GRACE).outcome(mine)
 
     def _renamed(self, words: str) -> str:

@@ -61,7 +61,7 @@ class ClusterCollectives(ABC):
     def reduce(
         self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None, async_op: bool = False
     ) -> Any:
-        """As `Communicator.reduce`. Sends as much as an all-reduce."""
+        """As `Communicator.reduce`."""
         return self._submit(async_op, calls.reduce, x, op, root, out)
 
     def allgather(

@@ -4,13 +4,13 @@ A piece is combined inside each machine, so that each of the first `columns` ran
 it; each slice is combined with those of the same local rank on the other machines; and the slices
 are gathered inside each machine. While the network carries one piece, memory moves others. A
 network interface so carries 2 (M - 1) / M times the message each way for an all-reduce over M
-machines, however many ranks they have (M - 1 times for min and max of floats).
+machines, however many ranks they have.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from linkweave.collectives.communicator import Communicator
@@ -86,14 +86,25 @@ class Pieces:
         `final` is told how many elements, from the first, are final; pieces are then small."""
 
         def across(mine: Any, network: Across) -> Handle:
-            handle = network.allreduce(mine, op)
-            size = self._slices.machines.size
-            return Handle(handle.wait, lambda: mine.div_(size)) if op == "avg" else handle
+            return self._divided(network.allreduce(mine, op), mine, op)
 
-        def begin(rows: Any) -> Slice:
-            return self._slices.reduce(rows, undivided(op))
+        self._run(x, self._reduced(op), across, final=final)
 
-        self._run(x, begin, across, final)
+    def reduce(self, x: Any, op: str, root: int) -> None:
+        """`allreduce` whose result only `root` gets; `x` of the others is then undefined."""
+        at = self._slices.machines.position(root)[0]
+
+        def across(mine: Any, network: Across) -> Handle:
+            return self._divided(network.reduce(mine, op, at), mine, op)
+
+        self._run(x, self._reduced(op), across, {at})
+
+    def _reduced(self, op: str) -> Callable[[Any], Slice]:
+        return lambda rows: self._slices.reduce(rows, undivided(op))
+
+    def _divided(self, handle: Handle, mine: Any, op: str) -> Handle:
+        size = self._slices.machines.size
+        return Handle(handle.wait, lambda: mine.div_(size)) if op == "avg" else handle
 
     def broadcast(self, x: Any, root: int) -> None:
         at, local = self._slices.machines.position(root)
@@ -107,10 +118,12 @@ class Pieces:
 
     def _run(
         self, x: Any, begin: Callable[[Any], Slice], across: Callable[[Any, Across], Handle],
-        final: Callable[[int], None] | None = None,
+        gather_on: Collection[int] | None = None, final: Callable[[int], None] | None = None,
     ) -> None:  # fmt: skip
         """Carry out a call piece by piece: `begin` gives this rank's slice of the rows of a piece,
-        `across` sends it to the other machines, and then the machine gathers the slices."""
+        `across` sends it to the other machines, and then the machine gathers the slices, if it is
+        one of those to `gather_on` (None: all)."""
+        gathers = gather_on is None or self._slices.index in gather_on
 
         def piece(first: int, part: Any) -> Iterator[None]:
             rows = self._rows(part)
@@ -120,7 +133,8 @@ class Pieces:
             yield
             if handle:
                 handle.wait()
-            self._slices.gather(rows)
+            if gathers:
+                self._slices.gather(rows)
             if rows.data_ptr() != part.data_ptr():
                 part.copy_(rows.view(-1)[: part.numel()])
             if final:

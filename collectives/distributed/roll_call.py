@@ -9,13 +9,20 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
+import torch._C._distributed_c10d as c10d
+from numpy.typing import NDArray
 
 from linkweave.collectives.distributed.cluster_map import SMALL
 from linkweave.collectives.distributed.gloo import gloo_group, timed_out
 
 NOTICE = 1024
 """Bytes of a notice, padded with blanks."""
+GRACE = 5.0
+"""Seconds for which a machine that has failed waits for the others to tell what they know."""
+_ALL_TO_ALL = c10d.AllToAllOptions()
+_HEAD = 16  # bytes of a frame before the values: a call's word, and 1 if its machine agrees on it
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Answers:
-    """What an exchange has brought, by machine: notices, or why there is none; everyone's values.
+    """What an exchange has brought, by machine: notices, or why there is none.
 
     `names` describe the machines.
     """
@@ -72,7 +79,6 @@ class Answers:
     names: Sequence[str]
     found: dict[int, Notice]
     lost: dict[int, Lost]
-    values: list[bytes]
 
     def outcome(self, mine: Notice) -> Notice:
         """`mine` with the cause of a failure, or else with why the call is refused, if it is."""
@@ -100,20 +106,47 @@ class Answers:
 
 
 class RollCall:
-    """Exchanges notices between machines, directly between any two, so that it is known who does
-    not answer. Used by the first rank of each machine. `names` describe the machines."""
+    """Compares calls of machines by their words, in one step; and where these differ, exchanges
+    notices, directly between any two machines, so that it is known who does not answer. Used by the
+    first rank of each machine. `names` describe the machines."""
 
     def __init__(self, store: Any, machine: int, names: Sequence[str], timeout: float) -> None:
         self._machine, self._names, self._timeout = machine, names, timeout
-        self._gloo: Any = gloo_group(store, machine, len(names), timeout)
+        count = len(names)
+        words, notices = (c10d.PrefixStore(f"{name}/", store) for name in ("words", "notices"))
+        self._words: Any = gloo_group(words, machine, count, timeout)
+        self._gloo: Any = gloo_group(notices, machine, count, timeout)
+        self._sent = torch.zeros((count, _HEAD + SMALL), dtype=torch.uint8)
+        self._got = torch.zeros_like(self._sent)
+        self.lost: Lost | None = None  # why a comparison had no end
 
-    def exchange(self, mine: Notice, timeout: float | None = None, values: bytes = b"") -> Answers:
-        """Tell all machines, and hear from them, for `timeout` seconds at most.
+    def compare(self, word: int, values: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+        """[machines, bytes]: the values of all machines, if all make the call of this word; else
+        None, as also if this machine makes none (0) or one does not answer."""
+        sent, got = self._sent.numpy(), self._got.numpy()
+        sent[:, :_HEAD].view(np.int64)[:] = word, word != 0
+        stop = _HEAD + values.nbytes
+        sent[:, _HEAD:stop] = values
+        try:
+            self._words.alltoall_base(self._got, self._sent, [], [], _ALL_TO_ALL).wait()
+        except RuntimeError as error:
+            self.lost = Lost(
+                f"the machines could not compare their calls: {error}", timed_out(error)
+            )
+            return None
+        heads = got[:, :_HEAD].view(np.int64)
+        agreed = heads[:, 1].all() and (heads[:, 0] == word).all()
+        return got[:, _HEAD:stop] if agreed else None
 
-        All machines pass as many bytes of values, if they make the same call.
-        """
+    def end_comparisons(self) -> None:
+        """Let no machine wait for this one to compare."""
+        self._words = None
+
+    def exchange(self, mine: Notice, timeout: float | None = None) -> Answers:
+        """Tell all machines, and hear from them, for `timeout` seconds at most: not long, if one
+        has not answered before."""
         others = [m for m in range(len(self._names)) if m != self._machine]
-        frame = (mine.pack().ljust(NOTICE) + values).ljust(NOTICE + SMALL)
+        frame = mine.pack().ljust(NOTICE)
         sent = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
         incoming = {m: torch.zeros(len(frame), dtype=torch.uint8) for m in others}
         found: dict[int, Notice] = {self._machine: mine}
@@ -126,7 +159,7 @@ class RollCall:
                 ]  # fmt: skip
             except RuntimeError as error:
                 lost[m] = self._reason(m, error, 0)
-        limit = self._timeout if timeout is None else timeout
+        limit = timeout or (GRACE if self.lost else self._timeout)
         deadline = time.monotonic() + limit
         for m in works:
             try:
@@ -136,9 +169,7 @@ class RollCall:
                 found[m] = Notice.unpack(bytes(incoming[m][:NOTICE].numpy()))
             except RuntimeError as error:
                 lost[m] = self._reason(m, error, limit)
-        frames = [incoming.get(m, sent)[NOTICE:] for m in range(len(self._names))]
-        every = [bytes(frame[: len(values)].numpy()) for frame in frames]
-        return Answers(self._names, found, lost, every)
+        return Answers(self._names, found, lost)
 
     def _reason(self, m: int, error: Exception, seconds: float) -> Lost:
         if timed_out(error):
@@ -148,4 +179,4 @@ class RollCall:
         )
 
     def close(self) -> None:
-        self._gloo = None
+        self._gloo = self._words = None

@@ -336,5 +336,5 @@ def test_calls_that_differ_are_refused_everywhere() -> None:
         assert "rank 0: broadcast(1 x float64, root 0); rank 1: barrier" in said[1]
         assert "color must be an integer, not 'red'" in said[7] and "lanes(1)" in said[8]
         assert "out_splits of rank 2 says [1, 1, 1, 2] rows come" in said[9]
-        assert "out of rank 1 has 5 rows; the ranks send 4" in said[10]
+        assert "out must be of shape (4,) and float64, not (5,)" in said[10]
         assert ("rank 2: " in said[2]) == (rank != 2) and "not builtins.str" in said[2]

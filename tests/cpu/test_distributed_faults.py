@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from datetime import timedelta
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from machines import forked
 from test_distributed import run
 
 from linkweave.torch_backend import register
@@ -51,26 +55,36 @@ def test_torchrun_restarts_a_job_that_has_lost_a_rank(tmp_path: Path) -> None:
     page = (ROOT / "docs/howto/restart.md").read_text()
     (script,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
     assert script.count("    optimizer.zero_grad()\n") == 1
-    before, said = sorted(os.listdir("/dev/shm")), {}
-    for name, dies in (("whole", ""), ("died", _DIES)):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "train.py").write_text(
-            script.replace("    optimizer.zero_grad()\n", f"{dies}    optimizer.zero_grad()\n")
-        )
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-             "--max-restarts=1", "train.py"],
-            capture_output=True, text=True, timeout=120, cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        said[name] = done.stdout.split()
-        for survivor in re.findall(r"Collective\w+: .*", done.stderr):  # unless torchrun was faster
-            assert re.match(r"CollectiveAborted: .*rank 1 \(process \d+\) died", survivor)
-    assert said["whole"][:4] == ["steps", "0", "to", "60"]
-    assert said["died"][:4] == ["steps", "20", "to", "60"]
-    assert said["whole"][5:] == said["died"][5:]
+    before = sorted(os.listdir("/dev/shm"))
+    (tmp_path / "train.py").write_text(
+        script.replace("    optimizer.zero_grad()\n", f"{_DIES}    optimizer.zero_grad()\n")
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+         "--max-restarts=1", "train.py"],
+        capture_output=True, text=True, timeout=120, cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    died = done.stdout.split()
+    for survivor in re.findall(r"Collective\w+: .*", done.stderr):  # unless torchrun was faster
+        assert re.match(r"CollectiveAborted: .*rank 1 \(process \d+\) died", survivor)
+    (folder := tmp_path / "whole").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+
+    def undisturbed(rank: int) -> list[str]:
+        os.chdir(folder)
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                       "MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": "0"}  # fmt: skip
+        with redirect_stdout(StringIO()) as said:
+            exec(script, {"__name__": "__main__"})
+        return said.getvalue().split()
+
+    whole = forked(2, undisturbed)[0]
+    assert whole[:4] == ["steps", "0", "to", "60"], whole
+    assert died[:4] == ["steps", "20", "to", "60"]
+    assert whole[5:] == died[5:]
     assert sorted(os.listdir("/dev/shm")) == before
 
 

@@ -31,7 +31,7 @@ def sizes_of(kind: str, size: int) -> list[Sizes | None]:
 
 @pytest.mark.parametrize("kind", [*KINDS, "sendrecv"])
 def test_reads_are_what_the_collective_promises(kind: str) -> None:
-    """Each byte of a result is read once, from the rank and the place that the collective says."""
+    """Each byte of a result is read once, from the rank that the collective says."""
     for size, root in ((s, r) for s in (1, 2, 3, 5, 7) for r in {0, s - 1}):
         at: Any = ((size - 1, 0),) if kind == "sendrecv" and size > 1 else root
         at = () if kind == "sendrecv" and size == 1 else at
@@ -52,10 +52,10 @@ def test_reads_are_what_the_collective_promises(kind: str) -> None:
                         continue
                     peer = goal.bit_length() - 1
                     theirs = staging(kind, size, peer, *message, at)
-                    place = int(block_table(kind, size, peer, *message)[block, 0]) - theirs.put
+                    source = int(block_table(kind, size, peer, *message)[block, 0]) - theirs.put
                     if kind == "alltoall" and peer == rank:
-                        place = theirs.keep_from
-                    want = 1000 * peer + place + np.arange(count)
+                        source = theirs.keep_from
+                    want = 1000 * peer + source + np.arange(count)
                     assert np.array_equal(found[start - mine.get :][:count], want)
                 assert mine.result == 0 or (found >= 0).all()
 
@@ -203,8 +203,21 @@ def test_sizes_that_change_are_exchanged_again(size: int, seed: int) -> None:
     assert collectives.spawn(changing, size, args=(seed,), timeout=20) == [1] * size
 
 
+def without_bytes(rank: int) -> None:
+    """Rows of no bytes, whose number says all."""
+    comm: Any = get_default()
+    for _ in range(4):
+        for n in (1, 3):
+            found = comm.alltoall(np.zeros((2, 0)), None, [1, 1] if rank else [2 - n // 2, n // 2])
+            assert found.shape == ((1 + 2 - n // 2, 1 + n // 2)[rank], 0)
+
+
+def test_rows_of_no_bytes_are_counted() -> None:
+    collectives.spawn(without_bytes, 2, timeout=10)
+
+
 def on_lanes(rank: int) -> None:
-    """A call that is called off keeps its place among the calls of all lanes."""
+    """A call that is called off keeps its number among the calls of all lanes."""
     comm: Any = get_default()
     first, second = comm.lanes(2)
     x = np.arange(4.0)

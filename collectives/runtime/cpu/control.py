@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -36,6 +37,26 @@ from linkweave.kernels.plan import counters as kernel
 _CLAIMED = 32  # byte offset of the word that the first rank to give up claims
 
 
+class _Heart:
+    """A thread that counts up a word while `beats` is set."""
+
+    def __init__(self, word: NDArray[np.int64], pause: float) -> None:
+        self.beats, self._over = False, threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(word, pause), name="linkweave-alive", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, word: NDArray[np.int64], pause: float) -> None:
+        while not self._over.wait(pause):
+            word[0] += self.beats
+
+    def stop(self) -> None:
+        """Afterwards the word is not used any more."""
+        self._over.set()
+        self._thread.join()
+
+
 class HostControl:
     """`Control` over shared memory."""
 
@@ -44,6 +65,7 @@ class HostControl:
         self.rank, self.size = arena.rank, arena.size
         self.number = 0
         self.yields = kernel.YIELDS  # rounds of a wait before it sleeps
+        self.allowance = 0.0  # seconds for which rank 0 may be `alive` before it comes to any call
         control = [arena.base + arena.control(r) for r in range(self.size)]
         self.peers = [r for r in range(self.size) if r != self.rank]
         self.bell = control[self.rank] + BELL
@@ -57,6 +79,7 @@ class HostControl:
         self._values = np.zeros(len(self.peers), np.int64)  # awaited by `_await`
         self._waits = arena.words(arena.control(self.rank) + WAITS, 1)
         self._heard = 0, 0.0  # rank 0's signs of life, and when the last one was new
+        self._heart: _Heart | None = None
         self._sent: list[tuple[int, int]] = []  # heap blocks that other ranks may still read
 
     def leave_cores(self) -> None:
@@ -136,25 +159,21 @@ class HostControl:
 
     @contextmanager
     def alive(self) -> Iterator[None]:
-        beats, over = self.arena.words(self.arena.control(self.rank) + BEATS, 1), threading.Event()
-
-        def beat() -> None:
-            while not over.wait(self.timeout / 8):
-                beats[0] += 1
-
-        thread = threading.Thread(target=beat, name="linkweave-alive", daemon=True)
-        thread.start()
+        if self._heart is None:
+            beats = self.arena.words(self.arena.control(self.rank) + BEATS, 1)
+            self._heart = _Heart(beats, self.timeout / 8)
+            weakref.finalize(self, self._heart.stop).atexit = False
+        self._heart.beats = True
         try:
             yield
         finally:
-            over.set()
-            thread.join()
+            self._heart.beats = False
 
     def _since(self, start: float, peer: int | None, planning: float) -> float:
         """From when on we have waited in vain: if for rank 0, which may be planning, from its last
         sign of life."""
         now = time.monotonic()
-        if peer != 0 or now - start > planning:
+        if peer != 0 or now - start > max(planning, self.allowance):
             return start
         beats = int(self.arena.words(self.arena.control(0) + BEATS, 1)[0])
         if beats != self._heard[0]:
@@ -227,6 +246,8 @@ class HostControl:
 
     def close(self) -> None:
         """Leave; wakes the peers that wait for this rank."""
+        if self._heart:
+            self._heart.stop()
         kernel.raise_counter(
             self.arena.base + self.arena.control(self.rank) + CLOSED, 1, self.bells
         )
