@@ -167,21 +167,17 @@ class ClusterCommunicator(ClusterCollectives):
             call.values.div_(self.size)
         return bool(told[-1])
 
-    def _explained(self, asked: str, refused: str, told: bool) -> Notice:
-        """Why no call is made, as all ranks of this machine learn it. `told`: the other machines
-        know already that this one makes a call."""
+    def _explained(self, asked: str, refused: str, compared: bool) -> Notice:
+        """Why no call is made, as all ranks of this machine learn it. `compared`: the machines
+        have compared it."""
         machine = self.machine.calls
         mine = self._machines_notice(Notice(asked, refused))
 
         def outcome() -> bytes:
             assert self._roll_call is not None
-            if mine.failed:
-                return self._asked_around(mine).pack()
-            if not told:
-                self._roll_call.compare(0, np.zeros(0, np.uint8))
-            found = self._roll_call.exchange(mine).outcome(mine)
-            if not found.failed and (lost := self._roll_call.lost):
-                found = replace(found, failed=lost.why, late=lost.late)
+            found = self._roll_call.fail(mine) if mine.failed else (
+                self._roll_call.explain(mine, compared)
+            )  # fmt: skip
             return found.pack()
 
         return Notice.unpack(machine.share(outcome, self._patience))
@@ -214,18 +210,14 @@ class ClusterCommunicator(ClusterCollectives):
             if machine.health.broken is None:  # a rank of this machine knows of another machine
                 cause = self._machines_notice(replace(mine, failed="" if known else mine.failed))
                 mine = replace(mine, failed=cause.failed or mine.failed)
-                return Notice.unpack(
-                    machine.share(lambda: self._asked_around(mine).pack(), self._patience)
-                )
+                return Notice.unpack(machine.share(lambda: self._failed(mine), self._patience))
         except CollectiveError:
             pass  # this machine's ranks have come apart; each raises what it knows
-        return self._asked_around(replace(mine, witnessed=True)) if self._roll_call else mine
+        return self._roll_call.fail(replace(mine, witnessed=True)) if self._roll_call else mine
 
-    def _asked_around(self, mine: Notice) -> Notice:
-        """On a machine's first rank: tell the others of a failure, and hear what they know."""
+    def _failed(self, mine: Notice) -> bytes:
         assert self._roll_call is not None
-        self._roll_call.end_comparisons()
-        return self._roll_call.exchange(mine, GRACE).outcome(mine)
+        return self._roll_call.fail(mine).pack()
 
     def _renamed(self, words: str) -> str:
         """A message of this machine's communicator with the ranks' numbers among all ranks."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch._C._distributed_c10d as c10d
 from numpy.typing import NDArray
 
 from linkweave.collectives.distributed.cluster_map import SMALL
@@ -21,8 +20,8 @@ NOTICE = 1024
 """Bytes of a notice, padded with blanks."""
 GRACE = 5.0
 """Seconds for which a machine that has failed waits for the others to tell what they know."""
-_ALL_TO_ALL = c10d.AllToAllOptions()
-_HEAD = 16  # bytes of a frame before the values: a call's word, and 1 if its machine agrees on it
+_HEAD = 16  # bytes of a frame before the values or the notice: a call's word, and what follows
+_COMPARES, _NOTES = 1, 2
 
 
 @dataclass(frozen=True)
@@ -106,70 +105,78 @@ class Answers:
 
 
 class RollCall:
-    """Compares calls of machines by their words, in one step; and where these differ, exchanges
-    notices, directly between any two machines, so that it is known who does not answer. Used by the
+    """Compares calls of machines by their words; where these differ, exchanges notices. Each step
+    goes directly between any two machines, so that it is known who does not answer. Used by the
     first rank of each machine. `names` describe the machines."""
 
     def __init__(self, store: Any, machine: int, names: Sequence[str], timeout: float) -> None:
         self._machine, self._names, self._timeout = machine, names, timeout
-        count = len(names)
-        words, notices = (c10d.PrefixStore(f"{name}/", store) for name in ("words", "notices"))
-        self._words: Any = gloo_group(words, machine, count, timeout)
-        self._gloo: Any = gloo_group(notices, machine, count, timeout)
-        self._sent = torch.zeros((count, _HEAD + SMALL), dtype=torch.uint8)
-        self._got = torch.zeros_like(self._sent)
-        self.lost: Lost | None = None  # why a comparison had no end
+        self._gloo: Any = gloo_group(store, machine, len(names), timeout)
+        self._frames = np.zeros((len(names), _HEAD + SMALL), np.uint8)
+        self._tensors = list(torch.from_numpy(self._frames))
+        self._answers: Answers | None = None  # to the last comparison, if it told of a failure
 
     def compare(self, word: int, values: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
-        """[machines, bytes]: the values of all machines, if all make the call of this word; else
-        None, as also if this machine makes none (0) or one does not answer."""
-        sent, got = self._sent.numpy(), self._got.numpy()
-        sent[:, :_HEAD].view(np.int64)[:] = word, word != 0
+        """[machines, bytes]: the values of all machines, if all make the call of this word (0:
+        none); else None: then `explain` must follow."""
         stop = _HEAD + values.nbytes
-        sent[:, _HEAD:stop] = values
-        try:
-            self._words.alltoall_base(self._got, self._sent, [], [], _ALL_TO_ALL).wait()
-        except RuntimeError as error:
-            self.lost = Lost(
-                f"the machines could not compare their calls: {error}", timed_out(error)
-            )
+        mine = self._frames[self._machine]
+        mine[:_HEAD].view(np.int64)[:] = word, _COMPARES
+        mine[_HEAD:stop] = values
+        self._answers = self._swap(self._timeout)
+        if self._answers.found or self._answers.lost:
             return None
-        heads = got[:, :_HEAD].view(np.int64)
-        agreed = heads[:, 1].all() and (heads[:, 0] == word).all()
-        return got[:, _HEAD:stop] if agreed else None
+        self._answers = None
+        words = self._frames[:, :8].view(np.int64)
+        return self._frames[:, _HEAD:stop] if word and (words == word).all() else None
 
-    def end_comparisons(self) -> None:
-        """Let no machine wait for this one to compare."""
-        self._words = None
+    def explain(self, mine: Notice, compared: bool) -> Notice:
+        """`mine` with why not all machines make its call. If they have not `compared` it, they do
+        so first."""
+        if not compared:
+            self.compare(0, np.zeros(0, np.uint8))
+        return (self._answers or self._exchange(mine, self._timeout)).outcome(mine)
 
-    def exchange(self, mine: Notice, timeout: float | None = None) -> Answers:
-        """Tell all machines, and hear from them, for `timeout` seconds at most: not long, if one
-        has not answered before."""
+    def fail(self, mine: Notice) -> Notice:
+        """`mine` with the cause of a failure, of which the other machines learn."""
+        return self._exchange(mine, GRACE).outcome(mine)
+
+    def _exchange(self, mine: Notice, timeout: float) -> Answers:
+        frame = self._frames[self._machine]
+        frame[:_HEAD].view(np.int64)[:] = 0, _NOTES
+        frame[_HEAD : _HEAD + NOTICE] = np.frombuffer(mine.pack().ljust(NOTICE), np.uint8)
+        answers = self._swap(timeout)
+        answers.found[self._machine] = mine
+        return answers
+
+    def _swap(self, timeout: float) -> Answers:
+        """Send this machine's frame to all others and receive theirs, for `timeout` seconds at
+        most."""
         others = [m for m in range(len(self._names)) if m != self._machine]
-        frame = mine.pack().ljust(NOTICE)
-        sent = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
-        incoming = {m: torch.zeros(len(frame), dtype=torch.uint8) for m in others}
-        found: dict[int, Notice] = {self._machine: mine}
+        sent = self._tensors[self._machine]
         lost: dict[int, Lost] = {}
         works: dict[int, list[Any]] = {}
         for m in others:
             try:
                 works[m] = [
-                    self._gloo.recv([incoming[m]], m, 0), self._gloo.send([sent], m, 0)
+                    self._gloo.recv([self._tensors[m]], m, 0), self._gloo.send([sent], m, 0)
                 ]  # fmt: skip
             except RuntimeError as error:
                 lost[m] = self._reason(m, error, 0)
-        limit = timeout or (GRACE if self.lost else self._timeout)
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + timeout
         for m in works:
             try:
                 for work in works[m]:
                     left = max(0.001, deadline - time.monotonic())
                     work.wait(timedelta(seconds=left))
-                found[m] = Notice.unpack(bytes(incoming[m][:NOTICE].numpy()))
             except RuntimeError as error:
-                lost[m] = self._reason(m, error, limit)
-        return Answers(self._names, found, lost)
+                lost[m] = self._reason(m, error, timeout)
+        notes = [m for m in others if m not in lost and self._kind(m) == _NOTES]
+        bodies = {m: bytes(self._frames[m, _HEAD : _HEAD + NOTICE]) for m in notes}
+        return Answers(self._names, {m: Notice.unpack(body) for m, body in bodies.items()}, lost)
+
+    def _kind(self, m: int) -> int:
+        return int(self._frames[m, 8:_HEAD].view(np.int64)[0])
 
     def _reason(self, m: int, error: Exception, seconds: float) -> Lost:
         if timed_out(error):
@@ -179,4 +186,4 @@ class RollCall:
         )
 
     def close(self) -> None:
-        self._gloo = self._words = None
+        self._gloo = None
