@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from linkweave.collectives.calls import operations
@@ -120,7 +121,8 @@ class Communicator(Collectives):
         A reduce-scatter leaves row r of the result in row r of `x` on rank r, and the other rows
         undefined; an all-gather takes row r of `x` from rank r. Errors as in `allreduce`.
         """
-        self._call(self._whole(kind, x, None, op, 0), False, x, operations.into, kind, x, op)
+        again = partial(self._whole, kind, x, None, op, 0)
+        self._call(again, False, x, operations.into, kind, x, op)
 
     def split(self, color: int = 0) -> Communicator:
         """A communicator of the ranks that pass the same `color`, in the same order.

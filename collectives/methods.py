@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, cast
 
 from linkweave.collectives.calls import operations, rows
@@ -71,7 +72,7 @@ class Collectives:
             return self._submit(
                 async_op, first, operations.allreduce_list, list(x), op, algorithm, out
             )
-        again = self._whole("allreduce", x, out, op, 0, algorithm)
+        again = partial(self._whole, "allreduce", x, out, op, 0, algorithm)
         return self._call(
             again, async_op, x, operations.into, "allreduce", x, op, 0, algorithm, out
         )
@@ -118,7 +119,7 @@ class Collectives:
 
     def broadcast(self, x: Any, root: int = 0, *, async_op: bool = False) -> Any:
         """Copy `x` of rank `root` to `x` on all ranks. Tensors and errors as in `allreduce`."""
-        again = self._whole("broadcast", x, None, "sum", root)
+        again = partial(self._whole, "broadcast", x, None, "sum", root)
         return self._call(again, async_op, x, operations.into, "broadcast", x, "sum", root)
 
     def reduce(
@@ -133,7 +134,7 @@ class Collectives:
         Returns `out` on `root` and None on other ranks, or a `Work`.
         Raises as `allreduce` does.
         """
-        again = self._whole("reduce", x, out, op, root)
+        again = partial(self._whole, "reduce", x, out, op, root)
         return self._call(again, async_op, x, operations.reduce, x, op, root, out)
 
     def allgather(
@@ -153,7 +154,7 @@ class Collectives:
         Raises as `allreduce` does.
         """
         splits = None if counts is None else (counts,)
-        again = self._moved("allgather", x, out, splits=splits)
+        again = partial(self._moved, "allgather", x, out, splits=splits)
         return self._call(again, async_op, x, operations.allgather, x, out, counts)
 
     def reduce_scatter(
@@ -169,7 +170,7 @@ class Collectives:
         Returns a tensor of shape (x.shape[0] / ranks, *x.shape[1:]). Rows go to the ranks in order.
         Raises as `allreduce` does.
         """
-        again = self._moved("reduce_scatter", x, out, op)
+        again = partial(self._moved, "reduce_scatter", x, out, op)
         return self._call(again, async_op, x, operations.divided, "reduce_scatter", x, op, out)
 
     def gather(self, x: Any, root: int = 0, *, out: Any = None, async_op: bool = False) -> Any:
@@ -184,7 +185,7 @@ class Collectives:
         Returns a tensor of shape (ranks, *x.shape) on `root`, in rank order, and None elsewhere.
         Raises as `allreduce` does.
         """
-        again = self._moved("gather", x, out, "sum", root)
+        again = partial(self._moved, "gather", x, out, "sum", root)
         return self._call(again, async_op, x, operations.gather, x, root, out)
 
     def scatter(self, x: Any, root: int = 0, *, out: Any = None, async_op: bool = False) -> Any:
@@ -204,7 +205,7 @@ class Collectives:
         if out is None and self.rank != root and self._own_gpu() is not None:
             raise rows.needs_out(self.rank, root)
         like = out if x is None or self.rank != root else x
-        again = self._moved("scatter", x, out, "sum", root)
+        again = partial(self._moved, "scatter", x, out, "sum", root)
         return self._call(again, async_op, like, operations.scatter, x, root, out)
 
     def alltoall(
@@ -227,7 +228,7 @@ class Collectives:
         """
         even = in_splits is None and out_splits is None
         splits = None if even else (in_splits, out_splits)
-        again = self._moved("alltoall", x, out, splits=splits)
+        again = partial(self._moved, "alltoall", x, out, splits=splits)
         if even:
             return self._call(again, async_op, x, operations.divided, "alltoall", x, "sum", out)
         if gpu_of(x) is not None:
@@ -376,20 +377,23 @@ class Collectives:
         return Again((kind, address, whole, dtype, op, root, "auto", result[0], uneven), out)
 
     def _call(
-        self, again: Again | None, async_op: bool, x: Any, body: Callable[..., Any], *args: Any
-    ) -> Any:
+        self, again: Callable[[], Again | None], async_op: bool, x: Any,
+        body: Callable[..., Any], *args: Any,
+    ) -> Any:  # fmt: skip
         """Make a call `again` if it has been made before, or else by `body` as `_submit`."""
-        if again is None or async_op or not self._worker.idle:
+        if async_op or not self._worker.idle:
             return self._submit(async_op, x, body, *args, again=again)
-        if self._calls.repeat(*again.arguments):
-            return again.result
+        found = again()
+        if found is not None and self._calls.repeat(*found.arguments):
+            return found.result
         return self._submit(async_op, x, body, *args)
 
     def _submit(
         self, async_op: bool, x: Any, body: Callable[..., Any], *args: Any,
-        again: Again | None = None,
+        again: Callable[[], Again | None] | None = None,
     ) -> Any:  # fmt: skip
-        """Run `body(context, *args)` on the device of `x`; on the CPU if `x` is no tensor."""
+        """Run `body(context, *args)` on the device of `x`; on the CPU if `x` is no tensor. `again`
+        is asked when the call's turn comes: until then tensors may get other memory."""
         self._health.check()
         if (index := gpu_of(x)) is not None:
             return self._on_gpu(index).submit(async_op, x, body, *args)

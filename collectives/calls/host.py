@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,8 +55,6 @@ from linkweave.kernels.plan.interpreter import BLIND, HIDDEN
 from linkweave.topology import Topology
 
 log = logging.getLogger("linkweave")
-
-T = TypeVar("T")
 
 _KNOWN, _REGIONS, _CHOSEN = 256, 64, 1024
 """How many kinds of calls (the most recently used), plans and choices (the newest) are kept."""
@@ -168,13 +166,20 @@ class HostCalls:
         ctypes.memmove(dst, src, nbytes)
 
     def carry_out(
-        self, order: int, again: Again | None, body: Callable[..., Any], *args: Any
+        self,
+        order: int,
+        again: Callable[[], Again | None] | None,
+        body: Callable[..., Any],
+        *args: Any,
     ) -> Any:
         """Make a call `again`, or else run `body(self, *args)`; `order` is what `next_order` gave
         when it was asked for."""
-        if again is not None and self.repeat(*again.arguments, order=order):
-            return again.result
-        self._order, self._called_off = order, False
+        if again is not None:
+            with self.sharing_errors():
+                found = again()
+            if found is not None and self.repeat(*found.arguments, order=order):
+                return found.result
+        self._order = order
         return body(self, *args)
 
     def repeat(
@@ -196,9 +201,10 @@ class HostCalls:
         self._known.move_to_end(key)
         with self._guard, self.trace.call(ready.label):
             self._order = self.next_order() if order is None else order
-            return self._make(
-                ready, address, result, assumed=kind == "alltoall" and sizes is not None
-            )
+            assumed = kind == "alltoall" and sizes is not None
+            made = self._make(ready, address, result, assumed=assumed)
+            self._called_off = not made and order is None
+            return made
 
     def known_sizes(self, key: tuple[object, ...] | None) -> Uneven | None:
         """The sizes of the last call of this `rows.splits_key`."""
@@ -479,7 +485,6 @@ class HostCalls:
         if not assumed or not unsure(rows.tolist()):
             self._differ(rows)
         self._call_off()
-        self._called_off = True
         return False
 
     def _told(self, ready: Ready, given: int, result: int) -> tuple[int, int]:

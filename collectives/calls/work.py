@@ -1,4 +1,4 @@
-"""Asynchronous collectives: the handles that callers get, and the thread that runs CPU calls."""
+"""Asynchronous collectives: the handles that callers get, and who runs calls on the CPU."""
 
 from __future__ import annotations
 
@@ -137,13 +137,16 @@ class _Calls:
         self._woken.put(False)
 
     def help(self, future: Future[Any]) -> None:
-        """Carry out calls until that of `future` is done, or another thread has the turn."""
-        while not future.done() and self._turn.acquire(blocking=False):
-            with ExitStack() as last:
-                last.callback(self._turn.release)
-                self._carry_out_oldest()
-        if self._waiting:  # the worker's thread may have come while this one had the turn
-            self._woken.put(True)
+        """Carry out calls until that of `future` is done, unless another thread has the turn."""
+        try:
+            if self._turn.acquire(blocking=False):
+                with ExitStack() as last:
+                    last.callback(self._turn.release)
+                    while self._waiting and not future.done():
+                        self._carry_out_oldest()
+        finally:
+            if self._waiting:  # the worker's thread may have come while this one had the turn
+                self._woken.put(True)
 
     def work(self) -> None:
         """Carry out calls until `end`, in the worker's thread."""
@@ -158,14 +161,17 @@ class _Calls:
                 return
 
     def _carry_out_oldest(self) -> None:
-        """Keeps nothing of the call afterwards."""
+        """Keeps nothing of the call afterwards. An interrupt is also raised here, in the thread
+        that waits."""
         future, body, args = self._waiting.popleft()
         try:
-            result = body(*args)
+            future.set_result(body(*args))
         except BaseException as error:
             future.set_exception(error)
-        else:
-            future.set_result(result)
+            if isinstance(error, KeyboardInterrupt):
+                raise
+        finally:
+            del future, body, args
 
 
 def _drained(worker: weakref.ref[Worker]) -> None:
@@ -175,7 +181,7 @@ def _drained(worker: weakref.ref[Worker]) -> None:
 
 
 class Worker:
-    """The thread that runs one communicator's asynchronous CPU calls in order.
+    """Runs one communicator's asynchronous CPU calls in order, in a thread or in those that wait.
 
     The thread starts with the first call, and ends with `close` or with this object. Once started
     it takes calls even while the interpreter exits, as executors do not: other ranks may wait for

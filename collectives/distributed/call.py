@@ -28,7 +28,7 @@ class Call:
 
     asked: what it asks for, as text that all ranks compare; a long one ends with its checksum.
     body: carries it out.
-    values, op, finish: of an all-reduce of few bytes, which the ranks carry out while they compare:
+    values, op, finish: of few bytes, which the ranks combine while they compare:
         a copy of the values, flat (None: not so few); the op; what to do with the total.
     """
 

@@ -23,6 +23,7 @@ from linkweave.collectives.distributed.methods import ClusterCollectives
 from linkweave.collectives.distributed.roll_call import GRACE, Notice, RollCall
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.launch.machines import Machines
+from linkweave.collectives.runtime.diagnose import INTERRUPTED
 from linkweave.collectives.settings import Settings
 
 LONGER = 1.0
@@ -135,6 +136,10 @@ class ClusterCommunicator(ClusterCollectives):
             raise CollectiveError(str(error)) from None
         except Exception as error:
             raise self._end(self._told(call.asked, error)) from error
+        except BaseException:  # an interrupt: no rank must wait for this one
+            self._ended = f"{call.asked} was interrupted"
+            self.abort(INTERRUPTED)
+            raise
         if outcome.failed:
             raise self._end(outcome)
         raise mine or CollectiveError(outcome.refused)
@@ -188,18 +193,19 @@ class ClusterCommunicator(ClusterCollectives):
         every = self.machine.calls.gather("calls", mine.pack())
         rows = [Notice.unpack(row) for row in every]
         failed = next((row.failed for row in rows if row.failed), "")
+        late = mine.late or any(row.late for row in rows if row.failed)
         refused = next((row.refused for row in rows if row.refused), "")
         if not refused and len({row.asked for row in rows}) > 1:
             each = zip(self.machines.ranks[self._links.index], rows, strict=True)
             words = "; ".join(f"rank {rank}: {row.asked}" for rank, row in each)
             refused = f"the ranks' calls differ: {words}"
-        return replace(mine, refused=refused, failed=failed or mine.failed)
+        return replace(mine, refused=refused, failed=failed or mine.failed, late=late)
 
     def _told(self, asked: str, error: Exception) -> Notice:
         """Tell all ranks that this one has failed. Returns what is then known of the cause."""
         machine = self.machine.calls
         late = isinstance(error, CollectiveTimeout) or timed_out(error)
-        mine = Notice(asked, failed=str(error), late=late)
+        mine = Notice(asked, failed=str(error) or repr(error), late=late)
         self._links.close_across()  # so that nobody on other machines waits for this rank
         known = isinstance(error, CollectiveError)  # by this machine's ranks
         if known:
@@ -209,7 +215,7 @@ class ClusterCommunicator(ClusterCollectives):
                 machine.refuse(error)
             if machine.health.broken is None:  # a rank of this machine knows of another machine
                 cause = self._machines_notice(replace(mine, failed="" if known else mine.failed))
-                mine = replace(mine, failed=cause.failed or mine.failed)
+                mine = replace(mine, failed=cause.failed or mine.failed, late=cause.late)
                 return Notice.unpack(machine.share(lambda: self._failed(mine), self._patience))
         except CollectiveError:
             pass  # this machine's ranks have come apart; each raises what it knows

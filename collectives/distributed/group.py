@@ -128,7 +128,8 @@ class Group(_Base):  # type: ignore[misc]
         x, out = given[0], outputs[0]
         counts = [y.numel() for y in out]
         uneven = {*counts} != {x.numel()}
-        if not self._supported([*out, *given]) or (uneven and x.is_cuda):
+        alike = len(out) == self.size() and {y.dtype for y in out} == {x.dtype}
+        if not self._supported([*out, *given]) or not alike or (uneven and x.is_cuda):
             return self._delegate("allgather", x, outputs, given, opts)
         whole = x.new_empty(sum(counts) if uneven else (self.size(), x.numel()))
         parts = torch.split(whole, counts) if uneven else whole

@@ -41,11 +41,6 @@ class Notice:
     witnessed: bool = False
     late: bool = False
 
-    @property
-    def agreed(self) -> bool:
-        """Whether the call may be carried out."""
-        return not self.refused and not self.failed
-
     def pack(self) -> bytes:
         """The notice as JSON of at most `NOTICE` bytes; long texts are cut."""
         data, most = b"", 2 * NOTICE

@@ -218,3 +218,19 @@ def uneven(rank: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_uneven_parts_of_which_some_are_empty(size: int) -> None:
     collectives.spawn(uneven, size, timeout=10)
+
+
+def moved_before_its_turn(rank: int) -> float:
+    """A tensor that gets other memory after an asynchronous call was asked for."""
+    comm: Any = get_default()
+    x = torch.ones(8)
+    comm.allreduce(x)
+    with comm._worker._calls._turn:  # so that nobody begins the call
+        work = comm.allreduce(x, async_op=True)
+        x.data = torch.full((8,), 5.0)
+    work.wait()
+    return float(x[0])
+
+
+def test_a_call_works_on_the_memory_that_a_tensor_has_when_its_turn_comes() -> None:
+    assert collectives.spawn(moved_before_its_turn, 2, timeout=10) == [10.0, 10.0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 import weakref
 
@@ -62,3 +63,46 @@ def test_calls_under_way_are_finished_before_the_interpreter_exits() -> None:
     code = f"from linkweave.collectives.calls.work import Worker; worker = Worker(); {words}"
     words = [sys.executable, "-c", code]
     assert subprocess.run(words, capture_output=True, text=True, timeout=60).stdout == "done\n"
+
+
+def test_threads_that_wait_carry_out_calls_in_order() -> None:
+    worker, seen = Worker(), []
+    for n in range(300):
+        works = [worker.submit(True, seen.append, (n, i)) for i in range(3)]
+        waits = [threading.Thread(target=work.wait) for work in works[::-1]]
+        for thread in waits:
+            thread.start()
+        works[1].wait()
+        for thread in waits:
+            thread.join(10)
+        assert all(work.done() and work.wait() is None for work in works)
+    assert seen == [(n, i) for n in range(300) for i in range(3)]
+    worker.close(0)
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_reaches_the_thread_that_waits() -> None:
+    worker = Worker()
+    started, go_on = threading.Event(), threading.Event()
+
+    def first() -> None:
+        started.set()
+        go_on.wait(10)
+
+    before = worker.submit(True, first)
+    assert started.wait(10)  # in the worker's thread, which keeps the turn
+    work = worker.submit(True, int, "6")
+    go_on.set()
+    assert work.wait() == 6 and before.wait() is None
+    worker._calls._turn.acquire()  # so that the worker's thread leaves the next one to us
+    work = worker.submit(True, interrupted)
+    while not worker._calls._woken.empty():
+        time.sleep(0.001)
+    worker._calls._turn.release()
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    assert worker.submit(True, int, "7").wait() == 7
+    worker.close(0)

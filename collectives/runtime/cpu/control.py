@@ -54,7 +54,8 @@ class _Heart:
     def stop(self) -> None:
         """Afterwards the word is not used any more."""
         self._over.set()
-        self._thread.join()
+        if self._thread is not threading.current_thread():  # where garbage is collected
+            self._thread.join()
 
 
 class HostControl:
@@ -185,7 +186,7 @@ class HostControl:
     ) -> None:  # fmt: skip
         """After a wait that was not fulfilled: raise if a rank has given up, died or left, or if
         `timeout` seconds have passed since `start`, or since rank 0's last sign of life in the
-        seconds that it may be `planning`."""
+        seconds that it may be `planning`, or that `allowance` gives it."""
         if status == kernel.IDLE:
             words, fields = where()
             peer = fields.get("peer")
