@@ -29,7 +29,11 @@ from linkweave.collectives import (
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.launch.join import Job
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
+from linkweave.collectives.runtime.control import Health
+from linkweave.collectives.runtime.cpu.arena import BEATS, Arena
+from linkweave.collectives.runtime.cpu.control import HostControl
 from linkweave.collectives.runtime.cpu.mapping import Mapping
+from linkweave.kernels.plan import counters as kernel
 from linkweave.topology import load
 from tests.cpu.helpers import error_of
 
@@ -490,3 +494,20 @@ def in_threads(rank: int) -> bool:
 
 def test_lanes_of_several_threads() -> None:
     assert collectives.spawn(in_threads, 3) == [True] * 3
+
+
+def test_a_wait_that_ends_while_it_is_looked_at_has_not_timed_out() -> None:
+    """Rank 0 was alive all the time and has just come, so that nobody is waited for any more."""
+    first, second = (HostControl(arena, 1.0, Health(arena.rank)) for arena in Arena.local(2))
+    come = lambda: ("rank 1 was about to go on", {"rank": 1})  # noqa: E731
+    long_ago = time.monotonic() - 5
+    with first.alive():
+        deadline = time.monotonic() + 10
+        while not second.arena.words(second.arena.control(0) + BEATS, 1)[0]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    second.check(kernel.IDLE, long_ago, come, planning=60)
+    with pytest.raises(CollectiveTimeout, match="about to go on"):
+        second.check(kernel.IDLE, long_ago, come)
+    first.close()
+    second.close()

@@ -174,8 +174,8 @@ class HostControl:
         """From when on we have waited in vain: if for rank 0, which may be planning, from its last
         sign of life."""
         now = time.monotonic()
-        if peer != 0 or now - start > max(planning, self.allowance):
-            return start
+        if peer not in (0, None) or now - start > max(planning, self.allowance):
+            return start  # None: the last peer has just come, perhaps rank 0
         beats = int(self.arena.words(self.arena.control(0) + BEATS, 1)[0])
         if beats != self._heard[0]:
             self._heard = beats, now
