@@ -335,14 +335,9 @@ class Collectives:
         return Again((kind, *given, op, root, how, result), out)
 
     def _moved(
-        self,
-        kind: str,
-        x: Any,
-        out: Any,
-        op: str = "sum",
-        root: int = 0,
+        self, kind: str, x: Any, out: Any, op: str = "sum", root: int = 0,
         splits: tuple[Any, ...] | None = None,
-    ) -> Again | None:
+    ) -> Again | None:  # fmt: skip
         """How to repeat a call from `x` into `out`, or a new tensor, of another shape; `splits`
         says how its rows are split if not evenly. None as in `_whole`."""
         if type(root) is not int:
@@ -374,7 +369,8 @@ class Collectives:
                 return None
             (address, nbytes, dtype), result = given, found
             whole = uneven.nbytes if uneven else max(nbytes, result[1])
-        return Again((kind, address, whole, dtype, op, root, "auto", result[0], uneven), out)
+        parts = (uneven.parts, uneven.sizes) if uneven else ()
+        return Again((kind, address, whole, dtype, op, root, "auto", result[0], *parts), out)
 
     def _call(
         self, again: Callable[[], Again | None], async_op: bool, x: Any,

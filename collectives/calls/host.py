@@ -81,7 +81,7 @@ class Uneven(NamedTuple):
     given: int
     rows: int
     nbytes: int
-    sizes: Sizes | None
+    sizes: Sizes
     parts: int
 
 
@@ -166,12 +166,9 @@ class HostCalls:
         ctypes.memmove(dst, src, nbytes)
 
     def carry_out(
-        self,
-        order: int,
-        again: Callable[[], Again | None] | None,
-        body: Callable[..., Any],
+        self, order: int, again: Callable[[], Again | None] | None, body: Callable[..., Any],
         *args: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Make a call `again`, or else run `body(self, *args)`; `order` is what `next_order` gave
         when it was asked for."""
         if again is not None:
@@ -184,16 +181,15 @@ class HostCalls:
 
     def repeat(
         self, kind: str, address: int, nbytes: int, dtype: str, op: str, root: Root,
-        how: How = "auto", result: int | None = None, uneven: Uneven | None = None,
+        how: How = "auto", result: int | None = None, parts: int = 0, sizes: Sizes | None = None,
         *, order: int | None = None,
     ) -> bool:  # fmt: skip
         """Repeat a call of a message of `nbytes` from the input at `address` to the `result`, which
         is 0 if this rank gets none; None: in place. Returns False if no call of this kind has been
-        made before, or if `uneven` says what the other ranks' sizes were and they are not."""
+        made before, or if the `sizes` of an all-to-all are not those of all ranks."""
         if type(root) not in (int, tuple) or not isinstance(op, str) or not isinstance(how, str):
             return False
         word = WORDS.get(how)
-        parts, sizes = (uneven.parts, uneven.sizes) if uneven else (0, None)
         key = (kind, nbytes, dtype, op, root, word, parts, sizes, None)
         ready = self._known.get(key)
         if ready is None or self.trace.wants_more:
@@ -254,9 +250,8 @@ class HostCalls:
         address, gathers = int(mine.ctypes.data), kind == "gather"
         whole = mine.nbytes * (self.size if gathers else 1)
         target = int(result.ctypes.data) if result is not None else 0
-        known = Uneven(0, 0, whole, None, word)
         at = target if gathers else None
-        if self.repeat(kind, address, whole, NOTHING.dtype, "sum", 0, "auto", at, known):
+        if self.repeat(kind, address, whole, NOTHING.dtype, "sum", 0, "auto", at, word):
             return
         given = Buffer(address, mine.nbytes, NOTHING.dtype, 1, mine)
         request = self.request(kind, replace(given, nbytes=whole), "sum", parts=word)
@@ -353,18 +348,9 @@ class HostCalls:
         name = label(kind, region.encoded.algorithm, buffer.nbytes)
         log.info("%s: %d chunks", name, chunks)
         self.trace.say(KERNELS, f"{name}: interpreter and combiners by Numba")
+        pulled = reads(*message, request.root) if self._pulls(request) else None
         return self.executor.prepare(
-            region,
-            row,
-            where,
-            chunks,
-            buffer,
-            request.op,
-            name,
-            staged,
-            needs,
-            choice,
-            reads(*message, request.root) if self._pulls(request) else None,
+            region, row, where, chunks, buffer, request.op, name, staged, needs, choice, pulled
         )
 
     def _pulls(self, request: Request) -> bool:
@@ -467,19 +453,18 @@ class HostCalls:
     ) -> bool:  # fmt: skip
         """Make a call from the input at `given` to `result`, which is None in place, and 0 if this
         rank gets none. Returns False if sizes were `assumed` that were not those of all ranks."""
-        placed = self._placed(ready, given, result)
-        if result is None:
-            result = given
+        target = given if result is None else result
         if self.size == 1:
             self.control.number += 1
-            if result != given:
-                ctypes.memmove(result, given, ready.staged.given)
+            if target != given:
+                ctypes.memmove(target, given, ready.staged.given)
             return True
+        placed = self._placed(ready, given, result)
         ready.notice[ORDER], ready.notice[FIRST] = self._order, ASSUMED * assumed
-        ready.notice[-2:] = self._told(ready, given, result) if ready.pulls else (
+        ready.notice[-2:] = self._told(ready, given, target) if ready.pulls else (
             -1, self._arena.mapping.offset_of(placed[0], ready.span) if ready.span else -1
         )  # fmt: skip
-        if self.executor.run(ready, *placed, given, result, counters):
+        if self.executor.run(ready, *placed, given, target, counters):
             return True
         rows = self.control.notices[self.control.number % 2][:, : len(ready.notice) - 2].copy()
         if not assumed or not unsure(rows.tolist()):

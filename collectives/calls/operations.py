@@ -95,20 +95,22 @@ def allgather(context: CallContext, x: Any, out: Any, counts: Any) -> Any:
         own: Any  # where `x` goes in `out`
         if counts is None:
             shape, sizes, own = (context.size, *x.shape), None, (context.rank, ...)
+            parts = 0
         else:
             rows = row_counts("counts", counts, context.size)
             row = row_bytes(x, mine)
-            if mine.nbytes != rows[context.rank] * row:
+            if len(x) != rows[context.rank]:
                 raise CollectiveError(
                     f"counts says {rows[context.rank]} rows for rank {context.rank}, whose tensor "
                     f"has shape {tuple(x.shape)}"
                 )
             shape, sizes = (sum(rows), *x.shape[1:]), tuple(n * row for n in rows)
+            parts = sizes_checksum((row, *rows))  # whose rows may have no bytes
             first = sum(rows[: context.rank])
             own = slice(first, first + len(x))
         out = _output(x, shape, out, lambda out: (x, out[own]))
         whole, done = context.buffer(out)
-        request = context.request("allgather", whole, "sum", parts=sizes_checksum(sizes or ()))
+        request = context.request("allgather", whole, "sum", parts=parts)
         if sizes:
             if isinstance(context, GpuContext):
                 raise CollectiveError("allgather with counts takes CPU tensors only")

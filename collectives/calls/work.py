@@ -9,7 +9,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -139,11 +138,7 @@ class _Calls:
     def help(self, future: Future[Any]) -> None:
         """Carry out calls until that of `future` is done, unless another thread has the turn."""
         try:
-            if self._turn.acquire(blocking=False):
-                with ExitStack() as last:
-                    last.callback(self._turn.release)
-                    while self._waiting and not future.done():
-                        self._carry_out_oldest()
+            self._take_turn(False, future)
         finally:
             if self._waiting:  # the worker's thread may have come while this one had the turn
                 self._woken.put(True)
@@ -152,13 +147,19 @@ class _Calls:
         """Carry out calls until `end`, in the worker's thread."""
         while True:
             more = self._woken.get()
-            if self._turn.acquire(blocking=not more):  # who has it wakes this thread again
-                with ExitStack() as last:
-                    last.callback(self._turn.release)
-                    while self._waiting:
-                        self._carry_out_oldest()
+            self._take_turn(not more)  # who has it wakes this thread again
             if not more:
                 return
+
+    def _take_turn(self, wait: bool, future: Future[Any] | None = None) -> None:
+        """Carry out the calls so far, or those until `future` is done, if the turn is free or one
+        is to `wait` for it."""
+        if self._turn.acquire(blocking=wait):
+            try:
+                while self._waiting and not (future and future.done()):
+                    self._carry_out_oldest()
+            finally:
+                self._turn.release()
 
     def _carry_out_oldest(self) -> None:
         """Keeps nothing of the call afterwards. An interrupt is also raised here, in the thread

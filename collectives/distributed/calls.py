@@ -30,13 +30,14 @@ def _along(*tensors: Any) -> Any:
     return torch.cat(tensors) if 0 < sum(x.nbytes for x in tensors) <= SMALL else None
 
 
-def _apart(flat: Flat, first: int, nbytes: int) -> Any:
-    """The bytes of a tensor among zeros, from `first` on, if as many as `nbytes` can go along with
-    a comparison, else None: their sum over all ranks has everyone's."""
+def _apart(flat: Flat | None, first: int, nbytes: int) -> Any:
+    """The bytes of a tensor, if there is one, among zeros, from `first` on, if as many as `nbytes`
+    can go along with a comparison, else None: their sum over all ranks has everyone's."""
     if not 0 < nbytes <= SMALL:
         return None
     values = torch.zeros(nbytes, dtype=torch.uint8)
-    values[first : first + flat.nbytes] = flat.tensor.view(torch.uint8)
+    if flat:
+        values[first : first + flat.nbytes] = flat.tensor.view(torch.uint8)
     return values
 
 
@@ -279,11 +280,7 @@ def scatter(comm: Connections, x: Any, root: Any, out: Any) -> Call:
         flat.done()
         return out
 
-    values, nbytes = None, comm.size * flat.nbytes
-    if 0 < nbytes <= SMALL:
-        values = source.tensor.view(torch.uint8).clone() if source else torch.zeros(
-            nbytes, dtype=torch.uint8
-        )  # fmt: skip
+    values = _apart(source, 0, comm.size * flat.nbytes)
     return Call(f"scatter({flat}, root {root})", body, values, "sum", finish)
 
 
@@ -355,11 +352,9 @@ def exchange(
         mine = parts[comm.rank :: comm.size]
         return _received(comm, x, out, counts, lambda y: torch.cat(mine, out=y))
 
-    values, total = None, sum(map(sum, counts))
-    if 0 < total * row * given.element_size() <= SMALL:
-        values, first = given.new_zeros(total, row), sum(map(sum, counts[: comm.rank]))
-        values[first : first + len(given)] = given
-        values = values.view(-1).view(torch.uint8)  # to which one rank each adds
+    first, total = (sum(map(sum, part)) for part in (counts[: comm.rank], counts))
+    width = row * given.element_size()
+    values = _apart(flat, first * width, total * width)
     asked = f"{name}({flat.dtype}, rows of {tuple(x.shape[1:])}, counts {counts})"
     return Call(asked, body, values, "sum", finish)
 

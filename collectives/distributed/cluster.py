@@ -175,17 +175,7 @@ class ClusterCommunicator(ClusterCollectives):
     def _explained(self, asked: str, refused: str, compared: bool) -> Notice:
         """Why no call is made, as all ranks of this machine learn it. `compared`: the machines
         have compared it."""
-        machine = self.machine.calls
-        mine = self._machines_notice(Notice(asked, refused))
-
-        def outcome() -> bytes:
-            assert self._roll_call is not None
-            found = self._roll_call.fail(mine) if mine.failed else (
-                self._roll_call.explain(mine, compared)
-            )  # fmt: skip
-            return found.pack()
-
-        return Notice.unpack(machine.share(outcome, self._patience))
+        return self._asked_around(self._machines_notice(Notice(asked, refused)), compared)
 
     def _machines_notice(self, mine: Notice) -> Notice:
         """What this machine tells the others: of its ranks' failures the first, or else why they
@@ -216,14 +206,21 @@ class ClusterCommunicator(ClusterCollectives):
             if machine.health.broken is None:  # a rank of this machine knows of another machine
                 cause = self._machines_notice(replace(mine, failed="" if known else mine.failed))
                 mine = replace(mine, failed=cause.failed or mine.failed, late=cause.late)
-                return Notice.unpack(machine.share(lambda: self._failed(mine), self._patience))
+                return self._asked_around(mine)
         except CollectiveError:
             pass  # this machine's ranks have come apart; each raises what it knows
         return self._roll_call.fail(replace(mine, witnessed=True)) if self._roll_call else mine
 
-    def _failed(self, mine: Notice) -> bytes:
-        assert self._roll_call is not None
-        return self._roll_call.fail(mine).pack()
+    def _asked_around(self, mine: Notice, compared: bool = True) -> Notice:
+        """What the machines tell each other of a call that is not made; on all ranks of this
+        one."""
+
+        def outcome() -> bytes:
+            roll = self._roll_call
+            assert roll is not None
+            return (roll.fail(mine) if mine.failed else roll.explain(mine, compared)).pack()
+
+        return Notice.unpack(self.machine.calls.share(outcome, self._patience))
 
     def _renamed(self, words: str) -> str:
         """A message of this machine's communicator with the ranks' numbers among all ranks."""
