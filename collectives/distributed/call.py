@@ -1,21 +1,19 @@
-"""What a rank asks for, as ranks on several machines compare it."""
+"""What a rank asks for, as ranks on several machines compare it, and what goes along with that."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 from zlib import crc32
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from linkweave.collectives.distributed.combine import combined, undivided
 
 _LONG = 200  # characters
-_NOTHING = np.zeros(0, np.uint8)
 
 
 class Unequal(Exception):
@@ -23,42 +21,68 @@ class Unequal(Exception):
 
 
 @dataclass
+class Along:
+    """A short message, which goes along while the ranks compare their calls.
+
+    given: this rank's, flat, of as many bytes on all ranks.
+    lengths: the bytes that come from each machine.
+    part: what a machine gets, in bytes, of the rows of this machine's ranks; called on first ranks.
+    op: with which the ranks' values are combined, the same for all; empty: `part` moves bytes.
+    finish: what to do with the bytes of each machine, or with the combined values.
+    """
+
+    given: Any
+    lengths: Sequence[int]
+    finish: Callable[[Any], Any]
+    part: Callable[[Any, int], Any] | None = None
+    op: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of what has come."""
+        return int(self.given.nbytes) if self.op else sum(self.lengths)
+
+    def parts(self, rows: Any) -> list[Any]:
+        """What each machine gets of `rows` of bytes, one of each local rank."""
+        if self.part:
+            return [self.part(rows, m).view(-1) for m in range(len(self.lengths))]
+        return [self._combined(rows)] * len(self.lengths)
+
+    def merged(self, came: Sequence[Any], size: int) -> Any:
+        """The bytes that all ranks of a machine get, of those that `came` from each machine."""
+        if not self.op:
+            return torch.cat([*came])
+        total = self._combined(torch.stack([*came])).view(self.given.dtype)
+        return (total.div_(size) if self.op == "avg" else total).view(torch.uint8)
+
+    def _combined(self, rows: Any) -> Any:
+        return combined(rows.view(self.given.dtype), undivided(self.op)).view(torch.uint8)
+
+    def end(self, merged: Any) -> Any:
+        """Finish the call, of whose merged bytes a rank has a copy."""
+        if self.op:
+            return self.finish(merged.view(self.given.dtype))
+        return self.finish(merged.split([*self.lengths]))
+
+
+@dataclass
 class Call:
     """One rank's side of a call.
 
     asked: what it asks for, as text that all ranks compare; a long one ends with its checksum.
-    body: carries it out.
-    values, op, finish: of few bytes, which the ranks combine while they compare:
-        a copy of the values, flat (None: not so few); the op; what to do with the total.
+    body: carries it out, once all ranks have compared it; where something goes `along`, that ends
+        the call instead.
     """
 
     asked: str
     body: Any
-    values: Any = None
-    op: str = ""
-    finish: Any = None
+    along: Along | None = None
 
     def __post_init__(self) -> None:
         if len(self.asked) > _LONG:
             self.asked = f"{self.asked[:_LONG]}... {crc32(self.asked.encode()):08x})"
 
-    @property
-    def small(self) -> bool:
-        return self.values is not None
-
     @cached_property
     def word(self) -> int:
         """A checksum of what is asked for."""
         return int.from_bytes(blake2b(self.asked.encode(), digest_size=7).digest(), "little")
-
-    @cached_property
-    def bytes(self) -> NDArray[np.uint8]:
-        """The memory of the values."""
-        found = _NOTHING if self.values is None else self.values.view(torch.uint8).numpy()
-        return np.asarray(found)
-
-    def combine(self, rows: NDArray[np.uint8]) -> None:
-        """Combine rows of bytes, in their order, to the values; an average is not divided."""
-        if self.values is not None:
-            every = torch.from_numpy(rows).view(self.values.dtype)
-            self.values.copy_(combined(every, undivided(self.op)))

@@ -13,8 +13,8 @@ from linkweave.collectives.calls.aliasing import refuse_overlaps
 from linkweave.collectives.calls.operations import check_list, layer_sizes, one_dtype
 from linkweave.collectives.calls.rows import needs_out, row_counts, rows_each, rows_sent
 from linkweave.collectives.calls.subcommunicators import MOST_LANES
-from linkweave.collectives.distributed.call import Call, Unequal
-from linkweave.collectives.distributed.cluster_map import SMALL
+from linkweave.collectives.distributed.call import Along, Call, Unequal
+from linkweave.collectives.distributed.cluster_map import MOST, SMALL
 from linkweave.collectives.distributed.connections import Connections
 from linkweave.collectives.distributed.flat import Flat
 from linkweave.collectives.distributed.queue import Arrivals
@@ -25,20 +25,15 @@ from linkweave.collectives.tensors import as_buffer, output_for
 from linkweave.topology.checks import integer
 
 
-def _along(*tensors: Any) -> Any:
-    """Flat values in one tensor of their own if a comparison can take them along, else None."""
-    return torch.cat(tensors) if 0 < sum(x.nbytes for x in tensors) <= SMALL else None
+def _goes_along(comm: Connections, nbytes: int) -> bool:
+    """Whether a comparison can take so many bytes along to each machine."""
+    return 0 < nbytes <= SMALL and nbytes * (comm.machines.count - 1) <= MOST
 
 
-def _apart(flat: Flat | None, first: int, nbytes: int) -> Any:
-    """The bytes of a tensor, if there is one, among zeros, from `first` on, if as many as `nbytes`
-    can go along with a comparison, else None: their sum over all ranks has everyone's."""
-    if not 0 < nbytes <= SMALL:
+def _combining(comm: Connections, x: Any, op: str, finish: Callable[[Any], Any]) -> Along | None:
+    if not _goes_along(comm, x.nbytes):
         return None
-    values = torch.zeros(nbytes, dtype=torch.uint8)
-    if flat:
-        values[first : first + flat.nbytes] = flat.tensor.view(torch.uint8)
-    return values
+    return Along(x, [x.nbytes] * comm.machines.count, finish, op=op)
 
 
 def _result(x: Any, shape: tuple[int, ...], out: Any) -> Any:
@@ -65,12 +60,12 @@ def allreduce(comm: Connections, x: Any, op: Any, out: Any, algorithm: Any) -> C
     def body() -> Any:
         if given is not None:
             flat.tensor.copy_(given.tensor)
-        comm.pieces.allreduce(flat.tensor, op)
+        comm.allreduce(flat.tensor, op)
         flat.done()
         return out
 
-    values = _along(source.tensor)
-    return Call(f"allreduce({flat}, {op})", body, values, op, finish)
+    along = _combining(comm, source.tensor, op, finish)
+    return Call(f"allreduce({flat}, {op})", body, along)
 
 
 def allreduce_queue(
@@ -83,7 +78,7 @@ def allreduce_queue(
 
     def body() -> None:
         arrivals.begin(sizes)
-        comm.pieces.allreduce(flat.tensor, op, arrivals.reach)
+        comm.allreduce(flat.tensor, op, arrivals.reach)
 
     return Call(f"allreduce_queue({flat}, {op}, layers {sizes})", body)
 
@@ -125,28 +120,35 @@ def _allreduce_list(comm: Connections, tensors: list[Any], op: Any, out: Any) ->
 
     def body() -> Any:
         whole = torch.cat([flat.tensor for flat in flats])
-        comm.pieces.allreduce(whole, op)
+        comm.allreduce(whole, op)
         return finish(whole)
 
-    values = _along(*(flat.tensor for flat in flats))
-    return Call(f"allreduce([{', '.join(map(str, flats))}], {op})", body, values, op, finish)
+    nbytes, along = sum(flat.nbytes for flat in flats), None
+    if _goes_along(comm, nbytes):
+        along = _combining(comm, torch.cat([flat.tensor for flat in flats]), op, finish)
+    return Call(f"allreduce([{', '.join(map(str, flats))}], {op})", body, along)
 
 
 def broadcast(comm: Connections, x: Any, root: Any) -> Call:
     root, flat = integer(root, "root", 0, comm.size - 1), Flat(x)
+    at, local = comm.machines.position(root)
 
-    def finish(total: Any) -> None:
-        flat.tensor.view(torch.uint8).copy_(total)
+    def finish(came: Sequence[Any]) -> None:
+        flat.bytes.copy_(came[at])
         flat.done()
 
     def body() -> None:
         comm.pieces.broadcast(flat.tensor, root)
         flat.done()
 
-    values = _along(flat.tensor.view(torch.uint8))
-    if values is not None and comm.rank != root:
-        values.zero_()  # the total is the root's bytes
-    return Call(f"broadcast({flat}, root {root})", body, values, "sum", finish)
+    def part(rows: Any, m: int) -> Any:
+        return rows[local] if comm.index == at else rows[:0]
+
+    along = None
+    if _goes_along(comm, flat.nbytes):
+        lengths = [flat.nbytes * (m == at) for m in range(comm.machines.count)]
+        along = Along(flat.bytes, lengths, finish, part)
+    return Call(f"broadcast({flat}, root {root})", body, along)
 
 
 def reduce(comm: Connections, x: Any, op: Any, root: Any, out: Any) -> Call:
@@ -157,19 +159,21 @@ def reduce(comm: Connections, x: Any, op: Any, root: Any, out: Any) -> Call:
     source = given or flat
 
     def finish(total: Any) -> Any:
-        if comm.rank != root:
+        if not mine:
             return None
         flat.tensor.copy_(total)
         flat.done()
         return out
 
     def body() -> Any:
-        whole = source.tensor.clone()
-        comm.pieces.reduce(whole, op, root)
-        return finish(whole)
+        comm.rows.reduce(source.tensor, flat.tensor if mine else None, op, root)
+        if not mine:
+            return None
+        flat.done()
+        return out
 
-    values = _along(source.tensor)
-    return Call(f"reduce({flat}, {op}, root {root})", body, values, op, finish)
+    along = _combining(comm, source.tensor, op, finish)
+    return Call(f"reduce({flat}, {op}, root {root})", body, along)
 
 
 def allgather(comm: Connections, x: Any, counts: Any, out: Any) -> Call:
@@ -187,30 +191,29 @@ def allgather(comm: Connections, x: Any, counts: Any, out: Any) -> Call:
         shape = (sum(rows), *x.shape[1:])
         asked = f"allgather({flat.dtype}, rows of {tuple(x.shape[1:])}, counts {rows})"
     out = _result(x, shape, out)
-    whole = Flat(out)
-
-    def finish(every: Any) -> Any:
-        whole.tensor.view(torch.uint8).copy_(every)
-        whole.done()
-        return out
+    whole, row = Flat(out), math.prod(x.shape[1:]) if rows else flat.tensor.numel()
+    widths = [n * row for n in rows or [1] * comm.size]
 
     def body() -> Any:
-        if rows is None:
-            comm.rows.allgather(flat.tensor, whole.tensor.view(comm.size, -1))
-        else:  # padded to the longest
-            row = math.prod(x.shape[1:])
-            padded = flat.tensor.new_zeros(max(rows) * row)
-            padded[: flat.tensor.numel()] = flat.tensor
-            every = padded.new_empty((comm.size, padded.numel()))
-            comm.rows.allgather(padded, every)
-            parts = [part[: n * row] for part, n in zip(every, rows, strict=True)]
-            torch.cat(parts, out=whole.tensor)
+        comm.rows.allgather(flat.tensor, whole.tensor, widths)
         whole.done()
         return out
 
-    row = math.prod(x.shape[1:]) * flat.tensor.element_size()
-    first = sum(rows[: comm.rank]) * row if rows else comm.rank * flat.nbytes
-    return Call(asked, body, _apart(flat, first, whole.nbytes), "sum", finish)
+    def finish(came: Sequence[Any]) -> Any:
+        of = zip(came, comm.machines.ranks, strict=True)
+        each = [part.view(len(ranks), -1) for part, ranks in of]
+        places = [comm.machines.position(r) for r in range(comm.size)]
+        item = flat.tensor.element_size()
+        parts = [each[m][at, : n * item] for n, (m, at) in zip(widths, places, strict=True)]
+        torch.cat(parts, out=whole.bytes)
+        whole.done()
+        return out
+
+    along, longest = None, max(widths) * flat.tensor.element_size()
+    if _goes_along(comm, comm.machines.most * longest):
+        lengths = [longest * len(ranks) for ranks in comm.machines.ranks]
+        along = Along(flat.padded(longest), lengths, finish, lambda rows, _: rows)
+    return Call(asked, body, along)
 
 
 def reduce_scatter(comm: Connections, x: Any, op: Any, out: Any) -> Call:
@@ -230,58 +233,70 @@ def reduce_scatter(comm: Connections, x: Any, op: Any, out: Any) -> Call:
         mine.done()
         return out
 
-    values = _along(flat.tensor)
-    return Call(f"reduce_scatter({flat}, {op})", body, values, op, finish)
+    along = _combining(comm, flat.tensor, op, finish)
+    return Call(f"reduce_scatter({flat}, {op})", body, along)
 
 
 def gather(comm: Connections, x: Any, root: Any, out: Any) -> Call:
     root, flat = integer(root, "root", 0, comm.size - 1), Flat(x, written=False)
-    mine = comm.rank == root
+    at, mine = comm.machines.position(root)[0], comm.rank == root
     out = _result(x, (comm.size, *x.shape), out) if mine else None
     whole = Flat(out) if mine else None
-    counts = [[int(dst == root) for dst in range(comm.size)] for _ in range(comm.size)]
-
-    def finish(every: Any) -> Any:
-        if whole:
-            whole.tensor.view(torch.uint8).copy_(every)
-            whole.done()
-        return out
 
     def body() -> Any:
-        row = flat.tensor.view(1, -1)
-        comm.rows.alltoall(row, whole.tensor.view(comm.size, -1) if whole else row[:0], counts)
+        rows = whole.tensor.view(comm.size, -1) if whole else None
+        comm.rows.gather(flat.tensor, rows, root)
         if whole:
             whole.done()
         return out
 
-    values = _apart(flat, comm.rank * flat.nbytes, comm.size * flat.nbytes)
-    return Call(f"gather({flat}, root {root})", body, values, "sum", finish)
+    def finish(came: Sequence[Any]) -> Any:
+        if whole:
+            rows = whole.bytes.view(comm.size, -1)
+            for part, ranks in zip(came, comm.machines.ranks, strict=True):
+                rows[[*ranks]] = part.view(len(ranks), -1)
+            whole.done()
+        return out
+
+    along = None
+    if _goes_along(comm, comm.machines.most * flat.nbytes):
+        here = comm.index == at
+        lengths = [flat.nbytes * len(ranks) * here for ranks in comm.machines.ranks]
+        along = Along(flat.bytes, lengths, finish, lambda rows, m: rows if m == at else rows[:0])
+    return Call(f"gather({flat}, root {root})", body, along)
 
 
 def scatter(comm: Connections, x: Any, root: Any, out: Any) -> Call:
     root = integer(root, "root", 0, comm.size - 1)
-    source = None
+    source, ranks = None, comm.machines.ranks
+    at, local = comm.machines.position(root)
     if comm.rank == root:
         source, rows = Flat(x, written=False), rows_each(comm.size, "scatter", x)
         out = _result(x, (rows, *x.shape[1:]), out)
     elif out is None:
         raise needs_out(comm.rank, root)
     flat = Flat(out)
-    counts = [[int(src == root)] * comm.size for src in range(comm.size)]
 
     def body() -> Any:
-        row = flat.tensor.view(1, -1)
-        comm.rows.alltoall(source.tensor.view(comm.size, -1) if source else row[:0], row, counts)
+        rows = source.tensor.view(comm.size, -1) if source else None
+        comm.rows.scatter(rows, flat.tensor, root)
         flat.done()
         return out
 
-    def finish(every: Any) -> Any:
-        flat.tensor.view(torch.uint8).copy_(every.view(comm.size, -1)[comm.rank])
+    def finish(came: Sequence[Any]) -> Any:
+        flat.bytes.copy_(came[at].view(-1, flat.nbytes)[comm.machines.position(comm.rank)[1]])
         flat.done()
         return out
 
-    values = _apart(source, 0, comm.size * flat.nbytes)
-    return Call(f"scatter({flat}, root {root})", body, values, "sum", finish)
+    def part(rows: Any, m: int) -> Any:
+        return rows[local].view(comm.size, -1)[[*ranks[m]]] if comm.index == at else rows[:0]
+
+    along = None
+    if _goes_along(comm, comm.machines.most * flat.nbytes):
+        given = source.bytes if source else flat.bytes.new_empty(comm.size * flat.nbytes)
+        lengths = [flat.nbytes * len(ranks[comm.index]) * (m == at) for m in range(len(ranks))]
+        along = Along(given, lengths, finish, part)
+    return Call(f"scatter({flat}, root {root})", body, along)
 
 
 def alltoall(comm: Connections, x: Any, out: Any, in_splits: Any, out_splits: Any) -> Call:
@@ -299,9 +314,7 @@ def alltoall(comm: Connections, x: Any, out: Any, in_splits: Any, out_splits: An
         wanted = row_counts("out_splits", out_splits, comm.size)
     mine = torch.tensor([*sends, *wanted, -1 if out is None else out.shape[0]])
 
-    def body() -> Any:
-        told = mine.new_empty((comm.size, mine.numel()))
-        comm.rows.allgather(mine, told)
+    def finish(told: Any) -> Any:
         counts = told[:, : comm.size].tolist()
         for rank, expected in enumerate(told[:, comm.size :].tolist()):
             receives = [of[rank] for of in counts]
@@ -317,7 +330,22 @@ def alltoall(comm: Connections, x: Any, out: Any, in_splits: Any, out_splits: An
         given = flat.tensor.view(sum(sends), row)
         return _received(comm, x, out, counts, lambda y: comm.rows.alltoall(given, y, counts))
 
-    return Call(f"alltoall({flat.dtype}, rows of {tuple(x.shape[1:])})", body)
+    return _telling(comm, f"alltoall({flat.dtype}, rows of {tuple(x.shape[1:])})", mine, finish)
+
+
+def _telling(comm: Connections, asked: str, mine: Any, finish: Callable[[Any], Any]) -> Call:
+    """A call for which all ranks tell each other some numbers: `finish` gets a row of each."""
+    told = mine.new_empty((comm.size, mine.numel()))
+    call = allgather(comm, mine, None, told)
+
+    def body() -> Any:
+        call.body()
+        return finish(told)
+
+    if call.along:
+        gathered = call.along.finish
+        call.along.finish = lambda came: (gathered(came), finish(told))[1]
+    return Call(asked, body, call.along)
 
 
 def _received(
@@ -343,20 +371,34 @@ def exchange(
         raise CollectiveError(f"counts must be of {comm.size} ranks, not {len(counts)}")
     counts = [row_counts("counts", of, comm.size) for of in counts]
     given = flat.tensor.view(sum(rows_sent(x, counts[comm.rank], comm.size)), row)
+    width, ranks, mine = row * given.element_size(), comm.machines.ranks, comm.mine
 
     def body() -> Any:
         return _received(comm, x, out, counts, lambda y: comm.rows.alltoall(given, y, counts))
 
-    def finish(every: Any) -> Any:
-        parts = every.view(given.dtype).view(-1, row).split([n for of in counts for n in of])
-        mine = parts[comm.rank :: comm.size]
-        return _received(comm, x, out, counts, lambda y: torch.cat(mine, out=y))
+    def part(rows: Any, m: int) -> Any:
+        parts: list[Any] = []
+        for of, source in zip(rows, mine, strict=True):
+            sizes = [n * width for n in counts[source]]
+            each = of[: sum(sizes)].split(sizes)
+            parts += [each[d] for d in ranks[m]]
+        return torch.cat(parts)
 
-    first, total = (sum(map(sum, part)) for part in (counts[: comm.rank], counts))
-    width = row * given.element_size()
-    values = _apart(flat, first * width, total * width)
+    def finish(came: Sequence[Any]) -> Any:
+        parts: dict[int, Any] = {}
+        for sources, of in zip(ranks, came, strict=True):
+            pairs = [(s, d) for s in sources for d in mine]
+            each = of.split([counts[s][d] * width for s, d in pairs])
+            parts |= {s: p for (s, d), p in zip(pairs, each, strict=True) if d == comm.rank}
+        whole = torch.cat([parts[s] for s in range(comm.size)])
+        return _received(comm, x, out, counts, lambda y: y.view(-1).copy_(whole.view(y.dtype)))
+
+    longest, along = max(map(sum, counts)) * width, None
+    if _goes_along(comm, comm.machines.most * longest):
+        lengths = [sum(counts[s][d] for s in of for d in mine) * width for of in ranks]
+        along = Along(flat.padded(longest), lengths, finish, part)
     asked = f"{name}({flat.dtype}, rows of {tuple(x.shape[1:])}, counts {counts})"
-    return Call(asked, body, values, "sum", finish)
+    return Call(asked, body, along)
 
 
 def sparse_allreduce(
@@ -370,13 +412,7 @@ def sparse_allreduce(
 def split(comm: Connections, color: Any) -> Call:
     """Gathers the color of every rank."""
     mine = torch.tensor([integer(color, "color")])
-
-    def body() -> list[int]:
-        colors = mine.new_empty((comm.size, 1))
-        comm.rows.allgather(mine, colors)
-        return [int(color) for color in colors]
-
-    return Call("split", body)
+    return _telling(comm, "split", mine, lambda told: told.view(-1).tolist())
 
 
 def lanes(comm: Connections, n: Any) -> Call:

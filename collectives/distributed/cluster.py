@@ -9,13 +9,12 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-import numpy as np
+import torch
 import torch._C._distributed_c10d as c10d
 
 from linkweave.collectives.calls.work import Worker
 from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.distributed import calls
-from linkweave.collectives.distributed.across import Across
 from linkweave.collectives.distributed.call import Call, Unequal
 from linkweave.collectives.distributed.connections import Connections
 from linkweave.collectives.distributed.gloo import gloo_group, timed_out
@@ -30,6 +29,8 @@ LONGER = 1.0
 """Seconds by which a rank waits longer for those of its machine than for data of other machines,
 and the first ranks for each other's notices once more: who knows more speaks first."""
 
+_NOTHING = torch.zeros(0, dtype=torch.uint8)
+
 Meet = Callable[[int, int, Any], Any]
 """Makes the communicator of a rank, of so many, that meet over a store of torch.distributed."""
 
@@ -37,9 +38,8 @@ Meet = Callable[[int, int, Any], Any]
 class ClusterCommunicator(ClusterCollectives):
     """The ranks of several machines, and the collectives among them, on CPU tensors.
 
-    `machine` is the communicator of this machine's ranks; `across` connects it to the ranks with
-    the same local rank on the other machines, over torch.distributed (None for a rank whose local
-    rank some machine does not have). The collectives are those of `Communicator`, with the same
+    `machine` is the communicator of this machine's ranks; they are connected with those of other
+    machines over torch.distributed. The collectives are those of `Communicator`, with the same
     arguments. Before each call, all ranks compare what they ask for; if that differs, each raises
     CollectiveError before data moves. If a rank dies or a machine cannot be reached, each raises
     CollectiveAborted or CollectiveTimeout, and the communicator has ended.
@@ -127,9 +127,9 @@ class ClusterCommunicator(ClusterCollectives):
                 if mine:
                     raise RuntimeError(str(mine)) from mine  # no other rank knows of it
                 return call.body()
-            compared = self._compared(call, mine)
-            if compared is True:
-                return call.finish(call.values) if call.small else call.body()
+            compared, came = self._compared(call, mine)
+            if compared:
+                return call.along.end(came) if call.along else call.body()
             refused = f"rank {self.rank}: {mine}" if mine else ""
             outcome = self._explained(call.asked, refused, compared is False)
         except Unequal as error:
@@ -144,33 +144,32 @@ class ClusterCommunicator(ClusterCollectives):
             raise self._end(outcome)
         raise mine or CollectiveError(outcome.refused)
 
-    def _compared(self, call: Call, mine: Exception | None) -> bool | None:
-        """Whether all ranks ask for the same; then the values of a small call are the total of all.
-        None if this machine's ranks do not, which the other machines have not been told yet."""
-        machine, first = self.machine.calls, self._roll_call is not None
+    def _compared(self, call: Call, mine: Exception | None) -> tuple[bool | None, Any]:
+        """Whether all ranks ask for the same, and the bytes that have come along. None if this
+        machine's ranks do not, which the other machines have not been told yet."""
+        machine, along = self.machine.calls, call.along
         if mine:
             machine.refuse(mine)
-            return None
-        rows = np.empty((self.machine.size if first else 0, call.bytes.nbytes), np.uint8)
+            return None, None
+        given = along.given.view(torch.uint8) if along else _NOTHING
+        rows = given.new_empty((self.machine.size if self._roll_call else 0, given.numel()))
+        told = torch.zeros((along.nbytes if along else 0) + 1, dtype=torch.uint8)
         try:
-            machine.meet("gather", call.bytes, call.word, rows if first else None)
+            machine.meet("gather", given.numpy(), call.word, rows.numpy() if len(rows) else None)
         except CollectiveError:
             if machine.health.broken:
                 raise
-            return None
-        told = np.zeros(call.bytes.nbytes + 1, np.uint8)
+            return None, None
         if self._roll_call is not None:
             with machine.control.alive():
-                call.combine(rows)
-                every = self._roll_call.compare(call.word, call.bytes)
+                parts = along.parts(rows) if along else ()
+                every = self._roll_call.compare(call.word, parts, along.lengths if along else ())
                 if every is not None:
-                    call.combine(every)
-                    told[:-1], told[-1] = call.bytes, 1
-        machine.meet("broadcast", told)
-        call.bytes[:] = told[:-1]
-        if call.op == "avg" and call.small:
-            call.values.div_(self.size)
-        return bool(told[-1])
+                    told[-1] = 1
+                    if along:
+                        told[:-1] = along.merged(every, self.size)
+        machine.meet("broadcast", told.numpy())
+        return bool(told[-1]), told[:-1]
 
     def _explained(self, asked: str, refused: str, compared: bool) -> Notice:
         """Why no call is made, as all ranks of this machine learn it. `compared`: the machines
@@ -196,7 +195,7 @@ class ClusterCommunicator(ClusterCollectives):
         machine = self.machine.calls
         late = isinstance(error, CollectiveTimeout) or timed_out(error)
         mine = Notice(asked, failed=str(error) or repr(error), late=late)
-        self._links.close_across()  # so that nobody on other machines waits for this rank
+        self._links.disconnect()  # so that nobody on other machines waits for this rank
         known = isinstance(error, CollectiveError)  # by this machine's ranks
         if known:
             mine = replace(mine, failed=self._renamed(mine.failed))
@@ -238,7 +237,7 @@ class ClusterCommunicator(ClusterCollectives):
     def _end(self, notice: Notice) -> CollectiveError:
         """End the communicator. Returns the error to raise."""
         self._ended = notice.failed
-        self._links.close_across()
+        self._links.disconnect()
         kind = CollectiveTimeout if notice.late else CollectiveAborted
         return kind(f"rank {self.rank}, {notice.asked}: {notice.failed}", rank=self.rank)
 
@@ -250,11 +249,6 @@ class ClusterCommunicator(ClusterCollectives):
         self.machine.calls.health.check()
 
     # ---- the end -----------------------------------------------------------------------------
-    @property
-    def across(self) -> Across | None:
-        """The ranks with this local rank, one of each machine."""
-        return self._links.across
-
     @property
     def timeout(self) -> float:
         """Longest wait for a peer, in seconds."""
@@ -291,7 +285,7 @@ class ClusterCommunicator(ClusterCollectives):
         """Make this machine's calls raise CollectiveAborted, and let the other machines notice."""
         if not (self.closed or self.machine.calls.health.foreign):
             self.machine.abort(why)
-            self._links.close_across()
+            self._links.disconnect()
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and hasattr(Communicator, name):

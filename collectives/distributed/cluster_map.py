@@ -12,8 +12,8 @@ from linkweave.topology.checks import integer, number, shown
 PIECE = 8 << 20
 """Bytes of the pieces that are on the network and in memory at once."""
 
-SMALL = 3072
-"""Bytes of a message that goes along when the machines compare a call."""
+SMALL, MOST = 64 << 10, 128 << 10
+"""Bytes that go along to a machine, and to all of them, when they compare a call."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import reduce
-from operator import and_, or_, xor
+from operator import add, and_, mul, or_, xor
 from typing import Any
 
 import torch
@@ -20,11 +20,10 @@ OPS = {
 """torch.distributed's name of each op."""
 
 _OF_STEPS = OPS | {"any": OPS["max"], "all": OPS["min"], "odd": OPS["xor"]}
-_WHOLE = {
-    "prod": lambda rows: rows.prod(0), "min": lambda rows: rows.amin(0),
-    "max": lambda rows: rows.amax(0),
+_PAIRWISE = {
+    "sum": add, "prod": mul, "min": torch.minimum, "max": torch.maximum, "and": and_, "or": or_,
+    "xor": xor, "any": or_, "all": and_, "odd": xor,
 }  # fmt: skip
-_PAIRWISE = {"and": and_, "or": or_, "xor": xor, "any": or_, "all": and_, "odd": xor}
 
 
 def gloo_op(op: str, x: Any) -> Any:
@@ -38,12 +37,9 @@ def undivided(op: str) -> str:
 
 
 def combined(rows: Any, op: str) -> Any:
-    """The rows of a tensor combined, 16-bit floats in float32 and rounded once; an average is not
-    divided. min and max keep NaN."""
-    step = step_of(op, dtype_name(rows))
-    if step == "sum":
-        wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
-        return rows.sum(0, dtype=wide).to(rows.dtype)
-    if step in _WHOLE:
-        return _WHOLE[step](rows).to(rows.dtype)
-    return reduce(_PAIRWISE[step], rows)
+    """The rows of a tensor, or tensors, combined in their order; 16-bit floats are added in float32
+    and rounded once. An average is not divided. min and max keep NaN."""
+    step, kind = step_of(op, dtype_name(rows[0])), rows[0].dtype
+    if step == "sum" and kind in (torch.float16, torch.bfloat16):
+        rows = [row.float() for row in rows]
+    return reduce(_PAIRWISE[step], rows).to(kind)

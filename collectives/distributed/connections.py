@@ -2,39 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch._C._distributed_c10d as c10d
 
-from linkweave.collectives.calls.work import HostWork, Worker
+from linkweave.collectives.calls.work import Worker
 from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.distributed.across import Across
 from linkweave.collectives.distributed.flat import Flat, move
-from linkweave.collectives.distributed.gloo import gloo_group
-from linkweave.collectives.distributed.pieces import Pieces, Slices
+from linkweave.collectives.distributed.pieces import Pieces
 from linkweave.collectives.distributed.rows import Rows
 from linkweave.collectives.launch.machines import Machines
 from linkweave.topology.checks import integer
 
 
 class Connections:
-    """The connections of rank `rank`; `machine` is the communicator of its machine's ranks."""
+    """The connections of rank `rank`; `machine` is the communicator of its machine's ranks.
+
+    direct: to all ranks.
+    across: to the ranks with its local rank, one of each machine, if all machines have one.
+    """
 
     def __init__(
         self, rank: int, machines: Machines, machine: Communicator, store: Any, timeout: float
     ) -> None:
         self.rank, self.size = rank, machines.size
         self.machines, self.machine = machines, machine
-        self.index, local = machines.position(rank)
+        self.index = machines.position(rank)[0]
+        self.mine = machines.ranks[self.index]
+        self.direct = Across(c10d.PrefixStore("direct/", store), rank, self.size, timeout)
         self.across: Across | None = None
+        local = machine.rank
         if local < machines.columns:
             column = c10d.PrefixStore(f"across/{local}/", store)
             self.across = Across(column, self.index, machines.count, timeout)
-        direct = c10d.PrefixStore("direct/", store)
-        self._direct: Any = gloo_group(direct, rank, self.size, timeout)
         self._workers: dict[tuple[int, bool], Worker] = {}  # of messages to and from each rank
-        slices = Slices(machine, self.across, machines, self.index)
-        self.pieces, self.rows = Pieces(slices), Rows(slices)
+        self.pieces = Pieces(machine, self.across, machines, self.index)
+        self.rows = Rows(machine, self.direct, machines)
+
+    def allreduce(self, x: Any, op: str, final: Callable[[int], None] | None = None) -> None:
+        """Combine the flat `x` over all ranks, in place. `final` as in `Pieces.allreduce`."""
+        if op in ("min", "max") and x.is_floating_point():  # gloo's may lose a NaN
+            self.rows.allreduce(x, op)
+            if final:
+                final(x.numel())
+        else:
+            self.pieces.allreduce(x, op, final)
 
     def send(self, x: Any, to: int, async_op: bool = False) -> Any:
         """Send `x` to a rank."""
@@ -53,15 +67,15 @@ class Connections:
         flat = Flat(x, written=not sends)
         words = f"rank {self.rank} waits for rank {peer} to {'receive' if sends else 'send'}"
         worker = self._workers.setdefault((peer, sends), Worker())
-        work = HostWork(worker.enqueue(move, self._direct, flat, peer, sends, words))
-        return worker.keep(work) if async_op else work.wait()
-
-    def close_across(self) -> None:
-        if self.across:
-            self.across.close()
+        return worker.submit(async_op, move, self.direct, flat, peer, sends, words)
 
     def close(self) -> None:
-        self.close_across()
         for worker in self._workers.values():
             worker.close(self.rank)
-        self._direct = None
+        self.disconnect()
+
+    def disconnect(self) -> None:
+        """Close the connections, so that nobody on other machines waits for this rank."""
+        for group in (self.across, self.direct):
+            if group:
+                group.close()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from linkweave.collectives.distributed.across import MESSAGES, Across
 from linkweave.collectives.distributed.gloo import timed_out
 from linkweave.collectives.errors import CollectiveAborted, CollectiveTimeout
 from linkweave.collectives.tensors import as_buffer
@@ -28,14 +29,27 @@ class Flat:
             memory.owner = self._buffer  # which the tensor so keeps
             self.tensor = torch.frombuffer(memory, dtype=kind)
 
+    @property
+    def bytes(self) -> Any:
+        """The same memory as bytes."""
+        return self.tensor.view(torch.uint8)
+
+    def padded(self, nbytes: int) -> Any:
+        """The bytes, followed by undefined ones up to so many."""
+        if nbytes == self.nbytes:
+            return self.bytes
+        whole = torch.empty(nbytes, dtype=torch.uint8)
+        whole[: self.nbytes] = self.bytes
+        return whole
+
     def __str__(self) -> str:
         return f"{self.tensor.numel()} x {self.dtype}"
 
 
-def move(gloo: Any, flat: Flat, peer: int, sends: bool, words: str) -> None:
+def move(across: Across, flat: Flat, peer: int, sends: bool, words: str) -> None:
     """Send a tensor to a rank or receive one. `words` say who waits for whom."""
     try:
-        (gloo.send if sends else gloo.recv)([flat.tensor], peer, 0).wait()
+        (across.send if sends else across.recv)(flat.tensor, peer, MESSAGES).wait()
     except RuntimeError as error:
         kind = CollectiveTimeout if timed_out(error) else CollectiveAborted
         raise kind(f"{words}: {error}", peer=peer) from error

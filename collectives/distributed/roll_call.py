@@ -9,9 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from linkweave.collectives.distributed.cluster_map import SMALL
 from linkweave.collectives.distributed.gloo import gloo_group, timed_out
@@ -106,30 +104,38 @@ class RollCall:
 
     def __init__(self, store: Any, machine: int, names: Sequence[str], timeout: float) -> None:
         self._machine, self._names, self._timeout = machine, names, timeout
+        self._others = [m for m in range(len(names)) if m != machine]
         self._gloo: Any = gloo_group(store, machine, len(names), timeout)
-        self._frames = np.zeros((len(names), _HEAD + SMALL), np.uint8)
-        self._tensors = list(torch.from_numpy(self._frames))
+        self._frames = torch.zeros((len(names), _HEAD + SMALL), dtype=torch.uint8)  # received
         self._answers: Answers | None = None  # to the last comparison, if it told of a failure
 
-    def compare(self, word: int, values: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
-        """[machines, bytes]: the values of all machines, if all make the call of this word (0:
-        none); else None: then `explain` must follow."""
-        stop = _HEAD + values.nbytes
-        mine = self._frames[self._machine]
-        mine[:_HEAD].view(np.int64)[:] = word, _COMPARES
-        mine[_HEAD:stop] = values
-        self._answers = self._swap(self._timeout)
+    def compare(
+        self, word: int, parts: Sequence[Any] = (), lengths: Sequence[int] = ()
+    ) -> list[Any] | None:
+        """What all machines have sent along, of these lengths in bytes, if all make the call of
+        this word (0: none); else None: then `explain` must follow. `parts` go to the machines."""
+        sent = {m: self._frame(word, _COMPARES, parts[m] if parts else None) for m in self._others}
+        self._answers = self._swap(sent, self._timeout)
         if self._answers.found or self._answers.lost:
             return None
         self._answers = None
-        words = self._frames[:, :8].view(np.int64)
-        return self._frames[:, _HEAD:stop] if word and (words == word).all() else None
+        if not word or any(self._head(m)[0] != word for m in self._others):
+            return None
+        came = [self._frames[m, _HEAD : _HEAD + n] for m, n in enumerate(lengths)]
+        if parts:
+            came[self._machine] = parts[self._machine]
+        return came
+
+    @staticmethod
+    def _frame(word: int, kind: int, part: Any) -> Any:
+        head = torch.tensor([word, kind]).view(torch.uint8)
+        return head if part is None else torch.cat([head, part])
 
     def explain(self, mine: Notice, compared: bool) -> Notice:
         """`mine` with why not all machines make its call. If they have not `compared` it, they do
         so first."""
         if not compared:
-            self.compare(0, np.zeros(0, np.uint8))
+            self.compare(0)
         return (self._answers or self._exchange(mine, self._timeout)).outcome(mine)
 
     def fail(self, mine: Notice) -> Notice:
@@ -137,24 +143,21 @@ class RollCall:
         return self._exchange(mine, GRACE).outcome(mine)
 
     def _exchange(self, mine: Notice, timeout: float) -> Answers:
-        frame = self._frames[self._machine]
-        frame[:_HEAD].view(np.int64)[:] = 0, _NOTES
-        frame[_HEAD : _HEAD + NOTICE] = np.frombuffer(mine.pack().ljust(NOTICE), np.uint8)
-        answers = self._swap(timeout)
+        note = torch.frombuffer(bytearray(mine.pack().ljust(NOTICE)), dtype=torch.uint8)
+        frame = self._frame(0, _NOTES, note)
+        answers = self._swap(dict.fromkeys(self._others, frame), timeout)
         answers.found[self._machine] = mine
         return answers
 
-    def _swap(self, timeout: float) -> Answers:
-        """Send this machine's frame to all others and receive theirs, for `timeout` seconds at
+    def _swap(self, frames: dict[int, Any], timeout: float) -> Answers:
+        """Send the other machines their frames and receive theirs, for `timeout` seconds at
         most."""
-        others = [m for m in range(len(self._names)) if m != self._machine]
-        sent = self._tensors[self._machine]
         lost: dict[int, Lost] = {}
         works: dict[int, list[Any]] = {}
-        for m in others:
+        for m, frame in frames.items():
             try:
                 works[m] = [
-                    self._gloo.recv([self._tensors[m]], m, 0), self._gloo.send([sent], m, 0)
+                    self._gloo.recv([self._frames[m]], m, 0), self._gloo.send([frame], m, 0)
                 ]  # fmt: skip
             except RuntimeError as error:
                 lost[m] = self._reason(m, error, 0)
@@ -166,12 +169,14 @@ class RollCall:
                     work.wait(timedelta(seconds=left))
             except RuntimeError as error:
                 lost[m] = self._reason(m, error, timeout)
-        notes = [m for m in others if m not in lost and self._kind(m) == _NOTES]
-        bodies = {m: bytes(self._frames[m, _HEAD : _HEAD + NOTICE]) for m in notes}
+        notes = [m for m in frames if m not in lost and self._head(m)[1] == _NOTES]
+        bodies = {m: self._frames[m, _HEAD : _HEAD + NOTICE].numpy().tobytes() for m in notes}
         return Answers(self._names, {m: Notice.unpack(body) for m, body in bodies.items()}, lost)
 
-    def _kind(self, m: int) -> int:
-        return int(self._frames[m, 8:_HEAD].view(np.int64)[0])
+    def _head(self, m: int) -> list[int]:
+        """(word, kind) of the frame that machine `m` has sent."""
+        head: list[int] = self._frames[m, :_HEAD].view(torch.int64).tolist()
+        return head
 
     def _reason(self, m: int, error: Exception, seconds: float) -> Lost:
         if timed_out(error):

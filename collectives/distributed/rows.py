@@ -1,159 +1,200 @@
-"""All-gather, reduce-scatter and all-to-all over several machines, of rows for each rank."""
+"""Reduce, all-gather, reduce-scatter, all-to-all, gather and scatter over several machines.
+
+Each rank has a row. Inside a machine, memory moves rows; between machines they go directly from a
+rank to another, into the memory where they belong. All-gathers and reduce-scatters go around in a
+ring of the machines, so that a network interface carries (M - 1) / M of the message each way, for M
+machines, however many ranks they have; while one machine's rows are on the network, memory moves
+those of another.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from linkweave.collectives.distributed.cluster_map import PIECE
+from linkweave.collectives.communicator import Communicator
+from linkweave.collectives.distributed.across import ROWS, Across
 from linkweave.collectives.distributed.combine import combined, undivided
-from linkweave.collectives.distributed.pieces import Slices, pipelined
+from linkweave.collectives.launch.machines import Machines
 
 
 class Rows:
-    """The calls, on contiguous CPU tensors."""
+    """The calls, on contiguous CPU tensors. `direct` connects all ranks.
 
-    def __init__(self, slices: Slices) -> None:
-        self._slices = slices
-        self._machine, self._across = slices.machine, slices.across
-        self._machines, self._index = slices.machines, slices.index
+    Values are combined inside each machine, by its communicator, and then from machine to machine;
+    16-bit floats are rounded at each of them. min and max keep NaN. "avg" divides the sum once.
+    """
 
-    def _parts(self, width: int, item: int) -> Iterable[slice]:
-        """Cuts rows so that the parts of all ranks make about one piece."""
-        step = max(1, PIECE // (item * self._machines.size))
-        return (slice(i, min(i + step, width)) for i in range(0, width, step))
+    def __init__(self, machine: Communicator, direct: Across, machines: Machines) -> None:
+        self._machine, self._direct, self._machines = machine, direct, machines
+        self._rank, self._local = direct.rank, machine.rank
+        self._index, self._count = machines.position(direct.rank)[0], machines.count
+        self._ranks = machines.ranks
+        self._mine = machines.ranks[self._index]
 
-    def allgather(self, x: Any, out: Any) -> None:
-        """Gather the flat `x` of all ranks in the rows of `out`.
+    def allgather(self, x: Any, out: Any, widths: Sequence[int]) -> None:
+        """Gather the flat `x` of all ranks, in rank order, in the flat `out`; `widths` are the
+        elements of each rank. Each machine passes on to the next one what it got from the one
+        before, and shares it among its ranks meanwhile."""
+        rows = out.split([*widths])
+        rows[self._rank].copy_(x)
 
-        Each machine gathers its own; each column sends a slice of that to the other machines, whose
-        ranks put the slices together.
-        """
+        def share(m: int) -> None:
+            ranks = self._ranks[m]
+            each = {widths[r] for r in ranks}
+            if self._alike(ranks) and len(each) == 1:
+                start = sum(widths[: ranks[0]])
+                block = out[start : start + len(ranks) * each.pop()]
+                self._machine.in_place("allgather", block.view(len(ranks), -1))
+            else:
+                for at, r in enumerate(ranks):
+                    self._machine.broadcast(rows[r], at % len(self._mine))
 
-        def piece(part: slice) -> Iterator[None]:
-            width = part.stop - part.start
-            packed = self._packed([self._machine.allgather(x[part].contiguous()).view(-1)], width)
-            whole = packed.new_empty((len(packed), self._machines.count * packed.shape[2]))
-            handle = None
-            if self._across is not None:
-                mine = self._slices.row(packed).view(-1)
-                handle = self._across.allgather(mine, self._slices.row(whole))
-            yield
-            if handle:
-                handle.wait()
-            self._slices.gather(whole)
-            out[:, part] = self._unpacked(whole.view(len(packed), self._machines.count, -1), width)
-
-        pipelined(map(piece, self._parts(x.numel(), x.element_size())))
+        for s in range(1, self._count):
+            mine, theirs = self._at(1 - s), self._at(-s)
+            moves = [self._send(rows[r], to) for r, to in self._held(mine, 1)]
+            moves += [self._recv(rows[r], source) for r, source in self._held(theirs, -1)]
+            share(mine)
+            _wait(moves)
+        share(theirs)
 
     def reduce_scatter(self, x: Any, out: Any, op: str) -> None:
-        """Combine the rows of `x`, one for each rank, and return this rank's row in `out`.
+        """Combine the rows of `x`, one for each rank, and return this rank's row in `out`. The
+        sums for a machine pass through all others, the next one first, which add theirs."""
+        inner = undivided(op)
+        sums = self._sums(x, self._at(-1), inner)
+        for s in range(1, self._count):
+            mine, theirs = self._at(-s), self._at(-s - 1)
+            moves = [self._send(sums[r], to) for r, to in self._held(mine, 1)]
+            got = {r: out.new_empty(x.shape[1]) for r, _ in self._held(theirs, -1)}
+            moves += [self._recv(got[r], source) for r, source in self._held(theirs, -1)]
+            here = self._sums(x, theirs, inner)
+            _wait(moves)
+            sums = {r: combined([got[r], row], inner) for r, row in here.items()}
+        total = sums[self._rank]
+        out.copy_(total.div_(self._machines.size) if op == "avg" else total)
 
-        Slices of the other machines' rows travel by an all-to-all and are combined in the order of
-        the machines, 16-bit floats in float32.
-        """
-        local = self._machine.rank
+    def _sums(self, x: Any, m: int, op: str) -> dict[int, Any]:
+        """The rows of ranks of machine `m` that this rank combines over its machine."""
+        ranks, found = self._ranks[m], {}
+        if self._alike(ranks):
+            row = self._machine.reduce_scatter(x[ranks[0] : ranks[-1] + 1], op)
+            return {ranks[self._local]: row.view(-1)}
+        for at, r in enumerate(ranks):
+            row = x[r].clone()
+            self._machine.reduce(row, op, at % len(self._mine))
+            if at % len(self._mine) == self._local:
+                found[r] = row
+        return found
 
-        def piece(part: slice) -> Iterator[None]:
-            width = part.stop - part.start
-            blocks = [x[list(ranks), part].reshape(-1) for ranks in self._machines.ranks]
-            packed = self._packed(blocks, width)  # [columns, machines, slice]
-            count, machines, each = packed.shape
-            mine = self._slices.reduce(packed.view(count, -1), undivided(op))
-            rows, got, handle = x.new_empty((count, each)), x.new_empty((machines, each)), None
-            if self._across is not None:
-                handle = self._across.alltoall(mine.view(machines, each), got)
-            yield
-            if handle:
-                handle.wait()
-                total = combined(got, op)
-                self._slices.row(rows).copy_(total.div_(len(x)) if op == "avg" else total)
-            self._slices.gather(rows)
-            block = rows.view(-1)[: self._machine.size * width].view(-1, width)
-            out[part] = block[local]
+    def _at(self, s: int) -> int:
+        """The s-th machine after this one."""
+        return (self._index + s) % self._count
 
-        pipelined(map(piece, self._parts(x.shape[1], x.element_size())))
+    def _held(self, m: int, s: int) -> list[tuple[int, int]]:
+        """(rank, who holds its row on the s-th machine after this one), for the ranks of machine
+        `m` whose rows this rank holds on its own."""
+        ranks, there = self._ranks[m], self._ranks[self._at(s)]
+        held = range(self._local, len(ranks), len(self._mine))
+        return [(ranks[at], there[at % len(there)]) for at in held]
+
+    def allreduce(self, x: Any, op: str) -> None:
+        """Combine the flat `x` over all ranks, in place."""
+        rows, mine = self._scattered(x, op)
+        total = torch.empty_like(rows)
+        self.allgather(mine, total.view(-1), [mine.numel()] * len(rows))
+        x.copy_(total.view(-1)[: x.numel()])
+
+    def reduce(self, x: Any, out: Any, op: str, root: int) -> None:
+        """Combine the flat `x` over all ranks to `out`, which may be `x`, on `root`; None
+        elsewhere."""
+        rows, mine = self._scattered(x, op)
+        total = None if out is None else torch.empty_like(rows)
+        self.gather(mine, total, root)
+        if total is not None:
+            out.copy_(total.view(-1)[: x.numel()])
+
+    def _scattered(self, x: Any, op: str) -> tuple[Any, Any]:
+        """A flat tensor as equal rows, and this rank's row of the result."""
+        count = self._machines.size
+        width = -(-x.numel() // count)
+        whole = x
+        if x.numel() < count * width:
+            whole = x.new_zeros(count * width)
+            whole[: x.numel()] = x
+        rows, mine = whole.view(count, width), x.new_empty(width)
+        self.reduce_scatter(rows, mine, op)
+        return rows, mine
+
+    def gather(self, x: Any, out: Any, root: int) -> None:
+        """Gather the flat `x` of all ranks in the rows of `out` on `root`; None elsewhere."""
+        at, local = self._machines.position(root)
+        if self._index != at:
+            self._send(x, root).wait()
+            return
+        moves = []
+        if self._rank == root:
+            moves = [self._recv(out[r], r) for r in range(len(out)) if r not in self._mine]
+        rows = self._machine.gather(x, local)
+        if self._rank == root:
+            for r, row in zip(self._mine, rows, strict=True):
+                out[r].copy_(row)
+        _wait(moves)
+
+    def scatter(self, x: Any, out: Any, root: int) -> None:
+        """Send each rank's row of `x` on `root`, which is None elsewhere, to its flat `out`."""
+        at, local = self._machines.position(root)
+        sends = []
+        if self._rank == root:
+            sends = [self._send(x[r], r) for r in range(len(x)) if r not in self._mine]
+        if self._index != at:
+            self._recv(out, root).wait()
+        else:
+            rows = x[[*self._mine]] if self._rank == root else None
+            self._machine.scatter(rows, local, out=out.view(1, -1))
+        _wait(sends)
 
     def alltoall(self, x: Any, out: Any, counts: Sequence[Sequence[int]]) -> None:
-        """Send rows of `x` to each rank: `counts[src][dst]` rows from rank `src` to rank `dst`.
+        """Send rows of `x` to each rank: `counts[src][dst]` rows from rank `src` to rank `dst`. In
+        step s each machine sends to the s-th machine after it, in two steps at once."""
+        given = x.split([*counts[self._rank]])
+        got = out.split([of[self._rank] for of in counts])
+        before: list[Any] = []
+        for s in range(1, self._count):
+            moves = [self._send(given[r], r) for r in self._ranks[self._at(s)] if given[r].numel()]
+            moves += [self._recv(got[r], r) for r in self._ranks[self._at(-s)] if got[r].numel()]
+            _wait(before)
+            before = moves
+        self._inside(given, got, counts)
+        _wait(before)
 
-        A rank passes all rows for column c of other machines to its machine's local rank c, which
-        exchanges them with the other machines and deals them out.
-        """
-        machines, columns, local = self._machines, self._machines.columns, self._machine.rank
-        mine = machines.ranks[self._index]
-        own = counts[mine[local]]
-        of_column = [
-            [r for ranks in machines.ranks for r in ranks[c::columns]] for c in range(columns)
-        ]
-        pieces = dict(zip(range(machines.size), x.split(list(own)), strict=True))
-        order = [dst for column in of_column for dst in column]
-        sends = [sum(own[d] for d in column) for column in of_column]
-        sends += [0] * (self._machine.size - columns)
-        got = self._machine.alltoall(torch.cat([pieces[d] for d in order]), in_splits=sends)
-        if self._across is not None:
-            labels = [(s, d) for s in mine for d in of_column[local]]
-            got = self._swap(got, labels, counts)
-            labels = [
-                (s, d) for ranks in machines.ranks for s in ranks for d in mine[local::columns]
-            ]
-            there = sorted(labels, key=lambda pair: (mine.index(pair[1]), pair[0]))
-            got = _reordered(got, labels, there, counts)
-        if columns < machines.most:
-            sends = [
-                sum(row[to] for row in counts) if at % columns == local else 0
-                for at, to in enumerate(mine)
-            ]
-            got = self._machine.alltoall(got, in_splits=sends)
-        out.copy_(got)
+    def _inside(
+        self, given: Sequence[Any], got: Sequence[Any], counts: Sequence[Sequence[int]]
+    ) -> None:
+        """The part of an all-to-all among the ranks of this machine."""
+        inside = {counts[s][d] for s in self._mine for d in self._mine}
+        if inside == {0} or not given[0].shape[1]:
+            return
+        sends = [counts[self._rank][d] for d in self._mine]
+        splits = [] if len(inside) == 1 else [sends]
+        rows = self._machine.alltoall(torch.cat([given[d] for d in self._mine]), None, *splits)
+        receives = [counts[s][self._rank] for s in self._mine]
+        for s, part in zip(self._mine, rows.split(receives), strict=True):
+            got[s].copy_(part)
 
-    def _swap(
-        self, got: Any, labels: list[tuple[int, int]], counts: Sequence[Sequence[int]]
-    ) -> Any:
-        """Exchange the rows of this column with the other machines."""
-        assert self._across is not None
-        machines = self._machines
-        mine = machines.ranks[self._index]
-        to = sorted(labels, key=lambda pair: machines.position(pair[1])[0])  # stable
-        sends = [0] * machines.count
-        receives = [0] * machines.count
-        for s, d in labels:
-            sends[machines.position(d)[0]] += counts[s][d]
-        for m, ranks in enumerate(machines.ranks):
-            receives[m] = sum(
-                counts[s][d] for s in ranks for d in mine[self._machine.rank :: machines.columns]
-            )
-        result = got.new_empty((sum(receives), *got.shape[1:]))
-        self._across.alltoall(_reordered(got, labels, to, counts), result, sends, receives).wait()
-        return result
+    def _alike(self, ranks: Sequence[int]) -> bool:
+        """Whether a machine has as many ranks as this one, and their numbers have no gaps."""
+        return len(ranks) == len(self._mine) == ranks[-1] - ranks[0] + 1
 
-    # ---- blocks of machines in equal slices --------------------------------------------------
-    def _packed(self, blocks: Sequence[Any], width: int) -> Any:
-        """Flat blocks as [columns, blocks, slice], padded to those of the largest machine."""
-        count, longest = self._machines.columns, self._machines.most * width
-        each = -(-longest // count)
-        whole = blocks[0].new_zeros((len(blocks), count * each))
-        for row, block in zip(whole, blocks, strict=True):
-            row[: block.numel()] = block
-        return whole.view(len(blocks), count, each).transpose(0, 1).contiguous()
+    def _send(self, x: Any, rank: int) -> Any:
+        return self._direct.send(x, rank, ROWS)
 
-    def _unpacked(self, packed: Any, width: int) -> Any:
-        """[columns, machines, slice] to [ranks, width], in rank order."""
-        blocks = packed.transpose(0, 1).reshape(self._machines.count, -1)
-        result = packed.new_empty((self._machines.size, width))
-        for block, ranks in zip(blocks, self._machines.ranks, strict=True):
-            result[list(ranks)] = block[: len(ranks) * width].view(-1, width)
-        return result
+    def _recv(self, x: Any, rank: int) -> Any:
+        return self._direct.recv(x, rank, ROWS)
 
 
-def _reordered(
-    x: Any, labels: Sequence[tuple[int, int]], to: Sequence[tuple[int, int]],
-    counts: Sequence[Sequence[int]],
-) -> Any:  # fmt: skip
-    """The rows of `x`, grouped by (source, target) as `labels`, grouped as `to`."""
-    if not labels:
-        return x
-    parts = dict(zip(labels, x.split([counts[s][d] for s, d in labels]), strict=True))
-    return torch.cat([parts[pair] for pair in to])
+def _wait(moves: Sequence[Any]) -> None:
+    for move in moves:
+        move.wait()

@@ -53,7 +53,7 @@ class ClusterLinks:
 
     def gather(self, row: NDArray[Any]) -> NDArray[Any]:
         every = np.zeros((self.size, row.size), row.dtype)
-        self._comm.rows.allgather(Flat(row).tensor, Flat(every).tensor.view(self.size, -1))
+        self._comm.rows.allgather(Flat(row).tensor, Flat(every).tensor, [row.size] * self.size)
         return every
 
     def add(self, whole: NDArray[np.float32]) -> None:

