@@ -22,13 +22,15 @@ class Unequal(Exception):
 
 @dataclass
 class Along:
-    """A short message, which goes along while the ranks compare their calls.
+    """A message that goes along while the first ranks of the machines compare their calls.
 
     given: this rank's, flat, of as many bytes on all ranks.
-    lengths: the bytes that come from each machine.
-    part: what a machine gets, in bytes, of the rows of this machine's ranks; called on first ranks.
-    op: with which the ranks' values are combined, the same for all; empty: `part` moves bytes.
+    lengths: the bytes that come from each machine; with an op, as many from each.
     finish: what to do with the bytes of each machine, or with the combined values.
+    part: what a machine gets, in bytes, of the rows of this machine's ranks, or of their combined
+        values; None: all.
+    op: with which values are combined; empty: only moved.
+    shares: the bytes of each machine's share, if each combines one, and then sends it to all.
     """
 
     given: Any
@@ -36,27 +38,29 @@ class Along:
     finish: Callable[[Any], Any]
     part: Callable[[Any, int], Any] | None = None
     op: str = ""
+    shares: Sequence[int] = ()
 
     @property
     def nbytes(self) -> int:
-        """The bytes of what has come."""
-        return int(self.given.nbytes) if self.op else sum(self.lengths)
+        """The bytes that each rank gets."""
+        return sum(self.shares or (self.lengths[:1] if self.op else self.lengths))
 
     def parts(self, rows: Any) -> list[Any]:
         """What each machine gets of `rows` of bytes, one of each local rank."""
-        if self.part:
-            return [self.part(rows, m).view(-1) for m in range(len(self.lengths))]
-        return [self._combined(rows)] * len(self.lengths)
+        of, machines = self._combined(rows) if self.op else rows, range(len(self.lengths))
+        return [(self.part(of, m) if self.part else of).view(-1) for m in machines]
 
     def merged(self, came: Sequence[Any], size: int) -> Any:
-        """The bytes that all ranks of a machine get, of those that `came` from each machine."""
+        """The bytes of what `came` from each machine, combined for `size` ranks if there is an
+        op."""
         if not self.op:
             return torch.cat([*came])
-        total = self._combined(torch.stack([*came])).view(self.given.dtype)
+        total = self._combined(came).view(self.given.dtype)
         return (total.div_(size) if self.op == "avg" else total).view(torch.uint8)
 
     def _combined(self, rows: Any) -> Any:
-        return combined(rows.view(self.given.dtype), undivided(self.op)).view(torch.uint8)
+        values = [row.view(self.given.dtype) for row in rows]
+        return combined(values, undivided(self.op)).view(torch.uint8)
 
     def end(self, merged: Any) -> Any:
         """Finish the call, of whose merged bytes a rank has a copy."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from linkweave.collectives.calls.operations import check_list, layer_sizes, one_
 from linkweave.collectives.calls.rows import needs_out, row_counts, rows_each, rows_sent
 from linkweave.collectives.calls.subcommunicators import MOST_LANES
 from linkweave.collectives.distributed.call import Along, Call, Unequal
-from linkweave.collectives.distributed.cluster_map import MOST, SMALL
+from linkweave.collectives.distributed.cluster_map import ALONG, AT_ONCE, MOST
 from linkweave.collectives.distributed.connections import Connections
 from linkweave.collectives.distributed.flat import Flat
 from linkweave.collectives.distributed.queue import Arrivals
@@ -27,13 +28,21 @@ from linkweave.topology.checks import integer
 
 def _goes_along(comm: Connections, nbytes: int) -> bool:
     """Whether a comparison can take so many bytes along to each machine."""
-    return 0 < nbytes <= SMALL and nbytes * (comm.machines.count - 1) <= MOST
+    return 0 < nbytes <= ALONG and nbytes * (comm.machines.count - 1) <= MOST
 
 
 def _combining(comm: Connections, x: Any, op: str, finish: Callable[[Any], Any]) -> Along | None:
-    if not _goes_along(comm, x.nbytes):
+    """All values go to all machines at once; or if they are many, each machine combines a share."""
+    count = comm.machines.count
+    if x.nbytes * (count - 1) <= AT_ONCE:
+        return Along(x, [x.nbytes] * count, finish, op=op) if x.nbytes else None
+    if not _goes_along(comm, -(-x.nbytes // count)):
         return None
-    return Along(x, [x.nbytes] * comm.machines.count, finish, op=op)
+    ends = [x.numel() * m // count * x.element_size() for m in range(count + 1)]
+    shares = [stop - start for start, stop in pairwise(ends)]
+    return Along(
+        x, [shares[comm.index]] * count, finish, lambda of, m: of[ends[m] : ends[m + 1]], op, shares
+    )
 
 
 def _result(x: Any, shape: tuple[int, ...], out: Any) -> Any:
@@ -123,8 +132,8 @@ def _allreduce_list(comm: Connections, tensors: list[Any], op: Any, out: Any) ->
         comm.allreduce(whole, op)
         return finish(whole)
 
-    nbytes, along = sum(flat.nbytes for flat in flats), None
-    if _goes_along(comm, nbytes):
+    along = None
+    if sum(flat.nbytes for flat in flats) <= MOST:
         along = _combining(comm, torch.cat([flat.tensor for flat in flats]), op, finish)
     return Call(f"allreduce([{', '.join(map(str, flats))}], {op})", body, along)
 
@@ -229,11 +238,18 @@ def reduce_scatter(comm: Connections, x: Any, op: Any, out: Any) -> Call:
         return out
 
     def finish(total: Any) -> Any:
-        mine.tensor.copy_(total.view(comm.size, -1)[comm.rank])
+        mine.tensor.copy_(total.view(len(comm.mine), -1)[comm.mine.index(comm.rank)])
         mine.done()
         return out
 
-    along = _combining(comm, flat.tensor, op, finish)
+    along, width, ranks = None, mine.nbytes, comm.machines.ranks
+    if _goes_along(comm, comm.machines.most * width):
+
+        def part(of: Any, m: int) -> Any:
+            return of.view(comm.size, width)[[*ranks[m]]]
+
+        lengths = [width * len(comm.mine)] * len(ranks)
+        along = Along(flat.tensor, lengths, finish, part, op)
     return Call(f"reduce_scatter({flat}, {op})", body, along)
 
 

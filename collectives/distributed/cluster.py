@@ -15,6 +15,7 @@ import torch._C._distributed_c10d as c10d
 from linkweave.collectives.calls.work import Worker
 from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.distributed import calls
+from linkweave.collectives.distributed.across import Across
 from linkweave.collectives.distributed.call import Call, Unequal
 from linkweave.collectives.distributed.connections import Connections
 from linkweave.collectives.distributed.gloo import gloo_group, timed_out
@@ -38,8 +39,9 @@ Meet = Callable[[int, int, Any], Any]
 class ClusterCommunicator(ClusterCollectives):
     """The ranks of several machines, and the collectives among them, on CPU tensors.
 
-    `machine` is the communicator of this machine's ranks; they are connected with those of other
-    machines over torch.distributed. The collectives are those of `Communicator`, with the same
+    `machine` is the communicator of this machine's ranks; `across` connects it to the ranks with
+    the same local rank on the other machines, over torch.distributed (None for a rank whose local
+    rank some machine does not have). The collectives are those of `Communicator`, with the same
     arguments. Before each call, all ranks compare what they ask for; if that differs, each raises
     CollectiveError before data moves. If a rank dies or a machine cannot be reached, each raises
     CollectiveAborted or CollectiveTimeout, and the communicator has ended.
@@ -70,16 +72,13 @@ class ClusterCommunicator(ClusterCollectives):
         self._ended = ""  # why no call can be made
         self._patience = settings.timeout + GRACE + 3 * LONGER  # for this machine's first rank
         machine.calls.control.allowance = self._patience
+        machine.leave_cores()  # gloo's threads need them
         self.barrier()
 
     # ---- memory and parts --------------------------------------------------------------------
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """As `Communicator.empty`, in memory that this machine's ranks share."""
         return self.machine.empty(shape, dtype)
-
-    def leave_cores(self) -> None:
-        """As `Communicator.leave_cores`, among the ranks of this machine."""
-        self.machine.leave_cores()
 
     def gloo(self) -> Any:
         """A group of gloo over all ranks, for what this communicator has not. All must call it."""
@@ -162,14 +161,25 @@ class ClusterCommunicator(ClusterCollectives):
             return None, None
         if self._roll_call is not None:
             with machine.control.alive():
-                parts = along.parts(rows) if along else ()
-                every = self._roll_call.compare(call.word, parts, along.lengths if along else ())
-                if every is not None:
-                    told[-1] = 1
-                    if along:
-                        told[:-1] = along.merged(every, self.size)
+                merged = self._compared_by_machines(self._roll_call, call, rows)
+                if merged is not None:
+                    told[:-1], told[-1] = merged, 1
         machine.meet("broadcast", told.numpy())
         return bool(told[-1]), told[:-1]
+
+    def _compared_by_machines(self, roll: RollCall, call: Call, rows: Any) -> Any:
+        """What the ranks of this machine get, if all machines make the call; else None."""
+        along = call.along
+        if along is None:
+            return None if roll.compare(call.word) is None else _NOTHING
+        came = roll.compare(call.word, along.parts(rows), along.lengths)
+        if came is None:
+            return None
+        merged = along.merged(came, self.size)
+        if along.shares:
+            came = roll.compare(call.word, [merged] * len(along.shares), along.shares)
+            merged = None if came is None else torch.cat(came)
+        return merged
 
     def _explained(self, asked: str, refused: str, compared: bool) -> Notice:
         """Why no call is made, as all ranks of this machine learn it. `compared`: the machines
@@ -249,6 +259,11 @@ class ClusterCommunicator(ClusterCollectives):
         self.machine.calls.health.check()
 
     # ---- the end -----------------------------------------------------------------------------
+    @property
+    def across(self) -> Across | None:
+        """The ranks with this local rank, one of each machine."""
+        return self._links.across
+
     @property
     def timeout(self) -> float:
         """Longest wait for a peer, in seconds."""

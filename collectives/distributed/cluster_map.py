@@ -12,8 +12,11 @@ from linkweave.topology.checks import integer, number, shown
 PIECE = 8 << 20
 """Bytes of the pieces that are on the network and in memory at once."""
 
-SMALL, MOST = 64 << 10, 128 << 10
+ALONG, MOST = 128 << 10, 512 << 10
 """Bytes that go along to a machine, and to all of them, when they compare a call."""
+
+AT_ONCE = 64 << 10
+"""Bytes to all machines up to which each gets all values, and combines them itself."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,11 @@ class ClusterMap:
         While the network carries one piece, memory moves the others: the slower of the two takes
         its whole time, the other one that of a single piece.
         """
-        if nbytes <= SMALL:
-            return self.startup_s
+        count, pace = len(self.ranks), self.network.seconds_per_byte
+        if nbytes * (count - 1) <= AT_ONCE:
+            return self.startup_s + pace * nbytes * count / 2
+        if nbytes <= min(ALONG * count, MOST * count // (count - 1)):
+            return 2 * self.startup_s + pace * nbytes + self.memory.seconds(nbytes)
         piece = min(nbytes, PIECE)
         pieces = -(-nbytes // PIECE)
         over_network = self.network.seconds(nbytes) + self.memory.seconds(piece)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from linkweave.collectives.distributed.cluster_map import SMALL
+from linkweave.collectives.distributed.cluster_map import ALONG
 from linkweave.collectives.distributed.gloo import gloo_group, timed_out
 
 NOTICE = 1024
@@ -106,7 +106,7 @@ class RollCall:
         self._machine, self._names, self._timeout = machine, names, timeout
         self._others = [m for m in range(len(names)) if m != machine]
         self._gloo: Any = gloo_group(store, machine, len(names), timeout)
-        self._frames = torch.zeros((len(names), _HEAD + SMALL), dtype=torch.uint8)  # received
+        self._frames = torch.zeros((len(names), _HEAD + ALONG), dtype=torch.uint8)  # received
         self._answers: Answers | None = None  # to the last comparison, if it told of a failure
 
     def compare(

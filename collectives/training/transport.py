@@ -138,9 +138,10 @@ class OverCommunicator:
     def open(self, lanes: int) -> None:
         for _ in range(lanes - len(self._lanes)):
             lane = self._own.split()
-            lane.leave_cores()
             if isinstance(lane, ClusterCommunicator):
                 lane.compares_allreduces = False  # those of programs that have been compared
+            else:
+                lane.leave_cores()
             self._lanes.append(lane)
 
     def average(self, lane: int, x: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from linkweave.collectives import CollectiveError, Communicator
 from linkweave.collectives.distributed import pieces
 from linkweave.collectives.distributed.across import Across
 from linkweave.collectives.distributed.cluster import ClusterCommunicator
-from linkweave.collectives.distributed.cluster_map import SMALL
+from linkweave.collectives.distributed.cluster_map import AT_ONCE
 
 SIZES = [(1, 1), (2, 2), (1, 2), (3, 1, 2)]
 DTYPES = ("float32", "float64", "float16", "int8", "uint8", "int32", "int64")
@@ -95,7 +95,7 @@ def movements(comm: ClusterCommunicator) -> None:
 def others(comm: ClusterCommunicator) -> None:
     """Ops, 16-bit floats, NaN, lists, asynchronous calls, strides, parts."""
     size, rank = comm.size, comm.rank
-    for n in (5, SMALL // 8, 30_011):  # with and after the comparison
+    for n in (5, AT_ONCE, 30_011):  # with and after the comparison
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             comm.allreduce(x := torch.full((n,), float(rank), dtype=dtype), "avg")
             assert (x == torch.tensor((size - 1) / 2, dtype=dtype)).all()
@@ -261,12 +261,14 @@ def test_queues_that_ranks_ask_for_wrongly() -> None:
 
 
 def where(comm: ClusterCommunicator) -> tuple[Any, ...]:
-    return comm.rank, comm.size, comm.machine.rank, comm.machine.size
+    across = comm.across and (comm.across.rank, comm.across.size)
+    return comm.rank, comm.size, comm.machine.rank, comm.machine.size, across
 
 
-def test_a_rank_knows_its_machine() -> None:
+def test_a_rank_knows_its_machine_and_its_column() -> None:
     assert on_machines((3, 2), where) == [
-        (0, 5, 0, 3), (1, 5, 1, 3), (2, 5, 2, 3), (3, 5, 0, 2), (4, 5, 1, 2)
+        (0, 5, 0, 3, (0, 2)), (1, 5, 1, 3, (0, 2)), (2, 5, 2, 3, None),
+        (3, 5, 0, 2, (1, 2)), (4, 5, 1, 2, (1, 2)),
     ]  # fmt: skip
 
 
