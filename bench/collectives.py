@@ -17,7 +17,7 @@ import numpy as np
 from linkweave import collectives
 from linkweave.bench.messages import IN_PLACE, busbw, collective, given, room, splits, wanted
 from linkweave.bench.options import missing
-from linkweave.bench.peers import Gloo, Mpi, mpi_launcher, timed
+from linkweave.bench.peers import Gloo, Mpi, by_gloo, mpi_launcher, timed
 from linkweave.bench.timing import NEAR_NS, machine, round_trip_ns, schedule
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.planning.planner import choose, predict
@@ -100,15 +100,15 @@ def run(settings: Settings, progress: Callable[[list[Row]], None] = lambda rows:
     return rows
 
 
-def ours(comm: Any, kind: str, x: Any, out: Any, count: int) -> Callable[[], Any]:
+def ours(comm: Any, kind: str, x: Any, out: Any, count: int, op: str = "sum") -> Callable[[], Any]:
     """A call of linkweave from `x`, in place or into `out`, of a message of `count` elements; the
     root is rank 0."""
     root = comm.rank == 0
     gathered, mine = (splits(rank, comm.size, count) for rank in (0, comm.rank))
     return {
-        "allreduce": lambda: comm.allreduce(x), "broadcast": lambda: comm.broadcast(x),
-        "reduce": lambda: comm.reduce(x), "allgather": lambda: comm.allgather(x, out=out),
-        "reduce_scatter": lambda: comm.reduce_scatter(x, out=out),
+        "allreduce": lambda: comm.allreduce(x, op), "broadcast": lambda: comm.broadcast(x),
+        "reduce": lambda: comm.reduce(x, op), "allgather": lambda: comm.allgather(x, out=out),
+        "reduce_scatter": lambda: comm.reduce_scatter(x, op, out=out),
         "alltoall": lambda: comm.alltoall(x, out),
         "allgatherv": lambda: comm.allgather(x, counts=gathered, out=out),
         "alltoallv": lambda: comm.alltoall(x, out, mine, mine),
@@ -135,10 +135,10 @@ def _rank(
         yield "linkweave", private, ours(comm, kind, *private, size // 4), settings.batch
         yield "linkweave empty", shared, ours(comm, kind, *shared, size // 4), settings.batch
         if gloo is not None:
-            call = gloo.call(kind, *private, size // 4, gloo.batch)
+            call = by_gloo(kind, *private, size // 4, gloo.batch)
             yield "gloo", private, call, settings.batch
         if gloo is not None and settings.batch:
-            call = gloo.call(kind, *private, size // 4, gloo.default)
+            call = by_gloo(kind, *private, size // 4, gloo.default)
             yield "gloo default", private, call, False
 
     found: dict[str, list[list[float]]] = {}

@@ -69,6 +69,9 @@ def links(
         out.write_text(figures.to_json() + "\n")
 
 
+OnlyOption = Annotated[
+    list[str] | None, typer.Option("-c", "--collective", help="Only this one; may be repeated.")
+]
 PeersOption = Annotated[
     bool, typer.Option("--peers/--no-peers", help="Measure gloo and MPI as well.")
 ]
@@ -94,9 +97,7 @@ def allreduce(
 
 @bench.command()
 def collectives(
-    only: Annotated[
-        list[str] | None, typer.Option("-c", "--collective", help="Only this one; may be repeated.")
-    ] = None,
+    only: OnlyOption = None,
     ranks: RanksOption = 4,
     begin: BeginOption = "1K",
     end: EndOption = "16M",
@@ -109,14 +110,18 @@ def collectives(
     as_json: JsonOption = False,
 ) -> None:
     """Every collective on CPU ranks, beside gloo and MPI (2 min)."""
+    sizes = begin, end, factor
+    _collectives(_kinds(only), ranks, sizes, rounds, topo, batch, peers, out, as_json)
+
+
+def _kinds(only: list[str] | None) -> tuple[str, ...]:
+    """The collectives asked for; None: all. Raises CollectiveError."""
     from linkweave.bench.messages import KINDS
 
     for kind in only or ():
         if kind not in KINDS:
             raise CollectiveError(f"-c {kind!r}; choose from {', '.join(KINDS)}")
-    sizes = begin, end, factor
-    kinds = tuple(only or KINDS)
-    _collectives(kinds, ranks, sizes, rounds, topo, batch, peers, out, as_json)
+    return tuple(only or KINDS)
 
 
 def _collectives(
@@ -224,17 +229,23 @@ def queue(
     tell(measured, lambda: measured.queue(ranks, nbytes, layers, algorithms, rounds), out, as_json)
 
 
+OpOption = Annotated[str, typer.Option("--op", help="sum or max, between machines.")]
+
+
 @bench.command()
 def network(
-    begin: BeginOption = "1K", end: EndOption = "64M", factor: FactorOption = 4,
-    rounds: RoundsOption = 5, batch: BatchOption = True, out: OutOption = None,
-    as_json: JsonOption = False,
+    only: OnlyOption = None, begin: BeginOption = "1K", end: EndOption = "64M",
+    factor: FactorOption = 4, rounds: RoundsOption = 5, op: OpOption = "sum",
+    batch: BatchOption = True, out: OutOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """All-reduce over machines, on all ranks (20 s)."""
+    """Collectives over machines, predicted and measured beside gloo, on all ranks (20 s)."""
     from linkweave.bench.network import measure
 
     at_least(("-r", rounds, 1))
-    found = measure(sweep(begin, end, factor), rounds, batch)
+    if op not in ("sum", "max"):
+        raise CollectiveError(f"--op {op!r}; choose sum or max")
+    kinds = _kinds(only) if only else ("allreduce",)
+    found = measure(sweep(begin, end, factor), rounds, batch, kinds, op)
     if found is None:  # rank 0 tells
         return
     print(json.dumps(asdict(found), indent=1) if as_json else found)

@@ -60,8 +60,8 @@ def room(kind: str, size: int, count: int) -> tuple[int, ...]:
     return rows, count // size
 
 
-def wanted(kind: str, rank: int, size: int, count: int) -> Array | None:
-    """What a rank gets; None if that is nobody's business."""
+def wanted(kind: str, rank: int, size: int, count: int, op: str = "sum") -> Array | None:
+    """What a rank gets, by "sum" or "max"; None if that is nobody's business."""
     if kind in ("reduce", "gather") and rank:
         return None
     every = [given(kind, r, size, count) for r in range(size)]
@@ -72,7 +72,7 @@ def wanted(kind: str, rank: int, size: int, count: int) -> Array | None:
     if kind == "allgatherv":
         return np.concatenate(every)
     if COLLECTIVES[kind].combines:
-        found = np.sum(every, axis=0)
+        found = (np.sum if op == "sum" else np.max)(every, axis=0)
     elif kind == "alltoall":
         found = np.stack([x[rank] for x in every])
     elif kind in ("allgather", "gather"):

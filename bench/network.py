@@ -1,21 +1,25 @@
-"""`linkweave bench network`: all-reduce over machines, measured and predicted.
+"""`linkweave bench network`: collectives over machines, measured and predicted.
 
 Every rank runs the command, started by torchrun on all machines. The start-up and the seconds a
-byte come from all-reduces across machines alone and inside each machine alone; the prediction for
-whole all-reduces is made of these, and compared with what they take.
+byte come from all-reduces across machines alone and inside each machine alone; the predictions for
+whole collectives are made of these, and compared with what they take.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
 
 from linkweave import collectives
+from linkweave.bench.collectives import ours
+from linkweave.bench.messages import IN_PLACE, collective, given, room, wanted
+from linkweave.bench.peers import by_gloo, on_gloo
 from linkweave.bench.timing import rounds_of, schedule
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.distributed.cluster import ClusterCommunicator
@@ -25,17 +29,18 @@ from linkweave.collectives.overlap.network import Fit, fit
 ACROSS = tuple(1 << at for at in (14, 22, 24, 25))  # bytes, over all columns
 INSIDE = (1 << 14, 1 << 20, PIECE)
 HEADER = (
-    f"{'bytes':>12}{'ms':>10}{'predicted':>10}{'error':>8}{'GB/s':>8}{'#wrong':>8}{'gloo ms':>10}"
-    f"{'x gloo':>8}"
+    f"{'collective':16}{'bytes':>12}{'ms':>10}{'predicted':>10}{'error':>8}{'GB/s':>8}{'#wrong':>8}"
+    f"{'gloo ms':>10}{'x gloo':>8}"
 )
-LEGEND = "gloo: one ring of all ranks, by turns with ours; x gloo: the median of the rounds' ratios"
+LEGEND = "gloo: all ranks by torch.distributed, by turns; x gloo: the median of the rounds' ratios"
 
 
 @dataclass(frozen=True)
 class Row:
-    """The median all-reduce of a size, its prediction, and gloo's; `ratio` is of gloo's time to
-    ours."""
+    """The median call of a size, its prediction, and gloo's; `ratio` is of gloo's time to ours."""
 
+    collective: str
+    op: str
     nbytes: int
     seconds: float
     predicted: float
@@ -44,9 +49,10 @@ class Row:
     ratio: float
 
     def __str__(self) -> str:
-        error = self.predicted / self.seconds - 1
+        error, ms = self.predicted / self.seconds - 1, self.seconds * 1e3
+        name = f"{self.collective} max" if self.op == "max" else self.collective
         return (
-            f"{self.nbytes:12}{self.seconds * 1e3:10.2f}{self.predicted * 1e3:10.2f}{error:8.0%}"
+            f"{name:16}{self.nbytes:12}{ms:10.2f}{self.predicted * 1e3:10.2f}{error:8.0%}"
             f"{self.nbytes / self.seconds / 1e9:8.3f}{self.wrong:8}{self.gloo_seconds * 1e3:10.2f}"
             f"{self.ratio:8.2f}"
         )
@@ -75,22 +81,26 @@ class Figures:
         return "\n".join([*lines, HEADER, *map(str, self.rows), LEGEND])
 
 
-def measure(sizes: tuple[int, ...], rounds: int, batch: bool) -> Figures | None:
+def measure(
+    sizes: tuple[int, ...], rounds: int, batch: bool, kinds: Sequence[str] = ("allreduce",),
+    op: str = "sum",
+) -> Figures | None:  # fmt: skip
     """Measure as one rank of several machines. Returns the figures on rank 0.
 
     Raises CollectiveError if all ranks are on one machine.
     """
     schedule(batch)
-    torch.set_num_threads(1)
-    with collectives.init(timeout=120) as comm:
+    with on_gloo(), collectives.init(timeout=120) as comm:
         if not isinstance(comm, ClusterCommunicator):
             raise CollectiveError(
                 "all ranks are on one machine: start them on several, by torchrun --nnodes"
             )
-        return _measured(comm, sizes, rounds)
+        return _measured(comm, [*product(kinds, sizes)], rounds, op)
 
 
-def _measured(comm: ClusterCommunicator, sizes: tuple[int, ...], rounds: int) -> Figures | None:
+def _measured(
+    comm: ClusterCommunicator, asked: list[tuple[str, int]], rounds: int, op: str
+) -> Figures | None:
     columns, machine = comm.machines.columns, comm.machine
 
     def across(nbytes: int) -> float:
@@ -116,22 +126,27 @@ def _measured(comm: ClusterCommunicator, sizes: tuple[int, ...], rounds: int) ->
         "inside machines": fit([(n, inside(n)) for n in INSIDE], max(2, *counts)),
     }
     made = ClusterMap(counts, startup, *(found.network for found in fits.values()))
-    gloo = comm.gloo()
     rows = []
-    for at in rounds_of(len(sizes), comm.rank == 0):
-        n = sizes[at]
-        x, wrong = torch.ones(n // 4), np.zeros(1, np.int64)
-        comm.allreduce(x)
-        wrong[0] = int((x != comm.size).sum())
-        comm.allreduce(wrong)
-        x.zero_()
-        ours, theirs = _times(
-            comm, rounds, lambda x=x: comm.allreduce(x), lambda x=x: gloo.allreduce([x]).wait()
+    for at in rounds_of(len(asked), comm.rank == 0):
+        kind, n = asked[at]
+        count = n // 4 // comm.size * comm.size
+        x = given(kind, comm.rank, comm.size, count)
+        out = np.full(room(kind, comm.size, count), -1, np.float32)
+        call, want = (
+            ours(comm, kind, x, out, count, op),
+            wanted(kind, comm.rank, comm.size, count, op),
         )
-        ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
-        seconds = statistics.median(ours)
-        predicted = made.allreduce_seconds(n)
-        rows.append(Row(n, seconds, predicted, int(wrong[0]), statistics.median(theirs), ratio))
+        call()
+        result, wrong = x if kind in IN_PLACE else out, np.zeros(1, np.int64)
+        wrong[0] = 0 if want is None else int((result != want).sum())
+        comm.allreduce(wrong)
+        x[:] = 0
+        ours_s, theirs = _times(comm, rounds, call, by_gloo(kind, x, out, count, op=op))
+        ratio = statistics.median(b / a for a, b in zip(ours_s, theirs, strict=True))
+        seconds, predicted = statistics.median(ours_s), made.seconds(kind, 4 * count)
+        of = op if collective(kind).combines else "none"
+        gloo = statistics.median(theirs)
+        rows.append(Row(kind, of, 4 * count, seconds, predicted, int(wrong[0]), gloo, ratio))
     return Figures(made, fits, rows) if comm.rank == 0 else None
 
 

@@ -38,31 +38,34 @@ class Gloo:
         schedule(batch)
         self.batch: Any = dist.new_group(backend="gloo")
 
-    def call(self, kind: str, given: Any, out: Any, count: int, group: Any) -> Callable[[], Any]:
-        """A call from `given`, in place or into `out`, of a message of `count` elements; the root
-        is rank 0."""
-        import torch
-
-        dist, root = self.dist, self.dist.get_rank() == 0
-        x, y = torch.from_numpy(np.asarray(given)), torch.from_numpy(np.asarray(out))
-        rows = list(y) if kind == "gather" and root else None
-        parts = list(x) if kind == "scatter" and root else None
-        size = self.dist.get_world_size()
-        mine = splits(self.dist.get_rank(), size, count)
-        return {
-            "allreduce": lambda: dist.all_reduce(x, group=group),
-            "broadcast": lambda: dist.broadcast(x, 0, group=group),
-            "reduce": lambda: dist.reduce(x, 0, group=group),
-            "allgather": lambda: dist.all_gather_single(y.view(-1), x, group=group),
-            "reduce_scatter": lambda: dist.reduce_scatter_single(y, x, group=group),
-            "alltoall": lambda: dist.all_to_all_single(y, x, group=group),
-            "alltoallv": lambda: dist.all_to_all_single(y, x, mine, mine, group=group),
-            "gather": lambda: dist.gather(x, rows, group=group),
-            "scatter": lambda: dist.scatter(y[0], parts, group=group),
-        }[kind]  # fmt: skip
-
     def close(self) -> None:
         self.dist.destroy_process_group()
+
+
+def by_gloo(
+    kind: str, given: Any, out: Any, count: int, group: Any = None, op: str = "sum"
+) -> Callable[[], Any]:
+    """A call of torch.distributed from `given`, in place or into `out`, of a message of `count`
+    elements; the root is rank 0."""
+    import torch
+    import torch.distributed as dist
+
+    x, y = torch.from_numpy(np.asarray(given)), torch.from_numpy(np.asarray(out))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = list(y) if kind == "gather" and rank == 0 else None
+    parts = list(x) if kind == "scatter" and rank == 0 else None
+    mine, kind_of = splits(rank, size, count), getattr(dist.ReduceOp, op.upper())
+    return {
+        "allreduce": lambda: dist.all_reduce(x, kind_of, group),
+        "broadcast": lambda: dist.broadcast(x, 0, group),
+        "reduce": lambda: dist.reduce(x, 0, kind_of, group),
+        "allgather": lambda: dist.all_gather_single(y.view(-1), x, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(y, x, kind_of, group),
+        "alltoall": lambda: dist.all_to_all_single(y, x, group=group),
+        "alltoallv": lambda: dist.all_to_all_single(y, x, mine, mine, group=group),
+        "gather": lambda: dist.gather(x, rows, group=group),
+        "scatter": lambda: dist.scatter(y[0], parts, group=group),
+    }[kind]  # fmt: skip
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from linkweave.collectives.calls.operations import check_list, layer_sizes, one_
 from linkweave.collectives.calls.rows import needs_out, row_counts, rows_each, rows_sent
 from linkweave.collectives.calls.subcommunicators import MOST_LANES
 from linkweave.collectives.distributed.call import Along, Call, Unequal
-from linkweave.collectives.distributed.cluster_map import ALONG, AT_ONCE, MOST
+from linkweave.collectives.distributed.cluster_map import AT_ONCE, MOST, goes_along
 from linkweave.collectives.distributed.connections import Connections
 from linkweave.collectives.distributed.flat import Flat
 from linkweave.collectives.distributed.queue import Arrivals
@@ -26,17 +26,12 @@ from linkweave.collectives.tensors import as_buffer, output_for
 from linkweave.topology.checks import integer
 
 
-def _goes_along(comm: Connections, nbytes: int) -> bool:
-    """Whether a comparison can take so many bytes along to each machine."""
-    return 0 < nbytes <= ALONG and nbytes * (comm.machines.count - 1) <= MOST
-
-
 def _combining(comm: Connections, x: Any, op: str, finish: Callable[[Any], Any]) -> Along | None:
     """All values go to all machines at once; or if they are many, each machine combines a share."""
     count = comm.machines.count
     if x.nbytes * (count - 1) <= AT_ONCE:
         return Along(x, [x.nbytes] * count, finish, op=op) if x.nbytes else None
-    if not _goes_along(comm, -(-x.nbytes // count)):
+    if not goes_along(-(-x.nbytes // count), count):
         return None
     ends = [x.numel() * m // count * x.element_size() for m in range(count + 1)]
     shares = [stop - start for start, stop in pairwise(ends)]
@@ -154,7 +149,7 @@ def broadcast(comm: Connections, x: Any, root: Any) -> Call:
         return rows[local] if comm.index == at else rows[:0]
 
     along = None
-    if _goes_along(comm, flat.nbytes):
+    if goes_along(flat.nbytes, comm.machines.count):
         lengths = [flat.nbytes * (m == at) for m in range(comm.machines.count)]
         along = Along(flat.bytes, lengths, finish, part)
     return Call(f"broadcast({flat}, root {root})", body, along)
@@ -219,7 +214,7 @@ def allgather(comm: Connections, x: Any, counts: Any, out: Any) -> Call:
         return out
 
     along, longest = None, max(widths) * flat.tensor.element_size()
-    if _goes_along(comm, comm.machines.most * longest):
+    if goes_along(comm.machines.most * longest, comm.machines.count):
         lengths = [longest * len(ranks) for ranks in comm.machines.ranks]
         along = Along(flat.padded(longest), lengths, finish, lambda rows, _: rows)
     return Call(asked, body, along)
@@ -243,7 +238,7 @@ def reduce_scatter(comm: Connections, x: Any, op: Any, out: Any) -> Call:
         return out
 
     along, width, ranks = None, mine.nbytes, comm.machines.ranks
-    if _goes_along(comm, comm.machines.most * width):
+    if goes_along(comm.machines.most * width, comm.machines.count):
 
         def part(of: Any, m: int) -> Any:
             return of.view(comm.size, width)[[*ranks[m]]]
@@ -275,7 +270,7 @@ def gather(comm: Connections, x: Any, root: Any, out: Any) -> Call:
         return out
 
     along = None
-    if _goes_along(comm, comm.machines.most * flat.nbytes):
+    if goes_along(comm.machines.most * flat.nbytes, comm.machines.count):
         here = comm.index == at
         lengths = [flat.nbytes * len(ranks) * here for ranks in comm.machines.ranks]
         along = Along(flat.bytes, lengths, finish, lambda rows, m: rows if m == at else rows[:0])
@@ -308,7 +303,7 @@ def scatter(comm: Connections, x: Any, root: Any, out: Any) -> Call:
         return rows[local].view(comm.size, -1)[[*ranks[m]]] if comm.index == at else rows[:0]
 
     along = None
-    if _goes_along(comm, comm.machines.most * flat.nbytes):
+    if goes_along(comm.machines.most * flat.nbytes, comm.machines.count):
         given = source.bytes if source else flat.bytes.new_empty(comm.size * flat.nbytes)
         lengths = [flat.nbytes * len(ranks[comm.index]) * (m == at) for m in range(len(ranks))]
         along = Along(given, lengths, finish, part)
@@ -410,7 +405,7 @@ def exchange(
         return _received(comm, x, out, counts, lambda y: y.view(-1).copy_(whole.view(y.dtype)))
 
     longest, along = max(map(sum, counts)) * width, None
-    if _goes_along(comm, comm.machines.most * longest):
+    if goes_along(comm.machines.most * longest, comm.machines.count):
         lengths = [sum(counts[s][d] for s in of for d in mine) * width for of in ranks]
         along = Along(flat.padded(longest), lengths, finish, part)
     asked = f"{name}({flat.dtype}, rows of {tuple(x.shape[1:])}, counts {counts})"

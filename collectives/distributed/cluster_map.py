@@ -19,6 +19,11 @@ AT_ONCE = 64 << 10
 """Bytes to all machines up to which each gets all values, and combines them itself."""
 
 
+def goes_along(nbytes: float, machines: int) -> bool:
+    """Whether a comparison of so many machines takes so many bytes along to each."""
+    return 0 < nbytes <= ALONG and nbytes * (machines - 1) <= MOST
+
+
 @dataclass(frozen=True)
 class ClusterMap:
     """Machines with `ranks` each, and their network, as `linkweave bench network` measures them.
@@ -39,22 +44,51 @@ class ClusterMap:
             integer(count, "the ranks of a machine", 1)
         number(self.startup_s, "startup_s", 0, 1e6)
 
-    def allreduce_seconds(self, nbytes: int) -> float:
-        """The predicted time of `ClusterCommunicator.allreduce`.
+    def seconds(self, kind: str, nbytes: int) -> float:
+        """The predicted time of a collective of `ClusterCommunicator`, for a message of `nbytes`:
+        of the result of an all-gather and a gather, of the input of the others.
 
-        While the network carries one piece, memory moves the others: the slower of the two takes
-        its whole time, the other one that of a single piece.
+        A short message takes a comparison, and what leaves a machine then; if machines combine
+        shares of it, the first ranks exchange these once more. A longer one takes a comparison, its
+        steps and what leaves the busiest interface; of its movements in memory, those of one
+        machine's rows, or of one piece of an all-reduce, are not hidden.
         """
-        count, pace = len(self.ranks), self.network.seconds_per_byte
-        if nbytes * (count - 1) <= AT_ONCE:
-            return self.startup_s + pace * nbytes * count / 2
-        if nbytes <= min(ALONG * count, MOST * count // (count - 1)):
-            return 2 * self.startup_s + pace * nbytes + self.memory.seconds(nbytes)
+        count, most, size = len(self.ranks), max(self.ranks), sum(self.ranks)
+        others, share = count - 1, most * nbytes / size  # share: of a machine's ranks
+        start, memory = self.startup_s, self.memory
+        pace = self.network.seconds_per_byte * count / (2 * max(1, others))  # of an interface
+        if kind in ("allreduce", "reduce"):
+            if nbytes * others <= AT_ONCE:
+                return start + pace * nbytes * others
+            if goes_along(-(-nbytes // count), count):
+                sent = pace * 2 * others * nbytes / count
+                return 1.5 * start + sent + memory.seconds_per_byte * nbytes
+            if kind == "allreduce":
+                return start + self._in_pieces(nbytes)
+            return start + self.network.seconds(nbytes) + memory.seconds(nbytes / count)
+        if kind == "alltoall":
+            frame, counted, leaves = most * share, most * nbytes, share * (size - most)
+        elif kind == "broadcast":
+            frame = counted = float(nbytes)
+            leaves = nbytes * others.bit_length()
+        else:
+            frame = counted = share
+            leaves = share * others
+        if goes_along(counted, count):
+            return start + pace * frame * others + memory.seconds_per_byte * share
+        if kind in ("gather", "scatter"):
+            return start + pace * leaves
+        steps = self.network.startup_s / 2  # as many as of a reduce-scatter
+        return start + steps + pace * leaves + memory.seconds(nbytes / count) / 2
+
+    def _in_pieces(self, nbytes: int) -> float:
+        """While the network carries one piece, memory moves the others: the slower of the two takes
+        its whole time, the other one that of a single piece."""
         piece = min(nbytes, PIECE)
         pieces = -(-nbytes // PIECE)
         over_network = self.network.seconds(nbytes) + self.memory.seconds(piece)
         in_memory = pieces * self.memory.seconds(piece) + self.network.seconds(piece)
-        return self.startup_s + max(over_network, in_memory)
+        return max(over_network, in_memory)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
