@@ -66,10 +66,12 @@ class ClusterMap:
             if kind == "allreduce":
                 return start + self._in_pieces(nbytes)
             return start + self.network.seconds(nbytes) + memory.seconds(nbytes / count)
+        frame: float
+        counted: float
         if kind == "alltoall":
             frame, counted, leaves = most * share, most * nbytes, share * (size - most)
         elif kind == "broadcast":
-            frame = counted = float(nbytes)
+            frame = counted = nbytes
             leaves = nbytes * others.bit_length()
         else:
             frame = counted = share

@@ -298,8 +298,12 @@ def test_a_callback_may_wait_for_a_collective_of_its_group(machines: tuple[int, 
     assert run(3, within, machines=machines) == [[12.0, 12.0]] * 3
 
 
+KEPT: list[Any] = []
+
+
 def powered(rank: int, backend: str) -> list[float]:
     """Parameters after DDP with PowerSGD's hook, whose callbacks wait for collectives."""
+    KEPT.append(dist.group.WORLD)  # gloo's thread would join itself if it let go of it last
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(10, 200), torch.nn.ReLU(), torch.nn.Linear(200, 3))
     ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)

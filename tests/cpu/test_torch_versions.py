@@ -1,0 +1,64 @@
+"""The backend on other versions of torch, whose CUDA builds a machine without a GPU runs too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+ROOT = Path(__file__).parents[2]
+RUN = """
+import tempfile
+import numpy, torch, torch.distributed as dist
+import linkweave
+from linkweave import collectives
+
+
+def rank_of(rank):
+    linkweave.allreduce(x := torch.ones(3))
+    return x.tolist()
+
+
+print(collectives.spawn(rank_of, 2))
+with tempfile.NamedTemporaryFile() as file:
+    dist.init_process_group("linkweave", init_method=f"file://{file.name}", rank=0, world_size=1)
+"""
+
+Python = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def python(request: pytest.FixtureRequest, tmp_path: Path) -> Python:
+    """Runs an interpreter that has this version of torch."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    own = [word for word in requires("linkweave") or () if "extra ==" not in word]
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [tmp_path / "venv/bin/python", *words], cwd=ROOT, capture_output=True, text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+
+    tests = ["pytest", "pytest-timeout", "hypothesis", "expecttest"]
+    done = run("-m", "pip", "install", "--quiet", f"torch=={request.param}", *own, *tests)
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+@pytest.mark.parametrize("python", ["2.14.1"], indirect=True)
+def test_a_later_version_passes_the_tests_of_the_backend(python: Python) -> None:
+    done = python("-m", "pytest", "-q", "-m", "not slow", "tests/cpu/test_distributed.py")
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("python", ["2.9.1"], indirect=True)
+def test_an_older_version_is_refused_by_the_backend_alone(python: Python) -> None:
+    done = python("-c", RUN)
+    assert "[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]" in done.stdout
+    assert "2.9.1" in done.stderr and "2.13" in done.stderr, done.stderr

@@ -1,0 +1,81 @@
+"""Writes docs/howto/between-machines.md from bench/results: python -m tests.null.hosts_page"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "howto" / "between-machines.md"
+SHAPES, RATES = ("4x2", "2x4", "8x1"), ("1gbit", "10gbit")
+PREDICTED = 1 << 20  # bytes from which predictions are shown
+HEAD = """\
+# Collectives between machines
+
+<!-- Written by python -m tests.null.hosts_page -->
+
+After this page you know where linkweave is faster than gloo between machines, where it is not, and
+how far its predictions are off.
+
+Machines are network namespaces on one computer with two cores ({machine}), {date}; links are shaped
+by `tbf`. All ranks share these cores, under SCHED_BATCH, so that whatever takes a core's time costs
+more than on machines of their own; at 10 Gbit/s the cores are busy all the time.
+
+    python tests/net/hosts.py 4x2 1gbit bench network -c allreduce -c broadcast ... -e 64M -r 3
+
+A cell has the median of gloo's time over ours, by turns in the same ranks (above 1: linkweave is
+faster), and from 1 MiB how far the prediction (`ClusterMap.seconds`) is off. Sizes are of the whole
+message, as in nccl-tests. gloo compares nothing; linkweave compares what all ranks ask for before a
+result can be read. Of {cells} cells {slower} are more than 5 % slower than gloo.
+"""
+
+
+def record(shape: str, rate: str) -> dict[str, Any]:
+    """What was measured on hosts of this shape and rate."""
+    path = ROOT / "bench" / "results" / f"network-{shape}-{rate}.json"
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+
+
+def cell(row: dict[str, Any]) -> str:
+    if row["nbytes"] < PREDICTED:
+        return f"{row['ratio']:.2f}"
+    return f"{row['ratio']:.2f} ({row['predicted'] / row['seconds'] - 1:+.0%})"
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Lines of a table of collectives by sizes."""
+    sizes = sorted({row["nbytes"] for row in rows})
+    kinds = dict.fromkeys((row["collective"], row["op"]) for row in rows)
+    lines = [f"| | {' | '.join(map(size, sizes))} |", "|---" * (len(sizes) + 1) + "|"]
+    for kind, op in kinds:
+        of = {r["nbytes"]: r for r in rows if (r["collective"], r["op"]) == (kind, op)}
+        name = f"{kind}, max" if op == "max" else kind
+        lines.append(f"| {name} | {' | '.join(cell(of[n]) for n in sizes)} |")
+    return lines
+
+
+def page() -> str:
+    records = {(shape, rate): record(shape, rate) for shape in SHAPES for rate in RATES}
+    every = [row for found in records.values() for row in found["rows"]]
+    first = next(iter(records.values()))
+    lines = [HEAD.format(
+        machine=first["machine"].partition(": ")[2], date=first["date"], cells=len(every),
+        slower=sum(row["ratio"] < 0.95 for row in every),
+    )]  # fmt: skip
+    for (shape, rate), found in records.items():
+        hosts, _, ranks = shape.partition("x")
+        speed = rate.replace("gbit", " Gbit/s")
+        lines += [f"## {hosts} machines of {ranks} ranks, {speed}", ""]
+        start = found["map"]["startup_s"] * 1e3
+        lines += [f"A comparison takes {start:.1f} ms.", "", *table(found["rows"]), ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
