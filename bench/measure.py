@@ -110,18 +110,18 @@ def collectives(
     as_json: JsonOption = False,
 ) -> None:
     """Every collective on CPU ranks, beside gloo and MPI (2 min)."""
-    sizes = begin, end, factor
-    _collectives(_kinds(only), ranks, sizes, rounds, topo, batch, peers, out, as_json)
-
-
-def _kinds(only: list[str] | None) -> tuple[str, ...]:
-    """The collectives asked for; None: all. Raises CollectiveError."""
     from linkweave.bench.messages import KINDS
 
+    sizes = begin, end, factor
+    _collectives(_kinds(only, KINDS), ranks, sizes, rounds, topo, batch, peers, out, as_json)
+
+
+def _kinds(only: list[str] | None, offered: tuple[str, ...]) -> tuple[str, ...]:
+    """The collectives asked for; None: all. Raises CollectiveError."""
     for kind in only or ():
-        if kind not in KINDS:
-            raise CollectiveError(f"-c {kind!r}; choose from {', '.join(KINDS)}")
-    return tuple(only or KINDS)
+        if kind not in offered:
+            raise CollectiveError(f"-c {kind!r}; choose from {', '.join(offered)}")
+    return tuple(only or offered)
 
 
 def _collectives(
@@ -240,11 +240,12 @@ def network(
 ) -> None:  # fmt: skip
     """Collectives over machines, predicted and measured beside gloo, on all ranks (20 s)."""
     from linkweave.bench.network import measure
+    from linkweave.collectives.planning.collective import PUBLIC
 
     at_least(("-r", rounds, 1))
     if op not in ("sum", "max"):
         raise CollectiveError(f"--op {op!r}; choose sum or max")
-    kinds = _kinds(only) if only else ("allreduce",)
+    kinds = _kinds(only, PUBLIC) if only else ("allreduce",)
     found = measure(sweep(begin, end, factor), rounds, batch, kinds, op)
     if found is None:  # rank 0 tells
         return

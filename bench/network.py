@@ -60,7 +60,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Figures:
-    """The map, how well the fits describe what was measured, and whole all-reduces."""
+    """The map, how well the fits describe what was measured, and whole collectives."""
 
     map: ClusterMap
     fits: dict[str, Fit]
@@ -143,7 +143,7 @@ def _measured(
         x[:] = 0
         ours_s, theirs = _times(comm, rounds, call, by_gloo(kind, x, out, count, op=op))
         ratio = statistics.median(b / a for a, b in zip(ours_s, theirs, strict=True))
-        seconds, predicted = statistics.median(ours_s), made.seconds(kind, 4 * count)
+        seconds, predicted = statistics.median(ours_s), made.seconds(kind, 4 * count, op)
         of = op if collective(kind).combines else "none"
         gloo = statistics.median(theirs)
         rows.append(Row(kind, of, 4 * count, seconds, predicted, int(wrong[0]), gloo, ratio))

@@ -10,8 +10,6 @@ import torch._C._distributed_c10d as c10d
 from linkweave.collectives.distributed.combine import gloo_op
 from linkweave.collectives.distributed.gloo import gloo_group
 
-MESSAGES, ROWS = 0, 1
-"""Tags: of the users' messages, and of rows that collectives send."""
 _CLOSING = 1.0
 """Seconds for which a rank that closes its connections waits for calls under way."""
 
@@ -20,7 +18,7 @@ class Across:
     """Rank `rank` of `size`: all ranks, or those with one local rank, one of each machine.
 
     All calls take contiguous CPU tensors of torch, and return a handle whose `wait` must be called,
-    once. Collectives keep their order, and so do messages of one tag from a rank to another.
+    once. Collectives keep their order, and so do messages from one rank to another.
     Raises RuntimeError.
     """
 
@@ -28,11 +26,11 @@ class Across:
         self.rank, self.size = rank, size
         self._gloo: Any = gloo_group(store, rank, size, timeout)
 
-    def send(self, x: Any, to: int, tag: int) -> Any:
-        return self._group.send([x], to, tag)
+    def send(self, x: Any, to: int) -> Any:
+        return self._group.send([x], to, 0)
 
-    def recv(self, x: Any, source: int, tag: int) -> Any:
-        return self._group.recv([x], source, tag)
+    def recv(self, x: Any, source: int) -> Any:
+        return self._group.recv([x], source, 0)
 
     def allreduce(self, x: Any, op: str = "sum") -> Any:
         """Combine `x` in place, with the ops of `Communicator.allreduce`; min and max of floats may

@@ -314,8 +314,7 @@ def alltoall(comm: Connections, x: Any, out: Any, in_splits: Any, out_splits: An
     flat = Flat(x, written=False)
     sends = rows_sent(x, in_splits, comm.size)
     if in_splits is None and out_splits is None:
-        out = _result(x, tuple(x.shape), out)
-        return exchange(comm, x, [sends] * comm.size, out, "alltoall")
+        return _even(comm, x, flat, sends, _result(x, tuple(x.shape), out))
     row, wanted = math.prod(x.shape[1:]), [-1] * comm.size
     if out is not None:
         as_buffer(out)
@@ -342,6 +341,36 @@ def alltoall(comm: Connections, x: Any, out: Any, in_splits: Any, out_splits: An
         return _received(comm, x, out, counts, lambda y: comm.rows.alltoall(given, y, counts))
 
     return _telling(comm, f"alltoall({flat.dtype}, rows of {tuple(x.shape[1:])})", mine, finish)
+
+
+def _even(comm: Connections, x: Any, flat: Flat, sends: list[int], out: Any) -> Call:
+    """An all-to-all of as many rows to each rank."""
+    whole, ranks, mine = Flat(out), comm.machines.ranks, comm.mine
+    width = flat.nbytes // comm.size
+
+    def body() -> Any:
+        rows = (len(x), -1) if flat.nbytes else (len(x), 0)
+        given, got = flat.tensor.view(rows), whole.tensor.view(rows)
+        comm.rows.alltoall(given, got, [sends] * comm.size)
+        whole.done()
+        return out
+
+    def part(rows: Any, m: int) -> Any:
+        return rows.view(len(mine), comm.size, width)[:, [*ranks[m]]].reshape(-1)
+
+    def finish(came: Sequence[Any]) -> Any:
+        got, at = whole.bytes.view(comm.size, width), mine.index(comm.rank)
+        for of, sources in zip(came, ranks, strict=True):
+            got[[*sources]] = of.view(len(sources), len(mine), width)[:, at]
+        whole.done()
+        return out
+
+    along = None
+    if goes_along(comm.machines.most * flat.nbytes, comm.machines.count):
+        lengths = [width * len(of) * len(mine) for of in ranks]
+        along = Along(flat.bytes, lengths, finish, part)
+    rows_of = f"rows of {tuple(x.shape[1:])}"
+    return Call(f"alltoall({flat.dtype}, {rows_of}, {sends[0]} each)", body, along)
 
 
 def _telling(comm: Connections, asked: str, mine: Any, finish: Callable[[Any], Any]) -> Call:
@@ -372,10 +401,7 @@ def _received(
     return result
 
 
-def exchange(
-    comm: Connections, x: Any, counts: Sequence[Sequence[int]], out: Any = None,
-    name: str = "exchange",
-) -> Call:  # fmt: skip
+def exchange(comm: Connections, x: Any, counts: Sequence[Sequence[int]]) -> Call:
     """An all-to-all whose `counts` all ranks know."""
     flat, row = Flat(x, written=False), math.prod(x.shape[1:])
     if len(counts) != comm.size:
@@ -385,7 +411,7 @@ def exchange(
     width, ranks, mine = row * given.element_size(), comm.machines.ranks, comm.mine
 
     def body() -> Any:
-        return _received(comm, x, out, counts, lambda y: comm.rows.alltoall(given, y, counts))
+        return _received(comm, x, None, counts, lambda y: comm.rows.alltoall(given, y, counts))
 
     def part(rows: Any, m: int) -> Any:
         parts: list[Any] = []
@@ -402,13 +428,13 @@ def exchange(
             each = of.split([counts[s][d] * width for s, d in pairs])
             parts |= {s: p for (s, d), p in zip(pairs, each, strict=True) if d == comm.rank}
         whole = torch.cat([parts[s] for s in range(comm.size)])
-        return _received(comm, x, out, counts, lambda y: y.view(-1).copy_(whole.view(y.dtype)))
+        return _received(comm, x, None, counts, lambda y: y.view(-1).copy_(whole.view(y.dtype)))
 
     longest, along = max(map(sum, counts)) * width, None
     if goes_along(comm.machines.most * longest, comm.machines.count):
         lengths = [sum(counts[s][d] for s in of for d in mine) * width for of in ranks]
         along = Along(flat.padded(longest), lengths, finish, part)
-    asked = f"{name}({flat.dtype}, rows of {tuple(x.shape[1:])}, counts {counts})"
+    asked = f"exchange({flat.dtype}, rows of {tuple(x.shape[1:])}, counts {counts})"
     return Call(asked, body, along)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from linkweave.collectives.distributed import calls
 from linkweave.collectives.distributed.across import Across
 from linkweave.collectives.distributed.call import Call, Unequal
 from linkweave.collectives.distributed.connections import Connections
-from linkweave.collectives.distributed.gloo import gloo_group, timed_out
+from linkweave.collectives.distributed.gloo import timed_out
 from linkweave.collectives.distributed.methods import ClusterCollectives
 from linkweave.collectives.distributed.roll_call import GRACE, Notice, RollCall
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
@@ -42,9 +44,9 @@ class ClusterCommunicator(ClusterCollectives):
     `machine` is the communicator of this machine's ranks; `across` connects it to the ranks with
     the same local rank on the other machines, over torch.distributed (None for a rank whose local
     rank some machine does not have). The collectives are those of `Communicator`, with the same
-    arguments. Before each call, all ranks compare what they ask for; if that differs, each raises
-    CollectiveError before data moves. If a rank dies or a machine cannot be reached, each raises
-    CollectiveAborted or CollectiveTimeout, and the communicator has ended.
+    arguments. In each call, all ranks compare what they ask for; if that differs, each raises
+    CollectiveError before a result is written. If a rank dies or a machine cannot be reached, each
+    raises CollectiveAborted or CollectiveTimeout, and the communicator has ended.
     """
 
     compares_allreduces = True
@@ -70,7 +72,8 @@ class ClusterCommunicator(ClusterCollectives):
         self._before_close: list[Callable[[], None]] = []
         self._numbers = count()
         self._ended = ""  # why no call can be made
-        self._patience = settings.timeout + GRACE + 3 * LONGER  # for this machine's first rank
+        # for this machine's first rank, which may compare a call twice
+        self._patience = 2 * (settings.timeout + 2 * LONGER) + GRACE + LONGER
         machine.calls.control.allowance = self._patience
         machine.leave_cores()  # gloo's threads need them
         self.barrier()
@@ -79,13 +82,6 @@ class ClusterCommunicator(ClusterCollectives):
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """As `Communicator.empty`, in memory that this machine's ranks share."""
         return self.machine.empty(shape, dtype)
-
-    def gloo(self) -> Any:
-        """A group of gloo over all ranks, for what this communicator has not. All must call it."""
-        store = c10d.PrefixStore(f"gloo/{next(self._numbers)}/", self._store)
-        made = gloo_group(store, self.rank, self.size, self.timeout)
-        self.barrier()  # no rank may leave while another one connects to it
-        return made
 
     def split(self, color: int = 0) -> Any:
         """As `Communicator.split`. Returns a `Communicator` for ranks of one machine."""
@@ -137,6 +133,7 @@ class ClusterCommunicator(ClusterCollectives):
             raise self._end(self._told(call.asked, error)) from error
         except BaseException:  # an interrupt: no rank must wait for this one
             self._ended = f"{call.asked} was interrupted"
+            self._let_go(sys.exception())
             self.abort(INTERRUPTED)
             raise
         if outcome.failed:
@@ -205,6 +202,7 @@ class ClusterCommunicator(ClusterCollectives):
         machine = self.machine.calls
         late = isinstance(error, CollectiveTimeout) or timed_out(error)
         mine = Notice(asked, failed=str(error) or repr(error), late=late)
+        self._let_go(error)
         self._links.disconnect()  # so that nobody on other machines waits for this rank
         known = isinstance(error, CollectiveError)  # by this machine's ranks
         if known:
@@ -219,6 +217,13 @@ class ClusterCommunicator(ClusterCollectives):
         except CollectiveError:
             pass  # this machine's ranks have come apart; each raises what it knows
         return self._roll_call.fail(replace(mine, witnessed=True)) if self._roll_call else mine
+
+    @staticmethod
+    def _let_go(error: BaseException | None) -> None:
+        """Drop the messages under way that an error's frames hold: they keep connections open."""
+        while error is not None:
+            clear_frames(error.__traceback__)
+            error = error.__cause__ or error.__context__
 
     def _asked_around(self, mine: Notice, compared: bool = True) -> Notice:
         """What the machines tell each other of a call that is not made; on all ranks of this

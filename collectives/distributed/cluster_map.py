@@ -1,4 +1,4 @@
-"""What an all-reduce over several machines takes, from measured start-ups and seconds a byte."""
+"""What a collective over several machines takes, from measured start-ups and seconds a byte."""
 
 from __future__ import annotations
 
@@ -44,14 +44,15 @@ class ClusterMap:
             integer(count, "the ranks of a machine", 1)
         number(self.startup_s, "startup_s", 0, 1e6)
 
-    def seconds(self, kind: str, nbytes: int) -> float:
+    def seconds(self, kind: str, nbytes: int, op: str = "sum") -> float:
         """The predicted time of a collective of `ClusterCommunicator`, for a message of `nbytes`:
-        of the result of an all-gather and a gather, of the input of the others.
+        of the result of an all-gather and a gather, of the input of the others; "min" and "max" are
+        of floats.
 
         A short message takes a comparison, and what leaves a machine then; if machines combine
         shares of it, the first ranks exchange these once more. A longer one takes a comparison, its
-        steps and what leaves the busiest interface; of its movements in memory, those of one
-        machine's rows, or of one piece of an all-reduce, are not hidden.
+        steps and what leaves the busiest interface; of movements in memory, those of one machine's
+        rows, or of one piece of an all-reduce, are not hidden. A gather and a scatter hide all.
         """
         count, most, size = len(self.ranks), max(self.ranks), sum(self.ranks)
         others, share = count - 1, most * nbytes / size  # share: of a machine's ranks
@@ -63,7 +64,7 @@ class ClusterMap:
             if goes_along(-(-nbytes // count), count):
                 sent = pace * 2 * others * nbytes / count
                 return 1.5 * start + sent + memory.seconds_per_byte * nbytes
-            if kind == "allreduce":
+            if kind == "allreduce" and op not in ("min", "max"):
                 return start + self._in_pieces(nbytes)
             return start + self.network.seconds(nbytes) + memory.seconds(nbytes / count)
         frame: float

@@ -20,7 +20,7 @@ from linkweave.topology.checks import integer
 class Connections:
     """The connections of rank `rank`; `machine` is the communicator of its machine's ranks.
 
-    direct: to all ranks.
+    direct: to all ranks, for messages.
     across: to the ranks with its local rank, one of each machine, if all machines have one.
     """
 
@@ -38,8 +38,10 @@ class Connections:
             column = c10d.PrefixStore(f"across/{local}/", store)
             self.across = Across(column, self.index, machines.count, timeout)
         self._workers: dict[tuple[int, bool], Worker] = {}  # of messages to and from each rank
+        # of its own: gloo closes all connections of a group if it waits in vain for one message
+        self._between = Across(c10d.PrefixStore("rows/", store), rank, self.size, timeout)
         self.pieces = Pieces(machine, self.across, machines, self.index)
-        self.rows = Rows(machine, self.direct, machines)
+        self.rows = Rows(machine, self._between, machines)
 
     def allreduce(self, x: Any, op: str, final: Callable[[int], None] | None = None) -> None:
         """Combine the flat `x` over all ranks, in place. `final` as in `Pieces.allreduce`."""
@@ -76,6 +78,6 @@ class Connections:
 
     def disconnect(self) -> None:
         """Close the connections, so that nobody on other machines waits for this rank."""
-        for group in (self.across, self.direct):
+        for group in (self.across, self._between, self.direct):
             if group:
                 group.close()

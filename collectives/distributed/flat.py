@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from linkweave.collectives.distributed.across import MESSAGES, Across
+from linkweave.collectives.distributed.across import Across
 from linkweave.collectives.distributed.gloo import timed_out
 from linkweave.collectives.errors import CollectiveAborted, CollectiveTimeout
 from linkweave.collectives.tensors import as_buffer
@@ -49,7 +49,7 @@ class Flat:
 def move(across: Across, flat: Flat, peer: int, sends: bool, words: str) -> None:
     """Send a tensor to a rank or receive one. `words` say who waits for whom."""
     try:
-        (across.send if sends else across.recv)(flat.tensor, peer, MESSAGES).wait()
+        (across.send if sends else across.recv)(flat.tensor, peer).wait()
     except RuntimeError as error:
         kind = CollectiveTimeout if timed_out(error) else CollectiveAborted
         raise kind(f"{words}: {error}", peer=peer) from error

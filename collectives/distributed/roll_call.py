@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,7 @@ NOTICE = 1024
 """Bytes of a notice, padded with blanks."""
 GRACE = 5.0
 """Seconds for which a machine that has failed waits for the others to tell what they know."""
+_AT_ONCE = 0.2  # seconds for which a notice may wait for room in a connection
 _HEAD = 16  # bytes of a frame before the values or the notice: a call's word, and what follows
 _COMPARES, _NOTES = 1, 2
 
@@ -136,16 +138,29 @@ class RollCall:
         so first."""
         if not compared:
             self.compare(0)
-        return (self._answers or self._exchange(mine, self._timeout)).outcome(mine)
+        if self._answers is None:
+            return self._exchange(mine, self._timeout).outcome(mine)
+        outcome = self._answers.outcome(mine)
+        if self._answers.lost:  # the others may have had that machine's answer, and wait for ours
+            self._tell(outcome)
+        return outcome
 
     def fail(self, mine: Notice) -> Notice:
         """`mine` with the cause of a failure, of which the other machines learn."""
         return self._exchange(mine, GRACE).outcome(mine)
 
+    def _note(self, mine: Notice) -> Any:
+        data = torch.frombuffer(bytearray(mine.pack().ljust(NOTICE)), dtype=torch.uint8)
+        return self._frame(0, _NOTES, data)
+
+    def _tell(self, mine: Notice) -> None:
+        """Send a notice to the machines that can be reached, whose own does not matter any more."""
+        for m in self._others:
+            with suppress(RuntimeError):
+                self._gloo.send([self._note(mine)], m, 0).wait(timedelta(seconds=_AT_ONCE))
+
     def _exchange(self, mine: Notice, timeout: float) -> Answers:
-        note = torch.frombuffer(bytearray(mine.pack().ljust(NOTICE)), dtype=torch.uint8)
-        frame = self._frame(0, _NOTES, note)
-        answers = self._swap(dict.fromkeys(self._others, frame), timeout)
+        answers = self._swap(dict.fromkeys(self._others, self._note(mine)), timeout)
         answers.found[self._machine] = mine
         return answers
 

@@ -15,22 +15,23 @@ from typing import Any
 import torch
 
 from linkweave.collectives.communicator import Communicator
-from linkweave.collectives.distributed.across import ROWS, Across
+from linkweave.collectives.distributed.across import Across
+from linkweave.collectives.distributed.cluster_map import PIECE
 from linkweave.collectives.distributed.combine import combined, undivided
 from linkweave.collectives.launch.machines import Machines
 
 
 class Rows:
-    """The calls, on contiguous CPU tensors. `direct` connects all ranks.
+    """The calls, on contiguous CPU tensors. `across` connects all ranks.
 
     Values are combined inside each machine, by its communicator, and then from machine to machine;
     16-bit floats are rounded at each of them. min and max keep NaN. "avg" divides the sum once.
     """
 
-    def __init__(self, machine: Communicator, direct: Across, machines: Machines) -> None:
-        self._machine, self._direct, self._machines = machine, direct, machines
-        self._rank, self._local = direct.rank, machine.rank
-        self._index, self._count = machines.position(direct.rank)[0], machines.count
+    def __init__(self, machine: Communicator, across: Across, machines: Machines) -> None:
+        self._machine, self._across, self._machines = machine, across, machines
+        self._rank, self._local = across.rank, machine.rank
+        self._index, self._count = machines.position(across.rank)[0], machines.count
         self._ranks = machines.ranks
         self._mine = machines.ranks[self._index]
 
@@ -54,10 +55,10 @@ class Rows:
 
         for s in range(1, self._count):
             mine, theirs = self._at(1 - s), self._at(-s)
-            moves = [self._send(rows[r], to) for r, to in self._held(mine, 1)]
-            moves += [self._recv(rows[r], source) for r, source in self._held(theirs, -1)]
+            sends = [self._send(rows[r], to) for r, to in self._held(mine, 1)]
+            receives = [self._recv(rows[r], source) for r, source in self._held(theirs, -1)]
             share(mine)
-            _wait(moves)
+            _wait(sends + receives)
         share(theirs)
 
     def reduce_scatter(self, x: Any, out: Any, op: str) -> None:
@@ -67,11 +68,11 @@ class Rows:
         sums = self._sums(x, self._at(-1), inner)
         for s in range(1, self._count):
             mine, theirs = self._at(-s), self._at(-s - 1)
-            moves = [self._send(sums[r], to) for r, to in self._held(mine, 1)]
+            sends = [self._send(sums[r], to) for r, to in self._held(mine, 1)]
             got = {r: out.new_empty(x.shape[1]) for r, _ in self._held(theirs, -1)}
-            moves += [self._recv(got[r], source) for r, source in self._held(theirs, -1)]
+            receives = [self._recv(got[r], source) for r, source in self._held(theirs, -1)]
             here = self._sums(x, theirs, inner)
-            _wait(moves)
+            _wait(sends + receives)
             sums = {r: combined([got[r], row], inner) for r, row in here.items()}
         total = sums[self._rank]
         out.copy_(total.div_(self._machines.size) if op == "avg" else total)
@@ -132,7 +133,7 @@ class Rows:
         """Gather the flat `x` of all ranks in the rows of `out` on `root`; None elsewhere."""
         at, local = self._machines.position(root)
         if self._index != at:
-            self._send(x, root).wait()
+            _wait([self._send(x, root)])
             return
         moves = []
         if self._rank == root:
@@ -150,7 +151,7 @@ class Rows:
         if self._rank == root:
             sends = [self._send(x[r], r) for r in range(len(x)) if r not in self._mine]
         if self._index != at:
-            self._recv(out, root).wait()
+            _wait([self._recv(out, root)])
         else:
             rows = x[[*self._mine]] if self._rank == root else None
             self._machine.scatter(rows, local, out=out.view(1, -1))
@@ -159,15 +160,18 @@ class Rows:
     def alltoall(self, x: Any, out: Any, counts: Sequence[Sequence[int]]) -> None:
         """Send rows of `x` to each rank: `counts[src][dst]` rows from rank `src` to rank `dst`. In
         step s each machine sends to the s-th machine after it, in two steps at once."""
+        if x.data_ptr() == out.data_ptr():
+            x = x.clone()
         given = x.split([*counts[self._rank]])
         got = out.split([of[self._rank] for of in counts])
         before: list[Any] = []
         for s in range(1, self._count):
-            moves = [self._send(given[r], r) for r in self._ranks[self._at(s)] if given[r].numel()]
-            moves += [self._recv(got[r], r) for r in self._ranks[self._at(-s)] if got[r].numel()]
+            moves = [self._send(given[r], r) for r in self._ranks[self._at(s)]]
+            moves += [self._recv(got[r], r) for r in self._ranks[self._at(-s)]]
+            if s == 1:
+                self._inside(given, got, counts)
             _wait(before)
             before = moves
-        self._inside(given, got, counts)
         _wait(before)
 
     def _inside(
@@ -188,13 +192,19 @@ class Rows:
         """Whether a machine has as many ranks as this one, and their numbers have no gaps."""
         return len(ranks) == len(self._mine) == ranks[-1] - ranks[0] + 1
 
-    def _send(self, x: Any, rank: int) -> Any:
-        return self._direct.send(x, rank, ROWS)
+    def _send(self, x: Any, rank: int) -> list[Any]:
+        return [self._across.send(part, rank) for part in _cut(x)]
 
-    def _recv(self, x: Any, rank: int) -> Any:
-        return self._direct.recv(x, rank, ROWS)
+    def _recv(self, x: Any, rank: int) -> list[Any]:
+        return [self._across.recv(part, rank) for part in _cut(x)]
 
 
-def _wait(moves: Sequence[Any]) -> None:
+def _cut(x: Any) -> Sequence[Any]:
+    """A contiguous tensor in pieces, each of which may take a rank's whole timeout."""
+    return x.view(-1).split(PIECE // x.element_size()) if x.numel() else ()
+
+
+def _wait(moves: Sequence[Sequence[Any]]) -> None:
     for move in moves:
-        move.wait()
+        for work in move:
+            work.wait()

@@ -20,7 +20,7 @@ from linkweave.collectives.distributed.cluster_map import AT_ONCE
 
 SIZES = [(1, 1), (2, 2), (1, 2), (3, 1, 2)]
 DTYPES = ("float32", "float64", "float16", "int8", "uint8", "int32", "int64")
-COUNTS = (0, 1, 2, 3, 7, 1000, 30_011)
+COUNTS = (0, 1, 2, 3, 7, 1000, 30_011, 200_003)  # the last does not go along
 
 
 def values(rank: int, n: int, dtype: Any = "float32") -> np.ndarray:
@@ -55,6 +55,8 @@ def movements(comm: ClusterCommunicator) -> None:
         got = comm.alltoall(values(rank, comm.size * n))
         sent = [values(r, comm.size * n)[rank * n : (rank + 1) * n] for r in ranks]
         assert (got == np.concatenate(sent)).all()
+        comm.alltoall(x := values(rank, comm.size * n), x)
+        assert (x == got).all()
         for root in {0, comm.size - 1}:
             got = comm.gather(values(rank, n), root)
             assert (got is None) == (rank != root)

@@ -106,6 +106,20 @@ def test_a_rank_that_dies_inside_a_call(what: str) -> None:
         assert "host1 (rank 2) has closed its connection" in said, found
 
 
+def in_a_ring(comm: ClusterCommunicator) -> str:
+    """Rank 1 dies before it sends its row; all but rank 2 hear of it only from others."""
+    if comm.rank == 1:
+        rows.Rows._send = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+    return first_error(lambda: comm.allgather(np.ones(MEBI, np.float32)))
+
+
+def test_a_machine_that_dies_in_a_ring() -> None:
+    found = on_machines((1, 1, 1, 1), in_a_ring, lost=[1])
+    for rank in (0, 2, 3):
+        assert "CollectiveAborted" in found[rank] and seconds(found[rank]) < 5, found
+        assert "host1 (rank 1) has closed its connection" in found[rank], found
+
+
 def test_a_rank_that_leaves() -> None:
     found = on_machines((1, 2), lose, 2, "raises")
     assert found[2] == "ValueError: I have had enough"
