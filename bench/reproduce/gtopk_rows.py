@@ -150,5 +150,6 @@ def _message(found: Recorded) -> tuple[float, float]:
     fitted to gloo's all-reduces from 1 MB."""
     from linkweave.collectives.overlap import fit
 
-    pairs = [(r["nbytes"], r["gloo_seconds"]) for r in found.rows if r["nbytes"] >= 1 << 20]
+    rows = [r for r in found.rows if (r["collective"], r["op"]) == ("allreduce", "sum")]
+    pairs = [(r["nbytes"], r["gloo_seconds"]) for r in rows if r["nbytes"] >= 1 << 20]
     return fit(pairs, workers=4).network.message

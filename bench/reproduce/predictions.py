@@ -23,8 +23,11 @@ LARGE = 16 << 20
 def pairs(found: Recorded) -> list[tuple[float, float]]:
     """(predicted, measured) in ms of each row that has both."""
     if found.name in ALLREDUCES:
-        return [(1e3 * r["predicted"], 1e3 * r["seconds"]) for r in found.rows
-                if r["nbytes"] >= LARGE]  # fmt: skip
+        return [
+            (1e3 * r["predicted"], 1e3 * r["seconds"])
+            for r in found.rows
+            if r["nbytes"] >= LARGE and (r["collective"], r["op"]) == ("allreduce", "sum")
+        ]
     measured = "step_ms" if found.name in HOSTS else "measured_ms"
     return [(r["predicted_ms"], r[measured]) for r in found.rows if r["predicted_ms"]]
 

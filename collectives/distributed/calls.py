@@ -206,9 +206,9 @@ def allgather(comm: Connections, x: Any, counts: Any, out: Any) -> Call:
     def finish(came: Sequence[Any]) -> Any:
         of = zip(came, comm.machines.ranks, strict=True)
         each = [part.view(len(ranks), -1) for part, ranks in of]
-        places = [comm.machines.position(r) for r in range(comm.size)]
+        positions = [comm.machines.position(r) for r in range(comm.size)]
         item = flat.tensor.element_size()
-        parts = [each[m][at, : n * item] for n, (m, at) in zip(widths, places, strict=True)]
+        parts = [each[m][at, : n * item] for n, (m, at) in zip(widths, positions, strict=True)]
         torch.cat(parts, out=whole.bytes)
         whole.done()
         return out

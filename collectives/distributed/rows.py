@@ -103,31 +103,35 @@ class Rows:
 
     def allreduce(self, x: Any, op: str) -> None:
         """Combine the flat `x` over all ranks, in place."""
-        rows, mine = self._scattered(x, op)
-        total = torch.empty_like(rows)
-        self.allgather(mine, total.view(-1), [mine.numel()] * len(rows))
-        x.copy_(total.view(-1)[: x.numel()])
+        rows = self._padded(x)
+        mine = self._row(rows, op)
+        self.allgather(mine, rows.view(-1), [mine.numel()] * len(rows))
+        _put(rows, x)
 
     def reduce(self, x: Any, out: Any, op: str, root: int) -> None:
         """Combine the flat `x` over all ranks to `out`, which may be `x`, on `root`; None
         elsewhere."""
-        rows, mine = self._scattered(x, op)
-        total = None if out is None else torch.empty_like(rows)
+        mine = self._row(self._padded(x), op)
+        total = None if out is None else self._padded(out)
         self.gather(mine, total, root)
         if total is not None:
-            out.copy_(total.view(-1)[: x.numel()])
+            _put(total, out)
 
-    def _scattered(self, x: Any, op: str) -> tuple[Any, Any]:
-        """A flat tensor as equal rows, and this rank's row of the result."""
+    def _row(self, rows: Any, op: str) -> Any:
+        """This rank's row of the combined rows."""
+        mine = rows.new_empty(rows.shape[1])
+        self.reduce_scatter(rows, mine, op)
+        return mine
+
+    def _padded(self, x: Any) -> Any:
+        """A flat tensor as a row of each rank; a copy, if it must be padded."""
         count = self._machines.size
         width = -(-x.numel() // count)
-        whole = x
-        if x.numel() < count * width:
-            whole = x.new_zeros(count * width)
-            whole[: x.numel()] = x
-        rows, mine = whole.view(count, width), x.new_empty(width)
-        self.reduce_scatter(rows, mine, op)
-        return rows, mine
+        if x.numel() == count * width:
+            return x.view(count, width)
+        whole = x.new_zeros(count * width)
+        whole[: x.numel()] = x
+        return whole.view(count, width)
 
     def gather(self, x: Any, out: Any, root: int) -> None:
         """Gather the flat `x` of all ranks in the rows of `out` on `root`; None elsewhere."""
@@ -197,6 +201,12 @@ class Rows:
 
     def _recv(self, x: Any, rank: int) -> list[Any]:
         return [self._across.recv(part, rank) for part in _cut(x)]
+
+
+def _put(rows: Any, x: Any) -> None:
+    """Copy rows back to the tensor that they are of, if they are a copy."""
+    if rows.data_ptr() != x.data_ptr():
+        x.copy_(rows.view(-1)[: x.numel()])
 
 
 def _cut(x: Any) -> Sequence[Any]:

@@ -16,6 +16,7 @@ import pytest
 from machines import on_machines
 
 from linkweave.collectives import CollectiveError
+from linkweave.collectives.distributed import rows
 from linkweave.collectives.distributed.cluster import GRACE, ClusterCommunicator
 
 ROOT = Path(__file__).parents[2]

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import hosts_page
 import pytest
 
 from linkweave import topology
@@ -198,3 +199,7 @@ def test_one_gpu() -> None:
         if name in want and aim != "-":
             least, reached = (float(words.split()[0]) for words in (aim, figure))
             assert reached <= least if "us" in aim else reached >= least, name
+
+
+def test_the_page_of_collectives_between_machines_is_that_of_the_records() -> None:
+    assert hosts_page.PAGE.read_text() == hosts_page.page()
