@@ -53,7 +53,10 @@ def python(request: pytest.FixtureRequest, tmp_path: Path) -> Python:
 
 @pytest.mark.parametrize("python", ["2.14.1"], indirect=True)
 def test_a_later_version_passes_the_tests_of_the_backend(python: Python) -> None:
-    done = python("-m", "pytest", "-q", "-m", "not slow", "tests/cpu/test_distributed.py")
+    own = "not registers_itself"  # which needs the package installed
+    done = python(
+        "-m", "pytest", "-q", "-m", "not slow", "-k", own, "tests/cpu/test_distributed.py"
+    )
     assert done.returncode == 0, done.stdout
 
 
