@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -34,8 +35,8 @@ Python = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
-def python(request: pytest.FixtureRequest, tmp_path: Path) -> Python:
-    """Runs an interpreter that has this version of torch."""
+def python(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Python]:
+    """Runs an interpreter that has this version of torch, of some 6 GB."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     own = [word for word in requires("linkweave") or () if "extra ==" not in word]
 
@@ -48,15 +49,15 @@ def python(request: pytest.FixtureRequest, tmp_path: Path) -> Python:
     tests = ["pytest", "pytest-timeout", "hypothesis", "expecttest"]
     done = run("-m", "pip", "install", "--quiet", f"torch=={request.param}", *own, *tests)
     assert done.returncode == 0, done.stderr
-    return run
+    yield run
+    shutil.rmtree(tmp_path)
 
 
 @pytest.mark.parametrize("python", ["2.14.1"], indirect=True)
 def test_a_later_version_passes_the_tests_of_the_backend(python: Python) -> None:
-    own = "not registers_itself"  # which needs the package installed
-    done = python(
-        "-m", "pytest", "-q", "-m", "not slow", "-k", own, "tests/cpu/test_distributed.py"
-    )
+    which = "not registers_itself"  # for that the package is installed
+    words = ["-q", "-m", "not slow", "-k", which, "tests/cpu/test_distributed.py"]
+    done = python("-m", "pytest", *words)
     assert done.returncode == 0, done.stdout
 
 
