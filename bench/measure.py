@@ -238,7 +238,7 @@ def network(
     factor: FactorOption = 4, rounds: RoundsOption = 5, op: OpOption = "sum",
     batch: BatchOption = True, out: OutOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Collectives over machines, predicted and measured beside gloo, on all ranks (20 s)."""
+    """Collectives over machines, beside gloo and predictions (20 s)."""
     from linkweave.bench.network import measure
     from linkweave.collectives.planning.collective import PUBLIC
 

@@ -111,6 +111,7 @@ class ClusterCommunicator(ClusterCollectives):
     # ---- how a call is made ------------------------------------------------------------------
     def _call(self, prepare: Callable[..., Call], *args: Any) -> Any:
         self._check()
+        outer = sys.exception()  # which the caller is handling
         mine: Exception | None = None
         call = Call(prepare.__name__, None)
         try:
@@ -130,10 +131,11 @@ class ClusterCommunicator(ClusterCollectives):
         except Unequal as error:
             raise CollectiveError(str(error)) from None
         except Exception as error:
+            self._let_go(error, outer)
             raise self._end(self._told(call.asked, error)) from error
-        except BaseException:  # an interrupt: no rank must wait for this one
+        except BaseException as error:  # an interrupt: no rank must wait for this one
             self._ended = f"{call.asked} was interrupted"
-            self._let_go(sys.exception())
+            self._let_go(error, outer)
             self.abort(INTERRUPTED)
             raise
         if outcome.failed:
@@ -202,7 +204,6 @@ class ClusterCommunicator(ClusterCollectives):
         machine = self.machine.calls
         late = isinstance(error, CollectiveTimeout) or timed_out(error)
         mine = Notice(asked, failed=str(error) or repr(error), late=late)
-        self._let_go(error)
         self._links.disconnect()  # so that nobody on other machines waits for this rank
         known = isinstance(error, CollectiveError)  # by this machine's ranks
         if known:
@@ -219,9 +220,10 @@ class ClusterCommunicator(ClusterCollectives):
         return self._roll_call.fail(replace(mine, witnessed=True)) if self._roll_call else mine
 
     @staticmethod
-    def _let_go(error: BaseException | None) -> None:
-        """Drop the messages under way that an error's frames hold: they keep connections open."""
-        while error is not None:
+    def _let_go(error: BaseException | None, outer: BaseException | None) -> None:
+        """Drop the messages under way that the frames of an error, and of those that led to it in
+        this call, hold: they keep connections open. `outer` is from before the call."""
+        while error is not None and error is not outer:
             clear_frames(error.__traceback__)
             error = error.__cause__ or error.__context__
 

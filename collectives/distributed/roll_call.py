@@ -141,7 +141,7 @@ class RollCall:
         if self._answers is None:
             return self._exchange(mine, self._timeout).outcome(mine)
         outcome = self._answers.outcome(mine)
-        if self._answers.lost:  # the others may have had that machine's answer, and wait for ours
+        if self._answers.lost:  # others may have had the answer of a machine that has now closed
             self._tell(outcome)
         return outcome
 
