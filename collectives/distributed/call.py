@@ -30,7 +30,8 @@ class Along:
     part: what a machine gets, in bytes, of the rows of this machine's ranks, or of their combined
         values; None: all.
     op: with which values are combined; empty: only moved.
-    shares: the bytes of each machine's share, if each combines one, and then sends it to all.
+    shares: the bytes of each machine's share, if each combines one, and then sends it on.
+    to: the machine that alone gets these; None: all do.
     """
 
     given: Any
@@ -39,6 +40,7 @@ class Along:
     part: Callable[[Any, int], Any] | None = None
     op: str = ""
     shares: Sequence[int] = ()
+    to: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -76,13 +78,19 @@ class Call:
     asked: what it asks for, as text that all ranks compare; a long one ends with its checksum.
     body: carries it out, once all ranks have compared it; where something goes `along`, that ends
         the call instead.
+    source: the machine from which alone the others hear what goes along; None: from all.
+    target: the machine that alone hears from the others; None: all do.
     """
 
     asked: str
     body: Any
     along: Along | None = None
+    source: int | None = None
+    target: int | None = None
 
     def __post_init__(self) -> None:
+        if self.along is None:  # nobody may begin `body` before all have compared the call
+            self.source = self.target = None
         if len(self.asked) > _LONG:
             self.asked = f"{self.asked[:_LONG]}... {crc32(self.asked.encode()):08x})"
 

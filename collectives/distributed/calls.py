@@ -26,7 +26,9 @@ from linkweave.collectives.tensors import as_buffer, output_for
 from linkweave.topology.checks import integer
 
 
-def _combining(comm: Connections, x: Any, op: str, finish: Callable[[Any], Any]) -> Along | None:
+def _combining(
+    comm: Connections, x: Any, op: str, finish: Callable[[Any], Any], to: int | None = None
+) -> Along | None:  # fmt: skip
     """All values go to all machines at once; or if they are many, each machine combines a share."""
     count = comm.machines.count
     if x.nbytes * (count - 1) <= AT_ONCE:
@@ -35,9 +37,8 @@ def _combining(comm: Connections, x: Any, op: str, finish: Callable[[Any], Any])
         return None
     ends = [x.numel() * m // count * x.element_size() for m in range(count + 1)]
     shares = [stop - start for start, stop in pairwise(ends)]
-    return Along(
-        x, [shares[comm.index]] * count, finish, lambda of, m: of[ends[m] : ends[m + 1]], op, shares
-    )
+    lengths = [shares[comm.index]] * count
+    return Along(x, lengths, finish, lambda of, m: of[ends[m] : ends[m + 1]], op, shares, to)
 
 
 def _result(x: Any, shape: tuple[int, ...], out: Any) -> Any:
@@ -152,7 +153,7 @@ def broadcast(comm: Connections, x: Any, root: Any) -> Call:
     if goes_along(flat.nbytes, comm.machines.count):
         lengths = [flat.nbytes * (m == at) for m in range(comm.machines.count)]
         along = Along(flat.bytes, lengths, finish, part)
-    return Call(f"broadcast({flat}, root {root})", body, along)
+    return Call(f"broadcast({flat}, root {root})", body, along, source=at)
 
 
 def reduce(comm: Connections, x: Any, op: Any, root: Any, out: Any) -> Call:
@@ -176,8 +177,10 @@ def reduce(comm: Connections, x: Any, op: Any, root: Any, out: Any) -> Call:
         flat.done()
         return out
 
-    along = _combining(comm, source.tensor, op, finish)
-    return Call(f"reduce({flat}, {op}, root {root})", body, along)
+    at = comm.machines.position(root)[0]
+    along = _combining(comm, source.tensor, op, finish, at)
+    target = None if along and along.shares else at
+    return Call(f"reduce({flat}, {op}, root {root})", body, along, target=target)
 
 
 def allgather(comm: Connections, x: Any, counts: Any, out: Any) -> Call:
@@ -274,7 +277,7 @@ def gather(comm: Connections, x: Any, root: Any, out: Any) -> Call:
         here = comm.index == at
         lengths = [flat.nbytes * len(ranks) * here for ranks in comm.machines.ranks]
         along = Along(flat.bytes, lengths, finish, lambda rows, m: rows if m == at else rows[:0])
-    return Call(f"gather({flat}, root {root})", body, along)
+    return Call(f"gather({flat}, root {root})", body, along, target=at)
 
 
 def scatter(comm: Connections, x: Any, root: Any, out: Any) -> Call:
@@ -307,7 +310,7 @@ def scatter(comm: Connections, x: Any, root: Any, out: Any) -> Call:
         given = source.bytes if source else flat.bytes.new_empty(comm.size * flat.nbytes)
         lengths = [flat.nbytes * len(ranks[comm.index]) * (m == at) for m in range(len(ranks))]
         along = Along(given, lengths, finish, part)
-    return Call(f"scatter({flat}, root {root})", body, along)
+    return Call(f"scatter({flat}, root {root})", body, along, source=at)
 
 
 def alltoall(comm: Connections, x: Any, out: Any, in_splits: Any, out_splits: Any) -> Call:

@@ -127,7 +127,7 @@ class ClusterCommunicator(ClusterCollectives):
             if compared:
                 return call.along.end(came) if call.along else call.body()
             refused = f"rank {self.rank}: {mine}" if mine else ""
-            outcome = self._explained(call.asked, refused, compared is False)
+            outcome = self._asked_around(self._machines_notice(Notice(call.asked, refused)))
         except Unequal as error:
             raise CollectiveError(str(error)) from None
         except Exception as error:
@@ -142,48 +142,51 @@ class ClusterCommunicator(ClusterCollectives):
             raise self._end(outcome)
         raise mine or CollectiveError(outcome.refused)
 
-    def _compared(self, call: Call, mine: Exception | None) -> tuple[bool | None, Any]:
-        """Whether all ranks ask for the same, and the bytes that have come along. None if this
-        machine's ranks do not, which the other machines have not been told yet."""
-        machine, along = self.machine.calls, call.along
+    def _compared(self, call: Call, mine: Exception | None) -> tuple[bool, Any]:
+        """Whether no machine that this one hears from, and no rank of this one, asks for something
+        else, and the bytes that have come along."""
+        machine, along, index = self.machine.calls, call.along, self._links.index
         if mine:
             machine.refuse(mine)
-            return None, None
+            return False, None
+        hears, alone = call.target in (None, index), self.machine.size == 1
         given = along.given.view(torch.uint8) if along else _NOTHING
-        rows = given.new_empty((self.machine.size if self._roll_call else 0, given.numel()))
-        told = torch.zeros((along.nbytes if along else 0) + 1, dtype=torch.uint8)
+        rows = given.view(1, -1)
+        told = torch.zeros((along.nbytes if along and hears else 0) + 1, dtype=torch.uint8)
         try:
-            machine.meet("gather", given.numpy(), call.word, rows.numpy() if len(rows) else None)
+            if call.source in (None, index) and not alone:
+                rows = given.new_empty((self.machine.size if self._roll_call else 0, given.numel()))
+                result = rows.numpy() if len(rows) else None
+                machine.meet("gather", given.numpy(), call.word, result)
+            if self._roll_call is not None:
+                with machine.control.alive():
+                    merged = self._compared_by_machines(self._roll_call, call, rows)
+                    if merged is not None:
+                        told[:-1], told[-1] = merged, 1
+            if not hears:
+                return True, _NOTHING
+            if not alone:
+                machine.meet("broadcast", told.numpy(), call.word)
         except CollectiveError:
             if machine.health.broken:
                 raise
-            return None, None
-        if self._roll_call is not None:
-            with machine.control.alive():
-                merged = self._compared_by_machines(self._roll_call, call, rows)
-                if merged is not None:
-                    told[:-1], told[-1] = merged, 1
-        machine.meet("broadcast", told.numpy())
+            return False, None
         return bool(told[-1]), told[:-1]
 
     def _compared_by_machines(self, roll: RollCall, call: Call, rows: Any) -> Any:
-        """What the ranks of this machine get, if all machines make the call; else None."""
+        """What the ranks of this machine get, unless another machine makes another call: then
+        None."""
         along = call.along
-        if along is None:
-            return None if roll.compare(call.word) is None else _NOTHING
-        came = roll.compare(call.word, along.parts(rows), along.lengths)
-        if came is None:
-            return None
+        parts, lengths = (along.parts(rows), along.lengths) if along else ((), ())
+        came = roll.compare(call, parts, lengths)
+        if along is None or came is None or call.target not in (None, self._links.index):
+            return None if came is None else _NOTHING
         merged = along.merged(came, self.size)
         if along.shares:
-            came = roll.compare(call.word, [merged] * len(along.shares), along.shares)
+            last = replace(call, target=along.to)
+            came = roll.compare(last, [merged] * len(along.shares), along.shares)
             merged = None if came is None else torch.cat(came)
         return merged
-
-    def _explained(self, asked: str, refused: str, compared: bool) -> Notice:
-        """Why no call is made, as all ranks of this machine learn it. `compared`: the machines
-        have compared it."""
-        return self._asked_around(self._machines_notice(Notice(asked, refused)), compared)
 
     def _machines_notice(self, mine: Notice) -> Notice:
         """What this machine tells the others: of its ranks' failures the first, or else why they
@@ -227,14 +230,14 @@ class ClusterCommunicator(ClusterCollectives):
             clear_frames(error.__traceback__)
             error = error.__cause__ or error.__context__
 
-    def _asked_around(self, mine: Notice, compared: bool = True) -> Notice:
+    def _asked_around(self, mine: Notice) -> Notice:
         """What the machines tell each other of a call that is not made; on all ranks of this
         one."""
 
         def outcome() -> bytes:
             roll = self._roll_call
             assert roll is not None
-            return (roll.fail(mine) if mine.failed else roll.explain(mine, compared)).pack()
+            return (roll.fail(mine) if mine.failed else roll.explain(mine)).pack()
 
         return Notice.unpack(self.machine.calls.share(outcome, self._patience))
 
@@ -285,18 +288,29 @@ class ClusterCommunicator(ClusterCollectives):
         self._before_close.append(call)
 
     def close(self) -> None:
-        """Finish asynchronous calls and free all resources; nothing in a forked process."""
+        """Finish asynchronous calls and free all resources; nothing in a forked process.
+
+        After a call in which a machine has not heard from all others, waits until these have come
+        as far. Raises CollectiveError if their calls differ.
+        """
         if self.closed or self.machine.calls.health.foreign:
             return
         with ExitStack() as last:  # in reverse order; if one step fails, the others still run
             last.callback(self.machine.close)
             last.callback(self._disconnect)
+            last.callback(self._finish, unwinding=sys.exception() is not None)
             for part in self._parts:
                 last.callback(part.close)
             last.callback(self._worker.close, self.rank)
             while self._before_close:
                 last.callback(self._before_close.pop())
         self._parts.clear()
+
+    def _finish(self, unwinding: bool) -> None:
+        if self._roll_call and not self._ended and not unwinding:
+            with self.machine.calls.control.alive():
+                if refused := self._roll_call.finish():
+                    raise CollectiveError(f"rank {self.rank}: {refused}")
 
     def _disconnect(self) -> None:
         self._links.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -300,6 +301,7 @@ def refusals(comm: ClusterCommunicator) -> list[str]:
         lambda: comm.exchange(np.ones(4), [[1] * 4] * (3 + (comm.rank == 1))),
         lambda: comm.allreduce([np.ones(n + (n == 90 and comm.rank == 3)) for n in range(100)]),
         lambda: comm.scatter(np.ones(4) if comm.rank == 0 else None),
+        lambda: comm.broadcast(np.ones(1 << (20 + comm.rank // 2))),
     ):
         try:
             call()
@@ -332,11 +334,71 @@ def test_an_argument_that_is_refused_ends_allreduces_that_are_not_compared(
 def test_calls_that_differ_are_refused_everywhere() -> None:
     found = on_machines((2, 2), refusals)
     for rank, said in enumerate(found):
-        assert said[-1] == "4.0" and len(said) == 16
+        assert said[-1] == "4.0" and len(said) == 17
         assert "scatter needs out on rank " in said[14]
+        assert "host0 (ranks 0, 1): broadcast(1048576 x float64, root 0); host1" in said[15]
         assert "rank 0: allreduce(4 x float64, sum)" in said[0]
         assert "rank 0: broadcast(1 x float64, root 0); rank 1: barrier" in said[1]
         assert "color must be an integer, not 'red'" in said[7] and "lanes(1)" in said[8]
         assert "out_splits of rank 2 says [1, 1, 1, 2] rows come" in said[9]
         assert "out must be of shape (4,) and float64, not (5,)" in said[10]
         assert ("rank 2: " in said[2]) == (rank != 2) and "not builtins.str" in said[2]
+
+
+def error_of(call: Any) -> str:
+    try:
+        call()
+    except CollectiveError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def one_way(comm: ClusterCommunicator, what: str, ends: bool) -> list[str]:
+    """Ranks differ in a call in which only some machines hear from another one."""
+    x, far = np.ones(3 if comm.rank < 2 else 4), comm.size - 1
+    calls = {
+        "broadcast": lambda: comm.broadcast(x),
+        "scatter": lambda: comm.scatter(np.ones(4 * len(x)) if comm.rank == 0 else None, out=x),
+        "gather": lambda: comm.gather(x, far),
+        "reduce": lambda: comm.reduce(x, "max", far),
+        "reduce sum": lambda: comm.reduce(x, "sum" if comm.rank < 2 else "avg", far),
+        "refused": lambda: comm.broadcast(x if comm.rank != 2 else "x"),
+    }
+    said = [error_of(calls[what])]
+    said.append(error_of(comm.close if ends else lambda: comm.allreduce(np.ones(3))))
+    return [*said, "" if ends else error_of(comm.barrier)]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize(
+    "what", ["broadcast", "scatter", "gather", "reduce", "reduce sum", "refused"]
+)
+def test_one_way_calls_that_differ_are_named_everywhere(what: str, ends: bool) -> None:
+    found = on_machines((2, 2), one_way, what, ends)
+    word = "broadcast" if what == "refused" else what.split()[0]
+    for rank, said in enumerate(found):
+        first, second, third = said
+        assert bool(first) == (rank >= 2), found  # who hears from the other machine
+        told = first or second
+        if not (ends and rank == 1):  # the first ranks compare at the end
+            assert "the machines' calls differ: host0 (ranks 0, 1): " + word in told or (
+                what == "refused" and "not builtins.str" in told
+            ), found
+        if not ends:
+            assert all("failed before" in words for words in said[1 if first else 2 :]), found
+
+
+def ahead(comm: ClusterCommunicator) -> None:
+    """The root makes many calls before others make the first."""
+    if comm.rank:
+        time.sleep(0.3)
+    for i in range(30):
+        comm.broadcast(x := np.full(1000, comm.rank + i))
+        assert (x == i).all()
+        every = comm.gather(x + comm.rank, comm.size - 1)
+        assert every is None or (every == i + np.arange(comm.size)[:, None]).all()
+
+
+def test_a_root_that_is_ahead() -> None:
+    for sizes in ((1, 1), (2, 1), (1, 1, 1)):
+        assert on_machines(sizes, ahead) == [None] * sum(sizes)
