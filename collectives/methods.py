@@ -23,23 +23,11 @@ from linkweave.collectives.sparse.allreduce import agree, host_sparse_allreduce,
 from linkweave.collectives.tensors import fast_buffer, fast_result, gpu_of, output_for
 
 
-class Collectives:
-    """The collectives of one rank.
+class Methods:
+    """The collectives that ranks on one machine and on several have alike. How a call is made is
+    the communicator's part."""
 
-    `team` is set if the ranks are threads of this process. `quiet` suppresses warnings that the
-    parent communicator has given already.
-    """
-
-    def __init__(
-        self, calls: HostCalls, settings: Settings, team: Team | None, quiet: bool
-    ) -> None:
-        self.rank, self.size, self.settings = calls.rank, calls.size, settings
-        self._calls, self._health = calls, calls.health
-        self._team, self._quiet = team, quiet
-        self._gpu: GpuCalls | None = None  # created by the first call on a GPU
-        self._lock = threading.Lock()
-        self._worker = Worker()
-        self._point_to_point = PointToPoint(calls, settings)
+    rank: int
 
     def allreduce(
         self, x: Any, op: str = "sum", *, out: Any = None, async_op: bool = False,
@@ -76,46 +64,6 @@ class Collectives:
         return self._call(
             again, async_op, x, operations.into, "allreduce", x, op, 0, algorithm, out
         )
-
-    def run(
-        self, plan: Plan, x: Any, op: str = "sum", *, out: Any = None, async_op: bool = False
-    ) -> Any:
-        """All-reduce, broadcast or reduce `x` by your own plan, in place.
-
-        plan: from `plan_allreduce`, from `Plan.from_json` or made by hand; for as many ranks as
-            there are, and the same on all of them. It is verified before it runs. Messages that
-            exceed a 64 KiB slot are cut into more groups of chunks.
-        op, out, async_op, rounding: as in `allreduce`.
-
-        Returns as `allreduce` does.
-        Raises as `allreduce` does; PlanError if the plan is wrong; CollectiveError with
-        order="fixed".
-        """
-        root = plan.root if isinstance(plan, Plan) and isinstance(plan.root, int) else 0
-        return self._submit(async_op, x, operations.run, plan, x, op, root, out)
-
-    def allreduce_queue(
-        self, x: Any, layers: Sequence[int], op: str = "sum", *, algorithm: How = "auto"
-    ) -> GradientQueue:
-        """Start an in-place `allreduce` of `x` whose layers can be used as soon as each is final.
-
-        x: contiguous tensor.
-        layers: number of elements of each layer, in the order in which the layers are in `x`.
-            Chunks arrive in about that order.
-        op, algorithm, rounding: as in `allreduce`. Of algorithms with nearly the same predicted
-            time, "auto" takes the one whose first chunk is final first.
-
-        Returns a `GradientQueue`: `dequeue` waits for one layer, `wait` for all of them.
-        Raises as `allreduce` does.
-        Source: C-Cube, section III-D.
-        """
-        if gpu_of(x) is not None:
-            queue = self._submit(True, x, operations.queued, x, layers, op, algorithm)
-            return cast(GradientQueue, queue)
-        self._health.check()
-        arrivals = LayerCounters()
-        future = self._enqueue(operations.queued, x, layers, op, algorithm, arrivals)
-        return HostQueue(future, arrivals, self._calls.control.arena.abort_address)
 
     def broadcast(self, x: Any, root: int = 0, *, async_op: bool = False) -> Any:
         """Copy `x` of rank `root` to `x` on all ranks. Tensors and errors as in `allreduce`."""
@@ -235,6 +183,99 @@ class Collectives:
             raise CollectiveError("alltoall with splits takes CPU tensors only")
         return self._call(again, async_op, x, rows.alltoallv, x, out, in_splits, out_splits)
 
+    def barrier(self) -> None:
+        """Wait until all ranks have called `barrier`."""
+        self._submit(False, None, lambda calls: calls.make(Request("barrier", NOTHING)))
+
+    def _whole(
+        self, kind: str, x: Any, out: Any, op: str, root: int, how: How = "auto"
+    ) -> Again | None:
+        """How to repeat a call of a whole message, in place or from `x` into `out`; None if it is
+        to be made like a first one."""
+        return None
+
+    def _moved(
+        self, kind: str, x: Any, out: Any, op: str = "sum", root: int = 0,
+        splits: tuple[Any, ...] | None = None,
+    ) -> Again | None:  # fmt: skip
+        """How to repeat a call from `x` into `out`, or a new tensor, of another shape; `splits`
+        says how its rows are split if not evenly. None as in `_whole`."""
+        return None
+
+    def _call(
+        self, again: Callable[[], Again | None], async_op: bool, x: Any,
+        body: Callable[..., Any], *args: Any,
+    ) -> Any:  # fmt: skip
+        """Make a call `again` if it has been made before, or else by `body` as `_submit`."""
+        return self._submit(async_op, x, body, *args)
+
+    def _submit(self, async_op: bool, x: Any, body: Callable[..., Any], *args: Any) -> Any:
+        """Run `body(context, *args)` on the device of `x`; on the CPU if `x` is no tensor."""
+        raise NotImplementedError
+
+    def _own_gpu(self) -> int | None:
+        """The index of this rank's GPU, if it is known."""
+        return None
+
+
+class Collectives(Methods):
+    """The collectives of one rank.
+
+    `team` is set if the ranks are threads of this process. `quiet` suppresses warnings that the
+    parent communicator has given already.
+    """
+
+    def __init__(
+        self, calls: HostCalls, settings: Settings, team: Team | None, quiet: bool
+    ) -> None:
+        self.rank, self.size, self.settings = calls.rank, calls.size, settings
+        self._calls, self._health = calls, calls.health
+        self._team, self._quiet = team, quiet
+        self._gpu: GpuCalls | None = None  # created by the first call on a GPU
+        self._lock = threading.Lock()
+        self._worker = Worker()
+        self._point_to_point = PointToPoint(calls, settings)
+
+    def run(
+        self, plan: Plan, x: Any, op: str = "sum", *, out: Any = None, async_op: bool = False
+    ) -> Any:
+        """All-reduce, broadcast or reduce `x` by your own plan, in place.
+
+        plan: from `plan_allreduce`, from `Plan.from_json` or made by hand; for as many ranks as
+            there are, and the same on all of them. It is verified before it runs. Messages that
+            exceed a 64 KiB slot are cut into more groups of chunks.
+        op, out, async_op, rounding: as in `allreduce`.
+
+        Returns as `allreduce` does.
+        Raises as `allreduce` does; PlanError if the plan is wrong; CollectiveError with
+        order="fixed".
+        """
+        root = plan.root if isinstance(plan, Plan) and isinstance(plan.root, int) else 0
+        return self._submit(async_op, x, operations.run, plan, x, op, root, out)
+
+    def allreduce_queue(
+        self, x: Any, layers: Sequence[int], op: str = "sum", *, algorithm: How = "auto"
+    ) -> GradientQueue:
+        """Start an in-place `allreduce` of `x` whose layers can be used as soon as each is final.
+
+        x: contiguous tensor.
+        layers: number of elements of each layer, in the order in which the layers are in `x`.
+            Chunks arrive in about that order.
+        op, algorithm, rounding: as in `allreduce`. Of algorithms with nearly the same predicted
+            time, "auto" takes the one whose first chunk is final first.
+
+        Returns a `GradientQueue`: `dequeue` waits for one layer, `wait` for all of them.
+        Raises as `allreduce` does.
+        Source: C-Cube, section III-D.
+        """
+        if gpu_of(x) is not None:
+            queue = self._submit(True, x, operations.queued, x, layers, op, algorithm)
+            return cast(GradientQueue, queue)
+        self._health.check()
+        arrivals = LayerCounters()
+        future = self._enqueue(operations.queued, x, layers, op, algorithm, arrivals)
+        return HostQueue(future, arrivals, self._calls.control.arena.abort_address)
+
     def send(self, x: Any, to: int, *, async_op: bool = False) -> Work | None:
         """Send `x` to rank `to`, which must call `recv`. Only these two ranks take part.
 
@@ -292,10 +333,9 @@ class Collectives:
         return self._submit(False, values, sparse_allreduce, call)
 
     def barrier(self) -> None:
-        """Wait until all ranks have called `barrier`."""
         if self._worker.idle and self._calls.repeat("barrier", 0, 0, NOTHING.dtype, "sum", 0):
             return
-        self._submit(False, None, lambda calls: calls.make(Request("barrier", NOTHING)))
+        super().barrier()
 
     def _on_gpu(self, number: int) -> GpuCalls:
         """This rank's calls on its GPU. The first one synchronises the ranks."""
@@ -307,7 +347,6 @@ class Collectives:
             return self._gpu
 
     def _own_gpu(self) -> int | None:
-        """The index of this rank's GPU, if it is known."""
         if self._team:
             return self._team.gpu.devices[self.rank].index
         return self._gpu.index if self._gpu else None
@@ -321,8 +360,6 @@ class Collectives:
     def _whole(
         self, kind: str, x: Any, out: Any, op: str, root: int, how: How = "auto"
     ) -> Again | None:
-        """How to repeat a call of a whole message, in place or from `x` into `out`. None if the
-        tensors are not such as most are."""
         if type(root) is not int or (given := fast_buffer(x)) is None:
             return None
         result: int | None = None
@@ -338,8 +375,6 @@ class Collectives:
         self, kind: str, x: Any, out: Any, op: str = "sum", root: int = 0,
         splits: tuple[Any, ...] | None = None,
     ) -> Again | None:  # fmt: skip
-        """How to repeat a call from `x` into `out`, or a new tensor, of another shape; `splits`
-        says how its rows are split if not evenly. None as in `_whole`."""
         if type(root) is not int:
             return None
         elsewhere, uneven = self.rank != root, None  # elsewhere: than the input or the result
@@ -376,7 +411,6 @@ class Collectives:
         self, again: Callable[[], Again | None], async_op: bool, x: Any,
         body: Callable[..., Any], *args: Any,
     ) -> Any:  # fmt: skip
-        """Make a call `again` if it has been made before, or else by `body` as `_submit`."""
         if async_op or not self._worker.idle:
             return self._submit(async_op, x, body, *args, again=again)
         found = again()
@@ -388,8 +422,8 @@ class Collectives:
         self, async_op: bool, x: Any, body: Callable[..., Any], *args: Any,
         again: Callable[[], Again | None] | None = None,
     ) -> Any:  # fmt: skip
-        """Run `body(context, *args)` on the device of `x`; on the CPU if `x` is no tensor. `again`
-        is asked when the call's turn comes: until then tensors may get other memory."""
+        """As `Methods._submit`. `again` is asked when the call's turn comes: until then tensors may
+        get other memory."""
         self._health.check()
         if (index := gpu_of(x)) is not None:
             return self._on_gpu(index).submit(async_op, x, body, *args)

@@ -32,13 +32,26 @@ def alltoallv(context: HostCalls, x: Any, out: Any, in_splits: Any, out_splits: 
         raise CollectiveError(
             f"the ranks' rows differ: {list(widths)} bytes of {list(dtypes)}, by rank"
         )
-    receives = [split[context.rank] for split in splits]
+    return exchange(context, x, splits, out, out_splits, (key, expected))
+
+
+def exchange(
+    context: Any, x: Any, splits: Any, out: Any = None, out_splits: Any = None, known: Any = None
+) -> Any:
+    """All-to-all of `splits[src][dst]` rows from rank `src` to rank `dst`, as all ranks know.
+    `known`: what the ranks remember such calls by, and the checksums that they have remembered."""
     with context.sharing_errors():
-        size = context.size
+        rank, size = context.rank, context.size
+        if len(splits) != size:
+            raise CollectiveError(f"counts must be of {size} ranks, not {len(splits)}")
+        splits = [row_counts("counts", split, size) for split in splits]
+        buffer, _ = context.buffer(x, written=False)
+        row, receives = row_bytes(x, buffer), [split[rank] for split in splits]
+        rows_sent(x, splits[rank], size)
         if out_splits is not None and row_counts("out_splits", out_splits, size) != receives:
             raise CollectiveError(
-                f"out_splits of rank {context.rank} says {list(out_splits)} rows come, by rank; "
-                f"the ranks send {receives}"
+                f"out_splits of rank {rank} says {list(out_splits)} rows come, by rank; the ranks "
+                f"send {receives}"
             )
         given, out = out, output_for(x, (sum(receives), *x.shape[1:]), out)
         if given is not None:
@@ -46,11 +59,13 @@ def alltoallv(context: HostCalls, x: Any, out: Any, in_splits: Any, out_splits: 
         got, done = context.buffer(out)
         sizes = tuple(tuple(n * row for n in split) for split in splits)
         largest = max(map(max, sizes))
-        like = replace(buffer, nbytes=largest * context.size)  # a size that all ranks agree on
+        like = replace(buffer, nbytes=largest * size)  # a size that all ranks agree on
         request = context.request("alltoall", like, "sum", parts=sizes_checksum((row, *splits)))
-        found = Uneven(len(x), sum(receives), like.nbytes, sizes, request.parts)
-        context.remember_sizes(key, found)
-        context.assumes = {*expected} == {request.parts}
+        if known:
+            key, expected = known
+            found = Uneven(len(x), sum(receives), like.nbytes, sizes, request.parts)
+            context.remember_sizes(key, found)
+            context.assumes = {*expected} == {request.parts}
     context.stage(replace(request, sizes=sizes), buffer, got)
     done()
     return out

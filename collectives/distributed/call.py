@@ -16,10 +16,6 @@ from linkweave.collectives.distributed.combine import combined, undivided
 _LONG = 200  # characters
 
 
-class Unequal(Exception):
-    """Arguments do not fit together, as all ranks see alike: they refuse the call, and go on."""
-
-
 @dataclass
 class Along:
     """A message that goes along while the first ranks of the machines compare their calls.

@@ -1,464 +1,292 @@
-"""The calls of ranks on several machines: each checks its arguments, and returns what to compare
-with the other ranks and what to do then."""
+"""One rank's calls on several machines, as `calls.operations` make them: all ranks compare each
+call before its result can be read."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from traceback import clear_frames
 from typing import Any
 
 import torch
 
-from linkweave.collectives.calls.aliasing import refuse_overlaps
-from linkweave.collectives.calls.operations import check_list, layer_sizes, one_dtype
-from linkweave.collectives.calls.rows import needs_out, row_counts, rows_each, rows_sent
-from linkweave.collectives.calls.subcommunicators import MOST_LANES
-from linkweave.collectives.distributed.call import Along, Call, Unequal
-from linkweave.collectives.distributed.cluster_map import AT_ONCE, MOST, goes_along
+from linkweave.collectives.calls import operations
+from linkweave.collectives.calls.request import How, Request
+from linkweave.collectives.distributed.call import Call
 from linkweave.collectives.distributed.connections import Connections
-from linkweave.collectives.distributed.flat import Flat
-from linkweave.collectives.distributed.queue import Arrivals
+from linkweave.collectives.distributed.flat import flat_over
+from linkweave.collectives.distributed.gloo import timed_out
+from linkweave.collectives.distributed.kinds import call_of
+from linkweave.collectives.distributed.roll_call import GRACE, Notice, RollCall
 from linkweave.collectives.distributed.sparse import SparseCluster
-from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
+from linkweave.collectives.runtime.buffer import Buffer
+from linkweave.collectives.runtime.diagnose import INTERRUPTED
 from linkweave.collectives.runtime.dtypes import check_op
-from linkweave.collectives.tensors import as_buffer, output_for
-from linkweave.topology.checks import integer
+from linkweave.collectives.tensors import as_buffer
+
+LONGER = 1.0
+"""Seconds by which a rank waits longer for those of its machine than for data of other machines,
+and the first ranks for each other's notices once more: who knows more speaks first."""
+
+_ALLREDUCES = operations.allreduce_list, operations.queued
+_NOTHING = torch.zeros(0, dtype=torch.uint8)
 
 
-def _combining(
-    comm: Connections, x: Any, op: str, finish: Callable[[Any], Any], to: int | None = None
-) -> Along | None:  # fmt: skip
-    """All values go to all machines at once; or if they are many, each machine combines a share."""
-    count = comm.machines.count
-    if x.nbytes * (count - 1) <= AT_ONCE:
-        return Along(x, [x.nbytes] * count, finish, op=op) if x.nbytes else None
-    if not goes_along(-(-x.nbytes // count), count):
+class ClusterCalls:
+    """The calls of one communicator on one rank; one runs at a time. The first rank of a machine
+    compares them with the other machines by the `roll_call`; others have None."""
+
+    assumes = False  # no call takes the sizes of an earlier one for granted
+
+    def __init__(self, links: Connections, roll_call: RollCall | None, timeout: float) -> None:
+        self.rank, self.size, self.links = links.rank, links.size, links
+        self.machine, self.machines = links.machine, links.machines
+        self.compares_allreduces = True
+        self.ended = ""  # why no call can be made
+        self._roll_call, self._asked, self._compares = roll_call, "", True
+        # for this machine's first rank, which may compare a call twice
+        self._patience = 2 * (timeout + 2 * LONGER) + GRACE + LONGER
+        self.machine.calls.control.allowance = self._patience
+
+    # ---- what operations ask for ---------------------------------------------------------------
+    def carry_out(self, body: Callable[..., Any], *args: Any) -> Any:
+        """Run `body(self, *args)`, which makes calls."""
+        self.check()
+        kind = args[0] if body is operations.into or body is operations.divided else body.__name__
+        self._asked = kind
+        self._compares = self.compares_allreduces or not (
+            body in _ALLREDUCES or kind == "allreduce"
+        )
+        return body(self, *args)
+
+    @contextmanager
+    def sharing_errors(self) -> Iterator[None]:
+        """Tell the other ranks of an error inside, so that none waits for this rank's call."""
+        try:
+            yield
+        except Exception as error:
+            self.make_call(Call(self._asked, None), error)
+
+    def buffer(self, x: Any, written: bool = True) -> tuple[Buffer, Callable[[], None]]:
+        return as_buffer(x, written)
+
+    def request(
+        self, kind: str, buffer: Buffer, op: str, root: Any = 0, algorithm: How = "auto",
+        parts: int = 0,
+    ) -> Request:  # fmt: skip
+        check_op(op, buffer.dtype)
+        if algorithm != "auto":
+            raise CollectiveError(f'on several machines the algorithm is "auto", not {algorithm!r}')
+        return Request(kind, buffer, op, root, parts=parts)
+
+    def scratch(self, like: Buffer, nbytes: int) -> Buffer:
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        return Buffer(memory.data_ptr(), like.nbytes, like.dtype, like.itemsize, memory)
+
+    def copy(self, dst: int, src: int, nbytes: int) -> None:
+        self.machine.calls.copy(dst, src, nbytes)
+
+    def known_sizes(self, key: object) -> None:
         return None
-    ends = [x.numel() * m // count * x.element_size() for m in range(count + 1)]
-    shares = [stop - start for start, stop in pairwise(ends)]
-    lengths = [shares[comm.index]] * count
-    return Along(x, lengths, finish, lambda of, m: of[ends[m] : ends[m + 1]], op, shares, to)
-
-
-def _result(x: Any, shape: tuple[int, ...], out: Any) -> Any:
-    """`out`, or a new tensor. Raises CollectiveError if `out` does not fit or overlaps `x`."""
-    result = output_for(x, shape, out)
-    if out is not None:
-        refuse_overlaps([x], [out])
-    return result
-
-
-def allreduce(comm: Connections, x: Any, op: Any, out: Any, algorithm: Any) -> Call:
-    _check_algorithm(algorithm)
-    if isinstance(x, list | tuple):
-        return _allreduce_list(comm, list(x), op, out)
-    given, flat = _in_place(x, out)
-    check_op(op, flat.dtype)
-    source = given or flat
-
-    def finish(total: Any) -> Any:
-        flat.tensor.copy_(total)
-        flat.done()
-        return out
-
-    def body() -> Any:
-        if given is not None:
-            flat.tensor.copy_(given.tensor)
-        comm.allreduce(flat.tensor, op)
-        flat.done()
-        return out
-
-    along = _combining(comm, source.tensor, op, finish)
-    return Call(f"allreduce({flat}, {op})", body, along)
-
-
-def allreduce_queue(
-    comm: Connections, x: Any, layers: Any, op: Any, algorithm: Any, arrivals: Arrivals
-) -> Call:
-    _check_algorithm(algorithm)
-    flat = Flat(x)
-    check_op(op, flat.dtype)
-    sizes = layer_sizes(x, layers, flat.tensor.numel())
-
-    def body() -> None:
-        arrivals.begin(sizes)
-        comm.allreduce(flat.tensor, op, arrivals.reach)
-
-    return Call(f"allreduce_queue({flat}, {op}, layers {sizes})", body)
-
-
-ALLREDUCES = allreduce, allreduce_queue
-"""The calls that `ClusterCommunicator.compares_allreduces` is about."""
-
-
-def _check_algorithm(algorithm: Any) -> None:
-    if algorithm != "auto":
-        raise CollectiveError(f'on several machines the algorithm is "auto", not {algorithm!r}')
-
-
-def _in_place(x: Any, out: Any, written: bool = True) -> tuple[Flat | None, Flat]:
-    """(the values if they are elsewhere, the tensor to work on)."""
-    if out is None or out is x:
-        return None, Flat(x, written)
-    given = Flat(x, written=False)
-    return given, Flat(_result(x, tuple(x.shape), out))
-
-
-def _allreduce_list(comm: Connections, tensors: list[Any], op: Any, out: Any) -> Call:
-    check_list(tensors, out)
-    flats = [Flat(x, written=out is None) for x in tensors]
-    results = flats
-    if out is not None:
-        results = [Flat(y) for y in out]
-        for x, y in zip(tensors, out, strict=True):
-            output_for(x, tuple(x.shape), y)
-    refuse_overlaps(*(([], tensors) if out is None else (tensors, out)))
-    check_op(op, one_dtype(flat.dtype for flat in flats))
-    sizes = [flat.tensor.numel() for flat in flats]
-
-    def finish(whole: Any) -> Any:
-        for part, flat in zip(torch.split(whole, sizes), results, strict=True):
-            flat.tensor.copy_(part)
-            flat.done()
-        return out
-
-    def body() -> Any:
-        whole = torch.cat([flat.tensor for flat in flats])
-        comm.allreduce(whole, op)
-        return finish(whole)
-
-    along = None
-    if sum(flat.nbytes for flat in flats) <= MOST:
-        along = _combining(comm, torch.cat([flat.tensor for flat in flats]), op, finish)
-    return Call(f"allreduce([{', '.join(map(str, flats))}], {op})", body, along)
-
-
-def broadcast(comm: Connections, x: Any, root: Any) -> Call:
-    root, flat = integer(root, "root", 0, comm.size - 1), Flat(x)
-    at, local = comm.machines.position(root)
-
-    def finish(came: Sequence[Any]) -> None:
-        flat.bytes.copy_(came[at])
-        flat.done()
-
-    def body() -> None:
-        comm.pieces.broadcast(flat.tensor, root)
-        flat.done()
-
-    def part(rows: Any, m: int) -> Any:
-        return rows[local] if comm.index == at else rows[:0]
-
-    along = None
-    if goes_along(flat.nbytes, comm.machines.count):
-        lengths = [flat.nbytes * (m == at) for m in range(comm.machines.count)]
-        along = Along(flat.bytes, lengths, finish, part)
-    return Call(f"broadcast({flat}, root {root})", body, along, source=at)
-
-
-def reduce(comm: Connections, x: Any, op: Any, root: Any, out: Any) -> Call:
-    root = integer(root, "root", 0, comm.size - 1)
-    mine = comm.rank == root
-    given, flat = _in_place(x, out if mine else None, written=mine)
-    check_op(op, flat.dtype)
-    source = given or flat
-
-    def finish(total: Any) -> Any:
-        if not mine:
-            return None
-        flat.tensor.copy_(total)
-        flat.done()
-        return out
-
-    def body() -> Any:
-        comm.rows.reduce(source.tensor, flat.tensor if mine else None, op, root)
-        if not mine:
-            return None
-        flat.done()
-        return out
-
-    at = comm.machines.position(root)[0]
-    along = _combining(comm, source.tensor, op, finish, at)
-    target = None if along and along.shares else at
-    return Call(f"reduce({flat}, {op}, root {root})", body, along, target=target)
-
-
-def allgather(comm: Connections, x: Any, counts: Any, out: Any) -> Call:
-    flat = Flat(x, written=False)
-    if counts is None:
-        rows, asked = None, f"allgather({flat})"
-        shape = (comm.size, *x.shape)
-    else:
-        rows = row_counts("counts", counts, comm.size)
-        if not x.shape or len(x) != rows[comm.rank]:
-            raise CollectiveError(
-                f"counts says {rows[comm.rank]} rows for rank {comm.rank}, whose tensor has shape "
-                f"{tuple(x.shape)}"
-            )
-        shape = (sum(rows), *x.shape[1:])
-        asked = f"allgather({flat.dtype}, rows of {tuple(x.shape[1:])}, counts {rows})"
-    out = _result(x, shape, out)
-    whole, row = Flat(out), math.prod(x.shape[1:]) if rows else flat.tensor.numel()
-    widths = [n * row for n in rows or [1] * comm.size]
-
-    def body() -> Any:
-        comm.rows.allgather(flat.tensor, whole.tensor, widths)
-        whole.done()
-        return out
-
-    def finish(came: Sequence[Any]) -> Any:
-        of = zip(came, comm.machines.ranks, strict=True)
-        each = [part.view(len(ranks), -1) for part, ranks in of]
-        positions = [comm.machines.position(r) for r in range(comm.size)]
-        item = flat.tensor.element_size()
-        parts = [each[m][at, : n * item] for n, (m, at) in zip(widths, positions, strict=True)]
-        torch.cat(parts, out=whole.bytes)
-        whole.done()
-        return out
-
-    along, longest = None, max(widths) * flat.tensor.element_size()
-    if goes_along(comm.machines.most * longest, comm.machines.count):
-        lengths = [longest * len(ranks) for ranks in comm.machines.ranks]
-        along = Along(flat.padded(longest), lengths, finish, lambda rows, _: rows)
-    return Call(asked, body, along)
-
-
-def reduce_scatter(comm: Connections, x: Any, op: Any, out: Any) -> Call:
-    flat = Flat(x, written=False)
-    check_op(op, flat.dtype)
-    rows = rows_each(comm.size, "reduce_scatter", x)
-    out = _result(x, (rows, *x.shape[1:]), out)
-    mine = Flat(out)
-
-    def body() -> Any:
-        comm.rows.reduce_scatter(flat.tensor.view(comm.size, -1), mine.tensor, op)
-        mine.done()
-        return out
-
-    def finish(total: Any) -> Any:
-        mine.tensor.copy_(total.view(len(comm.mine), -1)[comm.mine.index(comm.rank)])
-        mine.done()
-        return out
-
-    along, width, ranks = None, mine.nbytes, comm.machines.ranks
-    if goes_along(comm.machines.most * width, comm.machines.count):
-
-        def part(of: Any, m: int) -> Any:
-            return of.view(comm.size, width)[[*ranks[m]]]
-
-        lengths = [width * len(comm.mine)] * len(ranks)
-        along = Along(flat.tensor, lengths, finish, part, op)
-    return Call(f"reduce_scatter({flat}, {op})", body, along)
-
-
-def gather(comm: Connections, x: Any, root: Any, out: Any) -> Call:
-    root, flat = integer(root, "root", 0, comm.size - 1), Flat(x, written=False)
-    at, mine = comm.machines.position(root)[0], comm.rank == root
-    out = _result(x, (comm.size, *x.shape), out) if mine else None
-    whole = Flat(out) if mine else None
-
-    def body() -> Any:
-        rows = whole.tensor.view(comm.size, -1) if whole else None
-        comm.rows.gather(flat.tensor, rows, root)
-        if whole:
-            whole.done()
-        return out
-
-    def finish(came: Sequence[Any]) -> Any:
-        if whole:
-            rows = whole.bytes.view(comm.size, -1)
-            for part, ranks in zip(came, comm.machines.ranks, strict=True):
-                rows[[*ranks]] = part.view(len(ranks), -1)
-            whole.done()
-        return out
-
-    along = None
-    if goes_along(comm.machines.most * flat.nbytes, comm.machines.count):
-        here = comm.index == at
-        lengths = [flat.nbytes * len(ranks) * here for ranks in comm.machines.ranks]
-        along = Along(flat.bytes, lengths, finish, lambda rows, m: rows if m == at else rows[:0])
-    return Call(f"gather({flat}, root {root})", body, along, target=at)
-
-
-def scatter(comm: Connections, x: Any, root: Any, out: Any) -> Call:
-    root = integer(root, "root", 0, comm.size - 1)
-    source, ranks = None, comm.machines.ranks
-    at, local = comm.machines.position(root)
-    if comm.rank == root:
-        source, rows = Flat(x, written=False), rows_each(comm.size, "scatter", x)
-        out = _result(x, (rows, *x.shape[1:]), out)
-    elif out is None:
-        raise needs_out(comm.rank, root)
-    flat = Flat(out)
-
-    def body() -> Any:
-        rows = source.tensor.view(comm.size, -1) if source else None
-        comm.rows.scatter(rows, flat.tensor, root)
-        flat.done()
-        return out
-
-    def finish(came: Sequence[Any]) -> Any:
-        flat.bytes.copy_(came[at].view(-1, flat.nbytes)[comm.machines.position(comm.rank)[1]])
-        flat.done()
-        return out
-
-    def part(rows: Any, m: int) -> Any:
-        return rows[local].view(comm.size, -1)[[*ranks[m]]] if comm.index == at else rows[:0]
-
-    along = None
-    if goes_along(comm.machines.most * flat.nbytes, comm.machines.count):
-        given = source.bytes if source else flat.bytes.new_empty(comm.size * flat.nbytes)
-        lengths = [flat.nbytes * len(ranks[comm.index]) * (m == at) for m in range(len(ranks))]
-        along = Along(given, lengths, finish, part)
-    return Call(f"scatter({flat}, root {root})", body, along, source=at)
-
-
-def alltoall(comm: Connections, x: Any, out: Any, in_splits: Any, out_splits: Any) -> Call:
-    flat = Flat(x, written=False)
-    sends = rows_sent(x, in_splits, comm.size)
-    if in_splits is None and out_splits is None:
-        return _even(comm, x, flat, sends, _result(x, tuple(x.shape), out))
-    row, wanted = math.prod(x.shape[1:]), [-1] * comm.size
-    if out is not None:
-        as_buffer(out)
-        rows = out.shape[0] if out.shape else 0
-        _result(x, (rows, *x.shape[1:]), out)
-    if out_splits is not None:
-        wanted = row_counts("out_splits", out_splits, comm.size)
-    mine = torch.tensor([*sends, *wanted, -1 if out is None else out.shape[0]])
-
-    def finish(told: Any) -> Any:
-        counts = told[:, : comm.size].tolist()
-        for rank, expected in enumerate(told[:, comm.size :].tolist()):
-            receives = [of[rank] for of in counts]
-            if expected[0] >= 0 and expected[:-1] != receives:
-                raise Unequal(
-                    f"out_splits of rank {rank} says {expected[:-1]} rows come, by rank; the ranks "
-                    f"send {receives}"
-                )
-            if expected[-1] not in (-1, sum(receives)):
-                raise Unequal(
-                    f"out of rank {rank} has {expected[-1]} rows; the ranks send {sum(receives)}"
-                )
-        given = flat.tensor.view(sum(sends), row)
-        return _received(comm, x, out, counts, lambda y: comm.rows.alltoall(given, y, counts))
-
-    return _telling(comm, f"alltoall({flat.dtype}, rows of {tuple(x.shape[1:])})", mine, finish)
-
-
-def _even(comm: Connections, x: Any, flat: Flat, sends: list[int], out: Any) -> Call:
-    """An all-to-all of as many rows to each rank."""
-    whole, ranks, mine = Flat(out), comm.machines.ranks, comm.mine
-    width = flat.nbytes // comm.size
-
-    def body() -> Any:
-        rows = (len(x), -1) if flat.nbytes else (len(x), 0)
-        given, got = flat.tensor.view(rows), whole.tensor.view(rows)
-        comm.rows.alltoall(given, got, [sends] * comm.size)
-        whole.done()
-        return out
-
-    def part(rows: Any, m: int) -> Any:
-        return rows.view(len(mine), comm.size, width)[:, [*ranks[m]]].reshape(-1)
-
-    def finish(came: Sequence[Any]) -> Any:
-        got, at = whole.bytes.view(comm.size, width), mine.index(comm.rank)
-        for of, sources in zip(came, ranks, strict=True):
-            got[[*sources]] = of.view(len(sources), len(mine), width)[:, at]
-        whole.done()
-        return out
-
-    along = None
-    if goes_along(comm.machines.most * flat.nbytes, comm.machines.count):
-        lengths = [width * len(of) * len(mine) for of in ranks]
-        along = Along(flat.bytes, lengths, finish, part)
-    rows_of = f"rows of {tuple(x.shape[1:])}"
-    return Call(f"alltoall({flat.dtype}, {rows_of}, {sends[0]} each)", body, along)
-
-
-def _telling(comm: Connections, asked: str, mine: Any, finish: Callable[[Any], Any]) -> Call:
-    """A call for which all ranks tell each other some numbers: `finish` gets a row of each."""
-    told = mine.new_empty((comm.size, mine.numel()))
-    call = allgather(comm, mine, None, told)
-
-    def body() -> Any:
-        call.body()
-        return finish(told)
-
-    if call.along:
-        gathered = call.along.finish
-        call.along.finish = lambda came: (gathered(came), finish(told))[1]
-    return Call(asked, body, call.along)
-
-
-def _received(
-    comm: Connections, x: Any, out: Any, counts: Sequence[Sequence[int]],
-    fill: Callable[[Any], Any],
-) -> Any:  # fmt: skip
-    """`out`, or a new tensor, with the rows that come to this rank, which `fill` writes."""
-    rows, row = sum(of[comm.rank] for of in counts), math.prod(x.shape[1:])
-    result = output_for(x, (rows, *x.shape[1:]), out)
-    whole = Flat(result)
-    fill(whole.tensor.view(rows, row))
-    whole.done()
-    return result
-
-
-def exchange(comm: Connections, x: Any, counts: Sequence[Sequence[int]]) -> Call:
-    """An all-to-all whose `counts` all ranks know."""
-    flat, row = Flat(x, written=False), math.prod(x.shape[1:])
-    if len(counts) != comm.size:
-        raise CollectiveError(f"counts must be of {comm.size} ranks, not {len(counts)}")
-    counts = [row_counts("counts", of, comm.size) for of in counts]
-    given = flat.tensor.view(sum(rows_sent(x, counts[comm.rank], comm.size)), row)
-    width, ranks, mine = row * given.element_size(), comm.machines.ranks, comm.mine
-
-    def body() -> Any:
-        return _received(comm, x, None, counts, lambda y: comm.rows.alltoall(given, y, counts))
-
-    def part(rows: Any, m: int) -> Any:
-        parts: list[Any] = []
-        for of, source in zip(rows, mine, strict=True):
-            sizes = [n * width for n in counts[source]]
-            each = of[: sum(sizes)].split(sizes)
-            parts += [each[d] for d in ranks[m]]
-        return torch.cat(parts)
-
-    def finish(came: Sequence[Any]) -> Any:
-        parts: dict[int, Any] = {}
-        for sources, of in zip(ranks, came, strict=True):
-            pairs = [(s, d) for s in sources for d in mine]
-            each = of.split([counts[s][d] * width for s, d in pairs])
-            parts |= {s: p for (s, d), p in zip(pairs, each, strict=True) if d == comm.rank}
-        whole = torch.cat([parts[s] for s in range(comm.size)])
-        return _received(comm, x, None, counts, lambda y: y.view(-1).copy_(whole.view(y.dtype)))
-
-    longest, along = max(map(sum, counts)) * width, None
-    if goes_along(comm.machines.most * longest, comm.machines.count):
-        lengths = [sum(counts[s][d] for s in of for d in mine) * width for of in ranks]
-        along = Along(flat.padded(longest), lengths, finish, part)
-    asked = f"exchange({flat.dtype}, rows of {tuple(x.shape[1:])}, counts {counts})"
-    return Call(asked, body, along)
-
-
-def sparse_allreduce(
-    comm: Connections, values: Any, indices: Any, numel: Any, k: Any, op: Any,
-    residual: Any, mode: Any, conserve: Any,
-) -> Call:  # fmt: skip
-    call = SparseCluster(comm, values, indices, numel, k, op, residual, mode, conserve)
-    return Call(call.asked, call.carry_out)
-
-
-def split(comm: Connections, color: Any) -> Call:
-    """Gathers the color of every rank."""
-    mine = torch.tensor([integer(color, "color")])
-    return _telling(comm, "split", mine, lambda told: told.view(-1).tolist())
-
-
-def lanes(comm: Connections, n: Any) -> Call:
-    n = integer(n, "the number of lanes", 1, MOST_LANES)
-    return Call(f"lanes({n})", lambda: n)
-
-
-def barrier(comm: Connections) -> Call:
-    return Call("barrier", lambda: None)
+
+    def remember_sizes(self, key: object, sizes: object) -> None:
+        pass
+
+    def gather(self, what: str, payload: bytes) -> list[bytes]:
+        """All ranks' payloads, padded with blanks, by rank; `what` is compared."""
+        width = 64 + 24 * self.size  # a number of each rank, and a few words
+        mine = torch.frombuffer(bytearray(payload.ljust(width)), dtype=torch.uint8)
+        every = torch.empty(self.size * width, dtype=torch.uint8)
+        request = Request("allgather", as_buffer(every)[0])
+        self.make_call(replace(call_of(self.links, request, mine, every), asked=what))
+        return [row.numpy().tobytes() for row in every.view(self.size, width)]
+
+    def make(self, request: Request) -> None:
+        """Make a call in place."""
+        x = flat_over(request.buffer)
+        self.make_call(call_of(self.links, request, x, x))
+
+    def stage(self, request: Request, given: Buffer, result: Buffer | None) -> None:
+        """Make a call from an input to a result; without one, this rank gets none."""
+        out = None if result is None else flat_over(result)
+        self.make_call(call_of(self.links, request, flat_over(given), out))
+
+    # ---- how a call is made --------------------------------------------------------------------
+    def make_call(self, call: Call, mine: Exception | None = None) -> Any:
+        """Make a call as all ranks do; or tell them of `mine`, for which this rank does not, and
+        raise it."""
+        outer = sys.exception()  # which the caller is handling
+        try:
+            if not self._compares:
+                if mine:
+                    raise RuntimeError(str(mine)) from mine  # no other rank knows of it
+                return call.body()
+            compared, came = self._compared(call, mine)
+            if compared:
+                return call.along.end(came) if call.along else call.body()
+            refused = f"rank {self.rank}: {mine}" if mine else ""
+            outcome = self._asked_around(self._machines_notice(Notice(call.asked, refused)))
+        except Exception as error:
+            self._let_go(error, outer)
+            raise self._end(self._told(call.asked, error)) from error
+        except BaseException as error:  # an interrupt: no rank must wait for this one
+            self.ended = f"{call.asked} was interrupted"
+            self._let_go(error, outer)
+            self.abort(INTERRUPTED)
+            raise
+        if outcome.failed:
+            raise self._end(outcome)
+        raise mine or CollectiveError(outcome.refused)
+
+    def _compared(self, call: Call, mine: Exception | None) -> tuple[bool, Any]:
+        """Whether no machine that this one hears from, and no rank of this one, asks for something
+        else, and the bytes that have come along."""
+        machine, along, index = self.machine.calls, call.along, self.links.index
+        if mine:
+            machine.refuse(mine)
+            return False, None
+        hears, alone = call.target in (None, index), self.machine.size == 1
+        given = along.given.view(torch.uint8) if along else _NOTHING
+        rows = given.view(1, -1)
+        told = torch.zeros((along.nbytes if along and hears else 0) + 1, dtype=torch.uint8)
+        try:
+            if call.source in (None, index) and not alone:
+                rows = given.new_empty((self.machine.size if self._roll_call else 0, given.numel()))
+                result = rows.numpy() if len(rows) else None
+                machine.meet("gather", given.numpy(), call.word, result)
+            if self._roll_call is not None:
+                with machine.control.alive():
+                    merged = self._compared_by_machines(self._roll_call, call, rows)
+                    if merged is not None:
+                        told[:-1], told[-1] = merged, 1
+            if not hears:
+                return True, _NOTHING
+            if not alone:
+                machine.meet("broadcast", told.numpy(), call.word)
+        except CollectiveError:
+            if machine.health.broken:
+                raise
+            return False, None
+        return bool(told[-1]), told[:-1]
+
+    def _compared_by_machines(self, roll: RollCall, call: Call, rows: Any) -> Any:
+        """What the ranks of this machine get, unless another machine makes another call: then
+        None."""
+        along = call.along
+        parts, lengths = (along.parts(rows), along.lengths) if along else ((), ())
+        came = roll.compare(call, parts, lengths)
+        if along is None or came is None or call.target not in (None, self.links.index):
+            return None if came is None else _NOTHING
+        merged = along.merged(came, self.size)
+        if along.shares:
+            last = replace(call, target=along.to)
+            came = roll.compare(last, [merged] * len(along.shares), along.shares)
+            merged = None if came is None else torch.cat(came)
+        return merged
+
+    def _machines_notice(self, mine: Notice) -> Notice:
+        """What this machine tells the others: of its ranks' failures the first, or else why they
+        make no call."""
+        every = self.machine.calls.gather("calls", mine.pack())
+        rows = [Notice.unpack(row) for row in every]
+        failed = next((row.failed for row in rows if row.failed), "")
+        late = mine.late or any(row.late for row in rows if row.failed)
+        refused = next((row.refused for row in rows if row.refused), "")
+        if not refused and len({row.asked for row in rows}) > 1:
+            each = zip(self.machines.ranks[self.links.index], rows, strict=True)
+            words = "; ".join(f"rank {rank}: {row.asked}" for rank, row in each)
+            refused = f"the ranks' calls differ: {words}"
+        return replace(mine, refused=refused, failed=failed or mine.failed, late=late)
+
+    def _told(self, asked: str, error: Exception) -> Notice:
+        """Tell all ranks that this one has failed. Returns what is then known of the cause."""
+        machine = self.machine.calls
+        late = isinstance(error, CollectiveTimeout) or timed_out(error)
+        mine = Notice(asked, failed=str(error) or repr(error), late=late)
+        self.links.disconnect()  # so that nobody on other machines waits for this rank
+        known = isinstance(error, CollectiveError)  # by this machine's ranks
+        if known:
+            mine = replace(mine, failed=self._renamed(mine.failed))
+        try:
+            if not known:
+                machine.refuse(error)
+            if machine.health.broken is None:  # a rank of this machine knows of another machine
+                cause = self._machines_notice(replace(mine, failed="" if known else mine.failed))
+                mine = replace(mine, failed=cause.failed or mine.failed, late=cause.late)
+                return self._asked_around(mine)
+        except CollectiveError:
+            pass  # this machine's ranks have come apart; each raises what it knows
+        return self._roll_call.fail(replace(mine, witnessed=True)) if self._roll_call else mine
+
+    @staticmethod
+    def _let_go(error: BaseException | None, outer: BaseException | None) -> None:
+        """Drop the messages under way that the frames of an error, and of those that led to it in
+        this call, hold: they keep connections open. `outer` is from before the call."""
+        while error is not None and error is not outer:
+            clear_frames(error.__traceback__)
+            error = error.__cause__ or error.__context__
+
+    def _asked_around(self, mine: Notice) -> Notice:
+        """What the machines tell each other of a call that is not made; on all ranks of this
+        one."""
+
+        def outcome() -> bytes:
+            roll = self._roll_call
+            assert roll is not None
+            return (roll.fail(mine) if mine.failed else roll.explain(mine)).pack()
+
+        return Notice.unpack(self.machine.calls.share(outcome, self._patience))
+
+    def _renamed(self, words: str) -> str:
+        """A message of this machine's communicator with the ranks' numbers among all ranks."""
+        ranks = self.machines.ranks[self.links.index]
+
+        def all_of(found: re.Match[str]) -> str:
+            numbers = re.sub(r"\d+", lambda number: str(ranks[int(number[0])]), found[2])
+            return f"{found[1]}{numbers}"
+
+        try:
+            return re.sub(r"\b(ranks? \[?)(\d+(?:, \d+)*)", all_of, words)
+        except IndexError:  # another communicator's numbers
+            return words
+
+    def _end(self, notice: Notice) -> CollectiveError:
+        """End the communicator. Returns the error to raise."""
+        self.ended = notice.failed
+        self.links.disconnect()
+        kind = CollectiveTimeout if notice.late else CollectiveAborted
+        return kind(f"rank {self.rank}, {notice.asked}: {notice.failed}", rank=self.rank)
+
+    def check(self) -> None:
+        if self.ended:
+            raise CollectiveError(f"this communicator failed before ({self.ended}); make a new one")
+        self.machine.calls.health.check()
+
+    def finish(self) -> None:
+        """Wait for machines that have not heard from this one. Raises CollectiveError if calls
+        differ."""
+        if self._roll_call and not self.ended:
+            with self.machine.calls.control.alive():
+                if refused := self._roll_call.finish():
+                    raise CollectiveError(f"rank {self.rank}: {refused}")
+
+    def abort(self, why: int) -> None:
+        """Make this machine's calls raise CollectiveAborted, and let the other machines notice."""
+        self.machine.abort(why)
+        self.links.disconnect()
+
+    def close(self) -> None:
+        self.links.close()
+        if self._roll_call:
+            self._roll_call.close()
+
+
+def sparse_allreduce(calls: ClusterCalls, *args: Any) -> Any:
+    """As `Communicator.sparse_allreduce`."""
+    with calls.sharing_errors():
+        call = SparseCluster(calls.links, *args)
+    return calls.make_call(Call(call.asked, call.carry_out))

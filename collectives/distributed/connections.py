@@ -10,9 +10,11 @@ import torch._C._distributed_c10d as c10d
 from linkweave.collectives.calls.work import Worker
 from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.distributed.across import Across
-from linkweave.collectives.distributed.flat import Flat, move
+from linkweave.collectives.distributed.flat import flat
+from linkweave.collectives.distributed.gloo import timed_out
 from linkweave.collectives.distributed.pieces import Pieces
 from linkweave.collectives.distributed.rows import Rows
+from linkweave.collectives.errors import CollectiveAborted, CollectiveTimeout
 from linkweave.collectives.launch.machines import Machines
 from linkweave.topology.checks import integer
 
@@ -66,10 +68,19 @@ class Connections:
         if index == self.index:
             call = self.machine.send if sends else self.machine.recv
             return call(x, local, async_op=async_op)
-        flat = Flat(x, written=not sends)
-        words = f"rank {self.rank} waits for rank {peer} to {'receive' if sends else 'send'}"
+        message, done = flat(x, written=not sends)
         worker = self._workers.setdefault((peer, sends), Worker())
-        return worker.submit(async_op, move, self.direct, flat, peer, sends, words)
+        return worker.submit(async_op, self._carry, message, done, peer, sends)
+
+    def _carry(self, message: Any, done: Callable[[], None], peer: int, sends: bool) -> None:
+        try:
+            (self.direct.send if sends else self.direct.recv)(message, peer).wait()
+        except RuntimeError as error:
+            kind = CollectiveTimeout if timed_out(error) else CollectiveAborted
+            words = f"rank {self.rank} waits for rank {peer} to {'receive' if sends else 'send'}"
+            raise kind(f"{words}: {error}", peer=peer) from error
+        if not sends:
+            done()
 
     def close(self) -> None:
         for worker in self._workers.values():

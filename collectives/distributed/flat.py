@@ -1,57 +1,45 @@
-"""CPU tensors of any library as flat torch tensors, and messages of them."""
+"""CPU tensors of any library as flat torch tensors, in rows or in pieces."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from linkweave.collectives.distributed.across import Across
-from linkweave.collectives.distributed.gloo import timed_out
-from linkweave.collectives.errors import CollectiveAborted, CollectiveTimeout
+from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.tensors import as_buffer
 
 
-class Flat:
-    """A CPU tensor of any library as a flat torch tensor over the same memory.
-
-    `done` must be called once it has been written to.
-    """
-
-    def __init__(self, x: Any, written: bool = True) -> None:
-        self._buffer, self.done = as_buffer(x, written)
-        self.dtype, self.nbytes = self._buffer.dtype, self._buffer.nbytes
-        kind = getattr(torch, self.dtype)
-        self.tensor = torch.empty(0, dtype=kind)
-        if self.nbytes:
-            memory: Any = (ctypes.c_char * self.nbytes).from_address(self._buffer.address)
-            memory.owner = self._buffer  # which the tensor so keeps
-            self.tensor = torch.frombuffer(memory, dtype=kind)
-
-    @property
-    def bytes(self) -> Any:
-        """The same memory as bytes."""
-        return self.tensor.view(torch.uint8)
-
-    def padded(self, nbytes: int) -> Any:
-        """The bytes, followed by undefined ones up to so many."""
-        if nbytes == self.nbytes:
-            return self.bytes
-        whole = torch.empty(nbytes, dtype=torch.uint8)
-        whole[: self.nbytes] = self.bytes
-        return whole
-
-    def __str__(self) -> str:
-        return f"{self.tensor.numel()} x {self.dtype}"
+def flat(x: Any, written: bool = True) -> tuple[Any, Callable[[], None]]:
+    """`x` as a flat torch tensor over the same memory, and a function to call once that has been
+    written to."""
+    buffer, done = as_buffer(x, written)
+    return flat_over(buffer), done
 
 
-def move(across: Across, flat: Flat, peer: int, sends: bool, words: str) -> None:
-    """Send a tensor to a rank or receive one. `words` say who waits for whom."""
-    try:
-        (across.send if sends else across.recv)(flat.tensor, peer).wait()
-    except RuntimeError as error:
-        kind = CollectiveTimeout if timed_out(error) else CollectiveAborted
-        raise kind(f"{words}: {error}", peer=peer) from error
-    if not sends:
-        flat.done()
+def flat_over(buffer: Buffer) -> Any:
+    """A flat torch tensor over a buffer, which it keeps."""
+    kind = getattr(torch, buffer.dtype)
+    if not buffer.nbytes:
+        return torch.empty(0, dtype=kind)
+    memory: Any = (ctypes.c_char * buffer.nbytes).from_address(buffer.address)
+    memory.owner = buffer
+    return torch.frombuffer(memory, dtype=kind)
+
+
+def in_rows(x: Any, count: int) -> Any:
+    """A flat tensor as so many rows of one length; a copy, if it must be padded."""
+    width = -(-x.numel() // count)
+    if x.numel() == count * width:
+        return x.view(count, width)
+    whole = x.new_zeros(count * width)
+    whole[: x.numel()] = x
+    return whole.view(count, width)
+
+
+def put_back(rows: Any, x: Any) -> None:
+    """Copy rows to the flat tensor that they are of, if they are a copy."""
+    if rows.data_ptr() != x.data_ptr():
+        x.copy_(rows.view(-1)[: x.numel()])

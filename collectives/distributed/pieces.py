@@ -17,6 +17,7 @@ from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.distributed.across import Across
 from linkweave.collectives.distributed.cluster_map import PIECE
 from linkweave.collectives.distributed.combine import undivided
+from linkweave.collectives.distributed.flat import in_rows, put_back
 from linkweave.collectives.launch.machines import Machines
 
 QUEUED = 2 << 20
@@ -95,7 +96,7 @@ class Pieces:
         `across` sends it to the other machines, and then the machine gathers the slices."""
 
         def piece(first: int, part: Any) -> Iterator[None]:
-            rows = self._rows(part)
+            rows = in_rows(part, self._machines.columns)
             begin(rows)
             network = self._across
             finish = across(rows[self._machine.rank], network) if network else None
@@ -103,8 +104,7 @@ class Pieces:
             if finish:
                 finish()
             self._gather(rows)
-            if rows.data_ptr() != part.data_ptr():
-                part.copy_(rows.view(-1)[: part.numel()])
+            put_back(rows, part)
             if final:
                 final(first + part.numel())
 
@@ -119,13 +119,3 @@ class Pieces:
         else:
             for s, row in enumerate(rows):
                 self._machine.broadcast(row, s)
-
-    def _rows(self, part: Any) -> Any:
-        """A piece as one row for each slice; a copy, if it must be padded."""
-        count = self._machines.columns
-        if part.numel() % count == 0:
-            return part.view(count, -1)
-        width = -(-part.numel() // count)
-        whole = part.new_zeros(count * width)
-        whole[: part.numel()].copy_(part)
-        return whole.view(count, width)

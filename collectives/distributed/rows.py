@@ -18,6 +18,7 @@ from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.distributed.across import Across
 from linkweave.collectives.distributed.cluster_map import PIECE
 from linkweave.collectives.distributed.combine import combined, undivided
+from linkweave.collectives.distributed.flat import in_rows, put_back
 from linkweave.collectives.launch.machines import Machines
 
 
@@ -103,35 +104,27 @@ class Rows:
 
     def allreduce(self, x: Any, op: str) -> None:
         """Combine the flat `x` over all ranks, in place."""
-        rows = self._padded(x)
+        rows = in_rows(x, self._machines.size)
         mine = self._row(rows, op)
         self.allgather(mine, rows.view(-1), [mine.numel()] * len(rows))
-        _put(rows, x)
+        put_back(rows, x)
 
     def reduce(self, x: Any, out: Any, op: str, root: int) -> None:
         """Combine the flat `x` over all ranks to `out`, which may be `x`, on `root`; None
         elsewhere."""
-        mine = self._row(self._padded(x), op)
-        total = None if out is None else self._padded(out)
+        mine = self._row(in_rows(x, self._machines.size), op)
+        total = None
+        if out is not None:
+            total = mine.new_empty(self._machines.size, mine.numel())
         self.gather(mine, total, root)
         if total is not None:
-            _put(total, out)
+            put_back(total, out)
 
     def _row(self, rows: Any, op: str) -> Any:
         """This rank's row of the combined rows."""
         mine = rows.new_empty(rows.shape[1])
         self.reduce_scatter(rows, mine, op)
         return mine
-
-    def _padded(self, x: Any) -> Any:
-        """A flat tensor as a row of each rank; a copy, if it must be padded."""
-        count = self._machines.size
-        width = -(-x.numel() // count)
-        if x.numel() == count * width:
-            return x.view(count, width)
-        whole = x.new_zeros(count * width)
-        whole[: x.numel()] = x
-        return whole.view(count, width)
 
     def gather(self, x: Any, out: Any, root: int) -> None:
         """Gather the flat `x` of all ranks in the rows of `out` on `root`; None elsewhere."""
@@ -162,8 +155,8 @@ class Rows:
         _wait(sends)
 
     def alltoall(self, x: Any, out: Any, counts: Sequence[Sequence[int]]) -> None:
-        """Send rows of `x` to each rank: `counts[src][dst]` rows from rank `src` to rank `dst`. In
-        step s each machine sends to the s-th machine after it, in two steps at once."""
+        """Send parts of the flat `x` to each rank: `counts[src][dst]` elements from rank `src` to
+        rank `dst`. In step s each machine sends to the s-th after it, in two steps at once."""
         if x.data_ptr() == out.data_ptr():
             x = x.clone()
         given = x.split([*counts[self._rank]])
@@ -183,7 +176,7 @@ class Rows:
     ) -> None:
         """The part of an all-to-all among the ranks of this machine."""
         inside = {counts[s][d] for s in self._mine for d in self._mine}
-        if inside == {0} or not given[0].shape[1]:
+        if inside == {0}:
             return
         sends = [counts[self._rank][d] for d in self._mine]
         splits = [] if len(inside) == 1 else [sends]
@@ -201,12 +194,6 @@ class Rows:
 
     def _recv(self, x: Any, rank: int) -> list[Any]:
         return [self._across.recv(part, rank) for part in _cut(x)]
-
-
-def _put(rows: Any, x: Any) -> None:
-    """Copy rows back to the tensor that they are of, if they are a copy."""
-    if rows.data_ptr() != x.data_ptr():
-        x.copy_(rows.view(-1)[: x.numel()])
 
 
 def _cut(x: Any) -> Sequence[Any]:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linkweave.collectives.distributed.connections import Connections
-from linkweave.collectives.distributed.flat import Flat
+from linkweave.collectives.distributed.flat import flat
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.launch.machines import Machines
 from linkweave.collectives.planning.algorithms.trees import Tree
@@ -49,15 +49,15 @@ class ClusterLinks:
             raise RuntimeError(str(error)) from error
 
     def broadcast(self, message: NDArray[np.uint8], root: int) -> None:
-        self._comm.pieces.broadcast(Flat(message).tensor, root)
+        self._comm.pieces.broadcast(flat(message)[0], root)
 
     def gather(self, row: NDArray[Any]) -> NDArray[Any]:
         every = np.zeros((self.size, row.size), row.dtype)
-        self._comm.rows.allgather(Flat(row).tensor, Flat(every).tensor, [row.size] * self.size)
+        self._comm.rows.allgather(flat(row)[0], flat(every)[0], [row.size] * self.size)
         return every
 
     def add(self, whole: NDArray[np.float32]) -> None:
-        self._comm.pieces.allreduce(Flat(whole).tensor, "sum")
+        self._comm.pieces.allreduce(flat(whole)[0], "sum")
 
 
 class SparseCluster(LinkedBackend):

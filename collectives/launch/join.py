@@ -57,7 +57,8 @@ def meet(job: Job, settings: Settings) -> Communicator | ClusterCommunicator:
         return _on_one_machine(part, settings)
     from torch._C._distributed_c10d import PrefixStore
 
-    from linkweave.collectives.distributed.cluster import LONGER, ClusterCommunicator
+    from linkweave.collectives.distributed.calls import LONGER
+    from linkweave.collectives.distributed.cluster import ClusterCommunicator
 
     def again(rank: int, size: int, store: Any) -> Communicator | ClusterCommunicator:
         return meet(Job(rank, size, store, "part"), settings)

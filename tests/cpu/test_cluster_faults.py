@@ -17,7 +17,8 @@ from machines import on_machines
 
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.distributed import rows
-from linkweave.collectives.distributed.cluster import GRACE, ClusterCommunicator
+from linkweave.collectives.distributed.cluster import ClusterCommunicator
+from linkweave.collectives.distributed.roll_call import GRACE
 
 ROOT = Path(__file__).parents[2]
 MEBI = 1 << 20

@@ -99,6 +99,7 @@ ROOMS = {
     ("distributed", "settings"): "torch sets the timeout",
     ("distributed", "calls"): "works become torch's",
     ("distributed", "communicator"): "each machine has one",
+    ("distributed", "methods"): "they have the same methods",
     ("distributed", "errors"): "machines may fail",
     ("distributed", "tensors"): "arguments are tensors",
     ("distributed", "runtime"): "which ops there are",
