@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 
 from linkweave.collectives.calls import operations
 from linkweave.collectives.calls.request import How, Request
+from linkweave.collectives.calls.trace import CALLS, Trace, label
 from linkweave.collectives.distributed.call import Call
 from linkweave.collectives.distributed.connections import Connections
 from linkweave.collectives.distributed.flat import flat_over
@@ -48,6 +50,7 @@ class ClusterCalls:
         self.compares_allreduces = True
         self.ended = ""  # why no call can be made
         self._roll_call, self._asked, self._compares = roll_call, "", True
+        self._trace = Trace(self.rank)
         # for this machine's first rank, which may compare a call twice
         self._patience = 2 * (timeout + 2 * LONGER) + GRACE + LONGER
         self.machine.calls.control.allowance = self._patience
@@ -108,12 +111,22 @@ class ClusterCalls:
     def make(self, request: Request) -> None:
         """Make a call in place."""
         x = flat_over(request.buffer)
-        self.make_call(call_of(self.links, request, x, x))
+        self._make(request, x, x)
 
     def stage(self, request: Request, given: Buffer, result: Buffer | None) -> None:
         """Make a call from an input to a result; without one, this rank gets none."""
-        out = None if result is None else flat_over(result)
-        self.make_call(call_of(self.links, request, flat_over(given), out))
+        self._make(request, flat_over(given), None if result is None else flat_over(result))
+
+    def _make(self, request: Request, x: Any, out: Any) -> None:
+        call = call_of(self.links, request, x, out)
+        name = label(request.kind, "along" if call.along else "network", request.buffer.nbytes)
+        with self._trace.call(name):
+            start = time.monotonic()
+            self.make_call(call)
+            if self._trace.level >= CALLS:
+                took = (time.monotonic() - start) * 1e6
+                way = ", along with the comparison" if call.along else ""
+                self._trace.say(CALLS, f"{call.asked}, {took:.0f} us{way}")
 
     # ---- how a call is made --------------------------------------------------------------------
     def make_call(self, call: Call, mine: Exception | None = None) -> Any:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import os
+import re
 import threading
 import time
 from typing import Any
@@ -377,7 +380,7 @@ def test_one_way_calls_that_differ_are_named_everywhere(what: str, ends: bool) -
     found = on_machines((2, 2), one_way, what, ends)
     word = "broadcast" if what == "refused" else what.split()[0]
     for rank, said in enumerate(found):
-        first, second, third = said
+        first, second, _ = said
         assert bool(first) == (rank >= 2), found  # who hears from the other machine
         told = first or second
         if not (ends and rank == 1):  # the first ranks compare at the end
@@ -386,6 +389,25 @@ def test_one_way_calls_that_differ_are_named_everywhere(what: str, ends: bool) -
             ), found
         if not ends:
             assert all("failed before" in words for words in said[1 if first else 2 :]), found
+
+
+def traced(comm: ClusterCommunicator) -> str:
+    os.environ["LINKWEAVE_DEBUG"] = "2"  # which lanes read
+    (lane,) = comm.lanes(1)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        lane.broadcast(np.ones(3))
+        lane.allreduce(np.ones(1 << 17))
+    return said.getvalue()
+
+
+def test_calls_are_traced() -> None:
+    for rank, said in enumerate(on_machines((1, 1), traced)):
+        lines = [line for line in said.splitlines() if f"[{rank}] broad" in line or "1072" in line]
+        assert re.fullmatch(
+            rf"linkweave\[{rank}\] broadcast\(3 x float64, root 0\), \d+ us, along with the "
+            rf"comparison\nlinkweave\[{rank}\] allreduce\(131072 x float64, sum\), \d+ us",
+            "\n".join(lines),
+        ), said
 
 
 def ahead(comm: ClusterCommunicator) -> None:
