@@ -49,10 +49,11 @@ class ClusterMap:
         of the result of an all-gather and a gather, of the input of the others; "min" and "max" are
         of floats.
 
-        A short message takes a comparison, and what leaves a machine then; if machines combine
-        shares of it, the first ranks exchange these once more. A longer one takes a comparison, its
-        steps and what leaves the busiest interface; of movements in memory, those of one machine's
-        rows, or of one piece of an all-reduce, are not hidden. A gather and a scatter hide all.
+        A short message takes a comparison, or half of one if it goes one way, and what leaves a
+        machine then; if machines combine shares of it, the first ranks exchange these once more. A
+        longer one takes a comparison, its steps and what leaves the busiest interface; of movements
+        in memory, those of one machine's rows, or of one piece of an all-reduce, are not hidden. A
+        gather and a scatter hide all.
         """
         count, most, size = len(self.ranks), max(self.ranks), sum(self.ranks)
         others, share = count - 1, most * nbytes / size  # share: of a machine's ranks
@@ -60,7 +61,7 @@ class ClusterMap:
         pace = self.network.seconds_per_byte * count / (2 * max(1, others))  # of an interface
         if kind in ("allreduce", "reduce"):
             if nbytes * others <= AT_ONCE:
-                return start + pace * nbytes * others
+                return start / (1 + (kind == "reduce")) + pace * nbytes * others
             if goes_along(-(-nbytes // count), count):
                 sent = pace * 2 * others * nbytes / count
                 return 1.5 * start + sent + memory.seconds_per_byte * nbytes
@@ -78,6 +79,8 @@ class ClusterMap:
             frame = counted = share
             leaves = share * others
         if goes_along(counted, count):
+            if kind in ("broadcast", "gather", "scatter"):
+                start /= 2
             return start + pace * frame * others + memory.seconds_per_byte * share
         if kind in ("gather", "scatter"):
             return start + pace * leaves

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import faults
 import pytest
 from hosts import Hosts, missing
 
 from linkweave.collectives.distributed.cluster_map import ClusterMap
 
 RANK = str(Path(__file__).with_name("rank.py"))
+FAULTS = str(Path(__file__).with_name("faults.py"))
 WHY = missing()
 pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY)
 
@@ -97,3 +100,41 @@ def test_the_network_is_measured(hosts: Hosts, tmp_path: Path) -> None:
     assert made.ranks == (1, 2)
     # what leaves a machine is the whole message, at 1 Gbit/s
     assert 7e-9 < made.network.seconds_per_byte < 40e-9
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 1, 1), (2, 1, 2)])
+def test_100_faults(sizes: tuple[int, ...]) -> None:
+    """No rank hangs or gets a wrong result, whatever becomes of another one or of a link."""
+    with Hosts(len(sizes), "10gbit") as hosts:
+        ranks = [
+            hosts.start(
+                host, [sys.executable, FAULTS, str(host), json.dumps(sizes), "0", "100"],
+                {"MASTER_ADDR": hosts.address(0)},
+            )
+            for host in range(len(sizes))
+        ]  # fmt: skip
+        outputs = [rank.communicate()[0] for rank in ranks]
+    jobs: dict[int, dict[int, str]] = {}
+    for output in outputs:
+        for line in output.splitlines():
+            if not line.startswith("job "):
+                continue
+            seed, said, alive, files = json.loads(line[4:])
+            kind, who = faults.fault(seed, sum(sizes))
+            assert {*alive} <= ({who} if kind in faults.LOST else set()), (seed, line)
+            assert files == 0, line
+            jobs.setdefault(seed, {}).update({int(rank): text for rank, text in said.items()})
+    assert len(jobs) == 100, outputs
+    for seed, found in jobs.items():
+        kind, who = faults.fault(seed, sum(sizes))
+        lost = {who} if kind in faults.LOST else set()
+        assert {*found} == {*range(sum(sizes))} - lost, (seed, kind, found)
+        for said in found.values():
+            seconds, words = said.split(" s, ", 1)
+            assert float(seconds) < 30, (seed, kind, found)
+            if kind == "blink":
+                assert words == "fine", (seed, kind, found)
+            else:
+                assert words.startswith(("Collective", "ValueError")), (seed, kind, found)
