@@ -50,7 +50,8 @@ class ClusterCommunicator(Methods):
         self.rank, self.size = rank, machines.size
         self.machine, self.machines, self.settings = machine, machines, settings
         self._store, self._meet = store, meet
-        self._links = Connections(rank, machines, machine, store, settings.timeout)
+        fixed = settings.order == "fixed"
+        self._links = Connections(rank, machines, machine, store, settings.timeout, fixed)
         roll_call: RollCall | None = None
         if machine.rank == 0:
             names = [machines.describe(m) for m in range(machines.count)]

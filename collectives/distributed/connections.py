@@ -22,15 +22,17 @@ from linkweave.topology.checks import integer
 class Connections:
     """The connections of rank `rank`; `machine` is the communicator of its machine's ranks.
 
+    fixed: whether values are combined in the order of the ranks, whatever the size of a message.
     direct: to all ranks, for messages.
     across: to the ranks with its local rank, one of each machine, if all machines have one.
     """
 
     def __init__(
-        self, rank: int, machines: Machines, machine: Communicator, store: Any, timeout: float
-    ) -> None:
+        self, rank: int, machines: Machines, machine: Communicator, store: Any, timeout: float,
+        fixed: bool,
+    ) -> None:  # fmt: skip
         self.rank, self.size = rank, machines.size
-        self.machines, self.machine = machines, machine
+        self.machines, self.machine, self.fixed = machines, machine, fixed
         self.index = machines.position(rank)[0]
         self.mine = machines.ranks[self.index]
         self.direct = Across(c10d.PrefixStore("direct/", store), rank, self.size, timeout)
@@ -43,11 +45,12 @@ class Connections:
         # of its own: gloo closes all connections of a group if it waits in vain for one message
         self._between = Across(c10d.PrefixStore("rows/", store), rank, self.size, timeout)
         self.pieces = Pieces(machine, self.across, machines, self.index)
-        self.rows = Rows(machine, self._between, machines)
+        self.rows = Rows(machine, self._between, machines, fixed)
 
     def allreduce(self, x: Any, op: str, final: Callable[[int], None] | None = None) -> None:
         """Combine the flat `x` over all ranks, in place. `final` as in `Pieces.allreduce`."""
-        if op in ("min", "max") and x.is_floating_point():  # gloo's may lose a NaN
+        loses_nan = op in ("min", "max") and x.is_floating_point()  # gloo's does
+        if loses_nan or self.fixed:
             self.rows.allreduce(x, op)
             if final:
                 final(x.numel())

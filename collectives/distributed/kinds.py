@@ -45,8 +45,11 @@ def _root(request: Request) -> int:
 def _combining(
     links: Connections, x: Any, op: str, finish: Callable[[Any], Any], to: int | None = None
 ) -> Along | None:
-    """All values go to all machines at once; or if they are many, each machine combines a share."""
+    """All values go to all machines at once; or if they are many, each machine combines a share.
+    None if that would change the order in which they are combined."""
     count = links.machines.count
+    if links.fixed:
+        return None
     if x.nbytes * (count - 1) <= AT_ONCE:
         return Along(x, [x.nbytes] * count, finish, op=op) if x.nbytes else None
     if not goes_along(-(-x.nbytes // count), count):
@@ -136,7 +139,7 @@ def _reduce_scatter(links: Connections, request: Request, x: Any, out: Any) -> C
         out.copy_(total.view(len(links.mine), -1)[links.machine.rank])
 
     along = None
-    if goes_along(links.machines.most * width, links.machines.count):
+    if not links.fixed and goes_along(links.machines.most * width, links.machines.count):
         lengths = [width * len(links.mine)] * len(ranks)
         along = Along(x, lengths, finish, part, op)
     body = lambda: links.rows.reduce_scatter(x.view(links.size, -1), out, op)  # noqa: E731

@@ -26,10 +26,15 @@ class Rows:
     """The calls, on contiguous CPU tensors. `across` connects all ranks.
 
     Values are combined inside each machine, by its communicator, and then from machine to machine;
-    16-bit floats are rounded at each of them. min and max keep NaN. "avg" divides the sum once.
+    16-bit floats are rounded at each of them. If the order is `fixed`, they are combined in the
+    order of the ranks, and 16-bit floats are rounded once. min and max keep NaN. "avg" divides the
+    sum once.
     """
 
-    def __init__(self, machine: Communicator, across: Across, machines: Machines) -> None:
+    def __init__(
+        self, machine: Communicator, across: Across, machines: Machines, fixed: bool
+    ) -> None:
+        self._fixed = fixed
         self._machine, self._across, self._machines = machine, across, machines
         self._rank, self._local = across.rank, machine.rank
         self._index, self._count = machines.position(across.rank)[0], machines.count
@@ -64,19 +69,30 @@ class Rows:
 
     def reduce_scatter(self, x: Any, out: Any, op: str) -> None:
         """Combine the rows of `x`, one for each rank, and return this rank's row in `out`. The
-        sums for a machine pass through all others, the next one first, which add theirs."""
+        sums for a machine pass through all others, the next one first, which add theirs; if the
+        order is fixed, each rank gets all values instead."""
         inner = undivided(op)
+        if self._fixed:
+            rows = torch.empty_like(x)
+            counts = [[x.shape[1]] * len(x)] * len(x)
+            self.alltoall(x.view(-1), rows.view(-1), counts)
+            total = combined(rows.unbind(), inner)
+        else:
+            total = self._passed_on(x, inner)
+        out.copy_(total.div_(self._machines.size) if op == "avg" else total)
+
+    def _passed_on(self, x: Any, inner: str) -> Any:
+        """The sum for this rank."""
         sums = self._sums(x, self._at(-1), inner)
         for s in range(1, self._count):
             mine, theirs = self._at(-s), self._at(-s - 1)
             sends = [self._send(sums[r], to) for r, to in self._held(mine, 1)]
-            got = {r: out.new_empty(x.shape[1]) for r, _ in self._held(theirs, -1)}
+            got = {r: x.new_empty(x.shape[1]) for r, _ in self._held(theirs, -1)}
             receives = [self._recv(got[r], source) for r, source in self._held(theirs, -1)]
             here = self._sums(x, theirs, inner)
             _wait(sends + receives)
             sums = {r: combined([got[r], row], inner) for r, row in here.items()}
-        total = sums[self._rank]
-        out.copy_(total.div_(self._machines.size) if op == "avg" else total)
+        return sums[self._rank]
 
     def _sums(self, x: Any, m: int, op: str) -> dict[int, Any]:
         """The rows of ranks of machine `m` that this rank combines over its machine."""

@@ -57,7 +57,7 @@ class ClusterLinks:
         return every
 
     def add(self, whole: NDArray[np.float32]) -> None:
-        self._comm.pieces.allreduce(flat(whole)[0], "sum")
+        self._comm.allreduce(flat(whole)[0], "sum")
 
 
 class SparseCluster(LinkedBackend):

@@ -78,7 +78,7 @@ def on_group(
 
 def on_machines(
     sizes: Sequence[int], body: Callable[..., Any], *args: Any, timeout: float = 20,
-    lost: Sequence[int] = (), dealt: bool = False,
+    lost: Sequence[int] = (), dealt: bool = False, order: str = "fastest",
 ) -> list[Any]:  # fmt: skip
     """`forked`, with `body(communicator, *args)` on ranks on machines of `sizes`."""
     total = sum(sizes)
@@ -90,7 +90,7 @@ def on_machines(
             store.set(f"started {rank}", "")  # not all start at once on a busy machine
             store.wait([f"started {r}" for r in range(total)], timedelta(seconds=60))
             job = join.Job(rank, total, store, "test")
-            with join.meet(job, Settings(timeout=timeout)) as communicator:
+            with join.meet(job, Settings(timeout=timeout, order=order)) as communicator:
                 return body(communicator, *args)
 
         return forked(total, rank_of, lost)

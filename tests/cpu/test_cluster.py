@@ -201,6 +201,40 @@ def test_allreduces_that_are_not_compared_and_ranks_dealt_to_machines_in_turn() 
     assert on_machines((2, 2), everything, False, dealt=True) == [None] * 4
 
 
+def in_order(comm: ClusterCommunicator) -> None:
+    """Every element is combined in the order of the ranks, in messages of any size."""
+    size, n = comm.size, 60_000
+    rows = np.random.default_rng(0).normal(size=(size, n)).astype(np.float32)
+    total = np.add.accumulate(rows)[-1]
+    x = rows[comm.rank].copy()
+    comm.allreduce(x)
+    assert (x == total).all()
+    parts = np.split(rows[comm.rank].copy(), [1, 30, 1000, 20_000])
+    for part in parts:
+        comm.allreduce(part, "avg")
+    assert (np.concatenate(parts) == total / np.float32(size)).all()
+    comm.allreduce([x := rows[comm.rank, :7].copy(), y := rows[comm.rank, 7:].copy()])
+    assert (np.concatenate([x, y]) == total).all()
+    comm.reduce(x := rows[comm.rank, :100].copy(), root=1)
+    assert comm.rank != 1 or (x == total[:100]).all()
+    found = comm.reduce_scatter(rows[comm.rank, : 10 * size].copy())
+    assert (found == total[10 * comm.rank : 10 * (comm.rank + 1)]).all()
+    queue = comm.allreduce_queue(x := rows[comm.rank].copy(), [n // 2, n // 2])
+    queue.dequeue(0)
+    assert (x[: n // 2] == total[: n // 2]).all()
+    queue.wait()
+    half = torch.from_numpy(rows[comm.rank]).bfloat16()
+    comm.allreduce(half)
+    exact = sum(torch.from_numpy(row).bfloat16().float() for row in rows).bfloat16()
+    assert (half == exact).all()
+
+
+def test_a_fixed_order() -> None:
+    sizes = (3, 1, 2)
+    assert on_machines(sizes, in_order, order="fixed") == [None] * sum(sizes)
+    assert on_machines((2, 2), in_order, dealt=True, order="fixed") == [None] * 4
+
+
 def of_one_machine(comm: ClusterCommunicator) -> list[str]:
     said = []
     for name in ("run", "symmetric_empty"):
