@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import torch
 
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.runtime.buffer import Buffer
+from linkweave.kernels.plan import counters
 
 TORCH_DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16,
                 torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool]  # fmt: skip
@@ -27,6 +31,30 @@ def error_of(call: Any, *args: Any, **kwargs: Any) -> str:
     except CollectiveError as error:
         return str(error)
     return ""
+
+
+def hurry(comm: Any, seconds: float) -> None:
+    """From its next call on, this communicator waits for peers for so many seconds. Its ranks have
+    started and planned under a longer timeout, as that takes long on a busy machine."""
+    comm.barrier()
+    comm._calls.control.timeout = seconds
+    messages = comm._point_to_point
+    messages._settings = replace(messages._settings, timeout=seconds)
+    if comm._gpu is not None:
+        comm._gpu.team.gpu.timeout = seconds
+        comm._gpu._repeats.clear()  # launches that hold the old one
+
+
+def others_have_called(comm: Any) -> None:
+    """Wait until all other ranks have begun the next call on the CPU."""
+    control = comm._calls.control
+    while any(counters.read_counter(posted) <= control.number for posted in control.others[0]):
+        time.sleep(0.002)
+
+
+def shared_files() -> set[str]:
+    """What linkweave or torch has left in /dev/shm, which other programs use as well."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("linkweave", "torch_"))}
 
 
 def values(rank: int, n: int, salt: int = 0) -> np.ndarray:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -35,7 +36,7 @@ from linkweave.collectives.runtime.cpu.control import HostControl
 from linkweave.collectives.runtime.cpu.mapping import Mapping
 from linkweave.kernels.plan import counters as kernel
 from linkweave.topology import load
-from tests.cpu.helpers import error_of
+from tests.cpu.helpers import error_of, hurry
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,7 +67,7 @@ def in_a_child(rank: int) -> list[Any]:
 
 
 def test_a_forked_child_is_not_its_rank() -> None:
-    found = collectives.spawn(in_a_child, 2, timeout=30)
+    found = collectives.spawn(in_a_child, 2, timeout=60)
     assert [x for x, _ in found] == [[3.0] * 4] * 2
     for words in json.loads(found[0][1]):
         assert "was forked from rank 0 (process" in words and "is not a rank itself" in words
@@ -87,7 +88,7 @@ def one_sum(rank: int) -> float:
 
 
 def test_a_rank_may_spawn_ranks_of_its_own() -> None:
-    assert collectives.spawn(nested, 2, timeout=20) == [[3.0, 3.0, 2.0], [2.0]]
+    assert collectives.spawn(nested, 2, timeout=60) == [[3.0, 3.0, 2.0], [2.0]]
 
 
 def shared_with_a_child(rank: int) -> float:
@@ -133,7 +134,7 @@ def in_other_ways(rank: int) -> bool:
 
 
 def test_ranks_keep_the_same_plans_however_they_make_their_calls() -> None:
-    assert collectives.spawn(in_other_ways, 3, timeout=10) == [True] * 3
+    assert collectives.spawn(in_other_ways, 3, timeout=60) == [True] * 3
 
 
 def lambdas(rank: int) -> list[str]:
@@ -163,7 +164,7 @@ def _again(function: Any) -> Any:
 
 
 def test_functions_are_compared_by_what_they_are_made_of() -> None:
-    for said in collectives.spawn(lambdas, 2, timeout=10):
+    for said in collectives.spawn(lambdas, 2, timeout=60):
         assert "differs" in said[0] and "a name or a function of a topology" in said[1]
 
 
@@ -288,10 +289,10 @@ def hear(rank: int, path: str) -> None:
 
 
 def test_who_closes_first_is_named_at_once(tmp_path: Path) -> None:
-    collectives.spawn(leaves, 3, args=(str(tmp_path),), timeout=60)
+    collectives.spawn(leaves, 3, args=(str(tmp_path),), timeout=200)
     for rank in (0, 2):
         took, said = (tmp_path / str(rank)).read_text().split("|")
-        assert float(took) < 30 and "rank 1 was closed; rank" in said
+        assert float(took) < 100 and "rank 1 was closed; rank" in said
 
 
 def fails_inside(rank: int, path: str) -> None:
@@ -309,24 +310,26 @@ def fails_inside(rank: int, path: str) -> None:
 
 
 def test_an_exception_inside_a_call_is_told_at_once(tmp_path: Path) -> None:
-    collectives.spawn(fails_inside, 2, args=(str(tmp_path),), timeout=60)
+    collectives.spawn(fails_inside, 2, args=(str(tmp_path),), timeout=200)
     took, said = (tmp_path / "0").read_text().split("|")
-    assert float(took) < 30 and "rank 1 raised an exception" in said
+    assert float(took) < 100 and "rank 1 raised an exception" in said
 
 
-def held_open(rank: int) -> None:
+def held_open(rank: int, path: str) -> None:
     """A killed rank whose own child holds its pipe to the parent."""
     if rank == 1:
-        subprocess.Popen(["sleep", "40"], close_fds=False)
+        child = subprocess.Popen(["sleep", "200"], close_fds=False)
+        Path(path, "child").write_text(str(child.pid))
         os.kill(os.getpid(), 9)
     collectives.barrier()
 
 
-def test_a_killed_rank_is_noticed_though_its_child_lives() -> None:
+def test_a_killed_rank_is_noticed_though_its_child_lives(tmp_path: Path) -> None:
     start = time.monotonic()
     with pytest.raises(CollectiveError, match=r"rank 1 .* was killed by SIGKILL"):
-        collectives.spawn(held_open, 2, timeout=30)
-    assert time.monotonic() - start < 25  # of 30
+        collectives.spawn(held_open, 2, args=(str(tmp_path),), timeout=200)
+    assert time.monotonic() - start < 100
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
 
 
 # ---- who is waited for ---------------------------------------------------------------------------
@@ -336,6 +339,10 @@ def chained(rank: int, path: str) -> None:
     first = comm.split(int(rank == 2))  # ranks 0 and 1
     second = comm.split(int(rank == 0))  # ranks 1 and 2
     x = np.ones(9)
+    for part in (first, second):
+        part.allreduce(x)
+        comm.barrier()
+        hurry(part, 1)
     try:
         if rank == 2:
             outlive(path, 2)
@@ -348,7 +355,7 @@ def chained(rank: int, path: str) -> None:
 
 
 def test_ranks_of_a_part_are_named_by_both_numbers(tmp_path: Path) -> None:
-    collectives.spawn(chained, 3, args=(str(tmp_path),), timeout=1)
+    collectives.spawn(chained, 3, args=(str(tmp_path),), timeout=60)
     said = (tmp_path / "1").read_text()
     assert "rank 0 (1 of all) waits for rank 1 (2 of all) to make its call" in said
 
@@ -358,6 +365,7 @@ def in_line(rank: int, path: str) -> None:
     comm = get_default()
     x = np.ones(200_000, np.float32)
     comm.allreduce(x, algorithm="chain")
+    hurry(comm, 1)
     if rank == 2:
         outlive(path, 3)
     try:
@@ -369,7 +377,7 @@ def in_line(rank: int, path: str) -> None:
 
 def test_the_chain_of_waits_ends_at_the_culprit(tmp_path: Path) -> None:
     with pytest.raises(CollectiveTimeout, match="rank 2"):
-        collectives.spawn(in_line, 4, args=(str(tmp_path),), timeout=1)
+        collectives.spawn(in_line, 4, args=(str(tmp_path),), timeout=60)
     said = [p.read_text() for p in tmp_path.iterdir()]
     assert len(said) >= 3 and all("rank 2" in text for text in said)
 
@@ -419,13 +427,15 @@ def lane_that_fails(rank: int) -> list[str]:
 
 
 def test_where_a_lane_fails_its_family_ends_and_the_whole_goes_on() -> None:
-    for said in collectives.spawn(lane_that_fails, 3, timeout=10):
+    for said in collectives.spawn(lane_that_fails, 3, timeout=60):
         assert said[-1] == "3.0" and not any("differs" in words for words in said)
         assert all("rank 0 raised" in w or "failed before" in w for w in said[1:3]), said
 
 
 def messages_that_never_come(rank: int, path: str) -> list[str]:
-    comm = get_default()
+    comm: Any = get_default()
+    hurry(comm, 1)
+    comm._calls.control.timeout = 60  # of the all-reduce
     said = [error_of(comm.recv, np.ones(3), 1)] if rank == 0 else []
     if rank == 0:
         Path(path, "done").touch()
@@ -436,7 +446,7 @@ def messages_that_never_come(rank: int, path: str) -> list[str]:
 
 
 def test_a_message_that_never_comes_is_the_receivers_error_alone(tmp_path: Path) -> None:
-    found = collectives.spawn(messages_that_never_come, 3, args=(str(tmp_path),), timeout=1)
+    found = collectives.spawn(messages_that_never_come, 3, args=(str(tmp_path),), timeout=60)
     assert [said[-1] for said in found] == ["3.0"] * 3
     assert "rank 0 waits for rank 1 to send for 1 s" in found[0][0]
 
@@ -502,7 +512,7 @@ def test_a_wait_that_ends_while_it_is_looked_at_has_not_timed_out() -> None:
     come = lambda: ("rank 1 was about to go on", {"rank": 1})  # noqa: E731
     long_ago = time.monotonic() - 5
     with first.alive():
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not second.arena.words(second.arena.control(0) + BEATS, 1)[0]:
             assert time.monotonic() < deadline
             time.sleep(0.01)

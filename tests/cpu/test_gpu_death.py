@@ -50,7 +50,7 @@ def dies(rank: int, machine: Machine, when: str) -> tuple[list[str], float]:
 def test_the_first_error_is_named_and_closing_hides_nothing(
     mode: str, when: str, machine: Machine
 ) -> None:
-    found = collectives.spawn(dies, 3, "mesh-3", (machine, when), **MODES[mode])
+    found = collectives.spawn(dies, 3, "mesh-3", (machine, when), timeout=200, **MODES[mode])
     gpu = int(mode.startswith("a "))  # where rank 1 runs
     for rank, ((first, then, closing), seconds) in enumerate(found):
         named = re.fullmatch(rf"CollectiveError: (rank \d on )?GPU {gpu}: {FAULT}", first)
@@ -60,7 +60,7 @@ def test_the_first_error_is_named_and_closing_hides_nothing(
         assert named or re.search(r"rank \d raised an exception", told), told
         assert first == "no error" or then.startswith("CollectiveError: this communicator failed b")
         assert closing == "no error"
-        assert seconds < 15  # of 30
+        assert seconds < 100  # of 200
 
 
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
@@ -87,8 +87,9 @@ def dies_before(rank: int, machine: Machine, call: str) -> list[str]:
 @pytest.mark.parametrize("mode", ["a process a GPU", "threads on one GPU"])
 def test_whoever_finds_it_dead_says_which_one(mode: str, call: str, machine: Machine) -> None:
     start = time.monotonic()
-    found = collectives.spawn(dies_before, 2, "mesh-2", (machine, call), **MODES[mode])
-    assert time.monotonic() - start < 20
+    arguments = machine, call
+    found = collectives.spawn(dies_before, 2, "mesh-2", arguments, timeout=200, **MODES[mode])
+    assert time.monotonic() - start < 100
     named = rf"GPU \d(: | cannot be used: ){FAULT}"
     assert any(re.search(named, text) for texts in found for text in texts), found
     for first, closing in found:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from linkweave.collectives import CollectiveAborted, CollectiveError, Collective
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.runtime.gpu import peers
 from linkweave.topology import GpuId, Topology, TopologyError, load
+from tests.cpu.helpers import hurry
 
 pytestmark = needs_compiler
 PROCESSES = ("processes on one GPU", "a process a GPU")
@@ -56,27 +58,29 @@ def test_a_killed_rank_frees_the_gpus_of_the_others(
     mode: str, machine: Machine, tmp_path: Path
 ) -> None:
     with pytest.raises(CollectiveError, match=r"rank 2 \(process \d+\) was killed by SIGKILL"):
-        collectives.spawn(killed, 4, "mesh-4", (str(tmp_path),), timeout=60, **MODES[mode])
+        collectives.spawn(killed, 4, "mesh-4", (str(tmp_path),), timeout=200, **MODES[mode])
     died = float((tmp_path / "when").read_text())
     for rank in (0, 1, 3):
         when, kind, text = (tmp_path / f"{rank}").read_text().split("|", 2)
-        assert float(when) - died < 30, text
+        assert float(when) - died < 100, text
         assert kind == "CollectiveAborted"
         assert re.match(r"rank 2 \(process \d+\) (died|raised an exception); rank \d waits", text)
 
 
-def late(rank: int, nbytes: int) -> tuple[str, str, float, list[int | None]]:
+def late(rank: int, nbytes: int, failed: Any) -> tuple[str, str, list[int | None]]:
     comm = get_default()
     comm.allreduce(x := tensor([1.0] * (nbytes // 4)), algorithm="chain")
     comm.synchronize()
-    start = time.monotonic()
+    hurry(comm, 1)
     if rank != 2:
         comm.allreduce(x, algorithm="chain")
     else:
-        time.sleep(3)
+        for _ in range(2):
+            assert failed.acquire(timeout=60)
     error = failure(lambda: [comm.allreduce(x, algorithm="chain"), comm.synchronize()])
+    failed.release()
     fields = [getattr(error, name, None) for name in ("rank", "peer", "channel", "step", "chunk")]
-    return type(error).__name__, str(error), time.monotonic() - start, fields
+    return type(error).__name__, str(error), fields
 
 
 @pytest.mark.parametrize(
@@ -85,11 +89,12 @@ def late(rank: int, nbytes: int) -> tuple[str, str, float, list[int | None]]:
 def test_the_error_says_who_waits_for_whom_and_what_that_did(
     mode: str, nbytes: int, machine: Machine
 ) -> None:
-    found = collectives.spawn(late, 3, "mesh-3", (nbytes,), timeout=1, **MODES[mode])
+    arguments = nbytes, get_context("fork").Semaphore(0)
+    found = collectives.spawn(late, 3, "mesh-3", arguments, timeout=60, **MODES[mode])
     kinds = [kind for kind, *_ in found]
     assert "CollectiveTimeout" in kinds and set(kinds) <= {"CollectiveTimeout", "CollectiveAborted"}
     asked = rf"allreduce\({nbytes // 4} x float32, sum, chain\) on the GPU"
-    late_ones = [(text, fields) for kind, text, _, fields in found if kind == "CollectiveTimeout"]
+    late_ones = [(text, fields) for kind, text, fields in found if kind == "CollectiveTimeout"]
     for text, fields in late_ones:
         assert re.match(
             r"rank (0|1) waits for (the data|a free slot) of chunk \d+ on channel \d \(step \d+\) "
@@ -100,13 +105,13 @@ def test_the_error_says_who_waits_for_whom_and_what_that_did(
     told = " ".join(text for text, _ in late_ones)
     own = rf"rank 2 last: 1 calls on the GPU, the last {asked}; nothing"
     assert re.search(rf"{own}|rank 1 last: [23] calls", told), told
-    assert all(seconds < 30 for _, _, seconds, _ in found)
     assert re.match(r"rank (0|1) gave up waiting for rank \d; ", found[2][1])
 
 
 def late_thread(rank: int, failed: threading.Semaphore) -> str:
     comm = get_default()
     comm.allreduce(x := tensor([1.0] * 4))
+    hurry(comm, 1)
     if rank == 1:
         for _ in range(2):
             assert failed.acquire(timeout=60)
@@ -117,7 +122,7 @@ def late_thread(rank: int, failed: threading.Semaphore) -> str:
 
 def test_threads_say_which_one_is_missing(machine: Machine) -> None:
     found = collectives.spawn(
-        late_thread, 3, "mesh-3", (threading.Semaphore(0),), timeout=1,
+        late_thread, 3, "mesh-3", (threading.Semaphore(0),), timeout=60,
         **MODES["threads on one GPU"],
     )  # fmt: skip
     words = r"rank [02] waits for rank 1 to make its allreduce\(4 x float32, sum, auto\) on"
@@ -134,11 +139,12 @@ def again(rank: int, path: str, machine: Machine) -> list[float]:
     )
     made = []
     for attempt in range(3):
-        comm = collectives.init("mesh-2", timeout=1 if attempt < 2 else 60)
+        comm = collectives.init("mesh-2", timeout=60)
         comm.allreduce(x := tensor([float(attempt)] * 4))
         comm.synchronize()
         made.append(float(x.array[0]))
         if attempt < 2:  # a failure on the GPU, in the middle of a call
+            hurry(comm, 1)
             if rank == attempt:
                 comm.allreduce(x)
                 assert isinstance(failure(comm.synchronize), CollectiveTimeout)
@@ -371,6 +377,7 @@ def closes_early(rank: int) -> str:
     comm = get_default()
     comm.allreduce(x := tensor([1.0]))
     comm.synchronize()
+    hurry(comm, 1)
     if rank == 0:
         comm.close()
         return "closed"
@@ -382,7 +389,5 @@ def test_a_rank_that_closes_early_keeps_nobody_for_ever(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL)
-    start = time.monotonic()
-    found = collectives.spawn(closes_early, 2, "mesh-2", timeout=1, device="cuda:0")
-    assert time.monotonic() - start < 60
+    found = collectives.spawn(closes_early, 2, "mesh-2", timeout=60, device="cuda:0")
     assert found[0] == "closed" and "rank 0" in found[1]

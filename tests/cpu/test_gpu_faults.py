@@ -8,6 +8,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from linkweave import collectives
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.runtime.cpu.arena import Arena
+from tests.cpu.helpers import hurry
 
 pytestmark = needs_compiler
 PROCESSES = MODES["a process a GPU"]
@@ -89,14 +92,15 @@ def test_a_fault_of_one_gpu_ends_the_calls_of_all(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with gpus(monkeypatch, Faulty) as machine:
-        found = collectives.spawn(with_a_fault, 3, "mesh-3", (fault, machine), **PROCESSES)
+        arguments = fault, machine
+        found = collectives.spawn(with_a_fault, 3, "mesh-3", arguments, timeout=200, **PROCESSES)
     first, after = found[1][0]
     assert first == f"CollectiveError: rank 1 on GPU 1: cudaErrorIllegalAddress in {fault}"
     assert after.startswith("CollectiveError: this communicator failed before (CollectiveError: ra")
     for rank in (0, 2):
         (first, after), seconds = found[rank]
         assert "rank 1 raised an exception" in (after if first == "no error" else first)
-        assert seconds < 25  # of 30
+        assert seconds < 100  # of 200
 
 
 def test_a_kernel_that_one_rank_lacks_is_an_error_on_all_and_no_end(
@@ -141,7 +145,7 @@ def first_call(rank: int) -> str:
 
 def test_a_gpu_that_cannot_be_used_is_told_to_all(machine: Machine) -> None:
     machine.__class__ = Missing
-    found = collectives.spawn(first_call, 3, "mesh-3", timeout=20, **PROCESSES)
+    found = collectives.spawn(first_call, 3, "mesh-3", timeout=60, **PROCESSES)
     assert all("ranks [1]: refused its arguments" in text for text in found[::2])
     assert "GPU 1 cannot be used: no memory" in found[1]
 
@@ -162,7 +166,7 @@ def differing(rank: int) -> list[str]:
 
 def test_known_calls_that_differ_are_noticed_though_nothing_hangs(machine: Machine) -> None:
     """Both sizes have memory in common, so their chunks would pair up."""
-    for found in collectives.spawn(differing, 2, "mesh-2", timeout=20, **PROCESSES):
+    for found in collectives.spawn(differing, 2, "mesh-2", timeout=60, **PROCESSES):
         first = next(text for text in found if text != "no error")
         assert first.startswith("CollectiveAborted: the ranks' calls on the GPU differ; rank 0 ")
         assert "the last allreduce(50000 x float32" in first
@@ -187,21 +191,24 @@ def test_new_calls_beside_asynchronous_ones_on_the_cpu(machine: Machine) -> None
     assert collectives.spawn(under_way, 2, "mesh-2", **PROCESSES) == [[1.0, 1.0]] * 2
 
 
-def impatient(rank: int) -> str:
+def impatient(rank: int, given_up: Any) -> str:
     comm = get_default()
     comm.allreduce(x := tensor([1.0] * 4))
     comm.synchronize()
+    hurry(comm, 1)
     if rank == 1:
-        time.sleep(2.5)
+        assert given_up.acquire(timeout=60)
         return "late"
     comm.allreduce(x)
     while (text := said(comm.synchronize)) == "no error":
         pass
+    given_up.release()
     return text
 
 
 def test_a_deadline_is_never_taken_for_an_abort(machine: Machine) -> None:
-    found = collectives.spawn(impatient, 2, "mesh-2", timeout=1, **PROCESSES)
+    given_up = get_context("fork").Semaphore(0)
+    found = collectives.spawn(impatient, 2, "mesh-2", (given_up,), timeout=60, **PROCESSES)
     assert found[0].startswith("CollectiveTimeout: rank 0 waits for the data of chunk 0 on channel")
 
 
@@ -222,30 +229,36 @@ def test_a_fault_at_the_end_keeps_nothing_else_from_being_given_back(
 ) -> None:
     with gpus(monkeypatch, Faulty) as machine:
         start = time.monotonic()
-        found = collectives.spawn(closing_with_a_fault, 2, "mesh-2", (machine, fault), **PROCESSES)
-    assert time.monotonic() - start < 25  # nobody waits for the other one to leave
+        arguments = machine, fault
+        found = collectives.spawn(
+            closing_with_a_fault, 2, "mesh-2", arguments, timeout=200, **PROCESSES
+        )
+    assert time.monotonic() - start < 100  # nobody waits for the other one to leave
     words = f"closed after a failure (rank 1: cudaErrorIllegalAddress in {fault})"
     assert found == [["no error", True, 0], [words, True, 0]]
 
 
-def leaving_early(rank: int, machine: Machine) -> list[Any]:
+def leaving_early(rank: int, machine: Machine, path: Path) -> list[Any]:
     comm = get_default()
     comm.allreduce(x := tensor([1.0] * 4))
     comm.synchronize()
-    start = time.monotonic()
+    hurry(comm, 1)
     if rank:
         time.sleep(1.6)
     before = said(comm.synchronize)  # the other one has closed longer ago than a wait may last
+    if rank:
+        path.touch()
     comm.close()
-    return [before, time.monotonic() - start, len(machine.left()), x.array.tolist()]
+    return [before, path.exists(), len(machine.left()), x.array.tolist()]
 
 
-def test_closing_waits_for_those_that_use_our_memory_and_aborts_nobody(machine: Machine) -> None:
-    for before, seconds, left, values in collectives.spawn(
-        leaving_early, 2, "mesh-2", (machine,), timeout=1, **PROCESSES
-    ):
-        assert (before, left, values) == ("no error", 0, [2.0] * 4)
-        assert 1.5 < seconds < 25
+def test_closing_waits_for_those_that_use_our_memory_and_aborts_nobody(
+    machine: Machine, tmp_path: Path
+) -> None:
+    found = collectives.spawn(
+        leaving_early, 2, "mesh-2", (machine, tmp_path / "closes"), timeout=60, **PROCESSES
+    )
+    assert found == [["no error", True, 0, [2.0] * 4]] * 2
 
 
 def unequal(index: int) -> HostDevice:
@@ -366,6 +379,7 @@ def one_thread_gives_up(rank: int, given_up: threading.Semaphore) -> str:
     comm = get_default()
     comm.allreduce(x := tensor([1.0] * 4))
     comm.synchronize()
+    hurry(comm, 1)
     if rank == 2:
         for _ in range(2):
             assert given_up.acquire(timeout=60)
@@ -376,7 +390,7 @@ def one_thread_gives_up(rank: int, given_up: threading.Semaphore) -> str:
 
 def test_nothing_is_launched_once_a_thread_has_given_up(machine: Machine) -> None:
     given_up = threading.Semaphore(0)
-    found = collectives.spawn(one_thread_gives_up, 3, "mesh-3", (given_up,), timeout=1, **THREADS)
+    found = collectives.spawn(one_thread_gives_up, 3, "mesh-3", (given_up,), timeout=60, **THREADS)
     assert all(text != "no error" for text in found)
     assert len(machine.ours()[0].launches) == 1
 
@@ -402,8 +416,8 @@ def interrupted(rank: int) -> str:
 def test_an_interrupted_rank_stops_all(mode: str, machine: Machine) -> None:
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        collectives.spawn(interrupted, 2, "mesh-2", **MODES[mode])
-    assert time.monotonic() - start < 25
+        collectives.spawn(interrupted, 2, "mesh-2", timeout=200, **MODES[mode])
+    assert time.monotonic() - start < 100
 
 
 class Broken(Faulty):
@@ -429,7 +443,7 @@ def test_whatever_goes_wrong_on_one_rank_is_told(
     kind: type[Faulty], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with gpus(monkeypatch, kind):
-        found = collectives.spawn(first_call, 3, "mesh-3", timeout=20, **PROCESSES)
+        found = collectives.spawn(first_call, 3, "mesh-3", timeout=60, **PROCESSES)
     assert all(words in text for text in (found[0], found[2]))
     assert "plan/plan.cu" in found[1] or "cudaErrorDeviceUninitialized" in found[1]
 

@@ -16,6 +16,7 @@ from linkweave import collectives
 from linkweave.collectives import CollectiveError, CollectiveTimeout
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.runtime.gpu.launch_order import Launch, LaunchOrder
+from tests.cpu.helpers import hurry
 
 pytestmark = needs_compiler
 SMALL = partial(plain, multiprocessors=3)  # one launch takes all of it
@@ -38,7 +39,7 @@ def held_back(rank: int, machine: Machine, fits: bool, n: int) -> list[float]:
     (first, second), (x, y) = two_lanes(n)
     busy = threading.Event()
     if rank == 0:
-        machine(0)._enqueue(5, lambda: busy.wait(5))
+        machine(0)._enqueue(5, lambda: busy.wait(100))
     first.allreduce(x)
     second.allreduce(y)
     if fits:
@@ -59,7 +60,7 @@ def test_launches_that_do_not_fit_side_by_side_wait_for_each_other(
     """Otherwise each of the two gets one of the GPUs, and waits for the other one."""
     with gpus(monkeypatch, SMALL) as machine:
         found = collectives.spawn(
-            held_back, 2, "mesh-2", (machine, False, 40_000), timeout=2, **MODES[mode]
+            held_back, 2, "mesh-2", (machine, False, 40_000), timeout=60, **MODES[mode]
         )
     assert found == [[4.0, 4.0]] * 2
 
@@ -71,7 +72,7 @@ def test_launches_that_fit_side_by_side_do_not_wait(
 ) -> None:
     """Because they are limited, or because short messages take few thread blocks."""
     found = collectives.spawn(
-        held_back, 2, "mesh-2", (machine, True, n), timeout=10, max_blocks=most, **MODES[mode]
+        held_back, 2, "mesh-2", (machine, True, n), timeout=60, max_blocks=most, **MODES[mode]
     )
     assert found == [[4.0, 4.0]] * 2
 
@@ -113,7 +114,7 @@ def test_a_call_is_enqueued_on_all_gpus_before_the_next_one(
     """Otherwise two queues hold the two calls in opposite orders."""
     with gpus(monkeypatch, Interrupted) as machine:
         found = collectives.spawn(
-            from_two_threads, 2, "mesh-2", (machine,), timeout=2, max_blocks=4,
+            from_two_threads, 2, "mesh-2", (machine,), timeout=60, max_blocks=4,
             **MODES["a thread a GPU"],
         )  # fmt: skip
         orders = [[stream for stream, _ in machine(i).launches[2:]] for i in (0, 1)]
@@ -123,6 +124,8 @@ def test_a_call_is_enqueued_on_all_gpus_before_the_next_one(
 
 def in_opposite_orders(rank: int) -> CollectiveError | None:
     lanes, tensors = two_lanes()
+    for lane in lanes:
+        hurry(lane, 1)
     for i in (rank, 1 - rank):
         lanes[i].allreduce(tensors[i])
     return failure(lambda: [lane.synchronize() for lane in lanes])
@@ -134,7 +137,7 @@ def test_processes_with_opposite_orders_run_into_their_deadline(
     """The first one that gives up makes room, so the others may still complete."""
     with gpus(monkeypatch, SMALL):
         found = collectives.spawn(
-            in_opposite_orders, 2, "mesh-2", timeout=1, **MODES["a process a GPU"]
+            in_opposite_orders, 2, "mesh-2", timeout=60, **MODES["a process a GPU"]
         )
     late = [error for error in found if isinstance(error, CollectiveTimeout)]
     assert late
