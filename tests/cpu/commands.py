@@ -44,14 +44,14 @@ def command(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 def command_in_a_process(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", cli.__name__, *words],
-        cwd=cwd, capture_output=True, text=True, timeout=100,
+        cwd=cwd, capture_output=True, text=True, timeout=280,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
 
 
 def run_script_in_a_process(path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, timeout=100,
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=280,
         env={"PYTHONPATH": str(ROOT), "PATH": ""}, cwd=path.parent,
     )  # fmt: skip
 
@@ -65,11 +65,11 @@ def run_script(path: Path) -> subprocess.CompletedProcess[str]:
     server.set_forkserver_preload(["torch._dynamo", "linkweave.collectives.training", __name__])
     process = server.Process(target=_as_main, args=(path, out, err))
     process.start()
-    process.join(100)
+    process.join(280)
     if process.exitcode is None:
         process.kill()
         process.join()
-        raise TimeoutError(f"{path} runs for more than 100 s:\n{err.read_text()}")
+        raise TimeoutError(f"{path} runs for more than 280 s:\n{err.read_text()}")
     return subprocess.CompletedProcess([], process.exitcode, out.read_text(), err.read_text())
 
 

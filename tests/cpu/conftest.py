@@ -10,6 +10,8 @@ import torch._dynamo  # optimizers and DDP import it: here once, not in every fo
 from gpu_ranks import Machine, gpus
 from host_gpu import HostDevice
 
+from linkweave.collectives.launch import processes
+
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Machine]:
@@ -17,6 +19,12 @@ def machine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     monkeypatch.setattr(HostDevice, "one_queue", getattr(request, "param", False))
     with gpus(monkeypatch) as made:
         yield made
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that another one's failure leaves are not killed before they have written it down."""
+    monkeypatch.setattr(processes, "GRACE", 100.0)
 
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])

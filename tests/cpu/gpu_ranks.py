@@ -84,7 +84,7 @@ def gpus(
 ) -> Iterator[Machine]:
     build(everything=True, what="library")  # before ranks are forked
     gc.collect()  # GPUs of earlier tests, whose streams are threads
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while threading.active_count() > 1 and time.monotonic() < deadline:
         time.sleep(0.01)  # a process with threads is not forked, and ranks would miss what follows
     machine = Machine(make)

@@ -52,6 +52,13 @@ def others_have_called(comm: Any) -> None:
         time.sleep(0.002)
 
 
+def outlive(path: Path, count: int) -> None:
+    """Live on until so many ranks have each left a file in a folder."""
+    deadline = time.monotonic() + 100
+    while len([*path.iterdir()]) < count and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 def shared_files() -> set[str]:
     """What linkweave or torch has left in /dev/shm, which other programs use as well."""
     return {name for name in os.listdir("/dev/shm") if name.startswith(("linkweave", "torch_"))}

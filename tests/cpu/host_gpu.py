@@ -415,7 +415,7 @@ class Image:
                 self.addresses += [(index, start + 8 * i) for i in range(count)]
         return (index + 1) << 40
 
-    def run(self, driver: Path, timeout: float = 60, abort: int | None = None) -> Any:
+    def run(self, driver: Path, timeout: float = 280, abort: int | None = None) -> Any:
         """The segments afterwards; or the finished process, where it failed."""
         with tempfile.TemporaryDirectory(dir=build_folder().name) as folder:
             paths = [Path(folder) / "in", Path(folder) / "out"]

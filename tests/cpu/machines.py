@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import accumulate
@@ -49,9 +50,10 @@ def forked(size: int, body: Callable[[int], Any], lost: Sequence[int] = ()) -> l
     ranks = [context.Process(target=rank_of, args=(rank,)) for rank in range(size)]
     for process in ranks:
         process.start()
+    deadline = time.monotonic() + 280  # before that of the test
     for rank, process in enumerate(ranks):
         if rank not in lost:
-            process.join(60)
+            process.join(max(0.0, deadline - time.monotonic()))
     alive = [rank for rank, process in enumerate(ranks) if process.is_alive()]
     for rank in alive:
         ranks[rank].kill()
@@ -61,7 +63,7 @@ def forked(size: int, body: Callable[[int], Any], lost: Sequence[int] = ()) -> l
 
 
 def on_group(
-    size: int, body: Callable[[int], Any], timeout: float = 20, lost: Sequence[int] = ()
+    size: int, body: Callable[[int], Any], timeout: float = 60, lost: Sequence[int] = ()
 ) -> list[Any]:
     """`forked`, with `body(rank)` on ranks whose default group of torch.distributed is gloo's."""
     with tempfile.TemporaryDirectory() as folder:
@@ -77,7 +79,7 @@ def on_group(
 
 
 def on_machines(
-    sizes: Sequence[int], body: Callable[..., Any], *args: Any, timeout: float = 20,
+    sizes: Sequence[int], body: Callable[..., Any], *args: Any, timeout: float = 60,
     lost: Sequence[int] = (), dealt: bool = False, order: str = "fastest",
 ) -> list[Any]:  # fmt: skip
     """`forked`, with `body(communicator, *args)` on ranks on machines of `sizes`."""
@@ -88,7 +90,7 @@ def on_machines(
             pretend(rank, sizes, dealt)
             store = c10d.FileStore(f"{folder}/store", total)
             store.set(f"started {rank}", "")  # not all start at once on a busy machine
-            store.wait([f"started {r}" for r in range(total)], timedelta(seconds=60))
+            store.wait([f"started {r}" for r in range(total)], timedelta(seconds=250))
             job = join.Job(rank, total, store, "test")
             with join.meet(job, Settings(timeout=timeout, order=order)) as communicator:
                 return body(communicator, *args)

@@ -56,7 +56,7 @@ class Event:
         self._passed.set()
 
     def synchronize(self) -> None:
-        assert self._passed.wait(10)
+        assert self._passed.wait(60)
 
     def elapsed_time(self, end: Event) -> float:
         return 1e3 * (end._moment - self._moment)

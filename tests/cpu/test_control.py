@@ -36,7 +36,7 @@ from linkweave.collectives.runtime.cpu.control import HostControl
 from linkweave.collectives.runtime.cpu.mapping import Mapping
 from linkweave.kernels.plan import counters as kernel
 from linkweave.topology import load
-from tests.cpu.helpers import error_of, hurry
+from tests.cpu.helpers import error_of, hurry, outlive
 
 ROOT = Path(__file__).parents[2]
 
@@ -269,16 +269,9 @@ def leaves(rank: int, path: str) -> None:
     comm.barrier()
     if rank == 1:
         comm.close()
-        outlive(path, 2)
+        outlive(Path(path), 2)
         return
     hear(rank, path)
-
-
-def outlive(path: str, count: int) -> None:
-    """Live on until so many other ranks have written down what they were told."""
-    deadline = time.monotonic() + 100
-    while len(list(Path(path).iterdir())) < count and time.monotonic() < deadline:
-        time.sleep(0.02)
 
 
 def hear(rank: int, path: str) -> None:
@@ -304,7 +297,7 @@ def fails_inside(rank: int, path: str) -> None:
         with pytest.raises(TypeError):
             comm.allreduce(np.ones(9))
         comm.close()
-        outlive(path, 1)
+        outlive(Path(path), 1)
         return
     hear(rank, path)
 
@@ -345,7 +338,7 @@ def chained(rank: int, path: str) -> None:
         hurry(part, 1)
     try:
         if rank == 2:
-            outlive(path, 2)
+            outlive(Path(path), 2)
         elif rank == 1:
             second.allreduce(x)
         else:
@@ -367,7 +360,7 @@ def in_line(rank: int, path: str) -> None:
     comm.allreduce(x, algorithm="chain")
     hurry(comm, 1)
     if rank == 2:
-        outlive(path, 3)
+        outlive(Path(path), 3)
     try:
         comm.allreduce(x, algorithm="chain")
     except (CollectiveTimeout, CollectiveAborted) as error:
@@ -439,7 +432,7 @@ def messages_that_never_come(rank: int, path: str) -> list[str]:
     said = [error_of(comm.recv, np.ones(3), 1)] if rank == 0 else []
     if rank == 0:
         Path(path, "done").touch()
-    outlive(path, 1)
+    outlive(Path(path), 1)
     x = np.ones(3)
     comm.allreduce(x)
     return [*said, str(float(x[0]))]

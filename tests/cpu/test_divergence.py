@@ -110,7 +110,7 @@ def _train(model: Any, optimizer: Any, rank: int, steps: int) -> None:
 
 @pytest.mark.usefixtures("imported")
 def test_ranks_that_part_in_training_are_an_error_on_all() -> None:
-    for found in collectives.spawn(parted, 2, timeout=20):
+    for found in collectives.spawn(parted, 2, timeout=60):
         assert all("ranks have parted: last.bias of rank" in said for said in found), found
 
 
@@ -140,7 +140,7 @@ def dropped(rank: int) -> tuple[int, int]:
         use("wfbp")
         use("bytescheduler")
         gc.collect()
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while threading.active_count() > threads and time.monotonic() < until:
         time.sleep(0.01)  # the last ones are about to end
     return threading.active_count() - threads, resident() - before
@@ -148,6 +148,6 @@ def dropped(rank: int) -> tuple[int, int]:
 
 @pytest.mark.usefixtures("imported")
 def test_models_that_are_dropped_leave_no_threads_and_no_memory() -> None:
-    for threads, mebibytes in collectives.spawn(dropped, 2, timeout=20):
+    for threads, mebibytes in collectives.spawn(dropped, 2, timeout=60):
         assert threads <= 0
         assert mebibytes < 60  # 40 models have 320 MiB of gradients

@@ -84,7 +84,7 @@ def test_bench_embedding(tmp_path: Path) -> None:
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m",
          "linkweave.bench.cli", "bench", "embedding", "-r", "1", "--rows", "1000", "--length", "4",
          "--batch", "2", "--json"],
-        capture_output=True, text=True, timeout=200, check=False,
+        capture_output=True, text=True, timeout=280, check=False,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

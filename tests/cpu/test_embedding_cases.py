@@ -58,7 +58,7 @@ def shapes(rank: int) -> None:
 
 
 def test_narrow_and_short_tables() -> None:
-    collectives.spawn(shapes, 3, timeout=20)
+    collectives.spawn(shapes, 3, timeout=60)
 
 
 @case

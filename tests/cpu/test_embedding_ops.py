@@ -180,7 +180,7 @@ def times(rank: int) -> None:
 
 
 def test_the_order_under_a_chained_schedule() -> None:
-    collectives.spawn(times, 2, timeout=20)
+    collectives.spawn(times, 2, timeout=60)
 
 
 def one_rank_waits(rank: int) -> None:
@@ -195,7 +195,7 @@ def one_rank_waits(rank: int) -> None:
 
 
 def test_a_rank_may_wait_for_dense_gradients() -> None:
-    collectives.spawn(one_rank_waits, 2, timeout=8)
+    collectives.spawn(one_rank_waits, 2, timeout=60)
 
 
 def test_columns() -> None:

@@ -30,7 +30,7 @@ import decode  # noqa: E402
 def test_the_cnn_learns_under_torchrun(backend: str, words: list[str]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*command, "examples/ddp.py", "--backend", backend, *words], cwd=ROOT, timeout=120,
+        [*command, "examples/ddp.py", "--backend", backend, *words], cwd=ROOT, timeout=280,
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -56,7 +56,7 @@ def test_a_program_from_stdin_beside_a_thread_is_told_why_ranks_cannot_start() -
         "threading.Thread(target=time.sleep, args=(30,), daemon=True).start()\n"
         "linkweave.spawn(print, 1)\n"
     )
-    done = subprocess.run([sys.executable], input=code, capture_output=True, text=True, timeout=60,
+    done = subprocess.run([sys.executable], input=code, capture_output=True, text=True, timeout=280,
                           env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
                           check=False)  # fmt: skip
     last = done.stderr.splitlines()[-1]
@@ -103,7 +103,7 @@ def kill_before(rank: int, path: str, signum: int, seconds: float) -> None:
     telling(path, rank, lambda: collectives.allreduce(x))
 
 
-def test_killed_before_a_call(tmp_path: Path) -> None:
+def test_killed_before_a_call(tmp_path: Path, patient: None) -> None:
     with pytest.raises(CollectiveError, match=r"rank 2 \(process \d+\) was killed by SIGKILL"):
         collectives.spawn(kill_before, 4, args=(str(tmp_path), signal.SIGKILL, 200), timeout=200)
     died = float((tmp_path / "when").read_text())
@@ -131,7 +131,7 @@ def kill_in_the_middle(rank: int, path: str) -> None:
     telling(path, rank, lambda: [comm.allreduce(x) for _ in range(200)])
 
 
-def test_killed_in_the_middle(tmp_path: Path) -> None:
+def test_killed_in_the_middle(tmp_path: Path, patient: None) -> None:
     with pytest.raises(CollectiveError, match=r"rank 1 \(process \d+\) was killed by SIGKILL"):
         collectives.spawn(kill_in_the_middle, 4, args=(str(tmp_path),), timeout=200)
     died = float((tmp_path / "when").read_text())
@@ -205,7 +205,7 @@ def leaves_a_child(rank: int, path: str) -> None:
     telling(path, rank, collectives.barrier)
 
 
-def test_killed_while_a_child_of_it_lives(tmp_path: Path) -> None:
+def test_killed_while_a_child_of_it_lives(tmp_path: Path, patient: None) -> None:
     start = time.monotonic()
     with pytest.raises(CollectiveError, match=r"rank 1 \(process \d+\) was killed by SIGKILL"):
         collectives.spawn(leaves_a_child, 3, args=(str(tmp_path),), timeout=200)
@@ -220,7 +220,7 @@ def one_call_more(rank: int, path: str) -> None:
         telling(path, rank, collectives.barrier)
 
 
-def test_a_rank_that_has_returned_was_closed(tmp_path: Path) -> None:
+def test_a_rank_that_has_returned_was_closed(tmp_path: Path, patient: None) -> None:
     with pytest.raises(CollectiveAborted, match=r"rank 0 was closed; rank [12] waits for rank 0"):
         collectives.spawn(one_call_more, 3, args=(str(tmp_path),), timeout=60)
     assert all("rank 0 was closed" in text for *_, text in told(tmp_path, {1, 2}).values())
@@ -237,7 +237,7 @@ linkweave.spawn(linkweave.barrier, 2)
 @pytest.mark.parametrize(("name", "value"), [("NOFILE", 8), ("FSIZE", 1 << 20)])
 def test_a_limit_of_the_system_is_an_error_that_says_so(name: str, value: int) -> None:
     code = LIMITED.replace("NAME", repr(name)).replace("VALUE", str(value))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280,
                           check=False)  # fmt: skip
     assert "CollectiveError: ranks cannot be started: " in done.stderr
     assert "`ulimit -a` shows" in done.stderr

@@ -55,7 +55,7 @@ def killed(rank: int, path: str) -> None:
 
 @pytest.mark.parametrize("mode", PROCESSES)
 def test_a_killed_rank_frees_the_gpus_of_the_others(
-    mode: str, machine: Machine, tmp_path: Path
+    mode: str, machine: Machine, tmp_path: Path, patient: None
 ) -> None:
     with pytest.raises(CollectiveError, match=r"rank 2 \(process \d+\) was killed by SIGKILL"):
         collectives.spawn(killed, 4, "mesh-4", (str(tmp_path),), timeout=200, **MODES[mode])

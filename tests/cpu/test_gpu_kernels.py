@@ -413,7 +413,7 @@ def test_no_sanitizer_complains(sanitizer: str) -> None:
     here = Path(__file__).parent
     done = subprocess.run(
         [sys.executable, str(here / "sanitized.py"), sanitizer], capture_output=True, text=True,
-        timeout=100, check=False, cwd=here.parents[1],
+        timeout=280, check=False, cwd=here.parents[1],
         env={**os.environ, "LD_PRELOAD": library, "PYTHONPATH": str(here.parents[1]),
              "TSAN_OPTIONS": f"exitcode={BROKEN}:report_signal_unsafe=0",
              "ASAN_OPTIONS": f"exitcode={BROKEN}:detect_leaks=0"},

@@ -127,20 +127,20 @@ def test_a_timeout_on_one_gpu_stops_the_others() -> None:
 @needs_compiler
 def test_abort_frees_all_and_new_ranks_can_be_made() -> None:
     device = HostDevice()
-    plan = plan_allreduce(load("mesh-2"), 4096, "tree", 1)
-    buffers = inputs(plan, 1024)
+    plan = plan_allreduce(load("mesh-2"), 1 << 14, "tree", 1)
+    buffers = inputs(plan, 1 << 12)
     given = [x.copy() for x in buffers]
     with virtual_ranks(device, 2, timeout=1000) as ranks:
-        prepared = ranks.prepare(plan, 4096, "float32", "sum")
+        prepared = ranks.prepare(plan, 1 << 14, "float32", "sum")
         threading.Timer(0.2, ranks.abort).start()
         start = time.monotonic()
         addresses = [int(b.ctypes.data) for b in buffers]
-        ranks.run(prepared, addresses, ps_per_byte=4 * 10**9)  # 16 seconds for each hop
+        ranks.run(prepared, addresses, ps_per_byte=4 * 10**9)  # 66 seconds for each hop
         with pytest.raises(CollectiveAborted, match=r"the launch was aborted; rank \d"):
             ranks.check()
-        assert time.monotonic() - start < 15
+        assert time.monotonic() - start < 60
     with virtual_ranks(device, 2) as ranks:
-        prepared = ranks.prepare(plan, 4096, "float32", "sum")
+        prepared = ranks.prepare(plan, 1 << 14, "float32", "sum")
         buffers = [x.copy() for x in given]
         ranks.run(prepared, [int(b.ctypes.data) for b in buffers])
         ranks.check()

@@ -24,6 +24,7 @@ from training_models import (
 from linkweave import GTopK, collectives
 from linkweave.collectives import CollectiveError, DataParallel
 from linkweave.collectives.sparse.host import HostBackend
+from tests.cpu.helpers import outlive
 
 pytestmark = pytest.mark.usefixtures("imported")
 SPEC = GTopK(0.03, warmup=(0.2,), epoch_steps=3, mode="gtopk")
@@ -43,15 +44,15 @@ def survive(rank: int, path: Path) -> None:
     said = error_of(lambda: mine.steps(2, 3, 4))
     again = error_of(lambda: mine.backward(5))
     (path / str(rank)).write_text(f"{time.monotonic() - start}\n{said}\n{again}")
-    time.sleep(0.7)  # so that this rank's end is not what another one sees
+    outlive(path, SIZE - 1)  # so that this rank's end is not what another one sees
 
 
-def test_a_rank_dies_in_a_merge(tmp_path: Path) -> None:
+def test_a_rank_dies_in_a_merge(tmp_path: Path, patient: None) -> None:
     with pytest.raises(CollectiveError, match=r"rank 2 \(process \d+\) exited with status 3"):
-        collectives.spawn(survive, SIZE, args=(tmp_path,), timeout=20)
+        collectives.spawn(survive, SIZE, args=(tmp_path,), timeout=200)
     for rank in (0, 1, 3):
         seconds, *said = (tmp_path / str(rank)).read_text().splitlines()
-        assert float(seconds) < 5
+        assert float(seconds) < 100
         assert len(said) == 2
         assert all("rank 2" in one for one in said), said
 
@@ -70,7 +71,7 @@ def raises_in_a_merge(rank: int) -> list[str]:
 
 
 def test_a_merge_raises() -> None:
-    for said in collectives.spawn(raises_in_a_merge, SIZE, timeout=10):
+    for said in collectives.spawn(raises_in_a_merge, SIZE, timeout=60):
         assert all("rank 2" in one for one in said), said
 
 
@@ -102,11 +103,11 @@ def survive_by_gloo(rank: int) -> tuple[float, str]:
 
 def test_a_rank_of_a_process_group_dies_in_a_merge() -> None:
     """Its ranks learn that a connection was closed, not whose rank it was."""
-    found = on_group(SIZE, survive_by_gloo)
+    found = on_group(SIZE, survive_by_gloo, timeout=200)
     assert found[VICTIM] is None
     for rank in (0, 1, 3):
         seconds, said = found[rank]
-        assert seconds < 10
+        assert seconds < 100
         assert f"rank {rank}, all-reduce" in said
 
 
@@ -132,7 +133,7 @@ def over_communicator(rank: int) -> Any:
 
 def as_one_communicator(found: list[Any]) -> None:
     """Raise unless ranks have trained to the bit as those of one machine do."""
-    want = collectives.spawn(over_communicator, len(found), timeout=10)
+    want = collectives.spawn(over_communicator, len(found), timeout=60)
     for mine, its in zip(found, want, strict=True):
         assert not isinstance(mine, str), mine
         for a, b in zip(mine, its, strict=True):

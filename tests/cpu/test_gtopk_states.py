@@ -79,9 +79,9 @@ def go_on(rank: int, path: Path, spec: GTopK, options: dict[str, Any], late: boo
 def test_training_goes_on_to_the_bit(options: dict[str, Any], tmp_path: Path) -> None:
     """In other processes, also after steps of another training."""
     spec = SPEC
-    want = collectives.spawn(begin, 3, args=(tmp_path, spec, options), timeout=10)
+    want = collectives.spawn(begin, 3, args=(tmp_path, spec, options), timeout=60)
     for late in (False, True):
-        found = collectives.spawn(go_on, 3, args=(tmp_path, spec, options, late), timeout=10)
+        found = collectives.spawn(go_on, 3, args=(tmp_path, spec, options, late), timeout=60)
         assert all(same(a, b) for a, b in zip(found, want, strict=True))
     assert int(want[0]["steps"]) == 8
     assert not same(want[0], want[1])  # residuals are a rank's own
@@ -203,12 +203,12 @@ def others(rank: int, states: list[dict[str, Any]], late: bool) -> Any:
     ("old", "new"), [(4, 3), (3, 4), pytest.param(2, 5, marks=pytest.mark.slow)]
 )
 def test_training_goes_on_with_other_ranks(old: int, new: int, tmp_path: Path) -> None:
-    collectives.spawn(some, old, args=(tmp_path,), timeout=10)
+    collectives.spawn(some, old, args=(tmp_path,), timeout=60)
     states = [state_of(tmp_path, rank) for rank in range(old)]
     made = resharded([state["optimizer"] for state in states], new)
     given = [{"model": states[0]["model"], "optimizer": one} for one in made]
     for late in (False, True):
-        found = collectives.spawn(others, new, args=(given, late), timeout=10)
+        found = collectives.spawn(others, new, args=(given, late), timeout=60)
         for name in found[0]:
             if not name.startswith("residual"):
                 assert all(torch.equal(one[name], found[0][name]) for one in found)
@@ -219,7 +219,7 @@ def test_training_goes_on_with_other_ranks(old: int, new: int, tmp_path: Path) -
 
 
 def test_a_single_rank_cannot_take_what_was_not_sent(tmp_path: Path) -> None:
-    collectives.spawn(some, 4, args=(tmp_path,), timeout=10)
+    collectives.spawn(some, 4, args=(tmp_path,), timeout=60)
     states = [state_of(tmp_path, rank)["optimizer"] for rank in range(4)]
     with pytest.raises(CollectiveError, match="a single rank trains without an exchange"):
         resharded(states, 1)
@@ -240,7 +240,7 @@ def frozen(rank: int) -> list[bool]:
 
 
 def test_residuals_of_frozen_parameters_stay() -> None:
-    assert collectives.spawn(frozen, 2, timeout=10) == [[True, True]] * 2
+    assert collectives.spawn(frozen, 2, timeout=60) == [[True, True]] * 2
 
 
 @case

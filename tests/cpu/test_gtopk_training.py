@@ -54,7 +54,7 @@ def as_the_reference(rank: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_training_is_the_references_to_the_bit(size: int) -> None:
-    collectives.spawn(as_the_reference, size, timeout=20)
+    collectives.spawn(as_the_reference, size, timeout=60)
 
 
 @case
@@ -88,7 +88,7 @@ def as_dense(rank: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_what_sends_everything_trains_as_dense(size: int) -> None:
-    collectives.spawn(as_dense, size, timeout=20)
+    collectives.spawn(as_dense, size, timeout=60)
 
 
 @case

@@ -44,7 +44,7 @@ class Transport:
 
     def wait(self) -> None:
         self.waits.set()
-        assert self.may_end.wait(10)
+        assert self.may_end.wait(60)
 
 
 def test_lanes_that_end_send_nothing_twice() -> None:
@@ -63,7 +63,7 @@ def test_lanes_that_end_send_nothing_twice() -> None:
         lanes.ready(unit)
     for unit in range(2):
         assert [*lanes.arrivals(unit)] == [arena.slots[unit].nbytes]
-    assert transport.waits.wait(10)
+    assert transport.waits.wait(60)
     ends = threading.Timer(0.2, transport.may_end.set)
     ends.start()
     lanes.close()
@@ -83,7 +83,7 @@ class Steps:
         pass
 
     def average(self, lane: int, x: torch.Tensor) -> None:
-        assert self.may_end.acquire(timeout=10)
+        assert self.may_end.acquire(timeout=60)
 
 
 def test_a_unit_arrives_by_its_first_bytes() -> None:

@@ -118,10 +118,10 @@ def pulls(rank: int, count: int) -> list[bool]:
 @pytest.mark.parametrize("size", [2, 4])
 def test_large_calls_read_the_other_ranks_memory(size: int) -> None:
     enough = -(-PULL_BYTES // 8)
-    for found in collectives.spawn(pulls, size, args=(enough,), timeout=20):
+    for found in collectives.spawn(pulls, size, args=(enough,), timeout=60):
         assert found == [True] * 12
     few = PULL_BYTES // 8 // size - 2
-    for found in collectives.spawn(pulls, size, args=(few,), timeout=20):
+    for found in collectives.spawn(pulls, size, args=(few,), timeout=60):
         assert found == [False] * 12
 
 
@@ -142,7 +142,7 @@ def refused(rank: int, how: str) -> list[bool]:
 
 @pytest.mark.parametrize("how", ["at once", "later"])
 def test_ranks_that_cannot_read_use_slots(how: str) -> None:
-    for *found, known in collectives.spawn(refused, 3, args=(how,), timeout=20):
+    for *found, known in collectives.spawn(refused, 3, args=(how,), timeout=60):
         assert found == [False] * 6 + [True] * 6 and known  # shared memory can be read
 
 
@@ -165,7 +165,7 @@ def in_place(rank: int) -> list[bool]:
 
 
 def test_an_input_that_is_overwritten_is_not_read() -> None:
-    assert collectives.spawn(in_place, 3, timeout=20) == [[False, True] * 2] * 3
+    assert collectives.spawn(in_place, 3, timeout=60) == [[False, True] * 2] * 3
 
 
 # ---- uneven calls ----------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def changing(rank: int, seed: int) -> int:
 
 @pytest.mark.parametrize(("size", "seed"), [*product((2, 3), (0, 1))])
 def test_sizes_that_change_are_exchanged_again(size: int, seed: int) -> None:
-    assert collectives.spawn(changing, size, args=(seed,), timeout=20) == [1] * size
+    assert collectives.spawn(changing, size, args=(seed,), timeout=60) == [1] * size
 
 
 def without_bytes(rank: int) -> None:
@@ -217,7 +217,7 @@ def without_bytes(rank: int) -> None:
 
 
 def test_rows_of_no_bytes_are_counted() -> None:
-    collectives.spawn(without_bytes, 2, timeout=10)
+    collectives.spawn(without_bytes, 2, timeout=60)
 
 
 def on_lanes(rank: int) -> None:
@@ -235,7 +235,7 @@ def on_lanes(rank: int) -> None:
 
 
 def test_assumed_sizes_on_lanes() -> None:
-    collectives.spawn(on_lanes, 2, timeout=10)
+    collectives.spawn(on_lanes, 2, timeout=60)
 
 
 def one_reads_anew(rank: int) -> int:
@@ -249,7 +249,7 @@ def one_reads_anew(rank: int) -> int:
 
 
 def test_nobody_assumes_sizes_that_one_rank_reads_anew() -> None:
-    made = collectives.spawn(one_reads_anew, 2, timeout=10)
+    made = collectives.spawn(one_reads_anew, 2, timeout=60)
     assert made[0] == made[1] < 2 * 300 + 10
 
 
@@ -275,7 +275,7 @@ def repeated(rank: int) -> list[str]:
 
 
 def test_a_rank_that_changes_its_mind_is_told() -> None:
-    first, second = collectives.spawn(repeated, 2, timeout=10)
+    first, second = collectives.spawn(repeated, 2, timeout=60)
     assert "out_splits of rank 1 says [2, 5] rows come, by rank" in first[0] + second[0]
     assert "in_splits must be 2 integers >= 0" in first[1] and "refused its" in second[1]
     for at, words in ((2, "alltoall("), (3, "barrier")):

@@ -149,13 +149,13 @@ def _peer_dies(rank: int) -> str:
     queue = get_default().allreduce_queue(np.zeros(1 << 20, np.float32), [1 << 19, 1 << 19])
     start = time.monotonic()
     error = failure(lambda: queue.dequeue(0))
-    assert time.monotonic() - start < 25 and error is not None
+    assert time.monotonic() - start < 100 and error is not None
     raise error
 
 
 def test_who_waits_for_a_layer_is_told_that_a_peer_died() -> None:
     with pytest.raises(CollectiveError, match=r"rank 1"):
-        collectives.spawn(_peer_dies, 3)
+        collectives.spawn(_peer_dies, 3, timeout=200)
 
 
 # ---- on GPUs ------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def _two_at_once(rank: int, order: tuple[int, ...]) -> bool:
 def test_two_queues_at_once(machine: Machine, virtual: bool, order: tuple[int, ...]) -> None:
     found = collectives.spawn(
         _two_at_once, 3, args=(order,), device="cuda:0", virtual=virtual, topology="mesh-3",
-        timeout=5,
+        timeout=60,
     )  # fmt: skip
     assert found == [True] * 3
 

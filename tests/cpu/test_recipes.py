@@ -27,7 +27,7 @@ def test_a_recipe_trains(package: str, script: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
          str(path)],
-        capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path,
+        capture_output=True, text=True, timeout=280, check=False, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

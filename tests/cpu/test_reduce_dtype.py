@@ -51,7 +51,7 @@ def averages(rank: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_gradients_are_rounded_once_on_each_rank(size: int) -> None:
-    collectives.spawn(averages, size, timeout=10, order="fixed")
+    collectives.spawn(averages, size, timeout=60, order="fixed")
 
 
 def trained(rank: int) -> None:
@@ -65,7 +65,7 @@ def trained(rank: int) -> None:
 
 
 def test_ranks_stay_alike() -> None:
-    collectives.spawn(trained, 2, timeout=10)
+    collectives.spawn(trained, 2, timeout=60)
 
 
 def refused(rank: int) -> None:
@@ -84,4 +84,4 @@ def refused(rank: int) -> None:
 
 
 def test_what_is_refused() -> None:
-    collectives.spawn(refused, 2, timeout=10)
+    collectives.spawn(refused, 2, timeout=60)

@@ -64,7 +64,7 @@ def repeated(rank: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_calls_from_one_tensor_into_another(size: int) -> None:
-    collectives.spawn(repeated, size, timeout=20)
+    collectives.spawn(repeated, size, timeout=60)
 
 
 def rooted(rank: int) -> None:
@@ -110,11 +110,11 @@ def rooted(rank: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_gather_and_scatter(size: int) -> None:
-    collectives.spawn(rooted, size, timeout=20)
+    collectives.spawn(rooted, size, timeout=60)
 
 
 def test_gather_and_scatter_over_ranks_that_forward() -> None:
-    collectives.spawn(rooted, 4, "ring-4", timeout=20)
+    collectives.spawn(rooted, 4, "ring-4", timeout=60)
 
 
 def rooted_badly(rank: int) -> list[str]:
@@ -132,7 +132,7 @@ def rooted_badly(rank: int) -> list[str]:
 
 
 def test_wrong_gathers_and_scatters_are_told() -> None:
-    first, second = collectives.spawn(rooted_badly, 2, timeout=20)
+    first, second = collectives.spawn(rooted_badly, 2, timeout=60)
     words = ("gather(4 x", "root must be an integer from 0 to 1, not 2",
              "out must be of shape (2, 2)", "scatter needs out on rank 1: its root is 0",
              "scatter splits rows over 2 ranks", "scatter(6 x float64, root 0)", "2.0")  # fmt: skip
@@ -168,7 +168,7 @@ def beside(rank: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_results_in_the_memory_of_the_input(size: int) -> None:
-    collectives.spawn(beside, size, timeout=20)
+    collectives.spawn(beside, size, timeout=60)
 
 
 def of_another_shape(rank: int) -> None:
@@ -192,7 +192,7 @@ def of_another_shape(rank: int) -> None:
 
 
 def test_tensors_of_another_shape_are_checked_as_in_a_first_call() -> None:
-    collectives.spawn(of_another_shape, 2, timeout=10)
+    collectives.spawn(of_another_shape, 2, timeout=60)
 
 
 def uneven(rank: int) -> None:
@@ -217,7 +217,7 @@ def uneven(rank: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_uneven_parts_of_which_some_are_empty(size: int) -> None:
-    collectives.spawn(uneven, size, timeout=10)
+    collectives.spawn(uneven, size, timeout=60)
 
 
 def moved_before_its_turn(rank: int) -> float:
@@ -233,4 +233,4 @@ def moved_before_its_turn(rank: int) -> float:
 
 
 def test_a_call_works_on_the_memory_that_a_tensor_has_when_its_turn_comes() -> None:
-    assert collectives.spawn(moved_before_its_turn, 2, timeout=10) == [10.0, 10.0]
+    assert collectives.spawn(moved_before_its_turn, 2, timeout=60) == [10.0, 10.0]

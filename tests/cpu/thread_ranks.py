@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from linkweave.collectives.sparse.linked import linked_allreduce
 from linkweave.collectives.training.transport import share_of
 
-DEADLINE = 30  # seconds
+DEADLINE = 100  # seconds
 
 
 class Hub:

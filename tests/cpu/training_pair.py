@@ -33,7 +33,7 @@ class Cases(list[Callable[[int], None]]):
         return function
 
     def run(self, body: Callable[[int], None]) -> None:
-        collectives.spawn(body, SIZE, timeout=8)
+        collectives.spawn(body, SIZE, timeout=60)
 
 
 def net(dtype: torch.dtype = torch.float64) -> nn.Sequential:

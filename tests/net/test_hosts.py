@@ -30,7 +30,7 @@ def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
 
 def result(process: subprocess.Popen[str]) -> Any:
     """What a rank returned."""
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=280)
     lines = output.splitlines()
     assert process.returncode == 0, output
     return json.loads(lines[-1])
@@ -67,7 +67,7 @@ def test_a_link_that_goes_down_is_named(hosts: Hosts) -> None:
     hosts.link(1, "down")
     start = time.monotonic()
     said = [result(rank) for rank in ranks]
-    assert time.monotonic() - start < 25
+    assert time.monotonic() - start < 100
     for rank, words in enumerate(said):
         away = "host1 (rank 2)" if rank < 2 else "host0 (ranks 0, 1)"
         assert words.startswith(f"CollectiveTimeout: rank {rank}, allreduce("), said
@@ -91,7 +91,7 @@ def test_the_network_is_measured(hosts: Hosts, tmp_path: Path) -> None:
     out = tmp_path / "map.json"
     command = ["-m", "linkweave.bench.cli", "bench", "network", "-r", "1", "-b", "1K", "-e", "1M"]
     ranks = hosts.ranks((1, 2), [*command, "--out", str(out)])
-    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    outputs = [rank.communicate(timeout=280)[0] for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks), outputs
     rows = [line.split() for line in outputs[0].splitlines() if line.startswith("allreduce")]
     assert [int(row[1]) // 12 for row in rows] == [(1 << at) // 12 for at in range(10, 21, 2)]

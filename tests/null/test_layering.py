@@ -293,7 +293,7 @@ def test_planning_needs_nothing_heavy(statement: str) -> None:
         capture_output=True,
         check=False,
         text=True,
-        timeout=60,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"

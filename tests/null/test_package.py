@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 def run(*words: str, cwd: Path, **env: str) -> str:
     done = subprocess.run(
-        words, cwd=cwd, capture_output=True, text=True, check=False, timeout=120,
+        words, cwd=cwd, capture_output=True, text=True, check=False, timeout=280,
         env={"PATH": "/usr/bin:/bin", "PIP_NO_INDEX": "1", **env},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
