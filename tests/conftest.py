@@ -6,8 +6,17 @@ import gc
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from linkweave.collectives.calls import plan_store
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`make test` draws the same examples each time; all tests draw others. A busy machine may take
+    long for one."""
+    quick = config.getoption("markexpr") == "not slow"
+    settings.register_profile("ours", deadline=None, derandomize=quick)
+    settings.load_profile("ours")
 
 
 @pytest.fixture(autouse=True, scope="session")

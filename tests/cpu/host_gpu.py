@@ -400,6 +400,7 @@ class Image:
         self.segments: list[np.ndarray] = []
         self.addresses: list[tuple[int, int]] = []
         self.launches: list[tuple[int, ...]] = []
+        self.seconds = 0.0  # which the launches of the last `run` took
 
     def add(self, array: np.ndarray, pointers: Sequence[str] = ()) -> int:
         """A segment with the array's bytes; returns its address. `pointers`: fields of addresses
@@ -441,6 +442,7 @@ class Image:
             )  # fmt: skip
             if done.returncode:
                 return done
+            self.seconds = float(done.stdout)
             raw = np.fromfile(paths[1], np.uint8)
         stops = np.cumsum([s.size for s in self.segments])
         return np.split(raw, stops[:-1])

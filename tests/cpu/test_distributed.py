@@ -43,7 +43,7 @@ def run(
                 pretend(rank, machines)
             dist.init_process_group(
                 backend, init_method=f"file://{folder}/store", rank=rank, world_size=size,
-                timeout=timedelta(seconds=20),
+                timeout=timedelta(seconds=200),
             )  # fmt: skip
             found = body(rank, *args)
             dist.destroy_process_group()
@@ -105,7 +105,7 @@ def movements(rank: int, size: int, group: Any) -> list[torch.Tensor]:
     last = size - 1  # a root other than 0, results that are not contiguous
     late = [torch.zeros(3, 2).t() for _ in range(size)]
     work = dist.gather(x, late if rank == last else None, last, group=group, async_op=True)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not work.is_completed():  # which says that the result is there
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -400,7 +400,7 @@ def lose(rank: int, what: str) -> str:
 def test_a_rank_that_is_lost_is_named(what: str, words: str) -> None:
     start = time.monotonic()
     found = run(3, lose, what)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 100  # of 200
     for rank in (0, 2):
         assert re.search(words, found[rank]), found
 

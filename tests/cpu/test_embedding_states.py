@@ -201,12 +201,12 @@ def alone(kind: str, saved: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", [*SPARSE, "one"])
 def test_training_is_resumed(kind: str) -> None:
     """To the bit on the same ranks; on others, and in one process, as it would have gone on."""
-    found = collectives.spawn(whole, 2, args=(kind,), timeout=20)
+    found = collectives.spawn(whole, 2, args=(kind,), timeout=60)
     saved, end = found[0]
     for (_, mine), (_, its) in zip(saved[1], found[1][0][1], strict=False):
         assert mine == its
     for size in (2, 3, 1):
-        again = collectives.spawn(resumed, size, args=(kind, saved), timeout=20)
+        again = collectives.spawn(resumed, size, args=(kind, saved), timeout=60)
         assert same(again[0], end) or size != 2
         assert apart(again[0], end) < 1e-12
     assert apart(alone(kind, saved), end) < 1e-12

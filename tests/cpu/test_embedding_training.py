@@ -54,7 +54,7 @@ def test_training_is_that_of_one_process(
     size: int, cases: list[tuple[str, str]], steps: int
 ) -> None:
     """Eight ranks have five columns: some have none."""
-    collectives.spawn(as_one_process, size, args=(cases, steps), timeout=20)
+    collectives.spawn(as_one_process, size, args=(cases, steps), timeout=60)
 
 
 def by_schedule(rank: int, made: Any) -> None:
@@ -71,7 +71,7 @@ def by_schedule(rank: int, made: Any) -> None:
 def test_schedules_change_nothing() -> None:
     made = [(policy, chained) for policy in ("c-cube", "us-byte", "wfbp", "asc-wfbp")
             for chained in (True, False)]  # fmt: skip
-    collectives.spawn(by_schedule, 2, args=(made,), timeout=20, order="fixed")
+    collectives.spawn(by_schedule, 2, args=(made,), timeout=60, order="fixed")
 
 
 def measured(rank: int) -> None:
@@ -83,7 +83,7 @@ def measured(rank: int) -> None:
 
 
 def test_schedules_that_are_measured() -> None:
-    collectives.spawn(measured, 2, timeout=20)
+    collectives.spawn(measured, 2, timeout=60)
 
 
 def as_float32(rank: int) -> None:
@@ -98,7 +98,7 @@ def as_float32(rank: int) -> None:
 
 
 def test_float32() -> None:
-    collectives.spawn(as_float32, 3, timeout=20)
+    collectives.spawn(as_float32, 3, timeout=60)
 
 
 # ---- initial values ------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def initial(rank: int, make: Make) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 7])
 def test_initial_values_are_those_of_one_process(size: int) -> None:
-    collectives.spawn(initial, size, args=(lstm,), timeout=20)
+    collectives.spawn(initial, size, args=(lstm,), timeout=60)
 
 
 @pytest.mark.parametrize("rows", [64, 65, 70, 127, 128, 129, 199])

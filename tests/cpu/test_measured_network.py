@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from typing import Any
 
 import pytest
 import torch
 
+from linkweave.collectives.training import measured_network
 from linkweave.collectives.training.measured_network import measure_network
 
+STARTUP, PACE, GAMMA = 4e-3, 2e-8, 1.25
 
-class Sleeps:
-    """A transport whose averages take a start-up and some seconds a byte."""
+
+class Clock(threading.local):
+    """Each thread has a time of its own, so that two averages can take theirs at once."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Timed:
+    """A transport whose averages take a start-up and some seconds a byte: more for half of the
+    `whole` bytes, which are sent on two lanes at once."""
 
     size = 2
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock, whole: int) -> None:
         self.calls: list[tuple[int, int]] = []
+        self._clock, self._whole = clock, whole
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(count, dtype=dtype, device=device)
@@ -27,16 +41,20 @@ class Sleeps:
 
     def average(self, lane: int, x: torch.Tensor) -> None:
         self.calls.append((lane, x.nbytes))
-        time.sleep(4e-3 + 2e-8 * x.nbytes)
+        crowding = GAMMA if 2 * x.nbytes == self._whole else 1.0
+        self._clock.now += STARTUP + PACE * crowding * x.nbytes
 
 
 @pytest.mark.parametrize("count", [1, 1000, 1 << 20])
-def test_a_network_that_sleeps(count: int) -> None:
-    transport: Any = Sleeps()
+def test_a_network_of_known_speed(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(measured_network, "time", clock)
+    transport: Any = Timed(clock, 4 * count)
     network = measure_network(transport, torch.zeros(count), transport.average)
-    # sleeps are never shorter, and on a busy machine longer
-    assert 3.9e-3 < network.startup_s < 0.1
+    assert network.startup_s == pytest.approx(STARTUP, rel=0.02)
     assert network.overhead_s == 0
     if count > 1000:
-        assert 1.5e-8 < network.seconds_per_byte < 1e-7
-        assert 1 <= network.gamma < 1.5  # two sleep at once
+        assert network.startup_s == pytest.approx(STARTUP)
+        assert network.seconds_per_byte == pytest.approx(PACE)
+        assert network.gamma == pytest.approx(GAMMA)
+        assert transport.calls.count((1, 2 * count)) == transport.calls.count((0, 2 * count)) > 0

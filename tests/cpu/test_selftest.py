@@ -32,6 +32,7 @@ def named(words: str, gpus: int = 1) -> selftest.Test:
     return found
 
 
+@pytest.mark.timeout(1800)  # it takes most of a minute where nothing else runs
 def test_cpu_ranks_pass(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     done = CliRunner().invoke(app, ["selftest", "--gpus", "none", "--report", str(path)])
@@ -160,6 +161,7 @@ def left_out(*_: Any) -> Result:
 
 
 @needs_compiler
+@pytest.mark.timeout(1800)
 def test_gpus_made_of_threads_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole command, but for what needs torch or Triton on a GPU."""
     monkeypatch.setattr(selftest, "look", lambda: {"checks": [], "gpus": 2})

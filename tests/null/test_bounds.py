@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -193,7 +194,6 @@ def least(kappa: Kappa, ranks: Sequence[int], collective: str) -> Fraction:
 DGX1_SUBSETS = [some for n in range(2, 9) for some in combinations(range(8), n)]
 
 
-@pytest.mark.timeout(30)
 def test_every_subset_of_the_dgx1_against_all_partitions() -> None:
     assert len(DGX1_SUBSETS) == 247
     dgx1 = load("dgx1-v100")
@@ -227,11 +227,12 @@ UNJOINED = sum(
 )  # fmt: skip
 
 
-@pytest.mark.timeout(10)
 def test_every_subset_of_the_dgx1_takes_seconds() -> None:
     bound.cache_clear()
+    begun = time.process_time()
     for some in DGX1_SUBSETS:
         assert 0 < allreduce_bound(load("dgx1-v100").subset(some)) < float("inf")
+    assert time.process_time() - begun < 10  # others' use of the cores does not count
 
 
 def random_network(seed: int, two_way: bool) -> Topology:

@@ -66,6 +66,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return Outcomes(chosen, tmp_path_factory.mktemp("habits"))
 
 
+@pytest.mark.timeout(1800)  # the first test of a mode runs all of its habits
 @pytest.mark.parametrize(("size", "name", "mode"), ROWS)
 def test_a_habit(size: int, name: str, mode: str, outcomes: Outcomes, record_property: Any) -> None:
     one = HABITS[name]

@@ -6,7 +6,8 @@
 //   segments, then for each its size and bytes; addresses, then (segment, offset) of each;
 //   launches, then for each the segment of its Launch, blocks, threads, dtype, op.
 // Then every segment is written back, in order, to the second file. With a third argument the
-// abort word, the first one of that segment, is raised after 100 ms. `--layout` prints layouts.
+// abort word, the first one of that segment, is raised after 100 ms. It prints how many seconds the
+// launches took; with `--layout`, layouts.
 #include <chrono>
 #include <cstddef>
 #include <cstdio>
@@ -97,6 +98,7 @@ int main(int argc, char** argv) {
             std::this_thread::sleep_for(std::chrono::milliseconds(100));
             st_release_sys(word, 1);
         });
+    const auto start = std::chrono::steady_clock::now();
     const u64 launches = image.number();
     for (u64 n = 0; n < launches; ++n) {
         const u64 segment = image.number(), blocks = image.number(), threads = image.number();
@@ -108,6 +110,8 @@ int main(int argc, char** argv) {
 #endif
         shim::launch(blocks, threads, [&] { kernels[dtype][op](launch); });
     }
+    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
+    std::printf("%.9f\n", taken.count());
     if (aborting.joinable()) aborting.join();
     std::ofstream out(argv[2], std::ios::binary);
     for (size_t i = 0; i < segments.size(); ++i)
