@@ -45,7 +45,7 @@ class Methods:
         async_op: return a `Work` at once. Calls keep their order. On a GPU the call runs on a side
             stream, for which `Work.wait` makes the current stream wait.
         algorithm: "auto", a name, or a function from a topology to an `Algorithm`; the same on all
-            ranks. Only "auto" is allowed with order="fixed".
+            ranks. Only "auto" is allowed with order="fixed", and on several machines.
 
         Returns `out`, which is None for a call in place, or a `Work`. On a GPU the call is enqueued
         on the current stream.
@@ -166,8 +166,8 @@ class Methods:
             of ranks, and each rank gets the same number of rows, in rank order.
         in_splits: number of rows to send to each rank. CPU tensors only.
         out_splits: number of rows to receive from each rank; if given, they are checked. The ranks
-            exchange their splits; where two calls in a row have had those of earlier calls, each
-            assumes that the next one has, and they exchange them if it has not.
+            exchange their splits; on one machine, where two calls in a row have had those of
+            earlier calls, each assumes that the next one has, and they exchange them if it has not.
         out, async_op: as in `allgather`.
 
         Returns a tensor of the shape of `x`, in rank order; with splits, of shape (rows received,
@@ -179,8 +179,6 @@ class Methods:
         again = partial(self._moved, "alltoall", x, out, splits=splits)
         if even:
             return self._call(again, async_op, x, operations.divided, "alltoall", x, "sum", out)
-        if gpu_of(x) is not None:
-            raise CollectiveError("alltoall with splits takes CPU tensors only")
         return self._call(again, async_op, x, rows.alltoallv, x, out, in_splits, out_splits)
 
     def barrier(self) -> None:

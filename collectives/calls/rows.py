@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
 from linkweave.collectives.calls.aliasing import refuse_overlaps
+from linkweave.collectives.calls.gpu_work import GpuContext
 from linkweave.collectives.calls.host import HostCalls, Uneven
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.runtime.buffer import Buffer
@@ -20,6 +21,8 @@ from linkweave.topology.checks import integer
 def alltoallv(context: HostCalls, x: Any, out: Any, in_splits: Any, out_splits: Any) -> Any:
     """All-to-all with uneven splits, of CPU tensors, which the ranks exchange first."""
     with context.sharing_errors():
+        if isinstance(context, GpuContext):
+            raise CollectiveError("alltoall with splits takes CPU tensors only")
         buffer, _ = context.buffer(x, written=False)
         row = row_bytes(x, buffer)
         sends = rows_sent(x, in_splits, context.size)
@@ -32,22 +35,29 @@ def alltoallv(context: HostCalls, x: Any, out: Any, in_splits: Any, out_splits: 
         raise CollectiveError(
             f"the ranks' rows differ: {list(widths)} bytes of {list(dtypes)}, by rank"
         )
-    return exchange(context, x, splits, out, out_splits, (key, expected))
+    return _moved(context, x, buffer, splits, out, out_splits, (key, expected))
 
 
-def exchange(
-    context: Any, x: Any, splits: Any, out: Any = None, out_splits: Any = None, known: Any = None
-) -> Any:
-    """All-to-all of `splits[src][dst]` rows from rank `src` to rank `dst`, as all ranks know.
-    `known`: what the ranks remember such calls by, and the checksums that they have remembered."""
+def exchange(context: Any, x: Any, counts: Any) -> Any:
+    """All-to-all of `counts[src][dst]` rows from rank `src` to rank `dst`, as all ranks know."""
     with context.sharing_errors():
-        rank, size = context.rank, context.size
-        if len(splits) != size:
-            raise CollectiveError(f"counts must be of {size} ranks, not {len(splits)}")
-        splits = [row_counts("counts", split, size) for split in splits]
+        size = context.size
+        if len(counts) != size:
+            raise CollectiveError(f"counts must be of {size} ranks, not {len(counts)}")
+        splits = [row_counts("counts", split, size) for split in counts]
+        rows_sent(x, splits[context.rank], size)
         buffer, _ = context.buffer(x, written=False)
-        row, receives = row_bytes(x, buffer), [split[rank] for split in splits]
-        rows_sent(x, splits[rank], size)
+    return _moved(context, x, buffer, splits)
+
+
+def _moved(
+    context: Any, x: Any, buffer: Buffer, splits: Sequence[Sequence[int]], out: Any = None,
+    out_splits: Any = None, known: Any = None,
+) -> Any:  # fmt: skip
+    """`known`: what the ranks remember such calls by, and the checksums that they remember."""
+    with context.sharing_errors():
+        rank, size, row = context.rank, context.size, row_bytes(x, buffer)
+        receives = [split[rank] for split in splits]
         if out_splits is not None and row_counts("out_splits", out_splits, size) != receives:
             raise CollectiveError(
                 f"out_splits of rank {rank} says {list(out_splits)} rows come, by rank; the ranks "

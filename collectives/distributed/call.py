@@ -46,7 +46,9 @@ class Along:
     def parts(self, rows: Any) -> list[Any]:
         """What each machine gets of `rows` of bytes, one of each local rank."""
         of, machines = self._combined(rows) if self.op else rows, range(len(self.lengths))
-        return [(self.part(of, m) if self.part else of).view(-1) for m in machines]
+        if self.part is None:
+            return [of.view(-1)] * len(machines)
+        return [self.part(of, m).view(-1) for m in machines]
 
     def merged(self, came: Sequence[Any], size: int) -> Any:
         """The bytes of what `came` from each machine, combined for `size` ranks if there is an

@@ -1,5 +1,5 @@
-"""One rank's calls on several machines, as `calls.operations` make them: all ranks compare each
-call before its result can be read."""
+"""One rank's calls on several machines, as `calls.operations` make them: ranks compare a call with
+those that they hear from before its result can be read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from linkweave.collectives.distributed.connections import Connections
 from linkweave.collectives.distributed.flat import flat_over
 from linkweave.collectives.distributed.gloo import timed_out
 from linkweave.collectives.distributed.kinds import call_of
-from linkweave.collectives.distributed.roll_call import GRACE, Notice, RollCall
+from linkweave.collectives.distributed.roll_call import GRACE, MOST_OPEN, Notice, RollCall
 from linkweave.collectives.distributed.sparse import SparseCluster
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.runtime.buffer import Buffer
@@ -34,7 +34,8 @@ LONGER = 1.0
 """Seconds by which a rank waits longer for those of its machine than for data of other machines,
 and the first ranks for each other's notices once more: who knows more speaks first."""
 
-_ALLREDUCES = operations.allreduce_list, operations.queued
+_VERBS = {"allreduce_list": "allreduce", "queued": "allreduce_queue", "alltoallv": "alltoall"}
+_ALLREDUCES = "allreduce", "allreduce_queue"
 _NOTHING = torch.zeros(0, dtype=torch.uint8)
 
 
@@ -50,6 +51,8 @@ class ClusterCalls:
         self.compares_allreduces = True
         self.ended = ""  # why no call can be made
         self._roll_call, self._asked, self._compares = roll_call, "", True
+        self._one_way = 0  # calls in a row
+        self.leaves = False  # whether this rank has failed, and waits for nobody
         self._trace = Trace(self.rank)
         # for this machine's first rank, which may compare a call twice
         self._patience = 2 * (timeout + 2 * LONGER) + GRACE + LONGER
@@ -59,11 +62,9 @@ class ClusterCalls:
     def carry_out(self, body: Callable[..., Any], *args: Any) -> Any:
         """Run `body(self, *args)`, which makes calls."""
         self.check()
-        kind = args[0] if body is operations.into or body is operations.divided else body.__name__
-        self._asked = kind
-        self._compares = self.compares_allreduces or not (
-            body in _ALLREDUCES or kind == "allreduce"
-        )
+        of_kind = body in (operations.into, operations.divided)
+        self._asked = args[0] if of_kind else _VERBS.get(body.__name__, body.__name__)
+        self._compares = self.compares_allreduces or self._asked not in _ALLREDUCES
         return body(self, *args)
 
     @contextmanager
@@ -102,6 +103,9 @@ class ClusterCalls:
     def gather(self, what: str, payload: bytes) -> list[bytes]:
         """All ranks' payloads, padded with blanks, by rank; `what` is compared."""
         width = 64 + 24 * self.size  # a number of each rank, and a few words
+        with self.sharing_errors():
+            if len(payload) > width:
+                raise CollectiveError(f"{what}: {payload[:40]!r}... is longer than {width} bytes")
         mine = torch.frombuffer(bytearray(payload.ljust(width)), dtype=torch.uint8)
         every = torch.empty(self.size * width, dtype=torch.uint8)
         request = Request("allgather", as_buffer(every)[0])
@@ -118,7 +122,8 @@ class ClusterCalls:
         self._make(request, flat_over(given), None if result is None else flat_over(result))
 
     def _make(self, request: Request, x: Any, out: Any) -> None:
-        call = call_of(self.links, request, x, out)
+        with self.sharing_errors():
+            call = call_of(self.links, request, x, out)
         name = label(request.kind, "along" if call.along else "network", request.buffer.nbytes)
         with self._trace.call(name):
             start = time.monotonic()
@@ -142,7 +147,7 @@ class ClusterCalls:
             if compared:
                 return call.along.end(came) if call.along else call.body()
             refused = f"rank {self.rank}: {mine}" if mine else ""
-            outcome = self._asked_around(self._machines_notice(Notice(call.asked, refused)))
+            outcome = self._asked_around(self._machines_notice(Notice(call.asked, refused=refused)))
         except Exception as error:
             self._let_go(error, outer)
             raise self._end(self._told(call.asked, error)) from error
@@ -152,7 +157,7 @@ class ClusterCalls:
             self.abort(INTERRUPTED)
             raise
         if outcome.failed:
-            raise self._end(outcome)
+            raise self._end(outcome) from mine
         raise mine or CollectiveError(outcome.refused)
 
     def _compared(self, call: Call, mine: Exception | None) -> tuple[bool, Any]:
@@ -162,24 +167,33 @@ class ClusterCalls:
         if mine:
             machine.refuse(mine)
             return False, None
+        if call.source is None and call.target is None:
+            self._one_way = 0
+        elif self._one_way < MOST_OPEN:
+            self._one_way += 1
+        else:
+            call, self._one_way = replace(call, source=None, target=None), 0
         hears, alone = call.target in (None, index), self.machine.size == 1
-        given = along.given.view(torch.uint8) if along else _NOTHING
+        sends = along and call.source in (None, index)
+        given = along.given.view(torch.uint8) if along and sends else _NOTHING
         rows = given.view(1, -1)
         told = torch.zeros((along.nbytes if along and hears else 0) + 1, dtype=torch.uint8)
         try:
-            if call.source in (None, index) and not alone:
+            if not alone:
                 rows = given.new_empty((self.machine.size if self._roll_call else 0, given.numel()))
                 result = rows.numpy() if len(rows) else None
                 machine.meet("gather", given.numpy(), call.word, result)
             if self._roll_call is not None:
-                with machine.control.alive():
+                with machine.control.alive(self._roll_call.remind):
                     merged = self._compared_by_machines(self._roll_call, call, rows)
-                    if merged is not None:
+                    if merged is not None and hears:
                         told[:-1], told[-1] = merged, 1
+                if merged is None and not hears:  # nobody else here waits to hear of it
+                    raise RuntimeError(self._roll_call.trouble)
             if not hears:
                 return True, _NOTHING
             if not alone:
-                machine.meet("broadcast", told.numpy(), call.word)
+                machine.meet("broadcast", told.numpy())
         except CollectiveError:
             if machine.health.broken:
                 raise
@@ -190,7 +204,8 @@ class ClusterCalls:
         """What the ranks of this machine get, unless another machine makes another call: then
         None."""
         along = call.along
-        parts, lengths = (along.parts(rows), along.lengths) if along else ((), ())
+        parts = along.parts(rows) if along and call.source in (None, self.links.index) else ()
+        lengths = along.lengths if along else ()
         came = roll.compare(call, parts, lengths)
         if along is None or came is None or call.target not in (None, self.links.index):
             return None if came is None else _NOTHING
@@ -280,15 +295,17 @@ class ClusterCalls:
         self.machine.calls.health.check()
 
     def finish(self) -> None:
-        """Wait for machines that have not heard from this one. Raises CollectiveError if calls
-        differ."""
-        if self._roll_call and not self.ended:
-            with self.machine.calls.control.alive():
-                if refused := self._roll_call.finish():
-                    raise CollectiveError(f"rank {self.rank}: {refused}")
+        """Wait until other machines have received what this one sent. Raises CollectiveAborted."""
+        if self._roll_call and not self.ended and not self.leaves:
+            try:
+                with self.machine.calls.control.alive():
+                    self._roll_call.finish()
+            except RuntimeError as error:
+                raise CollectiveAborted(f"rank {self.rank}: {error}", rank=self.rank) from error
 
     def abort(self, why: int) -> None:
         """Make this machine's calls raise CollectiveAborted, and let the other machines notice."""
+        self.ended = self.ended or "it was aborted"
         self.machine.abort(why)
         self.links.disconnect()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import count
@@ -38,9 +37,10 @@ class ClusterCommunicator(Methods):
     the same local rank on the other machines, over torch.distributed (None for a rank whose local
     rank some machine does not have). All ranks compare what they ask for before a result can be
     read; if that differs, each raises CollectiveError. Of a short broadcast, scatter, gather or
-    reduce, only who hears from another machine compares it then; all do with the next call, or
-    when they close, and if it differs, the communicator has ended. If a rank dies or a machine
-    cannot be reached, each raises CollectiveAborted or CollectiveTimeout, and it has ended too.
+    reduce, a rank compares what it hears from another machine; the others compare it in the next
+    call in which they hear from one, and the communicator has then ended. If a rank dies or a
+    machine cannot be reached, each raises CollectiveAborted or CollectiveTimeout, and it has ended
+    too.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class ClusterCommunicator(Methods):
 
     def split(self, color: int = 0) -> Any:
         """As `Communicator.split`. Returns a `Communicator` for ranks of one machine."""
-        colors = self._submit(False, None, _colors, color)
+        colors = self._submit(False, None, split, color)
         ranks = [r for r, c in enumerate(colors) if c == color]
         where = c10d.PrefixStore(f"split/{next(self._numbers)}/{color}/", self._store)
         part = self._meet(ranks.index(self.rank), len(ranks), where)
@@ -132,7 +132,7 @@ class ClusterCommunicator(Methods):
 
     def lanes(self, n: int) -> list[ClusterCommunicator]:
         """`n` communicators of all ranks, for calls that run at once, each from its own thread."""
-        n, number = self._submit(False, None, _lanes, n), next(self._numbers)
+        n, number = self._submit(False, None, lanes, n), next(self._numbers)
         made = [
             ClusterCommunicator(
                 self.rank, self.machines, lane,
@@ -168,16 +168,15 @@ class ClusterCommunicator(Methods):
     def close(self) -> None:
         """Finish asynchronous calls and free all resources; nothing in a forked process.
 
-        After a call in which a machine has not heard from all others, waits until these have come
-        as far. Raises CollectiveError if their calls differ.
+        Waits until the other machines have received what this one sent. Raises CollectiveAborted if
+        they do not.
         """
         if self.closed or self.machine.calls.health.foreign:
             return
         with ExitStack() as last:  # in reverse order; if one step fails, the others still run
             last.callback(self.machine.close)
             last.callback(self._calls.close)
-            if sys.exception() is None:
-                last.callback(self._calls.finish)
+            last.callback(self._calls.finish)
             for part in self._parts:
                 last.callback(part.close)
             last.callback(self._worker.close, self.rank)
@@ -198,22 +197,31 @@ class ClusterCommunicator(Methods):
     def __enter__(self) -> ClusterCommunicator:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind:
+            self._leave()
         self.close()
+
+    def _leave(self) -> None:
+        """This rank has failed: `close` need not wait for others."""
+        self._calls.leaves = True
+        for part in self._parts:
+            if isinstance(part, ClusterCommunicator):
+                part._leave()
 
 
 class _OfOneMachine(CollectiveError, AttributeError):
     """A method that communicators of one machine have."""
 
 
-def _colors(calls: ClusterCalls, color: Any) -> list[int]:
+def split(calls: ClusterCalls, color: Any) -> list[int]:
     """The color of every rank."""
     with calls.sharing_errors():
         mine = integer(color, "color")
     return [int(found) for found in calls.gather("split", str(mine).encode())]
 
 
-def _lanes(calls: ClusterCalls, n: Any) -> int:
+def lanes(calls: ClusterCalls, n: Any) -> int:
     with calls.sharing_errors():
         n = integer(n, "the number of lanes", 1, MOST_LANES)
     calls.make_call(Call(f"lanes({n})", lambda: None))

@@ -168,7 +168,7 @@ def _gather(links: Connections, request: Request, x: Any, out: Any) -> Call:
 def _scatter(links: Connections, request: Request, x: Any, out: Any) -> Call:
     root, ranks, out = _root(request), links.machines.ranks, out.view(torch.uint8)
     at, local = links.machines.position(root)
-    given = x.view(torch.uint8) if links.rank == root else out.new_empty(links.size * out.nbytes)
+    given = x.view(torch.uint8)  # of the root only
 
     def part(rows: Any, m: int) -> Any:
         return rows[local].view(links.size, -1)[[*ranks[m]]] if links.index == at else rows[:0]
@@ -181,6 +181,8 @@ def _scatter(links: Connections, request: Request, x: Any, out: Any) -> Call:
 
     along = None
     if goes_along(links.machines.most * out.nbytes, links.machines.count):
+        if links.index == at and links.rank != root:  # its machine gathers as much of each rank
+            given = out.new_empty(links.size * out.nbytes)
         lengths = [out.nbytes * len(links.mine) * (m == at) for m in range(len(ranks))]
         along = Along(given, lengths, finish, part)
     return Call(_asked(request), body, along, source=at)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -22,12 +22,15 @@ NOTICE = 1024
 """Bytes of a notice, padded with blanks."""
 GRACE = 5.0
 """Seconds for which a machine that has failed waits for the others to tell what they know."""
+MOST_OPEN = 64
+"""Calls in a row that go one way; then all machines compare one."""
 _TELLING = 0.2  # seconds for which a notice may wait until it is received
-_AHEAD = 8  # messages to each machine for which nobody waits
-_TEXTS = 8  # calls that a notice names
+_AHEAD = 8  # messages under way for which nobody waits, for each other machine
+_TEXTS = 3  # earlier calls that a notice names
 _PRIME = 1_000_003
-_HEAD = 16  # bytes of a frame before the values or the notice: a call's word, and what follows
-_COMPARES, _NOTES = 1, 2
+_HEAD = 16  # bytes of a frame before the values or the notice: a call's word, and what the frame is
+_COMPARES, _NOTES, _WAITS = 1, 2, 3
+_UNKNOWN = "the machines' calls differ"
 
 
 @dataclass(frozen=True)
@@ -35,27 +38,30 @@ class Notice:
     """What a machine tells the others: its call, or why there is none.
 
     asked: the call that its ranks make.
-    refused: why they do not; the communicator stays usable.
+    earlier: the last calls before it, if not all machines have compared them; the last first.
+    before: the word of all these.
+    refused: why its ranks do not make the call; the communicator stays usable.
     failed: what ended it.
     witnessed: whether the failure was seen among its own ranks, who know more than the others.
     late: whether a deadline has passed.
-    open: whether it has made calls before, which not all machines have compared.
     """
 
     asked: str = ""
+    earlier: str = ""
+    before: int = 0
     refused: str = ""
     failed: str = ""
     witnessed: bool = False
     late: bool = False
-    open: bool = False
 
     def pack(self) -> bytes:
         """The notice as JSON of at most `NOTICE` bytes; long texts are cut."""
         data, most = b"", 2 * NOTICE
+        texts = "asked", "earlier", "refused", "failed"
         while not data or len(data) > NOTICE:
             most //= 2
-            texts = {name: getattr(self, name)[:most] for name in ("asked", "refused", "failed")}
-            data = json.dumps(asdict(self) | texts).encode()
+            cut = {name: getattr(self, name)[:most] for name in texts}
+            data = json.dumps(asdict(self) | cut).encode()
         return data
 
     @staticmethod
@@ -83,13 +89,19 @@ class Answers:
     lost: dict[int, Lost]
 
     def outcome(self, mine: Notice) -> Notice:
-        """`mine` with the cause of a failure, or else with why the call is refused, if it is."""
-        if not (failed := self._cause()):
-            refused = self._refusal()
-            unsure = any(notice.open for notice in self.found.values())
-            return replace(mine, refused=refused, failed=refused if unsure else "")
-        late = any(x.late for x in self.lost.values()) or any(n.late for n in self.found.values())
-        return replace(mine, failed=failed, late=late)
+        """`mine` with the cause of a failure, or else with why the call is refused, if it is. If
+        the machines differed before this call, that is a failure."""
+        refusals = [n.refused for _, n in sorted(self.found.items()) if n.refused]
+        if cause := self._cause():
+            late = any(x.late for x in self.lost.values())
+            late = late or any(n.late for n in self.found.values())
+            return replace(mine, failed="; ".join([*refusals[:1], cause]), late=late)
+        why = refusals[0] if refusals else self._difference()
+        return replace(mine, failed=why) if self._differed else replace(mine, refused=why)
+
+    @property
+    def _differed(self) -> bool:
+        return len({n.before for n in self.found.values()}) > 1
 
     def _cause(self) -> str:
         """The cause of a failure: what its own machine saw, or else who does not answer."""
@@ -98,15 +110,13 @@ class Answers:
         seen = [said[m] for m, n in failed.items() if n.witnessed]
         return "; ".join(seen or [x.why for x in self.lost.values()] or said.values())
 
-    def _refusal(self) -> str:
-        """Why the machines' calls are refused; empty if they are not."""
-        notices = sorted(self.found.items())
-        if refused := next((n.refused for _, n in notices if n.refused), ""):
-            return refused
-        if len({n.asked for _, n in notices}) == 1:
-            return ""
-        each = (f"{self.names[m]}: {n.asked}" for m, n in notices)
-        return f"the machines' calls differ: {'; '.join(each)}"
+    def _difference(self) -> str:
+        """How the machines' calls differ."""
+        each = []
+        for m, n in sorted(self.found.items()):
+            after = f" after {n.earlier}" if self._differed and n.earlier else ""
+            each.append(f"{self.names[m]}: {n.asked}{after}")
+        return f"{_UNKNOWN}: {'; '.join(each)}"
 
 
 class RollCall:
@@ -114,9 +124,8 @@ class RollCall:
     goes directly between two machines, so that it is known who does not answer. Used by the first
     rank of each machine. `names` describe the machines.
 
-    In a call with a source or a target, only who hears from another machine compares; all compare
-    the rest with the next call in which they hear from each other, or when they close. Until then
-    each carries the word of its calls on.
+    In a call with a source or a target, only who hears from another machine compares. Each carries
+    the word of such calls on, and compares it in the next call in which it hears from another one.
     """
 
     def __init__(self, store: Any, machine: int, names: Sequence[str], timeout: float) -> None:
@@ -124,21 +133,24 @@ class RollCall:
         self._others = [m for m in range(len(names)) if m != machine]
         self._gloo: Any = gloo_group(store, machine, len(names), timeout)
         self._frames = torch.zeros((len(names), _HEAD + ALONG), dtype=torch.uint8)  # received
-        self._heads = self._frames.numpy()[:, :_HEAD].view(np.int64)  # (word, kind) of each
+        self._heads = self._frames.numpy()[:, :_HEAD].view(np.int64)  # (word, what) of each
         self._notices: dict[int, Notice] = {}  # that have come instead of a call
         self._lost: dict[int, Lost] = {}
         self._open: deque[str] = deque(maxlen=_TEXTS)  # the last calls that not all have compared
-        self._word = 0  # of these
+        self._words = [0]  # of these, each with those before it
         self._under_way: deque[tuple[int, Any]] = deque()  # messages for which nobody has waited
+        self._since = 0.0  # when this machine began to wait
+        self._silent: Sequence[int] = ()  # for which this machine waits without having sent a word
+        self._reminds = threading.Lock()
 
     def compare(
         self, call: Call, parts: Sequence[Any] = (), lengths: Sequence[int] = ()
     ) -> list[Any] | None:
         """What the machines that this one hears from have sent along, of these lengths in bytes;
         `parts` go to the machines. None if one of them does not make this call, or did not make
-        an earlier one: then `explain` must follow."""
+        an earlier one: then `explain` must follow. None also if one has been lost."""
         me, every = self._machine, call.source is None and call.target is None
-        word = (self._word * _PRIME + call.word) % (1 << 62)
+        word = (self._words[-1] * _PRIME + call.word) % (1 << 62)
         to = [m for m in self._others if call.target in (None, m) and call.source in (None, me)]
         of = [m for m in self._others if call.source in (None, m) and call.target in (None, me)]
         frames: dict[int, Any] = {}  # by part, of which many machines may get the same
@@ -148,63 +160,86 @@ class RollCall:
             if id(part) not in frames:
                 frames[id(part)] = _frame(word, _COMPARES, part)
             sent.append((m, frames[id(part)]))
-        deadline = time.monotonic() + self._timeout
+        deadline = self._deadline(self._timeout)
+        self._words.append(word)
         self._send(sent)
+        self._silent = [m for m in of if m not in to]
         self._receive(of, deadline)
-        self._settle(deadline, 0 if every else _AHEAD * len(self._others))
-        if not every:
-            self._open.append(call.asked)
-            self._word = word
-        if of and (self._lost or self._notices or any(self._heads[m, 0] != word for m in of)):
+        with self._reminds:
+            self._silent = ()
+        if not self._lost and not any(notice.failed for notice in self._notices.values()):
+            self._settle(deadline, 0 if every else _AHEAD * len(self._others))
+        if self._lost or self._notices or any(self._heads[m, 0] != word for m in of):
+            self._words.pop()
             return None
         if every:
             self._open.clear()
-            self._word = 0
+            self._words = [0]
+        else:
+            self._open.appendleft(call.asked)
         came = [self._frames[m, _HEAD : _HEAD + n] for m, n in enumerate(lengths)]
         if parts:
             came[me] = parts[me]
         return came
 
+    def remind(self) -> None:
+        """Tell machines for which this one waits what it waits for, in case they wait for it."""
+        with self._reminds:
+            silent, self._silent = self._silent, ()
+            self._send([(m, _frame(self._words[-1], _WAITS, None)) for m in silent])
+
+    @property
+    def trouble(self) -> str:
+        """Why machines are lost; empty if none is."""
+        return "; ".join(lost.why for lost in self._lost.values())
+
     def explain(self, mine: Notice) -> Notice:
-        """`mine` with why not all machines make its call. If some already know more of earlier
-        calls than others, that is a failure."""
-        mine = replace(mine, asked=", then ".join([*self._open, mine.asked]), open=bool(self._open))
-        told = self._lost or any(notice.failed for notice in self._notices.values())
-        outcome = self._outcome(mine) if told else self._exchange(mine, self._timeout)
-        if told and self._lost:  # others may have had the answer of a machine that has now closed
-            self._tell(outcome)
+        """`mine` with why not all machines make its call."""
+        mine = replace(mine, earlier=", ".join(self._open), before=self._words[-1])
+        if not self._lost and not any(notice.failed for notice in self._notices.values()):
+            outcome = self._exchange(mine, self._timeout)
+            self._open.clear()
+            self._words = [0]
+            return outcome
+        outcome = self._outcome(mine)  # others may wait to hear of this machine
+        self._tell(outcome, _TELLING * len(self._others))
         return outcome
 
     def fail(self, mine: Notice) -> Notice:
         """`mine` with the cause of a failure, of which the other machines learn."""
         return self._exchange(mine, GRACE)
 
-    def finish(self) -> str:
-        """Wait until the other machines have what this one sent them, and compare what not all
-        have compared. Returns why their calls differ; empty if they do not."""
-        if not self._open or self.compare(Call("close", None)) is not None:
-            return ""
-        outcome = self.explain(Notice("close"))
-        return outcome.refused
+    def finish(self) -> None:
+        """Wait until the other machines have received what this one has sent them. Raises
+        RuntimeError if they do not."""
+        self._settle(self._deadline(self._timeout))
+        if self.trouble:
+            raise RuntimeError(f"{self.trouble}, before it had received {', '.join(self._open)}")
+        if self._open:  # who compares what has not been compared names this machine's calls
+            earlier = ", ".join(self._open)
+            self._tell(Notice("close", earlier=earlier, before=self._words[-1]), _TELLING)
 
     def _outcome(self, mine: Notice) -> Notice:
-        notices, lost = self._notices | {self._machine: mine}, self._lost
+        notices = self._notices | {self._machine: mine}
+        lost = {m: why for m, why in self._lost.items() if m not in notices}
         self._notices, self._lost = {}, {}
         return Answers(self._names, notices, lost).outcome(mine)
 
-    def _tell(self, mine: Notice) -> None:
+    def _tell(self, mine: Notice, seconds: float) -> None:
         """Send a notice to the machines that can be reached, whose own does not matter any more."""
-        for m in self._others:
-            with suppress(RuntimeError):
-                self._gloo.send([_note(mine)], m, 0).wait(timedelta(seconds=_TELLING))
+        self._send([(m, _note(mine)) for m in self._others])
+        self._settle(self._deadline(seconds))
 
     def _exchange(self, mine: Notice, timeout: float) -> Notice:
         """The outcome of all machines' notices, each of which comes after the calls that its
         machine has made."""
-        deadline, note = time.monotonic() + timeout, _note(mine)
+        deadline, note = self._deadline(timeout), _note(mine)
         self._send([(m, note) for m in self._others if m not in self._lost])
         while left := [m for m in self._others if m not in self._notices | self._lost]:
             self._receive(left, deadline)
+            if time.monotonic() > deadline:  # they send, but no notice
+                for m in left:
+                    self._lost.setdefault(m, Lost(f"{self._names[m]} goes on", True))
         self._settle(deadline)
         return self._outcome(mine)
 
@@ -217,18 +252,25 @@ class RollCall:
                 self._lose(m, error)
 
     def _receive(self, sources: Sequence[int], deadline: float) -> None:
-        """Receive a frame from each of the machines."""
-        works = []
-        for m in sources:
-            try:
-                works.append((m, self._gloo.recv([self._frames[m]], m, 0)))
-            except RuntimeError as error:
-                self._lose(m, error)
-        for m, work in works:
-            self._end(m, work, deadline)
-            if m not in self._lost and self._heads[m, 1] == _NOTES:
-                body = self._frames[m, _HEAD : _HEAD + NOTICE].numpy().tobytes()
-                self._notices[m] = Notice.unpack(body)
+        """Receive a frame from each of the machines, but no reminder of a call that this one has
+        made."""
+        left = list(sources)
+        while left:
+            works = []
+            for m in left:
+                try:
+                    works.append((m, self._gloo.recv([self._frames[m]], m, 0)))
+                except RuntimeError as error:
+                    self._lose(m, error)
+            left = []
+            for m, work in works:
+                self._end(m, work, deadline)
+                word, what = self._heads[m].tolist()
+                if m not in self._lost and what == _WAITS and word in self._words:
+                    left.append(m)
+                elif m not in self._lost and what == _NOTES:
+                    body = self._frames[m, _HEAD : _HEAD + NOTICE].numpy().tobytes()
+                    self._notices[m] = Notice.unpack(body)
 
     def _settle(self, deadline: float, most: int = 0) -> None:
         """Wait until at most so many messages are under way."""
@@ -241,10 +283,14 @@ class RollCall:
         except RuntimeError as error:
             self._lose(m, error)
 
+    def _deadline(self, seconds: float) -> float:
+        self._since = time.monotonic()
+        return self._since + seconds
+
     def _lose(self, m: int, error: Exception) -> None:
         late = timed_out(error)
         why = (
-            f"has not answered for {self._timeout:g} s" if late
+            f"has not answered for {time.monotonic() - self._since:.1f} s" if late
             else "has closed its connection: its first rank died or left"
         )  # fmt: skip
         self._lost.setdefault(m, Lost(f"{self._names[m]} {why}", late))
@@ -254,8 +300,8 @@ class RollCall:
         self._gloo = None
 
 
-def _frame(word: int, kind: int, part: Any) -> Any:
-    head = torch.tensor([word, kind]).view(torch.uint8)
+def _frame(word: int, what: int, part: Any) -> Any:
+    head = torch.tensor([word, what]).view(torch.uint8)
     return head if part is None else torch.cat([head, part])
 
 

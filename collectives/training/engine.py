@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -215,13 +216,13 @@ class Engine:
             self._fail(checks.LATE)
         unit, arrivals = self.units[index], self._arrivals(index)
         self._refuse_written(unit.parameters, self._pending[index], checks.WRITTEN)
-        next(arrivals)  # with the flags, which tell whether there are gradients
+        first = next(arrivals)  # with the flags, which tell whether there are gradients
         del self._pending[index]
         kept = [parameter.grad is not None for parameter in unit.parameters]
         try:
             with profiled(f"update {unit.name}"), self._stepper.at_work():
                 self.arena.show(index)
-                self._stepper.update.part(unit.parameters, arrivals)
+                self._stepper.update.part(unit.parameters, chain([first], arrivals))
         except CollectiveError:
             raise
         except BaseException as error:  # parameters may differ from those of the other ranks

@@ -7,6 +7,7 @@ import io
 import itertools
 import os
 import re
+import signal
 import threading
 import time
 from typing import Any
@@ -417,12 +418,78 @@ def test_one_way_calls_that_differ_are_named_everywhere(what: str, ends: bool) -
         first, second, _ = said
         assert bool(first) == (rank >= 2), found  # who hears from the other machine
         told = first or second
-        if not (ends and rank == 1):  # the first ranks compare at the end
-            assert "the machines' calls differ: host0 (ranks 0, 1): " + word in told or (
-                what == "refused" and "not builtins.str" in told
-            ), found
+        if ends and not first:  # the other machine names what this one has called
+            assert not told, found
+        elif what == "refused":
+            assert "not builtins.str" in told, found
+        else:
+            at = "close" if ends else "allreduce(3 x float64, sum)"
+            assert f"host0 (ranks 0, 1): {at} after {word}(" in told, found
+            assert f"host1 (ranks 2, 3): {word}(" in told and "rank 1: " not in told, found
         if not ends:
             assert all("failed before" in words for words in said[1 if first else 2 :]), found
+
+
+def mutual(comm: ClusterCommunicator, what: str) -> list[Any]:
+    """Ranks that wait for each other, or that one machine's ranks call differently."""
+    x, last = np.ones(3), comm.size - 1
+    kinds = [comm.broadcast, comm.gather]
+    roots = {"roots": [last, 0], "own": [comm.rank, comm.rank], "local": [last, 0]}[what]
+    root = roots[comm.rank == (1 if what == "local" else last)]
+    call = kinds[what == "own" or (what == "local" and comm.rank == 1)]
+    start = time.monotonic()
+    said = error_of(lambda: call(x, root))
+    if what == "local":  # the other machine has gone on
+        return [said or error_of(lambda: comm.allreduce(np.ones(2))), time.monotonic() - start]
+    comm.allreduce(x := np.ones(2))
+    assert (x == comm.size).all()
+    return [said, time.monotonic() - start]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "what"), [((1, 1), "roots"), ((1, 1), "own"), ((2, 1), "local"), ((1, 1, 1), "roots")]
+)
+def test_ranks_that_wait_for_each_other_name_their_calls(sizes: tuple[int, ...], what: str) -> None:
+    for said, seconds in on_machines(sizes, mutual, what, timeout=16):
+        assert "calls differ: " in said and seconds < 16, said
+        assert said.startswith("CollectiveAborted" if what == "local" else "CollectiveError"), said
+
+
+def lonely(comm: ClusterCommunicator) -> str:
+    """Rank 1 dies; rank 0 only sends."""
+    comm.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for i in range(200):
+        if error := error_of(lambda: comm.broadcast(np.ones(3))):
+            return f"{i} {error}"
+        time.sleep(0.001)
+    return ""
+
+
+def test_a_rank_that_only_sends_hears_of_a_death() -> None:
+    for sizes in ((1, 1), (2, 1)):
+        found = on_machines(sizes, lonely, lost=[1] if sizes == (1, 1) else [])
+        said = found[0]
+        assert int(said.split()[0]) <= 70 and "CollectiveAborted" in said, found
+        assert "has closed its connection" in said or "died" in said, found
+
+
+def refused_alike(comm: ClusterCommunicator) -> list[str]:
+    """A refusal after calls that not all have compared, which were the same."""
+    comm.broadcast(np.ones(3))
+    said = [error_of(lambda: comm.allreduce(np.ones(3), "nonsense"))]
+    comm.broadcast(np.ones(3))
+    said.append(error_of(lambda: comm.allreduce(np.ones(3 + comm.rank))))
+    comm.allreduce(x := np.ones(2))
+    assert (x == comm.size).all()
+    return said
+
+
+def test_a_refusal_after_calls_that_were_the_same() -> None:
+    for said in on_machines((1, 1, 1), refused_alike):
+        assert said[0].startswith("CollectiveError: unknown op 'nonsense'"), said
+        assert "host1 (rank 1): allreduce(4 x float64, sum);" in said[1], said
 
 
 def traced(comm: ClusterCommunicator) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -38,10 +38,11 @@ _CLAIMED = 32  # byte offset of the word that the first rank to give up claims
 
 
 class _Heart:
-    """A thread that counts up a word while `beats` is set."""
+    """A thread that counts up a word while `beats` is set, and makes a call each time."""
 
     def __init__(self, word: NDArray[np.int64], pause: float) -> None:
         self.beats, self._over = False, threading.Event()
+        self.call: Callable[[], None] = lambda: None
         self._thread = threading.Thread(
             target=self._run, args=(word, pause), name="linkweave-alive", daemon=True
         )
@@ -50,6 +51,7 @@ class _Heart:
     def _run(self, word: NDArray[np.int64], pause: float) -> None:
         while not self._over.wait(pause):
             word[0] += self.beats
+            self.call()
 
     def stop(self) -> None:
         """Afterwards the word is not used any more."""
@@ -159,16 +161,17 @@ class HostControl:
             raise
 
     @contextmanager
-    def alive(self) -> Iterator[None]:
+    def alive(self, call: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Show signs of life to waiting ranks, and make a `call` with each from another thread."""
         if self._heart is None:
             beats = self.arena.words(self.arena.control(self.rank) + BEATS, 1)
             self._heart = _Heart(beats, self.timeout / 8)
             weakref.finalize(self, self._heart.stop).atexit = False
-        self._heart.beats = True
+        self._heart.beats, self._heart.call = True, call
         try:
             yield
         finally:
-            self._heart.beats = False
+            self._heart.beats, self._heart.call = False, lambda: None
 
     def _since(self, start: float, peer: int | None, planning: float) -> float:
         """From when on we have waited in vain: if for rank 0, which may be planning, from its last
