@@ -2,8 +2,9 @@
 
 Each call is a range in the domain linkweave, named kind/algorithm/size, for example
 `allreduce/overlapped_double_tree/64MiB`; a sparse call is named after its mode and k, for example
-`sparse_allreduce/gtopk/25000`; a call on several machines `allreduce/along/4KiB` if it goes along with
-the comparison, or else `allreduce/network/64MiB`. With `LINKWEAVE_NVTX=phases` the phases of a call are nested ranges.
+`sparse_allreduce/gtopk/25000`; a call on several machines `allreduce/along/4KiB` if it goes along
+with the comparison, or else `allreduce/network/64MiB`. With `LINKWEAVE_NVTX=phases` the phases of a
+call are nested ranges.
 
 `LINKWEAVE_DEBUG=n` prints to stderr. Level 1 prints which algorithm is chosen and why; 2, each
 call; 3, plans; 4, kernels; 5, each flag awaited or raised. Each level includes those below it.
