@@ -59,7 +59,7 @@ def frames(rank: int, gpu: bool) -> list[str]:
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_known_call_on_the_cpu_passes_few_frames(size: int) -> None:
     for chain in linkweave.spawn(frames, size, args=(False,)):
-        assert chain[1] == "Collectives.allreduce" and len(chain) <= MOST_CPU, "\n".join(chain)
+        assert chain[1] == "Methods.allreduce" and len(chain) <= MOST_CPU, "\n".join(chain)
         assert any(name.startswith("HostCalls") for name in chain)
 
 
@@ -67,5 +67,5 @@ def test_a_known_call_on_the_cpu_passes_few_frames(size: int) -> None:
 def test_a_known_call_on_a_gpu_passes_few_frames(machine: Machine) -> None:
     modes = MODES["processes on one GPU"]
     for chain in linkweave.spawn(frames, 2, "mesh-2", args=(True,), **modes):
-        assert chain[1] == "Collectives.allreduce" and len(chain) <= MOST_GPU, "\n".join(chain)
+        assert chain[1] == "Methods.allreduce" and len(chain) <= MOST_GPU, "\n".join(chain)
         assert chain[-1] == "HostDevice.launch"

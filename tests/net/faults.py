@@ -114,6 +114,13 @@ def _link(state: str) -> None:
     subprocess.run(["ip", "link", "set", "eth0", state], check=True)
 
 
+def _await_stop(pid: Any) -> None:
+    for _ in range(6000):
+        if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T":
+            return
+        time.sleep(0.01)
+
+
 def rank_of(rank: int, sizes: list[int], seed: int, said: Any) -> None:
     torch.set_num_threads(1)
     start = time.monotonic()
@@ -148,8 +155,11 @@ def main(host: int, sizes: list[int], first: int, count: int) -> None:
             for process in ranks.values():
                 process.start()
             for rank, process in ranks.items():
-                if not (kind in LOST and rank == who):
+                if not (kind == "stop" and rank == who):
                     process.join(90)
+            if kind == "stop" and [*ranks] == [who]:  # until the other hosts have waited for it
+                _await_stop(process.pid)
+                time.sleep(2 * TIMEOUT + 4)
             alive = [rank for rank, process in ranks.items() if process.is_alive()]
             for process in ranks.values():
                 process.kill()
