@@ -27,7 +27,8 @@ more than on machines of their own; at 10 Gbit/s the cores are busy all the time
 A cell has the median of gloo's time over ours, by turns in the same ranks (above 1: linkweave is
 faster), and from 1 MiB how far the prediction (`ClusterMap.seconds`) is off. Sizes are of the whole
 message, as in nccl-tests. gloo compares nothing; linkweave compares what ranks ask for with those
-that they hear from, before a result can be read. Of {cells} cells {slower} are more than 5 % slower than gloo.
+that they hear from, before a result can be read. Of {cells} cells {slower} are more than 5 %
+slower than gloo.
 """
 
 
