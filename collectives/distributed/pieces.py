@@ -24,6 +24,7 @@ QUEUED = 2 << 20
 """Bytes of the pieces of a gradient queue: few enough that layers arrive soon, and enough that
 while one piece transmits the next one starts up."""
 
+_ALONE = 64 << 20  # bytes of pieces, if no machine has memory to move meanwhile
 _IN_FLIGHT = 2  # pieces on the network; gloo has two threads
 _ALIGN = 64  # elements
 
@@ -109,7 +110,8 @@ class Pieces:
                 final(first + part.numel())
 
         unit = _ALIGN * self._machines.columns
-        step = max(unit, (QUEUED if final else PIECE) // x.element_size() // unit * unit)
+        most = QUEUED if final else PIECE if self._machines.most > 1 else _ALONE
+        step = max(unit, most // x.element_size() // unit * unit)
         pipelined(piece(i, x[i : i + step]) for i in range(0, x.numel(), step))
 
     def _gather(self, rows: Any) -> None:

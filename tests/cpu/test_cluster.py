@@ -186,7 +186,7 @@ def queues(comm: ClusterCommunicator) -> None:
 
 def everything(comm: ClusterCommunicator, compares: bool = True) -> None:
     comm.compares_allreduces = compares
-    pieces.PIECE = pieces.QUEUED = 1 << 14  # so that the largest tensors take many
+    pieces.PIECE = pieces.QUEUED = pieces._ALONE = 1 << 14  # so that the largest tensors take many
     for body in (reductions, movements, others, sparse, queues):
         body(comm)
 
