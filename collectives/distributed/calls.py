@@ -52,7 +52,6 @@ class ClusterCalls:
         self.ended = ""  # why no call can be made
         self._roll_call, self._asked, self._compares = roll_call, "", True
         self._one_way = 0  # calls in a row
-        self.leaves = False  # whether this rank has failed, and waits for nobody
         self._trace = Trace(self.rank)
         # for this machine's first rank, which may compare a call twice
         self._patience = 2 * (timeout + 2 * LONGER) + GRACE + LONGER
@@ -148,6 +147,7 @@ class ClusterCalls:
                 return call.along.end(came) if call.along else call.body()
             refused = f"rank {self.rank}: {mine}" if mine else ""
             outcome = self._asked_around(self._machines_notice(Notice(call.asked, refused=refused)))
+            self._one_way = 0  # ranks that refused this call have not counted it
         except Exception as error:
             self._let_go(error, outer)
             raise self._end(self._told(call.asked, error)) from error
@@ -221,14 +221,14 @@ class ClusterCalls:
         make no call."""
         every = self.machine.calls.gather("calls", mine.pack())
         rows = [Notice.unpack(row) for row in every]
-        failed = next((row.failed for row in rows if row.failed), "")
+        failed = next((row.failed for row in rows if row.failed), mine.failed)
         late = mine.late or any(row.late for row in rows if row.failed)
         refused = next((row.refused for row in rows if row.refused), "")
-        if not refused and len({row.asked for row in rows}) > 1:
+        if not (refused or failed) and len({row.asked for row in rows}) > 1:
             each = zip(self.machines.ranks[self.links.index], rows, strict=True)
             words = "; ".join(f"rank {rank}: {row.asked}" for rank, row in each)
             refused = f"the ranks' calls differ: {words}"
-        return replace(mine, refused=refused, failed=failed or mine.failed, late=late)
+        return replace(mine, refused=refused, failed=failed, late=late)
 
     def _told(self, asked: str, error: Exception) -> Notice:
         """Tell all ranks that this one has failed. Returns what is then known of the cause."""
@@ -295,13 +295,18 @@ class ClusterCalls:
         self.machine.calls.health.check()
 
     def finish(self) -> None:
-        """Wait until other machines have received what this one sent. Raises CollectiveAborted."""
-        if self._roll_call and not self.ended and not self.leaves:
-            try:
-                with self.machine.calls.control.alive():
-                    self._roll_call.finish()
-            except RuntimeError as error:
-                raise CollectiveAborted(f"rank {self.rank}: {error}", rank=self.rank) from error
+        """Wait until other machines have received what this one sent, or a few seconds while an
+        exception is handled. Raises CollectiveTimeout or CollectiveAborted."""
+        control, fails = self.machine.calls.control, sys.exception() is not None
+        if not self._roll_call or self.ended or control.health.broken or control.aborted():
+            return
+        try:
+            with control.alive():
+                self._roll_call.finish(fails)
+        except OSError as error:
+            kind = CollectiveTimeout if isinstance(error, TimeoutError) else CollectiveAborted
+            if not fails:
+                raise kind(f"rank {self.rank}: {error}", rank=self.rank) from error
 
     def abort(self, why: int) -> None:
         """Make this machine's calls raise CollectiveAborted, and let the other machines notice."""

@@ -86,7 +86,8 @@ class ClusterCommunicator(Methods):
         self, x: Any, layers: Sequence[int], op: str = "sum", *, algorithm: Any = "auto"
     ) -> ClusterQueue:
         """As `Communicator.allreduce_queue`, for CPU tensors. Layers arrive in the order in which
-        they are in `x`, each with the piece that has its end (`pieces.QUEUED` bytes)."""
+        they are in `x`, each with the piece that has its end (`pieces.QUEUED` bytes); min and max
+        of floats, and with order="fixed" all of them, at the end."""
         self._calls.check()
         arrivals = Arrivals()
         call = operations.queued, x, layers, op, algorithm, arrivals
@@ -168,8 +169,9 @@ class ClusterCommunicator(Methods):
     def close(self) -> None:
         """Finish asynchronous calls and free all resources; nothing in a forked process.
 
-        Waits until the other machines have received what this one sent. Raises CollectiveAborted if
-        they do not.
+        Waits until the other machines have received what this one sent; while an exception is
+        handled, for a few seconds at most. Raises CollectiveTimeout or CollectiveAborted if they do
+        not.
         """
         if self.closed or self.machine.calls.health.foreign:
             return
@@ -197,17 +199,8 @@ class ClusterCommunicator(Methods):
     def __enter__(self) -> ClusterCommunicator:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind:
-            self._leave()
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _leave(self) -> None:
-        """This rank has failed: `close` need not wait for others."""
-        self._calls.leaves = True
-        for part in self._parts:
-            if isinstance(part, ClusterCommunicator):
-                part._leave()
 
 
 class _OfOneMachine(CollectiveError, AttributeError):

@@ -82,8 +82,10 @@ class Group(_Base):  # type: ignore[misc]
         return f"linkweave.Group(rank={self.rank()}, size={self.size()})"
 
     def shutdown(self) -> None:
-        self.communicator.close()
-        self._others.clear()
+        try:
+            self.communicator.close()
+        finally:
+            self._others.clear()
 
     def abort(self) -> None:
         self.communicator.abort(RAISED)

@@ -76,7 +76,9 @@ class Pieces:
 
             return finish
 
-        self._run(x, begin, across, final)
+        alone = self._machines.most == 1
+        most = QUEUED if final else _ALONE if alone else PIECE
+        self._run(x, begin, across, most, final)
 
     def broadcast(self, x: Any, root: int) -> None:
         """Copy the flat `x` of `root` to all ranks."""
@@ -86,15 +88,15 @@ class Pieces:
             if self._index == at:
                 self._machine.broadcast(rows, local)
 
-        self._run(x, begin, lambda mine, network: network.broadcast(mine, at).wait)
+        self._run(x, begin, lambda mine, network: network.broadcast(mine, at).wait, PIECE)
 
     def _run(
         self, x: Any, begin: Callable[[Any], None],
-        across: Callable[[Any, Across], Callable[[], Any]],
+        across: Callable[[Any, Across], Callable[[], Any]], most: int,
         final: Callable[[int], None] | None = None,
     ) -> None:  # fmt: skip
-        """Carry out a call piece by piece: `begin` fills this rank's slice of the rows of a piece,
-        `across` sends it to the other machines, and then the machine gathers the slices."""
+        """Carry out a call in pieces of `most` bytes: `begin` fills this rank's slice of a piece's
+        rows, `across` sends it to the other machines, and then the machine gathers the slices."""
 
         def piece(first: int, part: Any) -> Iterator[None]:
             rows = in_rows(part, self._machines.columns)
@@ -110,7 +112,6 @@ class Pieces:
                 final(first + part.numel())
 
         unit = _ALIGN * self._machines.columns
-        most = QUEUED if final else PIECE if self._machines.most > 1 else _ALONE
         step = max(unit, most // x.element_size() // unit * unit)
         pipelined(piece(i, x[i : i + step]) for i in range(0, x.numel(), step))
 

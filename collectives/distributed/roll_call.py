@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -93,11 +94,16 @@ class Answers:
         the machines differed before this call, that is a failure."""
         refusals = [n.refused for _, n in sorted(self.found.items()) if n.refused]
         if cause := self._cause():
-            late = any(x.late for x in self.lost.values())
-            late = late or any(n.late for n in self.found.values())
-            return replace(mine, failed="; ".join([*refusals[:1], cause]), late=late)
+            return replace(mine, failed="; ".join([*refusals[:1], cause]), late=self._late)
         why = refusals[0] if refusals else self._difference()
         return replace(mine, failed=why) if self._differed else replace(mine, refused=why)
+
+    @property
+    def _late(self) -> bool:
+        """Whether the cause of a failure is that a deadline has passed."""
+        failed = [n for n in self.found.values() if n.failed]
+        of: Sequence[Any] = [n for n in failed if n.witnessed] or [*self.lost.values()] or failed
+        return any(x.late for x in of)
 
     @property
     def _differed(self) -> bool:
@@ -139,6 +145,7 @@ class RollCall:
         self._open: deque[str] = deque(maxlen=_TEXTS)  # the last calls that not all have compared
         self._words = [0]  # of these, each with those before it
         self._under_way: deque[tuple[int, Any]] = deque()  # messages for which nobody has waited
+        self._reminders: list[Any] = []  # which nobody need receive before all compare
         self._since = 0.0  # when this machine began to wait
         self._silent: Sequence[int] = ()  # for which this machine waits without having sent a word
         self._reminds = threading.Lock()
@@ -173,8 +180,7 @@ class RollCall:
             self._words.pop()
             return None
         if every:
-            self._open.clear()
-            self._words = [0]
+            self._all_compared()
         else:
             self._open.appendleft(call.asked)
         came = [self._frames[m, _HEAD : _HEAD + n] for m, n in enumerate(lengths)]
@@ -186,7 +192,15 @@ class RollCall:
         """Tell machines for which this one waits what it waits for, in case they wait for it."""
         with self._reminds:
             silent, self._silent = self._silent, ()
-            self._send([(m, _frame(self._words[-1], _WAITS, None)) for m in silent])
+            for m in silent:
+                with suppress(RuntimeError):  # who waits will learn of it
+                    frame = _frame(self._words[-1], _WAITS, None)
+                    self._reminders.append(self._gloo.send([frame], m, 0))
+
+    def _all_compared(self) -> None:
+        self._open.clear()
+        self._words = [0]
+        self._reminders.clear()
 
     @property
     def trouble(self) -> str:
@@ -198,8 +212,7 @@ class RollCall:
         mine = replace(mine, earlier=", ".join(self._open), before=self._words[-1])
         if not self._lost and not any(notice.failed for notice in self._notices.values()):
             outcome = self._exchange(mine, self._timeout)
-            self._open.clear()
-            self._words = [0]
+            self._all_compared()
             return outcome
         outcome = self._outcome(mine)  # others may wait to hear of this machine
         self._tell(outcome, _TELLING * len(self._others))
@@ -209,13 +222,18 @@ class RollCall:
         """`mine` with the cause of a failure, of which the other machines learn."""
         return self._exchange(mine, GRACE)
 
-    def finish(self) -> None:
-        """Wait until the other machines have received what this one has sent them. Raises
-        RuntimeError if they do not."""
-        self._settle(self._deadline(self._timeout))
-        if self.trouble:
-            raise RuntimeError(f"{self.trouble}, before it had received {', '.join(self._open)}")
-        if self._open:  # who compares what has not been compared names this machine's calls
+    def finish(self, fails: bool) -> None:
+        """Wait until the other machines have received what this one has sent them; for `GRACE`
+        seconds if this rank `fails`. Raises TimeoutError or ConnectionError if they do not."""
+        self._settle(self._deadline(min(GRACE, self._timeout) if fails else self._timeout))
+        if self._lost:
+            late = any(lost.late for lost in self._lost.values())
+            raise (TimeoutError if late else ConnectionError)(
+                f"{self.trouble}, before it had received all that it was sent"
+            )
+        if (
+            self._open and not fails
+        ):  # who compares what has not been compared names this machine's calls
             earlier = ", ".join(self._open)
             self._tell(Notice("close", earlier=earlier, before=self._words[-1]), _TELLING)
 
@@ -238,8 +256,9 @@ class RollCall:
         while left := [m for m in self._others if m not in self._notices | self._lost]:
             self._receive(left, deadline)
             if time.monotonic() > deadline:  # they send, but no notice
-                for m in left:
-                    self._lost.setdefault(m, Lost(f"{self._names[m]} goes on", True))
+                if not self._lost:
+                    self._lost = {m: Lost(f"{self._names[m]} goes on", True) for m in left}
+                break
         self._settle(deadline)
         return self._outcome(mine)
 
@@ -297,6 +316,7 @@ class RollCall:
 
     def close(self) -> None:
         self._under_way.clear()
+        self._reminders.clear()
         self._gloo = None
 
 

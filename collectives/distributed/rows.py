@@ -28,7 +28,7 @@ class Rows:
     Values are combined inside each machine, by its communicator, and then from machine to machine;
     16-bit floats are rounded at each of them. If the order is `fixed`, they are combined in the
     order of the ranks, and 16-bit floats are rounded once. min and max keep NaN. "avg" divides the
-    sum once.
+    rounded sum once.
     """
 
     def __init__(

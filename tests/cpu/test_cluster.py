@@ -486,6 +486,22 @@ def refused_alike(comm: ClusterCommunicator) -> list[str]:
     return said
 
 
+def many_after(comm: ClusterCommunicator) -> None:
+    """A broadcast that one rank refuses, and then more of them than go one way in a row."""
+    for i in range(3):
+        x = np.full(3, comm.rank + i) if comm.rank != 1 else "x"
+        with pytest.raises(CollectiveError):
+            comm.broadcast(x, 1)  # nobody hears from it
+        comm.allreduce(np.ones(2))
+        for j in range(150):
+            comm.broadcast(y := np.full(3, comm.rank + j), j % comm.size)
+            assert (y == j % comm.size + j).all()
+
+
+def test_calls_that_go_one_way_after_refusals() -> None:
+    assert on_machines((1, 1, 1), many_after) == [None] * 3
+
+
 def test_a_refusal_after_calls_that_were_the_same() -> None:
     for said in on_machines((1, 1, 1), refused_alike):
         assert said[0].startswith("CollectiveError: unknown op 'nonsense'"), said
@@ -509,6 +525,26 @@ def test_calls_are_traced() -> None:
             rf"comparison\nlinkweave\[{rank}\] allreduce\(131072 x float64, sum\), \d+ us",
             "\n".join(lines),
         ), said
+
+
+def slowly(comm: ClusterCommunicator) -> None:
+    """Ranks wait long for the root, and remind it of their calls, which it need not receive."""
+    control = comm.machine.calls.control
+    assert control._heart
+    control._heart.stop()
+    control._heart, control.timeout = None, 0.4  # beats eight times as often
+    for i in range(10):
+        if comm.rank == 0:
+            time.sleep(0.12)
+        comm.broadcast(x := np.full(3, comm.rank + i))
+        assert (x == i).all()
+    assert comm.rank == 0 or len(comm._calls._roll_call._reminders) > 8
+
+
+def test_a_root_that_is_slow() -> None:
+    start = time.monotonic()
+    assert on_machines((1, 1), slowly, timeout=100) == [None] * 2
+    assert time.monotonic() - start < 60
 
 
 def ahead(comm: ClusterCommunicator) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,8 @@ def test_100_faults(sizes: tuple[int, ...]) -> None:
             )
             for host in range(len(sizes))
         ]  # fmt: skip
-        outputs = [rank.communicate()[0] for rank in ranks]
+        with ThreadPoolExecutor(len(ranks)) as readers:
+            outputs = [*readers.map(lambda rank: rank.communicate()[0], ranks)]
     jobs: dict[int, dict[int, str]] = {}
     for output in outputs:
         opened = set()  # files, after each job but the first
