@@ -92,6 +92,11 @@ class Call:
         if len(self.asked) > _LONG:
             self.asked = f"{self.asked[:_LONG]}... {crc32(self.asked.encode()):08x})"
 
+    @property
+    def one_way(self) -> bool:
+        """Whether some machines do not hear from the others."""
+        return self.source is not None or self.target is not None
+
     @cached_property
     def word(self) -> int:
         """A checksum of what is asked for."""

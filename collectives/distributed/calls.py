@@ -167,7 +167,7 @@ class ClusterCalls:
         if mine:
             machine.refuse(mine)
             return False, None
-        if call.source is None and call.target is None:
+        if not call.one_way:
             self._one_way = 0
         elif self._one_way < MOST_OPEN:
             self._one_way += 1

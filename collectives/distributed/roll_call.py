@@ -156,7 +156,7 @@ class RollCall:
         """What the machines that this one hears from have sent along, of these lengths in bytes;
         `parts` go to the machines. None if one of them does not make this call, or did not make
         an earlier one: then `explain` must follow. None also if one has been lost."""
-        me, every = self._machine, call.source is None and call.target is None
+        me = self._machine
         word = (self._words[-1] * _PRIME + call.word) % (1 << 62)
         to = [m for m in self._others if call.target in (None, m) and call.source in (None, me)]
         of = [m for m in self._others if call.source in (None, m) and call.target in (None, me)]
@@ -174,15 +174,15 @@ class RollCall:
         self._receive(of, deadline)
         with self._reminds:
             self._silent = ()
-        if not self._lost and not any(notice.failed for notice in self._notices.values()):
-            self._settle(deadline, 0 if every else _AHEAD * len(self._others))
+        if not self._failed:
+            self._settle(deadline, _AHEAD * len(self._others) if call.one_way else 0)
         if self._lost or self._notices or any(self._heads[m, 0] != word for m in of):
             self._words.pop()
             return None
-        if every:
-            self._all_compared()
-        else:
+        if call.one_way:
             self._open.appendleft(call.asked)
+        else:
+            self._all_compared()
         came = [self._frames[m, _HEAD : _HEAD + n] for m, n in enumerate(lengths)]
         if parts:
             came[me] = parts[me]
@@ -203,6 +203,11 @@ class RollCall:
         self._reminders.clear()
 
     @property
+    def _failed(self) -> bool:
+        """Whether a machine is lost, or has told of a failure."""
+        return bool(self._lost) or any(notice.failed for notice in self._notices.values())
+
+    @property
     def trouble(self) -> str:
         """Why machines are lost; empty if none is."""
         return "; ".join(lost.why for lost in self._lost.values())
@@ -210,7 +215,7 @@ class RollCall:
     def explain(self, mine: Notice) -> Notice:
         """`mine` with why not all machines make its call."""
         mine = replace(mine, earlier=", ".join(self._open), before=self._words[-1])
-        if not self._lost and not any(notice.failed for notice in self._notices.values()):
+        if not self._failed:
             outcome = self._exchange(mine, self._timeout)
             self._all_compared()
             return outcome
@@ -231,9 +236,7 @@ class RollCall:
             raise (TimeoutError if late else ConnectionError)(
                 f"{self.trouble}, before it had received all that it was sent"
             )
-        if (
-            self._open and not fails
-        ):  # who compares what has not been compared names this machine's calls
+        if self._open and not fails:  # so that who finds a difference can name these calls
             earlier = ", ".join(self._open)
             self._tell(Notice("close", earlier=earlier, before=self._words[-1]), _TELLING)
 
