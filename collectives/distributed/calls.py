@@ -3,6 +3,7 @@ those that they hear from before its result can be read."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -25,6 +26,7 @@ from linkweave.collectives.distributed.kinds import call_of
 from linkweave.collectives.distributed.roll_call import GRACE, MOST_OPEN, Notice, RollCall
 from linkweave.collectives.distributed.sparse import SparseCluster
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
+from linkweave.collectives.planning.collective import COLLECTIVES
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.diagnose import INTERRUPTED
 from linkweave.collectives.runtime.dtypes import check_op
@@ -82,8 +84,10 @@ class ClusterCalls:
         parts: int = 0,
     ) -> Request:  # fmt: skip
         check_op(op, buffer.dtype)
-        if algorithm != "auto":
-            raise CollectiveError(f'on several machines the algorithm is "auto", not {algorithm!r}')
+        forced = os.environ.get("LINKWEAVE_ALGORITHM") if COLLECTIVES[kind].tunable else None
+        if forced or algorithm != "auto":
+            asked = f"LINKWEAVE_ALGORITHM={forced}" if forced else f"algorithm={algorithm!r}"
+            raise CollectiveError(f'{asked} on several machines, where only "auto" is allowed')
         return Request(kind, buffer, op, root, parts=parts)
 
     def scratch(self, like: Buffer, nbytes: int) -> Buffer:

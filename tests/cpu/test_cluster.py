@@ -345,6 +345,11 @@ def refusals(comm: ClusterCommunicator) -> list[str]:
             call()
         except CollectiveError as error:
             said.append(str(error))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CollectiveError) as forced:
+        if comm.rank == 1:
+            patch.setenv("LINKWEAVE_ALGORITHM", "ring")
+        comm.allreduce(np.ones(3))
+    said.append(str(forced.value))
     comm.allreduce(x := np.ones(2))  # all may go on
     return [*said, str(x[0])]
 
@@ -372,9 +377,11 @@ def test_an_argument_that_is_refused_ends_allreduces_that_are_not_compared(
 def test_calls_that_differ_are_refused_everywhere() -> None:
     found = on_machines((2, 2), refusals)
     for rank, said in enumerate(found):
-        assert said[-1] == "4.0" and len(said) == 17
+        assert said[-1] == "4.0" and len(said) == 18
         assert "scatter needs out on rank " in said[14]
         assert "host0 (ranks 0, 1): broadcast(1048576 x float64, root 0); host1" in said[15]
+        assert "algorithm='ring' on several machines, where only \"auto\"" in said[6]
+        assert "LINKWEAVE_ALGORITHM=ring on several machines" in said[16]
         assert "rank 0: allreduce(4 x float64, sum)" in said[0]
         assert "rank 0: broadcast(1 x float64, root 0); rank 1: barrier" in said[1]
         assert "color must be an integer, not 'red'" in said[7] and "lanes(1)" in said[8]
