@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from linkweave import collectives, topology
-from linkweave.bench import compare, plans, simulate, training_commands, what_if
+from linkweave.bench import compare, plans, predict, simulate, training_commands, what_if
 from linkweave.bench.machine import comparison, report
 from linkweave.bench.measure import bench
 from linkweave.bench.options import (
@@ -46,6 +46,7 @@ for command in (*training_commands.COMMANDS, compare.compare):
 app.add_typer(bench, name="bench")
 app.command()(plans.plan)
 app.command()(simulate.simulate)
+app.command()(predict.predict)
 app.command()(what_if.what_if)
 
 

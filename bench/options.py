@@ -113,13 +113,11 @@ ModelOption = Annotated[
     typer.Option("--gpu", metavar="MODEL", help="The GPUs' model, where a file does not tell it: "
                  "p100, v100, a100, h100, h200, b200, b300, ..."),
 ]  # fmt: skip
-_size = typer.Option("--size", "-s", help="Message in bytes: 64K, 16M, 1G.")
-SizeOption = Annotated[str, _size]
-OptionalSize = Annotated[str | None, _size]
+SizeOption = Annotated[str, typer.Option("--size", "-s", help="Message in bytes: 64K, 16M, 1G.")]
 AlgorithmOption = Annotated[
     str,
     typer.Option("--algorithm", "--force", "-a",
-                 help=f"One of {', '.join(NAMED)}; for simulate also all (with --train: auto)."),
+                 help=f"One of {', '.join(NAMED)}; for simulate also all."),
 ]  # fmt: skip
 CollectiveOption = Annotated[
     str, typer.Option("--collective", "-c", help=f"One of {', '.join(PUBLIC)}.")

@@ -25,7 +25,7 @@ from linkweave.bench.options import (
     writable,
 )
 from linkweave.bench.plans import one_of
-from linkweave.bench.training_step import network_of, work_of
+from linkweave.bench.predict import network_of, work_of
 from linkweave.collectives import CollectiveError, overlap
 from linkweave.collectives.overlap import Schedule, models
 from linkweave.collectives.planning.explain import size_text

@@ -11,9 +11,9 @@ from functools import cache
 
 from scipy.stats import spearmanr
 
+from linkweave.bench.predict import PEAKS, REACHED
 from linkweave.bench.reproduce.c_cube import machine
 from linkweave.bench.reproduce.rows import COMPUTED, SIMULATED, Part, Plot, Row, Series, mean
-from linkweave.bench.training_step import PEAKS, REACHED
 from linkweave.collectives import overlap
 from linkweave.collectives.overlap import Layer, Network, Profile, Schedule
 from linkweave.collectives.overlap.communication import whole

@@ -84,10 +84,6 @@ class Model:
         rows = self.original * MB / (self.tables * self.width * 4)
         return round(rows * self.batches[gpu] / self.batches[0])
 
-    def megabytes(self, rows: float) -> float:
-        """The size of a gradient with so many rows of each table."""
-        return self.tables * rows * self.width * 4 / MB
-
 
 MODELS = (
     Model("LM", 3186.5, 3099.5, 512, (2, 0), 8.7, 6.9, 2.6, 20.4, 61.8, 99.7, (128, 128),

@@ -9,11 +9,8 @@ divided by columns must wait for (algorithm 1 takes gathered data).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-
-from linkweave.collectives import CollectiveError
 
 EXPONENT = 1.0
 """Of the Zipf streams: the word of rank r has a frequency in proportion to 1 / r."""
@@ -36,36 +33,6 @@ def zipf(vocabulary: int, workers: int, tokens: int) -> np.ndarray:
     upto = np.cumsum(np.arange(1, vocabulary + 1) ** -EXPONENT)
     drawn = np.random.default_rng(0).random((STEPS, workers, tokens)) * upto[-1]
     return np.minimum(np.searchsorted(upto, drawn), vocabulary - 1)
-
-
-def read_words(path: Path) -> np.ndarray:
-    """Return the words of a text, divided at whitespace, numbered as they first appear.
-
-    Raises OSError if the file cannot be read, CollectiveError if it is no text in UTF-8.
-    """
-    try:
-        words = path.read_text("utf-8").split()
-    except UnicodeDecodeError as error:
-        raise CollectiveError(f"--corpus {path} must be text in UTF-8: {error}") from None
-    numbers: dict[str, int] = {}
-    return np.array([numbers.setdefault(word, len(numbers)) for word in words], np.int64)
-
-
-def corpus(words: np.ndarray, workers: int, tokens: int) -> np.ndarray:
-    """Return a stream in which each worker reads its own part of a text in order.
-
-    Raises CollectiveError for a text with fewer than two batches for each worker.
-    """
-    steps = min(STEPS, words.size // (workers * tokens))
-    if steps < 2:
-        raise CollectiveError(
-            f"--corpus has {words.size} words; at least {2 * workers * tokens} are needed, for two "
-            f"batches of {tokens} on {workers} workers"
-        )
-    part = words.size // workers
-    return words[: part * workers].reshape(workers, part)[:, : steps * tokens].reshape(
-        workers, steps, tokens
-    ).swapaxes(0, 1)  # fmt: skip
 
 
 def sizes(stream: np.ndarray) -> Sizes:

@@ -12,8 +12,6 @@ ALPHA = 0.436e-3
 """Start-up of a message between two nodes in seconds (section IV-C)."""
 BETA = 4 * 9e-9
 """Seconds an element of 4 bytes (section IV-C: 9e-6 ms a byte)."""
-SCRIPT_ALPHA = 1e-3
-"""The script that draws figure 9 leaves alpha out of equations 6 and 7: a round counts 1 ms."""
 DENSITY = 0.001
 PCIE = 250e6
 """Bytes/s of a GPU's only lane (table III)."""
@@ -29,8 +27,8 @@ class Model:
     `numel` counts parameters of the network that the repository trains: its VGG-16 has one fully
     connected layer, its ResNet-20 shortcuts without parameters, its AlexNet is torchvision's.
     `iteration` is of one GPU (table VI). `throughput` is for each GPU by `METHODS` and `WORKERS`
-    (the script's raw figures), `printed` of 32 GPUs (table VII). `compute`, `selection` and
-    `communication` are those of figure 11, of gTop-k on 32 GPUs (raw figures).
+    (the script's raw figures), `printed` of 32 GPUs and `ratios` of gTop-k over other methods
+    (table VII). `selection` and `communication` are of gTop-k on 32 GPUs (figure 11, raw figures).
     """
 
     name: str
@@ -39,7 +37,7 @@ class Model:
     iteration: float
     throughput: dict[str, tuple[float, ...]]
     printed: dict[str, int]
-    compute: float
+    ratios: dict[str, float]
     selection: float
     communication: float
 
@@ -55,27 +53,31 @@ MODELS = (
         {"dense": (1317.333, 104.2, 92.56, 39.48, 12.6),
          "topk": (1317.333, 110.576, 109.9, 97.865, 63.002),
          "gtopk": (1317.333, 131.06, 130.551, 126.434, 123.2)},
-        {"dense": 403, "topk": 2016, "gtopk": 3020}, 0.139536, 0.091353, 0.811753,
+        {"dense": 403, "topk": 2016, "gtopk": 3020},
+        {"dense": 7.5, "topk": 1.5}, 0.091353, 0.811753,
     ),
     Model(
         "ResNet-20", 269_722, 128, 0.146,
         {"dense": (920.632, 821.7, 705.2, 520.4, 287.9),
          "topk": (920.632, 908.837, 752.985, 737.594, 696.029),
          "gtopk": (920.632, 916.26, 868.73, 808.5, 789.3)},
-        {"dense": 9212, "topk": 22272, "gtopk": 25280}, 0.146005, 0.001618, 0.024686,
+        {"dense": 9212, "topk": 22272, "gtopk": 25280},
+        {"dense": 2.7, "topk": 1.1}, 0.001618, 0.024686,
     ),
     Model(
         "AlexNet", 61_100_840, 64, 0.369,
         {"dense": (173.469, 14.01, 12.118, 4.936, 1.234),
          "topk": (173.469, 14.238, 13.865, 13.352, 9.236),
          "gtopk": (173.469, 16.536, 16.446, 16.359, 15.777)},
-        {"dense": 39, "topk": 296, "gtopk": 505}, 0.257205, 0.383776, 3.36298,
+        {"dense": 39, "topk": 296, "gtopk": 505},
+        {"dense": 12.8, "topk": 1.7}, 0.383776, 3.36298,
     ),
     Model(
         "ResNet-50", 25_557_032, 256, 4.842,
         {"dense": (52.873, 39.002, 36.989, 23.176, 10.721),
          "topk": (52.873, 37.729, 35.703, 34.495, 30.583),
          "gtopk": (52.873, 39.795, 39.713, 39.06, 39.119)},
-        {"dense": 343, "topk": 978, "gtopk": 1251}, 4.882041, 0.15405, 1.424253,
+        {"dense": 343, "topk": 978, "gtopk": 1251},
+        {"dense": 3.65, "topk": 1.3}, 0.15405, 1.424253,
     ),
 )  # fmt: skip

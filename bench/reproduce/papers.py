@@ -17,8 +17,8 @@ from linkweave.bench.reproduce import (
     asc_wfbp,
     c_cube,
     c_cube_steps,
-    embrace_rows,
-    gtopk_rows,
+    embrace,
+    gtopk,
     predictions,
     us_byte,
 )
@@ -30,8 +30,8 @@ PAPERS: dict[str, dict[str, Make]] = {
         "all-reduces": c_cube.communication, "steps": c_cube_steps.training,
         "patterns": c_cube_steps.patterns, "scaling": c_cube.scaling,
     },
-    "gtop-k": {"scaling": gtopk_rows.scaling, "training": gtopk_rows.training},
-    "embrace": {"tables": embrace_rows.tables, "training": embrace_rows.training},
+    "gtop-k": {"scaling": gtopk.scaling, "training": gtopk.training},
+    "embrace": {"tables": embrace.tables, "training": embrace.training},
     "asc-wfbp": {"steps": asc_wfbp.steps, "network": asc_wfbp.network},
     "us-byte": {
         "speeds": us_byte.speeds, "orders": us_byte.orders, "measurements": us_byte.measurements,

@@ -1,17 +1,18 @@
-"""The EmbRace paper's tables: costs and timelines by hand, what rows there are, and the command."""
+"""The EmbRace paper's tables: costs and timelines by hand, and what rows there are."""
 
 from __future__ import annotations
-
-import json
-from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from linkweave.bench.reproduce import embrace as tables
 from linkweave.bench.reproduce import embrace_step
-from linkweave.bench.reproduce.embrace import SPARSITIES, STEPPED, TOTAL, Rows, rows
+from linkweave.bench.reproduce.embrace import (
+    HALF,
+    exact_over_equation,
+    gradient,
+    speeds,
+)
 from linkweave.bench.reproduce.embrace_costs import (
     WAYS,
     adapter_bytes,
@@ -19,7 +20,6 @@ from linkweave.bench.reproduce.embrace_costs import (
     shared_seconds,
     wins,
 )
-from linkweave.bench.reproduce.embrace_figures import draw
 from linkweave.bench.reproduce.embrace_paper import (
     BANDWIDTH,
     CLUSTERS,
@@ -41,18 +41,10 @@ from linkweave.bench.reproduce.embrace_step import (
     ends,
     forward_seconds,
 )
-from linkweave.bench.reproduce.embrace_tables import tables as text_of
-from linkweave.bench.reproduce.embrace_tokens import Sizes, corpus, read_words, sizes, zipf
-from linkweave.collectives import CollectiveError
-from tests.cpu.commands import command
+from linkweave.bench.reproduce.embrace_tokens import Sizes, sizes, zipf
 
 LM, GNMT, TRANSFORMER, BERT = MODELS
 SMALL = Model("small", 2.0, 1.0, 1, (2,), 1.0, 1.0, 1.0, 0, 0, 0, (1, 1), ((1, 1), (1, 1)))
-
-
-@pytest.fixture(scope="module")
-def found() -> Rows:
-    return rows()
 
 
 def test_models_have_the_papers_numbers() -> None:
@@ -60,7 +52,6 @@ def test_models_have_the_papers_numbers() -> None:
     assert (GNMT.rows, GNMT.tokens(), GNMT.tokens(1)) == (32_320, 3328, 832)
     assert BERT.tokens() == 32 * 384 and BERT.tokens(1) == 4 * 384
     assert LM.tokens() == LM.tokens(1) == 2227 and TRANSFORMER.tokens(1) == 440
-    assert GNMT.megabytes(GNMT.rows) == 252.5 and BERT.megabytes(BERT.tokens()) == 36
     for model in MODELS:
         assert round(100 * (1 - model.original / model.embedding), 1) == model.sparsity
         for before, after, said in (
@@ -144,21 +135,6 @@ def test_zipf_tokens_follow_the_law() -> None:
     assert sizes(batches).coalesced == pytest.approx(expected, rel=0.01)
 
 
-def test_each_worker_reads_its_part_of_the_text(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("to be or\nnot  to be\tthat is the question whether 'tis")
-    words = read_words(path)
-    assert words.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 6, 7, 8, 9]
-    assert corpus(words, 2, 3).tolist() == [[[0, 1, 2], [4, 5, 6]], [[3, 0, 1], [7, 8, 9]]]
-    assert corpus(words, 2, 2).shape == (3, 2, 2)
-    assert corpus(np.arange(1000), 2, 3).shape == (8, 2, 3)
-    with pytest.raises(CollectiveError) as caught:
-        corpus(words, 2, 4)
-    assert str(caught.value) == (
-        "--corpus has 12 words; at least 16 are needed, for two batches of 4 on 2 workers"
-    )
-
-
 def test_tasks_wait_for_others_and_for_their_resource() -> None:
     tasks = [
         Task("compute", 2, 0, ()), Task("network", 3, 5, ()), Task("network", 1, 9, (0,)),
@@ -230,123 +206,45 @@ def test_a_forward_pass_takes_two_operations_a_parameter_and_token() -> None:
     assert forward_seconds(GNMT, 1, 1e12) == forward_seconds(GNMT, 0, 4e12)
 
 
-def test_rows_are_complete(found: Rows) -> None:
-    clusters = [(8, 2), (4, 4), (4, 1), (16, 4)]
-    assert [(o.workers, o.nodes, o.gradient, o.way) for o in found.table2] == [
-        (*cluster, gradient, way)
-        for cluster in clusters for gradient in ("original", "coalesced") for way in WAYS
-    ]  # fmt: skip
-    assert [(g.model, g.stream) for g in found.table3] == [(m.name, "zipf") for m in MODELS]
-    assert [(p.figure, p.sparsity, p.way) for p in found.figure4] == [
-        (figure, sparsity, way) for figure in FIGURE4 for sparsity in SPARSITIES for way in WAYS
-    ]
-    assert [(c.figure, c.other) for c in found.crossings] == [
-        (figure, way) for figure in FIGURE4 for way in WAYS[1:]
-    ]
-    names = [(model.name, ("RTX3090", "RTX2080")[gpu]) for model, gpu in STEPPED]
-    assert len(names) == 7 and ("LM", "RTX2080") not in names
-    assert [(s.model, s.gpu, s.workers, s.utilisation) for s in found.figure7] == [
-        (*name, workers, share) for name in names for workers in WORKERS for share in UTILISATIONS
-    ]
-
-
-def test_table_2_for_gnmt(found: Rows) -> None:
-    """26.0 MB on two nodes of four: 2 x 7 / 8 of them, and 14 start-ups."""
-    o = {(o.workers, o.nodes, o.gradient, o.way): o for o in found.table2}
-    row = o[8, 2, "original", "alltoall"]
-    assert row.equation == pytest.approx(1.75 * 26 * MB / 12.5e9 + 14 * STARTUP, rel=1e-12)
-    assert row.shared == pytest.approx(4 * 26 * MB / 12.5e9 + 14 * STARTUP, rel=1e-12)
-    assert o[8, 2, "coalesced", "ps"].exact is None and row.exact is None
+def test_table_2_for_gnmt() -> None:
+    """Coalesced gradients of 12.2 MB on two nodes of four: 2 x 7 / 8 of them, and 14 start-ups."""
     tokens = round(12.2 * MB / 8192)  # of each of two tables
     exact = 2 * (28 * STARTUP + 7 * (8 + tokens * (4 + 2 * 1024 * 4 / 8)) / 12.5e9)
-    assert o[8, 2, "coalesced", "alltoall"].exact == pytest.approx(exact, rel=1e-12)
+    equation = 1.75 * 12.2 * MB / 12.5e9 + 14 * STARTUP
+    assert exact_over_equation(Cluster(8, 2)) == pytest.approx(exact / equation, rel=1e-12)
 
 
-def test_reductions_and_speeds_follow_from_the_rows(found: Rows) -> None:
-    for g in found.table3:
-        assert g.coalescing == pytest.approx(100 * (1 - g.coalesced / g.original), rel=1e-9)
-        assert g.priority == pytest.approx(100 * (1 - g.prior / g.coalesced), rel=1e-9)
+def test_priority_saves_as_the_text_says() -> None:
+    for model in MODELS:
+        g = gradient(model)
         assert g.own_prior < g.prior < g.coalesced < g.original
-        assert g.priority < g.paper_priority < g.own_priority  # as the text says
-    for s in found.figure7:
-        assert s.best == min(s.baselines, key=lambda name: s.baselines[name])
-        assert s.speedup == s.baselines[s.best] / s.embrace >= 1
-        stalls = s.baselines[s.best] - s.compute, s.embrace - s.compute
-        assert s.stall_ratio == stalls[0] / stalls[1] and stalls[1] > 0
+        saved = 100 * (1 - g.prior / g.coalesced), 100 * (1 - g.own_prior / g.coalesced)
+        assert saved[0] < model.priority < saved[1]
+
+
+def test_speeds_follow_from_the_rows() -> None:
+    found = speeds(GNMT, 0)
+    assert [(s.workers, s.utilisation) for s in found] == [
+        (workers, share) for workers in WORKERS for share in UTILISATIONS
+    ]
+    for s in found:
+        assert s.best == min(s.baselines.values()) and s.speedup == s.best / s.embrace >= 1
+        assert s.stall_ratio == (s.best - s.compute) / (s.embrace - s.compute) > 1
         assert s.baselines["BytePS"] > s.baselines["Parallax"]
 
 
-def test_done_is_called_as_often_as_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "_speeds", lambda model, gpu: [])
-    ticks: list[None] = []
-    words = np.arange(2 * 16 * 12_288) % 1000
-    made = rows(lambda: ticks.append(None), words)
-    assert len(ticks) == TOTAL
-    assert [g.stream for g in made.table3] == ["zipf", "corpus"] * 4
-    assert {g.vocabulary for g in made.table3[1::2]} == {1000}
-    assert made.table3[1].coalesced == LM.megabytes(1000) == made.table3[1].own_prior
-
-
-def test_the_text(found: Rows) -> None:
-    lines = text_of(found).splitlines()
-    assert max(map(len, lines)) <= 100
-    said = "\n".join(lines)
-    assert " 8  2  all-to-all      3.91    8.82       1.89    4.19   2.19" in said
-    assert "GNMT-8       paper                      26.0       12.2    5.8             53.1" in said
-    assert "GNMT-8       zipf    3328 of 32320      26.0       12.1" in said
-    assert "4a       40%       22.34   50.93       37.16  101.78       89.01" in said
-    assert "4a      all-reduce  0 to 1       0.5625 to 1" in said
-    assert "LM           RTX2080    1.99 to 2.41     -     -     -             -  not repro" in said
-    assert "RTX3090  all          1.45 to 2.56" in said and "…" not in said
-    for legend in ("original, coalesced:", "Tokens of", "paper:", "Assumed", "Why ours differ:"):
-        assert any(line.startswith(legend) for line in lines)
-
-
-def test_the_picture(found: Rows, tmp_path: Path) -> None:
-    draw(found, tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_command(found: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[object] = []
-
-    def known(done: object, words: np.ndarray | None = None) -> Rows:
-        given.append(None if words is None else words.tolist())
-        return found
-
-    monkeypatch.setattr(tables, "rows", known)
-    png, text = tmp_path / "a.png", tmp_path / "a.txt"
-    text.write_text("a b a")
-    done = command("simulate", "--embrace", "--corpus", str(text), "--png", str(png))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{text_of(found)}\n"
-    assert png.exists() and done.stderr.split() == ["drawn:", str(png)]
-    told = json.loads(command("simulate", "--embrace", "--json").stdout)
-    assert told == json.loads(json.dumps(asdict(found)))
-    assert given == [[0, 1, 0], None]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["dgx2", "--embrace"], "--embrace has its own clusters and sizes: leave out machine\n"),
-        (["--embrace", "--gtopk"], "--gtopk has its own clusters and sizes: leave out --embrace\n"),
-        (["--embrace", "--png", "a.svg"], "--png writes a file that ends in .png, not a.svg\n"),
-        (["--embrace", "--corpus", "/nowhere/a"], "No such file or directory: '/nowhere/a'\n"),
-        (["dgx2", "--corpus", "a.txt"], "--corpus is the text of --embrace: give that as well\n"),
-        (
-            ["dgx2", "-s", "1M", "--png", "a.png"],
-            "figures of --gtopk or --embrace, or --train: give",
-        ),
-    ],
-)
-def test_what_does_not_go_together(words: list[str], said: str) -> None:
-    done = command("simulate", *words)
-    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
-
-
-def test_a_corpus_that_is_no_text(tmp_path: Path) -> None:
-    path = tmp_path / "a.bin"
-    path.write_bytes(b"\xff\xfe")
-    with pytest.raises(CollectiveError, match=r"a\.bin must be text in UTF-8"):
-        read_words(path)
+def test_rows_are_complete() -> None:
+    part = tables.tables()
+    found = {(row.item, row.what): row.ours for row in part.rows}
+    assert len(found) == len(part.rows) == 27
+    what = "sparsity at which all-to-all is no slower than allreduce"
+    assert found["figure 4a", what] == "0% to 100.00%"
+    assert found["figure 4a", f"{what}, adapters shared"] == "56% to 100.00%"
+    assert [series.name for series in part.plots[0].series] == [*WAYS]
+    part = tables.training()
+    rows = {(row.item, row.what): row for row in part.rows}
+    assert len(rows) == len(part.rows) == 18
+    assert rows["figure 7", "LM, RTX2080: over the best baseline, most"].ours is None
+    row = rows["figure 7", "GNMT-8, RTX3090: over the best baseline, most"]
+    of_half = [s.speedup for s in speeds(GNMT, 0) if s.utilisation == HALF]
+    assert row.ours == max(of_half) and "1.34 over 25 to 100 %" in row.reason

@@ -16,7 +16,7 @@ from linkweave.bench.reproduce import (
     c_cube,
     c_cube_steps,
     command,
-    gtopk_rows,
+    gtopk,
     measured,
     papers,
     predictions,
@@ -29,7 +29,7 @@ from linkweave.collectives import CollectiveError, overlap
 QUICK = {  # parts of a second or two
     "c_cube.communication": c_cube.communication, "c_cube_steps.training": c_cube_steps.training,
     "c_cube_steps.patterns": c_cube_steps.patterns, "us_byte.measurements": us_byte.measurements,
-    "asc_wfbp.network": asc_wfbp.network, "gtopk_rows.training": gtopk_rows.training,
+    "asc_wfbp.network": asc_wfbp.network, "gtopk.training": gtopk.training,
     "predictions.steps": predictions.steps,
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""`linkweave simulate --train`: training steps on a machine, from its links and its GPUs' speed."""
+"""`linkweave predict`: training steps on a machine, from its links and its GPUs' speed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,23 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from linkweave.bench import schedule as schedules
-from linkweave.bench.options import console
+from linkweave.bench.options import (
+    AlgorithmOption,
+    GpusOption,
+    JsonOption,
+    MeasuredOption,
+    ModelOption,
+    OptionalMachine,
+    TopologyOption,
+    console,
+    machine_of,
+)
+from linkweave.bench.plans import one_of
 from linkweave.collectives import CollectiveError, overlap
 from linkweave.collectives.overlap import Network, Profile, Schedule
 from linkweave.topology import Topology
@@ -90,16 +104,39 @@ def ranks_of(machine: Topology, ranks: int | None) -> Topology:
     return machine.subset(machine.gpus[: integer(ranks, "--ranks", 1, len(machine.gpus))])
 
 
-def simulate_training(
-    machine: Topology, model: str, *, batch: int | None = None, tflops: float | None = None,
-    algorithm: str = "auto", policy: str = "all", png: Path | None = None,
-    trace: Path | None = None, as_json: bool = False,
+def predict(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A file with a profile, or one of "
+                       f"{', '.join(overlap.models())}."),
+    ],
+    machine: OptionalMachine = None,
+    topo: TopologyOption = "",
+    gpus: GpusOption = None,
+    gpu: ModelOption = None,
+    measured: MeasuredOption = None,
+    ranks: Annotated[int | None, typer.Option(help="Use only the first GPUs.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(help=f"Samples on each GPU; by default {BATCH}.")
+    ] = None,
+    tflops: Annotated[
+        float | None,
+        typer.Option(help="TFLOP/s that training reaches on one GPU; by default "
+                     f"{REACHED:.0%} of its peak."),
+    ] = None,
+    algorithm: AlgorithmOption = "auto",
+    policy: Annotated[
+        str, typer.Option(help=f"all, auto, or one of {', '.join(overlap.POLICIES)}.")
+    ] = "all",
+    png: Annotated[Path | None, typer.Option(help="Draw a Gantt chart to this file.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace (one policy).")] = None,
+    as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Print the steps of the model under each policy on the machine, beside DDP's."""
+    """Predict a model's training steps on a machine, by each policy."""
     schedules.check(policy, png, trace, False, as_json)
-    work = work_of(model, machine, batch, tflops)
-    network = network_of(machine, algorithm)
-    found = schedules.planned(work.profile, network, policy)
+    found = ranks_of(machine_of(one_of(machine, topo), gpus, measured, gpu), ranks)
+    work, network = work_of(model, found, batch, tflops), network_of(found, algorithm)
+    steps = schedules.planned(work.profile, network, policy)
     whole = network.seconds(work.profile.nbytes)
     words = [work.words]
     if whole:
@@ -107,9 +144,9 @@ def simulate_training(
             f"an all-reduce of all {work.profile.nbytes / 1e6:.1f} MB takes {whole * 1e3:.2f} ms, "
             f"{work.profile.nbytes / whole / 1e9:.1f} GB/s"
         )
-    words.append(speed(found, work, len(machine.gpus)))
+    words.append(speed(steps, work, len(found.gpus)))
     schedules.tell(
-        found, "\n".join(filter(None, words)), png=png, trace=trace, as_json=as_json,
+        steps, "\n".join(filter(None, words)), png=png, trace=trace, as_json=as_json,
         batch=work.batch, all_reduce_seconds=whole,
     )  # fmt: skip
 

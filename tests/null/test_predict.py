@@ -1,4 +1,4 @@
-"""`linkweave simulate --train`: steps from a machine's links and its GPUs' speed."""
+"""`linkweave predict`: steps from a machine's links and its GPUs' speed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from linkweave import topology
 from linkweave.bench.cli import app
-from linkweave.bench.training_step import REACHED, network_of, ranks_of, work_of
+from linkweave.bench.predict import REACHED, network_of, ranks_of, work_of
 from linkweave.collectives import CollectiveError, overlap
 
 
@@ -22,7 +22,7 @@ def run(words: str) -> str:
 
 def test_a_step_is_that_of_the_planned_network(tmp_path: Path) -> None:
     out = run(
-        "simulate --train vgg16 --topo dgx1-v100 --batch 8 --policy c-cube --json "
+        "predict vgg16 --topo dgx1-v100 --batch 8 --policy c-cube --json "
         f"--png {tmp_path}/g.png --trace {tmp_path}/t.json"
     )
     data = json.loads(out)
@@ -40,14 +40,14 @@ def test_a_step_is_that_of_the_planned_network(tmp_path: Path) -> None:
 
 
 def test_the_text_says_what_is_assumed() -> None:
-    out = run("simulate dgx1-v100 --train resnet50 --batch 32 --policy ddp --ranks 4")
+    out = run("predict resnet50 dgx1-v100 --batch 32 --policy ddp --ranks 4")
     assert "6.28 TFLOP/s, 40% of the V100's 15.7 in FP32 (assumed; --tflops sets it)" in out
     assert "resnet50, batch 32" in out and "4 GPUs train" in out
     assert max(map(len, out.splitlines())) <= 100
 
 
 def test_one_gpu_computes_without_waiting() -> None:
-    data = json.loads(run("simulate mesh-1 --train googlenet --tflops 5 --policy ddp --json"))
+    data = json.loads(run("predict googlenet mesh-1 --tflops 5 --policy ddp --json"))
     assert data["schedules"][0]["efficiency"] == pytest.approx(1)
 
 
@@ -78,14 +78,11 @@ def test_ranks_are_the_first_gpus() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--train resnet51 -t dgx2", "unknown model 'resnet51'"),
-        ("--train resnet50 -t dgx2 --size 1M", "--train has sizes of its own: leave out --size"),
-        ("--train resnet50 -t dgx2 --trace x.json", "--trace needs one policy"),
-        ("-t dgx2 --size 1M --batch 3", "--batch belongs to --train"),
-        ("-t dgx2 --size 1M --policy ddp", "--policy belongs to --train"),
-        ("--train resnet50 -t dgx2 --tflops 0", "--tflops must be a number from 0.001"),
+        ("resnet51 dgx2", "unknown model 'resnet51'"),
+        ("resnet50 dgx2 --trace x.json", "--trace needs one policy"),
+        ("resnet50 dgx2 --tflops 0", "--tflops must be a number from 0.001"),
     ],
 )
 def test_what_does_not_fit_together_is_named(words: str, message: str) -> None:
     with pytest.raises(CollectiveError, match=message):
-        app(["simulate", *words.split()], standalone_mode=False)
+        app(["predict", *words.split()], standalone_mode=False)
