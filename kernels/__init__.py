@@ -9,16 +9,14 @@ if TYPE_CHECKING:
         cast,
         coalesce,
         merge_topk,
-        scatter_add_rows,
         sparsify,
         split_rows,
-        threshold_abs,
         topk_abs,
     )
 
 __all__ = [
-    "cast", "coalesce", "merge_topk", "scatter_add_rows", "sparsify", "split_rows",
-    "threshold_abs", "topk_abs",
+    "cast", "coalesce", "merge_topk", "sparsify", "split_rows",
+    "topk_abs",
 ]  # fmt: skip
 
 

@@ -8,7 +8,6 @@ arguments raise TypeError or ValueError before anything is changed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -37,21 +36,12 @@ def topk_abs(x: Any, k: int) -> Vector:
     """
     if gpu := _gpu(x):
         return gpu.topk_abs(x, k)
-    return _selected(topk.select, x, k)
-
-
-@ranged
-def threshold_abs(x: Any, k: int) -> Vector:
-    """Select at least the k largest |x|, by a threshold estimated from a sample.
-
-    Faster than `topk_abs` but approximate. The result contains the k largest and at most
-    3 k + 18 sqrt(k n / s) + 36 n / s + 4096 others, where s = min(n / 16, 65536) is the size of the
-    sample; the expected excess is 4.5 sqrt(k n / s). For k > n / 8, many equal values, 16-bit
-    floats and on GPUs, exactly k are returned. Otherwise like `topk_abs`.
-    """
-    if gpu := _gpu(x):
-        return gpu.topk_abs(x, k)
-    return _selected(topk.at_least, x, k)
+    array, dtype = _numpy(x, "x"), checks.dtype_of(x)
+    if array.ndim != 1:
+        raise ValueError(f"x must have one dimension, not shape {array.shape}")
+    row = np.ascontiguousarray(array).view(f"u{DTYPES[dtype].size}")
+    found = topk.select(row, dtype, checks.count(k, row.size))
+    return _out(row[found], x, dtype), _out(found.astype(checks.index_type(row.size)), x)
 
 
 @ranged
@@ -133,23 +123,6 @@ def split_rows(indices: Any, values: Any, needed_rows: Any) -> tuple[tuple[Any, 
 
 
 @ranged
-def scatter_add_rows(table: Any, indices: Any, values: Any) -> None:
-    """table[indices[i]] += values[i], in place and in the order of i.
-
-    `table` is contiguous float32 [rows, ...]; `indices` and `values` are as in `coalesce`. On a
-    GPU, the sums of `coalesce` are added to the table.
-    """
-    if gpu := _gpu(table):
-        gpu.scatter_add_rows(table, indices, values)
-        return
-    sums = _written(table, "table")
-    checks.rows_of(table, values)
-    where = _indices(indices, sums.shape[0])
-    data = _rows(values, where)
-    rows.add_rows(where.astype(np.int64), data, sums.reshape(sums.shape[0], data.shape[1]))
-
-
-@ranged
 def cast(x: Any, out: Any, scale: float = 1.0) -> None:
     """out[i] = x[i] * scale, from float32 or float64 to float16 or bfloat16, or back.
 
@@ -216,16 +189,6 @@ def _written(x: Any, name: str) -> np.ndarray:
             f"{array.strides}"
         )
     return array
-
-
-def _selected(choose: Callable[[np.ndarray, str, int], np.ndarray], x: Any, k: int) -> Vector:
-    """The entries of a row on the CPU that `choose` selects by their bit patterns."""
-    array, dtype = _numpy(x, "x"), checks.dtype_of(x)
-    if array.ndim != 1:
-        raise ValueError(f"x must have one dimension, not shape {array.shape}")
-    row = np.ascontiguousarray(array).view(f"u{DTYPES[dtype].size}")
-    found = choose(row, dtype, checks.count(k, row.size))
-    return _out(row[found], x, dtype), _out(found.astype(checks.index_type(row.size)), x)
 
 
 def _summable(x: Any, name: str, *others: str) -> np.ndarray:

@@ -43,9 +43,8 @@ from linkweave.collectives.planning.completion import chunk_counts
 from linkweave.collectives.planning.layout import Sizes, block_table, chunk_bytes, reads, staging
 from linkweave.collectives.planning.planner import size_class
 from linkweave.collectives.runtime.buffer import Buffer
-from linkweave.collectives.runtime.control import PLANNING, Health
 from linkweave.collectives.runtime.cpu.arena import Arena
-from linkweave.collectives.runtime.cpu.control import HostControl
+from linkweave.collectives.runtime.cpu.control import PLANNING, Health, HostControl
 from linkweave.collectives.runtime.cpu.executor import CpuExecutor, Ready, Region, memory_of
 from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
 from linkweave.collectives.runtime.encoded import Encoded, nothing

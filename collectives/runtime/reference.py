@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,26 +11,9 @@ from numpy.typing import NDArray
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.plan import Op, Plan
 from linkweave.collectives.planning.walk import Visit, walk
-from linkweave.collectives.runtime.buffer import Buffer
-from linkweave.collectives.runtime.dtypes import DTYPES, check_op, step_of
+from linkweave.collectives.runtime.dtypes import check_op, step_of
 
 Array = NDArray[Any]
-
-
-class Reference:
-    """The reference as an `Executor` of all ranks, which are in this process."""
-
-    def __init__(self, size: int) -> None:
-        self.ranks = range(size)
-
-    def execute(self, plan: Plan, buffers: Sequence[Buffer], op: str = "sum") -> None:
-        arrays = []
-        for b in buffers:
-            raw = (ctypes.c_uint8 * b.nbytes).from_address(b.address)
-            arrays.append(np.ctypeslib.as_array(raw).view(DTYPES[b.dtype].stored))
-        results = run(plan, arrays, op, bfloat16=buffers[0].dtype == "bfloat16")
-        for array, result in zip(arrays, results, strict=True):
-            array[:] = result
 
 
 def run(

@@ -61,8 +61,7 @@ class GpuKernels:
         width = math.prod(shape)
         if rows is None:
             return indices[:0], values[:0]
-        index = checks.index_dtype(indices)
-        sums = add(self.gpu, rows, self.gpu.contiguous(values), dtype, index, width)
+        sums = add(self.gpu, rows, self.gpu.contiguous(values), dtype, width)
         return rows.unique, sums.reshape((rows.runs, *shape))
 
     def split_rows(self, indices: Any, values: Any, needed_rows: Any) -> tuple[Pair, Pair]:
@@ -72,15 +71,6 @@ class GpuKernels:
         indices, values, needed = map(self.gpu.contiguous, (indices, values, needed_rows))
         first, others = self.gpu.parted((indices, values), indices, needed)
         return (first[0], first[1]), (others[0], others[1])
-
-    def scatter_add_rows(self, table: Any, indices: Any, values: Any) -> None:
-        _written(self.gpu, table, "table")
-        checks.rows_of(table, values)
-        rows = self._rows(indices, values, int(table.shape[0]))
-        if rows is not None:
-            index, width = checks.index_dtype(indices), math.prod(tuple(table.shape)[1:])
-            values, dtype = self.gpu.contiguous(values), checks.dtype_of(values)
-            add(self.gpu, rows, values, dtype, index, width, table)
 
     def _rows(self, indices: Any, values: Any, num_rows: Any) -> Sorted | None:
         """The rows sorted by index; None if there are none."""

@@ -11,7 +11,7 @@ SORT = fields(
     ("u8", "indices keys order keys_out order_out counts summary run unique n limit chunk"),
     ("u4", "shift blocks"),
 )
-ROWS = fields(("u8", "values order run unique sums table head tail n width"))
+ROWS = fields(("u8", "values order run sums head tail n width"))
 WINDOW = 32  # rows per window
 _RADIX, _BITS = 256, 8
 
@@ -67,26 +67,18 @@ def sort(gpu: Gpu, indices: Any, dtype: str, n: int, limit: int) -> Sorted | int
     return Sorted(n, pairs[0][1], run, unique[:runs], runs)
 
 
-def add(
-    gpu: Gpu, rows: Sorted, values: Any, dtype: str, index: str, width: int, table: Any = None
-) -> Any:
-    """Sum the rows of each run: returns [runs * width] of `dtype`, or adds them to `table`'s rows.
-
-    The order of summation is that of `rows.cu`.
-    """
-    sums = None if table is not None else gpu.empty(rows.runs * width, dtype)
+def add(gpu: Gpu, rows: Sorted, values: Any, dtype: str, width: int) -> Any:
+    """Sum the rows of each run, in the order of `rows.cu`; returns [runs * width] of `dtype`."""
+    sums = gpu.empty(rows.runs * width, dtype)
     if not width:
         return sums
     windows = -(-rows.n // WINDOW)
     head, tail = (gpu.empty(windows * width, "float32") for _ in range(2))
     argument = struct(
         ROWS, values=gpu.address(values), order=gpu.address(rows.order),
-        run=gpu.address(rows.run), unique=gpu.address(rows.unique),
-        sums=0 if sums is None else gpu.address(sums),
-        table=0 if table is None else gpu.address(table), head=gpu.address(head),
+        run=gpu.address(rows.run), sums=gpu.address(sums), head=gpu.address(head),
         tail=gpu.address(tail), n=rows.n, width=width,
     )  # fmt: skip
-    words = (*element(dtype), *element(index, "INDEX"))
     blocks = max(1, min(16 * gpu.blocks, -(-windows * width // gpu.threads)))
-    gpu.launch("rows/rows.cu", ("windows", "join"), words, argument, blocks)
+    gpu.launch("rows/rows.cu", ("windows", "join"), element(dtype), argument, blocks)
     return sums

@@ -5,14 +5,9 @@
 // goes to `tail` of the window in which it begins, and to `head` of each later window. `join` adds
 // these in the order of the windows. So the order of summation is fixed by the sorted positions:
 // within windows, then window by window. All launches go to one stream.
-// Bounds: rows are read at positions below n and written at runs below their number; rows of
-// `table` are written at indices that `histogram` has checked.
+// Bounds: rows are read at positions below n and written at runs below their number.
 #include "gpu/block.h"
 #include "gpu/element.h"
-
-#ifndef INDEX
-#define INDEX int
-#endif
 
 enum { WINDOW = 32, AHEAD = 8 };  // rows per window; loads in flight per thread
 
@@ -20,9 +15,7 @@ struct Rows {
     const ELEMENT* values;  // [n][width]
     const u32* order;  // [n]: the position in `values` of each sorted row
     const u32* run;  // [n]: the run of each sorted row
-    const INDEX* unique;  // [runs]: the index of each run
-    ELEMENT* sums;  // [runs][width], or 0 if there is a table
-    float* table;  // [rows][width], to which the sums are added, or 0
+    ELEMENT* sums;  // [runs][width]
     float* head;  // [windows][width]
     float* tail;
     u64 n;
@@ -30,8 +23,7 @@ struct Rows {
 };
 
 __device__ __forceinline__ void put(const Rows& a, u32 run, u64 column, float sum) {
-    if (a.table) a.table[u64(a.unique[run]) * a.width + column] += sum;
-    else narrow(sum, a.sums[u64(run) * a.width + column]);
+    narrow(sum, a.sums[u64(run) * a.width + column]);
 }
 
 __device__ __forceinline__ void add_windows(const Rows& a) {

@@ -112,16 +112,6 @@ def select(bits: np.ndarray, dtype: str, k: int) -> np.ndarray:
     return _by_histograms(bits, keys, k)
 
 
-def at_least(bits: np.ndarray, dtype: str, k: int) -> np.ndarray:
-    """Positions of all keys that reach a threshold from a sample; of the k largest if it fails."""
-    keys = Keys(dtype)
-    if dtype == "float32" and 0 < k <= bits.size // 8:
-        at = _sampled(bits, keys, k)
-        if at is not None:
-            return at
-    return select(bits, dtype, k)
-
-
 def _sampled(bits: np.ndarray, keys: Keys, k: int) -> np.ndarray | None:
     """Positions of at least k of the largest keys; None if a sample yields no useful threshold."""
     limits = bound(keys.of(bits[sample_positions(bits.size)]), bits.size, k)

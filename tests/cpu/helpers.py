@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ import numpy as np
 import torch
 
 from linkweave.collectives import CollectiveError
+from linkweave.collectives.planning.layout import block_table, staging
 from linkweave.collectives.runtime.buffer import Buffer
+from linkweave.collectives.runtime.cpu.executor import memory_of
+from linkweave.collectives.runtime.encoded import encode
 from linkweave.kernels.plan import counters
 
 TORCH_DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16,
@@ -31,6 +35,32 @@ def error_of(call: Any, *args: Any, **kwargs: Any) -> str:
     except CollectiveError as error:
         return str(error)
     return ""
+
+
+class RankPlans:
+    """Carries out plans in place on one rank of a communicator, as the other ranks do too. A plan
+    keeps its region, so that its counters go on."""
+
+    def __init__(self, comm: Any) -> None:
+        self.executor = comm._calls.executor
+        self.ranks = (comm.rank,)
+        self._regions: dict[Any, Any] = {}
+
+    def execute(self, plan: Any, arrays: Sequence[np.ndarray], op: str = "sum") -> None:
+        buffer, executor = buffer_of(arrays[0]), self.executor
+        if (template := plan.with_chunks(plan.stride)) not in self._regions:
+            encoded = encode(plan)
+            start = executor.arena.reserve(memory_of(encoded)) if executor.rank == 0 else 0
+            _, told = executor.control.gather((0,), start.to_bytes(8, "little"))
+            start = int.from_bytes(told[0], "little")
+            self._regions[template] = executor.load(encoded, start)
+        message = plan.collective, plan.size, executor.rank, buffer.nbytes
+        notice = np.array([plan.num_chunks, buffer.nbytes, -1, -1], np.int64)
+        ready = executor.prepare(
+            self._regions[template], notice, block_table(*message), plan.num_chunks, buffer, op,
+            plan.algorithm, staging(*message, root=plan.root),
+        )  # fmt: skip
+        assert executor.run(ready, buffer.address)
 
 
 def hurry(comm: Any, seconds: float) -> None:

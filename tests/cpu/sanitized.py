@@ -45,7 +45,7 @@ def main(sanitizer: str) -> None:
     indices = rng.integers(0, 700, 1000).astype(np.int32)
     rows = gpu_rows.sort(calls, indices, "int32", 1000, 700)
     assert not isinstance(rows, int)
-    gpu_rows.add(calls, rows, x[:3000], "float32", "int32", 3)
+    gpu_rows.add(calls, rows, x[:3000], "float32", 3)
     print("ran")
 
 

@@ -30,9 +30,8 @@ from linkweave.collectives import (
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.launch.join import Job
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
-from linkweave.collectives.runtime.control import Health
 from linkweave.collectives.runtime.cpu.arena import BEATS, Arena
-from linkweave.collectives.runtime.cpu.control import HostControl
+from linkweave.collectives.runtime.cpu.control import Health, HostControl
 from linkweave.collectives.runtime.cpu.mapping import Mapping
 from linkweave.kernels.plan import counters as kernel
 from linkweave.topology import load

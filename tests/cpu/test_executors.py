@@ -11,11 +11,10 @@ from host_gpu import HostDevice, needs_compiler
 from linkweave import collectives
 from linkweave.collectives import CollectiveError, Plan, plan_allreduce, plan_collective
 from linkweave.collectives.launch.default import get_default
-from linkweave.collectives.runtime.base import Executor
-from linkweave.collectives.runtime.gpu.executor import virtual_ranks
-from linkweave.collectives.runtime.reference import Reference
+from linkweave.collectives.runtime.gpu.executor import GpuRanks, virtual_ranks
+from linkweave.collectives.runtime.reference import run
 from linkweave.topology import load
-from tests.cpu.helpers import buffer_of, error_of, values
+from tests.cpu.helpers import RankPlans, buffer_of, error_of, values
 
 SIZE = 5
 CASES = [(name, n, op) for name in ("ring", "chain", "one_shot", "tree", "recursive_doubling")
@@ -30,28 +29,51 @@ def plans() -> list[tuple[Plan, int, str]]:
     return found
 
 
-def carried_out(executor: Executor) -> list[list[bytes]]:
+class Reference:
+    ranks = range(SIZE)
+
+    def execute(self, plan: Plan, arrays: list[Any], op: str) -> None:
+        for array, result in zip(arrays, run(plan, arrays, op), strict=True):
+            array[:] = result
+
+
+class OnGpu:
+    """All ranks on one GPU."""
+
+    ranks = range(SIZE)
+
+    def __init__(self, gpu: GpuRanks) -> None:
+        self.gpu = gpu
+
+    def execute(self, plan: Plan, arrays: list[Any], op: str) -> None:
+        buffers = [buffer_of(x) for x in arrays]
+        prepared = self.gpu.prepare(plan, buffers[0].nbytes, buffers[0].dtype, op)
+        self.gpu.run(prepared, [b.address for b in buffers])
+        self.gpu.check()
+
+
+def carried_out(executor: Any) -> list[list[bytes]]:
     """Each plan twice, so that counters go on."""
     found = []
     for plan, n, op in plans() * 2:
         arrays = [values(r, n) for r in executor.ranks]
-        executor.execute(plan, [buffer_of(x) for x in arrays], op)
+        executor.execute(plan, arrays, op)
         found.append([x.tobytes() for x in arrays])
     return found
 
 
 def on_a_rank(rank: int) -> list[list[bytes]]:
     comm: Any = get_default()
-    return carried_out(comm._calls.executor)
+    return carried_out(RankPlans(comm))
 
 
 @needs_compiler
 def test_reference_cpu_and_gpu_ranks_agree() -> None:
-    want = carried_out(Reference(SIZE))
+    want = carried_out(Reference())
     rows = collectives.spawn(on_a_rank, SIZE)
     assert [[row[i][0] for row in rows] for i in range(len(want))] == want
     with virtual_ranks(HostDevice(33), SIZE) as gpu:
-        got = carried_out(gpu)
+        got = carried_out(OnGpu(gpu))
     for (plan, *case), ours, theirs in zip(plans() * 2, got, want, strict=True):
         assert ours == theirs, (plan.algorithm, plan.collective, *case)
 
@@ -60,7 +82,7 @@ def too_long(rank: int) -> str:
     comm: Any = get_default()
     x = np.ones(100_000, np.float32)
     plan = plan_allreduce(load("cpu-2"), 4, "tree", 1)
-    return error_of(comm._calls.executor.execute, plan, [buffer_of(x)])
+    return error_of(RankPlans(comm).execute, plan, [x])
 
 
 def test_chunks_that_do_not_fit_slots_are_refused() -> None:
@@ -69,4 +91,4 @@ def test_chunks_that_do_not_fit_slots_are_refused() -> None:
 
 def test_a_plan_for_other_ranks_is_refused() -> None:
     with pytest.raises(CollectiveError, match="the plan is for 5 ranks, not 1 inputs"):
-        Reference(1).execute(plans()[4][0], [buffer_of(np.ones(3))])
+        run(plans()[4][0], [np.ones(3)])

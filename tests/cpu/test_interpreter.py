@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -16,7 +14,7 @@ from linkweave.collectives.runtime import reference
 from linkweave.collectives.runtime.cpu.executor import SLOT_BYTES
 from linkweave.kernels.plan import interpreter as kernel
 from linkweave.topology import load
-from tests.cpu.helpers import buffer_of, misaligned, values
+from tests.cpu.helpers import RankPlans, misaligned, values
 from tests.null.helpers import by_hand, hop, random_plan, receive, send
 
 SIZES = (0, 1, 2, 3, 17, 1009, 4096)
@@ -49,13 +47,13 @@ def test_layout_of_the_code() -> None:
 
 def run_plans(rank: int, plans: list[Plan]) -> list[bytes]:
     """Each plan on each size, twice over one region, so that its counters go on."""
-    executor: Any = get_default()._calls.executor
+    executor = RankPlans(get_default())
     results = []
     for salt, plan in enumerate(plans):
         for n in SIZES:
             for again in range(2):
                 x = misaligned(values(rank, n, salt + 100 * again))
-                executor.execute(plan, [buffer_of(x)])
+                executor.execute(plan, [x])
                 results.append(x.tobytes())
     return results
 
@@ -82,11 +80,11 @@ def test_random_plans() -> None:
 
 def exchange(rank: int, plan: Plan) -> list[bytes]:
     """Smallest of zeros of both signs, where it shows who comes first."""
-    executor: Any = get_default()._calls.executor
+    executor = RankPlans(get_default())
     results = []
     for op in ("min", "max"):
         x = np.where(np.random.default_rng(rank).random(999) < 0.5, 0.0, -0.0).astype(np.float32)
-        executor.execute(plan, [buffer_of(x)], op)
+        executor.execute(plan, [x], op)
         results.append(x.tobytes())
     return results
 

@@ -299,35 +299,6 @@ def test_rows_that_are_needed_go_first() -> None:
         kernels.split_rows(indices, values[:4], indices)
 
 
-def test_rows_are_added_into_a_table_in_order(threads: int) -> None:
-    rng = np.random.default_rng(0)
-    indices = rng.integers(0, 50, 500).astype(np.int32)
-    values = rng.standard_normal((500, 40)).astype(np.float32)
-    table = rng.standard_normal((50, 40)).astype(np.float32)
-    want = table.copy()
-    for i, v in zip(indices, values, strict=True):
-        want[i] += v
-    kernels.scatter_add_rows(table, indices, values)
-    assert table.tobytes() == want.tobytes()
-    with pytest.raises(ValueError, match=r"values of shape \(500, 3\) for a table of \(50, 40\)"):
-        kernels.scatter_add_rows(table, indices, values[:, :3])
-    with pytest.raises(ValueError, match=r"indices\[0\] is 50"):
-        kernels.scatter_add_rows(table, indices + 50 - indices[0], values)
-    assert table.tobytes() == want.tobytes()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("n", "k"), [(0, 0), (1, 1), (5000, 3), (300_000, 300), (300_000, 30_000)])
-def test_a_threshold_takes_the_k_largest_and_not_many_more(kind: str, n: int, k: int) -> None:
-    x = row(kind, n)
-    values, indices = kernels.threshold_abs(x, k)
-    assert np.array_equal(x[indices].view(np.uint32), values.view(np.uint32))
-    assert np.isin(kernels.topk_abs(x, k)[1], indices).all() and (np.diff(indices) > 0).all()
-    sampled = max(1, topk.sample_positions(n).size if n else 1)
-    excess = 3 * k + 18 * (k * n / sampled) ** 0.5 + 36 * n / sampled + 4096
-    assert k <= indices.size <= k + excess
-
-
 @pytest.mark.parametrize("shape", [(0,), (3, 0)])
 def test_nothing_is_selected_from_nothing(shape: tuple[int, ...]) -> None:
     values, indices = kernels.sparsify(np.zeros(shape, np.float32), np.zeros(shape, np.float32), 0)
@@ -338,4 +309,3 @@ def test_rows_of_no_width() -> None:
     indices, values = np.array([3, 1, 3]), np.zeros((3, 0), np.float32)
     unique, sums = kernels.coalesce(indices, values, 4)
     assert unique.tolist() == [1, 3] and sums.shape == (2, 0)
-    kernels.scatter_add_rows(np.zeros((4, 0), np.float32), indices, values)

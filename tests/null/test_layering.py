@@ -227,7 +227,7 @@ def test_every_arrow_is_used() -> None:
         ("collectives/planning/plan.py", "from linkweave.collectives.calls import host"),
         ("collectives/communicator.py", "from linkweave.kernels import dtypes"),
         ("collectives/runtime/cpu/arena.py", "if True:\n    from linkweave.bench import timing"),
-        ("collectives/runtime/base.py", "from linkweave.collectives.runtime.cpu import arena"),
+        ("collectives/runtime/buffer.py", "from linkweave.collectives.runtime.cpu import arena"),
         ("collectives/sparse/gpu.py", "from tests.null import helpers"),
     ],
 )  # fmt: skip

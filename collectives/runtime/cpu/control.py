@@ -1,7 +1,9 @@
-"""`Control` for the ranks of one machine, over shared memory."""
+"""How the ranks of a machine coordinate over shared memory: they agree on calls, exchange messages,
+and give up."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -12,8 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from linkweave.collectives.errors import CollectiveAborted, CollectiveTimeout
-from linkweave.collectives.runtime.control import Health, Where
+from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.runtime.cpu.arena import (
     BEATS,
     BELL,
@@ -33,6 +34,67 @@ from linkweave.collectives.runtime.diagnose import (
     TIMED_OUT,
 )
 from linkweave.kernels.plan import counters as kernel
+
+Where = Callable[[], tuple[str, dict[str, int]]]
+"""Returns what a rank waits for, as words and as the fields of `CollectiveTimeout`."""
+
+PLANNING = 300.0
+"""Seconds that rank 0 may plan, as long as it shows signs of life; the others notice at once if it
+dies, and after their timeout if it is stopped."""
+
+
+class Health:
+    """Whether a communicator can be used. A process forked from a rank cannot use it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self._pid = rank, os.getpid()
+        self.closed = False
+        self.broken: str | None = None  # what went wrong
+        self.usable = True
+        self.family: list[Callable[[BaseException], None]] = []  # tell the other lanes of a failure
+        _alive.add(self)
+
+    @property
+    def foreign(self) -> bool:
+        """Whether this process was forked from the rank's process."""
+        return os.getpid() != self._pid
+
+    def fail(self, error: BaseException) -> None:
+        """Refuse all further calls, on the other lanes of the communicator as well."""
+        if self.broken is None:
+            self.broken, self.usable = f"{type(error).__name__}: {error}", False
+            for other in self.family:
+                other(error)
+
+    def close(self) -> None:
+        self.closed, self.usable = True, False
+        self.family.clear()
+
+    def check(self) -> None:
+        """Raise CollectiveError unless calls can be made."""
+        if self.usable:
+            return
+        if self.foreign:
+            raise CollectiveError(
+                f"process {os.getpid()} was forked from rank {self.rank} (process {self._pid}) and "
+                "is not a rank itself: it cannot take part in the ranks' calls; start ranks of its "
+                "own with linkweave.spawn() or linkweave.init()"
+            )
+        if self.closed:
+            raise CollectiveError("this communicator is closed")
+        raise CollectiveError(f"this communicator failed before ({self.broken}); make a new one")
+
+
+_alive: weakref.WeakSet[Health] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for health in list(_alive):
+        health.usable = False
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
 
 _CLAIMED = 32  # byte offset of the word that the first rank to give up claims
 
@@ -61,7 +123,12 @@ class _Heart:
 
 
 class HostControl:
-    """`Control` over shared memory."""
+    """One rank's side. Every rank makes the same calls in the same order, numbered from 1.
+
+    A call is a `gather`, or an `agree` that is followed by `done` or `finish`. Every wait raises
+    CollectiveTimeout after `timeout` seconds, or CollectiveAborted once a rank dies, leaves or
+    gives up.
+    """
 
     def __init__(self, arena: Arena, timeout: float, health: Health) -> None:
         self.arena, self.timeout, self.health = arena, timeout, health
@@ -95,6 +162,8 @@ class HostControl:
 
     # ---- calls -------------------------------------------------------------------------------
     def agree(self, words: Sequence[int], planning: float = 0.0) -> NDArray[np.int64]:
+        """Begin a call and wait for all ranks to begin it; returns [size, len(words)], every
+        rank's words. Rank 0 may be `alive` for `planning` seconds before it comes."""
         self.number += 1
         rows = self.notices[self.number % 2]
         rows[self.rank, : len(words)] = words
@@ -104,15 +173,18 @@ class HostControl:
         return rows[:, : len(words)]
 
     def done(self) -> None:
+        """End the call without waiting for the other ranks."""
         kernel.raise_counter(self.finished, self.number, self.bells[:0])
 
     def finish(self) -> None:
+        """End the call and wait until every rank has ended it."""
         kernel.raise_counter(self.finished, self.number, self.bells)
         self._await(1, "finish its call")
 
     def gather(
         self, words: Sequence[int], message: bytes, planning: float = 0.0
     ) -> tuple[NDArray[np.int64], list[bytes]]:
+        """A whole call: like `agree`; also gathers every rank's `message`."""
         page = self.arena.page(self.number + 1)
         while len(self._sent) > 1:  # all ranks have made a later call than the oldest
             self.arena.free(*self._sent.pop(0))
@@ -222,12 +294,17 @@ class HostControl:
         return [p for p in peers if kernel.read_counter(finished[p]) < self.number]
 
     def patience(self, start: float, where: Where) -> None:
+        """To be polled while something else has been waiting since `start` (`time.monotonic`).
+        Raises CollectiveTimeout or CollectiveAborted."""
         self.check(kernel.ABORTED if self.aborted() else kernel.IDLE, start, where)
 
     def aborted(self) -> bool:
         return bool(self.arena.abort[0])
 
     def give_up(self, why: int, blamed: int | None = None, who: int | None = None) -> None:
+        """Abort all ranks: every wait, now or later, raises CollectiveAborted. `why` is one of the
+        reasons in `diagnose`; `who` gives up (None: this rank), and blames `blamed` (None:
+        itself)."""
         who = self.rank if who is None else who
         if self.aborted():
             return
@@ -236,6 +313,7 @@ class HostControl:
             kernel.raise_counter(self.arena.abort_address, 1, self.bells)
 
     def raise_aborted(self, where: Where | None = None) -> NoReturn:
+        """Raise CollectiveAborted with the reason of the rank that gave up first."""
         _, who, why, blamed = (int(v) for v in self.arena.abort)
         stands, fields = where() if where else (f"{self.name(self.rank)} cannot go on", {})
         culprit = self.name(who)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,14 +11,13 @@ from numpy.typing import NDArray
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.cost import MEMORY_CHUNK
-from linkweave.collectives.planning.layout import Staging, block_table, chunk_bytes, staging
-from linkweave.collectives.planning.plan import Plan
+from linkweave.collectives.planning.layout import Staging, chunk_bytes
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.cpu.control import HostControl
 from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
 from linkweave.collectives.runtime.cpu.mapping import pages
 from linkweave.collectives.runtime.diagnose import blocked
-from linkweave.collectives.runtime.encoded import Encoded, encode
+from linkweave.collectives.runtime.encoded import Encoded
 from linkweave.kernels.plan import counters
 from linkweave.kernels.plan import interpreter as kernel
 from linkweave.kernels.plan.combine import combine_address
@@ -112,11 +110,10 @@ def _flags_of(encoded: Encoded) -> int:
 
 
 class CpuExecutor:
-    """An `Executor` for one rank. `HostCalls` uses its parts: load, prepare once, run often."""
+    """Carries out plans for one rank: load a plan, prepare a call once, and run it often."""
 
     def __init__(self, control: HostControl) -> None:
-        self.control, self.ranks = control, (control.rank,)
-        self._own: dict[Plan, Region] = {}
+        self.control = control
         self.rank, self.size, self.arena = control.rank, control.size, control.arena
         self._pids = np.zeros(self.size, np.int64)
         self._readable: bool | None = None  # None: not tried yet
@@ -127,24 +124,6 @@ class CpuExecutor:
             self._pids[:] = [self.arena.pid(r) for r in range(self.size)]
             self._readable = self.arena.readable()
         return self._readable
-
-    def execute(self, plan: Plan, buffers: Sequence[Buffer], op: str = "sum") -> None:
-        (buffer,) = buffers
-        template = plan.with_chunks(plan.stride)
-        if template not in self._own:
-            encoded = encode(plan)
-            start = self.arena.reserve(memory_of(encoded)) if self.rank == 0 else 0
-            _, told = self.control.gather((0,), start.to_bytes(8, "little"))
-            self._own[template] = self.load(encoded, int.from_bytes(told[0], "little"))
-        where = block_table(plan.collective, plan.size, self.rank, buffer.nbytes)
-        notice = np.array([plan.num_chunks, buffer.nbytes, -1, -1], np.int64)
-        region, name = self._own[template], plan.algorithm
-        staged = staging(
-            plan.collective, plan.size, self.rank, buffer.nbytes, root=plan.root
-        )  # fmt: skip
-        ready = self.prepare(region, notice, where, plan.num_chunks, buffer, op, name, staged)
-        if not self.run(ready, buffer.address):
-            raise CollectiveError(f"the ranks carry out {name} on different messages")
 
     def load(self, encoded: Encoded, start: int) -> Region:
         """The region of a plan whose memory rank 0 has reserved at offset `start`."""

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.planning.completion import layer_chunk_table
 from linkweave.collectives.planning.plan import Plan
-from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.diagnose import Blocked
 from linkweave.collectives.runtime.gpu import program
 from linkweave.collectives.runtime.gpu.actions import Program, programs
@@ -118,16 +117,6 @@ class GpuRanks:
     def occupancy(self, dtype: str, op: str) -> list[Occupancy]:
         """The occupancy of each GPU of this process."""
         return [(ranks, d.resident(dtype, op)) for d, ranks in self.shares.values()]
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        return tuple(self.devices)
-
-    def execute(self, plan: Plan, buffers: Sequence[Buffer], op: str = "sum") -> None:
-        """Like `Executor.execute`, on the default CUDA stream."""
-        prepared = self.prepare(plan, buffers[0].nbytes, buffers[0].dtype, op)
-        self.run(prepared, [b.address for b in buffers])
-        self.check()
 
     def prepare(
         self, plan: Plan, nbytes: int, dtype: str, op: str, width: int | None = None,
