@@ -22,8 +22,8 @@ from linkweave.bench.messages import IN_PLACE, collective, given, room, wanted
 from linkweave.bench.peers import by_gloo, on_gloo
 from linkweave.bench.timing import rounds_of, schedule
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.distributed.cluster import ClusterCommunicator
-from linkweave.collectives.distributed.cluster_map import PIECE, ClusterMap
+from linkweave.collectives.cluster.cluster_map import PIECE, ClusterMap
+from linkweave.collectives.cluster.communicator import ClusterCommunicator
 from linkweave.collectives.overlap.network import Fit, fit
 
 ACROSS = tuple(1 << at for at in (14, 22, 24, 25))  # bytes, over all columns

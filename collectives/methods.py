@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, cast
 
-from linkweave.collectives.calls import operations, rows
+from linkweave.collectives.calls import operations
 from linkweave.collectives.calls.gpu import GpuCalls
 from linkweave.collectives.calls.host import Again, HostCalls
 from linkweave.collectives.calls.point_to_point import PointToPoint
@@ -151,7 +151,7 @@ class Methods:
         Raises as `allreduce` does.
         """
         if out is None and self.rank != root and self._own_gpu() is not None:
-            raise rows.needs_out(self.rank, root)
+            raise operations.needs_out(self.rank, root)
         like = out if x is None or self.rank != root else x
         again = partial(self._moved, "scatter", x, out, "sum", root)
         return self._call(again, async_op, like, operations.scatter, x, root, out)
@@ -179,7 +179,7 @@ class Methods:
         again = partial(self._moved, "alltoall", x, out, splits=splits)
         if even:
             return self._call(again, async_op, x, operations.divided, "alltoall", x, "sum", out)
-        return self._call(again, async_op, x, rows.alltoallv, x, out, in_splits, out_splits)
+        return self._call(again, async_op, x, operations.alltoallv, x, out, in_splits, out_splits)
 
     def barrier(self) -> None:
         """Wait until all ranks have called `barrier`."""
@@ -389,7 +389,7 @@ class Collectives(Methods):
             if splits is None:
                 shape = operations.shape_of(kind, x.shape, self.size)
             elif kind == "allgather" or self._calls.assumes:
-                key = rows.splits_key(kind, x, given[2], *splits)
+                key = operations.splits_key(kind, x, given[2], *splits)
                 if (uneven := self._calls.known_sizes(key)) is None or uneven.given != len(x):
                     return None
                 shape = (uneven.rows, *x.shape[1:])

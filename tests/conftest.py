@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from linkweave.collectives.calls import plan_store
+from linkweave.collectives.calls import plans
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -23,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def plans_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:
     """No test depends on plans that the user's other processes have kept."""
     folder: Path = tmp_path_factory.mktemp("plans")
-    plan_store._folder = lambda: folder  # type: ignore[assignment]
+    plans._folder = lambda: folder  # type: ignore[assignment]
 
 
 @pytest.fixture(autouse=True, scope="module")

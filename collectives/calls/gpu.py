@@ -6,13 +6,23 @@ the caller's stream.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
-from linkweave.collectives.calls.gpu_launcher import GpuLauncher, Ready
-from linkweave.collectives.calls.gpu_work import GpuContext, GpuQueue, GpuWork, until
-from linkweave.collectives.tensors import fast_gpu_buffer, stream_of
+from linkweave.collectives.calls.gpu_launcher import Copied, GpuLauncher, Ready
+from linkweave.collectives.calls.request import How, Request
+from linkweave.collectives.errors import CollectiveError, CollectiveTimeout
+from linkweave.collectives.planning.collective import COLLECTIVES, Root
+from linkweave.collectives.planning.layout import staging
+from linkweave.collectives.runtime.buffer import Buffer
+from linkweave.collectives.runtime.gpu.counters import CallCounters
+from linkweave.collectives.runtime.gpu.team import Call
+from linkweave.collectives.tensors import as_buffer, fast_gpu_buffer, stream_of
+from linkweave.topology.checks import integer
 
 
 class GpuCalls(GpuLauncher):
@@ -135,3 +145,197 @@ class GpuCalls(GpuLauncher):
             self.device.finish()
         except RuntimeError as error:  # from CUDA
             raise self.fail(error) from error
+
+
+SPIN, POLL = 0.001, 0.0005  # s: how long a wait does not sleep, and how long it then sleeps at once
+
+
+def until(done: Callable[[], bool], timeout: float = math.inf) -> None:
+    """Wait for a call. Raises CollectiveTimeout after `timeout` seconds."""
+    begun = time.monotonic()
+    while not done():
+        waited = time.monotonic() - begun
+        if waited > timeout:
+            raise CollectiveTimeout(f"the collective is not done after {timeout} s")
+        if waited > SPIN:
+            time.sleep(POLL)
+
+
+class GpuContext:
+    """One call on a GPU, with the methods of `HostCalls` that collectives use.
+
+    The call's copies and launches go to `stream`, behind the work on the stream `caller`.
+    """
+
+    def __init__(self, gpu: GpuLauncher, caller: int, stream: int) -> None:
+        self.rank, self.size = gpu.rank, gpu.size
+        self.gpu, self.caller, self.stream = gpu, caller, stream
+        self.planner, self.trace = gpu.planner, gpu.trace
+        self.begun = False  # whether anything may have been enqueued
+        self.launches = 0
+        self.copies: tuple[list[Copied], list[Copied]] = [], []  # before the launch, and behind it
+        self.kept: list[object] = []  # the call's tensors, and contiguous copies of them
+        self.layers: int | None = None  # the number of layers of a gradient queue
+        self.made: tuple[Call, CallCounters | None] | None = None
+        self.events: list[int] = []  # of a queue: the start of its counting, then its checks
+        self._later: list[Callable[[], None]] = []
+
+    def sharing_errors(self) -> AbstractContextManager[None]:
+        return nullcontext()  # GPU calls do not synchronise the ranks, so no rank can be told
+
+    def buffer(self, x: Any, written: bool = True) -> tuple[Buffer, Callable[[], None]]:
+        buffer, done = as_buffer(x, written, self.gpu.index)
+        self.kept += [x, buffer.owner]
+        return buffer, lambda: self._later.append(done)
+
+    def scratch(self, like: Buffer, nbytes: int) -> Buffer:
+        address = self.gpu.scratch(nbytes, self.caller)
+        return Buffer(address, like.nbytes, like.dtype, like.itemsize)
+
+    def stage(self, request: Request, given: Buffer, result: Buffer | None) -> None:
+        """Make a call from an input to a result; without one, this rank gets none."""
+        nbytes = request.buffer.nbytes
+        staged = staging(request.kind, self.size, self.rank, nbytes, root=request.root)
+        message = result if result and staged.result == staged.nbytes else None
+        message = message or self.scratch(request.buffer, staged.nbytes)
+        request, at = replace(request, buffer=message), message.address
+        if not COLLECTIVES[request.kind].combines:  # which write the rank's own block
+            self.copy(at + staged.keep_to, given.address + staged.keep_from, staged.kept)
+        if staged.given == nbytes:
+            self.make(replace(request, source=given))
+        else:
+            self.copy(at + staged.put, given.address, staged.given)
+            self.make(request)
+        if result:
+            self.copy(result.address, at + staged.get, staged.result)
+
+    def copy(self, dst: int, src: int, nbytes: int) -> None:
+        self._begin()
+        if nbytes and dst != src:
+            self.copies[self.launches > 0].append((dst, src, nbytes))
+            self.gpu.device.copy(dst, src, nbytes, self.stream)
+
+    def request(
+        self, kind: str, buffer: Buffer, op: str, root: Root = 0, algorithm: How = "auto",
+        parts: int = 0,
+    ) -> Request:  # fmt: skip
+        request = self.gpu.planner.request(kind, buffer, op, root, algorithm, parts, "gpu")
+        self.gpu.ensure_occupancy(buffer.dtype, op, self.caller)
+        # in others some ranks use scratch memory, or nothing is pushed
+        if COLLECTIVES[kind].symmetric:
+            request = replace(request, symmetric=self.gpu.symmetric_address(buffer))
+        return request
+
+    def make(self, request: Request) -> None:
+        self._begin()
+        if request.layers is not None:
+            self.layers, self.events = len(request.layers), [self.gpu.device.make_event()]
+        self.made = self.gpu.make(request, self.stream, *self.events)
+        self.launches += 1
+
+    def again(self, ready: Ready, args: tuple[Any, ...]) -> Any:
+        """Make a call like one before; returns its result."""
+        self.kept += args
+        self._begin()
+        self.gpu.again(ready, self.stream)
+        return None if ready.result is None else args[ready.result]
+
+    def ready(self, result: int | None) -> Ready | None:
+        """The call, to be repeated; None if it was not one launch of this rank alone, with copies
+        around it."""
+        if self.launches != 1 or not self.made or self.layers is not None:
+            return None
+        return self.gpu.repeatable(*self.copies, result)
+
+    def free(self) -> None:
+        """Free a queue's events and counters. Nothing of the queue may still be running."""
+        while self.events:
+            self.gpu.device.free_event(self.events.pop())
+        if self.made and self.made[1]:
+            self.gpu.team.gpu.counters.give_back(self.made[1])
+            self.made = None
+
+    def _begin(self) -> None:
+        """Order the call behind the caller's work, including contiguous copies of its tensors."""
+        if not self.begun:
+            self.gpu.join(self.stream, self.caller)
+            self.begun = True
+
+    def finish(self) -> None:
+        """Copy results back into non-contiguous tensors, on the caller's stream."""
+        for done in self._later:
+            done()
+        self._later.clear()
+
+
+class GpuWork:
+    """`Work` of a call on a side stream. Keeps the call's tensors alive until it has finished."""
+
+    def __init__(
+        self, gpu: GpuLauncher, context: GpuContext, x: Any, result: Any, event: int, captured: bool
+    ) -> None:
+        self._gpu, self._context, self._x, self._result = gpu, context, x, result
+        self._event: int | None = event  # recorded behind the call
+        self._captured = captured
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Make the current stream wait for the call and return the call's result.
+
+        Work enqueued on the current stream after this call waits for the collective. The host
+        blocks only if `timeout` (seconds) is given. Raises errors known so far, or
+        CollectiveTimeout.
+        """
+        if timeout is not None:
+            until(self.done, timeout)
+        with self._gpu.using(known=timeout is None):  # who waits learns of all
+            if self._event is not None:
+                self._gpu.device.wait(self._event, stream_of(self._x))
+            self._context.finish()
+        return self._result
+
+    def done(self) -> bool:
+        if self._captured:
+            raise CollectiveError("a captured call is not done before the graph's replay is")
+        return self._event is None or self._gpu.ready(self._event)
+
+    def over(self) -> bool:
+        """Whether nothing of the call is running; if so, its event is freed."""
+        if self.done():
+            self.free()
+            return True
+        return False
+
+    def free(self) -> None:
+        if self._event is not None:
+            self._gpu.device.free_event(self._event)
+            self._context.free()
+            self._event = None
+
+
+class GpuQueue(GpuWork):
+    """`GradientQueue` of a call on a side stream."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._checked: dict[int, int] = {}  # for each stream, an event behind its last check
+
+    def dequeue(self, layer: int) -> None:
+        index = integer(layer, "layer", 0, (self._context.layers or 0) - 1)
+        stream = stream_of(self._x)
+        call, counted = self._context.made or (None, None)
+        if self._event is None or call is None or counted is None:
+            return
+        with self._gpu.using():
+            if self._captured and not self._gpu.device.capturing(stream):
+                raise CollectiveError(
+                    "a captured queue can only be dequeued within the same capture"
+                )
+            if stream not in self._checked:
+                self._checked[stream] = self._gpu.device.make_event()
+                self._context.events.append(self._checked[stream])
+            begun = self._context.events[0]
+            self._gpu.dequeue(call, counted, index, begun, self._checked[stream], stream)
+
+    def over(self) -> bool:
+        checks = self._checked.values() if self._event is not None else ()
+        return all(self._gpu.ready(event) for event in checks) and super().over()

@@ -12,9 +12,8 @@ from functools import lru_cache
 from typing import Any
 from zlib import crc32
 
-from linkweave.collectives.calls.call_planner import CallPlanner
-from linkweave.collectives.calls.fifo_cache import FifoCache
-from linkweave.collectives.calls.host import HostCalls
+from linkweave.collectives.calls.host import FifoCache, HostCalls
+from linkweave.collectives.calls.plans import CallPlanner
 from linkweave.collectives.calls.request import Key, Request, key_of, notice, words
 from linkweave.collectives.calls.trace import CALLS, KERNELS, label
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout

@@ -5,22 +5,21 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from linkweave.collectives import errors
-from linkweave.collectives.calls.call_guard import CallGuard, Refused
-from linkweave.collectives.calls.call_planner import CallPlanner
-from linkweave.collectives.calls.fifo_cache import FifoCache
-from linkweave.collectives.calls.host_plans import HostPlans
+from linkweave.collectives.calls.plans import CallPlanner, HostPlans
 from linkweave.collectives.calls.request import (
     ASSUMED,
     EXCHANGES,
@@ -47,6 +46,7 @@ from linkweave.collectives.runtime.cpu.arena import Arena
 from linkweave.collectives.runtime.cpu.control import PLANNING, Health, HostControl
 from linkweave.collectives.runtime.cpu.executor import CpuExecutor, Ready, Region, memory_of
 from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
+from linkweave.collectives.runtime.diagnose import RAISED
 from linkweave.collectives.runtime.encoded import Encoded, nothing
 from linkweave.collectives.settings import Settings
 from linkweave.collectives.tensors import Block, as_buffer
@@ -102,7 +102,7 @@ class HostCalls:
         self._order, self._called_off = 0, False
         self._arena = arena
         self._settings = settings.checksum(topology)
-        self._uneven = FifoCache[tuple[object, ...], Uneven]()  # by `rows.splits_key`
+        self._uneven = FifoCache[tuple[object, ...], Uneven]()  # by `operations.splits_key`
         self.assumes = False  # whether all ranks would have assumed the last sizes of an all-to-all
         self._known: OrderedDict[tuple[object, ...], Ready] = OrderedDict()
         self._chosen: OrderedDict[tuple[object, ...], tuple[int, int]] = OrderedDict()
@@ -202,7 +202,7 @@ class HostCalls:
             return made
 
     def known_sizes(self, key: tuple[object, ...] | None) -> Uneven | None:
-        """The sizes of the last call of this `rows.splits_key`."""
+        """The sizes of the last call of this `operations.splits_key`."""
         return self._uneven.get(key) if key else None
 
     def remember_sizes(self, key: tuple[object, ...] | None, sizes: Uneven) -> None:
@@ -495,3 +495,59 @@ class HostCalls:
 
 def _exchange(what: str) -> Request:
     return Request("exchange", NOTHING, root=EXCHANGES.index(what))
+
+
+class CallGuard:
+    """Lets one call run at a time. An error inside aborts all ranks, unless it is `Refused`."""
+
+    def __init__(self, control: HostControl) -> None:
+        self._control, self._health, self._lock = control, control.health, threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if not self._health.usable:
+            self._lock.release()
+            self._health.check()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        try:
+            if error is None:
+                return
+            if isinstance(error, Refused):
+                raise error.kind(error.text) from None
+            if not self._control.aborted():  # the others must not wait for this rank
+                self._control.give_up(RAISED)
+            self._health.fail(error)
+        finally:
+            self._lock.release()
+
+
+class Refused(Exception):
+    """All ranks refuse a call before any data has moved; the communicator stays usable."""
+
+    def __init__(self, kind: type[CollectiveError], text: str) -> None:
+        super().__init__(text)
+        self.kind, self.text = kind, text
+
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+MOST = 512
+
+
+class FifoCache(dict[_K, _V]):
+    """A dictionary of at most `MOST` entries.
+
+    Ranks that add the same keys evict the same keys. Lookups do not change the order: a call that
+    only some ranks make, and that is then refused, must not change what is evicted.
+    """
+
+    def add(self, key: _K, value: _V) -> list[_V]:
+        """Add an entry. A full cache first drops its older half, which is returned."""
+        full = len(self) >= MOST
+        gone = [self.pop(old) for old in list(self)[: MOST // 2]] if full else []
+        self[key] = value
+        return gone

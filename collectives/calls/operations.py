@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
+from zlib import crc32
 
-from linkweave.collectives.calls.aliasing import is_same, refuse_overlaps
-from linkweave.collectives.calls.gpu_work import GpuContext
+import numpy as np
+from numpy.typing import NDArray
+
+from linkweave.collectives.calls.gpu import GpuContext
 from linkweave.collectives.calls.host import HostCalls, Uneven
 from linkweave.collectives.calls.request import How
-from linkweave.collectives.calls.rows import (
-    needs_out,
-    row_bytes,
-    row_counts,
-    rows_each,
-    sizes_checksum,
-    splits_key,
-)
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.collective import COLLECTIVES, Layout
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
-from linkweave.collectives.tensors import is_contiguous, output_for
+from linkweave.collectives.tensors import is_contiguous, is_torch, output_for
 from linkweave.topology.checks import integer
 
 CallContext = HostCalls | GpuContext
@@ -274,3 +271,206 @@ def layer_sizes(x: Any, layers: Any, elements: int) -> list[int]:
             f"layers of {sum(sizes)} elements for a tensor of {elements}: they must agree"
         )
     return sizes
+
+
+def alltoallv(context: HostCalls, x: Any, out: Any, in_splits: Any, out_splits: Any) -> Any:
+    """All-to-all with uneven splits, of CPU tensors, which the ranks exchange first."""
+    with context.sharing_errors():
+        if isinstance(context, GpuContext):
+            raise CollectiveError("alltoall with splits takes CPU tensors only")
+        buffer, _ = context.buffer(x, written=False)
+        row = row_bytes(x, buffer)
+        sends = rows_sent(x, in_splits, context.size)
+        key = splits_key("alltoall", x, buffer.dtype, in_splits, out_splits)
+        known = context.known_sizes(key)
+        mine = [sends, row, buffer.dtype, known.parts if known else 0]
+    rows = context.gather("sizes", json.dumps(mine).encode())
+    splits, widths, dtypes, expected = zip(*map(json.loads, rows), strict=True)
+    if len({*widths}) > 1 or len({*dtypes}) > 1:
+        raise CollectiveError(
+            f"the ranks' rows differ: {list(widths)} bytes of {list(dtypes)}, by rank"
+        )
+    return _moved(context, x, buffer, splits, out, out_splits, (key, expected))
+
+
+def exchange(context: Any, x: Any, counts: Any) -> Any:
+    """All-to-all of `counts[src][dst]` rows from rank `src` to rank `dst`, as all ranks know."""
+    with context.sharing_errors():
+        size = context.size
+        if len(counts) != size:
+            raise CollectiveError(f"counts must be of {size} ranks, not {len(counts)}")
+        splits = [row_counts("counts", split, size) for split in counts]
+        rows_sent(x, splits[context.rank], size)
+        buffer, _ = context.buffer(x, written=False)
+    return _moved(context, x, buffer, splits)
+
+
+def _moved(
+    context: Any, x: Any, buffer: Buffer, splits: Sequence[Sequence[int]], out: Any = None,
+    out_splits: Any = None, known: Any = None,
+) -> Any:  # fmt: skip
+    """`known`: what the ranks remember such calls by, and the checksums that they remember."""
+    with context.sharing_errors():
+        rank, size, row = context.rank, context.size, row_bytes(x, buffer)
+        receives = [split[rank] for split in splits]
+        if out_splits is not None and row_counts("out_splits", out_splits, size) != receives:
+            raise CollectiveError(
+                f"out_splits of rank {rank} says {list(out_splits)} rows come, by rank; the ranks "
+                f"send {receives}"
+            )
+        given, out = out, output_for(x, (sum(receives), *x.shape[1:]), out)
+        if given is not None:
+            refuse_overlaps([x], [out])
+        got, done = context.buffer(out)
+        sizes = tuple(tuple(n * row for n in split) for split in splits)
+        largest = max(map(max, sizes))
+        like = replace(buffer, nbytes=largest * size)  # a size that all ranks agree on
+        request = context.request("alltoall", like, "sum", parts=sizes_checksum((row, *splits)))
+        if known:
+            key, expected = known
+            found = Uneven(len(x), sum(receives), like.nbytes, sizes, request.parts)
+            context.remember_sizes(key, found)
+            context.assumes = {*expected} == {request.parts}
+    context.stage(replace(request, sizes=sizes), buffer, got)
+    done()
+    return out
+
+
+def splits_key(kind: str, x: Any, dtype: str, *splits: Any) -> tuple[object, ...] | None:
+    """What an uneven call is remembered by. None for a scalar and for splits that are no lists of
+    int: these are read anew each time."""
+    if not x.shape or not all(split is None or _plain(split) for split in splits):
+        return None
+    given = (None if split is None else tuple(split) for split in splits)
+    return kind, tuple(x.shape[1:]), dtype, *given
+
+
+def _plain(split: Any) -> bool:
+    return type(split) in (list, tuple) and all(type(n) is int for n in split)
+
+
+def rows_sent(x: Any, in_splits: Any, size: int) -> list[int]:
+    """How many rows of `x` go to each rank: as many to each if `in_splits` is None. Raises
+    CollectiveError."""
+    if in_splits is None:
+        return [rows_each(size, "alltoall", x)] * size
+    sends = row_counts("in_splits", in_splits, size)
+    if not x.shape or sum(sends) != x.shape[0]:
+        raise CollectiveError(
+            f"in_splits adds up to {sum(sends)} rows, for a tensor of shape {tuple(x.shape)}"
+        )
+    return sends
+
+
+def row_counts(name: str, given: Any, size: int) -> list[int]:
+    """`given` as one number of rows for each rank. Raises CollectiveError."""
+    try:
+        found = [integer(n, name, 0) for n in given]
+    except (TypeError, CollectiveError):
+        found = []
+    if len(found) != size:
+        raise CollectiveError(
+            f"{name} must be {size} integers >= 0, the rows of each rank, not {given!r}"
+        )
+    return found
+
+
+def row_bytes(x: Any, buffer: Buffer) -> int:
+    """Bytes of one row of `x`. Raises CollectiveError for a scalar."""
+    if not x.shape:
+        raise CollectiveError("rows are split along the first dimension; a scalar has none")
+    return int(math.prod(x.shape[1:])) * buffer.itemsize
+
+
+def sizes_checksum(sizes: Iterable[Any]) -> int:
+    """A checksum of the sizes of a message's parts; 0 if there are none."""
+    found = list(sizes)
+    return crc32(repr(found).encode()) if found else 0
+
+
+def rows_each(size: int, kind: str, x: Any) -> int:
+    """Rows of `x` for each rank. Raises CollectiveError if they cannot be split evenly."""
+    if not x.shape or x.shape[0] % size:
+        raise CollectiveError(
+            f"{kind} splits rows over {size} ranks: the first dimension must be a "
+            f"multiple of that, not of shape {tuple(x.shape)}"
+        )
+    return int(x.shape[0]) // size
+
+
+def needs_out(rank: int, root: int) -> CollectiveError:
+    """The error of a rank that asks a scatter for a new tensor, whose shape only the root knows."""
+    return CollectiveError(f"scatter needs out on rank {rank}: its root is {root}")
+
+
+_WORK = 1000
+"""Steps in which NumPy must prove that strided arrays do not share memory; else they count as
+sharing it."""
+
+
+def refuse_overlaps(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    """Raise CollectiveError if an output shares memory with another output or an input.
+
+    An output may be identical to the input at its own index.
+    """
+    many, tensors = len(outputs), [*outputs, *inputs]
+    for i, j in _pairs(tensors):
+        if i >= many or (j == i + many and is_same(tensors[i], tensors[j])):
+            continue
+        if j < many:
+            name = "out" if inputs else "the list"
+            raise CollectiveError(
+                f"tensors {i} and {j} of {name} share memory: each takes a result of its own"
+            )
+        which = f" (out[{i}], input {j - many})" if len(inputs) > 1 else ""
+        raise CollectiveError(
+            f"out overlaps the input{which}: it must be the input or share no memory with it"
+        )
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two tensors are the same elements at the same addresses."""
+    return _extent(_memory(a)) == _extent(_memory(b))
+
+
+def _extent(x: NDArray[Any]) -> tuple[object, ...]:
+    sides = [(n, s) for n, s in zip(x.shape, x.strides, strict=True) if n > 1]
+    return x.__array_interface__["data"][0], sides, x.itemsize
+
+
+def _pairs(tensors: Sequence[Any]) -> Iterator[tuple[int, int]]:
+    """(i, j), i < j, of tensors that share memory."""
+    spans = sorted((*_span(x), i) for i, x in enumerate(tensors) if 0 not in x.shape)
+    near: list[tuple[int, int]] = []  # (end, index) of tensors whose span may reach the next one
+    for start, stop, i in spans:
+        near = [(end, j) for end, j in near if end > start]
+        for _, j in near:
+            a, b = _memory(tensors[i]), _memory(tensors[j])
+            if np.may_share_memory(a, b, max_work=_WORK):  # type: ignore[arg-type]
+                yield min(i, j), max(i, j)
+        near.append((stop, i))
+
+
+def _span(x: Any) -> tuple[int, int]:
+    """The addresses of a tensor's first byte and of the byte after its last."""
+    if is_torch(x) and is_contiguous(x):
+        start = int(x.data_ptr())
+        return start, start + int(x.nbytes)
+    return np.lib.array_utils.byte_bounds(_memory(x))
+
+
+def _memory(x: Any) -> NDArray[Any]:
+    """A NumPy array over a tensor's memory. Do not read it: the memory may be on a GPU."""
+    return x if isinstance(x, np.ndarray) else np.asarray(_Described(x))
+
+
+class _Described:
+    def __init__(self, x: Any) -> None:
+        if is_torch(x):
+            item = x.element_size()
+            self.__array_interface__: dict[str, Any] = {
+                "version": 3, "data": (x.data_ptr(), False), "shape": tuple(x.shape),
+                "strides": tuple(s * item for s in x.stride()), "typestr": f"|V{item}",
+            }  # fmt: skip
+        else:
+            self.__array_interface__ = {**x.__cuda_array_interface__, "version": 3}

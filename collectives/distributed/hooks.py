@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from linkweave.collectives.distributed.group import Group
-from linkweave.collectives.distributed.work import GroupWork
+from linkweave.collectives.distributed.group import Group, GroupWork
 from linkweave.collectives.launch.default import get_default
 from linkweave.kernels import cast
 

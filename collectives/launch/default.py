@@ -10,7 +10,7 @@ from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from linkweave.collectives.distributed.cluster import ClusterCommunicator
+    from linkweave.collectives.cluster.communicator import ClusterCommunicator
 
 _default: Communicator | ClusterCommunicator | None = None
 _threads = threading.local()  # each rank that is a thread has its own

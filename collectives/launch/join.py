@@ -22,7 +22,7 @@ from linkweave.collectives.settings import Settings
 from linkweave.topology import Topology
 
 if TYPE_CHECKING:
-    from linkweave.collectives.distributed.cluster import ClusterCommunicator
+    from linkweave.collectives.cluster.communicator import ClusterCommunicator
 
 
 def init(
@@ -57,8 +57,8 @@ def meet(job: Job, settings: Settings) -> Communicator | ClusterCommunicator:
         return _on_one_machine(part, settings)
     from torch._C._distributed_c10d import PrefixStore
 
-    from linkweave.collectives.distributed.calls import LONGER
-    from linkweave.collectives.distributed.cluster import ClusterCommunicator
+    from linkweave.collectives.cluster.calls import LONGER
+    from linkweave.collectives.cluster.communicator import ClusterCommunicator
 
     def again(rank: int, size: int, store: Any) -> Communicator | ClusterCommunicator:
         return meet(Job(rank, size, store, "part"), settings)

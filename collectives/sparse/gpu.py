@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from linkweave.collectives.calls.gpu_work import GpuContext
+from linkweave.collectives.calls.gpu import GpuContext
 from linkweave.collectives.planning.collective import SENDRECV, Pairs, Root, targets
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.sparse.backend import Message, Vector

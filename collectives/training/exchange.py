@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from linkweave.collectives.distributed import pieces
+from linkweave.collectives.cluster import pieces
 from linkweave.collectives.training.arena import Arena
 from linkweave.collectives.training.packing import Packing
 from linkweave.collectives.training.program import Op, Span, in_parts

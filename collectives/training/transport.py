@@ -8,23 +8,25 @@ import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol
 from weakref import WeakMethod, finalize
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
+from linkweave.collectives.cluster import pieces
+from linkweave.collectives.cluster.communicator import ClusterCommunicator
 from linkweave.collectives.communicator import Communicator
-from linkweave.collectives.distributed.cluster import ClusterCommunicator
 from linkweave.collectives.distributed.group import Group
-from linkweave.collectives.distributed.group_links import GroupLinks
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.launch.join import init
 from linkweave.collectives.overlap.communication import ALL_GATHER, REDUCE_SCATTER
 from linkweave.collectives.runtime.diagnose import RAISED
 from linkweave.collectives.sparse.linked import linked_allreduce
-from linkweave.collectives.training.group_queue import GroupQueue
 from linkweave.collectives.training.program import Op
 from linkweave.topology.checks import shown
 
@@ -388,3 +390,59 @@ def transport_of(group: Any) -> Transport | None:
     raise CollectiveError(
         f"group must be a Communicator or a ProcessGroup of torch.distributed, not {shown(group)}"
     )
+
+
+class GroupQueue:
+    """Averages a flat tensor in place, in pieces that the group's threads send one after another.
+
+    A layer arrives with the piece that has its end. One thread uses it, and waits for all of it.
+    """
+
+    def __init__(self, x: torch.Tensor, sizes: Sequence[int], group: Any, size: int) -> None:
+        self._ends, self._size = [*accumulate(sizes)], size
+        if x.dtype == torch.float16:  # whose sum may overflow
+            x.div_(size)
+            self._size = 1
+        self._parts = torch.split(x, pieces.QUEUED // x.element_size())
+        self._works: list[Any] = [
+            dist.all_reduce(part, group=group, async_op=True) for part in self._parts
+        ]
+        self._final = self._done = 0  # elements, and pieces
+
+    def dequeue(self, layer: int) -> None:
+        self._wait(self._ends[layer])
+
+    def wait(self) -> None:
+        self._wait(self._ends[-1])
+
+    def _wait(self, end: int) -> None:
+        while self._final < end:
+            self._works[self._done].wait()
+            self._final += self._parts[self._done].div_(self._size).numel()
+            self._done += 1
+
+
+class GroupLinks:
+    """`sparse.linked.Links` over a process group that takes CPU tensors."""
+
+    def __init__(self, group: Any) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._group = group
+
+    def send(self, message: NDArray[np.uint8], to: int) -> None:
+        dist.send(torch.from_numpy(message), group=self._group, group_dst=to)
+
+    def receive(self, message: NDArray[np.uint8], source: int) -> None:
+        dist.recv(torch.from_numpy(message), group=self._group, group_src=source)
+
+    def broadcast(self, message: NDArray[np.uint8], root: int) -> None:
+        dist.broadcast(torch.from_numpy(message), group=self._group, group_src=root)
+
+    def gather(self, row: NDArray[Any]) -> NDArray[Any]:
+        mine = torch.from_numpy(row)
+        every = mine.new_empty((self.size, *mine.shape))
+        dist.all_gather(list(every), mine, self._group)
+        return every.numpy()
+
+    def add(self, whole: NDArray[np.float32]) -> None:
+        dist.all_reduce(torch.from_numpy(whole), group=self._group)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from linkweave import collectives
-from linkweave.collectives.calls.aliasing import refuse_overlaps
+from linkweave.collectives.calls.operations import refuse_overlaps
 from linkweave.collectives.launch.default import get_default
 from linkweave.topology.checks import shown
 from tests.cpu.helpers import error_of

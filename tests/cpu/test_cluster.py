@@ -18,10 +18,10 @@ import torch
 from machines import on_machines
 
 from linkweave.collectives import CollectiveError, Communicator
-from linkweave.collectives.distributed import pieces
-from linkweave.collectives.distributed.across import Across
-from linkweave.collectives.distributed.cluster import ClusterCommunicator
-from linkweave.collectives.distributed.cluster_map import AT_ONCE
+from linkweave.collectives.cluster import pieces
+from linkweave.collectives.cluster.cluster_map import AT_ONCE
+from linkweave.collectives.cluster.communicator import ClusterCommunicator
+from linkweave.collectives.cluster.gloo import Across
 
 SIZES = [(1, 1), (2, 2), (1, 2), (3, 1, 2)]
 DTYPES = ("float32", "float64", "float16", "int8", "uint8", "int32", "int64")

@@ -16,9 +16,9 @@ import pytest
 from machines import on_machines
 
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.distributed import rows
-from linkweave.collectives.distributed.cluster import ClusterCommunicator
-from linkweave.collectives.distributed.roll_call import GRACE
+from linkweave.collectives.cluster import rows
+from linkweave.collectives.cluster.communicator import ClusterCommunicator
+from linkweave.collectives.cluster.roll_call import GRACE
 
 ROOT = Path(__file__).parents[2]
 MEBI = 1 << 20
@@ -84,8 +84,8 @@ def test_a_rank_that_stops(who: int, compares: bool) -> None:
 
 def inside(comm: ClusterCommunicator, what: str) -> str:
     """Rank 2 dies after all have compared the call, before it does its part."""
-    from linkweave.collectives.distributed.connections import Connections
-    from linkweave.collectives.distributed.pieces import Pieces
+    from linkweave.collectives.cluster.connections import Connections
+    from linkweave.collectives.cluster.pieces import Pieces
 
     if comm.rank == 2:
         die = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731

@@ -10,7 +10,7 @@ from gpu_ranks import MODES, Machine, tensor
 from host_gpu import needs_compiler
 
 from linkweave import collectives
-from linkweave.collectives.calls import fifo_cache
+from linkweave.collectives.calls import host
 from linkweave.collectives.launch.default import get_default
 
 pytestmark = needs_compiler
@@ -19,7 +19,7 @@ MOST = 16
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fifo_cache, "MOST", MOST)
+    monkeypatch.setattr(host, "MOST", MOST)
 
 
 def kept(machine: Machine) -> tuple[int, int]:

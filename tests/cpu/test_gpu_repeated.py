@@ -13,7 +13,7 @@ from host_gpu import HostTensor, needs_compiler
 
 from linkweave import collectives
 from linkweave.collectives import CollectiveError, get_default
-from linkweave.collectives.calls import fifo_cache
+from linkweave.collectives.calls import host
 from linkweave.collectives.runtime.gpu import executor
 
 N = 1000
@@ -179,7 +179,7 @@ def many(rank: int) -> None:
 def test_calls_that_were_evicted_are_made_anew(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fifo_cache, "MOST", 16)
+    monkeypatch.setattr(host, "MOST", 16)
     collectives.spawn(many, 2, "mesh-2", **MODES["processes on one GPU"])
 
 

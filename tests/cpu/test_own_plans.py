@@ -14,8 +14,8 @@ import pytest
 
 from linkweave import collectives
 from linkweave.collectives import Plan, PlanError, plan_allreduce, plan_collective
-from linkweave.collectives.calls import plan_store
-from linkweave.collectives.calls.plan_store import PlanStore
+from linkweave.collectives.calls import plans
+from linkweave.collectives.calls.plans import PlanStore
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.planning.lower import Algorithm
 from linkweave.collectives.runtime import reference
@@ -134,7 +134,7 @@ def first_call(rank: int) -> list[Any]:
 
 
 def test_plans_that_took_long_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("linkweave.collectives.calls.host_plans.LONG", 0.0)
+    monkeypatch.setattr("linkweave.collectives.calls.plans.LONG", 0.0)
     machine = load("mesh-3")
     assert any(planned for _, planned in collectives.spawn(first_call, 3, machine))
     again = collectives.spawn(first_call, 3, machine)
@@ -144,7 +144,7 @@ def test_plans_that_took_long_are_found_again(monkeypatch: pytest.MonkeyPatch) -
 def test_what_is_kept_is_whole_and_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(plan_store, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(plans, "_folder", lambda: tmp_path)
     store = PlanStore("a map")
     assert store.read("q") is None
     store.write("q", b"an answer")
@@ -152,11 +152,11 @@ def test_what_is_kept_is_whole_and_ours(
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-1])
     assert store.read("q") is None
-    monkeypatch.setattr(plan_store, "_MOST_FILES", 2)
+    monkeypatch.setattr(plans, "_MOST_FILES", 2)
     for i in range(9):
         store.write(i, b"x")
     assert len(list(tmp_path.iterdir())) <= 4
-    monkeypatch.setattr(plan_store, "_folder", lambda: tmp_path / "gone")
+    monkeypatch.setattr(plans, "_folder", lambda: tmp_path / "gone")
     store.write("q", b"nowhere")
     assert store.read("q") is None
 
@@ -164,7 +164,7 @@ def test_what_is_kept_is_whole_and_ours(
 def test_a_folder_that_others_may_write_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    script = "from linkweave.collectives.calls.plan_store import _folder; print(_folder())"
+    script = "from linkweave.collectives.calls.plans import _folder; print(_folder())"
     (tmp_path / "linkweave").mkdir(mode=0o700)
     for mode, said in ((0o700, str(tmp_path / "linkweave" / "plans")), (0o777, "None")):
         (tmp_path / "linkweave").chmod(mode)

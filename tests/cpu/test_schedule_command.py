@@ -14,7 +14,7 @@ from linkweave.bench import schedule as shown
 from linkweave.bench.cli import app
 from linkweave.bench.reproduce import schedules
 from linkweave.collectives import CollectiveError, overlap
-from linkweave.collectives.distributed.cluster_map import ClusterMap
+from linkweave.collectives.cluster.cluster_map import ClusterMap
 
 
 def run(words: str) -> str:

@@ -36,9 +36,9 @@ from training_models import (
 )
 
 from linkweave.collectives import DataParallel
-from linkweave.collectives.distributed import pieces
-from linkweave.collectives.distributed.across import Across
-from linkweave.collectives.training import group_queue, update
+from linkweave.collectives.cluster import pieces
+from linkweave.collectives.cluster.gloo import Across
+from linkweave.collectives.training import transport, update
 from linkweave.collectives.training.transport import transport_of
 
 pytestmark = pytest.mark.usefixtures("imported")
@@ -152,8 +152,8 @@ def streamed(group: Any, rank: int, size: int) -> list[dict[str, Any]]:
 
     update.optim.Table.part = counted  # type: ignore[method-assign]
     Across.allreduce = held_back(Across.allreduce, PIECES)  # type: ignore[method-assign]
-    group_queue.GroupQueue.dequeue = held_back(  # type: ignore[method-assign]
-        group_queue.GroupQueue.dequeue, PIECES + 1
+    transport.GroupQueue.dequeue = held_back(  # type: ignore[method-assign]
+        transport.GroupQueue.dequeue, PIECES + 1
     )
     states = []
     for optim in (sgd, adamw):

@@ -15,7 +15,7 @@ import faults
 import pytest
 from hosts import Hosts, missing
 
-from linkweave.collectives.distributed.cluster_map import ClusterMap
+from linkweave.collectives.cluster.cluster_map import ClusterMap
 
 RANK = str(Path(__file__).with_name("rank.py"))
 FAULTS = str(Path(__file__).with_name("faults.py"))

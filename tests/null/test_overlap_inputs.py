@@ -11,7 +11,7 @@ from overlap_cases import case
 
 from linkweave.bench.flops import forward_flops
 from linkweave.collectives import CollectiveError, overlap
-from linkweave.collectives.distributed.cluster_map import ClusterMap
+from linkweave.collectives.cluster.cluster_map import ClusterMap
 from linkweave.collectives.overlap import Communication, Layer, Network, Piece, Profile, Schedule
 from linkweave.collectives.overlap.profile import _models
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from linkweave.collectives.calls.request import Request
-from linkweave.collectives.distributed.call import Along, Call
-from linkweave.collectives.distributed.cluster_map import AT_ONCE, goes_along
-from linkweave.collectives.distributed.connections import Connections
+from linkweave.collectives.cluster.call import Along, Call
+from linkweave.collectives.cluster.cluster_map import AT_ONCE, goes_along
+from linkweave.collectives.cluster.connections import Connections
 from linkweave.collectives.planning.collective import COLLECTIVES
 
 

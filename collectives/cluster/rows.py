@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
+from linkweave.collectives.cluster.cluster_map import PIECE
+from linkweave.collectives.cluster.gloo import Across, combined, undivided
+from linkweave.collectives.cluster.pieces import in_rows, put_back
 from linkweave.collectives.communicator import Communicator
-from linkweave.collectives.distributed.across import Across
-from linkweave.collectives.distributed.cluster_map import PIECE
-from linkweave.collectives.distributed.combine import combined, undivided
-from linkweave.collectives.distributed.flat import in_rows, put_back
 from linkweave.collectives.launch.machines import Machines
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from linkweave.collectives.distributed.connections import Connections
-from linkweave.collectives.distributed.flat import flat
+from linkweave.collectives.cluster.connections import Connections
+from linkweave.collectives.cluster.pieces import flat
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.launch.machines import Machines
 from linkweave.collectives.planning.algorithms.trees import Tree

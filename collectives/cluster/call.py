@@ -11,7 +11,7 @@ from zlib import crc32
 
 import torch
 
-from linkweave.collectives.distributed.combine import combined, undivided
+from linkweave.collectives.cluster.gloo import combined, undivided
 
 _LONG = 200  # characters
 

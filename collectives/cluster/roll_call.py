@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from linkweave.collectives.distributed.call import Call
-from linkweave.collectives.distributed.cluster_map import ALONG
-from linkweave.collectives.distributed.gloo import gloo_group, timed_out
+from linkweave.collectives.cluster.call import Call
+from linkweave.collectives.cluster.cluster_map import ALONG
+from linkweave.collectives.cluster.gloo import gloo_group, timed_out
 
 NOTICE = 1024
 """Bytes of a notice, padded with blanks."""

@@ -18,13 +18,13 @@ import torch
 from linkweave.collectives.calls import operations
 from linkweave.collectives.calls.request import How, Request
 from linkweave.collectives.calls.trace import CALLS, Trace, label
-from linkweave.collectives.distributed.call import Call
-from linkweave.collectives.distributed.connections import Connections
-from linkweave.collectives.distributed.flat import flat_over
-from linkweave.collectives.distributed.gloo import timed_out
-from linkweave.collectives.distributed.kinds import call_of
-from linkweave.collectives.distributed.roll_call import GRACE, MOST_OPEN, Notice, RollCall
-from linkweave.collectives.distributed.sparse import SparseCluster
+from linkweave.collectives.cluster.call import Call
+from linkweave.collectives.cluster.connections import Connections
+from linkweave.collectives.cluster.gloo import timed_out
+from linkweave.collectives.cluster.kinds import call_of
+from linkweave.collectives.cluster.pieces import flat_over
+from linkweave.collectives.cluster.roll_call import GRACE, MOST_OPEN, Notice, RollCall
+from linkweave.collectives.cluster.sparse import SparseCluster
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.planning.collective import COLLECTIVES
 from linkweave.collectives.runtime.buffer import Buffer

@@ -1,0 +1,151 @@
+"""Messages and collectives among ranks of several machines, over torch.distributed's gloo."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+from datetime import timedelta
+from functools import reduce
+from operator import add, and_, mul, or_, xor
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
+
+from linkweave.collectives.errors import CollectiveTimeout
+from linkweave.collectives.tensors import dtype_name
+from linkweave.kernels.dtypes import step_of
+
+_CLOSING = 1.0
+"""Seconds for which a rank that closes its connections waits for calls under way."""
+
+
+class Across:
+    """Rank `rank` of `size`: all ranks, or those with one local rank, one of each machine.
+
+    All calls take contiguous CPU tensors of torch, and return a handle whose `wait` must be called,
+    once. Collectives keep their order, and so do messages from one rank to another.
+    Raises RuntimeError.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
+        self.rank, self.size = rank, size
+        self._gloo: Any = gloo_group(store, rank, size, timeout)
+
+    def send(self, x: Any, to: int) -> Any:
+        return self._group.send([x], to, 0)
+
+    def recv(self, x: Any, source: int) -> Any:
+        return self._group.recv([x], source, 0)
+
+    def allreduce(self, x: Any, op: str = "sum") -> Any:
+        """Combine `x` in place, with the ops of `Communicator.allreduce`; min and max of floats may
+        lose a NaN. "avg" is the sum; its caller divides. 16-bit floats are rounded at each step of
+        gloo's ring."""
+        options = c10d.AllreduceOptions()
+        options.reduceOp = gloo_op(op, x)
+        return self._group.allreduce([x], options)
+
+    def broadcast(self, x: Any, root: int) -> Any:
+        options = c10d.BroadcastOptions()
+        options.rootRank = root
+        return self._group.broadcast([x], options)
+
+    @property
+    def _group(self) -> Any:
+        if self._gloo is None:
+            raise RuntimeError("the connections to the other machines are closed")
+        return self._gloo
+
+    def close(self) -> None:
+        """Close the connections, so that nobody waits for this rank; after calls under way."""
+        held, self._gloo = [self._gloo], None
+        closing = threading.Thread(target=held.clear, daemon=True)
+        closing.start()
+        closing.join(_CLOSING)
+
+
+def gloo_group(store: Any, rank: int, size: int, timeout: float) -> Any:
+    """A gloo group of `size` ranks, connected to each other. Deleting it closes its connections.
+
+    `timeout` is in seconds. Raises CollectiveTimeout if they do not connect. Connecting later
+    (gloo's `lazy_init`) would block asynchronous calls, and without a deadline while a link is
+    down.
+    """
+    gloo: Any = c10d.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=timeout)
+    try:
+        options._devices = [_device()]
+        return gloo(store, rank, size, options)
+    except RuntimeError as error:
+        raise CollectiveTimeout(
+            f"rank {rank} of {size} cannot connect to the others: {error}", rank=rank
+        ) from error
+
+
+def timed_out(error: Exception) -> bool:
+    """Whether an error of gloo says that a deadline has passed."""
+    return re.search("timed out|timeout", str(error), re.IGNORECASE) is not None
+
+
+def _device() -> Any:
+    """The network interface of GLOO_SOCKET_IFNAME, or else the one that leads to MASTER_ADDR."""
+    gloo: Any = c10d.ProcessGroupGloo
+    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return gloo.create_device(interface=names.split(",")[0])
+    if address := _own_address(os.environ.get("MASTER_ADDR", "")):
+        return gloo.create_device(hostname=address)
+    return gloo.create_default_device()
+
+
+def _own_address(peer: str) -> str:
+    """The address from which this machine reaches `peer`; empty if it does not.
+
+    On the machine of `peer` itself that may be a loopback address, which no other machine reaches.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            own = str(probe.getsockname()[0])
+        loops = own.startswith("127.") or own == "::1"
+        return "" if loops and peer not in ("localhost", own) else own
+    except OSError:
+        return ""
+
+
+OPS = {
+    "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "prod": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "and": dist.ReduceOp.BAND,
+    "or": dist.ReduceOp.BOR, "xor": dist.ReduceOp.BXOR,
+}  # fmt: skip
+"""torch.distributed's name of each op."""
+
+_OF_STEPS = OPS | {"any": OPS["max"], "all": OPS["min"], "odd": OPS["xor"]}
+_PAIRWISE = {
+    "sum": add, "prod": mul, "min": torch.minimum, "max": torch.maximum, "and": and_, "or": or_,
+    "xor": xor, "any": or_, "all": and_, "odd": xor,
+}  # fmt: skip
+
+
+def gloo_op(op: str, x: Any) -> Any:
+    """What gloo is asked for, to combine tensors like `x`: for an average, the sum."""
+    return _OF_STEPS[step_of(op, dtype_name(x))]
+
+
+def undivided(op: str) -> str:
+    """The op with which values are combined before an average is divided."""
+    return "sum" if op == "avg" else op
+
+
+def combined(rows: Any, op: str) -> Any:
+    """The rows of a tensor, or tensors, combined in their order; 16-bit floats are added in float32
+    and rounded once. An average is not divided. min and max keep NaN."""
+    step, kind = step_of(op, dtype_name(rows[0])), rows[0].dtype
+    if step == "sum" and kind in (torch.float16, torch.bfloat16):
+        rows = [row.float() for row in rows]
+    return reduce(_PAIRWISE[step], rows).to(kind)
