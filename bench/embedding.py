@@ -30,7 +30,7 @@ from linkweave.bench.tasks import bible_words, numbered
 from linkweave.bench.timing import rounds_of, schedule, sent_bytes
 from linkweave.bench.train import over_ranks, seconds_of
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.training.planner import SETTLED, SETTLED_NAMED
+from linkweave.collectives.training.tuner import SETTLED, SETTLED_NAMED
 
 WIDTH = 512
 RATE = 0.1

@@ -12,7 +12,7 @@ from typing import Any
 from linkweave import collectives
 from linkweave.bench.gpu_api import Arrays, on_ranks
 from linkweave.bench.gpu_runner import Failed, Result
-from linkweave.collectives.training.planner import SETTLED_NAMED
+from linkweave.collectives.training.tuner import SETTLED_NAMED
 
 POLICIES = ("asc-wfbp", "us-byte", "c-cube")
 """Two lanes, blocks cut inside tensors, a gradient queue."""

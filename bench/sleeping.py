@@ -23,7 +23,7 @@ from linkweave.bench.timing import schedule as batch_scheduling
 from linkweave.collectives import overlap
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.overlap.units import ALIGN
-from linkweave.collectives.training.finalists import SPARSE, at_once, unchained
+from linkweave.collectives.training.tuner import SPARSE, at_once, unchained
 
 NBYTES = 4_000_000
 """Gradients, few enough for their way through memory to take no time beside the network's."""

@@ -27,8 +27,8 @@ from linkweave.bench.peers import on_gloo
 from linkweave.bench.timing import rounds_of, schedule
 from linkweave.bench.train_models import MODELS
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.training.planner import SETTLED
 from linkweave.collectives.training.transport import OverCommunicator
+from linkweave.collectives.training.tuner import SETTLED
 
 STEPS = 12  # of a block
 WARM_UP = -(-(SETTLED + 1) // STEPS)  # blocks

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from linkweave.collectives.launch.join import init
     from linkweave.collectives.launch.processes import spawn
     from linkweave.collectives.training.data_parallel import DataParallel
+    from linkweave.collectives.training.embedding.prefetch import prefetch
+    from linkweave.collectives.training.embedding.sharded import ShardedEmbedding
     from linkweave.collectives.training.gtopk import GTopK
-    from linkweave.collectives.training.prefetch import prefetch
-    from linkweave.collectives.training.sharded_embedding import ShardedEmbedding
 
     # as `__getattr__` makes them: the default communicator's methods
     _default = get_default()

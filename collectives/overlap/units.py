@@ -60,7 +60,7 @@ class Unit:
     def offsets(self) -> tuple[int, ...]:
         """The element at which each parameter begins in the unit, and where the unit ends.
 
-        The unit begins with an element for each parameter, its flag (`training.arena`).
+        The unit begins with an element for each parameter, its flag (`training.gradient_buffers`).
         """
         step = ALIGN // self.dtype.itemsize
         upto = [_up(len(self.parameters), step)]

@@ -22,22 +22,21 @@ from linkweave.collectives.training.admission import (
     refuse_optimizers,
     send_buffers,
 )
-from linkweave.collectives.training.arena import Arena
 from linkweave.collectives.training.chaining import CHAINED
-from linkweave.collectives.training.compiling import compiling_by, left_alone
-from linkweave.collectives.training.embeddings import Embeddings
+from linkweave.collectives.training.embedding.optimizer import Embeddings
 from linkweave.collectives.training.engine import Engine
 from linkweave.collectives.training.exchange import Dense, Exchange
+from linkweave.collectives.training.gradient_buffers import GradientBuffers
 from linkweave.collectives.training.gtopk import KEY, GTopK, check_state
-from linkweave.collectives.training.hooks import Hook, nothing
+from linkweave.collectives.training.hooks import Hook, compiling_by, left_alone, nothing
 from linkweave.collectives.training.joining import joined
 from linkweave.collectives.training.layout import drop_gradients
-from linkweave.collectives.training.planner import Planner
 from linkweave.collectives.training.program import Program
 from linkweave.collectives.training.sparse_exchange import SparseExchange
 from linkweave.collectives.training.step_record import StepRecord, timeline_of
 from linkweave.collectives.training.stepping import stepper_of
 from linkweave.collectives.training.transport import Transport, transport_of
+from linkweave.collectives.training.tuner import Tuner
 
 log = logging.getLogger("linkweave")
 
@@ -128,15 +127,15 @@ class DataParallel(nn.Module):
         after = partial(send_buffers, transport, module) if broadcast_buffers else nothing
         self._shares_buffers = broadcast_buffers
 
-        def exchange_of(arena: Arena, engine: Engine) -> Exchange:
+        def exchange_of(gradients: GradientBuffers, engine: Engine) -> Exchange:
             if spec is None:
-                return Dense(arena, transport, reduce_dtype)
-            return SparseExchange(spec, arena, transport)
+                return Dense(gradients, transport, reduce_dtype)
+            return SparseExchange(spec, gradients, transport)
 
         chains = chained or schedule != "auto"
         self._engine = engine = Engine(
             module, transport, embeddings, flagged=spec is None, exchange_of=exchange_of,
-            planner_of=lambda engine: Planner(schedule, engine, chains), after=after,
+            tuner_of=lambda engine: Tuner(schedule, engine, chains), after=after,
             rebuilds=not isinstance(schedule, Schedule), compares=check_divergence,
         )  # fmt: skip
         self._transport = transport
@@ -299,8 +298,8 @@ class DataParallel(nn.Module):
     @property
     def schedule(self) -> Schedule | None:
         """The schedule with its predictions; None while times are being measured."""
-        planner = self._engine.planner if self._engine else None
-        return planner.schedule if planner else None
+        tuner = self._engine.tuner if self._engine else None
+        return tuner.schedule if tuner else None
 
     def record_steps(self, recording: bool = True) -> None:
         """Take down what steps do and when, for `last_step` and `save_step`, or no more.

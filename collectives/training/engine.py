@@ -15,14 +15,13 @@ from linkweave.collectives.errors import CollectiveAborted, CollectiveError
 from linkweave.collectives.overlap.clock import clock_of
 from linkweave.collectives.overlap.units import Gates as Recorded
 from linkweave.collectives.overlap.units import Recorder, Unit, tensors_in
-from linkweave.collectives.training import gradient_checks as checks
-from linkweave.collectives.training.arena import Arena
+from linkweave.collectives.training import checks as checks
 from linkweave.collectives.training.chaining import Gates, fault_of_chaining
-from linkweave.collectives.training.compiling import compiling_by
-from linkweave.collectives.training.divergence import DivergenceCheck
-from linkweave.collectives.training.embeddings import Embeddings
+from linkweave.collectives.training.checks import DivergenceCheck
+from linkweave.collectives.training.embedding.optimizer import Embeddings
 from linkweave.collectives.training.exchange import Exchange
-from linkweave.collectives.training.hooks import Hook, at_end, in_backward, throw
+from linkweave.collectives.training.gradient_buffers import GradientBuffers
+from linkweave.collectives.training.hooks import Hook, at_end, compiling_by, in_backward, throw
 from linkweave.collectives.training.joining import Roll
 from linkweave.collectives.training.lanes import Lanes, lanes_of
 from linkweave.collectives.training.layout import Layout, drop_gradients, frozen
@@ -41,19 +40,19 @@ class Engine:
     divided into units; from the next one on, gradients are sent as the program says. All ranks must
     make the same backward passes that send, and the same steps. Forward passes send nothing.
 
-    exchange_of: makes the exchange for the units' arena. planner_of: makes what gives the engine
+    exchange_of: makes the exchange for the units' buffers. tuner_of: makes what gives the engine
     its programs (`before_step`); it may adopt one at once. after: called at the end of each
     backward pass that has sent, with a rank that has made it.
     """
 
     def __init__(
         self, module: nn.Module, transport: Transport, embeddings: Embeddings, *,
-        flagged: bool, exchange_of: Callable[[Arena, Engine], Exchange],
-        planner_of: Callable[[Engine], Any], after: Callable[[int], None], rebuilds: bool,
+        flagged: bool, exchange_of: Callable[[GradientBuffers, Engine], Exchange],
+        tuner_of: Callable[[Engine], Any], after: Callable[[int], None], rebuilds: bool,
         compares: bool,
     ) -> None:  # fmt: skip
         self.module, self.transport, self.embeddings = module, transport, embeddings
-        self._flagged, self._exchange_of, self._planner_of = flagged, exchange_of, planner_of
+        self._flagged, self._exchange_of, self._tuner_of = flagged, exchange_of, tuner_of
         self._after, self._rebuilds, self._checks = after, rebuilds, compares
         self.steppers: list[Stepper] = []
         self.state = State.IDLE
@@ -78,7 +77,7 @@ class Engine:
     def _unbuilt(self) -> None:
         """There are no units yet, or no more."""
         self.units: tuple[Unit, ...] = ()
-        self.planner: Any = None
+        self.tuner: Any = None
         self._unit_of: dict[int, tuple[int, int]] = {}  # (unit, number in it), by identity
         self._pending: dict[int, list[int]] = {}  # units to be updated: versions of parameters
         self._passed: set[int] = set()  # units that a forward pass has left pending
@@ -212,7 +211,7 @@ class Engine:
         """Wait for a unit that is pending and update its parameters, as its gradients arrive."""
         if index not in self._pending:
             return
-        if self.arena.version != self._version:
+        if self.gradients.version != self._version:
             self._fail(checks.LATE)
         unit, arrivals = self.units[index], self._arrivals(index)
         self._refuse_written(unit.parameters, self._pending[index], checks.WRITTEN)
@@ -221,7 +220,7 @@ class Engine:
         kept = [parameter.grad is not None for parameter in unit.parameters]
         try:
             with profiled(f"update {unit.name}"), self._stepper.at_work():
-                self.arena.show(index)
+                self.gradients.show(index)
                 self._stepper.update.part(unit.parameters, chain([first], arrivals))
         except CollectiveError:
             raise
@@ -236,7 +235,7 @@ class Engine:
 
     def _arrivals(self, index: int) -> Iterator[int]:
         """Wait for a unit, and yield the addresses before which its gradients have arrived."""
-        base, flags = self.arena.address(index), self.units[index].flags_nbytes
+        base, flags = self.gradients.address(index), self.units[index].flags_nbytes
         try:
             for nbytes in self.lanes.arrivals(index):
                 self.moments.arrived()
@@ -277,7 +276,7 @@ class Engine:
             self._gates.open(guard=True)  # evaluation may have closed them
         self.moments.next_step(self.lanes.sent)
         if self.roll.complete:  # others have no records
-            self.planner.before_step()
+            self.tuner.before_step()
         self.exchange.begin()
         self.lanes.begin()
 
@@ -317,7 +316,7 @@ class Engine:
             self._collected(index)
 
     def _collected(self, index: int) -> None:
-        self.arena.collect(index)
+        self.gradients.collect(index)
         self.moments.ready(index)
         self.lanes.ready(index)
 
@@ -350,7 +349,7 @@ class Engine:
         for index, left in enumerate(self._left):
             if left:
                 self._collected(index)
-        self._version = self.arena.version
+        self._version = self.gradients.version
         self._passed = set()
         self._on(Event.SENT)
         if self.program.chained:
@@ -375,11 +374,11 @@ class Engine:
         self._guarded(self.lanes.wait_all)
         self.exchange.settle()
         for index in range(len(self.units)):
-            self.arena.show(index)
+            self.gradients.show(index)
 
     def _check_unchanged(self) -> None:
         """Raise if gradients were changed after the backward pass, while they were being sent."""
-        if self.arena.version != self._version or not self.arena.holds_all():
+        if self.gradients.version != self._version or not self.gradients.holds_all():
             self._fail(checks.CHANGED)
         parameters = [p for unit in self.units for p in unit.parameters]
         self._refuse_written(parameters[: len(self._versions)], self._versions, checks.FOREIGN)
@@ -411,11 +410,11 @@ class Engine:
         units = self._layout.units(self._recorded, self.transport)
         if not units:
             return
-        self.arena = Arena(units, self.transport.empty, flagged=self._flagged)
-        self.exchange = self._exchange_of(self.arena, self)
+        self.gradients = GradientBuffers(units, self.transport.empty, flagged=self._flagged)
+        self.exchange = self._exchange_of(self.gradients, self)
         self.moments.clock = clock_of(units[0].device)  # the model may have been moved
         self.transport.open(1)
-        self.program = at_once(self.arena.slots, [unit.name for unit in units])
+        self.program = at_once(self.gradients.slots, [unit.name for unit in units])
         self.lanes = self._lanes()
         self.units = tuple(units)
         for index, unit in enumerate(units):
@@ -424,7 +423,7 @@ class Engine:
         self._left = [len(unit.parameters) for unit in units]
         self._gates = Gates(self.module, units, self._before, Hook(self._reach))
         self._check = DivergenceCheck(units, self.transport)
-        self.planner = self._planner_of(self)
+        self.tuner = self._tuner_of(self)
         self.exchange.load(self._kept)
         self.exchange.begin()
         self.lanes.begin()
@@ -450,10 +449,12 @@ class Engine:
         return fault_of_chaining(self._compiled, self.dense_steppers, self.units)
 
     def _lanes(self) -> Lanes:
-        return lanes_of(self.transport, self.arena, self.program, self.exchange, self.embeddings)
+        return lanes_of(
+            self.transport, self.gradients, self.program, self.exchange, self.embeddings
+        )
 
     def record_steps(self, who: str, recording: bool) -> None:
-        """Take down the moments of the next steps for the user or the planner, or no more."""
+        """Take down the moments of the next steps for the user or the tuner, or no more."""
         self.moments.asking[who] = recording
         if self.units:
             self._set_gates()
@@ -558,7 +559,7 @@ class Engine:
             self.embeddings.finish()
 
     def _update(self) -> None:
-        """Update all units that are pending; the arena may be written to then."""
+        """Update all units that are pending; the buffers may be written to then."""
         for index in sorted(self._pending):
             self._update_unit(index)
         self._drain()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError
 from linkweave.collectives.training.admission import compare_exchanges
 from linkweave.collectives.training.gtopk import GTopK, check_state
-from linkweave.collectives.training.sparse_average import SparseAverage
+from linkweave.collectives.training.sparse_exchange import SparseAverage
 from linkweave.collectives.training.transport import transport_of
 
 Future = torch.futures.Future[torch.Tensor]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.training.sharded_embedding import ShardedEmbedding
+from linkweave.collectives.training.embedding.sharded import ShardedEmbedding
 from linkweave.collectives.training.stepping import Stepper
 from linkweave.collectives.training.transport import Transport, send
 from linkweave.collectives.training.update import groups_of

@@ -10,8 +10,7 @@ from torch import nn
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.units import Gates, Unit, units_of
-from linkweave.collectives.training.compiling import compiled
-from linkweave.collectives.training.hooks import Hook
+from linkweave.collectives.training.hooks import Hook, compiled
 from linkweave.collectives.training.transport import Transport, parted
 
 FROZEN = 8

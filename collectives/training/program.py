@@ -1,4 +1,4 @@
-"""Programs: the collectives of a step over the arena, in the order in which ranks issue them."""
+"""Programs: the collectives of a step over the buffers, in the order in which ranks issue them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from functools import cached_property
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap import Communication, Piece, Schedule
 from linkweave.collectives.overlap.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from linkweave.collectives.training.arena import Slot
+from linkweave.collectives.training.gradient_buffers import Slot
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Bytes [first, stop) of a buffer of the arena, which belong to one unit."""
+    """Bytes [first, stop) of a buffer, which belong to one unit."""
 
     unit: int
     first: int
@@ -24,7 +24,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Op:
-    """One collective of the spans, which lie in one buffer of the arena.
+    """One collective of the spans, which lie in one buffer.
 
     It starts once the units' gradients are there, the op before it on its lane has ended, and so
     have those numbered in `after`. `streamed`: spans become final one after another, in order.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,13 +12,14 @@ import numpy as np
 import torch
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.training.arena import Arena
-from linkweave.collectives.training.exchange import Arrived
+from linkweave.collectives.overlap import Network
+from linkweave.collectives.overlap.sparse_network import sparse_seconds
+from linkweave.collectives.training.exchange import Arrived, Packing
+from linkweave.collectives.training.gradient_buffers import GradientBuffers
 from linkweave.collectives.training.gtopk import GTopK
-from linkweave.collectives.training.packing import Packing
 from linkweave.collectives.training.program import Op
-from linkweave.collectives.training.sparse_average import Sent, SparseAverage
-from linkweave.collectives.training.transport import Transport
+from linkweave.collectives.training.transport import Transport, Vector
+from linkweave.kernels import gtopk
 
 log = logging.getLogger("linkweave")
 
@@ -26,7 +28,7 @@ class SparseExchange:
     """The gradients of a rank that are not sent yet, and what ops send of them.
 
     An `Exchange` for programs whose ops have whole units. Residuals lie as gradients do in the
-    arena. An op takes the gradients of its units out of the arena and leaves the averages there.
+    buffers. An op takes the gradients of its units out of them and leaves the averages there.
 
     A gradient that is not finite is left out. The rank that has it sends NaN in place of the flag
     of its parameter, which no merge drops for a number: so all ranks learn that the step is to be
@@ -36,16 +38,16 @@ class SparseExchange:
     whole = True
     dtype: torch.dtype | None = None
 
-    def __init__(self, spec: GTopK, arena: Arena, transport: Transport) -> None:
-        for unit in arena.units:
+    def __init__(self, spec: GTopK, gradients: GradientBuffers, transport: Transport) -> None:
+        for unit in gradients.units:
             if unit.device.type != "cpu" or unit.dtype == torch.float64:
                 raise CollectiveError(
                     "GTopK takes float32, float16 and bfloat16 parameters on the CPU; those of "
                     f"{unit.name} are {unit.dtype} on {unit.device}"
                 )
-        self.spec, self._arena, self._transport = spec, arena, transport
+        self.spec, self._gradients, self._transport = spec, gradients, transport
         self.average_of = SparseAverage(transport, spec.mode, spec.conserve)
-        self._residuals = [torch.zeros(x.numel()) for x in arena.buffers]
+        self._residuals = [torch.zeros(x.numel()) for x in gradients.buffers]
         self.steps = 0
         """Steps made, without those that were skipped."""
         self.bad: tuple[str, ...] = ()
@@ -73,9 +75,9 @@ class SparseExchange:
     def settle(self) -> None:
         """After all ops of a step: tell which parameters have gradients. If the step is to be
         skipped, give back what was sent."""
-        used = self._arena.used()
+        used = self._gradients.used()
         self._transport.total(used)
-        self._arena.tell(used.tolist())
+        self._gradients.tell(used.tolist())
         bad = [name for op, sent in self._sent.items() for name in self._names(op, sent.bad)]
         self.bad = tuple(dict.fromkeys(bad))
         if not self.bad:
@@ -89,8 +91,8 @@ class SparseExchange:
             elif self._transport.rank == 0:
                 residual[sent.where] += sent.sums
             x.zero_()
-        for number, unit in enumerate(self._arena.units):
-            for name, (_, view) in zip(unit.names, self._arena.gradients(number), strict=True):
+        for number, unit in enumerate(self._gradients.units):
+            for name, (_, view) in zip(unit.names, self._gradients.of(number), strict=True):
                 if name in self.bad and view is not None:
                     view.fill_(float("nan"))  # which clip_grad_norm_ looks at
 
@@ -115,13 +117,13 @@ class SparseExchange:
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The residual of each parameter, by name."""
-        every = self._arena.views_of(self._residuals)
-        for unit, views in zip(self._arena.units, every, strict=True):
+        every = self._gradients.views_of(self._residuals)
+        for unit, views in zip(self._gradients.units, every, strict=True):
             yield from zip(unit.names, views, strict=True)
 
     def network_of(self, measure: Callable[[torch.Tensor, Any], Any]) -> Any:
         """The network of sparse exchanges; "auto" chooses its modes by that of dense ones."""
-        largest = max(self._arena.buffers, key=lambda buffer: buffer.nbytes)
+        largest = max(self._gradients.buffers, key=lambda buffer: buffer.nbytes)
         if self.spec.mode == "auto":
             self.average_of.network = measure(largest, self._transport.average)
         found = measure(largest, self._rehearse)
@@ -145,18 +147,18 @@ class SparseExchange:
         """The op's gradients, and their residuals."""
         (first, stop), *others = op.runs
         assert not others
-        x = self._arena.raw(op.buffer, first, stop)
+        x = self._gradients.raw(op.buffer, first, stop)
         at = first // x.element_size()
         return x, self._residuals[op.buffer][at : at + x.numel()]
 
     # ---- elements and parameters -----------------------------------------------------------------
     def _parameters(self, op: Op) -> list[tuple[str, int, int]]:
         """(name, element of the op at which its flag lies, element at which it begins)"""
-        item = self._arena.buffers[op.buffer].element_size()
+        item = self._gradients.buffers[op.buffer].element_size()
         found = []
         for unit in op.needs:
-            first = (self._arena.slots[unit].first - op.runs[0][0]) // item
-            of = self._arena.units[unit]
+            first = (self._gradients.slots[unit].first - op.runs[0][0]) // item
+            of = self._gradients.units[unit]
             for i, (name, at) in enumerate(zip(of.names, of.offsets(), strict=False)):
                 found.append((name, first + i, first + at))
         return found
@@ -179,3 +181,116 @@ class SparseExchange:
         log.warning("rank %d: the gradient is not finite: %s", self._transport.rank, names)
         parameters = self._parameters(op)
         return torch.tensor([parameters[i][1] for i in self._numbers(op, where)])
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What all ranks together have sent: sums at the elements `where`, or if that is None, at all
+    elements. `bad` are elements at which some rank had a sum that is not finite."""
+
+    where: torch.Tensor | None
+    sums: torch.Tensor
+    bad: torch.Tensor
+
+
+Marks = Callable[[torch.Tensor], torch.Tensor]
+"""From the elements at which a rank's residual is not finite to those at which it sends NaN."""
+
+
+class SparseAverage:
+    """Averages flat tensors over the ranks of a transport.
+
+    mode, conserve: as in `GTopK`. "auto" chooses by the times of `network`, a dense all-reduce's;
+    all ranks must have the same. A residual is float32, with as many elements as the gradients.
+    """
+
+    def __init__(self, transport: Transport, mode: str, conserve: bool) -> None:
+        self._transport, self._mode, self._conserve = transport, mode, conserve
+        self.network = Network(0.0, 1e-9, workers=transport.size)  # until it is known: bytes count
+
+    def choose(self, nbytes: int, entries: int, numel: int) -> str:
+        """The mode for `numel` gradients of `nbytes`, of which each rank sends so many entries."""
+        if entries == numel:
+            return "dense"
+        if self._mode != "auto":
+            return self._mode
+        seconds = sparse_seconds(self.network, nbytes, entries)
+        return min(seconds, key=lambda name: seconds[name])
+
+    def __call__(
+        self, lane: int, x: torch.Tensor, residual: torch.Tensor, counts: Sequence[int],
+        density: float, marks: Marks,
+    ) -> Sent:  # fmt: skip
+        """Replace the gradients in x by the averages of what is sent, and zeros.
+
+        `x` is float32, float16 or bfloat16. The largest entries of each of its parts, of so many
+        elements, are sent. Sums are in float32, along a tree of ranks or in their order; an average
+        is a sum divided once, and rounded to the dtype of x. What is not finite is left out.
+        """
+        shares = [max(1, round(density * n)) for n in counts]
+        mode = self.choose(x.nbytes, sum(shares), x.numel())
+        if mode == "dense":
+            return self._dense(lane, x, residual, marks)
+        vector = _selected(x, residual, counts, shares)
+        if not vector[0].isfinite().all():
+            residual[vector[1]] = vector[0]
+            _mark(residual, marks)
+            vector = _selected(x, residual, counts, shares)
+        sums, where = self._transport.sparse(
+            lane, vector, x.numel(), sum(shares), residual, mode, self._conserve
+        )
+        fine = sums.isfinite()
+        bad = where[~fine]
+        if bad.numel():
+            sums, where = sums[fine], where[fine]
+            residual[~residual.isfinite()] = 0  # NaN that were more than the entries
+        x[where] = _narrowed(sums / self._transport.size, x.dtype)
+        return Sent(where, sums, bad)
+
+    def _dense(self, lane: int, x: torch.Tensor, residual: torch.Tensor, marks: Marks) -> Sent:
+        """Send all."""
+        _selected(x, residual, [x.numel()], [0])
+        marked = x.new_empty(0, dtype=torch.int64)
+        if not residual.isfinite().all():
+            marked = _mark(residual, marks)
+            residual[marked] = 0
+        x.copy_(_narrowed(residual, x.dtype, self._transport.size))  # whose sum is finite
+        residual -= x  # what x rounds away
+        x[marked] = float("nan")
+        self._transport.average(lane, x)
+        bad = marked[:0]
+        if not x.sum().isfinite():
+            bad = (~x.isfinite()).nonzero().flatten()
+            x[bad] = 0
+        return Sent(None, x, bad)
+
+
+def _selected(
+    x: torch.Tensor, residual: torch.Tensor, counts: Sequence[int], shares: Sequence[int]
+) -> Vector:  # fmt: skip
+    """Add x to the residual, and take the largest entries of each part out of that."""
+    found, first = [], 0
+    for count, k in zip(counts, shares, strict=True):
+        part = slice(first, first + count)
+        values, indices = gtopk.select(x[part], residual[part], k)
+        found.append((values, indices + first))
+        first += count
+    if len(found) == 1:
+        return found[0]
+    return torch.cat([pair[0] for pair in found]), torch.cat([pair[1] for pair in found])
+
+
+def _narrowed(x: torch.Tensor, dtype: torch.dtype, ranks: int = 1) -> torch.Tensor:
+    """Finite float32 values in the dtype; what is too large to add up over the ranks saturates."""
+    most = torch.finfo(dtype).max / ranks
+    return x if x.dtype == dtype else x.clamp(-most, most).to(dtype)
+
+
+def _mark(residual: torch.Tensor, marks: Marks) -> torch.Tensor:
+    """Drop what is not finite, and put NaN, which is selected first, where `marks` says. Returns
+    where that is."""
+    where = (~residual.isfinite()).nonzero().flatten()
+    residual[where] = 0
+    marked = marks(where)
+    residual[marked] = float("nan")
+    return marked

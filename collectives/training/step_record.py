@@ -72,10 +72,10 @@ def timeline_of(record: StepRecord, program: Program, clock: Clock) -> StepTimel
 
 
 class Moments:
-    """Takes down the moments of steps, as long as the user or the planner asks for it."""
+    """Takes down the moments of steps, as long as the user or the tuner asks for it."""
 
     def __init__(self, clock: Clock) -> None:
-        self.clock, self.asking = clock, {"user": False, "planner": False}
+        self.clock, self.asking = clock, {"user": False, "tuner": False}
         self.record = StepRecord()
         self.last: StepRecord | None = None
         """Of the last complete step that was taken down."""

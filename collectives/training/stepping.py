@@ -10,7 +10,7 @@ import torch
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.units import Unit
-from linkweave.collectives.training.embeddings import Embeddings
+from linkweave.collectives.training.embedding.optimizer import Embeddings
 from linkweave.collectives.training.exchange import Exchange
 from linkweave.collectives.training.ranges import profiled
 from linkweave.collectives.training.update import Update, groups_of

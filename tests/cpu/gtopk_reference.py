@@ -12,7 +12,7 @@ from training_models import Batch, images, share, units
 
 from linkweave import GTopK
 from linkweave.collectives.planning.sparse_tree import binomial_tree, rounds
-from linkweave.collectives.training.arena import slots_of
+from linkweave.collectives.training.gradient_buffers import slots_of
 from linkweave.collectives.training.program import program_of
 
 Entries = dict[int, np.float32]

@@ -10,14 +10,14 @@ import sys
 
 import pytest
 
-from linkweave.collectives.training.allocator import TUNED
+from linkweave.collectives.training.gradient_buffers import TUNED
 
 STEPS = """
 import ctypes
 import resource
 import sys
 import torch
-from linkweave.collectives.training.allocator import keep_freed_memory
+from linkweave.collectives.training.gradient_buffers import keep_freed_memory
 
 
 SIZE = int(sys.argv[1]) << 18  # float32

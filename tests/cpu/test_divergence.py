@@ -18,7 +18,7 @@ from training_models import error_of, imported, made, sgd, train, units  # noqa:
 
 from linkweave import collectives
 from linkweave.collectives import DataParallel
-from linkweave.collectives.training.divergence import EVERY, PARTS, DivergenceCheck
+from linkweave.collectives.training.checks import EVERY, PARTS, DivergenceCheck
 
 SHAPES = ((7,), (), (40, 30), (0, 3), (3, 2, 5, 5), (513,))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

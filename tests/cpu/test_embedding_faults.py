@@ -36,7 +36,7 @@ from training_pair import Cases
 
 from linkweave import ShardedEmbedding, collectives, prefetch
 from linkweave.collectives import CollectiveError, DataParallel
-from linkweave.collectives.training.row_exchange import RowExchange
+from linkweave.collectives.training.embedding.exchange import RowExchange
 from tests.cpu.helpers import outlive
 
 pytestmark = pytest.mark.usefixtures("imported")

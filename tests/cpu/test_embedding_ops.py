@@ -29,8 +29,8 @@ from torch import nn
 
 from linkweave import DataParallel, ShardedEmbedding, collectives, prefetch
 from linkweave.collectives.overlap import Network, embedding_ways
-from linkweave.collectives.training.row_exchange import columns_of
-from linkweave.collectives.training.row_schedule import prior_rows
+from linkweave.collectives.training.embedding.exchange import columns_of
+from linkweave.collectives.training.embedding.schedule import prior_rows
 
 pytestmark = pytest.mark.usefixtures("imported")
 STEPS = 3

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from linkweave import prefetch
-from linkweave.collectives.training.prefetch import has_next, next_of
+from linkweave.collectives.training.embedding.prefetch import has_next, next_of
 
 
 def ids(n: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from training_models import apart, same
 
 import linkweave
 from linkweave import ShardedEmbedding, collectives
-from linkweave.collectives.training import sharded_embedding
+from linkweave.collectives.training.embedding import sharded
 
 pytestmark = pytest.mark.usefixtures("imported")
 MODELS = {"lstm": lstm, "transformer": transformer}
@@ -120,7 +120,7 @@ def test_initial_values_of_a_table_that_is_drawn_in_parts(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch draws the last 16 values of a tensor anew."""
-    monkeypatch.setattr(sharded_embedding, "DRAWN", 64)
+    monkeypatch.setattr(sharded, "DRAWN", 64)
     for width in (1, 2, 5):
         for dtype in (torch.float32, torch.float64):
             torch.manual_seed(1)

@@ -8,7 +8,7 @@ import pytest
 
 from linkweave.collectives import overlap
 from linkweave.collectives.overlap import Network, Profile, Schedule
-from linkweave.collectives.training.finalists import (
+from linkweave.collectives.training.tuner import (
     FINALISTS,
     SPARSE,
     at_once,

@@ -17,7 +17,7 @@ from linkweave.collectives import CollectiveError
 from linkweave.collectives.overlap import Network
 from linkweave.collectives.overlap.sparse_network import sparse_seconds
 from linkweave.collectives.training.gtopk import KEY, resharded
-from linkweave.collectives.training.sparse_average import SparseAverage
+from linkweave.collectives.training.sparse_exchange import SparseAverage
 
 
 @dataclass(frozen=True)

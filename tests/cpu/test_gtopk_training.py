@@ -21,8 +21,8 @@ from training_models import (
 from training_pair import Cases
 
 from linkweave import GTopK, collectives
-from linkweave.collectives.training import planner
-from linkweave.collectives.training.finalists import SPARSE
+from linkweave.collectives.training import tuner
+from linkweave.collectives.training.tuner import SPARSE
 
 pytestmark = pytest.mark.usefixtures("imported")
 OPTIONS: list[dict[str, Any]] = [
@@ -93,7 +93,7 @@ def test_what_sends_everything_trains_as_dense(size: int) -> None:
 
 @case
 def auto_measures_and_tries_without_a_trace(rank: int) -> None:
-    steps = range(planner.SETTLED + 2)
+    steps = range(tuner.SETTLED + 2)
     want = Training("dense", lr=0.1).steps(*steps).close()
     for mode in ("gtopk", "auto"):
         spec = GTopK(1.0, mode=mode)

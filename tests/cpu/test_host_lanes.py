@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from linkweave.collectives.overlap.units import Unit
-from linkweave.collectives.training.arena import Arena
-from linkweave.collectives.training.embeddings import Embeddings
+from linkweave.collectives.training.embedding.optimizer import Embeddings
 from linkweave.collectives.training.exchange import Dense
-from linkweave.collectives.training.host_lanes import HostLanes
+from linkweave.collectives.training.gradient_buffers import GradientBuffers
+from linkweave.collectives.training.lanes import HostLanes
 from linkweave.collectives.training.program import Op, Program, Span
 
 
@@ -51,18 +51,20 @@ def test_lanes_that_end_send_nothing_twice() -> None:
     """All units have arrived and one lane is done, while the other's all-reduce still ends."""
     made = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
     units = [Unit(f"m{i}", (f"p{i}",), (parameter,)) for i, parameter in enumerate(made)]
-    arena = Arena(units, lambda count, dtype, device: torch.zeros(count, dtype=dtype))
-    spans = [Span(i, slot.first, slot.first + slot.nbytes) for i, slot in enumerate(arena.slots)]
+    gradients = GradientBuffers(units, lambda count, dtype, device: torch.zeros(count, dtype=dtype))
+    spans = [
+        Span(i, slot.first, slot.first + slot.nbytes) for i, slot in enumerate(gradients.slots)
+    ]
     ops = (Op(0, (spans[0],)), Op(0, (spans[1],), lane=1, streamed=True))
     transport = Transport()
     program = Program("by hand", ops, ("m0", "m1"), chained=True)
-    exchange = Dense(arena, transport)  # type: ignore[arg-type]
-    lanes: Any = HostLanes(transport, arena, program, exchange, Embeddings())  # type: ignore[arg-type]
+    exchange = Dense(gradients, transport)  # type: ignore[arg-type]
+    lanes: Any = HostLanes(transport, gradients, program, exchange, Embeddings())  # type: ignore[arg-type]
     lanes.begin()
     for unit in range(2):
         lanes.ready(unit)
     for unit in range(2):
-        assert [*lanes.arrivals(unit)] == [arena.slots[unit].nbytes]
+        assert [*lanes.arrivals(unit)] == [gradients.slots[unit].nbytes]
     assert transport.waits.wait(60)
     ends = threading.Timer(0.2, transport.may_end.set)
     ends.start()
@@ -89,14 +91,16 @@ class Steps:
 def test_a_unit_arrives_by_its_first_bytes() -> None:
     """Parts 1, 2, 0 and 3 of four arrive in this order; what counts begins with the first."""
     unit = Unit("m", ("p",), (nn.Parameter(torch.zeros(124)),))
-    arena = Arena([unit], lambda count, dtype, device: torch.zeros(count, dtype=dtype))
+    gradients = GradientBuffers(
+        [unit], lambda count, dtype, device: torch.zeros(count, dtype=dtype)
+    )
     ops = tuple(Op(0, (Span(0, 128 * part, 128 * part + 128),)) for part in (1, 2, 0, 3))
     transport = Steps()
     lanes: Any = HostLanes(
         transport,
-        arena,
+        gradients,
         Program("by hand", ops, ("m",)),
-        Dense(arena, transport),  # type: ignore[arg-type]
+        Dense(gradients, transport),  # type: ignore[arg-type]
         Embeddings(),
     )
     for _ in range(2):

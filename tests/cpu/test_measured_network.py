@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from linkweave.collectives.training import measured_network
-from linkweave.collectives.training.measured_network import measure_network
+from linkweave.collectives.training import tuner
+from linkweave.collectives.training.tuner import measure_network
 
 STARTUP, PACE, GAMMA = 4e-3, 2e-8, 1.25
 
@@ -48,7 +48,7 @@ class Timed:
 @pytest.mark.parametrize("count", [1, 1000, 1 << 20])
 def test_a_network_of_known_speed(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(measured_network, "time", clock)
+    monkeypatch.setattr(tuner, "time", clock)
     transport: Any = Timed(clock, 4 * count)
     network = measure_network(transport, torch.zeros(count), transport.average)
     assert network.startup_s == pytest.approx(STARTUP, rel=0.02)

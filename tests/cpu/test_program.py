@@ -1,4 +1,4 @@
-"""Programs, the arena's layout, profiles of passes: what `DataParallel` computes with no ranks."""
+"""Programs, the buffers' layout, profiles of passes: what `DataParallel` computes with no ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from linkweave.collectives.overlap import Communication, Layer, Network, Piece, 
 from linkweave.collectives.overlap.communication import ALL_GATHER
 from linkweave.collectives.overlap.passes import Pass, profile_of
 from linkweave.collectives.overlap.units import Unit
-from linkweave.collectives.training.arena import Arena, Slot, slots_of
-from linkweave.collectives.training.finalists import unstreamed
+from linkweave.collectives.training.gradient_buffers import GradientBuffers, Slot, slots_of
 from linkweave.collectives.training.program import Op, Program, Span, at_once, program_of
+from linkweave.collectives.training.tuner import unstreamed
 
 
 def unit(dtype: torch.dtype, *shapes: tuple[int, ...]) -> Unit:
@@ -73,48 +73,48 @@ def test_parameters_begin_at_multiples_of_16_bytes(dtype: torch.dtype) -> None:
     assert found.nbytes % 16 == 0
 
 
-# ---- the arena ---------------------------------------------------------------------------------
+# ---- the buffers -------------------------------------------------------------------------------
 def test_slots_of_units_in_two_buffers() -> None:
     rows = [unit(torch.float32, (4,)), unit(torch.float64, (2,)), unit(torch.float32, (5,))]
     assert slots_of(rows) == [Slot(0, 0, 32), Slot(1, 0, 32), Slot(0, 32, 48)]
-    arena = Arena(rows, empty)
-    assert [(b.numel(), b.dtype) for b in arena.buffers] == [
+    gradients = GradientBuffers(rows, empty)
+    assert [(b.numel(), b.dtype) for b in gradients.buffers] == [
         (20, torch.float32), (4, torch.float64)
     ]  # fmt: skip
-    assert not any(buffer.any() for buffer in arena.buffers)  # whatever `empty` gives
+    assert not any(buffer.any() for buffer in gradients.buffers)  # whatever `empty` gives
 
 
 def test_gradients_move_into_the_arena() -> None:
     one = unit(torch.float32, (2, 3), (2,))
-    arena = Arena([one], empty)
+    gradients = GradientBuffers([one], empty)
     weight, bias = one.parameters
     weight.grad = torch.arange(6.0).reshape(2, 3)
-    arena.collect(0)
-    assert arena.buffers[0].tolist() == [1, 0, 0, 0, 0, 1, 2, 3, 4, 5, 0, 0, 0, 0, 0, 0]
-    assert weight.grad.data_ptr() == arena.buffers[0][4:].data_ptr()
+    gradients.collect(0)
+    assert gradients.buffers[0].tolist() == [1, 0, 0, 0, 0, 1, 2, 3, 4, 5, 0, 0, 0, 0, 0, 0]
+    assert weight.grad.data_ptr() == gradients.buffers[0][4:].data_ptr()
     assert bias.grad is None
-    assert [g is None for _, g in arena.gradients(0)] == [False, True]
-    assert arena.holds_all()
+    assert [g is None for _, g in gradients.of(0)] == [False, True]
+    assert gradients.holds_all()
     bias.grad = torch.ones(2)
-    assert not arena.holds_all()
-    before = arena.version
-    arena.raw(0, 0, 16).fill_(1)  # what a lane does
-    assert arena.version == before
-    assert all(g is not None for _, g in arena.gradients(0))
+    assert not gradients.holds_all()
+    before = gradients.version
+    gradients.raw(0, 0, 16).fill_(1)  # what a lane does
+    assert gradients.version == before
+    assert all(g is not None for _, g in gradients.of(0))
     weight.grad.mul_(2)
-    assert arena.version > before
+    assert gradients.version > before
     weight.grad = weight.grad.clone()
     bias.grad = None
-    assert not arena.holds_all()
+    assert not gradients.holds_all()
 
 
 def test_a_gradient_keeps_its_memory_format() -> None:
     conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
     one = Unit("conv", ("weight",), (conv.weight,))
-    arena = Arena([one], empty)
+    gradients = GradientBuffers([one], empty)
     conv.weight.grad = torch.randn(4, 3, 2, 2)
     want = conv.weight.grad.clone()
-    arena.collect(0)
+    gradients.collect(0)
     assert torch.equal(conv.weight.grad, want)
     assert conv.weight.grad.stride() == conv.weight.stride() == (12, 1, 6, 3)
 

@@ -14,9 +14,9 @@ from torch import nn
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.overlap.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from linkweave.collectives.overlap.units import Unit
-from linkweave.collectives.training.arena import Arena
+from linkweave.collectives.training.gradient_buffers import GradientBuffers
+from linkweave.collectives.training.lanes import StreamLanes
 from linkweave.collectives.training.program import Op, Program, Span
-from linkweave.collectives.training.stream_lanes import StreamLanes
 from tests.cpu.stream_stand_in import CURRENT, Stream, compute  # noqa: F401
 
 UNITS = 6
@@ -79,7 +79,7 @@ class Queue:
         self.dequeue(-1)
 
 
-def programs(chance: random.Random, arena: Arena) -> Program:
+def programs(chance: random.Random, gradients: GradientBuffers) -> Program:
     """Units in ops of one to three neighbours, on random lanes, after random earlier ops. Some are
     scattered, and gathered in the end."""
     ops: list[Op] = []
@@ -88,7 +88,7 @@ def programs(chance: random.Random, arena: Arena) -> Program:
         first = max(0, unit - chance.randint(1, 3))
         spans = []
         for u in range(first, unit):
-            slot = arena.slots[u]
+            slot = gradients.slots[u]
             spans.append(Span(u, slot.first, slot.first + slot.nbytes))
         after = tuple(n for n in range(len(ops)) if chance.random() < 0.3)
         streamed = chance.random() < 0.4
@@ -118,9 +118,9 @@ def test_ops_wait_for_gradients_and_units_for_their_ops(seed: int, compute: Stre
         for i in range(UNITS)
     ]
     transport = Transport(chance)
-    arena = Arena(units, transport.empty)
-    program = programs(chance, arena)
-    lanes = StreamLanes(transport, arena, program)  # type: ignore[arg-type]
+    gradients = GradientBuffers(units, transport.empty)
+    program = programs(chance, gradients)
+    lanes = StreamLanes(transport, gradients, program)  # type: ignore[arg-type]
     seen: list[tuple[int, bool]] = []
     for step in range(3):
         lanes.begin()
@@ -128,12 +128,12 @@ def test_ops_wait_for_gradients_and_units_for_their_ops(seed: int, compute: Stre
         chance.shuffle(order)
         for u in order:
             compute.enqueue(
-                partial(computed, arena._views[u][0], step + 1, chance.uniform(0, 2e-3))
+                partial(computed, gradients._views[u][0], step + 1, chance.uniform(0, 2e-3))
             )
             lanes.ready(u)
         for u in range(UNITS):
-            assert [*lanes.arrivals(u)] == [arena.slots[u].nbytes]
-            compute.enqueue(partial(read, seen, u, arena._views[u][0], 2 * (step + 1)))
+            assert [*lanes.arrivals(u)] == [gradients.slots[u].nbytes]
+            compute.enqueue(partial(read, seen, u, gradients._views[u][0], 2 * (step + 1)))
     lanes.wait_all()
     compute.synchronize()
     assert seen == [(u, True) for _ in range(3) for u in range(UNITS)]
@@ -148,9 +148,9 @@ def test_ops_wait_for_gradients_and_units_for_their_ops(seed: int, compute: Stre
 def test_an_error_ends_all_calls(compute: Stream) -> None:  # noqa: F811
     units = [Unit("a", ("w",), (nn.Parameter(torch.zeros(4)),))]
     transport = Transport(random.Random(0))
-    arena = Arena(units, transport.empty)
+    gradients = GradientBuffers(units, transport.empty)
     program = Program("one", (Op(0, (Span(0, 0, 32),)),), ("a",))
-    lanes = StreamLanes(transport, arena, program)  # type: ignore[arg-type]
+    lanes = StreamLanes(transport, gradients, program)  # type: ignore[arg-type]
     lanes.abort(CollectiveError("rank 0: over"))
     with pytest.raises(CollectiveError, match="rank 0: over"):
         next(lanes.arrivals(0))

@@ -31,7 +31,7 @@ import linkweave
 from linkweave import collectives
 from linkweave.collectives import DataParallel, overlap
 from linkweave.collectives.overlap import Schedule
-from linkweave.collectives.training import planner
+from linkweave.collectives.training import tuner
 
 pytestmark = pytest.mark.usefixtures("imported")
 State = dict[str, torch.Tensor]
@@ -209,16 +209,16 @@ def test_schedules_are_made_from_measured_steps() -> None:
 
 def automatic(rank: int) -> list[tuple[str, str | None]]:
     """The programs of the steps, and the policies of those that a schedule made."""
-    planner.DRIFT = math.inf  # steps so short take twice as long whenever the machine is busy
+    tuner.DRIFT = math.inf  # steps so short take twice as long whenever the machine is busy
     comm, inner = collectives.get_default(), made("cnn")
     optimizer = sgd(inner.parameters())
     model = DataParallel(inner, optimizer)
     found = []
-    for step in range(planner.SETTLED + 8):
+    for step in range(tuner.SETTLED + 8):
         train("cnn", model, optimizer, range(step, step + 1), rank, comm.size)
         found.append((model.program.checksum, model.schedule and model.schedule.policy))
     assert on_all(comm, copied(model.state_dict()))
-    assert apart(model.state_dict(), alone("cnn", "sgd", planner.SETTLED + 8, comm.size)) < 1e-12
+    assert apart(model.state_dict(), alone("cnn", "sgd", tuner.SETTLED + 8, comm.size)) < 1e-12
     model.close()
     return found
 

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from linkweave import collectives
 from linkweave.collectives import CollectiveError, DataParallel, GTopK, ShardedEmbedding
-from linkweave.collectives.training import divergence
+from linkweave.collectives.training import checks
 from tests.cpu.training_models import adamw, apart, error_of, images, made, on_all, sgd
 
 MODES: dict[str, dict[str, Any]] = {
@@ -78,7 +78,7 @@ def together(comm: Any, counts: Sequence[int], mode: str, make: Any) -> float:
 
 
 def every_mode(rank: int, counts: Sequence[int]) -> dict[str, float]:
-    divergence.EVERY = 1  # ranks that are over early differ meanwhile
+    checks.EVERY = 1  # ranks that are over early differ meanwhile
     comm = collectives.get_default()
     return {mode: together(comm, counts, mode, sgd if mode == "ddp" else adamw) for mode in MODES}
 

@@ -27,9 +27,9 @@ from training_pair import SIZE, Cases, Pair, net, pairs
 
 from linkweave import collectives
 from linkweave.collectives import DataParallel
-from linkweave.collectives.training import data_parallel, planner
-from linkweave.collectives.training.finalists import at_once
+from linkweave.collectives.training import data_parallel, tuner
 from linkweave.collectives.training.states import State
+from linkweave.collectives.training.tuner import at_once
 
 pytestmark = pytest.mark.usefixtures("imported")
 case = Cases()
@@ -193,7 +193,7 @@ def policies_are_planned_where_steps_have_several_backward_passes(rank: int) -> 
 @case
 def planning_ends_after_one_trial(rank: int) -> None:
     """And with it the record of moments."""
-    planner.TRIED = 3
+    tuner.TRIED = 3
     pair = Pair()
     pair.model.close()
     pair.model = DataParallel(pair.inner, pair.optimizer, schedule="wfbp")
@@ -213,17 +213,17 @@ def planning_ends_after_one_trial(rank: int) -> None:
 
 @case
 def finalists_take_turns_and_the_fastest_stays(rank: int) -> None:
-    planner.TRIED, planner.LEFT = 3, (2, 2)
+    tuner.TRIED, tuner.LEFT = 3, (2, 2)
     turns: list[str] = []
     # seconds of a step in each round, as the mean of ranks of which one measures 0.5
     times = {"wfbp": [2.0, 2.0, 9.0], "c-cube": [5.0], "at once": [1.0, 4.0, 4.0]}
 
     def found(profile: Any, network: Any, *_: Any, **__: Any) -> Any:
         for policy in ("wfbp", "c-cube", "wfbp"):  # the last is not tried again
-            yield planner.plan(profile, network, policy)
+            yield tuner.plan(profile, network, policy)
         yield at_once(profile, network)
 
-    class Told(planner.Planner):
+    class Told(tuner.Tuner):
         def _adopt(self, schedule: Any) -> None:
             turns.append(schedule.policy)
             super()._adopt(schedule)
@@ -237,7 +237,7 @@ def finalists_take_turns_and_the_fastest_stays(rank: int) -> None:
             assert abs(found - mean) < 1e-12
             return found
 
-    data_parallel.Planner, planner.finalists = Told, found
+    data_parallel.Tuner, tuner.finalists = Told, found
     inner = net()
     optimizer = sgd(inner.parameters())
     model = DataParallel(inner, optimizer, schedule="auto", chained=True)

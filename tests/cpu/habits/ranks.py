@@ -22,7 +22,7 @@ import torch
 from linkweave import collectives
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.overlap import Network, plan
-from linkweave.collectives.training import finalists, planner
+from linkweave.collectives.training import tuner
 from tests.cpu.habits.run import HABITS, Habit, Mode, Run
 
 bytescheduler: Any = importlib.import_module("linkweave.collectives.overlap.policies.bytescheduler")
@@ -40,15 +40,15 @@ def quick_plan(profile: Any, network: Any, policy: str, **_: Any) -> Any:
 
 
 QUICK: dict[Any, dict[str, Any]] = {
-    planner: {
+    tuner: {
         "WARM_UP": 0,
         "MEASURED": 2,
         "TRIED": 3,
         "LEFT": (),
         "FINALISTS": 2,
+        "NAMED": ("wfbp", "ddp"),
         "plan": quick_plan,
     },
-    finalists: {"NAMED": ("wfbp", "ddp"), "plan": quick_plan},
     bytescheduler: {"PARTITIONS": (256,), "CREDITS": (2,)},
 }
 """So few steps that "auto" has settled after 15, few policies to choose from, and pieces of small
@@ -100,9 +100,9 @@ def be_quick(mode: Mode) -> None:
     """Plans with few steps, for a slow network. Only in the processes of ranks."""
     changes = {module: dict(values) for module, values in QUICK.items()}
     if "exchange" not in mode.options:
-        changes[planner]["measure_network"] = lambda *_: SLOW
+        changes[tuner]["measure_network"] = lambda *_: SLOW
     if mode.chains == "maybe":  # two chained ones that are equal, and one that is not chained
-        changes[planner]["FINALISTS"] = 3
+        changes[tuner]["FINALISTS"] = 3
     for module, values in changes.items():
         for name, value in values.items():
             assert hasattr(module, name), f"{module.__name__} has no {name}"

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Generator, Iterable
-from dataclasses import asdict, replace
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, astuple, replace
+from functools import partial
 from itertools import islice
 from statistics import fmean, median
+from typing import Any
 
 import torch
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.overlap import Network, Profile, Schedule, plan
+from linkweave.collectives.overlap import Communication, Network, Profile, Schedule, fit, plan
+from linkweave.collectives.overlap.choose import AUTO_LIMIT_S
+from linkweave.collectives.overlap.communication import whole
 from linkweave.collectives.overlap.passes import measured_pass, profile_of
+from linkweave.collectives.overlap.policies import NAMED
 from linkweave.collectives.training.engine import Engine
-from linkweave.collectives.training.finalists import (
-    FINALISTS,
-    SPARSE,
-    at_once,
-    finalists,
-    sent,
-    unchained,
-    unstreamed,
-)
-from linkweave.collectives.training.measured_network import Average, measure_network
 from linkweave.collectives.training.program import Program, program_of
 from linkweave.collectives.training.step_record import StepRecord
 from linkweave.collectives.training.transport import Transport, parted
@@ -40,6 +37,8 @@ LEFT = (3, 2, 2, 2)
 turns, as the speed of a machine drifts; the median of a finalist's turns counts."""
 TRIED = 6
 """Steps of each whose records are taken in a round, without the first one's time."""
+FINALISTS = 5
+"""How many schedules are tried at most."""
 SETTLED_NAMED = 1 + WARM_UP + MEASURED + 1 + TRIED
 """Steps after which a policy given by its name has planned for the second time."""
 SETTLED = SETTLED_NAMED + (FINALISTS + sum(LEFT)) * TRIED
@@ -55,7 +54,7 @@ class _Unmeasured(Exception):
     """Ranks have no records of the same steps."""
 
 
-class Planner:
+class Tuner:
     """Gives an engine its program. All ranks call `before_step` in each backward pass that sends.
 
     `schedule` is a Schedule, which is carried out from the first step on; the name of a policy,
@@ -81,7 +80,7 @@ class Planner:
             )
         else:
             self._going = self._life(schedule)
-            engine.record_steps("planner", True)
+            engine.record_steps("tuner", True)
             next(self._going)
 
     def before_step(self) -> None:
@@ -101,7 +100,7 @@ class Planner:
 
     def _end(self) -> None:
         self._going = None
-        self._engine.record_steps("planner", False)
+        self._engine.record_steps("tuner", False)
 
     # ---- what happens over the steps ---------------------------------------------------------
     def _life(self, name: str) -> Generator[None, StepRecord | None, None]:
@@ -250,7 +249,7 @@ class Planner:
 
     def _adopt(self, schedule: Schedule) -> None:
         engine = self._engine
-        program = program_of(schedule, engine.arena.slots, [unit.name for unit in engine.units])
+        program = program_of(schedule, engine.gradients.slots, [unit.name for unit in engine.units])
         _compare(engine.transport, program)
         if engine.exchange.whole:
             _check_whole(program)
@@ -297,3 +296,156 @@ def _beside(profile: Profile, busy: Profile) -> Profile:
         profile,
         layers=tuple(replace(layer, backward_s=other.backward_s) for layer, other in pairs),
     )
+
+
+SPARSE = ("ddp", "wfbp", "mg-wfbp", "asc-wfbp")
+"""The policies that send layers whole, with their neighbours."""
+COST = 0.01
+"""The least share of a step's computation that an all-reduce is taken to cost, for the schedules
+with few."""
+START_SHARE = 0.05
+"""The share of a communication cut from a streamed one that its start-up and overhead may take."""
+
+
+def finalists(
+    profile: Profile, network: Network, cost: float = 0.0, *, chains: bool = True,
+    sparse: bool = False,
+) -> Iterator[Schedule]:  # fmt: skip
+    """Yield up to FINALISTS schedules: the best with few all-reduces, the best with any number, the
+    best with few that is not chained, DDP's, and one all-reduce after the backward pass.
+
+    What an all-reduce takes from the computation is not known. Those with few are the best if it
+    takes `cost` seconds, or the share COST if that is more, which is their network's overhead; the
+    best with any number if it takes nothing. Without `chains` the first two are not chained, and
+    the third is left out. `sparse`, which goes without `chains`: only policies that send layers
+    whole. Takes up to about AUTO_LIMIT_S seconds.
+    """
+    cost = max(cost, COST * (profile.backward_s + profile.forward_s))
+    costly = replace(network, overhead_s=cost)
+
+    def few(schedule: Schedule) -> Schedule:
+        note = f"planned as if each all-reduce took {cost * 1e3:.3g} ms of the computation"
+        return replace(schedule, note=note)
+
+    names = SPARSE if sparse else tuple(NAMED)
+    if chains:
+        yield few(plan(profile, costly, "auto", limit_s=AUTO_LIMIT_S / 2))
+        yield plan(profile, network, "auto", limit_s=AUTO_LIMIT_S / 2)
+    yield few(_best_unchained(profile, costly, names))
+    if not chains:
+        yield _best_unchained(profile, network, names)
+    yield plan(profile, network, "ddp")
+    yield at_once(profile, network)
+
+
+def _best_unchained(profile: Profile, network: Network, names: Sequence[str]) -> Schedule:
+    made = [unchained(plan(profile, network, name)) for name in names]
+    return min(made, key=lambda schedule: schedule.predicted_seconds)
+
+
+def at_once(profile: Profile, network: Network) -> Schedule:
+    """All gradients in one all-reduce after the backward pass."""
+    every = whole(profile, tuple(range(len(profile.layers))))
+    return Schedule("at once", profile, network, (every,))
+
+
+def unchained(schedule: Schedule) -> Schedule:
+    """The schedule with a next forward pass that waits for all, so that nothing is streamed."""
+    sends = tuple(replace(c, streamed=False) for c in schedule.communications)
+    return replace(schedule, communications=sends, chained=False)
+
+
+def unstreamed(schedule: Schedule) -> Schedule:
+    """The schedule with each streamed communication cut at its pieces into several.
+
+    A part is as small as leaves its start-up a share of `START_SHARE`, and at least a piece.
+    """
+    network = schedule.network
+    once = network.startup_s + network.overhead_s
+    least = once / (START_SHARE * (network.seconds_per_byte or 1e-12))
+    made: list[Communication] = []
+    numbers: list[tuple[int, ...]] = []
+    for c in schedule.communications:
+        after = tuple(n for other in c.after for n in numbers[other])
+        parts: list[list[Any]] = [[]]
+        for piece in c.pieces:
+            if c.streamed and parts[-1] and sum(p.nbytes for p in parts[-1]) >= least:
+                parts.append([])
+            parts[-1].append(piece)
+        numbers.append(tuple(range(len(made), len(made) + len(parts))))
+        made += [
+            replace(c, pieces=tuple(part), after=after, streamed=False) for part in parts
+        ]  # fmt: skip
+    return replace(schedule, communications=tuple(made))
+
+
+def sent(schedule: Schedule) -> Any:
+    """Equal for schedules that are carried out alike."""
+    sends = [
+        (replace(c, pieces=()), c.pieces if c.streamed else sorted(map(astuple, c.pieces)))
+        for c in schedule.communications
+    ]
+    return schedule.chained, sends
+
+
+LARGEST = 64 << 20
+"""Bytes of the largest all-reduce."""
+ROUNDS = 3
+
+Average = Callable[[int, torch.Tensor], None]
+"""Averages a tensor over all ranks on a lane, in place; blocks."""
+
+
+def measure_network(transport: Transport, like: torch.Tensor, average: Average) -> Network:
+    """The start-up and the seconds a byte of averages of up to the bytes of `like`, and the
+    slowdown of two at once; medians over a few rounds.
+
+    All ranks must call it, while nothing is sent.
+    """
+    item = like.element_size()
+    most = min(like.numel(), LARGEST // item)
+    x = transport.empty(most, like.dtype, like.device).zero_()
+    transport.open(2)
+    sizes = sorted({min(most, n) for n in ((1 << 14) // item, most // 16, most // 4, most)} - {0})
+    pairs = [(n * item, _median(partial(average, 0, x[:n]), x)) for n in sizes]
+    if len(pairs) == 1:  # a few bytes: all of them are the start-up
+        pairs.append((2 * pairs[0][0], pairs[0][1]))
+    network = fit(pairs, transport.size).network
+    half = most // 2
+    both = _median(_at_once(average, x[:half], x[half : 2 * half]), x)
+    alone = network.seconds_per_byte * half * item
+    gamma = min(2.0, max(1.0, (both - network.startup_s) / alone)) if alone else 1.0
+    return replace(network, gamma=gamma, name="measured")
+
+
+def _at_once(average: Average, first: torch.Tensor, second: torch.Tensor) -> Callable[[], object]:
+    """Averages on two lanes at once."""
+    if first.device.type != "cuda":
+        threads = ThreadPoolExecutor(1)
+
+        def on_threads() -> None:
+            other = threads.submit(average, 1, second)
+            average(0, first)
+            other.result()
+
+        return on_threads
+
+    stream = torch.cuda.Stream(first.device)  # type: ignore[no-untyped-call]
+
+    def on_streams() -> None:
+        average(0, first)
+        with torch.cuda.stream(stream):
+            average(1, second)
+
+    return on_streams
+
+
+def _median(call: Callable[[], object], x: torch.Tensor) -> float:
+    times = []
+    for _ in range(ROUNDS + 1):
+        begun = time.perf_counter()
+        call()
+        if x.device.type == "cuda":
+            torch.cuda.synchronize(x.device)
+        times.append(time.perf_counter() - begun)
+    return median(times[1:])

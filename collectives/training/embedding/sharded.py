@@ -9,10 +9,14 @@ from torch import nn
 from torch.nn import functional
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.training.prefetch import has_next, next_of
-from linkweave.collectives.training.row_exchange import RowExchange, columns_of
-from linkweave.collectives.training.row_lane import RowLane, RowOp
-from linkweave.collectives.training.row_schedule import RowSchedule
+from linkweave.collectives.training.embedding.exchange import (
+    RowExchange,
+    RowLane,
+    RowOp,
+    columns_of,
+)
+from linkweave.collectives.training.embedding.prefetch import has_next, next_of
+from linkweave.collectives.training.embedding.schedule import RowSchedule
 from linkweave.collectives.training.transport import transport_of
 from linkweave.topology.checks import integer, shown
 

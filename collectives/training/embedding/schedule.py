@@ -25,9 +25,8 @@ import torch
 from torch.nn import functional
 
 from linkweave.collectives.errors import CollectiveAborted
+from linkweave.collectives.training.embedding.exchange import RowExchange, RowLane
 from linkweave.collectives.training.hooks import nothing
-from linkweave.collectives.training.row_exchange import RowExchange
-from linkweave.collectives.training.row_lane import RowLane
 from linkweave.kernels.api import coalesce
 from linkweave.kernels.rows.cpu import unique_positions
 

@@ -1,7 +1,9 @@
-"""The arena: all gradients of a model in flat buffers, in the order of the forward pass."""
+"""All gradients of a model in flat buffers, in the order of the forward pass."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +12,6 @@ import torch
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.units import Unit
-from linkweave.collectives.training.allocator import keep_freed_memory
 
 Empty = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 """Allocates a flat buffer of so many elements, in memory that a lane can send."""
@@ -38,7 +39,7 @@ def slots_of(units: Sequence[Unit]) -> list[Slot]:
     return slots
 
 
-class Arena:
+class GradientBuffers:
     """The gradients of `units`, each parameter's `grad` a view of a shared buffer.
 
     A unit begins with a flag for each parameter, which is 1 if this rank has a gradient for it and
@@ -67,7 +68,7 @@ class Arena:
         self._views = self.views_of(self.buffers)
 
     def views_of(self, buffers: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """For each unit and parameter, its part of buffers with as many elements as the arena's."""
+        """For each unit and parameter, its part of buffers with as many elements as these."""
         return [
             [
                 _view(buffers[slot.buffer], slot.first // unit.dtype.itemsize + at, parameter, name)
@@ -84,7 +85,7 @@ class Arena:
         return self.buffers[slot.buffer].data_ptr() + slot.first
 
     def collect(self, unit: int) -> None:
-        """Bring what lies in `grad` of the unit's parameters into the arena.
+        """Bring what lies in `grad` of the unit's parameters into the buffers.
 
         A parameter without a gradient gets zeros and loses its flag; its `grad` stays None.
         """
@@ -115,7 +116,7 @@ class Arena:
                     return False
         return True
 
-    def gradients(self, unit: int) -> Iterator[tuple[Any, torch.Tensor | None]]:
+    def of(self, unit: int) -> Iterator[tuple[Any, torch.Tensor | None]]:
         """Each parameter with its gradient, once the unit's flags have arrived; None if no rank has
         one."""
         flags: Sequence[Any] = self._found[unit]
@@ -141,12 +142,12 @@ class Arena:
     def show(self, unit: int) -> None:
         """Once a unit's flags have arrived, let `grad` be what arrives; None if no rank has used
         the parameter."""
-        for parameter, gradient in self.gradients(unit):
+        for parameter, gradient in self.of(unit):
             parameter.grad = gradient
 
     @property
     def version(self) -> int:
-        """Rises with each operation of torch that writes to a gradient in the arena."""
+        """Rises with each operation of torch that writes to a gradient in the buffers."""
         return sum(buffer._version for buffer in self.buffers)
 
     def raw(self, buffer: int, first: int, stop: int) -> torch.Tensor:
@@ -164,3 +165,30 @@ def _view(whole: torch.Tensor, first: int, parameter: Any, name: str) -> torch.T
     return whole[first : first + parameter.numel()].as_strided(
         parameter.shape, dense.stride(), first
     )
+
+
+TUNED = (
+    "GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_",
+    "MALLOC_TRIM_THRESHOLD_",
+)  # fmt: skip
+"""Variables by which users tune glibc's allocator themselves."""
+
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # malloc.h
+_MOST = (1 << 31) - 1
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep memory that this process frees: all that lies below a block in use, and up to
+    2 GiB at the top of its heap.
+
+    By default it maps large blocks and unmaps them when they are freed, always those of more than
+    32 MiB, and gives back what is free at the top of the heap (mallopt(3), M_MMAP_MAX and
+    M_TRIM_THRESHOLD). A step frees its activations, and gradients once they are in the buffers; the
+    next one would fault all their pages in again. Does nothing with other allocators, and if the
+    environment sets one of TUNED.
+    """
+    if any(name in os.environ for name in TUNED):
+        return
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(_MMAP_MAX, 0)
+        mallopt(_TRIM_THRESHOLD, _MOST)

@@ -1,0 +1,1 @@
+"""Embeddings whose columns are divided among ranks (EmbRace)."""
