@@ -17,7 +17,7 @@ from linkweave.collectives import plan_allreduce, verify
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.gpu import device as cuda
 from linkweave.collectives.runtime.gpu.executor import GpuRanks, Prepared, virtual_ranks
-from linkweave.collectives.runtime.gpu.program import SETTINGS, Setting
+from linkweave.collectives.runtime.gpu.launch_tables import SETTINGS, Setting
 from linkweave.kernels.gpu import device as launches
 from linkweave.kernels.gpu import source
 from linkweave.topology import Topology, load

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.runtime.buffer import Buffer
-from linkweave.collectives.runtime.dtypes import DTYPES, unsupported
+from linkweave.collectives.runtime.buffer import DTYPES, Buffer, unsupported
 
 _NUMPY = {np.dtype(name): name for name in DTYPES if name != "bfloat16"}
 

@@ -9,9 +9,9 @@ from xml.sax.saxutils import quoteattr
 from linkweave.topology import speeds
 from linkweave.topology.errors import TopologyError
 from linkweave.topology.link import GpuId, Link
+from linkweave.topology.nccl_xml import LONGEST_VALUE
 from linkweave.topology.routes import Vertex
 from linkweave.topology.topology import Topology
-from linkweave.topology.xml_tree import LONGEST_VALUE
 
 MOST_GPUS = 128
 _HIDDEN = "fffffff:ffff:ff"  # what NCCL itself writes for an NVLink target that it cannot see

@@ -8,9 +8,10 @@ NUMA node), which holds `pci` bridges and devices, which hold `gpu` (with `nvlin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
+from xml.parsers import expat
 
 from linkweave.topology import speeds
 from linkweave.topology.errors import TopologyError
@@ -18,7 +19,6 @@ from linkweave.topology.link import GpuId, Link
 from linkweave.topology.machines import SWITCH_PLANES, both, ordered
 from linkweave.topology.routes import Vertex
 from linkweave.topology.topology import Topology
-from linkweave.topology.xml_tree import Element, parse_xml
 
 _GPU_CLASS, _CPU_CLASS = "0x03", "0x068001"
 _MOST_COUNT = 1 << 30
@@ -261,3 +261,77 @@ class _Reader:
                 )
             if a < b:
                 self.add(both(a, b, min(rate[a], rate[b]), n, assumed=bool(unknown & {a, b})))
+
+
+DEEPEST = 64
+MOST_ELEMENTS = 50_000
+MOST_ATTRIBUTES = 64
+LONGEST_VALUE = 255  # as in NCCL
+
+
+@dataclass
+class Element:
+    """An element: tag, attributes, line in the text, and children."""
+
+    tag: str
+    attributes: dict[str, str]
+    line: int
+    children: list[Element] = field(default_factory=list)
+
+    def all(self, tag: str) -> Iterator[Element]:
+        """The children with this tag."""
+        return (child for child in self.children if child.tag == tag)
+
+    def walk(self) -> Iterator[Element]:
+        """This element and all below it."""
+        todo = [self]
+        while todo:
+            element = todo.pop()
+            yield element
+            todo += reversed(element.children)
+
+
+def parse_xml(text: str, name: str) -> Element:
+    """The root element. Raises TopologyError, with line and column, for anything but plain XML."""
+    parser = expat.ParserCreate("utf-8")  # whatever the text says it was
+    roots: list[Element] = []
+    stack: list[Element] = []
+    count = 0
+
+    def fail(what: str) -> None:
+        position = f"line {parser.CurrentLineNumber} column {parser.CurrentColumnNumber + 1}"
+        raise TopologyError(f"{name}: {position}: {what}")
+
+    def start(tag: str, attributes: dict[str, str]) -> None:
+        nonlocal count
+        count += 1
+        if len(stack) >= DEEPEST:
+            fail(f"elements lie more than {DEEPEST} deep")
+        if count > MOST_ELEMENTS:
+            fail(f"more than {MOST_ELEMENTS} elements")
+        if len(attributes) > MOST_ATTRIBUTES:
+            fail(f"an element with {len(attributes)} attributes; at most {MOST_ATTRIBUTES}")
+        for key, value in attributes.items():
+            if max(len(key), len(value)) > LONGEST_VALUE:
+                fail(f"an attribute of more than {LONGEST_VALUE} characters: {key[:40]}")
+        element = Element(tag, attributes, parser.CurrentLineNumber)
+        (stack[-1].children if stack else roots).append(element)
+        stack.append(element)
+
+    def end(_: str) -> None:
+        stack.pop()
+
+    def doctype(*_: object) -> None:
+        fail("a document type (DTD) is not allowed here")
+
+    parser.StartElementHandler = start
+    parser.EndElementHandler = end
+    parser.StartDoctypeDeclHandler = doctype
+    try:
+        parser.Parse(text.encode("utf-8", "surrogatepass"), True)
+    except expat.ExpatError as error:
+        raise TopologyError(
+            f"{name}: line {error.lineno} column {error.offset + 1}: not well-formed XML: "
+            f"{expat.ErrorString(error.code)}"
+        ) from None
+    return roots[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from linkweave.bench.reproduce.embrace_paper import BANDWIDTH, STARTUP, Cluster
-from linkweave.collectives.planning.embedding_equations import (
+from linkweave.collectives.planning.equations import (
     allgather_seconds,
     allreduce_seconds,
     alltoall_seconds,

@@ -38,7 +38,7 @@ from linkweave.bench.reproduce.rows import (
     mean,
 )
 from linkweave.bench.sparse import medians
-from linkweave.collectives.planning.sparse_equations import (
+from linkweave.collectives.planning.equations import (
     dense_seconds,
     gtopk_seconds,
     topk_seconds,

@@ -20,7 +20,7 @@ from linkweave.collectives.planning.collective import COLLECTIVES, Root
 from linkweave.collectives.planning.layout import staging
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.gpu.counters import CallCounters
-from linkweave.collectives.runtime.gpu.team import Call
+from linkweave.collectives.runtime.gpu.team import LaunchKey
 from linkweave.collectives.tensors import as_buffer, fast_gpu_buffer, stream_of
 from linkweave.topology.checks import integer
 
@@ -176,7 +176,7 @@ class GpuContext:
         self.copies: tuple[list[Copied], list[Copied]] = [], []  # before the launch, and behind it
         self.kept: list[object] = []  # the call's tensors, and contiguous copies of them
         self.layers: int | None = None  # the number of layers of a gradient queue
-        self.made: tuple[Call, CallCounters | None] | None = None
+        self.made: tuple[LaunchKey, CallCounters | None] | None = None
         self.events: list[int] = []  # of a queue: the start of its counting, then its checks
         self._later: list[Callable[[], None]] = []
 

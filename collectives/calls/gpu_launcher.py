@@ -25,10 +25,10 @@ from linkweave.collectives.runtime.gpu import device as cuda
 from linkweave.collectives.runtime.gpu.counters import CallCounters
 from linkweave.collectives.runtime.gpu.device import Device
 from linkweave.collectives.runtime.gpu.executor import GpuRanks, Occupancy, width_of
-from linkweave.collectives.runtime.gpu.fuse import fused
+from linkweave.collectives.runtime.gpu.launch_tables import fused
 from linkweave.collectives.runtime.gpu.memory import PeerMemory, SymmetricAddress, SymmetricMemory
 from linkweave.collectives.runtime.gpu.peers import advice, common_topology
-from linkweave.collectives.runtime.gpu.team import Call, LaunchRefused, RankCall, Repeat, Team
+from linkweave.collectives.runtime.gpu.team import LaunchKey, LaunchRefused, RankCall, Repeat, Team
 from linkweave.collectives.runtime.gpu.watchdog import Watchdog
 from linkweave.collectives.settings import Settings
 from linkweave.topology import load
@@ -90,7 +90,7 @@ class GpuLauncher:
         self._last, self._checksum = "", 0
         self._repeats = FifoCache[object, Ready]()  # by what `GpuCalls` makes of the arguments
         self._occupancy: dict[tuple[str, str], list[Occupancy]] = {}
-        self._known = FifoCache[Key, tuple[str, str, Call | None]]()
+        self._known = FifoCache[Key, tuple[str, str, LaunchKey | None]]()
         self._plans = FifoCache[Key, Plan]()
         self._capture, self._captures = 0, False
         self.latest: tuple[str, str, bytes, RankCall] | None = None  # what was launched last
@@ -265,7 +265,7 @@ class GpuLauncher:
 
     def make(
         self, request: Request, stream: int, begun: int | None = None
-    ) -> tuple[Call, CallCounters | None] | None:
+    ) -> tuple[LaunchKey, CallCounters | None] | None:
         """Enqueue a request. Returns what was launched, if anything.
 
         The first request of a kind synchronises the ranks. `begun` is an event for a call with
@@ -345,8 +345,9 @@ class GpuLauncher:
             self.device.copy(*copied, stream)
 
     def dequeue(
-        self, call: Call, counted: CallCounters, layer: int, begun: int, checked: int, stream: int
-    ) -> None:
+        self, call: LaunchKey, counted: CallCounters, layer: int, begun: int, checked: int,
+        stream: int,
+    ) -> None:  # fmt: skip
         """Make work enqueued on `stream` from now on wait for one layer of a call.
 
         `begun` is the event at the start of the call's counting; `checked` is recorded behind the
@@ -358,7 +359,7 @@ class GpuLauncher:
             self.team.gpu.dequeue(prepared, counted, self.rank, layer, stream)
             self.device.record(checked, stream)
 
-    def _agree(self, request: Request, text: str) -> tuple[str, str, Call | None]:
+    def _agree(self, request: Request, text: str) -> tuple[str, str, LaunchKey | None]:
         """Agree on a new kind of call: its text, its name for profilers, and what to launch."""
         buffer = request.buffer
         try:
@@ -372,7 +373,7 @@ class GpuLauncher:
         width = width_of(plan, self._occupancy[buffer.dtype, request.op], self.team.gpu.max_blocks)
         layers = request.layers or ()
         seen = request.symmetric is not None and self._sees(plan, request.symmetric[0])
-        call = Call(text, plan, buffer.nbytes, buffer.dtype, request.op, width, layers, seen)
+        call = LaunchKey(text, plan, buffer.nbytes, buffer.dtype, request.op, width, layers, seen)
         if self._owns_team:
             try:
                 self.team.prepare(call)

@@ -22,9 +22,8 @@ from linkweave.collectives.planning.collective import Root, check
 from linkweave.collectives.planning.completion import finals
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.planning.planner import adopt, plan_collective, proved, ranked
-from linkweave.collectives.runtime.buffer import Buffer
+from linkweave.collectives.runtime.buffer import Buffer, check_op
 from linkweave.collectives.runtime.cpu.executor import SLOT_BYTES
-from linkweave.collectives.runtime.dtypes import check_op
 from linkweave.collectives.runtime.encoded import Encoded, encode
 from linkweave.topology import Topology
 

@@ -14,9 +14,8 @@ from linkweave.collectives.planning.collective import COLLECTIVES, Root
 from linkweave.collectives.planning.layout import Sizes
 from linkweave.collectives.planning.lower import Algorithm
 from linkweave.collectives.planning.plan import Plan
-from linkweave.collectives.runtime.buffer import Buffer
+from linkweave.collectives.runtime.buffer import DTYPES, OPS, Buffer
 from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
-from linkweave.collectives.runtime.dtypes import DTYPES, OPS
 from linkweave.collectives.runtime.gpu.memory import SymmetricAddress
 from linkweave.topology import Topology
 

@@ -70,7 +70,7 @@ class Along:
 
 
 @dataclass
-class Call:
+class ClusterCall:
     """One rank's side of a call.
 
     asked: what it asks for, as text that all ranks compare; a long one ends with its checksum.

@@ -18,7 +18,7 @@ import torch
 from linkweave.collectives.calls import operations
 from linkweave.collectives.calls.request import How, Request
 from linkweave.collectives.calls.trace import CALLS, Trace, label
-from linkweave.collectives.cluster.call import Call
+from linkweave.collectives.cluster.call import ClusterCall
 from linkweave.collectives.cluster.connections import Connections
 from linkweave.collectives.cluster.gloo import timed_out
 from linkweave.collectives.cluster.kinds import call_of
@@ -27,9 +27,8 @@ from linkweave.collectives.cluster.roll_call import GRACE, MOST_OPEN, Notice, Ro
 from linkweave.collectives.cluster.sparse import SparseCluster
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.planning.collective import COLLECTIVES
-from linkweave.collectives.runtime.buffer import Buffer
+from linkweave.collectives.runtime.buffer import Buffer, check_op
 from linkweave.collectives.runtime.diagnose import INTERRUPTED
-from linkweave.collectives.runtime.dtypes import check_op
 from linkweave.collectives.tensors import as_buffer
 
 LONGER = 1.0
@@ -74,7 +73,7 @@ class ClusterCalls:
         try:
             yield
         except Exception as error:
-            self.make_call(Call(self._asked, None), error)
+            self.make_call(ClusterCall(self._asked, None), error)
 
     def buffer(self, x: Any, written: bool = True) -> tuple[Buffer, Callable[[], None]]:
         return as_buffer(x, written)
@@ -137,7 +136,7 @@ class ClusterCalls:
                 self._trace.say(CALLS, f"{call.asked}, {took:.0f} us{way}")
 
     # ---- how a call is made --------------------------------------------------------------------
-    def make_call(self, call: Call, mine: Exception | None = None) -> Any:
+    def make_call(self, call: ClusterCall, mine: Exception | None = None) -> Any:
         """Make a call as all ranks do; or tell them of `mine`, for which this rank does not, and
         raise it."""
         outer = sys.exception()  # which the caller is handling
@@ -164,7 +163,7 @@ class ClusterCalls:
             raise self._end(outcome) from mine
         raise mine or CollectiveError(outcome.refused)
 
-    def _compared(self, call: Call, mine: Exception | None) -> tuple[bool, Any]:
+    def _compared(self, call: ClusterCall, mine: Exception | None) -> tuple[bool, Any]:
         """Whether no machine that this one hears from, and no rank of this one, asks for something
         else, and the bytes that have come along."""
         machine, along, index = self.machine.calls, call.along, self.links.index
@@ -204,7 +203,7 @@ class ClusterCalls:
             return False, None
         return bool(told[-1]), told[:-1]
 
-    def _compared_by_machines(self, roll: RollCall, call: Call, rows: Any) -> Any:
+    def _compared_by_machines(self, roll: RollCall, call: ClusterCall, rows: Any) -> Any:
         """What the ranks of this machine get, unless another machine makes another call: then
         None."""
         along = call.along
@@ -328,4 +327,4 @@ def sparse_allreduce(calls: ClusterCalls, *args: Any) -> Any:
     """As `Communicator.sparse_allreduce`."""
     with calls.sharing_errors():
         call = SparseCluster(calls.links, *args)
-    return calls.make_call(Call(call.asked, call.carry_out))
+    return calls.make_call(ClusterCall(call.asked, call.carry_out))

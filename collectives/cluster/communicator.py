@@ -15,7 +15,7 @@ from linkweave.collectives.calls import operations
 from linkweave.collectives.calls.operations import exchange
 from linkweave.collectives.calls.subcommunicators import MOST_LANES
 from linkweave.collectives.calls.work import HostWork, Worker
-from linkweave.collectives.cluster.call import Call
+from linkweave.collectives.cluster.call import ClusterCall
 from linkweave.collectives.cluster.calls import LONGER, ClusterCalls, sparse_allreduce
 from linkweave.collectives.cluster.connections import Connections
 from linkweave.collectives.cluster.gloo import Across
@@ -218,7 +218,7 @@ def split(calls: ClusterCalls, color: Any) -> list[int]:
 def lanes(calls: ClusterCalls, n: Any) -> int:
     with calls.sharing_errors():
         n = integer(n, "the number of lanes", 1, MOST_LANES)
-    calls.make_call(Call(f"lanes({n})", lambda: None))
+    calls.make_call(ClusterCall(f"lanes({n})", lambda: None))
     return int(n)
 
 

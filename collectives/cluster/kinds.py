@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from linkweave.collectives.calls.request import Request
-from linkweave.collectives.cluster.call import Along, Call
+from linkweave.collectives.cluster.call import Along, ClusterCall
 from linkweave.collectives.cluster.cluster_map import AT_ONCE, goes_along
 from linkweave.collectives.cluster.connections import Connections
 from linkweave.collectives.planning.collective import COLLECTIVES
 
 
-def call_of(links: Connections, request: Request, x: Any, out: Any) -> Call:
+def call_of(links: Connections, request: Request, x: Any, out: Any) -> ClusterCall:
     """The call of a request from the flat `x` to the flat `out`, which is `x` in place, and None on
     a rank that gets no result."""
     return _KINDS[request.kind](links, request, x, out)
@@ -60,11 +60,11 @@ def _combining(
     return Along(x, lengths, finish, lambda of, m: of[ends[m] : ends[m + 1]], op, shares, to)
 
 
-def _barrier(links: Connections, request: Request, x: Any, out: Any) -> Call:
-    return Call(_asked(request), lambda: None)
+def _barrier(links: Connections, request: Request, x: Any, out: Any) -> ClusterCall:
+    return ClusterCall(_asked(request), lambda: None)
 
 
-def _allreduce(links: Connections, request: Request, x: Any, out: Any) -> Call:
+def _allreduce(links: Connections, request: Request, x: Any, out: Any) -> ClusterCall:
     op, sizes = request.op, request.layers
     arrivals: Any = request.layer_counters  # `queue.Arrivals`
 
@@ -76,10 +76,10 @@ def _allreduce(links: Connections, request: Request, x: Any, out: Any) -> Call:
         links.allreduce(out, op, arrivals.reach if arrivals else None)
 
     along = None if arrivals else _combining(links, x, op, out.copy_)
-    return Call(_asked(request), body, along)
+    return ClusterCall(_asked(request), body, along)
 
 
-def _broadcast(links: Connections, request: Request, x: Any, out: Any) -> Call:
+def _broadcast(links: Connections, request: Request, x: Any, out: Any) -> ClusterCall:
     count, x, root = links.machines.count, x.view(torch.uint8), _root(request)
     at, local = links.machines.position(root)
 
@@ -91,10 +91,10 @@ def _broadcast(links: Connections, request: Request, x: Any, out: Any) -> Call:
         lengths = [x.nbytes * (m == at) for m in range(count)]
         along = Along(x, lengths, lambda came: x.copy_(came[at]), part)
     body = lambda: links.pieces.broadcast(x, root)  # noqa: E731
-    return Call(_asked(request), body, along, source=at)
+    return ClusterCall(_asked(request), body, along, source=at)
 
 
-def _reduce(links: Connections, request: Request, x: Any, out: Any) -> Call:
+def _reduce(links: Connections, request: Request, x: Any, out: Any) -> ClusterCall:
     op, root = request.op, _root(request)
     at = links.machines.position(root)[0]
 
@@ -104,10 +104,10 @@ def _reduce(links: Connections, request: Request, x: Any, out: Any) -> Call:
 
     along = _combining(links, x, op, finish, at)
     body = lambda: links.rows.reduce(x, out, op, root)  # noqa: E731
-    return Call(_asked(request), body, along, target=None if along and along.shares else at)
+    return ClusterCall(_asked(request), body, along, target=None if along and along.shares else at)
 
 
-def _allgather(links: Connections, request: Request, x: Any, out: Any) -> Call:
+def _allgather(links: Connections, request: Request, x: Any, out: Any) -> ClusterCall:
     machines, x, out = links.machines, x.view(torch.uint8), out.view(torch.uint8)
     widths: Any = request.sizes or [x.nbytes] * links.size
 
@@ -121,7 +121,7 @@ def _allgather(links: Connections, request: Request, x: Any, out: Any) -> Call:
     if goes_along(machines.most * longest, machines.count):
         lengths = [longest * len(ranks) for ranks in machines.ranks]
         along = Along(_padded(x, longest), lengths, finish, lambda rows, _: rows)
-    return Call(_asked(request), lambda: links.rows.allgather(x, out, widths), along)
+    return ClusterCall(_asked(request), lambda: links.rows.allgather(x, out, widths), along)
 
 
 def _padded(x: Any, nbytes: int) -> Any:
@@ -129,7 +129,7 @@ def _padded(x: Any, nbytes: int) -> Any:
     return x if x.nbytes == nbytes else torch.cat([x, x.new_empty(nbytes - x.nbytes)])
 
 
-def _reduce_scatter(links: Connections, request: Request, x: Any, out: Any) -> Call:
+def _reduce_scatter(links: Connections, request: Request, x: Any, out: Any) -> ClusterCall:
     op, width, ranks = request.op, out.nbytes, links.machines.ranks
 
     def part(of: Any, m: int) -> Any:
@@ -143,10 +143,10 @@ def _reduce_scatter(links: Connections, request: Request, x: Any, out: Any) -> C
         lengths = [width * len(links.mine)] * len(ranks)
         along = Along(x, lengths, finish, part, op)
     body = lambda: links.rows.reduce_scatter(x.view(links.size, -1), out, op)  # noqa: E731
-    return Call(_asked(request), body, along)
+    return ClusterCall(_asked(request), body, along)
 
 
-def _gather(links: Connections, request: Request, x: Any, out: Any) -> Call:
+def _gather(links: Connections, request: Request, x: Any, out: Any) -> ClusterCall:
     root, machines, x = _root(request), links.machines, x.view(torch.uint8)
     at, rows = machines.position(root)[0], None
     if out is not None:
@@ -162,10 +162,10 @@ def _gather(links: Connections, request: Request, x: Any, out: Any) -> Call:
         lengths = [x.nbytes * len(ranks) * (links.index == at) for ranks in machines.ranks]
         along = Along(x, lengths, finish, lambda rows, m: rows if m == at else rows[:0])
     body = lambda: links.rows.gather(x, rows, root)  # noqa: E731
-    return Call(_asked(request), body, along, target=at)
+    return ClusterCall(_asked(request), body, along, target=at)
 
 
-def _scatter(links: Connections, request: Request, x: Any, out: Any) -> Call:
+def _scatter(links: Connections, request: Request, x: Any, out: Any) -> ClusterCall:
     root, ranks, out = _root(request), links.machines.ranks, out.view(torch.uint8)
     at, local = links.machines.position(root)
     given = x.view(torch.uint8)  # of the root only
@@ -185,10 +185,10 @@ def _scatter(links: Connections, request: Request, x: Any, out: Any) -> Call:
             given = out.new_empty(links.size * out.nbytes)
         lengths = [out.nbytes * len(links.mine) * (m == at) for m in range(len(ranks))]
         along = Along(given, lengths, finish, part)
-    return Call(_asked(request), body, along, source=at)
+    return ClusterCall(_asked(request), body, along, source=at)
 
 
-def _alltoall(links: Connections, request: Request, x: Any, out: Any) -> Call:
+def _alltoall(links: Connections, request: Request, x: Any, out: Any) -> ClusterCall:
     x, out = x.view(torch.uint8), out.view(torch.uint8)
     ranks, mine = links.machines.ranks, links.mine
     sizes: Any = request.sizes or [[x.nbytes // links.size] * links.size] * links.size
@@ -211,10 +211,10 @@ def _alltoall(links: Connections, request: Request, x: Any, out: Any) -> Call:
     if goes_along(links.machines.most * longest, links.machines.count):
         lengths = [sum(sizes[s][to] for s in of for to in mine) for of in ranks]
         along = Along(_padded(x, longest), lengths, finish, part)
-    return Call(_asked(request), lambda: links.rows.alltoall(x, out, sizes), along)
+    return ClusterCall(_asked(request), lambda: links.rows.alltoall(x, out, sizes), along)
 
 
-_KINDS: dict[str, Callable[[Connections, Request, Any, Any], Call]] = {
+_KINDS: dict[str, Callable[[Connections, Request, Any, Any], ClusterCall]] = {
     "barrier": _barrier, "allreduce": _allreduce, "broadcast": _broadcast, "reduce": _reduce,
     "allgather": _allgather, "reduce_scatter": _reduce_scatter, "gather": _gather,
     "scatter": _scatter, "alltoall": _alltoall,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from linkweave.collectives.cluster.call import Call
+from linkweave.collectives.cluster.call import ClusterCall
 from linkweave.collectives.cluster.cluster_map import ALONG
 from linkweave.collectives.cluster.gloo import gloo_group, timed_out
 
@@ -151,7 +151,7 @@ class RollCall:
         self._reminds = threading.Lock()
 
     def compare(
-        self, call: Call, parts: Sequence[Any] = (), lengths: Sequence[int] = ()
+        self, call: ClusterCall, parts: Sequence[Any] = (), lengths: Sequence[int] = ()
     ) -> list[Any] | None:
         """What the machines that this one hears from have sent along, of these lengths in bytes;
         `parts` go to the machines. None if one of them does not make this call, or did not make

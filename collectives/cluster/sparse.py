@@ -14,8 +14,8 @@ from linkweave.collectives.launch.machines import Machines
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.sparse_tree import binomial_tree
 from linkweave.collectives.sparse.backend import Vector
-from linkweave.collectives.sparse.checks import check_call
 from linkweave.collectives.sparse.linked import LinkedBackend
+from linkweave.collectives.sparse.modes import check_call
 
 
 def tree_over(machines: Machines) -> Tree:

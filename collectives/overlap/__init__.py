@@ -1,6 +1,5 @@
 """Planned schedules of gradient communication that overlap with computation."""
 
-from linkweave.collectives.overlap.bounds import lower_bound
 from linkweave.collectives.overlap.choose import POLICIES, plan
 from linkweave.collectives.overlap.communication import Communication, Piece
 from linkweave.collectives.overlap.embedding_times import (
@@ -11,10 +10,9 @@ from linkweave.collectives.overlap.embedding_times import (
 )
 from linkweave.collectives.overlap.measure import measure
 from linkweave.collectives.overlap.measured import MeasuredStep
-from linkweave.collectives.overlap.network import PRESETS, Fit, Network, fit, network
-from linkweave.collectives.overlap.network_spec import network_from
+from linkweave.collectives.overlap.network import PRESETS, Fit, Network, fit, network, network_from
 from linkweave.collectives.overlap.profile import Layer, Profile, load, model, model_at, models
-from linkweave.collectives.overlap.schedule import Schedule
+from linkweave.collectives.overlap.schedule import Schedule, lower_bound
 from linkweave.collectives.overlap.timeline import StepTimeline
 from linkweave.collectives.overlap.timing import Timing
 

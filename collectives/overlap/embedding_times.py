@@ -22,7 +22,7 @@ from textwrap import wrap
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.network import Network
 from linkweave.collectives.overlap.profile import MAX_BYTES
-from linkweave.collectives.planning.embedding_equations import (
+from linkweave.collectives.planning.equations import (
     allgather_seconds,
     allreduce_seconds,
     alltoall_seconds,

@@ -15,19 +15,28 @@ the timings.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap import timing
-from linkweave.collectives.overlap.planned import planned
 from linkweave.collectives.overlap.profile import MAX_BYTES, MAX_NUMBER
-from linkweave.collectives.overlap.timing import Timing
+from linkweave.collectives.overlap.timing import SHARES, Timing, timings_of
+from linkweave.collectives.planning.collective import ALLREDUCE
+from linkweave.collectives.planning.equations import gtopk_seconds, topk_seconds
+from linkweave.collectives.planning.plan import Plan, Step
+from linkweave.collectives.planning.planner import choose, plan_collective, predict
+from linkweave.collectives.planning.simulate import Timeline, simulate
 from linkweave.topology import Topology
 from linkweave.topology.checks import integer, number, shown
+from linkweave.topology.json_reader import parse_json
 
 
 @dataclass(frozen=True)
@@ -261,3 +270,202 @@ def _in_range(pairs: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
         number(nbytes, "bytes of a measurement", 0, MAX_BYTES)
         number(seconds, "seconds of a measurement", 0, MAX_NUMBER)
     return found
+
+
+_EXPONENTS = {"s": 0, "ms": -3, "us": -6, "ns": -9}
+_FIELDS = (  # of JSON
+    "startup_s", "seconds_per_byte", "gamma", "workers", "name", "timings", "overhead_s"
+)  # fmt: skip
+
+
+def network_from(spec: str, workers: int | None = None) -> Network:
+    """Return the network that `spec` describes, for so many workers.
+
+    It is a preset's name; "a=2ms,b=1.1ns" with the start-up a and the time per byte b (in s, ms, us
+    or ns), and optionally gamma and workers; or a JSON file, either of a Network's own fields or of
+    `linkweave bench network`, whose workers are machines. If `spec` says for how many workers its
+    times are, `Network.at` scales them to `workers`; otherwise they are taken to be for `workers`
+    (2 by default). Raises CollectiveError.
+    """
+    if spec in PRESETS:
+        return network(spec, workers)
+    if os.path.isfile(spec):
+        fields = _read(Path(spec))
+    elif "=" in spec:
+        fields = _parse(spec)
+    else:
+        raise CollectiveError(
+            f"network {shown(spec)} is neither a file nor a preset; presets are "
+            f"{', '.join(PRESETS)}; or give the start-up and the time per byte, as a=2ms,b=1.1ns"
+        )
+    if workers is None:
+        return Network(**fields)
+    return Network(**{"workers": workers, **fields}).at(workers)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    where = f"network {shown(str(path))}"
+    try:
+        text = path.read_text("utf-8-sig")
+    except UnicodeDecodeError:
+        raise CollectiveError(f"{where} is not a text file") from None
+    data = parse_json(text, where, CollectiveError)
+    if isinstance(data, dict) and "network" in data:  # a ClusterMap's
+        data = data["network"]
+    if not isinstance(data, dict):
+        raise CollectiveError(
+            f"{where}: needs an object of {', '.join(_FIELDS)}, not {shown(data)}"
+        )
+    if unknown := [field for field in data if field not in _FIELDS]:
+        raise CollectiveError(
+            f"{where}: unknown field {shown(unknown[0])}; fields are {', '.join(_FIELDS)}"
+        )
+    for field in ("startup_s", "seconds_per_byte"):
+        if field not in data:
+            raise CollectiveError(f"{where} has no {field}")
+    timings = timings_of(data.get("timings", []), where)
+    return {"name": path.stem, **data, "timings": timings}
+
+
+def _parse(spec: str) -> dict[str, Any]:
+    """Read "a=2ms,b=1.1ns,gamma=1.5,workers=8"."""
+    where = f"network {shown(spec)}"
+    known: dict[str, tuple[str, Callable[[str], float], str]] = {
+        "a": ("startup_s", _seconds, "a time such as 2ms, in s, ms, us or ns"),
+        "b": ("seconds_per_byte", _seconds, "a time per byte such as 1.1ns, in s, ms, us or ns"),
+        "gamma": ("gamma", float, "a number"),
+        "workers": ("workers", int, "an integer"),
+    }
+    found: dict[str, Any] = {"name": spec}
+    for part in spec.split(","):
+        key, _, value = (word.strip() for word in part.partition("="))
+        if key not in known:
+            raise CollectiveError(f"{where}: unknown {shown(key)}; known are {', '.join(known)}")
+        field, read, what = known[key]
+        if field in found:
+            raise CollectiveError(f"{where}: {key} is given twice")
+        try:
+            found[field] = read(value)
+        except ValueError:
+            raise CollectiveError(f"{where}: {key} must be {what}, not {shown(value)}") from None
+    for key in ("a", "b"):
+        if known[key][0] not in found:
+            raise CollectiveError(f"{where} has no {key}; it is like a=2ms,b=1.1ns")
+    return found
+
+
+def _seconds(text: str) -> float:
+    number = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([mun]?s)", text, re.ASCII)
+    if number is None:
+        raise ValueError(text)
+    return float(f"{number[1]}e{_EXPONENTS[number[2]]}")
+
+
+SIZES = tuple(1 << i for i in range(12, 31))
+"""Bytes of the all-reduces that are planned: 4 KiB to 1 GiB."""
+LARGE = 1 << 26
+"""Bytes of the all-reduces from which `contention` is found."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The timings of a topology, and the contention of two all-reduces at once (`gamma`)."""
+
+    timings: tuple[Timing, ...]
+    gamma: float
+
+
+def planned(topology: Topology, algorithm: str = "auto") -> Planned:
+    """Plan and simulate all-reduces of SIZES, alone, as gradient queues, and two at once.
+
+    With "auto" each size takes the algorithm that `planner.choose` takes; queues take the one whose
+    first chunk is final earliest, as at run time. Raises PlanError.
+    """
+    return Planned(
+        tuple(_timing(topology, nbytes, algorithm) for nbytes in SIZES),
+        contention(topology, algorithm),
+    )
+
+
+def _timing(topology: Topology, nbytes: int, algorithm: str) -> Timing:
+    queue = plan_collective(ALLREDUCE, topology, nbytes, 0, algorithm, queued=True)
+    line = simulate(queue, topology, nbytes)
+    chosen = choose(topology, nbytes) if algorithm == "auto" else algorithm
+    return Timing(nbytes, predict(topology, nbytes, chosen)[0], arrivals_of(line))
+
+
+def arrivals_of(line: Timeline) -> tuple[float, ...]:
+    """`Timing.arrivals` of a simulated all-reduce.
+
+    The first bytes up to some chunk are final once that chunk and all before it are: a gradient
+    queue hands out layers in the buffer's order.
+    """
+    upto = np.maximum.accumulate(line.chunk_seconds)
+    chunk = line.plan.chunk_bytes(line.nbytes)
+    ends = [max(1, -(-line.nbytes * part // SHARES)) for part in range(1, SHARES + 1)]
+    return (float(upto[0]), *(float(upto[(end - 1) // chunk]) for end in ends))
+
+
+def contention(topology: Topology, algorithm: str = "auto") -> float:
+    """Return gamma (`overlap.network`): how many times longer a byte takes while a second
+    all-reduce by the same plan is under way.
+
+    Both are simulated as one plan, whose links they share: 1 if they have links enough for both,
+    2 or slightly more if one of them alone saturates the links that it needs.
+    """
+    plan = plan_collective(ALLREDUCE, topology, LARGE, 0, algorithm)
+    if not plan.connections:
+        return 1.0
+    both = simulate(twice(plan), topology, 2 * LARGE).seconds
+    return max(1.0, both / simulate(plan, topology, LARGE).seconds)
+
+
+def twice(plan: Plan) -> Plan:
+    """Two all-reduces at once by the same plan, as one plan of twice as many chunks, which deals
+    every other group of chunks to the second one's channels. It is to be simulated, not run."""
+    channels = 1 + max(track.channel for track in plan.tracks)
+    beside = tuple(
+        replace(c, src_channel=c.src_channel + channels, dst_channel=c.dst_channel + channels)
+        for c in plan.connections
+    )
+    tracks = tuple(
+        replace(
+            track, channel=track.channel + channels,
+            phases=tuple(tuple(_moved(step, plan) for step in body) for body in track.phases),
+        )
+        for track in plan.tracks
+    )  # fmt: skip
+    return replace(
+        plan, num_chunks=2 * plan.num_chunks, stride=2 * plan.stride, exclusive=False,
+        connections=(*plan.connections, *beside), tracks=(*plan.tracks, *tracks),
+    )  # fmt: skip
+
+
+def _moved(step: Step, plan: Plan) -> Step:
+    """A step of the second all-reduce."""
+    return replace(
+        step, chunk=step.chunk + plan.stride,
+        connections=tuple(i + len(plan.connections) for i in step.connections),
+        source=None if step.source is None else step.source + len(plan.connections),
+    )  # fmt: skip
+
+
+ENTRY = 8
+"""Bytes of an entry: a float32 value and an int32 index."""
+
+
+def sparse_seconds(network: Network, nbytes: float, entries: float) -> dict[str, float]:
+    """The seconds of each way to add gradients of `nbytes`, with so many entries from each rank.
+
+    The start-up and the time per byte of a message are those of which a ring's all-reduce is made
+    (equation 5). "gtopk" takes ceil(log2 P) rounds up and as many down (equation 7), "topk" gathers
+    all entries (equation 6), "dense" is the all-reduce of all bytes.
+    """
+    rounds = (network.workers - 1).bit_length()
+    alpha, pace = network.message
+    message = ENTRY * entries * pace
+    return {
+        "gtopk": gtopk_seconds(rounds, alpha, message),
+        "topk": topk_seconds(network.workers, rounds, alpha, message),
+        "dense": network.seconds(nbytes),
+    }

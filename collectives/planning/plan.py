@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
@@ -24,9 +24,9 @@ from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.collective import COLLECTIVES, Collective, Root, check
 from linkweave.collectives.planning.layout import block_table, chunk_bytes
-from linkweave.collectives.planning.limits import LIMITS, MOST_BYTES, MOST_CELLS, read_json
 from linkweave.topology import Vertex
-from linkweave.topology.checks import integer
+from linkweave.topology.checks import integer, shown
+from linkweave.topology.json_reader import read_format
 
 _PLAIN = ("algorithm", "collective", "size", "num_chunks", "stride", "slots", "exclusive")
 """The fields of a plan that JSON holds as they are."""
@@ -112,7 +112,7 @@ class Plan:
     step whose chunk would be `num_chunks` or more does nothing. `exclusive` claims that no directed
     link carries more connections than it has physical links. `root` is the root's rank in a
     broadcast or a reduce, and the pairs of a sendrecv. Raises PlanError for numbers outside
-    `limits`, and for chunks that do not divide into the collective's blocks.
+    `LIMITS`, and for chunks that do not divide into the collective's blocks.
     """
 
     algorithm: str
@@ -344,3 +344,112 @@ def _step_out(step: Step) -> list[Any]:
 def _step_in(row: list[Any]) -> Step:
     name, connections, chunk, source, last, ahead = row
     return Step(Op[name], tuple(connections), chunk, source, last, ahead)
+
+
+LIMITS = {"size": 1 << 16, "num_chunks": 1 << 20, "stride": 1 << 16, "slots": 64}
+"""The largest values of these fields; the smallest value is 1."""
+MOST_CELLS = 1 << 20
+"""The most chunks of one group, counted on all ranks that have them."""
+MOST_CHANNELS = 1 << 20
+MOST_BYTES = 1 << 50
+"""The largest message."""
+
+_Check = Callable[[Any, str], object]
+"""A function of a value and its name that raises PlanError."""
+
+
+def read_json(source: str, ops: Collection[str]) -> dict[str, Any]:
+    """Return the object that `Plan.to_json` wrote, after checking the type and range of each field.
+
+    Every rank, channel, chunk and connection number names one that the plan has. Raises PlanError.
+    """
+    data = read_format(source, "linkweave-plan", "plan JSON", PlanError)
+    try:
+        for name, check in _checks(data, ops).items():
+            check(data[name], name)
+    except KeyError as error:
+        raise PlanError(f"plan JSON lacks {error}") from None
+    except PlanError as error:
+        raise PlanError(f"plan JSON: {error}") from None
+    return data
+
+
+def _checks(data: dict[str, Any], ops: Collection[str]) -> dict[str, _Check]:
+    for name, most in LIMITS.items():
+        integer(data[name], name, 1, most, PlanError)
+    ranks, channels = _below(data["size"]), _below(MOST_CHANNELS)
+    count = len(data["connections"]) if isinstance(data["connections"], list) else 0
+    connection, truth, word = _below(count), _one_of(True, False), _kind(str, "a string")
+    word(data["collective"], "collective")
+    kind = COLLECTIVES.get(data["collective"])
+    steps = _list(
+        _row(
+            _one_of(*ops), _list(connection, least=1), _below(data["stride"]),
+            _or_none(connection), truth, _below(count + 1),
+        )
+    )  # fmt: skip
+    return {
+        "algorithm": word,
+        "exclusive": truth,
+        "root": _list(_row(ranks, ranks)) if kind and kind.root == "pairs" else ranks,
+        "notes": _list(word),
+        "trees": _list(_list(ranks)),
+        "detours": _list(_list(ranks, least=3)),
+        "connections": _list(_row(ranks, channels, ranks, channels, _list(_vertex))),
+        "tracks": _list(_row(ranks, channels, _list(steps))),
+    }
+
+
+def _below(end: int) -> _Check:
+    return lambda value, name: integer(value, name, 0, end - 1, PlanError)
+
+
+def _one_of(*allowed: object) -> _Check:
+    def check(value: object, name: str) -> None:
+        if not any(value is x or (isinstance(x, str) and value == x) for x in allowed):
+            words = ", ".join(map(str, allowed))
+            raise PlanError(f"{name} must be one of {words}, not {shown(value)}")
+
+    return check
+
+
+def _kind(kind: type, words: str) -> _Check:
+    def check(value: object, name: str) -> None:
+        if not isinstance(value, kind):
+            raise PlanError(f"{name} must be {words}, not {shown(value)}")
+
+    return check
+
+
+_is_list = _kind(list, "a list")
+
+
+def _list(check: _Check, least: int = 0) -> _Check:
+    def check_all(value: Any, name: str) -> None:
+        _is_list(value, name)
+        if len(value) < least:
+            raise PlanError(f"{name} must have at least {least} items, not {len(value)}")
+        for i, item in enumerate(value):
+            check(item, f"{name}[{i}]")
+
+    return check_all
+
+
+def _row(*checks: _Check) -> _Check:
+    def check_each(value: Any, name: str) -> None:
+        _is_list(value, name)
+        if len(value) != len(checks):
+            raise PlanError(f"{name} must have {len(checks)} items, not {len(value)}")
+        for i, (each, item) in enumerate(zip(checks, value, strict=True)):
+            each(item, f"{name}[{i}]")
+
+    return check_each
+
+
+def _or_none(check: _Check) -> _Check:
+    return lambda value, name: value is None or check(value, name)
+
+
+def _vertex(value: object, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise PlanError(f"{name} must be a GPU or the name of a switch, not {shown(value)}")

@@ -20,13 +20,17 @@ from linkweave.collectives.planning.cost import (
     pipeline_of,
     simulated_seconds,
 )
-from linkweave.collectives.planning.limits import MOST_BYTES, MOST_CELLS
-from linkweave.collectives.planning.lower import MOST_BLOCKS, MOST_SQUARED, Tuning, lower
-from linkweave.collectives.planning.lower_bound import LowerBound, lower_bound
-from linkweave.collectives.planning.plan import Plan
+from linkweave.collectives.planning.lower import (
+    MOST_BLOCKS,
+    MOST_SQUARED,
+    LowerBound,
+    Tuning,
+    lower,
+    lower_bound,
+)
+from linkweave.collectives.planning.plan import MOST_BYTES, MOST_CELLS, Plan
 from linkweave.collectives.planning.simulate import simulate
-from linkweave.collectives.planning.verify import shortened, verify
-from linkweave.collectives.planning.wellformed import check_form
+from linkweave.collectives.planning.verify import check_form, shortened, verify
 from linkweave.topology import Topology
 from linkweave.topology.checks import integer
 from linkweave.topology.timings import measured_seconds

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linkweave.collectives.errors import PlanError
-from linkweave.collectives.planning.limits import MOST_BYTES
-from linkweave.collectives.planning.plan import Op, Plan
+from linkweave.collectives.planning.plan import MOST_BYTES, Op, Plan
 from linkweave.kernels.plan.timeline import compiled_play, play
 from linkweave.topology import Topology, Vertex
 from linkweave.topology.checks import integer

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from linkweave.collectives.planning.collective import ALLREDUCE
 from linkweave.collectives.planning.dataflow import origins, pushed
 from linkweave.collectives.planning.plan import Op, Plan
-from linkweave.collectives.planning.verify import has_one_phase, races
-from linkweave.collectives.planning.wellformed import repeats
+from linkweave.collectives.planning.verify import has_one_phase, races, repeats
 from linkweave.kernels.plan.interpreter import DIRECT_SLOTS
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.plan import Op, Plan
 from linkweave.collectives.planning.walk import Visit, walk
-from linkweave.collectives.runtime.dtypes import check_op, step_of
+from linkweave.collectives.runtime.buffer import check_op, step_of
 
 Array = NDArray[Any]
 

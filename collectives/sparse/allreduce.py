@@ -17,9 +17,8 @@ from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.sparse_tree import merge_tree, sparse_costs
 from linkweave.collectives.runtime.gpu import device as cuda
 from linkweave.collectives.sparse.backend import Backend, SparseCall, Vector
-from linkweave.collectives.sparse.checks import check_call
 from linkweave.collectives.sparse.host import HostBackend
-from linkweave.collectives.sparse.modes import MODES
+from linkweave.collectives.sparse.modes import MODES, check_call
 from linkweave.collectives.tensors import gpu_of, stream_of
 
 

@@ -6,8 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from linkweave.collectives.planning.collective import Pairs, Root
-from linkweave.collectives.sparse.wire import Wire
+from linkweave.collectives.planning.sparse_tree import INDEX
+from linkweave.collectives.runtime.buffer import DTYPES
+from linkweave.collectives.runtime.reference import from_bfloat16, to_bfloat16
 
 Vector = tuple[Any, Any]
 """(values, indices): ascending int32 indices; float32 values that the wire dtype can hold."""
@@ -66,3 +71,80 @@ class SparseCall:
     mode: str
     conserve: bool
     counts: list[int]
+
+
+HostVector = tuple[NDArray[np.float32], NDArray[np.int32]]
+
+_ALIGN = 16  # bytes
+HEAD = 8
+"""Bytes of the number of entries, at the start of a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """The format of vectors whose values have one dtype."""
+
+    dtype: str
+
+    @property
+    def item(self) -> int:
+        """Bytes of a value."""
+        return DTYPES[self.dtype].size
+
+    @property
+    def entry(self) -> int:
+        """Bytes of an entry."""
+        return self.item + INDEX
+
+    def message(self, k: int) -> int:
+        """Bytes of a message of up to k entries."""
+        return HEAD + self.entry * k
+
+    def part(self, counts: Sequence[int]) -> int:
+        """Bytes of each rank's part of an all-gather, if the ranks have `counts` entries."""
+        return -(-self.message(max(counts)) // _ALIGN) * _ALIGN
+
+    def rounded(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Values rounded to the wire dtype, to nearest even. Finite values saturate."""
+        if self.dtype == "float32":
+            return values
+        most = np.float32(DTYPES[self.dtype].largest)
+        finite = np.isfinite(values)
+        values = np.where(finite, np.clip(values, -most, most), values)
+        if self.dtype == "float16":
+            return values.astype(np.float16).astype(np.float32)
+        return from_bfloat16(to_bfloat16(values))
+
+    def pack(self, vector: HostVector, room: NDArray[np.uint8]) -> None:
+        """Write a vector into `room`, which has exactly its size."""
+        values, indices = vector
+        room[: indices.nbytes].view(np.int32)[:] = indices
+        room[indices.nbytes :].view(self._stored)[:] = self._narrow(values)
+
+    def message_of(self, vector: HostVector, k: int) -> NDArray[np.uint8]:
+        """A message with a vector of at most k entries, behind their number."""
+        whole, size = np.zeros(self.message(k), np.uint8), vector[1].size
+        whole[:HEAD].view(np.int64)[0] = size
+        self.pack(vector, whole[HEAD : HEAD + self.entry * size])
+        return whole
+
+    def read(self, message: NDArray[np.uint8]) -> HostVector:
+        """A copy of the vector in a message."""
+        size = int(message[:HEAD].view(np.int64)[0])
+        return self.unpack(message[HEAD : HEAD + self.entry * size])
+
+    def unpack(self, room: NDArray[np.uint8]) -> HostVector:
+        """A copy of the vector that fills `room`."""
+        first = room.size // self.entry * INDEX
+        stored = room[first:].view(self._stored)
+        values = from_bfloat16(stored) if self.dtype == "bfloat16" else stored.astype(np.float32)
+        return values, room[:first].view(np.int32).copy()
+
+    @property
+    def _stored(self) -> str:
+        return DTYPES[self.dtype].stored
+
+    def _narrow(self, values: NDArray[np.float32]) -> NDArray[np.generic]:
+        if self.dtype == "bfloat16":
+            return to_bfloat16(values)
+        return values.astype(self.dtype)

@@ -14,9 +14,8 @@ import numpy as np
 from linkweave.collectives.calls.gpu import GpuContext
 from linkweave.collectives.planning.collective import SENDRECV, Pairs, Root, targets
 from linkweave.collectives.runtime.buffer import Buffer
-from linkweave.collectives.sparse.backend import Message, Vector
-from linkweave.collectives.sparse.checks import check_vector, flat_residual, wrong_indices
-from linkweave.collectives.sparse.wire import HEAD, Wire
+from linkweave.collectives.sparse.backend import HEAD, Message, Vector, Wire
+from linkweave.collectives.sparse.modes import check_vector, flat_residual, wrong_indices
 from linkweave.collectives.tensors import dtype_name
 from linkweave.kernels.gpu.api import GpuKernels
 from linkweave.kernels.gpu.arrays import Gpu, LibraryGpu

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.calls.operations import allgather, into
 from linkweave.collectives.planning.collective import Pairs, targets
-from linkweave.collectives.sparse.backend import Message, Vector
-from linkweave.collectives.sparse.checks import check_vector, flat_residual, wrong_indices
-from linkweave.collectives.sparse.wire import Wire
+from linkweave.collectives.sparse.backend import Message, Vector, Wire
+from linkweave.collectives.sparse.modes import check_vector, flat_residual, wrong_indices
 from linkweave.collectives.tensors import dtype_name, gpu_of, is_torch
 from linkweave.kernels import merge_topk
 from linkweave.kernels.merge.cpu import add_at

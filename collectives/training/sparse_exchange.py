@@ -13,7 +13,7 @@ import torch
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap import Network
-from linkweave.collectives.overlap.sparse_network import sparse_seconds
+from linkweave.collectives.overlap.network import sparse_seconds
 from linkweave.collectives.training.exchange import Arrived, Packing
 from linkweave.collectives.training.gradient_buffers import GradientBuffers
 from linkweave.collectives.training.gtopk import GTopK

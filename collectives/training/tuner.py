@@ -19,7 +19,7 @@ from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap import Communication, Network, Profile, Schedule, fit, plan
 from linkweave.collectives.overlap.choose import AUTO_LIMIT_S
 from linkweave.collectives.overlap.communication import whole
-from linkweave.collectives.overlap.passes import measured_pass, profile_of
+from linkweave.collectives.overlap.measure import measured_pass, profile_of
 from linkweave.collectives.overlap.policies import NAMED
 from linkweave.collectives.training.engine import Engine
 from linkweave.collectives.training.program import Program, program_of

@@ -1,4 +1,4 @@
-// The argument of the plan interpreter. collectives/runtime/gpu/program.py has the same layouts; a
+// The argument of the plan interpreter. collectives/runtime/gpu/launch_tables.py has the same layouts; a
 // test compares them.
 #pragma once
 #include "gpu/sync.h"

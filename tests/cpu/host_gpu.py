@@ -23,16 +23,16 @@ import numpy as np
 import pytest
 
 from linkweave.collectives.planning.plan import Plan
-from linkweave.collectives.runtime.gpu import program
-from linkweave.collectives.runtime.gpu.actions import Program, programs
-from linkweave.collectives.runtime.gpu.fuse import fused
-from linkweave.collectives.runtime.gpu.program import (
+from linkweave.collectives.runtime.gpu import launch_tables
+from linkweave.collectives.runtime.gpu.actions import TrackCode, programs
+from linkweave.collectives.runtime.gpu.launch_tables import (
     CURSOR,
     LINE,
     REPORT,
     TRACK,
     LaunchConfig,
     chunk_extents,
+    fused,
 )
 from linkweave.kernels.dtypes import DTYPES, REDUCTIONS, step_of
 from linkweave.kernels.gpu.source import PLAN_THREADS
@@ -460,7 +460,7 @@ class HostGpu:
         self.plan, self.shape, self.threads, self.timeout = plan, shape, threads, timeout
         self.image = Image()
         self.abort, self.stop = (self.image.add(np.zeros(1, np.uint32)) for _ in range(2))
-        layout = program.lay_out(plan, shape)
+        layout = launch_tables.lay_out(plan, shape)
         memory = [np.zeros(n // 4, np.uint32) for n in layout.nbytes]
         for i, c in enumerate(plan.connections):  # as if each had been used `start` times
             for block in range(shape.width):
@@ -473,7 +473,7 @@ class HostGpu:
         self.memory = [(base >> 40) - 1 for base in bases]  # the segments of the ranks' memory
         self.given: list[tuple[int, np.ndarray]] = []  # segments that must stay, and their bytes
         self.groups: list[tuple[int, dict[str, int]]] = []
-        self.programs: list[Program] = []
+        self.programs: list[TrackCode] = []
         for rank in range(plan.size):
             for p in programs(plan, rank):
                 cursors = np.zeros((shape.width, len(p.ends)), CURSOR)
@@ -482,7 +482,7 @@ class HostGpu:
                 fields = {
                     "code": self.image.add(p.code),
                     "ends": self.image.add(
-                        program.ends(plan, layout, p, bases, range(plan.size)),
+                        launch_tables.ends(plan, layout, p, bases, range(plan.size)),
                         ("slot", "ready", "free"),
                     ),
                     "cursors": self.image.add(cursors),
@@ -523,7 +523,7 @@ class HostGpu:
                 row[name] = value
             row["chunks"] = where[rank]
         groups = self.image.add(table, ("code", "ends", "cursors", "chunks", "report"))
-        launch = program.launch(
+        launch = launch_tables.launch(
             plan, self.shape, groups, self.stop, self.abort,
             [(b + skew, v + skew) for b, v in zip(buffers, values, strict=True)], self.timeout,
             op == "avg", ps_per_byte, finals, [] if direct else None,

@@ -15,7 +15,7 @@ from thread_ranks import ThreadTransport, on_threads
 from linkweave import GTopK
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.overlap import Network
-from linkweave.collectives.overlap.sparse_network import sparse_seconds
+from linkweave.collectives.overlap.network import sparse_seconds
 from linkweave.collectives.training.gtopk import KEY, resharded
 from linkweave.collectives.training.sparse_exchange import SparseAverage
 

@@ -17,8 +17,8 @@ from linkweave.collectives.planning.dataflow import passed_on
 from linkweave.collectives.planning.plan import Op, Plan, Step
 from linkweave.collectives.planning.verify import races, verify
 from linkweave.collectives.runtime import reference
-from linkweave.collectives.runtime.gpu import actions, program
-from linkweave.collectives.runtime.gpu.program import LaunchConfig, State, fit
+from linkweave.collectives.runtime.gpu import actions, launch_tables
+from linkweave.collectives.runtime.gpu.launch_tables import LaunchConfig, State, fit
 from linkweave.collectives.runtime.reference import from_bfloat16, to_bfloat16
 from linkweave.kernels.dtypes import DTYPES, ops_of
 from linkweave.topology import load
@@ -107,8 +107,8 @@ def test_layouts_and_numbers_are_those_of_the_device() -> None:
     told = subprocess.run(
         [build(), "--layout"], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    names = {"End": program.END, "Cursor": program.CURSOR, "Track": program.TRACK,
-             "Launch": program.LAUNCH, "Check": program.CHECK}  # fmt: skip
+    names = {"End": launch_tables.END, "Cursor": launch_tables.CURSOR, "Track": launch_tables.TRACK,
+             "Launch": launch_tables.LAUNCH, "Check": launch_tables.CHECK}  # fmt: skip
     mine = [
         f"{name} {field} {dtype.fields[field][1]} {dtype.fields[field][0].itemsize}"
         for name, dtype in names.items()
@@ -119,7 +119,7 @@ def test_layouts_and_numbers_are_those_of_the_device() -> None:
              actions.NUM_OUTPUTS, actions.NUM_SIGNALS, actions.HEADER)  # fmt: skip
     mine += ["Field " + " ".join(map(str, words))]
     mine += ["State " + " ".join(str(state.value) for state in State)]
-    limits = (program.MAX_RANKS, actions.MAX_PEERS, program.LINE, program.REPORT)
+    limits = (launch_tables.MAX_RANKS, actions.MAX_PEERS, launch_tables.LINE, launch_tables.REPORT)
     flags = (actions.OWN, actions.INPUT, actions.SENDER, actions.DATA, actions.AVERAGES,
              actions.COMPLETES, actions.PUSHED, actions.PUSHES, actions.KEEPS)  # fmt: skip
     mine += ["limits " + " ".join(map(str, limits)), "flags " + " ".join(map(str, flags))]
@@ -168,7 +168,7 @@ def test_what_is_pushed_passes_no_slot() -> None:
     plan, shape = plan_allreduce(load("mesh-5"), 40_000, "double_tree"), plain(2)
     gpu = HostGpu(plan, shape)
     gpu.call(values(plan, 4000), direct=True)
-    done, layout = gpu.image.run(build()), program.lay_out(plan, shape)
+    done, layout = gpu.image.run(build()), launch_tables.lay_out(plan, shape)
     copies = {i for s in plan.tracks for body in s.phases for step in body
               if step.op is Op.COPY for i in step.connections}  # fmt: skip
     assert len(copies) == 8  # of two trees with four edges each
@@ -282,7 +282,9 @@ def test_programs_too_long_for_shared_memory(shape: LaunchConfig) -> None:
 
 def test_more_peers_or_ranks_than_the_kernel_takes_are_refused() -> None:
     with pytest.raises(PlanError, match=r"65 ranks in one launch; at most 64"):
-        program.launch(plan_allreduce(load("mesh-2"), 4), LINES, 0, 0, 0, [(0, 0)] * 65, 1.0, False)
+        launch_tables.launch(
+            plan_allreduce(load("mesh-2"), 4), LINES, 0, 0, 0, [(0, 0)] * 65, 1.0, False
+        )
     plan = plan_allreduce(load("mesh-2"), 4, "one_shot")
     wide = replace(plan.tracks[0].phases[0][1], connections=(0,) * 65)
     track = replace(plan.tracks[0], phases=((wide,),))
@@ -296,7 +298,7 @@ def test_a_stale_flag_is_gone_before_its_number_comes_again() -> None:
     gpu = HostGpu(plan, LINES, start=2**30 - 1)
     gpu.call(values(plan, 8))
     done = gpu.image.run(build())
-    layout = program.lay_out(plan, LINES)
+    layout = launch_tables.lay_out(plan, LINES)
     for rank in range(2):
         (at,) = [layout.slot[i] for i, c in enumerate(plan.connections) if c.dst == rank]
         flags = done[gpu.memory[rank]][at : at + 2 * LINES.stripe].view(np.uint32)[1::2]
@@ -482,7 +484,7 @@ def test_a_forwarder_that_gives_up_passes_nothing_on() -> None:
     gpu = HostGpu(plan, LINES, timeout=0.2)
     gpu.call([np.zeros_like(x) for x in values(plan, 4000)], only=0)
     done = gpu.image.run(build(), timeout=280)
-    layout = program.lay_out(plan, LINES)
+    layout = launch_tables.lay_out(plan, LINES)
     forwarded = {out for s in plan.tracks if s.rank == 0 for body in s.phases for step in body
                  if step.source is not None for out in step.connections}  # fmt: skip
     assert forwarded

@@ -12,7 +12,7 @@ from training_models import SLOW, error_of, images, made, profile, sentences, un
 from linkweave.collectives import overlap
 from linkweave.collectives.overlap import Communication, Layer, Network, Piece, Profile, Schedule
 from linkweave.collectives.overlap.communication import ALL_GATHER
-from linkweave.collectives.overlap.passes import Pass, profile_of
+from linkweave.collectives.overlap.measure import Pass, profile_of
 from linkweave.collectives.overlap.units import Unit
 from linkweave.collectives.training.gradient_buffers import GradientBuffers, Slot, slots_of
 from linkweave.collectives.training.program import Op, Program, Span, at_once, program_of

@@ -23,7 +23,7 @@ from linkweave.collectives import CollectiveError, get_default, plan_allreduce
 from linkweave.collectives.planning.lower import Algorithm, Copy, Reduce
 from linkweave.collectives.runtime.cpu import executor as shm
 from linkweave.collectives.runtime.gpu import device as cuda
-from linkweave.collectives.runtime.gpu import program
+from linkweave.collectives.runtime.gpu import launch_tables
 from linkweave.collectives.runtime.gpu.executor import virtual_ranks
 from linkweave.topology import Topology, load
 
@@ -302,7 +302,7 @@ def test_a_check_ends_with_its_deadline_or_when_all_stop(aborted: int) -> None:
     device = HostDevice()
     counters, need, stop, abort = (np.zeros(4, np.uint32) for _ in range(4))
     need[:], abort[0] = 1, aborted
-    check = np.zeros(1, program.CHECK)
+    check = np.zeros(1, launch_tables.CHECK)
     arrays = {"counters": counters, "need": need, "stop": stop, "abort": abort}
     for name, array in arrays.items():
         check[name] = array.ctypes.data

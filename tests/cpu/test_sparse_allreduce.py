@@ -15,9 +15,9 @@ import torch
 from linkweave import collectives
 from linkweave.collectives import CollectiveError, get_default
 from linkweave.collectives.planning.sparse_tree import merge_tree
+from linkweave.collectives.sparse.backend import HEAD, Wire
 from linkweave.collectives.sparse.host import HostBackend
 from linkweave.collectives.sparse.modes import gtopk
-from linkweave.collectives.sparse.wire import HEAD, Wire
 from linkweave.kernels import topk_abs
 from tests.cpu.helpers import NUMEL, dense, vector
 

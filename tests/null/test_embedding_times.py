@@ -7,8 +7,8 @@ import pytest
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap import Network, Way, embedding_ways, explain_embedding
 from linkweave.collectives.overlap import embedding_times as times
-from linkweave.collectives.overlap.sparse_network import sparse_seconds
-from linkweave.collectives.planning.embedding_equations import (
+from linkweave.collectives.overlap.network import sparse_seconds
+from linkweave.collectives.planning.equations import (
     allgather_seconds,
     allreduce_seconds,
     alltoall_seconds,

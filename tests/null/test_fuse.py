@@ -24,7 +24,7 @@ from linkweave.collectives.runtime.gpu.actions import (
     actions,
     programs,
 )
-from linkweave.collectives.runtime.gpu.fuse import fused
+from linkweave.collectives.runtime.gpu.launch_tables import fused
 from linkweave.topology import load
 from tests.null.executor import Executor, why_wrong
 from tests.null.helpers import random_plan

@@ -7,8 +7,7 @@ import pytest
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.registry import algorithm_for
 from linkweave.collectives.planning.collective import COLLECTIVES, PUBLIC
-from linkweave.collectives.planning.lower import Algorithm, Copy, Tuning, lower
-from linkweave.collectives.planning.lower_bound import lower_bound
+from linkweave.collectives.planning.lower import Algorithm, Copy, Tuning, lower, lower_bound
 from linkweave.collectives.planning.planner import (
     candidates,
     choose,

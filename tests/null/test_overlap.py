@@ -14,7 +14,6 @@ from overlap_cases import case
 
 from linkweave.collectives import overlap
 from linkweave.collectives.overlap import Communication, Layer, Network, Piece, Profile, Schedule
-from linkweave.collectives.overlap.bounds import jackson
 from linkweave.collectives.overlap.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from linkweave.collectives.overlap.policies.asc_wfbp import asc_wfbp, layer_types
 from linkweave.collectives.overlap.policies.bytescheduler import bytescheduler
@@ -35,6 +34,7 @@ from linkweave.collectives.overlap.policies.us_byte import (
     us_byte,
 )
 from linkweave.collectives.overlap.policies.wfbp import wfbp
+from linkweave.collectives.overlap.schedule import jackson
 
 CASES = 500
 

@@ -13,8 +13,7 @@ import pytest
 
 from linkweave.bench.options import parse_size
 from linkweave.collectives.errors import CollectiveError, PlanError
-from linkweave.collectives.planning.limits import LIMITS
-from linkweave.collectives.planning.plan import Connection, Op, Plan, Step
+from linkweave.collectives.planning.plan import LIMITS, Connection, Op, Plan, Step
 from linkweave.collectives.planning.planner import plan_allreduce, plan_collective
 from linkweave.collectives.planning.simulate import simulate
 from linkweave.collectives.planning.verify import shortened, verify

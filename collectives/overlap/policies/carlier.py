@@ -12,11 +12,10 @@ import heapq
 import time
 from collections.abc import Sequence
 
-from linkweave.collectives.overlap.bounds import preemptive
 from linkweave.collectives.overlap.communication import whole
 from linkweave.collectives.overlap.network import Network
 from linkweave.collectives.overlap.profile import MAX_NUMBER, Profile
-from linkweave.collectives.overlap.schedule import Schedule
+from linkweave.collectives.overlap.schedule import Schedule, preemptive
 from linkweave.topology.checks import number
 
 

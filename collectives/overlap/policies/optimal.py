@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-from linkweave.collectives.overlap.bounds import LANES
 from linkweave.collectives.overlap.communication import ALIGN, Communication, Piece
 from linkweave.collectives.overlap.network import Network
 from linkweave.collectives.overlap.policies import NAMED
 from linkweave.collectives.overlap.policies.carlier import carlier
 from linkweave.collectives.overlap.profile import MAX_NUMBER, Profile
-from linkweave.collectives.overlap.schedule import Schedule
+from linkweave.collectives.overlap.schedule import LANES, Schedule
 from linkweave.topology.checks import number
 
 EXACT = 7

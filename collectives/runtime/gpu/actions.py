@@ -40,7 +40,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class TrackCode:
     """A track's code for the device; `ends[i]` is the connection that the code calls i.
 
     `waits` maps each offset in the code at which a thread block can wait to what it waits for.
@@ -102,7 +102,7 @@ def named(steps: Sequence[Placed], step: Step) -> bool:
     return any(other.connections == step.connections for _, other in steps)
 
 
-def programs(plan: Plan, rank: int) -> list[Program]:
+def programs(plan: Plan, rank: int) -> list[TrackCode]:
     """The programs of a rank's tracks.
 
     `code` is `[phases, phases + 1 offsets, actions]`. Raises PlanError if a step has more than
@@ -128,7 +128,7 @@ class _Encoder:
         self.code: list[int] = []
         self.waits: dict[int, Wait] = {}
 
-    def program(self) -> Program:
+    def program(self) -> TrackCode:
         phases = len(self.track.phases)
         self.code = [phases, *[0] * (phases + 1)]
         for phase in range(phases):
@@ -137,7 +137,7 @@ class _Encoder:
                 self._add(action)
         self.code[1 + phases] = len(self.code)
         code = np.array(self.code, np.int32)
-        return Program(self.track, code, tuple(self.number), self.waits)
+        return TrackCode(self.track, code, tuple(self.number), self.waits)
 
     def _end(self, connection: int) -> int:
         return self.number.setdefault(connection, len(self.number))

@@ -17,13 +17,12 @@ from numpy.typing import NDArray
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.planning.completion import layer_chunk_table
 from linkweave.collectives.planning.plan import Plan
-from linkweave.collectives.runtime.diagnose import Blocked
-from linkweave.collectives.runtime.gpu import program
-from linkweave.collectives.runtime.gpu.actions import Program, programs
+from linkweave.collectives.runtime.diagnose import Blocked, waits
+from linkweave.collectives.runtime.gpu import launch_tables
+from linkweave.collectives.runtime.gpu.actions import TrackCode, programs
 from linkweave.collectives.runtime.gpu.counters import CallCounters, CounterPool
 from linkweave.collectives.runtime.gpu.device import Device
-from linkweave.collectives.runtime.gpu.memory import LocalMemory, Memory, SymmetricMemory
-from linkweave.collectives.runtime.gpu.program import (
+from linkweave.collectives.runtime.gpu.launch_tables import (
     CURSOR,
     REPORT,
     SETTINGS,
@@ -33,8 +32,7 @@ from linkweave.collectives.runtime.gpu.program import (
     State,
     chunk_extents,
 )
-from linkweave.collectives.runtime.gpu.reports import blocked_tracks, describe
-from linkweave.collectives.runtime.gpu.uploads import Uploads
+from linkweave.collectives.runtime.gpu.memory import LocalMemory, Memory, SymmetricMemory
 
 Occupancy = tuple[tuple[int, ...], int]
 """(ranks that share a launch, thread blocks that can be resident on their GPU at once)."""
@@ -51,7 +49,7 @@ class _Part:
     device: Device
     ranks: tuple[int, ...]
     peers: tuple[int, ...]  # ranks of other launches whose buffers these ranks may write
-    programs: tuple[tuple[int, Program], ...]  # (rank, program) of each track
+    programs: tuple[tuple[int, TrackCode], ...]  # (rank, program) of each track
     tracks: NDArray[np.void]  # [tracks] of TRACK, complete except for `chunks`
     report: NDArray[np.uint32]
 
@@ -130,7 +128,7 @@ class GpuRanks:
         of one launch do); then results are pushed into these buffers unless that would race.
         """
         width = width or width_of(plan, self.occupancy(dtype, op), self.max_blocks)
-        plan, config = program.fit(plan, nbytes, width, self.settings)
+        plan, config = launch_tables.fit(plan, nbytes, width, self.settings)
         key = (plan.with_chunks(plan.stride), config)
         if key not in self._regions:
             self._regions[key] = self._lay_out(plan, config)
@@ -144,7 +142,7 @@ class GpuRanks:
         checks = dict(self._checks(plan, config, nbytes, layers, parts, mine)) if layers else {}
         if seen is None:
             seen = self.launches_all(plan.size)
-        direct = seen and not config.low_latency and program.may_push(plan)
+        direct = seen and not config.low_latency and launch_tables.may_push(plan)
         return Prepared(plan, config, dtype, op, parts, tuple(tables), checks, direct, mine)
 
     def _checks(
@@ -159,7 +157,7 @@ class GpuRanks:
             for rank in part.ranks:
                 table = layer_chunk_table(plan, rank, nbytes, layers).astype(np.uint32)
                 tracks = table.shape[1]
-                checks = np.zeros(len(layers), program.CHECK)
+                checks = np.zeros(len(layers), launch_tables.CHECK)
                 checks["counters"], checks["abort"] = counters, self._abort.ctypes.data
                 checks["stop"] = self._stops[part.device.index]
                 checks["need"] = uploads.add(part.device, table)
@@ -213,7 +211,7 @@ class GpuRanks:
         for i, (part, table) in enumerate(zip(prepared.parts, prepared.tables, strict=True)):
             if not part.programs:
                 continue
-            launch = program.launch(
+            launch = launch_tables.launch(
                 prepared.plan, prepared.config, table, self._stops[part.device.index],
                 int(self._abort.ctypes.data), [data[r] for r in part.ranks], self.timeout,
                 prepared.op == "avg", ps_per_byte, finals[i] if finals else 0,
@@ -316,18 +314,18 @@ class GpuRanks:
         self._uploads.drop(prepared.uploads)
 
     def _lay_out(self, plan: Plan, config: LaunchConfig) -> tuple[_Part, ...]:
-        layout = program.lay_out(plan, config)
+        layout = launch_tables.lay_out(plan, config)
         ends = {(c.src, c.dst) for c in plan.connections if not c.local}
         bases = self._memory.bases(layout.nbytes, ends | {(b, a) for a, b in ends})
         parts, add = [], self._uploads.add
         for device, ranks in self.shares.values():
             found = tuple((r, p) for r in ranks for p in programs(plan, r))
-            peers = tuple(program.receivers(plan, ranks))
+            peers = tuple(launch_tables.receivers(plan, ranks))
             report = device.pinned(max(1, len(found) * config.width * REPORT))
             tracks, order = np.zeros(len(found), TRACK), (*ranks, *peers)
             for i, (row, (rank, p)) in enumerate(zip(tracks, found, strict=True)):
                 row["code"] = add(device, p.code)
-                row["ends"] = add(device, program.ends(plan, layout, p, bases, order))
+                row["ends"] = add(device, launch_tables.ends(plan, layout, p, bases, order))
                 row["cursors"] = add(device, np.zeros((config.width, len(p.ends)), CURSOR))
                 row["report"] = report.ctypes.data + 4 * i * config.width * REPORT
                 row["rank"], row["num_ends"] = ranks.index(rank), len(p.ends)
@@ -367,3 +365,57 @@ def virtual_ranks(
 
 def _some(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
+
+
+def blocked_tracks(
+    plan: Plan, width: int, programs: Sequence[tuple[int, TrackCode]], report: NDArray[np.uint32]
+) -> Iterator[tuple[State, Blocked]]:
+    """Each thread block of one GPU that gave up or has been waiting for long, and its step."""
+    rows = report[: len(programs) * width * REPORT].reshape(-1, width, REPORT)
+    for (rank, p), row in zip(programs, rows, strict=True):
+        for state, _, group, pc in row.tolist():
+            if state in (State.WAITS, State.TIMED_OUT, State.ABORTED):
+                w = p.waits[pc]
+                chunk = group * plan.stride + w.chunk
+                yield (
+                    State(state),
+                    waits(plan, w.connection, w.sender, rank, p.track.channel, w.step, chunk),
+                )
+
+
+def describe(found: Sequence[tuple[State, Blocked]], skip: int | None = None) -> str:
+    """`; ` and what it waits for, for each rank but `skip`."""
+    first = {blocked.rank: blocked for _, blocked in reversed(found)}  # of a rank, its first track
+    ranks = dict.fromkeys(blocked.rank for _, blocked in found)
+    return "".join(f"; {first[rank]}" for rank in ranks if rank != skip)
+
+
+class Uploads:
+    """Uploaded arrays. `close` frees all of them; a `part` can be dropped earlier."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Device, int]] = []
+        self._parts: dict[int, Uploads] = {}
+
+    def add(self, device: Device, array: NDArray[np.generic]) -> int:
+        """Upload an array; returns its device address."""
+        self._made.append((device, device.upload(array)))
+        return self._made[-1][1]
+
+    def part(self) -> Uploads:
+        made = Uploads()
+        self._parts[id(made)] = made
+        return made
+
+    def drop(self, part: Uploads) -> None:
+        """Free a part; no kernel may be running that reads it."""
+        self._parts.pop(id(part), None)
+        part.close()
+
+    def close(self) -> None:
+        with ExitStack() as last:  # runs every callback even if one raises
+            while self._made:
+                device, address = self._made.pop()
+                last.callback(device.free, address)
+            while self._parts:
+                last.callback(self._parts.popitem()[1].close)

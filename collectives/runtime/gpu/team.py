@@ -24,7 +24,7 @@ _PER_THREAD = 2  # cudaStreamPerThread
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class LaunchKey:
     """What is launched; equal on all ranks. `description` names it in error messages."""
 
     description: str
@@ -46,7 +46,7 @@ class RankCall:
     which every `dequeue` waits.
     """
 
-    call: Call
+    call: LaunchKey
     buffer: int
     values: int
     stream: int
@@ -84,9 +84,9 @@ class Team:
 
     def __init__(self, gpu: GpuRanks) -> None:
         self.gpu = gpu
-        self._prepared: dict[Call, Prepared] = {}
-        self._held: set[Call] = set()  # calls in CUDA graphs
-        self._forgotten: dict[Call, None] = {}
+        self._prepared: dict[LaunchKey, Prepared] = {}
+        self._held: set[LaunchKey] = set()  # calls in CUDA graphs
+        self._forgotten: dict[LaunchKey, None] = {}
         self._changed = threading.Condition()
         self._children: dict[tuple[int, int], Team] = {}
         self._symmetric: dict[int, SymmetricMemory | Exception] = {}
@@ -96,7 +96,7 @@ class Team:
         self._events = {i: device.make_event() for i, (device, _) in gpu.shares.items()}
         self._resident: dict[tuple[str, str], list[int]] = {}  # as `GpuRanks.occupancy`
 
-    def prepare(self, call: Call) -> Prepared:
+    def prepare(self, call: LaunchKey) -> Prepared:
         """Allocate a call's memory and tables. For a team of one, this is collective."""
         if call not in self._prepared:
             self._prepared[call] = self.gpu.prepare(
@@ -106,11 +106,11 @@ class Team:
         self._forgotten.pop(call, None)
         return self._prepared[call]
 
-    def hold(self, call: Call) -> None:
+    def hold(self, call: LaunchKey) -> None:
         """Keep a call prepared for good, since a CUDA graph launches it again."""
         self._held.add(call)
 
-    def forget(self, calls: Iterable[Call]) -> None:
+    def forget(self, calls: Iterable[LaunchKey]) -> None:
         """Free the tables of calls that CUDA graphs do not hold; `prepare` makes them again.
 
         Collective. Waits until the GPUs are idle. The tables of gradient queues are kept until no
@@ -246,7 +246,9 @@ class Team:
         with LAUNCH_ORDER.enqueueing(made.launches):
             self.gpu.enqueue(made.prepared, made.arguments, streams)
 
-    def _launches(self, call: Call, prepared: Prepared, streams: dict[int, int]) -> list[Launch]:
+    def _launches(
+        self, call: LaunchKey, prepared: Prepared, streams: dict[int, int]
+    ) -> list[Launch]:
         if (call.dtype, call.op) not in self._resident:
             found = [resident for _, resident in self.gpu.occupancy(call.dtype, call.op)]
             self._resident[call.dtype, call.op] = found

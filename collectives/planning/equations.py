@@ -1,14 +1,23 @@
-"""The times of communicating an embedding's gradients by the EmbRace paper: table 2.
-
-`startup` is that of a message, in seconds (the paper's beta). `whole` is the time that all bytes of
-the table take over a link (M / B), `sparse` that of a worker's sparse gradient (alpha M / B).
-Source: Li et al., "EmbRace: Accelerating Sparse Communication for Distributed Training of Deep
-Neural Networks", section 4.1.2.
+"""The times of communication by papers: all-reduces (gTop-k, equations 5 to 7), and an embedding's
+gradients (EmbRace, table 2).
 """
 
 from __future__ import annotations
 
-from linkweave.collectives.planning.sparse_equations import dense_seconds
+
+def dense_seconds(workers: int, alpha: float, whole: float) -> float:
+    """Equation 5, a ring; all bytes take `whole` seconds over a link."""
+    return 2 * (workers - 1) * (alpha + whole / workers)
+
+
+def topk_seconds(workers: int, rounds: float, alpha: float, message: float) -> float:
+    """Equation 6, an all-gather of the entries, which take `message` seconds for each worker."""
+    return rounds * alpha + (workers - 1) * message
+
+
+def gtopk_seconds(rounds: float, alpha: float, message: float) -> float:
+    """Equation 7, merges up a tree and a broadcast."""
+    return 2 * rounds * (alpha + message)
 
 
 def alltoall_seconds(workers: int, startup: float, sparse: float) -> float:

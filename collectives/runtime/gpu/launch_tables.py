@@ -7,7 +7,7 @@ Every rank computes the same data, except for addresses. The struct layouts are 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
 
@@ -15,12 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linkweave.collectives.errors import PlanError
-from linkweave.collectives.planning.dataflow import pushes
+from linkweave.collectives.planning.dataflow import passed_on, pushes
 from linkweave.collectives.planning.layout import ALIGN
-from linkweave.collectives.planning.plan import Op, Plan
-from linkweave.collectives.planning.verify import races, shortened
-from linkweave.collectives.runtime.gpu.actions import Program
-from linkweave.collectives.runtime.gpu.fuse import fused
+from linkweave.collectives.planning.plan import Op, Plan, Step, Track
+from linkweave.collectives.planning.verify import prove, races, shortened
+from linkweave.collectives.runtime.gpu.actions import TrackCode
 from linkweave.kernels.gpu.arrays import fields
 
 MAX_RANKS = 64
@@ -180,7 +179,7 @@ def receivers(plan: Plan, ranks: Sequence[int]) -> list[int]:
 
 
 def ends(
-    plan: Plan, layout: SlotLayout, program: Program, bases: Sequence[int], order: Sequence[int]
+    plan: Plan, layout: SlotLayout, program: TrackCode, bases: Sequence[int], order: Sequence[int]
 ) -> NDArray[np.void]:
     """A program's table of ends: [ends] of END.
 
@@ -236,3 +235,56 @@ def chunk_extents(plan: Plan, nbytes: int, rank: int) -> NDArray[np.int64]:
     extents = np.array(plan.chunk_bounds(nbytes, rank), np.int64).reshape(-1, 2)
     extents[:, 1] = plan.chunk_sizes(nbytes)
     return extents
+
+
+def fused(plan: Plan) -> Plan:
+    """A verified plan with each REDUCE or COPY of `passed_on` just before the SEND of its result.
+
+    Waits between the two steps move before them, signals behind them. A slot is then freed only
+    after its content has been sent on, which might deadlock: the new order is proved like any
+    plan, for these chunks and for any number of whole groups. If the proof fails, the plan is
+    returned unchanged. The requirements of `shortened` do not depend on the order of a phase's
+    steps, so one proof serves all long messages.
+    """
+    made = _reordered(shortened(plan))
+    return made.with_chunks(plan.num_chunks) if made else plan
+
+
+@lru_cache(maxsize=64)
+def _reordered(plan: Plan) -> Plan | None:
+    """The reordered plan; None if nothing changes or the new order is not proved."""
+    made = replace(plan, tracks=tuple(_track(plan, s) for s in plan.tracks))
+    if made == plan:
+        return None
+    try:
+        for one in {made, made.with_chunks(plan.stride * (plan.slots + 2))}:
+            prove(one)
+    except PlanError:
+        return None
+    return made
+
+
+def _track(plan: Plan, track: Track) -> Track:
+    together, base, phases = passed_on(plan), 0, []
+    for body in track.phases:
+        order: list[Step] = []
+        held: list[Step] = []  # the steps from one that is passed on up to its SEND
+        for at, step in enumerate(body, base):
+            if held:
+                held.append(step)
+                if step.op is Op.SEND:
+                    order += _beside(held)
+                    held = []
+            elif (track.rank, track.channel, at) in together:
+                held = [step]
+            else:
+                order.append(step)
+        phases.append(tuple(order))
+        base += len(body)
+    return replace(track, phases=tuple(phases))
+
+
+def _beside(held: list[Step]) -> list[Step]:
+    first, *between, send = held
+    waits = [s for s in between if s.op is Op.WAIT]
+    return [*waits, first, send, *(s for s in between if s.op is Op.SIGNAL)]
