@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from linkweave import collectives
-from linkweave.bench.options import install
+from linkweave.bench.command.options import install
 from linkweave.bench.peers import Gloo
 from linkweave.bench.timing import rounds_of, schedule
 from linkweave.collectives import CollectiveError

@@ -17,8 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from linkweave.bench import gpu_plans as plans
-from linkweave.bench.gpu_api import (
+from linkweave.bench.gpu import plans
+from linkweave.bench.gpu.api import (
     Arrays,
     CupyArrays,
     TorchTensors,
@@ -26,13 +26,12 @@ from linkweave.bench.gpu_api import (
     run_killed,
     run_ranks,
 )
-from linkweave.bench.gpu_calls import beside_nccl, enqueue
-from linkweave.bench.gpu_meter import MIB, Meter
-from linkweave.bench.gpu_queue import dequeue
-from linkweave.bench.gpu_runner import ENVIRONMENT, Result, Row, in_process, run, summary, write
-from linkweave.bench.gpu_sparse import GRADIENT, SparseRows, sparse_ranks
-from linkweave.bench.gpu_train import POLICIES, train
-from linkweave.bench.gpu_triton import TritonRows
+from linkweave.bench.gpu.calls import beside_nccl, dequeue, enqueue
+from linkweave.bench.gpu.meter import MIB, Meter
+from linkweave.bench.gpu.runner import ENVIRONMENT, Result, Row, in_process, run, summary, write
+from linkweave.bench.gpu.sparse import GRADIENT, SparseRows, sparse_ranks
+from linkweave.bench.gpu.train import POLICIES, train
+from linkweave.bench.gpu.triton import TritonRows
 from linkweave.bench.timing import machine
 from linkweave.collectives.runtime.gpu.driver import CudaDriver
 

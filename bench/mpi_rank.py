@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from linkweave.bench.messages import given, room, splits, wanted
+from linkweave.bench.peers import given, room, splits, wanted
 
 
 def call_of(comm: Any, kind: str, x: Any, y: Any, count: int) -> Callable[[], Any]:

@@ -18,8 +18,7 @@ import torch
 
 from linkweave import collectives
 from linkweave.bench.collectives import ours
-from linkweave.bench.messages import IN_PLACE, collective, given, room, wanted
-from linkweave.bench.peers import by_gloo, on_gloo
+from linkweave.bench.peers import IN_PLACE, by_gloo, collective, given, on_gloo, room, wanted
 from linkweave.bench.timing import rounds_of, schedule
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.cluster.cluster_map import PIECE, ClusterMap

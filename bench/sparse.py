@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from linkweave import collectives, kernels
-from linkweave.bench.options import missing
+from linkweave.bench.command.options import missing
 from linkweave.bench.timing import rounds_of, schedule
 from linkweave.collectives import CollectiveError, get_default
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from linkweave.bench.options import install
+from linkweave.bench.command.options import install
 from linkweave.bench.train_models import digits_cnn, digits_mlp, word_lstm, word_transformer
 from linkweave.collectives import CollectiveError
 

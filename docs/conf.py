@@ -34,7 +34,7 @@ def _commands() -> str:
     """The help of each command, as `--help` prints it."""
     from typer.testing import CliRunner
 
-    from linkweave.bench.cli import app, bench
+    from linkweave.bench.command.cli import app, bench
 
     names = [[c.name or c.callback.__name__.replace("_", "-")] for c in app.registered_commands]
     names += [["bench", c.name or c.callback.__name__.replace("_", "-")]

@@ -11,7 +11,7 @@ from functools import cache
 
 from scipy.stats import spearmanr
 
-from linkweave.bench.predict import PEAKS, REACHED
+from linkweave.bench.command.predict import PEAKS, REACHED
 from linkweave.bench.reproduce.c_cube import machine
 from linkweave.bench.reproduce.rows import COMPUTED, SIMULATED, Part, Plot, Row, Series, mean
 from linkweave.collectives import overlap

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from linkweave import collectives
-from linkweave.bench import options
+from linkweave.bench.command import options
 from linkweave.collectives.planning.cost import most_chunks
 from linkweave.collectives.planning.explain import SIZES, crossovers, size_text
 from linkweave.collectives.planning.planner import candidates, plan_allreduce, predict

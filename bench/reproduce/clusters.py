@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from linkweave import collectives, topology
-from linkweave.bench import options
+from linkweave.bench.command import options
 from linkweave.topology import Topology
 from linkweave.topology.link import KINDS
 

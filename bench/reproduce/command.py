@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
-from linkweave.bench.options import WIDTH, JsonOption, console, writable
+from linkweave.bench.command.options import WIDTH, JsonOption, console, writable
 from linkweave.collectives import CollectiveError
 
 PAPERS = ("c-cube", "gtop-k", "embrace", "asc-wfbp", "us-byte", "predictions")

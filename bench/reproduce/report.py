@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from linkweave.bench import options
+from linkweave.bench.command import options
 from linkweave.bench.reproduce.papers import TITLES, Done
 from linkweave.bench.reproduce.rows import GPU, HOWS, Plot, Row
 

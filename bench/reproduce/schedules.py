@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from linkweave.bench import options
+from linkweave.bench.command import options
 from linkweave.collectives import overlap
 from linkweave.collectives.overlap.policies import NAMED
 

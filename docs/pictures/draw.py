@@ -13,7 +13,7 @@ from matplotlib import pyplot as plt
 
 import linkweave
 from linkweave import overlap, topology
-from linkweave.bench import gantt
+from linkweave.bench.command import gantt
 from linkweave.collectives.overlap.communication import whole
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]

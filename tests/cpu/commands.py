@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from unittest import mock
 
-from linkweave.bench import cli
+from linkweave.bench.command import cli
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from linkweave import topology
-from linkweave.bench import demo, links, messages
-from linkweave.bench.options import parse_size, writable
+from linkweave.bench import links, peers
+from linkweave.bench.command import demo
+from linkweave.bench.command.options import parse_size, writable
 from linkweave.collectives import CollectiveError, Plan, plan_allreduce, plan_collective, verify
 from linkweave.collectives.planning.collective import PUBLIC
 from linkweave.collectives.planning.explain import size_text
@@ -200,7 +201,7 @@ def test_bad_input_is_one_line_and_status_two(words: list[str], said: str) -> No
 
 def test_an_interrupt_ends_even_what_swallows_exceptions() -> None:
     code = (
-        "import os, signal, linkweave.bench.cli as cli\n"
+        "import os, signal, linkweave.bench.command.cli as cli\n"
         "signal.signal(signal.SIGINT, cli.end_at_once)\n"
         "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
         "print('still here')"
@@ -347,14 +348,14 @@ WANTED = {  # of four elements on two ranks: 0 1 2 3 and 1 2 3 4, or 0 1 and 1 2
 
 
 def test_what_the_benchmark_of_collectives_wants() -> None:
-    assert WANTED.keys() == {*messages.KINDS} == {*PUBLIC, "allgatherv", "alltoallv"}
+    assert WANTED.keys() == {*peers.KINDS} == {*PUBLIC, "allgatherv", "alltoallv"}
     for kind, rows in WANTED.items():
         for rank, row in enumerate(rows):
-            found = messages.wanted(kind, rank, 2, 4)
+            found = peers.wanted(kind, rank, 2, 4)
             assert (found is None) == (row is None)
             assert found is None or found.reshape(-1).tolist() == row, kind
-            room = messages.room(kind, 2, 4)
-            assert found is None or kind in messages.IN_PLACE or found.shape == room
+            room = peers.room(kind, 2, 4)
+            assert found is None or kind in peers.IN_PLACE or found.shape == room
 
 
 def test_the_demo_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from linkweave.bench.cli import app
+from linkweave.bench.command.cli import app
 from linkweave.collectives import overlap
 from linkweave.topology.measured import LinkFigures, PairFigure
 from tests.cpu.commands import run_script, run_script_in_a_process

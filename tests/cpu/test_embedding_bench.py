@@ -86,7 +86,7 @@ def test_bench_embedding(tmp_path: Path) -> None:
     (package / "data/kjv.jsonl").write_text("\n".join(map(json.dumps, verses)))
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m",
-         "linkweave.bench.cli", "bench", "embedding", "-r", "1", "--rows", "1000", "--length", "4",
+         "linkweave", "bench", "embedding", "-r", "1", "--rows", "1000", "--length", "4",
          "--batch", "2", "--json"],
         capture_output=True, text=True, timeout=280, check=False,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"},

@@ -13,7 +13,7 @@ import pytest
 from test_distributed import run
 from typer.testing import CliRunner
 
-from linkweave.bench.cli import app
+from linkweave.bench.command.cli import app
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))

@@ -23,12 +23,13 @@ from host_gpu import HostDevice, HostTensor, needs_compiler
 from host_kernels import HostKernels
 
 from linkweave import collectives, kernels
-from linkweave.bench import gpu_plans, gpu_runner, gpu_suite, gpu_triton
-from linkweave.bench.gpu_api import CupyArrays, TorchTensors, run_killed, run_ranks
-from linkweave.bench.gpu_calls import beside_nccl, enqueue, time_beside_nccl
-from linkweave.bench.gpu_meter import MIB, Meter
-from linkweave.bench.gpu_runner import Failed, Result, Row, in_process, run
-from linkweave.bench.gpu_sparse import SparseRows, sparse_ranks
+from linkweave.bench import gpu_suite
+from linkweave.bench.gpu import plans, runner, triton
+from linkweave.bench.gpu.api import CupyArrays, TorchTensors, run_killed, run_ranks
+from linkweave.bench.gpu.calls import beside_nccl, enqueue, time_beside_nccl
+from linkweave.bench.gpu.meter import MIB, Meter
+from linkweave.bench.gpu.runner import Failed, Result, Row, in_process, run
+from linkweave.bench.gpu.sparse import SparseRows, sparse_ranks
 from linkweave.collectives.planning.planner import candidates
 from linkweave.kernels.gpu.api import GpuKernels
 from linkweave.topology import load
@@ -109,8 +110,8 @@ def outcomes(
 def test_a_row_that_crashes_hangs_or_exits_costs_that_row_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gpu_runner, "START_S", 0.2)
-    monkeypatch.setattr(gpu_runner, "GRACE_S", 100.0)  # the row's own watchdog ends it
+    monkeypatch.setattr(runner, "START_S", 0.2)
+    monkeypatch.setattr(runner, "GRACE_S", 100.0)  # the row's own watchdog ends it
     rows = outcomes((crashed, 60), (stuck, 0.1), (exited, 60), (fine, 60))
     assert [row["state"] for row in rows] == [
         "failed: killed by SIGSEGV", "failed: no result after 0 s",
@@ -124,8 +125,8 @@ def test_a_row_that_crashes_hangs_or_exits_costs_that_row_only(
 
 
 def test_a_row_whose_watchdog_is_stopped_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_runner, "START_S", 0.2)
-    monkeypatch.setattr(gpu_runner, "GRACE_S", 0.3)
+    monkeypatch.setattr(runner, "START_S", 0.2)
+    monkeypatch.setattr(runner, "GRACE_S", 0.3)
     rows = outcomes((stopped, 0.1), (fine, 60))
     assert [row["state"] for row in rows] == ["failed: no result after 0 s", "ok"]
     assert rows[0]["took_s"] >= 0.8
@@ -155,11 +156,11 @@ def test_rows_that_take_longer_than_what_is_left_are_left_out(
         clock.now += min(limit, row.measure()["takes"])
         return {"state": "ok", "limit_s": limit}
 
-    monkeypatch.setattr(gpu_runner, "time", clock)
-    monkeypatch.setattr(gpu_runner, "in_process", carried_out)
+    monkeypatch.setattr(runner, "time", clock)
+    monkeypatch.setattr(runner, "in_process", carried_out)
     given = [(5.0, 0.0), (1.0, 0.5), (0.5, 9.0), (1.0, 0.0)]  # expected, and taken
     made = [Row("row", "core", s, lambda t=t: {"takes": t}) for s, t in given]  # type: ignore[misc]
-    rows = list(run(made, clock.now + gpu_runner.END_S + 2))
+    rows = list(run(made, clock.now + runner.END_S + 2))
     assert [row["state"] for row in rows] == [
         "left out: 2 s are left", "ok", "ok", "left out: 0 s are left",
     ]  # fmt: skip
@@ -193,7 +194,7 @@ def test_a_broken_context_costs_one_row_and_its_first_error_is_told(
 
     def checked(op: str) -> Result:
         with meter.ranks(2) as ranks:
-            gpu_plans.check(meter, ranks, plan, 400, "float32", op)
+            plans.check(meter, ranks, plan, 400, "float32", op)
         return {}
 
     with gpus(monkeypatch, lambda index: Sticky(index=index)):
@@ -228,7 +229,7 @@ def test_every_row_declares_its_seconds_and_a_part_fits_its_budget() -> None:
     assert {row.part for row in every} == {"core", "ipc"}
     for part in ("core", "ipc"):
         seconds = sum(row.seconds for row in every if row.part == part)
-        assert seconds < gpu_suite.BUDGET_S - gpu_runner.END_S
+        assert seconds < gpu_suite.BUDGET_S - runner.END_S
 
 
 def test_the_command_writes_after_every_row_and_prints_a_table(
@@ -267,13 +268,13 @@ GRID = {"chunk_bytes": (1 << 15,), "width": (1, 99), "slots": (2, 3), "threads":
 SETTINGS = {"algorithm", "chunks", "chunk_bytes", "slots", "slot_bytes", "protocol", "pushes",
             "width", "blocks", "resident", "threads", "registers"}  # fmt: skip
 MEASURES: dict[str, Callable[[Meter], Result]] = {
-    "algorithms": partial(gpu_plans.algorithms, machines=("mesh-3",), sizes=(4036,)),
-    "dtypes": gpu_plans.dtypes, "abort": gpu_plans.abort, "latency": gpu_plans.latency,
-    "hop": gpu_plans.hop, "bandwidth": partial(gpu_plans.bandwidth, nbytes=MIB),
-    "capped": partial(gpu_plans.overlap, nbytes=MIB, link=gpu_plans.LINK),
-    "uncapped": partial(gpu_plans.overlap, nbytes=MIB, link=None),
-    "sweep": partial(gpu_plans.sweep, nbytes=1 << 16, grid=GRID),
-    "short sweep": partial(gpu_plans.sweep, nbytes=8192, grid=gpu_plans.SHORT_GRID,
+    "algorithms": partial(plans.algorithms, machines=("mesh-3",), sizes=(4036,)),
+    "dtypes": plans.dtypes, "abort": plans.abort, "latency": plans.latency,
+    "hop": plans.hop, "bandwidth": partial(plans.bandwidth, nbytes=MIB),
+    "capped": partial(plans.overlap, nbytes=MIB, link=plans.LINK),
+    "uncapped": partial(plans.overlap, nbytes=MIB, link=None),
+    "sweep": partial(plans.sweep, nbytes=1 << 16, grid=GRID),
+    "short sweep": partial(plans.sweep, nbytes=8192, grid=plans.SHORT_GRID,
                            algorithm="auto"),
     "dequeue": partial(gpu_suite.dequeue, nbytes=MIB),
 }  # fmt: skip
@@ -308,7 +309,7 @@ def test_plans_are_measured_with_their_settings(name: str, monkeypatch: pytest.M
 def test_settings_of_a_sweep_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with measured(monkeypatch) as meter:
         MEASURES["sweep"](meter)
-        (row,) = gpu_plans.sweep(meter, 1 << 16, {})["rows"]
+        (row,) = plans.sweep(meter, 1 << 16, {})["rows"]
     assert row["settings"]["slot_bytes"] >= 512 << 10 and row["settings"]["threads"] == 256
 
 
@@ -317,7 +318,7 @@ def test_plans_with_more_blocks_than_a_gpu_holds_are_skipped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with measured(monkeypatch) as meter:
-        row = gpu_plans.algorithms(meter, ["dgx1-v100"], [4036])
+        row = plans.algorithms(meter, ["dgx1-v100"], [4036])
     assert row["checked"] % 4 == 0 and row["checked"] > 4 * 5
     assert any("packed_trees needs 255 thread blocks" in text for text in row["skipped"])
 
@@ -335,10 +336,10 @@ def test_all_kernels_are_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path
     gpu = SimpleNamespace(compute_capability="90")
     cupy = SimpleNamespace(cuda=SimpleNamespace(Device=lambda index: gpu))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(gpu_plans, "cubin", compiles)
+    monkeypatch.setattr(plans, "cubin", compiles)
     monkeypatch.setenv("COMPILED", str(tmp_path / "compiled"))
     with measured(monkeypatch) as meter:
-        row = gpu_plans.compiled(meter)
+        row = plans.compiled(meter)
     made = (tmp_path / "compiled").read_text().splitlines()
     assert len(made) == len(set(made)) == row["compiled"]
     by_name = {(kernel["dtype"], kernel["op"]): kernel for kernel in row["kernels"]}
@@ -348,7 +349,7 @@ def test_all_kernels_are_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 @needs_compiler
 def test_the_tick_of_the_clock() -> None:
-    row = gpu_plans.tick(HostNumpy(), lambda x: HostKernels())
+    row = plans.tick(HostNumpy(), lambda x: HostKernels())
     assert 0 < row["least_ns"] <= row["tick_ns"] <= row["most_ns"]
 
 
@@ -429,7 +430,7 @@ def test_all_reduces_beside_another_library(
 def test_kernels_of_a_step_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, where both sides of each check are the CPU's kernels."""
     for name, number in (("TABLE", 90), ("WIDTH", 8), ("LOOKED_UP", 20)):
-        monkeypatch.setattr(gpu_triton, name, number)
+        monkeypatch.setattr(triton, name, number)
 
     def seconds(call: Callable[[], object], check: object) -> float:
         call()
@@ -438,7 +439,7 @@ def test_kernels_of_a_step_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch
     meter: Any = SimpleNamespace(
         seconds=seconds, copy_rate=lambda nbytes: 1.0, device=SimpleNamespace(finish=None)
     )
-    made = gpu_triton.TritonRows(meter, "cpu", 10_000)
+    made = triton.TritonRows(meter, "cpu", 10_000)
     found = {row.name.removeprefix("Triton, "): row.measure() for row in made.rows()}
     assert found.keys() == {"cast", "adam", "sgd", "select", "lookup", "adam_rows"}
     assert all(row["of_floor"] == 2 / row["bytes"] for row in found.values())

@@ -13,7 +13,7 @@ from gpu_ranks import MODES, Choosy, Machine, failure, gpus, tensor
 from host_gpu import HostDevice, needs_compiler
 
 from linkweave import collectives
-from linkweave.bench.gpu_api import exact as values
+from linkweave.bench.gpu.api import exact as values
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.tensors import tensor_over
 from linkweave.topology import load

@@ -173,7 +173,7 @@ def test_what_is_refused() -> None:
 def bench(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m",
-         "linkweave.bench.cli", "bench", "gtopk", *words],
+         "linkweave", "bench", "gtopk", *words],
         capture_output=True, text=True, timeout=280, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip

@@ -18,7 +18,7 @@ from host_gpu import CURRENT, HostDevice, needs_compiler
 from typer.testing import CliRunner
 
 from linkweave import collectives
-from linkweave.bench.cli import app
+from linkweave.bench.command.cli import app
 from linkweave.collectives import CollectiveError, get_default, plan_allreduce
 from linkweave.collectives.planning.lower import Algorithm, Copy, Reduce
 from linkweave.collectives.runtime.cpu import executor as shm

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from linkweave.bench import gantt
-from linkweave.bench import schedule as shown
-from linkweave.bench.cli import app
+from linkweave.bench.command import gantt
+from linkweave.bench.command import schedule as shown
+from linkweave.bench.command.cli import app
 from linkweave.bench.reproduce import schedules
 from linkweave.collectives import CollectiveError, overlap
 from linkweave.collectives.cluster.cluster_map import ClusterMap

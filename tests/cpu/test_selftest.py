@@ -19,11 +19,12 @@ from host_gpu import HostDevice, needs_compiler
 from test_gpu_suite import HostArrays, Wrong
 from typer.testing import CliRunner
 
-from linkweave.bench import gpu_runner, selftest
-from linkweave.bench.cli import app
-from linkweave.bench.gpu_plans import algorithms
-from linkweave.bench.gpu_runner import LeftOut, Result, Row
-from linkweave.bench.selftest import Found, choose, ended, verdict
+from linkweave.bench.command import selftest
+from linkweave.bench.command.cli import app
+from linkweave.bench.command.selftest import Found, choose, ended, verdict
+from linkweave.bench.gpu import runner
+from linkweave.bench.gpu.plans import algorithms
+from linkweave.bench.gpu.runner import LeftOut, Result, Row
 from linkweave.collectives import CollectiveError
 
 
@@ -77,7 +78,7 @@ def hung() -> Result:
 
 
 def test_a_hang_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_runner, "START_S", 0.3)
+    monkeypatch.setattr(runner, "START_S", 0.3)
     found = ended(selftest.Test(Row("stuck", "selftest", 0.1, hung), "look there"))
     assert (found.state, found.remedy) == ("FAIL", "look there")
     assert found.detail == "no result after 1 s"

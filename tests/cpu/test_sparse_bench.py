@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from linkweave import kernels
-from linkweave.bench.cli import app
+from linkweave.bench.command.cli import app
 from linkweave.bench.sparse import topk
 from linkweave.collectives import CollectiveError
 

@@ -172,7 +172,7 @@ def main(shape: str, rate: str, *words: str) -> int:
     hosts, _, ranks = shape.partition("x")
     with Hosts(int(hosts), rate) as made:
         started = made.ranks(
-            [int(ranks)] * int(hosts), ["-m", "linkweave.bench.cli", *words],
+            [int(ranks)] * int(hosts), ["-m", "linkweave", *words],
             {"OMP_NUM_THREADS": "1"},  # as torchrun sets it
         )  # fmt: skip
         readers = [Thread(target=_show, args=(process,)) for process in started]

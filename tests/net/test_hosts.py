@@ -90,7 +90,7 @@ def test_a_link_that_comes_back_in_time_does_no_harm(hosts: Hosts) -> None:
 @pytest.mark.slow
 def test_the_network_is_measured(hosts: Hosts, tmp_path: Path) -> None:
     out = tmp_path / "map.json"
-    command = ["-m", "linkweave.bench.cli", "bench", "network", "-r", "1", "-b", "1K", "-e", "1M"]
+    command = ["-m", "linkweave", "bench", "network", "-r", "1", "-b", "1K", "-e", "1M"]
     ranks = hosts.ranks((1, 2), [*command, "--out", str(out)])
     outputs = [rank.communicate(timeout=280)[0] for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks), outputs

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from linkweave.bench import compare
-from linkweave.bench.cli import app
-from linkweave.bench.compare import FASTER, SAME, SLOWER, WRONG, Change, by_key
+from linkweave.bench.command import compare
+from linkweave.bench.command.cli import app
+from linkweave.bench.command.compare import FASTER, SAME, SLOWER, WRONG, Change, by_key
 from linkweave.collectives import CollectiveError
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"

@@ -226,7 +226,7 @@ def test_every_arrow_is_used() -> None:
     ("file", "source"),
     [
         ("topology/draw.py", "from linkweave.collectives.planning import plan"),
-        ("topology/draw.py", "def f():\n    import linkweave.bench.cli"),
+        ("topology/draw.py", "def f():\n    import linkweave.bench.command.cli"),
         ("topology/draw.py", "from topology import load"),
         ("topology/draw.py", "from linkweave import allreduce"),
         ("kernels/api.py", "import linkweave"),
@@ -249,7 +249,7 @@ def test_a_wrong_arrow_is_seen(file: str, source: str) -> None:
         ("topology/draw.py", "from linkweave.topology.graph import Graph\nimport json"),
         ("collectives/runtime/cpu/executor.py", "from linkweave.kernels.plan import interpreter"),
         ("collectives/sparse/gpu.py", "import linkweave.kernels"),
-        ("bench/cli.py", "from linkweave import collectives, kernels, topology"),
+        ("bench/command/cli.py", "from linkweave import collectives, kernels, topology"),
     ],
 )
 def test_a_right_arrow_passes(file: str, source: str) -> None:

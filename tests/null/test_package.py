@@ -43,7 +43,7 @@ def test_the_wheel_holds_one_package_with_its_sources(built: tuple[Path, Path]) 
     assert {name.split("/")[0] for name in names} == {"linkweave", "linkweave-0.1.0.dist-info"}
     for wanted in (
         "kernels/plan/plan.cu", "collectives/overlap/models.json", "py.typed",
-        "bench/results/network-4x2-1gbit.json", "topology/machines.py", "bench/cli.py",
+        "bench/results/network-4x2-1gbit.json", "topology/machines.py", "bench/command/cli.py",
     ):  # fmt: skip
         assert f"linkweave/{wanted}" in names
     assert not [name for name in names if name.split("/")[-1].startswith(("test_", "conftest"))]
@@ -77,7 +77,9 @@ def test_the_wheel_works(built: tuple[Path, Path], torch: bool, tmp_path: Path) 
 
 
 def test_the_shell_completes_commands() -> None:
-    code = "import sys; sys.argv = ['linkweave']; from linkweave.bench.cli import main; main()"
+    code = (
+        "import sys; sys.argv = ['linkweave']; from linkweave.bench.command.cli import main; main()"
+    )
     told = run(sys.executable, "-c", code, cwd=ROOT, PYTHONPATH=str(ROOT), COMP_CWORD="1",
                _LINKWEAVE_COMPLETE="complete_bash", COMP_WORDS="linkweave si")  # fmt: skip
     assert told.split() == ["simulate"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from linkweave.bench.options import parse_size
+from linkweave.bench.command.options import parse_size
 from linkweave.collectives.errors import CollectiveError, PlanError
 from linkweave.collectives.planning.plan import LIMITS, Connection, Op, Plan, Step
 from linkweave.collectives.planning.planner import plan_allreduce, plan_collective

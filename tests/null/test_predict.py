@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from linkweave import topology
-from linkweave.bench.cli import app
-from linkweave.bench.predict import REACHED, network_of, ranks_of, work_of
+from linkweave.bench.command.cli import app
+from linkweave.bench.command.predict import REACHED, network_of, ranks_of, work_of
 from linkweave.collectives import CollectiveError, overlap
 
 

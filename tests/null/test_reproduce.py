@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from linkweave.bench.cli import app
+from linkweave.bench.command.cli import app
 from linkweave.bench.reproduce import (
     asc_wfbp,
     c_cube,

@@ -280,7 +280,7 @@ def test_the_command_takes_them(tmp_path: Path) -> None:
     def plan(topo: str) -> subprocess.CompletedProcess[str]:
         words = ["plan", "-t", topo, "-s", "64K", "--measured", str(path), "--json"]
         return subprocess.run(
-            [sys.executable, "-m", "linkweave.bench.cli", *words],
+            [sys.executable, "-m", "linkweave", *words],
             capture_output=True, text=True, timeout=280, cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip

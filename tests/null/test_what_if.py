@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from linkweave import collectives, topology
-from linkweave.bench.cli import app
+from linkweave.bench.command.cli import app
 from linkweave.topology import CollectiveError, Link, Topology
 from linkweave.topology.edits import Ends, parse_ends, with_links, with_nics, without_links
 

@@ -14,10 +14,10 @@ from typing import Annotated
 import typer
 
 from linkweave import collectives, topology
-from linkweave.bench import compare, plans, predict, simulate, training_commands, what_if
-from linkweave.bench.machine import comparison, report
-from linkweave.bench.measure import bench
-from linkweave.bench.options import (
+from linkweave.bench import commands
+from linkweave.bench.command import compare, plans, predict, simulate, what_if
+from linkweave.bench.command.machine import comparison, report
+from linkweave.bench.command.options import (
     GpusOption,
     JsonOption,
     MachineArgument,
@@ -31,6 +31,7 @@ from linkweave.bench.options import (
     machine_of,
     writable,
 )
+from linkweave.bench.commands import bench
 from linkweave.bench.reproduce import command as reproduce
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.overlap import POLICIES
@@ -41,7 +42,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False, context_settings={"max_content_width": 100},
     help="Plan collectives for the links a machine has: look at it, plan, simulate, measure.",
 )  # fmt: skip
-for command in (*training_commands.COMMANDS, compare.compare):
+for command in (*commands.COMMANDS, compare.compare):
     bench.command()(command)
 app.add_typer(bench, name="bench")
 app.command()(plans.plan)
@@ -151,7 +152,7 @@ def schedule(
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Predict what DDP and other schedules of gradients take."""
-    from linkweave.bench import schedule as shown
+    from linkweave.bench.command import schedule as shown
     from linkweave.collectives import overlap
 
     shown.check(policy, png, trace, explain, as_json)
@@ -168,7 +169,7 @@ def train_trace(
     as_json: JsonOption = False,
 ) -> None:
     """Compare a measured training step with its prediction."""
-    from linkweave.bench import gantt
+    from linkweave.bench.command import gantt
     from linkweave.collectives.overlap import MeasuredStep
 
     writable(png=png, trace=trace)
@@ -215,7 +216,7 @@ def selftest(
 
     The exit status is 0 for PASS, 1 for FAIL, and 3 for PASS but for what was left out.
     """
-    from linkweave.bench import selftest as shown
+    from linkweave.bench.command import selftest as shown
 
     writable(report=report)
     raise SystemExit(shown.run(gpus, sys.stdout, report))
@@ -233,7 +234,7 @@ def demo(
 ) -> None:
     """Train a small CNN, and compare schedules."""
     try:
-        from linkweave.bench.demo import run, summary
+        from linkweave.bench.command.demo import run, summary
     except ImportError as error:
         raise CollectiveError(
             f"the demo needs torch: pip install torch==2.13.0 ({error})"

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from linkweave.bench import options
-from linkweave.bench.options import JsonOption, console
+from linkweave.bench.command import options
+from linkweave.bench.command.options import JsonOption, console
 from linkweave.collectives import CollectiveError
 from linkweave.topology.checks import number, shown
 

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from linkweave import collectives
-from linkweave.bench.machine import explanation_json
-from linkweave.bench.options import (
+from linkweave.bench.command.machine import explanation_json
+from linkweave.bench.command.options import (
     WIDTH,
     AlgorithmOption,
     ChunksOption,

@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.progress import Progress
 
-from linkweave.bench import gantt, options
-from linkweave.bench.options import console
+from linkweave.bench.command import gantt, options
+from linkweave.bench.command.options import console
 from linkweave.collectives import CollectiveError, overlap
 from linkweave.collectives.overlap import Network, Profile, Schedule
 

@@ -10,7 +10,7 @@ import typer
 from rich.progress import Progress
 
 from linkweave import collectives
-from linkweave.bench.options import (
+from linkweave.bench.command.options import (
     AlgorithmOption,
     ChunksOption,
     CollectiveOption,
@@ -29,7 +29,7 @@ from linkweave.bench.options import (
     table,
     writable,
 )
-from linkweave.bench.plans import check_chunks, one_of, read_plan
+from linkweave.bench.command.plans import check_chunks, one_of, read_plan
 from linkweave.collectives import CollectiveError, Plan
 from linkweave.collectives.planning.explain import size_text
 from linkweave.collectives.planning.planner import candidates, choose

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, TextIO
 from unittest import mock
 
-from linkweave.bench import gpu_plans as plans
-from linkweave.bench.gpu_api import (
+from linkweave.bench.gpu import plans as plans
+from linkweave.bench.gpu.api import (
     Arrays,
     CupyArrays,
     NumpyArrays,
@@ -28,11 +28,11 @@ from linkweave.bench.gpu_api import (
     run_killed,
     run_ranks,
 )
-from linkweave.bench.gpu_calls import beside_nccl
-from linkweave.bench.gpu_meter import Meter
-from linkweave.bench.gpu_runner import Failed, Result, Row, in_process, write
-from linkweave.bench.gpu_sparse import SparseRows, sparse_ranks
-from linkweave.bench.gpu_train import train
+from linkweave.bench.gpu.calls import beside_nccl
+from linkweave.bench.gpu.meter import Meter
+from linkweave.bench.gpu.runner import Failed, Result, Row, in_process, write
+from linkweave.bench.gpu.sparse import SparseRows, sparse_ranks
+from linkweave.bench.gpu.train import train
 from linkweave.bench.timing import machine
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.runtime.gpu.doctor import Check, examine

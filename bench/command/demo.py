@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.progress import track
 
 from linkweave import collectives, topology
-from linkweave.bench import gantt, options, sleeping
+from linkweave.bench import sleeping
+from linkweave.bench.command import gantt, options
 from linkweave.collectives import CollectiveError, overlap
 from linkweave.collectives.launch.default import get_default
 from linkweave.topology.checks import integer

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from linkweave.bench import schedule as schedules
-from linkweave.bench.options import (
+from linkweave.bench.command import schedule as schedules
+from linkweave.bench.command.options import (
     AlgorithmOption,
     GpusOption,
     JsonOption,
@@ -22,7 +22,7 @@ from linkweave.bench.options import (
     console,
     machine_of,
 )
-from linkweave.bench.plans import one_of
+from linkweave.bench.command.plans import one_of
 from linkweave.collectives import CollectiveError, overlap
 from linkweave.collectives.overlap import Network, Profile, Schedule
 from linkweave.topology import Topology

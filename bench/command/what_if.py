@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from linkweave import collectives, topology
-from linkweave.bench import options
-from linkweave.bench.options import (
+from linkweave.bench.command import options
+from linkweave.bench.command.options import (
     GpusOption,
     JsonOption,
     ModelOption,
@@ -24,8 +24,8 @@ from linkweave.bench.options import (
     parse_size,
     writable,
 )
-from linkweave.bench.plans import one_of
-from linkweave.bench.predict import network_of, work_of
+from linkweave.bench.command.plans import one_of
+from linkweave.bench.command.predict import network_of, work_of
 from linkweave.collectives import CollectiveError, overlap
 from linkweave.collectives.overlap import Schedule, models
 from linkweave.collectives.planning.explain import size_text

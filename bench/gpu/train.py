@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 from linkweave import collectives
-from linkweave.bench.gpu_api import Arrays, on_ranks
-from linkweave.bench.gpu_runner import Failed, Result
+from linkweave.bench.gpu.api import Arrays, on_ranks
+from linkweave.bench.gpu.runner import Failed, Result
 from linkweave.collectives.training.tuner import SETTLED_NAMED
 
 POLICIES = ("asc-wfbp", "us-byte", "c-cube")

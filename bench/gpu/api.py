@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from linkweave import collectives
-from linkweave.bench.gpu_meter import machine_of
-from linkweave.bench.gpu_runner import Failed, LeftOut, Result
+from linkweave.bench.gpu.meter import machine_of
+from linkweave.bench.gpu.runner import Failed, LeftOut, Result
 from linkweave.collectives import get_default
 from linkweave.collectives.planning.planner import candidates
 from linkweave.kernels.dtypes import DTYPES

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from linkweave.bench.gpu_runner import Failed, Result
+from linkweave.bench.gpu.runner import Failed, Result
 from linkweave.collectives import plan_allreduce, verify
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.gpu import device as cuda

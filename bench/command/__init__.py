@@ -1,0 +1,1 @@
+"""The product's command: `linkweave plan`, `simulate`, `predict`, `topo`, ..."""

@@ -1,0 +1,1 @@
+"""The rows of `bench.gpu_suite`, which one GPU runs."""

@@ -1,0 +1,5 @@
+"""`python -m linkweave`, for launchers such as torchrun: the command `linkweave`."""
+
+from linkweave.bench.command.cli import main
+
+main()
