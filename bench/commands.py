@@ -29,7 +29,6 @@ from linkweave.bench.command.options import (
     tell,
     writable,
 )
-from linkweave.bench.timing import machine
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.overlap import POLICIES, load, network_from
 
@@ -325,6 +324,7 @@ def convergence(
 ) -> None:  # fmt: skip
     """Accuracy or loss with gTop-k, beside dense (2 min)."""
     from linkweave.bench import convergence as measured
+    from linkweave.bench.timing import machine
 
     at_least(("-n", ranks, 2), ("--steps", steps, 1), ("--seeds", seeds, 1),
              ("--epoch-steps", 1 if epoch_steps is None else epoch_steps, 1))  # fmt: skip

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
 import textwrap
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from linkweave import collectives
-from linkweave.bench.command.machine import explanation_json
 from linkweave.bench.command.options import (
     WIDTH,
     AlgorithmOption,
@@ -27,7 +29,7 @@ from linkweave.bench.command.options import (
     machine_of,
     parse_size,
 )
-from linkweave.collectives import CollectiveError, Plan
+from linkweave.collectives import CollectiveError, Explanation, Plan
 from linkweave.collectives.planning.cost import MAX_CHUNKS
 from linkweave.collectives.planning.explain import size_text
 from linkweave.collectives.planning.planner import candidates, choose, predict
@@ -36,7 +38,6 @@ from linkweave.topology.bounds import BOUNDED
 from linkweave.topology.loading import read
 from linkweave.topology.parts import parts_of
 
-_FEW = 16  # ranks up to which comparing all algorithms takes a second or two
 MOST_CHUNKS = 8 * MAX_CHUNKS
 
 
@@ -89,8 +90,7 @@ def plan(
         if as_json or steps:
             text = made.to_json() if as_json else str(made)
         else:
-            reason = _reason(found, nbytes, made, algorithm)
-            text = summary(made, found, nbytes, reason)
+            text = summary(made, found, nbytes, _reason(found, made, algorithm))
         if algorithm != "auto":
             _warn(made, found, nbytes)
     print(text)
@@ -129,13 +129,13 @@ def summary(made: Plan, machine: Topology, nbytes: int, reason: str) -> str:
     ) + "\n--steps prints the steps of every rank"  # fmt: skip
 
 
-def _reason(machine: Topology, nbytes: int, made: Plan, algorithm: str) -> str:
+def _reason(machine: Topology, made: Plan, algorithm: str) -> str:
     if algorithm != "auto":
         return "as asked"
-    if made.collective == "allreduce" and len(machine.gpus) <= _FEW:
-        return collectives.explain(machine, nbytes).reason
-    names = candidates(machine, made.collective, made.root)
-    return f"auto expects it to be the fastest of {len(names)} algorithms"
+    if len(names := candidates(machine, made.collective, made.root)) == 1:
+        return "the only one for this machine"
+    compares = "; --explain compares them" if made.collective == "allreduce" else ""
+    return f"auto expects it to be the fastest of {len(names)} algorithms{compares}"
 
 
 def _warn(made: Plan, machine: Topology, nbytes: int) -> None:
@@ -161,3 +161,15 @@ def check_chunks(chunks: int | None) -> None:
     """Raise CollectiveError for more chunks than any plan has a use for."""
     if chunks is not None and chunks > MOST_CHUNKS:
         raise CollectiveError(f"--chunks must be at most {MOST_CHUNKS}, not {chunks}")
+
+
+def explanation_json(told: Explanation) -> str:
+    """The comparison as JSON: bytes, seconds, and shares of the bound."""
+    rows = [{**asdict(row), "busiest": row.busiest and [*row.busiest]} for row in told.rows]
+    return json.dumps({
+        "topology": told.topology, "size": told.nbytes, "auto": told.choice,
+        "reason": told.reason, "bound": told.bound.algbw, "bottleneck": told.bottleneck,
+        "rows": rows, "refused": dict(told.refused), "crossovers": told.crossovers,
+        "sparse": [{**asdict(row), "seconds": row.seconds if math.isfinite(row.seconds) else None}
+                   for row in told.sparse],
+    })  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tables of schedules, and what they save of a step of DDP."""
+"""`linkweave schedule` and `train-trace`: schedules, and what they save of a step of DDP."""
 
 from __future__ import annotations
 
@@ -7,14 +7,22 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.progress import Progress
 
 from linkweave.bench.command import gantt, options
-from linkweave.bench.command.options import console
+from linkweave.bench.command.options import (
+    JsonOption,
+    NetworkOption,
+    ProfileOption,
+    WorkersOption,
+    console,
+    writable,
+)
 from linkweave.collectives import CollectiveError, overlap
-from linkweave.collectives.overlap import Network, Profile, Schedule
+from linkweave.collectives.overlap import POLICIES, Network, Profile, Schedule
 
 LEGEND = (
     "x DDP: DDP's time over its own; above bound: over the lower bound on any schedule; exposed: "
@@ -25,6 +33,56 @@ DDP = "DDP (25 MiB buckets)"
 SEARCHED = ("optimal", "auto")
 NEGLIGIBLE = 0.01
 """The share of a step up to which schedules are called equal."""
+
+
+def schedule(
+    profile: ProfileOption,
+    network: NetworkOption = "10GbE",
+    workers: WorkersOption = None,
+    policy: Annotated[
+        str, typer.Option(help=f"all, auto, or one of {', '.join(POLICIES)}.")
+    ] = "all",
+    limit: Annotated[float, typer.Option(help="Seconds that optimal and auto may search.")] = 3.0,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print why, and each all-reduce.")
+    ] = False,
+    png: Annotated[Path | None, typer.Option(help="Draw a Gantt chart to this file.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace (one policy).")] = None,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Predict what DDP and other schedules of gradients take."""
+    check(policy, png, trace, explain, as_json)
+    loaded, net = overlap.load(profile), overlap.network_from(network, workers)
+    found = planned(loaded, net, policy, limit)
+    tell(found, explain=explain, png=png, trace=trace, as_json=as_json)
+
+
+def train_trace(
+    step: Annotated[Path, typer.Argument(help="A file that DataParallel.save_step wrote.")],
+    png: Annotated[Path | None, typer.Option(help="Draw Gantt charts to this file.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace to this file.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare a measured training step with its prediction."""
+    writable(png=png, trace=trace)
+    found = overlap.MeasuredStep.from_json(step.read_text())
+    charts = [
+        gantt.predicted(found.schedule, "predicted"),
+        gantt.measured(found.schedule, found.timeline),
+    ]
+    if as_json:
+        print(json.dumps({
+            "policy": found.schedule.policy, "seconds": found.timeline.seconds,
+            "predicted_seconds": found.schedule.predicted_seconds,
+        }))  # fmt: skip
+    else:
+        print(found)
+    if png:
+        gantt.draw(charts, png)
+        console.print(f"drawn: {png}", highlight=False)
+    if trace:
+        trace.write_text(gantt.trace(charts))
+        console.print(f"written: {trace}", highlight=False)
 
 
 def table(schedules: Sequence[Schedule], ddp: Schedule) -> str:
