@@ -19,10 +19,10 @@ from linkweave.collectives.cluster.call import ClusterCall
 from linkweave.collectives.cluster.calls import LONGER, ClusterCalls, sparse_allreduce
 from linkweave.collectives.cluster.connections import Connections
 from linkweave.collectives.cluster.gloo import Across
+from linkweave.collectives.cluster.machines import Machines
 from linkweave.collectives.cluster.roll_call import RollCall
 from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.launch.machines import Machines
 from linkweave.collectives.methods import Methods
 from linkweave.collectives.settings import Settings
 from linkweave.topology.checks import integer

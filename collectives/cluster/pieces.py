@@ -18,8 +18,8 @@ import torch
 
 from linkweave.collectives.cluster.cluster_map import PIECE
 from linkweave.collectives.cluster.gloo import Across, undivided
+from linkweave.collectives.cluster.machines import Machines
 from linkweave.collectives.communicator import Communicator
-from linkweave.collectives.launch.machines import Machines
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.tensors import as_buffer
 

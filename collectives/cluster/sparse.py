@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linkweave.collectives.cluster.connections import Connections
+from linkweave.collectives.cluster.machines import Machines
 from linkweave.collectives.cluster.pieces import flat
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.launch.machines import Machines
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.sparse_tree import binomial_tree
 from linkweave.collectives.sparse.backend import Vector

@@ -12,10 +12,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from linkweave.collectives.cluster.machines import Machines, machine_id
 from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.errors import CollectiveError, CollectiveTimeout
 from linkweave.collectives.launch.default import set_default
-from linkweave.collectives.launch.machines import Machines, machine_id
 from linkweave.collectives.runtime.cpu.arena import Arena
 from linkweave.collectives.runtime.cpu.mapping import Mapping
 from linkweave.collectives.settings import Settings

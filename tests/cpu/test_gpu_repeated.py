@@ -60,7 +60,7 @@ INTO: dict[str, Call] = {
 
 def made_again(rank: int, names: tuple[str, ...]) -> list[int]:
     """How often a launch's argument was made in each of four rounds."""
-    comm, counts, made = get_default(), [], executor.program.launch
+    comm, counts, made = get_default(), [], executor.launch_tables.launch
     x, out = tensor(np.zeros(N * comm.size)), tensor(np.zeros(N * comm.size))
     calls = {**IN_PLACE, **INTO}
 
@@ -68,7 +68,7 @@ def made_again(rank: int, names: tuple[str, ...]) -> list[int]:
         counts[-1] += 1
         return made(*arguments)
 
-    executor.program.launch = counted  # type: ignore[assignment]
+    executor.launch_tables.launch = counted  # type: ignore[assignment]
     try:
         for step in range(4):
             counts.append(0)
@@ -90,7 +90,7 @@ def made_again(rank: int, names: tuple[str, ...]) -> list[int]:
                     np.testing.assert_array_equal(x.array, given[rank], name)
                 comm.barrier()  # before buffers that peers may still read are filled
     finally:
-        executor.program.launch = made
+        executor.launch_tables.launch = made
     return counts
 
 
