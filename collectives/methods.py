@@ -49,8 +49,8 @@ class Methods:
 
         Returns `out`, which is None for a call in place, or a `Work`. On a GPU the call is enqueued
         on the current stream.
-        Rounding: 16-bit floats are combined in float32 and rounded once at each combining step. min
-        and max propagate NaN. Integers wrap around.
+        Rounding: floats of 16 and 8 bits are combined in float32 and rounded once at each combining
+        step. min and max propagate NaN. Integers wrap around.
         Raises CollectiveError if arguments are bad or differ between ranks, CollectiveTimeout and
         CollectiveAborted if a peer does not take part. On a GPU a later call, `Work.wait` or
         `synchronize` raises them.

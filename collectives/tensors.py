@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.runtime.buffer import DTYPES, Buffer, unsupported
 
-_NUMPY = {np.dtype(name): name for name in DTYPES if name != "bfloat16"}
+_NUMPY = {np.dtype(name): name for name in DTYPES if DTYPES[name].stored == name}
 
 
 def is_torch(x: Any) -> bool:
@@ -241,7 +241,7 @@ def parse_shape(shape: Any, dtype: Any) -> tuple[tuple[int, ...], str, int]:
     if not _of_torch(dtype):
         with suppress(TypeError):  # an object that is no dtype is refused by its text
             name = str(np.dtype(dtype))
-    if name not in DTYPES or (name == "bfloat16" and not _of_torch(dtype)):
+    if name not in DTYPES or (DTYPES[name].stored != name and not _of_torch(dtype)):
         raise unsupported(name)
     return dims, name, DTYPES[name].size
 

@@ -17,12 +17,13 @@ class Dtype(NamedTuple):
 
     @property
     def infinity(self) -> int:
-        """The bit pattern of a float's positive infinity; those of NaN are larger."""
+        """The bit pattern of a float's positive infinity (float8_e4m3fn has none); those of NaN are
+        larger."""
         return (1 << (8 * self.size - 1)) - (1 << self.fraction)
 
     @property
     def largest(self) -> float:
-        """A float's largest finite value."""
+        """A float's largest finite value, of those that have infinities."""
         exponent_bits = 8 * self.size - 1 - self.fraction
         return float((2 - 2.0**-self.fraction) * 2.0 ** (2 ** (exponent_bits - 1) - 1))
 
@@ -32,6 +33,8 @@ DTYPES = {
     "float64": Dtype(8, "float", "float64", "double", 52),
     "float16": Dtype(2, "float", "float16", "float16", 10),
     "bfloat16": Dtype(2, "float", "uint16", "bfloat16", 7),
+    "float8_e4m3fn": Dtype(1, "float", "uint8", "float8_e4m3fn", 3),
+    "float8_e5m2": Dtype(1, "float", "uint8", "float8_e5m2", 2),
     "int8": Dtype(1, "int", "int8", "signed char"),
     "uint8": Dtype(1, "int", "uint8", "u8"),
     "int32": Dtype(4, "int", "int32", "int"),

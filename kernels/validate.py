@@ -10,7 +10,7 @@ from typing import Any
 
 from linkweave.kernels.dtypes import DTYPES
 
-FLOATS = tuple(name for name, d in DTYPES.items() if d.kind == "float" and d.size <= 4)
+FLOATS = tuple(name for name, d in DTYPES.items() if d.kind == "float" and d.size in (2, 4))
 
 
 def is_torch(x: Any) -> bool:

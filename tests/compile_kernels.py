@@ -12,24 +12,24 @@ from linkweave.collectives.runtime.cpu.executor import compile_kernels
 from linkweave.kernels.dtypes import DTYPES, ops_of
 from linkweave.kernels.plan.combine import combine_address
 
-HALVES = ("float16", "bfloat16")
+SMALL = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
-def combine(halves: bool) -> None:
-    """Those of 16-bit floats and bitwise steps, or the others."""
+def combine(small: bool) -> None:
+    """Those of small floats and bitwise steps, or the others."""
     for dtype, about in DTYPES.items():
         for op in ops_of(dtype):
             bitwise = about.kind == "bool" or op in ("and", "or", "xor")
-            if halves == (dtype in HALVES or bitwise):
+            if small == (dtype in SMALL or bitwise):
                 combine_address(dtype, op)
 
 
 def main() -> None:
     with get_context("spawn").Pool(1) as pool:
-        halves = pool.apply_async(combine, (True,))
+        small = pool.apply_async(combine, (True,))
         compile_kernels()
         combine(False)
-        halves.get()
+        small.get()
 
 
 if __name__ == "__main__":

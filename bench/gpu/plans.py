@@ -23,7 +23,6 @@ from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.planning.planner import candidates
 from linkweave.collectives.runtime import reference
 from linkweave.collectives.runtime.gpu.executor import GpuRanks, Prepared, width_of
-from linkweave.collectives.runtime.reference import to_bfloat16
 from linkweave.kernels.dtypes import DTYPES, ops_of
 from linkweave.kernels.gpu import clock
 from linkweave.kernels.gpu.arrays import Gpu, LibraryGpu
@@ -80,7 +79,10 @@ def inputs(ranks: int, nbytes: int, dtype: str) -> list[np.ndarray]:
         below = 100 if kind == "int" else 2
         return [rng.integers(0, below, n).astype(dtype) for _ in range(ranks)]
     made = [rng.standard_normal(n, np.float32) for _ in range(ranks)]
-    return [to_bfloat16(x) if dtype == "bfloat16" else x.astype(dtype) for x in made]
+    return [
+        reference.rounded(x, dtype) if DTYPES[dtype].stored != dtype else x.astype(dtype)
+        for x in made
+    ]
 
 
 def check(
@@ -98,7 +100,7 @@ def check(
     with meter.uploaded(given) as values, meter.uploaded(others) as outputs:
         ranks.run(prepared, outputs or values, inputs=values)
         ranks.check()
-        wanted = reference.run(prepared.plan, given, op, bfloat16=dtype == "bfloat16")
+        wanted = reference.run(prepared.plan, given, op, dtype=dtype)
         what = f"{plan.algorithm} {nbytes} bytes {dtype} {op}"
         for rank, (address, want) in enumerate(zip(outputs or values, wanted, strict=True)):
             meter.expect(address, want, f"{what}, rank {rank}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,23 +12,22 @@ from numpy.typing import NDArray
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.plan import Op, Plan
 from linkweave.collectives.planning.walk import Visit, walk
-from linkweave.collectives.runtime.buffer import check_op, step_of
+from linkweave.collectives.runtime.buffer import DTYPES, check_op, step_of
 
 Array = NDArray[Any]
 
 
 def run(
-    plan: Plan, inputs: Sequence[Array], op: str = "sum", seed: int | None = None,
-    bfloat16: bool = False,
+    plan: Plan, inputs: Sequence[Array], op: str = "sum", seed: int | None = None, dtype: str = "",
 ) -> list[Array]:  # fmt: skip
     """Run a plan; returns the contents of each rank's buffer.
 
     `inputs` has one array per rank, all of one shape and dtype, and is not changed. Its layout is
     that of `Plan.chunk_bounds`; for an all-to-all, the data to send is followed by as much room for
-    the data received. With `bfloat16`, arrays are uint16 bit patterns.
+    the data received. Arrays of a `dtype` that NumPy lacks are its bit patterns.
 
     A REDUCE combines values in the order of its connections; the rank's own value comes first, or
-    behind the first `ahead` ones. 16-bit floats are combined in float32 and rounded once per
+    behind the first `ahead` ones. small floats are combined in float32 and rounded once per
     REDUCE; integers wrap; min and max propagate NaN; avg divides in the REDUCE that completes a
     chunk. Any nonzero byte of a bool is True; results are 0 or 1. `seed` selects another valid
     order of steps, which must not change the result. Raises CollectiveError.
@@ -64,7 +64,7 @@ def run(
         else:
             divisor = plan.size if op == "avg" and v.step.last else 1
             values = [*arrived[: v.step.ahead], own, *arrived[v.step.ahead :]]
-            own[...] = combine(values[0], values[1:], op, divisor, bfloat16)
+            own[...] = combine(values[0], values[1:], op, divisor, dtype)
 
     with np.errstate(all="ignore"):  # overflow and NaN are valid results
         walk(plan, visit, seed)
@@ -87,27 +87,66 @@ _STEPS: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def combine(
-    own: Array, others: Sequence[Array], op: str, divisor: int = 1, bfloat16: bool = False
+    own: Array, others: Sequence[Array], op: str, divisor: int = 1, dtype: str = ""
 ) -> Array:
     """One REDUCE: combine `own` with `others` in order, divide, and round once."""
-    dtype = own.dtype
-    name = "bfloat16" if bfloat16 else str(dtype)
+    name = dtype or str(own.dtype)
     check_op(op, name)
     step = _STEPS[step_of(op, name)]
-    total = _widen(own, bfloat16)
+    total = widened(own, name)
     for other in others:
-        total = step(total, _widen(other, bfloat16))
+        total = step(total, widened(other, name))
     if divisor != 1:
         total = total / total.dtype.type(divisor)
-    return to_bfloat16(total) if bfloat16 else total.astype(dtype)
+    return rounded(total, name) if name in _ROUNDED else total.astype(own.dtype)
 
 
-def _widen(x: Array, bfloat16: bool) -> Array:
-    if bfloat16:
+def widened(x: Array, dtype: str) -> Array:
+    """The values in the type in which they are combined."""
+    if dtype == "bfloat16":
         return from_bfloat16(x)
+    if DTYPES[dtype].kind == "float" and x.dtype.kind != "f":
+        return _float8(dtype)[0][x]
     if x.dtype == np.bool_:
         return np.not_equal(x.view(np.uint8), 0)
     return x.astype(np.float32) if x.dtype == np.float16 else x
+
+
+def rounded(x: Array, dtype: str) -> Array:
+    """float32 values rounded to nearest even, as patterns of a dtype that NumPy lacks."""
+    if dtype == "bfloat16":
+        return to_bfloat16(x)
+    _, middles, most = _float8(dtype)
+    size = np.abs(x.astype(np.float32))
+    code = np.searchsorted(middles, size)  # of the largest value that is not above, if it is near
+    tie = size == middles[np.minimum(code, len(middles) - 1)]
+    code = np.minimum(code + (tie & (code & 1 == 1)), most)
+    code = np.where(np.isnan(size), 0x7F, code)
+    return (code | np.where(np.signbit(x), 0x80, 0)).astype(np.uint8)
+
+
+_FLOAT8 = {"float8_e4m3fn": (4, 7), "float8_e5m2": (5, 15)}
+"""Bits of the exponent, and its bias."""
+_ROUNDED = ("bfloat16", *_FLOAT8)
+
+
+@cache
+def _float8(dtype: str) -> tuple[Array, Array, int]:
+    """The value of each pattern, what lies midway between those of neighbours up to the first that
+    is not finite, and the pattern of what is beyond: float8_e4m3fn has no infinity."""
+    bits, bias = _FLOAT8[dtype]
+    fraction = 7 - bits
+    codes = np.arange(128)
+    exponent, rest = codes >> fraction, (codes & ((1 << fraction) - 1)) / (1 << fraction)
+    low = exponent == 0
+    values = np.where(low, rest, 1 + rest) * 2.0 ** (np.where(low, 1, exponent) - bias)
+    most = 0x7E if dtype == "float8_e4m3fn" else 0x7B  # the largest finite one
+    middles = (values[: most + 1] + values[1 : most + 2]) / 2
+    if dtype == "float8_e5m2":
+        values[most + 1] = np.inf
+    values[most + 1 + (dtype == "float8_e5m2") :] = np.nan
+    both = np.concatenate([values, -values]).astype(np.float32)
+    return both, middles.astype(np.float32), most + (dtype == "float8_e5m2")
 
 
 def from_bfloat16(bits: Array) -> Array:

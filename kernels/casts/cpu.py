@@ -10,8 +10,8 @@ import numpy as np
 from numba import njit
 
 from linkweave.kernels.dtypes import DTYPES
-from linkweave.kernels.float16 import narrow_float16, widen_bfloat16, widen_float16
 from linkweave.kernels.parallel import parts, run_parts
+from linkweave.kernels.small_floats import narrow_float16, widen_bfloat16, widen_float16
 
 BLOCK = 2048  # elements; with input and output at most 40 KiB, read and written in order
 NAN = np.float32(np.nan)

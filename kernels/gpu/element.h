@@ -1,20 +1,35 @@
 // Elements: conversions to the type in which they are combined, and the reductions.
 //
-// float16 and bfloat16 are combined in float32 and rounded to nearest even; integers wrap; min and
-// max propagate NaN. No CUDA header is needed, so NVRTC compiles this without an include path.
+// Floats of 16 and 8 bits are combined in float32 and rounded to nearest even; integers wrap; min
+// and max propagate NaN. No CUDA header is needed, so NVRTC compiles this without an include path.
 #pragma once
 #include "gpu/sync.h"
 
 struct float16 { u16 bits; };
 struct bfloat16 { u16 bits; };
+struct float8_e4m3fn { u8 bits; };
+struct float8_e5m2 { u8 bits; };
 
 template <class T> struct Wide { typedef T type; };
 template <> struct Wide<float16> { typedef float type; };
 template <> struct Wide<bfloat16> { typedef float type; };
+template <> struct Wide<float8_e4m3fn> { typedef float type; };
+template <> struct Wide<float8_e5m2> { typedef float type; };
 
 template <class T> __device__ __forceinline__ T widen(T v) { return v; }
 __device__ __forceinline__ float widen(float16 v) { return half_bits_to_float(v.bits); }
 __device__ __forceinline__ float widen(bfloat16 v) { return bits_float(u32(v.bits) << 16); }
+// the exponent's bias becomes 127 by a product, which is exact for subnormals too
+__device__ __forceinline__ float widen(float8_e4m3fn v) {
+    const u32 size = v.bits & 0x7f;
+    const u32 bits = float_bits(bits_float(size << 20) * 0x1p120f) | (size == 0x7f ? 0x7fc00000 : 0);
+    return bits_float(bits | u32(v.bits & 0x80) << 24);
+}
+__device__ __forceinline__ float widen(float8_e5m2 v) {
+    const u32 size = v.bits & 0x7f;
+    const u32 bits = float_bits(bits_float(size << 21) * 0x1p112f) | (size >= 0x7c ? 0x7f800000 : 0);
+    return bits_float(bits | u32(v.bits & 0x80) << 24);
+}
 
 template <class T> __device__ __forceinline__ void narrow(T v, T& to) { to = v; }
 __device__ __forceinline__ void narrow(float v, float16& to) { to.bits = float_to_half_bits(v); }
@@ -22,6 +37,28 @@ __device__ __forceinline__ void narrow(float v, bfloat16& to) {
     const u32 b = float_bits(v);
     // to nearest even; a NaN keeps its sign and its payload's upper bits, and becomes quiet
     to.bits = u16(v != v ? (b >> 16 | 0x40) : (b + 0x7fff + (b >> 16 & 1)) >> 16);
+}
+
+// To 8 bits, nearest even. Patterns from `over` on become `above`, those of NaN 0x7f.
+template <int FRACTION, int BIAS>
+__device__ __forceinline__ u8 float8_bits(float v, u32 over, u32 above) {
+    const int cut = 23 - FRACTION;
+    const u32 size = float_bits(v) & 0x7fffffff, sign = float_bits(v) >> 24 & 0x80;
+    u32 out;
+    if (size >= over)
+        out = size > 0x7f800000 ? 0x7f : above;
+    else if (size < u32(128 - BIAS) << 23) {  // subnormal: adding `magic` rounds it
+        const u32 magic = u32(151 - BIAS - FRACTION) << 23;
+        out = float_bits(bits_float(size) + bits_float(magic)) - magic;
+    } else
+        out = (size - (u32(127 - BIAS) << 23) + ((1u << (cut - 1)) - 1) + (size >> cut & 1)) >> cut;
+    return u8(out | sign);
+}
+__device__ __forceinline__ void narrow(float v, float8_e4m3fn& to) {
+    to.bits = float8_bits<3, 7>(v, 0x43e80000, 0x7e);  // it has no infinity: 448 is the largest
+}
+__device__ __forceinline__ void narrow(float v, float8_e5m2& to) {
+    to.bits = float8_bits<2, 15>(v, 0x47800000, 0x7c);
 }
 
 // The largest finite value of a float.

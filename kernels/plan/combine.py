@@ -2,9 +2,9 @@
 
 There is one function for each dtype and way to combine it, compiled at first use and cached on
 disk. Each operand is read once and the result is written once, in blocks that fit the L1 cache.
-Operands are combined strictly in order, without fast-math. 16-bit floats are widened to float32,
-combined, and rounded once (to nearest even; subnormals are kept). Any nonzero byte of a bool is
-True; results are 0 or 1.
+Operands are combined strictly in order, without fast-math. Floats of 16 and 8 bits are widened to
+float32, combined, and rounded once (to nearest even; subnormals are kept). Any nonzero byte of a
+bool is True; results are 0 or 1.
 """
 
 from __future__ import annotations
@@ -18,19 +18,32 @@ from numba import carray, cfunc, njit, types
 
 from linkweave.kernels.atomics import load, pointer
 from linkweave.kernels.dtypes import DTYPES, step_of
-from linkweave.kernels.float16 import narrow_bfloat16, narrow_float16, widen_bfloat16, widen_float16
+from linkweave.kernels.small_floats import (
+    narrow_bfloat16,
+    narrow_float8_e4m3fn,
+    narrow_float8_e5m2,
+    narrow_float16,
+    widen_bfloat16,
+    widen_float8_e4m3fn,
+    widen_float8_e5m2,
+    widen_float16,
+)
 
 BLOCK = 2048  # elements; three float32 operands are 24 KiB and fit a 32 KiB L1 cache
 SIGNATURE = types.void(*[types.int64] * 5, types.float64)
 
 # Kernels close over numbers only; otherwise other processes would not find their cached code.
 SUM, PROD, MIN, MAX, AND, OR, XOR, ALL, ANY, ODD = range(10)
-FLOAT16, BFLOAT16 = range(2)
+FLOAT16, BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2 = range(4)
 _STEPS = {
     "sum": SUM, "prod": PROD, "min": MIN, "max": MAX, "and": AND, "or": OR, "xor": XOR,
     "all": ALL, "any": ANY, "odd": ODD,
 }  # fmt: skip
-_HALVES = {"float16": FLOAT16, "bfloat16": BFLOAT16}
+_SMALL = {
+    "float16": FLOAT16, "bfloat16": BFLOAT16, "float8_e4m3fn": FLOAT8_E4M3FN,
+    "float8_e5m2": FLOAT8_E5M2,
+}  # fmt: skip
+"""Floats that are combined in float32."""
 
 
 @njit(inline="always")
@@ -60,19 +73,27 @@ def _join(step, a, b):
 
 
 @njit(inline="always")
-def _widen(half, src, dst):
-    if half == FLOAT16:
+def _widen(small, src, dst):
+    if small == FLOAT16:
         widen_float16(src, dst)
-    else:
+    elif small == BFLOAT16:
         widen_bfloat16(src, dst)
+    elif small == FLOAT8_E4M3FN:
+        widen_float8_e4m3fn(src, dst)
+    else:
+        widen_float8_e5m2(src, dst)
 
 
 @njit(inline="always")
-def _narrow(half, src, dst):
-    if half == FLOAT16:
+def _narrow(small, src, dst):
+    if small == FLOAT16:
         narrow_float16(src, dst)
-    else:
+    elif small == BFLOAT16:
         narrow_bfloat16(src, dst)
+    elif small == FLOAT8_E4M3FN:
+        narrow_float8_e4m3fn(src, dst)
+    else:
+        narrow_float8_e5m2(src, dst)
 
 
 def _native(step: int, stored: str, average: bool) -> Callable[..., None]:
@@ -118,8 +139,8 @@ def _native(step: int, stored: str, average: bool) -> Callable[..., None]:
     return kernel
 
 
-def _half(step: int, half: int, average: bool) -> Callable[..., None]:
-    bits = np.uint16(0)
+def _small(step: int, small: int, average: bool) -> Callable[..., None]:
+    bits = np.uint8(0) if small in (FLOAT8_E4M3FN, FLOAT8_E5M2) else np.uint16(0)
 
     def kernel(dst, table, m, ahead, n, divisor):
         own = carray(pointer(dst, bits), n)
@@ -133,22 +154,22 @@ def _half(step: int, half: int, average: bool) -> Callable[..., None]:
             stop = min(start + BLOCK, n)
             size = stop - start
             if ahead:  # the own value comes after `ahead` others
-                _widen(half, own[start:stop], mine)
-                _widen(half, carray(pointer(load(table), bits), n)[start:stop], total)
+                _widen(small, own[start:stop], mine)
+                _widen(small, carray(pointer(load(table), bits), n)[start:stop], total)
             else:
-                _widen(half, own[start:stop], total)
+                _widen(small, own[start:stop], total)
             for j in range(1 if ahead else 0, m + 1):
                 if ahead and j == ahead:
                     for i in range(size):
                         a[i] = _apply(step, a[i], c[i])
                 if j < m:
-                    _widen(half, carray(pointer(load(table + 8 * j), bits), n)[start:stop], other)
+                    _widen(small, carray(pointer(load(table + 8 * j), bits), n)[start:stop], other)
                     for i in range(size):
                         a[i] = _apply(step, a[i], b[i])
             if average and divisor != 1.0:
                 for i in range(size):
                     a[i] = a[i] / np.float32(divisor)
-            _narrow(half, total, own[start:stop])
+            _narrow(small, total, own[start:stop])
 
     return kernel
 
@@ -185,8 +206,10 @@ def combine_address(dtype: str, op: str) -> int:
     known, step, average = DTYPES[dtype], _STEPS[step_of(op, dtype)], op == "avg"
     if step >= AND:  # bitwise: int8, uint8 and bool share functions
         made = _compiled(_bits, step, f"u{known.size}")
-    elif dtype in _HALVES:
-        made = _compiled(_half, step, _HALVES[dtype], average)
+    elif dtype in _SMALL:
+        made = _compiled(_small, step, _SMALL[dtype], average)
+    elif known.kind == "float" and known.stored != dtype:  # would be combined as integers
+        raise NotImplementedError(f"no conversion of {dtype} to a float that can be combined")
     else:
         made = _compiled(_native, step, known.stored, average)
     return int(made.address)

@@ -4,7 +4,7 @@
 // `width` thread blocks run each track of each rank. Every block runs the whole track on its own
 // slice of every chunk, with its own counters and its own part of every slot; so the blocks of a
 // track never wait for each other, and each set of corresponding blocks is an instance of the
-// verified plan. Operands are combined in plan order. float16 and bfloat16 are combined in float32
+// verified plan. Operands are combined in plan order. Floats of 16 and 8 bits are combined in float32
 // and rounded once per REDUCE.
 //
 // An action: threads wait for its counters and find its addresses; barrier; the block moves the

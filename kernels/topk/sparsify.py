@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from linkweave.kernels.float16 import widen_bfloat16, widen_float16
 from linkweave.kernels.parallel import parts, run_parts
+from linkweave.kernels.small_floats import widen_bfloat16, widen_float16
 from linkweave.kernels.topk import cpu as topk
 from linkweave.kernels.topk.cpu import BLOCK, U
 

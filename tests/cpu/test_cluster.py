@@ -331,6 +331,7 @@ def refusals(comm: ClusterCommunicator) -> list[str]:
         lambda: comm.broadcast(np.ones(3), 9),
         lambda: comm.alltoall(np.ones(3)),
         lambda: comm.allreduce(np.ones(3), algorithm="ring"),
+        lambda: comm.allreduce(torch.ones(3).to(torch.float8_e5m2)),
         lambda: comm.split("red" if comm.rank == 1 else 0),
         lambda: comm.lanes(comm.rank + 1),
         lambda: comm.alltoall(np.ones(4), out_splits=[1, 1, 1, 1 + (comm.rank == 2)]),
@@ -377,16 +378,17 @@ def test_an_argument_that_is_refused_ends_allreduces_that_are_not_compared(
 def test_calls_that_differ_are_refused_everywhere() -> None:
     found = on_machines((2, 2), refusals)
     for rank, said in enumerate(found):
-        assert said[-1] == "4.0" and len(said) == 18
-        assert "scatter needs out on rank " in said[14]
-        assert "host0 (ranks 0, 1): broadcast(1048576 x float64, root 0); host1" in said[15]
+        assert said[-1] == "4.0" and len(said) == 19
+        assert "scatter needs out on rank " in said[15]
+        assert "host0 (ranks 0, 1): broadcast(1048576 x float64, root 0); host1" in said[16]
         assert "algorithm='ring' on several machines, where only \"auto\"" in said[6]
-        assert "LINKWEAVE_ALGORITHM=ring on several machines" in said[16]
+        assert "float8_e5m2 is combined on one machine only" in said[7]
+        assert "LINKWEAVE_ALGORITHM=ring on several machines" in said[17]
         assert "rank 0: allreduce(4 x float64, sum)" in said[0]
         assert "rank 0: broadcast(1 x float64, root 0); rank 1: barrier" in said[1]
-        assert "color must be an integer, not 'red'" in said[7] and "lanes(1)" in said[8]
-        assert "out_splits of rank 2 says [1, 1, 1, 2] rows come" in said[9]
-        assert "out must be of shape (4,) and float64, not (5,)" in said[10]
+        assert "color must be an integer, not 'red'" in said[8] and "lanes(1)" in said[9]
+        assert "out_splits of rank 2 says [1, 1, 1, 2] rows come" in said[10]
+        assert "out must be of shape (4,) and float64, not (5,)" in said[11]
         assert ("rank 2: " in said[2]) == (rank != 2) and "not builtins.str" in said[2]
 
 

@@ -71,6 +71,27 @@ def anything(rank: int, count: int, dtype: str) -> np.ndarray:
     return rng.integers(info.min, info.max, count, dtype, endpoint=True)
 
 
+def _float8(rank: int) -> None:
+    """Values that each step holds exactly."""
+    comm = get_default()
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        mine = torch.full((100_003,), rank + 1.0).to(dtype)
+        for op, want in {"sum": 6, "avg": 2, "min": 1, "max": 3, "prod": 6}.items():
+            for shared in (False, True):
+                x = comm.empty(mine.shape, dtype) if shared else mine.clone()
+                x.copy_(mine)
+                comm.allreduce(x, op)
+                assert (x.float() == want).all(), (dtype, op, shared)
+        assert comm.allgather(mine[:5]).float()[:, 0].tolist() == [1, 2, 3]
+        assert comm.reduce_scatter(mine[:6]).float().tolist() == [6, 6]
+        comm.broadcast(mine, 1)
+        assert (mine.float() == 2).all()
+
+
+def test_8_bit_floats() -> None:
+    collectives.spawn(_float8, 3)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_every_dtype_and_op(size: int) -> None:
     collectives.spawn(_every_dtype, size)

@@ -6,14 +6,18 @@ import ctypes
 
 import numpy as np
 import pytest
+import torch
 
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.runtime import reference
-from linkweave.kernels.dtypes import DTYPES, OPS, ops_of
+from linkweave.kernels import small_floats
+from linkweave.kernels.dtypes import DTYPES, OPS, Dtype, ops_of
 from linkweave.kernels.plan.combine import combine_address
 
 LENGTHS = (0, 1, 7, 2047, 2048, 2049, 5003)
-FLOATS = ("float32", "float64", "float16", "bfloat16")
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+PATTERNS = ("bfloat16", *FLOAT8)  # which NumPy lacks
+FLOATS = ("float32", "float64", "float16", *PATTERNS)
 CASES = [(d, op) for d in DTYPES for op in ops_of(d)]
 KERNEL = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5, ctypes.c_double)
 
@@ -57,9 +61,8 @@ def run(
 def test_the_own_value_may_stand_anywhere(dtype: str, op: str) -> None:
     """Behind any number of the others; min and max tell zeros of both signs by their order."""
     rng = np.random.default_rng(3)
-    zeros = np.array([0.0, -0.0, 2.0, -3.0], np.float16)
-    bits = np.array([0, 0x8000, 0x4000, 0xC040], np.uint16)
-    pool = bits if dtype == "bfloat16" else zeros.astype(dtype)
+    zeros = np.array([0.0, -0.0, 2.0, -3.0], np.float32)
+    pool = reference.rounded(zeros, dtype) if dtype in PATTERNS else zeros.astype(dtype)
     for m in (1, 2, 3, 4):
         own, *others = (rng.choice(pool, 3001) for _ in range(m + 1))
         results = set()
@@ -67,7 +70,7 @@ def test_the_own_value_may_stand_anywhere(dtype: str, op: str) -> None:
             values = [*others[:ahead], own, *others[ahead:]]
             divisor = m + 1 if op == "avg" else 1
             got = run(dtype, op, own, others, divisor, ahead)
-            want = reference.combine(values[0], values[1:], op, divisor, dtype == "bfloat16")
+            want = reference.combine(values[0], values[1:], op, divisor, dtype)
             assert_same(got, want, dtype)
             results.add(got.tobytes())
         if op in ("min", "max") and dtype in FLOATS:
@@ -75,8 +78,8 @@ def test_the_own_value_may_stand_anywhere(dtype: str, op: str) -> None:
 
 
 def is_nan(x: np.ndarray, dtype: str) -> np.ndarray:
-    if dtype == "bfloat16":
-        return (x & 0x7FFF) > 0x7F80
+    if dtype in PATTERNS:
+        x = reference.widened(x, dtype)
     return np.isnan(x) if x.dtype.kind == "f" else np.zeros(x.shape, bool)
 
 
@@ -92,7 +95,7 @@ def assert_same(got: np.ndarray, want: np.ndarray, dtype: str) -> None:
 def check(dtype: str, op: str, own: np.ndarray, others: list[np.ndarray]) -> None:
     divisor = len(others) + 1 if op == "avg" else 1
     with np.errstate(all="ignore"):
-        want = reference.combine(own, others, op, divisor, dtype == "bfloat16")
+        want = reference.combine(own, others, op, divisor, dtype)
     assert_same(run(dtype, op, own, others, divisor), want, dtype)
 
 
@@ -108,8 +111,8 @@ def tame(rng: np.random.Generator, dtype: str, n: int) -> np.ndarray:
     if dtype not in FLOATS:
         return random_bits(rng, dtype, n)
     x = rng.standard_normal(n)
-    if dtype == "bfloat16":
-        return reference.to_bfloat16(x.astype(np.float32))
+    if dtype in PATTERNS:
+        return reference.rounded(x.astype(np.float32), dtype)
     return x.astype(dtype)
 
 
@@ -136,6 +139,34 @@ def test_all_16_bit_patterns(dtype: str, op: str) -> None:
     one = np.full_like(every, 0x3C00 if dtype == "float16" else 0x3F80).view(storage(dtype))
     # x * 1 is x in every pattern: nothing is flushed to zero, no sign is lost
     assert_same(run(dtype, "prod", own, [one], 1), own, dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_all_8_bit_patterns_and_roundings_are_torchs(dtype: str) -> None:
+    """The reference and the kernel, beside torch's conversions, which neither uses."""
+    of_torch = getattr(torch, dtype)
+    every = np.arange(256, dtype=np.uint8)
+    wide = torch.from_numpy(every).view(of_torch).float().numpy()
+    np.testing.assert_array_equal(reference.widened(every, dtype), wide)
+    assert_same(run(dtype, "sum", every, [np.zeros_like(every)], 1), np.where(
+        wide == 0, 0, every), dtype)  # fmt: skip
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    bits = np.concatenate([upper, upper | 1, upper - 1]).astype(np.uint32)
+    x = np.concatenate([bits.view(np.float32), *((wide[:-1] + wide[1:]) / 2 * s for s in (1, -1))])
+    want = torch.from_numpy(x.copy()).to(of_torch).view(torch.uint8).numpy()
+    assert_same(reference.rounded(x, dtype), want, dtype)
+    got = np.empty_like(want)
+    getattr(small_floats, f"narrow_{dtype}")(x.view(np.uint32).copy(), got)
+    assert_same(got, want, dtype)
+
+
+def test_a_float_without_conversions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its patterns would be added as integers."""
+    monkeypatch.setitem(DTYPES, "float4", Dtype(1, "float", "uint8", "float4", 1))
+    with pytest.raises(NotImplementedError, match="no conversion of float4"):
+        combine_address("float4", "sum")
+    with pytest.raises(KeyError):
+        reference.combine(np.zeros(1, np.uint8), [np.zeros(1, np.uint8)], "sum", 1, "float4")
 
 
 @pytest.mark.parametrize(("dtype", "digits"), [("float16", 10), ("bfloat16", 7)])
@@ -201,4 +232,4 @@ def test_the_reference_refuses_an_op_that_the_dtype_does_not_take(dtype: str) ->
     for op in OPS:
         if (dtype, op) not in CASES:
             with pytest.raises(CollectiveError, match=f"{op} is not defined for {dtype}; choose"):
-                reference.combine(x, [x], op, 2, dtype == "bfloat16")
+                reference.combine(x, [x], op, 2, dtype)

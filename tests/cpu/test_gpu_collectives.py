@@ -255,8 +255,8 @@ def test_bad_input_is_refused_and_leaves_the_ranks_in_step(mode: str, machine: M
     for rank, said in enumerate(collectives.spawn(refused, 2, "mesh-2", **MODES[mode])):
         assert said == [
             "this call runs on GPU 0; the tensor is on the CPU",
-            "unsupported dtype complex64; choose from float32, float64, float16, bfloat16, int8, "
-            "uint8, int32, int64, bool",
+            "unsupported dtype complex64; choose from float32, float64, float16, bfloat16, "
+            "float8_e4m3fn, float8_e5m2, int8, uint8, int32, int64, bool",
             "the array is read-only; a collective writes its result into it",
             "a contiguous array is needed, not one of strides (8,)",
             "unknown op 'mean'; choose from sum, avg, min, max, prod, and, or, xor",

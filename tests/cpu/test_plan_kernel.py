@@ -19,13 +19,13 @@ from linkweave.collectives.planning.verify import races, verify
 from linkweave.collectives.runtime import reference
 from linkweave.collectives.runtime.gpu import actions, launch_tables
 from linkweave.collectives.runtime.gpu.launch_tables import LaunchConfig, State, fit
-from linkweave.collectives.runtime.reference import from_bfloat16, to_bfloat16
 from linkweave.kernels.dtypes import DTYPES, ops_of
 from linkweave.topology import load
 from tests.null.helpers import by_hand, hop, random_plan, receive, send, step
 
 pytestmark = needs_compiler
 
+PATTERNS = ("bfloat16", "float8_e4m3fn", "float8_e5m2")  # which NumPy lacks
 LINES = LaunchConfig(1, 16 << 10, True)
 ALGORITHMS = [
     ("dgx1-v100", name)
@@ -47,7 +47,7 @@ def values(plan: Plan, nbytes: int, dtype: str = "float32", seed: int = 0) -> li
     factor = 2 if plan.collective == "alltoall" else 1
     for rank in range(plan.size):
         rng = np.random.default_rng([rank, nbytes, seed])
-        kind = np.dtype("float32" if dtype == "bfloat16" else dtype)
+        kind = np.dtype("float32" if dtype in PATTERNS else dtype)
         n = factor * nbytes // DTYPES[dtype].size
         if kind.kind == "f":
             x = (rng.standard_normal(n) * 10.0 ** rng.integers(-3, 4, n)).astype(kind)
@@ -56,7 +56,7 @@ def values(plan: Plan, nbytes: int, dtype: str = "float32", seed: int = 0) -> li
         else:
             info = np.iinfo(kind)
             x = rng.integers(info.min, info.max, n, kind, endpoint=True)
-        made.append(to_bfloat16(x) if dtype == "bfloat16" else x)
+        made.append(reference.rounded(x, dtype) if dtype in PATTERNS else x)
     if plan.collective == "alltoall":  # the block to itself lies there from the start
         block = made[0].size // 2 // plan.size
         for rank, x in enumerate(made):
@@ -67,8 +67,8 @@ def values(plan: Plan, nbytes: int, dtype: str = "float32", seed: int = 0) -> li
 
 def same(a: np.ndarray, b: np.ndarray, dtype: str) -> bool:
     """Bit for bit, but any NaN is as good as another."""
-    if dtype == "bfloat16":
-        a, b = from_bfloat16(a), from_bfloat16(b)
+    if dtype in PATTERNS:
+        a, b = reference.widened(a, dtype), reference.widened(b, dtype)
     return a.tobytes() == b.tobytes() or bool(
         np.array_equal(a, b, equal_nan=True) and (np.signbit(a) == np.signbit(b))[a == a].all()
     )
@@ -91,7 +91,7 @@ def check(
         inputs = values(plan, nbytes, dtype, seed)
         how = {"apart": apart[seed % len(apart)], "direct": direct[seed % len(direct)]}
         segments = gpu.call(inputs, op, dtype, nbytes, chunks, skew, **how)
-        calls.append((segments, reference.run(chunks, inputs, op, bfloat16=dtype == "bfloat16")))
+        calls.append((segments, reference.run(chunks, inputs, op, dtype=dtype)))
     everything = dtype != "float32" or op not in ("sum", "avg")
     done = gpu.image.run(build(sanitizer, everything))
     assert isinstance(done, list), done.stderr[-4000:]
@@ -234,23 +234,21 @@ def test_dtypes_and_ops(number: int, dtype: str, op: str, shape: LaunchConfig) -
 
 
 @pytest.mark.parametrize("op", ["min", "max", "sum"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float16", *PATTERNS, "float32", "float64"])
 def test_special_values(op: str, dtype: str) -> None:
     """NaN, infinities, subnormals and zeros of both signs, each with each."""
     plan = plan_allreduce(load("mesh-2"), 400, "one_shot")
     special = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, 65504.0, 2**-24, 3 * 2**-16, -1e-45]
     first, second = np.meshgrid(special, special)
-    kind = np.float32 if dtype == "bfloat16" else np.dtype(dtype)
+    kind = np.float32 if dtype in PATTERNS else np.dtype(dtype)
     with np.errstate(over="ignore"):
         inputs = [x.astype(kind).ravel() for x in (first, second)]
-    if dtype == "bfloat16":
-        inputs = [to_bfloat16(x) for x in inputs]
+    if dtype in PATTERNS:
+        inputs = [reference.rounded(x, dtype) for x in inputs]
     gpu = HostGpu(plan, LINES)
     segments = gpu.call(inputs, op, dtype)
     done = gpu.image.run(build(everything=True))
-    for segment, want in zip(
-        segments, reference.run(plan, inputs, op, bfloat16=dtype == "bfloat16"), strict=True
-    ):
+    for segment, want in zip(segments, reference.run(plan, inputs, op, dtype=dtype), strict=True):
         assert same(done[segment].view(want.dtype), want, dtype)
 
 
