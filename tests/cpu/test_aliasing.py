@@ -85,16 +85,6 @@ def test_overlaps_are_refused_and_nothing_is_written() -> None:
     collectives.spawn(_overlaps, 2)
 
 
-def _one_overlaps(rank: int) -> str:
-    x = np.ones((2, 2))
-    return error_of(collectives.allreduce, x, out=x.T if rank else x)
-
-
-def test_the_other_ranks_are_told() -> None:
-    mine, other = reversed(collectives.spawn(_one_overlaps, 2))
-    assert "out overlaps the input" in mine and "ranks [1]: refused its arguments" in other
-
-
 def test_what_overlaps() -> None:
     row = np.arange(40)
     apart: list[tuple[Any, Any]] = [

@@ -93,13 +93,6 @@ def test_nothing_beyond_the_output_is_written() -> None:
         assert out.tolist() == [3] * 3 + [1] * n + [3] * 5
 
 
-def test_the_module_does_not_hide_the_function() -> None:
-    from linkweave.kernels import api
-    from linkweave.kernels.casts import cpu
-
-    assert kernels.cast is api.cast and cpu.cast is not api.cast
-
-
 SHARED = np.zeros(8, np.float32)
 
 

@@ -7,12 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from linkweave.bench.convergence import WARM_UP, exchange_of, named
-from linkweave.collectives import CollectiveError, GTopK, spawn
-from linkweave.collectives.launch.default import get_default
-from linkweave.collectives.training.transport import OverCommunicator
+from linkweave.collectives import CollectiveError, GTopK
 from tests.cpu.commands import command
 
 
@@ -43,28 +40,6 @@ def test_exchanges_are_read_and_named(text: str, spec: GTopK, name: str) -> None
 def test_other_words_are_refused(text: str) -> None:
     with pytest.raises(CollectiveError, match=rf"^--exchange is density=SHARE.* not '{text}'$"):
         exchange_of(text, 7)
-
-
-def _exchanged(rank: int, conserve: bool) -> tuple[dict[int, float], list[float]]:
-    """({index: sum} that has arrived, the residual); rank 0 sends 5 at 0, the others 4 at 1."""
-    transport = OverCommunicator(get_default())
-    transport.open(1)
-    residual = torch.zeros(2)
-    value, index = (5.0, 0) if rank == 0 else (4.0, 1)
-    vector = torch.tensor([value]), torch.tensor([index], dtype=torch.int32)
-    sums, where = transport.sparse(0, vector, 2, 1, residual, "gtopk", conserve)
-    transport.close()
-    return dict(zip(where.tolist(), sums.tolist(), strict=True)), residual.tolist()
-
-
-@pytest.mark.parametrize(("conserve", "left"), [(True, [5, 4]), (False, [5, 0])])
-def test_the_papers_rule_loses_entries_whose_index_survives(
-    conserve: bool, left: list[float]
-) -> None:
-    """Rank 0's merge cuts a 4, while the other two survive."""
-    found = spawn(_exchanged, 4, args=(conserve,))
-    assert all(arrived == {1: 8} for arrived, _ in found)
-    assert [sum(of_rank) for of_rank in zip(*(kept for _, kept in found), strict=True)] == left
 
 
 def test_the_command_trains_prints_writes_and_draws(tmp_path: Path) -> None:

@@ -37,11 +37,6 @@ def test_buckets_are_torchs(bucket: int | None) -> None:
         assert buckets(sizes, bucket) == [[arriving[i] for i in of] for of in want], seed
 
 
-def test_a_gradient_that_fills_a_bucket_still_joins_it() -> None:
-    assert buckets([8, BUCKET, 4, FIRST, 4]) == [[4, 3], [2, 1], [0]]
-    assert buckets([BUCKET - 4, 8, FIRST - 4]) == [[2, 1], [0]]
-
-
 @pytest.mark.parametrize("bucket", [None, 1])
 def test_buckets_are_those_of_a_model_in_training(bucket: int | None) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -75,15 +75,6 @@ def test_one_bit_of_one_weight_is_found_and_named(size: int) -> None:
             assert f"{name} of rank {rank} differs" in said
 
 
-def test_equal_parameters_raise_nothing() -> None:
-    def body(transport: ThreadTransport) -> None:
-        check = DivergenceCheck(units(Parts(0)), transport)  # type: ignore[arg-type]
-        for step in range(1, 3 * EVERY * PARTS):
-            check.step(step)
-
-    on_threads(3, body)
-
-
 def parted(rank: int) -> list[str]:
     found = []
     for options in ({"schedule": "ddp"}, {"schedule": "c-cube"},

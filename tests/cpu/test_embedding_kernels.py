@@ -118,29 +118,6 @@ def test_steps_return_the_bits_of_torch_but_for_the_square_root(
                 assert same(optimizer.state[param][state], mine), (width, n)
 
 
-@fused
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["adagrad", "adam"])
-def test_a_step_differs_from_torch_by_roots(name: str, dtype: torch.dtype) -> None:
-    table, gradient = (values(ROWS, 128, seed, dtype) for seed in (0, 1))
-    tables = [table, *(torch.zeros_like(table) for _ in STATES[name])]
-    param = torch.nn.Parameter(table.clone())
-    optimizer = optimizer_of(name, param)
-    indices = some_rows(ROWS, 1)
-    param.grad = torch.sparse_coo_tensor(
-        indices[None], gradient, table.shape, is_coalesced=True, check_invariants=True
-    )
-    optimizer.step()
-    before = table.clone()
-    step_of(name, 1, tables, indices, gradient)
-    for state, mine in zip(STATES[name], tables[1:], strict=True):
-        assert same(optimizer.state[param][state], mine)
-    # the root, its sum with eps and the quotient: an ulp of each; then products and the parameter
-    eps = torch.finfo(dtype).eps
-    allowed = 3 * eps * (table - before).abs() + eps * torch.maximum(table.abs(), before.abs())
-    assert ((param.detach() - table).abs() <= allowed).all()
-
-
 @pytest.mark.parametrize("name", STATES)
 def test_two_parts_of_a_step_are_one_step(name: str) -> None:
     for width, dtype in product((3, 128), DTYPES):

@@ -130,27 +130,6 @@ def test_ops_and_their_bytes(size: int, ahead: bool) -> None:
     assert not any(call == "alltoall" for hub in hubs[:3] for call, _ in hub.messages)
 
 
-@pytest.mark.parametrize("size", [2, 3, 7])
-def test_gradients_are_sent_once(size: int) -> None:
-    """What is prior and what is delayed are together what is sent without `prefetch`."""
-
-    def sent(ops: list[tuple[str, int]], *names: str) -> int:
-        return sum(nbytes for name, nbytes in ops if name in names)
-
-    for rank in range(size):
-        ahead, alone = expected(rank, size, True), expected(rank, size, False)
-        assert sent(ahead, "prior", "delayed") == sent(alone, "prior") > 0
-        assert sent(ahead, "delayed") > sent(alone, "delayed") == 0
-        assert sent(ahead, "lookup") == sent(alone, "lookup")
-
-
-def test_a_step_needs_few_rows() -> None:
-    """The text has rows of both kinds in each step."""
-    for step in range(STEPS - 1):
-        mine, needed = rows_of(step, 3)[0], torch.cat(rows_of(step + 1, 3))
-        assert 0 < torch.isin(mine, needed).sum() < len(mine)
-
-
 def test_prior_rows() -> None:
     """Those that any rank needs next (algorithm 1), in any call; all of them if nobody knows."""
     tokens = [torch.tensor([0, 2, 5, 7]), torch.tensor([2, 3]), torch.empty(0, dtype=torch.int64)]

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from types import FrameType
 
 import numpy as np
 import pytest
-from gpu_ranks import MODES, Machine, gpus, tensor
+from gpu_ranks import MODES, Machine, tensor
 from host_gpu import needs_compiler
 
 import linkweave
 
 MOST_CPU, MOST_GPU = 9, 12
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    with gpus(monkeypatch) as found:
-        yield found
 
 
 def frames(rank: int, gpu: bool) -> list[str]:

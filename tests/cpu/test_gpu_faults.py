@@ -377,26 +377,6 @@ def test_tensors_are_kept_until_the_call_is_over(machine: Machine) -> None:
     assert collectives.spawn(dropped, 2, "mesh-2", **PROCESSES) == [True, True]
 
 
-def one_thread_gives_up(rank: int, given_up: threading.Semaphore) -> str:
-    comm = get_default()
-    comm.allreduce(x := tensor([1.0] * 4))
-    comm.synchronize()
-    hurry(comm, 1)
-    if rank == 2:
-        for _ in range(2):
-            assert given_up.acquire(timeout=60)
-    text = said(lambda: comm.allreduce(x))
-    given_up.release()
-    return text
-
-
-def test_nothing_is_launched_once_a_thread_has_given_up(machine: Machine) -> None:
-    given_up = threading.Semaphore(0)
-    found = collectives.spawn(one_thread_gives_up, 3, "mesh-3", (given_up,), timeout=60, **THREADS)
-    assert all(text != "no error" for text in found)
-    assert len(machine.ours()[0].launches) == 1
-
-
 def test_several_gpus_in_one_process_need_launches_that_return(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

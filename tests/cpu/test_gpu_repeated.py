@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from gpu_ranks import MODES, Machine, gpus, tensor
+from gpu_ranks import MODES, Machine, tensor
 from host_gpu import HostTensor, needs_compiler
 
 from linkweave import collectives
@@ -18,12 +18,6 @@ from linkweave.collectives.runtime.gpu import executor
 
 N = 1000
 Call = tuple[Callable[[Any, HostTensor, HostTensor], Any], Callable[[list[np.ndarray], int], Any]]
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    with gpus(monkeypatch) as made:
-        yield made
 
 
 def total(given: list[np.ndarray], rank: int) -> np.ndarray:

@@ -154,15 +154,3 @@ def over_machines(comm: Any) -> Any:
 def test_machines_train_as_one(sizes: tuple[int, ...]) -> None:
     """To the bit: with two ranks on the first, merges inside machines come first in any case."""
     as_one_communicator(on_machines(sizes, over_machines))
-
-
-def different(rank: int) -> str:
-    return error_of(lambda: OverGroup(GTopK(0.01 + rank / 100), 2, rank))
-
-
-def test_ranks_of_a_process_group_with_different_exchanges() -> None:
-    for said in on_group(2, different):
-        assert (
-            "ranks 0 and 1 have different exchanges or options; this rank's is GTopK(density=0.0"
-            in said
-        )

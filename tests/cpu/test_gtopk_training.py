@@ -114,19 +114,6 @@ def a_momentum_that_is_set_to_zero_is_no_longer_nesterovs(rank: int) -> None:
     assert apart(*states) < 1e-6
 
 
-@case
-def the_learning_rate_is_the_optimizers(rank: int) -> None:
-    """A warm-up changes densities only, and none is below the one that is asked for."""
-    spec = GTopK(1.0, warmup=(0.1,), epoch_steps=2)
-    mine, other = Training(spec, lr=0.1), Training("dense", lr=0.1)
-    for step in range(4):
-        mine.steps(step)
-        other.steps(step)
-        assert apart(mine.model.state_dict(), other.model.state_dict()) < 1e-6
-    mine.close()
-    other.close()
-
-
 def own_steps(rank: int, optimizer: Any) -> None:
     """Optimizers that carry out their own step."""
     mine, other = Training(GTopK(1.0), optimizer), Training("dense", optimizer)

@@ -14,7 +14,6 @@ from linkweave.bench.throttled import Throttled
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.overlap import Network
 from linkweave.collectives.training.transport import OverCommunicator, OverGroup, share_of
-from tests.cpu.thread_ranks import ThreadTransport, on_threads
 
 DTYPES = torch.float32, torch.float64, torch.float16, torch.bfloat16
 SIZES = 0, 1, 2, 7, 64, 1009
@@ -56,11 +55,3 @@ def test_halves_over_a_communicator(size: int) -> None:
 def test_halves_over_a_process_group(size: int) -> None:
     found = run(size, lambda _: halved(OverGroup(dist.group.WORLD)), backend="gloo")
     assert found == [True] * size
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_halves_over_threads(size: int) -> None:
-    def body(transport: ThreadTransport) -> bool:
-        return halved(transport)
-
-    assert on_threads(size, body)[0] == [True] * size

@@ -44,12 +44,6 @@ def compiled(request: pytest.FixtureRequest) -> dict[tuple[int, str, str], Compi
         return {case: found["run_plan"] for case, found in zip(cases, made, strict=True)}
 
 
-def test_sources_are_one_text() -> None:
-    text = source("plan/plan.cu")
-    assert "#include" not in text and "#pragma once" not in text
-    assert text.count("struct Launch {") == 1  # though two headers include it
-
-
 def test_no_kernel_spills(compiled: dict[tuple[int, str, str], Compiled]) -> None:
     """But those of float8, whose threads hold 16 float32 of each load: a few."""
     for case, kernel in compiled.items():

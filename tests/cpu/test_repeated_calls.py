@@ -195,31 +195,6 @@ def test_tensors_of_another_shape_are_checked_as_in_a_first_call() -> None:
     collectives.spawn(of_another_shape, 2, timeout=60)
 
 
-def uneven(rank: int) -> None:
-    comm: Any = get_default()
-    size = comm.size
-    for _ in range(3):
-        sends = [[(a + 2 * b) % 3 for b in range(size)] for a in range(size)]
-        sends[0] = [0] * size  # sends nothing, and the last receives nothing
-        for row in sends:
-            row[-1] = 0
-        x = np.repeat(np.arange(size), sends[rank]) + 10 * rank
-        found = comm.alltoall(x, None, sends[rank])
-        want = [b + 10 * a for a, b in ((a, rank) for a in range(size)) for _ in range(sends[a][b])]
-        assert found.tolist() == want
-        assert x.tolist() == (np.repeat(np.arange(size), sends[rank]) + 10 * rank).tolist()
-        counts = [r % 3 for r in range(size)]
-        rows = np.full((counts[rank], 2), rank)
-        assert comm.allgather(rows, counts=counts)[:, 0].tolist() == [
-            r for r in range(size) for _ in range(counts[r])
-        ]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_uneven_parts_of_which_some_are_empty(size: int) -> None:
-    collectives.spawn(uneven, size, timeout=60)
-
-
 def moved_before_its_turn(rank: int) -> float:
     """A tensor that gets other memory after an asynchronous call was asked for."""
     comm: Any = get_default()

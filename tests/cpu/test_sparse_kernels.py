@@ -253,16 +253,6 @@ def test_half_rows_are_summed_in_float32_and_rounded_once(dtype: torch.dtype) ->
     assert torch.equal(sums, torch.from_numpy(want[1]).to(dtype))
 
 
-def test_all_rows_alike_and_all_different() -> None:
-    ones = np.ones((1000, 4), np.float32)
-    unique, sums = kernels.coalesce(np.full(1000, 3), ones, 10)
-    assert (unique.tolist(), sums.tolist()) == ([3], [[1000.0] * 4])
-    order = np.random.default_rng(0).permutation(1000)
-    values = order.astype(np.float32)
-    unique, sums = kernels.coalesce(order, values, 1000)
-    assert unique.tolist() == sums.tolist() == list(range(1000))
-
-
 @pytest.mark.parametrize(
     ("indices", "values", "num_rows", "words"),
     [

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy
 from training_models import (
     MODELS,
@@ -27,7 +26,6 @@ from training_models import (
     wrong_order,
 )
 
-import linkweave
 from linkweave import collectives
 from linkweave.collectives import DataParallel, overlap
 from linkweave.collectives.overlap import Schedule
@@ -268,9 +266,3 @@ def of_rank_0(text: str) -> str:
 
 def test_a_schedule_for_a_measured_profile() -> None:
     collectives.spawn(of_overlap_measure, 2, timeout=60)
-
-
-def test_names() -> None:
-    assert linkweave.DataParallel is collectives.DataParallel
-    assert "DataParallel" in dir(linkweave)
-    assert isinstance(DataParallel(nn.Linear(2, 2), sgd([torch.zeros(1)])), nn.Module)

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 from torch._C._profiler import _ExperimentalConfig
-from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
 from training_models import (
     adamw,
@@ -28,7 +27,6 @@ from training_models import (
     same,
     schedule_for,
     sgd,
-    share,
     train,
 )
 from training_pair import Cases, Pair, model_comm, net, pairs
@@ -85,64 +83,6 @@ def requires_grad_changes_under_a_given_schedule(rank: int) -> None:
         one[3].requires_grad_(False)
     pair.steps(*range(2, 14))  # zeros are sent
     pair.close()
-
-
-@case
-def a_parameter_used_by_one_rank_gets_its_share(rank: int) -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = net()
-            self.extra = nn.Linear(10, 10).double()
-            self.visit = False
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.body(x)
-            return self.extra(x) if self.visit else x
-
-    for chained in (True, False):
-        torch.manual_seed(1)
-        inner = Branches()
-        inner.visit = True
-        x, y = share(images(0, 6), rank, 2)
-        schedule = schedule_for(inner, x, chained=chained)
-        optimizer = adamw(inner.parameters())
-        model = DataParallel(inner, optimizer, schedule=schedule)
-        train("cnn", model, optimizer, range(1), rank, 2)
-        inner.visit = rank == 1
-        before = copied(inner.state_dict())
-        model.zero_grad()
-        cross_entropy(model(x), y).backward()
-        model.synchronize()
-        mine = inner.extra.weight.grad.clone()
-        assert on_all(model_comm(), {"grad": mine})
-        alone = Branches()
-        alone.load_state_dict(before)
-        alone.visit = True
-        x1, y1 = share(images(0, 6), 1, 2)
-        cross_entropy(alone(x1), y1).backward()
-        assert torch.allclose(mine, alone.extra.weight.grad / 2, rtol=0, atol=1e-15)
-        optimizer.step()
-        assert on_all(model_comm(), model.state_dict())
-        model.close()
-
-
-@case
-def a_parameter_used_by_no_rank_has_no_gradient(rank: int) -> None:
-    for chained in (True, False):
-        inner = made("partial")
-        optimizer = adamw(inner.parameters())
-        schedule = schedule_for(made("partial"), images(0, 2)[0], chained=chained)
-        model = DataParallel(inner, optimizer, schedule=schedule)
-        before = copied(inner.state_dict())
-        train("partial", model, optimizer, range(3), rank, 2)
-        model.finish()
-        assert inner.unused.weight.grad is None
-        assert inner.unused.weight not in optimizer.state
-        assert set(optimizer.state) == {inner.scale, *inner.last.parameters()}
-        after = model.state_dict()
-        assert all(torch.equal(after[k], before[k]) for k in before if "unused" in k)
-        model.close()
 
 
 @case
@@ -238,35 +178,6 @@ def another_module_uses_a_parameter_first(rank: int) -> None:
 
 
 @case
-def the_inner_module_is_called_directly(rank: int) -> None:
-    pair = Pair()
-    pair.steps(0, 1)
-    for optimizer, one, part in (
-        (pair.optimizer, pair.inner, share(images(2, 6), rank, 2)),
-        (pair.alone_optimizer, pair.alone, images(2, 6)),
-    ):  # fmt: skip
-        optimizer.zero_grad()
-        cross_entropy(one(part[0]), part[1]).backward()
-        optimizer.step()
-    pair.steps(3)
-    pair.close()
-
-
-@case
-def tied_weights_are_one_parameter(rank: int) -> None:
-    inner = made("transformer")
-    optimizer = sgd(inner.parameters())
-    schedule = schedule_for(made("transformer"), torch.zeros(1, 5, dtype=torch.long))
-    model = DataParallel(inner, optimizer, schedule=schedule)
-    train("transformer", model, optimizer, range(3), rank, 2)
-    model.finish()
-    assert inner.decoder.weight is inner.embedding.weight
-    assert inner.decoder.weight.grad.data_ptr() == inner.embedding.weight.grad.data_ptr()
-    assert model.program.names == ("embedding", "attention", "norm", "decoder")
-    model.close()
-
-
-@case
 def parameters_of_no_or_one_element(rank: int) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -282,36 +193,6 @@ def parameters_of_no_or_one_element(rank: int) -> None:
         pair.steps(0, 1, 2)
         pair.model.finish()
         assert pair.inner.empty.grad.shape == (0, 3)
-
-
-@case
-def outputs_and_losses_of_any_shape(rank: int) -> None:
-    """The model returns a dictionary with its loss, as those of Hugging Face do."""
-
-    class WithLoss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = net()
-
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
-            out = self.body(x)
-            return {"loss": cross_entropy(out, y), "more": [out, (None, 3)]}
-
-    inner, alone = WithLoss(), net()
-    optimizer, alone_optimizer = sgd(inner.parameters()), sgd(alone.parameters())
-    model = DataParallel(inner, optimizer, schedule=schedule_for(WithLoss(), *images(0, 2)))
-    for number in range(3):
-        optimizer.zero_grad()
-        alone_optimizer.zero_grad()
-        model(*share(images(number, 6), rank, 2))["loss"].backward()
-        x, y = images(number, 6)
-        cross_entropy(alone(x), y).backward()
-        optimizer.step()
-        alone_optimizer.step()
-    assert (
-        apart(inner.body.state_dict() if model.finish() is None else {}, alone.state_dict()) < 1e-13
-    )
-    model.close()
 
 
 @case

@@ -277,29 +277,6 @@ def test_a_single_process_trains_as_without_it() -> None:
     assert type(optimizer) is torch.optim.AdamW
 
 
-def several_models(rank: int) -> None:
-    """Two models that train in turn, each with updates pending while the other is used."""
-    inners = [made("cnn"), made("cnn")]
-    optimizers = [sgd(inner.parameters()) for inner in inners]
-    schedule = schedule_for(made("cnn"), images(0, 2)[0])
-    models = [
-        DataParallel(inner, optimizer, schedule=schedule)
-        for inner, optimizer in zip(inners, optimizers, strict=True)
-    ]
-    for step in range(4):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            train("cnn", model, optimizer, range(step, step + 1), rank, 2)
-    alone = made("cnn")
-    train("cnn", alone, sgd(alone.parameters()), range(4), each=4)
-    for model in models:
-        assert apart(model.state_dict(), alone.state_dict()) < 1e-13
-        model.close()
-
-
-def test_several_models_in_turn() -> None:
-    collectives.spawn(several_models, 2, timeout=60)
-
-
 def many_engines(rank: int) -> None:
     """Parameters are frozen and thawed often; nothing runs out."""
     inner = made("cnn")

@@ -14,35 +14,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training_models import (
     error_of,
-    images,
     imported,  # noqa: F401
     on_all,
     schedule_for,
     sgd,
     wrong_order,
 )
-from training_pair import Cases, Pair, net, pairs
+from training_pair import Cases, Pair, net
 
 from linkweave.collectives import DataParallel
 
 pytestmark = pytest.mark.usefixtures("imported")
 case = Cases()
-
-
-@case
-def gradients_accumulate_in_no_sync(rank: int) -> None:
-    for pair in pairs():
-        pair.steps(0)
-        for start in (1, 4):
-            for optimizer in (pair.optimizer, pair.alone_optimizer):
-                optimizer.zero_grad()
-            with pair.model.no_sync():
-                for number in (start, start + 1):
-                    pair.loss(number).backward()
-            pair.loss(start + 2).backward()
-            for number in range(start, start + 3):
-                pair.loss(number, "all").backward()
-            pair.update()
 
 
 @case
@@ -55,17 +38,6 @@ def training_begins_in_no_sync(rank: int) -> None:
     pair.update()
     pair.steps(2)
     pair.close()
-
-
-@case
-def gradients_accumulate_without_no_sync(rank: int) -> None:
-    for pair in pairs():
-        pair.steps(0)
-        for optimizer, part in pair.both:
-            optimizer.zero_grad()
-            for number in (1, 2):
-                pair.loss(number, part).backward()
-            optimizer.step()
 
 
 @case
@@ -114,20 +86,6 @@ def clipping_by_hand_on_one_rank_raises_on_every_rank(rank: int) -> None:
             pair.step(number)
 
     assert "rank 1" in error_of(rest)
-
-
-@case
-def clipping_by_hand_is_right_when_not_chained(rank: int) -> None:
-    pair = Pair(chained=False)
-    pair.steps(0)
-    for optimizer, one, part in (
-        (pair.optimizer, pair.inner, "mine"), (pair.alone_optimizer, pair.alone, "all")
-    ):  # fmt: skip
-        optimizer.zero_grad()
-        pair.loss(1, part).backward()
-        nn.utils.clip_grad_norm_(one.parameters(), 0.1)
-        optimizer.step()
-    pair.close()
 
 
 @case
@@ -180,41 +138,6 @@ def no_sync_inside_no_sync(rank: int) -> None:
 
 
 @case
-def two_backward_passes_of_one_forward_pass(rank: int) -> None:
-    for pair in pairs():
-        pair.steps(0)
-        for optimizer, part in pair.both:
-            optimizer.zero_grad()
-            loss = pair.loss(1, part)
-            loss.backward(retain_graph=True)
-            loss.backward(retain_graph=True)
-            (2 * loss).backward()
-            optimizer.step()
-        pair.steps(2)
-
-
-@case
-def gradients_are_kept_and_added_to_the_next(rank: int) -> None:
-    for pair in pairs():
-        for number in range(3):  # no zero_grad
-            for optimizer, part in pair.both:
-                pair.loss(number, part).backward()
-                optimizer.step()
-
-
-@case
-def zeros_right_after_step(rank: int) -> None:
-    for who in ("optimizer", "model"):
-        for pair in pairs():
-            for number in range(3):
-                pair.step(number)
-                zeroes = pair.optimizer if who == "optimizer" else pair.model
-                zeroes.zero_grad(set_to_none=False)
-                assert not any(p.grad.any() for p in pair.inner.parameters())
-                pair.alone_optimizer.zero_grad(set_to_none=False)
-
-
-@case
 def zeros_wait_for_gradient_queues_to_end(rank: int) -> None:
     """All units have arrived here before others have read what they need from this rank."""
     pair = Pair(chained=True)
@@ -239,17 +162,6 @@ def zeros_wait_for_gradient_queues_to_end(rank: int) -> None:
         assert begun
         assert len(ended) == len(begun)
     pair.close()
-
-
-@case
-def gradients_are_read_between(rank: int) -> None:
-    for pair in pairs():
-        for number in range(3):
-            pair.clear()
-            pair.backward(number)
-            for mine, want in zip(pair.model.parameters(), pair.alone.parameters(), strict=True):
-                assert (mine.grad - want.grad).abs().max() < 1e-14
-            pair.update()
 
 
 class Checkpointed(nn.Module):
@@ -314,45 +226,6 @@ def a_sparse_gradient_is_named(rank: int) -> None:
     said = error_of(lambda: model(torch.tensor([1, 2])).sum().backward())
     assert "0.weight" in said
     assert "sparse" in said
-
-
-@case
-def create_graph_is_refused(rank: int) -> None:
-    for chained in (True, False):
-        pair = Pair(chained=chained)
-        pair.steps(0)
-        pair.optimizer.zero_grad()
-        loss = pair.loss(1)
-        assert "create_graph" in error_of(lambda loss=loss: loss.backward(create_graph=True))
-
-
-@case
-def gradients_by_autograd_grad(rank: int) -> None:
-    """`torch.autograd.grad`, of inputs and of parameters, is no backward pass of training."""
-    for pair in pairs():
-        for number in range(3):
-            for optimizer, part, model in (
-                (pair.optimizer, "mine", pair.model), (pair.alone_optimizer, "all", pair.alone)
-            ):  # fmt: skip
-                optimizer.zero_grad()
-                loss = pair.loss(number, part)
-                given = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
-                assert given[0].shape == (12, 64)
-                x = images(number, 4)[0].requires_grad_()
-                torch.autograd.grad(model(x).sum(), x)
-                loss.backward()
-                optimizer.step()
-
-
-@case
-def several_passes_before_one_backward_pass(rank: int) -> None:
-    for pair in pairs():
-        pair.steps(0)
-        for number in (1, 2):
-            for optimizer, part in pair.both:
-                optimizer.zero_grad()
-                (pair.loss(number, part) + pair.loss(number + 1, part)).backward()
-                optimizer.step()
 
 
 @pytest.mark.parametrize("body", case, ids=lambda body: body.__name__)

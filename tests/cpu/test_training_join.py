@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from test_distributed import run
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -88,13 +87,6 @@ def test_batches_in_unequal_number(counts: Sequence[int]) -> None:
     for found in collectives.spawn(every_mode, len(counts), args=(counts,), timeout=60):
         rounds = found.pop("gtopk")  # in float32, and AdamW divides by it
         assert max(found.values()) < 1e-10 and rounds < 1e-3, (found, rounds)
-
-
-class Group:
-    """What `together` needs of a process group."""
-
-    def __init__(self) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
 
 def over_gloo(rank: int) -> float:

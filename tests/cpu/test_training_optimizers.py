@@ -12,12 +12,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from training_models import (
     apart,
-    copied,
     error_of,
     images,
     imported,  # noqa: F401
     on_all,
-    same,
     schedule_for,
     sgd,
     share,
@@ -33,72 +31,6 @@ from linkweave.collectives.training.tuner import at_once
 
 pytestmark = pytest.mark.usefixtures("imported")
 case = Cases()
-
-
-@case
-def grad_scaler_skips_alike(rank: int) -> None:
-    for pair in pairs():
-        scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in range(2)]
-        for number in range(5):
-            for scaler, optimizer, part in (
-                (scalers[0], pair.optimizer, "mine"), (scalers[1], pair.alone_optimizer, "all")
-            ):  # fmt: skip
-                optimizer.zero_grad()
-                loss = pair.loss(number, part)
-                if number == 2 and (rank == 1 or part == "all"):
-                    loss = loss * float("inf")
-                scaler.scale(loss).backward()
-                if number == 3:
-                    scaler.unscale_(optimizer)
-                scaler.step(optimizer)
-                scaler.update()
-        assert scalers[0].get_scale() == scalers[1].get_scale() == 32.0
-
-
-@case
-def bfloat16_autocast(rank: int) -> None:
-    states = []
-    for chained in (True, False):
-        pair = Pair(lambda: net(torch.float32), chained=chained, x=images(0, 2)[0].float())
-        for number in range(4):
-            x, y = pair.batch(number)
-            pair.optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = cross_entropy(pair.model(x.float()), y)
-            loss.backward()
-            pair.optimizer.step()
-        states.append(copied(pair.model.state_dict()))
-        assert on_all(pair.comm, states[-1])
-        assert pair.inner[1].weight.dtype == torch.float32
-        pair.model.close()
-    assert same(*states)
-
-
-@case
-def schedulers_of_the_learning_rate(rank: int) -> None:
-    for early in (True, False):
-        schedulers = []
-
-        def optimizer(
-            parameters: Any, early: bool = early, schedulers: list[Any] = schedulers
-        ) -> torch.optim.Optimizer:
-            found = sgd(parameters)
-            if early:
-                schedulers.append(torch.optim.lr_scheduler.StepLR(found, 2, 0.1))
-            return found
-
-        pair = Pair(optimizer=optimizer)
-        if not early:
-            schedulers += [
-                torch.optim.lr_scheduler.StepLR(one, 2, 0.1)
-                for one in (pair.optimizer, pair.alone_optimizer)
-            ]
-        for number in range(6):
-            pair.step(number)
-            for scheduler in schedulers:
-                scheduler.step()
-        assert pair.optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * 0.1**3)
-        pair.close()
 
 
 @case
@@ -267,38 +199,6 @@ def optimizer_parameters_outside_the_module(rank: int) -> None:
         said = error_of(optimizer.step)
         assert "a parameter of shape (3,) with a gradient of this rank alone" in said
         model.close()
-
-
-@case
-def two_steps_after_one_backward_pass(rank: int) -> None:
-    for pair in pairs():
-        for number in range(2):
-            pair.step(number)
-            pair.update()
-
-
-@case
-def a_closure(rank: int) -> None:
-    for pair in pairs():
-        for number in range(3):
-            found = []
-            for optimizer, part in pair.both:
-
-                def closure(
-                    optimizer: Any = optimizer,
-                    part: str = part,
-                    number: int = number,
-                    pair: Pair = pair,
-                ) -> torch.Tensor:
-                    optimizer.zero_grad()
-                    loss = pair.loss(number, part)
-                    loss.backward()
-                    return loss
-
-                found.append(optimizer.step(closure))
-            total = found[0].detach().reshape(1)
-            pair.comm.allreduce(total, "avg")
-            assert abs(float(total) - float(found[1])) < 1e-14
 
 
 @case

@@ -26,7 +26,7 @@ from training_models import (
     sgd,
     train,
 )
-from training_pair import Cases, Pair, net, pairs
+from training_pair import Cases, Pair, net
 
 from linkweave.collectives import DataParallel
 
@@ -51,37 +51,12 @@ def states_right_after_step(rank: int) -> None:
 
 
 @case
-def states_on_rank_0_only(rank: int) -> None:
-    pair = Pair()
-    for number in range(4):
-        pair.step(number)
-        if rank == 0:
-            assert apart(pair.model.state_dict(), pair.alone.state_dict()) < 1e-13
-            pair.optimizer.state_dict()
-    pair.close()
-
-
-@case
 def the_last_state_on_rank_0_only(rank: int) -> None:
     pair = Pair()
     pair.steps(0, 1)
     if rank == 0:
         time.sleep(0.3)  # the other has returned
         assert apart(pair.model.state_dict(), pair.alone.state_dict()) < 1e-13
-
-
-@case
-def copies_of_the_module_take_no_part(rank: int) -> None:
-    pair = Pair()
-    pair.steps(0, 1)
-    inner = pair.model.module
-    copies = [copy.deepcopy(inner), pickle.loads(pickle.dumps(inner))]
-    pair.steps(2)
-    pair.model.finish()
-    for one in copies:
-        one(torch.zeros(1, 64, dtype=torch.float64)).sum().backward()
-        assert apart(one.state_dict(), inner.state_dict()) > 0
-    pair.check()
 
 
 @case
@@ -122,28 +97,6 @@ def one_optimizer_takes_part_in_one_training(rank: int) -> None:
         lambda: DataParallel(pair.model, sgd(pair.inner.parameters()))
     )
     pair.model.close()
-
-
-@case
-def nobody_waits_for_the_last_step(rank: int) -> None:
-    pair = Pair()
-    pair.steps(0, 1)
-
-
-@case
-def eval_between_steps(rank: int) -> None:
-    x = images(9, 4)[0]
-    for pair in pairs():
-        for number in range(3):
-            pair.step(number)
-            pair.model.eval()
-            pair.alone.eval()
-            with torch.no_grad():
-                assert (pair.model(x) - pair.alone(x)).abs().max() < 1e-13
-            with torch.inference_mode():
-                assert (pair.inner(x) - pair.alone(x)).abs().max() < 1e-13
-            pair.model.train()
-            pair.alone.train()
 
 
 @case
@@ -290,25 +243,6 @@ def different_schedules_raise_on_every_rank(rank: int) -> None:
     model = DataParallel(inner, sgd(inner.parameters()), schedule=schedule)
     loss = model(x).sum()
     assert "ranks 0 and 1 have different schedules" in error_of(loss.backward)
-
-
-@case
-def training_goes_on_after_loading(rank: int) -> None:
-    for optimizer in (sgd, adamw):
-        for chained in (True, False):
-            pair = Pair(optimizer=optimizer, chained=chained)
-            pair.steps(0, 1, 2)
-            kept = copy.deepcopy([pair.model.state_dict(), pair.optimizer.state_dict()])
-            pair.steps(3, 4)
-            want = copied(pair.model.state_dict())
-            other = Pair(optimizer=optimizer, chained=chained)
-            for again in (other, pair):  # a new one, and the old one with updates pending
-                again.steps(5)
-                again.model.load_state_dict(kept[0])
-                again.optimizer.load_state_dict(copy.deepcopy(kept[1]))
-                again.steps(3, 4)
-                assert same(again.model.state_dict(), want)
-                again.model.close()
 
 
 @case

@@ -17,7 +17,7 @@ from linkweave.bench.reproduce.gtopk import (
     step,
     topk,
 )
-from linkweave.bench.reproduce.gtopk_paper import ALPHA, BETA, METHODS, MODELS, WORKERS
+from linkweave.bench.reproduce.gtopk_paper import METHODS, MODELS, WORKERS
 from linkweave.collectives import overlap
 from tests.cpu.commands import command
 
@@ -38,15 +38,6 @@ def test_equations_by_hand(function: object, workers: int, count: int, seconds: 
 def test_log2_is_not_rounded() -> None:
     assert topk(6, 10, 1.0, 0.0) == pytest.approx(2.584962500721156, rel=1e-15)
     assert gtopk(6, 10, 1.0, 0.0) == pytest.approx(5.169925001442312, rel=1e-15)
-
-
-def test_the_papers_constants_give_the_papers_times() -> None:
-    """100 MiB at density 0.001: k = 26,214, on 4 and 32 workers."""
-    k = NUMEL // 1000
-    assert (k, ALPHA, BETA) == (26_214, 0.436e-3, 3.6e-8)
-    assert topk(4, k) == pytest.approx(2 * 0.436e-3 + 6 * k * 3.6e-8, rel=1e-15)
-    assert gtopk(32, k) == pytest.approx(10 * 0.436e-3 + 20 * k * 3.6e-8, rel=1e-15)
-    assert round(1e3 * gtopk(32, k), 1) == 23.2 and round(1e3 * topk(32, k), 1) == 60.7
 
 
 def test_top_k_is_faster_for_few_workers() -> None:

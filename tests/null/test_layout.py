@@ -8,7 +8,7 @@ import pytest
 
 from linkweave.topology import Topology, load
 from linkweave.topology.clusters import nodes_of
-from linkweave.topology.layout import RADIUS, Positions, lay_out
+from linkweave.topology.layout import RADIUS, lay_out
 from linkweave.topology.text import cables
 from tests.null.helpers import renumbered
 
@@ -81,19 +81,6 @@ def test_lines_pass_beneath_network_switches_only(machine: Topology) -> None:
             if name not in (link.src, link.dst) and name not in layout.passed:
                 points = layout.curve(link.src, link.dst)
                 assert not any(inside(p, box) for p in points), (link, name)
-
-
-def crossed(layout: Positions) -> Positions:
-    """The same with its first two boxes on each other."""
-    first, second = list(layout.boxes)[:2]
-    return Positions(layout.seats, {**layout.boxes, second: layout.boxes[first]})
-
-
-def test_an_overlap_would_be_seen() -> None:
-    machine = load("pcie-8")
-    layout = crossed(lay_out(machine, machine.fabric, arcs=False))
-    one, two = list(layout.boxes.values())[:2]
-    assert boxes_overlap(one, two)
 
 
 def test_nodes_are_what_stays_together_without_the_network() -> None:

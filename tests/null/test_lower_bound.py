@@ -41,7 +41,9 @@ def test_no_plan_takes_less(machine: Topology) -> None:
 def test_what_is_left_out_is_not_the_fastest(machine: Topology, collective: str) -> None:
     names = candidates(machine, collective)
     unit = COLLECTIVES[collective].layout.parts(len(machine.gpus))
-    for nbytes in (size_class(n * unit, unit) for n in (0, 60, 60 << 6, 60 << 12, 60 << 15)):
+    for nbytes in (
+        size_class(n * unit, unit) for n in (0, 60, 60 << 6, 60 << 12, 60 << 15, 60 << 22)
+    ):
         taken = choose(machine, nbytes, collective)
         times = {name: predict(machine, nbytes, name, collective)[0] for name in names}
         assert times[taken] == pytest.approx(min(times.values()), rel=1e-9), nbytes

@@ -1,12 +1,8 @@
-"""No mutant that the literal executor finds wrong is accepted by `verify`.
-
-`python -m tests.null.test_mutants COUNT` tries that many and counts the verdicts.
-"""
+"""No mutant that the literal executor finds wrong is accepted by `verify`."""
 
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -261,26 +257,3 @@ def test_the_executor_sees_what_each_mutation_breaks(mutate: Callable) -> None:
         if not is_right(made) or not wires_are_there(made, topology):
             return
     raise AssertionError(f"{mutate.__name__} breaks nothing")
-
-
-def main(count: int, seed: int) -> None:
-    """Count the verdicts, and say why right mutants were refused."""
-    verdicts, needless = Counter(), Counter()
-    for names, plan, topology in mutants(count, seed):
-        why = refused(plan, topology)
-        wrong = why_wrong(Executor(plan, seed)) or (
-            "" if wires_are_there(plan, topology) else "no wire"
-        )
-        verdicts["refused" if why else "ACCEPTED", "wrong" if wrong else "right"] += 1
-        if wrong and not why:
-            print("ACCEPTED", names, plan.collective, plan.algorithm, topology.name, wrong)
-        if why and not wrong:
-            words = " ".join(w for w in why.split() if w.isalpha())
-            needless[words] += 1
-    print(verdicts)
-    for words, n in needless.most_common(25):
-        print(n, words)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)

@@ -14,7 +14,6 @@ from linkweave.collectives.planning.lower import Tuning, lower
 from linkweave.collectives.planning.plan import Op, Plan
 from linkweave.collectives.planning.planner import choose, plan_allreduce
 from linkweave.collectives.planning.simulate import simulate
-from linkweave.collectives.planning.verify import verify
 from linkweave.collectives.runtime.reference import Array, run
 from linkweave.topology import load
 
@@ -30,14 +29,6 @@ FOLDS: dict[str, Callable[[Array, Array], Array]] = {
 def made(machine: str, num_chunks: int) -> Plan:
     topo = load(machine)
     return lower(algorithm_for("one_shot", topo), topo, Tuning(num_chunks))
-
-
-@pytest.mark.parametrize("machine", MACHINES)
-def test_proved_for_any_number_of_ranks(machine: str) -> None:
-    topo = load(machine)
-    for num_chunks in (1, 2, 5):
-        verify(made(machine, num_chunks), topo, expand=True)
-    verify(made(machine, 1000), topo)
 
 
 @pytest.mark.parametrize("machine", MACHINES)

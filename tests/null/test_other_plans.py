@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
@@ -25,7 +24,7 @@ from linkweave.collectives.planning.collective import (
 )
 from linkweave.collectives.planning.lower import Tuning, lower
 from linkweave.collectives.planning.plan import Op, Plan
-from linkweave.collectives.planning.planner import candidates, plan_collective, predict
+from linkweave.collectives.planning.planner import candidates, plan_collective
 from linkweave.collectives.planning.simulate import simulate
 from linkweave.collectives.planning.verify import verify
 from linkweave.collectives.runtime import reference
@@ -147,14 +146,6 @@ def test_every_algorithm_is_proved_in_full(name: str, collective: str) -> None:
 
 @every_collective
 @pytest.mark.parametrize("name", MACHINES)
-def test_every_algorithm_is_proved_in_short_form(name: str, collective: str) -> None:
-    topo = machine(name)
-    for plan in every_plan(topo, collective, 1000):
-        verify(plan, topo)
-
-
-@every_collective
-@pytest.mark.parametrize("name", MACHINES)
 def test_the_result_is_the_defined_one_in_any_order(name: str, collective: str) -> None:
     """Nothing; one element a block; blocks that begin at no multiple of 16 bytes; a prime."""
     topo = machine(name)
@@ -195,19 +186,6 @@ def test_plans_as_they_are_chosen(name: str, collective: str) -> None:
             assert (plan.collective, plan.root) == (collective, root)
             assert plan.num_chunks % plan.stride == 0
             assert is_right(plan, count, (None, 1))
-
-
-@every_collective
-@pytest.mark.parametrize("name", ["mesh-5", "cpu-4", "pcie-8", "dgx1-v100"])
-def test_auto_takes_the_fastest_it_has(name: str, collective: str) -> None:
-    topo = machine(name)
-    size = len(topo.gpus)
-    for nbytes in (0, size << 10, size << 20, size << 25):
-        for root in roots(collective, size):
-            chosen = plan_collective(collective, topo, nbytes, root).algorithm
-            names = candidates(topo, collective, root)
-            times = {n: predict(topo, nbytes, n, collective, root)[0] for n in names}
-            assert times[chosen] == min(times.values())
 
 
 def test_every_two_ranks_joined_is_one_step() -> None:
@@ -282,18 +260,6 @@ def test_every_wait_after_what_it_guards_is_caught(name: str, collective: str) -
 
 
 @every_collective
-@pytest.mark.parametrize("name", SMALL)
-def test_any_other_swap_is_caught_or_right(name: str, collective: str) -> None:
-    rng = random.Random(f"{name} {collective}")
-    for plan, topo in small_plans(name, collective):
-        every = list(all_steps(plan))
-        for (s, p, at), _ in rng.sample(every, min(25, len(every))):
-            mutant = swapped(plan, (s, p, at), rng.randrange(len(plan.tracks[s].phases[p])))
-            count = 2 * plan.num_chunks
-            assert caught(mutant, topo) or is_right(mutant, count, (None, 1)), (s, p, at)
-
-
-@every_collective
 @pytest.mark.parametrize("name", [*SMALL, "mesh-5", "ring-7"])
 def test_a_plan_serves_no_other_collective_and_no_other_root(name: str, collective: str) -> None:
     for plan, topo in small_plans(name, collective):
@@ -331,16 +297,6 @@ def test_what_is_missing_is_named() -> None:
         verify(replace(broadcast, root=2), topo)
     with pytest.raises(PlanError, match=r"combined over ranks \[1\], not over ranks \[0, 1, 2\]"):
         verify(replace(broadcast, collective="allreduce"), topo)
-
-
-@every_collective
-def test_a_wrong_result_would_be_seen(collective: str) -> None:
-    topo = load("mesh-3")
-    for plan in every_plan(topo, collective, 2):
-        if plan.root == ():  # no pairs, nothing to do
-            continue
-        idle = replace(plan, connections=(), tracks=())
-        assert is_right(plan, 1) and not is_right(idle, 1) and caught(idle, topo)
 
 
 def test_one_rank_has_it_all() -> None:
@@ -536,7 +492,7 @@ sizes = st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(1, 9), st.in
 
 
 @settings(deadline=None, max_examples=300)
-@given(collective=st.sampled_from(list(OTHERS)), numbers=sizes)
+@given(collective=st.sampled_from(list(COLLECTIVES)), numbers=sizes)
 def test_chunks_tile_every_block(collective: str, numbers: tuple[int, int, int, int]) -> None:
     size, rings, groups, block = numbers
     unit = COLLECTIVES[collective].layout.blocks(size)
@@ -570,24 +526,3 @@ def test_chunks_tile_every_block(collective: str, numbers: tuple[int, int, int, 
                 check_tiled(sent, peer * block, (peer + 1) * block)
             start = nbytes + peer * block
             check_tiled(spans(plan, nbytes, rank, start, start + block), start, start + block)
-
-
-def test_where_an_all_to_alls_chunks_lie() -> None:
-    """Two ranks, blocks of 40 bytes in two parts: sent first, what is received behind it."""
-    plan = Plan("a", "alltoall", 2, 8, 4, 1, (), ())
-    assert plan.chunk_bounds(80, 0) == [
-        (80, 112), (40, 72), (120, 152), (0, 0),
-        (112, 120), (72, 80), (152, 160), (0, 0),
-    ]  # fmt: skip
-    assert plan.chunk_bounds(80, 1) == [
-        (0, 0), (80, 112), (0, 32), (120, 152),
-        (0, 0), (112, 120), (32, 40), (152, 160),
-    ]  # fmt: skip
-
-
-def test_chunks_are_parts_of_their_ranks_block() -> None:
-    plan = Plan("a", "allgather", 3, 12, 6, 1, (), ())  # two rings, two groups
-    assert plan.chunk_bounds(120) == [
-        (0, 16), (40, 56), (80, 96), (16, 32), (56, 72), (96, 112),
-        (32, 40), (72, 80), (112, 120), (40, 40), (80, 80), (120, 120),
-    ]  # fmt: skip

@@ -131,20 +131,6 @@ def test_us_bytes_blocks_are_of_4_megabits() -> None:
     assert us_byte(profile, network).note.startswith("basic blocks of 500000 bytes")
 
 
-def test_one_all_reduce_is_all_that_either_rule_makes_of_even_layers() -> None:
-    """Equations 5 and 24 are the same condition: so the paper's S2 needs another reason."""
-    name, network = "resnet152", overlap.network("10GbE", 8)
-    sizes = [layer.nbytes for layer in overlap.model(name).layers]
-    even = tuple(Layer("", n, 0.091 / len(sizes), 0.182 / len(sizes)) for n in sizes)
-    for policy in (mg_wfbp, asc_wfbp):
-        made = policy(Profile(even), network)
-        assert len(made.communications) == 1
-        assert made.predicted_seconds == pytest.approx(0.273 + network.seconds(sum(sizes)))
-    assert made.predicted_seconds == pytest.approx(0.710, rel=0.04)  # as MG-WFBP was measured
-    fused = fusion_dp(Profile(even), network).predicted_seconds
-    assert made.predicted_seconds / fused == pytest.approx(1.35, abs=0.01)
-
-
 def test_us_bytes_greedy_is_algorithm_2() -> None:
     for seed in range(CASES):
         profile, network = case(seed, 8)
@@ -334,16 +320,6 @@ def test_two_at_once_take_turns_at_gammas_pace() -> None:
     assert both.predicted_seconds < late.predicted_seconds == 5.0
 
 
-def test_partly_overlapped_as_in_equation_13() -> None:
-    """The first is alone for half of its bytes, so it pays half of the penalty."""
-    profile = Profile((Layer("a", 500, 0.0, 0.5), Layer("b", 1000, 0.0, 0.0)))
-    network = Network(0.0, 1e-3, 1.5, 8)
-    sends = (Communication((Piece(1, 0, 1000),), 0), Communication((Piece(0, 0, 500),), 1))
-    first, second = Schedule("s", profile, network, sends).timeline.sends
-    assert first[1] == pytest.approx(1.0 + 0.5 * 1e-3 * 1000 / 2)
-    assert second == (0.5, pytest.approx(1.25))
-
-
 def test_lanes_are_those_of_a_clock_that_is_stepped() -> None:
     for seed in range(60):
         rng = random.Random(seed)
@@ -375,14 +351,6 @@ def test_streamed_pieces_come_at_the_pace_of_their_time() -> None:
     assert made.timeline.sends == ((0.0, pytest.approx(144)), (0.0, pytest.approx(96)))
     assert made.timeline.forward[1] == (pytest.approx(112), pytest.approx(212))
     assert made.lower_bound_seconds <= made.predicted_seconds
-
-
-def test_streamed_pieces_arrive_one_by_one() -> None:
-    profile = Profile((Layer("a", 100, 0.1, 0.0), Layer("b", 300, 0.1, 0.0)))
-    made = overlap.plan(profile, Network(1.0, 1e-3, 2.0, 8), "c-cube")
-    assert made.timeline.forward == (
-        (pytest.approx(1.1), pytest.approx(1.2)), (pytest.approx(1.4), pytest.approx(1.5))
-    )  # fmt: skip
 
 
 def test_halves_of_an_all_reduce() -> None:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from linkweave import collectives, topology
 from linkweave.collectives import CollectiveError, overlap
-from linkweave.collectives.overlap import Communication, Network, Piece, Timing, network, timing
+from linkweave.collectives.overlap import Communication, Network, Piece, Timing, timing
+from linkweave.collectives.overlap.network import LARGE, contention
 from linkweave.collectives.overlap.timeline import timeline
 from linkweave.collectives.overlap.timing import SHARES
 from linkweave.topology import Link, Topology
@@ -70,12 +71,10 @@ def test_an_overlapped_tree_turns_gradients_around_before_a_ring_does() -> None:
 
 def test_contention_is_that_of_the_links_two_calls_share() -> None:
     # two chains on single links take turns, and each sends while the other starts a chunk
-    chunk = (
-        network.LARGE / collectives.plan_allreduce(ring_of(1), network.LARGE, "chain").num_chunks
-    )
+    chunk = LARGE / collectives.plan_allreduce(ring_of(1), LARGE, "chain").num_chunks
     shared = 2 * (chunk / 1e10) / (1e-6 + chunk / 1e10)
-    assert network.contention(ring_of(1), "chain") == pytest.approx(shared, rel=0.02)
-    assert network.contention(ring_of(2), "chain") == pytest.approx(1.0, rel=1e-4)
+    assert contention(ring_of(1), "chain") == pytest.approx(shared, rel=0.02)
+    assert contention(ring_of(2), "chain") == pytest.approx(1.0, rel=1e-4)
 
 
 def test_one_gpu_takes_no_time() -> None:

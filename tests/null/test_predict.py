@@ -46,11 +46,6 @@ def test_the_text_says_what_is_assumed() -> None:
     assert max(map(len, out.splitlines())) <= 100
 
 
-def test_one_gpu_computes_without_waiting() -> None:
-    data = json.loads(run("predict googlenet mesh-1 --tflops 5 --policy ddp --json"))
-    assert data["schedules"][0]["efficiency"] == pytest.approx(1)
-
-
 def test_the_speed_is_that_of_the_gpus_or_given() -> None:
     fast = work_of("resnet50", topology.load("2 x dgx-h100"))
     slow = work_of("resnet50", topology.load("dgx2"))

@@ -7,7 +7,6 @@ import os
 import re
 import socket
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,16 +91,6 @@ def test_a_file_called_like_a_cluster(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "2 x dgx2").write_text(SMI["cloud"])
     assert len(load("2 x dgx2").gpus) == 4
-
-
-def test_a_cluster_of_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "node.txt"
-    path.write_text(SMI["quad"])
-    made = load(f"3 x {path} nics=1")
-    assert made.gpus == tuple(range(12))
-    path.write_text(f"2 x {path}")
-    with pytest.raises(TopologyError, match="a cluster cannot be the node of a cluster"):
-        load(path)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -214,33 +203,7 @@ def test_what_is_no_text_nor_path_is_refused(spec: object) -> None:
 # ---- measured figures beside a machine ---------------------------------------------------------
 
 
-def test_measured_figures_are_laid_over(tmp_path: Path) -> None:
-    path = tmp_path / "p2p.log"
-    path.write_bytes(P2P.replace("\n", "\r\n").encode("utf-16"))
-    for figures in (P2P, path):
-        twice = tuple(replace(link, count=2) for link in load("mesh-4").links)
-        made = load(replace(load("mesh-4"), links=twice), measured=figures)
-        each = {(k.src, k.dst): (k.bandwidth, k.latency_us) for k in made.links}
-        assert each[0, 1] == (24_170_000_000, 2.24)
-        assert each[2, 1] == (4_835_000_000, 2.72)
-        assert each[2, 3] == (19_150_000_000, 1.80)
-    assert str(path) in " ".join(made.assumptions)
-
-
-@pytest.mark.parametrize("kind", ["smi", "xml", "cluster"])
-def test_a_topology_is_no_measured_figures(kind: str) -> None:
-    with pytest.raises(
-        TopologyError, match="measured figures: neither the JSON of linkweave bench"
-    ):
-        load("mesh-4", measured="\n" + READ[kind][0])
-
-
 # ---- hostile texts -----------------------------------------------------------------------------
-
-
-def _figures(bandwidth: str = "1e9", devices: str = "[]") -> str:
-    pair = f'{{"src": 0, "dst": 1, "bandwidth": {bandwidth}}}'
-    return f'{{"format": "linkweave-links", "version": 1, "pairs": [{pair}], "devices": {devices}}}'
 
 
 MESH = load("mesh-2").to_json()
@@ -259,16 +222,6 @@ HOSTILE_JSON = {
     "a number for a device": MESH.replace('"devices": []', '"devices": [3]'),
     "null for a forwarder": MESH.replace('"forwarders": []', '"forwarders": [null]'),
 }
-HOSTILE_FIGURES = {
-    "deep": '{"a": ' + "[" * 10**5,
-    "a number that no float holds": _figures("1" + "0" * 400),
-    "a long number": _figures(DIGITS),
-    "not a number": _figures("NaN"),
-    "a list for a device": _figures(devices='[{"gpu": []}]'),
-    "an object for a bus id": _figures(devices='[{"gpu": 0, "bus_id": {}}, 4]'),
-    "a long column": re.sub(r"(Writes\) Matrix \(GB/s\)\n   D.D) +0", rf"\1 {DIGITS}", P2P),
-    "a long figure": P2P.replace("48.34", DIGITS),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -284,14 +237,6 @@ def test_hostile_json_is_refused(kind: str) -> None:
     assert HOSTILE_JSON[kind] != MESH
     with pytest.raises(TopologyError):
         load(HOSTILE_JSON[kind])
-
-
-@pytest.mark.parametrize("kind", HOSTILE_FIGURES)
-def test_hostile_figures_are_refused(kind: str) -> None:
-    assert load("mesh-2", measured=_figures()).links
-    assert HOSTILE_FIGURES[kind] != P2P
-    with pytest.raises(TopologyError):
-        load("mesh-4", measured=HOSTILE_FIGURES[kind])
 
 
 @pytest.mark.parametrize("key", ["bus_id", "uuid", "model", "sm"])

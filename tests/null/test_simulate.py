@@ -186,27 +186,6 @@ def test_no_chunk_is_smaller_than_the_alignment() -> None:
     assert shape.best_chunks(1 << 20, largest=1 << 16) >= 16
 
 
-@pytest.mark.parametrize(
-    ("machine", "name", "fill", "per_group"),
-    [
-        ("mesh-5", "chain", 2 * 4 - 1, 1),
-        ("mesh-8", "tree", 2 * (3 - 1), 2),
-        ("dgx1-v100", "overlapped_double_tree", 2 * 3 - 1, 1),
-        ("dgx1-v100", "double_tree", 2 * (3 - 1), 2),
-        ("dgx1-v100", "ring", 0, 2 * 7),
-    ],
-)
-def test_a_shape_is_the_closed_form(machine: str, name: str, fill: int, per_group: int) -> None:
-    topo = load(machine)
-    plan = made(name, topo, 64)
-    shape = pipeline_of(plan, topo)
-    assert (shape.stride, shape.fill, shape.per_group) == (plan.stride, fill, per_group)
-    assert shape.alpha_s == pytest.approx(ALPHA_S) and shape.bandwidth == 25e9
-    chunks = 16 * plan.stride
-    step = ALPHA_S + (1 << 20) / chunks / 25e9
-    assert shape.seconds(1 << 20, chunks) == pytest.approx((fill + per_group * 16) * step)
-
-
 @pytest.mark.parametrize("machine", ["dgx1-v100", "dgx1-p100", "mesh-8", "ring-8"])
 def test_predictions_for_exclusive_links_are_what_is_simulated(machine: str) -> None:
     topo = load(machine)

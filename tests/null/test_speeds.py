@@ -37,18 +37,3 @@ def test_models(model: str, sm: int, nvlink: float, pcie: int) -> None:
 def test_models_that_only_look_alike(model: str) -> None:
     assert speeds.compute_capability(model) == 0
     assert speeds.pcie_port(0) == speeds.PCIE
-
-
-@pytest.mark.parametrize(
-    ("speed", "width", "rate"),
-    [("8 GT/s", 16, 12), ("8.0 GT/s PCIe", 8, 6), ("16.0 GT/s PCIe", 16, 24), ("32 GT/s", 16, 48),
-     ("2.5 GT/s", 1, 0.1875), ("16 GT/s", 0, 24)],
-)  # fmt: skip
-def test_pcie_as_it_is_written(speed: str, width: int, rate: float) -> None:
-    assert speeds.pcie(speed, width) == rate * GB
-    assert speeds.pcie(*speeds.pcie_as_written(int(rate * GB))) == rate * GB
-
-
-def test_unknown_speeds() -> None:
-    assert speeds.pcie("fast", 16) is None and speeds.pcie("7 GT/s", 16) is None
-    assert speeds.sockets("x86_64", "Other", 6, 85) is None
