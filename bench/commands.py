@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -424,9 +425,9 @@ def train(
     from linkweave.bench import train as measured
 
     at_least(("--batch", batch, 1), ("-r", rounds, 1))
-    rows = measured.measure(model, batch, rounds, schedule, scheduling)
-    if rows:  # rank 0 tells
-        tell(measured, lambda: rows, out, as_json)
+    tell(
+        measured, lambda: measured.measure(model, batch, rounds, schedule, scheduling), out, as_json
+    )
 
 
 def gtopk(
@@ -452,7 +453,7 @@ def gtopk(
     if accuracy is None:
         from linkweave.bench import gtopk as measured
 
-        rows = measured.measure(model, density, rounds, scheduling, hook or ())
+        measure = partial(measured.measure, model, density, rounds, scheduling, hook or ())
     elif hook:
         raise CollectiveError("--hook does not go with --accuracy, which tries dense and gTop-k")
     elif not 0 < accuracy <= 1:
@@ -460,9 +461,8 @@ def gtopk(
     else:
         from linkweave.bench import gtopk_accuracy as measured
 
-        rows = measured.measure(model, density, accuracy, scheduling)
-    if rows:  # rank 0 tells
-        tell(measured, lambda: rows, out, as_json)
+        measure = partial(measured.measure, model, density, accuracy, scheduling)
+    tell(measured, measure, out, as_json)
 
 
 def embedding(
@@ -485,9 +485,8 @@ def embedding(
 
     at_least(("--rows", 1 if rows is None else rows, 1), ("--batch", batch, 1),
              ("--length", length, 1), ("-r", rounds, 1))  # fmt: skip
-    found = measured.measure(rows, batch, length, rounds, scheduling, way or ())
-    if found:  # rank 0 tells
-        tell(measured, lambda: found, out, as_json)
+    measure = partial(measured.measure, rows, batch, length, rounds, scheduling, way or ())
+    tell(measured, measure, out, as_json)
 
 
 COMMANDS = (ddp, steps, train, gtopk, convergence, embedding)

@@ -79,13 +79,6 @@ def one_for_each(indices: Any, values: Any) -> None:
         raise ValueError(f"{indices.shape[0]} indices, but values of shape {tuple(values.shape)}")
 
 
-def rows_of(table: Any, values: Any) -> None:
-    """The rows of `values` must have the shape of the table's rows."""
-    shape = tuple(table.shape)
-    if not shape or tuple(values.shape)[1:] != shape[1:]:
-        raise ValueError(f"values of shape {tuple(values.shape)} for a table of {shape}")
-
-
 def vectors(a: tuple[Any, Any], b: tuple[Any, Any]) -> str:
     """The dtype of the indices of two sparse vectors, which must agree; values are float32."""
     for (values, indices), name in ((a, "a"), (b, "b")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
@@ -187,11 +188,16 @@ def writable(**files: Path | None) -> None:
 
 
 def tell(module: Any, measure: Callable[[], list[Any]], out: Path | None, as_json: bool) -> None:
-    """Print the rows, between the module's HEADER and LEGEND or as JSON; write them to `out`."""
+    """Print the rows, between the module's HEADER and LEGEND or as JSON; write them to `out`.
+
+    Of ranks that torchrun has started, rank 0 alone has rows, and tells.
+    """
     from linkweave.bench.timing import machine
 
-    writable(out=out)
-    rows = measure()
+    if os.environ.get("RANK", "0") == "0":
+        writable(out=out)
+    if not (rows := measure()):
+        return
     text = json.dumps({"machine": machine(), "rows": [asdict(row) for row in rows]}, indent=1)
     print(text if as_json else "\n".join([module.HEADER, *map(str, rows), module.LEGEND]))
     if out:

@@ -12,23 +12,7 @@ from typing import Annotated
 import typer
 
 from linkweave import collectives
-from linkweave.bench.command.options import (
-    WIDTH,
-    AlgorithmOption,
-    ChunksOption,
-    CollectiveOption,
-    GpusOption,
-    JsonOption,
-    MeasuredOption,
-    ModelOption,
-    OptionalMachine,
-    RootOption,
-    SizeOption,
-    TopologyOption,
-    console,
-    machine_of,
-    parse_size,
-)
+from linkweave.bench.command import options
 from linkweave.collectives import CollectiveError, Explanation, Plan
 from linkweave.collectives.planning.cost import MAX_CHUNKS
 from linkweave.collectives.planning.explain import size_text
@@ -49,16 +33,16 @@ def read_plan(path: Path, machine: Topology) -> Plan:
 
 
 def plan(
-    size: SizeOption,
-    machine: OptionalMachine = None,
-    topo: TopologyOption = "",
-    collective: CollectiveOption = "allreduce",
-    root: RootOption = 0,
-    algorithm: AlgorithmOption = "auto",
-    chunks: ChunksOption = None,
-    gpus: GpusOption = None,
-    gpu: ModelOption = None,
-    measured: MeasuredOption = None,
+    size: options.SizeOption,
+    machine: options.OptionalMachine = None,
+    topo: options.TopologyOption = "",
+    collective: options.CollectiveOption = "allreduce",
+    root: options.RootOption = 0,
+    algorithm: options.AlgorithmOption = "auto",
+    chunks: options.ChunksOption = None,
+    gpus: options.GpusOption = None,
+    gpu: options.ModelOption = None,
+    measured: options.MeasuredOption = None,
     steps: Annotated[bool, typer.Option("--steps", help="Print every step of every rank.")] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="Compare all algorithms and print why one is chosen.")
@@ -66,26 +50,29 @@ def plan(
     sparse: Annotated[
         int | None, typer.Option(help="With --explain: entries a rank of sparse all-reduces.")
     ] = None,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Make and verify the plan for a message, and summarise it.
 
     Large clusters take longer: 64 GPUs about 25 s.
     """
-    found, nbytes = machine_of(one_of(machine, topo), gpus, measured, gpu), parse_size(size)
+    found, nbytes = (
+        options.machine_of(one_of(machine, topo), gpus, measured, gpu),
+        options.parse_size(size),
+    )
     check_chunks(chunks)
     if explain:
         if collective != "allreduce":
             raise CollectiveError("--explain is for all-reduce; simulate compares the others")
         if algorithm != "auto" or chunks is not None:
             raise CollectiveError("--explain compares all: leave out --algorithm and --chunks")
-        with console.status("comparing"):
+        with options.console.status("comparing"):
             told = collectives.explain(found, nbytes, sparse)
         print(explanation_json(told) if as_json else told)
         return
     if sparse is not None:
         raise CollectiveError("--sparse goes with --explain")
-    with console.status("planning"):
+    with options.console.status("planning"):
         made = collectives.plan_collective(collective, found, nbytes, root, algorithm, chunks)
         if as_json or steps:
             text = made.to_json() if as_json else str(made)
@@ -124,7 +111,7 @@ def summary(made: Plan, machine: Topology, nbytes: int, reason: str) -> str:
     facts["chunks"] = f"{made.num_chunks} of {size_text(made.chunk_bytes(nbytes))} at most"
     facts["links"] = "exclusive" if made.exclusive else "; ".join(("shared", *made.notes))
     return "\n".join(
-        textwrap.fill(fact, WIDTH, initial_indent=f"{name:11}", subsequent_indent=" " * 11)
+        textwrap.fill(fact, options.WIDTH, initial_indent=f"{name:11}", subsequent_indent=" " * 11)
         for name, fact in facts.items()
     ) + "\n--steps prints the steps of every rank"  # fmt: skip
 
@@ -144,7 +131,7 @@ def _warn(made: Plan, machine: Topology, nbytes: int) -> None:
     best = predict(machine, nbytes, auto, made.collective, made.root)[0]
     seconds = collectives.simulate(made, machine, nbytes).seconds
     if seconds > 1.02 * best:
-        console.print(
+        options.console.print(
             f"warning: {made.algorithm} is predicted to take {seconds / best:.2f} times as long as "
             f"{auto}, which auto would take", highlight=False, soft_wrap=True,
         )  # fmt: skip

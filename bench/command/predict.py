@@ -10,18 +10,8 @@ from typing import Annotated
 
 import typer
 
+from linkweave.bench.command import options
 from linkweave.bench.command import schedule as schedules
-from linkweave.bench.command.options import (
-    AlgorithmOption,
-    GpusOption,
-    JsonOption,
-    MeasuredOption,
-    ModelOption,
-    OptionalMachine,
-    TopologyOption,
-    console,
-    machine_of,
-)
 from linkweave.bench.command.plans import one_of
 from linkweave.collectives import CollectiveError, overlap
 from linkweave.collectives.overlap import Network, Profile, Schedule
@@ -93,7 +83,7 @@ def _by_name(name: str) -> int:
 
 def network_of(machine: Topology, algorithm: str = "auto") -> Network:
     """`Network.from_topology`, with a note while it plans."""
-    with console.status(f"planning all-reduces on {machine.name}"):
+    with options.console.status(f"planning all-reduces on {machine.name}"):
         return Network.from_topology(machine, algorithm)
 
 
@@ -110,11 +100,11 @@ def predict(
         typer.Argument(metavar="MODEL", help="A file with a profile, or one of "
                        f"{', '.join(overlap.models())}."),
     ],
-    machine: OptionalMachine = None,
-    topo: TopologyOption = "",
-    gpus: GpusOption = None,
-    gpu: ModelOption = None,
-    measured: MeasuredOption = None,
+    machine: options.OptionalMachine = None,
+    topo: options.TopologyOption = "",
+    gpus: options.GpusOption = None,
+    gpu: options.ModelOption = None,
+    measured: options.MeasuredOption = None,
     ranks: Annotated[int | None, typer.Option(help="Use only the first GPUs.")] = None,
     batch: Annotated[
         int | None, typer.Option(help=f"Samples on each GPU; by default {BATCH}.")
@@ -124,17 +114,17 @@ def predict(
         typer.Option(help="TFLOP/s that training reaches on one GPU; by default "
                      f"{REACHED:.0%} of its peak."),
     ] = None,
-    algorithm: AlgorithmOption = "auto",
+    algorithm: options.AlgorithmOption = "auto",
     policy: Annotated[
         str, typer.Option(help=f"all, auto, or one of {', '.join(overlap.POLICIES)}.")
     ] = "all",
     png: Annotated[Path | None, typer.Option(help="Draw a Gantt chart to this file.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace (one policy).")] = None,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:  # fmt: skip
     """Predict a model's training steps on a machine, by each policy."""
     schedules.check(policy, png, trace, False, as_json)
-    found = ranks_of(machine_of(one_of(machine, topo), gpus, measured, gpu), ranks)
+    found = ranks_of(options.machine_of(one_of(machine, topo), gpus, measured, gpu), ranks)
     work, network = work_of(model, found, batch, tflops), network_of(found, algorithm)
     steps = schedules.planned(work.profile, network, policy)
     whole = network.seconds(work.profile.nbytes)

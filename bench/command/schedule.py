@@ -13,14 +13,6 @@ import typer
 from rich.progress import Progress
 
 from linkweave.bench.command import gantt, options
-from linkweave.bench.command.options import (
-    JsonOption,
-    NetworkOption,
-    ProfileOption,
-    WorkersOption,
-    console,
-    writable,
-)
 from linkweave.collectives import CollectiveError, overlap
 from linkweave.collectives.overlap import POLICIES, Network, Profile, Schedule
 
@@ -36,9 +28,9 @@ NEGLIGIBLE = 0.01
 
 
 def schedule(
-    profile: ProfileOption,
-    network: NetworkOption = "10GbE",
-    workers: WorkersOption = None,
+    profile: options.ProfileOption,
+    network: options.NetworkOption = "10GbE",
+    workers: options.WorkersOption = None,
     policy: Annotated[
         str, typer.Option(help=f"all, auto, or one of {', '.join(POLICIES)}.")
     ] = "all",
@@ -48,7 +40,7 @@ def schedule(
     ] = False,
     png: Annotated[Path | None, typer.Option(help="Draw a Gantt chart to this file.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace (one policy).")] = None,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:  # fmt: skip
     """Predict what DDP and other schedules of gradients take."""
     check(policy, png, trace, explain, as_json)
@@ -61,10 +53,10 @@ def train_trace(
     step: Annotated[Path, typer.Argument(help="A file that DataParallel.save_step wrote.")],
     png: Annotated[Path | None, typer.Option(help="Draw Gantt charts to this file.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace to this file.")] = None,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Compare a measured training step with its prediction."""
-    writable(png=png, trace=trace)
+    options.writable(png=png, trace=trace)
     found = overlap.MeasuredStep.from_json(step.read_text())
     charts = [
         gantt.predicted(found.schedule, "predicted"),
@@ -79,10 +71,10 @@ def train_trace(
         print(found)
     if png:
         gantt.draw(charts, png)
-        console.print(f"drawn: {png}", highlight=False)
+        options.console.print(f"drawn: {png}", highlight=False)
     if trace:
         trace.write_text(gantt.trace(charts))
-        console.print(f"written: {trace}", highlight=False)
+        options.console.print(f"written: {trace}", highlight=False)
 
 
 def table(schedules: Sequence[Schedule], ddp: Schedule) -> str:
@@ -156,7 +148,9 @@ def planned(
     """The schedules of a policy, or of all and `auto`; searches end after `limit_s`."""
     names = [*overlap.POLICIES, "auto"] if policy == "all" else [policy]
     found: list[Schedule] = []
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(
+        console=options.console, transient=True, disable=not options.console.is_terminal
+    ) as progress:
         for name in progress.track(names, description="planning"):
             if name == "auto" and found:  # which is the optimal one under another name
                 found.append(replace(found[-1], policy=name))
@@ -195,10 +189,10 @@ def tell(
                 print(f"\n{made.explain()}\n{made if len(found) == 1 else ''}".rstrip())
     if png:
         gantt.draw([gantt.predicted(made) for made in found], png)
-        console.print(f"drawn: {png}", highlight=False)
+        options.console.print(f"drawn: {png}", highlight=False)
     if trace:
         trace.write_text(gantt.trace([gantt.predicted(found[0])]))
-        console.print(f"written: {trace}", highlight=False)
+        options.console.print(f"written: {trace}", highlight=False)
 
 
 def _json(schedules: Sequence[Schedule], ddp: Schedule, extra: dict[str, Any]) -> str:

@@ -10,25 +10,7 @@ import typer
 from rich.progress import Progress
 
 from linkweave import collectives
-from linkweave.bench.command.options import (
-    AlgorithmOption,
-    ChunksOption,
-    CollectiveOption,
-    GpusOption,
-    JsonOption,
-    MeasuredOption,
-    ModelOption,
-    OptionalMachine,
-    PlanFileOption,
-    RootOption,
-    SizeOption,
-    TopologyOption,
-    console,
-    machine_of,
-    parse_size,
-    table,
-    writable,
-)
+from linkweave.bench.command import options
 from linkweave.bench.command.plans import check_chunks, one_of, read_plan
 from linkweave.collectives import CollectiveError, Plan
 from linkweave.collectives.planning.explain import size_text
@@ -42,27 +24,30 @@ LEGEND = (
 
 
 def simulate(
-    size: SizeOption,
-    machine: OptionalMachine = None,
-    topo: TopologyOption = "",
-    collective: CollectiveOption = "allreduce",
-    root: RootOption = 0,
-    algorithm: AlgorithmOption = "all",
-    chunks: ChunksOption = None,
-    gpus: GpusOption = None,
-    gpu: ModelOption = None,
-    measured: MeasuredOption = None,
-    plan: PlanFileOption = None,
+    size: options.SizeOption,
+    machine: options.OptionalMachine = None,
+    topo: options.TopologyOption = "",
+    collective: options.CollectiveOption = "allreduce",
+    root: options.RootOption = 0,
+    algorithm: options.AlgorithmOption = "all",
+    chunks: options.ChunksOption = None,
+    gpus: options.GpusOption = None,
+    gpu: options.ModelOption = None,
+    measured: options.MeasuredOption = None,
+    plan: options.PlanFileOption = None,
     trace: Annotated[
         Path | None,
         typer.Option(help="Write a Chrome trace, of one algorithm."),
     ] = None,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Predict a message by each algorithm."""
-    found, nbytes = machine_of(one_of(machine, topo), gpus, measured, gpu), parse_size(size)
+    found, nbytes = (
+        options.machine_of(one_of(machine, topo), gpus, measured, gpu),
+        options.parse_size(size),
+    )
     check_chunks(chunks)
-    writable(trace=trace)
+    options.writable(trace=trace)
     given, chosen = None, None
     if plan is not None:
         if (collective, root, algorithm, chunks) != ("allreduce", 0, "all", None):
@@ -72,7 +57,7 @@ def simulate(
         given = read_plan(plan, found)
         collective, root, names = given.collective, given.root, (given.algorithm,)
     else:
-        with console.status("planning"):
+        with options.console.status("planning"):
             collectives.plan_collective(collective, found, nbytes, root)  # refuses what is wrong
             chosen = choose(found, nbytes, collective, root)
             every = algorithm == "all"
@@ -80,7 +65,9 @@ def simulate(
     if trace and len(names) > 1:
         raise CollectiveError("--trace needs one algorithm: name it with --algorithm")
     rows: list[dict[str, Any]] = []
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(
+        console=options.console, transient=True, disable=not options.console.is_terminal
+    ) as progress:
         for name in progress.track(names, description="simulating"):
             made = given or collectives.plan_collective(
                 collective, found, nbytes, root, name, chunks
@@ -96,7 +83,7 @@ def simulate(
         return
     taken = f"; auto takes {chosen}" if chosen else f" by {plan}"
     print(f"{collective} of {size_text(nbytes)} on {found.name}{taken}")
-    print(table(
+    print(options.table(
         ("algorithm", "chunks", "us", "GB/s", "first chunk us", "busiest link", "detours", ""),
         [(r["algorithm"], r["chunks"], f"{r['time_us']:.1f}", f"{r['algbw_gbs']:.2f}",
           f"{r['first_chunk_us']:.1f}", f"{r['busiest_link']:.0%}", r["detours"],

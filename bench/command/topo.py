@@ -10,17 +10,7 @@ from typing import Annotated
 import typer
 
 from linkweave import collectives, topology
-from linkweave.bench.command import plans
-from linkweave.bench.command.options import (
-    GpusOption,
-    JsonOption,
-    MachineArgument,
-    MeasuredOption,
-    ModelOption,
-    console,
-    machine_of,
-    writable,
-)
+from linkweave.bench.command import options, plans
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
 from linkweave.topology import Topology, bound
@@ -32,7 +22,7 @@ from linkweave.topology.text import link_table
 
 
 def topo(
-    machine: MachineArgument,
+    machine: options.MachineArgument,
     svg: Annotated[Path | None, typer.Option(help="Draw the machine to this SVG file.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the machine to this PNG file.")] = None,
     plan: Annotated[
@@ -48,21 +38,21 @@ def topo(
     all_links: Annotated[
         bool, typer.Option("--all-links", help="Draw PCIe, CPUs and NICs beside NVLinks as well.")
     ] = False,
-    gpus: GpusOption = None,
-    gpu: ModelOption = None,
-    measured: MeasuredOption = None,
+    gpus: options.GpusOption = None,
+    gpu: options.ModelOption = None,
+    measured: options.MeasuredOption = None,
     compare: Annotated[
         str | None, typer.Option(help="Say whether that machine is wired alike, or what differs.")
     ] = None,
     xml: Annotated[
         Path | None, typer.Option(help="Write the machine in NCCL's form (NCCL_TOPO_FILE).")
     ] = None,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:  # fmt: skip
     """Print a machine's links and bounds; draw it and plans."""
-    found = machine_of(machine, gpus, measured, gpu)
+    found = options.machine_of(machine, gpus, measured, gpu)
     paths = [p for p in (svg, png) if p]
-    writable(svg=svg, png=png, xml=xml)
+    options.writable(svg=svg, png=png, xml=xml)
     drawn = None
     for flag, given in (("--plan", plan), ("--tree", part), ("--all-links", all_links)):
         if given is not None and given is not False and not paths:
@@ -84,19 +74,19 @@ def topo(
     elif as_json:
         print(found.to_json())
     else:
-        with console.status("bounding"):
+        with options.console.status("bounding"):
             text = report(found)
         print(text)
     if xml:
         xml.write_text(topology.to_nccl_xml(found))
-        console.print(f"written: {xml}", highlight=False)
+        options.console.print(f"written: {xml}", highlight=False)
     if paths:
-        with console.status("drawing"):
+        with options.console.status("drawing"):
             if plan and drawn is None:
                 drawn = collectives.plan_allreduce(found, 1 << 26, plan)
             topology.draw(found, paths, drawn, part, all_links)
         for path in paths:
-            console.print(f"drawn: {path}", highlight=False)
+            options.console.print(f"drawn: {path}", highlight=False)
 
 
 def report(machine: Topology) -> str:

@@ -13,17 +13,6 @@ import typer
 
 from linkweave import collectives, topology
 from linkweave.bench.command import options
-from linkweave.bench.command.options import (
-    GpusOption,
-    JsonOption,
-    ModelOption,
-    OptionalMachine,
-    TopologyOption,
-    console,
-    machine_of,
-    parse_size,
-    writable,
-)
 from linkweave.bench.command.plans import one_of
 from linkweave.bench.command.predict import network_of, work_of
 from linkweave.collectives import CollectiveError, overlap
@@ -52,8 +41,8 @@ class Outlook:
 
 
 def what_if(
-    machine: OptionalMachine = None,
-    topo: TopologyOption = "",
+    machine: options.OptionalMachine = None,
+    topo: options.TopologyOption = "",
     remove: Annotated[
         list[str] | None,
         typer.Option("--remove-link", metavar="A-B[=N]",
@@ -83,12 +72,12 @@ def what_if(
     tflops: Annotated[
         float | None, typer.Option(help="TFLOP/s that training reaches on one GPU.")
     ] = None,
-    gpus: GpusOption = None,
-    gpu: ModelOption = None,
+    gpus: options.GpusOption = None,
+    gpu: options.ModelOption = None,
     png: Annotated[
         Path | None, typer.Option(help="Draw both machines with their plans to this file.")
     ] = None,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:  # fmt: skip
     """Show what a change of a machine's links would do."""
     if to and gpus:
@@ -96,24 +85,24 @@ def what_if(
     for flag, given in (("--batch", batch), ("--tflops", tflops)):
         if given is not None and model is None:
             raise CollectiveError(f"{flag} belongs to --model MODEL: give that as well")
-    before = machine_of(one_of(machine, topo), gpus, None, gpu)
+    before = options.machine_of(one_of(machine, topo), gpus, None, gpu)
     if bool(remove or add or nics) == bool(to):
         raise CollectiveError(
             "name what changes: --remove-link, --add-link or --add-nic; or the other machine, --to"
         )
-    writable(png=png)
+    options.writable(png=png)
     edits = remove or (), add or (), nics
-    after = machine_of(to, None, None, gpu) if to else edited(before, *edits)
-    nbytes = parse_size(size)
+    after = options.machine_of(to, None, None, gpu) if to else edited(before, *edits)
+    nbytes = options.parse_size(size)
     pair = [outlook(one, nbytes, model, batch, tflops) for one in (before, after)]
     if as_json:
         print(json.dumps({"size": nbytes, "before": asdict(pair[0]), "after": asdict(pair[1])}))
     else:
         print(text(pair[0], pair[1], nbytes))
     if png:
-        with console.status("drawing"):
+        with options.console.status("drawing"):
             draw((before, after), nbytes, png)
-        console.print(f"drawn: {png}", highlight=False)
+        options.console.print(f"drawn: {png}", highlight=False)
 
 
 def edited(machine: Topology, remove: Iterable[str], add: Iterable[str], nics: int) -> Topology:
@@ -129,7 +118,7 @@ def outlook(
     machine: Topology, nbytes: int, model: str | None, batch: int | None, tflops: float | None
 ) -> Outlook:
     """Bound, plan and steps of a machine. Raises CollectiveError if it has no plan."""
-    with console.status(f"planning on {machine.name}"):
+    with options.console.status(f"planning on {machine.name}"):
         best = topology.bound(machine, "allreduce")
         plan = collectives.plan_allreduce(machine, nbytes)
         line = collectives.simulate(plan, machine, nbytes)

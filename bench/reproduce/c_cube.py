@@ -101,7 +101,7 @@ def _steps(name: str, topology: Topology) -> int:
 
 def scaling() -> Part:
     """Figure 14: trees against rings up to 1,024 ranks."""
-    found = scale.rows()
+    found = [*scale.rows()]
     few = [r for r in found if r.ranks <= NODES]
     small = [r for r in few if r.nbytes < scale.SIZES[-1]]
     large = [r for r in few if r.nbytes == scale.SIZES[-1]]

@@ -6,7 +6,7 @@ four times the model's, at powers of two from 1 KiB to 1 GiB; `auto` is compared
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from linkweave import collectives
@@ -49,20 +49,12 @@ def compare(machine: Topology, nbytes: int) -> tuple[str, float]:
     return auto.algorithm, mine / best
 
 
-def row(name: str) -> Row:
-    """Compare on one machine at all sizes."""
-    machine = load(name)
-    worst, at = max((compare(machine, size)[1], size) for size in SIZES)
-    return Row(name, worst, at, crossovers(machine))
-
-
-def rows(done: Callable[[], None] = lambda: None) -> list[Row]:
-    """Compare on all machines; calls `done` after each."""
-    found = []
+def rows() -> Iterator[Row]:
+    """Compare on all machines at all sizes."""
     for name in MACHINES:
-        found.append(row(name))
-        done()
-    return found
+        machine = load(name)
+        worst, at = max((compare(machine, size)[1], size) for size in SIZES)
+        yield Row(name, worst, at, crossovers(machine))
 
 
 def table(found: list[Row]) -> str:

@@ -7,8 +7,9 @@ rails, by the same on leaves that are oversubscribed, or by one NIC a node.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from linkweave import collectives, topology
 from linkweave.bench.command import options
@@ -52,15 +53,10 @@ def row(cluster: str) -> Row:
                KINDS[machine.by_ends[ends].kind][1], busy, seconds)  # fmt: skip
 
 
-def rows(done: Callable[[], None] = lambda: None) -> list[Row]:
-    """All clusters; calls `done` after each."""
-    found = []
-    for network in NETWORKS:
-        for machine in MACHINES:
-            for nodes in NODES:
-                found.append(row(f"{nodes} x {machine} {network}".strip()))
-                done()
-    return found
+def rows() -> Iterator[Row]:
+    """All clusters."""
+    for network, machine, nodes in product(NETWORKS, MACHINES, NODES):
+        yield row(f"{nodes} x {machine} {network}".strip())
 
 
 def table(found: list[Row]) -> str:

@@ -95,6 +95,5 @@ def _table(what: str, as_json: bool) -> None:
     module, total = tables[what]
     console.print(f"about {_TABLES[what][1]} on two idle cores", highlight=False)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("simulating", total=total)
-        rows = module.rows(lambda: progress.advance(task))
+        rows = [*progress.track(module.rows(), total=total, description="simulating")]
     print(json.dumps([asdict(row) for row in rows]) if as_json else module.table(rows))

@@ -11,8 +11,9 @@ chunks of 256 KiB (256 of 64 MiB).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product, starmap
 
 from linkweave import collectives
 from linkweave.collectives.planning.algorithms.trees import Tree, two_trees
@@ -109,14 +110,9 @@ def _ring(ranks: int, nbytes: int, form: float) -> float:
     return collectives.simulate(plan, machine, nbytes).seconds
 
 
-def rows(done: Callable[[], None] = lambda: None) -> list[Row]:
-    """All of the table; `done` is called after each row."""
-    found = []
-    for ranks in RANKS:
-        for nbytes in SIZES:
-            found.append(_row(ranks, nbytes))
-            done()
-    return found
+def rows() -> Iterator[Row]:
+    """All of the table."""
+    return starmap(_row, product(RANKS, SIZES))
 
 
 def table(found: list[Row]) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from linkweave.bench.command import options
 from linkweave.collectives import overlap
@@ -29,20 +30,14 @@ class Row:
     mg_wfbp: float
 
 
-def rows(done: Callable[[], None] = lambda: None) -> list[Row]:
-    found = []
-    for name in overlap.models():
-        profile = overlap.model(name)
-        for preset in overlap.PRESETS:
-            for workers in WORKERS:
-                network = overlap.network(preset, workers)
-                made = {p: overlap.plan(profile, network, p).predicted_seconds for p in NAMED}
-                auto = overlap.plan(profile, network, limit_s=LIMIT_S)
-                best = min(made, key=lambda policy: made[policy])
-                found.append(Row(name, preset, workers, auto.predicted_seconds, auto.gap, best,
-                                 made[best], made["mg-wfbp"]))  # fmt: skip
-                done()
-    return found
+def rows() -> Iterator[Row]:
+    for name, preset, workers in product(overlap.models(), overlap.PRESETS, WORKERS):
+        profile, network = overlap.model(name), overlap.network(preset, workers)
+        made = {p: overlap.plan(profile, network, p).predicted_seconds for p in NAMED}
+        auto = overlap.plan(profile, network, limit_s=LIMIT_S)
+        best = min(made, key=made.__getitem__)
+        yield Row(name, preset, workers, auto.predicted_seconds, auto.gap, best, made[best],
+                  made["mg-wfbp"])  # fmt: skip
 
 
 def table(found: list[Row]) -> str:

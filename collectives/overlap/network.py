@@ -72,14 +72,17 @@ class Network:
     def from_topology(topology: Topology, algorithm: str = "auto") -> Network:
         """Return the network of a machine or cluster, one worker for each GPU.
 
-        Its timings and gamma are of plans for 4 KiB to 1 GiB, simulated (`overlap.planned`). Takes
-        some seconds on a machine, and minutes on a cluster of 32 nodes. Raises PlanError for an
-        algorithm that it cannot run.
+        All-reduces of 4 KiB to 1 GiB are planned and simulated, alone, as gradient queues, and two
+        at once. With "auto" each size takes the algorithm that `planner.choose` takes; queues take
+        the one whose first chunk is final earliest, as at run time. Takes some seconds on a
+        machine, and minutes on a cluster of 32 nodes. Raises PlanError for an algorithm that it
+        cannot run.
         """
-        found, workers = planned(topology, algorithm), len(topology.gpus)
-        name = topology.name if algorithm == "auto" else f"{topology.name}, {algorithm}"
-        pairs = [(one.nbytes, one.seconds) for one in found.timings]
-        return replace(fit(pairs, workers, found.gamma).network, name=name, timings=found.timings)
+        timings = tuple(_timing(topology, nbytes, algorithm) for nbytes in SIZES)
+        gamma, name = contention(topology, algorithm), topology.name
+        made = fit([(t.nbytes, t.seconds) for t in timings], len(topology.gpus), gamma).network
+        name = name if algorithm == "auto" else f"{name}, {algorithm}"
+        return replace(made, name=name, timings=timings)
 
     @staticmethod
     def from_measurements(
@@ -365,26 +368,6 @@ SIZES = tuple(1 << i for i in range(12, 31))
 """Bytes of the all-reduces that are planned: 4 KiB to 1 GiB."""
 LARGE = 1 << 26
 """Bytes of the all-reduces from which `contention` is found."""
-
-
-@dataclass(frozen=True)
-class Planned:
-    """The timings of a topology, and the contention of two all-reduces at once (`gamma`)."""
-
-    timings: tuple[Timing, ...]
-    gamma: float
-
-
-def planned(topology: Topology, algorithm: str = "auto") -> Planned:
-    """Plan and simulate all-reduces of SIZES, alone, as gradient queues, and two at once.
-
-    With "auto" each size takes the algorithm that `planner.choose` takes; queues take the one whose
-    first chunk is final earliest, as at run time. Raises PlanError.
-    """
-    return Planned(
-        tuple(_timing(topology, nbytes, algorithm) for nbytes in SIZES),
-        contention(topology, algorithm),
-    )
 
 
 def _timing(topology: Topology, nbytes: int, algorithm: str) -> Timing:

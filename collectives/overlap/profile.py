@@ -195,7 +195,8 @@ def model(name: str, forward_s: float | None = None, backward_s: float | None = 
     The total of the backward pass is by default twice that, as it computes two products of the size
     of the forward pass, for the gradients of the input and of the parameters. Tensors share the
     totals in proportion to their forward FLOPs on one sample (`models.json`, for the shape `input`,
-    by `bench/flops.py`), as no public source has times of single layers. Raises CollectiveError.
+    by `tests/data/make_flops.py`), as no public source has times of single layers. Raises
+    CollectiveError.
     """
     if name not in _models():
         raise CollectiveError(f"unknown model {shown(name)}; choose from {', '.join(_models())}")

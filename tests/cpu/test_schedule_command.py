@@ -139,6 +139,6 @@ def test_the_table_of_all_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedules, "WORKERS", (64,))
     monkeypatch.setattr(schedules, "LIMIT_S", 0.3)
     monkeypatch.setattr(overlap, "models", lambda: ("vgg16",))
-    rows = schedules.rows()
+    rows = list(schedules.rows())
     assert len(rows) == len(overlap.PRESETS)
     assert "slower than a named policy: 0" in schedules.table(rows)

@@ -9,7 +9,7 @@ from linkweave.collectives.planning.planner import choose
 from linkweave.topology import load
 
 
-@pytest.mark.parametrize("name", ["mesh-3", "ring-5", "pcie-4", "dgx1-v100"])
+@pytest.mark.parametrize("name", ["mesh-3", "ring-5", "pcie-4", "dgx1-v100", "dgx-a100"])
 def test_auto_is_near_the_best(name: str) -> None:
     machine = load(name)
     for nbytes in (1 << 10, 1 << 16, 1 << 22, 1 << 30):
@@ -35,8 +35,6 @@ def test_table() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_auto_is_near_the_best_everywhere() -> None:
-    ticks: list[None] = []
-    found = rows(lambda: ticks.append(None))
+    found = list(rows())
     assert tuple(row.machine for row in found) == MACHINES
-    assert len(ticks) == len(found)
     assert {row.machine: row.worst for row in found if not 1 <= row.worst <= 1.02} == {}

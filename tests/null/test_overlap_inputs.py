@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from overlap_cases import case
 
-from linkweave.bench.flops import forward_flops
 from linkweave.collectives import CollectiveError, overlap
 from linkweave.collectives.cluster.cluster_map import ClusterMap
 from linkweave.collectives.overlap import Communication, Layer, Network, Piece, Profile, Schedule
 from linkweave.collectives.overlap.profile import _models
+from tests.data.make_flops import forward_flops
 
 
 def test_profiles_go_to_json_and_back(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -12,7 +12,6 @@ from linkweave.collectives.errors import CollectiveError
 _ATTRIBUTES = {
     "compute_mode": 20,  # 0 default, 2 prohibited, 3 one process
     "unified_addressing": 41,
-    "vmm": 102,
     "vmm_posix_handles": 103,
     "ipc_events": 125,
 }

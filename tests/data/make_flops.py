@@ -1,6 +1,6 @@
 """Forward FLOPs of the tensors in `collectives/overlap/models.json`.
 
-`python -m linkweave.bench.flops` writes them there.
+`python -m tests.data.make_flops` writes them there.
 
 A tensor of n parameters that a sample uses at p positions counts 2 n p: a multiplication and an
 addition each. p is the height times the width of what a convolution or a norm gives, the tokens of
@@ -18,7 +18,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-FILE = Path(__file__).parents[1] / "collectives" / "overlap" / "models.json"
+FILE = Path(__file__).parents[2] / "collectives" / "overlap" / "models.json"
 TOKENS = {"bert-base": 64, "bert-large": 64, "gpt2": 1024}
 """Of a sequence: BERT's as in table III of ASC-WFBP, GPT-2's whole context."""
 _IMAGE = "3x224x224"
