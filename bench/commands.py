@@ -415,12 +415,12 @@ def steps(
 def train(
     model: Annotated[str, typer.Option(help="One of resnet18, vgg11, transformer.")] = "resnet18",
     batch: Annotated[int, typer.Option(help="Samples of each rank.")] = 8,
-    schedule: Annotated[
-        str, typer.Option(help=f"auto, or one of {', '.join(POLICIES)}.")
-    ] = "auto",
-    rounds: RoundsOption = 7, scheduling: BatchOption = True, out: OutOption = None,
+    schedule: Annotated[str, typer.Option(help=f"auto, or one of {', '.join(POLICIES)}.")] = "auto",
+    rounds: RoundsOption = 7,
+    scheduling: BatchOption = True,
+    out: OutOption = None,
     as_json: JsonOption = False,
-) -> None:  # fmt: skip
+) -> None:
     """Training steps, beside DDP, on all ranks (1 min)."""
     from linkweave.bench import train as measured
 

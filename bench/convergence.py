@@ -40,10 +40,7 @@ def named(gtopk: GTopK | None) -> str:
     """An exchange in a few words; None is the dense one."""
     if gtopk is None:
         return "dense"
-    said = {
-        "conserving": gtopk.conserve, "warm-up": gtopk.warmup,
-        "by layer": gtopk.per == "unit",
-    }  # fmt: skip
+    said = {"conserving": gtopk.conserve, "warm-up": gtopk.warmup, "by layer": gtopk.per == "unit"}
     return ", ".join([f"gTop-k {gtopk.density:g}", *(word for word in said if said[word])])
 
 
@@ -119,9 +116,7 @@ def _trained(
     torch.manual_seed(seed)
     model = task.model()
     optimizer = task.optimizer(model.parameters(), rate)
-    parallel = DataParallel(
-        model, optimizer, schedule="ddp", exchange=exchange or "dense"
-    )  # fmt: skip
+    parallel = DataParallel(model, optimizer, schedule="ddp", exchange=exchange or "dense")
     x, y = (torch.from_numpy(part) for part in task.train)
     share = task.batch // comm.size
     points = []

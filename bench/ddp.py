@@ -187,9 +187,7 @@ def _timed(call: Callable[[], None], before: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def _rank(
-    rank: int, width: int, rounds: int, store: str, fsdp: bool
-) -> tuple[Any, list[int]]:  # fmt: skip
+def _rank(rank: int, width: int, rounds: int, store: str, fsdp: bool) -> tuple[Any, list[int]]:
     """Seconds of the slowest rank by [round, backend, what], and the buckets of each backend.
 
     What: step, forward and backward, the same without communication, collectives alone.

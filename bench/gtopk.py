@@ -102,15 +102,12 @@ def hooks(density: float) -> dict[str, Hook | None]:
         "dense": None,
         "fp16": lambda: (None, default_hooks.fp16_compress_hook),
         "PowerSGD, rank 1": lambda: (
-            powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook
+            powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2),
+            powerSGD_hook.powerSGD_hook,
         ),
-        "top-k": lambda: (
-            GTopKState(dist.group.WORLD, density=density, mode="topk"), gtopk_hook
-        ),
-        "gTop-k": lambda: (
-            GTopKState(dist.group.WORLD, density=density, mode="gtopk"), gtopk_hook
-        ),
-    }  # fmt: skip
+        "top-k": lambda: (GTopKState(dist.group.WORLD, density=density, mode="topk"), gtopk_hook),
+        "gTop-k": lambda: (GTopKState(dist.group.WORLD, density=density, mode="gtopk"), gtopk_hook),
+    }
 
 
 class _Stepped:

@@ -65,7 +65,7 @@ def by_gloo(
         "alltoallv": lambda: dist.all_to_all_single(y, x, mine, mine, group=group),
         "gather": lambda: dist.gather(x, rows, group=group),
         "scatter": lambda: dist.scatter(y[0], parts, group=group),
-    }[kind]  # fmt: skip
+    }[kind]
 
 
 @contextmanager
@@ -165,9 +165,8 @@ class Mpi:
 
 
 def timed(
-    call: Callable[[], Any], prepare: Callable[[], None], meet: Callable[[], None],
-    iterations: int,
-) -> list[float]:  # fmt: skip
+    call: Callable[[], Any], prepare: Callable[[], None], meet: Callable[[], None], iterations: int
+) -> list[float]:
     """Seconds of each call on this rank. `prepare` and `meet` run before each call."""
     found = []
     for _ in range(iterations):

@@ -86,9 +86,7 @@ def digits(model: Callable[[], nn.Module], seed: int) -> Task:
     order = np.random.default_rng(seed).permutation(len(data.target))
     x = (data.data[order] / 16).astype(np.float32).reshape(-1, 1, 8, 8)
     y = data.target[order].astype(np.int64)
-    return Task(
-        (x[:1500], y[:1500]), (x[1500:], y[1500:]), model, 64, 0.05, 1, True
-    )  # fmt: skip
+    return Task((x[:1500], y[:1500]), (x[1500:], y[1500:]), model, 64, 0.05, 1, True)
 
 
 def bible() -> tuple[Samples, Samples]:

@@ -5,19 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from linkweave.kernels.api import (
-        cast,
-        coalesce,
-        merge_topk,
-        sparsify,
-        split_rows,
-        topk_abs,
-    )
+    from linkweave.kernels.api import cast, coalesce, merge_topk, sparsify, split_rows, topk_abs
 
-__all__ = [
-    "cast", "coalesce", "merge_topk", "sparsify", "split_rows",
-    "topk_abs",
-]  # fmt: skip
+__all__ = ["cast", "coalesce", "merge_topk", "sparsify", "split_rows", "topk_abs"]
 
 
 def __getattr__(name: str) -> Any:

@@ -152,9 +152,8 @@ def copy_bytes_nontemporal(typingctx: Any, dst: Any, src: Any, nbytes: Any) -> A
 
 @intrinsic
 def call_combine(
-    typingctx: Any,
-    function: Any, dst: Any, table: Any, m: Any, ahead: Any, n: Any, divisor: Any,
-) -> Any:  # fmt: skip
+    typingctx: Any, function: Any, dst: Any, table: Any, m: Any, ahead: Any, n: Any, divisor: Any
+) -> Any:
     """Call a function of `kernels.plan.combine` by its address."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -187,10 +187,10 @@ class _Picture:
     def shares(self, parts: Sequence[Part]) -> None:
         """Draw lines that are the wider the more parts use a connection."""
         uses = Counter(
-            frozenset(leg) for part in parts for leg in {
-                frozenset(leg) for arrow in part.arrows for leg in pairwise(arrow)
-            }
-        )  # fmt: skip
+            frozenset(leg)
+            for part in parts
+            for leg in {frozenset(leg) for arrow in part.arrows for leg in pairwise(arrow)}
+        )
         most, kind = max(uses.values()), parts[0].name.split()[0]
         every = [(tuple(sorted(leg)), n) for leg, n in uses.items()]
         for one in every:

@@ -15,11 +15,7 @@ import typer
 
 from linkweave.bench import commands
 from linkweave.bench.command import compare, plans, predict, schedule, simulate, topo, what_if
-from linkweave.bench.command.options import (
-    JsonOption,
-    RanksOption,
-    writable,
-)
+from linkweave.bench.command.options import JsonOption, RanksOption, writable
 from linkweave.bench.commands import bench
 from linkweave.bench.reproduce import command as reproduce
 from linkweave.collectives import CollectiveError

@@ -89,7 +89,7 @@ def draw(charts: Sequence[Chart], path: Path) -> None:
     figure.suptitle(
         f"{first.profile.name}{made}, {first.network.name}, {first.network.workers} workers",
         fontsize=11,
-    )  # fmt: skip
+    )
     bar = figure.colorbar(
         matplotlib.cm.ScalarMappable(scale, colours), ax=list(axes[:, 0]), fraction=0.02, pad=0.01
     )

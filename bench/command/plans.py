@@ -90,8 +90,8 @@ def summary(made: Plan, machine: Topology, nbytes: int, reason: str) -> str:
         "plan": f"{made.collective} of {size_text(nbytes)} on {machine.name}",
         "algorithm": reason if made.algorithm in reason else f"{made.algorithm}: {reason}",
         "predicted": f"{line.seconds * 1e6:.1f} us, {line.algbw / 1e9:.2f} GB/s; the first chunk "
-                     f"is ready after {line.first_chunk_seconds * 1e6:.1f} us",
-    }  # fmt: skip
+        f"is ready after {line.first_chunk_seconds * 1e6:.1f} us",
+    }
     if made.collective in BOUNDED and line.seconds:
         best = bound(
             machine, made.collective, made.root if made.collective == "broadcast" else None

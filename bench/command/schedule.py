@@ -41,7 +41,7 @@ def schedule(
     png: Annotated[Path | None, typer.Option(help="Draw a Gantt chart to this file.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace (one policy).")] = None,
     as_json: options.JsonOption = False,
-) -> None:  # fmt: skip
+) -> None:
     """Predict what DDP and other schedules of gradients take."""
     check(policy, png, trace, explain, as_json)
     loaded, net = overlap.load(profile), overlap.network_from(network, workers)

@@ -109,7 +109,7 @@ def tests(gpus: int) -> Iterator[Test]:
 
 def _test(
     name: str, seconds: float, remedy: str, measure: Callable[..., Result], *args: Any
-) -> Test:  # fmt: skip
+) -> Test:
     return Test(Row(name, "selftest", seconds, partial(measure, *args)), remedy)
 
 
@@ -144,8 +144,7 @@ def _of_ranks() -> Iterator[Test]:
     shared = ("processes cannot open each other's GPU memory: run them as one user in one PID "
               "namespace (containers: --pid=host --ipc=host), not in MIG slices")  # fmt: skip
     for arrays in libraries:
-        yield _test(f"{on}threads, {arrays.name}, 3", 15, REPORT,
-                    run_ranks, arrays, 3, SIZES, True)  # fmt: skip
+        yield _test(f"{on}threads, {arrays.name}, 3", 15, REPORT, run_ranks, arrays, 3, SIZES, True)
         yield _test(f"{on}processes by IPC, {arrays.name}, 2", 20, shared,
                     run_ranks, arrays, 2, SIZES, False, "require")  # fmt: skip
     yield _test(f"{on}processes without IPC, 2", 20, REPORT, without_ipc, cupy)

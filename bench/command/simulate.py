@@ -36,8 +36,7 @@ def simulate(
     measured: options.MeasuredOption = None,
     plan: options.PlanFileOption = None,
     trace: Annotated[
-        Path | None,
-        typer.Option(help="Write a Chrome trace, of one algorithm."),
+        Path | None, typer.Option(help="Write a Chrome trace, of one algorithm.")
     ] = None,
     as_json: options.JsonOption = False,
 ) -> None:
@@ -71,7 +70,7 @@ def simulate(
         for name in progress.track(names, description="simulating"):
             made = given or collectives.plan_collective(
                 collective, found, nbytes, root, name, chunks
-            )  # fmt: skip
+            )
             line = collectives.simulate(made, found, nbytes)
             rows.append(_row(made, line))
             if trace:

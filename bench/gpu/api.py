@@ -254,11 +254,11 @@ def on_ranks(
 
 def run_ranks(
     arrays: Arrays, ranks: int, sizes: tuple[int, ...], virtual: bool, peer_access: str = "prefer"
-) -> Result:  # fmt: skip
+) -> Result:
     """Check all collectives."""
     found = on_ranks(
         check_collectives, ranks, arrays, sizes, virtual=virtual, peer_access=peer_access
-    )  # fmt: skip
+    )
     if len({checksum for _, checksum in found}) != 1:
         raise Failed(f"the ranks' sums differ: {[c for _, c in found]}")
     return {"bytes": [4 * n for n in sizes], "checked": sum(checked for checked, _ in found)}

@@ -126,9 +126,7 @@ class Meter:
             copy = partial(self.device.copy, memory.buffers[0], memory.inputs[0], nbytes)
             return 2 * nbytes / self.seconds(copy, partial(self.device.synchronise, 0))
 
-    def expect(
-        self, address: int, want: np.ndarray, what: str, nbytes: int | None = None
-    ) -> None:  # fmt: skip
+    def expect(self, address: int, want: np.ndarray, what: str, nbytes: int | None = None) -> None:
         """Raise Failed unless the GPU has these bytes there, repeated up to `nbytes`."""
         whole, wrong = want.nbytes if nbytes is None else nbytes, 0
         for at in range(0, whole, want.nbytes):

@@ -140,9 +140,9 @@ class TritonRows:
         param.grad = torch.sparse_coo_tensor(ours[3][None], ours[4], param.shape,
                                              is_coalesced=True, check_invariants=False)  # fmt: skip
         theirs = torch.optim.SparseAdam([param], lr=1e-3)
-        return self.timed(28 * gradient.numel(),
-                          lambda: embedding.adam_rows(*ours, step=3, lr=1e-3),
-                          theirs.step)  # fmt: skip
+        return self.timed(
+            28 * gradient.numel(), lambda: embedding.adam_rows(*ours, step=3, lr=1e-3), theirs.step
+        )
 
     def timed(self, nbytes: int, ours: Callable[[], Any], theirs: Callable[[], Any]) -> Result:
         """Seconds of both; a floor of `nbytes` at the rate of a copy."""

@@ -42,9 +42,7 @@ def equation_ratio(nbytes: int) -> float:
     alpha, beta = 5e-6, 1 / 25e9
     depth, n = math.log2(8), nbytes / 2
     root = math.sqrt(alpha * beta * n * depth)
-    return (2 * depth * alpha + 2 * beta * n + 4 * root) / (
-        2 * depth * alpha + beta * n + 3 * root
-    )  # fmt: skip
+    return (2 * depth * alpha + 2 * beta * n + 4 * root) / (2 * depth * alpha + beta * n + 3 * root)
 
 
 def communication() -> Part:

@@ -38,11 +38,7 @@ from linkweave.bench.reproduce.rows import (
     mean,
 )
 from linkweave.bench.sparse import medians
-from linkweave.collectives.planning.equations import (
-    dense_seconds,
-    gtopk_seconds,
-    topk_seconds,
-)
+from linkweave.collectives.planning.equations import dense_seconds, gtopk_seconds, topk_seconds
 from linkweave.collectives.planning.sparse_tree import sparse_costs
 from linkweave.topology import load
 

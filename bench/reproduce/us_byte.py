@@ -75,8 +75,8 @@ def speeds() -> Part:
     why = {
         8: f"with a credit of 1; with 2, blocks hide each other's start-ups. {FROM_A_RING}",
         128: "does not follow from the paper's equations: US-Byte sends at least one all-reduce a "
-             "tensor, as WFBP does, so that it gains at most the forward pass",
-    }  # fmt: skip
+        "tensor, as WFBP does, so that it gains at most the forward pass",
+    }
     for workers, blocks, figure, theirs in (
         (8, {}, "figure 10", ("11 to 26 %", "21 to 56 %")),
         (128, {"partition": PARTITION}, "figure 18", ("28 to 69 %", "234 to 332 %")),

@@ -326,7 +326,7 @@ class GpuLauncher:
 
     def repeatable(
         self, before: list[Copied], after: list[Copied], result: int | None
-    ) -> Ready | None:  # fmt: skip
+    ) -> Ready | None:
         """The latest call, to be repeated by `again`; None if other ranks of this process are part
         of it."""
         if not self._owns_team or self.latest is None:

@@ -34,7 +34,7 @@ from linkweave.collectives.calls.request import (
     difference,
     notice,
     unsure,
-)  # fmt: skip
+)
 from linkweave.collectives.calls.trace import CALLS, KERNELS, Trace, label
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.collective import COLLECTIVES, Root

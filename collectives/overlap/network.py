@@ -181,9 +181,7 @@ class Network:
 
 
 PRESETS: dict[str, tuple[Network, ...]] = {
-    "10GbE": (
-        Network(0.0014, 1.7e-9, 1.5, 8),
-    ),
+    "10GbE": (Network(0.0014, 1.7e-9, 1.5, 8),),
     "10GbE-mgwfbp": (
         Network(5.230272768511732e-4, 8.570746975492128e-10, 2.0, 8),
         Network(9.080981007148093e-4, 7.395651186836712e-10, 2.0, 16),
@@ -200,12 +198,13 @@ PRESETS: dict[str, tuple[Network, ...]] = {
         Network(2.3583677659915685e-4, 4.0594787739537565e-10, 2.0, 16),
     ),
     "1GbE": (
-        Network(0.0044, 5.8e-9, 2.0, 2), Network(0.0056, 7.4e-9, 2.0, 4),
+        Network(0.0044, 5.8e-9, 2.0, 2),
+        Network(0.0056, 7.4e-9, 2.0, 4),
         Network(0.00768, 8.2e-9, 2.0, 8),
     ),
     "1GbE-gtopk": (Network(2 * 0.000436, 9e-9, 2.0, 2),),
     "10GbE-gtopk": (Network(2 * 4.525e-05, 9.934107462565104e-10, 2.0, 2),),
-}  # fmt: skip
+}
 """Published fits, for the numbers of workers that were measured, in seconds and bytes.
 
 10GbE: ASC-WFBP, section VI-B, 8 nodes. 10GbE-mgwfbp, 56GbIB, 1GbE (large messages): the MG-WFBP

@@ -209,12 +209,11 @@ def model(name: str, forward_s: float | None = None, backward_s: float | None = 
     return Profile(
         tuple(
             Layer(tensor, 4 * n, forward * flops / total, backward * flops / total)
-            for tensor, n, flops in zip(
-                known["names"], known["numel"], known["flops"], strict=True
-            )
+            for tensor, n, flops in zip(known["names"], known["numel"], known["flops"], strict=True)
         ),
-        name, True,
-    )  # fmt: skip
+        name,
+        True,
+    )
 
 
 def model_at(name: str, batch: int, flops_per_s: float) -> Profile:

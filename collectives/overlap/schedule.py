@@ -264,7 +264,7 @@ LANES = 4
 
 def lower_bound(
     profile: Profile, network: Network, lanes: int = LANES, halves: bool = False
-) -> float:  # fmt: skip
+) -> float:
     """Return seconds that no iteration beats, with at most `lanes` all-reduces at once.
 
     Every schedule of `overlap.timeline` transmits a byte after its gradient is ready and the

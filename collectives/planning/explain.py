@@ -123,9 +123,8 @@ def size_text(nbytes: int) -> str:
 
 
 def explain(
-    topology: Topology, nbytes: int, k: int | None = None,
-    algorithms: Sequence[Named] | None = None,
-) -> Explanation:  # fmt: skip
+    topology: Topology, nbytes: int, k: int | None = None, algorithms: Sequence[Named] | None = None
+) -> Explanation:
     """Compare all-reduce algorithms for a message of `nbytes`, and explain the choice.
 
     `algorithms` are names or functions to compare with the choice of `auto`, by default all. With

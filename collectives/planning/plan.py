@@ -337,8 +337,7 @@ class Plan:
 
 
 def _step_out(step: Step) -> list[Any]:
-    return [step.op.name, list(step.connections), step.chunk, step.source, step.last,
-            step.ahead]  # fmt: skip
+    return [step.op.name, list(step.connections), step.chunk, step.source, step.last, step.ahead]
 
 
 def _step_in(row: list[Any]) -> Step:

@@ -17,11 +17,7 @@ from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.shortest import shortest_trees, tree_of
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.cost import pipeline_of
-from linkweave.collectives.planning.equations import (
-    dense_seconds,
-    gtopk_seconds,
-    topk_seconds,
-)
+from linkweave.collectives.planning.equations import dense_seconds, gtopk_seconds, topk_seconds
 from linkweave.collectives.planning.planner import plan_allreduce, predict, ranked
 from linkweave.topology import Topology
 

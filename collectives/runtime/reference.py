@@ -18,8 +18,8 @@ Array = NDArray[Any]
 
 
 def run(
-    plan: Plan, inputs: Sequence[Array], op: str = "sum", seed: int | None = None, dtype: str = "",
-) -> list[Array]:  # fmt: skip
+    plan: Plan, inputs: Sequence[Array], op: str = "sum", seed: int | None = None, dtype: str = ""
+) -> list[Array]:
     """Run a plan; returns the contents of each rank's buffer.
 
     `inputs` has one array per rank, all of one shape and dtype, and is not changed. Its layout is

@@ -21,7 +21,7 @@ from linkweave.topology.checks import shown
 
 def refuse(
     module: Any, optimizers: Sequence[Any], schedule: Any, exchange: Any, dtype: Any
-) -> None:  # fmt: skip
+) -> None:
     """Raise CollectiveError for what cannot be trained."""
     if not isinstance(module, nn.Module):
         raise CollectiveError(f"module must be a torch.nn.Module, not {shown(module)}")

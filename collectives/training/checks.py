@@ -48,7 +48,7 @@ HOOKED = (
 
 def fault_of(
     gradient: torch.Tensor, name: str, unit: str = "", stale: bool = False, sent: bool = False
-) -> str:  # fmt: skip
+) -> str:
     """What is wrong with the gradient of the parameter `name` of a unit; empty if nothing is.
 
     stale: the forward pass has used the parameter before it was updated. sent: the unit's gradients

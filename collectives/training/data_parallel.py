@@ -155,9 +155,7 @@ class DataParallel(nn.Module):
             )
         registers: list[Any] = []
         for one in optimizers:
-            registers += [
-                one.register_state_dict_pre_hook, one.register_load_state_dict_pre_hook
-            ]  # fmt: skip
+            registers += [one.register_state_dict_pre_hook, one.register_load_state_dict_pre_hook]
         for part in module.modules():
             registers += [part.register_state_dict_pre_hook, part.register_load_state_dict_pre_hook]
         first = optimizers[0]
@@ -442,9 +440,7 @@ def _keep_keys(wrapper: Any) -> None:
     wrapper.register_load_state_dict_pre_hook(_inside)
 
 
-def _inside(
-    module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
-) -> None:  # fmt: skip
+def _inside(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before a module around it loads its state, which has no `module.` in its keys."""
     for key in [key for key in state if key.startswith(prefix)]:
         state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)

@@ -267,7 +267,7 @@ class SparseAverage:
 
 def _selected(
     x: torch.Tensor, residual: torch.Tensor, counts: Sequence[int], shares: Sequence[int]
-) -> Vector:  # fmt: skip
+) -> Vector:
     """Add x to the residual, and take the largest entries of each part out of that."""
     found, first = [], 0
     for count, k in zip(counts, shares, strict=True):

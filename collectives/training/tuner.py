@@ -293,8 +293,7 @@ def _beside(profile: Profile, busy: Profile) -> Profile:
     """The profile with the backward pass of steps that sent gradients meanwhile."""
     pairs = zip(profile.layers, busy.layers, strict=True)
     return replace(
-        profile,
-        layers=tuple(replace(layer, backward_s=other.backward_s) for layer, other in pairs),
+        profile, layers=tuple(replace(layer, backward_s=other.backward_s) for layer, other in pairs)
     )
 
 
@@ -373,9 +372,7 @@ def unstreamed(schedule: Schedule) -> Schedule:
                 parts.append([])
             parts[-1].append(piece)
         numbers.append(tuple(range(len(made), len(made) + len(parts))))
-        made += [
-            replace(c, pieces=tuple(part), after=after, streamed=False) for part in parts
-        ]  # fmt: skip
+        made += [replace(c, pieces=tuple(part), after=after, streamed=False) for part in parts]
     return replace(schedule, communications=tuple(made))
 
 

@@ -49,9 +49,7 @@ def _convert(v, scale, HALF: tl.constexpr, NARROW: tl.constexpr, RESULT: tl.cons
 
 
 @triton.jit(do_not_specialize=["n"])
-def cast_kernel(
-    x, out, scale, n, HALF: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def cast_kernel(x, out, scale, n, HALF: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr):
     """out[i] = x[i] * scale; the 16-bit array is uint16, the patterns of `HALF`."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at = start + tl.arange(0, BLOCK)

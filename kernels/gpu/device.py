@@ -115,9 +115,8 @@ class CudaDevice:
         parameters = (ctypes.c_void_p * 1)(launch.ctypes.data)
         with self.here():
             self._driver.launchCooperativeKernel(
-                kernel, blocks, 1, 1, PLAN_THREADS, 1, 1, 0, stream,
-                ctypes.addressof(parameters),
-            )  # fmt: skip
+                kernel, blocks, 1, 1, PLAN_THREADS, 1, 1, 0, stream, ctypes.addressof(parameters)
+            )
 
     def start(
         self, file: str, names: tuple[str, ...], words: tuple[str, ...], argument: np.ndarray,

@@ -8,9 +8,7 @@ import torch
 from linkweave.kernels.topk.sparsify import sparsify
 
 
-def select(
-    grad: torch.Tensor, residual: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def select(grad: torch.Tensor, residual: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(values, indices) of `kernels.gtopk.select`."""
     half = "" if grad.dtype == torch.float32 else str(grad.dtype).removeprefix("torch.")
     patterns = (grad.view(torch.uint16) if half else grad).numpy()

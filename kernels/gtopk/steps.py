@@ -23,9 +23,7 @@ MOST = 1 << 31  # positions are int32
 
 
 @ranged
-def select(
-    grad: torch.Tensor, residual: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def select(grad: torch.Tensor, residual: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Add a gradient to the residual, and take the k largest |residual| out of it.
 
     `grad` is [n] of float32, float16 or bfloat16, n < 2^31, and is left zero. `residual` is float32

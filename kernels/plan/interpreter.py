@@ -36,15 +36,7 @@ from linkweave.kernels.atomics import (
     sched_yield,
     store_release,
 )
-from linkweave.kernels.plan.counters import (
-    ABORTED,
-    DONE,
-    IDLE,
-    SLEEP_NS,
-    SLEEPS,
-    ring,
-    wake,
-)
+from linkweave.kernels.plan.counters import ABORTED, DONE, IDLE, SLEEP_NS, SLEEPS, ring, wake
 
 SEND, REDUCE, COPY, SIGNAL, WAIT = 0, 1, 2, 3, 4
 DIFFERS = 3  # the result of `call` if the ranks' requests differ
@@ -104,9 +96,7 @@ def move(dst, src, nbytes, nontemporal):
 
 
 @njit(nogil=True, cache=True)
-def _advance(
-    state, gated, code, blocks, flag, slot, origin, pushed, cursor, at, peers, table
-):  # fmt: skip
+def _advance(state, gated, code, blocks, flag, slot, origin, pushed, cursor, at, peers, table):
     """Let every track run as far as it can.
 
     Returns the sum of `_MOVED` (a step was carried out), `_LEFT` (a track is not finished) and
@@ -307,7 +297,7 @@ def call(
         ):
             _advance(
                 state, True, code, blocks, flag, slot, origin, pushed, cursor, at, peers, table
-            )  # fmt: skip
+            )
         ring(bells)
     yields = state[ROUNDS]
     idle = yields if state[SLEPT] else 0
@@ -349,7 +339,7 @@ def call(
         if state[STAGE] == RUN:
             found = _advance(
                 state, False, code, blocks, flag, slot, origin, pushed, cursor, at, peers, table
-            )  # fmt: skip
+            )
             moved = found & _MOVED != 0
             if found & _LEFT == 0:
                 store_release(state[FINISHED], number)

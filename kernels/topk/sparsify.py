@@ -20,7 +20,7 @@ NONE = np.empty(0, np.int64), np.empty(0, np.float32)
 @njit(nogil=True, cache=True)
 def _accumulate_and_gather(
     grad, patterns, is_float16, clear, residual, start, stop, low, at, values
-):  # fmt: skip
+):
     """Update the residual by the gradient; write the positions and the values of what in the
     residual is then not below `low` to `at` and `values`. Returns how many, or -1 if there is too
     little room.
@@ -65,7 +65,7 @@ def _accumulate_and_gather(
 
 def sparsify(
     grad: np.ndarray, residual: np.ndarray, k: int, *, half: str = "", clear: bool = False
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+) -> tuple[np.ndarray, np.ndarray]:
     """(values, positions) of the k largest |residual + grad|; the rest stays in `residual`.
 
     `grad` is float32 [n], or uint16 [n], the bit patterns of `half`: float16 or bfloat16; with

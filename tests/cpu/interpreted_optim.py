@@ -66,8 +66,7 @@ def updated(step: Any, shift: int, finite: bool, arguments: dict[str, Any]) -> l
         for flat in flats:
             flat.nan_to_num_(posinf=2.0, neginf=-3.0).clamp_(-1e9, 1e9)
     table = optim.Table(*columns)
-    partials = torch.full((table.blocks,), 5.0, dtype=torch.float64,
-                          device=flats[0].device)  # fmt: skip
+    partials = torch.full((table.blocks,), 5.0, dtype=torch.float64, device=flats[0].device)
     if INTERPRETED and steps._kernels(table) is not cpu:
         table.rows = torch.from_numpy(table.rows)
     step(table, **arguments)

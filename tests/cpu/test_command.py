@@ -171,10 +171,7 @@ def test_simulate_lists_all_and_traces_one(tmp_path: Path) -> None:
             "unknown algorithm 'rong' of allreduce; choose from",
         ),
         (["plan", "-t", "dgx2", "-s", "1M", "-a", "ccube_dgx1"], "dgx2 is wired differently"),
-        (
-            ["plan", "-t", "dgx2", "-s", "1M", "-k", "0"],
-            "num_chunks must be an integer from 1 to",
-        ),
+        (["plan", "-t", "dgx2", "-s", "1M", "-k", "0"], "num_chunks must be an integer from 1 to"),
         (["bench", "allreduce", "-n", "9", "-t", "dgx1-v100"], "has 8 GPUs, fewer than the 9"),
         (["bench", "allreduce", "-f", "1"], "-f must be an integer of at least 2, not 1"),
         (["reproduce", "nonsense"], "unknown 'nonsense': choose a paper (c-cube, gtop-k"),

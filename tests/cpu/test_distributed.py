@@ -272,9 +272,7 @@ def hooked(rank: int, own: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("backend", "own"), [
-    ("linkweave", "group"), ("gloo", "communicator"),
-])  # fmt: skip
+@pytest.mark.parametrize(("backend", "own"), [("linkweave", "group"), ("gloo", "communicator")])
 def test_hooks(backend: str, own: str) -> None:
     for exact, fp16, bf16 in run(3, hooked, own, backend=backend):
         assert exact < 1e-6 < fp16 < 2e-3 < bf16 < 2e-2
@@ -394,9 +392,9 @@ def lose(rank: int, what: str) -> str:
     return "nothing was noticed"
 
 
-@pytest.mark.parametrize(("what", "words"), [
-    ("killed", r"rank 1 \(process \d+\) died"), ("other", "differ"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("what", "words"), [("killed", r"rank 1 \(process \d+\) died"), ("other", "differ")]
+)
 def test_a_rank_that_is_lost_is_named(what: str, words: str) -> None:
     start = time.monotonic()
     found = run(3, lose, what)

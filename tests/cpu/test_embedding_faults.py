@@ -244,7 +244,7 @@ def dies(pair: Pair, when: str) -> None:
 @pytest.mark.parametrize(
     ("when", "ahead"),
     [("forward", True), ("backward", False), ("tokens", False), ("fetch", True), ("add", True)],
-)  # fmt: skip
+)
 def test_a_rank_dies(when: str, ahead: bool, tmp_path: Path, patient: None) -> None:
     with pytest.raises(CollectiveError, match=r"rank 1 \(process \d+\) exited with status 3"):
         collectives.spawn(survive, 3, args=(when, ahead, tmp_path), timeout=200)

@@ -250,7 +250,7 @@ def test_bad_steps_change_nothing(arguments: dict[str, Any], words: str) -> None
         ({"out": META[:3]}, "out must be a tensor on the CPU or a GPU, not meta"),
         ({"table": BUFFER[:12].view(4, 3), "out": BUFFER[11:20].view(3, 3)}, "table and out overl"),
     ],
-)  # fmt: skip
+)
 def test_bad_lookups_write_nothing(arguments: dict[str, Any], words: str) -> None:
     usual = {"table": TABLE * 2, "indices": at(3, 0, 3), "out": torch.ones(3, 3)}
     with pytest.raises((TypeError, ValueError), match=re.escape(words)):
@@ -270,7 +270,7 @@ def test_bad_lookups_write_nothing(arguments: dict[str, Any], words: str) -> Non
         ({"out": torch.ones(12).double()}, "out must be a tensor of torch.float32, not"),
         ({"x": BUFFER[:12].view(4, 3), "out": BUFFER[4:16]}, "x and out overlap in memory"),
     ],
-)  # fmt: skip
+)
 def test_bad_columns_write_nothing(arguments: dict[str, Any], words: str) -> None:
     usual = {"x": TABLE * 2, "widths": (1, 2), "out": torch.ones(12)} | arguments
     with pytest.raises((TypeError, ValueError), match=re.escape(words)):

@@ -338,9 +338,8 @@ def a_step_that_a_sparse_exchange_skips(rank: int) -> None:
     """For a gradient that is not finite, in whichever order the optimizers step."""
     for order in (1, -1):
         pair = Pair(
-            "sparse adam", chained=False, policy="wfbp", exchange=GTopK(0.3),
-            dtype=torch.float32,
-        )  # fmt: skip
+            "sparse adam", chained=False, policy="wfbp", exchange=GTopK(0.3), dtype=torch.float32
+        )
         added = torch.zeros(1)
         pair.inner.last.bias.register_hook(lambda gradient, added=added: gradient + added)
         for number, (mine, _) in enumerate(pair.batches(range(4), ahead=True)):

@@ -267,7 +267,7 @@ def test_bad_arguments_are_refused() -> None:
         (lambda: calls.sparsify(x[::2], np.zeros(4, np.float32)[::2], 1), "contiguous float32"),
         (lambda: calls.coalesce(np.zeros(3), x[:3], 4), "indices must be int32 or int64"),
         (lambda: calls.coalesce(np.zeros(3, int), x, 4), "3 indices, but values of shape"),
-    ):  # fmt: skip
+    ):
         with pytest.raises((TypeError, ValueError), match=re.escape(words)):
             call()
 

@@ -99,9 +99,7 @@ def forked(path: Path) -> Result:
     return {}
 
 
-def outcomes(
-    *rows: tuple[Callable[[], Result], float], budget: float = 1000.0
-) -> list[Result]:  # fmt: skip
+def outcomes(*rows: tuple[Callable[[], Result], float], budget: float = 1000.0) -> list[Result]:
     """Results of rows with these expected seconds."""
     made = [Row(f"row {i}", "core", seconds, measure) for i, (measure, seconds) in enumerate(rows)]
     return list(run(made, time.monotonic() + budget))

@@ -27,10 +27,7 @@ def test_codes_are_the_plans() -> None:
 
 
 def test_layout_of_the_code() -> None:
-    plan = by_hand(
-        [hop(0, 0, 1)],
-        {(0, 0): [send(0)], (1, 0): [receive(Op.REDUCE, 0, last=True)]},
-    )
+    plan = by_hand([hop(0, 0, 1)], {(0, 0): [send(0)], (1, 0): [receive(Op.REDUCE, 0, last=True)]})
     assert plan.encode(0).tolist() == [
         1, 1, 4, 22,
         4, 0, 1, -1, 1, 0,

@@ -141,9 +141,7 @@ def test_plans_that_took_long_are_found_again(monkeypatch: pytest.MonkeyPatch) -
     assert again == [[3.0, False]] * 3
 
 
-def test_what_is_kept_is_whole_and_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_what_is_kept_is_whole_and_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "_folder", lambda: tmp_path)
     store = PlanStore("a map")
     assert store.read("q") is None
@@ -163,7 +161,7 @@ def test_what_is_kept_is_whole_and_ours(
 
 def test_a_folder_that_others_may_write_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     script = "from linkweave.collectives.calls.plans import _folder; print(_folder())"
     (tmp_path / "linkweave").mkdir(mode=0o700)
     for mode, said in ((0o700, str(tmp_path / "linkweave" / "plans")), (0o777, "None")):

@@ -155,9 +155,7 @@ def test_spans_of_neighbours_are_one_run_only_in_their_order() -> None:
 
 def test_at_once() -> None:
     program = at_once([Slot(0, 0, 32), Slot(1, 0, 48), Slot(0, 32, 64)], "abc")
-    assert program.ops == (
-        Op(0, (Span(0, 0, 32), Span(2, 32, 96))), Op(1, (Span(1, 0, 48),))
-    )  # fmt: skip
+    assert program.ops == (Op(0, (Span(0, 0, 32), Span(2, 32, 96))), Op(1, (Span(1, 0, 48),)))
     assert program.ops[0].runs == [(0, 96)]
 
 

@@ -88,10 +88,8 @@ def cupy_of(driver: int, runtime: int, capability: str = "90") -> dict[str, Any]
     """Modules as if CuPy were installed."""
     cuda = SimpleNamespace(
         Device=lambda gpu: SimpleNamespace(compute_capability=capability),
-        runtime=SimpleNamespace(
-            driverGetVersion=lambda: driver, runtimeGetVersion=lambda: runtime
-        ),
-    )  # fmt: skip
+        runtime=SimpleNamespace(driverGetVersion=lambda: driver, runtimeGetVersion=lambda: runtime),
+    )
     nvrtc = SimpleNamespace(getVersion=lambda: (runtime // 1000, 0))
     libs = SimpleNamespace(nvrtc=nvrtc)
     return {"cupy": SimpleNamespace(cuda=cuda, __version__="14.2.0"),

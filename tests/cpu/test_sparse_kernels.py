@@ -266,7 +266,7 @@ def test_half_rows_are_summed_in_float32_and_rounded_once(dtype: torch.dtype) ->
         (np.array([0]), np.ones(1, np.float32), 0, "indices[0] is 0; the table has 0 rows"),
         (np.array([0]), np.ones(1, np.float32), 2.0, "num_rows must be an integer, not 2.0"),
     ],
-)  # fmt: skip
+)
 def test_bad_rows_of_a_table_are_refused(
     indices: Any, values: Any, num_rows: Any, words: str
 ) -> None:

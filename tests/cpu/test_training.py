@@ -145,7 +145,7 @@ EVERY = [(name, kind) for name in MODELS for kind in OPTIMIZERS]
         *EACH.items(),
         *[pytest.param(size, EVERY, marks=pytest.mark.slow) for size in (1, 2, 3, 5, 8)],
     ],
-)  # fmt: skip
+)
 def test_200_steps(plans: Any, size: int, chosen: list[tuple[str, str]]) -> None:
     """Policies take turns; that all give the same bits is tested above."""
     runs: list[Long] = []

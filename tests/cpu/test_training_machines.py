@@ -56,9 +56,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def wide() -> nn.Module:
     """18 KiB, 131 KiB: 16 blocks of the kernels that update; and less than a piece."""
     torch.manual_seed(3)
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)
-    ).double()  # fmt: skip
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).double()
 
 
 def beside_ddp(rank: int, dtype: torch.dtype) -> list[list[float]]:
@@ -68,7 +66,7 @@ def beside_ddp(rank: int, dtype: torch.dtype) -> list[list[float]]:
         torch.manual_seed(3)
         inner: Any = nn.Sequential(
             nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)
-        ).to(dtype)  # fmt: skip
+        ).to(dtype)
         optimizer = sgd(inner.parameters())
         x = images(0, 2)[0].to(dtype)
         schedule = schedule_for(copy.deepcopy(inner), x, policy="us-byte", chained=True)
@@ -104,9 +102,7 @@ def in_group(body: Body, size: int, lost: tuple[int, ...] = ()) -> list[Any]:
 
 
 def on_communicator(body: Body, sizes: tuple[int, ...], lost: tuple[int, ...] = ()) -> list[Any]:
-    return on_machines(
-        sizes, lambda comm: body(comm, comm.rank, comm.size), timeout=200, lost=lost
-    )  # fmt: skip
+    return on_machines(sizes, lambda comm: body(comm, comm.rank, comm.size), timeout=200, lost=lost)
 
 
 def streaming(group: Any, optim: Any) -> tuple[DataParallel, Any]:
@@ -216,7 +212,7 @@ def dies_in_a_piece(group: Any, rank: int, size: int) -> tuple[str, float]:
         lambda: in_group(dies_in_a_piece, 3, (1,)),
     ],
     ids=["machines", "gloo"],
-)  # fmt: skip
+)
 def test_a_rank_that_dies_between_pieces(run: Callable[[], list[Any]]) -> None:
     found = run()
     assert found[1] is None

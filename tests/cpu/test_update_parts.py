@@ -88,9 +88,9 @@ def test_what_has_arrived_is_updated_before_the_rest_is_awaited() -> None:
 
 def test_parts_of_a_table() -> None:
     whole = torch.zeros(4 * BLOCK + 7)
-    table = Table([torch.zeros(BLOCK + 1), torch.zeros(3 * BLOCK)], [
-        whole[: BLOCK + 1], whole[BLOCK + 7 :],
-    ])  # fmt: skip
+    table = Table(
+        [torch.zeros(BLOCK + 1), torch.zeros(3 * BLOCK)], [whole[: BLOCK + 1], whole[BLOCK + 7 :]]
+    )
     ends = [BLOCK, BLOCK + 1, 2 * BLOCK + 7, 3 * BLOCK + 7, 4 * BLOCK + 7]
     assert table.blocks == len(ends)
     for end in range(4 * BLOCK + 8):

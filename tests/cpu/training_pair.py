@@ -41,7 +41,7 @@ def net(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     torch.manual_seed(5)
     found = nn.Sequential(
         nn.Flatten(), nn.Linear(64, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 10)
-    )  # fmt: skip
+    )
     return found.to(dtype)
 
 

@@ -180,10 +180,7 @@ def guarded(plan: Plan, where: StepId) -> int | None:
         if plan.connections[index].local:
             if step.op in (Op.REDUCE, Op.COPY):
                 return later
-        elif step.op in (Op.SEND, Op.REDUCE, Op.COPY) and index in (
-            *step.connections,
-            step.source,
-        ):
+        elif step.op in (Op.SEND, Op.REDUCE, Op.COPY) and index in (*step.connections, step.source):
             return later
     raise AssertionError(f"a WAIT that guards nothing: {plan.tracks[s]} step {at}")
 

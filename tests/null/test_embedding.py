@@ -19,10 +19,7 @@ from tests.null.helpers import SPECIAL, renumbered
 
 Pair = tuple[int, int]
 # NCCL's two trees of eight: child -> parent (src/graph/trees.cc)
-TREES = (
-    {1: 2, 2: 4, 3: 2, 4: 0, 5: 6, 6: 4, 7: 6},
-    {0: 1, 1: 3, 2: 1, 3: 7, 4: 5, 5: 3, 6: 5},
-)
+TREES = ({1: 2, 2: 4, 3: 2, 4: 0, 5: 6, 6: 4, 7: 6}, {0: 1, 1: 3, 2: 1, 3: 7, 4: 5, 5: 3, 6: 5})
 EDGES = [edge for tree in TREES for edge in tree.items()]
 
 

@@ -7,12 +7,7 @@ import pytest
 
 from linkweave.bench.reproduce import embrace as tables
 from linkweave.bench.reproduce import embrace_step
-from linkweave.bench.reproduce.embrace import (
-    HALF,
-    exact_over_equation,
-    gradient,
-    speeds,
-)
+from linkweave.bench.reproduce.embrace import HALF, exact_over_equation, gradient, speeds
 from linkweave.bench.reproduce.embrace_costs import (
     WAYS,
     adapter_bytes,
@@ -108,11 +103,9 @@ def test_where_all_to_all_wins() -> None:
 
 def test_sizes_of_batches_by_hand() -> None:
     """Two workers; the last batches are only looked up."""
-    batches = np.array([
-        [[1, 1, 2, 3], [4, 4, 4, 5]],
-        [[2, 6, 6, 6], [3, 5, 7, 7]],
-        [[9, 9, 9, 9], [7, 6, 2, 1]],
-    ])  # fmt: skip
+    batches = np.array(
+        [[[1, 1, 2, 3], [4, 4, 4, 5]], [[2, 6, 6, 6], [3, 5, 7, 7]], [[9, 9, 9, 9], [7, 6, 2, 1]]]
+    )
     # distinct: {1,2,3} {4,5} | {2,6} {3,5,7}; prior: {2,3} {5} | {2,6} {7}; own: {2} {5} | {} {7}
     assert sizes(batches) == Sizes(4, 10 / 4, 6 / 4, 3 / 4)
 

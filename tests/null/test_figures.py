@@ -169,15 +169,14 @@ def test_one_gpu() -> None:
     short = {name: f"{found[name]['torch']['times_ours']:.1f}" for name in ratios}
     want = {
         "overlapped double tree over the baseline, links of 25 GB/s, 16 MiB": links[16],
-        "the same, 64 MiB": links[64], "the same, 256 MiB": links[256],
+        "the same, 64 MiB": links[64],
+        "the same, 256 MiB": links[256],
         "the same, 1 GiB": links[1024],
         "bytes read and written in 256 MiB, of a copy's rate, pushing results": pushed,
         "the same, through slots": slots,
-        "8 KiB over 8 ranks, in a graph":
-            f"{found['latency 8 KiB']['dgx1-v100']['replayed_us']:.1f} us",
+        "8 KiB over 8 ranks, in a graph": f"{found['latency 8 KiB']['dgx1-v100']['replayed_us']:.1f} us",
         "a hop of 8 KiB": f"{found['latency of a hop']['hop_us']:.2f} us",
-        "a dequeue of a gradient queue":
-            f"{found['dequeue of a gradient queue']['dequeue_us']:.1f} us",
+        "a dequeue of a gradient queue": f"{found['dequeue of a gradient queue']['dequeue_us']:.1f} us",
         "an abort noticed by all blocks": f"{1e3 * found['abort']['abort_s']:.1f} ms",
         "`topk_abs` of 34 million beside torch": short["topk_abs of 33554432"],
         "`topk_abs` of 268 million beside torch": short["topk_abs of 268435456"],
@@ -187,11 +186,12 @@ def test_one_gpu() -> None:
         "cast to bfloat16 with a factor beside torch": ratios["Triton, cast"],
         "gTop-k's selection of 67 million beside torch": ratios["Triton, select"],
         "Adam on 32,768 rows of an embedding beside torch": ratios["Triton, adam_rows"],
-        "`lookup` of 32,768 rows beside torch, which checks no index on the host":
-            ratios["Triton, lookup"],
+        "`lookup` of 32,768 rows beside torch, which checks no index on the host": ratios[
+            "Triton, lookup"
+        ],
         "`coalesce` of 65,536 rows of 128 beside torch": ratios["coalesce 65536 x 128"],
         "`coalesce` of 4,096 rows of 1,024 beside torch": ratios["coalesce 4096 x 1024"],
-    }  # fmt: skip
+    }
     told = table("docs/status.md", 3)
     assert {name: cells[-1] for name, cells in told.items() if name in want} == want
     assert len(told) - 2 == len(want)  # and the head of the table

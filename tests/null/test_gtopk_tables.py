@@ -133,10 +133,7 @@ def test_a_selection_is_measured() -> None:
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [
-        (["dgx2", "-s", "1M", "--root", "99"], "root must be"),
-        (["dgx2"], "Missing option '--size'"),
-    ],
+    [(["dgx2", "-s", "1M", "--root", "99"], "root must be"), (["dgx2"], "Missing option '--size'")],
 )
 def test_a_message_that_cannot_be_simulated(words: list[str], said: str) -> None:
     done = command("simulate", *words)

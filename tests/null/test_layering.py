@@ -249,7 +249,7 @@ def test_every_arrow_is_used() -> None:
         ("collectives/runtime/buffer.py", "from linkweave.collectives.runtime.cpu import arena"),
         ("collectives/sparse/gpu.py", "from tests.null import helpers"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_arrow_is_seen(file: str, source: str) -> None:
     assert len(wrong_arrows(source, file)) == 1
 

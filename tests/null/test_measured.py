@@ -321,7 +321,7 @@ BAD_PAIRS = [
     ({"dst": "GPU1"}, r"dst must be an integer from 0 to 999999999, not 'GPU1'"),
     ({"dst": 1.0}, r"dst must be an integer from 0 to 999999999, not 1\.0"),
     ({"dst": None}, r"dst must be an integer from 0 to 999999999, not None"),
-]  # fmt: skip
+]
 
 
 def text_of(**change: Any) -> str:

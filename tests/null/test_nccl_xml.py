@@ -336,7 +336,7 @@ HOSTILE: list[tuple[str, Callable[[], str], str]] = [
     ("a long tag", lambda: f"<{'a' * 2**20}/>", "is not NCCL's <system>"),
     ("comment", lambda: "<!--" + "-" * 2**20, "not well-formed"),
     ("text", lambda: "<system>" + "x" * 2**20 + "</system>", "version None"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "words"), [h[1:] for h in HOSTILE], ids=[h[0] for h in HOSTILE])

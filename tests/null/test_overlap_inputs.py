@@ -228,7 +228,7 @@ def one(*pieces: Piece, **extra: object) -> tuple[Communication, ...]:
 
 def halves(
     gather: tuple[Piece, ...] = (Piece(0, 0, 48),), lane: int = 0
-) -> tuple[Communication, ...]:  # fmt: skip
+) -> tuple[Communication, ...]:
     scatter = Communication((Piece(0, 0, 48),), kind="reduce-scatter")
     return scatter, Communication(gather, lane, kind="all-gather")
 
@@ -255,7 +255,7 @@ def halves(
         (halves(lane=1), "1 gathers what no reduce-scatter"),
         ((*halves(), halves()[1]), "2 gathers what no reduce-scatter"),
     ],
-)  # fmt: skip
+)
 def test_every_byte_is_sent_once(sends: tuple[Communication, ...], words: str) -> None:
     profile = Profile((Layer("x", 48, 0.0, 0.0),))
     with pytest.raises(CollectiveError, match=words):

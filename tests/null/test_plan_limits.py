@@ -104,11 +104,7 @@ def test_text_that_is_no_plan_is_refused(source: str) -> None:
         (("connections", 1, 2), 3, r"connections\[1\]\[2\] must be an integer from 0 to 2, not 3"),
         (("connections", 1, 3), -1, r"connections\[1\]\[3\] must be an integer from 0 to"),
         (("connections", 0, 4, 0), True, r"connections\[0\]\[4\]\[0\] must be a GPU or the name"),
-        (
-            ("tracks", 0, 2, 0, 0, 1, 0),
-            -1,
-            r"tracks\[0\]\[2\]\[0\]\[0\]\[1\]\[0\] must be an int",
-        ),
+        (("tracks", 0, 2, 0, 0, 1, 0), -1, r"tracks\[0\]\[2\]\[0\]\[0\]\[1\]\[0\] must be an int"),
         (("tracks", 0, 2, 0, 0, 4), 1, "must be one of True, False, not 1"),
         (("detours",), [[0, 1]], r"detours\[0\] must have at least 3 items, not 2"),
         (("algorithm",), 3, "algorithm must be a string, not 3"),

@@ -35,7 +35,7 @@ REFUSED = {
     "broken json": ('{"format"', "line 1 column 10"),
     "broken xml": ("<system", "line 1 column 1: not well-formed XML: unclosed token"),
     "cut smi": (SMI["cloud"][:90], "ends"),
-}  # fmt: skip
+}
 
 
 def same(made: Topology, wanted: Topology) -> bool:

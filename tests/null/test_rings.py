@@ -80,9 +80,9 @@ def test_on_links_drawn_at_random(seed: int) -> None:
     links = {ends: rng.randint(1, 3) for ends in permutations(range(size), 2) if rng.random() < 0.6}
     for ends in hops(tuple(around)):  # one ring at least
         links[ends] = links.get(ends, 0) + 1
-    topo = Topology("drawn", tuple(range(size)), tuple(
-        Link(a, b, 10**9, n) for (a, b), n in links.items()
-    ))  # fmt: skip
+    topo = Topology(
+        "drawn", tuple(range(size)), tuple(Link(a, b, 10**9, n) for (a, b), n in links.items())
+    )
     found, detours = rings(topo)
     assert found and not detours
     check_apart(found, size, links)

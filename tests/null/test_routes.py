@@ -19,9 +19,7 @@ def two_way(*pairs: Ends) -> list[Ends]:
 def test_routes_cross_switches_and_no_gpu() -> None:
     ends = two_way((0, "a"), ("a", "b"), ("b", 1), (1, 2), (0, "c"), ("c", 1))
     found = routes(ends, (0, 1, 2))
-    assert found == {
-        (0, 1): (0, "c", 1), (1, 0): (1, "c", 0), (1, 2): (1, 2), (2, 1): (2, 1)
-    }  # fmt: skip
+    assert found == {(0, 1): (0, "c", 1), (1, 0): (1, "c", 0), (1, 2): (1, 2), (2, 1): (2, 1)}
     assert routes(ends, (0, 2)) == {}  # only GPU 1 could pass it on
     assert routes([], (0, 1)) == {}
     assert routes([(0, "a"), ("a", 1)], (0, 1)) == {(0, 1): (0, "a", 1)}

@@ -16,9 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "nbytes"),
-    [(r, n) for r in (4, 8, 16, 64) for n in SIZES] + [(128, SIZES[1])],
-)  # fmt: skip
+    ("ranks", "nbytes"), [(r, n) for r in (4, 8, 16, 64) for n in SIZES] + [(128, SIZES[1])]
+)
 def test_simulation_is_the_closed_form(ranks: int, nbytes: int) -> None:
     row = _row(ranks, nbytes)
     assert (row.ranks, row.nbytes, row.depth) == (ranks, nbytes, ranks.bit_length() - 1)

@@ -396,7 +396,7 @@ def test_limits_do_not_change_what_a_search_finds(
 
 def test_both_loops_take_turns_on_one_strand_and_see_a_hang(
     both_ways, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     for count in (1, 2):
         plain, compiled = both_ways(*two_senders(count), 2 * CHUNK)
         assert plain == compiled

@@ -259,9 +259,7 @@ def test_rows_in_another_order_and_nics_without_rows() -> None:
     assert tree_of(made) == drawn(TREES["dgx1-v100"])
 
 
-@pytest.mark.parametrize(
-    ("gpus", "count"), [(4, 7), (8, 12), (16, 6), (2, 18), (4, 18), (3, 10)]
-)  # fmt: skip
+@pytest.mark.parametrize(("gpus", "count"), [(4, 7), (8, 12), (16, 6), (2, 18), (4, 18), (3, 10)])
 def test_more_than_a_gpu_has_is_an_nvswitch(gpus: int, count: int) -> None:
     text = tabs(Machine(all_to_all(gpus, count), "0 " * gpus, tails=["\t0-7\t0"] * gpus))
     made = load(text)
@@ -442,11 +440,7 @@ def test_too_many_devices_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    [
-        f"GPU {'9' * 5000}: Tesla V100 (UUID: GPU-0)",
-        f"GPU{'9' * 5000}",
-        "GPU 0: " * 3000,
-    ],
+    [f"GPU {'9' * 5000}: Tesla V100 (UUID: GPU-0)", f"GPU{'9' * 5000}", "GPU 0: " * 3000],
     ids=["a number in the list", "a label", "one long line"],
 )
 def test_a_hostile_line_is_no_crash(line: str) -> None:

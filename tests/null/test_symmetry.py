@@ -86,9 +86,7 @@ def networks() -> dict[str, tuple[list[int], dict[Ends, int], list[int] | None]]
         ranks, capacity = of_graph(nx.random_regular_graph(3, 8, seed=seed))
         made[f"cubic {seed}"] = (ranks, capacity, None)
         rng = random.Random(seed)
-        made[f"cubic {seed}, two widths"] = (
-            ranks, {e: rng.choice((1, 2)) for e in capacity}, None
-        )  # fmt: skip
+        made[f"cubic {seed}, two widths"] = (ranks, {e: rng.choice((1, 2)) for e in capacity}, None)
     return made
 
 

@@ -127,7 +127,7 @@ def test_rows_must_be_a_list(rows: object) -> None:
     ["", "[]", "null", "3", '"x"', "{", text(RING)[:-1], text(RING) + "}", "[" * 10**5]
     + [text(RING).replace("1e-05", "9" * 5000)]
     + [text().replace("[]", "[" * depth + "]" * depth) for depth in (50, 900, 10**5)],
-)  # fmt: skip
+)
 def test_hostile_json_is_refused(hostile: str) -> None:
     with pytest.raises(TopologyError, match=r"^a\.json: ") as told:
         parse_timings(hostile, "cpu-4", "a.json")

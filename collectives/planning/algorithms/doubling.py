@@ -36,9 +36,9 @@ def recursive_doubling(topology: Topology) -> Algorithm:
     if size > cube:
         rounds.append(tuple(Reduce((at[p],), at[p - cube], 0, 0) for p in range(cube, size)))
     for i, d in enumerate(_distances(size)):
-        rounds.append(tuple(
-            Reduce((at[p ^ d],), at[p], 0, i + 1, ahead=int(p & d > 0)) for p in range(cube)
-        ))  # fmt: skip
+        rounds.append(
+            tuple(Reduce((at[p ^ d],), at[p], 0, i + 1, ahead=int(p & d > 0)) for p in range(cube))
+        )
     last = len(rounds)
     if size > cube:
         rounds.append(tuple(Copy(at[p - cube], (at[p],), 0, last) for p in range(cube, size)))
@@ -60,9 +60,9 @@ def halving_doubling(topology: Topology) -> Algorithm:
     chunks = range(cube)
     rounds: list[Round] = []
     if size > cube:
-        rounds.append(tuple(
-            Reduce((at[p],), at[p - cube], c, c) for p in range(cube, size) for c in chunks
-        ))  # fmt: skip
+        rounds.append(
+            tuple(Reduce((at[p],), at[p - cube], c, c) for p in range(cube, size) for c in chunks)
+        )
     fixed = 0  # the bits that a position shares with the chunks that it still works on
     for d in reversed(_distances(size)):
         fixed |= d

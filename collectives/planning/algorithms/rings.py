@@ -72,12 +72,10 @@ def around(
     scatter: list[Round] = []
     gather: list[Round] = []
     for step in range(size - 1):
-        scatter.append(tuple(
-            Reduce((a,), b, chunk(r, (i - step - 1) % size), r) for r, i, a, b in hops
-        ))  # fmt: skip
-        gather.append(tuple(
-            Copy(a, (b,), chunk(r, (i - step) % size), r) for r, i, a, b in hops
-        ))  # fmt: skip
+        scatter.append(
+            tuple(Reduce((a,), b, chunk(r, (i - step - 1) % size), r) for r, i, a, b in hops)
+        )
+        gather.append(tuple(Copy(a, (b,), chunk(r, (i - step) % size), r) for r, i, a, b in hops))
     return scatter, gather
 
 

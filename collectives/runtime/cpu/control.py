@@ -256,9 +256,7 @@ class HostControl:
             self._heard = beats, now
         return max(start, self._heard[1])
 
-    def check(
-        self, status: int, start: float, where: Where, planning: float = 0.0
-    ) -> None:  # fmt: skip
+    def check(self, status: int, start: float, where: Where, planning: float = 0.0) -> None:
         """After a wait that was not fulfilled: raise if a rank has given up, died or left, or if
         `timeout` seconds have passed since `start`, or since rank 0's last sign of life in the
         seconds that it may be `planning`, or that `allowance` gives it."""

@@ -222,7 +222,7 @@ class GpuRanks:
 
     def enqueue(
         self, prepared: Prepared, arguments: Sequence[Arguments], streams: Mapping[int, int]
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Launch on each GPU's stream; may be repeated with the same arguments."""
         self._launched[id(prepared.parts)] = prepared
         for device, launch, blocks in arguments:

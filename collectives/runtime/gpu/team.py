@@ -235,9 +235,7 @@ class Team:
         """A call that has been made, for `repeat`, by a team of one."""
         prepared = self.prepare(mine.call)
         launches = self._launches(mine.call, prepared, dict.fromkeys(self.gpu.shares, mine.stream))
-        arguments = self.gpu.arguments(
-            prepared, [mine.buffer], [mine.values], self._everyone(mine)
-        )  # fmt: skip
+        arguments = self.gpu.arguments(prepared, [mine.buffer], [mine.values], self._everyone(mine))
         return Repeat(mine, prepared, tuple(launches), tuple(arguments))
 
     def repeat(self, made: Repeat) -> None:

@@ -105,7 +105,7 @@ class ShardedEmbedding(nn.Module):
         rows, width = embeddings.shape
         made = cls(
             rows, width, padding_idx, group=group, dtype=embeddings.dtype, _weight=embeddings
-        )  # fmt: skip
+        )
         made.weight.requires_grad_(not freeze)
         return made
 

@@ -15,18 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from linkweave import ShardedEmbedding
-from tests.cpu.habits.run import (
-    CLASSES,
-    HIDDEN,
-    INPUTS,
-    TWO,
-    Net,
-    Run,
-    adam,
-    habit,
-    made,
-    sgd,
-)
+from tests.cpu.habits.run import CLASSES, HIDDEN, INPUTS, TWO, Net, Run, adam, habit, made, sgd
 
 
 @habit("a wrapper inside a module that is wrapped", error="DataParallel", only=TWO)

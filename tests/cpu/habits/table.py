@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from tests.cpu.habits import (
-    gradients,
-    layers,
-    loops,
-    modules,
-    optimizers,
-    passes,
-    refused,
-    tools,
-)
+from tests.cpu.habits import gradients, layers, loops, modules, optimizers, passes, refused, tools
 from tests.cpu.habits.run import HABITS, MODES, Habit
 
 THEMES = {
