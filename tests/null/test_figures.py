@@ -174,9 +174,13 @@ def test_one_gpu() -> None:
         "the same, 1 GiB": links[1024],
         "bytes read and written in 256 MiB, of a copy's rate, pushing results": pushed,
         "the same, through slots": slots,
-        "8 KiB over 8 ranks, in a graph": f"{found['latency 8 KiB']['dgx1-v100']['replayed_us']:.1f} us",
+        "8 KiB over 8 ranks, in a graph": (
+            f"{found['latency 8 KiB']['dgx1-v100']['replayed_us']:.1f} us"
+        ),
         "a hop of 8 KiB": f"{found['latency of a hop']['hop_us']:.2f} us",
-        "a dequeue of a gradient queue": f"{found['dequeue of a gradient queue']['dequeue_us']:.1f} us",
+        "a dequeue of a gradient queue": (
+            f"{found['dequeue of a gradient queue']['dequeue_us']:.1f} us"
+        ),
         "an abort noticed by all blocks": f"{1e3 * found['abort']['abort_s']:.1f} ms",
         "`topk_abs` of 34 million beside torch": short["topk_abs of 33554432"],
         "`topk_abs` of 268 million beside torch": short["topk_abs of 268435456"],
