@@ -155,7 +155,8 @@ def planned(
             if name == "auto" and found:  # which is the optimal one under another name
                 found.append(replace(found[-1], policy=name))
                 continue
-            limited = name in (*SEARCHED, "carlier")
+            known = overlap.POLICIES.get(name)
+            limited = name == "auto" or (known is not None and known.searches)
             given: dict[str, Any] = {"limit_s": limit_s} if limited else {}
             found.append(overlap.plan(profile, network, name, **given))
     return found

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.network import Network
-from linkweave.collectives.overlap.policies import NAMED
+from linkweave.collectives.overlap.policies import NAMED, Policy
 from linkweave.collectives.overlap.policies.carlier import carlier
 from linkweave.collectives.overlap.policies.optimal import optimal
 from linkweave.collectives.overlap.profile import Profile
 from linkweave.collectives.overlap.schedule import Schedule
 from linkweave.topology.checks import shown
 
-POLICIES: dict[str, Callable[..., Schedule]] = {**NAMED, "carlier": carlier, "optimal": optimal}
+POLICIES = NAMED | {
+    name: Policy(search, chains=True, searches=True)
+    for name, search in (("carlier", carlier), ("optimal", optimal))
+}
 AUTO_LIMIT_S = 3.0
 
 
@@ -35,7 +37,7 @@ def plan(profile: Profile, network: Network, policy: str = "auto", **options: An
         known = ", ".join(["auto", *POLICIES])
         raise CollectiveError(f"unknown policy {shown(policy)}; choose from {known}")
     try:
-        return POLICIES[policy](profile, network, **options)
+        return POLICIES[policy].plan(profile, network, **options)
     except TypeError as error:
         if "unexpected keyword" not in str(error):
             raise

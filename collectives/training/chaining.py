@@ -8,14 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from linkweave.collectives.overlap import POLICIES
 from linkweave.collectives.overlap.units import Unit
 from linkweave.collectives.training.hooks import Hook
 from linkweave.collectives.training.stepping import Stepper
-
-CHAINED = ("bytescheduler", "us-byte", "c-cube", "dear", "carlier", "optimal")
-"""The policies that chain by their nature."""
-assert {*CHAINED} <= {*POLICIES}
 
 
 class _Gated(dict[str, Any]):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.overlap import MeasuredStep, Schedule
+from linkweave.collectives.overlap import POLICIES, MeasuredStep, Schedule
 from linkweave.collectives.training.admission import (
     compare_exchanges,
     copy_from_rank_0,
@@ -22,7 +22,6 @@ from linkweave.collectives.training.admission import (
     refuse_optimizers,
     send_buffers,
 )
-from linkweave.collectives.training.chaining import CHAINED
 from linkweave.collectives.training.embedding.optimizer import Embeddings
 from linkweave.collectives.training.engine import Engine
 from linkweave.collectives.training.exchange import Dense, Exchange
@@ -145,7 +144,8 @@ class DataParallel(nn.Module):
             stepper = stepper_of(optimizer)
             stepper.engines.append(engine)
             engine.steppers.append(stepper)
-        asked = chained or schedule in CHAINED or getattr(schedule, "chained", False)
+        policy = POLICIES.get(schedule) if isinstance(schedule, str) else None
+        asked = chained or bool(policy and policy.chains) or getattr(schedule, "chained", False)
         if asked and spec is None and (why := engine.fault_of_chaining()):
             engine.close()
             self._leave()

@@ -297,7 +297,7 @@ def _beside(profile: Profile, busy: Profile) -> Profile:
     )
 
 
-SPARSE = ("ddp", "wfbp", "mg-wfbp", "asc-wfbp")
+SPARSE = tuple(name for name, policy in NAMED.items() if policy.whole)
 """The policies that send layers whole, with their neighbours."""
 COST = 0.01
 """The least share of a step's computation that an all-reduce is taken to cost, for the schedules

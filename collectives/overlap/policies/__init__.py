@@ -4,6 +4,7 @@ A new policy needs its file and an entry in `NAMED`.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from linkweave.collectives.overlap.policies.asc_wfbp import asc_wfbp
 from linkweave.collectives.overlap.policies.bytescheduler import bytescheduler
@@ -16,9 +17,25 @@ from linkweave.collectives.overlap.policies.us_byte import us_byte
 from linkweave.collectives.overlap.policies.wfbp import wfbp
 from linkweave.collectives.overlap.schedule import Schedule
 
-NAMED: dict[str, Callable[..., Schedule]] = {
-    "ddp": ddp, "wfbp": wfbp, "mg-wfbp": mg_wfbp, "asc-wfbp": asc_wfbp,
-    "bytescheduler": bytescheduler, "us-byte": us_byte, "c-cube": c_cube, "fusion-dp": fusion_dp,
-    "dear": dear,
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A policy as users name it: `plan(profile, network, ...)` returns its schedule."""
+
+    plan: Callable[..., Schedule]
+    chains: bool = False
+    """Whether each unit is updated just before its next use, by the policy's nature."""
+    whole: bool = False
+    """Whether it sends layers whole, with their neighbours, as GTopK needs."""
+    searches: bool = False
+    """Whether it takes a time limit, `limit_s`."""
+
+
+NAMED = {
+    "ddp": Policy(ddp, whole=True), "wfbp": Policy(wfbp, whole=True),
+    "mg-wfbp": Policy(mg_wfbp, whole=True), "asc-wfbp": Policy(asc_wfbp, whole=True),
+    "bytescheduler": Policy(bytescheduler, chains=True), "us-byte": Policy(us_byte, chains=True),
+    "c-cube": Policy(c_cube, chains=True), "fusion-dp": Policy(fusion_dp),
+    "dear": Policy(dear, chains=True),
 }  # fmt: skip
 """The policies that need no time limit; `carlier` and `optimal` search within one."""
