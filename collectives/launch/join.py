@@ -7,8 +7,10 @@ import os
 import socket
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -90,6 +92,13 @@ def _on_one_machine(job: Job, settings: Settings) -> Communicator:
             os.close(fd)
 
 
+def _version() -> str:
+    """Of this package; ranks of different ones would misread each other's memory."""
+    with suppress(PackageNotFoundError):  # a checkout that is not installed
+        return version("linkweave")
+    return "no version"
+
+
 _generation = iter(range(1 << 30))  # so that each `init` of this process has its own key
 
 
@@ -114,13 +123,16 @@ class Job:
         Moves `key` to a session that is new in this store: torchrun keeps the store when it
         restarts the ranks, with all that the ranks before them have told.
         """
-        mine = [machine_id(), socket.gethostname(), uuid4().hex]
+        mine = [machine_id(), socket.gethostname(), _version(), uuid4().hex]
         if self.size == 1:
             return Machines(((0,),), (mine[1],))
         until = time.monotonic() + timeout
         told = self._call(mine, until) if self.rank == 0 else self._answer(mine, until)
+        if len(of := {row[2]: rank for rank, row in enumerate(told)}) > 1:
+            words = ", ".join(f"rank {rank} has {name}" for name, rank in of.items())
+            raise CollectiveError(f"all ranks need the same linkweave, but {words}")
         found: dict[str, tuple[list[int], str]] = {}
-        for rank, (machine, host, _) in enumerate(told):
+        for rank, (machine, host, *_) in enumerate(told):
             found.setdefault(machine, ([], host))[0].append(rank)
         rows = found.values()
         return Machines(tuple(tuple(ranks) for ranks, _ in rows), tuple(host for _, host in rows))
@@ -132,7 +144,7 @@ class Job:
         self.key, told = f"{self.key}/{session}", [mine]
         for rank in range(1, self.size):
             left = max(0.001, until - time.monotonic())
-            told.append(self._texts(self.look_up(f"{self.key}/host/{rank}", rank, "join", left), 3))
+            told.append(self._texts(self.look_up(f"{self.key}/host/{rank}", rank, "join", left), 4))
         self.tell(f"{self.key}/told", told)
         return told
 
@@ -149,9 +161,9 @@ class Job:
                 told = self.look_up(f"{key}/told", 0, "hear from all ranks", left)
                 if not isinstance(told, list) or len(told) != self.size:
                     raise self.not_ours(told)
-                if self._texts(told[self.rank], 3) == mine:  # else of an earlier session
+                if self._texts(told[self.rank], 4) == mine:  # else of an earlier session
                     self.key = key
-                    return [self._texts(row, 3) for row in told]
+                    return [self._texts(row, 4) for row in told]
                 time.sleep(_POLL)
         raise CollectiveTimeout(
             f"rank {self.rank} waits for rank 0 to hear from all ranks", rank=self.rank, peer=0

@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import signal
+import tempfile
 import threading
 import time
 from typing import Any
@@ -15,13 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from machines import on_machines
+import torch._C._distributed_c10d as c10d
+from machines import forked, on_machines
 
 from linkweave.collectives import CollectiveError, Communicator
 from linkweave.collectives.cluster import pieces
 from linkweave.collectives.cluster.cluster_map import AT_ONCE
 from linkweave.collectives.cluster.communicator import ClusterCommunicator
 from linkweave.collectives.cluster.gloo import Across
+from linkweave.collectives.launch import join
+from linkweave.collectives.settings import Settings
 
 SIZES = [(1, 1), (2, 2), (1, 2), (3, 1, 2)]
 DTYPES = ("float32", "float64", "float16", "int8", "uint8", "int32", "int64")
@@ -319,6 +323,18 @@ def alone(comm: Any) -> bool:
 
 def test_ranks_of_one_machine_need_no_cluster() -> None:
     assert on_machines((3,), alone) == [True] * 3
+
+
+def test_ranks_of_another_version_are_told() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+
+        def body(rank: int) -> None:
+            join._version = lambda: "0.2.0" if rank == 2 else "0.1.0"
+            store = c10d.FileStore(f"{folder}/store", 3)
+            join.meet(join.Job(rank, 3, store, "test"), Settings(timeout=60))
+
+        words = "all ranks need the same linkweave, but rank 1 has 0.1.0, rank 2 has 0.2.0"
+        assert forked(3, body) == [f"CollectiveError: {words}"] * 3
 
 
 def refusals(comm: ClusterCommunicator) -> list[str]:
