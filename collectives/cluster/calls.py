@@ -20,14 +20,14 @@ from linkweave.collectives.calls.request import How, Request
 from linkweave.collectives.calls.trace import CALLS, Trace, label
 from linkweave.collectives.cluster.call import ClusterCall
 from linkweave.collectives.cluster.connections import Connections
-from linkweave.collectives.cluster.gloo import timed_out
+from linkweave.collectives.cluster.gloo import GLOO_DTYPES, timed_out
 from linkweave.collectives.cluster.kinds import call_of
 from linkweave.collectives.cluster.pieces import flat_over
 from linkweave.collectives.cluster.roll_call import GRACE, MOST_OPEN, Notice, RollCall
 from linkweave.collectives.cluster.sparse import SparseCluster
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.planning.collective import COLLECTIVES
-from linkweave.collectives.runtime.buffer import DTYPES, Buffer, check_op
+from linkweave.collectives.runtime.buffer import Buffer, check_op
 from linkweave.collectives.runtime.diagnose import INTERRUPTED
 from linkweave.collectives.tensors import as_buffer
 
@@ -83,8 +83,8 @@ class ClusterCalls:
         parts: int = 0,
     ) -> Request:  # fmt: skip
         check_op(op, buffer.dtype)
-        if COLLECTIVES[kind].combines and buffer.itemsize == 1 and DTYPES[buffer.dtype].fraction:
-            raise CollectiveError(f"{buffer.dtype} is combined on one machine only: gloo has none")
+        if COLLECTIVES[kind].combines and buffer.dtype not in GLOO_DTYPES:
+            raise CollectiveError(f"{buffer.dtype} is combined on one machine only: gloo lacks it")
         forced = os.environ.get("LINKWEAVE_ALGORITHM") if COLLECTIVES[kind].tunable else None
         if forced or algorithm != "auto":
             asked = f"LINKWEAVE_ALGORITHM={forced}" if forced else f"algorithm={algorithm!r}"

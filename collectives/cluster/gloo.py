@@ -118,6 +118,10 @@ def _own_address(peer: str) -> str:
         return ""
 
 
+GLOO_DTYPES = {
+    "float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64", "bool",
+}  # fmt: skip
+"""Those that gloo combines, a bool as a byte."""
 OPS = {
     "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "prod": dist.ReduceOp.PRODUCT,
     "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "and": dist.ReduceOp.BAND,

@@ -5,9 +5,10 @@ an integer: bit r is what rank r contributes; bit P + r is other data in rank r'
 result may contain.
 
 A new collective needs an entry in `COLLECTIVES`, its algorithms in `algorithms.registry`, and a
-method of `methods.Methods`, whose name `collectives/__init__.py` lists. Unless its message is whole
-and in place, as a broadcast's is, it also needs a function in `calls.operations`. For several
-machines it needs an entry in `distributed.kinds`, and for torch its verb in `distributed.group`.
+method of `methods.Methods`, which `collectives/__init__.py` names for type checkers. Unless its
+message is whole and in place, as a broadcast's is, it also needs a function in `calls.operations`.
+For several machines it needs an entry in `cluster.kinds`, and for torch its verb in
+`distributed.group`.
 """
 
 from __future__ import annotations

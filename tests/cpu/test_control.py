@@ -29,7 +29,8 @@ from linkweave.collectives import (
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.launch.join import Job
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
-from linkweave.collectives.runtime.cpu.arena import BEATS, Arena
+from linkweave.collectives.runtime.cpu import header
+from linkweave.collectives.runtime.cpu.arena import Arena
 from linkweave.collectives.runtime.cpu.control import Health, HostControl
 from linkweave.collectives.runtime.cpu.mapping import Mapping
 from linkweave.kernels.plan import counters as kernel
@@ -62,6 +63,16 @@ def in_a_child(rank: int) -> list[Any]:
     x = np.full(4, rank + 1.0)
     comm.allreduce(x)
     return [x.tolist(), said]
+
+
+@pytest.mark.parametrize("page", header.SPANS)
+def test_no_field_of_a_page_overlaps_another(page: str) -> None:
+    spans = {name: (getattr(header, name), n) for name, n in header.SPANS[page].items()}
+    ends = 0
+    for name, (start, nbytes) in sorted(spans.items(), key=lambda item: item[1]):
+        assert ends <= start and start % 8 == 0, name
+        ends = start + nbytes
+    assert ends <= header.PAGE
 
 
 def test_a_forked_child_is_not_its_rank() -> None:
@@ -474,7 +485,7 @@ def test_a_wait_that_ends_while_it_is_looked_at_has_not_timed_out() -> None:
     long_ago = time.monotonic() - 5
     with first.alive():
         deadline = time.monotonic() + 60
-        while not second.arena.words(second.arena.control(0) + BEATS, 1)[0]:
+        while not second.arena.words(second.arena.control(0) + header.BEATS, 1)[0]:
             assert time.monotonic() < deadline
             time.sleep(0.01)
     second.check(kernel.IDLE, long_ago, come, planning=60)

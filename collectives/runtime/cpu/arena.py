@@ -1,7 +1,8 @@
 """A communicator's part of the shared memory: control words, and flags and slots of its plans.
 
-The layout is a page of abort words, a control block for each rank, and memory that rank 0 reserves
-for plans. Ranks are numbered within the communicator; `members` are their numbers in the mapping.
+The layout is a page of abort words, a control block for each rank (`header` says where words lie in
+both), and memory that rank 0 reserves for plans. Ranks are numbered within the communicator;
+`members` are their numbers in the mapping.
 """
 
 from __future__ import annotations
@@ -15,18 +16,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.runtime.cpu.mapping import PAGE, SEGMENT, SEGMENTS, Mapping, pages
+from linkweave.collectives.runtime.cpu.header import (
+    ABORT,
+    BASE,
+    CLOSED,
+    GONE,
+    GPU_CALL_WORDS,
+    GPU_CALLS,
+    LAST_WORDS,
+    LEFT,
+    MAX_MESSAGE,
+    MESSAGES,
+    NOTICE,
+    NOTICE_WORDS,
+    PAGE,
+    PID,
+)
+from linkweave.collectives.runtime.cpu.mapping import SEGMENT, SEGMENTS, Mapping, pages
 from linkweave.kernels.plan.counters import add_one
-
-# Byte offsets of the fields of a rank's control block. Words that different ranks write, or that
-# several ranks poll, are 128 bytes apart: CPUs fetch cache lines in adjacent pairs.
-BELL, POSTED, FINISHED, PID, GONE, CLOSED, WAITS, BEATS = 0, 128, 256, 384, 392, 400, 408, 416
-BASE = 424
-NOTICE, GPU_CALLS, MESSAGES, LAST_WORDS = 512, 768, 1024, 3072
-_LEFT = 64  # byte offset in the page of abort words: the number of ranks that have left
-MAX_MESSAGE = 1008
-"""Bytes of a message in a control block; longer messages lie in the rank's heap."""
-NOTICE_WORDS = 16  # of one notice; there are two, for even and odd calls
 
 
 class Arena:
@@ -90,11 +97,11 @@ class Arena:
     def abort(self) -> NDArray[np.int64]:
         """[4]: 1 if set, the rank that gave up, why (an index of `diagnose.REASONS`), the rank
         that it blames."""
-        return self.words(self.start, 4)
+        return self.words(self.start + ABORT, 4)
 
     @property
     def abort_address(self) -> int:
-        return self.base + self.start
+        return self.base + self.start + ABORT
 
     # ---- messages ----------------------------------------------------------------------------
     def leave_message(self, message: bytes, where: int) -> None:
@@ -129,12 +136,14 @@ class Arena:
         whose numbers of calls are far apart still have a number in common to compare.
         """
         power = (number & -number).bit_length() - 1
-        logs = self._rows(self.control(0) + GPU_CALLS, 32)
+        logs = self._rows(self.control(0) + GPU_CALLS, GPU_CALL_WORDS)
         logs[self.rank, min(power, 31)] = (number & 0x7FFFFFFF) << 32 | checksum
 
     def differing(self) -> int | None:
         """A rank whose calls on its GPU differ from ours, if there is one."""
-        logs = self._rows(self.control(0) + GPU_CALLS, 32).copy()  # reads each word only once
+        logs = self._rows(
+            self.control(0) + GPU_CALLS, GPU_CALL_WORDS
+        ).copy()  # reads each word only once
         mine = logs[self.rank]
         differ = (mine >> 32 != 0) & (logs >> 32 == mine >> 32) & (logs != mine)
         found = np.flatnonzero(differ.any(axis=1))
@@ -241,7 +250,7 @@ class Arena:
                 if fd >= 0:
                     os.close(fd)
             self._handles.clear()
-        left = add_one(self.base + self.start + _LEFT)
+        left = add_one(self.base + self.start + LEFT)
         if self.start and left == self.size:
             for start, nbytes in self._segments:
                 self.mapping.give(start, nbytes)

@@ -15,15 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
-from linkweave.collectives.runtime.cpu.arena import (
+from linkweave.collectives.runtime.cpu.arena import Arena
+from linkweave.collectives.runtime.cpu.header import (
     BEATS,
     BELL,
+    CLAIMED,
     CLOSED,
     FINISHED,
     MAX_MESSAGE,
     POSTED,
     WAITS,
-    Arena,
 )
 from linkweave.collectives.runtime.diagnose import (
     DIED,
@@ -94,9 +95,6 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-_CLAIMED = 32  # byte offset of the word that the first rank to give up claims
 
 
 class _Heart:
@@ -306,7 +304,7 @@ class HostControl:
         who = self.rank if who is None else who
         if self.aborted():
             return
-        if kernel.claim(self.arena.abort_address + _CLAIMED, 0, 1):  # only by the first
+        if kernel.claim(self.arena.base + self.arena.start + CLAIMED, 0, 1):  # only by the first
             self.arena.abort[1:4] = who, why, who if blamed is None else blamed
             kernel.raise_counter(self.arena.abort_address, 1, self.bells)
 

@@ -22,16 +22,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.runtime.cpu.header import PAGE, TAG
 from linkweave.kernels.plan.counters import claim, read_counter
 from linkweave.kernels.plan.interpreter import pull
 
-PAGE = 4096
 SEGMENT = 64 << 20  # bytes of address space, not of memory
 SEGMENTS = 4096
 MAX_HEAPS = 16 << 40  # bytes of address space of all heaps
 LOCATION = re.compile(r"/proc/\d+/fd/\d+")
 _NAME = "linkweave"
-_TAG = 256  # byte offset in the first page, behind the abort words, of the job's hash
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _REMOVE = 9  # MADV_REMOVE: gives the pages of a shared file back
 _FREE, _HELD, _RETURNED = 0, 1, 2  # states of a segment
@@ -82,7 +81,7 @@ class Mapping:
         """Create the file for `size` ranks of a job, which has a name; returns its descriptor."""
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         os.ftruncate(fd, _nbytes(size))
-        os.pwrite(fd, _hash(job), _TAG)
+        os.pwrite(fd, _hash(job), TAG)
         return fd
 
     @staticmethod
@@ -110,7 +109,7 @@ class Mapping:
                 raise CollectiveError(
                     f"rank {rank}: {location} is not shared memory that a rank of this user made"
                 )
-            if state.st_size != _nbytes(size) or os.pread(fd, 32, _TAG) != _hash(job):
+            if state.st_size != _nbytes(size) or os.pread(fd, 32, TAG) != _hash(job):
                 raise CollectiveError(
                     f"rank {rank}: {location} is the shared memory of another job, not of these "
                     f"{size} ranks"
@@ -135,8 +134,8 @@ class Mapping:
     def is_at(self, base: int, pid: int) -> bool:
         """Whether this process can read the file where another one has mapped it."""
         found = np.zeros(32, np.uint8)
-        read = pull(int(found.ctypes.data), pid, base + _TAG, found.nbytes, 0)
-        return bool(read) and bool((found == self.at(_TAG, found.nbytes)).all())
+        read = pull(int(found.ctypes.data), pid, base + TAG, found.nbytes, 0)
+        return bool(read) and bool((found == self.at(TAG, found.nbytes)).all())
 
     def populate(self, start: int, nbytes: int) -> None:
         """Allocate a range of whole pages now: page faults cost more than a transfer."""

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.layout import ALIGN
 from linkweave.collectives.runtime.cpu.arena import Arena
-from linkweave.collectives.runtime.cpu.mapping import PAGE, pages
+from linkweave.collectives.runtime.cpu.header import PAGE
+from linkweave.collectives.runtime.cpu.mapping import pages
 from linkweave.collectives.runtime.gpu.device import Device
 from linkweave.collectives.runtime.gpu.peers import ERROR_CHARS, Gather, advice, gather_errors
 

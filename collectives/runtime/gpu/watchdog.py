@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
-from linkweave.collectives.runtime.cpu.arena import LAST_WORDS, MAX_MESSAGE
 from linkweave.collectives.runtime.cpu.control import HostControl
+from linkweave.collectives.runtime.cpu.header import LAST_WORDS, MAX_MESSAGE
 from linkweave.collectives.runtime.diagnose import DIED, DIFFERED, RAISED, TIMED_OUT
 from linkweave.collectives.runtime.gpu.executor import GpuRanks
 

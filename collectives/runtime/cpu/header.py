@@ -1,0 +1,38 @@
+"""Where words lie in the first pages of a communicator's part of the shared memory: a page of abort
+words, and a page for each rank, its control block.
+
+Offsets are in bytes, and words are int64. They begin at 0, and one rank writes each; what others
+wait for is raised by `counters.raise_counter`, which wakes them. Words that different ranks write,
+or that several poll, are 128 bytes apart: CPUs fetch cache lines in adjacent pairs. Ranks of
+another version of linkweave are refused when they meet (`launch.join`).
+"""
+
+from __future__ import annotations
+
+PAGE = 4096
+
+# the page of abort words
+ABORT = 0  # 4 words: 1 if set, who gave up, why, whom it blames
+CLAIMED = 32  # by the first rank to give up
+LEFT = 64  # how many ranks have left
+TAG = 256  # 32 bytes: the hash of the job, of a whole mapping only
+
+# a rank's control block
+BELL = 0  # what the rank sleeps on
+POSTED, FINISHED = 128, 256  # numbers of the calls that it has begun and ended
+PID, GONE, CLOSED = 384, 392, 400  # its process; whether that is gone; whether it has left
+WAITS, BEATS, BASE = 408, 416, 424  # for whom; signs of life; where it has mapped the memory
+NOTICE, NOTICE_WORDS = 512, 16  # two notices, of even and odd calls
+GPU_CALLS, GPU_CALL_WORDS = 768, 32  # its last calls on the GPU
+MESSAGES, MAX_MESSAGE = 1024, 1008  # two messages of so many bytes at most, each behind 2 words
+LAST_WORDS = 3072  # a third one, before it gives up
+
+SPANS = {
+    "abort": {"ABORT": 32, "CLAIMED": 8, "LEFT": 8, "TAG": 32},
+    "control": {
+        "BELL": 8, "POSTED": 8, "FINISHED": 8, "PID": 8, "GONE": 8, "CLOSED": 8, "WAITS": 8,
+        "BEATS": 8, "BASE": 8, "NOTICE": 16 * NOTICE_WORDS, "GPU_CALLS": 8 * GPU_CALL_WORDS,
+        "MESSAGES": 2 * (16 + MAX_MESSAGE), "LAST_WORDS": 16 + MAX_MESSAGE,
+    },
+}  # fmt: skip
+"""The bytes of each field of the two kinds of pages."""
