@@ -250,6 +250,7 @@ def network(
     if op not in ("sum", "max"):
         raise CollectiveError(f"--op {op!r}; choose sum or max")
     kinds = _kinds(only, PUBLIC) if only else ("allreduce",)
+    writable(out=out if os.environ.get("RANK", "0") == "0" else None)
     found = measure(sweep(begin, end, factor), rounds, batch, kinds, op)
     if found is None:  # rank 0 tells
         return
@@ -425,9 +426,8 @@ def train(
     from linkweave.bench import train as measured
 
     at_least(("--batch", batch, 1), ("-r", rounds, 1))
-    tell(
-        measured, lambda: measured.measure(model, batch, rounds, schedule, scheduling), out, as_json
-    )
+    measure = partial(measured.measure, model, batch, rounds, schedule, scheduling)
+    tell(measured, measure, out, as_json, joins=True)
 
 
 def gtopk(
@@ -462,7 +462,7 @@ def gtopk(
         from linkweave.bench import gtopk_accuracy as measured
 
         measure = partial(measured.measure, model, density, accuracy, scheduling)
-    tell(measured, measure, out, as_json)
+    tell(measured, measure, out, as_json, joins=True)
 
 
 def embedding(
@@ -486,7 +486,7 @@ def embedding(
     at_least(("--rows", 1 if rows is None else rows, 1), ("--batch", batch, 1),
              ("--length", length, 1), ("-r", rounds, 1))  # fmt: skip
     measure = partial(measured.measure, rows, batch, length, rounds, scheduling, way or ())
-    tell(measured, measure, out, as_json)
+    tell(measured, measure, out, as_json, joins=True)
 
 
 COMMANDS = (ddp, steps, train, gtopk, convergence, embedding)

@@ -2,7 +2,8 @@
 
 Numba has none of them on CPUs. `widen_*` converts uint16 or uint8 patterns to float32 patterns
 (uint32), `narrow_*` rounds these to nearest even. NaN stays NaN; infinities and subnormals are
-exact. Beyond its range, float8_e4m3fn, which has no infinity, holds +-448, as in torch.
+exact. What float8_e4m3fn, which has no infinity, cannot hold becomes NaN, so that a sum that is too
+large shows; torch.Tensor.to gives +-448.
 """
 
 from __future__ import annotations
@@ -121,4 +122,4 @@ def narrow_float8_e5m2(src, dst):
 
 @njit(inline="always")
 def narrow_float8_e4m3fn(src, dst):
-    _narrow_float8(src, dst, 3, 7, 0x43E80000, 0x7E)  # from 464 on 448, the largest
+    _narrow_float8(src, dst, 3, 7, 0x43E80001, 0x7F)  # above 464 NaN

@@ -187,16 +187,20 @@ def writable(**files: Path | None) -> None:
             raise CollectiveError(f"--{option} {path}: {error.strerror}") from None
 
 
-def tell(module: Any, measure: Callable[[], list[Any]], out: Path | None, as_json: bool) -> None:
+def tell(
+    module: Any, measure: Callable[[], list[Any]], out: Path | None, as_json: bool,
+    joins: bool = False,
+) -> None:  # fmt: skip
     """Print the rows, between the module's HEADER and LEGEND or as JSON; write them to `out`.
 
-    Of ranks that torchrun has started, rank 0 alone has rows, and tells.
+    joins: the benchmark joins ranks that torchrun has started, of which rank 0 has the rows.
     """
     from linkweave.bench.timing import machine
 
-    if os.environ.get("RANK", "0") == "0":
-        writable(out=out)
-    if not (rows := measure()):
+    first = not joins or os.environ.get("RANK", "0") == "0"
+    writable(out=out if first else None)
+    rows = measure()
+    if not first:
         return
     text = json.dumps({"machine": machine(), "rows": [asdict(row) for row in rows]}, indent=1)
     print(text if as_json else "\n".join([module.HEADER, *map(str, rows), module.LEGEND]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +15,7 @@ import typer
 from linkweave import collectives
 from linkweave.bench.command import options
 from linkweave.collectives import CollectiveError, Explanation, Plan
+from linkweave.collectives.planning.collective import COLLECTIVES
 from linkweave.collectives.planning.cost import MAX_CHUNKS
 from linkweave.collectives.planning.explain import size_text
 from linkweave.collectives.planning.planner import candidates, choose, predict
@@ -21,6 +23,7 @@ from linkweave.topology import Topology, bound
 from linkweave.topology.bounds import BOUNDED
 from linkweave.topology.loading import read
 from linkweave.topology.parts import parts_of
+from linkweave.topology.timings import measured_seconds
 
 MOST_CHUNKS = 8 * MAX_CHUNKS
 
@@ -77,7 +80,7 @@ def plan(
         if as_json or steps:
             text = made.to_json() if as_json else str(made)
         else:
-            text = summary(made, found, nbytes, _reason(found, made, algorithm))
+            text = summary(made, found, nbytes, _reason(found, nbytes, made, algorithm))
         if algorithm != "auto":
             _warn(made, found, nbytes)
     print(text)
@@ -116,9 +119,16 @@ def summary(made: Plan, machine: Topology, nbytes: int, reason: str) -> str:
     ) + "\n--steps prints the steps of every rank"  # fmt: skip
 
 
-def _reason(machine: Topology, made: Plan, algorithm: str) -> str:
+def _reason(machine: Topology, nbytes: int, made: Plan, algorithm: str) -> str:
     if algorithm != "auto":
         return "as asked"
+    tunable = COLLECTIVES[made.collective].tunable
+    if tunable and os.environ.get("LINKWEAVE_ALGORITHM"):
+        return "LINKWEAVE_ALGORITHM asks for it"
+    if len(machine.gpus) == 1:
+        return "there is nothing to choose between"
+    if tunable and measured_seconds(machine.timings, made.algorithm, nbytes):
+        return "the fastest by measured times"
     if len(names := candidates(machine, made.collective, made.root)) == 1:
         return "the only one for this machine"
     compares = "; --explain compares them" if made.collective == "allreduce" else ""

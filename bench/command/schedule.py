@@ -153,7 +153,8 @@ def planned(
     ) as progress:
         for name in progress.track(names, description="planning"):
             if name == "auto" and found:  # which is the optimal one under another name
-                found.append(replace(found[-1], policy=name))
+                same = next(one for one in found if one.policy == "optimal")
+                found.append(replace(same, policy=name))
                 continue
             known = overlap.POLICIES.get(name)
             limited = name == "auto" or (known is not None and known.searches)

@@ -66,7 +66,7 @@ def _barrier(links: Connections, request: Request, x: Any, out: Any) -> ClusterC
 
 def _allreduce(links: Connections, request: Request, x: Any, out: Any) -> ClusterCall:
     op, sizes = request.op, request.layers
-    arrivals: Any = request.layer_counters  # `queue.Arrivals`
+    arrivals: Any = request.layer_counters  # `communicator.Arrivals`
 
     def body() -> None:
         if out is not x:

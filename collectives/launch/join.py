@@ -19,6 +19,7 @@ from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.errors import CollectiveError, CollectiveTimeout
 from linkweave.collectives.launch.default import set_default
 from linkweave.collectives.runtime.cpu.arena import Arena
+from linkweave.collectives.runtime.cpu.header import LAYOUT
 from linkweave.collectives.runtime.cpu.mapping import Mapping
 from linkweave.collectives.settings import Settings
 from linkweave.topology import Topology
@@ -95,14 +96,15 @@ def _on_one_machine(job: Job, settings: Settings) -> Communicator:
 def _version() -> str:
     """Of this package; ranks of different ones would misread each other's memory."""
     with suppress(PackageNotFoundError):  # a checkout that is not installed
-        return version("linkweave")
-    return "no version"
+        return f"{version('linkweave')} (layout {LAYOUT})"
+    return f"layout {LAYOUT}"
 
 
 _generation = iter(range(1 << 30))  # so that each `init` of this process has its own key
 
 
 _AGAIN, _POLL = 0.5, 0.002  # s
+_PARTING = 3.0  # s
 
 
 @dataclass
@@ -130,12 +132,22 @@ class Job:
         told = self._call(mine, until) if self.rank == 0 else self._answer(mine, until)
         if len(of := {row[2]: rank for rank, row in enumerate(told)}) > 1:
             words = ", ".join(f"rank {rank} has {name}" for name, rank in of.items())
+            self._part()
             raise CollectiveError(f"all ranks need the same linkweave, but {words}")
         found: dict[str, tuple[list[int], str]] = {}
         for rank, (machine, host, *_) in enumerate(told):
             found.setdefault(machine, ([], host))[0].append(rank)
         rows = found.values()
         return Machines(tuple(tuple(ranks) for ranks, _ in rows), tuple(host for _, host in rows))
+
+    def _part(self) -> None:
+        """Before ranks part: rank 0, whose process may hold the store, waits until the others have
+        heard why."""
+        self.tell(f"{self.key}/heard/{self.rank}", True)
+        if self.rank == 0:
+            with suppress(Exception):  # an older rank tells nothing
+                keys = [f"{self.key}/heard/{rank}" for rank in range(self.size)]
+                self.store.wait(keys, timedelta(seconds=_PARTING))
 
     def _call(self, mine: list[str], until: float) -> list[list[str]]:
         """On rank 0: begin a session, and return what each rank has told in it."""
@@ -144,7 +156,10 @@ class Job:
         self.key, told = f"{self.key}/{session}", [mine]
         for rank in range(1, self.size):
             left = max(0.001, until - time.monotonic())
-            told.append(self._texts(self.look_up(f"{self.key}/host/{rank}", rank, "join", left), 4))
+            row = self.look_up(f"{self.key}/host/{rank}", rank, "join", left)
+            if isinstance(row, list) and len(row) == 3:
+                row.insert(2, "an older one")
+            told.append(self._texts(row, 4))
         self.tell(f"{self.key}/told", told)
         return told
 
@@ -155,7 +170,7 @@ class Job:
             key = f"{self.key}/{self._texts([session], 1)[0]}"
             self.tell(f"{key}/host/{self.rank}", mine)
             again = min(until, time.monotonic() + _AGAIN)
-            while not (there := self.store.check([f"{key}/told"])) and time.monotonic() < again:
+            while not (there := self._there(f"{key}/told")) and time.monotonic() < again:
                 time.sleep(_POLL)
             if there:
                 told = self.look_up(f"{key}/told", 0, "hear from all ranks", left)
@@ -168,6 +183,15 @@ class Job:
         raise CollectiveTimeout(
             f"rank {self.rank} waits for rank 0 to hear from all ranks", rank=self.rank, peer=0
         )
+
+    def _there(self, key: str) -> bool:
+        try:
+            return bool(self.store.check([key]))
+        except Exception as error:  # its host has gone
+            raise CollectiveTimeout(
+                f"rank {self.rank} waits for rank 0 to hear from all ranks: {error}",
+                rank=self.rank, peer=0,
+            ) from None  # fmt: skip
 
     def _texts(self, value: Any, count: int) -> list[str]:
         if isinstance(value, list) and [*map(type, value)] == [str] * count:

@@ -37,7 +37,7 @@ def plan(profile: Profile, network: Network, policy: str = "auto", **options: An
         known = ", ".join(["auto", *POLICIES])
         raise CollectiveError(f"unknown policy {shown(policy)}; choose from {known}")
     try:
-        return POLICIES[policy].plan(profile, network, **options)
+        return POLICIES[policy](profile, network, **options)
     except TypeError as error:
         if "unexpected keyword" not in str(error):
             raise

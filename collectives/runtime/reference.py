@@ -27,7 +27,7 @@ def run(
     the data received. Arrays of a `dtype` that NumPy lacks are its bit patterns.
 
     A REDUCE combines values in the order of its connections; the rank's own value comes first, or
-    behind the first `ahead` ones. small floats are combined in float32 and rounded once per
+    behind the first `ahead` ones. Small floats are combined in float32 and rounded once per
     REDUCE; integers wrap; min and max propagate NaN; avg divides in the REDUCE that completes a
     chunk. Any nonzero byte of a bool is True; results are 0 or 1. `seed` selects another valid
     order of steps, which must not change the result. Raises CollectiveError.
@@ -116,12 +116,11 @@ def rounded(x: Array, dtype: str) -> Array:
     """float32 values rounded to nearest even, as patterns of a dtype that NumPy lacks."""
     if dtype == "bfloat16":
         return to_bfloat16(x)
-    _, middles, most = _float8(dtype)
+    middles = _float8(dtype)[1]
     size = np.abs(x.astype(np.float32))
     code = np.searchsorted(middles, size)  # of the largest value that is not above, if it is near
     tie = size == middles[np.minimum(code, len(middles) - 1)]
-    code = np.minimum(code + (tie & (code & 1 == 1)), most)
-    code = np.where(np.isnan(size), 0x7F, code)
+    code = np.where(np.isnan(size), 0x7F, code + (tie & (code & 1 == 1)))
     return (code | np.where(np.signbit(x), 0x80, 0)).astype(np.uint8)
 
 
@@ -131,9 +130,9 @@ _ROUNDED = ("bfloat16", *_FLOAT8)
 
 
 @cache
-def _float8(dtype: str) -> tuple[Array, Array, int]:
+def _float8(dtype: str) -> tuple[Array, Array]:
     """The value of each pattern, what lies midway between those of neighbours up to the first that
-    is not finite, and the pattern of what is beyond: float8_e4m3fn has no infinity."""
+    is not finite: of float8_e4m3fn a NaN, as it has no infinity."""
     bits, bias = _FLOAT8[dtype]
     fraction = 7 - bits
     codes = np.arange(128)
@@ -146,7 +145,7 @@ def _float8(dtype: str) -> tuple[Array, Array, int]:
         values[most + 1] = np.inf
     values[most + 1 + (dtype == "float8_e5m2") :] = np.nan
     both = np.concatenate([values, -values]).astype(np.float32)
-    return both, middles.astype(np.float32), most + (dtype == "float8_e5m2")
+    return both, middles.astype(np.float32)
 
 
 def from_bfloat16(bits: Array) -> Array:

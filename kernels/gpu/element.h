@@ -55,7 +55,7 @@ __device__ __forceinline__ u8 float8_bits(float v, u32 over, u32 above) {
     return u8(out | sign);
 }
 __device__ __forceinline__ void narrow(float v, float8_e4m3fn& to) {
-    to.bits = float8_bits<3, 7>(v, 0x43e80000, 0x7e);  // it has no infinity: 448 is the largest
+    to.bits = float8_bits<3, 7>(v, 0x43e80001, 0x7f);  // it has no infinity: NaN above 464
 }
 __device__ __forceinline__ void narrow(float v, float8_e5m2& to) {
     to.bits = float8_bits<2, 15>(v, 0x47800000, 0x7c);

@@ -11,6 +11,7 @@ import signal
 import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -330,7 +331,15 @@ def test_ranks_of_another_version_are_told() -> None:
 
         def body(rank: int) -> None:
             join._version = lambda: "0.2.0" if rank == 2 else "0.1.0"
-            store = c10d.FileStore(f"{folder}/store", 3)
+            path = Path(folder) / "port"
+            if rank == 0:  # whose process holds the store
+                store = c10d.TCPStore("127.0.0.1", 0, 3, True, wait_for_workers=False)
+                path.with_suffix(".new").write_text(str(store.port))
+                path.with_suffix(".new").rename(path)
+            else:
+                while not path.exists():
+                    time.sleep(0.01)
+                store = c10d.TCPStore("127.0.0.1", int(path.read_text()), 3, False)
             join.meet(join.Job(rank, 3, store, "test"), Settings(timeout=60))
 
         words = "all ranks need the same linkweave, but rank 1 has 0.1.0, rank 2 has 0.2.0"

@@ -82,6 +82,9 @@ def _float8(rank: int) -> None:
                 x.copy_(mine)
                 comm.allreduce(x, op)
                 assert (x.float() == want).all(), (dtype, op, shared)
+        large = torch.full((1000,), torch.finfo(dtype).max).to(dtype)
+        comm.allreduce(large, "avg", algorithm="ring")  # partial sums are too large
+        assert not large.float().isfinite().any()
         assert comm.allgather(mine[:5]).float()[:, 0].tolist() == [1, 2, 3]
         assert comm.reduce_scatter(mine[:6]).float().tolist() == [6, 6]
         comm.broadcast(mine, 1)

@@ -154,6 +154,8 @@ def test_all_8_bit_patterns_and_roundings_are_torchs(dtype: str) -> None:
     bits = np.concatenate([upper, upper | 1, upper - 1]).astype(np.uint32)
     x = np.concatenate([bits.view(np.float32), *((wide[:-1] + wide[1:]) / 2 * s for s in (1, -1))])
     want = torch.from_numpy(x.copy()).to(of_torch).view(torch.uint8).numpy()
+    if dtype == "float8_e4m3fn":  # where torch gives 448, in which a wrong sum would not show
+        want = np.where(np.abs(x) > 464, 0x7F, want).astype(np.uint8)
     assert_same(reference.rounded(x, dtype), want, dtype)
     got = np.empty_like(want)
     getattr(small_floats, f"narrow_{dtype}")(x.view(np.uint32).copy(), got)

@@ -250,6 +250,10 @@ def test_a_plan_is_summed_up_and_its_steps_come_on_request() -> None:
     assert facts["bound"].startswith("allreduce: at most 85.71 GB/s")
     assert facts["made of"] == "17 trees, depth 2 to 3, on 34 channels"
     assert facts["detours"] == "none" and facts["chunks"].startswith("1768 of ")
+    assert "there is nothing to choose between" in command("plan", "mesh-1", "-s", "1M").stdout
+    times = ROOT / "bench/results/algorithms-cpu-8-epyc-2-cores.json"
+    known = command("plan", "cpu-8", "-s", "1M", "--measured", str(times)).stdout
+    assert ": the fastest by measured times" in known
     steps = command("plan", "-t", "ring-3", "-s", "1K", "-a", "ring", "--steps").stdout
     assert "rank 2 channel 0" in steps
     rings = command("plan", "-t", "ring-5", "-s", "1M", "-a", "ring", "--gpus", "0-4").stdout

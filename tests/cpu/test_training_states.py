@@ -60,6 +60,20 @@ def the_last_state_on_rank_0_only(rank: int) -> None:
 
 
 @case
+def copies_of_the_module_take_no_part(rank: int) -> None:
+    pair = Pair()
+    pair.steps(0, 1)
+    inner = pair.model.module
+    copies = [copy.deepcopy(inner), pickle.loads(pickle.dumps(inner))]
+    pair.steps(2)
+    pair.model.finish()
+    for one in copies:
+        one(torch.zeros(1, 64, dtype=torch.float64)).sum().backward()
+        assert apart(one.state_dict(), inner.state_dict()) > 0
+    pair.check()
+
+
+@case
 def states_of_submodules_are_complete(rank: int) -> None:
     pair = Pair()
     pair.steps(0, 1)

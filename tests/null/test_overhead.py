@@ -16,7 +16,7 @@ FREE = Network(0.25, 1 / 800, 2.0, 4)
 
 @pytest.mark.parametrize("policy", NAMED)
 def test_each_all_reduce_prolongs_the_step(policy: str) -> None:
-    made = NAMED[policy].plan(PROFILE, FREE)
+    made = NAMED[policy](PROFILE, FREE)
     costly = replace(made, network=replace(FREE, overhead_s=0.125))
     more = 0.125 * len(made.communications)
     assert costly.predicted_seconds == made.predicted_seconds + more
@@ -35,7 +35,7 @@ def test_auto_sends_less_often_where_that_costs() -> None:
 
 
 def test_a_schedule_keeps_its_networks_overhead() -> None:
-    made = NAMED["wfbp"].plan(PROFILE, replace(FREE, overhead_s=0.5))
+    made = NAMED["wfbp"](PROFILE, replace(FREE, overhead_s=0.5))
     assert Schedule.from_json(made.to_json()) == made
     assert str(made.network).endswith("gamma 2, overhead 500.000 ms")
     older = made.to_json().replace(', "overhead_s": 0.5', "")

@@ -5,7 +5,9 @@ A new policy needs its file and an entry in `NAMED`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from linkweave.collectives.overlap.network import Network
 from linkweave.collectives.overlap.policies.asc_wfbp import asc_wfbp
 from linkweave.collectives.overlap.policies.bytescheduler import bytescheduler
 from linkweave.collectives.overlap.policies.c_cube import c_cube
@@ -15,6 +17,7 @@ from linkweave.collectives.overlap.policies.fusion_dp import fusion_dp
 from linkweave.collectives.overlap.policies.mg_wfbp import mg_wfbp
 from linkweave.collectives.overlap.policies.us_byte import us_byte
 from linkweave.collectives.overlap.policies.wfbp import wfbp
+from linkweave.collectives.overlap.profile import Profile
 from linkweave.collectives.overlap.schedule import Schedule
 
 
@@ -29,6 +32,9 @@ class Policy:
     """Whether it sends layers whole, with their neighbours, as GTopK needs."""
     searches: bool = False
     """Whether it takes a time limit, `limit_s`."""
+
+    def __call__(self, profile: Profile, network: Network, **options: Any) -> Schedule:
+        return self.plan(profile, network, **options)
 
 
 NAMED = {

@@ -35,7 +35,7 @@ def optimal(profile: Profile, network: Network, limit_s: float = 10.0) -> Schedu
     """
     number(limit_s, "limit_s", 0, MAX_NUMBER)
     deadline = time.monotonic() + limit_s
-    named = [policy.plan(profile, network) for policy in NAMED.values()]
+    named = [policy(profile, network) for policy in NAMED.values()]
     named.append(carlier(profile, network, limit_s / 5))
     found = named.copy()
     exact = len(profile.layers) <= EXACT

@@ -9,6 +9,7 @@ another version of linkweave are refused when they meet (`launch.join`).
 
 from __future__ import annotations
 
+LAYOUT = 1  # raised with each change of what ranks read of each other
 PAGE = 4096
 
 # the page of abort words
