@@ -28,6 +28,7 @@ from linkweave.bench.command.options import (
     parse_size,
     sane,
     tell,
+    tells,
     writable,
 )
 from linkweave.collectives import CollectiveError
@@ -250,7 +251,7 @@ def network(
     if op not in ("sum", "max"):
         raise CollectiveError(f"--op {op!r}; choose sum or max")
     kinds = _kinds(only, PUBLIC) if only else ("allreduce",)
-    writable(out=out if os.environ.get("RANK", "0") == "0" else None)
+    writable(out=out if tells() else None)
     found = measure(sweep(begin, end, factor), rounds, batch, kinds, op)
     if found is None:  # rank 0 tells
         return

@@ -66,29 +66,28 @@ def narrow_float16(src, dst):
 
 
 @njit(inline="always")
-def widen_float8_e5m2(src, dst):  # the upper byte of a float16
+def _widen_float8(src, dst, fraction, bias, special, above):
+    """From a float of 8 bits. Patterns from `special` on have the bits `above` as well."""
     floats = dst.view(np.float32)
+    shift, scale = np.uint32(23 - fraction), np.float32(2.0 ** (127 - bias))
     for i in range(src.size):
-        dst[i] = (np.uint32(src[i]) & np.uint32(0x7F)) << np.uint32(21)
-    for i in range(src.size):  # changes the exponent bias from 15 to 127; exact for subnormals too
-        floats[i] = floats[i] * np.float32(2.0**112)
+        dst[i] = (np.uint32(src[i]) & np.uint32(0x7F)) << shift
+    for i in range(src.size):  # changes the exponent bias to 127; exact for subnormals too
+        floats[i] = floats[i] * scale
     for i in range(src.size):
         h = np.uint32(src[i])
-        top = np.uint32(0x7F800000) if (h & np.uint32(0x7F)) >= np.uint32(0x7C) else np.uint32(0)
+        top = np.uint32(above) if (h & np.uint32(0x7F)) >= np.uint32(special) else np.uint32(0)
         dst[i] = dst[i] | top | ((h & np.uint32(0x80)) << np.uint32(24))
 
 
 @njit(inline="always")
+def widen_float8_e5m2(src, dst):
+    _widen_float8(src, dst, 2, 15, 0x7C, 0x7F800000)  # infinity, and NaN
+
+
+@njit(inline="always")
 def widen_float8_e4m3fn(src, dst):
-    floats = dst.view(np.float32)
-    for i in range(src.size):
-        dst[i] = (np.uint32(src[i]) & np.uint32(0x7F)) << np.uint32(20)
-    for i in range(src.size):  # changes the exponent bias from 7 to 127; exact for subnormals too
-        floats[i] = floats[i] * np.float32(2.0**120)
-    for i in range(src.size):
-        h = np.uint32(src[i])
-        top = np.uint32(0x7FC00000) if (h & np.uint32(0x7F)) == np.uint32(0x7F) else np.uint32(0)
-        dst[i] = dst[i] | top | ((h & np.uint32(0x80)) << np.uint32(24))
+    _widen_float8(src, dst, 3, 7, 0x7F, 0x7FC00000)  # NaN
 
 
 @njit(inline="always")

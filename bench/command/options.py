@@ -187,6 +187,11 @@ def writable(**files: Path | None) -> None:
             raise CollectiveError(f"--{option} {path}: {error.strerror}") from None
 
 
+def tells() -> bool:
+    """Whether this is the rank, of those that torchrun has started, that tells of a benchmark."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def tell(
     module: Any, measure: Callable[[], list[Any]], out: Path | None, as_json: bool,
     joins: bool = False,
@@ -197,7 +202,7 @@ def tell(
     """
     from linkweave.bench.timing import machine
 
-    first = not joins or os.environ.get("RANK", "0") == "0"
+    first = not joins or tells()
     writable(out=out if first else None)
     rows = measure()
     if not first:

@@ -19,16 +19,19 @@ template <> struct Wide<float8_e5m2> { typedef float type; };
 template <class T> __device__ __forceinline__ T widen(T v) { return v; }
 __device__ __forceinline__ float widen(float16 v) { return half_bits_to_float(v.bits); }
 __device__ __forceinline__ float widen(bfloat16 v) { return bits_float(u32(v.bits) << 16); }
-// the exponent's bias becomes 127 by a product, which is exact for subnormals too
+// The exponent's bias becomes 127 by a product, which is exact for subnormals too. Patterns from
+// `special` on have the bits `above` as well.
+template <int FRACTION, int BIAS>
+__device__ __forceinline__ float float8_value(u8 v, u32 special, u32 above) {
+    const u32 size = v & 0x7f;
+    const float scaled = bits_float(size << (23 - FRACTION)) * bits_float(u32(254 - BIAS) << 23);
+    return bits_float(float_bits(scaled) | (size >= special ? above : 0) | u32(v & 0x80) << 24);
+}
 __device__ __forceinline__ float widen(float8_e4m3fn v) {
-    const u32 size = v.bits & 0x7f;
-    const u32 bits = float_bits(bits_float(size << 20) * 0x1p120f) | (size == 0x7f ? 0x7fc00000 : 0);
-    return bits_float(bits | u32(v.bits & 0x80) << 24);
+    return float8_value<3, 7>(v.bits, 0x7f, 0x7fc00000);  // NaN
 }
 __device__ __forceinline__ float widen(float8_e5m2 v) {
-    const u32 size = v.bits & 0x7f;
-    const u32 bits = float_bits(bits_float(size << 21) * 0x1p112f) | (size >= 0x7c ? 0x7f800000 : 0);
-    return bits_float(bits | u32(v.bits & 0x80) << 24);
+    return float8_value<2, 15>(v.bits, 0x7c, 0x7f800000);  // infinity, and NaN
 }
 
 template <class T> __device__ __forceinline__ void narrow(T v, T& to) { to = v; }
