@@ -59,10 +59,8 @@ def plan(
 
     Large clusters take longer: 64 GPUs about 25 s.
     """
-    found, nbytes = (
-        options.machine_of(one_of(machine, topo), gpus, measured, gpu),
-        options.parse_size(size),
-    )
+    found = options.machine_of(one_of(machine, topo), gpus, measured, gpu)
+    nbytes = options.parse_size(size)
     check_chunks(chunks)
     if explain:
         if collective != "allreduce":

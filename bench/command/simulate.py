@@ -41,10 +41,8 @@ def simulate(
     as_json: options.JsonOption = False,
 ) -> None:
     """Predict a message by each algorithm."""
-    found, nbytes = (
-        options.machine_of(one_of(machine, topo), gpus, measured, gpu),
-        options.parse_size(size),
-    )
+    found = options.machine_of(one_of(machine, topo), gpus, measured, gpu)
+    nbytes = options.parse_size(size)
     check_chunks(chunks)
     options.writable(trace=trace)
     given, chosen = None, None

@@ -143,9 +143,9 @@ class Job:
     def _part(self) -> None:
         """Before ranks part: rank 0, whose process may hold the store, waits until the others have
         heard why."""
-        self.tell(f"{self.key}/heard/{self.rank}", True)
-        if self.rank == 0:
-            with suppress(Exception):  # an older rank tells nothing
+        with suppress(Exception):  # an older rank tells nothing, and the store may be gone
+            self.tell(f"{self.key}/heard/{self.rank}", True)
+            if self.rank == 0:
                 keys = [f"{self.key}/heard/{rank}" for rank in range(self.size)]
                 self.store.wait(keys, timedelta(seconds=_PARTING))
 
