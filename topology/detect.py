@@ -138,6 +138,7 @@ def _machine(nvml: Any, shown: list[tuple[Any, GpuId]], notes: list[str]) -> Top
     ports: dict[int, int] = {}
     level: dict[tuple[Vertex, Vertex], int] = {}
     numa: dict[int, str] = {}
+    untold = False
     by_bus = {d.bus_id: d.gpu for _, d in shown if d.bus_id}
     for handle, device in shown:
         lost: dict[str, int] = {}
@@ -167,14 +168,27 @@ def _machine(nvml: Any, shown: list[tuple[Any, GpuId]], notes: list[str]) -> Top
             )
     for i, (one, here) in enumerate(shown):
         for two, there in shown[:i]:
-            common = nvml.nvmlDeviceGetTopologyCommonAncestor(one, two)
-            level[there.gpu, here.gpu] = _LEVELS.get(common, SYS)
+            distance = _level(nvml, one, two)
+            level[there.gpu, here.gpu] = SYS if distance is None else distance
+            untold = untold or distance is None
+    if untold:
+        notes.append("the driver does not tell how far apart GPUs are on PCIe; taken as the most")
     pairs = {p: n for p, n in nvlinks.items() if p[0] < p[1]}
     told = Told(
         "auto", [d for _, d in shown], nvlinks=pairs, level=level, numa=numa, ports=ports,
         assumptions=notes,
     )  # fmt: skip
     return assemble(told)
+
+
+def _level(nvml: Any, one: Any, two: Any) -> int | None:
+    """How far apart two GPUs are on PCIe; None if the driver cannot tell (WSL 2, vGPU)."""
+    try:
+        return _LEVELS.get(nvml.nvmlDeviceGetTopologyCommonAncestor(one, two), SYS)
+    except nvml.NVMLError as error:
+        if error.value != nvml.NVML_ERROR_NOT_SUPPORTED:
+            raise
+        return None
 
 
 def _remotes(nvml: Any, handle: Any) -> list[str]:

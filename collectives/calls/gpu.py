@@ -29,7 +29,8 @@ class GpuCalls(GpuLauncher):
     """Calls of one rank on one GPU.
 
     Each call waits for the one before it, on any stream. Calls captured into a graph keep their
-    order among themselves; the caller must order replays and other calls of the communicator.
+    order among themselves, and use memory of their own; the caller must order replays of graphs
+    among each other, and beside other calls leave them room (`max_blocks`).
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -124,8 +125,9 @@ class GpuCalls(GpuLauncher):
         """
         device = self.device
         with ExitStack() as last:  # runs the callbacks in reverse order
-            for address, _ in self._scratch:
-                last.callback(device.free, address)
+            for address, _ in (self._scratch, *self._of_graphs):
+                if address:
+                    last.callback(device.free, address)
             last.callback(device.free_stream, self._side)
             for event in (self._done, self._done_captured, self._joined, *self._captured):
                 last.callback(device.free_event, event)
@@ -188,16 +190,12 @@ class GpuContext:
         self.kept += [x, buffer.owner]
         return buffer, lambda: self._later.append(done)
 
-    def scratch(self, like: Buffer, nbytes: int) -> Buffer:
-        address = self.gpu.scratch(nbytes, self.caller)
-        return Buffer(address, like.nbytes, like.dtype, like.itemsize)
-
     def stage(self, request: Request, given: Buffer, result: Buffer | None) -> None:
         """Make a call from an input to a result; without one, this rank gets none."""
         nbytes = request.buffer.nbytes
         staged = staging(request.kind, self.size, self.rank, nbytes, root=request.root)
         message = result if result and staged.result == staged.nbytes else None
-        message = message or self.scratch(request.buffer, staged.nbytes)
+        message = message or self.scratch(request, staged.nbytes)
         request, at = replace(request, buffer=message), message.address
         if not COLLECTIVES[request.kind].combines:  # which write the rank's own block
             self.copy(at + staged.keep_to, given.address + staged.keep_from, staged.kept)
@@ -208,6 +206,10 @@ class GpuContext:
             self.make(request)
         if result:
             self.copy(result.address, at + staged.get, staged.result)
+
+    def scratch(self, request: Request, nbytes: int) -> Buffer:
+        like = request.buffer
+        return Buffer(self.gpu.scratch(nbytes, request), like.nbytes, like.dtype, like.itemsize)
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
         self._begin()

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 from zlib import crc32
@@ -26,7 +26,13 @@ from linkweave.collectives.runtime.gpu.counters import CallCounters
 from linkweave.collectives.runtime.gpu.device import Device
 from linkweave.collectives.runtime.gpu.executor import GpuRanks, Occupancy, width_of
 from linkweave.collectives.runtime.gpu.launch_tables import fused
-from linkweave.collectives.runtime.gpu.memory import PeerMemory, SymmetricAddress, SymmetricMemory
+from linkweave.collectives.runtime.gpu.memory import (
+    OutOfMemory,
+    PeerMemory,
+    SymmetricAddress,
+    SymmetricMemory,
+    lacking,
+)
 from linkweave.collectives.runtime.gpu.peers import advice, common_topology
 from linkweave.collectives.runtime.gpu.team import LaunchKey, LaunchRefused, RankCall, Repeat, Team
 from linkweave.collectives.runtime.gpu.watchdog import Watchdog
@@ -84,7 +90,7 @@ class GpuLauncher:
                 raise CollectiveError(f"GPU {index} cannot be used: {error}{advice()}") from error
         auto = settings.topology == "auto"
         spec = None if auto else load(settings.topology)
-        topology = common_topology(identity, self.rank, calls.gather, spec, quiet)
+        topology, self._sharing = common_topology(identity, self.rank, calls.gather, spec, quiet)
         self.planner = CallPlanner(topology, settings.order)
         self.made = 0
         self._last, self._checksum = "", 0
@@ -94,7 +100,8 @@ class GpuLauncher:
         self._plans = FifoCache[Key, Plan]()
         self._capture, self._captures = 0, False
         self.latest: tuple[str, str, bytes, RankCall] | None = None  # what was launched last
-        self._scratch: list[tuple[int, int]] = []  # (address, bytes); graphs may still use old ones
+        self._scratch = 0, 0  # (address, bytes)
+        self._of_graphs: list[tuple[int, int]] = []  # scratch too; earlier graphs use the old ones
         self._shared: list[SymmetricMemory | None] = []  # None if allocating it failed
         self._lock = threading.Lock()
         self._watchdog = Watchdog(self.team.gpu, self._control, self._describe)
@@ -161,13 +168,32 @@ class GpuLauncher:
             self.device.record(self._joined, behind)
             self.device.wait(self._joined, stream)
 
-    def scratch(self, nbytes: int, stream: int) -> int:
-        """The address of scratch memory. Calls run in order, so all share one piece."""
-        if not self._scratch or self._scratch[-1][1] < nbytes:
-            self._not_captured(stream, "needs memory")
-            size = max(nbytes, 2 * self._scratch[-1][1] if self._scratch else 0)
-            self._scratch.append((self.device.allocate(size), size))
-        return self._scratch[-1][0]
+    def scratch(self, nbytes: int, request: Request) -> int:
+        """The address of scratch memory for a request. Calls run in order, so all share one piece,
+        and those of graphs another one. Raises OutOfMemory, of which other ranks learn, for the
+        first request of a kind."""
+        old, size = (self._of_graphs or [(0, 0)])[-1] if self._captures else self._scratch
+        if old and size >= nbytes:
+            return old
+        made = nbytes
+        try:
+            made = self.device.allocate(nbytes)
+        except MemoryError as error:
+            if key_of(request) in self._known:  # the other ranks do not wait to hear of it
+                raise
+            with self._calls.sharing_errors():
+                what = f"rank {self.rank}: {lacking(nbytes, self.device, error)}"
+                raise OutOfMemory(what) from error
+        if self._captures:
+            self._of_graphs.append((made, nbytes))
+            return made
+        self._scratch = made, nbytes
+        if old:
+            self._repeats.clear()  # which use the old one
+            while not self.ready(self._done):
+                time.sleep(0)
+            self.device.free(old)
+        return made
 
     def empty(self, nbytes: int) -> Any:
         """An array of bytes in symmetric memory. All ranks must call it."""
@@ -207,8 +233,9 @@ class GpuLauncher:
     def ensure_occupancy(self, dtype: str, op: str, stream: int) -> None:
         """On the first call of a dtype and op, compile the kernel and gather its occupancy.
 
-        The occupancy is the number of thread blocks that each GPU holds at once. If one rank has no
-        kernel, every rank raises CollectiveError.
+        The occupancy is the number of thread blocks that each GPU holds at once; processes that
+        share it, as under MPS, get equal parts, since all their kernels must run side by side. If
+        one rank has no kernel, every rank raises CollectiveError.
         """
         if (dtype, op) in self._occupancy:
             return
@@ -217,7 +244,8 @@ class GpuLauncher:
         try:
             with self.trace.phase("kernel"):
                 found = self.team.gpu.occupancy(dtype, op)
-            mine["blocks"] = [entry for entry in found if self.rank in entry[0]]
+            mine["blocks"] = [(ranks, blocks // self._sharing) for ranks, blocks in found
+                              if self.rank in ranks]  # fmt: skip
             self.trace.say(
                 KERNELS, f"kernel plan.cu for {dtype} {op}: {self.device.registers(dtype, op)} "
                 f"registers, {found} blocks at once on GPU {self.index}"
@@ -290,7 +318,7 @@ class GpuLauncher:
                 self.device.copy(request.buffer.address, values, request.buffer.nbytes, stream)
             return None
         if self._captures:
-            self.team.hold(call)
+            call = replace(call, captured=True)
         trace = self.trace
         trace.say(CALLS, f"GPU call {self.made}: {name} {call.dtype} {call.op} on stream "
                   f"{stream:#x}, width {call.width} at most")  # fmt: skip
@@ -303,11 +331,12 @@ class GpuLauncher:
 
         with trace.call(name), trace.phase("launch"):
             try:
-                mine = RankCall(call, request.buffer.address, values, stream, request.symmetric,
-                                begun, self._captures)  # fmt: skip
+                mine = RankCall(
+                    call, request.buffer.address, values, stream, request.symmetric, begun
+                )
                 counted = self.team.launch(self.rank, mine, patience)
                 self.latest = (text, name, words_of_call, mine)
-            except LaunchRefused:
+            except (LaunchRefused, OutOfMemory):
                 raise
             except (CollectiveTimeout, CollectiveAborted) as error:
                 self._health.fail(error)
@@ -377,6 +406,8 @@ class GpuLauncher:
         if self._owns_team:
             try:
                 self.team.prepare(call)
+            except OutOfMemory:
+                raise
             except Exception as error:
                 raise self.fail(error) from error
         return text, label(request.kind, plan.algorithm, buffer.nbytes), call

@@ -142,12 +142,12 @@ class HostCalls:
         """An array over any rank's block."""
         return self._arena.mapping.at(offset, nbytes)
 
-    def scratch(self, like: Buffer, nbytes: int) -> Buffer:
-        """Scratch memory of `nbytes`, as a buffer with the size and dtype of `like`.
+    def scratch(self, request: Request, nbytes: int) -> Buffer:
+        """Scratch memory of `nbytes` for a request, as a buffer like the request's.
 
         Calls run in order, so all share one piece.
         """
-        address = self._scratch_of(nbytes)
+        like, address = request.buffer, self._scratch_of(nbytes)
         return Buffer(address, like.nbytes, like.dtype, like.itemsize, self._scratch)
 
     def _scratch_of(self, nbytes: int) -> int:

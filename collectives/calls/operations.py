@@ -202,13 +202,13 @@ def allreduce_list(
         total = sum(b.nbytes for b, _ in buffers)
         first = buffers[0][0]
         like = Buffer(0, total, first.dtype, first.itemsize)
-        flat = context.scratch(like, total)
         parts = sizes_checksum(b.nbytes for b, _ in buffers)
-        request = context.request("allreduce", flat, op, 0, algorithm, parts)
+        request = context.request("allreduce", like, op, 0, algorithm, parts)
+        flat = context.scratch(request, total)
     starts = [*accumulate((b.nbytes for b, _ in buffers), initial=flat.address)]
     for start, (buffer, _) in zip(starts, buffers, strict=False):
         context.copy(start, buffer.address, buffer.nbytes)
-    context.make(request)
+    context.make(replace(request, buffer=flat))
     for start, (buffer, done) in zip(starts, results, strict=False):
         context.copy(buffer.address, start, buffer.nbytes)
         done()

@@ -91,7 +91,8 @@ class ClusterCalls:
             raise CollectiveError(f'{asked} on several machines, where only "auto" is allowed')
         return Request(kind, buffer, op, root, parts=parts)
 
-    def scratch(self, like: Buffer, nbytes: int) -> Buffer:
+    def scratch(self, request: Request, nbytes: int) -> Buffer:
+        like = request.buffer
         memory = torch.empty(nbytes, dtype=torch.uint8)
         return Buffer(memory.data_ptr(), like.nbytes, like.dtype, like.itemsize, memory)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from linkweave.kernels.gpu.source import PLAIN, PLAN_THREADS, options, source
 CHECK_THREADS = 128
 _NOT_READY = 600  # cudaErrorNotReady
 _MULTIPROCESSORS = 16  # cudaDevAttrMultiProcessorCount
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 def current() -> int:
@@ -29,8 +32,9 @@ class CudaDevice:
 
     Addresses, streams and events are integers. Memory comes from cudaMalloc, not from a pool, since
     only whole allocations can be shared with other processes. `allocate`, `store` and `upload` use
-    a stream of their own and do not wait for kernels; `finish`, `free` and `download` may. Raises
-    CuPy's errors, which are RuntimeErrors.
+    a stream of their own and do not wait for kernels; `finish`, `free` and `download` may. Memory
+    may be allocated, shared and freed while streams are captured, but is not part of the graph.
+    Raises CuPy's errors, which are RuntimeErrors.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -63,6 +67,18 @@ class CudaDevice:
     def use(self) -> None:
         """Make this the thread's current GPU."""
         self._runtime.setDevice(self.index)
+
+    @contextmanager
+    def _beside_captures(self) -> Iterator[None]:
+        """`here`, for calls that would invalidate a capture which any thread has begun: a tensor
+        may be collected, and so freed, in the midst of one."""
+        mode = ctypes.c_int(_RELAXED)
+        with self.here():
+            self._ask("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+            try:
+                yield
+            finally:
+                self._ask("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
     def _ask(self, name: str, *arguments: object) -> None:
         if code := getattr(self._cuda, name)(*arguments):
@@ -147,9 +163,14 @@ class CudaDevice:
 
     # ---- memory ------------------------------------------------------------------------------
     def allocate(self, nbytes: int) -> int:
-        """Allocate zeroed device memory, at least one byte."""
-        with self.here():
-            address = int(self._runtime.malloc(max(nbytes, 1)))
+        """Allocate zeroed device memory, at least one byte. Raises MemoryError if there is none
+        even after torch and CuPy have given back what they cache."""
+        with self._beside_captures():
+            if not (address := self._malloc(max(nbytes, 1))):
+                self._empty_caches()
+                address = self._malloc(max(nbytes, 1))
+            if not address:
+                raise MemoryError(f"GPU {self.index} has no {nbytes} bytes left")
             try:
                 self._runtime.memsetAsync(address, 0, max(nbytes, 1), self._own)
                 self._runtime.streamSynchronize(self._own)
@@ -158,8 +179,23 @@ class CudaDevice:
                 raise
         return address
 
+    def _malloc(self, nbytes: int) -> int:
+        """The address of device memory; 0 if there is none."""
+        try:
+            return int(self._runtime.malloc(nbytes))
+        except self._runtime.CUDARuntimeError as error:
+            if error.status != _OUT_OF_MEMORY:
+                raise
+            return 0
+
+    def _empty_caches(self) -> None:
+        self._cupy.get_default_memory_pool().free_all_blocks()
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
     def free(self, address: int) -> None:
-        with self.here():
+        with self._beside_captures():
             self._runtime.free(address)
 
     def array(self, address: int, nbytes: int, owner: object) -> object:
@@ -203,7 +239,7 @@ class CudaDevice:
 
     def pinned(self, words: int) -> np.ndarray:
         """[words] zeroed uint32 of pinned host memory, which has the same address on the GPU."""
-        with self.here():
+        with self._beside_captures():
             memory = self._cupy.cuda.alloc_pinned_memory(4 * words)
         array = np.frombuffer(memory, np.uint32, words)  # keeps the memory alive
         array[:] = 0
@@ -318,17 +354,17 @@ class CudaDevice:
 
         It exports the whole 2 MiB block that contains the memory.
         """
-        with self.here():
+        with self._beside_captures():
             return bytes(self._runtime.ipcGetMemHandle(address))
 
     def ipc_open(self, handle: bytes) -> int:
         """Map another process's memory; returns its address here."""
-        with self.here():
+        with self._beside_captures():
             return int(self._runtime.ipcOpenMemHandle(handle))
 
     def ipc_close(self, address: int) -> None:
         """Undo `ipc_open`."""
-        with self.here():
+        with self._beside_captures():
             self._runtime.ipcCloseMemHandle(address)
 
     def register(self, address: int, nbytes: int) -> None:
@@ -336,7 +372,7 @@ class CudaDevice:
 
         Raises RuntimeError if the GPU would map them at another address.
         """
-        with self.here():
+        with self._beside_captures():
             attributes = self._cupy.cuda.Device(self.index).attributes
             if not attributes["CanUseHostPointerForRegisteredMem"]:
                 raise RuntimeError("this GPU does not see host memory at the host's addresses")
@@ -345,5 +381,5 @@ class CudaDevice:
 
     def unregister(self, address: int) -> None:
         """Undo `register`."""
-        with self.here():
+        with self._beside_captures():
             self._runtime.hostUnregister(address)

@@ -169,7 +169,7 @@ class HostDevice:
         return 2 * self.multiprocessors
 
     def allocate(self, nbytes: int) -> int:
-        self.alive(capturing=False)
+        self.alive()
         fd = os.memfd_create("host-gpu")
         os.ftruncate(fd, max(nbytes, 1))
         memory = mmap.mmap(fd, max(nbytes, 1))
@@ -178,7 +178,7 @@ class HostDevice:
         return address
 
     def free(self, address: int) -> None:
-        self.alive(capturing=False)
+        self.alive()
         del self.memory[address]
         if address in self._files:
             os.close(self._files.pop(address))
@@ -189,7 +189,7 @@ class HostDevice:
         return HostTensor(np.frombuffer(memory, np.uint8, nbytes), self.index)
 
     def upload(self, array: np.ndarray) -> int:
-        self.alive(capturing=False)
+        self.alive()
         raw = np.zeros(array.nbytes + 128, np.uint8)
         address = -(-raw.ctypes.data // 128) * 128
         self.memory[address] = raw
@@ -197,7 +197,7 @@ class HostDevice:
         return address
 
     def store(self, address: int, array: np.ndarray) -> None:
-        self.alive(capturing=False)
+        self.alive()
         ctypes.memmove(address, array.ctypes.data, array.nbytes)
 
     def download(self, address: int, array: np.ndarray) -> None:

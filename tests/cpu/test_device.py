@@ -29,6 +29,8 @@ class Runtime:
         self.current, self.calls = 0, []
         self.answers: dict[str, Any] = {"malloc": 4096, "streamCreateWithFlags": 77}
 
+    mode = 0  # of captures, in this thread
+
     def setDevice(self, index: int) -> None:
         self.current = index
 
@@ -54,7 +56,14 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     monkeypatch.setitem(sys.modules, "cupy_backends", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda.api", api)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
+    found.mode = 0
+
+    def exchange(mode: Any) -> int:
+        found.mode, mode._obj.value = mode._obj.value, found.mode
+        return 0
+
+    library = SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     return found
 
 
@@ -77,6 +86,53 @@ def test_setting_up_waits_for_its_own_stream_only(runtime: Runtime) -> None:
     assert [(name, arguments) for name, _, arguments in runtime.calls] == [
         ("malloc", (1,)), ("memsetAsync", (4096, 0, 1, 77)), ("streamSynchronize", (77,))
     ]  # fmt: skip
+
+
+def test_memory_that_is_full_is_asked_for_again_without_caches(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+    pool = SimpleNamespace(free_all_blocks=lambda: given.append("cupy"))
+    cuda = SimpleNamespace(is_initialized=lambda: True, empty_cache=lambda: given.append("torch"))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    full = runtime.answers["malloc"] = CUDARuntimeError("cudaErrorMemoryAllocation")
+    full.status = 2
+    device = CudaDevice(0)
+    device._cupy.get_default_memory_pool = lambda: pool
+    with pytest.raises(MemoryError, match="GPU 0 has no 8 bytes left"):
+        device.allocate(8)
+    assert given == ["cupy", "torch"]
+
+    def empty() -> None:
+        runtime.answers["malloc"] = 512
+
+    monkeypatch.setattr(cuda, "empty_cache", empty)
+    assert device.allocate(8) == 512
+    full.status = 700  # an illegal address: no lack of memory
+    runtime.answers["malloc"] = full
+    with pytest.raises(RuntimeError, match="cudaErrorMemoryAllocation"):
+        device.allocate(8)
+
+
+def test_captures_of_other_threads_go_on(runtime: Runtime) -> None:
+    """What CUDA forbids while any thread captures a stream is called in the relaxed mode."""
+    device, modes = CudaDevice(0), {}
+    real = Runtime.__getattr__
+
+    def noted(self: Runtime, name: str) -> Any:
+        modes[name] = self.mode
+        return real(self, name)
+
+    Runtime.__getattr__ = noted  # type: ignore[method-assign]
+    try:
+        device.free(device.allocate(8))
+        device.ipc_close(device.ipc_open(b""))
+        device.record(device.make_event(), 3)
+    finally:
+        Runtime.__getattr__ = real  # type: ignore[method-assign]
+    unsafe = {"malloc", "free", "ipcOpenMemHandle", "ipcCloseMemHandle"}
+    assert {name: modes[name] for name in unsafe} == dict.fromkeys(unsafe, 2)
+    assert modes["eventRecord"] == 0 and runtime.mode == 0
 
 
 def test_memory_that_cannot_be_cleared_is_given_back(runtime: Runtime) -> None:

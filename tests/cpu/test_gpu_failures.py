@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_ranks import MODES, Choosy, Machine, failure, gpus, tensor
+from gpu_ranks import MODES, Choosy, Machine, failure, gpus, plain, tensor
 from host_gpu import HostDevice, HostTensor, needs_compiler
 
 from linkweave import collectives
@@ -311,6 +311,21 @@ def test_ranks_that_share_a_gpu_plan_on_a_mesh_and_are_told(
     found = collectives.spawn(on_the_map, 2, args=(-1,), device="cuda:0")
     assert found == [["None", (0, 1)]] * 2
     assert log.read_text().count("ranks [0, 1] run on one GPU (0000:00:00.0, ") == 1
+
+
+def most_blocks(rank: int, machine: Machine) -> float:
+    """The share of its GPU that a long call takes."""
+    comm, device = get_default(), machine.ours()[0]
+    comm.allreduce(tensor([1.0] * 1_000_000))
+    comm.synchronize()
+    return max(n for _, n in device.launches) / device.resident("float32", "sum")
+
+
+def test_processes_that_share_a_gpu_fit_on_it_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    with gpus(monkeypatch, lambda index: plain(index, multiprocessors=5)) as machine:
+        alone = collectives.spawn(most_blocks, 2, "mesh-2", (machine,), device="cuda")
+        shared = collectives.spawn(most_blocks, 2, "mesh-2", (machine,), device="cuda:0")
+    assert min(alone) > 0.5 and 0.25 < sum(shared) <= 1
 
 
 def test_a_machine_without_a_map_is_a_mesh(

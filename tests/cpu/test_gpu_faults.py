@@ -313,6 +313,80 @@ def test_calls_in_one_capture_keep_their_order(machine: Machine) -> None:
     assert set(recorded) & set(awaited)
 
 
+def beside_a_replay(rank: int, machine: Machine) -> list[float]:
+    """Rank 0's call waits for rank 1's, which is held back, while both run what is captured."""
+    comm, device, held = get_default(), machine.ours()[0], threading.Event()
+    x = tensor([1.0] * 300)
+    y, out = tensor([rank + 1.0] * 300, stream=9), tensor([0.0] * 300, stream=9)
+    rows = tensor([rank + 1.0] * 600, stream=9)
+    comm.allreduce(x)
+    comm.reduce_scatter(rows, out=out)
+    comm.synchronize()
+
+    def replay() -> None:
+        device.captured[9] = 1
+        comm.allreduce(y)
+        comm.reduce_scatter(rows, out=out)
+        device.synchronise(9)
+        device.captured.clear()
+
+    replay()
+    scratch = comm._gpu._scratch[0], comm._gpu._of_graphs[0][0]
+    assert 0 not in scratch and scratch[0] != scratch[1]
+    if rank == 1:
+        device._enqueue(0, lambda: held.wait(100))
+    comm.allreduce(x)
+    comm.barrier()
+    replay()
+    held.set()
+    comm.synchronize()
+    return [float(v) for v in (x.array[0], y.array[-1], out.array[-1])]
+
+
+def test_replays_and_calls_use_memory_of_their_own(machine: Machine) -> None:
+    found = collectives.spawn(beside_a_replay, 2, "mesh-2", (machine,), **PROCESSES)
+    assert found == [[4, 6, 3]] * 2
+
+
+class Full(HostDevice):
+    """Has no room while it is full."""
+
+    full = False
+
+    def allocate(self, nbytes: int) -> int:
+        if self.full:
+            raise MemoryError("out of memory")
+        return super().allocate(nbytes)
+
+
+def out_of_memory(rank: int, machine: Machine) -> list[Any]:
+    """The first call lacks memory for slots on GPU 1, the other one for scratch; then there is
+    some."""
+    comm, device, found = get_default(), machine(rank), []
+    comm.allreduce(x := tensor([1.0] * 9))  # meets the other ranks
+    for call in (
+        lambda: comm.broadcast(x, 1),
+        lambda: comm.reduce_scatter(tensor([1.0] * 18), out=x),
+    ):
+        device.full = rank == 1  # type: ignore[attr-defined]
+        found.append(said(call))
+        device.full = False  # type: ignore[attr-defined]
+        call()
+        comm.synchronize()
+        found.append(x.array.tolist())
+    return found
+
+
+@pytest.mark.parametrize("mode", ["a process a GPU", "a thread a GPU"])
+def test_a_call_without_memory_is_made_by_no_rank(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gpus(monkeypatch, lambda index: Full(17, index=index, bus_id=f"0000:0{index}:00.0")) as on:
+        for found in collectives.spawn(out_of_memory, 2, "mesh-2", (on,), **MODES[mode]):
+            assert all("rank 1" in words and "no memory for" in words for words in found[::2])
+            assert found[1::2] == [[2.0] * 9] * 2
+
+
 def captured_by_threads(rank: int, machine: Machine, shared: bool) -> str:
     comm, device = get_default(), machine.ours()[0]
     comm.allreduce(x := tensor([1.0] * 4))

@@ -189,7 +189,7 @@ class Full(HostDevice):
 
     def allocate(self, nbytes: int) -> int:
         if self.index == 1 and nbytes >= 1 << 26:
-            raise RuntimeError("cudaErrorMemoryAllocation: out of memory")
+            raise MemoryError("out of memory")
         return super().allocate(nbytes)
 
 
@@ -207,7 +207,7 @@ def without_room(rank: int) -> list[str]:
 def test_no_room_on_one_gpu_is_told_to_all(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with gpus(monkeypatch, lambda index: Full(32, index=index, bus_id=f"0000:0{index}:00.0")):
         for said, *after in collectives.spawn(without_room, 2, "mesh-2", **MODES[mode]):
-            assert said.startswith("no memory for a tensor of 67108864 bytes: ")
+            assert said.startswith("rank 1: no memory for 67108864 bytes on GPU 1: ")
             assert "rank 1" in said and "out of memory" in said
             assert after == [True, True]
         gc.collect()

@@ -408,6 +408,15 @@ def test_auto_asks_the_installed_binding(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(find_machine({}).gpus) == 8
 
 
+def test_distances_that_the_driver_does_not_tell_are_noted() -> None:
+    """As under WSL 2, and with virtual GPUs."""
+    driver = Driver(load("pcie-4"))
+    driver.fails = {"nvmlDeviceGetTopologyCommonAncestor": 3}
+    found = found_by(driver)
+    assert len(found.gpus) == 4
+    assert found.assumptions[0].startswith("the driver does not tell how far apart GPUs are")
+
+
 @pytest.mark.parametrize(
     "function", ["nvmlDeviceGetNvLinkRemotePciInfo", "nvmlDeviceGetNvLinkRemoteDeviceType"]
 )

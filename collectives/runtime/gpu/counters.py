@@ -6,7 +6,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.runtime.gpu.device import Device
 
 
@@ -34,22 +33,14 @@ class CounterPool:
         self.lent = 0
         """How many calls' counters are in use or held by CUDA graphs."""
 
-    def take(self, blocks: Sequence[int], users: int, captured: bool) -> CallCounters:
-        """Counters for a call with this many thread blocks on each GPU.
-
-        A CUDA graph keeps its counters, and memory cannot be allocated during its capture: then
-        raises CollectiveError unless spare counters exist.
-        """
+    def take(self, blocks: Sequence[int], users: int) -> CallCounters:
+        """Counters for a call with this many thread blocks on each GPU; a CUDA graph keeps its
+        own."""
         key = tuple(blocks)
         with self._lock:
             if spare := self._spare.get(key):
                 self.lent += 1
                 return CallCounters(spare.pop(), key, users)
-            if captured:
-                raise CollectiveError(
-                    "a CUDA graph keeps the counters of its gradient queues, and none are left: "
-                    "before the capture, make as many queues of this size at once and wait for them"
-                )
             made = []
             for device, count in zip(self._devices, key, strict=True):
                 made.append(device.allocate(4 * max(1, count)))

@@ -94,7 +94,7 @@ class GpuRanks:
         self._stops = {  # GPU index -> the same word in its own memory
             i: self._uploads.add(d, np.zeros(1, np.uint32)) for i, (d, _) in self.shares.items()
         }
-        self._regions: dict[tuple[Plan, LaunchConfig], tuple[_Part, ...]] = {}
+        self._regions: dict[tuple[Plan, LaunchConfig, bool], tuple[_Part, ...]] = {}
         self._launched: dict[int, Prepared] = {}  # the latest launch of each region
         self.counters = CounterPool([device for device, _ in self.shares.values()])
 
@@ -118,7 +118,7 @@ class GpuRanks:
 
     def prepare(
         self, plan: Plan, nbytes: int, dtype: str, op: str, width: int | None = None,
-        layers: Sequence[int] = (), seen: bool | None = None,
+        layers: Sequence[int] = (), seen: bool | None = None, captured: bool = False,
     ) -> Prepared:  # fmt: skip
         """Allocate the memory and upload the tables for launches of a verified plan.
 
@@ -126,10 +126,12 @@ class GpuRanks:
         default is the most that fits our GPUs (`width_of`). `layers` gives the bytes of each layer
         of a gradient queue. `seen` says that every rank sees all ranks' buffers (None: only ranks
         of one launch do); then results are pushed into these buffers unless that would race.
+        Launches that are `captured` into graphs have counters and slots of their own. Raises
+        OutOfMemory.
         """
         width = width or width_of(plan, self.occupancy(dtype, op), self.max_blocks)
         plan, config = launch_tables.fit(plan, nbytes, width, self.settings)
-        key = (plan.with_chunks(plan.stride), config)
+        key = (plan.with_chunks(plan.stride), config, captured)
         if key not in self._regions:
             self._regions[key] = self._lay_out(plan, config)
         parts = self._regions[key]
@@ -184,8 +186,7 @@ class GpuRanks:
         blocks = [len(part.programs) * prepared.config.width for part in prepared.parts]
         counted = None
         if begun:
-            captured = any(d.capturing(streams[i]) for i, (d, _) in self.shares.items())
-            counted = self.counters.take(blocks, len(begun), captured)
+            counted = self.counters.take(blocks, len(begun))
             for part, count, address in zip(prepared.parts, blocks, counted.addresses, strict=True):
                 on = streams[part.device.index]
                 if count:

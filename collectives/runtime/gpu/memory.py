@@ -35,6 +35,10 @@ SymmetricAddress = tuple[int, int]
 """(number of a `SymmetricMemory` in allocation order, byte offset within it)."""
 
 
+class OutOfMemory(CollectiveError):
+    """A GPU has no memory for a call. No rank makes it, and later calls may succeed."""
+
+
 class _Owner:
     """Lives as long as a tensor."""
 
@@ -85,14 +89,15 @@ class Memory(Protocol):
         """Allocate `nbytes[r]` zeroed bytes for each rank r; returns their addresses.
 
         `pairs` holds (a, b) if rank a accesses rank b's memory. Addresses are those of this process
-        and valid for the ranks whose memory our ranks access.
+        and valid for the ranks whose memory our ranks access. Raises OutOfMemory on all ranks if
+        any rank is.
         """
 
     def allocate_symmetric(self, nbytes: int) -> SymmetricMemory:
         """Allocate `nbytes` zeroed bytes for a tensor on every rank.
 
-        The memory outlives `close` while the tensor exists. Raises CollectiveError on all ranks if
-        any rank is out of memory.
+        The memory outlives `close` while the tensor exists. Raises OutOfMemory on all ranks if any
+        rank is.
         """
 
     def close(self) -> None:
@@ -130,13 +135,20 @@ class LocalMemory:
         if apart:
             self._warn(apart)
         on_host = {b for _, b in apart}
+        made: list[tuple[Device, int]] = []
         for rank, (device, size) in enumerate(zip(self._devices, nbytes, strict=True)):
             if rank in on_host:
                 self._pinned.append(device.pinned(-(-(size + ALIGN) // 4)))
                 found.append(-(-self._pinned[-1].ctypes.data // ALIGN) * ALIGN)
                 continue
-            found.append(device.allocate(size))
-            self._made.append((device, found[-1]))
+            try:
+                found.append(device.allocate(size))
+            except MemoryError as error:
+                for other, address in made:
+                    other.free(address)
+                raise OutOfMemory(f"rank {rank}: {lacking(size, device, error)}") from error
+            made.append((device, found[-1]))
+        self._made += made
         return found
 
     def _warn(self, apart: Sequence[tuple[int, int]]) -> None:
@@ -152,11 +164,10 @@ class LocalMemory:
             for rank, device in enumerate(self._devices):
                 leases[rank] = Lease(device, device.allocate(nbytes))
                 self._leases.append(leases[rank])
-        except RuntimeError as error:
+        except MemoryError as error:
             for lease in leases.values():  # for the tensors that will never exist
                 lease.release()
-            where = f"rank {rank} on GPU {device.index}: {error}"
-            raise CollectiveError(f"no memory for a tensor of {nbytes} bytes: {where}") from error
+            raise OutOfMemory(f"rank {rank}: {lacking(nbytes, device, error)}") from error
         addresses = tuple(lease.address for lease in leases.values())
         return SymmetricMemory(nbytes, addresses, self._unseen, leases)
 
@@ -188,7 +199,7 @@ class PeerMemory:
 
     def bases(self, nbytes: Sequence[int], pairs: Collection[tuple[int, int]]) -> list[int]:
         touched = {b for a, b in pairs if a == self._arena.rank}
-        mine = self._allocate(nbytes[self._arena.rank])
+        mine = self._allocate_together(nbytes[self._arena.rank])
         self._own.append(mine)
         found, ways, why = self._exchange(mine, touched)
         if ways:
@@ -196,29 +207,34 @@ class PeerMemory:
         return found
 
     def allocate_symmetric(self, nbytes: int) -> SymmetricMemory:
-        lease, problem = None, ""
+        lease = Lease(self._device, self._allocate_together(nbytes))
+        self._leases.append(lease)
         try:
-            lease = Lease(self._device, self._allocate(nbytes))
-            self._leases.append(lease)
-        except RuntimeError as error:
-            problem = str(error)
-        try:
-            failed = gather_errors(self._gather, problem)
-            if lease is None or failed:
-                raise CollectiveError(f"no memory for a tensor of {nbytes} bytes: {failed}")
             found, ways, why = self._exchange(lease.address, {*range(self._arena.size)})
         except BaseException:
-            if lease:
-                lease.release()  # for the tensor that will never exist
+            lease.release()  # for the tensor that will never exist
             raise
         unseen = frozenset((rank, owner) for rank, owners in ways.items() for owner in owners)
         if unseen and self._arena.rank == 0:
             log.info("a tensor's memory is not seen by all ranks: %s (%s)", sorted(unseen), why)
         return SymmetricMemory(nbytes, tuple(found), unseen, {self._arena.rank: lease})
 
-    def _allocate(self, nbytes: int) -> int:
-        # the driver exports whole blocks: a smaller allocation would expose its neighbours
-        return self._device.allocate(-(-max(nbytes, 1) // _BLOCK) * _BLOCK)
+    def _allocate_together(self, nbytes: int) -> int:
+        """Allocate memory on all ranks or on none."""
+        mine, problem = 0, ""
+        try:  # the driver exports whole blocks: a smaller allocation would expose its neighbours
+            mine = self._device.allocate(-(-max(nbytes, 1) // _BLOCK) * _BLOCK)
+        except MemoryError as error:
+            problem = lacking(nbytes, self._device, error)
+        failed = "unknown"
+        try:
+            failed = gather_errors(self._gather, problem)
+        finally:
+            if failed and mine:
+                self._device.free(mine)
+        if failed:
+            raise OutOfMemory(failed)
+        return mine
 
     def _exchange(
         self, mine: int, touched: set[int]
@@ -309,6 +325,10 @@ class PeerMemory:
                 last.callback(self._leases.pop().release)
             while self._registered:
                 last.callback(self._device.unregister, self._registered.pop())
+
+
+def lacking(nbytes: int, device: Device, error: Exception) -> str:
+    return f"no memory for {nbytes} bytes on GPU {device.index}: {error}"
 
 
 def _use_host_memory(words: str, required: bool, warn: bool) -> None:

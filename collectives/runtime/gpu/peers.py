@@ -32,8 +32,9 @@ def gather_errors(gather: Gather, error: str) -> str:
 
 def common_topology(
     identity: tuple[str, str], rank: int, gather: Gather, spec: Topology | None, quiet: bool = False
-) -> Topology:
-    """The topology that the ranks plan on: `spec` or, if None, what the driver reports.
+) -> tuple[Topology, int]:
+    """The topology that the ranks plan on: `spec` or, if None, what the driver reports; and how
+    many processes have ranks on this rank's GPU.
 
     `identity` is the (PCI bus id, UUID) of this rank's GPU. Each rank is mapped to the topology's
     GPU with its bus id or UUID. If a given topology has none of these GPUs, it describes another
@@ -61,10 +62,11 @@ def common_topology(
             "torch.cuda.set_device(LOCAL_RANK) first",
             crowd, rows[crowd[0]]["bus"], rows[crowd[0]]["uuid"],
         )  # fmt: skip
+    sharing = len({row["pid"] for row in rows if (row["bus"], row["uuid"]) == identity})
     if spec is not None:
-        return topology_for(spec, len(rows)) if crowd else _subset(spec, rows)
+        return topology_for(spec, len(rows)) if crowd else _subset(spec, rows), sharing
     if crowd:
-        return load(f"mesh-{len(rows)}")
+        return load(f"mesh-{len(rows)}"), sharing
     if any(row["trouble"] for row in rows):
         words = "; ".join(f"rank {r}: {row['trouble']}" for r, row in enumerate(rows)
                           if row["trouble"])  # fmt: skip
@@ -77,8 +79,8 @@ def common_topology(
     if seen is None or not seen.devices:
         if rank == 0:
             log.warning("the driver reports no links (is nvidia-ml-py installed?): assuming a mesh")
-        return load(f"mesh-{len(rows)}")
-    return _subset(seen, rows, here=True)
+        return load(f"mesh-{len(rows)}"), sharing
+    return _subset(seen, rows, here=True), sharing
 
 
 def _subset(machine: Topology, rows: list[dict[str, Any]], here: bool = False) -> Topology:

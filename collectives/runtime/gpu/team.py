@@ -17,7 +17,7 @@ from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.gpu.counters import CallCounters
 from linkweave.collectives.runtime.gpu.executor import Arguments, GpuRanks, Prepared
 from linkweave.collectives.runtime.gpu.launch_order import LAUNCH_ORDER, Launch
-from linkweave.collectives.runtime.gpu.memory import SymmetricAddress, SymmetricMemory
+from linkweave.collectives.runtime.gpu.memory import OutOfMemory, SymmetricAddress, SymmetricMemory
 
 _POLL = 0.05  # s
 _PER_THREAD = 2  # cudaStreamPerThread
@@ -35,6 +35,7 @@ class LaunchKey:
     width: int
     layers: tuple[int, ...] = ()  # bytes of each layer of a gradient queue
     seen: bool = False  # every rank sees the buffers of the ranks that it sends to
+    captured: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,6 @@ class RankCall:
     stream: int
     symmetric: SymmetricAddress | None = None
     begun: int | None = None
-    captured: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,6 @@ class Team:
     def __init__(self, gpu: GpuRanks) -> None:
         self.gpu = gpu
         self._prepared: dict[LaunchKey, Prepared] = {}
-        self._held: set[LaunchKey] = set()  # calls in CUDA graphs
         self._forgotten: dict[LaunchKey, None] = {}
         self._changed = threading.Condition()
         self._children: dict[tuple[int, int], Team] = {}
@@ -97,27 +96,24 @@ class Team:
         self._resident: dict[tuple[str, str], list[int]] = {}  # as `GpuRanks.occupancy`
 
     def prepare(self, call: LaunchKey) -> Prepared:
-        """Allocate a call's memory and tables. For a team of one, this is collective."""
+        """Allocate a call's memory and tables. For a team of one, this is collective. Raises
+        OutOfMemory."""
         if call not in self._prepared:
             self._prepared[call] = self.gpu.prepare(
                 call.plan, call.nbytes, call.dtype, call.op, call.width, call.layers,
-                call.seen or None,
+                call.seen or None, call.captured,
             )  # fmt: skip
         self._forgotten.pop(call, None)
         return self._prepared[call]
 
-    def hold(self, call: LaunchKey) -> None:
-        """Keep a call prepared for good, since a CUDA graph launches it again."""
-        self._held.add(call)
-
     def forget(self, calls: Iterable[LaunchKey]) -> None:
-        """Free the tables of calls that CUDA graphs do not hold; `prepare` makes them again.
+        """Free the tables of calls, which `prepare` makes again; not those in CUDA graphs.
 
         Collective. Waits until the GPUs are idle. The tables of gradient queues are kept until no
         queue is in use.
         """
         with self._changed:
-            self._forgotten |= dict.fromkeys(c for c in calls if c not in self._held)
+            self._forgotten |= dict.fromkeys(calls)
             queues = self.gpu.counters.lent
             gone = [c for c in self._forgotten if not (c.layers and queues)]
             for call in gone:
@@ -209,7 +205,7 @@ class Team:
             for i, (device, mine) in self.gpu.shares.items()
             for other in {came[r].stream for r in mine} - {first[i]}
         ]
-        launches = [] if ranks[0].captured else self._launches(call, prepared, first)
+        launches = [] if call.captured else self._launches(call, prepared, first)
         with LAUNCH_ORDER.enqueueing(launches):
             for device, event, stream, other in others:
                 device.record(event, other)
@@ -324,5 +320,5 @@ def _copy_of(error: BaseException) -> CollectiveError:
     """The same error as a new object, since each rank raises its own."""
     if isinstance(error, CollectiveTimeout | CollectiveAborted):
         return type(error)(str(error), **error.fields())
-    kind = LaunchRefused if isinstance(error, LaunchRefused) else CollectiveError
-    return kind(str(error))
+    kinds = LaunchRefused, OutOfMemory
+    return next((k for k in kinds if isinstance(error, k)), CollectiveError)(str(error))
