@@ -37,12 +37,11 @@ from linkweave.bench.timing import machine
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.runtime.gpu.doctor import Check, examine
 from linkweave.collectives.runtime.gpu.driver import CudaDriver, CudaError
-from linkweave.kernels.gpu.device import CudaDevice
+from linkweave.kernels.gpu.device import OLDEST, CudaDevice
 
 PASS, FAIL, EXCEPT = 0, 1, 3  # the exit status; 2 is that of a command that cannot be carried out
 SIZES = (1, 2048, 30_000)  # elements
 LOOK_S = 120.0
-OLDEST = 70  # sm_70: older GPUs lack instructions that kernels use
 REPORT = "send us the file of --report"
 
 

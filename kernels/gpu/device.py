@@ -13,6 +13,8 @@ import numpy as np
 from linkweave.kernels.gpu.compile import cubin
 from linkweave.kernels.gpu.source import PLAIN, PLAN_THREADS, options, source
 
+OLDEST = 70
+"""Compute capability from which GPUs have the instructions of the kernels, such as nanosleep."""
 CHECK_THREADS = 128
 _NOT_READY = 600  # cudaErrorNotReady
 _MULTIPROCESSORS = 16  # cudaDevAttrMultiProcessorCount
@@ -105,7 +107,13 @@ class CudaDevice:
         return self._load("plan/plan.cu", ("run_plan",), options(dtype, op))[0]
 
     def _architecture(self) -> int:
-        return int(self._cupy.cuda.Device(self.index).compute_capability)
+        found = int(self._cupy.cuda.Device(self.index).compute_capability)
+        if found < OLDEST:
+            raise RuntimeError(
+                f"GPU {self.index} has compute capability {found / 10}; kernels need "
+                f"{OLDEST / 10} (V100) or more"
+            )
+        return found
 
     def registers(self, dtype: str, op: str) -> int:
         """Registers per thread of the plan interpreter."""

@@ -135,6 +135,14 @@ def test_captures_of_other_threads_go_on(runtime: Runtime) -> None:
     assert modes["eventRecord"] == 0 and runtime.mode == 0
 
 
+def test_older_gpus_are_refused(runtime: Runtime) -> None:
+    device = CudaDevice(2)
+    found = SimpleNamespace(compute_capability="60")
+    device._cupy.cuda = SimpleNamespace(Device=lambda index: found)
+    with pytest.raises(RuntimeError, match=r"GPU 2 has compute capability 6\.0; kernels need 7\.0"):
+        device.kernel("float32", "sum")
+
+
 def test_memory_that_cannot_be_cleared_is_given_back(runtime: Runtime) -> None:
     device = CudaDevice(0)
     runtime.answers["memsetAsync"] = CUDARuntimeError("no")

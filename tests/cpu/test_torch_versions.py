@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from importlib.metadata import requires
 from pathlib import Path
@@ -66,3 +69,27 @@ def test_an_older_version_is_refused_by_the_backend_alone(python: Python) -> Non
     done = python("-c", RUN)
     assert "[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]" in done.stdout
     assert "2.9.1" in done.stderr and "2.13" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("extra", "cuda", "gpus"), [("cuda12", "12.8", 70), ("cuda13", "13.0", 75)]
+)
+def test_the_packages_for_gpus_fit_each_other(
+    extra: str, cuda: str, gpus: int, tmp_path: Path
+) -> None:
+    """pip finds a set of them, of one CUDA, and its torch has code for the GPUs of the docs."""
+    pip, report = [sys.executable, "-m", "pip"], tmp_path / "report.json"
+    options = ["--quiet", "--dry-run", "--ignore-installed", "--report", str(report)]
+    subprocess.run([*pip, "install", *options, f".[{extra}]"], cwd=ROOT, check=True)
+    rows = [row["metadata"] for row in json.loads(report.read_text())["install"]]
+    found = {row["name"]: row["version"] for row in rows}
+    assert found["cuda-toolkit"].startswith(cuda), found
+    triton = tuple(map(int, found["triton"].split(".")[:2]))
+    assert (3, 6) <= triton <= (3, 8), found
+    words = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "-d", str(tmp_path)]
+    subprocess.run([*pip, *words, f"torch=={found['torch']}"], check=True)
+    with zipfile.ZipFile(next(tmp_path.glob("torch-*.whl"))) as wheel:
+        flags = re.search(rb"sm_\d+( sm_\d+)+", wheel.read("torch/lib/libtorch_python.so"))
+    assert flags is not None  # what torch._C._cuda_getArchFlags() returns
+    codes = [int(word[3:]) for word in flags[0].decode().split()]
+    assert min(codes) == gpus and {80, 90, 100, 120} <= {*codes}
