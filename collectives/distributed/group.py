@@ -429,8 +429,9 @@ class GroupWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the list of tensors. On a GPU it is complete at once, as torch's own are: a
-        stream that uses its value waits for the collective."""
-        devices = [x.device for x in self._result if x.is_cuda]
+        stream that uses its value waits for the collective, but the current stream, on which
+        backward may go on, does not."""
+        devices = list({x.device for x in self._result if x.is_cuda})
         future: torch.futures.Future[Any] = torch.futures.Future(devices=devices or None)
 
         def complete(_: Future[Any] | None) -> None:
@@ -443,6 +444,10 @@ class GroupWork(dist.Work):
 
         if isinstance(self._work, HostWork):
             self._work.add_done_callback(complete)
+        elif devices and self._work is not None:
+            cuda: Any = torch.cuda
+            with cuda.stream(cuda.Stream(devices[0])):  # one of torch's pool
+                complete(None)
         else:
             complete(None)
         return future

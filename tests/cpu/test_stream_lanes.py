@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
 from linkweave.collectives import CollectiveError
+from linkweave.collectives.distributed.group import GroupWork
 from linkweave.collectives.overlap.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from linkweave.collectives.overlap.units import Unit
 from linkweave.collectives.training.gradient_buffers import GradientBuffers
 from linkweave.collectives.training.lanes import StreamLanes
 from linkweave.collectives.training.program import Op, Program, Span
-from tests.cpu.stream_stand_in import CURRENT, Stream, compute  # noqa: F401
+from tests.cpu.stream_stand_in import CURRENT, Event, Stream, compute  # noqa: F401
 
 UNITS = 6
 
@@ -155,3 +158,32 @@ def test_an_error_ends_all_calls(compute: Stream) -> None:  # noqa: F811
     with pytest.raises(CollectiveError, match="rank 0: over"):
         next(lanes.arrivals(0))
     assert transport.aborted
+
+
+class _Future:
+    """torch's, of tensors on a GPU: whoever uses its value waits for an event."""
+
+    def __init__(self, devices: Any) -> None:
+        assert devices == ["cuda:0"]
+
+    def set_result(self, result: Any) -> None:
+        self.event = CURRENT[-1].record_event()
+
+
+def test_a_future_keeps_no_stream_of_backward_waiting(
+    compute: Stream,
+    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+) -> None:
+    """As in DistributedDataParallel, which asks for a bucket's future in the midst of backward."""
+    monkeypatch.setattr(torch.futures, "Future", _Future)
+    own, collective = Stream(), Event()
+    held = threading.Event()
+    own.enqueue(lambda: held.wait(60))
+    collective.record(own)
+    work = SimpleNamespace(wait=lambda timeout: CURRENT[-1].wait_event(collective))
+    bucket = SimpleNamespace(is_cuda=True, device="cuda:0")
+    future: Any = GroupWork(cast(Any, work), [bucket]).get_future()
+    compute.synchronize()  # backward goes on
+    assert not future.event._passed.is_set()
+    held.set()
+    future.event.synchronize()
