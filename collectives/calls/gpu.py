@@ -118,6 +118,21 @@ class GpuCalls(GpuLauncher):
         until(lambda: self.ready(self._done))
         self.check()
 
+    def lead(self, stream: int) -> None:
+        """Make later work on a stream wait for the calls so far."""
+        with self._lock, self.using(known=True):
+            capture = self.device.capturing(stream)
+            if not capture:
+                self.device.wait(self._done, stream)
+            elif capture == self._capture:
+                self.device.wait(self._done_captured, stream)
+
+    def follow(self, stream: int) -> None:
+        """Make later calls wait for the work on a stream, which is not being captured."""
+        with self._lock, self.using(known=True):
+            self.device.wait(self._done, stream)
+            self.device.record(self._done, stream)
+
     def close(self) -> None:
         """Wait for this rank's calls and replays, and for peers that use its memory; then free it.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -18,17 +20,22 @@ from torch.autograd import profiler
 from linkweave.collectives.calls.work import HostWork, Work
 from linkweave.collectives.cluster.communicator import ClusterCommunicator
 from linkweave.collectives.cluster.gloo import OPS, gloo_group
+from linkweave.collectives.distributed.engine import VARIABLE, CudaEngine
 from linkweave.collectives.launch.join import Job, meet
 from linkweave.collectives.runtime.diagnose import RAISED
 from linkweave.collectives.settings import Settings
 from linkweave.collectives.tensors import dtype_name
 from linkweave.kernels.dtypes import DTYPES, ops_of
 
+log = logging.getLogger("linkweave")
+
 Tensors = list[Any]
 _NO_RANGE = nullcontext()
 _METHODS = {"all_reduce": "allreduce", "all_gather": "allgather", "all_to_all": "alltoall",
             "barrier": "allreduce"}  # fmt: skip
 """The communicator's methods, where torch's verbs have other names."""
+_MESSAGES = "send", "recv", "recv_anysource"
+"""Not ordered beside collectives: ranks may make them in different places among these."""
 
 
 _Base: Any = dist.ProcessGroup  # whose stubs list overloads that torch does not call
@@ -37,9 +44,12 @@ _Base: Any = dist.ProcessGroup  # whose stubs list overloads that torch does not
 class Group(_Base):  # type: ignore[misc]
     """The ranks of a torch.distributed process group, on one machine or several.
 
-    Collectives of dense tensors run on `communicator`. What it does not offer (send and receive
-    with tags, other dtypes, sparse tensors, GPU tensors on several machines) goes to gloo on the
-    CPU and to NCCL on GPUs.
+    Collectives of dense tensors run on `communicator`; those of GPU tensors where `engine` says so.
+    The others, and what the communicator does not offer (send and receive with tags, other dtypes,
+    sparse tensors, GPU tensors on several machines), go to gloo on the CPU and to NCCL on GPUs.
+
+    A collective of NCCL waits for ours before it, and ours for it: else the kernels of one could
+    hold the GPU that those of the other need, and each wait for its peers.
     """
 
     def __init__(self, options: Any) -> None:
@@ -52,12 +62,34 @@ class Group(_Base):  # type: ignore[misc]
         self._store = c10d.PrefixStore(f"{job.key}/", options.store)
         try:
             others = gloo_group(c10d.PrefixStore("gloo/", self._store), rank, size, seconds)
-            self.communicator.barrier()  # no rank may leave while another one connects to it
+            self.engine = self._chosen()  # in which no rank leaves while another one connects to it
         except BaseException:
             self.communicator.close()
             raise
         self._others: dict[str, Any] = {"cpu": others}
         self._coalesced: list[Any] | None = None
+        self._nccl_ends: Any = None  # a stream behind NCCL's last collective
+
+    def _chosen(self) -> CudaEngine:
+        """The engine of CUDA calls, the same on all ranks."""
+        gpu, trouble, found = "", "", CudaEngine(False, "")
+        try:
+            if torch.cuda.is_available():
+                gpu = torch.cuda.get_device_name()
+            found = CudaEngine.choose(self.size(), dist.is_nccl_available(), gpu)
+        except ValueError as error:
+            trouble = str(error)
+        word = -1 if trouble else found.checksum
+        words = torch.tensor([word, -word], dtype=torch.int64)
+        self.communicator.allreduce(words, "min")
+        least, most = int(words[0]), -int(words[1])
+        if trouble or least != most:
+            words_of = f"rank {self.rank()} has {os.environ.get(VARIABLE)!r} on {gpu or 'no GPU'}"
+            raise RuntimeError(trouble or f"{VARIABLE} differs between ranks: {words_of}")
+        if gpu and self.rank() == 0:
+            whose = {True: "linkweave", False: "NCCL", None: "linkweave or NCCL"}[found.every]
+            log.info("CUDA collectives of group %s: %s (%s)", self._name, whose, found.why)
+        return found
 
     def _other(self, device: str) -> Any:
         """The group of gloo or NCCL for what the communicator does not offer."""
@@ -95,32 +127,32 @@ class Group(_Base):  # type: ignore[misc]
     # ---- collectives -------------------------------------------------------------------------
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceOptions()
-        if not (op := self._op(opts.reduceOp, tensors)):
+        if not (op := self._op("allreduce", opts.reduceOp, tensors)):
             return self._delegate("allreduce", tensors[0], tensors, opts)
         x = tensors[0] if len(tensors) == 1 else tensors
         return self._run(opts, "all_reduce", tensors, None, x, op)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceCoalescedOptions()
-        if not self._op(opts.reduceOp, tensors):
+        if not self._op("allreduce", opts.reduceOp, tensors):
             return self._delegate("allreduce_coalesced", tensors[0], tensors, opts)
         return self.allreduce(tensors, opts)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.BroadcastOptions()
-        if not self._supported(tensors):
+        if not self._supported("broadcast", tensors):
             return self._delegate("broadcast", tensors[0], tensors, opts)
         return self._run(opts, "broadcast", tensors, None, tensors[0], opts.rootRank)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceOptions()
-        if not (op := self._op(opts.reduceOp, tensors)):
+        if not (op := self._op("reduce", opts.reduceOp, tensors)):
             return self._delegate("reduce", tensors[0], tensors, opts)
         return self._run(opts, "reduce", tensors, None, tensors[0], op, opts.rootRank)
 
     def all_gather_single(self, output: Any, given: Any, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
-        if not self._supported([output, given]) or output.dtype != given.dtype:
+        if not self._supported("allgather", [output], [given]) or output.dtype != given.dtype:
             return self._delegate("_allgather_base", given, output, given, opts)
         _check_elements("all_gather", output, given.numel() * self.size())
         rows, finish = _rows(output, self.size())
@@ -132,7 +164,7 @@ class Group(_Base):  # type: ignore[misc]
         counts = [y.numel() for y in out]
         uneven = {*counts} != {x.numel()}
         alike = len(out) == self.size() and {y.dtype for y in out} == {x.dtype}
-        if not self._supported([*out, *given]) or not alike or (uneven and x.is_cuda):
+        if not self._supported("allgather", out, given) or not alike or (uneven and x.is_cuda):
             return self._delegate("allgather", x, outputs, given, opts)
         whole = x.new_empty(sum(counts) if uneven else (self.size(), x.numel()))
         parts = torch.split(whole, counts) if uneven else whole
@@ -143,7 +175,7 @@ class Group(_Base):  # type: ignore[misc]
 
     def reduce_scatter_single(self, output: Any, given: Any, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
-        if not (op := self._op(opts.reduceOp, [output, given])):
+        if not (op := self._op("reduce_scatter", opts.reduceOp, [given], [output])):
             return self._delegate("_reduce_scatter_base", given, output, given, opts)
         _check_elements("reduce_scatter", given, output.numel() * self.size())
         rows, finish = _rows(output, 1)
@@ -152,7 +184,7 @@ class Group(_Base):  # type: ignore[misc]
 
     def reduce_scatter(self, outputs: Tensors, given: list[Tensors], opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
-        if not self._op(opts.reduceOp, [*outputs, *given[0]]) or (
+        if not self._op("reduce_scatter", opts.reduceOp, given[0], outputs) or (
             {x.numel() for x in given[0]} != {outputs[0].numel()}
         ):
             return self._delegate("reduce_scatter", outputs[0], outputs, given, opts)
@@ -165,7 +197,7 @@ class Group(_Base):  # type: ignore[misc]
     ) -> Any:  # fmt: skip
         opts = opts or c10d.AllToAllOptions()
         uneven = bool(output_splits or input_splits)
-        if not self._supported([output, given]) or (uneven and given.is_cuda):
+        if not self._supported("alltoall", [given], [output]) or (uneven and given.is_cuda):
             splits = output_splits, input_splits
             return self._delegate("alltoall_base", given, output, given, *splits, opts)
         if not uneven:
@@ -181,7 +213,7 @@ class Group(_Base):  # type: ignore[misc]
 
     def alltoall(self, outputs: Tensors, given: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.AllToAllOptions()
-        if not self._supported([*outputs, *given]) or given[0].is_cuda:
+        if not self._supported("alltoall", given, outputs) or given[0].is_cuda:
             return self._delegate("alltoall", given[0], outputs, given, opts)
         x = torch.cat([y.reshape(-1) for y in given])
         counts = [[y.numel() for y in each] for each in (given, outputs)]
@@ -194,7 +226,7 @@ class Group(_Base):  # type: ignore[misc]
 
     def gather(self, outputs: list[Tensors], given: Tensors, opts: Any = None) -> Any:
         opts, x = opts or c10d.GatherOptions(), given[0]
-        if not self._supported(given):
+        if not self._supported("gather", given * self.size()):
             return self._delegate("gather", x, outputs, given, opts)
         if self.rank() != opts.rootRank:
             return self._run(opts, "gather", [], None, x.reshape(-1), opts.rootRank)
@@ -211,7 +243,7 @@ class Group(_Base):  # type: ignore[misc]
 
     def scatter(self, outputs: Tensors, given: list[Tensors], opts: Any = None) -> Any:
         opts, out = opts or c10d.ScatterOptions(), outputs[0]
-        if not self._supported(outputs):
+        if not self._supported("scatter", outputs * self.size()):
             return self._delegate("scatter", out, outputs, given, opts)
         whole = None
         if given:
@@ -261,19 +293,22 @@ class Group(_Base):  # type: ignore[misc]
         return self._delegate("recv_anysource", tensors[0], tensors, tag)
 
     # ---- how ---------------------------------------------------------------------------------
-    def _supported(self, tensors: Tensors) -> bool:
-        """Whether the communicator takes these tensors, and torch wants it to."""
+    def _supported(self, kind: str, message: Tensors, others: Sequence[Any] = ()) -> bool:
+        """Whether the communicator takes the tensors of a call, and torch and the engine want it
+        to; `message` holds those that make up the whole message."""
+        x = message[0]
         return all(
             x.layout == torch.strided and dtype_name(x) in DTYPES and x.device.type in self._devices
-            for x in tensors
-        )
+            for x in (*message, *others)
+        ) and (not x.is_cuda or self.engine.takes(kind, sum(x.nbytes for x in message)))
 
-    def _op(self, op: Any, tensors: Tensors) -> str:
-        """The communicator's name of an op; empty if it does not offer it for these tensors."""
-        name = next((name for name, kind in OPS.items() if op == kind), "")
-        if not name or not self._supported(tensors):
+    def _op(self, kind: str, op: Any, message: Tensors, others: Sequence[Any] = ()) -> str:
+        """The communicator's name of an op; empty if it does not take these tensors, as
+        `_supported`."""
+        name = next((name for name, each in OPS.items() if op == each), "")
+        if not name or not self._supported(kind, message, others):
             return ""
-        offered = ops_of(dtype_name(tensors[0]), gpu=tensors[0].is_cuda)
+        offered = ops_of(dtype_name(message[0]), gpu=message[0].is_cuda)
         return name if name in offered else ""
 
     @cached_property
@@ -287,7 +322,24 @@ class Group(_Base):  # type: ignore[misc]
 
     def _delegate(self, name: str, x: Any, *arguments: Any) -> Any:
         """Make a call of gloo's or NCCL's group, by the device of `x`."""
-        return self._note(getattr(self._other(x.device.type), name)(*arguments))
+        call = getattr(self._other(x.device.type), name)
+        nccl_only = isinstance(self.communicator, ClusterCommunicator)
+        if x.is_cuda and not nccl_only and name not in _MESSAGES:
+            return self._note(self._in_order(x, call, arguments))
+        return self._note(call(*arguments))
+
+    def _in_order(self, x: Any, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """Make a collective of NCCL, which begins behind the current stream, after ours."""
+        cuda: Any = torch.cuda
+        self.communicator.lead(cuda.current_stream(x.device).cuda_stream)
+        work = call(*arguments)
+        if cuda.is_current_stream_capturing():  # a graph ends in the stream where it has begun
+            work.wait()
+            return work
+        self._nccl_ends = cuda.Stream(x.device)
+        with cuda.stream(self._nccl_ends):
+            work.wait()
+        return work
 
     def _run(
         self, opts: Any, verb: str, result: Tensors,
@@ -295,6 +347,9 @@ class Group(_Base):  # type: ignore[misc]
     ) -> Any:  # fmt: skip
         """Make a call of the communicator, at once if torch will wait for it."""
         call = getattr(self.communicator, _METHODS.get(verb, verb))
+        if self._nccl_ends is not None and _on_gpu([*result, *arguments, *named.values()]):
+            self.communicator.follow(self._nccl_ends.cuda_stream, self._nccl_ends.device.index)
+            self._nccl_ends = None
         asynchronous = opts.asyncOp or self._coalesced is not None
         shown = profiler._is_profiler_enabled
         with self._range(verb, [*arguments, *named.values()]) if shown else _NO_RANGE:
@@ -362,6 +417,10 @@ def _spread(parts: Any, outputs: Tensors) -> None:
     with torch.no_grad():
         for part, output in zip(parts, outputs, strict=True):
             output.copy_(part.view(output.shape))
+
+
+def _on_gpu(arguments: list[Any]) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.is_cuda for x in arguments)
 
 
 _NO_TIMEOUT = timedelta(0)

@@ -171,8 +171,8 @@ class _Future:
 
 
 def test_a_future_keeps_no_stream_of_backward_waiting(
-    compute: Stream,
-    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    compute: Stream,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As in DistributedDataParallel, which asks for a bucket's future in the midst of backward."""
     monkeypatch.setattr(torch.futures, "Future", _Future)

@@ -1,0 +1,249 @@
+"""CUDA calls of a process group: NCCL's or linkweave's, and their order beside each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from gpu_ranks import Machine, gpus, plain, tensor
+from host_gpu import needs_compiler
+from machines import forked
+
+from linkweave import collectives
+from linkweave.collectives.communicator import Communicator
+from linkweave.collectives.distributed.engine import VARIABLE, CudaEngine
+from linkweave.collectives.distributed.group import Group
+from linkweave.collectives.launch.default import get_default
+from linkweave.torch_backend import register
+from tests.cpu.stream_stand_in import CURRENT, Stream, compute  # noqa: F401
+
+MODEL = "NVIDIA H100"
+TIMES = {"linkweave": {1024: 9.0, 65536: 20.0, 1 << 20: 90.0},
+         "nccl": {1024: 12.0, 65536: 20.0, 1 << 20: 60.0, 1 << 24: 500.0}}  # fmt: skip
+
+
+@pytest.fixture
+def figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    rows = [{"collective": "allreduce", "size": size, "library": library, "time_us": us}
+            for library, times in TIMES.items() for size, us in times.items()]  # fmt: skip
+    path = tmp_path / "figures.json"
+    path.write_text(json.dumps({"ranks": 4, "gpu": MODEL, "rows": rows}))
+    monkeypatch.setenv(VARIABLE, str(path))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("asked", "nccl", "every"),
+    [(None, True, False), ("nccl", True, False), ("linkweave", True, True), (None, False, True),
+     ("nccl", False, True)],
+)  # fmt: skip
+def test_nccl_unless_asked(
+    asked: str | None, nccl: bool, every: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if asked:
+        monkeypatch.setenv(VARIABLE, asked)
+    found = CudaEngine.choose(4, nccl, MODEL)
+    assert found.takes("allreduce", 1024) == every
+    assert found.why == ("this torch has no NCCL" if not nccl else
+                         f"{VARIABLE}={asked}" if asked else f"{VARIABLE} is not set")  # fmt: skip
+
+
+def test_the_faster_one_by_figures(figures: Path) -> None:
+    found = CudaEngine.choose(4, True, MODEL)
+    taken = [n for n in (1, 1023, 1024, 5000, 65536, 1 << 19, 1 << 20, 1 << 24)
+             if found.takes("allreduce", n)]  # fmt: skip
+    assert taken == [1024, 5000, 65536]  # up to where both are level, and nothing unmeasured
+    assert not found.takes("broadcast", 1024)
+    assert found.why == f"whichever is faster by {figures}"
+
+
+@pytest.mark.parametrize(("ranks", "model"), [(8, MODEL), (4, "NVIDIA A100")])
+def test_figures_of_another_machine_are_left_alone(figures: Path, ranks: int, model: str) -> None:
+    found = CudaEngine.choose(ranks, True, model)
+    assert not found.takes("allreduce", 1024)
+    assert found.why == f"{figures} is of 4 x {MODEL}, and these are {ranks} x {model}"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"ranks": 4}', '{"ranks": 4, "gpu": "", "rows": [{}]}']
+)
+def test_a_file_without_figures_is_refused(figures: Path, text: str) -> None:
+    figures.write_text(text)
+    with pytest.raises(ValueError, match='must be "nccl", "linkweave" or a file of figures'):
+        CudaEngine.choose(4, True, MODEL)
+    figures.unlink()
+    with pytest.raises(ValueError, match=r"FileNotFoundError"):
+        CudaEngine.choose(4, True, MODEL)
+
+
+def joined(rank: int, size: int, asked: Sequence[str], path: str) -> str:
+    os.environ[VARIABLE] = asked[rank]
+    torch.distributed.is_nccl_available = lambda: True
+    try:
+        torch.distributed.init_process_group(
+            "linkweave", init_method=f"file://{path}", rank=rank, world_size=size
+        )
+    except RuntimeError as error:
+        return str(error)
+    return "joined"
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"), [
+        (("nccl", "linkweave"), [f"{VARIABLE} differs between ranks: rank {rank} has {what!r} on "
+                                 "no GPU" for rank, what in enumerate(("nccl", "linkweave"))]),
+        (("nccl", "fast"), [f"{VARIABLE} differs", f"{VARIABLE}='fast' must be"]),
+        (("linkweave", "linkweave"), ["joined"] * 2),
+    ],
+)  # fmt: skip
+def test_ranks_of_a_group_choose_alike(asked: Any, said: list[str], tmp_path: Path) -> None:
+    register()
+    found = forked(2, lambda rank: joined(rank, 2, asked, f"{tmp_path}/store"))
+    assert all(each.startswith(words) for each, words in zip(found, said, strict=True)), found
+
+
+# ---- the order of both engines' kernels ----------------------------------------------------------
+class Nccl:
+    """A kernel on each of two GPUs that waits for the other one, and takes a part of its GPU."""
+
+    def __init__(self) -> None:
+        self.both = threading.Barrier(2, timeout=60)
+
+    def enqueue(self, device: Any, stream: int) -> threading.Event:
+        """Returns what is set when it has begun."""
+        size, begun = (4, device.resident("float32", "sum")), threading.Event()
+
+        def run() -> None:
+            with device._room:
+                device._room.wait_for(lambda: device._fits(size))
+                device._running.append(size)
+            begun.set()
+            self.both.wait()
+            with device._room:
+                device._running.remove(size)
+                device._room.notify_all()
+
+        device._enqueue(stream, run)
+        return begun
+
+
+def beside_nccl(rank: int, machine: Machine, nccl: Nccl, ordered: bool, first: str) -> float:
+    """Each GPU would begin with another of the two calls, if that were up to it: on rank 1 the
+    stream of the first one is busy."""
+    comm: Any = get_default()
+    device, busy = machine(rank), threading.Event()
+    comm.allreduce(x := tensor([1.0] * 40_000, stream=5))  # takes all of a GPU
+    comm.synchronize()
+    comm.barrier()
+    streams = {"linkweave": 5, "nccl": 7}
+
+    def ours() -> None:
+        if ordered and first == "nccl":
+            comm.follow(7, rank)
+        comm.allreduce(x)
+
+    def theirs() -> None:
+        if ordered and first == "linkweave":
+            comm.lead(7)
+        begun.append(nccl.enqueue(device, 7))
+
+    begun: list[threading.Event] = []
+    if rank == 1:
+        device._enqueue(streams[first], lambda: busy.wait(60))
+    for call in (ours, theirs) if first == "linkweave" else (theirs, ours):
+        call()
+    comm.barrier()
+    if not ordered:
+        begun[0].wait(0.3)
+    busy.set()
+    comm.synchronize()
+    device.synchronise(7)
+    return float(x.array[-1])
+
+
+@needs_compiler
+@pytest.mark.parametrize("first", ["linkweave", "nccl"])
+def test_calls_of_both_engines_take_turns(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gpus(monkeypatch, partial(plain, multiprocessors=3)) as machine:
+        arguments = (machine, Nccl(), True, first)
+        found = collectives.spawn(beside_nccl, 2, "mesh-2", arguments, device="cuda", virtual=True)
+    assert found == [4.0] * 2
+
+
+@needs_compiler
+def test_without_an_order_they_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the test above tests something."""
+    with gpus(monkeypatch, partial(plain, multiprocessors=3)) as machine:
+        nccl = Nccl()
+        try:
+            with pytest.raises(collectives.CollectiveError, match="waits for"):
+                collectives.spawn(
+                    beside_nccl, 2, "mesh-2", (machine, nccl, False, "linkweave"), device="cuda",
+                    virtual=True, timeout=3,
+                )  # fmt: skip
+        finally:
+            nccl.both.abort()
+
+
+class Told(Communicator):
+    """Writes down what a group asks of it."""
+
+    def __init__(self, said: list[Any]) -> None:
+        self.said = said
+
+    def lead(self, stream: int) -> None:
+        self.said.append(("lead", stream))
+
+    def follow(self, stream: int, gpu: int) -> None:
+        self.said.append(("follow", stream, gpu))
+
+    def allreduce(self, x: Any, op: str = "sum", **named: Any) -> Any:
+        self.said.append(("linkweave", op))
+
+    broadcast = allreduce
+
+
+def test_a_group_orders_them(monkeypatch: pytest.MonkeyPatch, compute: Stream) -> None:  # noqa: F811
+    """What goes to NCCL is led by our calls so far; the next one of ours follows it, messages
+    apart."""
+    said: list[Any] = []
+    group: Any = Group.__new__(Group)
+    torch.distributed.ProcessGroup.__init__(group, 0, 2)
+    made = iter(range(20, 30))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(
+        cuda_stream=next(made), device=SimpleNamespace(index=3)))  # fmt: skip
+    compute.cuda_stream = 1  # type: ignore[attr-defined]
+
+    def theirs(name: str) -> Any:
+        def call(*_: Any) -> Any:
+            said.append(name)
+            return SimpleNamespace(wait=lambda: said.append(("wait", CURRENT[-1].cuda_stream)))  # type: ignore[attr-defined]
+
+        return call
+
+    nccl = SimpleNamespace(**{name: theirs(name) for name in ("allreduce", "send")})
+    state = {"communicator": Told(said), "_others": {"cuda": nccl}, "_coalesced": None,
+             "_nccl_ends": None}  # fmt: skip
+    for name, value in state.items():
+        setattr(group, name, value)
+    x = SimpleNamespace(is_cuda=True, device=SimpleNamespace(type="cuda"))
+    opts = SimpleNamespace(asyncOp=False)
+    monkeypatch.setattr("linkweave.collectives.distributed.group._on_gpu", lambda of: x in of)
+    for name in ("send", "allreduce"):
+        group._delegate(name, x, [x])
+    for _ in range(2):
+        group._run(opts, "all_reduce", [x], None, x, "max")
+    assert said == [
+        "send", ("lead", 1), "allreduce", ("wait", 20), ("follow", 20, 3), ("linkweave", "max"),
+        ("linkweave", "max"),
+    ]  # fmt: skip
