@@ -1,5 +1,5 @@
-"""`linkweave bench collectives`, and its case `allreduce`: linkweave beside gloo and MPI in one
-run, checked, then timed."""
+"""`linkweave bench collectives`, and its case `allreduce`: linkweave beside gloo and MPI, on GPUs
+beside NCCL, in one run, checked, then timed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from linkweave.bench.peers import (
     Gloo,
     Mpi,
     busbw,
-    by_gloo,
+    by_torch,
     collective,
     given,
     mpi_launcher,
@@ -57,19 +57,26 @@ class Row:
     best_us: float
     worst_us: float
     ratio: float | None
-    """Gloo's time (SCHED_BATCH) over this one's in the same round; median over the rounds."""
+    """The time of gloo (SCHED_BATCH), or NCCL, over this one's in the same round; median over the
+    rounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     ranks: int
     sizes: tuple[int, ...]
-    topology: Topology
+    topology: Topology | str
     rounds: int = 5
     batch: bool = True
     peers: bool = True
     gloo: bool = True
     collectives: tuple[str, ...] = ("allreduce",)
+    device: str = "cpu"
+
+    @property
+    def machine(self) -> str:
+        """The topology's name."""
+        return self.topology if isinstance(self.topology, str) else self.topology.name
 
 
 def sizes(begin: int, end: int, factor: int, item: int = 4) -> tuple[int, ...]:
@@ -88,6 +95,8 @@ def run(settings: Settings, progress: Callable[[list[Row]], None] = lambda rows:
     Calls `progress` with the rows of each. gloo and MPI are left out if they are not
     installed. Raises CollectiveError.
     """
+    if settings.device == "cuda":
+        return _on_gpus(settings, progress)
     without = missing("torch", "mpi4py") if settings.peers else []
     settings = replace(settings, gloo=settings.peers and "torch" not in without)
     launcher = mpi_launcher() if settings.peers else None
@@ -147,10 +156,10 @@ def _rank(
         yield "linkweave", private, ours(comm, kind, *private, size // 4), settings.batch
         yield "linkweave empty", shared, ours(comm, kind, *shared, size // 4), settings.batch
         if gloo is not None:
-            call = by_gloo(kind, *private, size // 4, gloo.batch)
+            call = by_torch(kind, *private, size // 4, gloo.batch)
             yield "gloo", private, call, settings.batch
         if gloo is not None and settings.batch:
-            call = by_gloo(kind, *private, size // 4, gloo.default)
+            call = by_torch(kind, *private, size // 4, gloo.default)
             yield "gloo default", private, call, False
 
     found: dict[str, list[list[float]]] = {}
@@ -187,19 +196,74 @@ def _rank(
     return _rows(kind, size, settings, found, wrong, states) if rank == 0 else []
 
 
+def _on_gpus(settings: Settings, progress: Callable[[list[Row]], None]) -> list[Row]:
+    """`run` with torch tensors of CUDA, a process a GPU."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for i, (kind, size) in enumerate(product(settings.collectives, settings.sizes)):
+            found = collectives.spawn(
+                torch_rank, settings.ranks, settings.topology,
+                (kind, size, settings, f"{folder}/store{i}"), timeout=120.0, device="cuda",
+            )  # fmt: skip
+            rows += found[0]
+            progress(found[0])
+    return rows
+
+
+def torch_rank(
+    rank: int, kind: str, size: int, settings: Settings, store: str, device: str = "cuda",
+    backend: str = "nccl",
+) -> list[Row]:  # fmt: skip
+    """One rank of `_on_gpus`. A call's time ends when the GPU has done it."""
+    import torch
+    import torch.distributed as dist
+
+    comm = get_default()
+    files = dist.FileStore(store, comm.size)
+    dist.init_process_group(backend, store=files, rank=rank, world_size=comm.size)
+    mine, want = (of(kind, rank, comm.size, size // 4) for of in (given, wanted))
+    x = torch.from_numpy(mine).to(device, copy=True)
+    out = torch.empty(room(kind, comm.size, size // 4), device=device)
+    calls = {"linkweave": ours(comm, kind, x, out, size // 4),
+             backend: by_torch(kind, x, out, size // 4)}  # fmt: skip
+    done = torch.cuda.synchronize if device == "cuda" else int
+    iterations = max(2, min(20, BUDGET_BYTES // max(size * 8, 1)))
+    found: dict[str, list[list[float]]] = {}
+    wrong: dict[str, int] = {}
+
+    def prepare() -> None:
+        x.copy_(torch.from_numpy(mine))
+        done()
+
+    for number in range(settings.rounds + 1):  # round 0 checks the results and is not timed
+        for name, call in calls.items():
+            out.fill_(-1)
+            times = np.array(timed(lambda call=call: (call(), done()), prepare, comm.barrier,
+                                   iterations if number else 1))  # fmt: skip
+            result = (x if kind in IN_PLACE else out).cpu().numpy()
+            bad = np.array([0 if want is None else int((result != want).sum())], np.int64)
+            comm.allreduce(bad)
+            wrong[name] = wrong.get(name, 0) + int(bad[0])
+            comm.allreduce(times, "max")
+            if number:
+                found.setdefault(name, []).append(times.tolist())
+    dist.destroy_process_group()
+    return _rows(kind, size, settings, found, wrong, [], backend) if rank == 0 else []
+
+
 def _rows(
     kind: str, size: int, settings: Settings, found: dict[str, list[list[float]]],
-    wrong: dict[str, int], states: list[float],
+    wrong: dict[str, int], states: list[float], peer: str = "gloo",
 ) -> list[Row]:  # fmt: skip
     near = sum(ns < NEAR_NS for ns in states)
-    state = f"near {near}/{len(states)}, {np.median(states):.0f} ns"
+    state = f"near {near}/{len(states)}, {np.median(states):.0f} ns" if states else ""
     # the model of a GPU machine says nothing about CPU ranks
     model = None
-    if settings.topology.on_memory:
+    if isinstance(settings.topology, Topology) and settings.topology.on_memory:
         plain = collective(kind).name
         name = choose(settings.topology, size, plain)
         model = predict(settings.topology, size, name, plain)[0] * 1e6
-    gloo = [float(np.median(t)) for t in found.get("gloo", [])]
+    theirs = [float(np.median(t)) for t in found.get(peer, [])]
     rows = []
     for name, rounds in found.items():
         medians = [float(np.median(t)) for t in rounds]
@@ -207,7 +271,9 @@ def _rows(
         algbw = size / seconds / 1e9
         n = settings.ranks
         ratio = (
-            float(np.median([g / m for g, m in zip(gloo, medians, strict=True)])) if gloo else None
+            float(np.median([t / m for t, m in zip(theirs, medians, strict=True)]))
+            if theirs
+            else None
         )
         rows.append(
             Row(
@@ -225,7 +291,9 @@ def as_json_text(settings: Settings, rows: list[Row]) -> str:
     report = {
         "benchmark": "collectives",
         "ranks": settings.ranks,
-        "topology": settings.topology.name,
+        "topology": settings.machine,
+        "device": settings.device,
+        "gpu": _gpu() if settings.device == "cuda" else "",
         "rounds": settings.rounds,
         "sched_batch": settings.batch,
         "machine": machine(),
@@ -234,22 +302,42 @@ def as_json_text(settings: Settings, rows: list[Row]) -> str:
     return json.dumps(report, indent=1)
 
 
+_COLUMNS = (
+    f"{'collective':14}{'bytes':>11}  {'library':16}{'us':>10}{'algbw':>8}{'busbw':>8}{'#wrong':>8}"
+    f"{{:>8}}{'model us':>10}{'error':>7}  state"
+)
+
+
+def _gpu() -> str:
+    """The model of this process's GPU, as `LINKWEAVE_CUDA` compares it."""
+    import torch
+
+    return str(torch.cuda.get_device_name())
+
+
 def header(settings: Settings) -> str:
     """What was run, on what, and the columns with their units."""
     info = machine()
     versions = ", ".join(f"{k} {v}" for k, v in info["versions"].items())
     batch = "SCHED_BATCH" if settings.batch else "default scheduling"
+    if settings.device == "cuda":
+        return "\n".join([
+            f"# {', '.join(settings.collectives)}: {settings.ranks} GPUs on {settings.machine}, "
+            f"{settings.rounds} rounds, float32, sum; {versions}",
+            "# us: median over rounds of each round's median of the slowest rank, until the GPU",
+            "# has done it; x nccl: median of the rounds' ratios to NCCL",
+            _COLUMNS.format("x nccl"),
+        ])  # fmt: skip
     return "\n".join([
         f"# {', '.join(settings.collectives)}: {settings.ranks} CPU ranks on "
-        f"{settings.topology.name}, {batch}, {settings.rounds} rounds, float32, sum",
+        f"{settings.machine}, {batch}, {settings.rounds} rounds, float32, sum",
         f"# {info['cores']} cores, {info['cpu']}, Linux {info['kernel']}",
         f"# {versions}",
         "# us: median over rounds of each round's median of the slowest rank; x gloo: median of",
         "# the rounds' ratios to gloo under SCHED_BATCH; model: predicted, with its error",
         "# near 4/7: in 4 of 7 checks the first two cores shared a close cache (a flag went there",
         f"# and back in less than {NEAR_NS} ns)",
-        f"{'collective':14}{'bytes':>11}  {'library':16}{'us':>10}{'algbw':>8}{'busbw':>8}"
-        f"{'#wrong':>8}{'x gloo':>8}{'model us':>10}{'error':>7}  state",
+        _COLUMNS.format("x gloo"),
     ])  # fmt: skip
 
 

@@ -112,14 +112,22 @@ def collectives(
     topo: TopologyOption = "auto",
     batch: BatchOption = True,
     peers: PeersOption = True,
+    device: Annotated[
+        str, typer.Option(help="cpu, or cuda: a rank on each GPU, beside NCCL, whose figures "
+                          "LINKWEAVE_CUDA takes.")
+    ] = "cpu",
     out: OutOption = None,
     as_json: JsonOption = False,
-) -> None:
-    """Every collective on CPU ranks, beside gloo and MPI (2 min)."""
+) -> None:  # fmt: skip
+    """Every collective on CPU ranks, beside gloo and MPI (2 min), or on GPUs, beside NCCL."""
     from linkweave.bench.peers import KINDS
+    from linkweave.collectives.planning.collective import PUBLIC
 
+    if device not in ("cpu", "cuda"):
+        raise CollectiveError(f"--device {device}: choose from cpu, cuda")
+    kinds = _kinds(only, PUBLIC if device == "cuda" else KINDS)
     sizes = begin, end, factor
-    _collectives(_kinds(only, KINDS), ranks, sizes, rounds, topo, batch, peers, out, as_json)
+    _collectives(kinds, ranks, sizes, rounds, topo, batch, peers, out, as_json, device)
 
 
 def _kinds(only: list[str] | None, offered: tuple[str, ...]) -> tuple[str, ...]:
@@ -132,7 +140,7 @@ def _kinds(only: list[str] | None, offered: tuple[str, ...]) -> tuple[str, ...]:
 
 def _collectives(
     kinds: tuple[str, ...], ranks: int, swept: tuple[str, str, int], rounds: int, topo: str,
-    batch: bool, peers: bool, out: Path | None, as_json: bool,
+    batch: bool, peers: bool, out: Path | None, as_json: bool, device: str = "cpu",
 ) -> None:  # fmt: skip
     """Measure these collectives and tell of it."""
     from linkweave.bench.collectives import Settings, as_json_text, header, line, run
@@ -140,8 +148,10 @@ def _collectives(
 
     at_least(("-n", ranks, 1), ("-r", rounds, 1))
     sizes = sweep(*swept, item=4 if kinds == ("allreduce",) else 4 * ranks)  # whole blocks
-    machine = topology_for(topo, ranks)
-    settings = Settings(ranks, sizes, machine, rounds, batch, peers, collectives=kinds)
+    machine = topo if device == "cuda" else topology_for(topo, ranks)
+    settings = Settings(
+        ranks, sizes, machine, rounds, batch, peers, collectives=kinds, device=device
+    )
     rows = _told(
         settings, run, header, lambda rows: "\n".join(map(line, rows)), as_json_text, out, as_json
     )

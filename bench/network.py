@@ -18,7 +18,7 @@ import torch
 
 from linkweave import collectives
 from linkweave.bench.collectives import ours
-from linkweave.bench.peers import IN_PLACE, by_gloo, collective, given, on_gloo, room, wanted
+from linkweave.bench.peers import IN_PLACE, by_torch, collective, given, on_gloo, room, wanted
 from linkweave.bench.timing import rounds_of, schedule
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.cluster.cluster_map import PIECE, ClusterMap
@@ -140,7 +140,7 @@ def _measured(
         wrong[0] = 0 if want is None else int((result != want).sum())
         comm.allreduce(wrong)
         x[:] = 0
-        ours_s, theirs = _times(comm, rounds, call, by_gloo(kind, x, out, count, op=op))
+        ours_s, theirs = _times(comm, rounds, call, by_torch(kind, x, out, count, op=op))
         ratio = statistics.median(b / a for a, b in zip(ours_s, theirs, strict=True))
         seconds, predicted = statistics.median(ours_s), made.seconds(kind, 4 * count, op)
         of = op if collective(kind).combines else "none"

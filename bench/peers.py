@@ -42,15 +42,16 @@ class Gloo:
         self.dist.destroy_process_group()
 
 
-def by_gloo(
+def by_torch(
     kind: str, given: Any, out: Any, count: int, group: Any = None, op: str = "sum"
 ) -> Callable[[], Any]:
     """A call of torch.distributed from `given`, in place or into `out`, of a message of `count`
-    elements; the root is rank 0."""
+    elements; the root is rank 0. Both are arrays of NumPy or tensors of torch."""
     import torch
     import torch.distributed as dist
 
-    x, y = torch.from_numpy(np.asarray(given)), torch.from_numpy(np.asarray(out))
+    x, y = (a if isinstance(a, torch.Tensor) else torch.from_numpy(np.asarray(a))
+            for a in (given, out))  # fmt: skip
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = list(y) if kind == "gather" and rank == 0 else None
     parts = list(x) if kind == "scatter" and rank == 0 else None

@@ -180,7 +180,7 @@ def _rank(
     rank: int, elements: int, k: int, rounds: int, store: str | None
 ) -> list[tuple[str, float]]:
     """Medians in seconds on one rank under SCHED_BATCH; `store` None leaves out gloo."""
-    from linkweave.bench.peers import Gloo, by_gloo
+    from linkweave.bench.peers import Gloo, by_torch
 
     schedule(True)
     comm = get_default()
@@ -213,7 +213,7 @@ def _rank(
         "linkweave, dense": lambda: comm.allreduce(dense),
     }
     if gloo is not None:
-        calls["gloo, dense"] = by_gloo("allreduce", dense, dense, dense.size, gloo.batch)
+        calls["gloo, dense"] = by_torch("allreduce", dense, dense, dense.size, gloo.batch)
     # the barrier keeps waiting for other ranks out of the times
     times = medians(calls, rounds, comm.barrier, shown=rank == 0)
     if gloo is not None:

@@ -7,16 +7,19 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
 import pytest
 
-from linkweave import topology
+from linkweave import collectives, topology
+from linkweave.bench import collectives as collectives_bench
 from linkweave.bench import links, peers
 from linkweave.bench.command import demo
 from linkweave.bench.command.options import parse_size, writable
 from linkweave.collectives import CollectiveError, Plan, plan_allreduce, plan_collective, verify
+from linkweave.collectives.distributed.engine import CudaEngine
 from linkweave.collectives.planning.collective import PUBLIC
 from linkweave.collectives.planning.explain import size_text
 from tests.cpu.commands import ROOT, command, command_in_a_process
@@ -337,6 +340,27 @@ def test_bench_allreduce_is_a_case_of_it(tmp_path: Path) -> None:
     rows = json.loads(out.read_text())["rows"]
     assert {r["collective"] for r in rows} == {"allreduce"}
     assert {r["size"] for r in rows} == {1024, 4096}
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "allgather", "reduce_scatter", "gather"])
+def test_figures_of_gpus_are_what_a_group_reads(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their rank runs here on CPU tensors beside gloo, which then passes for NCCL."""
+    asked = collectives_bench.Settings(2, (4096,), "auto", 1, collectives=(kind,), device="cuda")
+    arguments = kind, 4096, asked, str(tmp_path / "store"), "cpu", "gloo"
+    rows, none = collectives.spawn(collectives_bench.torch_rank, 2, args=arguments)
+    assert [row.library for row in rows] == ["linkweave", "gloo"] and none == []
+    assert all(row.wrong == 0 and row.model_us is None for row in rows)
+    rows[1] = replace(rows[1], library="nccl", time_us=rows[0].time_us)
+    monkeypatch.setattr(collectives_bench, "_gpu", lambda: "NVIDIA H100")
+    assert collectives_bench.line(rows[0]).startswith(f"{kind:14}       4096  linkweave")
+    assert "2 GPUs on auto" in collectives_bench.header(asked)
+    path = tmp_path / "figures.json"
+    path.write_text(collectives_bench.as_json_text(asked, rows))
+    monkeypatch.setenv("LINKWEAVE_CUDA", str(path))
+    found = CudaEngine.choose(2, True, "NVIDIA H100")
+    assert found.takes(kind, 4096) and not found.takes(kind, 4100)
 
 
 WANTED = {  # of four elements on two ranks: 0 1 2 3 and 1 2 3 4, or 0 1 and 1 2
