@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
-from linkweave import collectives
+from linkweave.bench.collectives import Settings, run
 from linkweave.bench.gpu.api import Arrays, on_ranks
 from linkweave.bench.gpu.meter import Meter, noise, settings_of
 from linkweave.bench.gpu.runner import Failed, LeftOut, Result
-from linkweave.bench.sparse import medians
 from linkweave.collectives import get_default, plan_allreduce
 from linkweave.topology import load
 
@@ -44,56 +42,23 @@ def enqueue(arrays: Arrays, ranks: Sequence[int], virtual: bool, rounds: int = 2
     return row
 
 
-def time_beside_nccl(
-    rank: int, store: str, sizes: Sequence[int], rounds: int
-) -> list[dict[str, float]]:
-    """Median seconds of all-reduces of torch tensors, of ours and of NCCL, by size."""
-    import torch
-    import torch.distributed as dist
-
-    comm = get_default()
-    dist.init_process_group(
-        "nccl", store=dist.FileStore(store, comm.size), rank=rank, world_size=comm.size
-    )
-    found = []
-    for nbytes in sizes:
-        ours = torch.from_numpy(noise(rank, nbytes)).cuda()
-        theirs = ours.clone()
-
-        def one(x: torch.Tensor = ours) -> None:
-            comm.allreduce(x, "max")
-            comm.synchronize()
-
-        def other(x: torch.Tensor = theirs) -> None:
-            dist.all_reduce(x, dist.ReduceOp.MAX)
-            torch.cuda.synchronize()
-
-        calls: dict[str, Callable[[], object]] = {"linkweave": one, "nccl": other}
-        found.append(medians(calls, rounds, comm.barrier))
-        if not torch.equal(ours, theirs):
-            raise Failed(f"an all-reduce of {nbytes} bytes is not what NCCL finds")
-    dist.destroy_process_group()
-    return found
-
-
 def beside_nccl(
-    arrays: Arrays, gpus: int, sizes: Sequence[int] = NCCL_BYTES, rounds: int = 20
+    arrays: Arrays, gpus: int, sizes: Sequence[int] = NCCL_BYTES, rounds: int = 5
 ) -> Result:
     """Time `allreduce` beside NCCL, a process a GPU; the slowest rank's times."""
     if gpus < 2:
         raise LeftOut(f"NCCL needs a GPU for each rank, and this machine has {gpus}")
     arrays.load()
-    with tempfile.TemporaryDirectory() as folder:
-        times = collectives.spawn(
-            time_beside_nccl, gpus, args=(f"{folder}/store", sizes, rounds), device="cuda",
-            timeout=60,
-        )  # fmt: skip
-    row: Result = {"gpus": gpus}
-    for i, nbytes in enumerate(sizes):
-        ours, theirs = (max(t[i][name] for t in times) for name in ("linkweave", "nccl"))
+    rows = run(Settings(gpus, tuple(sizes), "auto", rounds, device="cuda"))
+    if wrong := [f"{row.library}, {row.size} bytes" for row in rows if row.wrong]:
+        raise Failed(f"wrong results: {'; '.join(wrong)}")
+    times = {(row.library, row.size): row.time_us / 1e6 for row in rows}
+    found: Result = {"gpus": gpus}
+    for size in sizes:
+        ours, theirs = times["linkweave", size], times["nccl", size]
         nccl = {"seconds": theirs, "times_ours": theirs / ours}
-        row[f"{nbytes} bytes"] = {"seconds": ours, "nccl": nccl}
-    return row
+        found[f"{size} bytes"] = {"seconds": ours, "nccl": nccl}
+    return found
 
 
 LAYERS = 16

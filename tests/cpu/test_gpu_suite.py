@@ -24,9 +24,9 @@ from host_kernels import HostKernels
 
 from linkweave import collectives, kernels
 from linkweave.bench import gpu_suite
-from linkweave.bench.gpu import plans, runner, triton
+from linkweave.bench.gpu import calls, plans, runner, triton
 from linkweave.bench.gpu.api import CupyArrays, TorchTensors, run_killed, run_ranks
-from linkweave.bench.gpu.calls import beside_nccl, enqueue, time_beside_nccl
+from linkweave.bench.gpu.calls import beside_nccl, enqueue
 from linkweave.bench.gpu.meter import MIB, Meter
 from linkweave.bench.gpu.runner import Failed, Result, Row, in_process, run
 from linkweave.bench.gpu.sparse import SparseRows, sparse_ranks
@@ -409,20 +409,22 @@ def test_the_host_s_time_of_a_call(virtual: bool, monkeypatch: pytest.MonkeyPatc
     assert all(found["enqueue_us"] > 0 for found in row.values())
 
 
-def test_all_reduces_beside_another_library(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """With gloo in place of NCCL, on tensors of the CPU."""
-    import torch
+@pytest.mark.parametrize("wrong", [0, 3])
+def test_all_reduces_beside_another_library(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`test_command` runs what measures them."""
 
-    dist = torch.distributed
-    init = dist.init_process_group
-    monkeypatch.setattr(dist, "init_process_group", lambda name, **how: init("gloo", **how))
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda x: x)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    arguments = (str(tmp_path / "store"), (400, 8000), 2)
-    found = collectives.spawn(time_beside_nccl, 2, "mesh-2", arguments)
-    assert [[set(row) for row in rank] for rank in found] == [[{"linkweave", "nccl"}] * 2] * 2
+    def run(asked: Any) -> list[Any]:
+        assert (asked.ranks, asked.device, asked.collectives) == (4, "cuda", ("allreduce",))
+        return [SimpleNamespace(library=library, size=size, time_us=us, wrong=wrong)
+                for size in asked.sizes for library, us in (("linkweave", 20), ("nccl", 10))]  # fmt: skip
+
+    monkeypatch.setattr(calls, "run", run)
+    if wrong:
+        with pytest.raises(Failed, match="wrong results: linkweave, 400 bytes; nccl, 400 bytes$"):
+            beside_nccl(HostArrays(), 4, (400,))
+    else:
+        found = beside_nccl(HostArrays(), 4, (400,))["400 bytes"]
+        assert found == {"seconds": 2e-5, "nccl": {"seconds": 1e-5, "times_ours": 0.5}}
 
 
 def test_kernels_of_a_step_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
