@@ -54,7 +54,17 @@ class Communicator(Collectives):
     @property
     def timeout(self) -> float:
         """Longest wait for a peer, in seconds."""
-        return self.settings.timeout
+        return self._calls.control.timeout
+
+    def lead(self, stream: int) -> None:
+        """Make later work on a CUDA stream wait for this communicator's calls on its GPU."""
+        if self._gpu is not None:
+            self._gpu.lead(stream)
+
+    def follow(self, stream: int, gpu: int) -> None:
+        """Make this communicator's later calls on its GPU wait for the work on a CUDA stream. The
+        first use of the GPU synchronises the ranks."""
+        self._on_gpu(gpu).follow(stream)
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """An uninitialised CPU tensor in memory that all ranks share.

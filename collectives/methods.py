@@ -344,16 +344,6 @@ class Collectives(Methods):
                 self._gpu = GpuCalls(number, self._calls, self.settings, self._team, self._quiet)
             return self._gpu
 
-    def lead(self, stream: int) -> None:
-        """Make later work on a CUDA stream wait for this communicator's calls on its GPU."""
-        if self._gpu is not None:
-            self._gpu.lead(stream)
-
-    def follow(self, stream: int, gpu: int) -> None:
-        """Make this communicator's later calls on its GPU wait for the work on a CUDA stream. The
-        first use of the GPU synchronises the ranks."""
-        self._on_gpu(gpu).follow(stream)
-
     def _own_gpu(self) -> int | None:
         if self._team:
             return self._team.gpu.devices[self.rank].index

@@ -15,6 +15,9 @@ log = logging.getLogger("linkweave")
 
 ORDERS = ("fastest", "fixed")
 PEER_ACCESS = ("prefer", "require")
+TIMEOUT, GPU_TIMEOUT = 30.0, 600.0
+"""Seconds, by default. Ranks with GPUs may be apart for long, while one of them writes a checkpoint
+or evaluates; NCCL waits as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +25,8 @@ class Settings:
     """Settings of a communicator. Raises CollectiveError if one is bad.
 
     topology: a `Topology`, a name or a file; "auto" for the machine itself.
-    timeout: longest wait for a peer, in seconds. Only planning on rank 0 may take longer, up to
-        five minutes.
+    timeout: longest wait for a peer, in seconds; None: 30, and 600 once the ranks use GPUs. Only
+        planning on rank 0 may take longer, up to five minutes.
     order: "fastest", or "fixed" for the same order of summation at every size.
     max_blocks: most thread blocks of a launch, to leave room for other kernels and communicators;
         None for no limit.
@@ -32,7 +35,7 @@ class Settings:
     """
 
     topology: Topology | str = "auto"
-    timeout: float = 30.0
+    timeout: float | None = None
     order: str = "fastest"
     max_blocks: int | None = None
     peer_access: str = "prefer"
@@ -42,11 +45,21 @@ class Settings:
         _one_of("peer_access", self.peer_access, PEER_ACCESS)
         timeout = self.timeout
         real = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-        if not real or not timeout > 0 or math.isinf(timeout):
+        if timeout is not None and (not real or not timeout > 0 or math.isinf(timeout)):
             raise CollectiveError(f"timeout must be a positive number of seconds, not {timeout!r}")
         if self.max_blocks is not None:
             blocks = integer(self.max_blocks, "max_blocks", 1)
             object.__setattr__(self, "max_blocks", blocks)
+
+    @property
+    def longest(self) -> float:
+        """`timeout` of ranks that use no GPU, in seconds."""
+        return self.timeout or TIMEOUT
+
+    @property
+    def longest_on_gpus(self) -> float:
+        """`timeout` of ranks that use GPUs, in seconds."""
+        return self.timeout or GPU_TIMEOUT
 
     def checksum(self, topology: Topology) -> int:
         """A checksum by which ranks detect different settings."""

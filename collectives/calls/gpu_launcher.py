@@ -76,6 +76,7 @@ class GpuLauncher:
         self._calls, self._control, self._health = calls, calls.control, calls.health
         self._arena = calls.control.arena
         self._owns_team, self.trace = team is None, calls.trace
+        self._control.timeout = settings.longest_on_gpus
         with calls.sharing_errors():  # so that the others do not wait if this GPU is unusable
             self.device: Device = cuda.open_device(index)
             try:
@@ -111,7 +112,9 @@ class GpuLauncher:
         required = settings.peer_access == "require"
         memory = PeerMemory(self.device, self._arena, self._calls.gather, required)
         return Team(
-            GpuRanks({self.rank: self.device}, memory, settings.timeout, settings.max_blocks)
+            GpuRanks(
+                {self.rank: self.device}, memory, settings.longest_on_gpus, settings.max_blocks
+            )
         )
 
     def _describe(self) -> str:

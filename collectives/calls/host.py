@@ -95,7 +95,7 @@ class HostCalls:
         self.planner = CallPlanner(topology, settings.order)
         self.request = self.planner.request
         self.health = Health(arena.rank)
-        self.control = HostControl(arena, settings.timeout, self.health)
+        self.control = HostControl(arena, settings.longest, self.health)
         self.executor = CpuExecutor(self.control)
         self.trace = Trace(self.rank)
         self._next_order = next_order

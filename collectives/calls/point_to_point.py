@@ -104,13 +104,13 @@ class _Channel:
                 gone = REASONS[DIED]
             if gone and not word[0]:
                 raise CollectiveAborted(f"{control.name(self._src)} {gone}; {name}", **where)
-            if time.monotonic() - begun > settings.timeout:
-                raise CollectiveTimeout(f"{name} for {settings.timeout:g} s", **where)
+            if time.monotonic() - begun > control.timeout:
+                raise CollectiveTimeout(f"{name} for {control.timeout:g} s", **where)
             time.sleep(pause)
             pause = min(_SLOW, 2 * pause)
         part = arena.part([self._src, self._dst], int(word[0]))
         part.expect()
-        return HostCalls(part, load("cpu-2"), settings)
+        return HostCalls(part, load("cpu-2"), replace(settings, timeout=control.timeout))
 
     def close(self) -> None:
         self._worker.close(self._whole.rank)

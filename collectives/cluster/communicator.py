@@ -52,14 +52,14 @@ class ClusterCommunicator(Methods):
         self.machine, self.machines, self.settings = machine, machines, settings
         self._store, self._meet = store, meet
         fixed = settings.order == "fixed"
-        self._links = Connections(rank, machines, machine, store, settings.timeout, fixed)
+        self._links = Connections(rank, machines, machine, store, settings.longest, fixed)
         roll_call: RollCall | None = None
         if machine.rank == 0:
             names = [machines.describe(m) for m in range(machines.count)]
             control = c10d.PrefixStore("control/", store)
-            limit = settings.timeout + 2 * LONGER
+            limit = settings.longest + 2 * LONGER
             roll_call = RollCall(control, self._links.index, names, limit)
-        self._calls = ClusterCalls(self._links, roll_call, settings.timeout)
+        self._calls = ClusterCalls(self._links, roll_call, settings.longest)
         self._worker = Worker()
         self._parts: list[Any] = []
         self._before_close: list[Callable[[], None]] = []
@@ -157,7 +157,7 @@ class ClusterCommunicator(Methods):
     @property
     def timeout(self) -> float:
         """Longest wait for a peer, in seconds."""
-        return self.settings.timeout
+        return self.settings.longest
 
     @property
     def closed(self) -> bool:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def init(
-    topology: Topology | str = "auto", timeout: float = 30.0, order: str = "fastest",
+    topology: Topology | str = "auto", timeout: float | None = None, order: str = "fastest",
     max_blocks: int | None = None, peer_access: str = "prefer",
 ) -> Communicator | ClusterCommunicator:  # fmt: skip
     """Join the ranks of this job, and set the default communicator.
@@ -45,14 +45,15 @@ def init(
     Raises CollectiveError if an argument or environment variable is bad, and CollectiveTimeout if
     the ranks do not meet within `timeout` seconds.
     """
-    communicator = meet(_job(timeout), Settings(topology, timeout, order, max_blocks, peer_access))
+    settings = Settings(topology, timeout, order, max_blocks, peer_access)
+    communicator = meet(_job(settings.longest), settings)
     set_default(communicator)
     return communicator
 
 
 def meet(job: Job, settings: Settings) -> Communicator | ClusterCommunicator:
     """The communicator of a job's ranks. Raises as `init` does."""
-    machines = job.machines(settings.timeout)
+    machines = job.machines(settings.longest)
     index, local = machines.position(job.rank)
     size = len(machines.ranks[index])
     part = Job(local, size, job.store, f"{job.key}/memory/{index}")
@@ -66,7 +67,7 @@ def meet(job: Job, settings: Settings) -> Communicator | ClusterCommunicator:
     def again(rank: int, size: int, store: Any) -> Communicator | ClusterCommunicator:
         return meet(Job(rank, size, store, "part"), settings)
 
-    machine = _on_one_machine(part, replace(settings, timeout=settings.timeout + LONGER))
+    machine = _on_one_machine(part, replace(settings, timeout=settings.longest + LONGER))
     store = PrefixStore(f"{job.key}/", job.store)
     try:
         return ClusterCommunicator(job.rank, machines, machine, store, settings, again)
@@ -83,7 +84,7 @@ def _on_one_machine(job: Job, settings: Settings) -> Communicator:
             location = Mapping.location(fd)
             job.tell(job.key, location)
         else:
-            location = job.look_up(job.key, 0, "set up the shared memory", settings.timeout)
+            location = job.look_up(job.key, 0, "set up the shared memory", settings.longest)
         if not isinstance(location, str):
             raise job.not_ours(location)
         mapping = Mapping.open(location, job.size, job.rank, job.key)

@@ -39,8 +39,9 @@ _FRESH = (
 
 def spawn(
     fn: Callable[..., Any], nprocs: int, topology: Topology | str = "auto",
-    args: Sequence[Any] = (), device: str = "cpu", virtual: bool = False, timeout: float = 30.0,
-    order: str = "fastest", max_blocks: int | None = None, peer_access: str = "prefer",
+    args: Sequence[Any] = (), device: str = "cpu", virtual: bool = False,
+    timeout: float | None = None, order: str = "fastest", max_blocks: int | None = None,
+    peer_access: str = "prefer",
 ) -> list[Any]:  # fmt: skip
     """Run `fn(rank, *args)` on `nprocs` ranks, each with a default communicator.
 

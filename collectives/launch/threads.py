@@ -48,7 +48,8 @@ def spawn_threads(
     values: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}
     memory = LocalMemory(devices, settings.peer_access == "require")
-    team = Team(GpuRanks(dict(enumerate(devices)), memory, settings.timeout, settings.max_blocks))
+    limits = settings.longest_on_gpus, settings.max_blocks
+    team = Team(GpuRanks(dict(enumerate(devices)), memory, *limits))
     failed = threading.Event()
     open_ones: list[Communicator] = []
 

@@ -52,6 +52,7 @@ __device__ __forceinline__ void take_keys(const Select& a) {
     const Step step = step_before<DIGITS>(a, scratch);
     const u32* row = a.rows + step.prefix % LAST_BINS;
     u64 more = 0, upto = 0;  // elements of earlier blocks above the k-th largest, and not below it
+#pragma unroll 1  // on sm_120 it would spill
     for (u32 b = threadIdx.x; b < blockIdx.x; b += blockDim.x) {
         more += row[b * u64(LAST_BINS + 1) + 1];
         upto += row[b * u64(LAST_BINS + 1)];

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +67,6 @@ def hurry(comm: Any, seconds: float) -> None:
     started and planned under a longer timeout, as that takes long on a busy machine."""
     comm.barrier()
     comm._calls.control.timeout = seconds
-    messages = comm._point_to_point
-    messages._settings = replace(messages._settings, timeout=seconds)
     if comm._gpu is not None:
         comm._gpu.team.gpu.timeout = seconds
         comm._gpu._repeats.clear()  # launches that hold the old one

@@ -407,8 +407,8 @@ def test_where_a_lane_fails_its_family_ends_and_the_whole_goes_on() -> None:
 def messages_that_never_come(rank: int, path: str) -> list[str]:
     comm: Any = get_default()
     hurry(comm, 1)
-    comm._calls.control.timeout = 60  # of the all-reduce
     said = [error_of(comm.recv, np.ones(3), 1)] if rank == 0 else []
+    comm._calls.control.timeout = 60  # of the all-reduce
     if rank == 0:
         Path(path, "done").touch()
     outlive(Path(path), 1)

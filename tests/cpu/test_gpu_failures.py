@@ -22,7 +22,7 @@ from host_gpu import HostDevice, HostTensor, needs_compiler
 from linkweave import collectives
 from linkweave.collectives import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.launch.default import get_default
-from linkweave.collectives.runtime.gpu import peers
+from linkweave.collectives.runtime.gpu import peers, watchdog
 from linkweave.topology import GpuId, Topology, TopologyError, load
 from tests.cpu.helpers import hurry
 
@@ -311,6 +311,44 @@ def test_ranks_that_share_a_gpu_plan_on_a_mesh_and_are_told(
     found = collectives.spawn(on_the_map, 2, args=(-1,), device="cuda:0")
     assert found == [["None", (0, 1)]] * 2
     assert log.read_text().count("ranks [0, 1] run on one GPU (0000:00:00.0, ") == 1
+
+
+def deadlines(rank: int) -> list[float]:
+    comm = get_default()
+    found = [comm.timeout]
+    comm.allreduce(tensor([1.0]))
+    return [*found, comm.timeout, comm._gpu.team.gpu.timeout]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("mode", ["processes on one GPU", "threads on one GPU"])
+@pytest.mark.parametrize(("asked", "found"), [(None, [30, 600, 600]), (99.0, [99, 99, 99])])
+def test_ranks_with_gpus_wait_longer_unless_told(
+    asked: float | None, found: list[float], mode: str, machine: Machine
+) -> None:
+    told = collectives.spawn(deadlines, 2, "mesh-2", timeout=asked, **MODES[mode])
+    assert told == [found] * 2
+
+
+def late_and_told(rank: int, log: Path) -> list[float]:
+    """Rank 1 makes its second call once rank 0 has told of its wait."""
+    comm = get_default()
+    comm.allreduce(x := tensor([1.0] * 4))
+    comm.synchronize()
+    comm.barrier()
+    while rank == 1 and "has waited for" not in log.read_text():
+        time.sleep(0.01)
+    comm.allreduce(x)
+    comm.synchronize()
+    return x.array.tolist()
+
+
+def test_a_long_wait_is_told_of_before_it_ends(
+    machine: Machine, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "_PATIENT", 0.2)
+    found = collectives.spawn(late_and_told, 2, "mesh-2", (log,), **MODES["processes on one GPU"])
+    assert found == [[4.0] * 4] * 2
+    assert log.read_text().count("rank 0 has waited for 0.2 s: rank 0 waits for") == 1
 
 
 def most_blocks(rank: int, machine: Machine) -> float:

@@ -8,6 +8,7 @@ within some hundredths of a second if another rank fails or dies.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ log = logging.getLogger("linkweave")
 
 _PERIOD = 0.02  # s
 _HEARING = 0.3  # s to wait for other ranks' last words
+_PATIENT = 30.0  # s after which a wait is told of, well before its deadline
 
 
 class Watchdog:
@@ -35,6 +37,7 @@ class Watchdog:
         self._describe = describe
         self._failure: CollectiveTimeout | CollectiveAborted | None = None
         self._over = False
+        self._waiting_since: float | None = None  # infinite: told
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="linkweave-watch", daemon=True)
@@ -63,9 +66,10 @@ class Watchdog:
             if not ours and not self._control.aborted():
                 if (peer := self._arena.differing()) is not None:
                     self._control.give_up(DIFFERED, peer)
-                elif self._gpu.waiting() and (dead := self._arena.dead()):
+                elif (waiting := self._gpu.waiting()) and (dead := self._arena.dead()):
                     self._control.give_up(DIED, dead[0])
                 else:
+                    self._tell_of_long_waits(waiting)
                     return False
             self._gpu.abort()  # also after our own timeout, of which our other GPUs know nothing
             time.sleep(_PERIOD)  # until all thread blocks have reported their step
@@ -78,6 +82,17 @@ class Watchdog:
                 self._arena.leave_message(words.encode()[:MAX_MESSAGE], LAST_WORDS)
             self._over = True
             return True
+
+    def _tell_of_long_waits(self, waiting: bool) -> None:
+        now = time.monotonic()
+        if not waiting:
+            self._waiting_since = None
+        elif self._waiting_since is None:
+            self._waiting_since = now
+        elif now - self._waiting_since > _PATIENT:
+            self._waiting_since = math.inf
+            log.warning("rank %d has waited for %g s: %s", self._control.rank, _PATIENT,
+                        self._waits())  # fmt: skip
 
     @property
     def over(self) -> bool:
