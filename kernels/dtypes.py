@@ -56,8 +56,9 @@ OPS = {
 
 REDUCTIONS = {
     "sum": "sum", "min": "min_", "max": "max_", "prod": "prod", "any": "max_", "all": "min_",
+    "and": "and_", "or": "or_", "xor": "xor_", "odd": "xor_",
 }  # fmt: skip
-"""The functor in the CUDA sources of each step that GPUs support; a bool is a byte, 0 or 1."""
+"""The functor in the CUDA sources of each step; a bool is a byte, 0 or 1."""
 
 
 def step_of(op: str, dtype: str) -> str:
@@ -65,9 +66,6 @@ def step_of(op: str, dtype: str) -> str:
     return OPS[op][DTYPES[dtype].kind]
 
 
-def ops_of(dtype: str, gpu: bool = False) -> list[str]:
-    """The ops that a dtype supports, on CPUs or on GPUs."""
-    kind = DTYPES[dtype].kind
-    return [
-        op for op, steps in OPS.items() if kind in steps and (not gpu or steps[kind] in REDUCTIONS)
-    ]
+def ops_of(dtype: str) -> list[str]:
+    """The ops that a dtype supports."""
+    return [op for op, steps in OPS.items() if DTYPES[dtype].kind in steps]

@@ -43,7 +43,7 @@ SHORT_GRID = {"lines": (True, False), "chunk_bytes": (16 << 10, 64 << 10), "widt
 def compiled(meter: Meter) -> Result:
     """Compile the plan interpreter for every dtype and op, on all cores; later rows find the code
     in the cache. Returns registers per thread and resident thread blocks."""
-    jobs = [(dtype, op) for dtype in DTYPES for op in ops_of(dtype, gpu=True)]
+    jobs = [(dtype, op) for dtype in DTYPES for op in ops_of(dtype)]
     words = sorted({options(*job) for job in jobs})
     # forked before this process uses CUDA
     with multiprocessing.get_context("fork").Pool(None, import_module, ("cupy",)) as pool:
@@ -133,7 +133,7 @@ def dtypes(meter: Meter) -> Result:
     """Check every dtype and op."""
     topology, done = load("mesh-3"), 0
     for dtype in DTYPES:
-        for op in ops_of(dtype, gpu=True):
+        for op in ops_of(dtype):
             with meter.ranks(3) as ranks:
                 for nbytes in (8 * 331, 8 * 50_021):
                     plan = plan_allreduce(topology, nbytes, "overlapped_tree")

@@ -106,7 +106,7 @@ class CallPlanner:
         parts: int = 0, device: str = "cpu",
     ) -> Request:  # fmt: skip
         """A checked request. Raises CollectiveError if the arguments are bad."""
-        check_op(op, buffer.dtype, device)
+        check_op(op, buffer.dtype)
         algorithm_word(algorithm)
         if algorithm != "auto" and self.order == "fixed":
             raise CollectiveError(

@@ -308,8 +308,7 @@ class Group(_Base):  # type: ignore[misc]
         name = next((name for name, each in OPS.items() if op == each), "")
         if not name or not self._supported(kind, message, others):
             return ""
-        offered = ops_of(dtype_name(message[0]), gpu=message[0].is_cuda)
-        return name if name in offered else ""
+        return name if name in ops_of(dtype_name(message[0])) else ""
 
     @cached_property
     def _devices(self) -> set[str]:

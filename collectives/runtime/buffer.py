@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.kernels.dtypes import DTYPES, OPS, REDUCTIONS, ops_of, step_of
+from linkweave.kernels.dtypes import DTYPES, OPS, ops_of, step_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ def unsupported(dtype: str) -> CollectiveError:
     return CollectiveError(f"unsupported dtype {dtype}; choose from {', '.join(DTYPES)}")
 
 
-def check_op(op: object, dtype: str, device: str = "cpu") -> None:
-    """Raise CollectiveError unless `op` is defined for `dtype` on `device` ("cpu" or "gpu")."""
+def check_op(op: object, dtype: str) -> None:
+    """Raise CollectiveError unless `op` is defined for `dtype`."""
     if not isinstance(op, str) or op not in OPS:
         raise CollectiveError(f"unknown op {op!r}; choose from {', '.join(OPS)}")
     if dtype not in DTYPES:
@@ -35,8 +35,3 @@ def check_op(op: object, dtype: str, device: str = "cpu") -> None:
     if DTYPES[dtype].kind not in OPS[op]:
         able = ", ".join(ops_of(dtype))
         raise CollectiveError(f"{op} is not defined for {dtype}; choose from {able}")
-    if device == "gpu" and step_of(op, dtype) not in REDUCTIONS:
-        able = ", ".join(ops_of(dtype, gpu=True))
-        raise CollectiveError(
-            f"{op} of {dtype} runs on CPU tensors only; on GPUs choose from {able}"
-        )

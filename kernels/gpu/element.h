@@ -104,6 +104,16 @@ struct max_ {
         return b > a || b != b ? b : a;
     }
 };
+// Of integers, and of bools.
+struct and_ {
+    template <class W> __device__ __forceinline__ static W apply(W a, W b) { return W(a & b); }
+};
+struct or_ {
+    template <class W> __device__ __forceinline__ static W apply(W a, W b) { return W(a | b); }
+};
+struct xor_ {
+    template <class W> __device__ __forceinline__ static W apply(W a, W b) { return W(a ^ b); }
+};
 
 // The elements of one memory access, and the word that the access loads or stores. A word stays
 // whole until it is combined: small elements would take a register each.

@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[2]
 SHIM = Path(__file__).parent / "shim"
 GOLDEN = Path(__file__).parents[1] / "golden"
 ELEMENTS = list(dict.fromkeys(dtype.element for dtype in DTYPES.values()))
-FUNCTORS = ["sum", "min_", "max_", "prod"]
+FUNCTORS = ["sum", "min_", "max_", "prod", "and_", "or_", "xor_"]
 COMPILER = os.environ.get("CXX") or shutil.which("g++")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler (g++, or CXX)")
 BROKEN = 99  # what a sanitizer exits with
@@ -238,7 +238,7 @@ class HostDevice:
     def registers(self, dtype: str, op: str) -> int:
         element, functor = kernel_number(dtype, op)
         name = next(d for d in DTYPES if DTYPES[d].element == ELEMENTS[element])
-        return compiled_registers()[f"sm_90 {name} {('sum', 'min', 'max', 'prod')[functor]}"]
+        return compiled_registers()[f"sm_90 {name} {FUNCTORS[functor].rstrip('_')}"]
 
     def launch(self, dtype: str, op: str, launch: np.ndarray, blocks: int, stream: int) -> None:
         size = blocks, self._holds(dtype, op)

@@ -104,13 +104,21 @@ def every_dtype(rank: int, size: int) -> None:
             get_default().synchronize()
             want = np.sum([values(r, n, dtype) for r in range(size)], axis=0, dtype=dtype)
             assert x.array.tolist() == want.tolist(), (dtype, n)
-    for op in ("sum", "or", "max", "prod", "and", "min"):
+    for op in ("sum", "or", "max", "prod", "and", "min", "xor"):
         for true in range(size + 1):  # on so many ranks
             want = true > 0 if op in ("sum", "or", "max") else true == size
+            want = bool(true % 2) if op == "xor" else want
             x = tensor([rank < true] * 2, "bool")
             collectives.allreduce(x, op)
             get_default().synchronize()
             assert x.array.tolist() == [want] * 2, (op, true)
+    for op, step in (("and", np.bitwise_and), ("or", np.bitwise_or), ("xor", np.bitwise_xor)):
+        for dtype in ("int8", "uint8", "int32", "int64"):
+            x = tensor(values(rank, 331, dtype), dtype)
+            collectives.allreduce(x, op)
+            get_default().synchronize()
+            want = step.reduce([values(r, 331, dtype) for r in range(size)])
+            assert x.array.tolist() == want.tolist(), (op, dtype)
 
 
 @pytest.mark.parametrize("mode", ["threads on one GPU", "a process a GPU"])
@@ -240,8 +248,6 @@ def refused(rank: int) -> list[str]:
         what_is_said(lambda: comm.allgather(x, out=np.ones((2, 4), np.float32))),
         what_is_said(lambda: comm.alltoall(tensor([1.0] * 5))),
         what_is_said(lambda: comm.allreduce(HostTensor(np.ones(4, np.float32), device=3))),
-        what_is_said(lambda: comm.allreduce(tensor([1], "int32"), op="and")),
-        what_is_said(lambda: comm.reduce(tensor([True], "bool"), op="xor")),
         what_is_said(lambda: comm.allreduce(x, op="or")),
     ]
     comm.allreduce(x)
@@ -265,9 +271,6 @@ def test_bad_input_is_refused_and_leaves_the_ranks_in_step(mode: str, machine: M
             "alltoall splits rows over 2 ranks: the first dimension must be a multiple of that, "
             "not of shape (5,)",
             f"rank {rank} runs on GPU 0; the tensor is on GPU 3",
-            "and of int32 runs on CPU tensors only; on GPUs choose from sum, min, max, prod",
-            "xor of bool runs on CPU tensors only; on GPUs choose from sum, min, max, prod, and, "
-            "or",
             "or is not defined for float32; choose from sum, avg, min, max, prod",
         ]
 

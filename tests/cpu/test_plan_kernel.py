@@ -221,8 +221,7 @@ def test_sendrecv(machine: str, shape: LaunchConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "dtype", "op"),
-    [(i, d, op) for d in DTYPES for i, op in enumerate(ops_of(d, gpu=True))],
+    ("number", "dtype", "op"), [(i, d, op) for d in DTYPES for i, op in enumerate(ops_of(d))]
 )
 @pytest.mark.parametrize("shape", [LINES, plain(1)], ids=["lines", "slots"])
 def test_dtypes_and_ops(number: int, dtype: str, op: str, shape: LaunchConfig) -> None:
