@@ -92,8 +92,8 @@ class Methods:
         """Gather `x` of all ranks on all ranks.
 
         x: tensor as in `allreduce`, of the same shape on all ranks unless `counts` is given.
-        counts: number of rows (first dimension) of each rank's `x`, the same on all ranks. CPU
-            tensors only.
+        counts: number of rows (first dimension) of each rank's `x`, the same on all ranks. On
+            GPUs each part is a broadcast.
         out: tensor that receives the result.
         async_op: as in `allreduce`; `Work.wait` returns the result.
 
@@ -164,10 +164,11 @@ class Methods:
 
         x: tensor as in `allreduce`. Without splits, its first dimension is a multiple of the number
             of ranks, and each rank gets the same number of rows, in rank order.
-        in_splits: number of rows to send to each rank. CPU tensors only.
+        in_splits: number of rows to send to each rank.
         out_splits: number of rows to receive from each rank; if given, they are checked. The ranks
-            exchange their splits; on one machine, where two calls in a row have had those of
-            earlier calls, each assumes that the next one has, and they exchange them if it has not.
+            exchange their splits on the host; on CPU ranks of one machine, where two calls in a row
+            have had those of earlier calls, each assumes that the next one has, and they exchange
+            them if it has not. On GPUs parts are padded to the next power of two of the largest.
         out, async_op: as in `allgather`.
 
         Returns a tensor of the shape of `x`, in rank order; with splits, of shape (rows received,

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from linkweave.collectives.calls.gpu_launcher import Copied, GpuLauncher, Ready
+from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.calls.request import How, Request
 from linkweave.collectives.errors import CollectiveError, CollectiveTimeout
 from linkweave.collectives.planning.collective import COLLECTIVES, Root
@@ -140,9 +142,8 @@ class GpuCalls(GpuLauncher):
         """
         device = self.device
         with ExitStack() as last:  # runs the callbacks in reverse order
-            for address, _ in (self._scratch, *self._of_graphs):
-                if address:
-                    last.callback(device.free, address)
+            for address, _ in chain(*self._scratch):
+                last.callback(device.free, address)
             last.callback(device.free_stream, self._side)
             for event in (self._done, self._done_captured, self._joined, *self._captured):
                 last.callback(device.free_event, event)
@@ -225,6 +226,42 @@ class GpuContext:
     def scratch(self, request: Request, nbytes: int) -> Buffer:
         like = request.buffer
         return Buffer(self.gpu.scratch(nbytes, request), like.nbytes, like.dtype, like.itemsize)
+
+    def gather_parts(self, mine: Buffer, whole: Buffer, sizes: Sequence[int]) -> None:
+        """Gather parts of these sizes in bytes in `whole`, each by a broadcast."""
+        at = whole.address
+        for root, nbytes in enumerate(sizes):
+            part = replace(whole, address=at, nbytes=nbytes)
+            at += nbytes
+            if root == self.rank:
+                self.copy(part.address, mine.address, nbytes)
+            if nbytes:
+                self.make(self.request("broadcast", part, "sum", root))
+
+    def move_parts(
+        self, request: Request, given: Buffer, result: Buffer, sizes: Sequence[Sequence[int]]
+    ) -> None:
+        """Make an all-to-all of parts of `sizes[src][dst]` bytes by the even one of a request,
+        whose blocks hold the largest."""
+        nbytes = request.buffer.nbytes
+        block, area = nbytes // self.size, self.scratch(request, 2 * nbytes)
+        start, came = given.address, replace(area, address=area.address + nbytes)
+        for to, n in enumerate(sizes[self.rank]):
+            self.copy(area.address + to * block, start, n)
+            start += n
+        self.stage(request, area, came)
+        start = result.address
+        for source, row in enumerate(sizes):
+            self.copy(start, came.address + source * block, row[self.rank])
+            start += row[self.rank]
+
+    @property
+    def host(self) -> HostCalls:
+        """The rank's calls on the host."""
+        return self.gpu.host
+
+    def refuse_capture(self, why: str) -> None:
+        self.gpu.refuse_capture(self.caller, f"{why} on the host")
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
         self._begin()

@@ -73,7 +73,7 @@ class GpuLauncher:
         self, index: int, calls: HostCalls, settings: Settings, team: Team | None, quiet: bool
     ) -> None:
         self.index, self.rank, self.size = index, calls.rank, calls.size
-        self._calls, self._control, self._health = calls, calls.control, calls.health
+        self.host, self._control, self._health = calls, calls.control, calls.health
         self._arena = calls.control.arena
         self._owns_team, self.trace = team is None, calls.trace
         self._control.timeout = settings.longest_on_gpus
@@ -101,8 +101,8 @@ class GpuLauncher:
         self._plans = FifoCache[Key, Plan]()
         self._capture, self._captures = 0, False
         self.latest: tuple[str, str, bytes, RankCall] | None = None  # what was launched last
-        self._scratch = 0, 0  # (address, bytes)
-        self._of_graphs: list[tuple[int, int]] = []  # scratch too; earlier graphs use the old ones
+        # (address, bytes), outside of graphs and in them; calls made again and graphs use old ones
+        self._scratch: tuple[list[tuple[int, int]], ...] = [], []
         self._shared: list[SymmetricMemory | None] = []  # None if allocating it failed
         self._lock = threading.Lock()
         self._watchdog = Watchdog(self.team.gpu, self._control, self._describe)
@@ -110,7 +110,7 @@ class GpuLauncher:
     def _alone(self, settings: Settings) -> Team:
         """The team of a process that runs one rank."""
         required = settings.peer_access == "require"
-        memory = PeerMemory(self.device, self._arena, self._calls.gather, required)
+        memory = PeerMemory(self.device, self._arena, self.host.gather, required)
         return Team(
             GpuRanks(
                 {self.rank: self.device}, memory, settings.longest_on_gpus, settings.max_blocks
@@ -175,33 +175,23 @@ class GpuLauncher:
         """The address of scratch memory for a request. Calls run in order, so all share one piece,
         and those of graphs another one. Raises OutOfMemory, of which other ranks learn, for the
         first request of a kind."""
-        old, size = (self._of_graphs or [(0, 0)])[-1] if self._captures else self._scratch
-        if old and size >= nbytes:
-            return old
-        made = nbytes
-        try:
-            made = self.device.allocate(nbytes)
-        except MemoryError as error:
-            if key_of(request) in self._known:  # the other ranks do not wait to hear of it
-                raise
-            with self._calls.sharing_errors():
-                what = f"rank {self.rank}: {lacking(nbytes, self.device, error)}"
-                raise OutOfMemory(what) from error
-        if self._captures:
-            self._of_graphs.append((made, nbytes))
-            return made
-        self._scratch = made, nbytes
-        if old:
-            self._repeats.clear()  # which use the old one
-            while not self.ready(self._done):
-                time.sleep(0)
-            self.device.free(old)
-        return made
+        pieces = self._scratch[self._captures]
+        if not pieces or pieces[-1][1] < nbytes:
+            size = max(nbytes, 2 * pieces[-1][1] if pieces else 0)
+            try:
+                pieces.append((self.device.allocate(size), size))
+            except MemoryError as error:
+                if key_of(request) in self._known:  # the other ranks do not wait to hear of it
+                    raise
+                with self.host.sharing_errors():
+                    what = f"rank {self.rank}: {lacking(size, self.device, error)}"
+                    raise OutOfMemory(what) from error
+        return pieces[-1][0]
 
     def empty(self, nbytes: int) -> Any:
         """An array of bytes in symmetric memory. All ranks must call it."""
         with self._lock, self.using():
-            asked = [row.decode() for row in self._calls.gather("tensors", str(nbytes).encode())]
+            asked = [row.decode() for row in self.host.gather("tensors", str(nbytes).encode())]
             if len({*asked}) > 1:
                 raise CollectiveError(
                     f"the ranks ask for tensors of different sizes: {', '.join(asked)} bytes, by "
@@ -255,7 +245,7 @@ class GpuLauncher:
             )  # fmt: skip
         except Exception as error:  # of any kind: the other ranks must learn of it
             mine["error"] = f"{error}"[:_MOST_TEXT]
-        rows = [json.loads(row) for row in self._calls.gather("kernels", json.dumps(mine).encode())]
+        rows = [json.loads(row) for row in self.host.gather("kernels", json.dumps(mine).encode())]
         if errors := [f"rank {r}: {row['error']}" for r, row in enumerate(rows) if "error" in row]:
             raise CollectiveError(f"no kernel for {op} of {dtype}: {'; '.join(errors)}")
         self._occupancy[dtype, op] = sorted(
@@ -291,7 +281,7 @@ class GpuLauncher:
                 self.trace.planned(name, plan, self.planner.topology, nbytes)
                 return fused(plan).to_json().encode()
 
-            self._plans.add(key, _read(self._calls.share(make)))
+            self._plans.add(key, _read(self.host.share(make)))
         return self._plans[key]
 
     def make(
@@ -395,7 +385,7 @@ class GpuLauncher:
         """Agree on a new kind of call: its text, its name for profilers, and what to launch."""
         buffer = request.buffer
         try:
-            self._calls.agree_on(request)
+            self.host.agree_on(request)
         except CollectiveTimeout as error:
             late = f"{error} (this rank asks for {text})"
             raise CollectiveTimeout(late, **error.fields()) from None
@@ -416,7 +406,9 @@ class GpuLauncher:
         return text, label(request.kind, plan.algorithm, buffer.nbytes), call
 
     def _not_captured(self, stream: int, why: str) -> None:
+        self.refuse_capture(stream, why, ": make it once before")
+
+    def refuse_capture(self, stream: int, why: str, remedy: str = "") -> None:
+        """Raise CollectiveError if a stream is being captured."""
         if self.device.capturing(stream):
-            raise CollectiveError(
-                f"this call {why}, and cannot be captured into a graph: make it once before"
-            )
+            raise CollectiveError(f"this call {why}, and cannot be captured into a graph{remedy}")

@@ -108,14 +108,15 @@ def allgather(context: CallContext, x: Any, out: Any, counts: Any) -> Any:
         out = _output(x, shape, out, lambda out: (x, out[own]))
         whole, done = context.buffer(out)
         request = context.request("allgather", whole, "sum", parts=parts)
-        if sizes:
-            if isinstance(context, GpuContext):
-                raise CollectiveError("allgather with counts takes CPU tensors only")
+        if sizes and not isinstance(context, GpuContext):
             request = replace(request, sizes=sizes)
             key = splits_key("allgather", x, mine.dtype, counts)
             known = Uneven(len(x), shape[0], whole.nbytes, sizes, request.parts)
             context.remember_sizes(key, known)
-    context.stage(request, mine, whole)
+    if sizes and isinstance(context, GpuContext):
+        context.gather_parts(mine, whole, sizes)
+    else:
+        context.stage(request, mine, whole)
     done()
     return out
 
@@ -273,24 +274,64 @@ def layer_sizes(x: Any, layers: Any, elements: int) -> list[int]:
     return sizes
 
 
-def alltoallv(context: HostCalls, x: Any, out: Any, in_splits: Any, out_splits: Any) -> Any:
-    """All-to-all with uneven splits, of CPU tensors, which the ranks exchange first."""
+def alltoallv(context: CallContext, x: Any, out: Any, in_splits: Any, out_splits: Any) -> Any:
+    """All-to-all with uneven splits, which the ranks exchange first."""
+    if isinstance(context, GpuContext):
+        return _alltoallv_on_gpu(context, x, out, in_splits, out_splits)
     with context.sharing_errors():
-        if isinstance(context, GpuContext):
-            raise CollectiveError("alltoall with splits takes CPU tensors only")
         buffer, _ = context.buffer(x, written=False)
         row = row_bytes(x, buffer)
         sends = rows_sent(x, in_splits, context.size)
         key = splits_key("alltoall", x, buffer.dtype, in_splits, out_splits)
         known = context.known_sizes(key)
         mine = [sends, row, buffer.dtype, known.parts if known else 0]
-    rows = context.gather("sizes", json.dumps(mine).encode())
-    splits, widths, dtypes, expected = zip(*map(json.loads, rows), strict=True)
+    splits, expected = _of_all_ranks(context, mine)
+    return _moved(context, x, buffer, splits, out, out_splits, (key, expected))
+
+
+def _of_all_ranks(host: HostCalls, mine: list[Any]) -> tuple[Any, Any]:
+    """The splits of all ranks, which have rows of one kind, and what each says beside them."""
+    rows = host.gather("sizes", json.dumps(mine).encode())
+    splits, widths, dtypes, others = zip(*map(json.loads, rows), strict=True)
     if len({*widths}) > 1 or len({*dtypes}) > 1:
         raise CollectiveError(
             f"the ranks' rows differ: {list(widths)} bytes of {list(dtypes)}, by rank"
         )
-    return _moved(context, x, buffer, splits, out, out_splits, (key, expected))
+    return splits, others
+
+
+def _alltoallv_on_gpu(
+    context: GpuContext, x: Any, out: Any, in_splits: Any, out_splits: Any
+) -> Any:
+    """As `alltoallv`, in blocks of the largest part, rounded up so that few sizes occur."""
+    host, size, rank = context.host, context.size, context.rank
+    with host.sharing_errors():
+        context.refuse_capture("exchanges its splits")
+        buffer, _ = context.buffer(x, written=False)
+        row, sends = row_bytes(x, buffer), rows_sent(x, in_splits, size)
+        comes = None if out_splits is None else row_counts("out_splits", out_splits, size)
+    splits, expected = _of_all_ranks(host, [sends, row, buffer.dtype, comes])
+    for r, told in enumerate(expected):  # all ranks raise the same
+        if told not in (None, receives := [split[r] for split in splits]):
+            raise _other_rows(r, told, receives)
+    rows = sum(split[rank] for split in splits)
+    given, out = out, output_for(x, (rows, *x.shape[1:]), out)
+    if given is not None:
+        refuse_overlaps([x], [out])
+    got, done = context.buffer(out)
+    if largest := max(map(max, splits)) * row:
+        like = replace(buffer, nbytes=size << (largest - 1).bit_length())
+        request = context.request("alltoall", like, "sum")
+        context.move_parts(request, buffer, got, [[n * row for n in split] for split in splits])
+    done()
+    return out
+
+
+def _other_rows(rank: int, told: Sequence[int], receives: Sequence[int]) -> CollectiveError:
+    return CollectiveError(
+        f"out_splits of rank {rank} says {list(told)} rows come, by rank; the ranks send "
+        f"{list(receives)}"
+    )
 
 
 def exchange(context: Any, x: Any, counts: Any) -> Any:
@@ -314,10 +355,7 @@ def _moved(
         rank, size, row = context.rank, context.size, row_bytes(x, buffer)
         receives = [split[rank] for split in splits]
         if out_splits is not None and row_counts("out_splits", out_splits, size) != receives:
-            raise CollectiveError(
-                f"out_splits of rank {rank} says {list(out_splits)} rows come, by rank; the ranks "
-                f"send {receives}"
-            )
+            raise _other_rows(rank, out_splits, receives)
         given, out = out, output_for(x, (sum(receives), *x.shape[1:]), out)
         if given is not None:
             refuse_overlaps([x], [out])

@@ -376,6 +376,9 @@ class HostTensor:
         self.shape, self.dtype = array.shape, array.dtype
         self.device = SimpleNamespace(id=device)
 
+    def __len__(self) -> int:
+        return len(self.array)
+
     def reshape(self, *shape: Any) -> HostTensor:
         return HostTensor(self.array.reshape(*shape), self.device.id, self.stream)
 

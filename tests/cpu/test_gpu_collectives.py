@@ -194,6 +194,47 @@ def test_what_needs_the_other_ranks_is_not_captured(machine: Machine) -> None:
         assert "of shape (1, 5)" in said[3]
 
 
+def uneven(rank: int, size: int) -> list[str]:
+    """Rows of 3, of which ranks give and get different numbers, some none."""
+    comm = get_default()
+    for salt in range(4):
+        counts = [(3 * r + salt) % 4 for r in range(size)]
+        mine = tensor(np.full((counts[rank], 3), rank), "int32")
+        whole = tensor(np.full((sum(counts), 3), -1), "int32")
+        comm.allgather(mine, counts=counts, out=whole)
+        splits = [[(s + 2 * d + salt) % 5 for d in range(size)] for s in range(size)]
+        comes = [split[rank] for split in splits]
+        given = [np.full((n, 3), 10 * rank + d) for d, n in enumerate(splits[rank])]
+        got = tensor(np.full((sum(comes), 3), -1), "int32")
+        x = tensor(np.concatenate(given), "int32")
+        work = comm.alltoall(x, got, splits[rank], comes if salt % 2 else None, async_op=salt == 3)
+        if work is not got:
+            work.wait()
+        comm.synchronize()
+        assert whole.array[:, 0].tolist() == np.repeat(range(size), counts).tolist()
+        want = np.repeat([10 * s + rank for s in range(size)], comes)
+        assert got.array.tolist() == [[n] * 3 for n in want.tolist()]
+    x, got = tensor([[1], [2]]), tensor([[0.0]] * 2)
+    wrong = [2] + [0] * (size - 1)
+    said = [
+        what_is_said(lambda: comm.alltoall(x, got, [1] * size)),
+        what_is_said(lambda: comm.alltoall(x, got, wrong, wrong if rank else None)),
+    ]
+    comm.allreduce(x)
+    comm.synchronize()
+    assert x.array.tolist() == [[size], [2 * size]]
+    return said
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_uneven_rows(mode: str, machine: Machine) -> None:
+    for said in collectives.spawn(uneven, 3, "mesh-3", (3,), **MODES[mode]):
+        assert "in_splits adds up to 3 rows, for a tensor of shape (2, 1)" in said[0]
+        assert said[1] == (
+            "out_splits of rank 1 says [2, 0, 0] rows come, by rank; the ranks send [0, 0, 0]"
+        )
+
+
 def differing(rank: int) -> list[Any]:
     comm = get_default()
     said = what_is_said(lambda: comm.allreduce(tensor([1.0] * (4 + rank // 2))))

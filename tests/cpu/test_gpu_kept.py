@@ -75,7 +75,11 @@ def held_by_a_graph(rank: int, machine: Machine) -> list[float]:
     assert call not in {call for *_, call in comm._gpu._known.values()}
     assert comm._gpu.team._prepared[call].tables == tables
     assert all(table in device.memory for table in tables)
-    device.captured[9] = 1
+    x.stream = 0
+    comm.allreduce(x)  # which has been forgotten meanwhile
+    comm.synchronize()
+    comm.barrier()
+    x.stream, device.captured[9] = 9, 1
     comm.allreduce(x)
     device.synchronise(9)
     device.captured.clear()
@@ -86,7 +90,7 @@ def held_by_a_graph(rank: int, machine: Machine) -> list[float]:
 @pytest.mark.parametrize("mode", ["threads on one GPU", "processes on one GPU"])
 def test_what_a_graph_launches_stays(mode: str, machine: Machine, few: None) -> None:
     found = collectives.spawn(held_by_a_graph, 2, "mesh-2", (machine,), **MODES[mode])
-    assert found == [[8.0, 8.0]] * 2
+    assert found == [[16.0, 16.0]] * 2
 
 
 def with_queues(rank: int, machine: Machine) -> int:
