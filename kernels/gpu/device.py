@@ -20,6 +20,7 @@ _NOT_READY = 600  # cudaErrorNotReady
 _MULTIPROCESSORS = 16  # cudaDevAttrMultiProcessorCount
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
 
 def current() -> int:
@@ -48,8 +49,8 @@ class CudaDevice:
         self._kernels: dict[tuple[object, ...], tuple[tuple[int, ...], object]] = {}
         self._lock = threading.Lock()
         self._runtime.getDeviceCount()  # starts the driver
-        self._own = self.make_stream()
         self._cuda = ctypes.CDLL("libcuda.so.1")  # for functions that CuPy does not wrap
+        self._own = self.make_stream()
 
     @contextmanager
     def here(self) -> Iterator[None]:
@@ -264,9 +265,13 @@ class CudaDevice:
 
     # ---- streams and events ------------------------------------------------------------------
     def make_stream(self) -> int:
-        """A stream that does not synchronise with the legacy default stream."""
+        """A stream that does not synchronise with the legacy default stream. Its blocks start
+        before those of a model's kernels that wait for room: peers wait for a collective."""
+        least, most, stream = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
         with self.here():
-            return int(self._runtime.streamCreateWithFlags(self._runtime.streamNonBlocking))
+            self._ask("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(most))
+            self._ask("cuStreamCreateWithPriority", ctypes.byref(stream), _NON_BLOCKING, most)
+        return stream.value or 0
 
     def free_stream(self, stream: int) -> None:
         with self.here():

@@ -27,7 +27,7 @@ class Runtime:
 
     def __init__(self) -> None:
         self.current, self.calls = 0, []
-        self.answers: dict[str, Any] = {"malloc": 4096, "streamCreateWithFlags": 77}
+        self.answers: dict[str, Any] = {"malloc": 4096}
 
     mode = 0  # of captures, in this thread
 
@@ -62,7 +62,19 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
         found.mode, mode._obj.value = mode._obj.value, found.mode
         return 0
 
-    library = SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
+    def priorities(least: Any, greatest: Any) -> int:
+        least._obj.value, greatest._obj.value = 0, -5
+        return 0
+
+    def create(stream: Any, flags: int, priority: Any) -> int:
+        found.calls.append(("cuStreamCreateWithPriority", found.current, (flags, priority.value)))
+        stream._obj.value = 77
+        return 0
+
+    library = SimpleNamespace(
+        cuThreadExchangeStreamCaptureMode=exchange, cuCtxGetStreamPriorityRange=priorities,
+        cuStreamCreateWithPriority=create,
+    )  # fmt: skip
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     return found
 
@@ -133,6 +145,11 @@ def test_captures_of_other_threads_go_on(runtime: Runtime) -> None:
     unsafe = {"malloc", "free", "ipcOpenMemHandle", "ipcCloseMemHandle"}
     assert {name: modes[name] for name in unsafe} == dict.fromkeys(unsafe, 2)
     assert modes["eventRecord"] == 0 and runtime.mode == 0
+
+
+def test_streams_come_before_those_of_a_model(runtime: Runtime) -> None:
+    assert CudaDevice(2).make_stream() == 77
+    assert runtime.calls[-1] == ("cuStreamCreateWithPriority", 2, (1, -5))
 
 
 def test_older_gpus_are_refused(runtime: Runtime) -> None:
