@@ -485,7 +485,9 @@ class HostGpu:
                 fields = {
                     "code": self.image.add(p.code),
                     "ends": self.image.add(
-                        launch_tables.ends(plan, layout, p, bases, range(plan.size)),
+                        launch_tables.ends(
+                            plan, layout, p, lambda owner, _: bases[owner], range(plan.size)
+                        ),
                         ("slot", "ready", "free"),
                     ),
                     "cursors": self.image.add(cursors),

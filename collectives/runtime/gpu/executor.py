@@ -326,7 +326,7 @@ class GpuRanks:
             tracks, order = np.zeros(len(found), TRACK), (*ranks, *peers)
             for i, (row, (rank, p)) in enumerate(zip(tracks, found, strict=True)):
                 row["code"] = add(device, p.code)
-                row["ends"] = add(device, launch_tables.ends(plan, layout, p, bases, order))
+                row["ends"] = add(device, launch_tables.ends(plan, layout, p, bases.of, order))
                 row["cursors"] = add(device, np.zeros((config.width, len(p.ends)), CURSOR))
                 row["report"] = report.ctypes.data + 4 * i * config.width * REPORT
                 row["rank"], row["num_ends"] = ranks.index(rank), len(p.ends)

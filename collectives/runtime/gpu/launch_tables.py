@@ -6,7 +6,7 @@ Every rank computes the same data, except for addresses. The struct layouts are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
@@ -179,22 +179,23 @@ def receivers(plan: Plan, ranks: Sequence[int]) -> list[int]:
 
 
 def ends(
-    plan: Plan, layout: SlotLayout, program: TrackCode, bases: Sequence[int], order: Sequence[int]
-) -> NDArray[np.void]:
+    plan: Plan, layout: SlotLayout, program: TrackCode, base: Callable[[int, int], int],
+    order: Sequence[int],
+) -> NDArray[np.void]:  # fmt: skip
     """A program's table of ends: [ends] of END.
 
-    `bases[r]` is the address of rank r's memory in this process; `order` lists the ranks of the
-    launch's buffers.
+    `base(a, b)` is the address in this process of rank a's memory, as it shares it with rank b;
+    `order` lists the ranks of the launch's buffers.
     """
     table = np.zeros(len(program.ends), END)
     for row, index in zip(table, program.ends, strict=True):
         c = plan.connections[index]
         if c.src == program.track.rank:
             row["peer"] = order.index(c.dst)
-        row["ready"] = bases[c.dst] + layout.ready[index]
+        row["ready"] = base(c.dst, c.src) + layout.ready[index]
         if not c.local:
-            row["free"] = bases[c.src] + layout.free[index]
-            row["slot"] = bases[c.dst] + layout.slot[index]
+            row["free"] = base(c.src, c.dst) + layout.free[index]
+            row["slot"] = base(c.dst, c.src) + layout.slot[index]
     return table
 
 

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -82,15 +82,29 @@ class SymmetricMemory:
     leases: Mapping[int, Lease]
 
 
+@dataclass(frozen=True, slots=True)
+class Bases:
+    """Addresses, in this process, of the memory of each rank: on its GPU, and of those ranks whose
+    memory some other cannot access, on the host as well. `apart` holds (a, b) if rank a cannot
+    access rank b's; it is equal on all ranks."""
+
+    gpu: Sequence[int]
+    host: Mapping[int, int] = field(default_factory=dict)
+    apart: frozenset[tuple[int, int]] = frozenset()
+
+    def of(self, owner: int, other: int) -> int:
+        """Where `owner` and `other` share the memory of `owner`."""
+        return self.host[owner] if (other, owner) in self.apart else self.gpu[owner]
+
+
 class Memory(Protocol):
     """Allocates memory that the ranks of a plan access across GPUs. All calls are collective."""
 
-    def bases(self, nbytes: Sequence[int], pairs: Collection[tuple[int, int]]) -> list[int]:
-        """Allocate `nbytes[r]` zeroed bytes for each rank r; returns their addresses.
+    def bases(self, nbytes: Sequence[int], pairs: Collection[tuple[int, int]]) -> Bases:
+        """Allocate `nbytes[r]` zeroed bytes for each rank r.
 
-        `pairs` holds (a, b) if rank a accesses rank b's memory. Addresses are those of this process
-        and valid for the ranks whose memory our ranks access. Raises OutOfMemory on all ranks if
-        any rank is.
+        `pairs` holds (a, b) if rank a accesses rank b's memory. Addresses are valid for the ranks
+        whose memory our ranks access. Raises OutOfMemory on all ranks if any rank is.
         """
 
     def allocate_symmetric(self, nbytes: int) -> SymmetricMemory:
@@ -107,8 +121,8 @@ class Memory(Protocol):
 class LocalMemory:
     """Memory of ranks that are all in this process; rank r uses `devices[r]`.
 
-    If a GPU has no peer access to memory that it needs, that memory is allocated on the host, with
-    one warning unless `quiet`; if peer access is `required`, raises CollectiveError.
+    What a GPU shares with one that has no peer access to it is on the host, with one warning unless
+    `quiet`; if peer access is `required`, raises CollectiveError.
     """
 
     def __init__(
@@ -129,27 +143,24 @@ class LocalMemory:
             if (a.index, b.index) in blocked
         )  # fmt: skip
 
-    def bases(self, nbytes: Sequence[int], pairs: Collection[tuple[int, int]]) -> list[int]:
-        found = []
-        apart = sorted(self._unseen.intersection(pairs))
+    def bases(self, nbytes: Sequence[int], pairs: Collection[tuple[int, int]]) -> Bases:
+        apart = self._unseen.intersection(pairs)
         if apart:
-            self._warn(apart)
-        on_host = {b for _, b in apart}
-        made: list[tuple[Device, int]] = []
+            self._warn(sorted(apart))
+        host, made = {}, []
+        for rank in {b for _, b in apart}:
+            words = self._devices[rank].pinned(-(-(nbytes[rank] + ALIGN) // 4))
+            self._pinned.append(words)
+            host[rank] = -(-words.ctypes.data // ALIGN) * ALIGN
         for rank, (device, size) in enumerate(zip(self._devices, nbytes, strict=True)):
-            if rank in on_host:
-                self._pinned.append(device.pinned(-(-(size + ALIGN) // 4)))
-                found.append(-(-self._pinned[-1].ctypes.data // ALIGN) * ALIGN)
-                continue
             try:
-                found.append(device.allocate(size))
+                made.append((device, device.allocate(size)))
             except MemoryError as error:
                 for other, address in made:
                     other.free(address)
                 raise OutOfMemory(f"rank {rank}: {lacking(size, device, error)}") from error
-            made.append((device, found[-1]))
         self._made += made
-        return found
+        return Bases([address for _, address in made], host, apart)
 
     def _warn(self, apart: Sequence[tuple[int, int]]) -> None:
         gpus = dict.fromkeys((self._devices[a].index, self._devices[b].index) for a, b in apart)
@@ -184,8 +195,8 @@ class LocalMemory:
 class PeerMemory:
     """Memory of ranks in different processes: on the rank's GPU, opened by others with CUDA IPC.
 
-    If a rank cannot open memory that it needs, that memory is allocated on the host, with one
-    warning; if peer access is `required`, every rank raises CollectiveError.
+    What a rank shares with one that cannot open its memory is on the host, with one warning; if
+    peer access is `required`, every rank raises CollectiveError.
     """
 
     def __init__(self, device: Device, arena: Arena, gather: Gather, required: bool) -> None:
@@ -197,14 +208,15 @@ class PeerMemory:
         self._opened: list[int] = []
         self._registered: list[int] = []
 
-    def bases(self, nbytes: Sequence[int], pairs: Collection[tuple[int, int]]) -> list[int]:
+    def bases(self, nbytes: Sequence[int], pairs: Collection[tuple[int, int]]) -> Bases:
         touched = {b for a, b in pairs if a == self._arena.rank}
         mine = self._allocate_together(nbytes[self._arena.rank])
         self._own.append(mine)
         found, ways, why = self._exchange(mine, touched)
-        if ways:
-            self._fall_back(nbytes, found, touched, ways, why)
-        return found
+        if not ways:
+            return Bases(found)
+        apart = frozenset((rank, owner) for rank, owners in ways.items() for owner in owners)
+        return Bases(found, self._on_host(nbytes, ways, why), apart)
 
     def allocate_symmetric(self, nbytes: int) -> SymmetricMemory:
         lease = Lease(self._device, self._allocate_together(nbytes))
@@ -267,12 +279,12 @@ class PeerMemory:
         ways = {r: row["refused"] for r, row in enumerate(rows) if row["refused"]}
         return found, ways, next((row["why"] for row in rows if row["why"]), "")
 
-    def _fall_back(
-        self, nbytes: Sequence[int], found: list[int], touched: set[int],
-        ways: dict[int, list[int]], why: str,
-    ) -> None:  # fmt: skip
-        """Move the memory that some rank cannot open to the host; changes `found`."""
-        rank = self._arena.rank
+    def _on_host(
+        self, nbytes: Sequence[int], ways: dict[int, list[int]], why: str
+    ) -> dict[int, int]:
+        """Allocate memory on the host for the ranks whose own some rank cannot open; the addresses
+        of those that this rank needs."""
+        rank, found = self._arena.rank, {}
         pairs = "; ".join(f"rank {r} cannot open that of ranks {o}" for r, o in ways.items())
         words = f"GPU memory of other processes: {pairs} ({why})"
         _use_host_memory(words, self._required, rank == 0 and not self._warned)
@@ -288,7 +300,7 @@ class PeerMemory:
                 problem = str(error)
         offsets = [int(row) for row in self._gather("memory", str(offset).encode())]
         for owner in owners:
-            if offsets[owner] >= 0 and (owner == rank or owner in touched):
+            if offsets[owner] >= 0 and (owner == rank or owner in ways.get(rank, ())):
                 address = self._arena.base + offsets[owner]
                 try:
                     self._device.register(address, pages(max(nbytes[owner], 1)))
@@ -298,6 +310,7 @@ class PeerMemory:
                 found[owner] = address
         if failed := gather_errors(self._gather, problem):
             raise CollectiveError(f"{words}; nor can the GPUs use host memory: {failed}{advice()}")
+        return found
 
     def close(self) -> None:
         """Close the others' memory, then free our own once all other ranks have closed it.
