@@ -1,0 +1,102 @@
+"""The calls of a process group on CUDA tensors that have no memory: none leaves its device or is
+read on the host. Where this torch is a CPU build, those that copy a tensor are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._C._distributed_c10d as c10d
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from linkweave.collectives.distributed.engine import CudaEngine
+from linkweave.collectives.distributed.group import Group
+
+SIZE = 2
+
+
+class Recorder:
+    """A communicator that checks that all tensors are on the GPU, and does nothing."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            every = [x for each in (*arguments, *named.values())
+                     for x in (each if isinstance(each, list) else [each])]  # fmt: skip
+            tensors = [x for x in every if isinstance(x, torch.Tensor)]
+            assert tensors and {x.device.type for x in tensors} == {"cuda"}, name
+            self.made.append(name)
+            done = SimpleNamespace(wait=lambda timeout: None, done=lambda: True)
+            return done if named["async_op"] else None
+
+        return call
+
+
+@pytest.fixture
+def group() -> Iterator[Any]:
+    """Rank 0 of two, whose CUDA calls all go to linkweave."""
+    made: Any = Group.__new__(Group)
+    torch.distributed.ProcessGroup.__init__(made, 0, SIZE)
+    made.communicator, made.engine = Recorder(), CudaEngine(True, "asked for")
+    made._others, made._coalesced, made._nccl_ends = {}, None, None
+    with FakeTensorMode():
+        yield made
+
+
+def on_gpu(*shape: int, turned: bool = False) -> torch.Tensor:
+    x = torch.empty(shape, device="cuda")
+    return x.t() if turned else x
+
+
+Call = Callable[[Any], Any]
+CALLS: dict[str, Call] = {
+    "allreduce": lambda g: g.allreduce([on_gpu(6)]),
+    "allreduce of several": lambda g: g.allreduce([on_gpu(6), on_gpu(2, 3)]),
+    "broadcast": lambda g: g.broadcast([on_gpu(6)]),
+    "reduce": lambda g: g.reduce([on_gpu(6)]),
+    "allgather into one": lambda g: g.all_gather_single(on_gpu(2, 6), on_gpu(6)),
+    "reduce_scatter from one": lambda g: g.reduce_scatter_single(on_gpu(3), on_gpu(6)),
+    "reduce_scatter": lambda g: g.reduce_scatter([on_gpu(3)], [[on_gpu(3), on_gpu(3)]]),
+    "alltoall": lambda g: g.all_to_all_single(on_gpu(6), on_gpu(6), [], []),
+    "scatter": lambda g: g.scatter([on_gpu(3)], [[on_gpu(3), on_gpu(3)]]),
+}
+COPIES: dict[str, Call] = {
+    "allgather": lambda g: g.allgather([[on_gpu(6), on_gpu(2, 3)]], [on_gpu(6)]),
+    "gather": lambda g: g.gather([[on_gpu(6), on_gpu(2, 3)]], [on_gpu(6)]),
+    "reduce_scatter to a view": lambda g: g.reduce_scatter_single(
+        on_gpu(2, 3, turned=True), on_gpu(12)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*CALLS, *COPIES])
+def test_no_call_leaves_the_gpu(name: str, group: Any) -> None:
+    if name in COPIES and torch.version.cuda is None:
+        pytest.skip("a CPU build of torch copies no tensor of a GPU")
+    work = (CALLS | COPIES)[name](group)
+    assert work.wait() and work.is_completed()
+    assert group.communicator.made == [name.split()[0]]
+    assert all(x.is_cuda for x in work.result())
+
+
+def test_a_value_that_is_read_would_be_seen(group: Any) -> None:
+    """So the tests above test something."""
+    with pytest.raises(DataDependentOutputException):
+        on_gpu(1).item()
+    with pytest.raises(AssertionError):
+        group.communicator.allreduce(torch.empty(3), async_op=False)
+
+
+def test_what_a_group_needs_of_nccl_is_there() -> None:
+    """Where this torch has NCCL: its options, and a method of each name that is delegated."""
+    if not torch.distributed.is_nccl_available():
+        pytest.skip("this torch has no NCCL")
+    assert hasattr(c10d.ProcessGroupNCCL.Options(), "_timeout")
+    names = ("allreduce", "allreduce_coalesced", "broadcast", "reduce", "_allgather_base",
+             "allgather", "_reduce_scatter_base", "reduce_scatter", "alltoall_base", "alltoall",
+             "gather", "scatter", "send", "recv", "recv_anysource")  # fmt: skip
+    assert not [name for name in names if not hasattr(c10d.ProcessGroupNCCL, name)]
