@@ -288,12 +288,17 @@ def _rows(
 
 def as_json_text(settings: Settings, rows: list[Row]) -> str:
     """JSON of the figures and of what they depend on."""
+    gpu = ""
+    if settings.device == "cuda":
+        from linkweave.collectives.distributed.engine import model
+
+        gpu = model()
     report = {
         "benchmark": "collectives",
         "ranks": settings.ranks,
         "topology": settings.machine,
         "device": settings.device,
-        "gpu": _gpu() if settings.device == "cuda" else "",
+        "gpu": gpu,
         "rounds": settings.rounds,
         "sched_batch": settings.batch,
         "machine": machine(),
@@ -306,13 +311,6 @@ _COLUMNS = (
     f"{'collective':14}{'bytes':>11}  {'library':16}{'us':>10}{'algbw':>8}{'busbw':>8}{'#wrong':>8}"
     f"{{:>8}}{'model us':>10}{'error':>7}  state"
 )
-
-
-def _gpu() -> str:
-    """The model of this process's GPU, as `LINKWEAVE_CUDA` compares it."""
-    import torch
-
-    return str(torch.cuda.get_device_name())
 
 
 def header(settings: Settings) -> str:

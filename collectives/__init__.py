@@ -16,6 +16,7 @@ from linkweave.collectives.errors import (
     CollectiveAborted,
     CollectiveError,
     CollectiveTimeout,
+    OutOfMemory,
     PlanError,
     TopologyError,
 )
@@ -58,12 +59,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CollectiveAborted", "CollectiveError", "CollectiveTimeout", "Communicator", "DataParallel",
-    "Explanation", "GTopK", "GradientQueue", "Plan", "PlanError", "ShardedEmbedding", "Timeline",
-    "TopologyError", "Work", "allgather", "allreduce", "allreduce_queue", "alltoall", "barrier",
-    "broadcast", "distributed", "empty", "explain", "gather", "get_default", "init", "overlap",
-    "plan_allreduce", "plan_collective", "prefetch", "recv", "reduce", "reduce_scatter", "run",
-    "scatter", "send", "shutdown", "simulate", "sparse_allreduce", "spawn", "symmetric_empty",
-    "training", "verify",
+    "Explanation", "GTopK", "GradientQueue", "OutOfMemory", "Plan", "PlanError", "ShardedEmbedding",
+    "Timeline", "TopologyError", "Work", "allgather", "allreduce", "allreduce_queue", "alltoall",
+    "barrier", "broadcast", "distributed", "empty", "explain", "gather", "get_default", "init",
+    "overlap", "plan_allreduce", "plan_collective", "prefetch", "recv", "reduce", "reduce_scatter",
+    "run", "scatter", "send", "shutdown", "simulate", "sparse_allreduce", "spawn",
+    "symmetric_empty", "training", "verify",
 ]  # fmt: skip
 __all__ += [name for name in PUBLIC if name not in __all__]  # type checkers read those above
 

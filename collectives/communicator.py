@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,7 +47,7 @@ class Communicator(Collectives):
         self._arena = arena
         self._before_close: list[Callable[[], None]] = []
         self._subcommunicators = Subcommunicators(
-            arena, calls, settings, self.topology, team,
+            arena, calls, self._inherited, self.topology, team,
             lambda arena, settings, team, order: Communicator(arena, settings, team, True, order),
         )  # fmt: skip
         self._calls.agree_on(Request("barrier", NOTHING))  # waits for all ranks
@@ -56,15 +57,24 @@ class Communicator(Collectives):
         """Longest wait for a peer, in seconds."""
         return self._calls.control.timeout
 
+    def _inherited(self) -> Settings:
+        """The settings of a part of the ranks."""
+        if self._gpu is None:
+            return self.settings
+        sharing = self._gpu.team.gpu.sharing
+        return replace(self.settings, timeout=self.settings.longest_on_gpus, sharing=sharing)
+
     def lead(self, stream: int) -> None:
         """Make later work on a CUDA stream wait for this communicator's calls on its GPU."""
         if self._gpu is not None:
             self._gpu.lead(stream)
 
-    def follow(self, stream: int, gpu: int) -> None:
-        """Make this communicator's later calls on its GPU wait for the work on a CUDA stream. The
-        first use of the GPU synchronises the ranks."""
-        self._on_gpu(gpu).follow(stream)
+    def follow(self, stream: int) -> None:
+        """Make this communicator's later calls on its GPU wait for the work on a CUDA stream."""
+        if self._gpu is None:
+            self._before_gpu = stream
+        else:
+            self._gpu.follow(stream)
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """An uninitialised CPU tensor in memory that all ranks share.

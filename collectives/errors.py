@@ -5,12 +5,17 @@ from __future__ import annotations
 from linkweave.topology.errors import CollectiveError, TopologyError
 
 __all__ = [
-    "CollectiveAborted", "CollectiveError", "CollectiveTimeout", "PlanError", "TopologyError",
+    "CollectiveAborted", "CollectiveError", "CollectiveTimeout", "OutOfMemory", "PlanError",
+    "TopologyError",
 ]  # fmt: skip
 
 
 class PlanError(CollectiveError):
     """A plan is wrong, or none can be made as asked."""
+
+
+class OutOfMemory(CollectiveError):
+    """A GPU has no memory for a call. No rank makes it, and later calls may succeed."""
 
 
 class _Stuck(CollectiveError):

@@ -231,6 +231,7 @@ class Collectives(Methods):
         self._calls, self._health = calls, calls.health
         self._team, self._quiet = team, quiet
         self._gpu: GpuCalls | None = None  # created by the first call on a GPU
+        self._before_gpu: int | None = None  # a CUDA stream for which that waits
         self._lock = threading.Lock()
         self._worker = Worker()
         self._point_to_point = PointToPoint(calls, settings)
@@ -343,6 +344,8 @@ class Collectives(Methods):
             self._worker.drain()  # ranks may synchronise, which must keep the order of calls
             if self._gpu is None:
                 self._gpu = GpuCalls(number, self._calls, self.settings, self._team, self._quiet)
+                if self._before_gpu is not None:
+                    self._gpu.follow(self._before_gpu)
             return self._gpu
 
     def _own_gpu(self) -> int | None:

@@ -32,6 +32,7 @@ class Settings:
         None for no limit.
     peer_access: "prefer" uses host memory between GPUs that cannot access each other's memory;
         "require" raises an error instead.
+    sharing: processes on a rank's GPU, if there are more than those of this communicator.
     """
 
     topology: Topology | str = "auto"
@@ -39,6 +40,7 @@ class Settings:
     order: str = "fastest"
     max_blocks: int | None = None
     peer_access: str = "prefer"
+    sharing: int = 1
 
     def __post_init__(self) -> None:
         _one_of("order", self.order, ORDERS)

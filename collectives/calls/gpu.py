@@ -191,6 +191,7 @@ class GpuContext:
         self.planner, self.trace = gpu.planner, gpu.trace
         self.begun = False  # whether anything may have been enqueued
         self.launches = 0
+        self.repeats = True  # whether the same arguments mean the same call
         self.copies: tuple[list[Copied], list[Copied]] = [], []  # before the launch, and behind it
         self.kept: list[object] = []  # the call's tensors, and contiguous copies of them
         self.layers: int | None = None  # the number of layers of a gradient queue
@@ -229,7 +230,7 @@ class GpuContext:
 
     def gather_parts(self, mine: Buffer, whole: Buffer, sizes: Sequence[int]) -> None:
         """Gather parts of these sizes in bytes in `whole`, each by a broadcast."""
-        at = whole.address
+        self.repeats, at = False, whole.address
         for root, nbytes in enumerate(sizes):
             part = replace(whole, address=at, nbytes=nbytes)
             at += nbytes
@@ -243,7 +244,7 @@ class GpuContext:
     ) -> None:
         """Make an all-to-all of parts of `sizes[src][dst]` bytes by the even one of a request,
         whose blocks hold the largest."""
-        nbytes = request.buffer.nbytes
+        self.repeats, nbytes = False, request.buffer.nbytes
         block, area = nbytes // self.size, self.scratch(request, 2 * nbytes)
         start, came = given.address, replace(area, address=area.address + nbytes)
         for to, n in enumerate(sizes[self.rank]):
@@ -297,7 +298,7 @@ class GpuContext:
     def ready(self, result: int | None) -> Ready | None:
         """The call, to be repeated; None if it was not one launch of this rank alone, with copies
         around it."""
-        if self.launches != 1 or not self.made or self.layers is not None:
+        if not self.repeats or self.launches != 1 or not self.made or self.layers is not None:
             return None
         return self.gpu.repeatable(*self.copies, result)
 

@@ -16,7 +16,12 @@ from linkweave.collectives.calls.host import FifoCache, HostCalls
 from linkweave.collectives.calls.plans import CallPlanner
 from linkweave.collectives.calls.request import Key, Request, key_of, notice, words
 from linkweave.collectives.calls.trace import CALLS, KERNELS, label
-from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
+from linkweave.collectives.errors import (
+    CollectiveAborted,
+    CollectiveError,
+    CollectiveTimeout,
+    OutOfMemory,
+)
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.diagnose import RAISED
@@ -27,13 +32,12 @@ from linkweave.collectives.runtime.gpu.device import Device
 from linkweave.collectives.runtime.gpu.executor import GpuRanks, Occupancy, width_of
 from linkweave.collectives.runtime.gpu.launch_tables import fused
 from linkweave.collectives.runtime.gpu.memory import (
-    OutOfMemory,
     PeerMemory,
     SymmetricAddress,
     SymmetricMemory,
     lacking,
 )
-from linkweave.collectives.runtime.gpu.peers import advice, common_topology
+from linkweave.collectives.runtime.gpu.peers import advice, common_topology, gather_errors
 from linkweave.collectives.runtime.gpu.team import LaunchKey, LaunchRefused, RankCall, Repeat, Team
 from linkweave.collectives.runtime.gpu.watchdog import Watchdog
 from linkweave.collectives.settings import Settings
@@ -91,7 +95,8 @@ class GpuLauncher:
                 raise CollectiveError(f"GPU {index} cannot be used: {error}{advice()}") from error
         auto = settings.topology == "auto"
         spec = None if auto else load(settings.topology)
-        topology, self._sharing = common_topology(identity, self.rank, calls.gather, spec, quiet)
+        topology, sharing = common_topology(identity, self.rank, calls.gather, spec, quiet)
+        self.team.gpu.sharing = max(sharing, settings.sharing)
         self.planner = CallPlanner(topology, settings.order)
         self.made = 0
         self._last, self._checksum = "", 0
@@ -237,8 +242,7 @@ class GpuLauncher:
         try:
             with self.trace.phase("kernel"):
                 found = self.team.gpu.occupancy(dtype, op)
-            mine["blocks"] = [(ranks, blocks // self._sharing) for ranks, blocks in found
-                              if self.rank in ranks]  # fmt: skip
+            mine["blocks"] = [entry for entry in found if self.rank in entry[0]]
             self.trace.say(
                 KERNELS, f"kernel plan.cu for {dtype} {op}: {self.device.registers(dtype, op)} "
                 f"registers, {found} blocks at once on GPU {self.index}"
@@ -311,7 +315,7 @@ class GpuLauncher:
                 self.device.copy(request.buffer.address, values, request.buffer.nbytes, stream)
             return None
         if self._captures:
-            call = replace(call, captured=True)
+            call = replace(call, captured=True, description=f"{text} captured into a graph")
         trace = self.trace
         trace.say(CALLS, f"GPU call {self.made}: {name} {call.dtype} {call.op} on stream "
                   f"{stream:#x}, width {call.width} at most")  # fmt: skip
@@ -331,9 +335,13 @@ class GpuLauncher:
                 self.latest = (text, name, words_of_call, mine)
             except (LaunchRefused, OutOfMemory):
                 raise
-            except (CollectiveTimeout, CollectiveAborted) as error:
-                self._health.fail(error)
-                raise
+            except CollectiveError as error:
+                if call.captured:
+                    error.args = (f"{error} (this rank captures {text} into a graph; all must)",)
+                if isinstance(error, CollectiveTimeout | CollectiveAborted):
+                    self._health.fail(error)
+                    raise
+                raise self.fail(error) from None
             except Exception as error:
                 raise self.fail(error) from error
         return call, counted
@@ -397,13 +405,23 @@ class GpuLauncher:
         seen = request.symmetric is not None and self._sees(plan, request.symmetric[0])
         call = LaunchKey(text, plan, buffer.nbytes, buffer.dtype, request.op, width, layers, seen)
         if self._owns_team:
-            try:
-                self.team.prepare(call)
-            except OutOfMemory:
-                raise
-            except Exception as error:
-                raise self.fail(error) from error
+            self._prepare(call)
         return text, label(request.kind, plan.algorithm, buffer.nbytes), call
+
+    def _prepare(self, call: LaunchKey) -> None:
+        """Prepare a new call, on all ranks or on none."""
+        problem = ""
+        try:
+            self.team.prepare(call)
+        except OutOfMemory:
+            raise
+        except MemoryError as error:  # for tables; of slots all ranks have learned
+            problem = f"{error}"
+        except Exception as error:
+            raise self.fail(error) from error
+        if failed := gather_errors(self.host.gather, problem):
+            self.team.undo(call)
+            raise OutOfMemory(f"no memory for tables: {failed}")
 
     def _not_captured(self, stream: int, why: str) -> None:
         self.refuse_capture(stream, why, ": make it once before")

@@ -310,14 +310,24 @@ def _alltoallv_on_gpu(
         buffer, _ = context.buffer(x, written=False)
         row, sends = row_bytes(x, buffer), rows_sent(x, in_splits, size)
         comes = None if out_splits is None else row_counts("out_splits", out_splits, size)
-    splits, expected = _of_all_ranks(host, [sends, row, buffer.dtype, comes])
-    for r, told in enumerate(expected):  # all ranks raise the same
-        if told not in (None, receives := [split[r] for split in splits]):
+        room = None
+        if out is not None:
+            room = len(out)
+            output_for(x, (room, *x.shape[1:]), out)
+            refuse_overlaps([x], [out])
+            context.buffer(out)
+    splits, expected = _of_all_ranks(host, [sends, row, buffer.dtype, [comes, room]])
+    for r, (told, room) in enumerate(expected):  # all ranks raise the same
+        receives = [split[r] for split in splits]
+        if told not in (None, receives):
             raise _other_rows(r, told, receives)
+        if room not in (None, sum(receives)):
+            raise CollectiveError(
+                f"out of rank {r} has room for {room} rows; {sum(receives)} come, by rank "
+                f"{receives}"
+            )
     rows = sum(split[rank] for split in splits)
-    given, out = out, output_for(x, (rows, *x.shape[1:]), out)
-    if given is not None:
-        refuse_overlaps([x], [out])
+    out = output_for(x, (rows, *x.shape[1:]), out)
     got, done = context.buffer(out)
     if largest := max(map(max, splits)) * row:
         like = replace(buffer, nbytes=size << (largest - 1).bit_length())

@@ -40,7 +40,7 @@ class Subcommunicators:
     """The subcommunicators of one rank's communicator. `make` creates one in a given arena."""
 
     def __init__(
-        self, arena: Arena, calls: HostCalls, settings: Settings, topology: Topology,
+        self, arena: Arena, calls: HostCalls, settings: Callable[[], Settings], topology: Topology,
         team: Team | None, make: Make,
     ) -> None:  # fmt: skip
         self._arena, self._calls, self._settings = arena, calls, settings
@@ -97,7 +97,7 @@ class Subcommunicators:
         return [(g, found[i]) for i, g in enumerate(groups) if rank in g]
 
     def _part(self, ranks: list[int], start: int, order: Order) -> Any:
-        settings, team = replace(self._settings, topology=self._machine(ranks)), None
+        settings, team = replace(self._settings(), topology=self._machine(ranks)), None
         if self._team:
             team = self._team.child((self._made, start), ranks)
         part = self._make(self._arena.part(ranks, start), settings, team, order)
@@ -107,7 +107,7 @@ class Subcommunicators:
 
     def _machine(self, ranks: Sequence[int]) -> Topology | str:
         """The machine of some of the ranks."""
-        spec = self._settings.topology
+        spec = self._settings().topology
         if spec == "auto" or load(spec).devices:  # GPUs are found by their names
             return spec
         return self._topology.subset([self._topology.gpus[r] for r in ranks])

@@ -9,7 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from zlib import crc32
 
+import torch
+
 VARIABLE = "LINKWEAVE_CUDA"
+
+
+def model() -> str:
+    """The name of this process's GPU."""
+    return str(torch.cuda.get_device_name())
 
 
 @dataclass(frozen=True)
@@ -40,10 +47,10 @@ class CudaEngine:
         return crc32(repr((self.every, sorted(self.figures.items()))).encode())
 
     @staticmethod
-    def choose(size: int, nccl: bool, gpu: str) -> CudaEngine:
-        """The engine of `size` ranks on GPUs of the model `gpu`, as LINKWEAVE_CUDA has it: "nccl",
-        "linkweave", or a file that `linkweave bench collectives --device cuda` wrote. Without it,
-        and for figures of another machine, NCCL, if this torch has it (`nccl`).
+    def choose(size: int, nccl: bool) -> CudaEngine:
+        """The engine of `size` ranks on GPUs, as LINKWEAVE_CUDA has it: "nccl", "linkweave", or a
+        file that `linkweave bench collectives --device cuda` wrote. Without it, and for figures of
+        another machine, NCCL, if this torch has it (`nccl`).
 
         Raises ValueError for a file that has no such figures.
         """
@@ -60,7 +67,8 @@ class CudaEngine:
             where = int(told["ranks"]), str(told["gpu"])
             times = {
                 library: {(row["collective"], int(row["size"])): float(row["time_us"])
-                          for row in told["rows"] if row["library"] == library}
+                          for row in told["rows"]
+                          if row["library"] == library and not row["wrong"]}
                 for library in ("linkweave", "nccl")
             }  # fmt: skip
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -68,6 +76,7 @@ class CudaEngine:
                 f'{VARIABLE}={asked!r} must be "nccl", "linkweave" or a file of figures that '
                 f"linkweave bench collectives --device cuda wrote: {error!r}"
             ) from None
+        gpu = model()
         if where != (size, gpu):
             here = f"these are {size} x {gpu}"
             return CudaEngine(False, f"{asked} is of {where[0]} x {where[1]}, and {here}")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -62,31 +62,29 @@ class Group(_Base):  # type: ignore[misc]
         self._store = c10d.PrefixStore(f"{job.key}/", options.store)
         try:
             others = gloo_group(c10d.PrefixStore("gloo/", self._store), rank, size, seconds)
-            self.engine = self._chosen()  # in which no rank leaves while another one connects to it
+            self.communicator.barrier()  # no rank may leave while another one connects to it
         except BaseException:
             self.communicator.close()
             raise
         self._others: dict[str, Any] = {"cpu": others}
         self._coalesced: list[Any] | None = None
-        self._nccl_ends: Any = None  # a stream behind NCCL's last collective
 
-    def _chosen(self) -> CudaEngine:
-        """The engine of CUDA calls, the same on all ranks."""
-        gpu, trouble, found = "", "", CudaEngine(False, "")
+    @cached_property
+    def engine(self) -> CudaEngine:
+        """The engine of CUDA collectives, the same on all ranks; chosen at the first of them."""
+        trouble, found = "", CudaEngine(False, "")
         try:
-            if torch.cuda.is_available():
-                gpu = torch.cuda.get_device_name()
-            found = CudaEngine.choose(self.size(), dist.is_nccl_available(), gpu)
-        except ValueError as error:
+            found = CudaEngine.choose(self.size(), dist.is_nccl_available())
+        except Exception as error:  # of any kind: the other ranks must learn of it
             trouble = str(error)
         word = -1 if trouble else found.checksum
         words = torch.tensor([word, -word], dtype=torch.int64)
         self.communicator.allreduce(words, "min")
         least, most = int(words[0]), -int(words[1])
         if trouble or least != most:
-            words_of = f"rank {self.rank()} has {os.environ.get(VARIABLE)!r} on {gpu or 'no GPU'}"
-            raise RuntimeError(trouble or f"{VARIABLE} differs between ranks: {words_of}")
-        if gpu and self.rank() == 0:
+            mine = f"rank {self.rank()} has {os.environ.get(VARIABLE)!r}"
+            raise RuntimeError(trouble or f"{VARIABLE}, or its file, differs by rank: {mine}")
+        if self.rank() == 0:
             whose = {True: "linkweave", False: "NCCL", None: "linkweave or NCCL"}[found.every]
             log.info("CUDA collectives of group %s: %s (%s)", self._name, whose, found.why)
         return found
@@ -332,12 +330,14 @@ class Group(_Base):  # type: ignore[misc]
         cuda: Any = torch.cuda
         self.communicator.lead(cuda.current_stream(x.device).cuda_stream)
         work = call(*arguments)
-        if cuda.is_current_stream_capturing():  # a graph ends in the stream where it has begun
-            work.wait()
-            return work
-        self._nccl_ends = cuda.Stream(x.device)
-        with cuda.stream(self._nccl_ends):
-            work.wait()
+        with cuda.device(x.device):
+            if cuda.is_current_stream_capturing():  # a graph ends in the stream where it has begun
+                work.wait()
+                return work
+        ends = _stream("nccl", x.device)
+        with cuda.stream(ends):  # `work.wait` would release memory that NCCL still uses
+            work.get_future().wait()
+        self.communicator.follow(ends.cuda_stream)
         return work
 
     def _run(
@@ -346,9 +346,6 @@ class Group(_Base):  # type: ignore[misc]
     ) -> Any:  # fmt: skip
         """Make a call of the communicator, at once if torch will wait for it."""
         call = getattr(self.communicator, _METHODS.get(verb, verb))
-        if self._nccl_ends is not None and _on_gpu([*result, *arguments, *named.values()]):
-            self.communicator.follow(self._nccl_ends.cuda_stream, self._nccl_ends.device.index)
-            self._nccl_ends = None
         asynchronous = opts.asyncOp or self._coalesced is not None
         shown = profiler._is_profiler_enabled
         with self._range(verb, [*arguments, *named.values()]) if shown else _NO_RANGE:
@@ -418,8 +415,11 @@ def _spread(parts: Any, outputs: Tensors) -> None:
             output.copy_(part.view(output.shape))
 
 
-def _on_gpu(arguments: list[Any]) -> bool:
-    return any(isinstance(x, torch.Tensor) and x.is_cuda for x in arguments)
+@cache
+def _stream(purpose: str, device: Any) -> Any:
+    """A stream of this process, on which nothing runs but waits."""
+    cuda: Any = torch.cuda
+    return cuda.Stream(device)
 
 
 _NO_TIMEOUT = timedelta(0)
@@ -485,10 +485,17 @@ class GroupWork(dist.Work):
     def result(self) -> list[Any]:
         return self._result
 
+    def _waits_only(self, device: Any) -> bool:
+        """Whether the end of the call is a wait of a stream that is not being captured."""
+        if self._work is None or self._finish or not all(x.is_contiguous() for x in self._result):
+            return False
+        with torch.cuda.device(device):
+            return not torch.cuda.is_current_stream_capturing()
+
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the list of tensors. On a GPU it is complete at once, as torch's own are: a
         stream that uses its value waits for the collective, but the current stream, on which
-        backward may go on, does not."""
+        backward may go on, does not, unless a result has to be copied to where it belongs."""
         devices = list({x.device for x in self._result if x.is_cuda})
         future: torch.futures.Future[Any] = torch.futures.Future(devices=devices or None)
 
@@ -502,9 +509,8 @@ class GroupWork(dist.Work):
 
         if isinstance(self._work, HostWork):
             self._work.add_done_callback(complete)
-        elif devices and self._work is not None:
-            cuda: Any = torch.cuda
-            with cuda.stream(cuda.Stream(devices[0])):  # one of torch's pool
+        elif devices and self._waits_only(devices[0]):
+            with torch.cuda.stream(_stream("futures", devices[0])):
                 complete(None)
         else:
             complete(None)

@@ -220,13 +220,13 @@ class CudaDevice:
         if array.nbytes:
             whole = np.ascontiguousarray(array)
             self.store(address, whole)
-            with self.here():
+            with self._beside_captures():
                 self._runtime.streamSynchronize(self._own)
         return address
 
     def store(self, address: int, array: np.ndarray) -> None:
         """Enqueue a copy of a contiguous array's bytes to device memory; the array must live on."""
-        with self.here():
+        with self._beside_captures():
             self._runtime.memcpyAsync(address, array.ctypes.data, array.nbytes,
                                       self._runtime.memcpyHostToDevice, self._own)  # fmt: skip
 
@@ -345,7 +345,7 @@ class CudaDevice:
         """(PCI bus id, UUID), written as by nvidia-smi."""
         device, raw = ctypes.c_int(), (ctypes.c_uint8 * 16)()
         self._ask("cuDeviceGet", ctypes.byref(device), self.index)
-        self._ask("cuDeviceGetUuid", raw, device)
+        self._ask("cuDeviceGetUuid_v2", raw, device)  # of a MIG instance its own
         text = bytes(raw).hex()
         parts = (text[:8], text[8:12], text[12:16], text[16:20], text[20:])
         return self._runtime.deviceGetPCIBusId(self.index).lower(), "GPU-" + "-".join(parts)

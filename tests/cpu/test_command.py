@@ -19,6 +19,7 @@ from linkweave.bench import links, peers
 from linkweave.bench.command import demo
 from linkweave.bench.command.options import parse_size, writable
 from linkweave.collectives import CollectiveError, Plan, plan_allreduce, plan_collective, verify
+from linkweave.collectives.distributed import engine
 from linkweave.collectives.distributed.engine import CudaEngine
 from linkweave.collectives.planning.collective import PUBLIC
 from linkweave.collectives.planning.explain import size_text
@@ -353,13 +354,13 @@ def test_figures_of_gpus_are_what_a_group_reads(
     assert [row.library for row in rows] == ["linkweave", "gloo"] and none == []
     assert all(row.wrong == 0 and row.model_us is None for row in rows)
     rows[1] = replace(rows[1], library="nccl", time_us=rows[0].time_us)
-    monkeypatch.setattr(collectives_bench, "_gpu", lambda: "NVIDIA H100")
+    monkeypatch.setattr(engine, "model", lambda: "NVIDIA H100")
     assert collectives_bench.line(rows[0]).startswith(f"{kind:14}       4096  linkweave")
     assert "2 GPUs on auto" in collectives_bench.header(asked)
     path = tmp_path / "figures.json"
     path.write_text(collectives_bench.as_json_text(asked, rows))
     monkeypatch.setenv("LINKWEAVE_CUDA", str(path))
-    found = CudaEngine.choose(2, True, "NVIDIA H100")
+    found = CudaEngine.choose(2, True)
     assert found.takes(kind, 4096) and not found.takes(kind, 4100)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,8 @@ from machines import forked
 
 from linkweave import collectives
 from linkweave.collectives.communicator import Communicator
+from linkweave.collectives.distributed import engine
+from linkweave.collectives.distributed import group as groups
 from linkweave.collectives.distributed.engine import VARIABLE, CudaEngine
 from linkweave.collectives.distributed.group import Group
 from linkweave.collectives.launch.default import get_default
@@ -32,8 +35,11 @@ TIMES = {"linkweave": {1024: 9.0, 65536: 20.0, 1 << 20: 90.0},
 
 @pytest.fixture
 def figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    rows = [{"collective": "allreduce", "size": size, "library": library, "time_us": us}
-            for library, times in TIMES.items() for size, us in times.items()]  # fmt: skip
+    rows = [{"collective": kind, "size": size, "library": library, "time_us": us,
+             "wrong": kind == "reduce"}
+            for kind in ("allreduce", "reduce") for library, times in TIMES.items()
+            for size, us in times.items()]  # fmt: skip
+    monkeypatch.setattr(engine, "model", lambda: MODEL)
     path = tmp_path / "figures.json"
     path.write_text(json.dumps({"ranks": 4, "gpu": MODEL, "rows": rows}))
     monkeypatch.setenv(VARIABLE, str(path))
@@ -51,24 +57,28 @@ def test_nccl_unless_asked(
     monkeypatch.delenv(VARIABLE, raising=False)
     if asked:
         monkeypatch.setenv(VARIABLE, asked)
-    found = CudaEngine.choose(4, nccl, MODEL)
+    found = CudaEngine.choose(4, nccl)
     assert found.takes("allreduce", 1024) == every
     assert found.why == ("this torch has no NCCL" if not nccl else
                          f"{VARIABLE}={asked}" if asked else f"{VARIABLE} is not set")  # fmt: skip
 
 
 def test_the_faster_one_by_figures(figures: Path) -> None:
-    found = CudaEngine.choose(4, True, MODEL)
+    found = CudaEngine.choose(4, True)
     taken = [n for n in (1, 1023, 1024, 5000, 65536, 1 << 19, 1 << 20, 1 << 24)
              if found.takes("allreduce", n)]  # fmt: skip
     assert taken == [1024, 5000, 65536]  # up to where both are level, and nothing unmeasured
-    assert not found.takes("broadcast", 1024)
+    assert not found.takes("broadcast", 1024)  # not measured
+    assert not found.takes("reduce", 1024)  # whose results were wrong
     assert found.why == f"whichever is faster by {figures}"
 
 
 @pytest.mark.parametrize(("ranks", "model"), [(8, MODEL), (4, "NVIDIA A100")])
-def test_figures_of_another_machine_are_left_alone(figures: Path, ranks: int, model: str) -> None:
-    found = CudaEngine.choose(ranks, True, model)
+def test_figures_of_another_machine_are_left_alone(
+    figures: Path, ranks: int, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "model", lambda: model)
+    found = CudaEngine.choose(ranks, True)
     assert not found.takes("allreduce", 1024)
     assert found.why == f"{figures} is of 4 x {MODEL}, and these are {ranks} x {model}"
 
@@ -79,30 +89,31 @@ def test_figures_of_another_machine_are_left_alone(figures: Path, ranks: int, mo
 def test_a_file_without_figures_is_refused(figures: Path, text: str) -> None:
     figures.write_text(text)
     with pytest.raises(ValueError, match='must be "nccl", "linkweave" or a file of figures'):
-        CudaEngine.choose(4, True, MODEL)
+        CudaEngine.choose(4, True)
     figures.unlink()
     with pytest.raises(ValueError, match=r"FileNotFoundError"):
-        CudaEngine.choose(4, True, MODEL)
+        CudaEngine.choose(4, True)
 
 
 def joined(rank: int, size: int, asked: Sequence[str], path: str) -> str:
     os.environ[VARIABLE] = asked[rank]
     torch.distributed.is_nccl_available = lambda: True
+    torch.distributed.init_process_group(
+        "linkweave", init_method=f"file://{path}", rank=rank, world_size=size
+    )
+    group: Any = torch.distributed.group.WORLD
     try:
-        torch.distributed.init_process_group(
-            "linkweave", init_method=f"file://{path}", rank=rank, world_size=size
-        )
+        return f"{group.engine.every}"
     except RuntimeError as error:
         return str(error)
-    return "joined"
 
 
 @pytest.mark.parametrize(
     ("asked", "said"), [
-        (("nccl", "linkweave"), [f"{VARIABLE} differs between ranks: rank {rank} has {what!r} on "
-                                 "no GPU" for rank, what in enumerate(("nccl", "linkweave"))]),
-        (("nccl", "fast"), [f"{VARIABLE} differs", f"{VARIABLE}='fast' must be"]),
-        (("linkweave", "linkweave"), ["joined"] * 2),
+        (("nccl", "linkweave"), [f"{VARIABLE}, or its file, differs by rank: rank {r} has {what!r}"
+                                 for r, what in enumerate(("nccl", "linkweave"))]),
+        (("nccl", "fast"), [f"{VARIABLE}, or its file, differs", f"{VARIABLE}='fast' must be"]),
+        (("linkweave", "linkweave"), ["True"] * 2),
     ],
 )  # fmt: skip
 def test_ranks_of_a_group_choose_alike(asked: Any, said: list[str], tmp_path: Path) -> None:
@@ -148,7 +159,7 @@ def beside_nccl(rank: int, machine: Machine, nccl: Nccl, ordered: bool, first: s
 
     def ours() -> None:
         if ordered and first == "nccl":
-            comm.follow(7, rank)
+            comm.follow(7)
         comm.allreduce(x)
 
     def theirs() -> None:
@@ -203,47 +214,74 @@ class Told(Communicator):
     def lead(self, stream: int) -> None:
         self.said.append(("lead", stream))
 
-    def follow(self, stream: int, gpu: int) -> None:
-        self.said.append(("follow", stream, gpu))
-
-    def allreduce(self, x: Any, op: str = "sum", **named: Any) -> Any:
-        self.said.append(("linkweave", op))
-
-    broadcast = allreduce
+    def follow(self, stream: int) -> None:
+        self.said.append(("follow", stream))
 
 
-def test_a_group_orders_them(monkeypatch: pytest.MonkeyPatch, compute: Stream) -> None:  # noqa: F811
-    """What goes to NCCL is led by our calls so far; the next one of ours follows it, messages
-    apart."""
+class NcclWork:
+    """As NCCL's: whoever waits for the work itself releases the memory that its kernel uses."""
+
+    def __init__(self, said: list[Any]) -> None:
+        self.said, self.keeps = said, True
+
+    def wait(self) -> None:
+        self.keeps = False
+
+    def get_future(self) -> Any:
+        stream = CURRENT[-1].cuda_stream  # type: ignore[attr-defined]
+        return SimpleNamespace(wait=lambda: self.said.append(("wait", stream)))
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_group_orders_them(
+    captured: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    compute: Stream,  # noqa: F811
+) -> None:
+    """A collective of NCCL is led by our calls so far, and our next one follows it; messages are
+    not. In a graph the stream that is captured waits for it."""
     said: list[Any] = []
     group: Any = Group.__new__(Group)
     torch.distributed.ProcessGroup.__init__(group, 0, 2)
-    made = iter(range(20, 30))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(
-        cuda_stream=next(made), device=SimpleNamespace(index=3)))  # fmt: skip
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: captured)
+    monkeypatch.setattr(cuda, "device", lambda of: nullcontext())
+    monkeypatch.setattr(groups, "_stream", lambda purpose, device: SimpleNamespace(cuda_stream=20))
     compute.cuda_stream = 1  # type: ignore[attr-defined]
 
     def theirs(name: str) -> Any:
         def call(*_: Any) -> Any:
             said.append(name)
-            return SimpleNamespace(wait=lambda: said.append(("wait", CURRENT[-1].cuda_stream)))  # type: ignore[attr-defined]
+            return NcclWork(said)
 
         return call
 
     nccl = SimpleNamespace(**{name: theirs(name) for name in ("allreduce", "send")})
-    state = {"communicator": Told(said), "_others": {"cuda": nccl}, "_coalesced": None,
-             "_nccl_ends": None}  # fmt: skip
+    state = {"communicator": Told(said), "_others": {"cuda": nccl}, "_coalesced": None}
     for name, value in state.items():
         setattr(group, name, value)
     x = SimpleNamespace(is_cuda=True, device=SimpleNamespace(type="cuda"))
-    opts = SimpleNamespace(asyncOp=False)
-    monkeypatch.setattr("linkweave.collectives.distributed.group._on_gpu", lambda of: x in of)
-    for name in ("send", "allreduce"):
-        group._delegate(name, x, [x])
-    for _ in range(2):
-        group._run(opts, "all_reduce", [x], None, x, "max")
-    assert said == [
-        "send", ("lead", 1), "allreduce", ("wait", 20), ("follow", 20, 3), ("linkweave", "max"),
-        ("linkweave", "max"),
-    ]  # fmt: skip
+    works = [group._delegate(name, x, [x]) for name in ("send", "allreduce")]
+    order = [("wait", 20), ("follow", 20)]
+    assert said == ["send", ("lead", 1), "allreduce", *([] if captured else order)]
+    assert [work.keeps for work in works] == [True, not captured]
+
+
+def before_the_first_call(rank: int, machine: Machine) -> float:
+    """What this communicator follows before it has used its GPU."""
+    comm: Any = get_default()
+    device, busy = machine(rank), threading.Event()
+    device._enqueue(7, lambda: busy.wait(60))
+    comm.follow(7)
+    comm.allreduce(x := tensor([1.0] * 9, stream=5))
+    comm.barrier()
+    assert x.array[0] == 1.0  # it waits
+    busy.set()
+    comm.synchronize()
+    return float(x.array[-1])
+
+
+@needs_compiler
+def test_the_first_call_on_a_gpu_follows_too(machine: Machine) -> None:
+    found = collectives.spawn(before_the_first_call, 2, "mesh-2", (machine,), device="cuda")
+    assert found == [2.0] * 2

@@ -43,7 +43,7 @@ def group() -> Iterator[Any]:
     made: Any = Group.__new__(Group)
     torch.distributed.ProcessGroup.__init__(made, 0, SIZE)
     made.communicator, made.engine = Recorder(), CudaEngine(True, "asked for")
-    made._others, made._coalesced, made._nccl_ends = {}, None, None
+    made._others, made._coalesced = {}, None
     with FakeTensorMode():
         yield made
 

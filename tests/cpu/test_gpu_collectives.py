@@ -194,6 +194,11 @@ def test_what_needs_the_other_ranks_is_not_captured(machine: Machine) -> None:
         assert "of shape (1, 5)" in said[3]
 
 
+def kept(comm: Any) -> list[Any]:
+    """What of this rank's calls is made again."""
+    return list(comm._gpu._repeats)
+
+
 def uneven(rank: int, size: int) -> list[str]:
     """Rows of 3, of which ranks give and get different numbers, some none."""
     comm = get_default()
@@ -215,10 +220,12 @@ def uneven(rank: int, size: int) -> list[str]:
         want = np.repeat([10 * s + rank for s in range(size)], comes)
         assert got.array.tolist() == [[n] * 3 for n in want.tolist()]
     x, got = tensor([[1], [2]]), tensor([[0.0]] * 2)
-    wrong = [2] + [0] * (size - 1)
+    assert all(call[2].__name__ not in ("allgather", "alltoallv") for call in kept(comm))
+    wrong, few = [2] + [0] * (size - 1), tensor(np.zeros((0 if rank else 2 * size, 1)))
     said = [
         what_is_said(lambda: comm.alltoall(x, got, [1] * size)),
-        what_is_said(lambda: comm.alltoall(x, got, wrong, wrong if rank else None)),
+        what_is_said(lambda: comm.alltoall(x, few, wrong, wrong if rank else None)),
+        what_is_said(lambda: comm.alltoall(x, tensor([[0.0]] * (9 - rank)), wrong)),
     ]
     comm.allreduce(x)
     comm.synchronize()
@@ -233,6 +240,7 @@ def test_uneven_rows(mode: str, machine: Machine) -> None:
         assert said[1] == (
             "out_splits of rank 1 says [2, 0, 0] rows come, by rank; the ranks send [0, 0, 0]"
         )
+        assert said[2] == "out of rank 0 has room for 9 rows; 6 come, by rank [2, 2, 2]"
 
 
 def differing(rank: int) -> list[Any]:

@@ -22,7 +22,8 @@ from host_gpu import HostDevice, HostTensor, needs_compiler
 from linkweave import collectives
 from linkweave.collectives import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.launch.default import get_default
-from linkweave.collectives.runtime.gpu import peers, watchdog
+from linkweave.collectives.runtime.cpu import control
+from linkweave.collectives.runtime.gpu import peers
 from linkweave.topology import GpuId, Topology, TopologyError, load
 from tests.cpu.helpers import hurry
 
@@ -346,25 +347,47 @@ def late_and_told(rank: int, log: Path) -> list[float]:
 def test_a_long_wait_is_told_of_before_it_ends(
     machine: Machine, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchdog, "_PATIENT", 0.2)
+    monkeypatch.setattr(control, "PATIENT", 0.2)
     found = collectives.spawn(late_and_told, 2, "mesh-2", (log,), **MODES["processes on one GPU"])
     assert found == [[4.0] * 4] * 2
     assert log.read_text().count("rank 0 has waited for 0.2 s: rank 0 waits for") == 1
 
 
-def most_blocks(rank: int, machine: Machine) -> float:
-    """The share of its GPU that a long call takes."""
+def absent(rank: int, log: Path) -> str:
+    """Rank 1 makes its first call once rank 0 has told of its wait on the host."""
+    comm = get_default()
+    while rank == 1 and "so far" not in log.read_text():
+        time.sleep(0.01)
+    comm.barrier()
+    part = comm.split(0)
+    return f"{part.timeout:g}"
+
+
+def test_a_long_wait_on_the_host_is_told_of(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "PATIENT", 0.2)
+    assert collectives.spawn(absent, 2, "mesh-2", (log,), timeout=70) == ["70"] * 2
+    told = log.read_text()
+    assert told.count("so far") == 1 and "rank 0 waits for rank 1 to make its call" in told
+
+
+def most_blocks(rank: int, machine: Machine) -> tuple[float, float]:
+    """The share of its GPU that a long call takes, of all ranks and of a part, which is alone."""
     comm, device = get_default(), machine.ours()[0]
+    holds = device.resident("float32", "sum")
     comm.allreduce(tensor([1.0] * 1_000_000))
     comm.synchronize()
-    return max(n for _, n in device.launches) / device.resident("float32", "sum")
+    whole = max(n for _, n in device.launches)
+    part = comm.split(0)
+    return whole / holds, part._inherited().sharing if part._gpu else comm._inherited().sharing
 
 
 def test_processes_that_share_a_gpu_fit_on_it_together(monkeypatch: pytest.MonkeyPatch) -> None:
     with gpus(monkeypatch, lambda index: plain(index, multiprocessors=5)) as machine:
         alone = collectives.spawn(most_blocks, 2, "mesh-2", (machine,), device="cuda")
         shared = collectives.spawn(most_blocks, 2, "mesh-2", (machine,), device="cuda:0")
-    assert min(alone) > 0.5 and 0.25 < sum(shared) <= 1
+    assert min(blocks for blocks, _ in alone) > 0.5
+    assert 0.25 < sum(blocks for blocks, _ in shared) <= 1
+    assert [sharing for _, sharing in (*alone, *shared)] == [1, 1, 2, 2]
 
 
 def test_a_machine_without_a_map_is_a_mesh(

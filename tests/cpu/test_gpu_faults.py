@@ -349,14 +349,19 @@ def test_replays_and_calls_use_memory_of_their_own(machine: Machine) -> None:
 
 
 class Full(HostDevice):
-    """Has no room while it is full."""
+    """Has no room while it is full: for large things, or for tables."""
 
     full = False
 
     def allocate(self, nbytes: int) -> int:
-        if self.full:
+        if self.full == "slots":
             raise MemoryError("out of memory")
         return super().allocate(nbytes)
+
+    def upload(self, array: np.ndarray) -> int:
+        if self.full == "tables":
+            raise MemoryError("no room for tables")
+        return super().upload(array)
 
 
 def out_of_memory(rank: int, machine: Machine) -> list[Any]:
@@ -368,13 +373,56 @@ def out_of_memory(rank: int, machine: Machine) -> list[Any]:
         lambda: comm.broadcast(x, 1),
         lambda: comm.reduce_scatter(tensor([1.0] * 18), out=x),
     ):
-        device.full = rank == 1  # type: ignore[attr-defined]
+        device.full = rank == 1 and "slots"  # type: ignore[attr-defined]
         found.append(said(call))
         device.full = False  # type: ignore[attr-defined]
         call()
         comm.synchronize()
         found.append(x.array.tolist())
     return found
+
+
+def without_tables(rank: int, machine: Machine) -> list[Any]:
+    """Of a call whose slots there are, and of one whose slots would be new."""
+    comm, device, found = get_default(), machine(rank), []
+    comm.allreduce(x := tensor([1.0] * 9))
+    for call in (lambda: comm.allreduce(tensor([1.0] * 8)), lambda: comm.broadcast(x, 1)):
+        device.full = rank == 1 and "tables"  # type: ignore[attr-defined]
+        found.append(said(call))
+        device.full = False  # type: ignore[attr-defined]
+        call()
+        comm.synchronize()
+    return [*found, x.array.tolist()]
+
+
+def test_a_call_without_memory_for_tables_is_made_by_no_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with gpus(monkeypatch, lambda index: Full(17, index=index, bus_id=f"0000:0{index}:00.0")) as on:
+        for *found, values in collectives.spawn(without_tables, 2, "mesh-2", (on,), **PROCESSES):
+            words = "OutOfMemory: no memory for tables: rank 1: no room for tables"
+            assert found == [words] * 2 and values == [2.0] * 9
+
+
+def captured_alone(rank: int, machine: Machine) -> str:
+    comm, device = get_default(), machine(rank)
+    comm.allreduce(x := tensor([1.0] * 9))
+    comm.synchronize()
+    hurry(comm, 1)
+    x.stream = 9
+    if rank == 0:
+        device.captured[9] = 1
+    text = said(lambda: (comm.allreduce(x), comm.barrier()))
+    device.captured.clear()
+    return text
+
+
+def test_a_rank_that_captures_alone_says_so(machine: Machine) -> None:
+    found = collectives.spawn(captured_alone, 2, "mesh-2", (machine,), **PROCESSES)
+    words = (
+        "(this rank captures allreduce(9 x float32, sum, auto) on the GPU into a graph; all must)"
+    )
+    assert words in found[0], found
 
 
 @pytest.mark.parametrize("mode", ["a process a GPU", "a thread a GPU"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from linkweave.collectives import CollectiveError
+from linkweave.collectives.distributed import group
 from linkweave.collectives.distributed.group import GroupWork
 from linkweave.collectives.overlap.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from linkweave.collectives.overlap.units import Unit
@@ -181,9 +183,20 @@ def test_a_future_keeps_no_stream_of_backward_waiting(
     own.enqueue(lambda: held.wait(60))
     collective.record(own)
     work = SimpleNamespace(wait=lambda timeout: CURRENT[-1].wait_event(collective))
-    bucket = SimpleNamespace(is_cuda=True, device="cuda:0")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda of: nullcontext())
+    aside = Stream()
+    monkeypatch.setattr(group, "_stream", lambda purpose, device: aside)
+    bucket, turned = (
+        SimpleNamespace(is_cuda=True, device="cuda:0", is_contiguous=lambda is_so=is_so: is_so)
+        for is_so in (True, False)
+    )
     future: Any = GroupWork(cast(Any, work), [bucket]).get_future()
     compute.synchronize()  # backward goes on
     assert not future.event._passed.is_set()
+    GroupWork(cast(Any, work), [turned]).get_future()  # whose end is a copy, in the current stream
+    late = compute.record_event()
+    assert not late._passed.is_set()
     held.set()
     future.event.synchronize()
+    late.synchronize()

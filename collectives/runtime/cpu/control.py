@@ -3,6 +3,7 @@ and give up."""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -35,6 +36,11 @@ from linkweave.collectives.runtime.diagnose import (
     TIMED_OUT,
 )
 from linkweave.kernels.plan import counters as kernel
+
+log = logging.getLogger("linkweave")
+
+PATIENT = 30.0
+"""Seconds after which a wait is told of, well before a longer deadline."""
 
 Where = Callable[[], tuple[str, dict[str, int]]]
 """Returns what a rank waits for, as words and as the fields of `CollectiveTimeout`."""
@@ -147,6 +153,7 @@ class HostControl:
         self._values = np.zeros(len(self.peers), np.int64)  # awaited by `_await`
         self._waits = arena.words(arena.control(self.rank) + WAITS, 1)
         self._heard = 0, 0.0  # rank 0's signs of life, and when the last one was new
+        self._told_of = 0.0  # when the long wait began that has been told of
         self._heart: _Heart | None = None
         self._sent: list[tuple[int, int]] = []  # heap blocks that other ranks may still read
 
@@ -266,7 +273,10 @@ class HostControl:
                 self.give_up(LEFT, left[0], left[0])
             elif dead := self._ended(self.arena.dead()):
                 self.give_up(DIED, dead[0])
-            elif time.monotonic() - self._since(start, peer, planning) < self.timeout:
+            elif (waited := time.monotonic() - self._since(start, peer, planning)) < self.timeout:
+                if waited > PATIENT and self._told_of != start:
+                    self._told_of = start
+                    log.warning("%s for %.0f s so far", words, waited)
                 return
             else:
                 chain = self._chain(peer)

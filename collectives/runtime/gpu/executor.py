@@ -83,6 +83,7 @@ class GpuRanks:
     ) -> None:  # fmt: skip
         self.devices, self.timeout, self.max_blocks = dict(devices), timeout, max_blocks
         self.settings = settings
+        self.sharing = 1  # processes on each GPU
         self._memory = memory
         self.shares = {  # GPU index -> (the GPU, our ranks on it)
             d.index: (d, tuple(r for r, other in devices.items() if other.index == d.index))
@@ -95,6 +96,7 @@ class GpuRanks:
             i: self._uploads.add(d, np.zeros(1, np.uint32)) for i, (d, _) in self.shares.items()
         }
         self._regions: dict[tuple[Plan, LaunchConfig, bool], tuple[_Part, ...]] = {}
+        self._newest: tuple[Plan, LaunchConfig, bool] | None = None
         self._launched: dict[int, Prepared] = {}  # the latest launch of each region
         self.counters = CounterPool([device for device, _ in self.shares.values()])
 
@@ -113,8 +115,8 @@ class GpuRanks:
         return len(self.shares) == 1 and len(self.devices) == size
 
     def occupancy(self, dtype: str, op: str) -> list[Occupancy]:
-        """The occupancy of each GPU of this process."""
-        return [(ranks, d.resident(dtype, op)) for d, ranks in self.shares.values()]
+        """The occupancy of each GPU of this process, of which other processes get as much."""
+        return [(ranks, d.resident(dtype, op) // self.sharing) for d, ranks in self.shares.values()]
 
     def prepare(
         self, plan: Plan, nbytes: int, dtype: str, op: str, width: int | None = None,
@@ -132,8 +134,10 @@ class GpuRanks:
         width = width or width_of(plan, self.occupancy(dtype, op), self.max_blocks)
         plan, config = launch_tables.fit(plan, nbytes, width, self.settings)
         key = (plan.with_chunks(plan.stride), config, captured)
+        self._newest = None
         if key not in self._regions:
             self._regions[key] = self._lay_out(plan, config)
+            self._newest = key
         parts = self._regions[key]
         tables, mine = [], self._uploads.part()
         for part in parts:
@@ -310,6 +314,12 @@ class GpuRanks:
         self.close()
 
     # ---- memory ------------------------------------------------------------------------------
+    def undo(self) -> None:
+        """Forget the region that the latest `prepare` has made, as another rank could not."""
+        if self._newest is not None:
+            del self._regions[self._newest]
+            self._newest = None
+
     def release(self, prepared: Prepared) -> None:
         """Free the tables; no launch may be running that reads them."""
         self._uploads.drop(prepared.uploads)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.errors import CollectiveError, OutOfMemory
 from linkweave.collectives.planning.layout import ALIGN
 from linkweave.collectives.runtime.cpu.arena import Arena
 from linkweave.collectives.runtime.cpu.header import PAGE
@@ -33,10 +33,6 @@ _LEAVING = 5.0  # s to wait until the other ranks have closed our memory
 
 SymmetricAddress = tuple[int, int]
 """(number of a `SymmetricMemory` in allocation order, byte offset within it)."""
-
-
-class OutOfMemory(CollectiveError):
-    """A GPU has no memory for a call. No rank makes it, and later calls may succeed."""
 
 
 class _Owner:

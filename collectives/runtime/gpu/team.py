@@ -12,12 +12,17 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
+from linkweave.collectives.errors import (
+    CollectiveAborted,
+    CollectiveError,
+    CollectiveTimeout,
+    OutOfMemory,
+)
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.gpu.counters import CallCounters
 from linkweave.collectives.runtime.gpu.executor import Arguments, GpuRanks, Prepared
 from linkweave.collectives.runtime.gpu.launch_order import LAUNCH_ORDER, Launch
-from linkweave.collectives.runtime.gpu.memory import OutOfMemory, SymmetricAddress, SymmetricMemory
+from linkweave.collectives.runtime.gpu.memory import SymmetricAddress, SymmetricMemory
 
 _POLL = 0.05  # s
 _PER_THREAD = 2  # cudaStreamPerThread
@@ -105,6 +110,13 @@ class Team:
             )  # fmt: skip
         self._forgotten.pop(call, None)
         return self._prepared[call]
+
+    def undo(self, call: LaunchKey) -> None:
+        """Forget what `prepare` has made for a call, as another rank could not. For a team of one,
+        this is collective; slots stay allocated until the end."""
+        if (prepared := self._prepared.pop(call, None)) is not None:
+            self.gpu.release(prepared)
+        self.gpu.undo()
 
     def forget(self, calls: Iterable[LaunchKey]) -> None:
         """Free the tables of calls, which `prepare` makes again; not those in CUDA graphs.

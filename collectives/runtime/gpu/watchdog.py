@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
+from linkweave.collectives.runtime.cpu import control as host
 from linkweave.collectives.runtime.cpu.control import HostControl
 from linkweave.collectives.runtime.cpu.header import LAST_WORDS, MAX_MESSAGE
 from linkweave.collectives.runtime.diagnose import DIED, DIFFERED, RAISED, TIMED_OUT
@@ -23,7 +24,6 @@ log = logging.getLogger("linkweave")
 
 _PERIOD = 0.02  # s
 _HEARING = 0.3  # s to wait for other ranks' last words
-_PATIENT = 30.0  # s after which a wait is told of, well before its deadline
 
 
 class Watchdog:
@@ -89,9 +89,9 @@ class Watchdog:
             self._waiting_since = None
         elif self._waiting_since is None:
             self._waiting_since = now
-        elif now - self._waiting_since > _PATIENT:
+        elif now - self._waiting_since > host.PATIENT:
             self._waiting_since = math.inf
-            log.warning("rank %d has waited for %g s: %s", self._control.rank, _PATIENT,
+            log.warning("rank %d has waited for %g s: %s", self._control.rank, host.PATIENT,
                         self._waits())  # fmt: skip
 
     @property
