@@ -119,7 +119,7 @@ def collectives(
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Every collective on CPU ranks, beside gloo and MPI (2 min), or on GPUs, beside NCCL."""
+    """Every collective beside gloo and MPI, on GPUs NCCL (2 min)."""
     from linkweave.bench.peers import KINDS
     from linkweave.collectives.planning.collective import PUBLIC
 

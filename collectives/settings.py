@@ -22,7 +22,8 @@ or evaluates; NCCL waits as long."""
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of a communicator. Raises CollectiveError if one is bad.
+    """Settings of a communicator; all but `sharing` are the same on every rank. Raises
+    CollectiveError if one is bad.
 
     topology: a `Topology`, a name or a file; "auto" for the machine itself.
     timeout: longest wait for a peer, in seconds; None: 30, and 600 once the ranks use GPUs. Only
@@ -49,6 +50,7 @@ class Settings:
         real = isinstance(timeout, int | float) and not isinstance(timeout, bool)
         if timeout is not None and (not real or not timeout > 0 or math.isinf(timeout)):
             raise CollectiveError(f"timeout must be a positive number of seconds, not {timeout!r}")
+        integer(self.sharing, "sharing", 1)
         if self.max_blocks is not None:
             blocks = integer(self.max_blocks, "max_blocks", 1)
             object.__setattr__(self, "max_blocks", blocks)

@@ -336,7 +336,7 @@ class GpuLauncher:
             except (LaunchRefused, OutOfMemory):
                 raise
             except CollectiveError as error:
-                if call.captured:
+                if call.captured and type(error) in (CollectiveError, CollectiveTimeout):
                     error.args = (f"{error} (this rank captures {text} into a graph; all must)",)
                 if isinstance(error, CollectiveTimeout | CollectiveAborted):
                     self._health.fail(error)
@@ -410,17 +410,18 @@ class GpuLauncher:
 
     def _prepare(self, call: LaunchKey) -> None:
         """Prepare a new call, on all ranks or on none."""
-        problem = ""
+        problem, fresh = "", not self.team.is_prepared(call)
         try:
             self.team.prepare(call)
         except OutOfMemory:
             raise
         except MemoryError as error:  # for tables; of slots all ranks have learned
-            problem = f"{error}"
+            problem = str(error) or "out of memory"
         except Exception as error:
             raise self.fail(error) from error
         if failed := gather_errors(self.host.gather, problem):
-            self.team.undo(call)
+            if fresh:
+                self.team.undo(call)
             raise OutOfMemory(f"no memory for tables: {failed}")
 
     def _not_captured(self, stream: int, why: str) -> None:

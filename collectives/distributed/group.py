@@ -17,6 +17,7 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch.autograd import profiler
 
+from linkweave.collectives.calls.gpu import GpuWork
 from linkweave.collectives.calls.work import HostWork, Work
 from linkweave.collectives.cluster.communicator import ClusterCommunicator
 from linkweave.collectives.cluster.gloo import OPS, gloo_group
@@ -36,6 +37,8 @@ _METHODS = {"all_reduce": "allreduce", "all_gather": "allgather", "all_to_all": 
 """The communicator's methods, where torch's verbs have other names."""
 _MESSAGES = "send", "recv", "recv_anysource"
 """Not ordered beside collectives: ranks may make them in different places among these."""
+_WITHOUT_FUTURE = "allgather", "reduce_scatter"
+"""Of lists: NCCL makes several calls of unequal tensors, whose work has no future."""
 
 
 _Base: Any = dist.ProcessGroup  # whose stubs list overloads that torch does not call
@@ -322,10 +325,12 @@ class Group(_Base):  # type: ignore[misc]
         call = getattr(self._other(x.device.type), name)
         nccl_only = isinstance(self.communicator, ClusterCommunicator)
         if x.is_cuda and not nccl_only and name not in _MESSAGES:
-            return self._note(self._in_order(x, call, arguments))
+            return self._note(self._in_order(name, x, call, arguments))
         return self._note(call(*arguments))
 
-    def _in_order(self, x: Any, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def _in_order(
+        self, name: str, x: Any, call: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> Any:
         """Make a collective of NCCL, which begins behind the current stream, after ours."""
         cuda: Any = torch.cuda
         self.communicator.lead(cuda.current_stream(x.device).cuda_stream)
@@ -334,6 +339,10 @@ class Group(_Base):  # type: ignore[misc]
             if cuda.is_current_stream_capturing():  # a graph ends in the stream where it has begun
                 work.wait()
                 return work
+        if name in _WITHOUT_FUTURE:
+            work.wait()
+            self.communicator.follow(cuda.current_stream(x.device).cuda_stream)
+            return work
         ends = _stream("nccl", x.device)
         with cuda.stream(ends):  # `work.wait` would release memory that NCCL still uses
             work.get_future().wait()
@@ -487,7 +496,9 @@ class GroupWork(dist.Work):
 
     def _waits_only(self, device: Any) -> bool:
         """Whether the end of the call is a wait of a stream that is not being captured."""
-        if self._work is None or self._finish or not all(x.is_contiguous() for x in self._result):
+        if not isinstance(self._work, GpuWork) or self._finish:
+            return False
+        if not all(x.is_contiguous() for x in self._result):
             return False
         with torch.cuda.device(device):
             return not torch.cuda.is_current_stream_capturing()

@@ -342,7 +342,7 @@ class CudaDevice:
 
     # ---- peers -------------------------------------------------------------------------------
     def identity(self) -> tuple[str, str]:
-        """(PCI bus id, UUID), written as by nvidia-smi."""
+        """(PCI bus id, UUID), written as by nvidia-smi, but a MIG instance's UUID as a GPU's."""
         device, raw = ctypes.c_int(), (ctypes.c_uint8 * 16)()
         self._ask("cuDeviceGet", ctypes.byref(device), self.index)
         self._ask("cuDeviceGetUuid_v2", raw, device)  # of a MIG instance its own

@@ -256,7 +256,8 @@ def test_a_group_orders_them(
 
         return call
 
-    nccl = SimpleNamespace(**{name: theirs(name) for name in ("allreduce", "send")})
+    names = ("allreduce", "send", "allgather")
+    nccl = SimpleNamespace(**{name: theirs(name) for name in names})
     state = {"communicator": Told(said), "_others": {"cuda": nccl}, "_coalesced": None}
     for name, value in state.items():
         setattr(group, name, value)
@@ -265,6 +266,9 @@ def test_a_group_orders_them(
     order = [("wait", 20), ("follow", 20)]
     assert said == ["send", ("lead", 1), "allreduce", *([] if captured else order)]
     assert [work.keeps for work in works] == [True, not captured]
+    said.clear()
+    assert not group._delegate("allgather", x, [x]).keeps  # its work has no future
+    assert said == [("lead", 1), "allgather", *([] if captured else [("follow", 1)])]
 
 
 def before_the_first_call(rank: int, machine: Machine) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -67,7 +66,7 @@ def held_by_a_graph(rank: int, machine: Machine) -> list[float]:
     comm.allreduce(x)
     device.synchronise(9)
     device.captured.clear()
-    (call,) = (replace(call, captured=True) for *_, call in comm._gpu._known.values())
+    (call,) = (call for call in comm._gpu.team._prepared if call.captured)
     tables = comm._gpu.team._prepared[call].tables
     for n in range(1, 3 * MOST):
         comm.allreduce(tensor([1.0] * n))

@@ -8,13 +8,14 @@ import time
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from linkweave.collectives import CollectiveError
+from linkweave.collectives.calls.gpu import GpuWork
 from linkweave.collectives.distributed import group
 from linkweave.collectives.distributed.group import GroupWork
 from linkweave.collectives.overlap.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
@@ -182,7 +183,8 @@ def test_a_future_keeps_no_stream_of_backward_waiting(
     held = threading.Event()
     own.enqueue(lambda: held.wait(60))
     collective.record(own)
-    work = SimpleNamespace(wait=lambda timeout: CURRENT[-1].wait_event(collective))
+    work = GpuWork.__new__(GpuWork)
+    monkeypatch.setattr(work, "wait", lambda timeout: CURRENT[-1].wait_event(collective))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda of: nullcontext())
     aside = Stream()
@@ -191,12 +193,14 @@ def test_a_future_keeps_no_stream_of_backward_waiting(
         SimpleNamespace(is_cuda=True, device="cuda:0", is_contiguous=lambda is_so=is_so: is_so)
         for is_so in (True, False)
     )
-    future: Any = GroupWork(cast(Any, work), [bucket]).get_future()
+    future: Any = GroupWork(work, [bucket]).get_future()
     compute.synchronize()  # backward goes on
     assert not future.event._passed.is_set()
-    GroupWork(cast(Any, work), [turned]).get_future()  # whose end is a copy, in the current stream
+    GroupWork(work, [turned]).get_future()  # whose end is a copy, in the current stream
     late = compute.record_event()
     assert not late._passed.is_set()
+    both = group._together([GroupWork(work, [bucket])] * 2, [bucket])
+    both.get_future()  # each of which may end by a copy
     held.set()
     future.event.synchronize()
     late.synchronize()

@@ -29,10 +29,11 @@ from linkweave.collectives.runtime.gpu.launch_tables import (
     TRACK,
     LaunchConfig,
     Setting,
+    SlotLayout,
     State,
     chunk_extents,
 )
-from linkweave.collectives.runtime.gpu.memory import LocalMemory, Memory, SymmetricMemory
+from linkweave.collectives.runtime.gpu.memory import Bases, LocalMemory, Memory, SymmetricMemory
 
 Occupancy = tuple[tuple[int, ...], int]
 """(ranks that share a launch, thread blocks that can be resident on their GPU at once)."""
@@ -96,7 +97,7 @@ class GpuRanks:
             i: self._uploads.add(d, np.zeros(1, np.uint32)) for i, (d, _) in self.shares.items()
         }
         self._regions: dict[tuple[Plan, LaunchConfig, bool], tuple[_Part, ...]] = {}
-        self._newest: tuple[Plan, LaunchConfig, bool] | None = None
+        self._bases: dict[tuple[Plan, LaunchConfig, bool], Bases] = {}  # of each region
         self._launched: dict[int, Prepared] = {}  # the latest launch of each region
         self.counters = CounterPool([device for device, _ in self.shares.values()])
 
@@ -134,18 +135,26 @@ class GpuRanks:
         width = width or width_of(plan, self.occupancy(dtype, op), self.max_blocks)
         plan, config = launch_tables.fit(plan, nbytes, width, self.settings)
         key = (plan.with_chunks(plan.stride), config, captured)
-        self._newest = None
-        if key not in self._regions:
-            self._regions[key] = self._lay_out(plan, config)
-            self._newest = key
-        parts = self._regions[key]
+        layout = launch_tables.lay_out(plan, config)
+        if key not in self._bases:  # on all ranks alike, whatever fails on one of them later
+            ends = {(c.src, c.dst) for c in plan.connections if not c.local}
+            self._bases[key] = self._memory.bases(layout.nbytes, ends | {(b, a) for a, b in ends})
         tables, mine = [], self._uploads.part()
-        for part in parts:
-            tracks = part.tracks.copy()
-            chunks = {r: mine.add(part.device, chunk_extents(plan, nbytes, r)) for r in part.ranks}
-            tracks["chunks"] = [chunks[rank] for rank, _ in part.programs]
-            tables.append(mine.add(part.device, tracks))
-        checks = dict(self._checks(plan, config, nbytes, layers, parts, mine)) if layers else {}
+        try:
+            if key not in self._regions:
+                self._regions[key] = self._lay_out(plan, config, layout, self._bases[key])
+            parts = self._regions[key]
+            for part in parts:
+                tracks = part.tracks.copy()
+                chunks = {
+                    r: mine.add(part.device, chunk_extents(plan, nbytes, r)) for r in part.ranks
+                }
+                tracks["chunks"] = [chunks[rank] for rank, _ in part.programs]
+                tables.append(mine.add(part.device, tracks))
+            checks = dict(self._checks(plan, config, nbytes, layers, parts, mine)) if layers else {}
+        except BaseException:
+            self._uploads.drop(mine)
+            raise
         if seen is None:
             seen = self.launches_all(plan.size)
         direct = seen and not config.low_latency and launch_tables.may_push(plan)
@@ -301,6 +310,7 @@ class GpuRanks:
     def close(self) -> None:
         """Free all memory; no launch may be running. Can be called again."""
         self._regions.clear()
+        self._bases.clear()
         self._launched.clear()
         with ExitStack() as last:  # runs every callback even if one raises
             last.callback(self._memory.close)
@@ -314,20 +324,13 @@ class GpuRanks:
         self.close()
 
     # ---- memory ------------------------------------------------------------------------------
-    def undo(self) -> None:
-        """Forget the region that the latest `prepare` has made, as another rank could not."""
-        if self._newest is not None:
-            del self._regions[self._newest]
-            self._newest = None
-
     def release(self, prepared: Prepared) -> None:
         """Free the tables; no launch may be running that reads them."""
         self._uploads.drop(prepared.uploads)
 
-    def _lay_out(self, plan: Plan, config: LaunchConfig) -> tuple[_Part, ...]:
-        layout = launch_tables.lay_out(plan, config)
-        ends = {(c.src, c.dst) for c in plan.connections if not c.local}
-        bases = self._memory.bases(layout.nbytes, ends | {(b, a) for a, b in ends})
+    def _lay_out(
+        self, plan: Plan, config: LaunchConfig, layout: SlotLayout, bases: Bases
+    ) -> tuple[_Part, ...]:
         parts, add = [], self._uploads.add
         for device, ranks in self.shares.values():
             found = tuple((r, p) for r in ranks for p in programs(plan, r))

@@ -111,12 +111,13 @@ class Team:
         self._forgotten.pop(call, None)
         return self._prepared[call]
 
+    def is_prepared(self, call: LaunchKey) -> bool:
+        return call in self._prepared
+
     def undo(self, call: LaunchKey) -> None:
-        """Forget what `prepare` has made for a call, as another rank could not. For a team of one,
-        this is collective; slots stay allocated until the end."""
+        """Free the tables of a call that has not been launched."""
         if (prepared := self._prepared.pop(call, None)) is not None:
             self.gpu.release(prepared)
-        self.gpu.undo()
 
     def forget(self, calls: Iterable[LaunchKey]) -> None:
         """Free the tables of calls, which `prepare` makes again; not those in CUDA graphs.
@@ -170,6 +171,8 @@ class Team:
                 try:
                     now.counted = self._launch_together(now.came)
                     self._end(now)
+                except MemoryError as error:  # before anything was launched
+                    self._end(now, OutOfMemory(str(error) or "out of memory"))
                 except RuntimeError as error:
                     self._end(now, self._named(error))
                 except Exception as error:
